@@ -1,0 +1,1 @@
+"""Prompts in: sources, chat templates, packing."""

@@ -1,0 +1,1 @@
+"""Fused kernels: reference implementations and the table that modules are bound to."""

@@ -1,0 +1,271 @@
+"""Plugin discovery, backend selection, and typed wrappers around every hook.
+
+A plugin is checked when it loads; one that is broken does not take the others with it. Its error is kept, and
+raised when that plugin, or a name that nobody else provides, is asked for.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any, cast
+
+import pluggy
+
+from anygauge_hooks import PROJECT, specs
+from anygauge_hooks.errors import (
+    BackendUnavailableError,
+    ConfigConflictError,
+    DuplicateNameError,
+    PluginError,
+    UnknownBackendError,
+    UnknownNameError,
+)
+from anygauge_hooks.types import Availability, BackendSpec, Device, Phase
+
+__all__ = [
+    "BACKENDS_GROUP",
+    "DEFAULT_PLUGINS",
+    "PLUGINS_GROUP",
+    "Plugins",
+    "find_backend",
+    "load_plugins",
+    "probe_backend",
+    "select_backend",
+]
+
+BACKENDS_GROUP = "anygauge.backends"
+PLUGINS_GROUP = "anygauge.plugins"
+PUBLISHED_BACKENDS = ("cuda", "npu")
+"""Backends that an extra of this distribution installs; used in hints only."""
+DEFAULT_PLUGINS = (
+    "anygauge.algorithms.plugin",
+    "anygauge.data.plugin",
+    "anygauge.engines.megatron.plugin",
+    "anygauge.observability.plugin",
+    "anygauge.rollout.plugin",
+)
+"""The core's own plugins. They use the same hooks as anybody's; listed so that they work uninstalled."""
+
+
+@dataclass(slots=True)
+class Plugins:
+    """The plugins of a process, and what could not be loaded into it."""
+
+    manager: pluggy.PluginManager
+    load_errors: dict[str, Exception] = field(default_factory=dict)
+    """By entry-point or plugin name."""
+
+    def register(self, plugin: object, name: str) -> None:
+        """Register a plugin object and check it against the specifications.
+
+        :raises PluginError: A hook is unknown, or takes an argument that its specification has not.
+        """
+        try:
+            self.manager.register(plugin, name=name)
+            _check_hook_names(self.manager, plugin, name)
+        except (pluggy.PluginValidationError, PluginError) as error:
+            self.manager.unregister(plugin)
+            text = error.args[0] if isinstance(error, PluginError) else str(error)
+            raise PluginError(f"Plugin {name!r} breaks the contract: {text}", hint=_HOOKS_HINT) from error
+
+    def named(self, hook: str) -> dict[str, Any]:
+        """Return what plugins registered through a ``register_*`` hook, by name.
+
+        :raises DuplicateNameError: Two plugins use one name.
+        """
+        owners: dict[str, str] = {}
+        found: dict[str, Any] = {}
+        for owner, result in self._results(hook):
+            for item in result:
+                if item.name in found:
+                    raise DuplicateNameError(
+                        f"{hook}: {item.name!r} is registered by {owners[item.name]} and by {owner}.",
+                        hint="Uninstall or rename one of the two; `anygauge hooks` lists every owner.",
+                    )
+                found[item.name], owners[item.name] = item, owner
+        return found
+
+    def get(self, hook: str, name: str) -> Any:
+        """Return one item that was registered through a ``register_*`` hook.
+
+        :raises UnknownNameError: No plugin provides the name.
+        """
+        found = self.named(hook)
+        if name in found:
+            return found[name]
+        kind = hook.removeprefix("register_").replace("_", " ")
+        failed = [f"{plugin} ({error!r})" for plugin, error in sorted(self.load_errors.items())]
+        raise UnknownNameError(
+            f"Unknown name {name!r} for {kind}; available: {', '.join(sorted(found)) or 'none'}.",
+            hint=f"These plugins failed to load: {', '.join(failed)}." if failed else None,
+        )
+
+    def owner(self, hook: str, name: str) -> str:
+        """Return the name of the plugin that registered ``name`` through ``hook``."""
+        return next(owner for owner, result in self._results(hook) for item in result if item.name == name)
+
+    def merged(self, hook: str, **arguments: Any) -> dict[str, str]:
+        """Return the union of the mappings that plugins return.
+
+        :raises ConfigConflictError: Two plugins want different values for one key.
+        """
+        union: dict[str, str] = {}
+        owners: dict[str, str] = {}
+        for owner, result in self._results(hook, **arguments):
+            for key, value in result.items():
+                if union.get(key, value) != value:
+                    raise ConfigConflictError(
+                        f"{hook}: {owners[key]} sets {key}={union[key]} and {owner} sets {key}={value}.",
+                        hint="Disable one of the two plugins, or set the key yourself.",
+                    )
+                union[key], owners[key] = value, owner
+        return union
+
+    def first(self, hook: str, **arguments: Any) -> Any:
+        """Return the first answer of a hook that is not ``None``, or ``None``."""
+        return getattr(self.manager.hook, hook)(**arguments)
+
+    def collect(self, hook: str, **arguments: Any) -> list[Any]:
+        """Return the items of every plugin's answer, in registration order."""
+        return [item for _, result in self._results(hook, **arguments) for item in result]
+
+    def notify(self, hook: str, **arguments: Any) -> None:
+        """Call an observer hook of every plugin."""
+        getattr(self.manager.hook, hook)(**arguments)
+
+    def make_device(self, backend: BackendSpec, index: int) -> Device:
+        """Return the device object of this process.
+
+        :raises PluginError: No plugin knows the backend.
+        """
+        device = self.first("make_device", backend=backend, index=index)
+        if device is None:
+            raise PluginError(
+                f"No plugin makes a device for backend {backend.name!r}.",
+                hint="The plugin that registers a backend implements make_device for it.",
+            )
+        return cast(Device, device)
+
+    def prepare_worker(self, backend: BackendSpec, role: str, phase: Phase) -> None:
+        """Prepare this process for its vendor libraries."""
+        self.notify("prepare_worker", backend=backend, role=role, phase=phase)
+
+    def _results(self, hook: str, **arguments: Any) -> Iterable[tuple[str, Any]]:
+        """Yield plugin name and answer of every implementation that answers, in registration order."""
+        caller = getattr(self.manager.hook, hook)
+        for implementation in caller.get_hookimpls():
+            accepted = {name: arguments[name] for name in implementation.argnames if name in arguments}
+            result = implementation.function(**accepted)
+            if result is not None:
+                yield implementation.plugin_name, result
+
+
+_HOOKS_HINT = "docs/hooks.md has every hook with its exact signature."
+
+
+def _check_hook_names(manager: pluggy.PluginManager, plugin: object, name: str) -> None:
+    for attribute in dir(plugin):
+        if manager.parse_hookimpl_opts(plugin, attribute) is not None and not hasattr(specs, attribute):
+            raise PluginError(f"unknown hook {attribute!r}")
+
+
+def load_plugins(*, only: Sequence[str] | None = None) -> Plugins:
+    """Return the core's plugins and the installed ones.
+
+    Each is loaded alone, so that a broken one does not take the others with it: its error is kept in
+    :attr:`Plugins.load_errors`.
+
+    :param only: Entry-point names to load. Default: all that are installed.
+    """
+    plugins = Plugins(pluggy.PluginManager(PROJECT))
+    plugins.manager.add_hookspecs(specs)
+    if os.environ.get("ANYGAUGE_TRACE_HOOKS"):
+        _trace(plugins.manager)
+    for name in DEFAULT_PLUGINS:
+        plugins.register(importlib.import_module(name), name)
+    for group in (BACKENDS_GROUP, PLUGINS_GROUP):
+        for entry in sorted(entry_points(group=group)):
+            if only is None or entry.name in only:
+                _load_entry(plugins, entry)
+    return plugins
+
+
+def _load_entry(plugins: Plugins, entry: EntryPoint) -> None:
+    name = entry.name if plugins.manager.get_plugin(entry.name) is None else f"{entry.name} ({entry.value})"
+    try:
+        plugins.register(entry.load(), name)
+    except Exception as error:  # noqa: BLE001 - importing a plugin runs anybody's code
+        plugins.load_errors[name] = error
+
+
+def _trace(manager: pluggy.PluginManager) -> None:
+    manager.trace.root.setwriter(lambda text: os.write(2, text.encode()))
+    manager.enable_tracing()
+
+
+def probe_backend(spec: BackendSpec) -> Availability:
+    """Return whether a backend can run here; a probe that raises counts as no."""
+    try:
+        return spec.probe()
+    except Exception as error:  # noqa: BLE001 - a probe runs vendor code
+        return Availability(
+            ok=False, reason=f"its probe raised {error!r}", hint="Report this to the backend."
+        )
+
+
+def select_backend(plugins: Plugins, requested: str | None = None) -> tuple[BackendSpec, str]:
+    """Return the backend to run on, and why.
+
+    :param requested: A backend name; ``None`` takes the only usable accelerator, else ``"cpu"``. A name that
+        was asked for never falls back to another.
+    :raises UnknownBackendError: No such backend is installed.
+    :raises BackendUnavailableError: It cannot run on this host, or the choice is not unique.
+    """
+    found: dict[str, BackendSpec] = plugins.named("register_backends")
+    if requested is not None:
+        return _requested(plugins, found, requested)
+    states = {name: probe_backend(spec) for name, spec in found.items() if name != "cpu"}
+    usable = sorted(name for name, state in states.items() if state.ok)
+    if len(usable) > 1:
+        raise BackendUnavailableError(
+            f"More than one accelerator backend is usable here: {', '.join(usable)}.",
+            hint=f"Name one: --backend {usable[0]}.",
+        )
+    if usable:
+        return found[usable[0]], "the only accelerator whose probe passes"
+    reasons = "; ".join(f"{name}: {state.reason}" for name, state in sorted(states.items()))
+    return found["cpu"], f"no accelerator backend is usable ({reasons or 'none is installed'})"
+
+
+def _requested(plugins: Plugins, found: Mapping[str, BackendSpec], name: str) -> tuple[BackendSpec, str]:
+    spec = find_backend(plugins, found, name)
+    state = probe_backend(spec)
+    if not state.ok:
+        raise BackendUnavailableError(
+            f"Backend {name!r} cannot run on this host: {state.reason}.", hint=state.hint
+        )
+    return spec, "asked for"
+
+
+def find_backend(plugins: Plugins, found: Mapping[str, BackendSpec], name: str) -> BackendSpec:
+    """Return an installed backend, whether or not it can run here.
+
+    :raises UnknownBackendError: It is not installed.
+    :raises BackendUnavailableError: It is, but its plugin failed to load.
+    """
+    if name in found:
+        return found[name]
+    if name in plugins.load_errors:
+        error = plugins.load_errors[name]
+        raise BackendUnavailableError(
+            f"Backend {name!r} is installed but its plugin failed to load.", hint=f"{error!r}"
+        ) from error
+    failed = "".join(f"; failed to load: {other}" for other in sorted(plugins.load_errors))
+    raise UnknownBackendError(
+        f"Unknown backend {name!r}; installed: {', '.join(sorted(found))}{failed}.",
+        hint=f"pip install 'anygauge[{name}]'" if name in PUBLISHED_BACKENDS else None,
+    )

@@ -1,0 +1,1 @@
+"""The embedded rollout engine, on transformers."""

@@ -1,0 +1,162 @@
+"""Exceptions raised by the core and by plugins.
+
+Every class has a stable ``code``. The message ends with it, and ``docs/errors.md``
+has one section per code, so that a log line is enough to find the explanation.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+__all__ = [
+    "AnygaugeError",
+    "BackendUnavailableError",
+    "CheckpointError",
+    "ConfigConflictError",
+    "ConfigError",
+    "DataError",
+    "DeadlineError",
+    "DuplicateNameError",
+    "MissedRedirectionError",
+    "NonFiniteError",
+    "PlacementError",
+    "PluginError",
+    "RewardError",
+    "RolloutError",
+    "ScopeError",
+    "UnknownBackendError",
+    "UnknownNameError",
+    "WeightMappingError",
+    "WorkerDiedError",
+    "WorkerFailedError",
+]
+
+
+class AnygaugeError(Exception):
+    """Base class of every error that this project raises on purpose."""
+
+    code: ClassVar[str] = "AG000"
+
+    def __init__(self, message: str, *, hint: str | None = None) -> None:
+        # ``args`` holds the message alone and the rest is in ``__dict__``, so that the
+        # error survives pickling on its way out of a worker process or a Ray actor.
+        super().__init__(message)
+        self.hint = hint
+
+    def __str__(self) -> str:
+        lines = [self.args[0], self.hint, f"[{self.code}]"]
+        return "\n  ".join(line for line in lines if line)
+
+
+class UnknownBackendError(AnygaugeError, ValueError):
+    """The requested backend is not installed."""
+
+    code = "AG101"
+
+
+class BackendUnavailableError(AnygaugeError, RuntimeError):
+    """The requested backend is installed but cannot run on this host."""
+
+    code = "AG102"
+
+
+class DuplicateNameError(AnygaugeError, ValueError):
+    """Two plugins claim the same name."""
+
+    code = "AG103"
+
+
+class PluginError(AnygaugeError, RuntimeError):
+    """A plugin breaks the contract, or failed to load and was asked for."""
+
+    code = "AG104"
+
+
+class UnknownNameError(AnygaugeError, ValueError):
+    """No plugin provides the engine, loss, reward or model that the config names."""
+
+    code = "AG105"
+
+
+class ConfigError(AnygaugeError, ValueError):
+    """The config is wrong; every problem found is listed."""
+
+    code = "AG201"
+
+
+class ConfigConflictError(AnygaugeError, ValueError):
+    """Two plugins want different values for one key."""
+
+    code = "AG202"
+
+
+class DataError(AnygaugeError, ValueError):
+    """A data file or a row of it cannot be used; names file, line and field."""
+
+    code = "AG301"
+
+
+class RewardError(AnygaugeError, RuntimeError):
+    """A reward function failed or returned something that is no number."""
+
+    code = "AG302"
+
+
+class RolloutError(AnygaugeError, RuntimeError):
+    """The rollout engine cannot serve a request."""
+
+    code = "AG401"
+
+
+class CheckpointError(AnygaugeError, ValueError):
+    """A checkpoint directory cannot be read or must not be overwritten."""
+
+    code = "AG501"
+
+
+class WeightMappingError(AnygaugeError, ValueError):
+    """A tensor is missing, unexpected or of the wrong shape."""
+
+    code = "AG502"
+
+
+class ScopeError(AnygaugeError, RuntimeError):
+    """The device scope was used in a way that it cannot honour."""
+
+    code = "AG601"
+
+
+class MissedRedirectionError(AnygaugeError, RuntimeError):
+    """Vendor code reached for a device that the scope does not redirect."""
+
+    code = "AG602"
+
+
+class NonFiniteError(AnygaugeError, ArithmeticError):
+    """A loss or gradient is not finite."""
+
+    code = "AG603"
+
+
+class WorkerDiedError(AnygaugeError, RuntimeError):
+    """A worker process ended before its run did."""
+
+    code = "AG701"
+
+
+class WorkerFailedError(AnygaugeError, RuntimeError):
+    """A worker raised; its rank and its own traceback come first."""
+
+    code = "AG702"
+
+
+class DeadlineError(AnygaugeError, TimeoutError):
+    """Something did not happen in time; names what was waited for."""
+
+    code = "AG703"
+
+
+class PlacementError(AnygaugeError, RuntimeError):
+    """The cluster cannot host the requested workers."""
+
+    code = "AG704"

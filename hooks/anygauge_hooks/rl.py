@@ -1,0 +1,100 @@
+"""What flows through one RL step: prompts, samples and groups.
+
+Legend of shape suffixes used across the project:
+B batch, T token, D hidden, V vocabulary, H query head, K key/value head, S sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+__all__ = ["FinishReason", "Group", "Prompt", "Sample", "SamplingParams", "TrainSample"]
+
+FinishReason = Literal["stop", "length", "abort"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How a rollout engine draws tokens."""
+
+    max_new_tokens: int
+    temperature: float = 1.0
+    """Divides the logits. ``0`` decodes greedily; training needs a value above 0."""
+    top_p: float = 1.0
+    top_k: int = 0
+    """Keep the ``k`` likeliest tokens; ``0`` keeps all."""
+    stop: tuple[str, ...] = ()
+    """Strings that end a response; they stay part of it."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Tokens that end a response, beside the model's own end-of-sequence tokens."""
+    ignore_eos: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prompt:
+    """One row of a data source, ready to be generated from.
+
+    Example::
+
+        Prompt(index=7, tokens=(5, 11, 2), text="3+4=", label="7", source="train.jsonl")
+    """
+
+    index: int
+    """Position in the data source; identifies the group."""
+    tokens: tuple[int, ...]
+    text: str
+    label: Any = None
+    source: str = ""
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """One response to a prompt. All response fields have one entry per response token.
+
+    Example::
+
+        Sample(prompt_index=7, prompt_tokens=(5, 11, 2), response_tokens=(9, 1), log_probs=(-0.1, -0.02),
+               loss_mask=(1, 1), weight_versions=(3, 3), text="7", finish_reason="stop", seed=1234)
+    """
+
+    prompt_index: int
+    prompt_tokens: tuple[int, ...]
+    response_tokens: tuple[int, ...]
+    log_probs: tuple[float, ...]
+    """Log-probability of each response token under the engine, at the sampling temperature."""
+    loss_mask: tuple[int, ...]
+    """1 where the token was sampled by the policy and is trained on."""
+    weight_versions: tuple[int, ...]
+    """Version of the weights that made each token."""
+    text: str
+    finish_reason: FinishReason
+    seed: int
+    reward: float | None = None
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """A prompt and all samples drawn from it."""
+
+    prompt: Prompt
+    samples: tuple[Sample, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainSample:
+    """A sample with its advantage, as a train engine takes it."""
+
+    tokens: Sequence[int]
+    """Prompt and response, length S."""
+    response_length: int
+    """The last ``response_length`` tokens are the response, length R >= 1."""
+    loss_mask: Sequence[int]
+    """Length R."""
+    rollout_log_probs: Sequence[float]
+    """Length R."""
+    advantages: Sequence[float]
+    """Length R."""

@@ -1,0 +1,491 @@
+"""Hook specifications.
+
+Sections follow the life of a run. A hook that may return nothing has ``| None`` in its return type; ``None``
+always means "not mine, ask the next plugin". An implementation may leave out arguments that it does not
+need, so an argument can be added here without breaking a plugin, and none is ever renamed or removed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from anygauge_hooks import hookspec
+
+if TYPE_CHECKING:
+    from anygauge_hooks.engines import RolloutEngineSpec, TrainEngineSpec
+    from anygauge_hooks.kernels import KernelImpl
+    from anygauge_hooks.models import ModelSpec
+    from anygauge_hooks.rl import Group
+    from anygauge_hooks.types import (
+        BackendSpec,
+        ConfigChange,
+        ConfigProblem,
+        Device,
+        NamedFunction,
+        Phase,
+        RunInfo,
+        TrackerSpec,
+    )
+
+
+# -------------------------------------------------------------------------
+# Device
+# -------------------------------------------------------------------------
+
+
+@hookspec
+def register_backends() -> Iterable[BackendSpec] | None:
+    """Return the backends that this plugin provides.
+
+    Called once, at start-up, in every process. Importing the plugin and calling this hook must not
+    import a vendor library, nor torch; :attr:`BackendSpec.probe` may.
+
+    :returns: The backends, or ``None``.
+
+    Collecting: all results are used. Two backends of one name are an error (AG103).
+
+    .. versionadded:: 0.1
+    """
+
+
+@hookspec(firstresult=True)
+def make_device(backend: BackendSpec, index: int) -> Device | None:
+    """Return the device object of this process.
+
+    Called once per worker, after ``prepare_worker`` with ``before_vendor_import``.
+
+    :param backend: The backend of the run; a plugin of another backend returns ``None``.
+    :param index: The device's index inside this process.
+    :returns: The device, or ``None``.
+
+    First result: exactly one plugin knows a backend; if none does the worker stops (AG104).
+
+    .. versionadded:: 0.1
+    """
+
+
+@hookspec
+def worker_env(backend: BackendSpec, role: str) -> Mapping[str, str] | None:
+    """Return environment variables for a worker process.
+
+    Called on the driver, before the process starts.
+
+    :param backend: The backend of the run; a plugin of another backend returns ``None``.
+    :param role: ``"actor"`` for the processes that train; engines launched by a worker have a role of their own.
+    :returns: The variables, or ``None``.
+
+    Collecting: the union. Two values for one variable are an error that names both plugins (AG202).
+
+    .. versionadded:: 0.1
+    """
+
+
+@hookspec
+def prepare_worker(backend: BackendSpec, role: str, phase: Phase) -> None:
+    """Prepare a process for its vendor libraries.
+
+    Called in every worker and every spawned engine process, once for each phase.
+
+    :param backend: The backend of the run; a plugin of another backend returns ``None``.
+    :param role: ``"actor"`` for the processes that train; engines launched by a worker have a role of their own.
+    :param phase: ``"before_vendor_import"`` comes before torch is used and before the first megatron import;
+        ``"after_config"`` once the config is known and before the first process group.
+
+    Observer: results are ignored; an error stops the worker.
+
+    .. versionadded:: 0.1
+    """
+
+
+# -------------------------------------------------------------------------
+# Communication
+# -------------------------------------------------------------------------
+
+
+@hookspec(firstresult=True)
+def make_process_group_options(backend: BackendSpec, group_name: str, timeout_s: float) -> Any | None:
+    """Return the ``pg_options`` of a process group.
+
+    Called in every worker, when the group is made.
+
+    :param backend: The backend of the run; a plugin of another backend returns ``None``.
+    :param group_name: What the group is for: ``"default"``.
+    :param timeout_s: Seconds until a collective of the group fails.
+    :returns: An options object of the backend's own class, or ``None`` for torch's defaults.
+
+    First result: the backend's plugin answers; no answer means torch's defaults.
+
+    .. versionadded:: 0.1
+    """
+
+
+# -------------------------------------------------------------------------
+# Fused kernels
+# -------------------------------------------------------------------------
+
+
+@hookspec
+def register_kernels(backend: BackendSpec) -> Iterable[KernelImpl] | None:
+    """Return the kernels that this plugin implements for a backend.
+
+    Called once per process, when the first model is built. No hook is called during a step.
+
+    :param backend: The backend of the run; a plugin of another backend returns ``None``.
+    :returns: The kernels, or ``None``.
+
+    Collecting: per op the highest priority that accepts a module's static facts, else the reference.
+
+    .. versionadded:: 0.1
+    """
+
+
+@hookspec(firstresult=True)
+def get_spec_provider(backend: BackendSpec, kernels: Any) -> Any | None:
+    """Return the provider of Megatron module classes.
+
+    Called once per process, when the first model is built.
+
+    :param backend: The backend of the run; a plugin of another backend returns ``None``.
+    :param kernels: The resolved ``anygauge.kernels.table.KernelTable``.
+    :returns: An object with the methods of ``anygauge.engines.megatron.spec.SpecProvider``, or ``None``.
+
+    First result: without an answer the engine's own modules are used, bound to the kernel table.
+
+    .. versionadded:: 0.1
+    """
+
+
+@hookspec(firstresult=True)
+def make_jit_fuser(backend: BackendSpec) -> Callable[[Callable[..., Any]], Callable[..., Any]] | None:
+    """Return the decorator that Megatron applies to its fusible functions.
+
+    Called once per process, before the first megatron import.
+
+    :param backend: The backend of the run; a plugin of another backend returns ``None``.
+    :returns: A decorator, or ``None`` for the identity.
+
+    First result: the backend's plugin decides; no answer means the identity.
+
+    .. versionadded:: 0.1
+    """
+
+
+@hookspec(firstresult=True)
+def make_optimizer(
+    backend: BackendSpec,
+    param_groups: Sequence[Mapping[str, Any]],
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+) -> Any | None:
+    """Return the AdamW that updates a rank's shard of the master weights.
+
+    Called once for each role with an optimizer.
+
+    :param backend: The backend of the run; a plugin of another backend returns ``None``.
+    :param param_groups: As ``torch.optim`` takes them; float32 tensors on the device.
+    :param lr: Learning rate of the first step.
+    :param betas: Decay rates of the two moments.
+    :param eps: Added to the denominator.
+    :param weight_decay: Decoupled decay.
+    :returns: A ``torch.optim.Optimizer`` whose state is ``exp_avg``, ``exp_avg_sq`` and ``step``, or ``None``.
+
+    First result: no answer means ``torch.optim.AdamW`` with its defaults.
+
+    .. versionadded:: 0.1
+    """
+
+
+# -------------------------------------------------------------------------
+# Models
+# -------------------------------------------------------------------------
+
+
+@hookspec
+def register_models() -> Iterable[ModelSpec] | None:
+    """Return the model families that this plugin provides.
+
+    Called once per process, when a model is first looked up. Must not import torch.
+
+    :returns: The families, or ``None``.
+
+    Collecting: two plugins that claim one architecture are an error (AG103).
+
+    .. versionadded:: 0.1
+    """
+
+
+# -------------------------------------------------------------------------
+# Engines
+# -------------------------------------------------------------------------
+
+
+@hookspec
+def register_train_engines() -> Iterable[TrainEngineSpec] | None:
+    """Return the train engines that this plugin provides.
+
+    Called when the config is checked and when a worker builds its roles. Must not import the engine's
+    libraries; ``make`` does.
+
+    :returns: The engines, or ``None``.
+
+    Collecting: two engines of one name are an error (AG103).
+
+    .. versionadded:: 0.1
+    """
+
+
+@hookspec
+def register_rollout_engines() -> Iterable[RolloutEngineSpec] | None:
+    """Return the rollout engines that this plugin provides.
+
+    Called when the config is checked and when a worker builds its engine. Must not import the engine's
+    libraries; ``make`` does.
+
+    :returns: The engines, or ``None``.
+
+    Collecting: two engines of one name are an error (AG103).
+
+    .. versionadded:: 0.1
+    """
+
+
+# -------------------------------------------------------------------------
+# Algorithms
+# -------------------------------------------------------------------------
+
+
+@hookspec
+def register_advantage_estimators() -> Iterable[NamedFunction] | None:
+    """Return advantage estimators: ``fn(rewards_G, **options) -> advantages_G``.
+
+    Called when the config is checked and when the run is built.
+
+    :returns: The functions by name, or ``None``.
+
+    Collecting: two functions of one name are an error (AG103).
+
+    .. versionadded:: 0.1
+    """
+
+
+@hookspec
+def register_policy_losses() -> Iterable[NamedFunction] | None:
+    """Return policy losses: ``fn(inputs, **options) -> (loss, metrics)``.
+
+    Called when the config is checked and when the run is built.
+
+    :returns: The functions by name, or ``None``.
+
+    Collecting: two functions of one name are an error (AG103).
+
+    .. versionadded:: 0.1
+    """
+
+
+@hookspec
+def register_reward_functions() -> Iterable[NamedFunction] | None:
+    """Return reward functions: ``fn(response, label, metadata) -> float``.
+
+    Called when the config is checked and when the run is built.
+
+    :returns: The functions by name, or ``None``.
+
+    Collecting: two functions of one name are an error (AG103).
+
+    .. versionadded:: 0.1
+    """
+
+
+@hookspec
+def register_data_sources() -> Iterable[NamedFunction] | None:
+    """Return data sources: ``fn(config, tokenizer) -> source``.
+
+    Called when the config is checked and when the run is built.
+
+    :returns: The functions by name, or ``None``.
+
+    Collecting: two functions of one name are an error (AG103).
+
+    .. versionadded:: 0.1
+    """
+
+
+# -------------------------------------------------------------------------
+# Config
+# -------------------------------------------------------------------------
+
+
+@hookspec
+def adjust_config(config: Any, backend: BackendSpec) -> Iterable[ConfigChange] | None:
+    """Fill in keys that the user left out.
+
+    Called once, after the overlays are applied and before ``check_config``.
+
+    :param config: The ``anygauge.config.Config``; read-only.
+    :param backend: The backend of the run; a plugin of another backend returns ``None``.
+    :returns: The changes, or ``None``.
+
+    Collecting: a change to a key that the user wrote is dropped; two values for one key are an error (AG202).
+
+    .. versionadded:: 0.1
+    """
+
+
+@hookspec
+def check_config(config: Any, backend: BackendSpec) -> Iterable[ConfigProblem] | None:
+    """Return what is wrong with a config.
+
+    Called once, after ``adjust_config``; also for a backend that is not present on this host.
+
+    :param config: The ``anygauge.config.Config``; read-only.
+    :param backend: The backend of the run; a plugin of another backend returns ``None``.
+    :returns: The problems, or ``None``.
+
+    Collecting: all problems of all plugins are reported in one error (AG201).
+
+    .. versionadded:: 0.1
+    """
+
+
+# -------------------------------------------------------------------------
+# Lifecycle (on the driver, at most once a step)
+# -------------------------------------------------------------------------
+
+
+@hookspec
+def before_train(run: RunInfo) -> None:
+    """Observe the start of a run.
+
+    Called once, when every worker is ready.
+
+    :param run: The run, with the number of finished steps.
+
+    Observer: results are ignored.
+
+    .. versionadded:: 0.1
+    """
+
+
+@hookspec
+def after_rollout(run: RunInfo, groups: Sequence[Group]) -> None:
+    """Observe the samples of a step.
+
+    Called after generation and reward, before training.
+
+    :param run: The run, with the number of finished steps.
+    :param groups: The scored groups.
+
+    Observer: results are ignored.
+
+    .. versionadded:: 0.1
+    """
+
+
+@hookspec
+def after_train_step(run: RunInfo, metrics: Mapping[str, float]) -> None:
+    """Observe a finished step.
+
+    Called after the weights were synced.
+
+    :param run: The run, with the number of finished steps.
+    :param metrics: Every metric of the step, named ``<group>/<name>``.
+
+    Observer: results are ignored.
+
+    .. versionadded:: 0.1
+    """
+
+
+@hookspec
+def after_weight_sync(run: RunInfo, version: int) -> None:
+    """Observe new weights in the rollout engines.
+
+    Called after all engines serve a version.
+
+    :param run: The run, with the number of finished steps.
+    :param version: The version that they serve now.
+
+    Observer: results are ignored.
+
+    .. versionadded:: 0.1
+    """
+
+
+@hookspec
+def after_evaluate(run: RunInfo, metrics: Mapping[str, float]) -> None:
+    """Observe an evaluation.
+
+    Called after every evaluation.
+
+    :param run: The run, with the number of finished steps.
+    :param metrics: ``eval/<name>`` values.
+
+    Observer: results are ignored.
+
+    .. versionadded:: 0.1
+    """
+
+
+@hookspec
+def on_error(run: RunInfo, error: BaseException) -> None:
+    """Observe the error that ends a run.
+
+    Called once, before the workers are shut down.
+
+    :param run: The run, with the number of finished steps.
+    :param error: The error that will be raised.
+
+    Observer: results are ignored.
+
+    .. versionadded:: 0.1
+    """
+
+
+@hookspec
+def after_train(run: RunInfo) -> None:
+    """Observe the end of a run.
+
+    Called once, after success and after an error.
+
+    :param run: The run, with the number of finished steps.
+
+    Observer: results are ignored.
+
+    .. versionadded:: 0.1
+    """
+
+
+# -------------------------------------------------------------------------
+# Observability
+# -------------------------------------------------------------------------
+
+
+@hookspec
+def register_trackers() -> Iterable[TrackerSpec] | None:
+    """Return the metric trackers that this plugin provides.
+
+    Called when the config is checked and when the run is built.
+
+    :returns: The trackers, or ``None``.
+
+    Collecting: two trackers of one name are an error (AG103).
+
+    .. versionadded:: 0.1
+    """
+
+
+@hookspec
+def report_environment() -> Mapping[str, str] | None:
+    """Return facts about the host, for ``anygauge doctor`` and the run's log.
+
+    Called by ``anygauge doctor`` and when a run starts. Must not import torch.
+
+    :returns: Facts by name, or ``None``.
+
+    Collecting: the union; the first value of a name is kept.
+
+    .. versionadded:: 0.1
+    """

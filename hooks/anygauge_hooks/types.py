@@ -1,0 +1,169 @@
+"""Values that cross the plugin boundary. Frozen, picklable, free of vendor imports."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+__all__ = [
+    "AcceleratorIds",
+    "Availability",
+    "BackendSpec",
+    "ConfigChange",
+    "ConfigProblem",
+    "Device",
+    "NamedFunction",
+    "Phase",
+    "RunInfo",
+    "ScopeMap",
+    "Tracker",
+    "TrackerSpec",
+]
+
+AcceleratorIds = Sequence[str]
+"""Physical device ids as Ray or a job scheduler reports them."""
+
+Phase = Literal["before_vendor_import", "after_config"]
+"""When ``prepare_worker`` is called: before torch's vendor library and Megatron are imported, or once the
+config is known and before the first process group."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Availability:
+    """Whether a backend can run on this host, and why not if it cannot."""
+
+    ok: bool
+    reason: str = ""
+    """What was found, as a clause: ``"torch_npu is not installed"``."""
+    hint: str | None = None
+    """What the user can do about it, as a command where there is one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BackendSpec:
+    """What the core must know of a backend before it imports its vendor libraries."""
+
+    name: str
+    device_type: str
+    """The ``torch.device`` type."""
+    dist_backend: str
+    """The ``torch.distributed`` backend."""
+    probe: Callable[[], Availability]
+    """Cheap check of the host. May import the vendor library; must not raise."""
+    ray_options: Callable[[int], Mapping[str, Any]]
+    """Ray actor options that reserve ``count`` devices, such as ``{"num_gpus": 1}``."""
+    local_device: Callable[[AcceleratorIds, Mapping[str, str]], int]
+    """The device index inside this process, from the ids that Ray assigned and the environment."""
+    visible_devices_env: str | None = None
+    """The environment variable that hides devices, or ``None`` if there is none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConfigChange:
+    """One key that a plugin fills in. A key that the user wrote is never changed."""
+
+    path: str
+    """Dotted path: ``"train.dtype"``."""
+    value: Any
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConfigProblem:
+    """One thing that is wrong with a config."""
+
+    path: str
+    found: Any
+    hint: str
+    """What to write instead."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NamedFunction:
+    """A function that a config can name: a reward, an advantage estimator, a policy loss."""
+
+    name: str
+    fn: Callable[..., Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunInfo:
+    """What an observer may know of the run it watches."""
+
+    name: str
+    directory: str
+    """Run directory, absolute."""
+    backend: str
+    total_steps: int
+    config: Any
+    """The resolved config (``anygauge.config.Config``)."""
+    step: int = 0
+    """Steps finished so far."""
+
+
+class Tracker(Protocol):
+    """Receives every metric of a run, on the driver."""
+
+    def log(self, metrics: Mapping[str, float], *, step: int) -> None:
+        """Record ``metrics``, named ``<group>/<name>``, on the step axis of their group."""
+
+    def close(self) -> None:
+        """Flush and release what the tracker holds."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrackerSpec:
+    """A metrics sink that a config can name."""
+
+    name: str
+    make: Callable[[RunInfo], Tracker]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScopeMap:
+    """How code that names one vendor's device literally is redirected to another device."""
+
+    device_type: str
+    """The ``torch.device`` type that stands for the named one."""
+    functions: Mapping[str, Any]
+    """What stands for each function of the vendor's torch module, by name (``"synchronize"``)."""
+    has_index: bool = True
+    """Whether ``device:1`` keeps its index; a host has only one device."""
+    has_pinned_memory: bool = True
+    """Whether ``pin_memory=True`` means anything for this device; it is dropped otherwise."""
+    is_accelerator: bool = True
+    """Whether tensors on this device answer that they are on the accelerator."""
+
+
+class Device(Protocol):
+    """What ``torch.accelerator`` lacks, for one device of one process.
+
+    A capability that is absent is a value (``None`` or ``False``), never an exception.
+    """
+
+    type: str
+    """The ``torch.device`` type."""
+    index: int
+    scope_map: ScopeMap | None
+    """How Megatron's literal device names are redirected, or ``None`` if they already mean this device."""
+    tensor_types: Mapping[str, Sequence[str]]
+    """Legacy tensor type names by dtype (``fp32``, ``fp16``, ``bf16``), for Megatron's type tests."""
+
+    def seed(self, seed: int) -> None:
+        """Seed the host generator and the device's."""
+
+    def get_rng_state(self) -> Any:
+        """Return the state of the device's default generator (uint8 host tensor)."""
+
+    def set_rng_state(self, state: Any) -> None:
+        """Restore what :meth:`get_rng_state` returned."""
+
+    def synchronize(self) -> None:
+        """Wait for everything queued on the device."""
+
+    def memory(self) -> Mapping[str, int]:
+        """Return byte counts: ``allocated``, ``reserved``, ``free``, ``total``; those that are known."""
+
+    def empty_cache(self) -> None:
+        """Give cached blocks back to the system."""
