@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import importlib
 import os
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import EntryPoint, PackageNotFoundError, entry_points, requires, version
 from typing import Any, cast
 
 import pluggy
@@ -33,14 +34,14 @@ __all__ = [
     "Plugins",
     "find_backend",
     "load_plugins",
+    "plugin_distribution",
     "probe_backend",
+    "published_backends",
     "select_backend",
 ]
 
 BACKENDS_GROUP = "anygauge.backends"
 PLUGINS_GROUP = "anygauge.plugins"
-PUBLISHED_BACKENDS = ("cuda", "npu")
-"""Backends that an extra of this distribution installs; used in hints only."""
 DEFAULT_PLUGINS = (
     "anygauge.algorithms.plugin",
     "anygauge.data.plugin",
@@ -68,7 +69,8 @@ class Plugins:
             self.manager.register(plugin, name=name)
             _check_hook_names(self.manager, plugin, name)
         except (pluggy.PluginValidationError, PluginError) as error:
-            self.manager.unregister(plugin)
+            if self.manager.is_registered(plugin):
+                self.manager.unregister(plugin)
             text = error.args[0] if isinstance(error, PluginError) else str(error)
             raise PluginError(f"Plugin {name!r} breaks the contract: {text}", hint=_HOOKS_HINT) from error
 
@@ -79,7 +81,7 @@ class Plugins:
         """
         owners: dict[str, str] = {}
         found: dict[str, Any] = {}
-        for owner, result in self._results(hook):
+        for owner, result in self.answers(hook):
             for item in result:
                 if item.name in found:
                     raise DuplicateNameError(
@@ -106,7 +108,7 @@ class Plugins:
 
     def owner(self, hook: str, name: str) -> str:
         """Return the name of the plugin that registered ``name`` through ``hook``."""
-        return next(owner for owner, result in self._results(hook) for item in result if item.name == name)
+        return next(owner for owner, result in self.answers(hook) for item in result if item.name == name)
 
     def merged(self, hook: str, **arguments: Any) -> dict[str, str]:
         """Return the union of the mappings that plugins return.
@@ -115,7 +117,7 @@ class Plugins:
         """
         union: dict[str, str] = {}
         owners: dict[str, str] = {}
-        for owner, result in self._results(hook, **arguments):
+        for owner, result in self.answers(hook, **arguments):
             for key, value in result.items():
                 if union.get(key, value) != value:
                     raise ConfigConflictError(
@@ -131,7 +133,7 @@ class Plugins:
 
     def collect(self, hook: str, **arguments: Any) -> list[Any]:
         """Return the items of every plugin's answer, in registration order."""
-        return [item for _, result in self._results(hook, **arguments) for item in result]
+        return [item for _, result in self.answers(hook, **arguments) for item in result]
 
     def notify(self, hook: str, **arguments: Any) -> None:
         """Call an observer hook of every plugin."""
@@ -154,7 +156,7 @@ class Plugins:
         """Prepare this process for its vendor libraries."""
         self.notify("prepare_worker", backend=backend, role=role, phase=phase)
 
-    def _results(self, hook: str, **arguments: Any) -> Iterable[tuple[str, Any]]:
+    def answers(self, hook: str, **arguments: Any) -> Iterable[tuple[str, Any]]:
         """Yield plugin name and answer of every implementation that answers, in registration order."""
         caller = getattr(self.manager.hook, hook)
         for implementation in caller.get_hookimpls():
@@ -205,6 +207,30 @@ def _load_entry(plugins: Plugins, entry: EntryPoint) -> None:
 def _trace(manager: pluggy.PluginManager) -> None:
     manager.trace.root.setwriter(lambda text: os.write(2, text.encode()))
     manager.enable_tracing()
+
+
+def published_backends() -> tuple[str, ...]:
+    """Return the backends that an extra of this distribution installs; used in hints only."""
+    try:
+        requirements = requires("anygauge") or []
+    except PackageNotFoundError:
+        return ()
+    pattern = re.compile(r"anygauge-(\w+)\b.*;\s*extra == ['\"]\1['\"]")
+    return tuple(sorted(match[1] for text in requirements if (match := pattern.match(text))))
+
+
+def plugin_distribution(owner: str) -> tuple[str | None, str | None]:
+    """Return name and version of the distribution that a plugin came with, if it was installed from one.
+
+    :param owner: The plugin's name: that of its entry point, or a module of the core.
+    """
+    if owner in DEFAULT_PLUGINS:
+        return "anygauge", version("anygauge")
+    for group in (BACKENDS_GROUP, PLUGINS_GROUP):
+        for entry in entry_points(group=group, name=owner):
+            if entry.dist is not None:
+                return entry.dist.name, entry.dist.version
+    return None, None
 
 
 def probe_backend(spec: BackendSpec) -> Availability:
@@ -267,5 +293,5 @@ def find_backend(plugins: Plugins, found: Mapping[str, BackendSpec], name: str) 
     failed = "".join(f"; failed to load: {other}" for other in sorted(plugins.load_errors))
     raise UnknownBackendError(
         f"Unknown backend {name!r}; installed: {', '.join(sorted(found))}{failed}.",
-        hint=f"pip install 'anygauge[{name}]'" if name in PUBLISHED_BACKENDS else None,
+        hint=f"pip install 'anygauge[{name}]'" if name in published_backends() else None,
     )

@@ -90,7 +90,7 @@ class TrainEngine(Protocol):
         *,
         temperature: float,
         weights: Sequence[Sequence[float]],
-        old_log_probs: Sequence[Tensor],
+        old_log_probs: Sequence[Tensor] | Sequence[Sequence[float]],
         reference_log_probs: Sequence[Tensor] | None,
         entropy_grad: bool,
     ) -> Mapping[str, float]:

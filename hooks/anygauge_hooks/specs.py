@@ -72,7 +72,7 @@ def worker_env(backend: BackendSpec, role: str) -> Mapping[str, str] | None:
     Called on the driver, before the process starts.
 
     :param backend: The backend of the run; a plugin of another backend returns ``None``.
-    :param role: ``"actor"`` for the processes that train; engines launched by a worker have a role of their own.
+    :param role: ``"actor"`` for the processes that train; an engine launched by a worker has its own role.
     :returns: The variables, or ``None``.
 
     Collecting: the union. Two values for one variable are an error that names both plugins (AG202).
@@ -88,8 +88,8 @@ def prepare_worker(backend: BackendSpec, role: str, phase: Phase) -> None:
     Called in every worker and every spawned engine process, once for each phase.
 
     :param backend: The backend of the run; a plugin of another backend returns ``None``.
-    :param role: ``"actor"`` for the processes that train; engines launched by a worker have a role of their own.
-    :param phase: ``"before_vendor_import"`` comes before torch is used and before the first megatron import;
+    :param role: ``"actor"`` for the processes that train; an engine launched by a worker has its own role.
+    :param phase: ``"before_vendor_import"`` comes before torch is used and before the first megatron import,
         ``"after_config"`` once the config is known and before the first process group.
 
     Observer: results are ignored; an error stops the worker.
@@ -190,7 +190,7 @@ def make_optimizer(
     :param betas: Decay rates of the two moments.
     :param eps: Added to the denominator.
     :param weight_decay: Decoupled decay.
-    :returns: A ``torch.optim.Optimizer`` whose state is ``exp_avg``, ``exp_avg_sq`` and ``step``, or ``None``.
+    :returns: A ``torch.optim.Optimizer`` with ``exp_avg``, ``exp_avg_sq`` and ``step`` as state, or ``None``.
 
     First result: no answer means ``torch.optim.AdamW`` with its defaults.
 

@@ -1,0 +1,87 @@
+"""Hook implementations of the CPU backend. Nothing here imports torch before a hook needs it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from anygauge_cpu import env, probe
+from anygauge_hooks import hookimpl
+from anygauge_hooks.kernels import KernelImpl
+from anygauge_hooks.types import BackendSpec, ConfigChange, Device
+
+__all__ = ["CPU"]
+
+CPU = BackendSpec(
+    name="cpu",
+    device_type="cpu",
+    dist_backend="gloo",
+    probe=probe.probe,
+    ray_options=env.ray_options,
+    local_device=env.local_device,
+)
+
+
+@hookimpl
+def register_backends() -> Iterable[BackendSpec]:
+    """Provide the host."""
+    return [CPU]
+
+
+@hookimpl
+def make_device(backend: BackendSpec, index: int) -> Device | None:
+    """Make the host's device object."""
+    if backend.name != CPU.name:
+        return None
+    from anygauge_cpu.device import CpuDevice
+
+    return CpuDevice(index)
+
+
+@hookimpl
+def worker_env(backend: BackendSpec) -> Mapping[str, str] | None:
+    """Hide every accelerator from CPU workers."""
+    return env.HIDDEN_ACCELERATORS if backend.name == CPU.name else None
+
+
+@hookimpl
+def adjust_config(backend: BackendSpec) -> Iterable[ConfigChange] | None:
+    """Choose the precision of the weights."""
+    return env.config_defaults() if backend.name == CPU.name else None
+
+
+@hookimpl
+def register_kernels(backend: BackendSpec) -> Iterable[KernelImpl] | None:
+    """Provide torch's own fused operators."""
+    if backend.name != CPU.name:
+        return None
+    from anygauge_cpu.kernels import cpu_kernels
+
+    return cpu_kernels()
+
+
+@hookimpl
+def make_jit_fuser(backend: BackendSpec) -> Callable[[Callable[..., Any]], Callable[..., Any]] | None:
+    """Leave Megatron's fusible functions as they are: compiling them costs 11 s and gains nothing here."""
+    return _identity if backend.name == CPU.name else None
+
+
+@hookimpl
+def make_optimizer(
+    backend: BackendSpec,
+    param_groups: Sequence[Mapping[str, Any]],
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+) -> Any | None:
+    """Make torch's fused AdamW."""
+    if backend.name != CPU.name:
+        return None
+    from anygauge_cpu.optimizer import fused_adamw
+
+    return fused_adamw(param_groups, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
+
+
+def _identity(function: Callable[..., Any]) -> Callable[..., Any]:
+    return function

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from anygauge.config.load import LoadedConfig, dump_config, load_config, write_resolved
 from anygauge.config.schema import Config
 
-__all__ = ["Config"]
+__all__ = ["Config", "LoadedConfig", "dump_config", "load_config", "write_resolved"]

@@ -1,0 +1,93 @@
+# `make help` lists the targets. Everything is installed into $(VENV); a stamp file there says what is done, so a
+# second run starts at once. TORCH_INDEX=URL takes torch alone from another index (README.md says when).
+
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help demo test test-npu-sim lint soak bench clean
+
+VENV := .venv
+SIM_VENV := .venv-npu-sim
+BIN := $(VENV)/bin
+# The first of these that runs and is new enough; a name alone proves nothing where a version manager puts stand-ins.
+IS_SUPPORTED := import sys, venv, ensurepip; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))
+PYTHON ?= $(shell for p in python3.11 python3.12 python3; do \
+	"$$p" -c '$(IS_SUPPORTED)' >/dev/null 2>&1 && { echo "$$p"; break; }; done)
+TORCH_INDEX ?=
+SEED ?= 0
+SEEDS ?= 0 1 2
+PYTEST_ARGS ?=
+
+PIP := -m pip --disable-pip-version-check
+EDITABLE := --quiet --no-deps --no-build-isolation
+
+help: ## list the targets
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */\1\t/' | expand -t 16
+
+demo: $(VENV)/.cpu ## train a tiny Qwen3 with GRPO on CPU until its reward has risen
+	$(BIN)/python examples/arithmetic/make_inputs.py --seed $(SEED) --out runs/arithmetic-inputs
+	$(BIN)/anygauge train examples/arithmetic_grpo.toml --backend cpu --run.seed $(SEED)
+
+soak: $(VENV)/.cpu ## the demo with each of SEEDS, each from a policy of its own
+	for seed in $(SEEDS); do \
+	  $(BIN)/python examples/arithmetic/make_inputs.py --seed $$seed --out runs/arithmetic-inputs-$$seed; \
+	  $(BIN)/anygauge train examples/arithmetic_grpo.toml --backend cpu --run.seed $$seed \
+	    --run.name arithmetic-soak-$$seed --model.path runs/arithmetic-inputs-$$seed/model; \
+	done
+
+test: $(VENV)/.dev ## install the test tools and run the tests
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+test-npu-sim: $(SIM_VENV)/.installed ## the tests that need the simulated NPU, in an environment of their own
+	PYTHONPATH=core:hooks:models:backends/cpu:backends/npu TORCH_DEVICE_BACKEND_AUTOLOAD=0 \
+	  $(SIM_VENV)/bin/python -m pytest -m npu_sim tests/backends/npu $(PYTEST_ARGS)
+
+lint: $(VENV)/.dev ## formatter, linter, types and import layers
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+bench: $(VENV)/.dev ## measure what the documents claim
+	$(BIN)/python bench/cpu_step.py
+
+clean: ## remove the environments; runs/ stays
+	rm -rf $(VENV) $(SIM_VENV)
+
+# An environment that a failed command left behind has no stamp and is made again.
+define make_venv
+	@[[ -n "$(PYTHON)" ]] || { echo "No Python 3.11 or 3.12 with venv and ensurepip found." \
+	  "Install one (Debian: apt install python3.11-venv) or name it: make $(MAKECMDGOALS) PYTHON=/path/to/python3.11" >&2; exit 1; }
+	@"$(PYTHON)" -c '$(IS_SUPPORTED)' || { echo "PYTHON=$(PYTHON) is not Python 3.11 or 3.12 with venv and ensurepip." >&2; exit 1; }
+	"$(PYTHON)" -m venv --clear $(@D)
+endef
+
+# Without its dependencies, so that none of them is taken from TORCH_INDEX.
+define install_torch
+	$(if $(TORCH_INDEX),$(@D)/bin/python $(PIP) install --no-deps --index-url "$(TORCH_INDEX)" "$$(grep '^torch==' requirements/cpu.txt)")
+endef
+
+$(VENV)/.python:
+	$(make_venv)
+	$(install_torch)
+	@touch $@
+
+$(VENV)/.cpu: requirements/cpu.txt pyproject.toml | $(VENV)/.python
+	$(BIN)/python $(PIP) install --quiet -r requirements/cpu.txt
+	$(BIN)/python $(PIP) install $(EDITABLE) -e .
+	@touch $@
+
+$(VENV)/.dev: requirements/dev.txt backends/cuda/pyproject.toml backends/npu/pyproject.toml $(VENV)/.cpu
+	$(BIN)/python $(PIP) install --quiet -r requirements/dev.txt
+	$(BIN)/python $(PIP) install $(EDITABLE) -e . -e backends/cuda -e backends/npu
+	@touch $@
+
+$(SIM_VENV)/.python:
+	$(make_venv)
+	$(install_torch)
+	@touch $@
+
+$(SIM_VENV)/.installed: requirements/npu-sim.txt | $(SIM_VENV)/.python
+	$(SIM_VENV)/bin/python $(PIP) install --quiet -r requirements/npu-sim.txt
+	@touch $@

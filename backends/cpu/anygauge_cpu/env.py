@@ -1,0 +1,42 @@
+"""What a CPU worker's process is given."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from anygauge_hooks.types import AcceleratorIds, ConfigChange
+
+__all__ = ["HIDDEN_ACCELERATORS", "RAY_RESOURCE", "config_defaults", "local_device", "ray_options"]
+
+RAY_RESOURCE = "anygauge_cpu"
+"""Custom Ray resource: one unit is the slot of one worker."""
+
+HIDDEN_ACCELERATORS: Mapping[str, str] = {
+    "CUDA_VISIBLE_DEVICES": "",
+    "ASCEND_RT_VISIBLE_DEVICES": "",
+    # torch must not load an accelerator's extension either: one without its driver breaks ``import torch``
+    "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
+}
+"""Hides the accelerators of a host that has some, whether or not their backend plugins are installed: device
+names that Megatron writes literally must find no device that they could land on."""
+
+
+def ray_options(count: int) -> Mapping[str, Any]:
+    """Return Ray actor options for ``count`` worker slots.
+
+    Slots are a custom resource and not cores: three actors of one core each never start on a host with two.
+    """
+    return {"num_cpus": 0, "resources": {RAY_RESOURCE: count}}
+
+
+def local_device(ray_ids: AcceleratorIds, environ: Mapping[str, str]) -> int:
+    """Return 0: a host is one device."""
+    del ray_ids, environ
+    return 0
+
+
+def config_defaults() -> Sequence[ConfigChange]:
+    """Return the keys that this backend fills in."""
+    reason = "bfloat16 is emulated on most processors"
+    return [ConfigChange(path="train.dtype", value="float32", reason=reason)]

@@ -1,0 +1,57 @@
+"""One GPU of a process."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from anygauge_hooks.types import ScopeMap
+
+__all__ = ["CudaDevice"]
+
+
+class CudaDevice:
+    """A GPU, made the current device of the process."""
+
+    type = "cuda"
+    scope_map: ScopeMap | None = None
+    tensor_types: Mapping[str, Sequence[str]] = {
+        "fp32": ("torch.FloatTensor", "torch.cuda.FloatTensor"),
+        "fp16": ("torch.HalfTensor", "torch.cuda.HalfTensor"),
+        "bf16": ("torch.BFloat16Tensor", "torch.cuda.BFloat16Tensor"),
+    }
+
+    def __init__(self, index: int = 0) -> None:
+        self.index = index
+        torch.cuda.set_device(index)
+
+    def seed(self, seed: int) -> None:
+        """Seed the host's generator and those of every GPU."""
+        torch.manual_seed(seed)
+
+    def get_rng_state(self) -> torch.Tensor:
+        """Return the state of the GPU's generator, a uint8 host tensor."""
+        return torch.cuda.get_rng_state(self.index)
+
+    def set_rng_state(self, state: torch.Tensor) -> None:
+        """Restore what :meth:`get_rng_state` returned."""
+        torch.cuda.set_rng_state(state, self.index)
+
+    def synchronize(self) -> None:
+        """Wait for every stream of the GPU."""
+        torch.cuda.synchronize(self.index)
+
+    def memory(self) -> Mapping[str, int]:
+        """Return byte counts: ``allocated`` and ``reserved`` by this process, ``free`` and ``total``."""
+        free, total = torch.cuda.mem_get_info(self.index)
+        return {
+            "allocated": torch.cuda.memory_allocated(self.index),
+            "reserved": torch.cuda.memory_reserved(self.index),
+            "free": free,
+            "total": total,
+        }
+
+    def empty_cache(self) -> None:
+        """Give cached blocks back to the driver."""
+        torch.cuda.empty_cache()

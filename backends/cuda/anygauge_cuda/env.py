@@ -1,0 +1,72 @@
+"""What a worker's process is given, and which GPU it takes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from anygauge_hooks.errors import PlacementError
+from anygauge_hooks.types import AcceleratorIds, ConfigChange
+
+__all__ = ["HIDDEN", "VISIBLE_DEVICES", "WORKER", "config_defaults", "local_device", "ray_options"]
+
+VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
+
+WORKER: Mapping[str, str] = {
+    # tensor and sequence parallel overlap relies on kernels that start in the order they were launched in
+    "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+}
+HIDDEN: Mapping[str, str] = {VISIBLE_DEVICES: ""}
+
+
+def ray_options(count: int) -> Mapping[str, Any]:
+    """Return Ray actor options that reserve ``count`` GPUs."""
+    return {"num_cpus": 0, "num_gpus": count}
+
+
+def local_device(ray_ids: AcceleratorIds, environ: Mapping[str, str]) -> int:
+    """Return the index, inside this process, of the GPU that it was assigned.
+
+    :param ray_ids: Indices or UUIDs (``GPU-...``, ``MIG-...``), the first of which counts.
+    :param environ: The environment of the process; its visible-devices list gives the numbering.
+    :raises PlacementError: There is none, or the process cannot see it.
+    """
+    text = environ.get(VISIBLE_DEVICES)
+    visible = None if text is None else _listed(text)
+    if not ray_ids:
+        raise PlacementError(
+            "This worker was assigned no GPU.",
+            hint="Report this to whoever placed it: its actor reserved none.",
+        )
+    wanted = str(ray_ids[0])
+    if visible is None and wanted.isdecimal():
+        return int(wanted)
+    for index, entry in enumerate(visible or ()):
+        if entry == wanted or _abbreviates(entry, wanted):
+            return index
+    raise PlacementError(
+        f"The assigned GPU {wanted} is not visible here: {VISIBLE_DEVICES} is {text!r}.",
+        hint=f"Start Ray with the same {VISIBLE_DEVICES} as the run, or leave the variable to Ray.",
+    )
+
+
+def config_defaults() -> Sequence[ConfigChange]:
+    """Return the keys that this backend fills in."""
+    return [ConfigChange(path="train.dtype", value="bfloat16", reason="tensor cores")]
+
+
+def _listed(text: str) -> list[str]:
+    """Return the entries that the driver honours: those before the first that is empty or negative."""
+    entries: list[str] = []
+    for entry in (part.strip() for part in text.split(",")):
+        if not entry or entry.startswith("-"):
+            break
+        entries.append(entry)
+    return entries
+
+
+def _abbreviates(entry: str, uuid: str) -> bool:
+    """Return whether one is a UUID that the other begins with; the driver takes either."""
+    if entry.isdecimal() or uuid.isdecimal():
+        return False
+    return uuid.startswith(entry) or entry.startswith(uuid)

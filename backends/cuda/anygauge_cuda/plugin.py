@@ -1,0 +1,49 @@
+"""Hook implementations of the CUDA backend. Nothing here imports torch before a hook needs it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from anygauge_cuda import env, probe
+from anygauge_hooks import hookimpl
+from anygauge_hooks.types import BackendSpec, ConfigChange, Device
+
+__all__ = ["CUDA"]
+
+CUDA = BackendSpec(
+    name="cuda",
+    device_type="cuda",
+    dist_backend="nccl",
+    probe=probe.probe,
+    ray_options=env.ray_options,
+    local_device=env.local_device,
+    visible_devices_env=env.VISIBLE_DEVICES,
+)
+
+
+@hookimpl
+def register_backends() -> Iterable[BackendSpec]:
+    """Provide NVIDIA GPUs."""
+    return [CUDA]
+
+
+@hookimpl
+def make_device(backend: BackendSpec, index: int) -> Device | None:
+    """Make the device object of a GPU and make it current."""
+    if backend.name != CUDA.name:
+        return None
+    from anygauge_cuda.device import CudaDevice
+
+    return CudaDevice(index)
+
+
+@hookimpl
+def worker_env(backend: BackendSpec) -> Mapping[str, str]:
+    """Set up CUDA workers; hide every GPU from the workers of another backend."""
+    return env.WORKER if backend.name == CUDA.name else env.HIDDEN
+
+
+@hookimpl
+def adjust_config(backend: BackendSpec) -> Iterable[ConfigChange] | None:
+    """Choose the precision of the weights."""
+    return env.config_defaults() if backend.name == CUDA.name else None

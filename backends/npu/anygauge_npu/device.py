@@ -1,0 +1,96 @@
+"""One NPU of a process, and what stands for CUDA's functions on it."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from anygauge_hooks.types import ScopeMap
+
+__all__ = ["NpuDevice", "npu_scope_map", "vendor_module"]
+
+_SAME_NAME = (
+    "Event",
+    "Stream",
+    "current_device",
+    "current_stream",
+    "default_stream",
+    "device_count",
+    "empty_cache",
+    "is_available",
+    "manual_seed",
+    "manual_seed_all",
+    "set_device",
+    "set_stream",
+    "stream",
+    "synchronize",
+)
+"""Functions that torch.npu has under the same name and with the same meaning."""
+
+
+class NpuDevice:
+    """An NPU, made the current device of the process."""
+
+    type = "npu"
+    tensor_types: Mapping[str, Sequence[str]] = {
+        "fp32": ("torch.FloatTensor", "torch.npu.FloatTensor"),
+        "fp16": ("torch.HalfTensor", "torch.npu.HalfTensor"),
+        "bf16": ("torch.BFloat16Tensor", "torch.npu.BFloat16Tensor"),
+    }
+
+    def __init__(self, index: int = 0) -> None:
+        self._npu = vendor_module()
+        self.index = index
+        self._npu.set_device(index)
+        # kernels compiled ahead of time: compiling on first use costs minutes and refuses many operators
+        self._npu.set_compile_mode(jit_compile=False)
+        self.scope_map: ScopeMap | None = npu_scope_map()
+
+    def seed(self, seed: int) -> None:
+        """Seed the host's generator and those of every NPU."""
+        torch.manual_seed(seed)
+        self._npu.manual_seed_all(seed)
+
+    def get_rng_state(self) -> Any:
+        """Return the state of the NPU's generator, a uint8 host tensor."""
+        return self._npu.get_rng_state(self.index)
+
+    def set_rng_state(self, state: Any) -> None:
+        """Restore what :meth:`get_rng_state` returned."""
+        self._npu.set_rng_state(state, self.index)
+
+    def synchronize(self) -> None:
+        """Wait for every stream of the NPU."""
+        self._npu.synchronize(self.index)
+
+    def memory(self) -> Mapping[str, int]:
+        """Return byte counts: ``allocated`` and ``reserved`` by this process, ``free`` and ``total``."""
+        free, total = self._npu.mem_get_info(self.index)
+        return {
+            "allocated": self._npu.memory_allocated(self.index),
+            "reserved": self._npu.memory_reserved(self.index),
+            "free": free,
+            "total": total,
+        }
+
+    def empty_cache(self) -> None:
+        """Give cached blocks back to the driver."""
+        self._npu.empty_cache()
+
+
+def vendor_module() -> Any:
+    """Return ``torch.npu``, which importing torch-npu creates."""
+    return importlib.import_module("torch_npu").npu
+
+
+def npu_scope_map() -> ScopeMap:
+    """Return torch.npu's version of each function that Megatron calls on a GPU."""
+    npu = vendor_module()
+    functions: dict[str, Any] = {name: getattr(npu, name) for name in _SAME_NAME}
+    # the device argument may say CUDA; a worker has one NPU, the current one
+    functions["get_rng_state"] = lambda device=None: npu.get_rng_state()
+    functions["set_rng_state"] = lambda new_state, device=None: npu.set_rng_state(new_state)
+    return ScopeMap(device_type="npu", functions=functions)

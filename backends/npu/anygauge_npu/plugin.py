@@ -1,0 +1,56 @@
+"""Hook implementations of the Ascend NPU backend. Nothing here imports torch before a hook needs it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from anygauge_hooks import hookimpl
+from anygauge_hooks.types import BackendSpec, ConfigChange, Device, Phase
+from anygauge_npu import env, probe
+
+__all__ = ["NPU"]
+
+NPU = BackendSpec(
+    name="npu",
+    device_type="npu",
+    dist_backend="hccl",
+    probe=probe.probe,
+    ray_options=env.ray_options,
+    local_device=env.local_device,
+    visible_devices_env=env.VISIBLE_DEVICES,
+)
+
+
+@hookimpl
+def register_backends() -> Iterable[BackendSpec]:
+    """Provide Ascend NPUs."""
+    return [NPU]
+
+
+@hookimpl
+def prepare_worker(backend: BackendSpec, phase: Phase) -> None:
+    """Load torch-npu, which registers the device with torch."""
+    if backend.name == NPU.name and phase == "before_vendor_import":
+        env.import_vendor()
+
+
+@hookimpl
+def make_device(backend: BackendSpec, index: int) -> Device | None:
+    """Make the device object of an NPU and make it current."""
+    if backend.name != NPU.name:
+        return None
+    from anygauge_npu.device import NpuDevice
+
+    return NpuDevice(index)
+
+
+@hookimpl
+def worker_env(backend: BackendSpec) -> Mapping[str, str]:
+    """Set up NPU workers; hide every NPU from the workers of another backend."""
+    return env.WORKER if backend.name == NPU.name else env.HIDDEN
+
+
+@hookimpl
+def adjust_config(backend: BackendSpec) -> Iterable[ConfigChange] | None:
+    """Choose the precision of the weights."""
+    return env.config_defaults() if backend.name == NPU.name else None

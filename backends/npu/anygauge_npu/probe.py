@@ -1,0 +1,80 @@
+"""Whether this host can run the NPU backend, and why not."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+from importlib.metadata import PackageNotFoundError, version
+
+from anygauge_hooks.types import Availability
+from anygauge_npu.env import VISIBLE_DEVICES
+
+__all__ = ["probe"]
+
+_CANN_HINT = (
+    "Install CANN and source its set_env.sh in this shell. To use another backend meanwhile, "
+    "set TORCH_DEVICE_BACKEND_AUTOLOAD=0 or uninstall torch-npu: it breaks `import torch` without CANN."
+)
+
+
+def probe() -> Availability:
+    """Return whether torch-npu is installed, fits torch, loads, and finds an NPU."""
+    if importlib.util.find_spec("torch_npu") is None:
+        return Availability(ok=False, reason="torch-npu is not installed", hint="pip install 'anygauge[npu]'")
+    return _mismatch() or _load_failure() or _devices()
+
+
+def _mismatch() -> Availability | None:
+    """Compare the releases: torch-npu is built against one minor release of torch."""
+    try:
+        torch_version, npu_version = version("torch"), version("torch-npu")
+    except PackageNotFoundError as error:
+        return Availability(
+            ok=False, reason=f"{error.name} is not installed", hint="pip install 'anygauge[npu]'"
+        )
+    if _minor(torch_version) == _minor(npu_version):
+        return None
+    return Availability(
+        ok=False,
+        reason=f"torch-npu {npu_version} does not fit torch {torch_version}",
+        hint=f"pip install 'torch=={_minor(npu_version)}.*' 'torch-npu=={npu_version}'",
+    )
+
+
+def _minor(text: str) -> str:
+    return ".".join(text.split("+")[0].split(".")[:2])
+
+
+def _load_failure() -> Availability | None:
+    """Import torch-npu, which loads CANN's libraries (and is loaded by ``import torch`` itself)."""
+    try:
+        importlib.import_module("torch_npu")
+    except (ImportError, OSError, RuntimeError) as error:
+        text = " ".join(_root_cause(error).split())
+        if "cannot open shared object file" in text or "undefined symbol" in text:
+            return Availability(ok=False, reason=f"CANN is missing or too old ({text})", hint=_CANN_HINT)
+        hint = "Reinstall torch and torch-npu together: pip install --force-reinstall 'anygauge[npu]'"
+        return Availability(ok=False, reason=f"torch-npu does not load ({text})", hint=hint)
+    return None
+
+
+def _root_cause(error: BaseException) -> str:
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return str(error)
+
+
+def _devices() -> Availability:
+    from anygauge_npu.device import vendor_module
+
+    npu = vendor_module()
+    count = npu.device_count()
+    if count:
+        return Availability(ok=True, reason=f"{count} x {npu.get_device_name(0)}")
+    visible = os.environ.get(VISIBLE_DEVICES)
+    if visible is not None:
+        reason = f"{VISIBLE_DEVICES}={visible!r} hides every NPU"
+        return Availability(ok=False, reason=reason, hint=f"unset {VISIBLE_DEVICES}")
+    hint = "Run npu-smi info: it must list one; a container needs /dev/davinci* and /dev/davinci_manager."
+    return Availability(ok=False, reason="CANN finds no NPU", hint=hint)

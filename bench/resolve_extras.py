@@ -1,0 +1,94 @@
+"""Check that every extra resolves on every supported Python, and print a dated table.
+
+Builds the three wheels, then lets pip resolve them without installing or downloading what the index describes
+by metadata alone. Needs the network and a ``pip`` newer than 24. Run by hand, from the root of the project:
+
+    .venv/bin/python bench/resolve_extras.py
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime as dt
+import re
+import subprocess
+import sys
+import tempfile
+import tomllib
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+PYTHONS = ("3.11", "3.12")
+PLATFORMS = {"x86-64": "x86_64", "aarch64": "aarch64"}
+SHOWN = ("torch", "torch-npu", "megatron-core", "transformers", "ray")
+
+
+@dataclass(frozen=True, slots=True)
+class Resolution:
+    """What pip answered for one extra, Python and platform."""
+
+    extra: str
+    python: str
+    platform: str
+    packages: dict[str, str]
+    """Version by name; empty if the resolution failed."""
+    error: str
+
+    def row(self) -> str:
+        """Return the table row."""
+        versions = ", ".join(f"{name} {self.packages[name]}" for name in SHOWN if name in self.packages)
+        result = f"{len(self.packages)} packages: {versions}" if self.packages else f"FAILED: {self.error}"
+        return f"| {self.extra or '(none)'} | {self.python} | {self.platform} | {result} |"
+
+
+def build_wheels(folder: str) -> None:
+    """Build the distributions of this repository into ``folder``; their names are on no index yet."""
+    for source in (".", "backends/cuda", "backends/npu"):
+        command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", folder, source]
+        subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+
+
+def resolve(extra: str, python: str, platform: str, *, wheels: str) -> Resolution:
+    """Resolve one extra as pip would install it into an empty environment."""
+    name = f"anygauge[{extra}]" if extra else "anygauge"
+    command = [
+        *(sys.executable, "-m", "pip", "install", "--dry-run", "--ignore-installed", "--no-input"),
+        *("--disable-pip-version-check", "--only-binary=:all:", "--python-version", python),
+        *(option for glibc in range(17, 36) for option in ("--platform", f"manylinux_2_{glibc}_{platform}")),
+        *("--platform", f"manylinux2014_{platform}", "--find-links", wheels, name),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    found = re.search(r"^Would install (.*)$", done.stdout, re.MULTILINE)
+    pairs = (item.rpartition("-") for item in found[1].split()) if found else ()
+    packages = {name.lower().replace("_", "-"): version for name, _, version in pairs}
+    errors = [line for line in done.stderr.splitlines() if line.startswith("ERROR")]
+    return Resolution(extra, python, platform, packages, errors[-1] if errors else f"exit {done.returncode}")
+
+
+def extras() -> list[str]:
+    """Return the extras that the project declares, after the bare install."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    return ["", *project["optional-dependencies"]]
+
+
+def main() -> int:
+    """Print the table; the exit status is 1 if anything does not resolve."""
+    parser = argparse.ArgumentParser(description="Check that every extra resolves.")
+    parser.add_argument("--jobs", type=int, default=2, help="resolutions at a time")
+    parser.add_argument("--platform", choices=sorted(PLATFORMS), action="append", help="default: all")
+    args = parser.parse_args()
+    platforms = [PLATFORMS[name] for name in args.platform or PLATFORMS]
+    cases = [(e, p, a) for a in platforms for e in extras() for p in PYTHONS]
+    with tempfile.TemporaryDirectory() as wheels, ThreadPoolExecutor(args.jobs) as pool:
+        build_wheels(wheels)
+        rows = list(pool.map(lambda case: resolve(*case, wheels=wheels), cases))
+    print(f"Resolved on {dt.datetime.now(dt.UTC):%Y-%m-%d}:\n")
+    print("| extra | Python | platform | result |\n|---|---|---|---|")
+    print("\n".join(row.row() for row in rows))
+    return int(not all(row.packages for row in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,35 @@
+"""Advantage estimators: from the rewards of one group to an advantage for each of its samples.
+
+Shape suffix: G samples of a group.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+__all__ = ["grpo"]
+
+
+def grpo(rewards_G: Tensor, *, center: bool = True, scale: bool = True, eps: float = 1e-6) -> Tensor:
+    """Return group-relative advantages, https://arxiv.org/abs/2402.03300 section 4.1.2.
+
+    ``A_i = (r_i - mean(r)) / (std(r) + eps)`` with the sample (``G - 1``) standard deviation. Without
+    ``scale`` it is the estimator of https://arxiv.org/abs/2503.20783 section 3.2.
+
+    A group whose rewards are all equal, as every group of one is, ranks nothing: its advantages are exactly
+    zero, unless both switches are off.
+
+    :param rewards_G: ``[G]``, floating, finite.
+    :param center: Subtract the group's mean.
+    :param scale: Divide by the group's standard deviation.
+    :param eps: Added to the standard deviation.
+    :returns: ``[G]``, the dtype of ``rewards_G``.
+    """
+    if not center and not scale:
+        return rewards_G.clone()
+    # Compared, not computed: the rounding error of a mean, divided by eps, is a visible advantage.
+    if bool((rewards_G == rewards_G[:1]).all()):
+        return torch.zeros_like(rewards_G)
+    advantages_G = rewards_G - rewards_G.mean() if center else rewards_G
+    return advantages_G / (rewards_G.std() + eps) if scale else advantages_G

@@ -1,0 +1,52 @@
+"""Which share each token has in the mean of an optimizer step, and which samples make one.
+
+Both are decided on the driver over all samples, before they are divided among ranks and micro-batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, TypeVar, assert_never
+
+__all__ = ["Aggregation", "split_steps", "token_weights"]
+
+Aggregation = Literal["token_mean", "sample_mean"]
+
+T = TypeVar("T")
+
+
+def token_weights(loss_masks: Sequence[Sequence[int]], mode: Aggregation) -> list[list[float]]:
+    """Return each token's share in the mean of one optimizer step. The shares add up to 1.
+
+    :param loss_masks: Of every sample of the step; 1 where a token counts, else 0.
+    :param mode: ``"token_mean"`` is the mean over all tokens, https://arxiv.org/abs/2503.14476 equation 12;
+        ``"sample_mean"`` the mean over samples of each sample's token mean, https://arxiv.org/abs/2402.03300
+        equation 3. A sample without a token that counts is not among the samples.
+    :returns: The shapes of ``loss_masks``; all 0 if no token counts.
+    """
+    counts = [sum(mask) for mask in loss_masks]
+    match mode:
+        case "token_mean":
+            denominators = [sum(counts)] * len(counts)
+        case "sample_mean":
+            num_samples = sum(count > 0 for count in counts)
+            denominators = [count * num_samples for count in counts]
+        case _:
+            assert_never(mode)
+    return [
+        [value / denominator if denominator else 0.0 for value in mask]
+        for mask, denominator in zip(loss_masks, denominators, strict=True)
+    ]
+
+
+def split_steps(samples: Sequence[T], num_steps: int) -> list[list[T]]:
+    """Divide a rollout among optimizer steps, so that each step sees every group.
+
+    Step ``i`` takes every ``num_steps``-th sample from ``i`` on: with samples in the order of their groups, a
+    group is spread over the steps as evenly as it can be, and the sizes of two steps differ by at most 1.
+
+    :param samples: In the order of their groups.
+    :param num_steps: At least 1.
+    :returns: ``min(num_steps, len(samples))`` steps, none of them empty.
+    """
+    return [list(samples[step::num_steps]) for step in range(min(num_steps, len(samples)))]

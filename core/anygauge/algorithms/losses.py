@@ -1,0 +1,151 @@
+"""Policy losses, and the objective that adds a KL term and an entropy bonus to one.
+
+Each is a function of :class:`~anygauge_hooks.engines.LossInputs`. Values of tokens are aggregated as
+``sum(x * weights)``, so that the sum over micro-batches and data-parallel ranks does not depend on how a step
+was split. Tokens outside ``loss_mask`` may hold anything, non-finite values included.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from anygauge.algorithms.kl import KlType, kl_divergence
+from anygauge_hooks.engines import LossFunction, LossInputs
+
+__all__ = ["bind_options", "policy_objective", "ppo_clip", "sft"]
+
+Metrics = Mapping[str, Tensor]
+
+_MAX_LOG_RATIO = 20.0
+"""exp(20) is 4.9e8: far outside any clip range, and its square is still finite in float32."""
+
+
+def ppo_clip(
+    inputs: LossInputs, *, clip_low: float, clip_high: float, dual_clip: float | None = None
+) -> tuple[Tensor, Metrics]:
+    """Return the clipped surrogate loss, https://arxiv.org/abs/1707.06347 equation 7, per token.
+
+    :param inputs: Tokens of a micro-batch, ``[T]``.
+    :param clip_low: The ratio is clipped below at ``1 - clip_low``.
+    :param clip_high: The ratio is clipped above at ``1 + clip_high``; larger than ``clip_low`` is the
+        clip-higher of https://arxiv.org/abs/2503.14476 equation 10.
+    :param dual_clip: Bounds the loss of a negative advantage at ``-dual_clip * advantage``,
+        https://arxiv.org/abs/1912.09729 equation 5; ``None`` is off.
+    :returns: Scalar loss, and metrics that add up over micro-batches.
+    """
+    x = _masked(inputs)
+    log_ratio = (x.log_probs - x.old_log_probs).clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
+    ratio = log_ratio.exp()
+    unclipped = -ratio * x.advantages
+    clipped = -ratio.clamp(1 - clip_low, 1 + clip_high) * x.advantages
+    losses = torch.maximum(unclipped, clipped)
+    shares = {"clip_fraction": clipped > unclipped}
+    if dual_clip is not None:
+        bound = -dual_clip * x.advantages
+        shares["dual_clip_fraction"] = (x.advantages < 0) & (losses > bound)
+        losses = torch.where(x.advantages < 0, torch.minimum(losses, bound), losses)
+    loss = _sum(losses, x)
+    metrics = {"policy_loss": loss.detach(), "ratio": _sum(ratio, x).detach(), **_log_prob_metrics(x)}
+    return loss, metrics | {name: _sum(share.to(ratio.dtype), x) for name, share in shares.items()}
+
+
+def sft(inputs: LossInputs) -> tuple[Tensor, Metrics]:
+    """Return the negative log-likelihood of the tokens; advantages and old log-probabilities are ignored.
+
+    :param inputs: Tokens of a micro-batch, ``[T]``.
+    :returns: Scalar loss in nats, and metrics that add up over micro-batches.
+    """
+    x = _masked(inputs)
+    loss = _sum(-x.log_probs, x)
+    return loss, {"policy_loss": loss.detach()}
+
+
+def bind_options(policy_loss: Callable[..., tuple[Tensor, Metrics]], **options: Any) -> LossFunction:
+    """Return a policy loss with those of the options that its signature takes.
+
+    A loss without clipping, such as :func:`sft`, does not have to take the clip range.
+
+    :param policy_loss: ``fn(inputs, **options)``, a function of a module so that it can be pickled.
+    :param options: The fields of the config's ``[algorithm]`` that belong to policy losses.
+    :returns: A picklable function of the inputs alone.
+    """
+    parameters = inspect.signature(policy_loss).parameters
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    return partial(
+        policy_loss, **{name: value for name, value in options.items() if takes_any or name in parameters}
+    )
+
+
+def policy_objective(
+    policy_loss: LossFunction, *, kl_coef: float = 0.0, kl_type: KlType = "k3", entropy_coef: float = 0.0
+) -> LossFunction:
+    """Return ``policy_loss + kl_coef * KL(policy || reference) - entropy_coef * entropy``.
+
+    With :func:`ppo_clip` and advantages of a group it is the objective of https://arxiv.org/abs/2402.03300
+    equation 3.
+
+    :param policy_loss: A function of the inputs alone; see :func:`bind_options`.
+    :param kl_coef: Above 0 the inputs must have ``reference_log_probs``.
+    :param kl_type: Estimator of the KL term.
+    :param entropy_coef: Above 0 the inputs' entropy must carry a gradient.
+    :returns: A picklable loss function.
+    """
+    return _Objective(policy_loss, kl_coef, kl_type, entropy_coef)
+
+
+@dataclass(frozen=True, slots=True)
+class _Objective:
+    """What :func:`policy_objective` returns: an instance, because a closure cannot be sent to a worker."""
+
+    policy_loss: LossFunction
+    kl_coef: float
+    kl_type: KlType
+    entropy_coef: float
+
+    def __call__(self, inputs: LossInputs) -> tuple[Tensor, Metrics]:
+        x = _masked(inputs)
+        loss, metrics = self.policy_loss(x)
+        entropy = _sum(x.entropy, x)
+        if self.entropy_coef:
+            loss = loss - self.entropy_coef * entropy
+        terms = {"entropy": entropy.detach()}
+        if self.kl_coef:
+            assert x.reference_log_probs is not None, "a KL term without reference log-probs"
+            kl = _sum(kl_divergence(x.log_probs, x.reference_log_probs, self.kl_type), x)
+            loss = loss + self.kl_coef * kl
+            terms["kl_loss"] = kl.detach()
+        return loss, {**metrics, **terms, "loss": loss.detach()}
+
+
+def _log_prob_metrics(x: LossInputs) -> dict[str, Tensor]:
+    """Compare the three policies of a step: the engine's, the one the ratio is against, and the current."""
+    log_probs = x.log_probs.detach()
+    return {
+        "ppo_kl": _sum(kl_divergence(x.old_log_probs, log_probs, "k1"), x),
+        "log_prob": _sum(log_probs, x),
+        "rollout_log_prob": _sum(x.rollout_log_probs, x),
+        "rollout_kl": _sum(kl_divergence(x.rollout_log_probs, x.old_log_probs, "low_var_kl"), x),
+        "rollout_log_prob_abs_diff": _sum((x.old_log_probs - x.rollout_log_probs).abs(), x),
+        "rollout_current_log_prob_abs_diff": _sum((log_probs - x.rollout_log_probs).abs(), x),
+    }
+
+
+def _masked(inputs: LossInputs) -> LossInputs:
+    """Put 0 wherever the mask is 0: 0 times a non-finite value would not be 0, forward or backward."""
+    counts = inputs.loss_mask != 0
+    masked: dict[str, Any] = {}
+    for field in fields(inputs):
+        tensor = getattr(inputs, field.name)
+        masked[field.name] = None if tensor is None else tensor.where(counts, 0.0)
+    return LossInputs(**masked)
+
+
+def _sum(values: Tensor, inputs: LossInputs) -> Tensor:
+    return (values * inputs.weights).sum()

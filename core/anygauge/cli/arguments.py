@@ -1,0 +1,39 @@
+"""Tells ``--section.key value`` from the options of a command."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+__all__ = ["is_override", "split_arguments"]
+
+_OVERRIDE = re.compile(r"--[A-Za-z_]\w*(\.[\w-]+)+(=.*)?", re.DOTALL)
+
+
+def is_override(token: str) -> bool:
+    """Return whether a token names a config key.
+
+    >>> [is_override(token) for token in ("--train.lr", "--train.lr=1e-4", "--dry-run", "a.toml")]
+    [True, True, False, False]
+    """
+    return _OVERRIDE.fullmatch(token) is not None
+
+
+def split_arguments(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Split a command line into the tokens that are not overrides and those that are, values included.
+
+    >>> split_arguments(["train", "--run.seed", "-1", "a.toml", "--train.lr=1", "--dry-run"])
+    (['train', 'a.toml', '--dry-run'], ['--run.seed', '-1', '--train.lr=1'])
+    """
+    others: list[str] = []
+    overrides: list[str] = []
+    queue = list(arguments)
+    while queue:
+        token = queue.pop(0)
+        if not is_override(token):
+            others.append(token)
+            continue
+        overrides.append(token)
+        if "=" not in token and queue and not queue[0].startswith("--"):
+            overrides.append(queue.pop(0))
+    return others, overrides

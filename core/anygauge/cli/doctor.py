@@ -1,0 +1,201 @@
+"""``anygauge doctor``: what can run here, what cannot, and what to do about it.
+
+This process imports neither torch nor a plugin. What does runs in processes of its own with a deadline, so
+that a vendor library that crashes or hangs is a row of the report.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import platform
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from importlib.metadata import entry_points
+from typing import Any, Literal
+
+from anygauge import __version__
+
+__all__ = ["HELP", "Row", "add_arguments", "run"]
+
+HELP = "Say which backends can run on this host, and what to do about the others."
+
+Status = Literal["PASS", "FAIL", "NOT INSTALLED"]
+GIB = 1 << 30
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Row:
+    """One backend."""
+
+    name: str
+    status: Status
+    reason: str
+    fix: str | None
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument(
+        "--timeout", type=float, default=90.0, metavar="SECONDS", help="for all probes together (default 90)"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the report; the status is 0 if the cpu backend passes."""
+    report = examine(args.timeout)
+    print(json.dumps(report, indent=2) if args.json else _rendered(report))
+    return 0 if {"name": "cpu", "status": "PASS"}.items() <= report["backends"].get("cpu", {}).items() else 1
+
+
+def examine(timeout_s: float) -> dict[str, Any]:
+    """Return all that is found, as JSON types.
+
+    :param timeout_s: Deadline of all probes together.
+    """
+    from anygauge.cli.installed import read_installed
+    from anygauge.observability.host import read_cpus, read_memory
+    from anygauge.plugins import BACKENDS_GROUP
+
+    entries = sorted({entry.name for entry in entry_points(group=BACKENDS_GROUP)})
+    answers = _ask([("plugins",), *(("backend", entry) for entry in entries)], timeout_s)
+    loaded = answers.pop(0)
+    rows = {row.name: row for row in _rows(entries, answers)}
+    return {
+        "anygauge": __version__,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "cpus": dataclasses.asdict(read_cpus()),
+        "memory": dataclasses.asdict(read_memory()),
+        "backends": {name: dataclasses.asdict(row) for name, row in rows.items()},
+        "plugin_errors": {"loading": loaded["failed"]} if "failed" in loaded else loaded["errors"],
+        "environment": loaded.get("environment", {}),
+        "installed": [{**dataclasses.asdict(row), "fix": row.fix} for row in read_installed()],
+    }
+
+
+# -------------------------------------------------------------------------
+# Probes
+# -------------------------------------------------------------------------
+
+
+def _ask(questions: Iterable[Sequence[str]], timeout_s: float) -> list[dict[str, Any]]:
+    """Return the probes' answers; one that gives none is ``{"failed": reason}``."""
+    command = [sys.executable, "-P", "-m", "anygauge.cli.probe"]
+    children = [
+        subprocess.Popen(
+            [*command, *question],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+        )
+        for question in questions
+    ]
+    deadline = time.monotonic() + timeout_s
+    try:
+        return [_answer(child, deadline - time.monotonic(), timeout_s) for child in children]
+    finally:
+        for child in children:
+            _end(child)
+
+
+def _answer(child: subprocess.Popen[str], left_s: float, timeout_s: float) -> dict[str, Any]:
+    try:
+        output, errors = child.communicate(timeout=max(left_s, 0.01))
+    except subprocess.TimeoutExpired:
+        return {"failed": f"no answer within {timeout_s:g} s"}
+    if child.returncode < 0:
+        return {"failed": f"its probe was killed by {signal.Signals(-child.returncode).name}"}
+    if child.returncode:
+        last = (errors.strip().splitlines() or ["no message"])[-1]
+        return {"failed": f"its probe exited with {child.returncode}: {last}"}
+    answer: dict[str, Any] = json.loads(output)
+    return answer
+
+
+def _end(child: subprocess.Popen[str]) -> None:
+    """Kill a probe and what it started, if it is still there."""
+    if child.poll() is None:
+        os.killpg(child.pid, signal.SIGKILL)
+        child.communicate()
+
+
+def _rows(entries: Sequence[str], answers: Sequence[Mapping[str, Any]]) -> Iterator[Row]:
+    from anygauge.plugins import published_backends
+
+    for entry, answer in zip(entries, answers, strict=True):
+        if "failed" in answer:
+            fix = f"Run `{sys.executable} -P -m anygauge.cli.probe backend {entry}` to see all of its output."
+            yield Row(entry, "FAIL", answer["failed"], fix)
+        for row in answer.get("rows", ()):
+            yield Row(row["name"], "PASS" if row["ok"] else "FAIL", row["reason"], row["hint"])
+    for name in published_backends():
+        if name not in entries:
+            yield Row(
+                name, "NOT INSTALLED", "its package is not installed", f"pip install 'anygauge[{name}]'"
+            )
+
+
+# -------------------------------------------------------------------------
+# Text
+# -------------------------------------------------------------------------
+
+
+def _rendered(report: Mapping[str, Any]) -> str:
+    parts = [
+        *_host(report),
+        "",
+        "Backends",
+        *_backends(report["backends"]),
+        "",
+        "Installed set",
+        *_installed(report["installed"]),
+    ]
+    if report["plugin_errors"]:
+        parts += ["", "Plugins that failed to load"]
+        parts += [f"  {name}: {error}" for name, error in sorted(report["plugin_errors"].items())]
+    facts = {name: fact for name, fact in report["environment"].items() if name not in report}
+    if facts:
+        parts += ["", "Environment", *(f"  {name}: {fact}" for name, fact in facts.items())]
+    return "\n".join(parts)
+
+
+def _host(report: Mapping[str, Any]) -> Iterator[str]:
+    cpus, memory = report["cpus"], report["memory"]
+    yield f"anygauge {report['anygauge']}, Python {report['python']}, {report['platform']}"
+    yield f"CPUs: {cpus['usable']:g} usable of {cpus['present']}{_because(cpus['reason'])}"
+    total, available = memory["total"] / GIB, memory["available"] / GIB
+    yield f"Memory: {total:.1f} GiB, {available:.1f} GiB available{_because(memory['reason'])}"
+
+
+def _because(reason: str) -> str:
+    return f" ({reason})" if reason else ""
+
+
+def _backends(rows: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
+    for row in rows.values():
+        yield f"  {row['status']:<14}{row['name']:<8}{row['reason']}"
+        if row["status"] != "PASS" and row["fix"]:
+            yield f"  {'':<14}{'':<8}fix: {row['fix']}"
+
+
+def _installed(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    shown = [row for row in rows if row["owner"].startswith("anygauge") and row["installed"] and row["ok"]]
+    versions = {row["name"]: row["installed"] for row in shown}
+    yield "  " + ", ".join(f"{name} {version}" for name, version in versions.items())
+    wrong = [row for row in rows if not row["ok"]]
+    for row in wrong:
+        found = f"{row['name']} {row['installed']}" if row["installed"] else f"{row['name']} is missing"
+        yield f"  CONFLICT  {found}; {row['owner']} needs {row['name']}{row['wanted']}"
+        yield f"            fix: {row['fix']}"
+    if not wrong:
+        yield f"  all {len(rows)} requirements are met"

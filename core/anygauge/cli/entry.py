@@ -1,0 +1,92 @@
+"""Where every command starts and every error ends.
+
+Exit status: 0 success, 1 error, 2 wrong usage, 130 interrupted (Ctrl-C), 143 terminated (SIGTERM).
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Sequence
+
+from anygauge import __version__
+from anygauge.cli import convert, doctor, hooks, train
+from anygauge.cli.arguments import split_arguments
+from anygauge.trainer.signals import terminate_as_exception
+from anygauge_hooks.errors import AnygaugeError
+
+__all__ = ["COMMANDS", "main", "make_parser"]
+
+COMMANDS = {"train": train, "doctor": doctor, "hooks": hooks, "convert": convert}
+"""Modules with ``HELP``, ``add_arguments(parser)`` and ``run(args) -> int``."""
+INTERRUPTED = 128 + signal.SIGINT
+TERMINATED = 128 + signal.SIGTERM
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command line and return the exit status.
+
+    :param argv: Without the program name. Default: that of the process.
+    """
+    logging.basicConfig(format="%(levelname)s: %(message)s")
+    with terminate_as_exception():
+        try:
+            status = _run(_parse(sys.argv[1:] if argv is None else argv))
+            sys.stdout.flush()
+            return status
+        except BrokenPipeError:
+            # The reader of a pipe has left; closing stdout at exit must not complain of it again.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 1
+
+
+def _parse(argv: Sequence[str]) -> argparse.Namespace:
+    parser = make_parser()
+    others, overrides = split_arguments(argv)
+    args, unknown = parser.parse_known_args(others)
+    if args.command == "train" and unknown:
+        parser.error(f"unrecognized arguments: {' '.join(unknown)} (a config key is --section.key value)")
+    if unknown or (overrides and args.command != "train"):
+        parser.error(f"unrecognized arguments: {' '.join([*unknown, *overrides])}")
+    args.overrides = overrides
+    return args
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of all commands."""
+    parser = argparse.ArgumentParser(
+        prog="anygauge",
+        description="RL post-training for LLMs on NVIDIA, Ascend and a laptop from one code base.",
+        epilog="ANYGAUGE_DEBUG=1 shows the traceback of an error.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"anygauge {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for name, module in COMMANDS.items():
+        command = commands.add_parser(name, help=module.HELP, description=module.HELP, allow_abbrev=False)
+        module.add_arguments(command)
+    return parser
+
+
+def _run(args: argparse.Namespace) -> int:
+    try:
+        return int(COMMANDS[args.command].run(args))
+    except AnygaugeError as error:
+        if os.environ.get("ANYGAUGE_DEBUG") == "1":
+            traceback.print_exception(error)
+        else:
+            print(f"anygauge: error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("anygauge: interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except SystemExit as stop:
+        # Ray replaces the handler by one that exits with the bare signal number.
+        if stop.code not in (TERMINATED, signal.SIGTERM):
+            raise
+        print("anygauge: terminated", file=sys.stderr)
+        return TERMINATED

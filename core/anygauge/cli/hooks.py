@@ -1,0 +1,116 @@
+"""``anygauge hooks``: who implements what, and what is only the reference."""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import json
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from anygauge.plugins import Plugins
+
+__all__ = ["HELP", "add_arguments", "run"]
+
+HELP = "List who implements each hook and each kernel operation."
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    parser.add_argument("--backend", metavar="NAME", help="default: as `anygauge train` would choose")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument(
+        "--strict", action="store_true", help="status 1 if any operation is served by the reference"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the capability table."""
+    from anygauge.kernels.table import resolve_kernels
+    from anygauge.plugins import find_backend, load_plugins, select_backend
+
+    plugins = load_plugins()
+    if args.backend is None:
+        backend, _ = select_backend(plugins)
+    else:
+        backend = find_backend(plugins, plugins.named("register_backends"), args.backend)
+    kernels = [_as_mapping(row) for row in resolve_kernels(plugins, backend).rows()]
+    report = {
+        "backend": backend.name,
+        "hooks": list(hook_rows(plugins)),
+        "kernels": kernels,
+        "plugin_errors": {name: repr(error) for name, error in plugins.load_errors.items()},
+    }
+    print(json.dumps(report, indent=2, default=str) if args.json else _rendered(report))
+    references = [f"{row['op']} ({', '.join(row['dtypes'])})" for row in kernels if row["is_reference"]]
+    if args.strict and references:
+        names = ", ".join(references)
+        print(f"anygauge: on {backend.name} the reference serves {names}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def hook_rows(plugins: Plugins) -> Iterator[dict[str, Any]]:
+    """Yield one row for each implementation of each hook, and one for a hook that has none."""
+    from anygauge.plugins import plugin_distribution
+    from anygauge_hooks import PROJECT, specs
+
+    for hook in [name for name, value in vars(specs).items() if hasattr(value, f"{PROJECT}_spec")]:
+        implementations = getattr(plugins.manager.hook, hook).get_hookimpls()
+        for implementation in implementations:
+            package, release = plugin_distribution(implementation.plugin_name)
+            yield {
+                "hook": hook,
+                "plugin": implementation.plugin_name,
+                "package": package,
+                "version": release,
+                "location": _location(implementation.function),
+            }
+        if not implementations:
+            empty = dict.fromkeys(("plugin", "package", "version", "location"))
+            yield {"hook": hook, **empty}
+
+
+def _location(function: Callable[..., Any]) -> str:
+    code = inspect.unwrap(function).__code__
+    return f"{code.co_filename}:{code.co_firstlineno}"
+
+
+def _as_mapping(row: Any) -> dict[str, Any]:
+    fields = ("op", "source", "owner", "package", "version", "location", "dtypes", "is_reference")
+    return {name: getattr(row, name) for name in fields}
+
+
+def _rendered(report: Mapping[str, Any]) -> str:
+    from anygauge.cli.text import columns
+
+    kernels = [("OPERATION", "SERVED BY", "DTYPES", "PACKAGE", "WHERE"), *map(_kernel, report["kernels"])]
+    hooks = [("HOOK", "PLUGIN", "PACKAGE", "WHERE"), *map(_hook, report["hooks"])]
+    lines = [f"Kernels on {report['backend']}", columns(kernels), "", "Hooks", columns(hooks)]
+    for name, error in sorted(report["plugin_errors"].items()):
+        lines += ["", f"Plugin {name!r} failed to load: {error}"]
+    return "\n".join(lines)
+
+
+def _kernel(row: Mapping[str, Any]) -> Sequence[str]:
+    served = f"reference ({row['source']})" if row["is_reference"] else row["source"]
+    return row["op"], served, ", ".join(row["dtypes"]), _package(row), _short(row["location"])
+
+
+def _hook(row: Mapping[str, Any]) -> Sequence[str]:
+    return row["hook"], row["plugin"] or "-", _package(row), _short(row["location"])
+
+
+def _short(location: str | None) -> str:
+    """Return a location relative to the current directory if it is below it."""
+    if not location:
+        return "-"
+    path = Path(location)
+    return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
+
+
+def _package(row: Mapping[str, Any]) -> str:
+    return f"{row['package']} {row['version']}" if row["package"] else "-"

@@ -1,0 +1,89 @@
+"""Which distributions are installed, and whether they fit together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.metadata import Distribution, PackageNotFoundError, distribution, distributions
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from packaging.requirements import Requirement
+
+__all__ = ["Requires", "read_installed"]
+
+ROOT = "anygauge"
+
+
+@dataclass(frozen=True, slots=True)
+class Requires:
+    """One requirement of one installed distribution."""
+
+    owner: str
+    name: str
+    wanted: str
+    """Version specifier; empty for any."""
+    installed: str | None
+    ok: bool
+
+    @property
+    def fix(self) -> str:
+        """The command that meets it."""
+        return f"pip install '{self.name}{self.wanted}'"
+
+
+def read_installed() -> list[Requires]:
+    """Return every requirement of this project's distributions, direct or not, installed or missing.
+
+    The direct ones come first. Optional requirements are listed only where they are installed.
+    """
+    owners = sorted({name for each in distributions() if (name := _canonical(each)).startswith(ROOT)})
+    rows = [row for owner in owners for row in _direct(owner, optional=True)]
+    seen = {*owners, *(row.name for row in rows)}
+    queue = [row.name for row in rows if row.installed]
+    while queue:
+        for row in _direct(queue.pop(0), optional=False):
+            rows.append(row)
+            if row.installed and row.name not in seen:
+                seen.add(row.name)
+                queue.append(row.name)
+    return rows
+
+
+def _canonical(found: Distribution) -> str:
+    from packaging.utils import canonicalize_name
+
+    return str(canonicalize_name(found.name))
+
+
+def _direct(owner: str, *, optional: bool) -> Iterator[Requires]:
+    from packaging.utils import canonicalize_name
+
+    for requirement, is_extra in _requirements(owner):
+        name = str(canonicalize_name(requirement.name))
+        version = _version(name)
+        if is_extra and (not optional or version is None):
+            continue
+        ok = version is not None and requirement.specifier.contains(version, prereleases=True)
+        yield Requires(owner, name, str(requirement.specifier), version, ok)
+
+
+def _requirements(owner: str) -> Iterator[tuple[Requirement, bool]]:
+    """Yield what a distribution requires on this platform, and whether only an extra asks for it."""
+    from packaging.requirements import Requirement
+
+    found = distribution(owner)
+    extras = found.metadata.get_all("Provides-Extra") or []
+    for text in found.requires or []:
+        requirement = Requirement(text)
+        if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
+            yield requirement, False
+        elif any(requirement.marker.evaluate({"extra": extra}) for extra in extras):
+            yield requirement, True
+
+
+def _version(name: str) -> str | None:
+    try:
+        return distribution(name).version
+    except PackageNotFoundError:
+        return None

@@ -1,0 +1,84 @@
+"""The part of ``anygauge doctor`` that runs vendor code, in a process of its own.
+
+``python -m anygauge.cli.probe backend ENTRY`` loads one backend plugin and probes its backends, then imports
+torch; ``python -m anygauge.cli.probe plugins`` loads every plugin. One JSON object goes to stdout, whatever
+else prints there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import sys
+from importlib.metadata import entry_points
+from typing import Any
+
+from anygauge.plugins import Plugins, load_plugins, probe_backend
+from anygauge_hooks.types import Availability, BackendSpec
+
+__all__ = ["main"]
+
+
+def main(argv: list[str]) -> None:
+    """Write the answer to one question."""
+    answer = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    report = _plugins() if argv[0] == "plugins" else _backend(argv[1])
+    with answer:
+        json.dump(report, answer)
+
+
+def _backend(entry: str) -> dict[str, Any]:
+    plugins = load_plugins(only=[entry])
+    if entry in plugins.load_errors:
+        reason = f"its plugin failed to load: {plugins.load_errors[entry]!r}"
+        return {"rows": [_row(entry, Availability(ok=False, reason=reason, hint="Reinstall the backend."))]}
+    specs = [
+        spec
+        for owner, answer in plugins.answers("register_backends")
+        for spec in answer
+        if owner.startswith(entry)
+    ]
+    return {"rows": [_row(spec.name, _available(spec)) for spec in specs]}
+
+
+def _available(spec: BackendSpec) -> Availability:
+    found = probe_backend(spec)
+    return (_torch_failure() or found) if found.ok else found
+
+
+def _torch_failure() -> Availability | None:
+    try:
+        import torch
+    except Exception as error:  # noqa: BLE001 - importing torch loads the extensions of vendors
+        extensions = sorted(entry.name for entry in entry_points(group="torch.backends"))
+        hint = "Reinstall torch: pip install --force-reinstall torch"
+        if extensions:
+            hint = f"export TORCH_DEVICE_BACKEND_AUTOLOAD=0, or uninstall {' or '.join(extensions)}"
+        return Availability(ok=False, reason=f"`import torch` raised {error!r}", hint=hint)
+    del torch
+    return None
+
+
+def _row(name: str, found: Availability) -> dict[str, Any]:
+    return {"name": name, **dataclasses.asdict(found)}
+
+
+def _plugins() -> dict[str, Any]:
+    plugins = load_plugins()
+    return {
+        "errors": {name: repr(error) for name, error in plugins.load_errors.items()},
+        "environment": _environment(plugins),
+    }
+
+
+def _environment(plugins: Plugins) -> dict[str, str]:
+    facts: dict[str, str] = {}
+    for _, answer in plugins.answers("report_environment"):
+        facts = {**answer, **facts}
+    return facts
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,110 @@
+"""``anygauge train``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import textwrap
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from anygauge.plugins import Plugins
+    from anygauge_hooks.types import BackendSpec
+
+__all__ = ["HELP", "add_arguments", "run"]
+
+HELP = "Train a policy as a TOML config says."
+
+_INDENT = 6
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options; those of the config tree are not among them."""
+    parser.usage = "anygauge train CONFIG.toml [--section.key value ...] [--backend NAME] [--dry-run]"
+    parser.add_argument("config", metavar="CONFIG.toml", help="paths in it start at the current directory")
+    parser.add_argument("--backend", metavar="NAME", help="default: the only usable accelerator, else cpu")
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="check the config and print it as resolved; the backend need not be able to run here",
+    )
+    parser.add_argument(
+        "--no-file-check",
+        dest="check_files",
+        action="store_false",
+        help="with --dry-run: do not look at the files that the config names",
+    )
+    parser.add_argument("--keys", action=_ListKeys, nargs=0, help="list every config key and exit")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Load the config and train."""
+    from anygauge.config import dump_config, load_config
+    from anygauge.plugins import load_plugins
+
+    # `python -m` and scripts find modules of the current directory, and so must a reward named in a config.
+    sys.path.append(os.getcwd())
+    plugins = load_plugins()
+    for name, error in sorted(plugins.load_errors.items()):
+        _say(f"warning: plugin {name!r} failed to load: {error!r}")
+    backend, reason = _backend(plugins, args)
+    _say(f"backend: {backend.name} ({reason})")
+    check_files = args.check_files or not args.dry_run
+    loaded = load_config(
+        args.config, args.overrides, backend=backend, plugins=plugins, check_files=check_files
+    )
+    for change in loaded.changes:
+        _say(f"filled in: {change}")
+    if args.dry_run:
+        print(dump_config(loaded.config), end="")
+        return 0
+    from anygauge.trainer.run import train
+
+    info = train(loaded, plugins)
+    _say(f"done: {info.step} of {info.total_steps} steps; everything is in {info.directory}")
+    return 0
+
+
+def _backend(plugins: Plugins, args: argparse.Namespace) -> tuple[BackendSpec, str]:
+    from anygauge.plugins import find_backend, select_backend
+
+    if args.dry_run and args.backend is not None:
+        found = plugins.named("register_backends")
+        return find_backend(plugins, found, args.backend), "asked for; a dry run does not probe it"
+    return select_backend(plugins, args.backend)
+
+
+def _say(text: str) -> None:
+    """Print to stderr: stdout is for what a dry run resolves."""
+    print(text, file=sys.stderr, flush=True)
+
+
+class _ListKeys(argparse.Action):
+    def __call__(self, parser: argparse.ArgumentParser, *args: Any, **kwargs: Any) -> None:
+        print("In tables of the file, or as --section.key value. Values are TOML; none stands for null.")
+        for line in _keys():
+            print(line)
+        sys.stdout.flush()
+        parser.exit()
+
+
+def _keys() -> Iterator[str]:
+    from anygauge.config.validate import keys
+
+    indent = " " * _INDENT
+    for path, field in keys():
+        default = field.get_default(call_default_factory=True, validated_data={})
+        shown = "required" if field.is_required() else f"default {_toml(default)}"
+        yield f"  --{path}  ({shown})"
+        text = " ".join((field.description or "").split())
+        yield textwrap.fill(text, 100, initial_indent=indent, subsequent_indent=indent)
+
+
+def _toml(value: Any) -> str:
+    """Return a default as TOML, which for these values is JSON."""
+    from anygauge.config.validate import NONE
+
+    return json.dumps(NONE if value is None else value, default=str)

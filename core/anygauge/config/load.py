@@ -1,0 +1,209 @@
+"""From a TOML file, a backend and a command line to the config of a run.
+
+Precedence: defaults, then the file, then its table ``[on.<backend>]``, then the command line; last, plugins
+fill in what none of these wrote. Relative paths start at the current directory, wherever the file is.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import tomllib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+
+from anygauge.config.changes import AppliedChange, adjust
+from anygauge.config.check import check
+from anygauge.config.overrides import read_overrides
+from anygauge.config.schema import Config
+from anygauge.config.tree import Tree, covers, flatten, merge
+from anygauge.config.validate import NONE, Checked, validate
+from anygauge.plugins import Plugins, find_backend, published_backends
+from anygauge_hooks.errors import ConfigError
+from anygauge_hooks.types import BackendSpec, ConfigProblem
+
+__all__ = ["LoadedConfig", "dump_config", "load_config", "write_resolved"]
+
+_log = logging.getLogger(__name__)
+
+_BACKEND_NAME = re.compile(r"[a-z][a-z0-9_]*")
+_COMMAND_LINE = "on the command line"
+_LONGEST_VALUE = 120
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedConfig:
+    """A checked config and how it came about."""
+
+    config: Config
+    backend: BackendSpec
+    user_keys: frozenset[str]
+    """Dotted paths that the user wrote, in the file or on the command line."""
+    changes: tuple[AppliedChange, ...]
+    """What plugins filled in."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Source:
+    """The layers of a config before they are checked."""
+
+    base: Tree
+    overlays: dict[str, Tree]
+    overrides: Tree
+    problems: list[tuple[ConfigProblem, str | None]]
+    """What cannot be read into the layers, and where it was written if not in the file."""
+
+    def tree(self, backend: str) -> Tree:
+        return merge(merge(self.base, self.overlays.get(backend, {})), self.overrides)
+
+    def origin(self, backend: str, path: str) -> str | None:
+        """Return which layer above the file a path was written in."""
+        plain = re.sub(r"\[\d+\]", "", path)
+        if any(covers(plain, key) for key in flatten(self.overrides)):
+            return _COMMAND_LINE
+        if any(covers(plain, key) for key in flatten(self.overlays.get(backend, {}))):
+            return f"in [on.{backend}]"
+        return None
+
+
+def load_config(
+    path: str | Path,
+    overrides: Sequence[str | tuple[str, Any]] = (),
+    *,
+    backend: BackendSpec | str,
+    plugins: Plugins,
+    check_files: bool = True,
+) -> LoadedConfig:
+    """Read, overlay, complete and check a config.
+
+    :param path: A TOML file.
+    :param overrides: As :func:`anygauge.config.overrides.read_overrides` takes them.
+    :param backend: The backend of the run, which need not be able to run on this host.
+    :param check_files: Whether to look at the files and directories that the config names.
+    :raises ConfigError: Every problem found: in the file, in any ``[on.X]`` table, on the command line.
+    :raises ConfigConflictError: Two plugins want different values for one key.
+    """
+    if isinstance(backend, str):
+        backend = find_backend(plugins, plugins.named("register_backends"), backend)
+    source = _read(Path(path), overrides)
+    _note_unknown_backends(source, plugins)
+    tree = source.tree(backend.name)
+    user_keys = frozenset(flatten(tree))
+    tree, changes = adjust(tree, validate(tree).config, backend, plugins, user_keys)
+    checked = validate(tree)
+    further = check(
+        checked.config,
+        backend,
+        plugins,
+        user_keys=user_keys,
+        broken=checked.broken,
+        check_files=check_files,
+    )
+    lines = [_line(each, source.origin(backend.name, each.path)) for each in (*checked.problems, *further)]
+    others = _other_overlays(source, backend.name, checked)
+    lines += [_line(each, where) for each, where in (*source.problems, *others)]
+    if lines:
+        raise _error(path, lines)
+    return LoadedConfig(config=checked.config, backend=backend, user_keys=user_keys, changes=changes)
+
+
+def dump_config(config: Config) -> str:
+    """Return a config as TOML, every key written out, that loads back to the same config.
+
+    ``None`` is written as ``"none"``.
+    """
+    return tomli_w.dumps(_without_null(config.model_dump(mode="json")))
+
+
+def write_resolved(config: Config, path: str | Path) -> None:
+    """Write a config as :func:`dump_config` returns it."""
+    Path(path).write_text(dump_config(config), encoding="utf-8")
+
+
+def _without_null(tree: Mapping[str, Any]) -> Tree:
+    replaced: Tree = {}
+    for key, value in tree.items():
+        replaced[key] = _without_null(value) if isinstance(value, Mapping) else value
+        if value is None:
+            replaced[key] = NONE
+    return replaced
+
+
+def _read(path: Path, overrides: Iterable[str | tuple[str, Any]]) -> _Source:
+    base = _parse(path)
+    tables = base.pop("on", {})
+    command_line, problems = read_overrides(overrides)
+    return _Source(
+        base=base,
+        overlays={name: table for name, table in _items(tables) if isinstance(table, dict)},
+        overrides=command_line,
+        problems=[
+            *((each, _COMMAND_LINE) for each in problems),
+            *((each, None) for each in _bad_tables(tables)),
+        ],
+    )
+
+
+def _bad_tables(tables: Any) -> Iterator[ConfigProblem]:
+    if not isinstance(tables, dict):
+        yield ConfigProblem(path="on", found=tables, hint="must hold tables such as [on.cpu]")
+    for name, table in _items(tables):
+        if not isinstance(table, dict) or not _BACKEND_NAME.fullmatch(name):
+            hint = "must be a table named after a backend, such as [on.cpu]"
+            yield ConfigProblem(path=f"on.{name}", found=table, hint=hint)
+
+
+def _items(tables: Any) -> Iterable[tuple[str, Any]]:
+    return tables.items() if isinstance(tables, dict) else ()
+
+
+def _parse(path: Path) -> Tree:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        found = sorted(str(other) for other in path.parent.glob("*.toml"))
+        hint = f"Config files there: {', '.join(found)}." if found else None
+        raise ConfigError(f"Cannot read config {path}: {error.strerror}.", hint=hint) from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"Config {path} is not UTF-8: {error}.", hint="Save it as UTF-8.") from error
+    except tomllib.TOMLDecodeError as error:
+        hint = "A string needs quotes, a list brackets, a table name [brackets]."
+        raise ConfigError(f"Config {path} is not valid TOML: {error}.", hint=hint) from error
+
+
+def _note_unknown_backends(source: _Source, plugins: Plugins) -> None:
+    known = {*plugins.named("register_backends"), *published_backends(), *plugins.load_errors}
+    for name in sorted(set(source.overlays) - known):
+        _log.warning("[on.%s] is for a backend that is not installed; known: %s", name, sorted(known))
+
+
+def _other_overlays(
+    source: _Source, backend: str, checked: Checked
+) -> Iterator[tuple[ConfigProblem, str | None]]:
+    """Yield what the schema finds in the tables of the other backends."""
+    for name, overlay in source.overlays.items():
+        if name == backend:
+            continue
+        written = flatten(overlay)
+        for problem in validate(merge(source.base, overlay)).problems:
+            plain = re.sub(r"\[\d+\]", "", problem.path)
+            if problem not in checked.problems and any(covers(plain, key) for key in written):
+                yield problem, f"in [on.{name}]"
+
+
+def _line(problem: ConfigProblem, where: str | None) -> str:
+    text = repr(problem.found)
+    text = text if len(text) <= _LONGEST_VALUE else f"{text[: _LONGEST_VALUE - 3]}..."
+    found = "not set" if problem.found is None else f"found {text}"
+    separator = "." if problem.hint[:1].isupper() else ";"
+    return f"{problem.path}: {found}{f' {where}' if where else ''}{separator} {problem.hint}"
+
+
+def _error(path: str | Path, lines: Sequence[str]) -> ConfigError:
+    count = "1 problem" if len(lines) == 1 else f"{len(lines)} problems"
+    hint = "`anygauge train --keys` lists every key with its default."
+    return ConfigError("\n  ".join([f"{path} has {count}:", *lines]), hint=hint)

@@ -1,0 +1,56 @@
+"""Nested tables addressed by dotted paths: ``{"train": {"lr": 1.0}}`` is ``train.lr``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+__all__ = ["Tree", "covers", "flatten", "merge", "put", "remove"]
+
+Tree = dict[str, Any]
+
+
+def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> Tree:
+    """Return ``base`` with ``over`` laid over it: tables merge, anything else replaces."""
+    merged = dict(base)
+    for key, value in over.items():
+        below = merged.get(key)
+        both = isinstance(below, Mapping) and isinstance(value, Mapping)
+        merged[key] = merge(below, value) if both else value  # type: ignore[arg-type]
+    return merged
+
+
+def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return every leaf by dotted path; an empty table is a leaf."""
+    leaves: dict[str, Any] = {}
+    for key, value in tree.items():
+        path = f"{prefix}{key}"
+        if isinstance(value, Mapping) and value:
+            leaves |= flatten(value, f"{path}.")
+        else:
+            leaves[path] = value
+    return leaves
+
+
+def put(tree: Tree, path: str, value: Any) -> None:
+    """Set the leaf at ``path``, in place, making the tables on the way."""
+    *tables, last = path.split(".")
+    for table in tables:
+        below = tree.get(table)
+        if not isinstance(below, dict):
+            below = tree[table] = {}
+        tree = below
+    tree[last] = value
+
+
+def remove(tree: Tree, path: str) -> None:
+    """Delete what is at ``path``, in place, if anything is."""
+    *tables, last = path.split(".")
+    for table in tables:
+        tree = tree.get(table, {})
+    tree.pop(last, None)
+
+
+def covers(path: str, other: str) -> bool:
+    """Return whether two dotted paths are the same, or one is the table that holds the other."""
+    return path == other or path.startswith(f"{other}.") or other.startswith(f"{path}.")

@@ -1,0 +1,156 @@
+"""From a tree to a :class:`Config`, or to every problem that it has."""
+
+from __future__ import annotations
+
+import copy
+import difflib
+import json
+import types
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails
+
+from anygauge.config.schema import Config
+from anygauge.config.tree import Tree, merge, remove
+from anygauge_hooks.types import ConfigProblem
+
+__all__ = ["NONE", "Checked", "accepts_none", "keys", "sections", "validate"]
+
+NONE = "none"
+"""TOML has no null: this string stands for it, in the fields that take one."""
+
+_PLACEHOLDERS: Tree = {
+    "run": {"name": "unnamed"},
+    "model": {"path": "."},
+    "data": {"train": ["."]},
+    "reward": {"function": "unset"},
+}
+"""What stands for a required field that is missing or wrong, so that the rest can still be checked."""
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """A config, the problems of the tree it was read from, and the paths that stand in for those."""
+
+    config: Config
+    problems: tuple[ConfigProblem, ...]
+    broken: frozenset[str]
+    """Paths of sections and fields whose value is a default or placeholder because theirs was wrong."""
+
+
+def validate(tree: Mapping[str, Any]) -> Checked:
+    """Check a tree against the schema.
+
+    Values keep their TOML types: a string is no number, a number no switch. A wrong value is replaced by its
+    default, so that what depends on others can be checked in the same pass.
+    """
+    tree = _with_none(tree)
+    try:
+        return Checked(_parse(tree), (), frozenset())
+    except ValidationError as error:
+        details = error.errors(include_url=False)
+    problems = tuple(_problem(detail) for detail in details)
+    broken = frozenset(".".join(str(part) for part in detail["loc"][:2]) for detail in details)
+    return Checked(_parse(_repaired(tree, broken)), problems, broken)
+
+
+def _parse(tree: Mapping[str, Any]) -> Config:
+    # JSON because pydantic's strict mode takes lists for tuples and strings for paths from there only.
+    return Config.model_validate_json(json.dumps(tree, default=str), strict=True)
+
+
+def _repaired(tree: Tree, broken: frozenset[str]) -> Tree:
+    repaired = copy.deepcopy(tree)
+    for path in broken:
+        remove(repaired, path)
+    return merge(_PLACEHOLDERS, repaired)
+
+
+def sections() -> Iterator[tuple[str, type[BaseModel]]]:
+    """Yield the name and the model of every section."""
+    for name, field in Config.model_fields.items():
+        assert isinstance(field.annotation, type)
+        assert issubclass(field.annotation, BaseModel)
+        yield name, field.annotation
+
+
+def accepts_none(field: FieldInfo) -> bool:
+    """Return whether a field takes ``None``."""
+    origin = typing.get_origin(field.annotation)
+    if origin not in (typing.Union, types.UnionType):
+        return False
+    return types.NoneType in typing.get_args(field.annotation)
+
+
+def _with_none(tree: Mapping[str, Any]) -> Tree:
+    translated = dict(tree)
+    for name, section in sections():
+        table = translated.get(name)
+        if isinstance(table, Mapping):
+            fields = section.model_fields
+            translated[name] = {
+                key: None if value == NONE and key in fields and accepts_none(fields[key]) else value
+                for key, value in table.items()
+            }
+    return translated
+
+
+def _problem(detail: ErrorDetails) -> ConfigProblem:
+    path = _path(detail["loc"])
+    if detail["type"] == "missing":
+        return ConfigProblem(path=path, found=None, hint=_missing_hint(detail["loc"]))
+    if detail["type"] == "extra_forbidden":
+        return ConfigProblem(path=path, found=detail["input"], hint=_unknown_hint(detail["loc"]))
+    return ConfigProblem(path=path, found=detail["input"], hint=_value_hint(detail))
+
+
+def _path(loc: Sequence[int | str]) -> str:
+    return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in loc).removeprefix(".")
+
+
+def _field(loc: Sequence[int | str]) -> FieldInfo | None:
+    section = dict(sections()).get(str(loc[0]))
+    return section.model_fields.get(str(loc[1])) if section and len(loc) > 1 else None
+
+
+def _missing_hint(loc: Sequence[int | str]) -> str:
+    field = _field(loc)
+    if field is not None:
+        return f"required: {field.description}"
+    fields = dict(sections())[str(loc[0])].model_fields.items()
+    return f"required table; it needs {', '.join(key for key, field in fields if field.is_required())}"
+
+
+def _unknown_hint(loc: Sequence[int | str]) -> str:
+    *parents, name = (str(part) for part in loc)
+    known = dict(sections())[parents[0]].model_fields if parents else Config.model_fields
+    close = [".".join([*parents, key]) for key in difflib.get_close_matches(name, known, n=3)]
+    elsewhere = [f"{section}.{name}" for section, model in sections() if name in model.model_fields]
+    candidates = [*elsewhere, *(path for path in close if path not in elsewhere)]
+    if candidates:
+        return f"unknown key; did you mean {' or '.join(candidates)}?"
+    return f"unknown key; known here: {', '.join(known)}"
+
+
+def _value_hint(detail: ErrorDetails) -> str:
+    text = detail["msg"].replace("Input should", "must").replace("String should", "must")
+    field = _field(detail["loc"])
+    if detail["type"] == "string_type" and isinstance(detail["input"], int | float):
+        text += f"; write it in quotes: '\"{detail['input']}\"' on the command line"
+    if detail["type"] == "tuple_type":
+        text += f": [{json.dumps(detail['input'], default=str)}]"
+    if field is not None and accepts_none(field):
+        text += f', or "{NONE}"'
+    return text.replace("must be an object", "must be a table")
+
+
+def keys() -> Iterator[tuple[str, FieldInfo]]:
+    """Yield the dotted path and the field of every key of the schema."""
+    for name, section in sections():
+        for key, field in section.model_fields.items():
+            yield f"{name}.{key}", field

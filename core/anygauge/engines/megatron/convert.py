@@ -1,0 +1,133 @@
+"""Hugging Face directories to Megatron checkpoints and back, in one process on the host.
+
+A converted checkpoint is a directory with ``model/``, a dist-checkpoint under canonical names that any
+sharding can load, and ``hf/``, the config and tokenizer that the way back needs.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+
+from anygauge.config import Config
+from anygauge.config.schema import Data, Model, Reward, Run, Train
+from anygauge.engines.megatron.hf import copy_other_files, read_config, write_directory
+from anygauge.engines.megatron.prepare import prepare_megatron
+from anygauge.engines.megatron.scope import make_scope
+from anygauge.plugins import Plugins
+from anygauge_hooks.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from anygauge.engines.megatron.model import Policy
+
+__all__ = ["hf_to_megatron", "megatron_to_hf"]
+
+HOST = "cpu"
+
+
+def hf_to_megatron(source: Path, target: Path, plugins: Plugins) -> None:
+    """Write the Megatron checkpoint of a Hugging Face directory.
+
+    :param target: Must not exist or be empty; appears only when it is complete.
+    :raises CheckpointError: ``source`` cannot be read, or ``target`` holds something.
+    :raises WeightMappingError: The weights do not fit the architecture.
+    """
+    _refuse_occupied(target)
+    with _built_policy(source, plugins) as policy, _appearing(target) as partial:
+        from megatron.core import dist_checkpointing
+
+        (partial / "model").mkdir()
+        (partial / "hf").mkdir()
+        copy_other_files(source, partial / "hf")
+        dist_checkpointing.save(policy.model.sharded_state_dict(), str(partial / "model"))
+
+
+def megatron_to_hf(source: Path, target: Path, plugins: Plugins) -> None:
+    """Write the Hugging Face directory of a Megatron checkpoint.
+
+    :param source: Made by :func:`hf_to_megatron`.
+    :param target: Must not exist or be empty; appears only when it is complete.
+    :raises CheckpointError: ``source`` is no such checkpoint, or ``target`` holds something.
+    """
+    _refuse_occupied(target)
+    if not (source / "model" / "metadata.json").is_file() or not (source / "hf" / "config.json").is_file():
+        raise CheckpointError(
+            f"{source} is no Megatron checkpoint of anygauge: no model/metadata.json or hf/config.json.",
+            hint="Make one with `anygauge convert --to-megatron HF_DIRECTORY OUT`.",
+        )
+    with _built_policy(source / "hf", plugins, load=False) as policy:
+        from megatron.core import dist_checkpointing
+
+        state = dist_checkpointing.load(policy.model.sharded_state_dict(), str(source / "model"))
+        policy.model.load_state_dict(state)
+        dtype = policy.options.transformer.params_dtype
+        if target.exists():
+            target.rmdir()
+        write_directory(target, source / "hf", policy.weights(), dtype)
+
+
+def _refuse_occupied(target: Path) -> None:
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise CheckpointError(f"{target} is not empty.", hint="Choose another directory.")
+
+
+@contextmanager
+def _appearing(target: Path) -> Iterator[Path]:
+    partial = target.with_name(f".{target.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    try:
+        yield partial
+        if target.exists():
+            target.rmdir()
+        partial.rename(target)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+@contextmanager
+def _built_policy(directory: Path, plugins: Plugins, *, load: bool = True) -> Iterator[Policy]:
+    """Build the model on the host, in the precision that its config names, and clean up after it."""
+    backend = plugins.get("register_backends", HOST)
+    device = plugins.make_device(backend, 0)
+    prepare_megatron(plugins, backend)
+    from megatron.core import parallel_state
+
+    from anygauge.engines.megatron.model import build_policy, initialize_parallel
+
+    with make_scope(device), _lone_process(backend.dist_backend):
+        initialize_parallel(seed=0)
+        try:
+            yield build_policy(_config(directory), plugins, backend, device, load=load)
+        finally:
+            parallel_state.destroy_model_parallel()
+
+
+def _config(directory: Path) -> Config:
+    hf = read_config(directory)
+    dtype = hf.get("dtype") or hf.get("torch_dtype") or "float32"
+    return Config(
+        run=Run(name="convert"),
+        model=Model(path=directory),
+        data=Data(train=()),
+        reward=Reward(function="none"),
+        train=Train(dtype="bfloat16" if dtype == "bfloat16" else "float32"),
+    )
+
+
+@contextmanager
+def _lone_process(dist_backend: str) -> Iterator[None]:
+    """Be a process group of one, unless a group exists."""
+    if dist.is_initialized():
+        yield
+        return
+    dist.init_process_group(dist_backend, store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,220 @@
+"""The train engine: Megatron-core's model, schedule and optimizer behind the project's protocol."""
+
+from __future__ import annotations
+
+import math
+import time
+import warnings
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch import Tensor
+
+from anygauge.config import Config
+from anygauge.device import seed_everything, torch_device
+from anygauge.engines.megatron.hf import write_directory
+from anygauge.engines.megatron.inputs import MicroBatch, micro_batches, per_sample
+from anygauge.engines.megatron.model import build_policy, initialize_parallel
+from anygauge.engines.megatron.optimizer import make_optimizer, make_schedule, wrap_model
+from anygauge.engines.megatron.passes import LogProbPass, StepData, TrainPass
+from anygauge.engines.megatron.scope import make_scope
+from anygauge.kernels.table import resolve_kernels
+from anygauge_hooks.engines import LossFunction, WorkerContext
+from anygauge_hooks.errors import NonFiniteError, UnknownNameError
+from anygauge_hooks.rl import TrainSample
+
+__all__ = ["MegatronEngine"]
+
+
+_UPSTREAM_WARNINGS = (
+    # the optimizer's shards of float32 weights are views, whose gradients Megatron sets itself
+    "The .grad attribute of a Tensor that is not a leaf",
+    # torch 2.13 renamed collectives that megatron-core 0.16.1 calls by their old names
+    r"`torch\.distributed\.\w+` is deprecated",
+)
+"""Warnings about Megatron's own code, one for each step; a user can do nothing about them."""
+
+
+class MegatronEngine:
+    """Implements ``anygauge_hooks.engines.TrainEngine``."""
+
+    def __init__(self, config: Config, context: WorkerContext) -> None:
+        for message in _UPSTREAM_WARNINGS:
+            warnings.filterwarnings("ignore", message=message)
+        self.config = config
+        self.context = context
+        self.device = torch_device(context.device)
+        self._roles: dict[str, list[Tensor]] = {}
+        self._seconds: defaultdict[str, float] = defaultdict(float)
+        kernels = resolve_kernels(context.plugins, context.backend)
+        self._logprob = kernels.resolve("vocab_parallel_logprob", dtype=torch.float32)
+        with make_scope(context.device):
+            seed_everything(context.device, config.run.seed)
+            initialize_parallel(config.run.seed)
+            self.policy = build_policy(config, context.plugins, context.backend, context.device)
+            self.model = wrap_model(self.policy.model, self.policy.options)
+            self.optimizer = make_optimizer(self.model, self.policy.options, context.plugins, context.backend)
+            self.schedule = make_schedule(self.optimizer, config)
+        self.data_parallel_rank: int = parallel_state.get_data_parallel_rank()
+        self.data_parallel_size: int = parallel_state.get_data_parallel_world_size()
+        self._check_ranks_agree()
+
+    def log_probs(
+        self, samples: Sequence[TrainSample], *, temperature: float, role: str = "actor"
+    ) -> list[Tensor]:
+        """Return the log-probabilities of each sample's response tokens under a role's weights."""
+        batches = self._pack(samples)
+        step = LogProbPass(self.policy.model, self._logprob, temperature)
+        with (
+            self._timed("log_probs"),
+            make_scope(self.context.device),
+            torch.no_grad(),
+            self._weights_of(role),
+        ):
+            self.model.eval()
+            outputs = get_forward_backward_func()(
+                forward_step_func=step,
+                data_iterator=iter(batches),
+                model=[self.model],
+                num_microbatches=len(batches),
+                seq_length=self.config.train.micro_batch_tokens,
+                micro_batch_size=1,
+                forward_only=True,
+                collect_non_loss_data=True,
+            )
+        return per_sample(batches, outputs, len(samples))
+
+    def train_step(
+        self,
+        samples: Sequence[TrainSample],
+        loss: LossFunction,
+        *,
+        temperature: float,
+        weights: Sequence[Sequence[float]],
+        old_log_probs: Sequence[Tensor] | Sequence[Sequence[float]],
+        reference_log_probs: Sequence[Tensor] | None,
+        entropy_grad: bool,
+    ) -> Mapping[str, float]:
+        """Take one optimizer step on this rank's share and return the metrics of the whole step."""
+        data = StepData(samples, weights, old_log_probs, reference_log_probs)
+        step = TrainPass(
+            self.policy.model, self._logprob, temperature, loss, data, self.device, entropy_grad=entropy_grad
+        )
+        with make_scope(self.context.device):
+            with self._timed("forward_backward"):
+                metrics = self._forward_backward(step, samples)
+            with self._timed("optimizer"):
+                return {**metrics, **self._update(metrics["loss"])}
+
+    def _forward_backward(self, step: TrainPass, samples: Sequence[TrainSample]) -> dict[str, float]:
+        batches = self._pack(samples)
+        self.model.train()
+        self.model.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        outputs = get_forward_backward_func()(
+            forward_step_func=step,
+            data_iterator=iter(batches),
+            model=[self.model],
+            num_microbatches=len(batches),
+            seq_length=self.config.train.micro_batch_tokens,
+            micro_batch_size=1,
+            forward_only=False,
+        )
+        return self._sum_over_ranks(outputs)
+
+    def _sum_over_ranks(self, outputs: Sequence[Mapping[str, Tensor]]) -> dict[str, float]:
+        names = list(outputs[0])
+        totals = torch.stack([torch.stack([out[name].float() for name in names]) for out in outputs]).sum(0)
+        dist.all_reduce(totals, group=parallel_state.get_data_parallel_group())
+        return dict(zip(names, totals.tolist(), strict=True))
+
+    def _update(self, loss: float) -> dict[str, float]:
+        self.schedule.step(1)
+        self.optimizer.prepare_grads()
+        clip = self.policy.options.optimizer.clip_grad
+        norm = float(self.optimizer.clip_grad_norm(clip) if clip > 0 else self.optimizer.get_grad_norm())
+        if not (math.isfinite(loss) and math.isfinite(norm)):
+            raise NonFiniteError(
+                f"Optimizer step {self.schedule.num_steps}: loss {loss}, gradient norm {norm}; "
+                "no weight was changed.",
+                hint="Lower train.lr, check the rewards, or use train.dtype = 'float32'.",
+            )
+        self.optimizer.step_with_ready_grads()
+        return {"grad_norm": norm, "lr": float(self.optimizer.param_groups[0]["lr"])}
+
+    def load_role(self, role: str, path: str) -> None:
+        """Keep host copies of another role's weights, read from a Hugging Face directory."""
+        with make_scope(self.context.device), self._restored():
+            self.policy.load(Path(path))
+            self._roles[role] = [parameter.detach().cpu().clone() for parameter in self._parameters()]
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield full tensors under Hugging Face names."""
+        if self.policy.options.ddp.overlap_param_gather:
+            self.model.start_param_sync(force_sync=True)
+        yield from self.policy.weights()
+
+    def save_hf(self, path: str) -> None:
+        """Write a complete Hugging Face directory; rank 0 writes."""
+        if self.context.rank == 0:
+            dtype = self.policy.options.transformer.params_dtype
+            write_directory(Path(path), self.config.model.path, self.weights(), dtype)
+        dist.barrier()
+
+    def timings(self) -> Mapping[str, float]:
+        """Return and reset the seconds spent since the last call, by phase."""
+        seconds, self._seconds = dict(self._seconds), defaultdict(float)
+        return seconds
+
+    def _pack(self, samples: Sequence[TrainSample]) -> list[MicroBatch]:
+        return micro_batches(samples, self.config.train.micro_batch_tokens, self.policy.rotary, self.device)
+
+    def _parameters(self) -> list[Tensor]:
+        return list(self.policy.model.parameters())
+
+    @contextmanager
+    def _timed(self, phase: str) -> Iterator[None]:
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.context.device.synchronize()
+            self._seconds[phase] += time.perf_counter() - start
+
+    @contextmanager
+    def _weights_of(self, role: str) -> Iterator[None]:
+        if role == "actor":
+            yield
+            return
+        if role not in self._roles:
+            raise UnknownNameError(
+                f"No weights are kept for role {role!r}; kept: {', '.join(sorted(self._roles)) or 'none'}.",
+                hint="Call load_role first.",
+            )
+        with self._restored():
+            for parameter, kept in zip(self._parameters(), self._roles[role], strict=True):
+                parameter.data.copy_(kept)
+            yield
+
+    @contextmanager
+    def _restored(self) -> Iterator[None]:
+        """Put the actor's weights back at the end, whatever happens."""
+        own = [parameter.detach().cpu().clone() for parameter in self._parameters()]
+        try:
+            yield
+        finally:
+            for parameter, kept in zip(self._parameters(), own, strict=True):
+                parameter.data.copy_(kept)
+
+    def _check_ranks_agree(self) -> None:
+        # Megatron's own seeding leaves data-parallel ranks with different weights on an accelerator.
+        total = torch.stack([p.detach().double().abs().sum() for p in self._parameters()]).sum()
+        sums = [torch.zeros_like(total) for _ in range(self.data_parallel_size)]
+        dist.all_gather(sums, total, group=parallel_state.get_data_parallel_group())
+        assert all(torch.equal(total, other) for other in sums), f"ranks start with different weights: {sums}"

@@ -1,0 +1,90 @@
+"""Megatron's DDP and DistributedOptimizer around an AdamW that the backend chooses, and the schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
+from megatron.core.models.gpt import GPTModel
+from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+from anygauge.config import Config
+from anygauge.engines.megatron.options import MegatronOptions
+from anygauge.plugins import Plugins
+from anygauge_hooks.types import BackendSpec
+
+__all__ = ["make_optimizer", "make_schedule", "wrap_model"]
+
+
+def wrap_model(model: GPTModel, options: MegatronOptions) -> DistributedDataParallel:
+    """Wrap the model for data parallelism.
+
+    Gradients are summed over ranks and micro-batches, never averaged: the loss carries each token's weight
+    in the mean of the whole step.
+    """
+    config = options.transformer
+    wrapped = DistributedDataParallel(config, options.ddp, model)
+    config.finalize_model_grads_func = _sum_gradients
+    if options.ddp.overlap_grad_reduce:
+        config.no_sync_func, config.grad_sync_func = wrapped.no_sync, wrapped.start_grad_sync
+    if options.ddp.overlap_param_gather:
+        config.param_sync_func = wrapped.start_param_sync
+    return wrapped
+
+
+def _sum_gradients(model: list[Any], num_tokens: Any, **options: Any) -> None:
+    finalize_model_grads(model, None, **options)
+
+
+def make_optimizer(
+    model: DistributedDataParallel, options: MegatronOptions, plugins: Plugins, backend: BackendSpec
+) -> MegatronOptimizer:
+    """Return Megatron's optimizer, with the inner AdamW of the backend where it makes one."""
+    optimizer = get_megatron_optimizer(options.optimizer, [model], use_gloo_process_groups=False)
+    options.transformer.grad_scale_func = optimizer.scale_loss
+    if not options.optimizer.optimizer_cpu_offload:
+        for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+            _replace_inner(part, options, partial(plugins.first, "make_optimizer", backend=backend))
+    return optimizer
+
+
+def _replace_inner(part: Any, options: MegatronOptions, make: Callable[..., Any]) -> None:
+    config = options.optimizer
+    groups = part.optimizer.param_groups
+    # Megatron's shards of float32 weights are views, which torch refuses; their detached twins are leaves.
+    leaves = [group | {"params": [shard.detach() for shard in group["params"]]} for group in groups]
+    inner = make(
+        param_groups=leaves,
+        lr=config.lr,
+        betas=(config.adam_beta1, config.adam_beta2),
+        eps=config.adam_eps,
+        weight_decay=config.weight_decay,
+    )
+    if inner is None:
+        return
+    # Gradients arrive on Megatron's own tensors, so those are what the optimizer must hold.
+    for ours, theirs in zip(inner.param_groups, groups, strict=True):
+        ours["params"] = theirs["params"]
+    part.optimizer = inner
+
+
+def make_schedule(optimizer: MegatronOptimizer, config: Config) -> OptimizerParamScheduler:
+    """Return the learning-rate schedule, in optimizer steps."""
+    train = config.train
+    total = max(config.run.steps * train.optimizer_steps, train.warmup_steps + 1)
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0 if train.warmup_steps else train.lr,
+        max_lr=train.lr,
+        min_lr=train.min_lr,
+        lr_warmup_steps=train.warmup_steps,
+        lr_decay_steps=total,
+        lr_decay_style=train.lr_schedule,
+        start_wd=train.weight_decay,
+        end_wd=train.weight_decay,
+        wd_incr_steps=total,
+        wd_incr_style="constant",
+    )

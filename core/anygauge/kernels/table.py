@@ -1,0 +1,237 @@
+"""The kernel table: which implementation of an op a module is bound to.
+
+Modules ask once, when they are built, with the static facts that they know (dtype, head size, causal). What
+nobody serves is the reference, or an error where the run is strict.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import entry_points, version
+from itertools import combinations
+from typing import TYPE_CHECKING, Any
+
+from anygauge.plugins import BACKENDS_GROUP, PLUGINS_GROUP, Plugins
+from anygauge_hooks import kernels as contract
+from anygauge_hooks.errors import DuplicateNameError, PluginError, UnknownNameError
+from anygauge_hooks.kernels import KERNEL_OPS, KernelImpl, KernelOp
+
+if TYPE_CHECKING:
+    import torch
+
+    from anygauge_hooks.types import BackendSpec
+
+__all__ = ["KernelRow", "KernelTable", "reference_kernel", "resolve_kernels"]
+
+REFERENCE_DTYPES = ("float32", "bfloat16")
+"""The dtypes that a run may have; the reference serves those that no plugin does."""
+
+_CORE = "anygauge"
+
+_PROTOCOLS: Mapping[KernelOp, type] = {
+    "rms_norm": contract.RmsNorm,
+    "rotary_embedding": contract.RotaryEmbedding,
+    "swiglu": contract.Swiglu,
+    "varlen_attention": contract.VarlenAttention,
+    "vocab_parallel_logprob": contract.VocabParallelLogprob,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KernelRow:
+    """One line of the capability table that ``anygauge hooks`` prints."""
+
+    op: KernelOp
+    source: str
+    owner: str
+    """Name of the plugin."""
+    package: str | None
+    """The distribution that the plugin came with, or ``None`` if it was not installed from one."""
+    version: str | None
+    location: str
+    """``file:line`` of the function, or empty where it is not Python."""
+    dtypes: tuple[str, ...]
+    limits: Mapping[str, Sequence[Any]]
+    priority: int
+    is_reference: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Owned:
+    owner: str
+    kernel: KernelImpl
+
+    def __str__(self) -> str:
+        return f"{self.kernel.source!r} of {self.owner}"
+
+
+@dataclass(frozen=True, slots=True)
+class KernelTable:
+    """The kernels of a backend, by op, highest priority first."""
+
+    backend: str
+    kernels: Mapping[KernelOp, Sequence[_Owned]]
+    strict: bool = False
+    """Whether a fallback to the reference is an error."""
+
+    def resolve(self, op: KernelOp, *, dtype: str | torch.dtype, **facts: Any) -> Callable[..., Any]:
+        """Return the function that serves an op.
+
+        :param op: A name of ``KERNEL_OPS``.
+        :param dtype: The dtype of the activations.
+        :param facts: What else is known when the module is built: ``head_dim=64``, ``causal=True``.
+        :returns: A function with the signature of the op's Protocol.
+        :raises UnknownNameError: The table is strict and only the reference serves the op.
+        """
+        found = self.candidates(op, dtype=dtype, **facts)
+        if found:
+            return found[0].fn
+        if self.strict:
+            raise UnknownNameError(
+                f"No kernel of backend {self.backend!r} serves {op} for {_describe(dtype, facts)}.",
+                hint="Install a plugin that does, or run without --strict to use the slow reference.",
+            )
+        return reference_kernel(op).fn
+
+    def candidates(self, op: KernelOp, *, dtype: str | torch.dtype, **facts: Any) -> list[KernelImpl]:
+        """Return every implementation that accepts the dtype and the facts, the one to use first."""
+        assert op in KERNEL_OPS, op
+        name = _dtype_name(dtype)
+        return [o.kernel for o in self.kernels.get(op, ()) if _accepts(o.kernel, name, facts)]
+
+    def rows(self) -> list[KernelRow]:
+        """Return the capability table: a row per implementation.
+
+        A row that is the reference lists the dtypes that nothing else serves; there is none where a plugin
+        serves them all.
+        """
+        return [row for op in KERNEL_OPS for row in self._rows(op)]
+
+    def _rows(self, op: KernelOp) -> list[KernelRow]:
+        owned = self.kernels.get(op, ())
+        rows = [_row(o.kernel, o.owner) for o in owned]
+        served = {dtype for row in rows for dtype in row.dtypes}
+        missing = tuple(dtype for dtype in REFERENCE_DTYPES if dtype not in served)
+        if missing:
+            rows.append(_row(reference_kernel(op, missing), _CORE, is_reference=True))
+        return rows
+
+
+def resolve_kernels(plugins: Plugins, backend: BackendSpec, *, strict: bool = False) -> KernelTable:
+    """Collect and check the kernels that plugins register for a backend.
+
+    :param strict: Make every fallback to a reference an error.
+    :raises PluginError: A kernel names an unknown op, or has not the signature of its op.
+    :raises DuplicateNameError: Two kernels of one op and priority accept the same facts.
+    """
+    answers = plugins.answers("register_kernels", backend=backend)
+    found = [_Owned(owner, kernel) for owner, kernels in answers for kernel in kernels]
+    for owned in found:
+        _check_kernel(owned)
+    by_op = {op: [owned for owned in found if owned.kernel.op == op] for op in KERNEL_OPS}
+    for group in by_op.values():
+        _check_unique(group)
+        group.sort(key=lambda owned: -owned.kernel.priority)
+    return KernelTable(backend.name, by_op, strict)
+
+
+def reference_kernel(op: KernelOp, dtypes: Sequence[str] = REFERENCE_DTYPES) -> KernelImpl:
+    """Return the plain-torch reference of an op."""
+    from anygauge.kernels import reference
+
+    fn = getattr(reference, op)
+    return KernelImpl(op=op, fn=fn, source=f"{fn.__module__}.{op}", dtypes=dtypes)
+
+
+def _dtype_name(dtype: str | torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _describe(dtype: str | torch.dtype, facts: Mapping[str, Any]) -> str:
+    return ", ".join([_dtype_name(dtype), *(f"{name}={value!r}" for name, value in facts.items())])
+
+
+def _accepts(kernel: KernelImpl, dtype: str, facts: Mapping[str, Any]) -> bool:
+    """Return whether a kernel serves a module; a limited fact that the module does not state is a no."""
+    limits = kernel.limits or {}
+    return dtype in kernel.dtypes and all(n in facts and facts[n] in limits[n] for n in limits)
+
+
+def _check_kernel(owned: _Owned) -> None:
+    op = owned.kernel.op
+    if op not in KERNEL_OPS:
+        raise PluginError(
+            f"Unknown kernel op {op!r} ({owned}).", hint=f"The ops are: {', '.join(KERNEL_OPS)}."
+        )
+    wanted = list(inspect.signature(vars(_PROTOCOLS[op])["__call__"]).parameters.values())[1:]
+    problem = _signature_problem(owned.kernel.fn, wanted)
+    if problem:
+        takes = ", ".join(("*, " if p.kind is p.KEYWORD_ONLY else "") + p.name for p in wanted)
+        raise PluginError(f"Kernel {owned} cannot serve {op}: {problem}.", hint=f"It takes ({takes}).")
+
+
+def _signature_problem(fn: Callable[..., Any], wanted: Sequence[inspect.Parameter]) -> str | None:
+    """Return why a function cannot be called as its op is; a ``*args`` function may have any names."""
+    try:
+        signature = inspect.signature(fn)
+    except (TypeError, ValueError):
+        return "its signature cannot be read; wrap it in a Python function"
+    positional = [p.name for p in wanted if p.kind is p.POSITIONAL_OR_KEYWORD]
+    keywords = [p.name for p in wanted if p.kind is p.KEYWORD_ONLY]
+    try:
+        signature.bind(*positional, **dict.fromkeys(keywords))
+    except TypeError as error:
+        return str(error)
+    named = [p.name for p in signature.parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
+    differs = [f"{a!r} where {b!r} belongs" for a, b in zip(named, positional, strict=False) if a != b]
+    return f"it has {', '.join(differs)}" if differs else None
+
+
+def _check_unique(group: Sequence[_Owned]) -> None:
+    for one, other in combinations(group, 2):
+        if one.kernel.priority == other.kernel.priority and _overlap(one.kernel, other.kernel):
+            raise DuplicateNameError(
+                f"{one} and {other} both serve {one.kernel.op} at priority {one.kernel.priority}.",
+                hint="Give one a higher priority, or limit them to dtypes or facts that do not overlap.",
+            )
+
+
+def _overlap(one: KernelImpl, other: KernelImpl) -> bool:
+    mine, theirs = one.limits or {}, other.limits or {}
+    shared = mine.keys() & theirs.keys()
+    meets = all(any(value in theirs[name] for value in mine[name]) for name in shared)
+    return meets and bool(set(one.dtypes) & set(other.dtypes))
+
+
+def _row(kernel: KernelImpl, owner: str, *, is_reference: bool = False) -> KernelRow:
+    package, release = _distribution(owner)
+    return KernelRow(
+        op=kernel.op,
+        source=kernel.source,
+        owner=owner,
+        package=package,
+        version=release,
+        location=_location(kernel.fn),
+        dtypes=tuple(kernel.dtypes),
+        limits=kernel.limits or {},
+        priority=kernel.priority,
+        is_reference=is_reference,
+    )
+
+
+def _location(fn: Callable[..., Any]) -> str:
+    code = getattr(inspect.unwrap(fn), "__code__", None)
+    return f"{code.co_filename}:{code.co_firstlineno}" if code else ""
+
+
+def _distribution(owner: str) -> tuple[str | None, str | None]:
+    """Return name and version of the distribution that a plugin came with."""
+    if owner.partition(".")[0] == _CORE:
+        return _CORE, version(_CORE)
+    for group in (BACKENDS_GROUP, PLUGINS_GROUP):
+        for entry in entry_points(group=group, name=owner):
+            if entry.dist is not None:
+                return entry.dist.name, entry.dist.version
+    return None, None

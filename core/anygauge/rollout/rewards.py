@@ -1,0 +1,183 @@
+"""Reward functions, and how a config names and a rollout calls them.
+
+A reward function takes any of the keyword arguments ``response`` (required), ``label`` and ``metadata``, then
+its options, and returns a finite number.
+"""
+
+from __future__ import annotations
+
+import atexit
+import importlib
+import inspect
+import math as _math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from numbers import Real
+from typing import Any
+
+from anygauge.plugins import Plugins
+from anygauge.rollout.math_grader import Grader
+from anygauge_hooks.errors import RewardError, UnknownNameError
+from anygauge_hooks.rl import Prompt, Sample
+from anygauge_hooks.types import NamedFunction
+
+__all__ = ["RewardFunction", "exact_match", "math", "resolve_reward", "reward_functions", "score"]
+
+RewardFunction = Callable[..., float]
+
+_ARGUMENTS = ("response", "label", "metadata")
+_EXCERPT = 80
+"""Characters of a response that an error shows."""
+
+
+def reward_functions() -> list[NamedFunction]:
+    """Return the reward functions that come with the core."""
+    return [NamedFunction(name="exact_match", fn=exact_match), NamedFunction(name="math", fn=math)]
+
+
+def exact_match(
+    response: str, label: Any, metadata: Mapping[str, Any] | None = None, *, strip: bool = True
+) -> float:
+    """Return 1 if the response is the label, else 0.
+
+    :param response: The text of a sample.
+    :param label: A string, or a value that is compared as the string it prints as.
+    :param metadata: Not used.
+    :param strip: Ignore white space around both.
+    """
+    if label is None:
+        raise RewardError("exact_match needs a label.", hint="Set data.label_key.")
+    expected = str(label)
+    if strip:
+        response, expected = response.strip(), expected.strip()
+    return float(response == expected)
+
+
+def math(
+    response: str, label: Any, metadata: Mapping[str, Any] | None = None, *, timeout_s: float = 5.0
+) -> float:
+    r"""Return 1 if the answer in the response equals the label as mathematics, else 0.
+
+    The answer is what is in ``\boxed{}``, else the number after ``####``, else the last expression. Judged
+    by the math-verify library, in a process of its own.
+
+    :param response: The text of a sample.
+    :param label: A number, or a string with an expression: alone, boxed, or after ``####`` as in GSM8K.
+    :param metadata: Not used.
+    :param timeout_s: CPU seconds; an answer that takes longer to judge is wrong.
+    """
+    if label is None:
+        raise RewardError("math needs a label.", hint="Set data.label_key.")
+    return float(_grader(os.getpid()).equivalent(response, str(label), timeout_s))
+
+
+@cache
+def _grader(pid: int) -> Grader:
+    """Return the grader of this process; a fork must not share its parent's pipe."""
+    grader = Grader()
+    atexit.register(grader.close)
+    return grader
+
+
+def resolve_reward(name: str, plugins: Plugins, options: Mapping[str, Any] | None = None) -> RewardFunction:
+    """Return the reward function that a config names.
+
+    :param name: A registered name, or ``package.module:function``.
+    :param options: The keyword arguments that it will get, to check that it takes them.
+    :raises UnknownNameError: There is no such function.
+    :raises RewardError: It cannot be called as a reward function.
+    """
+    fn = _imported(name) if ":" in name else plugins.get("register_reward_functions", name).fn
+    _check_signature(name, fn, options or {})
+    return fn  # type: ignore[no-any-return]
+
+
+def _imported(path: str) -> Any:
+    module_name, _, attribute = path.partition(":")
+    try:
+        found: Any = importlib.import_module(module_name)
+    except Exception as error:  # importing a user's module runs anybody's code
+        raise UnknownNameError(
+            f"Reward function {path!r}: importing {module_name!r} raised {error!r}.",
+            hint="It must be importable: install it, or put its folder on PYTHONPATH.",
+        ) from error
+    for part in attribute.split("."):
+        if not hasattr(found, part):
+            raise UnknownNameError(f"Reward function {path!r}: {module_name!r} has no {attribute!r}.")
+        found = getattr(found, part)
+    return found
+
+
+def _check_signature(name: str, fn: Any, options: Mapping[str, Any]) -> None:
+    hint = (
+        "Write def reward(response, label, metadata, **options) -> float; label and metadata may be left out."
+    )
+    if not callable(fn) or inspect.iscoroutinefunction(fn):
+        kind = "is a coroutine function" if callable(fn) else f"is {type(fn).__name__}, not a function"
+        raise RewardError(f"Reward function {name!r} {kind}.", hint=hint)
+    accepted = _accepted(fn)
+    try:
+        inspect.signature(fn).bind(**dict.fromkeys(accepted), **options)
+    except TypeError as error:
+        given = ", ".join([*accepted, *options])
+        raise RewardError(f"Reward function {name!r} cannot take ({given}): {error}.", hint=hint) from error
+    if "response" not in accepted:
+        raise RewardError(f"Reward function {name!r} does not take 'response'.", hint=hint)
+
+
+def _accepted(fn: RewardFunction) -> list[str]:
+    """Return which of the arguments of a reward function this one takes by keyword."""
+    parameters = inspect.signature(fn).parameters
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return list(_ARGUMENTS)
+    kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    return [name for name in _ARGUMENTS if name in parameters and parameters[name].kind in kinds]
+
+
+def score(
+    samples: Sequence[Sample],
+    prompts: Sequence[Prompt],
+    reward: RewardFunction,
+    options: Mapping[str, Any] | None = None,
+) -> list[float]:
+    """Return the reward of each sample.
+
+    :param samples: Responses to any of ``prompts``, found by their ``prompt_index``.
+    :param reward: From :func:`resolve_reward`.
+    :param options: Keyword arguments of the function.
+    :raises RewardError: The function raised, or returned something that is no finite number.
+    """
+    by_index = {prompt.index: prompt for prompt in prompts}
+    accepted = _accepted(reward)
+    return [
+        _score(sample, by_index[sample.prompt_index], reward, accepted, options or {}) for sample in samples
+    ]
+
+
+def _score(
+    sample: Sample,
+    prompt: Prompt,
+    reward: RewardFunction,
+    accepted: Sequence[str],
+    options: Mapping[str, Any],
+) -> float:
+    values = {"response": sample.text, "label": prompt.label, "metadata": prompt.metadata}
+    try:
+        value: Any = reward(**{name: values[name] for name in accepted}, **options)
+    except Exception as error:  # a reward function is anybody's code
+        raise RewardError(
+            f"{_where(sample, prompt, reward)} raised {error!r}.", hint=getattr(error, "hint", None)
+        ) from error
+    if not isinstance(value, Real) or not _math.isfinite(value):
+        raise RewardError(
+            f"{_where(sample, prompt, reward)} returned {value!r}.", hint="Return one finite number."
+        )
+    return float(value)
+
+
+def _where(sample: Sample, prompt: Prompt, reward: RewardFunction) -> str:
+    function = f"{reward.__module__}:{getattr(reward, '__qualname__', type(reward).__name__)}"
+    source = f" ({prompt.source})" if prompt.source else ""
+    excerpt = sample.text[:_EXCERPT] + ("..." if len(sample.text) > _EXCERPT else "")
+    return f"Reward function {function} on prompt {prompt.index}{source}, response {excerpt!r},"

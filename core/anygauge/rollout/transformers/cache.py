@@ -1,0 +1,75 @@
+"""The key/value cache of a batch: room for the responses is taken once, then tokens are written in place."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["ReservedLayer", "make_cache"]
+
+
+class ReservedLayer(DynamicLayer):
+    """A layer's keys and values ``[B, K, S, D]``, as views into buffers of fixed length.
+
+    transformers' own layer copies everything for each token.
+
+    :param capacity: Longest sequence, in tokens.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        super().__init__()
+        self._capacity = capacity
+        self._buffers: tuple[Tensor, Tensor] | None = None
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Append the keys and values of new tokens and return all."""
+        if not self.is_initialized:
+            # The prompts: they are copied when it is known how many rows continue each of them.
+            self.lazy_initialization(key_states, value_states)
+            self.keys, self.values = key_states, value_states
+            return self.keys, self.values
+        if self._buffers is None:
+            self._reserve(self.keys, self.values)
+        assert self._buffers is not None
+        start, end = self.keys.shape[-2], self.keys.shape[-2] + key_states.shape[-2]
+        keys, values = self._buffers
+        keys[:, :, start:end] = key_states
+        values[:, :, start:end] = value_states
+        self.keys, self.values = keys[:, :, :end], values[:, :, :end]
+        return self.keys, self.values
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep the given rows, in this order; a row may be taken more than once."""
+        self._reserve(self.keys.index_select(0, indices), self.values.index_select(0, indices))
+
+    def _reserve(self, keys: Tensor, values: Tensor) -> None:
+        buffers = []
+        for filled in (keys, values):
+            batch, heads, length, dim = filled.shape
+            buffer = filled.new_empty(batch, heads, self._capacity, dim)
+            buffer[:, :, :length] = filled
+            buffers.append(buffer)
+        length = keys.shape[-2]
+        self._buffers = (buffers[0], buffers[1])
+        self.keys, self.values = (buffer[:, :, :length] for buffer in buffers)
+
+
+def make_cache(config: Any, capacity: int) -> DynamicCache:
+    """Return an empty cache for a model.
+
+    :param config: The model's Hugging Face config. Layers with another state than full attention, such as a
+        sliding window, keep transformers' own.
+    :param capacity: Longest sequence, in tokens.
+    """
+    cache = DynamicCache(config=config)
+    cache.layers = [
+        ReservedLayer(capacity) if type(layer) is DynamicLayer else layer for layer in cache.layers
+    ]
+    return cache

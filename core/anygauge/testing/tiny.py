@@ -1,0 +1,142 @@
+"""Tiny models and tokenizers, made on the spot, as complete Hugging Face directories."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import (
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+__all__ = ["CHAT_TEMPLATE", "tiny_qwen3", "tiny_tokenizer"]
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+"""ChatML, the format of Qwen's models."""
+
+
+def tiny_tokenizer(
+    directory: str | Path,
+    *,
+    alphabet: str | None = None,
+    texts: Sequence[str] | None = None,
+    vocab_size: int = 512,
+) -> PreTrainedTokenizerFast:
+    """Make a tokenizer, write its files and return it.
+
+    :param alphabet: One token per character, then ``<pad>`` and ``<eos>``; any other character is an error.
+    :param texts: What to train a byte-level BPE on, with a chat template; any text can be encoded.
+    :param vocab_size: Most tokens of the BPE, special ones and the 256 bytes included.
+    """
+    assert (alphabet is None) != (texts is None), "either an alphabet or texts"
+    tokenizer = _characters(alphabet) if texts is None else _byte_pairs(texts, vocab_size)
+    tokenizer.save_pretrained(str(directory))
+    return tokenizer
+
+
+def _characters(alphabet: str | None) -> PreTrainedTokenizerFast:
+    assert alphabet
+    assert len(set(alphabet)) == len(alphabet), "a character occurs twice"
+    tokens = [*alphabet, "<pad>", "<eos>"]
+    tokenizer = Tokenizer(models.WordLevel({token: index for index, token in enumerate(tokens)}))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>")
+
+
+def _byte_pairs(texts: Sequence[str], vocab_size: int) -> PreTrainedTokenizerFast:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token="<|endoftext|>",
+        eos_token="<|im_end|>",
+        additional_special_tokens=["<|im_start|>"],
+        chat_template=CHAT_TEMPLATE,
+    )
+
+
+def tiny_qwen3(
+    directory: str | Path,
+    *,
+    vocab_size: int | None = None,
+    hidden: int = 64,
+    layers: int = 2,
+    heads: int = 4,
+    kv_heads: int = 2,
+    head_dim: int = 16,
+    mlp: int = 128,
+    tied: bool = True,
+    seed: int = 0,
+    dtype: str = "float32",
+    init_std: float = 0.02,
+    max_positions: int = 4096,
+    max_shard_size: str = "1GB",
+    tokenizer: PreTrainedTokenizerFast | None = None,
+) -> Path:
+    """Write a complete Hugging Face directory of a randomly initialised Qwen3 and return its path.
+
+    :param vocab_size: Rows of the embedding; ``None`` takes the size of the tokenizer.
+    :param init_std: Standard deviation of the weights; larger ones make the logits differ more.
+    :param max_shard_size: A small one, such as ``"100KB"``, splits the weights into files with an index.
+    :param tokenizer: ``None`` takes the one in the directory; if there is none, one of characters is made.
+    """
+    path = Path(directory)
+    tokenizer = _with_tokenizer(path, tokenizer)
+    config = Qwen3Config(
+        vocab_size=vocab_size or len(tokenizer),
+        hidden_size=hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=head_dim,
+        intermediate_size=mlp,
+        tie_word_embeddings=tied,
+        initializer_range=init_std,
+        max_position_embeddings=max_positions,
+        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        bos_token_id=None,
+    )
+    model = _initialised(config, seed, getattr(torch, dtype))
+    model.generation_config = GenerationConfig(
+        do_sample=True, pad_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id
+    )
+    model.save_pretrained(path, max_shard_size=max_shard_size)
+    return path
+
+
+def _with_tokenizer(path: Path, tokenizer: PreTrainedTokenizerFast | None) -> Any:
+    if tokenizer is not None:
+        tokenizer.save_pretrained(str(path))
+        return tokenizer
+    if (path / "tokenizer.json").is_file():
+        return AutoTokenizer.from_pretrained(path, local_files_only=True)
+    return tiny_tokenizer(path, alphabet="0123456789+-*/=.")
+
+
+def _initialised(config: Any, seed: int, dtype: torch.dtype) -> Any:
+    # The caller's random state is left as it was.
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return Qwen3ForCausalLM._from_config(config, dtype=dtype)

@@ -1,0 +1,187 @@
+"""The synchronous loop: generate, score, train, sync; evaluate now and then.
+
+Data flows one way through the functions below. What a step needs is in :class:`Loop`; what it made is in the
+metrics that it returns.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from anygauge.config import Config
+from anygauge.observability.metrics import eval_metrics, rollout_metrics
+from anygauge.plugins import Plugins
+from anygauge.rollout.rewards import score
+from anygauge.trainer.placement import WorkerGroup
+from anygauge.trainer.plan import group_samples, plan_steps, sample_seeds, split_evenly, train_samples
+from anygauge_hooks.rl import Group, Prompt, Sample, SamplingParams
+from anygauge_hooks.types import RunInfo, Tracker
+
+__all__ = ["Loop", "run_loop"]
+
+TRAIN_STREAM, EVAL_STREAM = 0, 1
+
+
+@dataclass(slots=True)
+class Loop:
+    """What the steps of a run share."""
+
+    config: Config
+    plugins: Plugins
+    workers: WorkerGroup
+    source: Any
+    """Training prompts, from ``register_data_sources``."""
+    eval_prompts: Sequence[Prompt]
+    reward: Callable[..., float]
+    trackers: Sequence[Tracker]
+    info: RunInfo
+    version: int = 0
+    """Of the weights in the rollout engines."""
+
+    @property
+    def num_workers(self) -> int:
+        """Number of data-parallel ranks, each with a rollout engine."""
+        return self.config.placement.num_workers
+
+
+def run_loop(loop: Loop) -> RunInfo:
+    """Run every step and return the run as it ended."""
+    loop.plugins.notify("before_train", run=loop.info)
+    interval, total = loop.config.eval.interval, loop.config.run.steps
+    evaluate(loop)
+    for step in range(1, total + 1):
+        metrics = train_one(loop, step)
+        loop.info = replace(loop.info, step=step)
+        track(loop, metrics)
+        loop.plugins.notify("after_train_step", run=loop.info, metrics=metrics)
+        if step % interval == 0 or step == total:
+            evaluate(loop)
+    return loop.info
+
+
+def train_one(loop: Loop, step: int) -> dict[str, float]:
+    """Take one RL step and return its metrics."""
+    started = time.perf_counter()
+    prompts = loop.source.next(loop.config.rollout.prompts_per_step)
+    samples = generate(loop, prompts, TRAIN_STREAM, step)
+    groups = score_groups(loop, group_samples(prompts, samples))
+    loop.plugins.notify("after_rollout", run=loop.info, groups=groups)
+    trained = train(loop, groups)
+    sync_weights(loop)
+    performance = measure(loop, groups, time.perf_counter() - started)
+    return {**prefixed("train", trained), **rollout_metrics(groups), **performance}
+
+
+def generate(loop: Loop, prompts: Sequence[Prompt], stream: int, step: int) -> list[list[Sample]]:
+    """Divide the prompts among the rollout engines and return their samples, in order."""
+    config, seed = loop.config, loop.config.run.seed
+    count = config.rollout.samples_per_prompt if stream == TRAIN_STREAM else config.eval.samples_per_prompt
+    params = rollout_params(config) if stream == TRAIN_STREAM else eval_params(config)
+    seeds = sample_seeds(seed, stream, step, len(prompts), count)
+    parts = split_evenly(len(prompts), loop.num_workers)
+    shares = [((prompts[part], params, seeds[part]), {}) for part in parts]
+    return [samples for share in loop.workers.call("generate", per_rank=shares) for samples in share]
+
+
+def rollout_params(config: Config) -> SamplingParams:
+    """Return how training samples are drawn."""
+    rollout = config.rollout
+    return SamplingParams(
+        max_new_tokens=rollout.max_new_tokens,
+        temperature=rollout.temperature,
+        top_p=rollout.top_p,
+        top_k=rollout.top_k,
+        stop=rollout.stop,
+        stop_token_ids=rollout.stop_token_ids,
+    )
+
+
+def eval_params(config: Config) -> SamplingParams:
+    """Return how evaluation samples are drawn."""
+    return replace(
+        rollout_params(config),
+        max_new_tokens=config.eval.max_new_tokens or config.rollout.max_new_tokens,
+        temperature=config.eval.temperature,
+        top_p=config.eval.top_p,
+        top_k=0,
+    )
+
+
+def score_groups(loop: Loop, groups: Sequence[Group]) -> list[Group]:
+    """Return the groups with a reward on every sample."""
+    prompts = [group.prompt for group in groups for _ in group.samples]
+    samples = [sample for group in groups for sample in group.samples]
+    rewards = iter(score(samples, prompts, loop.reward, loop.config.reward.options))
+    return [
+        replace(group, samples=tuple(replace(sample, reward=next(rewards)) for sample in group.samples))
+        for group in groups
+    ]
+
+
+def train(loop: Loop, groups: Sequence[Group]) -> dict[str, float]:
+    """Train on the groups and return the metrics, averaged over the optimizer steps."""
+    config, algorithm = loop.config, loop.config.algorithm
+    named = loop.plugins.get("register_advantage_estimators", algorithm.advantage)
+    samples = train_samples(groups, partial(named.fn, **algorithm.advantage_options))
+    shares = plan_steps(samples, config.train.optimizer_steps, loop.num_workers, algorithm.aggregation)
+    results = loop.workers.call("train", per_rank=[((share,), {}) for share in shares])
+    return mean_over_steps(results[0])
+
+
+def mean_over_steps(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Return the mean of each metric; the log-prob difference to the engine is that of the first step.
+
+    Only before the first step do trainer and engine hold the same weights.
+    """
+    means = {name: sum(step[name] for step in steps) / len(steps) for name in steps[0]}
+    first = steps[0].get("rollout_current_log_prob_abs_diff")
+    if first is not None:
+        del means["rollout_current_log_prob_abs_diff"]
+        means["rollout_log_prob_abs_diff"] = first
+    return means
+
+
+def sync_weights(loop: Loop) -> None:
+    """Give the new weights to every rollout engine."""
+    loop.version += 1
+    loop.workers.call("sync_weights", version=loop.version)
+    loop.plugins.notify("after_weight_sync", run=loop.info, version=loop.version)
+
+
+def measure(loop: Loop, groups: Sequence[Group], wall_s: float) -> dict[str, float]:
+    """Return ``perf/*``: seconds by phase, the rest as overhead, and tokens per second."""
+    phases = [dict(timing) for timing in loop.workers.call("timings")]
+    slowest = max(phases, key=lambda timing: sum(timing.values()))
+    tokens = sum(len(s.prompt_tokens) + len(s.response_tokens) for g in groups for s in g.samples)
+    return {
+        "perf/step_time_s": wall_s,
+        "perf/overhead_time_s": wall_s - sum(slowest.values()),
+        "perf/tokens_per_s": tokens / wall_s,
+        **{f"perf/{phase}_time_s": seconds for phase, seconds in slowest.items()},
+    }
+
+
+def evaluate(loop: Loop) -> None:
+    """Sample the evaluation prompts with the engines' current weights, score and record them."""
+    if not loop.eval_prompts:
+        return
+    samples = generate(loop, loop.eval_prompts, EVAL_STREAM, loop.info.step)
+    loop.workers.call("timings")
+    metrics = eval_metrics(score_groups(loop, group_samples(loop.eval_prompts, samples)))
+    track(loop, metrics)
+    loop.plugins.notify("after_evaluate", run=loop.info, metrics=metrics)
+
+
+def track(loop: Loop, metrics: Mapping[str, float]) -> None:
+    """Give metrics to every tracker."""
+    for tracker in loop.trackers:
+        tracker.log(metrics, step=loop.info.step)
+
+
+def prefixed(group: str, metrics: Mapping[str, float]) -> dict[str, float]:
+    """Return the metrics under ``<group>/<name>``."""
+    return {f"{group}/{name}": value for name, value in metrics.items()}

@@ -1,0 +1,83 @@
+"""From scored groups to each rank's share of each optimizer step. Pure functions, on the driver."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+
+import torch
+
+from anygauge.algorithms.aggregation import Aggregation, split_steps, token_weights
+from anygauge.data.balance import balance
+from anygauge.trainer.actors import TrainShare
+from anygauge_hooks.rl import Group, Prompt, Sample, TrainSample
+
+__all__ = ["group_samples", "plan_steps", "sample_seeds", "split_evenly", "train_samples"]
+
+Estimator = Callable[..., torch.Tensor]
+
+
+def group_samples(prompts: Sequence[Prompt], samples: Sequence[Sequence[Sample]]) -> list[Group]:
+    """Put each prompt together with its samples."""
+    return [Group(prompt=p, samples=tuple(s)) for p, s in zip(prompts, samples, strict=True)]
+
+
+def train_samples(groups: Sequence[Group], estimator: Estimator) -> list[TrainSample]:
+    """Return the samples with their advantages, group by group; each token has its sample's advantage.
+
+    :param estimator: From the rewards ``[G]`` of one group to advantages ``[G]``.
+    """
+    return [
+        _train_sample(sample, advantage)
+        for group in groups
+        for sample, advantage in zip(group.samples, _advantages(group, estimator), strict=True)
+    ]
+
+
+def _advantages(group: Group, estimator: Estimator) -> list[float]:
+    rewards = torch.tensor([sample.reward for sample in group.samples], dtype=torch.float32)
+    advantages: list[float] = estimator(rewards).tolist()
+    return advantages
+
+
+def _train_sample(sample: Sample, advantage: float) -> TrainSample:
+    length = len(sample.response_tokens)
+    return TrainSample(
+        tokens=sample.prompt_tokens + sample.response_tokens,
+        response_length=length,
+        loss_mask=sample.loss_mask,
+        rollout_log_probs=sample.log_probs,
+        advantages=(advantage,) * length,
+    )
+
+
+def plan_steps(
+    samples: Sequence[TrainSample], num_steps: int, num_ranks: int, aggregation: Aggregation
+) -> list[list[TrainShare]]:
+    """Divide samples among optimizer steps, and each step among ranks by length.
+
+    :param aggregation: Says how tokens are averaged over a step.
+    :returns: For each rank, its share of each step.
+    """
+    shares: list[list[TrainShare]] = [[] for _ in range(num_ranks)]
+    for step in split_steps(samples, num_steps):
+        weights = token_weights([sample.loss_mask for sample in step], aggregation)
+        for rank, indices in enumerate(balance([len(sample.tokens) for sample in step], num_ranks)):
+            share = TrainShare(tuple(step[i] for i in indices), tuple(weights[i] for i in indices))
+            shares[rank].append(share)
+    return shares
+
+
+def sample_seeds(seed: int, stream: int, step: int, prompts: int, samples: int) -> list[list[int]]:
+    """Return a seed for every sample of a step, distinct within a run.
+
+    :param stream: 0 for training, 1 for evaluation.
+    """
+    first = ((seed % (1 << 20)) << 43) + (stream << 42) + (step << 22)
+    return [[first + prompt * samples + i for i in range(samples)] for prompt in range(prompts)]
+
+
+def split_evenly(count: int, parts: int) -> list[slice]:
+    """Return ``parts`` contiguous slices of ``range(count)`` whose sizes differ by at most one."""
+    bounds = [count * part // parts for part in range(parts + 1)]
+    return [slice(first, last) for first, last in pairwise(bounds)]

@@ -1,0 +1,111 @@
+"""One training run, from a checked config to a trained model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+from anygauge.config import Config
+from anygauge.config.load import LoadedConfig
+from anygauge.data.jsonl import evaluation_data
+from anygauge.plugins import Plugins
+from anygauge.rollout.rewards import resolve_reward
+from anygauge.trainer.directory import open_run_directory
+from anygauge.trainer.loop import Loop, run_loop
+from anygauge.trainer.placement import launch_workers, terminate_as_exception
+from anygauge_hooks.errors import CheckpointError
+from anygauge_hooks.rl import Prompt
+from anygauge_hooks.types import RunInfo, Tracker
+
+__all__ = ["train"]
+
+ACTOR = "anygauge.trainer.actors:ActorWorker"
+
+
+def train(loaded: LoadedConfig, plugins: Plugins) -> RunInfo:
+    """Run a config to its end.
+
+    Data and reward are checked before the run directory is made, and the directory before any process starts.
+
+    :param loaded: From :func:`anygauge.config.load.load_config`.
+    :returns: The run as it ended.
+    """
+    config = loaded.config
+    tokenizer = load_tokenizer(config.model.path)
+    source = plugins.get("register_data_sources", config.data.source).fn(
+        config.data, tokenizer, config.run.seed
+    )
+    eval_prompts = load_eval_prompts(config, plugins, tokenizer)
+    reward = resolve_reward(config.reward.function, plugins, config.reward.options)
+    directory = open_run_directory(config)
+    info = RunInfo(
+        name=config.run.name,
+        directory=str(directory),
+        backend=loaded.backend.name,
+        total_steps=config.run.steps,
+        config=config,
+    )
+    with terminate_as_exception(), observed(plugins, info), ExitStack() as stack:
+        trackers = open_trackers(config, plugins, info, stack)
+        workers = stack.enter_context(
+            launch_workers(
+                config,
+                loaded.backend,
+                plugins,
+                worker_class=ACTOR,
+                role="actor",
+                run_directory=directory,
+            )
+        )
+        loop = Loop(config, plugins, workers, source, eval_prompts, reward, trackers, info)
+        final = run_loop(loop)
+        if config.run.save_hf:
+            workers.call("save_hf", path=str(directory / "hf"))
+    return final
+
+
+def load_tokenizer(directory: Path) -> Any:
+    """Return the tokenizer of a Hugging Face directory.
+
+    :raises CheckpointError: It has none, or transformers cannot read it.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(directory, local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            f"transformers cannot load a tokenizer from {directory}: {error}",
+            hint="The directory needs tokenizer.json and tokenizer_config.json.",
+        ) from error
+
+
+def load_eval_prompts(config: Config, plugins: Plugins, tokenizer: Any) -> Sequence[Prompt]:
+    """Return the evaluation prompts, in file order."""
+    if not config.eval.data:
+        return ()
+    make = plugins.get("register_data_sources", config.data.source).fn
+    prompts: list[Prompt] = make(evaluation_data(config), tokenizer).all(config.eval.max_prompts)
+    return prompts
+
+
+def open_trackers(config: Config, plugins: Plugins, info: RunInfo, stack: ExitStack) -> list[Tracker]:
+    """Return the run's trackers; the stack closes them."""
+    trackers = [plugins.get("register_trackers", name).make(info) for name in config.run.trackers]
+    for tracker in trackers:
+        stack.callback(tracker.close)
+    return trackers
+
+
+@contextmanager
+def observed(plugins: Plugins, info: RunInfo) -> Iterator[None]:
+    """Tell the observers of an error, and of the end."""
+    try:
+        yield
+    except BaseException as error:
+        plugins.notify("on_error", run=info, error=error)
+        raise
+    finally:
+        plugins.notify("after_train", run=info)

@@ -1,0 +1,194 @@
+"""The inside of a worker process, the same under every launcher.
+
+A process comes up in two steps, since the ranks have to learn where rank 0 listens: ``start`` prepares the
+process and opens the store on rank 0, ``connect`` joins the process group and makes the worker object.
+Nothing here imports torch before the plugins have prepared the process.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from anygauge.config.schema import Config
+from anygauge.plugins import Plugins, find_backend, load_plugins
+from anygauge.trainer.calls import Request, Returned, capture, decode, encode
+from anygauge_hooks.engines import WorkerContext
+from anygauge_hooks.errors import PlacementError
+from anygauge_hooks.types import BackendSpec, Device
+
+if TYPE_CHECKING:
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]  # documented, but not listed
+
+
+__all__ = ["HostInfo", "Worker", "WorkerSetup", "host_cores"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerSetup:
+    """What a worker process is told when it is made."""
+
+    config: Config
+    backend: str
+    """Name; the process finds the backend in its own plugins."""
+    worker_class: str
+    """``"package.module:Class"``, called with the config and a ``WorkerContext``."""
+    role: str
+    rank: int
+    world_size: int
+    log: str
+    """Where the process writes its output."""
+    timeout_s: float
+    """Of every collective."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostInfo:
+    """Where a worker process runs."""
+
+    pid: int
+    host: str
+    ip: str
+    node: str
+    """Equal for the workers of one host."""
+
+
+def host_cores() -> int:
+    """Return the number of cores that this process may use."""
+    return len(os.sched_getaffinity(0))
+
+
+class Worker:
+    """Serves requests, one at a time, in the thread that made it."""
+
+    def __init__(self, setup: WorkerSetup) -> None:
+        self.setup = setup
+        self.closed = False
+        self._plugins: Plugins
+        self._backend: BackendSpec
+        self._device: Device
+        self._store: TCPStore | None = None
+        self._object: Any = None
+
+    def handle(self, message: bytes) -> bytes:
+        """Run one pickled request and return its pickled outcome; never raises."""
+        try:
+            request: Request = decode(message)
+            target = self if request.lifecycle else self._object
+            return encode(Returned(getattr(target, request.method)(*request.args, **request.kwargs)))
+        except BaseException as error:  # noqa: BLE001 - the outermost frame of a worker: the driver raises it
+            return encode(capture(error, hidden_frames=1))
+
+    def locate(self) -> HostInfo:
+        """Return where this process runs."""
+        host = socket.gethostname()
+        return HostInfo(pid=os.getpid(), host=host, ip="127.0.0.1", node=host)
+
+    def accelerator_ids(self) -> Sequence[str]:
+        """Return the physical ids of the devices that this process was given."""
+        return local_accelerator_ids(self._backend, self.setup.rank, os.environ)
+
+    def start(self, *, workers_on_host: int, single_host: bool) -> int | None:
+        """Prepare the process.
+
+        :param workers_on_host: Processes that share this host's cores.
+        :returns: On rank 0, the port of the store.
+        """
+        setup = self.setup
+        self._plugins = load_plugins()
+        found = self._plugins.named("register_backends")
+        self._backend = find_backend(self._plugins, found, setup.backend)
+        self._plugins.prepare_worker(self._backend, setup.role, "before_vendor_import")
+        set_threads(setup.config.placement.threads_per_worker, workers_on_host)
+        index = self._backend.local_device(self.accelerator_ids(), os.environ)
+        self._device = self._plugins.make_device(self._backend, index)
+        self._plugins.prepare_worker(self._backend, setup.role, "after_config")
+        return self._host_store(single_host) if setup.rank == 0 else None
+
+    def _host_store(self, single_host: bool) -> int:
+        from anygauge.distributed.rendezvous import host_store
+
+        self._store = host_store(single_host=single_host, timeout_s=self.setup.timeout_s)
+        return self._store.port
+
+    def connect(self, *, host: str, port: int, single_host: bool) -> None:
+        """Join the process group and make the worker object.
+
+        :param host: Where rank 0 serves the store, and ``port`` there.
+        """
+        from anygauge.distributed.process_groups import init_process_group
+        from anygauge.distributed.rendezvous import LOOPBACK, Address, join_store
+
+        setup = self.setup
+        address = Address(host=LOOPBACK if single_host else host, port=port)
+        self._store = self._store or join_store(address, timeout_s=setup.timeout_s)
+        init_process_group(
+            self._plugins,
+            self._backend,
+            self._store,
+            rank=setup.rank,
+            world_size=setup.world_size,
+            timeout_s=setup.timeout_s,
+            single_host=single_host,
+        )
+        self._object = _resolve(setup.worker_class)(setup.config, self._context())
+
+    def _context(self) -> WorkerContext:
+        return WorkerContext(
+            rank=self.setup.rank,
+            world_size=self.setup.world_size,
+            backend=self._backend,
+            device=self._device,
+            plugins=self._plugins,
+        )
+
+    def close(self) -> None:
+        """Close the worker object, if it has a ``close``, and leave the process group."""
+        from anygauge.distributed.process_groups import destroy_process_group
+
+        self.closed = True
+        close_object = getattr(self._object, "close", None)
+        try:
+            if close_object is not None:
+                close_object()
+        finally:
+            destroy_process_group()
+
+
+def _resolve(path: str) -> Any:
+    module, _, name = path.partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
+def set_threads(requested: int, workers_on_host: int) -> None:
+    """Set the number of CPU threads of this process.
+
+    :param requested: 0 divides the host's cores among its workers.
+    """
+    threads = requested or max(1, host_cores() // workers_on_host)
+    # Ray sets 1 for an actor without cores; set before torch reads it, and for the children of this process.
+    os.environ["OMP_NUM_THREADS"] = str(threads)
+    import torch
+
+    torch.set_num_threads(threads)
+
+
+def local_accelerator_ids(backend: BackendSpec, rank: int, env: Mapping[str, str]) -> list[str]:
+    """Return the id of the device that a local worker takes: the one at its rank among the visible ones.
+
+    :raises PlacementError: Fewer devices are visible than there are workers.
+    """
+    name = backend.visible_devices_env
+    if name is None or name not in env:
+        return [str(rank)]
+    visible = [item for item in env[name].split(",") if item.strip()]
+    if rank >= len(visible):
+        raise PlacementError(
+            f"Rank {rank} has no device: {name}={env[name]!r} shows {len(visible)}.",
+            hint=f"Lower placement.num_workers to {len(visible)}, or make more devices visible.",
+        )
+    return [visible[rank].strip()]

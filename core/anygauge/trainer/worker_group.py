@@ -1,0 +1,289 @@
+"""A group of workers as the driver sees it: calls with deadlines, and one error for whatever goes wrong."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol
+
+from anygauge.config.schema import Config
+from anygauge.trainer.calls import (
+    Died,
+    Raised,
+    Request,
+    Returned,
+    WorkerId,
+    deadline_error,
+    decode,
+    encode,
+    error_of,
+)
+from anygauge.trainer.worker import HostInfo, WorkerSetup
+from anygauge_hooks.errors import WorkerDiedError
+from anygauge_hooks.types import BackendSpec
+
+__all__ = ["Arguments", "LaunchSpec", "PendingCall", "Transport", "WorkerGroup"]
+
+Arguments = tuple[Sequence[Any], Mapping[str, Any]]
+"""Positional and keyword arguments of a call."""
+GRACE_S = 0.5
+"""For the failures of other ranks to arrive, after one that looks like nobody's consequence."""
+CLOSE_TIMEOUT_S = 10.0
+"""For every worker to close what it holds, in an orderly shutdown."""
+
+CALL_SETTING = "run.timeout_s"
+START_SETTING = "placement.start_timeout_s"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchSpec:
+    """A group of workers to start."""
+
+    config: Config
+    backend: BackendSpec
+    worker_class: str
+    """``"package.module:Class"``."""
+    role: str
+    num_workers: int
+    run_directory: Path
+    """Absolute."""
+    env: Mapping[str, str]
+    """Added to the environment of each worker."""
+
+    def log(self, rank: int) -> Path:
+        """Return the file that a worker's output goes to."""
+        return self.run_directory / "logs" / f"{self.role}-{rank}.log"
+
+    def setup(self, rank: int) -> WorkerSetup:
+        """Return what the worker of a rank is told."""
+        return WorkerSetup(
+            config=self.config,
+            backend=self.backend.name,
+            worker_class=self.worker_class,
+            role=self.role,
+            rank=rank,
+            world_size=self.num_workers,
+            log=str(self.log(rank)),
+            timeout_s=self.config.run.timeout_s,
+        )
+
+
+class Transport(Protocol):
+    """Running worker processes, and a way to exchange messages with them."""
+
+    death_grace_s: float
+    """How long after an error that it caused elsewhere the news of a process's death may arrive."""
+
+    def send(self, rank: int, message: bytes) -> None:
+        """Send a request. A process that has died is reported by :meth:`wait`."""
+
+    def wait(self, timeout_s: float) -> Mapping[int, bytes | Died]:
+        """Return replies and deaths once there are any; empty at the deadline. Each death comes once."""
+
+    def located(self, hosts: Sequence[HostInfo]) -> None:
+        """Learn where the workers run; from now on they can be asked for their stacks."""
+
+    def stacks(self, ranks: Sequence[int]) -> Mapping[int, str]:
+        """Return what the threads of running workers are doing, by rank; empty before they were located."""
+
+    def end(self, *, orderly: bool) -> None:
+        """End every process, and return when all are gone.
+
+        :param orderly: The workers were closed and exit by themselves; give them a moment.
+        """
+
+
+class PendingCall:
+    """A call that every worker is working on."""
+
+    def __init__(self, group: WorkerGroup, method: str, timeout_s: float, setting: str) -> None:
+        self._group = group
+        self._method = method
+        self._timeout_s = timeout_s
+        self._setting = setting
+
+    def result(self, timeout_s: float | None = None) -> list[Any]:
+        """Wait for every worker and return the results by rank.
+
+        :param timeout_s: ``None`` takes the call's own.
+        :raises WorkerFailedError: A worker raised; the group is ended.
+        :raises WorkerDiedError: A worker process ended; the group is ended.
+        :raises DeadlineError: Not every worker answered in time; the group is ended.
+        """
+        limit_s = self._timeout_s if timeout_s is None else timeout_s
+        return self._group._gather(self._method, limit_s, self._setting)
+
+
+class WorkerGroup:
+    """Workers that answer calls together. Ended by the first error, and by leaving its ``with`` block."""
+
+    def __init__(self, transport: Transport, spec: LaunchSpec) -> None:
+        self._transport = transport
+        self._spec = spec
+        self._ranks = range(spec.num_workers)
+        self._who = {rank: WorkerId(role=spec.role, rank=rank) for rank in self._ranks}
+        self._pending: set[int] = set()
+        self._ended = False
+
+    def __enter__(self) -> WorkerGroup:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self.end()
+
+    @property
+    def workers(self) -> list[WorkerId]:
+        """The workers, by rank."""
+        return [self._who[rank] for rank in self._ranks]
+
+    def call(
+        self,
+        method: str,
+        *,
+        per_rank: Sequence[Arguments] | None = None,
+        timeout_s: float | None = None,
+        **same_for_all: Any,
+    ) -> list[Any]:
+        """Call a method of every worker object and return the results by rank.
+
+        Values are copied by pickle: a tensor that is a view carries the whole storage behind it.
+
+        :param per_rank: Arguments of each rank, added to ``same_for_all``.
+        :param timeout_s: Longest wait; ``None`` takes ``run.timeout_s``.
+        :param same_for_all: Keyword arguments.
+        :raises WorkerFailedError: A worker raised; the group is ended.
+        :raises WorkerDiedError: A worker process ended; the group is ended.
+        :raises DeadlineError: Not every worker answered in time; the group is ended.
+        """
+        return self.call_async(method, per_rank=per_rank, timeout_s=timeout_s, **same_for_all).result()
+
+    def call_async(
+        self,
+        method: str,
+        *,
+        per_rank: Sequence[Arguments] | None = None,
+        timeout_s: float | None = None,
+        **same_for_all: Any,
+    ) -> PendingCall:
+        """Start a call and return at once. The group takes no other call before its result was asked for."""
+        return self._submit(method, per_rank, timeout_s, same_for_all, lifecycle=False)
+
+    def start(self) -> None:
+        """Bring up the workers: devices, process group, worker objects."""
+        deadline = time.monotonic() + self._spec.config.placement.start_timeout_s
+        hosts: list[HostInfo] = self._lifecycle("locate", deadline)
+        for rank, host in enumerate(hosts):
+            self._who[rank] = WorkerId(role=self._spec.role, rank=rank, pid=host.pid, host=host.host)
+        self._transport.located(hosts)
+        nodes = [host.node for host in hosts]
+        single_host = len(set(nodes)) == 1
+        counts = [((), {"workers_on_host": nodes.count(node)}) for node in nodes]
+        port = self._lifecycle("start", deadline, counts, single_host=single_host)[0]
+        self._lifecycle("connect", deadline, host=hosts[0].ip, port=port, single_host=single_host)
+
+    def close(self) -> None:
+        """Close the workers in order, then make sure that they are gone."""
+        if self._ended:
+            return
+        try:
+            if not self._pending:
+                self._lifecycle("close", time.monotonic() + CLOSE_TIMEOUT_S)
+        finally:
+            self.end(orderly=not self._pending)
+
+    def end(self, *, orderly: bool = False) -> None:
+        """End the worker processes without asking them."""
+        if not self._ended:
+            self._ended = True
+            self._transport.end(orderly=orderly)
+
+    def _lifecycle(
+        self, method: str, deadline: float, per_rank: Sequence[Arguments] | None = None, **same_for_all: Any
+    ) -> list[Any]:
+        timeout_s = max(0.0, deadline - time.monotonic())
+        return self._submit(method, per_rank, timeout_s, same_for_all, lifecycle=True).result()
+
+    def _submit(
+        self,
+        method: str,
+        per_rank: Sequence[Arguments] | None,
+        timeout_s: float | None,
+        same_for_all: Mapping[str, Any],
+        *,
+        lifecycle: bool,
+    ) -> PendingCall:
+        if self._ended:
+            raise WorkerDiedError(
+                f"Cannot call {method!r}: the workers of role {self._spec.role} were ended.",
+                hint="An earlier error ended them; it was raised then.",
+            )
+        assert not self._pending, "one call at a time"
+        assert per_rank is None or len(per_rank) == len(self._ranks)
+        messages = _messages(method, per_rank, same_for_all, lifecycle, len(self._ranks))
+        self._pending = set(self._ranks)
+        for rank, message in enumerate(messages):
+            self._transport.send(rank, message)
+        limit_s = self._spec.config.run.timeout_s if timeout_s is None else timeout_s
+        return PendingCall(self, method, limit_s, START_SETTING if lifecycle else CALL_SETTING)
+
+    def _gather(self, method: str, timeout_s: float, setting: str) -> list[Any]:
+        outcomes: dict[int, Returned | Raised | Died] = {}
+        deadline = time.monotonic() + timeout_s
+        while self._pending:
+            arrived = self._receive(deadline)
+            outcomes |= arrived
+            if any(not isinstance(outcome, Returned) for outcome in arrived.values()):
+                self._fail(outcomes)
+            if not arrived:
+                self._expire(method, timeout_s, setting)
+        return [outcome.value for _, outcome in sorted(outcomes.items()) if isinstance(outcome, Returned)]
+
+    def _receive(self, deadline: float) -> dict[int, Returned | Raised | Died]:
+        arrived = self._transport.wait(max(0.0, deadline - time.monotonic()))
+        self._pending -= arrived.keys()
+        return {rank: reply if isinstance(reply, Died) else decode(reply) for rank, reply in arrived.items()}
+
+    def _fail(self, outcomes: dict[int, Returned | Raised | Died]) -> None:
+        """End the group and raise what went wrong first.
+
+        A death may become known only after the errors that it caused in the other ranks.
+        """
+        suspect = any(isinstance(outcome, Raised) and outcome.lost_peer for outcome in outcomes.values())
+        deadline = time.monotonic() + (self._transport.death_grace_s if suspect else GRACE_S)
+        while not any(isinstance(outcome, Died) for outcome in outcomes.values()):
+            arrived = self._receive(deadline)
+            if not arrived:
+                break
+            outcomes |= arrived
+        failures = {rank: outcome for rank, outcome in outcomes.items() if not isinstance(outcome, Returned)}
+        self.end()
+        raise error_of(failures, self._who)
+
+    def _expire(self, method: str, timeout_s: float, setting: str) -> None:
+        running = sorted(self._pending)
+        stacks = self._transport.stacks(running)
+        self.end()
+        raise deadline_error(method, timeout_s, [self._who[rank] for rank in running], stacks, setting)
+
+
+def _messages(
+    method: str,
+    per_rank: Sequence[Arguments] | None,
+    same_for_all: Mapping[str, Any],
+    lifecycle: bool,
+    num_workers: int,
+) -> list[bytes]:
+    if per_rank is None:
+        return [encode(Request(method=method, kwargs=same_for_all, lifecycle=lifecycle))] * num_workers
+    return [
+        encode(Request(method=method, args=args, kwargs={**same_for_all, **kwargs}, lifecycle=lifecycle))
+        for args, kwargs in per_rank
+    ]

@@ -1,0 +1,71 @@
+"""From Qwen3's Hugging Face config to Megatron's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+__all__ = ["flops_per_token", "head_dim", "model_options", "tiny", "transformer_config"]
+
+
+def head_dim(hf: Mapping[str, Any]) -> int:
+    """Return the size of one attention head."""
+    return int(hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"])
+
+
+def transformer_config(hf: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of ``TransformerConfig`` that the architecture fixes."""
+    return {
+        "num_layers": hf["num_hidden_layers"],
+        "hidden_size": hf["hidden_size"],
+        "ffn_hidden_size": hf["intermediate_size"],
+        "num_attention_heads": hf["num_attention_heads"],
+        "num_query_groups": hf["num_key_value_heads"],
+        "kv_channels": head_dim(hf),
+        "layernorm_epsilon": hf["rms_norm_eps"],
+        "normalization": "RMSNorm",
+        "qk_layernorm": True,
+        "gated_linear_unit": True,
+        "add_bias_linear": False,
+        "add_qkv_bias": bool(hf.get("attention_bias", False)),
+        "attention_dropout": float(hf.get("attention_dropout", 0.0)),
+        "hidden_dropout": 0.0,
+        "init_method_std": hf.get("initializer_range", 0.02),
+    }
+
+
+def model_options(hf: Mapping[str, Any]) -> dict[str, Any]:
+    """Return vocabulary size, longest sequence, and whether the embeddings are tied."""
+    return {
+        "vocab_size": hf["vocab_size"],
+        "max_sequence_length": hf["max_position_embeddings"],
+        "tie_embeddings": bool(hf.get("tie_word_embeddings", False)),
+    }
+
+
+def flops_per_token(hf: Mapping[str, Any], sequence_length: int) -> float:
+    """Return the floating-point operations of a forward pass per token, causal attention counted once."""
+    hidden, heads, groups = hf["hidden_size"], hf["num_attention_heads"], hf["num_key_value_heads"]
+    size = head_dim(hf)
+    projections = hidden * size * (2 * heads + 2 * groups) + 3 * hidden * hf["intermediate_size"]
+    scores = heads * size * sequence_length
+    return 2.0 * (hf["num_hidden_layers"] * (projections + scores) + hidden * hf["vocab_size"])
+
+
+def tiny() -> dict[str, Any]:
+    """Return a config that trains on a laptop in seconds."""
+    return {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "vocab_size": 64,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "rms_norm_eps": 1e-6,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0},
+        "max_position_embeddings": 512,
+        "tie_word_embeddings": True,
+    }

@@ -1,0 +1,385 @@
+"""What each backend finds on a host, says about it, and gives to its workers."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable, Mapping
+from importlib.metadata import PackageNotFoundError
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pluggy
+import pytest
+import torch
+
+import anygauge_cpu.plugin
+import anygauge_cuda.plugin
+import anygauge_npu.plugin
+from anygauge.device import seed_everything, torch_device
+from anygauge.plugins import Plugins, probe_backend, select_backend
+from anygauge_cpu.device import CpuDevice
+from anygauge_cpu.optimizer import fused_adamw
+from anygauge_hooks import PROJECT, specs
+from anygauge_hooks.errors import BackendUnavailableError, PlacementError
+from anygauge_hooks.types import BackendSpec
+
+CPU, CUDA, NPU = anygauge_cpu.plugin.CPU, anygauge_cuda.plugin.CUDA, anygauge_npu.plugin.NPU
+BACKENDS = {spec.name: spec for spec in (CPU, CUDA, NPU)}
+
+
+@pytest.fixture
+def plugins() -> Plugins:
+    plugins = Plugins(pluggy.PluginManager(PROJECT))
+    plugins.manager.add_hookspecs(specs)
+    for module in (anygauge_cpu.plugin, anygauge_cuda.plugin, anygauge_npu.plugin):
+        plugins.register(module, module.__name__)
+    return plugins
+
+
+# -------------------------------------------------------------------------
+# Selection
+# -------------------------------------------------------------------------
+
+
+@pytest.fixture
+def bare_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hide what this host may have: no CUDA build, no torch-npu."""
+    monkeypatch.setattr(torch.version, "cuda", None)
+    hide_package(monkeypatch, "torch_npu")
+
+
+def hide_package(monkeypatch: pytest.MonkeyPatch, hidden: str) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *args: None if name == hidden else find(name, *args)
+    )
+
+
+def test_host_without_accelerator_takes_the_cpu(plugins: Plugins, bare_host: None) -> None:
+    spec, reason = select_backend(plugins)
+    assert spec is CPU
+    assert "cuda: torch" in reason
+    assert "built without CUDA" in reason
+    assert "npu: torch-npu is not installed" in reason
+    device = plugins.make_device(spec, 0)
+    assert (device.type, torch_device(device)) == ("cpu", torch.device("cpu"))
+
+
+@pytest.mark.parametrize("name", ["cuda", "npu"])
+def test_backend_that_was_asked_for_never_falls_back(name: str, plugins: Plugins, bare_host: None) -> None:
+    with pytest.raises(BackendUnavailableError) as caught:
+        select_backend(plugins, name)
+    assert caught.value.hint
+
+
+def test_only_usable_accelerator_is_taken(
+    plugins: Plugins, bare_host: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu(monkeypatch, count=2)
+    spec, reason = select_backend(plugins)
+    assert spec is CUDA
+    assert "only accelerator" in reason
+
+
+@pytest.mark.parametrize("spec", BACKENDS.values(), ids=BACKENDS.keys())
+def test_backend_ignores_another_ones_questions(spec: BackendSpec, plugins: Plugins) -> None:
+    stranger = BackendSpec(**{field: getattr(spec, field) for field in spec.__slots__} | {"name": "other"})
+    assert plugins.first("make_device", backend=stranger, index=0) is None
+    assert plugins.first("make_jit_fuser", backend=stranger) is None
+    assert plugins.collect("register_kernels", backend=stranger) == []
+    assert plugins.collect("adjust_config", config=None, backend=stranger) == []
+
+
+@pytest.mark.parametrize(("spec", "dtype"), [(CPU, "float32"), (CUDA, "bfloat16"), (NPU, "bfloat16")])
+def test_backend_chooses_the_precision(spec: BackendSpec, dtype: str, plugins: Plugins) -> None:
+    (change,) = plugins.collect("adjust_config", config=None, backend=spec)
+    assert (change.path, change.value) == ("train.dtype", dtype)
+    assert change.reason
+
+
+# -------------------------------------------------------------------------
+# CUDA's probe
+# -------------------------------------------------------------------------
+
+
+def gpu(monkeypatch: pytest.MonkeyPatch, *, count: int, usable: bool = True, driver: bool = True) -> None:
+    """Simulate what torch and the driver report."""
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: usable)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "GPU")
+    monkeypatch.setattr(anygauge_cuda.probe, "_DRIVER", SimpleNamespace(exists=lambda: driver))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+
+def test_cuda_reports_its_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu(monkeypatch, count=2)
+    state = probe_backend(CUDA)
+    assert state.ok
+    assert state.reason == "2 x GPU"
+
+
+@pytest.mark.parametrize(
+    ("host", "environ", "reason", "hint"),
+    [
+        ({"count": 0, "driver": False}, {}, "no NVIDIA driver", "Install the driver"),
+        ({"count": 0}, {}, "reports no GPU", "nvidia-smi"),
+        ({"count": 0}, {"CUDA_VISIBLE_DEVICES": ""}, "CUDA_VISIBLE_DEVICES='' hides", "unset"),
+        ({"count": 1, "usable": False}, {}, "cannot run CUDA 13.0", "Update the NVIDIA driver"),
+    ],
+)
+def test_cuda_says_what_is_missing(
+    host: dict[str, Any],
+    environ: Mapping[str, str],
+    reason: str,
+    hint: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gpu(monkeypatch, **host)
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    state = probe_backend(CUDA)
+    assert not state.ok
+    assert reason in state.reason
+    assert hint in str(state.hint)
+
+
+@pytest.mark.parametrize("spec", [CPU, CUDA])
+def test_missing_torch_is_named(spec: BackendSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+    hide_package(monkeypatch, "torch")
+    state = probe_backend(spec)
+    assert (state.ok, state.reason) == (False, "torch is not installed")
+    assert "pip install" in str(state.hint)
+
+
+# -------------------------------------------------------------------------
+# The NPU's probe
+# -------------------------------------------------------------------------
+
+
+@pytest.fixture
+def fake_npu(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Simulate an installed torch-npu of a version, and what importing it does."""
+
+    def install(
+        *, versions: Mapping[str, str] | None = None, error: Exception | None = None, count: int = 0
+    ) -> None:
+        found = versions or {"torch": "2.13.0+cpu", "torch-npu": "2.13.0"}
+        monkeypatch.setattr(anygauge_npu.probe, "version", lambda name: found[name])
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+        module = ModuleType("torch_npu")
+        vars(module)["npu"] = SimpleNamespace(
+            device_count=lambda: count, get_device_name=lambda index: "Ascend"
+        )
+
+        def load(name: str) -> ModuleType:
+            if error is not None:
+                raise error
+            return module
+
+        monkeypatch.setattr(importlib, "import_module", load)
+        monkeypatch.setitem(sys.modules, "torch_npu", module)
+        monkeypatch.delenv("ASCEND_RT_VISIBLE_DEVICES", raising=False)
+
+    return install
+
+
+def test_npu_reports_its_devices(fake_npu: Callable[..., None]) -> None:
+    fake_npu(count=8)
+    state = probe_backend(NPU)
+    assert (state.ok, state.reason) == (True, "8 x Ascend")
+
+
+def test_npu_without_a_device(fake_npu: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_npu()
+    state = probe_backend(NPU)
+    assert (state.ok, state.reason) == (False, "CANN finds no NPU")
+    assert "npu-smi info" in str(state.hint)
+    monkeypatch.setenv("ASCEND_RT_VISIBLE_DEVICES", "")
+    assert "ASCEND_RT_VISIBLE_DEVICES='' hides" in probe_backend(NPU).reason
+
+
+def test_npu_without_cann(fake_npu: Callable[..., None]) -> None:
+    cause = ImportError("libhccl.so: cannot open shared object file: No such file or directory")
+    error = RuntimeError("Failed to load the backend extension: torch_npu")
+    error.__cause__ = cause
+    for raised in (cause, error):
+        fake_npu(error=raised)
+        state = probe_backend(NPU)
+        assert not state.ok
+        assert state.reason.startswith("CANN is missing or too old (libhccl.so: cannot open")
+        assert "set_env.sh" in str(state.hint)
+
+
+def test_npu_that_does_not_load_for_another_reason(fake_npu: Callable[..., None]) -> None:
+    fake_npu(error=RuntimeError("Two accelerators cannot be used at the same time"))
+    state = probe_backend(NPU)
+    assert not state.ok
+    assert "does not load (Two accelerators" in state.reason
+
+
+def test_npu_built_for_another_torch(fake_npu: Callable[..., None]) -> None:
+    fake_npu(versions={"torch": "2.13.0+cpu", "torch-npu": "2.10.0.post4"}, count=8)
+    state = probe_backend(NPU)
+    assert (state.ok, state.reason) == (False, "torch-npu 2.10.0.post4 does not fit torch 2.13.0+cpu")
+    assert "'torch==2.10.*' 'torch-npu==2.10.0.post4'" in str(state.hint)
+
+
+def test_npu_without_metadata(fake_npu: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> str:
+        raise PackageNotFoundError(name)
+
+    fake_npu()
+    monkeypatch.setattr(anygauge_npu.probe, "version", missing)
+    assert probe_backend(NPU).reason == "torch is not installed"
+
+
+def test_npu_workers_load_the_vendor_library(plugins: Plugins, monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded: list[str] = []
+    monkeypatch.setattr(anygauge_npu.env.importlib, "import_module", loaded.append)
+    plugins.prepare_worker(CPU, "actor", "before_vendor_import")
+    plugins.prepare_worker(NPU, "actor", "after_config")
+    assert loaded == []
+    plugins.prepare_worker(NPU, "actor", "before_vendor_import")
+    assert loaded == ["torch_npu"]
+
+
+# -------------------------------------------------------------------------
+# Worker processes
+# -------------------------------------------------------------------------
+
+
+def test_cpu_workers_see_no_accelerator(plugins: Plugins) -> None:
+    environ = plugins.merged("worker_env", backend=CPU, role="actor")
+    assert environ["CUDA_VISIBLE_DEVICES"] == ""
+    assert environ["ASCEND_RT_VISIBLE_DEVICES"] == ""
+    assert environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] == "0"
+
+
+def test_cpu_workers_see_none_without_the_other_plugins() -> None:
+    plugins = Plugins(pluggy.PluginManager(PROJECT))
+    plugins.manager.add_hookspecs(specs)
+    plugins.register(anygauge_cpu.plugin, "cpu")
+    environ = plugins.merged("worker_env", backend=CPU, role="actor")
+    assert (environ["CUDA_VISIBLE_DEVICES"], environ["ASCEND_RT_VISIBLE_DEVICES"]) == ("", "")
+
+
+def test_accelerator_workers_see_only_their_own_kind(plugins: Plugins) -> None:
+    cuda = plugins.merged("worker_env", backend=CUDA, role="actor")
+    assert "CUDA_VISIBLE_DEVICES" not in cuda
+    assert cuda["ASCEND_RT_VISIBLE_DEVICES"] == ""
+    npu = plugins.merged("worker_env", backend=NPU, role="actor")
+    assert "ASCEND_RT_VISIBLE_DEVICES" not in npu
+    assert npu["CUDA_VISIBLE_DEVICES"] == ""
+
+
+def test_ray_reserves_devices_and_no_cores() -> None:
+    assert CPU.ray_options(2) == {"num_cpus": 0, "resources": {"anygauge_cpu": 2}}
+    assert CUDA.ray_options(2) == {"num_cpus": 0, "num_gpus": 2}
+    assert NPU.ray_options(2) == {"num_cpus": 0, "resources": {"NPU": 2}}
+
+
+@pytest.mark.parametrize(
+    ("spec", "ids", "environ", "index"),
+    [
+        (CPU, ["3"], {}, 0),
+        (CUDA, ["3"], {}, 3),
+        (CUDA, ["3"], {"CUDA_VISIBLE_DEVICES": "3"}, 0),
+        (CUDA, ["3"], {"CUDA_VISIBLE_DEVICES": "1, 3"}, 1),
+        (CUDA, ["GPU-8932f937-d72c"], {"CUDA_VISIBLE_DEVICES": "GPU-74c1a2b3,GPU-8932f937-d72c"}, 1),
+        (CUDA, ["GPU-8932f937-d72c"], {"CUDA_VISIBLE_DEVICES": "GPU-74c1,GPU-8932"}, 1),
+        (CUDA, ["MIG-2"], {"CUDA_VISIBLE_DEVICES": "MIG-2"}, 0),
+        (NPU, ["5"], {}, 5),
+        (NPU, ["5"], {"ASCEND_RT_VISIBLE_DEVICES": "4,5"}, 1),
+    ],
+)
+def test_local_device(spec: BackendSpec, ids: list[str], environ: Mapping[str, str], index: int) -> None:
+    assert spec.local_device(ids, environ) == index
+
+
+@pytest.mark.parametrize(
+    ("spec", "ids", "environ"),
+    [
+        (CUDA, ["3"], {"CUDA_VISIBLE_DEVICES": "0,1"}),
+        (CUDA, ["3"], {"CUDA_VISIBLE_DEVICES": "0,-1,3"}),
+        (CUDA, ["3"], {"CUDA_VISIBLE_DEVICES": ""}),
+        (CUDA, ["GPU-8932"], {}),
+        (CUDA, ["GPU-8932"], {"CUDA_VISIBLE_DEVICES": "0,1"}),
+        (NPU, ["3"], {"ASCEND_RT_VISIBLE_DEVICES": "0,1"}),
+        (NPU, ["3"], {"ASCEND_RT_VISIBLE_DEVICES": "0,x,3"}),
+    ],
+)
+def test_device_that_is_not_visible(spec: BackendSpec, ids: list[str], environ: Mapping[str, str]) -> None:
+    with pytest.raises(PlacementError, match="VISIBLE_DEVICES") as caught:
+        spec.local_device(ids, environ)
+    assert caught.value.hint
+
+
+@pytest.mark.parametrize("spec", [CUDA, NPU])
+def test_worker_without_a_device(spec: BackendSpec) -> None:
+    with pytest.raises(PlacementError, match="assigned no"):
+        spec.local_device([], {})
+
+
+# -------------------------------------------------------------------------
+# The host as a device
+# -------------------------------------------------------------------------
+
+
+def test_host_device_reports_memory() -> None:
+    memory = CpuDevice().memory()
+    assert 0 < memory["allocated"] < memory["total"]
+    assert 0 < memory["free"] < memory["total"]
+
+
+def test_host_random_state_round_trip() -> None:
+    device = CpuDevice()
+    seed_everything(device, 7)
+    state = device.get_rng_state()
+    first = torch.rand(3)
+    device.set_rng_state(state)
+    assert torch.equal(first, torch.rand(3))
+    seed_everything(device, 7)
+    assert torch.equal(first, torch.rand(3))
+
+
+def test_host_has_nothing_to_wait_for() -> None:
+    device = CpuDevice()
+    before = torch.get_rng_state()
+    device.synchronize()
+    device.empty_cache()
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_seeding_reaches_python_and_numpy() -> None:
+    import random
+
+    import numpy as np
+
+    seed_everything(CpuDevice(), 2**40 + 1)
+    first = random.random(), np.random.random()
+    seed_everything(CpuDevice(), 2**40 + 1)
+    assert first == (random.random(), np.random.random())
+
+
+def test_host_optimizer_equals_torchs(plugins: Plugins) -> None:
+    weights = [torch.nn.Parameter(torch.linspace(-1, 1, 8)) for _ in range(2)]
+    settings: dict[str, Any] = {"lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1}
+    fused = plugins.first("make_optimizer", backend=CPU, param_groups=[{"params": [weights[0]]}], **settings)
+    plain = torch.optim.AdamW([weights[1]], **settings)
+    for _ in range(3):
+        for weight, optimizer in zip(weights, (fused, plain), strict=True):
+            weight.grad = weight.detach() ** 3
+            optimizer.step()
+    torch.testing.assert_close(weights[0], weights[1])
+    assert set(fused.state[weights[0]]) == {"step", "exp_avg", "exp_avg_sq"}
+    assert fused.state[weights[0]]["step"].item() == 3
+
+
+def test_host_optimizer_keeps_the_options_of_a_group() -> None:
+    weight = torch.nn.Parameter(torch.ones(2))
+    groups = [{"params": [weight], "weight_decay": 0.5}]
+    optimizer = fused_adamw(groups, lr=0.1, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.0)
+    assert optimizer.param_groups[0]["weight_decay"] == 0.5

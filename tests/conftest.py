@@ -1,0 +1,92 @@
+"""Fixtures of the whole suite: one Ray cluster, and groups of workers that never outlive their test."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from anygauge.config.schema import Config
+from anygauge.plugins import find_backend, load_plugins
+from anygauge.trainer.placement import launch_workers
+from anygauge.trainer.worker_group import WorkerGroup
+
+Launch = Callable[..., WorkerGroup]
+PROBE = "anygauge.testing.workers:ProbeWorker"
+
+
+@pytest.fixture(scope="session")
+def ray_cluster() -> Iterator[str]:
+    """Start a Ray cluster of this host, once for all tests, and return its address."""
+    import ray
+
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    # Ray warns that it hides the devices of a host with some from workers without any.
+    os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"
+    context = ray.init(
+        address="local",
+        num_cpus=2,
+        resources={"anygauge_cpu": 8},
+        object_store_memory=128 * 2**20,
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level=logging.ERROR,
+        namespace="anygauge",
+    )
+    yield context.address_info["address"]
+    ray.shutdown()
+
+
+def probe_config(**placement: Any) -> Config:
+    """Return a config that only its ``placement`` matters of."""
+    return Config.model_validate(
+        {
+            "run": {"name": "launch", "timeout_s": 60},
+            "model": {"path": "model"},
+            "data": {"train": ["train.jsonl"]},
+            "reward": {"function": "exact_match"},
+            "placement": {"start_timeout_s": 120, **placement},
+        }
+    )
+
+
+@pytest.fixture(scope="module")
+def launch(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launch]:
+    """Return a function that starts probe workers on the CPU backend; they are ended after the module.
+
+    Its arguments are the launcher, the number of workers, and what :func:`launch_workers` takes or
+    ``placement`` has.
+    """
+    plugins = load_plugins(only=["cpu"])
+    backend = find_backend(plugins, plugins.named("register_backends"), "cpu")
+
+    def start(
+        launcher: str, num_workers: int = 2, *, worker_class: str = PROBE, **placement: Any
+    ) -> WorkerGroup:
+        if launcher == "ray" and "ray_address" not in placement:
+            request.getfixturevalue("ray_cluster")
+        group = launch_workers(
+            probe_config(launcher=launcher, **placement),
+            backend,
+            plugins,
+            worker_class=worker_class,
+            role="actor",
+            num_workers=num_workers,
+            run_directory=tmp_path_factory.mktemp("run"),
+        )
+        stack.callback(group.end)
+        return group
+
+    with ExitStack() as stack:
+        yield start
+
+
+@pytest.fixture
+def worker_log() -> Callable[[WorkerGroup, int], Path]:
+    """Return a function that finds the log of a rank."""
+    return lambda group, rank: group._spec.log(rank)

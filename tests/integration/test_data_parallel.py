@@ -1,0 +1,77 @@
+"""One and two data-parallel processes train alike, through the actors that a run uses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from anygauge.config import Config
+from anygauge.plugins import load_plugins
+from anygauge.testing.tiny import tiny_qwen3
+from anygauge.trainer.placement import launch_workers
+from anygauge.trainer.plan import plan_steps
+from anygauge_hooks.rl import TrainSample
+
+
+def make_config(path: Path, num_workers: int, **train: Any) -> Config:
+    return Config.model_validate(
+        {
+            "run": {"name": "parallel", "steps": 4},
+            "model": {"path": path},
+            "data": {"train": []},
+            "reward": {"function": "none"},
+            "algorithm": {"kl_coef": 0.1, "entropy_coef": 0.01, "aggregation": "sample_mean"},
+            "train": {"lr": 1e-3, "micro_batch_tokens": 64, "optimizer_steps": 3, **train},
+            "placement": {"launcher": "local", "num_workers": num_workers, "threads_per_worker": 1},
+        }
+    )
+
+
+def make_samples() -> list[TrainSample]:
+    generator = torch.Generator().manual_seed(0)
+    samples = []
+    for length, response in [(9, 4), (30, 11), (5, 2), (17, 16), (12, 3), (8, 7), (21, 1)]:
+        samples.append(
+            TrainSample(
+                tokens=torch.randint(0, 18, (length,), generator=generator).tolist(),
+                response_length=response,
+                loss_mask=[1] * response,
+                rollout_log_probs=[-2.5] * response,
+                advantages=[float(length % 3 - 1)] * response,
+            )
+        )
+    return samples
+
+
+def train(directory: Path, config: Config) -> tuple[list[dict[str, float]], list[str]]:
+    plugins = load_plugins()
+    with launch_workers(
+        config,
+        plugins.get("register_backends", "cpu"),
+        plugins,
+        worker_class="anygauge.trainer.actors:ActorWorker",
+        role="actor",
+        run_directory=directory,
+    ) as group:
+        shares = plan_steps(make_samples(), 3, config.placement.num_workers, config.algorithm.aggregation)
+        results = group.call("train", per_rank=[((share,), {}) for share in shares])
+        group.call("save_hf", path=str(directory / "hf"))
+    return results[0], [str(result) for result in results]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_two_processes_give_the_losses_of_one(tmp_path: Path, dtype: str) -> None:
+    model = tiny_qwen3(tmp_path / "model", init_std=0.2)
+    (tmp_path / "one").mkdir()
+    (tmp_path / "two").mkdir()
+    one, _ = train(tmp_path / "one", make_config(model, 1, dtype=dtype))
+    two, by_rank = train(tmp_path / "two", make_config(model, 2, dtype=dtype))
+    assert by_rank[0] == by_rank[1], "every rank reports the metrics of the whole step"
+    tolerance = 1e-5 if dtype == "float32" else 3e-2
+    for step, other in zip(one, two, strict=True):
+        assert other == pytest.approx(step, rel=tolerance, abs=tolerance)
+    assert one[0]["kl_loss"] == pytest.approx(0.0, abs=1e-9)
+    assert one[2]["kl_loss"] > 1e-6

@@ -1,0 +1,175 @@
+"""What a user installs: wheel, sdist and editable, each in a fresh environment, without network.
+
+The environments see this one's third-party packages through links, and nothing of the project itself.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import zipfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGES = {"anygauge", "anygauge_hooks", "anygauge_models", "anygauge_cpu"}
+ENTRY_POINTS = """
+import json
+from importlib.metadata import entry_points
+groups = ("anygauge.backends", "anygauge.plugins", "pytest11", "console_scripts")
+found = {g: sorted(e.name for e in entry_points(group=g) if "anygauge" in e.value) for g in groups}
+print(json.dumps(found))
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Environment:
+    """A virtual environment that has the project's dependencies."""
+
+    path: Path
+
+    @property
+    def python(self) -> Path:
+        return self.path / "bin" / "python"
+
+    def pip_install(self, *arguments: str | Path) -> None:
+        options = (
+            "--no-deps",
+            "--no-index",
+            "--no-build-isolation",
+            "--disable-pip-version-check",
+            "--quiet",
+        )
+        run(sys.executable, "-m", "pip", "--python", self.python, "install", *options, *arguments)
+
+    def run_python(self, code: str) -> str:
+        return run(self.python, "-I", "-c", code, cwd=self.path)
+
+    def run_anygauge(self, *arguments: str) -> str:
+        return run(self.path / "bin" / "anygauge", *arguments, cwd=self.path)
+
+
+def run(*command: str | Path, cwd: Path = ROOT) -> str:
+    done = subprocess.run(
+        [str(part) for part in command], cwd=cwd, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def dependencies(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a directory with links to all that is installed here but the project."""
+    links = tmp_path_factory.mktemp("dependencies")
+    for folder in {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}:
+        for item in Path(folder).iterdir():
+            if "anygauge" not in item.name and item.suffix != ".pth":
+                (links / item.name).symlink_to(item)
+    return links
+
+
+@pytest.fixture
+def make_environment(tmp_path: Path, dependencies: Path) -> Callable[[], Environment]:
+    """Return a function that makes a fresh environment."""
+
+    def make() -> Environment:
+        environment = Environment(tmp_path / "venv")
+        run(sys.executable, "-m", "venv", "--without-pip", environment.path)
+        version = f"python{sys.version_info.major}.{sys.version_info.minor}"
+        site_packages = environment.path / "lib" / version / "site-packages"
+        (site_packages / "dependencies.pth").write_text(f"{dependencies}\n", encoding="utf-8")
+        return environment
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def artefacts(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Build the sdist, and from it the wheel; return both."""
+    out = tmp_path_factory.mktemp("dist")
+    run(sys.executable, "-m", "build", "--no-isolation", "--outdir", out, ROOT)
+    (wheel,), (sdist,) = out.glob("*.whl"), out.glob("*.tar.gz")
+    return wheel, sdist
+
+
+@pytest.fixture
+def fresh_clone(tmp_path: Path) -> Path:
+    """Return a copy of the files that git tracks or would track."""
+    listed = run("git", "ls-files", "-z", "--cached", "--others", "--exclude-standard")
+    clone = tmp_path / "clone"
+    for name in filter(None, listed.split("\0")):
+        if (ROOT / name).is_file():
+            (clone / name).parent.mkdir(parents=True, exist_ok=True)
+            (clone / name).write_bytes((ROOT / name).read_bytes())
+    return clone
+
+
+def check_install(environment: Environment, where: Path, backends: Sequence[str] = ("cpu",)) -> None:
+    """Check that the project is imported from ``where``, and that its command and its plugins are found."""
+    packages = sorted(PACKAGES | {f"anygauge_{name}" for name in backends})
+    names = ", ".join(packages)
+    code = f"import json, {names}; print(json.dumps([package.__file__ for package in ({names})]))"
+    for file in json.loads(environment.run_python(code)):
+        assert Path(file).is_relative_to(where), file
+    found = json.loads(environment.run_python(ENTRY_POINTS))
+    assert found == {
+        "anygauge.backends": sorted(backends),
+        "anygauge.plugins": ["models"],
+        "pytest11": ["anygauge"],
+        "console_scripts": ["anygauge"],
+    }
+    loaded = environment.run_python("import sys, anygauge.cli; print('torch' in sys.modules)")
+    assert loaded.strip() == "False"
+    assert "train" in environment.run_anygauge("--help")
+
+
+def check_doctor(environment: Environment) -> None:
+    """Check that the cpu backend can run and that every plugin loads."""
+    report = json.loads(environment.run_anygauge("doctor", "--json"))
+    assert report["backends"]["cpu"]["status"] == "PASS"
+    assert not report["plugin_errors"]
+
+
+def test_wheel_holds_the_four_packages_and_nothing_else(artefacts: tuple[Path, Path]) -> None:
+    with zipfile.ZipFile(artefacts[0]) as wheel:
+        names = wheel.namelist()
+    assert {name.split("/")[0] for name in names} - PACKAGES == {"anygauge-0.1.0.dist-info"}
+    assert {f"{package}/py.typed" for package in PACKAGES} <= set(names)
+    assert not [name for name in names if re.search(r"(^|/)(tests?|conftest)(/|\.py)|\.pyc$", name)]
+
+
+def test_sdist_is_enough_to_build_and_no_more(artefacts: tuple[Path, Path]) -> None:
+    with tarfile.open(artefacts[1]) as sdist:
+        names = {name.split("/", 1)[1] for name in sdist.getnames()}
+    assert {"pyproject.toml", "LICENSE", "README.md", "core/anygauge/py.typed"} <= names
+    assert not [
+        name for name in names if name.startswith(("tests/", "backends/cuda", "backends/npu", ".ci/"))
+    ]
+
+
+@pytest.mark.parametrize("kind", ["wheel", "sdist"])
+def test_install_of_an_artefact(
+    kind: str, artefacts: tuple[Path, Path], make_environment: Callable[[], Environment]
+) -> None:
+    environment = make_environment()
+    environment.pip_install(artefacts[kind == "sdist"])
+    check_install(environment, environment.path)
+    if kind == "wheel":  # the wheel was built from the sdist: they hold the same
+        check_doctor(environment)
+
+
+def test_editable_install_of_the_project_and_both_backends(
+    fresh_clone: Path, make_environment: Callable[[], Environment]
+) -> None:
+    environment = make_environment()
+    backends = [fresh_clone / "backends" / name for name in ("cuda", "npu")]
+    environment.pip_install("-e", fresh_clone, "-e", backends[0], "-e", backends[1])
+    check_install(environment, fresh_clone, backends=("cpu", "cuda", "npu"))
+    check_doctor(environment)

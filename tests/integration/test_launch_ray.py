@@ -1,0 +1,57 @@
+"""The Ray launcher's own properties: placement, addresses, signal handlers."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+import ray
+
+from anygauge.trainer.launch_ray import _attach
+from anygauge.trainer.worker_group import WorkerGroup
+from anygauge_hooks.errors import PlacementError
+
+Launch = Callable[..., WorkerGroup]
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+@pytest.fixture(scope="module")
+def group(launch: Launch, ray_cluster: str) -> Iterator[WorkerGroup]:
+    """Three workers on a cluster with two cores."""
+    del ray_cluster
+    handlers = [signal.getsignal(number) for number in SIGNALS]
+    with launch("ray", 3) as group:
+        assert [signal.getsignal(number) for number in SIGNALS] == handlers
+        yield group
+
+
+def test_more_workers_than_cores_start(group: WorkerGroup) -> None:
+    assert group.call("sum_ranks") == [6.0, 6.0, 6.0]
+
+
+@pytest.mark.usefixtures("group")
+def test_actors_are_listed_under_their_role_and_rank() -> None:
+    names = sorted(actor["name"] for actor in ray.util.list_named_actors(all_namespaces=True))
+    assert [name.rpartition("-")[0] for name in names] == [f"launch-actor-{rank}" for rank in range(3)]
+
+
+@pytest.mark.usefixtures("ray_cluster")
+def test_workers_that_find_no_room_are_an_error_with_numbers(launch: Launch) -> None:
+    started = time.monotonic()
+    with pytest.raises(PlacementError) as caught:
+        launch("ray", 100, start_timeout_s=0.5)
+    assert time.monotonic() - started < 5
+    assert "No room for the workers of role actor within 0.5 s" in str(caught.value)
+    assert "requested 100 x {anygauge_cpu: 1}, available:\n  node " in str(caught.value)
+    groups = ray.util.placement_group_table().values()
+    assert [group["state"] for group in groups if len(group["bundles"]) == 100] == ["REMOVED"]
+
+
+def test_an_address_where_nobody_listens_is_an_error() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+    with pytest.raises(PlacementError, match=address):
+        _attach(address)

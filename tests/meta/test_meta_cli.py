@@ -1,0 +1,28 @@
+"""The surface of the command line: what is here is what users have in their scripts."""
+
+from __future__ import annotations
+
+import argparse
+
+from anygauge.cli.entry import COMMANDS, make_parser
+
+SURFACE = {
+    "train": ["config", "--backend", "--dry-run", "--no-file-check", "--keys"],
+    "doctor": ["--json", "--timeout"],
+    "hooks": ["--backend", "--json", "--strict"],
+    "convert": ["--to-megatron", "--to-hf"],
+}
+
+
+def test_commands_and_their_options_are_as_published() -> None:
+    (commands,) = [a for a in make_parser()._actions if isinstance(a, argparse._SubParsersAction)]
+    surface = {
+        name: [
+            (action.option_strings or [action.dest])[-1]
+            for action in parser._actions
+            if action.dest != "help"
+        ]
+        for name, parser in commands.choices.items()
+    }
+    assert surface == SURFACE
+    assert list(COMMANDS) == list(SURFACE)

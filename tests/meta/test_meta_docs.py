@@ -1,0 +1,56 @@
+"""Links resolve; every config key is documented."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import re
+from pathlib import Path
+
+import pytest
+
+from anygauge.config.validate import keys, sections
+
+ROOT = Path(__file__).parents[2]
+DOCUMENTS = sorted([*(ROOT / "docs").rglob("*.md"), *ROOT.glob("*.md")])
+LINK = re.compile(r"(?<!!)\[[^\]]*\]\(([^)\s]+)\)")
+SOURCES = [
+    path for folder in ("core", "hooks", "models", "backends/cpu") for path in (ROOT / folder).rglob("*.py")
+]
+WITH_EXAMPLES = [path for path in sorted(SOURCES) if re.search(r"^ *>>> ", path.read_text(), re.M)]
+FENCE = re.compile(r"^```.*?^```", re.M | re.S)
+
+
+def anchors(path: Path) -> set[str]:
+    """Return the fragments that a page's headings give, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.+)$", FENCE.sub("", path.read_text()), re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_every_relative_link_resolves(document: Path) -> None:
+    broken = []
+    for link in LINK.findall(FENCE.sub("", document.read_text())):
+        if re.match(r"[a-z]+:", link):
+            continue
+        name, _, fragment = link.partition("#")
+        target = (document.parent / name) if name else document
+        if not target.exists() or (fragment and fragment not in anchors(target)):
+            broken.append(link)
+    assert not broken
+
+
+def test_every_config_key_is_documented() -> None:
+    undocumented = [path for path, field in keys() if not (field.description or "").endswith((".", ".)"))]
+    assert undocumented == []
+    assert all(section.__doc__ for _, section in sections())
+
+
+@pytest.mark.parametrize("path", WITH_EXAMPLES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_an_example_in_a_docstring_is_true(path: Path) -> None:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    package = next(index for index, part in enumerate(parts) if part.startswith("anygauge"))
+    module = importlib.import_module(".".join(parts[package:]).removesuffix(".__init__"))
+    results = doctest.testmod(module)
+    assert results.attempted > 0
+    assert results.failed == 0

@@ -1,0 +1,29 @@
+"""Every example loads for every backend, on a host that has none of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from anygauge.config import dump_config, load_config
+from anygauge.plugins import load_plugins
+
+BACKENDS = ("cpu", "cuda", "npu")
+EXAMPLES = {path.name: path for path in sorted((Path(__file__).parents[2] / "examples").rglob("*.toml"))}
+
+
+def test_the_two_recipes_are_there() -> None:
+    assert {"arithmetic_grpo.toml", "gsm8k_grpo.toml"} <= set(EXAMPLES)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_an_example_loads(name: str, backend: str, tmp_path: Path) -> None:
+    plugins = load_plugins()
+    loaded = load_config(EXAMPLES[name], backend=backend, plugins=plugins, check_files=False)
+    assert loaded.backend.name == backend
+    resolved = tmp_path / "resolved.toml"
+    resolved.write_text(dump_config(loaded.config))
+    again = load_config(resolved, backend=backend, plugins=plugins, check_files=False)
+    assert again.config == loaded.config

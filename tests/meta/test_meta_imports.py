@@ -1,0 +1,110 @@
+"""Imports: clean, light, and no top-level folder that is a package."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tomllib
+from importlib.metadata import entry_points
+from pathlib import Path
+
+import pytest
+
+from anygauge.plugins import BACKENDS_GROUP, DEFAULT_PLUGINS, PLUGINS_GROUP
+
+PACKAGES = {
+    "anygauge": "core",
+    "anygauge_hooks": "hooks",
+    "anygauge_models": "models",
+    "anygauge_cpu": "backends/cpu",
+    "anygauge_cuda": "backends/cuda",
+    "anygauge_npu": "backends/npu",
+}
+VENDOR = ("torch_npu", "mindspeed", "transformer_engine", "apex", "flash_attn", "pynvml", "sglang")
+HEAVY = ("torch", "megatron", "transformers", "ray", "numpy", "pandas")
+
+IMPORT_ALL = """
+import builtins, importlib, json, sys, warnings
+
+package, modules, filters, vendor = json.loads(sys.argv[1])
+for text in filters:
+    action, message, category, module = (text.split(":") + [""] * 3)[:4]
+    kind = getattr(builtins, category or "Warning")
+    warnings.filterwarnings(action, message, kind, module)
+if package == "anygauge":  # as a worker starts: what is set here decides how megatron is imported
+    from anygauge.engines.megatron.prepare import prepare_megatron
+    from anygauge.plugins import load_plugins
+
+    plugins = load_plugins()
+    prepare_megatron(plugins, plugins.get("register_backends", "cpu"))
+for module in modules:
+    importlib.import_module(module)
+    found = [name for name in vendor if name in sys.modules]
+    assert not found, f"{module} imports {found}"
+"""
+
+IMPORT_LIGHT = """
+import importlib, json, sys
+
+modules, heavy = json.loads(sys.argv[1])
+for module in modules:
+    importlib.import_module(module)
+    found = [name for name in heavy if name in sys.modules]
+    assert not found, f"{module} imports {found}"
+"""
+
+
+def modules(folder: Path) -> list[str]:
+    paths = (path.relative_to(folder).with_suffix("") for path in sorted(folder.rglob("*.py")))
+    return [".".join(path.parts).removesuffix(".__init__") for path in paths]
+
+
+def run(code: str, *values: object) -> None:
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code, json.dumps(values)],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_every_module_imports_without_a_warning_and_without_a_vendor_library(
+    root: Path, package: str
+) -> None:
+    folder = root / PACKAGES[package]
+    names = [name for name in modules(folder) if name.partition(".")[0] == package]
+    assert package in names
+    options = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["pytest"]["ini_options"]
+    run(IMPORT_ALL, package, names, options["filterwarnings"], VENDOR)
+
+
+def test_the_command_line_and_every_plugin_import_nothing_heavy() -> None:
+    entries = [entry for group in (BACKENDS_GROUP, PLUGINS_GROUP) for entry in entry_points(group=group)]
+    ours = [entry.module for entry in entries if entry.module.startswith("anygauge")]
+    assert len(ours) >= 4
+    names = ["anygauge", "anygauge_hooks.specs", "anygauge.cli", "anygauge.config", "anygauge.plugins"]
+    run(IMPORT_LIGHT, [*names, *DEFAULT_PLUGINS, *ours], HEAVY)
+
+
+def test_help_takes_less_than_half_a_second() -> None:
+    seconds = []
+    for _ in range(3):
+        child = subprocess.Popen([sys.executable, "-m", "anygauge", "--help"], stdout=subprocess.DEVNULL)
+        _, status, usage = os.wait4(child.pid, 0)
+        child.returncode = os.waitstatus_to_exitcode(status)
+        assert child.returncode == 0
+        # Of the processor: a busy machine does not make it slower.
+        seconds.append(usage.ru_utime + usage.ru_stime)
+    assert min(seconds) < 0.5
+
+
+def test_no_top_level_folder_is_a_package(root: Path) -> None:
+    folders = [path for path in root.iterdir() if path.is_dir() and not path.name.startswith(".")]
+    folders += [path for path in (root / "backends").iterdir() if path.is_dir()]
+    assert len(folders) > 8
+    assert [folder.name for folder in folders if (folder / "__init__.py").exists()] == []

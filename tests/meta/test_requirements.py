@@ -1,0 +1,105 @@
+"""The pinned sets agree with what the distributions declare, and these declare what they import."""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+import tomllib
+from collections.abc import Iterator
+from importlib.metadata import packages_distributions
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).resolve().parents[2]
+REQUIREMENTS = sorted((ROOT / "requirements").glob("*.txt"))
+RELEASED_WITH = {"pydantic_core": "pydantic"}
+"""Modules of a distribution that another one pins to the digit, so that only that one is declared."""
+OWN = {"anygauge", "anygauge_hooks", "anygauge_models", "anygauge_cpu", "anygauge_cuda", "anygauge_npu"}
+
+
+def declared(extra: str | None = None, *, folder: str = ".") -> list[Requirement]:
+    project = tomllib.loads((ROOT / folder / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    texts = project["optional-dependencies"][extra] if extra else project["dependencies"]
+    return [Requirement(text) for text in texts]
+
+
+def pins(path: Path) -> dict[str, str]:
+    """Return version by name, files that it includes counted in."""
+    found: dict[str, str] = {}
+    for line in lines(path):
+        if line.startswith("-r "):
+            found |= pins(path.parent / line.removeprefix("-r "))
+        else:
+            name, _, version = line.partition("==")
+            found[canonicalize_name(name)] = version.split(";")[0].strip()
+    return found
+
+
+def lines(path: Path) -> Iterator[str]:
+    for line in path.read_text(encoding="utf-8").splitlines():
+        text = line.split("#")[0].strip()
+        if text:
+            yield text
+
+
+@pytest.mark.parametrize("path", REQUIREMENTS, ids=lambda path: path.stem)
+def test_every_line_is_an_exact_pin_and_names_no_host(path: Path) -> None:
+    for line in lines(path):
+        assert re.fullmatch(r"-r [a-z-]+\.txt|[A-Za-z0-9._-]+==[A-Za-z0-9.+!]+( *;.*)?", line), line
+
+
+def test_run_time_set_meets_every_dependency() -> None:
+    found = pins(ROOT / "requirements" / "cpu.txt")
+    wrong = [str(each) for each in declared() if not meets(each, found)]
+    assert not wrong
+
+
+@pytest.mark.parametrize("backend", ["cuda", "npu"])
+def test_a_backends_set_meets_its_vendor_extra(backend: str) -> None:
+    found = pins(ROOT / "requirements" / f"{backend}.txt")
+    wrong = [str(each) for each in declared("vendor", folder=f"backends/{backend}") if not meets(each, found)]
+    assert not wrong
+
+
+def test_dev_set_meets_the_test_extra() -> None:
+    found = pins(ROOT / "requirements" / "dev.txt")
+    wrong = [str(each) for each in declared("test") if not meets(each, found)]
+    assert not wrong
+
+
+def meets(requirement: Requirement, found: dict[str, str]) -> bool:
+    version = found.get(canonicalize_name(requirement.name))
+    return version is not None and requirement.specifier.contains(version)
+
+
+def imported_modules(folder: Path) -> dict[str, Path]:
+    """Return the top-level modules that a package imports, each with a file that does."""
+    found: dict[str, Path] = {}
+    for path in folder.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import):
+                found |= {alias.name.split(".")[0]: path for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
+                found[node.module.split(".")[0]] = path
+    return found
+
+
+@pytest.mark.parametrize(
+    "folder", ["core/anygauge", "hooks/anygauge_hooks", "models/anygauge_models", "backends/cpu/anygauge_cpu"]
+)
+def test_what_the_root_distribution_imports_is_declared(folder: str) -> None:
+    modules = imported_modules(ROOT / folder)
+    owners = packages_distributions()
+    names = {canonicalize_name(each.name) for each in (*declared(), *declared("test"))}
+    undeclared = {
+        module: str(path.relative_to(ROOT))
+        for module, path in modules.items()
+        if module not in sys.stdlib_module_names | OWN
+        and RELEASED_WITH.get(module) not in names
+        and not {canonicalize_name(owner) for owner in owners.get(module, [])} & names
+    }
+    assert not undeclared

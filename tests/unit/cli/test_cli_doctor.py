@@ -1,0 +1,147 @@
+"""``anygauge doctor`` survives what it examines."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from anygauge.cli import doctor
+from anygauge.cli.installed import read_installed
+
+
+def run_doctor(*arguments: str, path: Path | None = None) -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, **({"PYTHONPATH": str(path)} if path else {})}
+    command = [sys.executable, "-m", "anygauge", "doctor", *arguments]
+    return subprocess.run(command, env=env, capture_output=True, text=True, check=False, timeout=120)
+
+
+def fake_torch(folder: Path, source: str) -> Path:
+    (folder / "torch").mkdir()
+    (folder / "torch/__init__.py").write_text(source)
+    return folder
+
+
+def test_a_host_with_torch_passes() -> None:
+    done = run_doctor("--json")
+    assert (done.returncode, done.stderr) == (0, "")
+    report = json.loads(done.stdout)
+    assert report["backends"]["cpu"]["status"] == "PASS"
+    assert {row["status"] for row in report["backends"].values()} <= {"PASS", "FAIL", "NOT INSTALLED"}
+    assert report["plugin_errors"] == {}
+    assert report["cpus"]["usable"] > 0
+    assert report["memory"]["total"] >= report["memory"]["available"] > 0
+    assert {row["name"] for row in report["installed"]} >= {"torch", "megatron-core", "ray", "filelock"}
+    assert "platform" in report["environment"]
+
+
+@pytest.mark.parametrize(
+    ("source", "reason"),
+    [
+        ("raise ImportError('libvendor.so is missing')", "`import torch` raised ImportError('libvendor.so"),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", "its probe was killed by SIGSEGV"),
+        ("import os; os._exit(7)", "its probe exited with 7: no message"),
+    ],
+)
+def test_a_torch_that_does_not_import_is_a_row(tmp_path: Path, source: str, reason: str) -> None:
+    done = run_doctor(path=fake_torch(tmp_path, source))
+    assert done.returncode == 1
+    (row,) = [line for line in done.stdout.splitlines() if line.startswith("  FAIL          cpu ")]
+    assert reason in row
+    assert "Traceback" not in done.stderr
+
+
+def test_a_probe_that_hangs_is_ended_at_the_deadline() -> None:
+    child = subprocess.Popen(
+        [sys.executable, "-c", "import signal; signal.pause()"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    assert doctor._answer(child, 0.05, 5.0) == {"failed": "no answer within 5 s"}
+    doctor._end(child)
+    assert child.returncode == -9
+
+
+def test_what_a_probe_prints_does_not_spoil_its_answer(tmp_path: Path) -> None:
+    path = fake_torch(tmp_path, "print('hello from a vendor')")
+    assert json.loads(run_doctor("--json", path=path).stdout)["backends"]["cpu"]["status"] == "PASS"
+
+
+def report(**changes: Any) -> dict[str, Any]:
+    return {
+        "anygauge": "1.0",
+        "python": "3.11.1",
+        "platform": "Linux",
+        "cpus": {"present": 64, "usable": 2.5, "reason": "cgroup quota"},
+        "memory": {"total": 4 << 30, "available": 3 << 30, "reason": ""},
+        "backends": {},
+        "plugin_errors": {},
+        "environment": {"platform": "again", "driver": "5.1"},
+        "installed": [],
+        **changes,
+    }
+
+
+def test_the_text_has_reason_and_fix_of_what_fails_only() -> None:
+    rows = {
+        "cpu": {"name": "cpu", "status": "PASS", "reason": "here", "fix": "none needed"},
+        "fast": {"name": "fast", "status": "NOT INSTALLED", "reason": "absent", "fix": "pip install x"},
+    }
+    lines = doctor._rendered(report(backends=rows)).splitlines()
+    assert "CPUs: 2.5 usable of 64 (cgroup quota)" in lines
+    assert "Memory: 4.0 GiB, 3.0 GiB available" in lines
+    assert "  PASS          cpu     here" in lines
+    assert "  NOT INSTALLED fast    absent" in lines
+    assert "                        fix: pip install x" in lines
+    assert "none needed" not in "\n".join(lines)
+    assert "  driver: 5.1" in lines
+    assert "again" not in "\n".join(lines)
+
+
+def test_a_conflict_and_a_plugin_that_fails_are_shown() -> None:
+    row = {
+        "owner": "a",
+        "name": "b",
+        "wanted": ">=2",
+        "installed": "1",
+        "ok": False,
+        "fix": "pip install 'b>=2'",
+    }
+    text = doctor._rendered(report(installed=[row], plugin_errors={"p": "ImportError('x')"}))
+    assert "CONFLICT  b 1; a needs b>=2" in text
+    assert "fix: pip install 'b>=2'" in text
+    assert "p: ImportError('x')" in text
+
+
+def test_the_installed_set_is_compared_with_what_it_requires(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "anygauge_fake-1.0.dist-info"
+    folder.mkdir()
+    requires = [
+        "pluggy>=1",
+        "pydantic>=99",
+        "no-such-distribution>=1",
+        "no-such-extra>=1; extra == 'more'",
+        "rich>=99; extra == 'more'",
+        "no-such-python; python_version < '3'",
+    ]
+    text = "Metadata-Version: 2.1\nName: anygauge-fake\nVersion: 1.0\nProvides-Extra: more\n"
+    (folder / "METADATA").write_text(text + "".join(f"Requires-Dist: {line}\n" for line in requires))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    rows = {row.name: row for row in read_installed() if row.owner == "anygauge-fake"}
+    assert {name: row.ok for name, row in rows.items()} == {
+        "pluggy": True,
+        "pydantic": False,
+        "no-such-distribution": False,
+        "rich": False,
+    }
+    assert rows["no-such-distribution"].installed is None
+    assert rows["pydantic"].fix == "pip install 'pydantic>=99'"

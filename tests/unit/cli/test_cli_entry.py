@@ -1,0 +1,150 @@
+"""Exit status, and what a user sees of an error."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+
+import pytest
+
+from anygauge.cli import doctor, main
+from anygauge_hooks.errors import ConfigError
+
+WAITING = """
+import signal, sys
+from anygauge.cli import doctor, main
+
+def run(args):
+    print("ready", flush=True)
+    signal.pause()
+
+doctor.run = run
+sys.exit(main(["doctor"]))
+"""
+
+
+@pytest.fixture
+def doctor_does(monkeypatch: pytest.MonkeyPatch) -> Callable[[BaseException], None]:
+    """Return a function that makes the doctor command raise."""
+
+    def doctor_does(error: BaseException) -> None:
+        def run(args: argparse.Namespace) -> int:
+            raise error
+
+        monkeypatch.setattr(doctor, "run", run)
+
+    return doctor_does
+
+
+@pytest.mark.parametrize(
+    ("argv", "text"),
+    [
+        ([], "the following arguments are required: COMMAND"),
+        (["trian"], "invalid choice: 'trian'"),
+        (["train"], "the following arguments are required: CONFIG.toml"),
+        (["train", "a.toml", "--lr", "1"], "--lr 1 (a config key is --section.key value)"),
+        (["train", "a.toml", "train.lr=1"], "train.lr=1 (a config key is --section.key value)"),
+        (["doctor", "--train.lr", "1"], "unrecognized arguments: --train.lr 1"),
+        (["train", "a.toml", "--dry"], "unrecognized arguments: --dry"),
+        (["convert", "a", "b"], "one of the arguments --to-megatron --to-hf is required"),
+    ],
+)
+def test_wrong_usage_exits_with_2(argv: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(argv)
+    assert caught.value.code == 2
+    assert text in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("argv", [["--help"], ["train", "--help"], ["train", "--keys"], ["--version"]])
+def test_help_exits_with_0(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(argv)
+    assert caught.value.code == 0
+    assert "anygauge" in capsys.readouterr().out or argv[-1] == "--keys"
+
+
+def test_keys_are_listed_with_their_defaults(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["train", "--keys"])
+    lines = capsys.readouterr().out.splitlines()
+    assert "  --run.name  (required)" in lines
+    assert '  --run.trackers  (default ["jsonl"])' in lines
+    assert '  --train.dtype  (default "none")' in lines
+    assert "      Peak learning rate." in lines
+
+
+def test_an_error_has_its_code_and_no_traceback(
+    doctor_does: Callable[[BaseException], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    doctor_does(ConfigError("It is wrong.", hint="Put it right."))
+    assert main(["doctor"]) == 1
+    assert capsys.readouterr().err == "anygauge: error: It is wrong.\n  Put it right.\n  [AG201]\n"
+
+
+def test_the_traceback_can_be_asked_for(
+    doctor_does: Callable[[BaseException], None],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("ANYGAUGE_DEBUG", "1")
+    doctor_does(ConfigError("It is wrong."))
+    assert main(["doctor"]) == 1
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_an_error_of_ours_is_not_dressed_up(doctor_does: Callable[[BaseException], None]) -> None:
+    doctor_does(ZeroDivisionError("bug"))
+    with pytest.raises(ZeroDivisionError):
+        main(["doctor"])
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [(KeyboardInterrupt(), 130), (SystemExit(143), 143), (SystemExit(int(signal.SIGTERM)), 143)],
+)
+def test_a_stop_is_a_status(
+    doctor_does: Callable[[BaseException], None], error: BaseException, status: int
+) -> None:
+    doctor_does(error)
+    assert main(["doctor"]) == status
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_ends_the_process_in_order(number: signal.Signals, status: int) -> None:
+    child = subprocess.Popen(
+        [sys.executable, "-c", WAITING], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert child.stdout is not None
+    assert child.stdout.readline() == "ready\n"
+    child.send_signal(number)
+    _, errors = child.communicate(timeout=60)
+    assert child.returncode == status
+    assert "Traceback" not in errors
+
+
+def test_the_signal_handlers_are_put_back(doctor_does: Callable[[BaseException], None]) -> None:
+    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)]
+    doctor_does(KeyboardInterrupt())
+    main(["doctor"])
+    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)] == before
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_reader_that_leaves_is_no_error_message(unbuffered: str) -> None:
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run(
+        [sys.executable, "-m", "anygauge", "train", "--keys"],
+        stdout=write,
+        stderr=subprocess.PIPE,
+        text=True,
+        check=False,
+        env={**os.environ, "PYTHONUNBUFFERED": unbuffered},
+    )
+    os.close(write)
+    assert (done.returncode, done.stderr) == (1, "")

@@ -1,0 +1,80 @@
+"""``anygauge hooks``: the capability table."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pluggy
+import pytest
+
+import anygauge.plugins
+from anygauge.cli import main
+from anygauge.cli.text import columns
+from anygauge.plugins import Plugins
+from anygauge_hooks import PROJECT, hookimpl, specs
+from anygauge_hooks.kernels import KERNEL_OPS
+from anygauge_hooks.types import Availability, BackendSpec
+
+
+class Bare:
+    """A backend without a kernel."""
+
+    @hookimpl
+    def register_backends(self) -> list[BackendSpec]:
+        spec = BackendSpec(
+            name="cpu",
+            device_type="cpu",
+            dist_backend="gloo",
+            probe=lambda: Availability(ok=True),
+            ray_options=lambda count: {},
+            local_device=lambda ids, env: 0,
+        )
+        return [spec]
+
+
+@pytest.fixture
+def bare(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Plugins]:
+    """Replace the installed plugins by one without kernels."""
+    plugins = Plugins(pluggy.PluginManager(PROJECT))
+    plugins.manager.add_hookspecs(specs)
+    plugins.register(Bare(), "bare")
+    plugins.load_errors["other"] = ImportError("libx.so")
+    monkeypatch.setattr(anygauge.plugins, "load_plugins", lambda: plugins)
+    return lambda: plugins
+
+
+def test_every_hook_and_every_op_has_a_row(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["hooks", "--backend", "cpu", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    hooks = {name for name, value in vars(specs).items() if hasattr(value, f"{PROJECT}_spec")}
+    assert {row["hook"] for row in report["hooks"]} == hooks
+    assert {row["op"] for row in report["kernels"]} == set(KERNEL_OPS)
+    (models,) = [row for row in report["hooks"] if row["hook"] == "register_models"]
+    assert (models["plugin"], models["package"]) == ("models", "anygauge")
+    path, _, line = models["location"].rpartition(":")
+    assert Path(path).name == "plugin.py"
+    assert int(line) > 0
+
+
+def test_a_hook_that_nobody_implements_is_shown_as_such(
+    bare: object, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["hooks", "--backend", "cpu"]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["make_optimizer", "-", "-", "-"] in lines
+    assert ["Plugin", "'other'", "failed", "to", "load:", "ImportError('libx.so')"] in lines
+    assert any(line[:3] == ["register_backends", "bare", "-"] for line in lines if line)
+
+
+def test_strict_fails_where_the_reference_serves(bare: object, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["hooks", "--strict"]) == 1
+    printed = capsys.readouterr()
+    assert "reference (" in printed.out
+    assert "on cpu the reference serves " in printed.err
+    assert all(op in printed.err for op in KERNEL_OPS)
+
+
+def test_columns_are_aligned() -> None:
+    assert columns([("a", "bb", "c"), ("aaa", "b", "c")], indent=1) == " a    bb  c\n aaa  b   c"

@@ -1,0 +1,119 @@
+"""``anygauge train``: what it resolves, prints and hands over."""
+
+from __future__ import annotations
+
+import sys
+import tomllib
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import pytest
+
+from anygauge.cli import main
+from anygauge.config import LoadedConfig
+from anygauge.plugins import Plugins
+
+CONFIG = """
+[run]
+name = "t"
+[model]
+path = "model"
+[data]
+train = ["train.jsonl"]
+[reward]
+function = "exact_match"
+[train]
+lr = 1e-3
+[on.npu.train]
+lr = 2e-3
+"""
+
+
+@pytest.fixture
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "c.toml").write_text(CONFIG)
+    return "c.toml"
+
+
+def dry(config: str, *more: str) -> list[str]:
+    return ["train", config, "--dry-run", "--no-file-check", *more]
+
+
+def test_a_dry_run_prints_the_resolved_config_and_nothing_else(
+    config: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(dry(config, "--backend", "cpu", "--run.seed", "-3")) == 0
+    printed = capsys.readouterr()
+    resolved = tomllib.loads(printed.out)
+    assert resolved["run"]["seed"] == -3
+    assert resolved["train"]["lr"] == 1e-3
+    assert printed.err.startswith("backend: cpu (asked for; a dry run does not probe it)\n")
+
+
+def test_a_dry_run_is_for_a_backend_that_is_absent_too(
+    config: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(dry(config, "--backend=npu")) == 0
+    assert tomllib.loads(capsys.readouterr().out)["train"]["lr"] == 2e-3
+
+
+def test_what_a_plugin_fills_in_is_printed_with_its_reason(
+    config: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(dry(config, "--backend", "cpu")) == 0
+    assert "filled in: train.dtype = 'float32' (cpu: " in capsys.readouterr().err
+
+
+def test_every_problem_is_printed_and_the_status_is_1(
+    config: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = ["train", config, "--backend", "cpu", "--dry-run", "--train.lrr", "1", "--train.engine=x"]
+    assert main(argv) == 1
+    errors = capsys.readouterr().err
+    assert "c.toml has 4 problems:" in errors
+    for text in (
+        "did you mean train.lr?",
+        "train.engine: found 'x'",
+        "data.train[0]",
+        "model.path",
+        "[AG201]",
+    ):
+        assert text in errors
+    assert "Traceback" not in errors
+
+
+def test_files_are_checked_before_a_run_whatever_is_asked(
+    config: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", config, "--backend", "cpu", "--no-file-check"]) == 1
+    assert "no such file" in capsys.readouterr().err
+
+
+def test_an_unknown_backend_and_a_missing_file(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", config, "--backend", "abacus"]) == 1
+    assert "Unknown backend 'abacus'" in capsys.readouterr().err
+    assert main(["train", "d.toml", "--backend", "cpu"]) == 1
+    assert "Config files there: c.toml." in capsys.readouterr().err
+
+
+def test_a_run_gets_the_loaded_config_and_modules_of_the_current_directory(
+    config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen: list[LoadedConfig] = []
+
+    def train(loaded: LoadedConfig, plugins: Plugins) -> SimpleNamespace:
+        seen.append(loaded)
+        return SimpleNamespace(step=3, total_steps=3, directory="/runs/t")
+
+    stub = ModuleType("anygauge.trainer.run")
+    stub.train = train  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "anygauge.trainer.run", stub)
+    monkeypatch.setattr("anygauge.config.load.check", lambda *args, **options: [])
+    (tmp_path / "my_rewards_of_a_test.py").write_text("")
+    assert main(["train", config, "--backend", "cpu", "--reward.function=my_rewards_of_a_test:f"]) == 0
+    assert seen[0].config.run.name == "t"
+    assert "run.name" in seen[0].user_keys
+    assert str(tmp_path) in sys.path
+    assert "done: 3 of 3 steps; everything is in /runs/t" in capsys.readouterr().err

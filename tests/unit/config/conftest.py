@@ -1,0 +1,131 @@
+"""A plugin that provides what the default config names, and a loader of minimal configs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pluggy
+import pytest
+
+from anygauge.config import LoadedConfig, load_config
+from anygauge.plugins import Plugins
+from anygauge_hooks import PROJECT, hookimpl, specs
+from anygauge_hooks.types import Availability, BackendSpec, NamedFunction
+
+Load = Callable[..., LoadedConfig]
+
+
+def backend(name: str) -> BackendSpec:
+    return BackendSpec(
+        name=name,
+        device_type=name,
+        dist_backend="gloo",
+        probe=lambda: Availability(ok=False, reason="no device"),
+        ray_options=lambda count: {},
+        local_device=lambda ids, env: 0,
+    )
+
+
+def grpo(rewards: object, *, center: bool = True, scale: bool = True) -> None: ...
+
+
+def named(*names: str, fn: Callable[..., Any] = grpo) -> list[NamedFunction]:
+    return [NamedFunction(name=name, fn=fn) for name in names]
+
+
+class Model:
+    """What ``check`` reads of a ``ModelSpec``."""
+
+    name = "toy"
+    architectures = ("ToyForCausalLM",)
+
+
+class Everything:
+    """A plugin that provides what the default config names."""
+
+    @hookimpl
+    def register_backends(self) -> list[BackendSpec]:
+        return [backend("cpu"), backend("fast")]
+
+    @hookimpl
+    def register_train_engines(self) -> list[NamedFunction]:
+        return named("megatron")
+
+    @hookimpl
+    def register_rollout_engines(self) -> list[NamedFunction]:
+        return named("transformers")
+
+    @hookimpl
+    def register_advantage_estimators(self) -> list[NamedFunction]:
+        return named("grpo")
+
+    @hookimpl
+    def register_policy_losses(self) -> list[NamedFunction]:
+        return named("ppo_clip")
+
+    @hookimpl
+    def register_reward_functions(self) -> list[NamedFunction]:
+        return named("exact_match", fn=lambda response, label, metadata, strip=True: 0.0)
+
+    @hookimpl
+    def register_data_sources(self) -> list[NamedFunction]:
+        return named("jsonl")
+
+    @hookimpl
+    def register_trackers(self) -> list[NamedFunction]:
+        return named("jsonl")
+
+    @hookimpl
+    def register_models(self) -> list[type[Model]]:
+        return [Model]
+
+
+@pytest.fixture
+def plugins() -> Plugins:
+    plugins = Plugins(pluggy.PluginManager(PROJECT))
+    plugins.manager.add_hookspecs(specs)
+    plugins.register(Everything(), "everything")
+    return plugins
+
+
+@pytest.fixture
+def model_dir(tmp_path: Path) -> Path:
+    directory = tmp_path / "model"
+    directory.mkdir()
+    hf = {"architectures": ["ToyForCausalLM"], "max_position_embeddings": 4096}
+    (directory / "config.json").write_text(json.dumps(hf))
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (directory / name).write_text("{}")
+    (directory / "model.safetensors").write_bytes(b"")
+    return directory
+
+
+@pytest.fixture
+def load(tmp_path: Path, plugins: Plugins, model_dir: Path) -> Load:
+    """Return a loader of minimal configs: TOML text to add, tables to replace, overrides."""
+    (tmp_path / "train.jsonl").write_text("")
+    minimal = {
+        "run": 'name = "t"',
+        "model": f'path = "{model_dir}"',
+        "data": f'train = ["{tmp_path / "train.jsonl"}"]',
+        "reward": 'function = "exact_match"',
+    }
+
+    def load(
+        tables: Mapping[str, str] | None = None,
+        overrides: Sequence[str | tuple[str, Any]] = (),
+        backend: str = "cpu",
+        *,
+        check_files: bool = True,
+    ) -> LoadedConfig:
+        added = dict(tables or {})
+        lines = [f"[{name}]\n{text}\n{added.pop(name, '')}" for name, text in minimal.items()]
+        lines += [f"[{name}]\n{text}" for name, text in added.items()]
+        path = tmp_path / "c.toml"
+        path.write_text("\n".join(lines))
+        return load_config(path, overrides, backend=backend, plugins=plugins, check_files=check_files)
+
+    return load

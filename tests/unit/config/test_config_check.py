@@ -1,0 +1,146 @@
+"""Rules across keys, names that plugins provide, files."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from anygauge.config import LoadedConfig, schema
+from anygauge.config.tree import flatten
+from anygauge.config.validate import _PLACEHOLDERS, keys, validate
+from anygauge.plugins import Plugins
+from anygauge_hooks.errors import ConfigError
+
+Load = Callable[..., LoadedConfig]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "text"),
+    [
+        (
+            ["--train.optimizer_steps=3"],
+            "divide the 256 samples a step (32 prompts x 8): one of 1, 2, 4",
+        ),
+        (["--train.optimizer_steps=256", "--placement.num_workers=2"], "leaves workers without a sample"),
+        (["--data.label_key=none"], "data.label_key: not set; reward 'exact_match' compares with a label"),
+        (
+            ["--eval.data=[]", "--eval.temperature=0", "--eval.samples_per_prompt=4"],
+            "greedy decoding repeats one answer",
+        ),
+        (["--eval.interval=5"], "eval.data: not set; without data eval.interval has no effect"),
+        (["--train.min_lr=1"], "train.min_lr: found 1.0; must be at most train.lr = 1e-06"),
+        (["--train.adam_betas=[0.9, 1.0]"], "train.adam_betas: found [0.9, 1.0]"),
+        (["--rollout.max_batch_tokens=100"], "at least 257 tokens"),
+        (["--data.max_prompt_tokens=4000"], "may have 4256 tokens; the model takes 4096"),
+        (["--train.engine=warp"], "train.engine: found 'warp'; no plugin provides it; available: megatron"),
+        (["--rollout.engine=warp"], "rollout.engine: found 'warp'; no plugin"),
+        (
+            ["--algorithm.advantage=x"],
+            "advantage: found 'x'; no plugin provides it; available: grpo",
+        ),
+        (["--algorithm.policy_loss=x"], "algorithm.policy_loss: found 'x'; no plugin"),
+        (["--data.source=x"], "data.source: found 'x'; no plugin"),
+        (['--run.trackers=["jsonl", "x"]'], "run.trackers: found 'x'; no plugin"),
+        (["--reward.function=x"], "a function of your own is package.module:function"),
+        (["--reward.function=a-b:c"], "write it as package.module:function"),
+        (["--reward.function=no_such_module:f"], "no module 'no_such_module'"),
+        (["--reward.function=no_such.module:f"], "importing the package of module 'no_such.module' failed"),
+        (["--reward.options.loud=true"], "reward.options.loud: found True; 'exact_match' has no such option"),
+        (["--algorithm.advantage_options={cent=true}"], "no such option; known: center, scale"),
+        (['--data.train=["a.jsonl"]'], "data.train[0]: found 'a.jsonl'; no such file"),
+        (['--eval.data=["a.jsonl"]'], "eval.data[0]: found 'a.jsonl'; no such file"),
+        (["--model.path=Org/Model"], "hf download OWNER/Model --local-dir Org/Model"),
+        (
+            ["--algorithm.kl_coef=1", "--reference.path=/nope"],
+            "path: found '/nope'; no such directory",
+        ),
+        (["--data.apply_chat_template=true"], "has no chat template"),
+    ],
+)
+def test_problem(load: Load, overrides: list[str], text: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load({}, overrides)
+    assert text in str(caught.value).replace(" on the command line", "")
+    assert "c.toml has 1 problem:" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["--train.optimizer_steps=4"],
+        ["--reference.path=/nope"],
+        ["--eval.interval=5", "--eval.data=[]"],
+        ["--eval.temperature=0", "--eval.data=[]"],
+        ["--reward.function=json:loads", "--reward.options={a=1}", "--data.label_key=none"],
+        ["--algorithm.advantage_options={center=true}", "--reward.options={strip=false}"],
+    ],
+)
+def test_no_problem(load: Load, overrides: list[str]) -> None:
+    load({}, overrides)
+
+
+def test_nothing_is_said_twice_about_a_key_that_is_wrong_already(load: Load) -> None:
+    with pytest.raises(ConfigError, match="has 1 problem:"):
+        load({}, ["--rollout.samples_per_prompt=0", "--train.optimizer_steps=3"])
+
+
+def test_a_plugin_that_failed_to_load_is_named_where_its_name_is_missed(load: Load, plugins: Plugins) -> None:
+    plugins.load_errors["extra"] = ImportError("libx.so")
+    with pytest.raises(ConfigError, match=r"failed to load: extra \(ImportError\('libx.so'\)\)"):
+        load({}, ["--train.engine=warp"])
+
+
+@pytest.mark.parametrize(
+    ("file", "text"),
+    [
+        ("config.json", "needs a readable config.json"),
+        ("tokenizer.json", "has no tokenizer"),
+        ("model.safetensors", "has no safetensors weights"),
+    ],
+)
+def test_an_incomplete_model_directory(load: Load, model_dir: Path, file: str, text: str) -> None:
+    (model_dir / file).unlink()
+    with pytest.raises(ConfigError, match=text):
+        load()
+
+
+def test_an_architecture_is_matched_exactly(load: Load, model_dir: Path) -> None:
+    (model_dir / "config.json").write_text(json.dumps({"architectures": ["Toy2ForCausalLM"]}))
+    with pytest.raises(ConfigError, match=r"provides \['Toy2ForCausalLM'\]; available: ToyForCausalLM"):
+        load()
+
+
+def test_missing_shards_are_counted(load: Load, model_dir: Path) -> None:
+    (model_dir / "model.safetensors").rename(model_dir / "a.safetensors")
+    index = {"weight_map": {"x": "a.safetensors", "y": "b.safetensors"}}
+    (model_dir / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ConfigError, match=r"lacks 1 of 2 weight files, the first is b\.safetensors"):
+        load()
+
+
+@pytest.mark.parametrize("place", ["chat_template.jinja", "tokenizer_config.json"])
+def test_either_place_of_a_chat_template_will_do(load: Load, model_dir: Path, place: str) -> None:
+    (model_dir / place).write_text(json.dumps({"chat_template": "{{ messages }}"}))
+    assert load({}, ["--data.apply_chat_template=true"]).config.data.apply_chat_template
+
+
+def test_a_reference_of_another_architecture(load: Load, model_dir: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    other.mkdir()
+    for file in model_dir.iterdir():
+        (other / file.name).write_bytes(file.read_bytes())
+    (other / "config.json").write_text(json.dumps({"architectures": ["ToyForCausalLM", "X"]}))
+    with pytest.raises(ConfigError, match=r"reference.path: .*model.path holds \['ToyForCausalLM'\]"):
+        load({}, ["--algorithm.kl_coef=0.1", f"--reference.path={other}"])
+
+
+def test_files_need_not_exist_when_they_are_not_looked_at(load: Load) -> None:
+    load({}, ["--model.path=/nope", '--data.train=["nope"]'], check_files=False)
+
+
+def test_every_required_key_has_a_placeholder() -> None:
+    assert flatten(_PLACEHOLDERS).keys() == {path for path, field in keys() if field.is_required()}
+    assert isinstance(validate({}).config, schema.Config)

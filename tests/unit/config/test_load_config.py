@@ -1,0 +1,208 @@
+"""Loading: layers, unknown keys, all problems at once. Covers check_config."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from anygauge.config import Config, LoadedConfig, dump_config, load_config, write_resolved
+from anygauge.plugins import Plugins
+from anygauge_hooks import hookimpl
+from anygauge_hooks.errors import ConfigError, UnknownBackendError
+from anygauge_hooks.types import BackendSpec, ConfigProblem
+
+Load = Callable[..., LoadedConfig]
+
+
+def test_precedence_is_defaults_file_backend_command_line(load: Load) -> None:
+    tables = {"train": "lr = 1e-3\nwarmup_steps = 7", "on.cpu.train": "lr = 2e-3\nweight_decay = 0.1"}
+    train = load(tables).config.train
+    assert (train.lr, train.warmup_steps, train.weight_decay, train.optimizer_steps) == (2e-3, 7, 0.1, 1)
+    assert load(tables, ["--train.lr", "3e-3"]).config.train.lr == 3e-3
+    assert load(tables, backend="fast").config.train.lr == 1e-3
+
+
+def test_user_keys_are_what_the_user_wrote_anywhere(load: Load) -> None:
+    tables = {
+        "train": "lr = 1e-3",
+        "on.cpu.train.megatron": "num_layers = 2",
+        "on.fast.train": "min_lr = 0.0",
+    }
+    keys = load(tables, ["--run.seed=5"]).user_keys
+    assert {"train.lr", "train.megatron.num_layers", "run.seed", "run.name"} <= keys
+    assert "train.min_lr" not in keys
+    assert "train.weight_decay" not in keys
+
+
+@pytest.mark.parametrize(
+    ("overrides", "path", "value"),
+    [
+        (["--train.lr", "1e-4"], "train.lr", 1e-4),
+        (["--train.lr=1"], "train.lr", 1.0),
+        (["train.lr=0.5"], "train.lr", 0.5),
+        ([("train.lr", 0.25)], "train.lr", 0.25),
+        (["--run.seed", "-3"], "run.seed", -3),
+        (["--run.overwrite", "true"], "run.overwrite", True),
+        (["--run.name", "bare-string"], "run.name", "bare-string"),
+        (["--run.name", "2026-01-02"], "run.name", "2026-01-02"),
+        (["--run.name", '"7"'], "run.name", "7"),
+        (["--data.system_prompt=a = b", "--data.apply_chat_template=true"], "data.system_prompt", "a = b"),
+        (["--rollout.stop", '["a", "b"]'], "rollout.stop", ("a", "b")),
+        (["--rollout.stop", "[]"], "rollout.stop", ()),
+        (["--data.label_key", "none", "--reward.function", "json:loads"], "data.label_key", None),
+        (["--train.recompute", "none"], "train.recompute", "none"),
+        (["--train.megatron.num_layers", "2"], "train.megatron", {"num_layers": 2}),
+    ],
+)
+def test_override_values(
+    load: Load, overrides: list[str | tuple[str, Any]], path: str, value: object
+) -> None:
+    section, key = path.split(".")
+    assert getattr(getattr(load({}, overrides, check_files=False).config, section), key) == value
+
+
+@pytest.mark.parametrize(
+    ("overrides", "text"),
+    [
+        (["--train.lr"], "train.lr: not set on the command line; needs a value: --train.lr VALUE"),
+        (["--train.lr", "--run.seed", "1"], "train.lr: not set on the command line; needs a value"),
+        (["--rollout.stop", "[a,b]"], "rollout.stop: found '[a,b]' on the command line; not valid TOML"),
+        (["--run.name", "7"], "write it in quotes: '\"7\"' on the command line"),
+        (
+            ["--rollout.stop", "a"],
+            "rollout.stop: found 'a' on the command line; must be a valid array: [\"a\"]",
+        ),
+        (["--on.fast.train.lr", "1"], "write --train.lr 1"),
+        (["--train.lr", "inf"], "train.lr: found inf on the command line; must be a finite number"),
+    ],
+)
+def test_bad_override(load: Load, overrides: list[str], text: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load({}, overrides)
+    assert text in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("tables", "text"),
+    [
+        ({"train": "lrr = 1"}, "train.lrr: found 1; unknown key; did you mean train.lr?"),
+        ({"algorithm": "lr = 1"}, "algorithm.lr: found 1; unknown key; did you mean train.lr?"),
+        ({"trian": ""}, "trian: found {}; unknown key; did you mean train?"),
+        ({"train": "qqq = 1"}, "train.qqq: found 1; unknown key; known here: engine, dtype"),
+        ({"run": "steps = 1.5"}, "run.steps: found 1.5; must be a valid integer"),
+        ({"run": 'steps = "5"'}, "run.steps: found '5'; must be a valid integer"),
+        ({"run": "overwrite = 1"}, "run.overwrite: found 1; must be a valid boolean"),
+        ({"train": 'dtype = "fp8"'}, "must be 'float32' or 'bfloat16', or \"none\""),
+        ({"on.fast.train": "lr = -1"}, "train.lr: found -1 in [on.fast]; must be greater than 0"),
+        ({"on.cpu.train": "lr = -1"}, "train.lr: found -1 in [on.cpu]; must be greater than 0"),
+        ({"on.elsewhere.train": "lrr = 1"}, "train.lrr: found 1 in [on.elsewhere]; unknown key"),
+        ({"on": "cpu = 3"}, "on.cpu: found 3; must be a table named after a backend"),
+        ({"on.CPU": ""}, "on.CPU: found {}; must be a table named after a backend"),
+        ({"on.cpu": "train = 3"}, "train: found 3 in [on.cpu]; must be a table"),
+    ],
+)
+def test_schema_problem(load: Load, tables: dict[str, str], text: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(tables)
+    assert text in str(caught.value)
+
+
+def test_a_table_for_a_backend_that_is_not_installed_is_checked_and_otherwise_left_alone(
+    load: Load, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert load({"on.elsewhere.train": "lr = 0.5"}).config.train.lr == 1e-6
+    assert "[on.elsewhere] is for a backend that is not installed" in caplog.text
+
+
+def test_all_problems_come_in_one_error(load: Load, plugins: Plugins) -> None:
+    class Strict:
+        @hookimpl
+        def check_config(self, config: Config, backend: BackendSpec) -> list[ConfigProblem]:
+            return [ConfigProblem(path="train.megatron", found={}, hint=f"no good on {backend.name}")]
+
+    plugins.register(Strict(), "strict")
+    tables = {
+        "run": "steps = 0",
+        "train": 'engine = "warp"\noptimizer_steps = 3',
+        "on.fast.eval": "interval = 0",
+        "rollout": "nope = 1",
+    }
+    with pytest.raises(ConfigError) as caught:
+        load(tables, ["--algorithm.clip_low", "2"])
+    text = str(caught.value)
+    assert "c.toml has 7 problems:" in text
+    for path in (
+        "run.steps",
+        "train.engine",
+        "train.optimizer_steps",
+        "eval.interval",
+        "rollout.nope",
+        "algorithm.clip_low",
+        "train.megatron",
+    ):
+        assert f"\n  {path}: found " in text
+    assert text.endswith("[AG201]")
+
+
+def test_a_missing_table_and_a_missing_key_say_what_goes_there(tmp_path: Path, plugins: Plugins) -> None:
+    path = tmp_path / "c.toml"
+    path.write_text("[model]\n[data]\ntrain = []")
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, backend="cpu", plugins=plugins)
+    text = str(caught.value)
+    assert "run: not set; required table; it needs name" in text
+    assert "reward: not set; required table; it needs function" in text
+    assert "model.path: not set; required: Hugging Face directory" in text
+    assert "data.train: found []; name at least one file" in text
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [(b"[run\n", "is not valid TOML: .*line 1"), (b"\xff", "is not UTF-8"), (None, "No such file")],
+)
+def test_unreadable_file(tmp_path: Path, plugins: Plugins, content: bytes | None, text: str) -> None:
+    path = tmp_path / "c.toml"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(ConfigError, match=text):
+        load_config(path, backend="cpu", plugins=plugins)
+
+
+def test_a_backend_that_cannot_run_here_is_resolved(load: Load) -> None:
+    assert load(backend="fast").backend.name == "fast"
+
+
+def test_an_unknown_backend_is_refused(load: Load) -> None:
+    with pytest.raises(UnknownBackendError, match="installed: cpu, fast"):
+        load(backend="slow")
+
+
+def test_the_resolved_config_loads_back_to_the_same(load: Load, tmp_path: Path, plugins: Plugins) -> None:
+    overrides = [
+        "--data.label_key=none",
+        "--reward.function=json:loads",
+        "--train.megatron.moe={ a = [1, 2.5], b = { c = true } }",
+        '--data.system_prompt="a\\n\\"b\\" = [c]"',
+        "--data.apply_chat_template=true",
+    ]
+    loaded = load({"on.cpu.train": "lr = 1e-10"}, overrides, check_files=False)
+    write_resolved(loaded.config, tmp_path / "resolved.toml")
+    again = load_config(tmp_path / "resolved.toml", backend="fast", plugins=plugins, check_files=False)
+    assert again.config == loaded.config
+    assert dump_config(again.config) == dump_config(loaded.config)
+    assert "[on." not in dump_config(loaded.config)
+
+
+def test_relative_paths_start_at_the_current_directory(
+    load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "here.jsonl").write_text("")
+    monkeypatch.chdir(elsewhere)
+    assert load({}, ['--data.train=["here.jsonl"]']).config.data.train == (Path("here.jsonl"),)
+    with pytest.raises(ConfigError, match=r"data.train\[0\].*relative paths start at the current directory"):
+        load({}, ['--data.train=["train.jsonl"]'])

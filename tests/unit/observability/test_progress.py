@@ -1,0 +1,154 @@
+"""What a run shows: lines without a terminal, a bar with time left on one, nothing left behind."""
+
+from __future__ import annotations
+
+import io
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+from rich.console import Console
+
+from anygauge.config import Config
+from anygauge.observability import plugin
+from anygauge.observability.progress import RunProgress
+from anygauge_hooks.errors import RolloutError
+from anygauge_hooks.types import RunInfo
+
+METRICS = {"rollout/reward_mean": 0.53125, "train/loss": -0.0123456, "train/entropy": 2.0}
+
+
+@pytest.fixture
+def run() -> RunInfo:
+    config = Config.model_validate(
+        {
+            "run": {"name": "demo"},
+            "model": {"path": "m"},
+            "data": {"train": ["t.jsonl"]},
+            "reward": {"function": "math"},
+        }
+    )
+    return RunInfo(name="demo", directory="/nowhere", backend="cpu", total_steps=4, config=config)
+
+
+@pytest.fixture(autouse=True)
+def plain_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep the terminal that runs the tests out of them."""
+    monkeypatch.setenv("TERM", "xterm")
+    for name in ("FORCE_COLOR", "NO_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def threads() -> Iterator[None]:
+    """Fail if a thread that the test started goes on after it."""
+    before = set(threading.enumerate())
+    yield
+    for thread in set(threading.enumerate()) - before:
+        thread.join(10)
+        assert not thread.is_alive()
+
+
+@pytest.fixture
+def output() -> io.StringIO:
+    return io.StringIO()
+
+
+def ticks(*seconds: float) -> Iterator[float]:
+    """Return a clock's readings; the last one stays."""
+    yield from seconds
+    while True:
+        yield seconds[-1]
+
+
+def progress_on(output: io.StringIO, *seconds: float, terminal: bool = False) -> RunProgress:
+    clock = ticks(*seconds)
+    return RunProgress(
+        lambda: Console(file=output, force_terminal=terminal, width=160),
+        lambda: next(clock),
+    )
+
+
+def test_lines_without_a_terminal(run: RunInfo, output: io.StringIO) -> None:
+    progress = progress_on(output, 0.0, 60.0, 60.0, 100.0, 100.0, 4000.0)
+    progress.before_train(run)
+    progress.after_train_step(replace(run, step=1), METRICS)
+    progress.after_train_step(replace(run, step=2), METRICS)
+    progress.after_train(replace(run, step=2))
+    assert output.getvalue().splitlines() == [
+        "run demo: 4 steps on backend cpu",
+        "step 1/4  reward 0.5312  loss -0.01235  60 s/step  3:00 left",
+        "step 2/4  reward 0.5312  loss -0.01235  40 s/step  1:40 left",
+        "run demo: 2 steps in 1:06:40",
+    ]
+
+
+def test_evaluations_have_a_line_and_are_not_in_the_step_time(run: RunInfo, output: io.StringIO) -> None:
+    progress = progress_on(output, 0.0, 50.0, 60.0)
+    progress.before_train(run)
+    progress.after_evaluate(run, {"eval/reward_mean": 0.25, "eval/prompts": 512, "eval/step": 0})
+    progress.after_train_step(replace(run, step=1), {})
+    assert output.getvalue().splitlines()[1:] == [
+        "eval at step 0  prompts 512  reward_mean 0.25",
+        "step 1/4  10 s/step  3:00 left",
+    ]
+
+
+def test_time_left_of_a_resumed_run_counts_its_own_steps(run: RunInfo, output: io.StringIO) -> None:
+    progress = progress_on(output, 0.0, 7.0)
+    progress.before_train(replace(run, step=2))
+    progress.after_train_step(replace(run, step=3), {})
+    assert output.getvalue().splitlines()[-1] == "step 3/4  7 s/step  0:07 left"
+
+
+def test_the_bar_on_a_terminal(run: RunInfo, output: io.StringIO, threads: None) -> None:
+    progress = progress_on(output, 0.0, 0.0, 2.0, terminal=True)
+    progress.before_train(run)
+    progress.after_evaluate(run, {"eval/reward_mean": 0.25})
+    progress.after_train_step(replace(run, step=1), METRICS)
+    progress.after_train(replace(run, step=1))
+    text = output.getvalue()
+    for part in ("demo", "1/4", "reward 0.5312", "2 s/step", "eval at step 0  reward_mean 0.25", "left"):
+        assert part in text
+    assert text.endswith("run demo: 1 steps in 0:02\n")
+
+
+def test_the_bar_can_be_switched_off(run: RunInfo, output: io.StringIO) -> None:
+    config = run.config.model_copy(update={"run": run.config.run.model_copy(update={"progress": False})})
+    progress = progress_on(output, 0.0, terminal=True)
+    progress.before_train(replace(run, config=config))
+    assert output.getvalue() == "run demo: 4 steps on backend cpu\n"
+
+
+def test_an_error_takes_the_bar_away_first(run: RunInfo, output: io.StringIO, threads: None) -> None:
+    progress = progress_on(output, 0.0, terminal=True)
+    progress.before_train(run)
+    progress.on_error(replace(run, step=1), RolloutError("no memory"))
+    assert output.getvalue().endswith("run demo: stopped at step 1/4 by RolloutError\n")
+    progress.after_train(replace(run, step=1))
+    assert output.getvalue().endswith("run demo: 1 steps in 0:00\n")
+
+
+def test_a_run_that_never_began_shows_nothing(run: RunInfo, output: io.StringIO) -> None:
+    progress = progress_on(output, 0.0)
+    progress.on_error(run, RolloutError("no memory"))
+    progress.after_train(run)
+    assert output.getvalue() == ""
+
+
+def test_the_plugin_observes_with_its_hooks(run: RunInfo, capsys: pytest.CaptureFixture[str]) -> None:
+    plugin.before_train(run=run)
+    plugin.after_evaluate(run=run, metrics={"eval/reward_mean": 0.5})
+    plugin.after_train_step(run=replace(run, step=1), metrics=METRICS)
+    plugin.on_error(run=replace(run, step=1), error=RolloutError("no memory"))
+    plugin.after_train(run=replace(run, step=1))
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == ["run", "eval", "step", "run", "run"]
+
+
+def test_report_environment() -> None:
+    facts = plugin.report_environment()
+    assert set(facts) == {"python", "platform", "cpus", "memory"}
+    assert "usable of" in facts["cpus"]
+    assert "GiB available of" in facts["memory"]

@@ -1,0 +1,329 @@
+"""Loading, the checks at load time, how answers combine, and backend selection."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Mapping
+from importlib.metadata import EntryPoint, EntryPoints
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pluggy
+import pytest
+
+from anygauge import plugins as plugins_module
+from anygauge.plugins import (
+    DEFAULT_PLUGINS,
+    Plugins,
+    find_backend,
+    load_plugins,
+    probe_backend,
+    published_backends,
+    select_backend,
+)
+from anygauge_hooks import PROJECT, hookimpl, specs
+from anygauge_hooks.errors import (
+    BackendUnavailableError,
+    ConfigConflictError,
+    DuplicateNameError,
+    PluginError,
+    UnknownBackendError,
+    UnknownNameError,
+)
+from anygauge_hooks.types import Availability, BackendSpec, NamedFunction
+
+Install = Callable[[Mapping[str, str]], None]
+
+
+def backend(name: str, *, ok: bool = True, probe: Callable[[], Availability] | None = None) -> BackendSpec:
+    found = Availability(ok=ok, reason="" if ok else "no device", hint=None if ok else "Plug it in.")
+    return BackendSpec(
+        name=name,
+        device_type=name,
+        dist_backend="gloo",
+        probe=probe or (lambda: found),
+        ray_options=lambda count: {},
+        local_device=lambda ids, env: 0,
+    )
+
+
+class Provides:
+    """A plugin that registers backends."""
+
+    def __init__(self, *specs: BackendSpec) -> None:
+        self.specs = specs
+
+    @hookimpl
+    def register_backends(self) -> tuple[BackendSpec, ...]:
+        return self.specs
+
+
+def plugin(**functions: Callable[..., Any]) -> SimpleNamespace:
+    return SimpleNamespace(**{name: hookimpl(function) for name, function in functions.items()})
+
+
+@pytest.fixture
+def plugins() -> Plugins:
+    plugins = Plugins(pluggy.PluginManager(PROJECT))
+    plugins.manager.add_hookspecs(specs)
+    plugins.register(Provides(backend("cpu")), "cpu")
+    return plugins
+
+
+@pytest.fixture
+def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Install:
+    """Return a function that makes modules and declares an entry point for each, instead of the real ones."""
+
+    def install(sources: Mapping[str, str]) -> None:
+        monkeypatch.syspath_prepend(str(tmp_path))
+        entries = []
+        for name, source in sources.items():
+            module = f"installed_{name}"
+            (tmp_path / f"{module}.py").write_text(source)
+            monkeypatch.delitem(sys.modules, module, raising=False)
+            entries.append(EntryPoint(name, module, plugins_module.PLUGINS_GROUP))
+        found = EntryPoints(entries)
+        monkeypatch.setattr(plugins_module, "entry_points", lambda group: found.select(group=group))
+
+    return install
+
+
+# -------------------------------------------------------------------------
+# Loading
+# -------------------------------------------------------------------------
+
+
+def test_the_cores_own_plugins_and_the_installed_ones_load() -> None:
+    plugins = load_plugins()
+    assert plugins.load_errors == {}
+    names = {name for name, _ in plugins.manager.list_name_plugin()}
+    assert {*DEFAULT_PLUGINS, "cpu", "models"} <= names
+
+
+def test_only_the_named_entry_points_load() -> None:
+    names = {name for name, _ in load_plugins(only=["cpu"]).manager.list_name_plugin()}
+    assert "cpu" in names
+    assert "models" not in names
+
+
+GOOD = """
+from anygauge_hooks import hookimpl
+
+@hookimpl
+def report_environment():
+    return {"good": "yes"}
+"""
+
+
+@pytest.mark.parametrize(
+    ("source", "reason"),
+    [
+        ("import no_such_library", "No module named 'no_such_library'"),
+        ("raise SyntaxError('bad')", "bad"),
+        (GOOD.replace("report_environment", "report_environmant"), "unknown hook 'report_environmant'"),
+        (GOOD.replace("report_environment()", "report_environment(colour)"), "colour"),
+    ],
+)
+def test_a_broken_plugin_is_kept_with_its_reason_and_the_others_load(
+    install: Install, source: str, reason: str
+) -> None:
+    install({"broken": source, "good": GOOD})
+    plugins = load_plugins()
+    assert list(plugins.load_errors) == ["broken"]
+    assert reason in str(plugins.load_errors["broken"])
+    assert {"good": "yes"} in [answer for _, answer in plugins.answers("report_environment")]
+    assert plugins.manager.get_plugin("broken") is None
+
+
+def test_the_reason_is_raised_when_the_plugin_is_asked_for(install: Install) -> None:
+    install({"broken": "import no_such_library"})
+    plugins = load_plugins()
+    plugins.register(Provides(backend("cpu")), "cpu")
+    with pytest.raises(BackendUnavailableError, match="no_such_library"):
+        select_backend(plugins, "broken")
+    with pytest.raises(UnknownNameError, match=r"failed to load: broken \(ModuleNotFoundError"):
+        plugins.get("register_reward_functions", "broken")
+
+
+def test_registering_a_broken_plugin_leaves_nothing_of_it(plugins: Plugins) -> None:
+    broken = plugin(report_environment=lambda: {"half": "yes"}, report_weather=lambda: None)
+    with pytest.raises(PluginError, match="'broken' breaks the contract: unknown hook 'report_weather'"):
+        plugins.register(broken, "broken")
+    assert plugins.collect("report_environment") == []
+
+
+def test_a_wrong_argument_names_the_plugin_and_the_argument(plugins: Plugins) -> None:
+    with pytest.raises(PluginError, match=r"'odd' breaks the contract(.|\n)*colour"):
+        plugins.register(plugin(after_train=lambda run, colour: None), "odd")
+
+
+# -------------------------------------------------------------------------
+# How answers combine
+# -------------------------------------------------------------------------
+
+
+def rewards(*names: str) -> Callable[[], list[NamedFunction]]:
+    return lambda: [NamedFunction(name=name, fn=len) for name in names]
+
+
+def test_named_items_are_found_by_name_and_owner(plugins: Plugins) -> None:
+    plugins.register(plugin(register_reward_functions=rewards("a", "b")), "one")
+    plugins.register(plugin(register_reward_functions=lambda: None), "none")
+    plugins.register(plugin(register_reward_functions=rewards("c")), "two")
+    assert set(plugins.named("register_reward_functions")) == {"a", "b", "c"}
+    assert plugins.get("register_reward_functions", "c").fn is len
+    assert plugins.owner("register_reward_functions", "c") == "two"
+
+
+def test_two_owners_of_a_name_are_both_named(plugins: Plugins) -> None:
+    plugins.register(plugin(register_reward_functions=rewards("a")), "one")
+    plugins.register(plugin(register_reward_functions=rewards("a")), "two")
+    with pytest.raises(DuplicateNameError, match="'a' is registered by one and by two"):
+        plugins.named("register_reward_functions")
+
+
+def test_an_unknown_name_lists_what_there_is(plugins: Plugins) -> None:
+    plugins.register(plugin(register_reward_functions=rewards("b", "a")), "one")
+    with pytest.raises(UnknownNameError, match="'x' for reward functions; available: a, b"):
+        plugins.get("register_reward_functions", "x")
+
+
+def test_mappings_are_merged_and_a_conflict_names_both(plugins: Plugins) -> None:
+    cpu = backend("cpu")
+    plugins.register(plugin(worker_env=lambda: {"A": "1"}), "one")
+    plugins.register(plugin(worker_env=lambda role: {"A": "1", "B": role}), "two")
+    assert plugins.merged("worker_env", backend=cpu, role="actor") == {"A": "1", "B": "actor"}
+    plugins.register(plugin(worker_env=lambda: {"A": "2"}), "three")
+    with pytest.raises(ConfigConflictError, match=r"sets A=1 and three sets A=2"):
+        plugins.merged("worker_env", backend=cpu, role="actor")
+
+
+@pytest.mark.parametrize(
+    ("hook", "arguments"),
+    [
+        ("make_process_group_options", {"group_name": "default", "timeout_s": 9.0}),
+        ("get_spec_provider", {"kernels": None}),
+        ("make_jit_fuser", {}),
+        (
+            "make_optimizer",
+            {"param_groups": [], "lr": 1.0, "betas": (0.9, 0.9), "eps": 1.0, "weight_decay": 0.0},
+        ),
+    ],
+)
+def test_the_first_answer_that_is_not_none_is_taken(
+    plugins: Plugins, hook: str, arguments: dict[str, Any]
+) -> None:
+    def answer(backend: BackendSpec) -> str | None:
+        return f"for {backend.name}" if backend.name == "fast" else None
+
+    assert plugins.first(hook, backend=backend("fast"), **arguments) is None
+    plugins.register(plugin(**{hook: answer}), "fast")
+    plugins.register(plugin(**{hook: lambda: None}), "other")
+    assert plugins.first(hook, backend=backend("fast"), **arguments) == "for fast"
+    assert plugins.first(hook, backend=backend("cpu"), **arguments) is None
+
+
+@pytest.mark.parametrize(
+    ("hook", "arguments"),
+    [
+        ("before_train", {}),
+        ("after_rollout", {"groups": ()}),
+        ("after_train_step", {"metrics": {}}),
+        ("after_weight_sync", {"version": 3}),
+        ("after_evaluate", {"metrics": {}}),
+        ("on_error", {"error": ValueError()}),
+        ("after_train", {}),
+    ],
+)
+def test_every_observer_is_called_and_its_error_is_not_lost(
+    plugins: Plugins, hook: str, arguments: dict[str, Any]
+) -> None:
+    seen: list[object] = []
+
+    def fail(run: object) -> None:
+        raise ZeroDivisionError
+
+    def watch(run: object) -> None:
+        seen.append(run)
+
+    plugins.register(plugin(**{hook: watch}), "one")
+    plugins.notify(hook, run="run", **arguments)
+    assert seen == ["run"]
+    plugins.register(plugin(**{hook: fail}), "three")
+    with pytest.raises(ZeroDivisionError):
+        plugins.notify(hook, run="run", **arguments)
+
+
+def test_a_backend_without_a_device_is_a_contract_error(plugins: Plugins) -> None:
+    with pytest.raises(PluginError, match="No plugin makes a device for backend 'cpu'"):
+        plugins.make_device(backend("cpu"), 0)
+    plugins.register(plugin(make_device=lambda backend, index: (backend.name, index)), "devices")
+    assert plugins.make_device(backend("cpu"), 1) == ("cpu", 1)
+
+
+def test_workers_are_prepared_by_every_plugin(plugins: Plugins) -> None:
+    seen: list[str] = []
+
+    def prepare_worker(phase: str) -> None:
+        seen.append(phase)
+
+    plugins.register(plugin(prepare_worker=prepare_worker), "one")
+    plugins.prepare_worker(backend("cpu"), "actor", "before_vendor_import")
+    assert seen == ["before_vendor_import"]
+
+
+# -------------------------------------------------------------------------
+# Backend selection
+# -------------------------------------------------------------------------
+
+
+def test_without_a_usable_accelerator_the_host_is_taken_and_the_reason_kept(plugins: Plugins) -> None:
+    plugins.register(Provides(backend("fast", ok=False)), "fast")
+    spec, reason = select_backend(plugins)
+    assert spec.name == "cpu"
+    assert reason == "no accelerator backend is usable (fast: no device)"
+
+
+def test_the_only_usable_accelerator_is_taken(plugins: Plugins) -> None:
+    plugins.register(Provides(backend("fast"), backend("slow", ok=False)), "two")
+    assert select_backend(plugins)[0].name == "fast"
+
+
+def test_two_usable_accelerators_need_a_choice(plugins: Plugins) -> None:
+    plugins.register(Provides(backend("fast"), backend("slow")), "two")
+    with pytest.raises(BackendUnavailableError, match=r"usable here: fast, slow(.|\n)*--backend fast"):
+        select_backend(plugins)
+    assert select_backend(plugins, "slow") == (plugins.named("register_backends")["slow"], "asked for")
+
+
+def test_a_backend_that_was_asked_for_is_never_replaced(plugins: Plugins) -> None:
+    plugins.register(Provides(backend("fast", ok=False)), "fast")
+    with pytest.raises(BackendUnavailableError, match=r"cannot run on this host: no device(.|\n)*Plug it in"):
+        select_backend(plugins, "fast")
+
+
+def test_a_probe_that_raises_is_a_no(plugins: Plugins) -> None:
+    def probe() -> Availability:
+        raise OSError("libvendor.so")
+
+    state = probe_backend(backend("fast", probe=probe))
+    assert not state.ok
+    assert "libvendor.so" in state.reason
+
+
+def test_a_backend_is_found_whether_or_not_it_can_run(plugins: Plugins) -> None:
+    plugins.register(Provides(backend("fast", ok=False)), "fast")
+    found = plugins.named("register_backends")
+    assert find_backend(plugins, found, "fast").name == "fast"
+    with pytest.raises(UnknownBackendError, match="Unknown backend 'nope'; installed: cpu, fast"):
+        find_backend(plugins, found, "nope")
+
+
+def test_a_published_backend_comes_with_its_command(plugins: Plugins) -> None:
+    names = published_backends()
+    assert len(names) == 2
+    for name in names:
+        with pytest.raises(UnknownBackendError, match=re.escape(f"pip install 'anygauge[{name}]'")):
+            find_backend(plugins, plugins.named("register_backends"), name)

@@ -1,0 +1,91 @@
+"""Where workers go: bundles, slots, ranks, devices, threads."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from anygauge.trainer.placement import bundle_of, check_capacity, host_slots, placement_error, rank_order
+from anygauge.trainer.worker import host_cores, local_accelerator_ids, set_threads
+from anygauge_hooks.errors import PlacementError
+from anygauge_hooks.types import Availability, BackendSpec
+
+
+def make_backend(device_type: str, options: Mapping[str, Any], env: str | None = None) -> BackendSpec:
+    return BackendSpec(
+        name="made_up",
+        device_type=device_type,
+        dist_backend="gloo",
+        probe=lambda: Availability(ok=True),
+        ray_options=lambda count: options,
+        local_device=lambda ids, environ: 0,
+        visible_devices_env=env,
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "bundle"),
+    [
+        ({"num_gpus": 1}, {"GPU": 1.0}),
+        ({"num_cpus": 0, "resources": {"slot": 1}}, {"slot": 1.0}),
+        ({"num_cpus": 2, "resources": {"slot": 0.5}}, {"CPU": 2.0, "slot": 0.5}),
+    ],
+)
+def test_actor_options_become_a_bundle(options: Mapping[str, Any], bundle: Mapping[str, float]) -> None:
+    assert bundle_of(options) == bundle
+
+
+def test_a_cluster_of_our_own_has_a_slot_for_each_host_worker() -> None:
+    assert host_slots(make_backend("cpu", {"num_cpus": 0, "resources": {"slot": 1}}), 3) == {"slot": 3}
+
+
+def test_accelerators_are_never_declared() -> None:
+    assert host_slots(make_backend("chip", {"resources": {"CHIP": 1}}), 3) == {}
+
+
+def test_neighbouring_ranks_share_a_node() -> None:
+    assert rank_order({0: "b", 1: "a", 2: "b", 3: "a"}) == [0, 2, 1, 3]
+
+
+def test_a_cluster_that_is_large_enough_passes() -> None:
+    check_capacity({"GPU": 1.0}, 3, {"a": {"GPU": 2.0}, "b": {"GPU": 1.0}})
+
+
+def test_a_cluster_that_is_too_small_is_refused_at_once() -> None:
+    with pytest.raises(PlacementError, match="too small"):
+        check_capacity({"GPU": 2.0}, 2, {"a": {"GPU": 3.0}, "b": {"GPU": 1.0}})
+
+
+def test_the_error_shows_what_was_requested_and_what_each_node_has() -> None:
+    error = placement_error({"slot": 1.0}, 3, {"b": {}, "a": {"slot": 2.0, "CPU": 8.0}}, "No room")
+    assert str(error).splitlines()[:3] == [
+        "No room: requested 3 x {slot: 1}, available:",
+        "  node a: slot: 2",
+        "  node b: slot: 0",
+    ]
+    assert "--resources" in str(error)
+
+
+def test_local_workers_take_the_device_at_their_rank() -> None:
+    assert local_accelerator_ids(make_backend("chip", {}), 1, {}) == ["1"]
+    assert local_accelerator_ids(make_backend("chip", {}, "CHIPS"), 1, {"CHIPS": "4, 6"}) == ["6"]
+
+
+def test_a_rank_without_a_visible_device_is_an_error() -> None:
+    with pytest.raises(PlacementError, match="CHIPS='4' shows 1"):
+        local_accelerator_ids(make_backend("chip", {}, "CHIPS"), 1, {"CHIPS": "4"})
+
+
+@pytest.mark.parametrize(
+    ("requested", "workers", "threads"), [(3, 8, 3), (0, 1, host_cores()), (0, 10**6, 1)]
+)
+def test_cores_are_divided_among_the_workers_of_a_host(
+    requested: int, workers: int, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen: list[int] = []
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setattr("torch.set_num_threads", chosen.append)
+    set_threads(requested, workers)
+    assert chosen == [threads]
