@@ -31,9 +31,11 @@ demo: $(VENV)/.cpu ## train a tiny Qwen3 with GRPO on CPU until its reward has r
 
 soak: $(VENV)/.cpu ## the demo with each of SEEDS, each from a policy of its own
 	for seed in $(SEEDS); do \
-	  $(BIN)/python examples/arithmetic/make_inputs.py --seed $$seed --out runs/arithmetic-inputs-$$seed; \
-	  $(BIN)/anygauge train examples/arithmetic_grpo.toml --backend cpu --run.seed $$seed \
-	    --run.name arithmetic-soak-$$seed --model.path runs/arithmetic-inputs-$$seed/model; \
+	  inputs=runs/arithmetic-inputs-$$seed; \
+	  $(BIN)/python examples/arithmetic/make_inputs.py --seed $$seed --out $$inputs; \
+	  $(BIN)/anygauge train examples/arithmetic_grpo.toml --backend cpu \
+	    --run.seed $$seed --run.name arithmetic-soak-$$seed --model.path $$inputs/model \
+	    --data.train "[\"$$inputs/train.jsonl\"]" --eval.data "[\"$$inputs/eval.jsonl\"]"; \
 	done
 
 test: $(VENV)/.dev ## install the test tools and run the tests

@@ -127,6 +127,13 @@ class Plugins:
                 union[key], owners[key] = value, owner
         return union
 
+    def environment(self) -> dict[str, str]:
+        """Return what plugins report about the host; the first value of a name is kept."""
+        facts: dict[str, str] = {}
+        for _, answer in self.answers("report_environment"):
+            facts = {**answer, **facts}
+        return facts
+
     def first(self, hook: str, **arguments: Any) -> Any:
         """Return the first answer of a hook that is not ``None``, or ``None``."""
         return getattr(self.manager.hook, hook)(**arguments)

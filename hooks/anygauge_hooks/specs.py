@@ -301,7 +301,7 @@ def register_reward_functions() -> Iterable[NamedFunction] | None:
 
 @hookspec
 def register_data_sources() -> Iterable[NamedFunction] | None:
-    """Return data sources: ``fn(config, tokenizer) -> source``.
+    """Return data sources: ``fn(data, tokenizer, seed) -> source``.
 
     Called when the config is checked and when the run is built.
 

@@ -9,7 +9,6 @@ from collections.abc import Callable
 import psutil
 import pytest
 
-from anygauge.testing.workers import Unpicklable
 from anygauge.trainer.worker_group import WorkerGroup
 from anygauge_hooks.errors import WorkerDiedError, WorkerFailedError
 
@@ -32,8 +31,10 @@ def test_an_exit_is_described(launch: Launch, how: str, text: str) -> None:
     assert ("Fatal Python error" in str(caught.value)) == (how == "SIGSEGV")
 
 
-def test_what_a_worker_started_ends_with_it(launch: Launch) -> None:
+def test_a_worker_leads_a_session_that_ends_with_it(launch: Launch) -> None:
     with launch("local", 1) as group:
+        pid = group.workers[0].pid
+        assert os.getsid(pid) == os.getpgid(pid) == pid
         [child] = group.call("start_child")
         process = psutil.Process(child)
         assert process.is_running()
@@ -50,12 +51,6 @@ def test_what_a_dead_worker_started_ends_too(launch: Launch) -> None:
     assert _gone(process)
 
 
-def test_a_worker_leads_its_own_session(launch: Launch) -> None:
-    with launch("local", 1) as group:
-        pid = group.workers[0].pid
-        assert os.getsid(pid) == os.getpgid(pid) == pid
-
-
 def test_workers_import_from_where_the_driver_does(
     launch: Launch, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -68,16 +63,10 @@ def test_workers_import_from_where_the_driver_does(
         assert group.call("hello") == ["worker_of_a_user"]
 
 
-def test_a_worker_class_that_is_missing_names_itself(launch: Launch) -> None:
-    with pytest.raises(WorkerFailedError, match="has no attribute 'Nobody'"):
-        launch("local", 1, worker_class="anygauge.testing.workers:Nobody")
-
-
-def test_an_error_that_does_not_pickle_keeps_its_text(launch: Launch) -> None:
-    group = launch("local", 1)
-    with pytest.raises(WorkerFailedError, match=f"{Unpicklable.__name__}: cannot travel") as caught:
-        group.call("fail", rank=0, kind="unpicklable")
-    assert caught.value.__cause__ is None
+def test_a_worker_that_cannot_be_made_ends_the_start(launch: Launch) -> None:
+    with pytest.raises(WorkerFailedError, match="no such data") as caught:
+        launch("local", worker_class="anygauge.testing.workers:BrokenWorker")
+    assert str(caught.value).startswith("Rank 1 (actor, pid ")
 
 
 def _gone(process: psutil.Process) -> bool:

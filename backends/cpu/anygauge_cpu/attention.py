@@ -46,8 +46,8 @@ def _attend_equal(
     q: Tensor, k: Tensor, v: Tensor, lengths: tuple[int, ...], scale: float, causal: bool
 ) -> Tensor:
     """Attend where every sequence has the same length: the batch is a view."""
-    shape = (len(lengths), lengths[0])
-    queries, keys, values = (x.unflatten(0, shape).transpose(1, 2) for x in (q, k, v))
+    shape = len(lengths), lengths[0]
+    queries, keys, values = (x.view(*shape, *x.shape[1:]).transpose(1, 2) for x in (q, k, v))
     return _attend(queries, keys, values, scale, causal).transpose(1, 2).flatten(0, 1)
 
 

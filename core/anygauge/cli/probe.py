@@ -14,7 +14,7 @@ import sys
 from importlib.metadata import entry_points
 from typing import Any
 
-from anygauge.plugins import Plugins, load_plugins, probe_backend
+from anygauge.plugins import load_plugins, probe_backend
 from anygauge_hooks.types import Availability, BackendSpec
 
 __all__ = ["main"]
@@ -69,15 +69,8 @@ def _plugins() -> dict[str, Any]:
     plugins = load_plugins()
     return {
         "errors": {name: repr(error) for name, error in plugins.load_errors.items()},
-        "environment": _environment(plugins),
+        "environment": plugins.environment(),
     }
-
-
-def _environment(plugins: Plugins) -> dict[str, str]:
-    facts: dict[str, str] = {}
-    for _, answer in plugins.answers("report_environment"):
-        facts = {**answer, **facts}
-    return facts
 
 
 if __name__ == "__main__":

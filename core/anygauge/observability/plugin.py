@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import platform
 
 from anygauge.observability.progress import RunProgress
@@ -28,12 +27,12 @@ def register_trackers() -> list[TrackerSpec]:
 @hookimpl
 def report_environment() -> dict[str, str]:
     """Return the interpreter, the host, its CPUs and its memory."""
-    import psutil
+    from anygauge.observability.host import read_cpus, read_memory
 
-    memory = psutil.virtual_memory()
+    cpus, memory = read_cpus(), read_memory()
     return {
         "python": f"{platform.python_version()} ({platform.python_implementation()})",
         "platform": platform.platform(),
-        "cpus": f"{len(os.sched_getaffinity(0))} usable of {os.cpu_count()}",
+        "cpus": f"{cpus.usable:g} usable of {cpus.present}",
         "memory": f"{memory.available / 2**30:.1f} GiB available of {memory.total / 2**30:.1f} GiB",
     }

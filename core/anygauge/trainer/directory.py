@@ -1,8 +1,10 @@
-"""The run directory: ``config.toml``, ``metrics.jsonl``, ``logs/``, ``hf/``."""
+"""The run directory: ``config.toml``, ``environment.json``, ``metrics.jsonl``, ``logs/``, ``hf/``."""
 
 from __future__ import annotations
 
+import json
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 
 from anygauge.config import Config
@@ -14,9 +16,10 @@ __all__ = ["open_run_directory"]
 CONFIG_FILE = "config.toml"
 
 
-def open_run_directory(config: Config) -> Path:
+def open_run_directory(config: Config, environment: Mapping[str, str]) -> Path:
     """Make the run's directory, with the resolved config in it, and return its absolute path.
 
+    :param environment: Facts about the host, kept beside the config.
     :raises CheckpointError: It holds something, and ``run.overwrite`` is not set or it is no earlier run.
     """
     directory = (config.run.directory / config.run.name).resolve()
@@ -24,6 +27,7 @@ def open_run_directory(config: Config) -> Path:
         _clear(directory, overwrite=config.run.overwrite)
     (directory / "logs").mkdir(parents=True, exist_ok=True)
     write_resolved(config, directory / CONFIG_FILE)
+    (directory / "environment.json").write_text(json.dumps(dict(environment), indent=2) + "\n")
     return directory
 
 

@@ -272,7 +272,7 @@ def _attach(address: str) -> None:
 
 
 def _check_reachable(address: str) -> None:
-    """Raise :class:`OSError` if nobody listens at ``host:port``; Ray finds out after two minutes, and exits."""
+    """Raise :class:`OSError` if nobody listens at ``host:port``; Ray needs two minutes, and exits."""
     host, _, port = address.rpartition(":")
     if host and port.isdecimal() and "://" not in address:
         socket.create_connection((host, int(port)), timeout=REACH_S).close()

@@ -18,6 +18,8 @@ from anygauge.plugins import Plugins
 from anygauge.rollout.rewards import score
 from anygauge.trainer.placement import WorkerGroup
 from anygauge.trainer.plan import group_samples, plan_steps, sample_seeds, split_evenly, train_samples
+from anygauge.trainer.state import RunState
+from anygauge.trainer.worker_group import Arguments
 from anygauge_hooks.rl import Group, Prompt, Sample, SamplingParams
 from anygauge_hooks.types import RunInfo, Tracker
 
@@ -38,9 +40,12 @@ class Loop:
     eval_prompts: Sequence[Prompt]
     reward: Callable[..., float]
     trackers: Sequence[Tracker]
-    info: RunInfo
-    version: int = 0
-    """Of the weights in the rollout engines."""
+    state: RunState
+
+    @property
+    def info(self) -> RunInfo:
+        """The run as it stands."""
+        return self.state.info
 
     @property
     def num_workers(self) -> int:
@@ -48,19 +53,18 @@ class Loop:
         return self.config.placement.num_workers
 
 
-def run_loop(loop: Loop) -> RunInfo:
-    """Run every step and return the run as it ended."""
+def run_loop(loop: Loop) -> None:
+    """Run every step."""
     loop.plugins.notify("before_train", run=loop.info)
     interval, total = loop.config.eval.interval, loop.config.run.steps
     evaluate(loop)
     for step in range(1, total + 1):
         metrics = train_one(loop, step)
-        loop.info = replace(loop.info, step=step)
+        loop.state.finish_step(step)
         track(loop, metrics)
         loop.plugins.notify("after_train_step", run=loop.info, metrics=metrics)
         if step % interval == 0 or step == total:
             evaluate(loop)
-    return loop.info
 
 
 def train_one(loop: Loop, step: int) -> dict[str, float]:
@@ -83,7 +87,7 @@ def generate(loop: Loop, prompts: Sequence[Prompt], stream: int, step: int) -> l
     params = rollout_params(config) if stream == TRAIN_STREAM else eval_params(config)
     seeds = sample_seeds(seed, stream, step, len(prompts), count)
     parts = split_evenly(len(prompts), loop.num_workers)
-    shares = [((prompts[part], params, seeds[part]), {}) for part in parts]
+    shares: list[Arguments] = [((prompts[part], params, seeds[part]), {}) for part in parts]
     return [samples for share in loop.workers.call("generate", per_rank=shares) for samples in share]
 
 
@@ -147,9 +151,9 @@ def mean_over_steps(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 def sync_weights(loop: Loop) -> None:
     """Give the new weights to every rollout engine."""
-    loop.version += 1
-    loop.workers.call("sync_weights", version=loop.version)
-    loop.plugins.notify("after_weight_sync", run=loop.info, version=loop.version)
+    loop.state.version += 1
+    loop.workers.call("sync_weights", version=loop.state.version)
+    loop.plugins.notify("after_weight_sync", run=loop.info, version=loop.state.version)
 
 
 def measure(loop: Loop, groups: Sequence[Group], wall_s: float) -> dict[str, float]:

@@ -15,6 +15,7 @@ from anygauge.rollout.rewards import resolve_reward
 from anygauge.trainer.directory import open_run_directory
 from anygauge.trainer.loop import Loop, run_loop
 from anygauge.trainer.placement import launch_workers, terminate_as_exception
+from anygauge.trainer.state import RunState
 from anygauge_hooks.errors import CheckpointError
 from anygauge_hooks.rl import Prompt
 from anygauge_hooks.types import RunInfo, Tracker
@@ -39,7 +40,7 @@ def train(loaded: LoadedConfig, plugins: Plugins) -> RunInfo:
     )
     eval_prompts = load_eval_prompts(config, plugins, tokenizer)
     reward = resolve_reward(config.reward.function, plugins, config.reward.options)
-    directory = open_run_directory(config)
+    directory = open_run_directory(config, plugins.environment())
     info = RunInfo(
         name=config.run.name,
         directory=str(directory),
@@ -47,23 +48,18 @@ def train(loaded: LoadedConfig, plugins: Plugins) -> RunInfo:
         total_steps=config.run.steps,
         config=config,
     )
-    with terminate_as_exception(), observed(plugins, info), ExitStack() as stack:
+    state = RunState(info)
+    with terminate_as_exception(), ExitStack() as stack, observed(plugins, state):
         trackers = open_trackers(config, plugins, info, stack)
         workers = stack.enter_context(
             launch_workers(
-                config,
-                loaded.backend,
-                plugins,
-                worker_class=ACTOR,
-                role="actor",
-                run_directory=directory,
+                config, loaded.backend, plugins, worker_class=ACTOR, role="actor", run_directory=directory
             )
         )
-        loop = Loop(config, plugins, workers, source, eval_prompts, reward, trackers, info)
-        final = run_loop(loop)
+        run_loop(Loop(config, plugins, workers, source, eval_prompts, reward, trackers, state))
         if config.run.save_hf:
             workers.call("save_hf", path=str(directory / "hf"))
-    return final
+    return state.info
 
 
 def load_tokenizer(directory: Path) -> Any:
@@ -100,12 +96,12 @@ def open_trackers(config: Config, plugins: Plugins, info: RunInfo, stack: ExitSt
 
 
 @contextmanager
-def observed(plugins: Plugins, info: RunInfo) -> Iterator[None]:
-    """Tell the observers of an error, and of the end."""
+def observed(plugins: Plugins, state: RunState) -> Iterator[None]:
+    """Tell the observers of an error, and of the end, while the workers are still there."""
     try:
         yield
     except BaseException as error:
-        plugins.notify("on_error", run=info, error=error)
+        plugins.notify("on_error", run=state.info, error=error)
         raise
     finally:
-        plugins.notify("after_train", run=info)
+        plugins.notify("after_train", run=state.info)

@@ -6,7 +6,6 @@ import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import NoReturn
 
 __all__ = ["terminate_as_exception"]
 
@@ -21,19 +20,23 @@ def terminate_as_exception() -> Iterator[None]:
     shut-down that it starts has deadlines of its own. A signal that the process was told to ignore stays
     ignored. Call it from the main thread.
     """
-    handlers = {number: signal.getsignal(number) for number in SIGNALS}
-    caught = [number for number, handler in handlers.items() if handler is signal.SIG_DFL]
+    received: list[int] = []
+
+    def raise_exit(number: int, frame: FrameType | None) -> None:
+        received.append(number)
+        if len(received) == 1:
+            raise SystemExit(128 + number)
+
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    caught = [number for number, handler in before.items() if handler is signal.SIG_DFL]
     for number in caught:
-        signal.signal(number, _raise_exit)
+        signal.signal(number, raise_exit)
     try:
         yield
+    except SystemExit:
+        if received:  # Ray replaces the code of an exit that it sees
+            raise SystemExit(128 + received[0]) from None
+        raise
     finally:
         for number in caught:
-            signal.signal(number, handlers[number])
-
-
-def _raise_exit(number: int, frame: FrameType | None) -> NoReturn:
-    for other in SIGNALS:
-        if signal.getsignal(other) is _raise_exit:
-            signal.signal(other, signal.SIG_IGN)
-    raise SystemExit(128 + number)
+            signal.signal(number, before[number])

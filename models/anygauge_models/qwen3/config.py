@@ -49,7 +49,8 @@ def flops_per_token(hf: Mapping[str, Any], sequence_length: int) -> float:
     size = head_dim(hf)
     projections = hidden * size * (2 * heads + 2 * groups) + 3 * hidden * hf["intermediate_size"]
     scores = heads * size * sequence_length
-    return 2.0 * (hf["num_hidden_layers"] * (projections + scores) + hidden * hf["vocab_size"])
+    layers = hf["num_hidden_layers"] * (projections + scores)
+    return 2.0 * float(layers + hidden * hf["vocab_size"])
 
 
 def tiny() -> dict[str, Any]:

@@ -35,3 +35,22 @@ def test_an_ignored_signal_stays_ignored() -> None:
             assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGHUP, before)
+
+
+def test_the_code_survives_a_library_that_replaces_it() -> None:
+    with pytest.raises(SystemExit) as caught, terminate_as_exception():
+        exit_with_another_code()
+    assert caught.value.code == 128 + signal.SIGTERM
+
+
+def exit_with_another_code() -> None:
+    try:
+        os.kill(os.getpid(), signal.SIGTERM)
+    except SystemExit as error:
+        raise SystemExit(1) from error
+
+
+def test_an_exit_of_its_own_is_left_alone() -> None:
+    with pytest.raises(SystemExit) as caught, terminate_as_exception():
+        raise SystemExit(3)
+    assert caught.value.code == 3

@@ -126,7 +126,8 @@ def _lone_process(dist_backend: str) -> Iterator[None]:
     if dist.is_initialized():
         yield
         return
-    dist.init_process_group(dist_backend, store=dist.HashStore(), rank=0, world_size=1)
+    store = dist.HashStore()  # type: ignore[attr-defined]  # public, but missing in torch's __all__
+    dist.init_process_group(dist_backend, store=store, rank=0, world_size=1)
     try:
         yield
     finally:

@@ -19,7 +19,7 @@ __all__ = ["CoreAttention", "PackedSequences", "RmsNorm", "Swiglu"]
 
 
 @dataclass
-class PackedSequences(PackedSeqParams):  # type: ignore[misc]  # megatron ships no types
+class PackedSequences(PackedSeqParams):
     """Megatron's packing parameters, with what our attention needs beside them."""
 
     lengths: tuple[int, ...] = ()

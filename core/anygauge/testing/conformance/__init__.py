@@ -1,0 +1,1 @@
+"""What every backend passes: ``pytest --pyargs anygauge.testing.conformance --backend NAME``."""

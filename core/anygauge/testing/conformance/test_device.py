@@ -1,0 +1,102 @@
+"""The device object keeps the promises of ``anygauge_hooks.types.Device``."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from anygauge.device import torch_device
+from anygauge_hooks.types import BackendSpec, Device, ScopeMap
+
+pytestmark = pytest.mark.conformance
+
+BYTE_COUNTS = {"allocated", "reserved", "free", "total"}
+NEEDED_FUNCTIONS = {
+    "current_device",
+    "device_count",
+    "get_rng_state",
+    "is_available",
+    "manual_seed",
+    "set_device",
+    "set_rng_state",
+    "synchronize",
+}
+"""What a training step asks of an accelerator's torch module, whatever its layout."""
+
+
+def draw(device: Device) -> torch.Tensor:
+    return torch.rand(64, device=torch_device(device)).cpu()
+
+
+def test_device_is_the_backends(backend: BackendSpec, device: Device) -> None:
+    assert device.type == backend.device_type
+    assert device.index == 0
+    assert torch.zeros(1, device=torch_device(device)).device.type == backend.device_type
+
+
+def test_seed_repeats_host_and_device_draws(device: Device) -> None:
+    device.seed(1234)
+    first = draw(device), torch.rand(8)
+    device.seed(1234)
+    again = draw(device), torch.rand(8)
+    device.seed(4321)
+    other = draw(device), torch.rand(8)
+    for one, same, different in zip(first, again, other, strict=True):
+        assert torch.equal(one, same)
+        assert not torch.equal(one, different)
+
+
+def test_rng_state_round_trip(device: Device) -> None:
+    device.seed(7)
+    draw(device)
+    state = device.get_rng_state()
+    assert state.dtype == torch.uint8
+    assert state.device.type == "cpu"
+    expected = draw(device)
+    assert not torch.equal(draw(device), expected)
+    device.set_rng_state(state)
+    assert torch.equal(draw(device), expected)
+
+
+def test_memory_counts_bytes(device: Device) -> None:
+    held = torch.ones(1 << 20, device=torch_device(device))
+    memory = device.memory()
+    assert memory.keys() <= BYTE_COUNTS
+    assert memory["allocated"] >= held.nbytes
+    assert all(isinstance(count, int) and count >= 0 for count in memory.values())
+    assert memory.get("free", 0) <= memory.get("total", memory.get("free", 0))
+
+
+def test_synchronize_and_empty_cache_keep_tensors(device: Device) -> None:
+    ones = torch.ones(16, device=torch_device(device))
+    device.synchronize()
+    device.empty_cache()
+    assert ones.sum().item() == 16
+
+
+def test_tensor_types_name_the_types_of_tensors(device: Device) -> None:
+    for name, dtype in (("fp32", torch.float32), ("fp16", torch.float16), ("bf16", torch.bfloat16)):
+        tensor = torch.zeros(1, dtype=dtype, device=torch_device(device))
+        assert tensor.type() in device.tensor_types[name]
+
+
+def test_scope_map_redirects_what_a_step_needs(backend: BackendSpec, device: Device) -> None:
+    scope = device.scope_map
+    if scope is None:
+        return  # literal device names already mean this device
+    assert isinstance(scope, ScopeMap)
+    assert scope.device_type == backend.device_type
+    assert scope.functions.keys() >= NEEDED_FUNCTIONS
+    assert all(callable(function) for function in scope.functions.values())
+    assert scope.functions["device_count"]() >= 1
+
+
+def test_scope_map_rng_is_the_devices(device: Device) -> None:
+    scope = device.scope_map
+    if scope is None:
+        return
+    scope.functions["manual_seed"](99)
+    state = scope.functions["get_rng_state"]()
+    expected = draw(device)
+    scope.functions["set_rng_state"](state)
+    assert torch.equal(draw(device), expected)

@@ -1,0 +1,71 @@
+"""Pytest plugin of the conformance suite, loaded in every pytest run of the environment.
+
+It therefore imports neither torch nor the project before a fixture needs them, and it claims the short
+``--backend`` only in a run of the suite.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from anygauge.kernels.table import KernelTable
+    from anygauge.plugins import Plugins
+    from anygauge_hooks.types import BackendSpec, Device
+
+SUITE = "anygauge.testing.conformance"
+ROLE = "conformance"
+
+_OPTION = {"dest": "anygauge_backend", "metavar": "NAME", "help": "backend that the conformance suite tests"}
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add ``--anygauge-backend``."""
+    parser.getgroup("anygauge").addoption("--anygauge-backend", default="cpu", **_OPTION)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_load_initial_conftests(parser: pytest.Parser, args: Sequence[str]) -> None:
+    """Add ``--backend`` where the suite was named on the command line."""
+    if any(argument.startswith(SUITE) for argument in args):
+        parser.getgroup("anygauge").addoption("--backend", default="cpu", **_OPTION)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Register the suite's marker."""
+    config.addinivalue_line("markers", "conformance: what every backend must pass")
+
+
+@pytest.fixture(scope="session")
+def plugins() -> Plugins:
+    """Return every installed plugin."""
+    from anygauge.plugins import load_plugins
+
+    return load_plugins()
+
+
+@pytest.fixture(scope="session")
+def backend(request: pytest.FixtureRequest, plugins: Plugins) -> BackendSpec:
+    """Return the backend under test. One that was asked for and cannot run here is an error, not a skip."""
+    from anygauge.plugins import select_backend
+
+    spec, _ = select_backend(plugins, request.config.getoption("anygauge_backend"))
+    return spec
+
+
+@pytest.fixture(scope="session")
+def device(plugins: Plugins, backend: BackendSpec) -> Device:
+    """Return the device object of the backend under test."""
+    plugins.prepare_worker(backend, ROLE, "before_vendor_import")
+    return plugins.make_device(backend, 0)
+
+
+@pytest.fixture(scope="session")
+def kernels(plugins: Plugins, backend: BackendSpec, device: Device) -> KernelTable:
+    """Return the kernel table of the backend under test."""
+    from anygauge.kernels.table import resolve_kernels
+
+    return resolve_kernels(plugins, backend)
