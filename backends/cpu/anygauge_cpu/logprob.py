@@ -50,7 +50,7 @@ class _LogProbInPlace(torch.autograd.Function):
         column, present = _local_column(targets, logits.shape[1], group)
         chosen = _chosen(logits, column)
         statistics = _statistics(logits, temperature, overwrite=ctx.needs_input_grad[0])
-        logprob, entropy, _, share = _combine(*statistics, chosen / temperature, present, group)
+        logprob, entropy, _, _, share = _combine(*statistics, chosen, present, temperature, group)
         ctx.save_for_backward(logits, column, present, logprob, share)
         ctx.temperature = temperature
         ctx.mark_non_differentiable(entropy)
@@ -79,8 +79,8 @@ class _LogProb(torch.autograd.Function):
         column, present = _local_column(targets, logits.shape[1], group)
         chosen = _chosen(logits, column)
         statistics = _statistics(logits, temperature, overwrite=False)
-        logprob, entropy, total, _ = _combine(*statistics, chosen / temperature, present, group)
-        ctx.save_for_backward(logits, column, present, logprob, entropy, total)
+        logprob, entropy, base, total, _ = _combine(*statistics, chosen, present, temperature, group)
+        ctx.save_for_backward(logits, column, present, logprob, entropy, base, total)
         ctx.temperature = temperature
         if not entropy_grad:
             ctx.mark_non_differentiable(entropy)
@@ -92,11 +92,11 @@ class _LogProb(torch.autograd.Function):
 
         With ``l = log softmax``: ``d logprob = onehot - exp(l)`` and ``d entropy = -exp(l) (l + entropy)``.
         """
-        logits, column, present, logprob, entropy, total = ctx.saved_tensors
+        logits, column, present, logprob, entropy, base, total = ctx.saved_tensors
         grad, entropy_grad = (g / ctx.temperature for g in grads)
         for rows, log_softmax, softmax in _work(logits):
-            log_softmax.copy_(logits[rows]).div_(ctx.temperature)
-            log_softmax.sub_(total[rows, None]).clamp_(min=LEAST_EXPONENT)
+            torch.sub(logits[rows], base[rows, None], out=log_softmax)
+            log_softmax.div_(ctx.temperature).sub_(total[rows, None]).clamp_(min=LEAST_EXPONENT)
             torch.exp(log_softmax, out=softmax)
             factor = log_softmax.add_(entropy[rows, None]).mul_(-entropy_grad[rows, None])
             logits[rows] = factor.sub_(grad[rows, None]).mul_(softmax)
@@ -124,10 +124,11 @@ def _put(x: Tensor, column: Tensor, present: Tensor, value: Tensor) -> None:
 
 
 def _statistics(logits: Tensor, temperature: float, *, overwrite: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Return what a rank knows of each row, with ``z = logits / temperature``.
+    """Return what a rank knows of each row.
 
-    :param overwrite: Leave ``softmax(z)`` in the logits.
-    :returns: Of each row ``max z``, ``log sum exp (z - max z)``, and mean ``z - max z`` under ``softmax(z)``.
+    :param overwrite: Leave ``softmax(logits / temperature)`` in the logits.
+    :returns: The largest logit; with ``z = (logits - largest) / temperature``, ``log sum exp z`` and the mean
+        of ``z`` under its softmax; ``[T]`` each.
     """
     peak, largest, mean = torch.empty(3, logits.shape[0])
     for rows, shifted, softmax in _work(logits):
@@ -143,7 +144,7 @@ def _statistics(logits: Tensor, temperature: float, *, overwrite: bool) -> tuple
         largest[rows] = softmax.amax(1)
         if overwrite:
             logits[rows] = softmax
-    return peak / temperature, -largest.log(), mean
+    return peak, -largest.log(), mean
 
 
 def _work(logits: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
@@ -163,21 +164,28 @@ def _softmax_mean(z: Tensor, softmax: Tensor) -> Tensor:
 
 
 def _combine(
-    peak: Tensor, log_sum: Tensor, mean: Tensor, chosen: Tensor, present: Tensor, group: Any | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Combine the ranks' statistics in two collectives.
+    peak: Tensor,
+    log_sum: Tensor,
+    mean: Tensor,
+    chosen: Tensor,
+    present: Tensor,
+    temperature: float,
+    group: Any | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Combine the ranks' statistics in two collectives. Every difference is taken before it is scaled.
 
-    :param chosen: The target's ``z`` where ``present``, anything elsewhere.
-    :returns: Log-probability, entropy, log of the sum of ``exp z`` over the vocabulary, and this rank's share
-        of the probability mass; ``[T]`` each.
+    :param chosen: The target's logit where ``present``, anything elsewhere.
+    :returns: Log-probability, entropy, the largest logit of the vocabulary, ``log sum exp z`` over the
+        vocabulary, and this rank's share of the probability mass; ``[T]`` each.
     """
     base = peak.clone()
     if group is not None:
         dist.all_reduce(base, dist.ReduceOp.MAX, group)
-    weight = (peak - base + log_sum).exp_()
-    shifted = (chosen - base).masked_fill_(~present, 0)
-    sums = torch.stack((weight, weight * (mean + peak - base), shifted))
+    offset = (peak - base) / temperature
+    weight = (offset + log_sum).exp_()
+    target = ((chosen - base) / temperature).masked_fill_(~present, 0)
+    sums = torch.stack((weight, weight * (mean + offset), target))
     if group is not None:
         dist.all_reduce(sums, group=group)
-    log_total = sums[0].log()
-    return sums[2] - log_total, log_total - sums[1] / sums[0], base + log_total, weight / sums[0]
+    total = sums[0].log()
+    return sums[2] - total, total - sums[1] / sums[0], base, total, weight / sums[0]

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from anygauge.config.schema import Config
+from anygauge.observability.host import read_cpus
 from anygauge.plugins import Plugins, find_backend, load_plugins
 from anygauge.trainer.calls import Request, Returned, capture, decode, encode
 from anygauge_hooks.engines import WorkerContext
@@ -59,7 +60,7 @@ class HostInfo:
 
 def host_cores() -> int:
     """Return the number of cores that this process may use."""
-    return len(os.sched_getaffinity(0))
+    return max(1, int(read_cpus().usable))
 
 
 class Worker:

@@ -316,7 +316,11 @@ def test_non_finite_loss_changes_nothing(make_engine: MakeEngine, checkpoint: Pa
 def test_megatron_fields_pass_through(make_engine: MakeEngine, checkpoint: Path) -> None:
     engine: Any = make_engine(
         checkpoint,
-        megatron={"layernorm_epsilon": 1e-4, "pad_buckets_for_high_nccl_busbw": True, "log_num_zeros_in_grad": True},
+        megatron={
+            "layernorm_epsilon": 1e-4,
+            "pad_buckets_for_high_nccl_busbw": True,
+            "log_num_zeros_in_grad": True,
+        },
     )
     options = engine.policy.options
     assert options.transformer.layernorm_epsilon == 1e-4

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-import warnings
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -32,21 +31,10 @@ from anygauge_hooks.rl import TrainSample
 __all__ = ["MegatronEngine"]
 
 
-_UPSTREAM_WARNINGS = (
-    # the optimizer's shards of float32 weights are views, whose gradients Megatron sets itself
-    "The .grad attribute of a Tensor that is not a leaf",
-    # torch 2.13 renamed collectives that megatron-core 0.16.1 calls by their old names
-    r"`torch\.distributed\.\w+` is deprecated",
-)
-"""Warnings about Megatron's own code, one for each step; a user can do nothing about them."""
-
-
 class MegatronEngine:
     """Implements ``anygauge_hooks.engines.TrainEngine``."""
 
     def __init__(self, config: Config, context: WorkerContext) -> None:
-        for message in _UPSTREAM_WARNINGS:
-            warnings.filterwarnings("ignore", message=message)
         self.config = config
         self.context = context
         self.device = torch_device(context.device)

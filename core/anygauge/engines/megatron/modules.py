@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
@@ -48,11 +49,14 @@ class RmsNorm(nn.Module):
         return self.kernel(x, self.weight, self.eps)
 
 
-class Swiglu(nn.Module):
-    """Gated activation of a fused gate-and-up projection."""
+class Swiglu(MegatronModule):
+    """Gated activation of a fused gate-and-up projection.
+
+    A module of Megatron's, because its MLP asks every child for a sharded state.
+    """
 
     def __init__(self, config: TransformerConfig, kernels: KernelTable) -> None:
-        super().__init__()
+        super().__init__(config)
         self.kernel = kernels.resolve("swiglu", dtype=config.params_dtype)
 
     def forward(self, gate_up: Tensor) -> Tensor:

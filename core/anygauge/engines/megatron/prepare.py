@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -17,6 +18,17 @@ JIT_MODULE = "megatron.core.jit"
 """The module that Megatron takes its fuser from. It decides on ``torch.compile`` while it is imported, and 45
 functions are decorated before anything else could change that: it must be there first."""
 
+_UPSTREAM_WARNINGS = (
+    # at import Megatron names every optional library that it does not find
+    {"module": "megatron"},
+    # the optimizer's shards of float32 weights are views, whose gradients Megatron sets itself
+    {"message": "The .grad attribute of a Tensor that is not a leaf"},
+    # torch 2.13 deprecates names that megatron-core 0.16.1 still calls
+    {"message": r"`torch\.distributed\.\w+` is deprecated"},
+    {"message": "Please use DTensor instead"},
+)
+"""About Megatron's own code; a user can do nothing about them."""
+
 _Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
@@ -27,6 +39,8 @@ def prepare_megatron(plugins: Plugins, backend: BackendSpec) -> None:
     :param backend: The backend of this process.
     :raises ScopeError: Megatron was imported before, or prepared for another backend.
     """
+    for warning in _UPSTREAM_WARNINGS:
+        warnings.filterwarnings("ignore", **warning)
     module = sys.modules.get(JIT_MODULE)
     prepared_for = getattr(module, "prepared_for", None)
     if prepared_for == backend.name:

@@ -23,9 +23,7 @@ TIMEOUT_S = 60.0
 @pytest.fixture(scope="module")
 def world(plugins: Plugins, backend: BackendSpec, device: Device) -> Iterator[None]:
     store = TCPStore("127.0.0.1", 0, is_master=True)  # port 0: the system picks a free one
-    init_process_group(
-        plugins, backend, store, rank=0, world_size=1, timeout_s=TIMEOUT_S, single_host=True
-    )
+    init_process_group(plugins, backend, store, rank=0, world_size=1, timeout_s=TIMEOUT_S, single_host=True)
     yield
     destroy_process_group()
 
@@ -40,10 +38,8 @@ def test_group_has_the_backend(world: None, backend: BackendSpec) -> None:
     assert dist.get_world_size() == 1
 
 
-@pytest.mark.parametrize("op", ["SUM", "MAX", "MIN", "AVG"])
-def test_all_reduce(numbers: torch.Tensor, backend: BackendSpec, op: str) -> None:
-    if op == "AVG" and backend.device_type == "cpu":
-        op = "SUM"  # averages are taken by scaling where the backend has no average
+@pytest.mark.parametrize("op", ["SUM", "MAX", "MIN"])
+def test_all_reduce(numbers: torch.Tensor, op: str) -> None:
     reduced = numbers.clone()
     dist.all_reduce(reduced, getattr(dist.ReduceOp, op))
     assert torch.equal(reduced, numbers)
@@ -61,6 +57,8 @@ def test_broadcast(numbers: torch.Tensor) -> None:
     assert torch.equal(sent, numbers)
 
 
+# torch 2.13 deprecates the names that Megatron calls and that 2.10 has
+@pytest.mark.filterwarnings("ignore:.* is deprecated:FutureWarning")
 def test_all_gather_and_reduce_scatter(numbers: torch.Tensor) -> None:
     gathered, scattered = torch.empty_like(numbers), torch.empty_like(numbers)
     dist.all_gather_into_tensor(gathered, numbers)

@@ -63,7 +63,7 @@ def test_memory_counts_bytes(device: Device) -> None:
     memory = device.memory()
     assert memory.keys() <= BYTE_COUNTS
     assert memory["allocated"] >= held.nbytes
-    assert all(isinstance(count, int) and count >= 0 for count in memory.values())
+    assert min(memory.values()) >= 0
     assert memory.get("free", 0) <= memory.get("total", memory.get("free", 0))
 
 

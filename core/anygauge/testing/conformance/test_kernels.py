@@ -1,0 +1,290 @@
+"""Every kernel agrees with the float64 reference, forward and backward, in every dtype that it declares."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from anygauge.device import torch_device
+from anygauge.kernels.table import KernelTable, reference_kernel
+from anygauge.testing.conformance.tolerances import TOLERANCES
+from anygauge_hooks.kernels import KernelImpl, KernelOp, Tolerance
+from anygauge_hooks.types import Device
+
+pytestmark = pytest.mark.conformance
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call of an op. Tensors are made on the host in float64."""
+
+    op: KernelOp
+    name: str
+    tensors: Callable[[], tuple[Tensor, ...]]
+    differentiable: int
+    """How many of the tensors, from the first, get a gradient; these take the dtype under test."""
+    arguments: tuple[Any, ...] = ()
+    options: Mapping[str, Any] = field(default_factory=dict)
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return f"{self.op}-{self.name}"
+
+
+@dataclass(frozen=True)
+class Result:
+    outputs: tuple[Tensor, ...]
+    gradients: tuple[Tensor, ...]
+
+
+def contiguous(x: Tensor) -> Tensor:
+    return x.contiguous()
+
+
+def padded(x: Tensor) -> Tensor:
+    """Return the same values as a slice of wider rows, as a part of a fused projection is."""
+    wide = x.new_zeros(*x.shape[:-1], x.shape[-1] + 3)
+    wide[..., : x.shape[-1]] = x
+    return wide[..., : x.shape[-1]]
+
+
+def transposed(x: Tensor) -> Tensor:
+    """Return the same values with the strides of the first and the last dimension exchanged."""
+    return x.transpose(0, -1).contiguous().transpose(0, -1)
+
+
+LAYOUTS = {"contiguous": contiguous, "padded": padded, "transposed": transposed}
+
+
+# -------------------------------------------------------------------------
+# Cases
+# -------------------------------------------------------------------------
+
+
+def normal(*shape: int) -> Tensor:
+    return torch.randn(shape, dtype=torch.float64)
+
+
+def rms_norm_case(*shape: int, magnitude: float = 1.0) -> Case:
+    return Case(
+        "rms_norm",
+        f"{'x'.join(map(str, shape))}-{magnitude:g}",
+        lambda: (magnitude * normal(*shape), normal(shape[-1])),
+        2,
+        (1e-6,),
+    )
+
+
+def rotary_case(tokens: int, heads: int, key_heads: int, width: int, rotary: int) -> Case:
+    def tensors() -> tuple[Tensor, ...]:
+        angles = 6 * torch.rand(tokens, rotary, dtype=torch.float64)
+        return normal(tokens, heads, width), normal(tokens, key_heads, width), angles.cos(), angles.sin()
+
+    name = f"{tokens}-{heads}-{key_heads}-{width}-{rotary}"
+    return Case("rotary_embedding", name, tensors, 2, facts={"head_dim": width})
+
+
+def swiglu_case(*shape: int) -> Case:
+    return Case("swiglu", "x".join(map(str, shape)), lambda: (2 * normal(*shape),), 1)
+
+
+def attention_case(
+    name: str, lengths: Sequence[int], heads: int = 4, key_heads: int = 2, width: int = 32, *, causal: bool
+) -> Case:
+    tokens = sum(lengths)
+    return Case(
+        "varlen_attention",
+        f"{name}-{'causal' if causal else 'full'}",
+        lambda: (
+            normal(tokens, heads, width),
+            normal(tokens, key_heads, width),
+            normal(tokens, key_heads, width),
+        ),
+        3,
+        (tuple(lengths), width**-0.5),
+        {"causal": causal},
+        {"head_dim": width, "causal": causal},
+    )
+
+
+def logprob_case(
+    tokens: int, vocab: int, temperature: float, *, entropy_grad: bool, masked: int = 0, offset: float = 0.0
+) -> Case:
+    """Return a case whose last ``masked`` logits are minus infinity."""
+
+    def tensors() -> tuple[Tensor, ...]:
+        logits = 3 * normal(tokens, vocab) + offset
+        logits[:, vocab - masked :] = -torch.inf
+        return logits, torch.randint(vocab - masked, (tokens,))
+
+    name = f"{tokens}x{vocab}-{temperature}-{masked}-{offset:g}-{'grad' if entropy_grad else 'plain'}"
+    options = {"entropy_grad": entropy_grad}
+    return Case("vocab_parallel_logprob", name, tensors, 1, (temperature, None), options)
+
+
+RAGGED = (3, 1, 0, 7, 12, 1, 33, 0, 8, 5)
+CASES = [
+    *(rms_norm_case(*shape) for shape in [(0, 8), (1, 8), (7, 64), (5, 3, 33), (300, 128)]),
+    rms_norm_case(16, 64, magnitude=1e-3),  # as large as the root of epsilon
+    rms_norm_case(16, 64, magnitude=1e3),
+    rotary_case(0, 2, 2, 8, 8),
+    rotary_case(1, 2, 1, 8, 8),
+    rotary_case(19, 4, 2, 32, 32),
+    rotary_case(19, 4, 4, 24, 16),
+    *(swiglu_case(*shape) for shape in [(0, 4), (1, 2), (7, 66), (2, 5, 128)]),
+    *(
+        attention_case(name, lengths, causal=causal)
+        for causal in (True, False)
+        for name, lengths in {
+            "none": (),
+            "empty": (0, 0),
+            "one": (1,),
+            "ones": (1, 1, 1),
+            "equal": (6,) * 5,
+            "ragged": RAGGED,
+            "long": (150, 3, 200),
+        }.items()
+    ),
+    attention_case("multi-head", RAGGED, 3, 3, 16, causal=True),
+    attention_case("multi-query", RAGGED, 6, 1, 64, causal=True),
+    *(
+        logprob_case(tokens, vocab, temperature, entropy_grad=entropy_grad)
+        for entropy_grad in (False, True)
+        for tokens, vocab, temperature in [(0, 8, 1.0), (1, 8, 1.0), (37, 50, 0.7), (300, 2000, 1.0)]
+    ),
+    logprob_case(9, 40, 0.5, entropy_grad=False, masked=8),
+    logprob_case(9, 40, 0.5, entropy_grad=True, masked=8),
+    logprob_case(9, 40, 1.0, entropy_grad=True, offset=60.0),
+]
+
+
+# -------------------------------------------------------------------------
+# Tests
+# -------------------------------------------------------------------------
+
+
+def evaluate(fn: Callable[..., Any], case: Case, tensors: Sequence[Tensor]) -> Result:
+    """Return outputs and gradients, on the host in float64, for cotangents that depend on the case alone."""
+    inputs = [x.detach() for x in tensors]
+    for x in inputs[: case.differentiable]:
+        x.requires_grad_()
+    found = fn(*inputs, *case.arguments, **case.options)
+    outputs = found if isinstance(found, tuple) else (found,)
+    generator = torch.Generator().manual_seed(1)
+    cotangents = [torch.randn(out.shape, generator=generator, dtype=torch.float64) for out in outputs]
+    wanted = [(o, c.to(o)) for o, c in zip(outputs, cotangents, strict=True) if o.requires_grad]
+    gradients = torch.autograd.grad(
+        [out for out, _ in wanted],
+        inputs[: case.differentiable],
+        [cotangent for _, cotangent in wanted],
+    )
+    return Result(outputs, gradients)
+
+
+def expect(case: Case, tensors: Sequence[Tensor]) -> Result:
+    """Return what the float64 reference makes of the tensors that the kernel sees, rounded to its dtype."""
+    fn = reference_kernel(case.op).fn
+    wide = [x.cpu().double() if x.is_floating_point() else x.cpu() for x in tensors]
+    return evaluate(fn, case, wide)
+
+
+def inputs_of(case: Case, dtype: str, layout: Callable[[Tensor], Tensor], device: Device) -> list[Tensor]:
+    torch.manual_seed(0)
+    target = torch_device(device)
+    made: list[Tensor] = []
+    for index, x in enumerate(case.tensors()):
+        if index < case.differentiable:
+            made.append(layout(x.to(target, getattr(torch, dtype))))
+        else:
+            made.append(x.to(target, torch.float32 if x.is_floating_point() else x.dtype))
+    return made
+
+
+def assert_close(actual: Tensor, expected: Tensor, tolerance: Tolerance, what: str) -> None:
+    assert actual.shape == expected.shape, f"{what}: {tuple(actual.shape)} is not {tuple(expected.shape)}"
+    relative, absolute = tolerance
+    largest = expected.abs().max().item() if expected.numel() else 0.0
+    torch.testing.assert_close(
+        actual.detach().cpu().double(),
+        expected.detach(),
+        rtol=relative,
+        atol=absolute * largest,
+        msg=lambda text: f"{what}\n{text}",
+    )
+
+
+def check_kernel(
+    kernel: KernelImpl, case: Case, dtype: str, layout: Callable[[Tensor], Tensor], device: Device
+) -> None:
+    """Compare one implementation with the float64 reference."""
+    inputs = inputs_of(case, dtype, layout, device)
+    expected = expect(case, inputs)
+    before = [x.clone() for x in inputs]
+    actual = evaluate(kernel.fn, case, inputs)
+    tolerance = (kernel.tolerance or TOLERANCES).get(dtype, TOLERANCES[dtype])
+    for kind in ("outputs", "gradients"):
+        pairs = zip(getattr(actual, kind), getattr(expected, kind), strict=True)
+        for index, (found, wanted) in enumerate(pairs):
+            assert_close(found, wanted, tolerance, f"{kernel.source}: {kind[:-1]} {index} of {case}")
+    wide = case.op == "vocab_parallel_logprob"
+    assert {out.dtype for out in actual.outputs} == {torch.float32 if wide else getattr(torch, dtype)}
+    if not wide:  # logits may be overwritten
+        for index, (now, then) in enumerate(zip(inputs, before, strict=True)):
+            assert torch.equal(now, then), f"{kernel.source} overwrites argument {index} in {case}"
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", TOLERANCES)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_agrees_with_the_reference(
+    kernels: KernelTable, device: Device, case: Case, dtype: str, layout: str
+) -> None:
+    served = kernels.candidates(case.op, dtype=dtype, **case.facts)
+    for kernel in [*served, reference_kernel(case.op)]:
+        check_kernel(kernel, case, dtype, LAYOUTS[layout], device)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES)
+@pytest.mark.parametrize("case", [c for c in CASES if c.op != "vocab_parallel_logprob"], ids=str)
+def test_without_a_gradient_the_output_is_the_same(
+    kernels: KernelTable, device: Device, case: Case, dtype: str
+) -> None:
+    inputs = inputs_of(case, dtype, contiguous, device)
+    for kernel in kernels.candidates(case.op, dtype=dtype, **case.facts):
+        with torch.no_grad():
+            silent = kernel.fn(*inputs, *case.arguments, **case.options)
+        loud = evaluate(kernel.fn, case, inputs).outputs
+        for one, other in zip(silent if isinstance(silent, tuple) else (silent,), loud, strict=True):
+            assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("entropy_grad", [False, True])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_logprob_may_overwrite_the_output_of_a_projection(
+    kernels: KernelTable, device: Device, dtype: str, entropy_grad: bool
+) -> None:
+    """The projection's own gradients are right although its output was used as scratch space."""
+    torch.manual_seed(0)
+    hidden, weight = (torch.randn(shape, dtype=torch.float64) for shape in ((24, 16), (50, 16)))
+    hidden, weight = (x.to(getattr(torch, dtype)).double() for x in (hidden, weight))
+    targets = torch.randint(50, (24,))
+
+    def gradients(fn: Callable[..., Any], kind: torch.dtype, where: torch.device) -> tuple[Tensor, ...]:
+        leaves = [x.to(where, kind).requires_grad_() for x in (hidden, weight)]
+        logits = torch.nn.functional.linear(*leaves)
+        logprob, entropy = fn(logits, targets.to(where), 0.8, None, entropy_grad=entropy_grad)
+        loss = logprob.square().sum() + (entropy.sum() if entropy_grad else 0.0)
+        return torch.autograd.grad(loss, leaves)
+
+    expected = gradients(reference_kernel("vocab_parallel_logprob").fn, torch.float64, torch.device("cpu"))
+    for kernel in kernels.candidates("vocab_parallel_logprob", dtype=dtype):
+        found = gradients(kernel.fn, getattr(torch, dtype), torch_device(device))
+        # the projection itself rounds: twice what a kernel alone may differ
+        relative, absolute = TOLERANCES[dtype]
+        for one, other in zip(found, expected, strict=True):
+            assert_close(one, other, (2 * relative, 2 * absolute), kernel.source)
