@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -117,12 +118,24 @@ def test_a_worker_that_dies_after_its_answer_ends_the_call(launcher: str, launch
     assert str(caught.value).startswith(str(group.workers[1]))
 
 
-def test_a_deadline_names_the_method_and_shows_the_stacks(launcher: str, launch: Launch) -> None:
+def test_a_deadline_names_the_method_and_shows_the_stacks(
+    launcher: str, launch: Launch, worker_log: Callable[[WorkerGroup, int], Path]
+) -> None:
     group = launch(launcher)
+    pending = group.call_async("hang")
+    for rank in range(2):
+        wait_for_text(worker_log(group, rank), "hanging")
     with pytest.raises(DeadlineError) as caught:
-        group.call("hang", rank=1, timeout_s=0.5)
+        pending.result(timeout_s=0.1)
     message = str(caught.value)
-    assert "'hang' did not finish within 0.5 s on 1 worker(s)." in message
-    assert f"{group.workers[1]} is at:" in message
-    assert "in hang" in message
+    assert "'hang' did not finish within 0.1 s on 2 worker(s)." in message
+    assert all(f"{worker} is at:" in message for worker in group.workers)
+    assert message.count(" in hang\n") == 2
     assert not any(psutil.pid_exists(worker.pid) for worker in group.workers)
+
+
+def wait_for_text(path: Path, text: str) -> None:
+    deadline = time.monotonic() + 60
+    while text not in path.read_text():
+        assert time.monotonic() < deadline
+        threading.Event().wait(0.01)

@@ -181,7 +181,8 @@ def _combine(
     base = peak.clone()
     if group is not None:
         dist.all_reduce(base, dist.ReduceOp.MAX, group)
-    offset = (peak - base) / temperature
+    # bounded, because a rank may have nothing but minus infinity, and 0 times infinity is no number
+    offset = ((peak - base) / temperature).clamp_(min=LEAST_EXPONENT)
     weight = (offset + log_sum).exp_()
     target = ((chosen - base) / temperature).masked_fill_(~present, 0)
     sums = torch.stack((weight, weight * (mean + offset), target))

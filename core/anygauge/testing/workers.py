@@ -88,6 +88,8 @@ class ProbeWorker:
     def hang(self, *, rank: int | None = None) -> None:
         """Wait for ever, on one rank or on all."""
         if rank is None or self.context.rank == rank:
+            sys.stderr.write("hanging\n")
+            sys.stderr.flush()
             threading.Event().wait()
 
     def start_child(self) -> int:

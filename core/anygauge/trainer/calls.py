@@ -186,5 +186,8 @@ def deadline_error(
     """
     lines = [f"{what!r} did not finish within {timeout_s:g} s on {len(running)} worker(s)."]
     for who in running:
-        lines += [f"{who} is at:", stacks.get(who.rank, "  (still starting, or on its way out)")]
+        lines += [
+            f"{who} is at:",
+            stacks.get(who.rank, "  (no stack taken: still starting, on its way out, or one of many)"),
+        ]
     return DeadlineError("\n".join(lines), hint=f"Raise {setting} if this really takes so long.")

@@ -13,8 +13,9 @@ __all__ = ["dump_stacks", "enable_stacks", "log_size", "tail"]
 STACKS_SIGNAL = signal.SIGUSR1
 TAIL_BYTES = 8192
 TAIL_LINES = 40
-STACKS_TIMEOUT_S = 2.0
-POLL_S = 0.05
+STACKS_TIMEOUT_S = 5.0
+SETTLED_S = 0.2
+"""A log that has grown and then stays the same for so long is complete."""
 STDERR = 2
 
 
@@ -36,7 +37,7 @@ def dump_stacks(pid: int, log: Path) -> str:
     os.kill(pid, STACKS_SIGNAL)
     deadline = time.monotonic() + STACKS_TIMEOUT_S
     while time.monotonic() < deadline:
-        time.sleep(POLL_S)
+        time.sleep(SETTLED_S)
         before, size = size, log_size(log)
         if start < size == before:
             break

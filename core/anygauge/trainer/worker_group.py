@@ -34,6 +34,8 @@ GRACE_S = 0.5
 CLOSE_TIMEOUT_S = 10.0
 """For every worker to close what it holds, in an orderly shutdown."""
 
+MAX_STACKS = 8
+"""Workers whose stacks a missed deadline shows: the rest wait in the same places."""
 CALL_SETTING = "run.timeout_s"
 START_SETTING = "placement.start_timeout_s"
 
@@ -269,7 +271,7 @@ class WorkerGroup:
 
     def _expire(self, method: str, timeout_s: float, setting: str) -> None:
         running = sorted(self._pending)
-        stacks = self._transport.stacks(running)
+        stacks = self._transport.stacks(running[:MAX_STACKS])
         self.end()
         raise deadline_error(method, timeout_s, [self._who[rank] for rank in running], stacks, setting)
 

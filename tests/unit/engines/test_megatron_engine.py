@@ -382,3 +382,12 @@ def test_an_unknown_architecture_is_named(make_engine: MakeEngine, tmp_path: Pat
     config.write_text(config.read_text().replace("Qwen3ForCausalLM", "Qwen9ForCausalLM"))
     with pytest.raises(UnknownNameError, match=r"Qwen9ForCausalLM; known: .*Qwen3ForCausalLM"):
         make_engine(path)
+
+
+def test_the_backend_makes_the_inner_optimizer(make_engine: MakeEngine, checkpoint: Path) -> None:
+    engine: Any = make_engine(checkpoint)
+    take_step(engine, make_samples())
+    [part] = engine.optimizer.chained_optimizers
+    assert all(group["fused"] for group in part.optimizer.param_groups)
+    for state in part.optimizer.state.values():
+        assert {"step", "exp_avg", "exp_avg_sq"} <= state.keys()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -54,10 +54,8 @@ def make_optimizer(
 def _replace_inner(part: Any, options: MegatronOptions, make: Callable[..., Any]) -> None:
     config = options.optimizer
     groups = part.optimizer.param_groups
-    # Megatron's shards of float32 weights are views, which torch refuses; their detached twins are leaves.
-    leaves = [group | {"params": [shard.detach() for shard in group["params"]]} for group in groups]
     inner = make(
-        param_groups=leaves,
+        param_groups=[_bare(group, part.optimizer.defaults) for group in groups],
         lr=config.lr,
         betas=(config.adam_beta1, config.adam_beta2),
         eps=config.adam_eps,
@@ -69,6 +67,15 @@ def _replace_inner(part: Any, options: MegatronOptions, make: Callable[..., Any]
     for ours, theirs in zip(inner.param_groups, groups, strict=True):
         ours["params"] = theirs["params"]
     part.optimizer = inner
+
+
+def _bare(group: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a parameter group without the settings of torch's own AdamW, for another to take its place.
+
+    Megatron's shards of float32 weights are views, which torch refuses; their detached twins are leaves.
+    """
+    own = {name: value for name, value in group.items() if name not in defaults}
+    return own | {"params": [shard.detach() for shard in group["params"]]}
 
 
 def make_schedule(optimizer: MegatronOptimizer, config: Config) -> OptimizerParamScheduler:

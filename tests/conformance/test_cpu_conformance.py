@@ -1,0 +1,112 @@
+"""The CPU backend passes the shipped suite, and the suite fails a backend that is wrong."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from anygauge_hooks.kernels import KERNEL_OPS
+
+SUITE = "anygauge.testing.conformance"
+
+BROKEN_PLUGIN = '''
+import torch
+import torch.nn.functional as F
+from anygauge.kernels import reference
+from anygauge_hooks import hookimpl
+from anygauge_hooks.kernels import KernelImpl
+
+
+def rms_norm(x, weight, eps):
+    """Forgets epsilon."""
+    return reference.rms_norm(x, weight, 0.0)
+
+
+def rotary_embedding(q, k, cos, sin):
+    """Has the right values, and gradients that are not rotated back."""
+    right = reference.rotary_embedding(q, k, cos, sin)
+    return tuple(x + (y - x).detach() for x, y in zip((q, k), right))
+
+
+def swiglu(gate_up):
+    """Has no gradient through the gate's activation."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return torch.sigmoid(gate).detach() * gate * up
+
+
+def varlen_attention(q, k, v, lengths, scale, *, causal):
+    """Gives query heads the wrong key heads."""
+    k, v = (x.repeat(1, q.shape[1] // x.shape[1], 1) for x in (k, v))
+    return reference.varlen_attention(q, k, v, lengths, scale, causal=causal)
+
+
+def vocab_parallel_logprob(logits, targets, temperature, group, *, entropy_grad):
+    """Forgets that the gradient is divided by the temperature."""
+    scaled = logits + (logits / temperature - logits).detach()
+    return reference.vocab_parallel_logprob(scaled, targets, 1.0, group, entropy_grad=entropy_grad)
+
+
+@hookimpl
+def register_kernels(backend):
+    functions = (rms_norm, rotary_embedding, swiglu, varlen_attention, vocab_parallel_logprob)
+    return [KernelImpl(op=fn.__name__, fn=fn, source="broken", priority=-1) for fn in functions]
+'''
+
+
+def run_suite(directory: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(directory)}
+    return subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-W", "error", "-p", "no:cacheprovider", *arguments],
+        cwd=directory,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=200,
+    )
+
+
+def test_the_cpu_backend_passes(tmp_path: Path) -> None:
+    done = run_suite(tmp_path, "--pyargs", SUITE, "--backend", "cpu")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(r"\d{3} passed", done.stdout)
+
+
+def test_a_wrong_kernel_of_each_op_fails(tmp_path: Path) -> None:
+    (tmp_path / "broken_kernels.py").write_text(BROKEN_PLUGIN)
+    metadata = tmp_path / "broken_kernels-1.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: broken-kernels\nVersion: 1.0\n")
+    (metadata / "entry_points.txt").write_text("[anygauge.plugins]\nbroken = broken_kernels\n")
+    done = run_suite(
+        tmp_path, "--pyargs", f"{SUITE}.test_kernels", "--tb=line", "-k", "reference and contiguous"
+    )
+    assert done.returncode == pytest.ExitCode.TESTS_FAILED, done.stdout + done.stderr
+    failed = re.findall(r"FAILED .*\[([a-z_]+)-.*-float32-contiguous\]", done.stdout)
+    assert set(failed) == set(KERNEL_OPS), done.stdout
+
+
+def test_a_backend_that_is_not_there_is_an_error_and_no_skip(tmp_path: Path) -> None:
+    done = run_suite(tmp_path, "--pyargs", f"{SUITE}.test_device", "--backend", "missing", "--tb=short")
+    assert done.returncode == pytest.ExitCode.TESTS_FAILED
+    assert "Unknown backend 'missing'" in done.stdout
+    assert "skipped" not in done.stdout
+
+
+def test_other_projects_keep_their_own_backend_option(tmp_path: Path) -> None:
+    (tmp_path / "conftest.py").write_text(
+        "def pytest_addoption(parser):\n    parser.addoption('--backend', default='theirs')\n"
+    )
+    (tmp_path / "test_it.py").write_text(
+        "import sys\n"
+        "def test_it(request):\n"
+        "    assert request.config.getoption('backend') == 'theirs'\n"
+        "    assert not {'torch', 'anygauge.plugins'} & sys.modules.keys()\n"
+    )
+    done = run_suite(tmp_path, ".")
+    assert done.returncode == 0, done.stdout + done.stderr

@@ -1,0 +1,226 @@
+"""A whole run on both launchers: what observers see, what is written, and how it ends."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from anygauge.config.load import LoadedConfig, load_config
+from anygauge.plugins import Plugins, load_plugins
+from anygauge.testing.tiny import tiny_qwen3
+from anygauge.trainer.run import train
+from anygauge_hooks import hookimpl
+from anygauge_hooks.errors import CheckpointError, RewardError
+from anygauge_hooks.rl import Group
+from anygauge_hooks.types import NamedFunction, RunInfo, TrackerSpec
+
+STEPS = 3
+
+
+class Recorder:
+    """A plugin that observes everything, and brings a reward, an estimator and a tracker."""
+
+    def __init__(self, *, failing: bool = False) -> None:
+        self.events: list[tuple[str, int]] = []
+        self.groups: list[Group] = []
+        self.metrics: list[Mapping[str, float]] = []
+        self.tracked: list[tuple[int, Mapping[str, float]]] = []
+        self.error: BaseException | None = None
+        self.failing = failing
+
+    @hookimpl
+    def before_train(self, run: RunInfo) -> None:
+        self.events.append(("before_train", run.step))
+
+    @hookimpl
+    def after_rollout(self, run: RunInfo, groups: Sequence[Group]) -> None:
+        self.events.append(("after_rollout", run.step))
+        self.groups.extend(groups)
+
+    @hookimpl
+    def after_weight_sync(self, run: RunInfo, version: int) -> None:
+        self.events.append(("after_weight_sync", version))
+
+    @hookimpl
+    def after_train_step(self, run: RunInfo, metrics: Mapping[str, float]) -> None:
+        self.events.append(("after_train_step", run.step))
+        self.metrics.append(metrics)
+
+    @hookimpl
+    def after_evaluate(self, run: RunInfo, metrics: Mapping[str, float]) -> None:
+        self.events.append(("after_evaluate", run.step))
+
+    @hookimpl
+    def on_error(self, run: RunInfo, error: BaseException) -> None:
+        self.error = error
+        self.events.append(("on_error", run.step))
+
+    @hookimpl
+    def after_train(self, run: RunInfo) -> None:
+        self.events.append(("after_train", run.step))
+
+    @hookimpl
+    def register_reward_functions(self) -> list[NamedFunction]:
+        return [NamedFunction(name="digits", fn=self.digits)]
+
+    def digits(self, response: str) -> float:
+        if self.failing:
+            raise ZeroDivisionError("a reward that fails")
+        return sum(character.isdigit() for character in response) / 4
+
+    @hookimpl
+    def register_trackers(self) -> list[TrackerSpec]:
+        return [TrackerSpec(name="memory", make=lambda run: self)]
+
+    def log(self, metrics: Mapping[str, float], *, step: int) -> None:
+        self.tracked.append((step, metrics))
+
+    def close(self) -> None:
+        self.events.append(("closed", len(self.tracked)))
+
+
+@pytest.fixture
+def inputs(tmp_path: Path) -> Path:
+    model = tiny_qwen3(tmp_path / "model", init_std=0.3)
+    rows = [{"prompt": f"{a}+{b}=", "label": str(a + b)} for a in range(3) for b in range(4)]
+    (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (tmp_path / "run.toml").write_text(
+        f"""
+        [run]
+        name = "run"
+        directory = "{tmp_path}"
+        steps = {STEPS}
+        trackers = ["jsonl", "memory"]
+        [model]
+        path = "{model}"
+        [data]
+        train = ["{tmp_path}/data.jsonl"]
+        [reward]
+        function = "digits"
+        [rollout]
+        prompts_per_step = 4
+        samples_per_prompt = 4
+        max_new_tokens = 4
+        [algorithm]
+        kl_coef = 0.01
+        [train]
+        lr = 1e-3
+        optimizer_steps = 2
+        [eval]
+        data = ["{tmp_path}/data.jsonl"]
+        interval = 2
+        [placement]
+        num_workers = 2
+        threads_per_worker = 1
+        """
+    )
+    return tmp_path
+
+
+@pytest.fixture(scope="module")
+def losses() -> dict[str, list[float]]:
+    return {}
+
+
+def load(inputs: Path, plugins: Plugins, launcher: str, **overrides: Any) -> LoadedConfig:
+    given = [("placement.launcher", launcher), *overrides.items()]
+    return load_config(inputs / "run.toml", given, backend="cpu", plugins=plugins)
+
+
+def with_recorder(*, failing: bool = False) -> tuple[Plugins, Recorder]:
+    plugins, recorder = load_plugins(), Recorder(failing=failing)
+    plugins.register(recorder, "recorder")
+    return plugins, recorder
+
+
+@pytest.mark.parametrize("launcher", ["local", "ray"])
+def test_a_run_from_start_to_end(
+    inputs: Path, launcher: str, losses: dict[str, list[float]], request: pytest.FixtureRequest
+) -> None:
+    if launcher == "ray":
+        request.getfixturevalue("ray_cluster")
+    plugins, recorder = with_recorder()
+    info = train(load(inputs, plugins, launcher), plugins)
+
+    assert info.step == STEPS
+    assert recorder.events == [
+        ("before_train", 0),
+        ("after_evaluate", 0),
+        *[("after_rollout", 0), ("after_weight_sync", 1), ("after_train_step", 1)],
+        *[("after_rollout", 1), ("after_weight_sync", 2), ("after_train_step", 2)],
+        ("after_evaluate", 2),
+        *[("after_rollout", 2), ("after_weight_sync", 3), ("after_train_step", 3)],
+        ("after_evaluate", 3),
+        ("after_train", 3),
+        ("closed", 6),
+    ]
+    check_groups(recorder.groups)
+    check_metrics(recorder.metrics)
+    check_directory(inputs / "run")
+    losses[launcher] = [row["train/loss"] for row in recorder.metrics]
+
+
+def test_launchers_give_the_same_losses(losses: dict[str, list[float]]) -> None:
+    assert losses["ray"] == losses["local"], "the tests of both launchers come before this one"
+
+
+def check_groups(groups: Sequence[Group]) -> None:
+    assert len(groups) == 4 * STEPS
+    for step in range(STEPS):
+        for group in groups[4 * step : 4 * step + 4]:
+            assert len(group.samples) == 4
+            for sample in group.samples:
+                assert sample.reward is not None
+                assert sample.prompt_tokens == group.prompt.tokens
+                assert set(sample.weight_versions) == {step}
+                assert len(sample.log_probs) == len(sample.response_tokens) == len(sample.loss_mask)
+    seeds = [sample.seed for group in groups for sample in group.samples]
+    assert len(set(seeds)) == len(seeds)
+
+
+def check_metrics(metrics: Sequence[Mapping[str, float]]) -> None:
+    for row in metrics:
+        assert all(math.isfinite(value) for value in row.values())
+        assert row["train/rollout_log_prob_abs_diff"] < 1e-4
+        assert row["perf/step_time_s"] > row["perf/overhead_time_s"] > 0
+        phases = {"generate", "log_probs", "forward_backward", "optimizer", "weight_sync"}
+        assert {f"perf/{phase}_time_s" for phase in phases} <= row.keys()
+    assert metrics[-1]["train/kl_loss"] > 0
+
+
+def check_directory(directory: Path) -> None:
+    assert {path.name for path in directory.iterdir()} == {
+        *("config.toml", "environment.json", "hf", "logs", "metrics.jsonl")
+    }
+    assert sorted(path.name for path in (directory / "logs").iterdir()) == ["actor-0.log", "actor-1.log"]
+    rows = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    assert [row["eval/step"] for row in rows if "eval/step" in row] == [0, 2, 3]
+    assert [row["train/step"] for row in rows if "train/step" in row] == [1, 2, 3]
+    AutoModelForCausalLM.from_pretrained(directory / "hf")
+    AutoTokenizer.from_pretrained(directory / "hf")
+
+
+def test_an_error_ends_the_run_in_order(inputs: Path) -> None:
+    plugins, recorder = with_recorder(failing=True)
+    with pytest.raises(RewardError, match="a reward that fails"):
+        train(load(inputs, plugins, "local", **{"placement.num_workers": 1, "eval.data": []}), plugins)
+    assert isinstance(recorder.error, RewardError)
+    assert recorder.events == [("before_train", 0), ("on_error", 0), ("after_train", 0), ("closed", 0)]
+    assert not (inputs / "run" / "hf").exists()
+
+
+def test_an_earlier_run_is_not_overwritten(inputs: Path) -> None:
+    plugins, _ = with_recorder()
+    (inputs / "run").mkdir()
+    (inputs / "run" / "metrics.jsonl").write_text("precious")
+    with pytest.raises(CheckpointError, match="is not empty"):
+        train(load(inputs, plugins, "local"), plugins)
+    with pytest.raises(CheckpointError, match="was not made by a run"):
+        train(load(inputs, plugins, "local", **{"run.overwrite": True}), plugins)
+    assert (inputs / "run" / "metrics.jsonl").read_text() == "precious"

@@ -1,0 +1,132 @@
+"""The references mean what transformers and torch mean."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import Qwen3Config
+from transformers.models.qwen3 import modeling_qwen3 as qwen3
+
+from anygauge.kernels import reference
+
+DTYPES = [torch.float64, torch.float32]
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rms_norm_is_torchs(dtype: torch.dtype) -> None:
+    x, weight = torch.randn(7, 3, 16, dtype=dtype), torch.randn(16, dtype=dtype)
+    expected = F.rms_norm(x, (16,), weight, 1e-5)
+    torch.testing.assert_close(reference.rms_norm(x, weight, 1e-5), expected)
+
+
+def test_rms_norm_is_qwens() -> None:
+    norm = qwen3.Qwen3RMSNorm(32, eps=1e-6)
+    norm.weight.data.normal_()
+    x = torch.randn(5, 32)
+    assert torch.equal(reference.rms_norm(x, norm.weight, 1e-6), norm(x))
+
+
+def test_rms_norm_of_bfloat16_is_rounded_once() -> None:
+    x, weight = torch.randn(64, 32).bfloat16(), torch.randn(32).bfloat16()
+    exact = reference.rms_norm(x.double(), weight.double(), 1e-6)
+    torch.testing.assert_close(reference.rms_norm(x, weight, 1e-6).double(), exact, rtol=2**-8, atol=0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rotary_embedding_is_qwens(dtype: torch.dtype) -> None:
+    config = Qwen3Config(hidden_size=64, num_attention_heads=4, num_key_value_heads=2, head_dim=16)
+    positions = torch.tensor([[0, 1, 2, 0, 1, 5, 9]])
+    q, k = torch.randn(1, 4, 7, 16, dtype=dtype), torch.randn(1, 2, 7, 16, dtype=dtype)
+    cos, sin = qwen3.Qwen3RotaryEmbedding(config)(q, positions)
+    expected = qwen3.apply_rotary_pos_emb(q, k, cos, sin)
+    found = reference.rotary_embedding(q[0].transpose(0, 1), k[0].transpose(0, 1), cos[0], sin[0])
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one.transpose(0, 1).unsqueeze(0), other)
+
+
+def test_rotary_embedding_leaves_the_other_dimensions() -> None:
+    q, angles = torch.randn(3, 2, 8), torch.randn(3, 4)
+    turned, _ = reference.rotary_embedding(q, q, angles.cos(), angles.sin())
+    assert torch.equal(turned[..., 4:], q[..., 4:])
+    assert not torch.equal(turned[..., :4], q[..., :4])
+
+
+def test_swiglu_is_qwens_mlp() -> None:
+    mlp = qwen3.Qwen3MLP(Qwen3Config(hidden_size=16, intermediate_size=24))
+    x = torch.randn(5, 16)
+    gate_up = torch.cat((mlp.gate_proj(x), mlp.up_proj(x)), dim=-1)
+    torch.testing.assert_close(mlp.down_proj(reference.swiglu(gate_up)), mlp(x))
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_varlen_attention_is_sdpa_per_sequence(dtype: torch.dtype, causal: bool) -> None:
+    lengths = (3, 0, 1, 9)
+    q, k, v = (torch.randn(13, heads, 8, dtype=dtype) for heads in (4, 2, 2))
+    found = reference.varlen_attention(q, k, v, lengths, 0.3, causal=causal)
+    parts = zip(*(x.transpose(0, 1).split(lengths, dim=1) for x in (q, k, v)), strict=True)
+    expected = [
+        F.scaled_dot_product_attention(*part, is_causal=causal, scale=0.3, enable_gqa=True)
+        for part in parts
+        if part[0].numel()
+    ]
+    torch.testing.assert_close(found, torch.cat(expected, dim=1).transpose(0, 1))
+
+
+def test_a_sequence_sees_nothing_of_its_neighbours() -> None:
+    q, k, v = (torch.randn(9, 2, 8) for _ in range(3))
+    before = reference.varlen_attention(q, k, v, (4, 5), 1.0, causal=True)
+    k[4:], v[4:] = 0, 0
+    after = reference.varlen_attention(q, k, v, (4, 5), 1.0, causal=True)
+    assert torch.equal(before[:4], after[:4])
+    assert not torch.equal(before[4:], after[4:])
+
+
+def logprob(logits: Tensor, targets: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+    return reference.vocab_parallel_logprob(logits, targets, temperature, None, entropy_grad=True)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_logprob_and_entropy_are_those_of_torchs_distribution(dtype: torch.dtype, temperature: float) -> None:
+    logits, targets = torch.randn(11, 30, dtype=dtype).requires_grad_(), torch.randint(30, (11,))
+    distribution = torch.distributions.Categorical(logits=logits / temperature)
+    expected = distribution.log_prob(targets), distribution.entropy()
+    found = logprob(logits, targets, temperature)
+    torch.testing.assert_close(found, expected)
+    wanted = torch.autograd.grad(expected[0].sum() + expected[1].square().sum(), logits)
+    torch.testing.assert_close(torch.autograd.grad(found[0].sum() + found[1].square().sum(), logits), wanted)
+
+
+def test_entropy_has_a_gradient_only_if_it_is_asked_for() -> None:
+    logits = torch.randn(2, 5, requires_grad=True)
+    targets = torch.tensor([0, 1])
+    assert logprob(logits, targets)[1].requires_grad
+    _, entropy = reference.vocab_parallel_logprob(logits, targets, 1.0, None, entropy_grad=False)
+    assert not entropy.requires_grad
+
+
+def test_impossible_tokens_add_nothing() -> None:
+    logits = torch.zeros(1, 6)
+    logits[0, 4:] = -torch.inf
+    logits.requires_grad_()
+    values, entropy = logprob(logits, torch.tensor([1]))
+    assert values.item() == pytest.approx(-math.log(4))
+    assert entropy.item() == pytest.approx(math.log(4))
+    (gradient,) = torch.autograd.grad(values.sum() + entropy.sum(), logits)
+    assert torch.equal(gradient[0, 4:], torch.zeros(2))
+    assert gradient.isfinite().all()
+
+
+def test_bfloat16_logits_give_float32_results() -> None:
+    values, entropy = logprob(torch.randn(3, 5).bfloat16(), torch.tensor([0, 1, 2]))
+    assert values.dtype == entropy.dtype == torch.float32

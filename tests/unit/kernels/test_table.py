@@ -1,0 +1,197 @@
+"""Collecting, checking and resolving kernels."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from anygauge.kernels import reference
+from anygauge.kernels.table import KernelTable, reference_kernel, resolve_kernels
+from anygauge.plugins import Plugins, load_plugins
+from anygauge_hooks import hookimpl
+from anygauge_hooks.errors import DuplicateNameError, PluginError, UnknownNameError
+from anygauge_hooks.kernels import KERNEL_OPS, KernelImpl
+from anygauge_hooks.types import Availability, BackendSpec
+
+BACKEND = BackendSpec(
+    name="toy",
+    device_type="cpu",
+    dist_backend="gloo",
+    probe=lambda: Availability(ok=True),
+    ray_options=lambda count: {},
+    local_device=lambda ids, environ: 0,
+)
+
+
+def silu(gate_up: torch.Tensor) -> torch.Tensor:
+    return reference.swiglu(gate_up)
+
+
+def kernel(fn: Any = silu, **fields: Any) -> KernelImpl:
+    return KernelImpl(**{"op": "swiglu", "fn": fn, "source": "toy", **fields})
+
+
+def plugin(*kernels: KernelImpl) -> object:
+    def register_kernels(backend: BackendSpec) -> list[KernelImpl]:
+        return list(kernels)
+
+    return SimpleNamespace(register_kernels=hookimpl(register_kernels))
+
+
+@pytest.fixture
+def plugins() -> Plugins:
+    return load_plugins(only=[])
+
+
+def table(plugins: Plugins, *kernels: KernelImpl, strict: bool = False) -> KernelTable:
+    plugins.register(plugin(*kernels), name="toy")
+    return resolve_kernels(plugins, BACKEND, strict=strict)
+
+
+def test_without_a_plugin_every_op_is_the_reference(plugins: Plugins) -> None:
+    kernels = resolve_kernels(plugins, BACKEND)
+    for op in KERNEL_OPS:
+        assert kernels.resolve(op, dtype="float32") is getattr(reference, op)
+    assert {(row.op, row.is_reference) for row in kernels.rows()} == {(op, True) for op in KERNEL_OPS}
+
+
+def test_a_kernel_serves_the_dtypes_that_it_declares(plugins: Plugins) -> None:
+    kernels = table(plugins, kernel(dtypes=("bfloat16",)))
+    assert kernels.resolve("swiglu", dtype=torch.bfloat16) is silu
+    assert kernels.resolve("swiglu", dtype="bfloat16") is silu
+    assert kernels.resolve("swiglu", dtype=torch.float32) is reference.swiglu
+
+
+def test_limits_are_compared_with_the_facts_of_the_module(plugins: Plugins) -> None:
+    kernels = table(plugins, kernel(limits={"width": (64, 128)}))
+    assert kernels.resolve("swiglu", dtype="float32", width=64) is silu
+    assert kernels.resolve("swiglu", dtype="float32", width=64, causal=True) is silu
+    assert kernels.resolve("swiglu", dtype="float32", width=72) is reference.swiglu
+    assert kernels.resolve("swiglu", dtype="float32") is reference.swiglu
+
+
+def test_the_highest_priority_that_accepts_is_taken(plugins: Plugins) -> None:
+    def better(gate_up: torch.Tensor) -> torch.Tensor:
+        return reference.swiglu(gate_up)
+
+    kernels = table(plugins, kernel(), kernel(better, priority=1, limits={"width": (64,)}))
+    assert kernels.resolve("swiglu", dtype="float32", width=64) is better
+    assert kernels.resolve("swiglu", dtype="float32", width=65) is silu
+    found = kernels.candidates("swiglu", dtype="float32", width=64)
+    assert [candidate.fn for candidate in found] == [better, silu]
+
+
+def test_strict_refuses_a_fallback(plugins: Plugins) -> None:
+    kernels = table(plugins, kernel(), strict=True)
+    assert kernels.resolve("swiglu", dtype="float32") is silu
+    with pytest.raises(UnknownNameError, match="rms_norm for bfloat16, width=8") as raised:
+        kernels.resolve("rms_norm", dtype=torch.bfloat16, width=8)
+    assert "'toy'" in str(raised.value)
+
+
+def test_two_kernels_that_accept_the_same_facts_are_an_error(plugins: Plugins) -> None:
+    plugins.register(plugin(kernel(source="other")), name="second")
+    with pytest.raises(DuplicateNameError, match="'other' of second and 'toy' of toy both serve swiglu"):
+        table(plugins, kernel())
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ({"dtypes": ("float32",)}, {"dtypes": ("bfloat16",)}),
+        ({"limits": {"width": (64,)}}, {"limits": {"width": (128,)}}),
+        ({"priority": 1}, {}),
+    ],
+    ids=["dtypes", "limits", "priority"],
+)
+def test_kernels_that_do_not_overlap_live_together(
+    plugins: Plugins, one: dict[str, Any], other: dict[str, Any]
+) -> None:
+    kernels = table(plugins, kernel(**one), kernel(**other))
+    assert len([row for row in kernels.rows() if row.op == "swiglu" and not row.is_reference]) == 2
+
+
+def test_limits_on_different_facts_overlap(plugins: Plugins) -> None:
+    with pytest.raises(DuplicateNameError):
+        table(plugins, kernel(limits={"width": (64,)}), kernel(limits={"causal": (True,)}))
+
+
+def test_an_unknown_op_is_refused(plugins: Plugins) -> None:
+    with pytest.raises(PluginError, match="Unknown kernel op 'swigloo'") as raised:
+        table(plugins, kernel(op="swigloo"))
+    assert raised.value.hint is not None
+    assert "vocab_parallel_logprob" in raised.value.hint
+
+
+def too_few() -> None:
+    """Take nothing."""
+
+
+def too_many(gate_up: Any, limit: Any) -> None:
+    """Need something more."""
+
+
+def swapped(weight: Any, x: Any, eps: float) -> None:
+    """Have the arguments in another order."""
+
+
+def no_keyword(q: Any, k: Any, v: Any, lengths: Any, scale: float) -> None:
+    """Not know of causality."""
+
+
+@pytest.mark.parametrize(
+    ("op", "fn", "message"),
+    [
+        ("swiglu", too_few, "too many positional arguments"),
+        ("swiglu", too_many, "missing a required argument: 'limit'"),
+        ("rms_norm", swapped, "'weight' where 'x' belongs"),
+        ("varlen_attention", no_keyword, "unexpected keyword argument 'causal'"),
+        ("swiglu", torch.sigmoid, "cannot be read"),
+    ],
+)
+def test_a_wrong_signature_is_refused(plugins: Plugins, op: str, fn: Any, message: str) -> None:
+    with pytest.raises(PluginError, match=message) as raised:
+        table(plugins, kernel(fn, op=op))
+    assert raised.value.hint is not None
+    assert raised.value.hint.startswith("It takes (")
+
+
+def test_extra_parameters_with_defaults_and_free_arguments_are_fine(plugins: Plugins) -> None:
+    def tuned(gate_up: Any, block: int = 64) -> None: ...
+
+    def free(*args: Any) -> None: ...
+
+    kernels = table(plugins, kernel(tuned), kernel(free, priority=1))
+    assert kernels.resolve("swiglu", dtype="float32") is free
+
+
+def test_every_reference_has_the_signature_of_its_op(plugins: Plugins) -> None:
+    kernels = table(plugins, *(reference_kernel(op) for op in KERNEL_OPS), strict=True)
+    assert all(kernels.resolve(op, dtype="float32") for op in KERNEL_OPS)
+
+
+def test_rows_tell_who_serves_what_and_where_it_is() -> None:
+    plugins = load_plugins(only=["cpu"])
+    rows = resolve_kernels(plugins, plugins.get("register_backends", "cpu")).rows()
+    assert {row.op for row in rows} == set(KERNEL_OPS)
+    for row in rows:
+        assert not row.is_reference
+        assert (row.owner, row.package) == ("cpu", "anygauge")
+        assert row.version
+        path, _, line = row.location.rpartition(":")
+        assert path.endswith(".py")
+        assert int(line) > 0
+
+
+def test_the_reference_row_lists_what_nothing_else_serves(plugins: Plugins) -> None:
+    rows = table(plugins, kernel(dtypes=("float32",))).rows()
+    found = [(row.dtypes, row.is_reference) for row in rows if row.op == "swiglu"]
+    assert found == [(("float32",), False), (("bfloat16",), True)]
+
+
+def test_a_plugin_without_a_distribution_has_no_package(plugins: Plugins) -> None:
+    row = next(row for row in table(plugins, kernel()).rows() if row.op == "swiglu")
+    assert (row.owner, row.package, row.version) == ("toy", None, None)
