@@ -85,12 +85,11 @@ class ProbeWorker:
         else:
             self.hang()
 
-    def hang(self, *, rank: int | None = None) -> None:
-        """Wait for ever, on one rank or on all."""
-        if rank is None or self.context.rank == rank:
-            sys.stderr.write("hanging\n")
-            sys.stderr.flush()
-            threading.Event().wait()
+    def hang(self) -> None:
+        """Say so in the log, and wait for ever."""
+        sys.stderr.write("hanging\n")
+        sys.stderr.flush()
+        threading.Event().wait()
 
     def start_child(self) -> int:
         """Start a process that would outlive this one, and return its id."""

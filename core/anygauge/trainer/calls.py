@@ -35,6 +35,7 @@ LOST_PEER = re.compile(
     re.IGNORECASE,
 )
 """How collectives report that another rank has gone."""
+NO_STACK = "  (no stack taken: still starting, on its way out, or one of many)"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,6 +189,6 @@ def deadline_error(
     for who in running:
         lines += [
             f"{who} is at:",
-            stacks.get(who.rank, "  (no stack taken: still starting, on its way out, or one of many)"),
+            stacks.get(who.rank, NO_STACK),
         ]
     return DeadlineError("\n".join(lines), hint=f"Raise {setting} if this really takes so long.")

@@ -28,7 +28,7 @@ def terminate_as_exception() -> Iterator[None]:
             raise SystemExit(128 + number)
 
     before = {number: signal.getsignal(number) for number in SIGNALS}
-    caught = [number for number, handler in before.items() if handler is signal.SIG_DFL]
+    caught = [number for number, handler in before.items() if handler not in (signal.SIG_IGN, None)]
     for number in caught:
         signal.signal(number, raise_exit)
     try:
