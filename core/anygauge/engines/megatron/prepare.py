@@ -19,13 +19,11 @@ JIT_MODULE = "megatron.core.jit"
 functions are decorated before anything else could change that: it must be there first."""
 
 _UPSTREAM_WARNINGS = (
-    # at import Megatron names every optional library that it does not find
-    {"module": "megatron"},
     # the optimizer's shards of float32 weights are views, whose gradients Megatron sets itself
-    {"message": "The .grad attribute of a Tensor that is not a leaf"},
+    "The .grad attribute of a Tensor that is not a leaf",
     # torch 2.13 deprecates names that megatron-core 0.16.1 still calls
-    {"message": r"`torch\.distributed\.\w+` is deprecated"},
-    {"message": "Please use DTensor instead"},
+    r"`torch\.distributed\.\w+` is deprecated",
+    "Please use DTensor instead",
 )
 """About Megatron's own code; a user can do nothing about them."""
 
@@ -39,8 +37,10 @@ def prepare_megatron(plugins: Plugins, backend: BackendSpec) -> None:
     :param backend: The backend of this process.
     :raises ScopeError: Megatron was imported before, or prepared for another backend.
     """
-    for warning in _UPSTREAM_WARNINGS:
-        warnings.filterwarnings("ignore", **warning)
+    # At import Megatron names every optional library that it does not find.
+    warnings.filterwarnings("ignore", module="megatron")
+    for message in _UPSTREAM_WARNINGS:
+        warnings.filterwarnings("ignore", message=message)
     module = sys.modules.get(JIT_MODULE)
     prepared_for = getattr(module, "prepared_for", None)
     if prepared_for == backend.name:
