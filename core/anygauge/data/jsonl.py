@@ -10,7 +10,7 @@ import json
 import logging
 import random
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from typing import Any
 from jinja2 import TemplateError
 
 from anygauge.config.schema import Config, Data
-from anygauge.data.template import prompt_problem, render
+from anygauge.data.template import prompt_problem, render, tokenize
 from anygauge_hooks.errors import DataError
 from anygauge_hooks.rl import Prompt
 
@@ -77,22 +77,22 @@ class JsonlSource:
 
     def next(self, num_prompts: int) -> list[Prompt]:
         """Return the next prompts. At the end of an epoch the next one begins, in a new order."""
-        prompts = []
+        positions = []
         for _ in range(num_prompts):
             if self._cursor == len(self):
                 self._epoch += 1
                 self._cursor = 0
                 self._order = self._make_order()
-            prompts.append(self._read(self._order[self._cursor]))
+            positions.append(self._order[self._cursor])
             self._cursor += 1
-        return prompts
+        return self._read(positions)
 
     def all(self, limit: int | None = None) -> list[Prompt]:
         """Return every prompt once, in the order of the files.
 
         :param limit: Only the first prompts; ``None`` for all.
         """
-        return [self._read(position) for position in range(len(self))[:limit]]
+        return self._read(range(len(self))[:limit])
 
     def _make_order(self) -> array[int]:
         order = array("I", range(len(self)))
@@ -125,7 +125,8 @@ class JsonlSource:
         limit = self._config.max_prompt_tokens
         if limit is None:
             return True
-        fits = len(self._render(row, path, line)[1]) <= limit
+        [tokens] = tokenize([self._render(row, path, line)], self._tokenizer, self._config)
+        fits = len(tokens) <= limit
         self.num_dropped += not fits
         return fits
 
@@ -146,18 +147,35 @@ class JsonlSource:
         if self.num_dropped:
             logger.warning("dropped %d of %d prompts for their length", self.num_dropped, num_rows)
 
-    def _read(self, position: int) -> Prompt:
-        index, config = self._index, self._config
-        path, line = config.train[index.files[position]], index.lines[position]
+    def _read(self, positions: Sequence[int]) -> list[Prompt]:
+        """Return the prompts of rows, tokenized in one call."""
+        rows = [self._row(position) for position in positions]
+        texts = [
+            self._render(row, *self._place(position)) for position, row in zip(positions, rows, strict=True)
+        ]
+        tokens = tokenize(texts, self._tokenizer, self._config) if texts else []
+        return [self._prompt(*parts) for parts in zip(positions, rows, texts, tokens, strict=True)]
+
+    def _place(self, position: int) -> tuple[Path, int]:
+        """Return file and line of a row."""
+        return self._config.train[self._index.files[position]], self._index.lines[position]
+
+    def _row(self, position: int) -> dict[str, Any]:
+        path, line = self._place(position)
         try:
             with path.open("rb") as stream:
-                stream.seek(index.offsets[position])
-                row = _parse(stream.readline(), config)
+                stream.seek(self._index.offsets[position])
+                return _parse(stream.readline(), self._config)
         except (OSError, _BadRowError) as error:
             raise DataError(
                 f"{path}:{line}: {error}", hint="The file changed while the run was reading it."
             ) from error
-        text, tokens = self._render(row, path, line)
+
+    def _prompt(self, position: int, row: dict[str, Any], text: str, tokens: list[int]) -> Prompt:
+        config, (path, line) = self._config, self._place(position)
+        if not tokens:
+            key = config.input_key
+            raise DataError(f"{path}:{line}: field {key!r}: the tokenizer makes no token of {text!r}.")
         used = {config.input_key, config.label_key}
         return Prompt(
             index=position,
@@ -168,18 +186,15 @@ class JsonlSource:
             metadata={key: value for key, value in row.items() if key not in used},
         )
 
-    def _render(self, row: dict[str, Any], path: Path, line: int) -> tuple[str, list[int]]:
+    def _render(self, row: dict[str, Any], path: Path, line: int) -> str:
         key = self._config.input_key
         try:
-            text, tokens = render(row[key], self._tokenizer, self._config)
+            return render(row[key], self._tokenizer, self._config)
         except TemplateError as error:
             raise DataError(
                 f"{path}:{line}: field {key!r}: the chat template refuses it: {error}",
                 hint="The template's rules are in the model directory's chat_template.jinja.",
             ) from error
-        if not tokens:
-            raise DataError(f"{path}:{line}: field {key!r}: the tokenizer makes no token of {text!r}.")
-        return text, tokens
 
 
 class _BadRowError(Exception):

@@ -8,7 +8,7 @@ from typing import Any
 from anygauge.config.schema import Data
 from anygauge_hooks.errors import ConfigError
 
-__all__ = ["prompt_problem", "render"]
+__all__ = ["prompt_problem", "render", "tokenize"]
 
 Messages = Sequence[Mapping[str, Any]]
 
@@ -46,30 +46,39 @@ def _message_problem(message: Any) -> str | None:
     return None if message["role"] else "'role' is empty"
 
 
-def render(value: str | Messages, tokenizer: Any, config: Data) -> tuple[str, list[int]]:
-    """Return the text that the policy sees, and its tokens.
+def render(value: str | Messages, tokenizer: Any, config: Data) -> str:
+    """Return the text that the policy sees.
 
     :param value: A prompt without a :func:`prompt_problem`.
     :param tokenizer: A Hugging Face tokenizer.
-    :returns: Text and token ids. The tokenizer's own special tokens are added to a plain prompt; a chat
-        template writes them itself.
     :raises ConfigError: The tokenizer has no chat template.
     """
     if not config.apply_chat_template:
         assert isinstance(value, str)
-        return value, list(tokenizer(value)["input_ids"])
+        return value
     if getattr(tokenizer, "chat_template", None) is None:
         raise ConfigError(
             "data.apply_chat_template is true, but the tokenizer has no chat template.",
             hint="Add chat_template.jinja to the model directory, or set data.apply_chat_template = false.",
         )
-    text = tokenizer.apply_chat_template(
+    text: str = tokenizer.apply_chat_template(
         _messages(value, config.system_prompt),
         tokenize=False,
         add_generation_prompt=True,
         **config.chat_template_kwargs,
     )
-    return text, list(tokenizer(text, add_special_tokens=False)["input_ids"])
+    return text
+
+
+def tokenize(texts: Sequence[str], tokenizer: Any, config: Data) -> list[list[int]]:
+    """Return the token ids of rendered prompts, in one call of the tokenizer.
+
+    Its own special tokens are added to plain prompts; a chat template writes them itself.
+    """
+    ids: list[list[int]] = tokenizer(list(texts), add_special_tokens=not config.apply_chat_template)[
+        "input_ids"
+    ]
+    return ids
 
 
 def _messages(value: str | Messages, system_prompt: str | None) -> list[Mapping[str, Any]]:
