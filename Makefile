@@ -29,14 +29,8 @@ demo: $(VENV)/.cpu ## train a tiny Qwen3 with GRPO on CPU until its reward has r
 	$(BIN)/python examples/arithmetic/make_inputs.py --seed $(SEED) --out runs/arithmetic-inputs
 	$(BIN)/anygauge train examples/arithmetic_grpo.toml --backend cpu --run.seed $(SEED)
 
-soak: $(VENV)/.cpu ## the demo with each of SEEDS, each from a policy of its own
-	for seed in $(SEEDS); do \
-	  inputs=runs/arithmetic-inputs-$$seed; \
-	  $(BIN)/python examples/arithmetic/make_inputs.py --seed $$seed --out $$inputs; \
-	  $(BIN)/anygauge train examples/arithmetic_grpo.toml --backend cpu \
-	    --run.seed $$seed --run.name arithmetic-soak-$$seed --model.path $$inputs/model \
-	    --data.train "[\"$$inputs/train.jsonl\"]" --eval.data "[\"$$inputs/eval.jsonl\"]"; \
-	done
+soak: $(VENV)/.cpu ## the demo with each of SEEDS: does it learn, how long, how much memory
+	$(BIN)/python bench/demo.py --seeds $(SEEDS)
 
 test: $(VENV)/.dev ## install the test tools and run the tests
 	$(BIN)/python -m pytest $(PYTEST_ARGS)

@@ -13,7 +13,7 @@ import pytest
 
 from anygauge.config.schema import Config
 from anygauge.plugins import find_backend, load_plugins
-from anygauge.trainer.placement import launch_workers
+from anygauge.trainer.launch import launch_workers
 from anygauge.trainer.worker_group import WorkerGroup
 
 Launch = Callable[..., WorkerGroup]

@@ -11,7 +11,7 @@ import torch
 from anygauge.config import Config
 from anygauge.plugins import load_plugins
 from anygauge.testing.tiny import tiny_qwen3
-from anygauge.trainer.placement import launch_workers
+from anygauge.trainer.launch import launch_workers
 from anygauge.trainer.plan import plan_steps
 from anygauge_hooks.rl import TrainSample
 

@@ -16,10 +16,9 @@ from anygauge.config import Config
 from anygauge.observability.metrics import eval_metrics, rollout_metrics
 from anygauge.plugins import Plugins
 from anygauge.rollout.rewards import score
-from anygauge.trainer.placement import WorkerGroup
 from anygauge.trainer.plan import group_samples, plan_steps, sample_seeds, split_evenly, train_samples
 from anygauge.trainer.state import RunState
-from anygauge.trainer.worker_group import Arguments
+from anygauge.trainer.worker_group import Arguments, WorkerGroup
 from anygauge_hooks.rl import Group, Prompt, Sample, SamplingParams
 from anygauge_hooks.types import RunInfo, Tracker
 

@@ -13,8 +13,9 @@ from anygauge.data.jsonl import evaluation_data
 from anygauge.plugins import Plugins
 from anygauge.rollout.rewards import resolve_reward
 from anygauge.trainer.directory import open_run_directory
+from anygauge.trainer.launch import launch_workers
 from anygauge.trainer.loop import Loop, run_loop
-from anygauge.trainer.placement import launch_workers, terminate_as_exception
+from anygauge.trainer.signals import terminate_as_exception
 from anygauge.trainer.state import RunState
 from anygauge_hooks.errors import CheckpointError
 from anygauge_hooks.rl import Prompt

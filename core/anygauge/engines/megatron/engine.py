@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -66,16 +67,7 @@ class MegatronEngine:
             self._weights_of(role),
         ):
             self.model.eval()
-            outputs = get_forward_backward_func()(
-                forward_step_func=step,
-                data_iterator=iter(batches),
-                model=[self.model],
-                num_microbatches=len(batches),
-                seq_length=self.config.train.micro_batch_tokens,
-                micro_batch_size=1,
-                forward_only=True,
-                collect_non_loss_data=True,
-            )
+            outputs = self._run_schedule(step, batches, forward_only=True)
         return per_sample(batches, outputs, len(samples))
 
     def train_step(
@@ -105,16 +97,21 @@ class MegatronEngine:
         self.model.train()
         self.model.zero_grad_buffer()
         self.optimizer.zero_grad()
-        outputs = get_forward_backward_func()(
+        return self._sum_over_ranks(self._run_schedule(step, batches, forward_only=False))
+
+    def _run_schedule(self, step: Any, batches: Sequence[MicroBatch], *, forward_only: bool) -> list[Any]:
+        """Run Megatron's schedule and return what the step collected of each micro-batch."""
+        outputs: list[Any] = get_forward_backward_func()(
             forward_step_func=step,
             data_iterator=iter(batches),
             model=[self.model],
             num_microbatches=len(batches),
             seq_length=self.config.train.micro_batch_tokens,
             micro_batch_size=1,
-            forward_only=False,
+            forward_only=forward_only,
+            collect_non_loss_data=forward_only,
         )
-        return self._sum_over_ranks(outputs)
+        return outputs
 
     def _sum_over_ranks(self, outputs: Sequence[Mapping[str, Tensor]]) -> dict[str, float]:
         names = list(outputs[0])
