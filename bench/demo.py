@@ -6,7 +6,8 @@
 Each seed has a warm-up and a policy of its own. Before and after are the mean reward of one sample at
 temperature 1 on the same 512 held-out problems. Memory is the peak of the summed proportional set size (PSS)
 of the driver and its workers, read twice a second. Overhead is the median, over steps, of the wall time that
-is in none of the engines' phases. Ends with status 1 if a seed misses the goal: from under 0.3 to over 0.8.
+is in none of the engines' phases. Ends with status 1 if a seed misses the goal: from under 0.3 to over 0.8
+within 5 minutes of training and 4 GiB.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ ROOT = Path(__file__).parents[1]
 RECIPE = ROOT / "examples" / "arithmetic_grpo.toml"
 MAKE_INPUTS = ROOT / "examples" / "arithmetic" / "make_inputs.py"
 BEFORE, AFTER = 0.3, 0.8
+TRAIN_S, PEAK_PSS = 300.0, 4 * 2**30
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,8 @@ class Outcome:
     @property
     def reached(self) -> bool:
         """Return whether the goal was reached."""
-        return self.before < BEFORE and self.after > AFTER
+        learned = self.before < BEFORE and self.after > AFTER
+        return learned and self.train_s < TRAIN_S and self.peak_pss < PEAK_PSS
 
     def row(self) -> str:
         """Return one line of the table."""

@@ -5,16 +5,10 @@ from __future__ import annotations
 import random
 
 import numpy as np
-import torch
 
 from anygauge_hooks.types import Device
 
-__all__ = ["seed_everything", "torch_device"]
-
-
-def torch_device(device: Device) -> torch.device:
-    """Return the ``torch.device`` of a device; a host has no index."""
-    return torch.device(device.type) if device.type == "cpu" else torch.device(device.type, device.index)
+__all__ = ["seed_everything"]
 
 
 def seed_everything(device: Device, seed: int) -> None:

@@ -7,9 +7,10 @@ raised when that plugin, or a name that nobody else provides, is asked for.
 from __future__ import annotations
 
 import importlib
+import inspect
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import EntryPoint, PackageNotFoundError, entry_points, requires, version
 from typing import Any, cast
@@ -37,7 +38,9 @@ __all__ = [
     "plugin_distribution",
     "probe_backend",
     "published_backends",
+    "require_plugins",
     "select_backend",
+    "source_location",
 ]
 
 BACKENDS_GROUP = "anygauge.backends"
@@ -59,6 +62,8 @@ class Plugins:
     manager: pluggy.PluginManager
     load_errors: dict[str, Exception] = field(default_factory=dict)
     """By entry-point or plugin name."""
+    installed: list[str] = field(default_factory=list)
+    """Entry points that were loaded."""
 
     def register(self, plugin: object, name: str) -> None:
         """Register a plugin object and check it against the specifications.
@@ -100,15 +105,43 @@ class Plugins:
         if name in found:
             return found[name]
         kind = hook.removeprefix("register_").replace("_", " ")
-        failed = [f"{plugin} ({error!r})" for plugin, error in sorted(self.load_errors.items())]
         raise UnknownNameError(
             f"Unknown name {name!r} for {kind}; available: {', '.join(sorted(found)) or 'none'}.",
-            hint=f"These plugins failed to load: {', '.join(failed)}." if failed else None,
+            hint=self._failed_hint() or "Choose one of these, or install the plugin that provides it.",
+        ) from self.load_errors.get(name)
+
+    def model(self, architectures: Sequence[str]) -> Any:
+        """Return the family that registered one of the architectures of a Hugging Face config.
+
+        :raises UnknownNameError: No plugin knows them.
+        :raises DuplicateNameError: Two families claim one architecture.
+        """
+        families = self._families()
+        for architecture in architectures:
+            if architecture in families:
+                return families[architecture]
+        raise UnknownNameError(
+            f"No model plugin knows the architecture {', '.join(architectures) or '(none given)'}; "
+            f"known: {', '.join(sorted(families)) or 'none'}.",
+            hint=self._failed_hint() or "docs/hooks.md, register_models, shows how to add a family.",
         )
 
-    def owner(self, hook: str, name: str) -> str:
-        """Return the name of the plugin that registered ``name`` through ``hook``."""
-        return next(owner for owner, result in self.answers(hook) for item in result if item.name == name)
+    def _families(self) -> dict[str, Any]:
+        owners: dict[str, str] = {}
+        families: dict[str, Any] = {}
+        for owner, registered in self.answers("register_models"):
+            for name, family in ((name, spec) for spec in registered for name in spec.architectures):
+                if name in owners:
+                    raise DuplicateNameError(
+                        f"Architecture {name!r} is claimed by {owners[name]} and by {owner}.",
+                        hint="Uninstall one of the two plugins; `anygauge hooks` lists every owner.",
+                    )
+                owners[name], families[name] = owner, family
+        return families
+
+    def _failed_hint(self) -> str:
+        failed = [f"{plugin} ({error!r})" for plugin, error in sorted(self.load_errors.items())]
+        return f"These plugins failed to load: {', '.join(failed)}." if failed else ""
 
     def merged(self, hook: str, **arguments: Any) -> dict[str, str]:
         """Return the union of the mappings that plugins return.
@@ -203,10 +236,26 @@ def load_plugins(*, only: Sequence[str] | None = None) -> Plugins:
     return plugins
 
 
+def require_plugins(plugins: Plugins, names: Sequence[str]) -> None:
+    """Check that this process has the plugins that another one has.
+
+    :raises PluginError: One is missing or failed to load here.
+    """
+    for name in names:
+        if name not in plugins.installed:
+            error = plugins.load_errors.get(name)
+            why = f"failed to load here: {error!r}" if error else "is not installed here"
+            raise PluginError(
+                f"Plugin {name!r}, which the driver has, {why}.",
+                hint="Install the same packages on every node.",
+            ) from error
+
+
 def _load_entry(plugins: Plugins, entry: EntryPoint) -> None:
     name = entry.name if plugins.manager.get_plugin(entry.name) is None else f"{entry.name} ({entry.value})"
     try:
         plugins.register(entry.load(), name)
+        plugins.installed.append(name)
     except Exception as error:  # noqa: BLE001 - importing a plugin runs anybody's code
         plugins.load_errors[name] = error
 
@@ -231,13 +280,19 @@ def plugin_distribution(owner: str) -> tuple[str | None, str | None]:
 
     :param owner: The plugin's name: that of its entry point, or a module of the core.
     """
-    if owner in DEFAULT_PLUGINS:
-        return "anygauge", version("anygauge")
+    if owner.partition(".")[0] == PROJECT:
+        return PROJECT, version(PROJECT)
     for group in (BACKENDS_GROUP, PLUGINS_GROUP):
         for entry in entry_points(group=group, name=owner):
             if entry.dist is not None:
                 return entry.dist.name, entry.dist.version
     return None, None
+
+
+def source_location(function: Callable[..., Any]) -> str:
+    """Return ``file:line`` of a function, or an empty string where it is not Python."""
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    return f"{code.co_filename}:{code.co_firstlineno}" if code else ""
 
 
 def probe_backend(spec: BackendSpec) -> Availability:
@@ -270,7 +325,9 @@ def select_backend(plugins: Plugins, requested: str | None = None) -> tuple[Back
         )
     if usable:
         return found[usable[0]], "the only accelerator whose probe passes"
-    reasons = "; ".join(f"{name}: {state.reason}" for name, state in sorted(states.items()))
+    known = {name: state.reason for name, state in states.items()}
+    known |= {name: f"failed to load: {error!r}" for name, error in plugins.load_errors.items()}
+    reasons = "; ".join(f"{name}: {reason}" for name, reason in sorted(known.items()))
     return found["cpu"], f"no accelerator backend is usable ({reasons or 'none is installed'})"
 
 

@@ -70,9 +70,6 @@ way (each already multiplied by ``weights`` and summed)."""
 class TrainEngine(Protocol):
     """A model with, for the roles that train, an optimizer."""
 
-    data_parallel_rank: int
-    data_parallel_size: int
-
     def log_probs(
         self, samples: Sequence[TrainSample], *, temperature: float, role: str = "actor"
     ) -> list[Tensor]:

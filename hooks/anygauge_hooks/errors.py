@@ -21,6 +21,7 @@ __all__ = [
     "NonFiniteError",
     "PlacementError",
     "PluginError",
+    "RankMismatchError",
     "RewardError",
     "RolloutError",
     "ScopeError",
@@ -136,6 +137,12 @@ class NonFiniteError(AnygaugeError, ArithmeticError):
     """A loss or gradient is not finite."""
 
     code = "AG603"
+
+
+class RankMismatchError(AnygaugeError, RuntimeError):
+    """Data-parallel ranks hold different weights where they must be the same."""
+
+    code = "AG604"
 
 
 class WorkerDiedError(AnygaugeError, RuntimeError):

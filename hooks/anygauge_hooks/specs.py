@@ -129,7 +129,7 @@ def make_process_group_options(backend: BackendSpec, group_name: str, timeout_s:
 def register_kernels(backend: BackendSpec) -> Iterable[KernelImpl] | None:
     """Return the kernels that this plugin implements for a backend.
 
-    Called once per process, when the first model is built. No hook is called during a step.
+    Called once per process, when the engine is built. No hook is called during a step.
 
     :param backend: The backend of the run; a plugin of another backend returns ``None``.
     :returns: The kernels, or ``None``.
@@ -433,7 +433,8 @@ def after_evaluate(run: RunInfo, metrics: Mapping[str, float]) -> None:
 def on_error(run: RunInfo, error: BaseException) -> None:
     """Observe the error that ends a run.
 
-    Called once, before the workers are shut down.
+    Called once with the error that ends a run, once its directory exists; before the workers are shut down.
+    An error before that (in the config, or an existing directory) is only raised.
 
     :param run: The run, with the number of finished steps.
     :param error: The error that will be raised.

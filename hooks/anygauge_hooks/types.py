@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = [
     "AcceleratorIds",
@@ -40,6 +43,11 @@ class Availability:
     """What the user can do about it, as a command where there is one."""
 
 
+def _counted_by_ray(count: int) -> Mapping[str, float]:
+    del count
+    return {}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BackendSpec:
     """What the core must know of a backend before it imports its vendor libraries."""
@@ -55,6 +63,9 @@ class BackendSpec:
     """Ray actor options that reserve ``count`` devices, such as ``{"num_gpus": 1}``."""
     local_device: Callable[[AcceleratorIds, Mapping[str, str]], int]
     """The device index inside this process, from the ids that Ray assigned and the environment."""
+    cluster_resources: Callable[[int], Mapping[str, float]] = _counted_by_ray
+    """Custom Ray resources that a cluster of our own must declare for so many workers; none by default, since
+    Ray counts the devices that it knows."""
     visible_devices_env: str | None = None
     """The environment variable that hides devices, or ``None`` if there is none."""
 
@@ -145,6 +156,7 @@ class Device(Protocol):
     type: str
     """The ``torch.device`` type."""
     index: int
+    torch_device: torch.device
     scope_map: ScopeMap | None
     """How Megatron's literal device names are redirected, or ``None`` if they already mean this device."""
     tensor_types: Mapping[str, Sequence[str]]

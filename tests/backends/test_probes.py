@@ -17,7 +17,7 @@ import torch
 import anygauge_cpu.plugin
 import anygauge_cuda.plugin
 import anygauge_npu.plugin
-from anygauge.device import seed_everything, torch_device
+from anygauge.device import seed_everything
 from anygauge.plugins import Plugins, probe_backend, select_backend
 from anygauge_cpu.device import CpuDevice
 from anygauge_cpu.optimizer import fused_adamw
@@ -64,7 +64,7 @@ def test_host_without_accelerator_takes_the_cpu(plugins: Plugins, bare_host: Non
     assert "built without CUDA" in reason
     assert "npu: torch-npu is not installed" in reason
     device = plugins.make_device(spec, 0)
-    assert (device.type, torch_device(device)) == ("cpu", torch.device("cpu"))
+    assert (device.type, device.torch_device) == ("cpu", torch.device("cpu"))
 
 
 @pytest.mark.parametrize("name", ["cuda", "npu"])

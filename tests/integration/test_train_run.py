@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -85,8 +86,15 @@ class Recorder:
         self.events.append(("closed", len(self.tracked)))
 
 
+Finished = tuple[Path, RunInfo, Recorder]
+
+
 @pytest.fixture
 def inputs(tmp_path: Path) -> Path:
+    return make_inputs(tmp_path)
+
+
+def make_inputs(tmp_path: Path) -> Path:
     model = tiny_qwen3(tmp_path / "model", init_std=0.3)
     rows = [{"prompt": f"{a}+{b}=", "label": str(a + b)} for a in range(3) for b in range(4)]
     (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, rows)))
@@ -123,11 +131,6 @@ def inputs(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.fixture(scope="module")
-def losses() -> dict[str, list[float]]:
-    return {}
-
-
 def load(inputs: Path, plugins: Plugins, launcher: str, **overrides: Any) -> LoadedConfig:
     given = [("placement.launcher", launcher), *overrides.items()]
     return load_config(inputs / "run.toml", given, backend="cpu", plugins=plugins)
@@ -139,15 +142,26 @@ def with_recorder(*, failing: bool = False) -> tuple[Plugins, Recorder]:
     return plugins, recorder
 
 
-@pytest.mark.parametrize("launcher", ["local", "ray"])
-def test_a_run_from_start_to_end(
-    inputs: Path, launcher: str, losses: dict[str, list[float]], request: pytest.FixtureRequest
-) -> None:
-    if launcher == "ray":
-        request.getfixturevalue("ray_cluster")
-    plugins, recorder = with_recorder()
-    info = train(load(inputs, plugins, launcher), plugins)
+@pytest.fixture(scope="module")
+def finished(
+    tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> Callable[[str], Finished]:
+    """Return a function that runs the recipe on a launcher, once for all tests."""
 
+    @functools.cache
+    def run(launcher: str) -> Finished:
+        if launcher == "ray":
+            request.getfixturevalue("ray_cluster")
+        directory = make_inputs(tmp_path_factory.mktemp(launcher))
+        plugins, recorder = with_recorder()
+        return directory, train(load(directory, plugins, launcher), plugins), recorder
+
+    return run
+
+
+@pytest.mark.parametrize("launcher", ["local", "ray"])
+def test_a_run_from_start_to_end(launcher: str, finished: Callable[[str], Finished]) -> None:
+    directory, info, recorder = finished(launcher)
     assert info.step == STEPS
     assert recorder.events == [
         ("before_train", 0),
@@ -162,12 +176,12 @@ def test_a_run_from_start_to_end(
     ]
     check_groups(recorder.groups)
     check_metrics(recorder.metrics)
-    check_directory(inputs / "run")
-    losses[launcher] = [row["train/loss"] for row in recorder.metrics]
+    check_directory(directory / "run")
 
 
-def test_launchers_give_the_same_losses(losses: dict[str, list[float]]) -> None:
-    assert losses["ray"] == losses["local"], "the tests of both launchers come before this one"
+def test_launchers_give_the_same_losses(finished: Callable[[str], Finished]) -> None:
+    local, ray = ([row["train/loss"] for row in finished(name)[2].metrics] for name in ("local", "ray"))
+    assert local == ray
 
 
 def check_groups(groups: Sequence[Group]) -> None:

@@ -1,17 +1,55 @@
-"""Every error has a code of its own, a section in docs/errors.md, and survives pickling."""
+"""Every error has a code of its own, survives pickling, and reads in docs/errors.md as it is printed."""
 
 from __future__ import annotations
 
+import ast
 import pickle
 import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
+import pluggy
 import pytest
+import torch
 
-from anygauge_hooks import errors
+from anygauge.config.load import load_config
+from anygauge.config.schema import Config, Data
+from anygauge.data.jsonl import JsonlSource
+from anygauge.engines.megatron import scope
+from anygauge.plugins import Plugins, load_plugins, select_backend
+from anygauge.rollout.rewards import score
+from anygauge.rollout.transformers.engine import TransformersEngine
+from anygauge.testing.tiny import tiny_qwen3, tiny_tokenizer
+from anygauge.trainer.calls import Died, Raised, WorkerId, deadline_error, error_of
+from anygauge.trainer.directory import open_run_directory
+from anygauge.trainer.placement import check_capacity
+from anygauge_cpu.device import CpuDevice
+from anygauge_cpu.plugin import CPU
+from anygauge_hooks import PROJECT, errors, hookimpl, specs
 from anygauge_hooks.errors import AnygaugeError
+from anygauge_hooks.rl import Prompt, Sample, SamplingParams
+from anygauge_hooks.types import Availability, BackendSpec, ConfigChange, NamedFunction
 
 CLASSES: list[type[AnygaugeError]] = [getattr(errors, name) for name in errors.__all__]
+BY_CODE = {cls.code: cls for cls in CLASSES}
+CONFIG = """\
+[run]
+name = "first"
+[model]
+path = "model"
+[data]
+train = ["train.jsonl"]
+[reward]
+function = "exact_match"
+"""
+
+
+# -------------------------------------------------------------------------
+# The classes
+# -------------------------------------------------------------------------
 
 
 def test_every_error_class_is_exported() -> None:
@@ -25,18 +63,248 @@ def test_codes_are_unique() -> None:
     assert all(re.fullmatch(r"AG\d{3}", code) for code in codes)
 
 
-def test_the_document_has_one_section_per_code_in_order(root: Path) -> None:
-    parts = re.split(r"^## (.+)$", (root / "docs/errors.md").read_text(), flags=re.MULTILINE)
-    sections = dict(zip(parts[1::2], parts[2::2], strict=True))
-    assert list(sections) == sorted(cls.code for cls in CLASSES)
-    for cls in CLASSES:
-        assert sections[cls.code].lstrip().startswith(f"`{cls.__name__}`: ")
-        assert cls is AnygaugeError or "```text\n" in sections[cls.code], f"{cls.code}: show how it reads"
-
-
 @pytest.mark.parametrize("cls", CLASSES)
 def test_an_error_survives_pickling(cls: type[AnygaugeError]) -> None:
     error = pickle.loads(pickle.dumps(cls("What was found.", hint="What to do.")))
     assert type(error) is cls
     assert str(error) == f"What was found.\n  What to do.\n  [{cls.code}]"
     assert error.hint == "What to do."
+
+
+# -------------------------------------------------------------------------
+# How they are provoked
+# -------------------------------------------------------------------------
+
+
+def plugins_of(**functions: Callable[..., Any]) -> Plugins:
+    """Return plugins of one hook implementation each, named after the keyword: ``my_plugin__hook``."""
+    plugins = Plugins(pluggy.PluginManager(PROJECT))
+    plugins.manager.add_hookspecs(specs)
+    for key, function in functions.items():
+        name, _, hook = key.partition("__")
+        module = ModuleType(name)
+        setattr(module, hook, hookimpl(function))
+        plugins.register(module, name.replace("_", "-"))
+    return plugins
+
+
+def unknown_backend() -> None:
+    select_backend(load_plugins(only=["cpu"]), "npu")
+
+
+def unavailable_backend() -> None:
+    def probe() -> Availability:
+        return Availability(ok=False, reason="no /dev/abacus0", hint="Load the driver: modprobe abacus")
+
+    def register_backends() -> list[BackendSpec]:
+        return [replace(CPU, name="abacus", probe=probe)]
+
+    select_backend(plugins_of(abacus__register_backends=register_backends), "abacus")
+
+
+def duplicate_name() -> None:
+    def register() -> list[NamedFunction]:
+        return [NamedFunction(name="brief", fn=len)]
+
+    hook = "register_reward_functions"
+    plugins_of(**{f"my_plugin__{hook}": register, f"other_plugin__{hook}": register}).named(hook)
+
+
+def broken_plugin() -> None:
+    plugins_of(my_plugin__register_reward_function=lambda: [])
+
+
+def unknown_name() -> None:
+    load_plugins(only=["cpu"]).get("register_rollout_engines", "transformer")
+
+
+def load(plugins: Plugins, *overrides: str, extra: str = "") -> Config:
+    Path("run.toml").write_text(CONFIG + extra)
+    return load_config("run.toml", overrides, backend="cpu", plugins=plugins, check_files=False).config
+
+
+def wrong_config() -> None:
+    load(load_plugins(only=["cpu"]), "train.optimizer_steps=3", extra="[train]\nlrr = 0.001\n")
+
+
+def conflicting_plugins() -> None:
+    def adjust_quick() -> list[ConfigChange]:
+        return [ConfigChange(path="train.dtype", value="bfloat16", reason="it is faster")]
+
+    def adjust_exact() -> list[ConfigChange]:
+        return [ConfigChange(path="train.dtype", value="float32", reason="it is exact")]
+
+    load(
+        plugins_of(
+            cpu__register_backends=lambda: [CPU],
+            quick__adjust_config=adjust_quick,
+            exact__adjust_config=adjust_exact,
+        )
+    )
+
+
+def wrong_row() -> None:
+    Path("train.jsonl").write_text('{"question": "1+1=", "solution": "2"}\n')
+    JsonlSource(Data(train=(Path("train.jsonl"),), input_key="question", label_key="answer"), None)
+
+
+def reward_without_a_number() -> None:
+    def brief(response: str) -> Any:
+        del response
+
+    brief.__module__, brief.__qualname__ = "my_rewards", "brief"
+    prompt = Prompt(index=3, tokens=(1,), text="1+1=", label="2", source="train.jsonl:4")
+    sample = Sample(
+        prompt_index=3,
+        prompt_tokens=(1,),
+        response_tokens=(2,),
+        log_probs=(-0.1,),
+        loss_mask=(1,),
+        weight_versions=(0,),
+        text="two",
+        finish_reason="stop",
+        seed=0,
+    )
+    score([sample], [prompt], brief)
+
+
+def long_prompt() -> None:
+    tiny_tokenizer("model", alphabet="0123456789+=")
+    path = tiny_qwen3("model", hidden=16, layers=1, head_dim=8, mlp=16, max_positions=32)
+    engine = TransformersEngine(path, dtype=torch.float32, device=torch.device("cpu"), max_batch_tokens=100)
+    prompt = Prompt(index=3, tokens=(1,) * 40, text="", source="train.jsonl:4")
+    engine.generate([prompt], SamplingParams(max_new_tokens=4), [[0]])
+
+
+def occupied_directory() -> None:
+    config = load(load_plugins(only=["cpu"]))
+    for _ in range(2):
+        open_run_directory(config, {})
+
+
+def device_in_use() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "is_initialized", lambda: True)
+        scope.DeviceScope(CpuDevice()).__enter__()
+
+
+def missed_redirection() -> None:
+    scope._fence("torch.cuda.memory_stats", "npu")()
+
+
+WORKERS = {rank: WorkerId(role="actor", rank=rank, pid=4711 + rank, host="node-1") for rank in range(2)}
+TRACEBACK = """\
+Traceback (most recent call last):
+  File "my_losses.py", line 12, in reinforce
+    return loss / scale
+ZeroDivisionError: division by zero"""
+LOST_PEER = """\
+Traceback (most recent call last):
+RuntimeError: Connection closed by peer"""
+
+
+def dead_worker() -> None:
+    log = "step 12: 2048 samples"
+    died = Died(how="was killed by SIGKILL", log=log)
+    raise error_of({0: Raised(traceback=LOST_PEER, lost_peer=True), 1: died}, WORKERS)
+
+
+def failed_worker() -> None:
+    raise error_of({0: Raised(traceback=TRACEBACK)}, WORKERS)
+
+
+def slow_worker() -> None:
+    stack = '  File "my_engine.py", line 40 in generate'
+    raise deadline_error("generate", 1800.0, [WORKERS[1]], {1: stack}, "run.timeout_s")
+
+
+def small_cluster() -> None:
+    check_capacity({"GPU": 1.0}, 8, {"node-1": {"GPU": 4.0}})
+
+
+PROVOKED: Mapping[str, Callable[[], None]] = {
+    "AG101": unknown_backend,
+    "AG102": unavailable_backend,
+    "AG103": duplicate_name,
+    "AG104": broken_plugin,
+    "AG105": unknown_name,
+    "AG201": wrong_config,
+    "AG202": conflicting_plugins,
+    "AG301": wrong_row,
+    "AG302": reward_without_a_number,
+    "AG401": long_prompt,
+    "AG501": occupied_directory,
+    "AG601": device_in_use,
+    "AG602": missed_redirection,
+    "AG701": dead_worker,
+    "AG702": failed_worker,
+    "AG703": slow_worker,
+    "AG704": small_cluster,
+}
+FROM_SOURCE = {
+    "AG502": "engines/megatron/mapping.py",
+    "AG603": "engines/megatron/engine.py",
+    "AG604": "engines/megatron/engine.py",
+}
+"""Codes whose errors need Megatron, by the file of the core that makes them."""
+
+
+# -------------------------------------------------------------------------
+# The document
+# -------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def sections(root: Path) -> dict[str, str]:
+    """Return the text under each heading of docs/errors.md."""
+    parts = re.split(r"^## (.+)$", (root / "docs/errors.md").read_text(), flags=re.MULTILINE)
+    return dict(zip(parts[1::2], parts[2::2], strict=True))
+
+
+def shown(section: str) -> str:
+    """Return the typical text of a section."""
+    return section.split("```text\n")[1].split("\n```")[0]
+
+
+def test_the_document_has_one_section_per_code_in_order(sections: dict[str, str]) -> None:
+    assert list(sections) == sorted(BY_CODE)
+    for code, cls in BY_CODE.items():
+        assert sections[code].lstrip().startswith(f"`{cls.__name__}`: ")
+
+
+def test_every_text_of_the_document_is_held_by_a_test() -> None:
+    assert {*PROVOKED, *FROM_SOURCE, AnygaugeError.code} == set(BY_CODE)
+
+
+@pytest.mark.parametrize("code", PROVOKED)
+def test_the_document_shows_what_is_printed(
+    code: str, sections: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(BY_CODE[code]) as caught:
+        PROVOKED[code]()
+    found = str(caught.value).replace(f"{tmp_path.resolve()}/", "/work/")
+    assert found == shown(sections[code])
+
+
+@pytest.mark.parametrize("code", FROM_SOURCE)
+def test_the_document_shows_what_the_source_formats(code: str, sections: dict[str, str], root: Path) -> None:
+    source = (root / "core/anygauge" / FROM_SOURCE[code]).read_text()
+    patterns = list(printed(ast.parse(source), BY_CODE[code].__name__))
+    assert patterns
+    assert any(re.fullmatch(pattern, shown(sections[code]), re.DOTALL) for pattern in patterns), patterns
+
+
+def printed(tree: ast.AST, name: str) -> Iterator[str]:
+    """Yield a pattern of the text of each error of a class: its literal parts, anything between them."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == name:
+            message, hint = (literal(part) for part in (node.args[0], node.keywords[0].value))
+            yield rf"{message}\n  {hint}\n  \[{getattr(errors, name).code}\]"
+
+
+def literal(node: ast.expr) -> str:
+    """Return a pattern of a string or an f-string."""
+    if isinstance(node, ast.JoinedStr):
+        return "".join(literal(part) for part in node.values)
+    return re.escape(str(node.value)) if isinstance(node, ast.Constant) else ".*?"

@@ -21,6 +21,7 @@ from anygauge.plugins import (
     load_plugins,
     probe_backend,
     published_backends,
+    require_plugins,
     select_backend,
 )
 from anygauge_hooks import PROJECT, hookimpl, specs
@@ -32,6 +33,7 @@ from anygauge_hooks.errors import (
     UnknownBackendError,
     UnknownNameError,
 )
+from anygauge_hooks.models import ModelSpec
 from anygauge_hooks.types import Availability, BackendSpec, NamedFunction
 
 Install = Callable[[Mapping[str, str]], None]
@@ -168,13 +170,12 @@ def rewards(*names: str) -> Callable[[], list[NamedFunction]]:
     return lambda: [NamedFunction(name=name, fn=len) for name in names]
 
 
-def test_named_items_are_found_by_name_and_owner(plugins: Plugins) -> None:
+def test_named_items_are_found_by_name(plugins: Plugins) -> None:
     plugins.register(plugin(register_reward_functions=rewards("a", "b")), "one")
     plugins.register(plugin(register_reward_functions=lambda: None), "none")
     plugins.register(plugin(register_reward_functions=rewards("c")), "two")
     assert set(plugins.named("register_reward_functions")) == {"a", "b", "c"}
     assert plugins.get("register_reward_functions", "c").fn is len
-    assert plugins.owner("register_reward_functions", "c") == "two"
 
 
 def test_two_owners_of_a_name_are_both_named(plugins: Plugins) -> None:
@@ -327,3 +328,54 @@ def test_a_published_backend_comes_with_its_command(plugins: Plugins) -> None:
     for name in names:
         with pytest.raises(UnknownBackendError, match=re.escape(f"pip install 'anygauge[{name}]'")):
             find_backend(plugins, plugins.named("register_backends"), name)
+
+
+def family(name: str, *architectures: str) -> ModelSpec:
+    nothing: Any = None
+    return ModelSpec(
+        name=name,
+        architectures=architectures,
+        transformer_config=nothing,
+        model_options=nothing,
+        weight_rules=nothing,
+        rotary=nothing,
+        flops_per_token=nothing,
+        tiny=nothing,
+    )
+
+
+def test_a_model_is_found_by_its_exact_architecture(plugins: Plugins) -> None:
+    plugins.register(plugin(register_models=lambda: [family("toy", "ToyForCausalLM")]), "toys")
+    assert plugins.model(["ToyForCausalLM"]).name == "toy"
+    with pytest.raises(UnknownNameError, match=r"ToyForCausalLM2; known: .*ToyForCausalLM"):
+        plugins.model(["ToyForCausalLM2"])
+
+
+def test_two_owners_of_an_architecture_are_both_named(plugins: Plugins) -> None:
+    plugins.register(plugin(register_models=lambda: [family("a", "ToyForCausalLM")]), "one")
+    plugins.register(plugin(register_models=lambda: [family("b", "ToyForCausalLM")]), "two")
+    with pytest.raises(DuplicateNameError, match="'ToyForCausalLM' is claimed by one and by two"):
+        plugins.model(["ToyForCausalLM"])
+
+
+def test_the_reason_of_a_broken_accelerator_is_part_of_the_choice(plugins: Plugins) -> None:
+    plugins.load_errors["xpu"] = ImportError("libvendor.so is missing")
+    backend, reason = select_backend(plugins)
+    assert backend.name == "cpu"
+    assert "xpu: failed to load: ImportError('libvendor.so is missing')" in reason
+
+
+def test_the_cause_of_a_missing_name_is_kept(plugins: Plugins) -> None:
+    plugins.load_errors["mine"] = ImportError("broken")
+    with pytest.raises(UnknownNameError) as caught:
+        plugins.get("register_reward_functions", "mine")
+    assert caught.value.__cause__ is plugins.load_errors["mine"]
+
+
+def test_a_plugin_that_only_the_driver_has_is_named(plugins: Plugins) -> None:
+    require_plugins(plugins, plugins.installed)
+    plugins.load_errors["mine"] = ImportError("broken")
+    with pytest.raises(PluginError, match=r"'mine', which the driver has, failed to load here: ImportError"):
+        require_plugins(plugins, ["mine"])
+    with pytest.raises(PluginError, match="'other', which the driver has, is not installed here"):
+        require_plugins(plugins, ["other"])

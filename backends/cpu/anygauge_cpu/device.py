@@ -26,6 +26,7 @@ class CpuDevice:
 
     def __init__(self, index: int = 0) -> None:
         self.index = index
+        self.torch_device = torch.device("cpu")
         self.scope_map: ScopeMap | None = host_scope_map()
 
     def seed(self, seed: int) -> None:

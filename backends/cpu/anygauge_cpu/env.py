@@ -7,7 +7,14 @@ from typing import Any
 
 from anygauge_hooks.types import AcceleratorIds, ConfigChange
 
-__all__ = ["HIDDEN_ACCELERATORS", "RAY_RESOURCE", "config_defaults", "local_device", "ray_options"]
+__all__ = [
+    "HIDDEN_ACCELERATORS",
+    "RAY_RESOURCE",
+    "cluster_resources",
+    "config_defaults",
+    "local_device",
+    "ray_options",
+]
 
 RAY_RESOURCE = "anygauge_cpu"
 """Custom Ray resource: one unit is the slot of one worker."""
@@ -28,6 +35,11 @@ def ray_options(count: int) -> Mapping[str, Any]:
     Slots are a custom resource and not cores: three actors of one core each never start on a host with two.
     """
     return {"num_cpus": 0, "resources": {RAY_RESOURCE: count}}
+
+
+def cluster_resources(count: int) -> Mapping[str, float]:
+    """Return the worker slots of a cluster of our own; Ray knows nothing of them unless they are declared."""
+    return {RAY_RESOURCE: count}
 
 
 def local_device(ray_ids: AcceleratorIds, environ: Mapping[str, str]) -> int:

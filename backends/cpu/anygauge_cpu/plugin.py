@@ -19,6 +19,7 @@ CPU = BackendSpec(
     probe=probe.probe,
     ray_options=env.ray_options,
     local_device=env.local_device,
+    cluster_resources=env.cluster_resources,
 )
 
 

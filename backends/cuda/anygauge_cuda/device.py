@@ -24,6 +24,7 @@ class CudaDevice:
 
     def __init__(self, index: int = 0) -> None:
         self.index = index
+        self.torch_device = torch.device("cuda", index)
         torch.cuda.set_device(index)
 
     def seed(self, seed: int) -> None:

@@ -44,6 +44,7 @@ class NpuDevice:
     def __init__(self, index: int = 0) -> None:
         self._npu = vendor_module()
         self.index = index
+        self.torch_device = torch.device("npu", index)
         self._npu.set_device(index)
         # kernels compiled ahead of time: compiling on first use costs minutes and refuses many operators
         self._npu.set_compile_mode(jit_compile=False)

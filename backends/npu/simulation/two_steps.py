@@ -14,7 +14,7 @@ import pluggy
 import torch
 import torch.distributed as dist
 
-from anygauge.device import seed_everything, torch_device
+from anygauge.device import seed_everything
 from anygauge.engines.megatron.prepare import prepare_megatron
 from anygauge.engines.megatron.scope import make_scope
 from anygauge.plugins import Plugins, select_backend
@@ -40,7 +40,7 @@ def main(name: str) -> None:
     dist.init_process_group(backend.dist_backend, store=dist.HashStore(), rank=0, world_size=1)
     with make_scope(device):
         report = train(backend)
-    report["device"] = str(torch_device(device))
+    report["device"] = str(device.torch_device)
     report["dist_backend"] = dist.get_backend()
     report["memory"] = dict(device.memory())
     sys.stdout.write(json.dumps(report) + "\n")

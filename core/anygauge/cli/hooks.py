@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import inspect
 import json
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -55,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
 
 def hook_rows(plugins: Plugins) -> Iterator[dict[str, Any]]:
     """Yield one row for each implementation of each hook, and one for a hook that has none."""
-    from anygauge.plugins import plugin_distribution
+    from anygauge.plugins import plugin_distribution, source_location
     from anygauge_hooks import PROJECT, specs
 
     for hook in [name for name, value in vars(specs).items() if hasattr(value, f"{PROJECT}_spec")]:
@@ -67,16 +66,11 @@ def hook_rows(plugins: Plugins) -> Iterator[dict[str, Any]]:
                 "plugin": implementation.plugin_name,
                 "package": package,
                 "version": release,
-                "location": _location(implementation.function),
+                "location": source_location(implementation.function),
             }
         if not implementations:
             empty = dict.fromkeys(("plugin", "package", "version", "location"))
             yield {"hook": hook, **empty}
-
-
-def _location(function: Callable[..., Any]) -> str:
-    code = inspect.unwrap(function).__code__
-    return f"{code.co_filename}:{code.co_firstlineno}"
 
 
 def _as_mapping(row: Any) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from anygauge.config.schema import Config
 from anygauge.config.tree import covers
+from anygauge_hooks.errors import UnknownNameError
 from anygauge_hooks.types import ConfigProblem
 
 if TYPE_CHECKING:
@@ -254,26 +255,21 @@ def _from_here(path: Path) -> str:
 
 
 def _models(config: Config, plugins: Plugins) -> Problems:
-    known = {name: model.name for model in _all_models(plugins) for name in model.architectures}
-    policy, problems = _read_model("model.path", config.model.path, known, plugins)
+    policy, problems = _read_model("model.path", config.model.path, plugins)
     yield from problems
     if policy is not None:
         yield from _context(config, policy)
         yield from _chat_template(config)
     if config.algorithm.kl_coef > 0 and config.reference.path is not None:
-        reference, problems = _read_model("reference.path", config.reference.path, known, plugins)
+        reference, problems = _read_model("reference.path", config.reference.path, plugins)
         yield from problems
         if policy and reference and policy.get("architectures") != reference.get("architectures"):
             hint = f"holds {reference.get('architectures')}; model.path holds {policy.get('architectures')}"
             yield ConfigProblem(path="reference.path", found=str(config.reference.path), hint=hint)
 
 
-def _all_models(plugins: Plugins) -> list[Any]:
-    return plugins.collect("register_models")
-
-
 def _read_model(
-    path: str, directory: Path, known: Mapping[str, str], plugins: Plugins
+    path: str, directory: Path, plugins: Plugins
 ) -> tuple[dict[str, Any] | None, list[ConfigProblem]]:
     """Return a Hugging Face config if it can be read, and what is wrong with its directory."""
 
@@ -292,10 +288,10 @@ def _read_model(
         return None, [*problems, problem(f"needs a readable config.json: {error}")]
     if not isinstance(hf, dict):
         return None, [*problems, problem("its config.json is not an object")]
-    architectures = hf.get("architectures") or []
-    if not any(name in known for name in architectures):
-        hint = f"no model plugin provides {architectures}; available: {', '.join(sorted(known))}"
-        problems.append(problem(hint + _failed(plugins)))
+    try:
+        plugins.model(hf.get("architectures") or ())
+    except UnknownNameError as error:
+        problems.append(problem(f"{error.args[0]} {error.hint}"))
     return hf, problems
 
 

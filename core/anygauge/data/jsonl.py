@@ -121,11 +121,14 @@ class JsonlSource:
         self._report(problems, num_rows)
 
     def _fits(self, row: dict[str, Any], path: Path, line: int) -> bool:
-        """Return whether a row is short enough; only then is every row rendered at the start."""
+        """Return whether a row is short enough; what the chat template refuses is an error already."""
         limit = self._config.max_prompt_tokens
+        if limit is None and not self._config.apply_chat_template:
+            return True
+        text = self._render(row, path, line)
         if limit is None:
             return True
-        [tokens] = tokenize([self._render(row, path, line)], self._tokenizer, self._config)
+        [tokens] = tokenize([text], self._tokenizer, self._config)
         fits = len(tokens) <= limit
         self.num_dropped += not fits
         return fits
@@ -175,7 +178,10 @@ class JsonlSource:
         config, (path, line) = self._config, self._place(position)
         if not tokens:
             key = config.input_key
-            raise DataError(f"{path}:{line}: field {key!r}: the tokenizer makes no token of {text!r}.")
+            raise DataError(
+                f"{path}:{line}: field {key!r}: the tokenizer makes no token of {text!r}.",
+                hint="Write something into the field, or delete the row.",
+            )
         used = {config.input_key, config.label_key}
         return Prompt(
             index=position,

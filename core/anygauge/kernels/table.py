@@ -9,13 +9,12 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.metadata import entry_points, version
 from itertools import combinations
 from typing import TYPE_CHECKING, Any
 
-from anygauge.plugins import BACKENDS_GROUP, PLUGINS_GROUP, Plugins
+from anygauge.plugins import Plugins, plugin_distribution, source_location
 from anygauge_hooks import kernels as contract
-from anygauge_hooks.errors import DuplicateNameError, PluginError, UnknownNameError
+from anygauge_hooks.errors import DuplicateNameError, PluginError
 from anygauge_hooks.kernels import KERNEL_OPS, KernelImpl, KernelOp
 
 if TYPE_CHECKING:
@@ -73,8 +72,6 @@ class KernelTable:
 
     backend: str
     kernels: Mapping[KernelOp, Sequence[_Owned]]
-    strict: bool = False
-    """Whether a fallback to the reference is an error."""
 
     def resolve(self, op: KernelOp, *, dtype: str | torch.dtype, **facts: Any) -> Callable[..., Any]:
         """Return the function that serves an op.
@@ -82,18 +79,10 @@ class KernelTable:
         :param op: A name of ``KERNEL_OPS``.
         :param dtype: The dtype of the activations.
         :param facts: What else is known when the module is built: ``head_dim=64``, ``causal=True``.
-        :returns: A function with the signature of the op's Protocol.
-        :raises UnknownNameError: The table is strict and only the reference serves the op.
+        :returns: A function with the signature of the op's Protocol; the reference where nothing else serves.
         """
         found = self.candidates(op, dtype=dtype, **facts)
-        if found:
-            return found[0].fn
-        if self.strict:
-            raise UnknownNameError(
-                f"No kernel of backend {self.backend!r} serves {op} for {_describe(dtype, facts)}.",
-                hint="Install a plugin that does, or run without --strict to use the slow reference.",
-            )
-        return reference_kernel(op).fn
+        return found[0].fn if found else reference_kernel(op).fn
 
     def candidates(self, op: KernelOp, *, dtype: str | torch.dtype, **facts: Any) -> list[KernelImpl]:
         """Return every implementation that accepts the dtype and the facts, the one to use first."""
@@ -104,25 +93,24 @@ class KernelTable:
     def rows(self) -> list[KernelRow]:
         """Return the capability table: a row per implementation.
 
-        A row that is the reference lists the dtypes that nothing else serves; there is none where a plugin
-        serves them all.
+        A row that is the reference lists the dtypes that nothing else serves without limits; there is none
+        where plugins serve them all.
         """
         return [row for op in KERNEL_OPS for row in self._rows(op)]
 
     def _rows(self, op: KernelOp) -> list[KernelRow]:
         owned = self.kernels.get(op, ())
         rows = [_row(o.kernel, o.owner) for o in owned]
-        served = {dtype for row in rows for dtype in row.dtypes}
+        served = {dtype for row in rows if not row.limits for dtype in row.dtypes}
         missing = tuple(dtype for dtype in REFERENCE_DTYPES if dtype not in served)
         if missing:
             rows.append(_row(reference_kernel(op, missing), _CORE, is_reference=True))
         return rows
 
 
-def resolve_kernels(plugins: Plugins, backend: BackendSpec, *, strict: bool = False) -> KernelTable:
+def resolve_kernels(plugins: Plugins, backend: BackendSpec) -> KernelTable:
     """Collect and check the kernels that plugins register for a backend.
 
-    :param strict: Make every fallback to a reference an error.
     :raises PluginError: A kernel names an unknown op, or has not the signature of its op.
     :raises DuplicateNameError: Two kernels of one op and priority accept the same facts.
     """
@@ -134,7 +122,7 @@ def resolve_kernels(plugins: Plugins, backend: BackendSpec, *, strict: bool = Fa
     for group in by_op.values():
         _check_unique(group)
         group.sort(key=lambda owned: -owned.kernel.priority)
-    return KernelTable(backend.name, by_op, strict)
+    return KernelTable(backend.name, by_op)
 
 
 def reference_kernel(op: KernelOp, dtypes: Sequence[str] = REFERENCE_DTYPES) -> KernelImpl:
@@ -147,10 +135,6 @@ def reference_kernel(op: KernelOp, dtypes: Sequence[str] = REFERENCE_DTYPES) -> 
 
 def _dtype_name(dtype: str | torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def _describe(dtype: str | torch.dtype, facts: Mapping[str, Any]) -> str:
-    return ", ".join([_dtype_name(dtype), *(f"{name}={value!r}" for name, value in facts.items())])
 
 
 def _accepts(kernel: KernelImpl, dtype: str, facts: Mapping[str, Any]) -> bool:
@@ -206,32 +190,16 @@ def _overlap(one: KernelImpl, other: KernelImpl) -> bool:
 
 
 def _row(kernel: KernelImpl, owner: str, *, is_reference: bool = False) -> KernelRow:
-    package, release = _distribution(owner)
+    package, release = plugin_distribution(owner)
     return KernelRow(
         op=kernel.op,
         source=kernel.source,
         owner=owner,
         package=package,
         version=release,
-        location=_location(kernel.fn),
+        location=source_location(kernel.fn),
         dtypes=tuple(kernel.dtypes),
         limits=kernel.limits or {},
         priority=kernel.priority,
         is_reference=is_reference,
     )
-
-
-def _location(fn: Callable[..., Any]) -> str:
-    code = getattr(inspect.unwrap(fn), "__code__", None)
-    return f"{code.co_filename}:{code.co_firstlineno}" if code else ""
-
-
-def _distribution(owner: str) -> tuple[str | None, str | None]:
-    """Return name and version of the distribution that a plugin came with."""
-    if owner.partition(".")[0] == _CORE:
-        return _CORE, version(_CORE)
-    for group in (BACKENDS_GROUP, PLUGINS_GROUP):
-        for entry in entry_points(group=group, name=owner):
-            if entry.dist is not None:
-                return entry.dist.name, entry.dist.version
-    return None, None

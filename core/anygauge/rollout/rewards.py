@@ -96,15 +96,19 @@ def resolve_reward(name: str, plugins: Plugins, options: Mapping[str, Any] | Non
 def _imported(path: str) -> Any:
     module_name, _, attribute = path.partition(":")
     try:
-        found: Any = importlib.import_module(module_name)
+        module = importlib.import_module(module_name)
     except Exception as error:  # importing a user's module runs anybody's code
         raise UnknownNameError(
             f"Reward function {path!r}: importing {module_name!r} raised {error!r}.",
             hint="It must be importable: install it, or put its folder on PYTHONPATH.",
         ) from error
+    found: Any = module
     for part in attribute.split("."):
         if not hasattr(found, part):
-            raise UnknownNameError(f"Reward function {path!r}: {module_name!r} has no {attribute!r}.")
+            raise UnknownNameError(
+                f"Reward function {path!r}: {module_name!r} has no {attribute!r}.",
+                hint=f"Define it there ({getattr(module, '__file__', None)}), or name a function that it has.",
+            )
         found = getattr(found, part)
     return found
 

@@ -44,6 +44,7 @@ def launch_workers(
         num_workers=config.placement.num_workers if num_workers is None else num_workers,
         run_directory=run_directory.resolve(),
         env=plugins.merged("worker_env", backend=backend, role=role),
+        plugins=tuple(plugins.installed),
     )
     group = WorkerGroup(make_launcher(config.placement.launcher)(spec), spec)
     try:

@@ -22,7 +22,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 
 from anygauge.trainer.calls import Died, Request, capture, encode
 from anygauge.trainer.diagnostics import dump_stacks, enable_stacks, log_size, tail
-from anygauge.trainer.placement import bundle_of, check_capacity, host_slots, placement_error, rank_order
+from anygauge.trainer.placement import bundle_of, check_capacity, placement_error, rank_order
 from anygauge.trainer.worker import HostInfo, Worker, WorkerSetup
 from anygauge.trainer.worker_group import LaunchSpec
 from anygauge_hooks.errors import PlacementError
@@ -280,8 +280,8 @@ def _check_reachable(address: str) -> None:
 
 def _cluster(spec: LaunchSpec) -> dict[str, Any]:
     # Ray keeps an idle process ready for each core that it knows of; no worker of a run takes a core.
-    slots = host_slots(spec.backend, max(spec.num_workers, SLOTS))
-    return {"address": "local", "num_cpus": 1, "resources": slots, "include_dashboard": False}
+    slots = spec.backend.cluster_resources(max(spec.num_workers, SLOTS))
+    return {"address": "local", "num_cpus": 1, "resources": dict(slots), "include_dashboard": False}
 
 
 @contextmanager

@@ -9,8 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from anygauge.config import Config
 from anygauge.observability.metrics import eval_metrics, rollout_metrics
@@ -21,6 +20,9 @@ from anygauge.trainer.state import RunState
 from anygauge.trainer.worker_group import Arguments, WorkerGroup
 from anygauge_hooks.rl import Group, Prompt, Sample, SamplingParams
 from anygauge_hooks.types import RunInfo, Tracker
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = ["Loop", "run_loop"]
 
@@ -38,6 +40,8 @@ class Loop:
     """Training prompts, from ``register_data_sources``."""
     eval_prompts: Sequence[Prompt]
     reward: Callable[..., float]
+    estimator: Callable[..., Tensor]
+    """Advantages from the rewards of a group."""
     trackers: Sequence[Tracker]
     state: RunState
 
@@ -127,10 +131,9 @@ def score_groups(loop: Loop, groups: Sequence[Group]) -> list[Group]:
 
 def train(loop: Loop, groups: Sequence[Group]) -> dict[str, float]:
     """Train on the groups and return the metrics, averaged over the optimizer steps."""
-    config, algorithm = loop.config, loop.config.algorithm
-    named = loop.plugins.get("register_advantage_estimators", algorithm.advantage)
-    samples = train_samples(groups, partial(named.fn, **algorithm.advantage_options))
-    shares = plan_steps(samples, config.train.optimizer_steps, loop.num_workers, algorithm.aggregation)
+    config = loop.config
+    samples = train_samples(groups, loop.estimator)
+    shares = plan_steps(samples, config.train.optimizer_steps, loop.num_workers, config.algorithm.aggregation)
     results = loop.workers.call("train", per_rank=[((share,), {}) for share in shares])
     return mean_over_steps(results[0])
 

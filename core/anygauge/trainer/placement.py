@@ -6,12 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from anygauge_hooks.errors import PlacementError
-from anygauge_hooks.types import BackendSpec
 
 __all__ = [
     "bundle_of",
     "check_capacity",
-    "host_slots",
     "placement_error",
     "rank_order",
 ]
@@ -28,19 +26,6 @@ def bundle_of(options: Mapping[str, Any]) -> dict[str, float]:
     """
     bundle = {RAY_NAMES[key]: float(options[key]) for key in RAY_NAMES if options.get(key)}
     return bundle | {key: float(amount) for key, amount in options.get("resources", {}).items()}
-
-
-def host_slots(backend: BackendSpec, num_workers: int) -> dict[str, float]:
-    """Return the custom resources that a Ray cluster of our own must declare to hold workers of the host.
-
-    Accelerators are counted by Ray. Worker slots on the host are not hardware: there are as many as are asked
-    for, since workers that took cores would wait for ever, in silence, where there are fewer cores.
-
-    :param num_workers: How many workers must fit.
-    """
-    if backend.device_type != "cpu":
-        return {}
-    return {key: amount * num_workers for key, amount in backend.ray_options(1).get("resources", {}).items()}
 
 
 def rank_order(bundle_nodes: Mapping[int, str]) -> list[int]:

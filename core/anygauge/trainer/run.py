@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,8 @@ def train(loaded: LoadedConfig, plugins: Plugins) -> RunInfo:
     )
     eval_prompts = load_eval_prompts(config, plugins, tokenizer)
     reward = resolve_reward(config.reward.function, plugins, config.reward.options)
+    advantage = plugins.get("register_advantage_estimators", config.algorithm.advantage)
+    estimator = partial(advantage.fn, **config.algorithm.advantage_options)
     directory = open_run_directory(config, plugins.environment())
     info = RunInfo(
         name=config.run.name,
@@ -57,7 +60,7 @@ def train(loaded: LoadedConfig, plugins: Plugins) -> RunInfo:
                 config, loaded.backend, plugins, worker_class=ACTOR, role="actor", run_directory=directory
             )
         )
-        run_loop(Loop(config, plugins, workers, source, eval_prompts, reward, trackers, state))
+        run_loop(Loop(config, plugins, workers, source, eval_prompts, reward, estimator, trackers, state))
         if config.run.save_hf:
             workers.call("save_hf", path=str(directory / "hf"))
     return state.info

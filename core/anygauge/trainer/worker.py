@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from anygauge.config.schema import Config
 from anygauge.observability.host import read_cpus
-from anygauge.plugins import Plugins, find_backend, load_plugins
+from anygauge.plugins import Plugins, find_backend, load_plugins, require_plugins
 from anygauge.trainer.calls import Request, Returned, capture, decode, encode
 from anygauge_hooks.engines import WorkerContext
 from anygauge_hooks.errors import PlacementError
@@ -45,6 +45,8 @@ class WorkerSetup:
     """Where the process writes its output."""
     timeout_s: float
     """Of every collective."""
+    plugins: Sequence[str] = ()
+    """Entry points that the driver loaded; the process must have them too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,6 +103,7 @@ class Worker:
         """
         setup = self.setup
         self._plugins = load_plugins()
+        require_plugins(self._plugins, setup.plugins)
         found = self._plugins.named("register_backends")
         self._backend = find_backend(self._plugins, found, setup.backend)
         self._plugins.prepare_worker(self._backend, setup.role, "before_vendor_import")

@@ -54,6 +54,8 @@ class LaunchSpec:
     """Absolute."""
     env: Mapping[str, str]
     """Added to the environment of each worker."""
+    plugins: Sequence[str] = ()
+    """Entry points that every worker must have."""
 
     def log(self, rank: int) -> Path:
         """Return the file that a worker's output goes to."""
@@ -70,6 +72,7 @@ class LaunchSpec:
             world_size=self.num_workers,
             log=str(self.log(rank)),
             timeout_s=self.config.run.timeout_s,
+            plugins=self.plugins,
         )
 
 

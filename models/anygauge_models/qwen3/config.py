@@ -28,7 +28,7 @@ def transformer_config(hf: Mapping[str, Any]) -> dict[str, Any]:
         "gated_linear_unit": True,
         "add_bias_linear": False,
         "add_qkv_bias": bool(hf.get("attention_bias", False)),
-        "attention_dropout": float(hf.get("attention_dropout", 0.0)),
+        "attention_dropout": 0.0,  # a policy's ratio would be noise with it
         "hidden_dropout": 0.0,
         "init_method_std": hf.get("initializer_range", 0.02),
     }

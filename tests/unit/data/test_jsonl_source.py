@@ -215,18 +215,16 @@ def test_messages_and_template_arguments(write_rows: WriteRows, tokenizer: Any) 
 
 def test_a_row_that_the_template_refuses(write_rows: WriteRows, tokenizer: Any) -> None:
     path = write_rows({"prompt": [{"role": "tool", "content": "a"}], "label": ""})
-    source = JsonlSource(Data(train=(path,), apply_chat_template=True), tokenizer)
     with pytest.raises(DataError, match=r"train\.jsonl:1: field 'prompt': .* a chat begins with a user"):
-        source.next(1)
+        JsonlSource(Data(train=(path,), apply_chat_template=True), tokenizer)
 
 
 def test_a_tokenizer_without_a_template(
     write_rows: WriteRows, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tokenizer, "chat_template", None)
-    source = JsonlSource(Data(train=(write_rows(*rows(1)),), apply_chat_template=True), tokenizer)
     with pytest.raises(ConfigError, match="has no chat template"):
-        source.next(1)
+        JsonlSource(Data(train=(write_rows(*rows(1)),), apply_chat_template=True), tokenizer)
 
 
 def test_evaluation_reads_its_own_files_with_the_same_settings() -> None:

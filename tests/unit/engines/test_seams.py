@@ -4,30 +4,50 @@ from __future__ import annotations
 
 import re
 import sys
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import pluggy
 import pytest
 import torch
 import torch.distributed as dist
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
-import anygauge_cpu.plugin
-from anygauge.engines.megatron import scope
-from anygauge.engines.megatron.prepare import JIT_MODULE, prepare_megatron
-from anygauge.plugins import Plugins
-from anygauge_cpu.device import CpuDevice
-from anygauge_hooks import PROJECT, specs
+from anygauge.config import Config
+from anygauge.engines.megatron import prepare, scope
+from anygauge.plugins import Plugins, load_plugins
+from anygauge.testing.tiny import tiny_qwen3
+from anygauge_hooks import hookimpl
+from anygauge_hooks.engines import LossInputs, TrainEngine, WorkerContext
+from anygauge_hooks.rl import TrainSample
 
 LEDGER = Path(__file__).parents[3] / "docs" / "seams.md"
 ROW = re.compile(r"^\| `(?P<name>[\w.*]+)` \|", re.MULTILINE)
+UPSTREAM = ("torch", "megatron", "transformers")
+CLASSES = (
+    torch.Tensor,
+    torch.nn.Module,
+    torch.nn.Parameter,
+    torch.optim.Optimizer,
+    torch.optim.AdamW,
+    torch.amp.autocast_mode.autocast,
+    torch.autograd.Function,
+    PreTrainedModel,
+)
+ONCE_PER_PROCESS = {
+    "torch.autograd.profiler._cupti_monitor*": "torch 2.13 looks once for an optional library",
+}
+"""What torch may add or set on a first use: allowed, but not required, since an earlier test may have done it."""
 
+ABSENT = object()
 Identities = dict[str, Any]
 
-# Megatron calls torch.distributed by names that torch 2.13 is about to retire
-pytestmark = pytest.mark.filterwarnings("ignore:.torch.distributed:FutureWarning")
+
+# -------------------------------------------------------------------------
+# The ledger and the process
+# -------------------------------------------------------------------------
 
 
 def ledger(section: str) -> set[str]:
@@ -37,95 +57,279 @@ def ledger(section: str) -> set[str]:
     return {match["name"] for match in ROW.finditer(text)}
 
 
-def watched() -> dict[str, Any]:
-    """Return the modules and classes whose attributes are compared."""
-    modules = (torch, torch.cuda, torch.cuda.memory, torch.cuda.random, torch.autograd, torch.distributed)
-    owners: dict[str, Any] = {module.__name__: module for module in modules}
-    owners["torch.Tensor"] = torch.Tensor
-    owners["torch.amp.autocast_mode.autocast"] = torch.amp.autocast_mode.autocast
-    return owners | {name: module for name, module in sys.modules.items() if name.startswith("megatron.core")}
+def owners() -> dict[str, Any]:
+    """Return the modules and classes whose attributes are compared: every upstream module, and classes of torch."""
+    modules = {name: module for name, module in sys.modules.items() if name.partition(".")[0] in UPSTREAM}
+    return modules | {f"{cls.__module__}.{cls.__qualname__}": cls for cls in CLASSES}
 
 
 def identities() -> Identities:
-    """Return every attribute of :func:`watched`, except what the import system sets."""
+    """Return every attribute of :func:`owners`, except what the import system sets.
+
+    It sets names with two underscores, and a submodule on its parent when it is first imported.
+    """
     return {
         f"{owner}.{name}": value
-        for owner, module in watched().items()
-        for name, value in vars(module).items()
-        if not issubclass(type(value), ModuleType) and not (name.startswith("__") and name != "__init__")
+        for owner, module in owners().items()
+        for name, value in list(vars(module).items())
+        if not issubclass(type(value), ModuleType) and (name == "__init__" or not name.startswith("__"))
     }
 
 
-def changed(before: Identities) -> set[str]:
-    now = identities()
-    return {name for name, value in before.items() if now.get(name, now) is not value}
+def changed(before: Identities, now: Identities) -> set[str]:
+    """Return what was replaced, added or removed, in owners that there were before.
+
+    A module that is first imported in between has nothing to compare with; :func:`kept` looks into it.
+    """
+    known = {name.rpartition(".")[0] for name in before}
+    return {
+        name
+        for name in before.keys() | now.keys()
+        if before.get(name, ABSENT) is not now.get(name, ABSENT) and name.rpartition(".")[0] in known
+    }
 
 
-@pytest.fixture(autouse=True, scope="module")
-def megatron() -> None:
-    plugins = Plugins(pluggy.PluginManager(PROJECT))
-    plugins.manager.add_hookspecs(specs)
-    plugins.register(anygauge_cpu.plugin, "cpu")
-    prepare_megatron(plugins, anygauge_cpu.plugin.CPU)
-    import megatron.core.distributed
-    import megatron.core.optimizer
-    import megatron.core.pipeline_parallel
-    import megatron.core.tensor_parallel  # noqa: F401
+def kept(before: Identities, inside: Identities, after: Identities) -> set[str]:
+    """Return what still holds, under any name, a value that only a scope had put in place."""
+    names = scope.scoped_attributes()
+    original = {id(value) for value in before.values()}
+    ours = {id(inside[name]) for name in names} - original
+    return {name for name, value in after.items() if id(value) in ours}
+
+
+def unlisted(names: set[str], *patterns: set[str]) -> set[str]:
+    """Return the names that no pattern stands for."""
+    known = set[str]().union(*patterns, ONCE_PER_PROCESS)
+    return {name for name in names if not any(matches(name, pattern) for pattern in known)}
+
+
+def matches(name: str, pattern: str) -> bool:
+    return name.startswith(pattern[:-1]) if pattern.endswith("*") else name == pattern
+
+
+# -------------------------------------------------------------------------
+# A real use
+# -------------------------------------------------------------------------
+
+
+class Witness:
+    """Takes the identities of the process in the middle of what the engine does."""
+
+    def __init__(self) -> None:
+        self.seen: dict[str, list[Identities]] = {}
+
+    def look(self, where: str) -> None:
+        self.seen.setdefault(where, []).append(identities())
+
+    @hookimpl(tryfirst=True)
+    def make_optimizer(self, param_groups: Any) -> None:
+        """Look while the engine is built; the backend makes the optimizer."""
+        self.look("construction")
+
+    def loss(self, inputs: LossInputs) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        self.look("loss")
+        inputs.log_probs.register_hook(lambda grad: self.look("backward"))
+        loss = -(inputs.log_probs * inputs.weights).sum()
+        return loss, {"loss": loss.detach()}
+
+
+@pytest.fixture(scope="module")
+def plugins() -> Plugins:
+    loaded = load_plugins()
+    prepare.prepare_megatron(loaded, loaded.get("register_backends", "cpu"))
+    import anygauge.engines.megatron.engine  # noqa: F401 - "before" is after the imports
+
+    return loaded
 
 
 @pytest.fixture
-def process_group(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def witness(plugins: Plugins) -> Iterator[Witness]:
+    witness = Witness()
+    plugins.manager.register(witness)
+    yield witness
+    plugins.manager.unregister(witness)
+
+
+@pytest.fixture
+def context(plugins: Plugins, monkeypatch: pytest.MonkeyPatch) -> Iterator[WorkerContext]:
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import random as megatron_random
 
     monkeypatch.setattr(megatron_random, "_CUDA_RNG_STATE_TRACKER", None)
     monkeypatch.setattr(megatron_random, "_CUDA_RNG_STATE_TRACKER_INITIALIZED", False)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
+    backend = plugins.get("register_backends", "cpu")
+    device = plugins.make_device(backend, 0)
+    yield WorkerContext(rank=0, world_size=1, backend=backend, device=device, plugins=plugins)
     parallel_state.destroy_model_parallel()
     dist.destroy_process_group()
 
 
-def train() -> None:
-    """Take a step through what names devices literally: recompute, DDP buffers, clipping, optimizer."""
-    from megatron.core import parallel_state, tensor_parallel
-    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-    from megatron.core.transformer import TransformerConfig
-
-    parallel_state.initialize_model_parallel()
-    tensor_parallel.model_parallel_cuda_manual_seed(1)
-    config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=2)
-    layer = tensor_parallel.ColumnParallelLinear(
-        8, 8, config=config, init_method=torch.nn.init.ones_, gather_output=True, bias=False
+@pytest.fixture
+def config(tmp_path: Path) -> Config:
+    path = tiny_qwen3(tmp_path / "model", vocab_size=64, head_dim=32)
+    return Config.model_validate(
+        {
+            "run": {"name": "seams", "steps": 10},
+            "model": {"path": path},
+            "data": {"train": []},
+            "reward": {"function": "none"},
+            "train": {"lr": 1e-3, "micro_batch_tokens": 64, "recompute": "full"},
+        }
     )
-    ddp_config = DistributedDataParallelConfig(use_distributed_optimizer=True)
-    model = DistributedDataParallel(config, ddp_config, layer.cuda())
-    settings = OptimizerConfig(optimizer="adam", lr=0.1, clip_grad=1.0, use_distributed_optimizer=True)
-    optimizer = get_megatron_optimizer(settings, [model])
-    model.zero_grad_buffer()
-    inputs = torch.ones(2, 8, device="cuda", requires_grad=True)
-    tensor_parallel.checkpoint(lambda x: model(x)[0], False, inputs).sum().backward()
-    model.finish_grad_sync()
-    success, norm, _ = optimizer.step()
-    assert success
-    assert norm > 0
-    assert torch.all(layer.weight < 1)
 
 
-def test_before_inside_and_after_match_the_ledger(process_group: None) -> None:
+SAMPLES = [
+    TrainSample(
+        tokens=list(range(18, 18 + length)),
+        response_length=response,
+        loss_mask=[1] * response,
+        rollout_log_probs=[-0.5] * response,
+        advantages=[1.0] * response,
+    )
+    for length, response in ((40, 20), (33, 30))
+]
+"""Two micro-batches."""
+
+
+def make_engine(config: Config, context: WorkerContext) -> Any:
+    return context.plugins.get("register_train_engines", "megatron").make(config, context)
+
+
+def train_step(engine: TrainEngine, witness: Witness) -> None:
+    metrics = engine.train_step(
+        SAMPLES,
+        witness.loss,
+        temperature=1.0,
+        weights=[[0.02] * sample.response_length for sample in SAMPLES],
+        old_log_probs=[sample.rollout_log_probs for sample in SAMPLES],
+        reference_log_probs=None,
+        entropy_grad=False,
+    )
+    assert metrics["grad_norm"] > 0
+
+
+def use(engine: Any, witness: Witness, path: Path, output: Path) -> Iterator[str]:
+    """Do all that an engine can, and stop after each part."""
+    layer = engine.policy.model.decoder.layers[0].mlp
+    layer.register_forward_pre_hook(lambda *_: witness.look("layer"))
+    engine.log_probs(SAMPLES, temperature=0.7)
+    yield "log_probs"
+    train_step(engine, witness)
+    yield "train_step"
+    engine.load_role("reference", str(path))
+    yield "load_role"
+    engine.log_probs(SAMPLES, temperature=0.7, role="reference")
+    yield "log_probs of a role"
+    for _ in engine.weights():
+        yield "between weights"
+    engine.save_hf(str(output))
+    yield "save_hf"
+
+
+def test_before_inside_and_after_match_the_ledger(
+    config: Config, context: WorkerContext, witness: Witness, tmp_path: Path
+) -> None:
+    own_state = ledger("Upstream's own state")
+    scoped = scope.scoped_attributes()
     before = identities()
-    with scope.make_scope(CpuDevice()):
-        assert changed(before) == scope.scoped_attributes()
-        train()
-    after = changed(before)
-    own_state = ledger("Megatron's own state")
-    assert {name for name in after if not any(matches(name, pattern) for pattern in own_state)} == set()
-    assert {pattern for pattern in own_state if not any(matches(name, pattern) for name in after)} == set()
+    engine = make_engine(config, context)
+    for part in ["construction", *use(engine, witness, config.model.path, tmp_path / "saved")]:
+        # nothing of the scope outlives the call that opened it
+        after = identities()
+        assert unlisted(changed(before, after), own_state) == set(), part
+    assert {
+        name for name in own_state if unlisted(changed(before, after), own_state - {name}) == set()
+    } == set()
+    # log_probs twice, a step, and what the step recomputes: 2 micro-batches each
+    assert {where: len(seen) for where, seen in witness.seen.items()} == {
+        "construction": 1,
+        "layer": 8,
+        "loss": 2,
+        "backward": 2,
+    }
+    for where, seen in witness.seen.items():
+        for inside in seen:
+            assert scoped - changed(before, inside) == set(), where
+            assert unlisted(changed(before, inside), own_state, set(scoped)) == set(), where
+            assert kept(before, inside, after) == set(), where
 
 
-def matches(name: str, pattern: str) -> bool:
-    return name.startswith(pattern[:-1]) if pattern.endswith("*") else name == pattern
+def test_instances_are_as_the_ledger_says(
+    config: Config, context: WorkerContext, witness: Witness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make_engine(config, context)
+    hooks = engine.policy.model.output_layer._forward_pre_hooks
+    counts: list[int] = []
+    engine.policy.model.output_layer.register_forward_hook(lambda *_: counts.append(len(hooks)))
+    train_step(engine, witness)
+    assert (counts, len(hooks)) == ([1, 1], 0)
+    inner = [part.optimizer for part in engine.optimizer.chained_optimizers]
+    assert all(optimizer.defaults["fused"] for optimizer in inner), "torch's own, not the backend's"
+    assert ledger("On instances") == {
+        "megatron.core.optimizer.MegatronOptimizer.optimizer",
+        "megatron.core.models.gpt.GPTModel.output_layer",
+    }
+
+
+def test_building_a_rollout_model_restores_the_initialisers(
+    config: Config, witness: Witness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from anygauge.rollout.transformers.engine import _build
+
+    build = AutoModelForCausalLM.from_config
+
+    def looking(*args: Any, **options: Any) -> Any:
+        witness.look("building")
+        return build(*args, **options)
+
+    path, device = Path(config.model.path), torch.device("cpu")
+    _build(path, torch.float32, device)  # transformers imports the model's module on first use
+    before = identities()
+    with monkeypatch.context() as patch:
+        patch.setattr(AutoModelForCausalLM, "from_config", looking)
+        _build(path, torch.float32, device)
+    (inside,) = witness.seen["building"]
+    rows = ledger("While the rollout model is built")
+    assert unlisted(changed(before, inside), rows) == set()
+    assert all(any(matches(name, row) for name in changed(before, inside)) for row in rows)
+    assert changed(before, identities()) == set()
+
+
+def test_an_exception_in_the_middle_of_a_step_leaves_nothing(
+    config: Config, context: WorkerContext, witness: Witness
+) -> None:
+    engine = make_engine(config, context)
+    before = identities()
+
+    def loss(inputs: LossInputs) -> Any:
+        witness.look("failing loss")
+        raise KeyError("boom")
+
+    witness.loss = loss  # type: ignore[method-assign]
+    with pytest.raises(KeyError, match="boom"):
+        train_step(engine, witness)
+    (inside,) = witness.seen["failing loss"]
+    after = identities()
+    assert scope.scoped_attributes() <= changed(before, inside)
+    assert unlisted(changed(before, after), ledger("Upstream's own state")) == set()
+    assert kept(before, inside, after) == set()
+
+
+@pytest.mark.parametrize(
+    "owner", [torch, torch.cuda, torch.Tensor], ids=["torch", "torch.cuda", "torch.Tensor"]
+)
+def test_what_is_added_or_removed_is_seen(owner: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = identities()
+    monkeypatch.setattr(owner, "brand_new", 1, raising=False)
+    after = identities()
+    name = "torch.Tensor" if owner is torch.Tensor else owner.__name__
+    assert unlisted(changed(before, after)) == unlisted(changed(after, before)) == {f"{name}.brand_new"}
+
+
+# -------------------------------------------------------------------------
+# Tables whose rows the code names
+# -------------------------------------------------------------------------
 
 
 def test_ledger_lists_what_the_scope_replaces() -> None:
@@ -137,9 +341,20 @@ def test_ledger_lists_what_the_scope_replaces() -> None:
         assert f"`{name}`" in fence
 
 
-def test_ledger_lists_what_is_set_before_the_import() -> None:
+def test_ledger_lists_what_is_set_before_the_import(plugins: Plugins) -> None:
     import megatron.core.fusions.fused_bias_swiglu as fused
 
-    assert ledger("Set before the first import of Megatron") == {JIT_MODULE}
-    assert sys.modules[JIT_MODULE].__spec__ is None, "Megatron's own module was imported after all"
+    assert ledger("Set before the first import of Megatron") == {prepare.JIT_MODULE}
+    assert sys.modules[prepare.JIT_MODULE].__spec__ is None, "Megatron's own module was imported after all"
     assert not hasattr(fused.swiglu, "_torchdynamo_orig_callable")
+
+
+def test_ledger_lists_the_warning_filters(plugins: Plugins) -> None:
+    text = LEDGER.read_text().partition("\n## Per process\n")[2].partition("\n## ")[0]
+    with warnings.catch_warnings():
+        warnings.resetwarnings()
+        prepare.prepare_megatron(plugins, plugins.get("register_backends", "cpu"))
+        assert len(warnings.filters) == 4
+    assert ledger("Per process") == {"warnings.filters"}
+    for words in ("four filters", "`.grad`", "`torch.distributed`", "`Please use DTensor instead`"):
+        assert words in text

@@ -12,7 +12,7 @@ from anygauge.kernels import reference
 from anygauge.kernels.table import KernelTable, reference_kernel, resolve_kernels
 from anygauge.plugins import Plugins, load_plugins
 from anygauge_hooks import hookimpl
-from anygauge_hooks.errors import DuplicateNameError, PluginError, UnknownNameError
+from anygauge_hooks.errors import DuplicateNameError, PluginError
 from anygauge_hooks.kernels import KERNEL_OPS, KernelImpl
 from anygauge_hooks.types import Availability, BackendSpec
 
@@ -46,9 +46,9 @@ def plugins() -> Plugins:
     return load_plugins(only=[])
 
 
-def table(plugins: Plugins, *kernels: KernelImpl, strict: bool = False) -> KernelTable:
+def table(plugins: Plugins, *kernels: KernelImpl) -> KernelTable:
     plugins.register(plugin(*kernels), name="toy")
-    return resolve_kernels(plugins, BACKEND, strict=strict)
+    return resolve_kernels(plugins, BACKEND)
 
 
 def test_without_a_plugin_every_op_is_the_reference(plugins: Plugins) -> None:
@@ -82,14 +82,6 @@ def test_the_highest_priority_that_accepts_is_taken(plugins: Plugins) -> None:
     assert kernels.resolve("swiglu", dtype="float32", width=65) is silu
     found = kernels.candidates("swiglu", dtype="float32", width=64)
     assert [candidate.fn for candidate in found] == [better, silu]
-
-
-def test_strict_refuses_a_fallback(plugins: Plugins) -> None:
-    kernels = table(plugins, kernel(), strict=True)
-    assert kernels.resolve("swiglu", dtype="float32") is silu
-    with pytest.raises(UnknownNameError, match="rms_norm for bfloat16, width=8") as raised:
-        kernels.resolve("rms_norm", dtype=torch.bfloat16, width=8)
-    assert "'toy'" in str(raised.value)
 
 
 def test_two_kernels_that_accept_the_same_facts_are_an_error(plugins: Plugins) -> None:
@@ -169,7 +161,7 @@ def test_extra_parameters_with_defaults_and_free_arguments_are_fine(plugins: Plu
 
 
 def test_every_reference_has_the_signature_of_its_op(plugins: Plugins) -> None:
-    kernels = table(plugins, *(reference_kernel(op) for op in KERNEL_OPS), strict=True)
+    kernels = table(plugins, *(reference_kernel(op) for op in KERNEL_OPS))
     assert all(kernels.resolve(op, dtype="float32") for op in KERNEL_OPS)
 
 
@@ -190,6 +182,12 @@ def test_the_reference_row_lists_what_nothing_else_serves(plugins: Plugins) -> N
     rows = table(plugins, kernel(dtypes=("float32",))).rows()
     found = [(row.dtypes, row.is_reference) for row in rows if row.op == "swiglu"]
     assert found == [(("float32",), False), (("bfloat16",), True)]
+
+
+def test_a_kernel_with_limits_does_not_replace_the_reference(plugins: Plugins) -> None:
+    rows = table(plugins, kernel(limits={"width": (8,)})).rows()
+    found = [(row.dtypes, row.is_reference) for row in rows if row.op == "swiglu"]
+    assert (("float32", "bfloat16"), True) in found
 
 
 def test_a_plugin_without_a_distribution_has_no_package(plugins: Plugins) -> None:

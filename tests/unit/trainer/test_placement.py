@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 
-from anygauge.trainer.placement import bundle_of, check_capacity, host_slots, placement_error, rank_order
+from anygauge.trainer.placement import bundle_of, check_capacity, placement_error, rank_order
 from anygauge.trainer.worker import host_cores, local_accelerator_ids, set_threads
+from anygauge_cpu.env import RAY_RESOURCE
+from anygauge_cpu.plugin import CPU
 from anygauge_hooks.errors import PlacementError
 from anygauge_hooks.types import Availability, BackendSpec
 
@@ -37,12 +39,9 @@ def test_actor_options_become_a_bundle(options: Mapping[str, Any], bundle: Mappi
     assert bundle_of(options) == bundle
 
 
-def test_a_cluster_of_our_own_has_a_slot_for_each_host_worker() -> None:
-    assert host_slots(make_backend("cpu", {"num_cpus": 0, "resources": {"slot": 1}}), 3) == {"slot": 3}
-
-
-def test_accelerators_are_never_declared() -> None:
-    assert host_slots(make_backend("chip", {"resources": {"CHIP": 1}}), 3) == {}
+def test_only_the_host_backend_declares_resources() -> None:
+    assert CPU.cluster_resources(3) == {RAY_RESOURCE: 3}
+    assert make_backend("chip", {"resources": {"CHIP": 1}}).cluster_resources(3) == {}
 
 
 def test_neighbouring_ranks_share_a_node() -> None:

@@ -17,16 +17,15 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from anygauge.config import Config
-from anygauge.device import seed_everything, torch_device
+from anygauge.device import seed_everything
 from anygauge.engines.megatron.hf import write_directory
 from anygauge.engines.megatron.inputs import MicroBatch, micro_batches, per_sample
 from anygauge.engines.megatron.model import build_policy, initialize_parallel
 from anygauge.engines.megatron.optimizer import make_optimizer, make_schedule, wrap_model
 from anygauge.engines.megatron.passes import LogProbPass, StepData, TrainPass
 from anygauge.engines.megatron.scope import make_scope
-from anygauge.kernels.table import resolve_kernels
 from anygauge_hooks.engines import LossFunction, WorkerContext
-from anygauge_hooks.errors import NonFiniteError, UnknownNameError
+from anygauge_hooks.errors import NonFiniteError, RankMismatchError, UnknownNameError
 from anygauge_hooks.rl import TrainSample
 
 __all__ = ["MegatronEngine"]
@@ -38,11 +37,9 @@ class MegatronEngine:
     def __init__(self, config: Config, context: WorkerContext) -> None:
         self.config = config
         self.context = context
-        self.device = torch_device(context.device)
+        self.device = context.device.torch_device
         self._roles: dict[str, list[Tensor]] = {}
         self._seconds: defaultdict[str, float] = defaultdict(float)
-        kernels = resolve_kernels(context.plugins, context.backend)
-        self._logprob = kernels.resolve("vocab_parallel_logprob", dtype=torch.float32)
         with make_scope(context.device):
             seed_everything(context.device, config.run.seed)
             initialize_parallel(config.run.seed)
@@ -50,8 +47,8 @@ class MegatronEngine:
             self.model = wrap_model(self.policy.model, self.policy.options)
             self.optimizer = make_optimizer(self.model, self.policy.options, context.plugins, context.backend)
             self.schedule = make_schedule(self.optimizer, config)
-        self.data_parallel_rank: int = parallel_state.get_data_parallel_rank()
-        self.data_parallel_size: int = parallel_state.get_data_parallel_world_size()
+        dtype = self.policy.options.transformer.params_dtype
+        self._logprob = self.policy.kernels.resolve("vocab_parallel_logprob", dtype=dtype)
         self._check_ranks_agree()
 
     def log_probs(
@@ -199,7 +196,21 @@ class MegatronEngine:
 
     def _check_ranks_agree(self) -> None:
         # Megatron's own seeding leaves data-parallel ranks with different weights on an accelerator.
-        total = torch.stack([p.detach().double().abs().sum() for p in self._parameters()]).sum()
-        sums = [torch.zeros_like(total) for _ in range(self.data_parallel_size)]
-        dist.all_gather(sums, total, group=parallel_state.get_data_parallel_group())
-        assert all(torch.equal(total, other) for other in sums), f"ranks start with different weights: {sums}"
+        mine = torch.stack([_fingerprint(parameter) for parameter in self._parameters()])
+        group = parallel_state.get_data_parallel_group()
+        found = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(found, mine, group=group)
+        names = [name for name, _ in self.policy.model.named_parameters()]
+        different = [name for i, name in enumerate(names) if any(other[i] != mine[i] for other in found)]
+        if different:
+            raise RankMismatchError(
+                f"Data-parallel ranks start with different weights: {', '.join(different[:5])}"
+                f"{f' and {len(different) - 5} more' if len(different) > 5 else ''}.",
+                hint="Every rank must read the same files: is model.path the same directory on each node?",
+            )
+
+
+def _fingerprint(parameter: Tensor) -> Tensor:
+    """Return a number that changes with any value of a parameter, and with their order; float64."""
+    values = parameter.detach().double().flatten()
+    return values @ torch.linspace(1, 2, values.numel(), dtype=torch.float64, device=values.device)

@@ -42,6 +42,28 @@ _REFUSED = {
     "recompute_granularity": "Use train.recompute.",
     "calculate_per_token_loss": "The loss is always weighted per token.",
     "check_for_nan_in_grad": "Every step is checked, before any weight changes.",
+    **dict.fromkeys(
+        (
+            "attention_dropout",
+            "normalization",
+            "layernorm_zero_centered_gamma",
+            "qk_layernorm",
+            "window_size",
+        ),
+        "The model family decides it.",
+    ),
+    **dict.fromkeys(
+        (
+            "softmax_type",
+            "window_size",
+            "fp8",
+            "fp4",
+            "activation_func",
+            "use_te_activation_func",
+            "transformer_impl",
+        ),
+        "The layers of this engine do not have it.",
+    ),
 }
 _PARALLEL_SIZES = {
     "tensor_model_parallel_size",

@@ -39,7 +39,9 @@ def read_config(directory: Path) -> dict[str, Any]:
     except ValueError as error:
         raise CheckpointError(f"{path} is no JSON: {error}.", hint="Download the file again.") from error
     if not isinstance(config, dict):
-        raise CheckpointError(f"{path} holds {type(config).__name__}, not an object.")
+        raise CheckpointError(
+            f"{path} holds {type(config).__name__}, not an object.", hint="Download the file again."
+        )
     return config
 
 

@@ -13,18 +13,16 @@ from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
 from anygauge.config import Config
-from anygauge.device import torch_device
 from anygauge.engines.megatron.hf import open_tensors, read_config
 from anygauge.engines.megatron.mapping import canonical_name, expand_rules, from_canonical, load_parameters
 from anygauge.engines.megatron.options import MegatronOptions, megatron_options
 from anygauge.engines.megatron.spec import KernelSpecProvider, decoder_spec
-from anygauge.kernels.table import resolve_kernels
+from anygauge.kernels.table import KernelTable, resolve_kernels
 from anygauge.plugins import Plugins
-from anygauge_hooks.errors import UnknownNameError
 from anygauge_hooks.models import ModelSpec, WeightRule
 from anygauge_hooks.types import BackendSpec, Device
 
-__all__ = ["Policy", "build_policy", "find_model", "initialize_parallel"]
+__all__ = ["Policy", "build_policy", "initialize_parallel"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +30,7 @@ class Policy:
     """A built model and what its family declares about it."""
 
     model: GPTModel
+    kernels: KernelTable
     options: MegatronOptions
     spec: ModelSpec
     hf: Mapping[str, Any]
@@ -68,24 +67,6 @@ class Policy:
             yield from zip(rule.hf, from_canonical(rule, stored[rule.canonical], groups, heads), strict=True)
 
 
-def find_model(plugins: Plugins, hf: Mapping[str, Any]) -> ModelSpec:
-    """Return the family of a Hugging Face config, by exact architecture name.
-
-    :raises UnknownNameError: No plugin knows it.
-    """
-    specs: list[ModelSpec] = plugins.collect("register_models")
-    wanted = tuple(hf.get("architectures") or ())
-    for spec in specs:
-        if set(wanted) & set(spec.architectures):
-            return spec
-    known = sorted(name for spec in specs for name in spec.architectures)
-    raise UnknownNameError(
-        f"No model plugin knows the architecture {', '.join(wanted) or '(none given)'}; "
-        f"known: {', '.join(known)}.",
-        hint="docs/hooks.md, register_models, shows how to add a family.",
-    )
-
-
 def initialize_parallel(seed: int) -> None:
     """Make Megatron's process groups and seed its random state; torch's default group exists already."""
     if not parallel_state.model_parallel_is_initialized():
@@ -102,10 +83,12 @@ def build_policy(
     """
     directory = config.model.path
     hf = read_config(directory)
-    spec = find_model(plugins, hf)
+    spec: ModelSpec = plugins.model(hf.get("architectures") or ())
     options = megatron_options(config, spec.transformer_config(hf))
+    kernels = resolve_kernels(plugins, backend)
     policy = Policy(
-        model=_build(spec, hf, options, plugins, backend),
+        model=_build(spec, hf, options, plugins, backend, kernels),
+        kernels=kernels,
         options=options,
         spec=spec,
         hf=hf,
@@ -113,14 +96,18 @@ def build_policy(
     )
     if load:
         policy.load(directory)
-    policy.model.to(torch_device(device))
+    policy.model.to(device.torch_device)
     return policy
 
 
 def _build(
-    spec: ModelSpec, hf: Mapping[str, Any], options: MegatronOptions, plugins: Plugins, backend: BackendSpec
+    spec: ModelSpec,
+    hf: Mapping[str, Any],
+    options: MegatronOptions,
+    plugins: Plugins,
+    backend: BackendSpec,
+    kernels: KernelTable,
 ) -> GPTModel:
-    kernels = resolve_kernels(plugins, backend)
     provider = plugins.first("get_spec_provider", backend=backend, kernels=kernels)
     sizes = spec.model_options(hf)
     return GPTModel(

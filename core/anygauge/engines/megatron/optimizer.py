@@ -12,7 +12,7 @@ from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from anygauge.config import Config
-from anygauge.engines.megatron.options import MegatronOptions
+from anygauge.engines.megatron.options import MegatronOptions, refusal
 from anygauge.plugins import Plugins
 from anygauge_hooks.types import BackendSpec
 
@@ -43,12 +43,22 @@ def make_optimizer(
     model: DistributedDataParallel, options: MegatronOptions, plugins: Plugins, backend: BackendSpec
 ) -> MegatronOptimizer:
     """Return Megatron's optimizer, with the inner AdamW of the backend where it makes one."""
-    optimizer = get_megatron_optimizer(options.optimizer, [model], use_gloo_process_groups=False)
+    try:
+        optimizer = get_megatron_optimizer(options.optimizer, [model], use_gloo_process_groups=False)
+    except Exception as error:
+        raise refusal(error) from error
     options.transformer.grad_scale_func = optimizer.scale_loss
-    if not options.optimizer.optimizer_cpu_offload:
+    if _is_plain_adamw(options):
         for part in getattr(optimizer, "chained_optimizers", [optimizer]):
             _replace_inner(part, options, partial(plugins.first, "make_optimizer", backend=backend))
     return optimizer
+
+
+def _is_plain_adamw(options: MegatronOptions) -> bool:
+    """Return whether the user left the optimizer as it is: only then may the backend's take its place."""
+    config = options.optimizer
+    special = config.optimizer_cpu_offload or config.use_precision_aware_optimizer
+    return config.optimizer == "adam" and config.decoupled_weight_decay and not special
 
 
 def _replace_inner(part: Any, options: MegatronOptions, make: Callable[..., Any]) -> None:

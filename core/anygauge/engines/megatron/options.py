@@ -16,7 +16,7 @@ from anygauge.config import Config
 from anygauge.engines.megatron.fields import config_fields
 from anygauge_hooks.errors import ConfigError
 
-__all__ = ["MegatronOptions", "megatron_options", "torch_dtype"]
+__all__ = ["MegatronOptions", "megatron_options", "refusal", "torch_dtype"]
 
 _CLASSES = {
     "transformer": TransformerConfig,
@@ -53,10 +53,16 @@ def megatron_options(config: Config, architecture: Mapping[str, Any]) -> Megatro
     try:
         return MegatronOptions(**{part: kind(**ours[part]) for part, kind in _CLASSES.items()})
     except (TypeError, ValueError, AssertionError) as error:
-        raise ConfigError(
-            f"Megatron refuses the config of the train engine: {error}",
-            hint="Change the keys of [train.megatron].",
-        ) from error
+        raise refusal(error) from error
+
+
+def refusal(error: Exception) -> ConfigError:
+    """Return the error for a combination that Megatron refuses."""
+    reason = str(error) or f"{type(error).__name__} without a message"
+    return ConfigError(
+        f"Megatron refuses the config of the train engine: {reason}",
+        hint="Change the keys of [train.megatron].",
+    )
 
 
 def torch_dtype(config: Config) -> torch.dtype:

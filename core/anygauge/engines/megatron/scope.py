@@ -123,7 +123,7 @@ class DeviceScope(AbstractContextManager[None]):
                 raise _two_devices(_process.device_type, self._map.device_type)
             _process.entries += 1
         if not _thread.entries:
-            _thread.mode = _Redirection(self._map)
+            _thread.mode = _Redirection(self._map, _own_prefix(self._device))
             _thread.mode.__enter__()
         _thread.entries += 1
 
@@ -250,6 +250,12 @@ def _tensor_type(dotted: str) -> Any:
     return attrgetter(dotted.removeprefix("torch."))(torch)
 
 
+def _own_prefix(device: Device) -> str:
+    """Return what the tensor types on a device begin with: its most qualified names, the others are the host's."""
+    prefixes = [name.rpartition(".")[0] for names in device.tensor_types.values() for name in names]
+    return f"{max(prefixes, key=len)}."
+
+
 def _check_map(scope_map: ScopeMap) -> None:
     found, wanted = set(scope_map.functions), set(REDIRECTED)
     if found != wanted:
@@ -300,12 +306,15 @@ _Handler = Callable[[Any, tuple[Any, ...], Mapping[str, Any]], Any]
 
 
 class _Redirection(TorchFunctionMode):
-    """Rewrites device names in the arguments of torch functions."""
+    """Rewrites device names in the arguments of torch functions.
 
-    def __init__(self, scope_map: ScopeMap) -> None:
+    :param types: What the legacy tensor types of the device begin with.
+    """
+
+    def __init__(self, scope_map: ScopeMap, types: str) -> None:
         super().__init__()
         self._map = scope_map
-        self._types = "torch." if scope_map.device_type == "cpu" else f"torch.{scope_map.device_type}."
+        self._types = types
         tensor: Any = torch.Tensor
         self._handlers: dict[Any, _Handler] = {
             tensor.to: self._to,

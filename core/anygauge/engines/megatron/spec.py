@@ -46,9 +46,6 @@ class SpecProvider(Protocol):
     def gated_activation(self) -> Any:
         """Return the builder of the gated activation."""
 
-    def sources(self) -> dict[str, str]:
-        """Return what each part comes from, for the capability table."""
-
 
 class KernelSpecProvider:
     """The default: Megatron's linears, our modules bound to the kernel table."""
@@ -75,16 +72,6 @@ class KernelSpecProvider:
     def gated_activation(self) -> ModuleSpec:
         """Return :class:`Swiglu`."""
         return ModuleSpec(module=Swiglu, params={"kernels": self.kernels})
-
-    def sources(self) -> dict[str, str]:
-        """Return the class of each part."""
-        return {
-            "norm": "anygauge RmsNorm",
-            "core_attention": "anygauge CoreAttention",
-            "column_parallel_linear": "megatron.core ColumnParallelLinear",
-            "row_parallel_linear": "megatron.core RowParallelLinear",
-            "gated_activation": "anygauge Swiglu",
-        }
 
 
 def layer_spec(provider: SpecProvider) -> ModuleSpec:

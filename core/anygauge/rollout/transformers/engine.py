@@ -33,7 +33,7 @@ def make_engine(config: Config, context: WorkerContext) -> TransformersEngine:
     return TransformersEngine(
         config.model.path,
         dtype=getattr(torch, config.rollout.dtype or config.train.dtype or "float32"),
-        device=torch.device(context.device.type, context.device.index),
+        device=context.device.torch_device,
         max_batch_tokens=config.rollout.max_batch_tokens,
     )
 
@@ -124,7 +124,10 @@ class TransformersEngine:
     ) -> None:
         """Refuse what would fail later, on the device, without a name."""
         if len(prompts) != len(seeds):
-            raise RolloutError(f"{len(prompts)} prompts came with seeds for {len(seeds)}.")
+            raise RolloutError(
+                f"{len(prompts)} prompts came with seeds for {len(seeds)}.",
+                hint="Pass one sequence of seeds for each prompt.",
+            )
         _check_params(params)
         for prompt in prompts:
             name = f"Prompt {prompt.index} of {prompt.source or 'the request'}"
@@ -226,4 +229,6 @@ def _check_params(params: SamplingParams) -> None:
         if not ok
     ]
     if wrong:
-        raise RolloutError(f"Cannot sample with {'; '.join(wrong)}.")
+        raise RolloutError(
+            f"Cannot sample with {'; '.join(wrong)}.", hint="Correct SamplingParams; a run takes [rollout]."
+        )

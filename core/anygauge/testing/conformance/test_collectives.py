@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # documented, but not listed
 
-from anygauge.device import torch_device
 from anygauge.distributed.process_groups import destroy_process_group, init_process_group
 from anygauge.kernels.table import KernelTable
 from anygauge.plugins import Plugins
@@ -30,7 +29,7 @@ def world(plugins: Plugins, backend: BackendSpec, device: Device) -> Iterator[No
 
 @pytest.fixture
 def numbers(world: None, device: Device) -> torch.Tensor:
-    return torch.arange(8, dtype=torch.float32, device=torch_device(device))
+    return torch.arange(8, dtype=torch.float32, device=device.torch_device)
 
 
 def test_group_has_the_backend(world: None, backend: BackendSpec) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from anygauge.device import torch_device
 from anygauge_hooks.types import BackendSpec, Device, ScopeMap
 
 pytestmark = pytest.mark.conformance
@@ -25,13 +24,13 @@ NEEDED_FUNCTIONS = {
 
 
 def draw(device: Device) -> torch.Tensor:
-    return torch.rand(64, device=torch_device(device)).cpu()
+    return torch.rand(64, device=device.torch_device).cpu()
 
 
 def test_device_is_the_backends(backend: BackendSpec, device: Device) -> None:
     assert device.type == backend.device_type
     assert device.index == 0
-    assert torch.zeros(1, device=torch_device(device)).device.type == backend.device_type
+    assert torch.zeros(1, device=device.torch_device).device.type == backend.device_type
 
 
 def test_seed_repeats_host_and_device_draws(device: Device) -> None:
@@ -59,7 +58,7 @@ def test_rng_state_round_trip(device: Device) -> None:
 
 
 def test_memory_counts_bytes(device: Device) -> None:
-    held = torch.ones(1 << 20, device=torch_device(device))
+    held = torch.ones(1 << 20, device=device.torch_device)
     memory = device.memory()
     assert memory.keys() <= BYTE_COUNTS
     assert memory["allocated"] >= held.nbytes
@@ -68,7 +67,7 @@ def test_memory_counts_bytes(device: Device) -> None:
 
 
 def test_synchronize_and_empty_cache_keep_tensors(device: Device) -> None:
-    ones = torch.ones(16, device=torch_device(device))
+    ones = torch.ones(16, device=device.torch_device)
     device.synchronize()
     device.empty_cache()
     assert ones.sum().item() == 16
@@ -76,7 +75,7 @@ def test_synchronize_and_empty_cache_keep_tensors(device: Device) -> None:
 
 def test_tensor_types_name_the_types_of_tensors(device: Device) -> None:
     for name, dtype in (("fp32", torch.float32), ("fp16", torch.float16), ("bf16", torch.bfloat16)):
-        tensor = torch.zeros(1, dtype=dtype, device=torch_device(device))
+        tensor = torch.zeros(1, dtype=dtype, device=device.torch_device)
         assert tensor.type() in device.tensor_types[name]
 
 

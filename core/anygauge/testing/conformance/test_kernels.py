@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from anygauge.device import torch_device
 from anygauge.kernels.table import KernelTable, reference_kernel
 from anygauge.testing.conformance.tolerances import TOLERANCES
 from anygauge_hooks.kernels import KernelImpl, KernelOp, Tolerance
@@ -195,7 +194,7 @@ def expect(case: Case, tensors: Sequence[Tensor]) -> Result:
 
 def inputs_of(case: Case, dtype: str, layout: Callable[[Tensor], Tensor], device: Device) -> list[Tensor]:
     torch.manual_seed(0)
-    target = torch_device(device)
+    target = device.torch_device
     made: list[Tensor] = []
     for index, x in enumerate(case.tensors()):
         if index < case.differentiable:
@@ -283,7 +282,7 @@ def test_logprob_may_overwrite_the_output_of_a_projection(
 
     expected = gradients(reference_kernel("vocab_parallel_logprob").fn, torch.float64, torch.device("cpu"))
     for kernel in kernels.candidates("vocab_parallel_logprob", dtype=dtype):
-        found = gradients(kernel.fn, getattr(torch, dtype), torch_device(device))
+        found = gradients(kernel.fn, getattr(torch, dtype), device.torch_device)
         # the projection itself rounds: twice what a kernel alone may differ
         relative, absolute = TOLERANCES[dtype]
         for one, other in zip(found, expected, strict=True):
