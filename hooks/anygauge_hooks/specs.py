@@ -144,7 +144,7 @@ def register_kernels(backend: BackendSpec) -> Iterable[KernelImpl] | None:
 def get_spec_provider(backend: BackendSpec, kernels: Any) -> Any | None:
     """Return the provider of Megatron module classes.
 
-    Called once per process, when the first model is built.
+    Called once per process, when the engine is built.
 
     :param backend: The backend of the run; a plugin of another backend returns ``None``.
     :param kernels: The resolved ``anygauge.kernels.table.KernelTable``.
@@ -207,7 +207,7 @@ def make_optimizer(
 def register_models() -> Iterable[ModelSpec] | None:
     """Return the model families that this plugin provides.
 
-    Called once per process, when a model is first looked up. Must not import torch.
+    Called when the config is checked and when the engine is built. Must not import torch.
 
     :returns: The families, or ``None``.
 
@@ -433,8 +433,8 @@ def after_evaluate(run: RunInfo, metrics: Mapping[str, float]) -> None:
 def on_error(run: RunInfo, error: BaseException) -> None:
     """Observe the error that ends a run.
 
-    Called once with the error that ends a run, once its directory exists; before the workers are shut down.
-    An error before that (in the config, or an existing directory) is only raised.
+    Called once with the error that ends a run once its directory exists, before the workers are shut down. An
+    error before that, in the config or because the directory is taken, is raised and not observed.
 
     :param run: The run, with the number of finished steps.
     :param error: The error that will be raised.
@@ -449,7 +449,7 @@ def on_error(run: RunInfo, error: BaseException) -> None:
 def after_train(run: RunInfo) -> None:
     """Observe the end of a run.
 
-    Called once, after success and after an error.
+    Called once, after success and after an error that ``on_error`` saw.
 
     :param run: The run, with the number of finished steps.
 

@@ -58,12 +58,14 @@ def test_a_run_on_a_shared_cluster_leaves_nothing(
     assert code == ENDINGS[ending][1], output
 
 
-def test_a_run_with_its_own_cluster_leaves_nothing_when_terminated(mark: str, tmp_path: Path) -> None:
-    code, pids, output = drive("ray", "terminate", tmp_path)
+@pytest.mark.parametrize("ending", ["success", "interrupt", "terminate"])
+def test_a_run_with_its_own_cluster_leaves_nothing(ending: str, mark: str, tmp_path: Path) -> None:
+    code, pids, output = drive("ray", ending, tmp_path)
     _, left = psutil.wait_procs(marked(mark), timeout=10)  # Ray's daemons end in the background
     assert not left
+    assert len(pids) == 2
     assert not any(psutil.pid_exists(pid) for pid in pids)
-    assert code == ENDINGS["terminate"][1], output
+    assert code == ENDINGS[ending][1], output
 
 
 def drive(launcher: str, ending: str, directory: Path, address: str = "") -> tuple[int, list[int], str]:

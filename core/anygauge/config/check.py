@@ -125,6 +125,9 @@ def _schedule(config: Config, user_keys: Collection[str]) -> Problems:
     if train.min_lr > train.lr:
         hint = f"must be at most train.lr = {train.lr}"
         yield ConfigProblem(path="train.min_lr", found=train.min_lr, hint=hint)
+    if train.warmup_steps >= config.run.steps * train.optimizer_steps > 0 and train.warmup_steps:
+        hint = f"must be less than the {config.run.steps * train.optimizer_steps} optimizer steps of the run"
+        yield ConfigProblem(path="train.warmup_steps", found=train.warmup_steps, hint=hint)
     if not all(0 <= beta < 1 for beta in train.adam_betas):
         hint = "both must be at least 0 and less than 1"
         yield ConfigProblem(path="train.adam_betas", found=list(train.adam_betas), hint=hint)
@@ -150,7 +153,7 @@ RULES = (
     ),
     Check(_label, ("data.label_key", "reward.function")),
     Check(_evaluation, ("eval",)),
-    Check(_schedule, ("train.lr", "train.min_lr", "train.adam_betas")),
+    Check(_schedule, ("train.lr", "train.min_lr", "train.adam_betas", "train.warmup_steps")),
     Check(_lengths, ("data.max_prompt_tokens", "rollout.max_new_tokens", "rollout.max_batch_tokens")),
 )
 

@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field
 __all__ = [
     "Algorithm",
     "Config",
+    "DType",
     "Data",
     "Eval",
     "Model",
@@ -26,6 +27,7 @@ __all__ = [
     "Train",
 ]
 
+DType = Literal["float32", "bfloat16"]
 Positive = Annotated[int, Field(gt=0)]
 NonNegative = Annotated[int, Field(ge=0)]
 Probability = Annotated[float, Field(gt=0, le=1)]
@@ -126,7 +128,7 @@ class Rollout(Section):
     """Tokens that end a response, beside the model's own."""
     max_batch_tokens: Positive = 262_144
     """Prompt and response tokens that one engine holds in its cache at once."""
-    dtype: Literal["float32", "bfloat16"] | None = None
+    dtype: DType | None = None
     """Precision of the engine; ``None`` takes ``train.dtype``."""
 
 
@@ -171,7 +173,7 @@ class Train(Section):
 
     engine: str = "megatron"
     """Train engine, by registered name."""
-    dtype: Literal["float32", "bfloat16"] | None = None
+    dtype: DType | None = None
     """Precision of the weights; the optimizer keeps float32. ``None`` lets the backend choose."""
     optimizer_steps: Positive = 1
     """Optimizer steps for each rollout; its samples are divided among them."""
@@ -186,7 +188,7 @@ class Train(Section):
     warmup_steps: NonNegative = 0
     """Optimizer steps of linear warm-up."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
-    """Decoupled weight decay."""
+    """Decoupled weight decay of matrices and embeddings; norms and biases have none."""
     adam_betas: tuple[float, float] = (0.9, 0.999)
     """Decay rates of Adam's moments."""
     adam_eps: Annotated[float, Field(gt=0)] = 1e-8

@@ -107,7 +107,7 @@ def _imported(path: str) -> Any:
         if not hasattr(found, part):
             raise UnknownNameError(
                 f"Reward function {path!r}: {module_name!r} has no {attribute!r}.",
-                hint=f"Define it there ({getattr(module, '__file__', None)}), or name a function that it has.",
+                hint=f"Define it in {getattr(module, '__file__', None)}, or name a function that it has.",
             )
         found = getattr(found, part)
     return found

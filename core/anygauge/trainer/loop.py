@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 __all__ = ["Loop", "run_loop"]
 
 TRAIN_STREAM, EVAL_STREAM = 0, 1
+ENGINE_PHASES = ("generate", "log_probs", "forward_backward", "optimizer")
 
 
 @dataclass(slots=True)
@@ -159,23 +160,32 @@ def sync_weights(loop: Loop) -> None:
 
 
 def measure(loop: Loop, groups: Sequence[Group], wall_s: float) -> dict[str, float]:
-    """Return ``perf/*``: seconds by phase, the rest as overhead, and tokens per second."""
-    phases = [dict(timing) for timing in loop.workers.call("timings")]
-    slowest = max(phases, key=lambda timing: sum(timing.values()))
+    """Return ``perf/*``: seconds by phase, tokens per second, and the overhead.
+
+    Overhead is what is in none of the engines' phases in the worker that spent most in them.
+    """
+    timings = loop.workers.call("timings")
+    slowest = max(timings, key=engine_seconds)
     tokens = sum(len(s.prompt_tokens) + len(s.response_tokens) for g in groups for s in g.samples)
     return {
         "perf/step_time_s": wall_s,
-        "perf/overhead_time_s": wall_s - sum(slowest.values()),
+        "perf/overhead_time_s": wall_s - engine_seconds(slowest),
         "perf/tokens_per_s": tokens / wall_s,
         **{f"perf/{phase}_time_s": seconds for phase, seconds in slowest.items()},
     }
+
+
+def engine_seconds(timings: Mapping[str, float]) -> float:
+    """Return the seconds of generation, forward, backward and optimizer."""
+    return sum(timings.get(phase, 0.0) for phase in ENGINE_PHASES)
 
 
 def evaluate(loop: Loop) -> None:
     """Sample the evaluation prompts with the engines' current weights, score and record them."""
     if not loop.eval_prompts:
         return
-    samples = generate(loop, loop.eval_prompts, EVAL_STREAM, loop.info.step)
+    # The same numbers each time: what changes between evaluations is the policy alone.
+    samples = generate(loop, loop.eval_prompts, EVAL_STREAM, step=0)
     loop.workers.call("timings")
     metrics = eval_metrics(score_groups(loop, group_samples(loop.eval_prompts, samples)))
     track(loop, metrics)

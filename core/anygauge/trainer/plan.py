@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 
@@ -10,6 +11,7 @@ import torch
 from anygauge.algorithms.aggregation import Aggregation, split_steps, token_weights
 from anygauge.data.balance import balance
 from anygauge.trainer.actors import TrainShare
+from anygauge_hooks.errors import RolloutError
 from anygauge_hooks.rl import Group, Prompt, Sample, TrainSample
 
 __all__ = ["group_samples", "plan_steps", "sample_seeds", "split_evenly", "train_samples"]
@@ -57,8 +59,15 @@ def plan_steps(
     """Divide samples among optimizer steps, and each step among ranks by length.
 
     :param aggregation: Says how tokens are averaged over a step.
-    :returns: For each rank, its share of each step.
+    :returns: For each rank, its share of each step; none is empty.
+    :raises RolloutError: There are too few samples to give each rank one in each step.
     """
+    if len(samples) < num_steps * num_ranks:
+        raise RolloutError(
+            f"{len(samples)} samples cannot be divided among {num_steps} optimizer steps "
+            f"and {num_ranks} workers.",
+            hint="Raise rollout.prompts_per_step or samples_per_prompt, or lower train.optimizer_steps.",
+        )
     shares: list[list[TrainShare]] = [[] for _ in range(num_ranks)]
     for step in split_steps(samples, num_steps):
         weights = token_weights([sample.loss_mask for sample in step], aggregation)
@@ -69,12 +78,13 @@ def plan_steps(
 
 
 def sample_seeds(seed: int, stream: int, step: int, prompts: int, samples: int) -> list[list[int]]:
-    """Return a seed for every sample of a step, distinct within a run.
+    """Return a seed for every sample of a step: consecutive, from a start that is hashed from the arguments.
 
     :param stream: 0 for training, 1 for evaluation.
     """
-    first = ((seed % (1 << 20)) << 43) + (stream << 42) + (step << 22)
-    return [[first + prompt * samples + i for i in range(samples)] for prompt in range(prompts)]
+    digest = hashlib.blake2b(f"{seed}/{stream}/{step}".encode(), digest_size=8).digest()
+    first = int.from_bytes(digest, "big")
+    return [[(first + p * samples + i) % (1 << 63) for i in range(samples)] for p in range(prompts)]
 
 
 def split_evenly(count: int, parts: int) -> list[slice]:

@@ -5,16 +5,22 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from anygauge_hooks.errors import ConfigError
+
 __all__ = ["flops_per_token", "head_dim", "model_options", "tiny", "transformer_config"]
 
 
 def head_dim(hf: Mapping[str, Any]) -> int:
     """Return the size of one attention head."""
-    return int(hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"])
+    return int(hf.get("head_dim", 128))
 
 
 def transformer_config(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of ``TransformerConfig`` that the architecture fixes."""
+    """Return the fields of ``TransformerConfig`` that the architecture fixes.
+
+    :raises ConfigError: The checkpoint uses a variant that is not implemented.
+    """
+    _refuse_variants(hf)
     return {
         "num_layers": hf["num_hidden_layers"],
         "hidden_size": hf["hidden_size"],
@@ -27,11 +33,28 @@ def transformer_config(hf: Mapping[str, Any]) -> dict[str, Any]:
         "qk_layernorm": True,
         "gated_linear_unit": True,
         "add_bias_linear": False,
-        "add_qkv_bias": bool(hf.get("attention_bias", False)),
+        "add_qkv_bias": False,
         "attention_dropout": 0.0,  # a policy's ratio would be noise with it
         "hidden_dropout": 0.0,
         "init_method_std": hf.get("initializer_range", 0.02),
     }
+
+
+def _refuse_variants(hf: Mapping[str, Any]) -> None:
+    """Refuse what would silently be another model."""
+    sliding = any(kind != "full_attention" for kind in hf.get("layer_types") or ())
+    for key, is_variant, needs in (
+        ("hidden_act", hf.get("hidden_act", "silu") != "silu", "silu"),
+        ("layer_types", sliding, "full_attention in every layer"),
+        ("use_sliding_window", bool(hf.get("use_sliding_window")), "false"),
+        ("attention_bias", bool(hf.get("attention_bias")), "false"),
+    ):
+        if is_variant:
+            raise ConfigError(
+                f"The checkpoint's {key} = {hf[key]!r} is not supported by the qwen3 family, "
+                f"which needs {needs}.",
+                hint="No published Qwen3 model has it; check config.json.",
+            )
 
 
 def model_options(hf: Mapping[str, Any]) -> dict[str, Any]:

@@ -19,7 +19,7 @@ def weight_rules(hf: Mapping[str, Any]) -> list[WeightRule]:
         WeightRule(
             canonical="embedding.word_embeddings.weight", hf=("model.embed_tokens.weight",), split_dim=0
         ),
-        *_attention(bool(hf.get("attention_bias", False))),
+        *_attention(),
         *_mlp(),
         WeightRule(canonical="decoder.final_layernorm.weight", hf=("model.norm.weight",)),
     ]
@@ -32,19 +32,15 @@ def _layer(canonical: str, *hf: str, **options: Any) -> WeightRule:
     return WeightRule(canonical=_MEGATRON + canonical, hf=tuple(_HF + name for name in hf), **options)
 
 
-def _attention(has_bias: bool) -> list[WeightRule]:
-    rules = [
+def _attention() -> list[WeightRule]:
+    projections = (f"self_attn.{x}_proj.weight" for x in "qkv")
+    return [
         _layer("self_attention.linear_qkv.layer_norm_weight", "input_layernorm.weight"),
-        _layer("self_attention.linear_proj.weight", "self_attn.o_proj.weight", split_dim=1),
+        _layer("self_attention.linear_qkv.weight", *projections, transform="interleave_qkv", split_dim=0),
         _layer("self_attention.q_layernorm.weight", "self_attn.q_norm.weight"),
         _layer("self_attention.k_layernorm.weight", "self_attn.k_norm.weight"),
+        _layer("self_attention.linear_proj.weight", "self_attn.o_proj.weight", split_dim=1),
     ]
-    for kind in ("weight", "bias") if has_bias else ("weight",):
-        projections = (f"self_attn.{x}_proj.{kind}" for x in "qkv")
-        rules.append(
-            _layer(f"self_attention.linear_qkv.{kind}", *projections, transform="interleave_qkv", split_dim=0)
-        )
-    return rules
 
 
 def _mlp() -> list[WeightRule]:

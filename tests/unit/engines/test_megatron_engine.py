@@ -5,6 +5,7 @@ One process; two data-parallel processes are in ``tests/integration/test_data_pa
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -24,6 +25,7 @@ from anygauge_hooks.engines import LossInputs, TrainEngine, WorkerContext
 from anygauge_hooks.errors import (
     CheckpointError,
     ConfigError,
+    DataError,
     NonFiniteError,
     UnknownNameError,
     WeightMappingError,
@@ -240,7 +242,7 @@ def test_bfloat16_trains(make_engine: MakeEngine, checkpoint: Path) -> None:
         ({"lr_schedule": "constant", "warmup_steps": 2}, [5e-4, 1e-3, 1e-3, 1e-3]),
         (
             {"lr_schedule": "cosine", "min_lr": 1e-4},
-            [1e-4 + 4.5e-4 * (1 + math.cos(math.pi * n / 10)) for n in (1, 2, 3, 4)],
+            [1e-4 + 4.5e-4 * (1 + math.cos(math.pi * n / 11)) for n in (1, 2, 3, 4)],
         ),
     ],
     ids=["constant", "warmup", "cosine"],
@@ -317,13 +319,13 @@ def test_megatron_fields_pass_through(make_engine: MakeEngine, checkpoint: Path)
     engine: Any = make_engine(
         checkpoint,
         megatron={
-            "layernorm_epsilon": 1e-4,
+            "deallocate_pipeline_outputs": True,
             "pad_buckets_for_high_nccl_busbw": True,
             "log_num_zeros_in_grad": True,
         },
     )
     options = engine.policy.options
-    assert options.transformer.layernorm_epsilon == 1e-4
+    assert options.transformer.deallocate_pipeline_outputs
     assert options.ddp.pad_buckets_for_high_nccl_busbw
     assert options.optimizer.log_num_zeros_in_grad
     assert take_step(engine, make_samples())["grad_norm"] > 0
@@ -391,3 +393,76 @@ def test_the_backend_makes_the_inner_optimizer(make_engine: MakeEngine, checkpoi
     assert all(group["fused"] for group in part.optimizer.param_groups)
     for state in part.optimizer.state.values():
         assert {"step", "exp_avg", "exp_avg_sq"} <= state.keys()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"decoupled_weight_decay": False}, {"optimizer": "sgd", "use_distributed_optimizer": False}],
+    ids=["adam", "sgd"],
+)
+def test_an_optimizer_that_was_asked_for_is_kept(
+    make_engine: MakeEngine, checkpoint: Path, options: dict[str, Any]
+) -> None:
+    engine: Any = make_engine(checkpoint, megatron=options)
+    [part] = engine.optimizer.chained_optimizers
+    assert type(part.optimizer) is (torch.optim.SGD if "optimizer" in options else torch.optim.Adam)
+    assert take_step(engine, make_samples())["grad_norm"] > 0
+
+
+def test_an_unknown_optimizer_is_a_config_error(make_engine: MakeEngine, checkpoint: Path) -> None:
+    with pytest.raises(ConfigError, match="Megatron refuses"):
+        make_engine(checkpoint, megatron={"optimizer": "nonsense"})
+
+
+@pytest.mark.parametrize("length", [(6, 6), (6, 0)], ids=["no prompt", "no response"])
+def test_a_sample_that_cannot_be_trained_on_is_refused(
+    make_engine: MakeEngine, checkpoint: Path, length: tuple[int, int]
+) -> None:
+    with pytest.raises(DataError, match="Sample 1 of 6 tokens"):
+        make_engine(checkpoint).log_probs(make_samples([(5, 2), length]), temperature=1.0)
+
+
+def test_the_schedule_waits_for_a_finite_step(make_engine: MakeEngine, checkpoint: Path) -> None:
+    def broken(inputs: LossInputs) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        return inputs.log_probs.sum() * math.inf, {}
+
+    engine: Any = make_engine(checkpoint, lr_schedule="cosine")
+    with pytest.raises(NonFiniteError, match="Optimizer step 1:"):
+        take_step(engine, make_samples(), broken)
+    assert engine.schedule.num_steps == 0
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("hidden_act", "gelu"), ("use_sliding_window", True), ("attention_bias", True)],
+)
+def test_a_variant_of_the_architecture_is_refused(
+    make_engine: MakeEngine, tmp_path: Path, key: str, value: Any
+) -> None:
+    path = tiny_model(tmp_path)
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {key: value}))
+    with pytest.raises(ConfigError, match=f"{key} = {value!r} is not supported by the qwen3 family"):
+        make_engine(path)
+
+
+def test_ranks_with_different_weights_are_found() -> None:
+    from anygauge.engines.megatron.agreement import _fingerprint
+
+    weight = torch.randn(5, 7, generator=torch.Generator().manual_seed(0))
+    swapped = weight[[1, 0, 2, 3, 4]]
+    assert torch.equal(_fingerprint(weight), _fingerprint(weight.clone()))
+    assert not torch.equal(_fingerprint(weight), _fingerprint(swapped))
+    assert not torch.equal(_fingerprint(weight), _fingerprint(weight + 1e-3))
+
+
+def test_every_field_that_the_engine_sets_is_refused(make_engine: MakeEngine, checkpoint: Path) -> None:
+    from anygauge.engines.megatron import options as module
+    from anygauge.engines.megatron.fields import option_problems
+
+    engine: Any = make_engine(checkpoint)
+    policy = engine.policy
+    ours = module._transformer(engine.config, policy.spec.transformer_config(policy.hf), torch.float32)
+    allowed = {"optimizer", "use_distributed_optimizer"}
+    names = ours.keys() | module._optimizer(engine.config).keys() - allowed
+    assert {problem.path.rpartition(".")[2] for problem in option_problems(dict.fromkeys(names, 3))} == names

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import os
 import pickle
+import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pluggy
@@ -171,6 +174,19 @@ def test_tensors_answer_for_the_redirected_device(cpu: CpuDevice) -> None:
         assert tensor.type(torch.int64).dtype is torch.int64
         assert not tensor.is_cuda
         assert torch.tensor([1.0], pin_memory=True).pin_memory().is_pinned() is False
+
+
+@pytest.mark.parametrize(
+    ("types", "prefix"),
+    [
+        (("torch.FloatTensor",), "torch."),
+        (("torch.FloatTensor", "torch.other.FloatTensor"), "torch.other."),
+        (("torch.other.FloatTensor", "torch.FloatTensor"), "torch.other."),
+    ],
+)
+def test_type_names_are_those_of_the_device(types: tuple[str, ...], prefix: str, cpu: CpuDevice) -> None:
+    cpu.tensor_types = {"fp32": types}
+    assert scope._own_prefix(cpu) == prefix
 
 
 def test_an_accelerators_tensors_say_that_they_are_on_it(accelerator: Device) -> None:
@@ -403,6 +419,24 @@ def test_checkpoint_thread_outlives_the_scope_that_started_it(cpu: CpuDevice) ->
     closed.set()
     thread.join()
     assert result == ["cpu"]
+
+
+def test_megatron_saves_asynchronously_while_training_goes_on(tmp_path: Path) -> None:
+    """Megatron's caller that forks a writer for each save.
+
+    Its other one keeps a spawned process, which is in no scope and asks CUDA for its devices at once.
+    """
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", str(Path(__file__).with_name("async_save.py")), str(tmp_path)],
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    trained, saved = [-2.0, -1.0, 0.0, 1.0], [0.0, 1.0, 2.0, 3.0]
+    assert done.stdout == f"[0] {trained} {saved}\n", done.stderr
 
 
 def test_threads_open_and_close_at_once(cpu: CpuDevice) -> None:

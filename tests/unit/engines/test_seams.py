@@ -6,6 +6,7 @@ import re
 import sys
 import warnings
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -37,6 +38,7 @@ CLASSES = (
     PreTrainedModel,
 )
 ONCE_PER_PROCESS = {
+    "torch.optim.adamw.AdamW.step": "torch wraps it for its profiler when the first one is made",
     "torch.autograd.profiler._cupti_monitor*": "torch 2.13 looks once for an optional library",
 }
 """What torch may add or set on a first use: allowed, but not required, since an earlier test may have done it."""
@@ -221,8 +223,10 @@ def use(engine: Any, witness: Witness, path: Path, output: Path) -> Iterator[str
     yield "load_role"
     engine.log_probs(SAMPLES, temperature=0.7, role="reference")
     yield "log_probs of a role"
-    for _ in engine.weights():
-        yield "between weights"
+    weights = engine.weights()
+    next(weights)
+    yield "between two weights"
+    list(weights)
     engine.save_hf(str(output))
     yield "save_hf"
 
@@ -234,13 +238,10 @@ def test_before_inside_and_after_match_the_ledger(
     scoped = scope.scoped_attributes()
     before = identities()
     engine = make_engine(config, context)
-    for part in ["construction", *use(engine, witness, config.model.path, tmp_path / "saved")]:
+    for part in chain(["construction"], use(engine, witness, config.model.path, tmp_path / "saved")):
         # nothing of the scope outlives the call that opened it
         after = identities()
         assert unlisted(changed(before, after), own_state) == set(), part
-    assert {
-        name for name in own_state if unlisted(changed(before, after), own_state - {name}) == set()
-    } == set()
     # log_probs twice, a step, and what the step recomputes: 2 micro-batches each
     assert {where: len(seen) for where, seen in witness.seen.items()} == {
         "construction": 1,
@@ -248,11 +249,14 @@ def test_before_inside_and_after_match_the_ledger(
         "loss": 2,
         "backward": 2,
     }
+    used = changed(before, after)
     for where, seen in witness.seen.items():
         for inside in seen:
+            used |= changed(before, inside)
             assert scoped - changed(before, inside) == set(), where
             assert unlisted(changed(before, inside), own_state, set(scoped)) == set(), where
             assert kept(before, inside, after) == set(), where
+    assert {row for row in own_state if not any(matches(name, row) for name in used)} == set()
 
 
 def test_instances_are_as_the_ledger_says(

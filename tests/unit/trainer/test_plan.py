@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from anygauge.algorithms.advantages import grpo
 from anygauge.trainer.plan import plan_steps, sample_seeds, split_evenly, train_samples
+from anygauge_hooks.errors import RolloutError
 from anygauge_hooks.rl import Group, Prompt, Sample, TrainSample
 
 
@@ -46,7 +47,7 @@ def test_advantages_are_of_the_group_and_reach_every_token() -> None:
 
 
 @given(
-    lengths=st.lists(st.integers(1, 30), min_size=4, max_size=40),
+    lengths=st.lists(st.integers(1, 30), min_size=16, max_size=40),
     num_steps=st.integers(1, 4),
     num_ranks=st.integers(1, 4),
     aggregation=st.sampled_from(["token_mean", "sample_mean"]),
@@ -95,3 +96,13 @@ def test_slices_cover_and_are_even(count: int, parts: int) -> None:
     assert [i for part in slices for i in range(count)[part]] == list(range(count))
     sizes = [len(range(count)[part]) for part in slices]
     assert max(sizes) - min(sizes) <= 1
+
+
+def test_a_step_without_work_for_a_rank_is_refused() -> None:
+    sample = TrainSample(
+        tokens=[1, 2], response_length=1, loss_mask=[1], rollout_log_probs=[0.0], advantages=[0.0]
+    )
+    with pytest.raises(
+        RolloutError, match="3 samples cannot be divided among 2 optimizer steps and 2 workers"
+    ):
+        plan_steps([sample] * 3, 2, 2, "token_mean")

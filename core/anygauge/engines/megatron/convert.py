@@ -10,12 +10,12 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
 import torch.distributed as dist
 
 from anygauge.config import Config
-from anygauge.config.schema import Data, Model, Reward, Run, Train
+from anygauge.config.schema import Data, DType, Model, Reward, Run, Train
 from anygauge.engines.megatron.hf import copy_other_files, read_config, write_directory
 from anygauge.engines.megatron.prepare import prepare_megatron
 from anygauge.engines.megatron.scope import make_scope
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 __all__ = ["hf_to_megatron", "megatron_to_hf"]
 
 HOST = "cpu"
+TIMEOUT_S = 1800.0
 
 
 def hf_to_megatron(source: Path, target: Path, plugins: Plugins) -> None:
@@ -101,22 +102,29 @@ def _built_policy(directory: Path, plugins: Plugins, *, load: bool = True) -> It
     from anygauge.engines.megatron.model import build_policy, initialize_parallel
 
     with make_scope(device), _lone_process(backend.dist_backend):
-        initialize_parallel(seed=0)
+        had_groups = parallel_state.model_parallel_is_initialized()
+        initialize_parallel(seed=0, timeout_s=TIMEOUT_S)
         try:
             yield build_policy(_config(directory), plugins, backend, device, load=load)
         finally:
-            parallel_state.destroy_model_parallel()
+            if not had_groups:
+                parallel_state.destroy_model_parallel()
 
 
 def _config(directory: Path) -> Config:
     hf = read_config(directory)
     dtype = hf.get("dtype") or hf.get("torch_dtype") or "float32"
+    if dtype not in get_args(DType):
+        raise CheckpointError(
+            f"{directory} holds {dtype} weights, which would not come back as they are.",
+            hint="Convert float32 or bfloat16 weights.",
+        )
     return Config(
         run=Run(name="convert"),
         model=Model(path=directory),
         data=Data(train=()),
         reward=Reward(function="none"),
-        train=Train(dtype="bfloat16" if dtype == "bfloat16" else "float32"),
+        train=Train.model_validate({"dtype": dtype}),
     )
 
 

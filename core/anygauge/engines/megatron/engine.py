@@ -7,6 +7,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +19,16 @@ from torch import Tensor
 
 from anygauge.config import Config
 from anygauge.device import seed_everything
+from anygauge.engines.megatron.agreement import check_ranks_agree
 from anygauge.engines.megatron.hf import write_directory
 from anygauge.engines.megatron.inputs import MicroBatch, micro_batches, per_sample
 from anygauge.engines.megatron.model import build_policy, initialize_parallel
 from anygauge.engines.megatron.optimizer import make_optimizer, make_schedule, wrap_model
 from anygauge.engines.megatron.passes import LogProbPass, StepData, TrainPass
+from anygauge.engines.megatron.roles import RoleWeights
 from anygauge.engines.megatron.scope import make_scope
 from anygauge_hooks.engines import LossFunction, WorkerContext
-from anygauge_hooks.errors import NonFiniteError, RankMismatchError, UnknownNameError
+from anygauge_hooks.errors import NonFiniteError
 from anygauge_hooks.rl import TrainSample
 
 __all__ = ["MegatronEngine"]
@@ -38,18 +41,20 @@ class MegatronEngine:
         self.config = config
         self.context = context
         self.device = context.device.torch_device
-        self._roles: dict[str, list[Tensor]] = {}
         self._seconds: defaultdict[str, float] = defaultdict(float)
         with make_scope(context.device):
             seed_everything(context.device, config.run.seed)
-            initialize_parallel(config.run.seed)
+            initialize_parallel(config.run.seed, config.run.timeout_s)
             self.policy = build_policy(config, context.plugins, context.backend, context.device)
             self.model = wrap_model(self.policy.model, self.policy.options)
             self.optimizer = make_optimizer(self.model, self.policy.options, context.plugins, context.backend)
             self.schedule = make_schedule(self.optimizer, config)
         dtype = self.policy.options.transformer.params_dtype
         self._logprob = self.policy.kernels.resolve("vocab_parallel_logprob", dtype=dtype)
-        self._check_ranks_agree()
+        self._roles = RoleWeights(list(self.policy.model.parameters()), self._synchronize_parameters)
+        check_ranks_agree(
+            dict(self.policy.model.named_parameters()), parallel_state.get_data_parallel_group()
+        )
 
     def log_probs(
         self, samples: Sequence[TrainSample], *, temperature: float, role: str = "actor"
@@ -61,7 +66,7 @@ class MegatronEngine:
             self._timed("log_probs"),
             make_scope(self.context.device),
             torch.no_grad(),
-            self._weights_of(role),
+            self._roles.use(role),
         ):
             self.model.eval()
             outputs = self._run_schedule(step, batches, forward_only=True)
@@ -83,18 +88,19 @@ class MegatronEngine:
         step = TrainPass(
             self.policy.model, self._logprob, temperature, loss, data, self.device, entropy_grad=entropy_grad
         )
+        batches = self._pack(samples)
         with make_scope(self.context.device):
             with self._timed("forward_backward"):
-                metrics = self._forward_backward(step, samples)
+                outputs = self._forward_backward(step, batches)
+            metrics = self._sum_over_ranks(outputs)
             with self._timed("optimizer"):
                 return {**metrics, **self._update(metrics["loss"])}
 
-    def _forward_backward(self, step: TrainPass, samples: Sequence[TrainSample]) -> dict[str, float]:
-        batches = self._pack(samples)
+    def _forward_backward(self, step: TrainPass, batches: Sequence[MicroBatch]) -> list[Any]:
         self.model.train()
         self.model.zero_grad_buffer()
         self.optimizer.zero_grad()
-        return self._sum_over_ranks(self._run_schedule(step, batches, forward_only=False))
+        return self._run_schedule(step, batches, forward_only=False)
 
     def _run_schedule(self, step: Any, batches: Sequence[MicroBatch], *, forward_only: bool) -> list[Any]:
         """Run Megatron's schedule and return what the step collected of each micro-batch."""
@@ -111,43 +117,49 @@ class MegatronEngine:
         return outputs
 
     def _sum_over_ranks(self, outputs: Sequence[Mapping[str, Tensor]]) -> dict[str, float]:
-        names = list(outputs[0])
+        names = sorted(outputs[0])
+        assert all(sorted(output) == names for output in outputs), "a loss reports the same metrics each time"
         totals = torch.stack([torch.stack([out[name].float() for name in names]) for out in outputs]).sum(0)
         dist.all_reduce(totals, group=parallel_state.get_data_parallel_group())
         return dict(zip(names, totals.tolist(), strict=True))
 
     def _update(self, loss: float) -> dict[str, float]:
-        self.schedule.step(1)
         self.optimizer.prepare_grads()
         clip = self.policy.options.optimizer.clip_grad
         norm = float(self.optimizer.clip_grad_norm(clip) if clip > 0 else self.optimizer.get_grad_norm())
         if not (math.isfinite(loss) and math.isfinite(norm)):
             raise NonFiniteError(
-                f"Optimizer step {self.schedule.num_steps}: loss {loss}, gradient norm {norm}; "
+                f"Optimizer step {self.schedule.num_steps + 1}: loss {loss}, gradient norm {norm}; "
                 "no weight was changed.",
                 hint="Lower train.lr, check the rewards, or use train.dtype = 'float32'.",
             )
+        self.schedule.step(1)
         self.optimizer.step_with_ready_grads()
         return {"grad_norm": norm, "lr": float(self.optimizer.param_groups[0]["lr"])}
 
     def load_role(self, role: str, path: str) -> None:
         """Keep host copies of another role's weights, read from a Hugging Face directory."""
-        with make_scope(self.context.device), self._restored():
-            self.policy.load(Path(path))
-            self._roles[role] = [parameter.detach().cpu().clone() for parameter in self._parameters()]
+        with make_scope(self.context.device):
+            self._roles.keep(role, partial(self.policy.load, Path(path)))
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield full tensors under Hugging Face names."""
-        if self.policy.options.ddp.overlap_param_gather:
-            self.model.start_param_sync(force_sync=True)
+        self._synchronize_parameters()
         yield from self.policy.weights()
 
     def save_hf(self, path: str) -> None:
         """Write a complete Hugging Face directory; rank 0 writes."""
+        self._synchronize_parameters()
         if self.context.rank == 0:
             dtype = self.policy.options.transformer.params_dtype
-            write_directory(Path(path), self.config.model.path, self.weights(), dtype)
+            write_directory(Path(path), self.config.model.path, self.policy.weights(), dtype)
         dist.barrier()
+
+    def _synchronize_parameters(self) -> None:
+        """Gather what the last optimizer step left on other ranks. A collective."""
+        if self.policy.options.ddp.overlap_param_gather:
+            with make_scope(self.context.device):
+                self.model.start_param_sync(force_sync=True)
 
     def timings(self) -> Mapping[str, float]:
         """Return and reset the seconds spent since the last call, by phase."""
@@ -157,9 +169,6 @@ class MegatronEngine:
     def _pack(self, samples: Sequence[TrainSample]) -> list[MicroBatch]:
         return micro_batches(samples, self.config.train.micro_batch_tokens, self.policy.rotary, self.device)
 
-    def _parameters(self) -> list[Tensor]:
-        return list(self.policy.model.parameters())
-
     @contextmanager
     def _timed(self, phase: str) -> Iterator[None]:
         start = time.perf_counter()
@@ -168,49 +177,3 @@ class MegatronEngine:
         finally:
             self.context.device.synchronize()
             self._seconds[phase] += time.perf_counter() - start
-
-    @contextmanager
-    def _weights_of(self, role: str) -> Iterator[None]:
-        if role == "actor":
-            yield
-            return
-        if role not in self._roles:
-            raise UnknownNameError(
-                f"No weights are kept for role {role!r}; kept: {', '.join(sorted(self._roles)) or 'none'}.",
-                hint="Call load_role first.",
-            )
-        with self._restored():
-            for parameter, kept in zip(self._parameters(), self._roles[role], strict=True):
-                parameter.data.copy_(kept)
-            yield
-
-    @contextmanager
-    def _restored(self) -> Iterator[None]:
-        """Put the actor's weights back at the end, whatever happens."""
-        own = [parameter.detach().cpu().clone() for parameter in self._parameters()]
-        try:
-            yield
-        finally:
-            for parameter, kept in zip(self._parameters(), own, strict=True):
-                parameter.data.copy_(kept)
-
-    def _check_ranks_agree(self) -> None:
-        # Megatron's own seeding leaves data-parallel ranks with different weights on an accelerator.
-        mine = torch.stack([_fingerprint(parameter) for parameter in self._parameters()])
-        group = parallel_state.get_data_parallel_group()
-        found = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
-        dist.all_gather(found, mine, group=group)
-        names = [name for name, _ in self.policy.model.named_parameters()]
-        different = [name for i, name in enumerate(names) if any(other[i] != mine[i] for other in found)]
-        if different:
-            raise RankMismatchError(
-                f"Data-parallel ranks start with different weights: {', '.join(different[:5])}"
-                f"{f' and {len(different) - 5} more' if len(different) > 5 else ''}.",
-                hint="Every rank must read the same files: is model.path the same directory on each node?",
-            )
-
-
-def _fingerprint(parameter: Tensor) -> Tensor:
-    """Return a number that changes with any value of a parameter, and with their order; float64."""
-    values = parameter.detach().double().flatten()
-    return values @ torch.linspace(1, 2, values.numel(), dtype=torch.float64, device=values.device)

@@ -25,44 +25,36 @@ _FILES = {
 }
 _CLASSES = {"ModelParallelConfig", "TransformerConfig", "DistributedDataParallelConfig", "OptimizerConfig"}
 
+_FAMILY = "The model family decides it."
+_ENGINE = "The engine decides it."
+_DROPOUT = "A policy is trained without dropout: its ratio to the policy that sampled would be noise."
+_PRECISION = "Use train.dtype."
+
 _REFUSED = {
     "enable_autocast": "Megatron binds its autocast decorators to one vendor at import; use train.dtype.",
-    "fp16": "Use train.dtype.",
-    "bf16": "Use train.dtype.",
-    "params_dtype": "Use train.dtype.",
-    "pipeline_dtype": "Use train.dtype.",
-    "autocast_dtype": "Use train.dtype.",
-    "lr": "Use train.lr.",
-    "min_lr": "Use train.min_lr.",
-    "weight_decay": "Use train.weight_decay.",
-    "adam_beta1": "Use train.adam_betas.",
-    "adam_beta2": "Use train.adam_betas.",
-    "adam_eps": "Use train.adam_eps.",
-    "clip_grad": "Use train.clip_grad.",
-    "recompute_granularity": "Use train.recompute.",
-    "calculate_per_token_loss": "The loss is always weighted per token.",
-    "check_for_nan_in_grad": "Every step is checked, before any weight changes.",
+    **dict.fromkeys(("fp16", "bf16", "params_dtype", "pipeline_dtype", "autocast_dtype"), _PRECISION),
+    **{name: f"Use train.{name}." for name in ("lr", "min_lr", "weight_decay", "adam_eps", "clip_grad")},
+    **dict.fromkeys(("adam_beta1", "adam_beta2"), "Use train.adam_betas."),
+    **dict.fromkeys(("recompute_granularity", "recompute_modules"), "Use train.recompute."),
+    **dict.fromkeys(("attention_dropout", "hidden_dropout"), _DROPOUT),
     **dict.fromkeys(
         (
-            "attention_dropout",
-            "normalization",
-            "layernorm_zero_centered_gamma",
-            "qk_layernorm",
-            "window_size",
+            *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups"),
+            *("kv_channels", "layernorm_epsilon", "layernorm_zero_centered_gamma", "normalization"),
+            *("qk_layernorm", "gated_linear_unit", "add_bias_linear", "add_qkv_bias", "init_method_std"),
+            *("softmax_scale", "softmax_type", "window_size", "activation_func"),
         ),
-        "The model family decides it.",
+        _FAMILY,
     ),
     **dict.fromkeys(
         (
-            "softmax_type",
-            "window_size",
-            "fp8",
-            "fp4",
-            "activation_func",
-            "use_te_activation_func",
-            "transformer_impl",
+            *("use_te_activation_func", "use_cpu_initialization", "perform_initialization", "fp8", "fp4"),
+            *("persist_layer_norm", "bias_activation_fusion", "bias_dropout_fusion", "apply_rope_fusion"),
+            *("masked_softmax_fusion", "gradient_accumulation_fusion", "transformer_impl", "timers"),
+            *("finalize_model_grads_func", "grad_scale_func", "no_sync_func", "grad_sync_func"),
+            *("param_sync_func", "calculate_per_token_loss", "check_for_nan_in_grad", "use_megatron_fsdp"),
         ),
-        "The layers of this engine do not have it.",
+        _ENGINE,
     ),
 }
 _PARALLEL_SIZES = {

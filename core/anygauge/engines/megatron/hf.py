@@ -151,7 +151,7 @@ def write_directory(
 def copy_other_files(source: Path, target: Path) -> None:
     """Copy every file of a Hugging Face directory that holds no weights."""
     for path in sorted(source.iterdir()):
-        if path.is_file() and path.suffix not in _WEIGHT_SUFFIXES and path.name != _INDEX:
+        if path.is_file() and path.suffix not in _WEIGHT_SUFFIXES and not path.name.endswith(".index.json"):
             shutil.copyfile(path, target / path.name)
 
 

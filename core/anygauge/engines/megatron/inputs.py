@@ -15,6 +15,7 @@ from torch import Tensor
 
 from anygauge.data.packing import pack_by_tokens
 from anygauge.engines.megatron.modules import PackedSequences
+from anygauge_hooks.errors import DataError
 from anygauge_hooks.rl import TrainSample
 
 __all__ = ["MicroBatch", "micro_batches", "model_inputs", "per_sample", "response_values"]
@@ -52,6 +53,8 @@ def _micro_batch(
     samples: Sequence[TrainSample], indices: tuple[int, ...], rotary: Rotary, device: torch.device
 ) -> MicroBatch:
     chosen = [samples[i] for i in indices]
+    for index, sample in zip(indices, chosen, strict=True):
+        _check(sample, index)
     lengths = tuple(len(sample.tokens) for sample in chosen)
     responses = tuple(sample.response_length for sample in chosen)
     tokens = torch.tensor([token for sample in chosen for token in sample.tokens], dtype=torch.int64)
@@ -63,6 +66,19 @@ def _micro_batch(
         rows=rows.to(device),
         targets=tokens[rows + 1].to(device),
     )
+
+
+def _check(sample: TrainSample, index: int) -> None:
+    """Refuse a sample whose first response token has nothing before it, or whose values do not fit it."""
+    length, response = len(sample.tokens), sample.response_length
+    values = (sample.loss_mask, sample.rollout_log_probs, sample.advantages)
+    if not 0 < response < length or any(len(value) != response for value in values):
+        sizes = ", ".join(str(len(value)) for value in values)
+        raise DataError(
+            f"Sample {index} of {length} tokens has a response of {response}, and mask, log-probs and "
+            f"advantages of {sizes} values.",
+            hint="A response has at least one token, a prompt before it, and one value of each per token.",
+        )
 
 
 def _ranges(starts: Sequence[int], lengths: Sequence[int]) -> Tensor:

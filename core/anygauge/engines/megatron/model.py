@@ -67,10 +67,13 @@ class Policy:
             yield from zip(rule.hf, from_canonical(rule, stored[rule.canonical], groups, heads), strict=True)
 
 
-def initialize_parallel(seed: int) -> None:
-    """Make Megatron's process groups and seed its random state; torch's default group exists already."""
+def initialize_parallel(seed: int, timeout_s: float) -> None:
+    """Make Megatron's process groups and seed its random state; torch's default group exists already.
+
+    :param timeout_s: Of every collective.
+    """
     if not parallel_state.model_parallel_is_initialized():
-        parallel_state.initialize_model_parallel()
+        parallel_state.initialize_model_parallel(distributed_timeout_minutes=timeout_s / 60)
     tensor_parallel.model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
 
 

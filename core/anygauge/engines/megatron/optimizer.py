@@ -89,9 +89,10 @@ def _bare(group: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, An
 
 
 def make_schedule(optimizer: MegatronOptimizer, config: Config) -> OptimizerParamScheduler:
-    """Return the learning-rate schedule, in optimizer steps."""
+    """Return the learning-rate schedule, in optimizer steps; it is advanced before each of them."""
     train = config.train
-    total = max(config.run.steps * train.optimizer_steps, train.warmup_steps + 1)
+    # The decay ends one step after the run: at its end the rate may be 0, and a step would train nothing.
+    total = max(config.run.steps * train.optimizer_steps, train.warmup_steps) + 1
     return OptimizerParamScheduler(
         optimizer,
         init_lr=0.0 if train.warmup_steps else train.lr,

@@ -92,7 +92,8 @@ class TrainPass(_Pass):
         logits = self.logits(wrapped, batch)
 
         def loss(logits: Tensor) -> tuple[Tensor, Tensor, Mapping[str, Tensor]]:
-            value, metrics = self.loss(self._loss_inputs(batch, logits))
+            value, reported = self.loss(self._loss_inputs(batch, logits))
+            metrics = {**reported, "loss": value.detach()}
             # Token weights already make the mean, so Megatron is told of no tokens to divide by.
             return value, torch.zeros([], dtype=torch.int, device=self.device), metrics
 

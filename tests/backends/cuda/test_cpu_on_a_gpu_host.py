@@ -1,0 +1,76 @@
+"""A CPU worker on a host with a GPU sees none: ``python -m pytest -m gpu_host tests/backends/cuda``."""
+
+from __future__ import annotations
+
+import math
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from anygauge.config import Config
+from anygauge.plugins import find_backend, load_plugins
+from anygauge.testing.tiny import tiny_qwen3
+from anygauge.trainer.actors import TrainShare
+from anygauge.trainer.launch import launch_workers
+from anygauge.trainer.worker_group import WorkerGroup
+from anygauge_hooks.rl import TrainSample
+
+HAS_GPU = shutil.which("nvidia-smi") is not None or Path("/dev/nvidia0").exists()
+
+pytestmark = [
+    pytest.mark.gpu_host,
+    pytest.mark.skipif(not HAS_GPU, reason="needs a host with a GPU: no nvidia-smi and no /dev/nvidia0"),
+    pytest.mark.skipif(
+        torch.version.cuda is None, reason="needs a torch built for CUDA: this one sees no GPU"
+    ),
+]
+
+
+@pytest.fixture
+def group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[WorkerGroup]:
+    monkeypatch.syspath_prepend(Path(__file__).parent)  # workers search where their driver does
+    config = Config.model_validate(
+        {
+            "run": {"name": "gpu-host", "timeout_s": 100},
+            "model": {"path": tiny_qwen3(tmp_path / "model", vocab_size=64)},
+            "data": {"train": []},
+            "reward": {"function": "none"},
+            "train": {"lr": 1e-3, "recompute": "full"},
+            "rollout": {"temperature": 1.0},
+            "placement": {"launcher": "local", "num_workers": 1},
+        }
+    )
+    plugins = load_plugins()
+    backend = find_backend(plugins, plugins.named("register_backends"), "cpu")
+    with launch_workers(
+        config,
+        backend,
+        plugins,
+        worker_class="gpu_host_worker:GpuHostWorker",
+        role="actor",
+        run_directory=tmp_path / "run",
+    ) as workers:
+        yield workers
+
+
+def test_a_worker_on_the_host_sees_no_gpu_and_trains(group: WorkerGroup) -> None:
+    assert torch.cuda.device_count() > 0, (
+        "the driver sees no GPU either, so nothing is hidden from the worker"
+    )
+    hidden = {"count": 0, "available": False, "initialized": False, "devices": {"cpu"}}
+    assert group.call("describe") == [hidden]
+    sample = TrainSample(
+        tokens=list(range(20, 36)),
+        response_length=8,
+        loss_mask=[1] * 8,
+        rollout_log_probs=[-4.0] * 8,
+        advantages=[1.0] * 8,
+    )
+    share = TrainShare(samples=(sample,), weights=([1 / 8] * 8,))
+    ((metrics,),) = group.call("train", steps=[share])
+    assert math.isfinite(metrics["loss"])
+    assert metrics["grad_norm"] > 0
+    assert group.call("describe") == [hidden]
