@@ -49,7 +49,9 @@ def make_samples() -> list[TrainSample]:
     return samples
 
 
-def train(directory: Path, config: Config) -> tuple[list[dict[str, float]], list[str]]:
+def train(directory: Path, config: Config) -> tuple[list[dict[str, float]], list[dict[str, float]]]:
+    """Train twice on the same samples, export, and return the metrics of both; all ranks report the same."""
+    directory.mkdir()
     plugins = load_plugins()
     shares = plan_steps(make_samples(), 3, config.placement.num_workers, config.algorithm.aggregation)
     with launch_workers(
@@ -60,39 +62,39 @@ def train(directory: Path, config: Config) -> tuple[list[dict[str, float]], list
         role="actor",
         run_directory=directory,
     ) as group:
-        group.call("train", per_rank=[((share,), {}) for share in shares])
-        results = group.call("train", per_rank=[((share,), {}) for share in shares])
+        first = group.call("train", per_rank=[((share,), {}) for share in shares])
+        second = group.call("train", per_rank=[((share,), {}) for share in shares])
         group.call("save_hf", path=str(directory / "hf"))
-    return results[0], [str(result) for result in results]
+    assert all(result == first[0] for result in first)
+    assert all(result == second[0] for result in second)
+    return first[0], second[0]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_two_processes_give_the_losses_of_one(tmp_path: Path, dtype: str) -> None:
+def test_two_processes_give_the_losses_of_one(tmp_path: Path) -> None:
     model = tiny_qwen3(tmp_path / "model", init_std=0.2)
-    (tmp_path / "one").mkdir()
-    (tmp_path / "two").mkdir()
-    one, _ = train(tmp_path / "one", make_config(model, 1, dtype=dtype))
-    two, by_rank = train(tmp_path / "two", make_config(model, 2, dtype=dtype))
-    assert by_rank[0] == by_rank[1], "every rank reports the metrics of the whole step"
-    tolerance = 1e-5 if dtype == "float32" else 3e-2
-    # shares of tokens jump where one of 44 tokens crosses a bound, which rounding decides in bfloat16
-    skipped = () if dtype == "float32" else ("clip_fraction",)
+    one = train(tmp_path / "one", make_config(model, 1))
+    two = train(tmp_path / "two", make_config(model, 2))
+    for step, other in zip([*one[0], *one[1]], [*two[0], *two[1]], strict=True):
+        assert other == pytest.approx(step, rel=1e-5, abs=1e-5)
+    assert one[0][0]["kl_loss"] == pytest.approx(0.0, abs=1e-9)
+    assert one[1][2]["kl_loss"] > 1e-6
+
+
+def test_two_processes_agree_with_one_in_bfloat16(tmp_path: Path) -> None:
+    model = tiny_qwen3(tmp_path / "model", init_std=0.2)
+    # Rounding grows from step to step, so only the first ones are compared.
+    one, _ = train(tmp_path / "one", make_config(model, 1, dtype="bfloat16"))
+    two, _ = train(tmp_path / "two", make_config(model, 2, dtype="bfloat16"))
     for step, other in zip(one, two, strict=True):
-        compared = {name: value for name, value in step.items() if name not in skipped}
-        assert {name: other[name] for name in compared} == pytest.approx(
-            compared, rel=tolerance, abs=tolerance
-        )
-    assert one[2]["kl_loss"] > 1e-6
+        assert other == pytest.approx(step, rel=3e-2, abs=3e-2)
 
 
 def test_overlapped_communication_changes_nothing(tmp_path: Path) -> None:
     model = tiny_qwen3(tmp_path / "model", init_std=0.2)
     overlap = {"overlap_grad_reduce": True, "overlap_param_gather": True, "bucket_size": 10_000}
-    (tmp_path / "plain").mkdir()
-    (tmp_path / "overlap").mkdir()
-    plain, _ = train(tmp_path / "plain", make_config(model, 2))
-    overlapped, _ = train(tmp_path / "overlap", make_config(model, 2, megatron=overlap))
-    for step, other in zip(plain, overlapped, strict=True):
+    plain = train(tmp_path / "plain", make_config(model, 2))
+    overlapped = train(tmp_path / "overlap", make_config(model, 2, megatron=overlap))
+    for step, other in zip([*plain[0], *plain[1]], [*overlapped[0], *overlapped[1]], strict=True):
         assert other == pytest.approx(step, rel=1e-5, abs=1e-6)
     # every rank takes part in gathering the last step's weights, and one of them writes
     before, after = (load_file(tmp_path / name / "hf" / SHARD) for name in ("plain", "overlap"))

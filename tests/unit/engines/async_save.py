@@ -1,4 +1,4 @@
-"""Saves with Megatron's asynchronous checkpoints in a device scope. Run by test_scope, in a process of its own.
+"""Saves with Megatron's asynchronous checkpoints in a device scope. Run by test_scope, in its own process.
 
 Megatron forks the writer, which a process with the threads of a test session had better not do.
 """

@@ -41,7 +41,7 @@ ONCE_PER_PROCESS = {
     "torch.optim.adamw.AdamW.step": "torch wraps it for its profiler when the first one is made",
     "torch.autograd.profiler._cupti_monitor*": "torch 2.13 looks once for an optional library",
 }
-"""What torch may add or set on a first use: allowed, but not required, since an earlier test may have done it."""
+"""What torch sets on a first use: allowed but not required, since an earlier test may have been the first."""
 
 ABSENT = object()
 Identities = dict[str, Any]
@@ -60,7 +60,7 @@ def ledger(section: str) -> set[str]:
 
 
 def owners() -> dict[str, Any]:
-    """Return the modules and classes whose attributes are compared: every upstream module, and classes of torch."""
+    """Return what has the attributes that are compared: every upstream module, and some classes."""
     modules = {name: module for name, module in sys.modules.items() if name.partition(".")[0] in UPSTREAM}
     return modules | {f"{cls.__module__}.{cls.__qualname__}": cls for cls in CLASSES}
 

@@ -251,7 +251,7 @@ def _tensor_type(dotted: str) -> Any:
 
 
 def _own_prefix(device: Device) -> str:
-    """Return what the tensor types on a device begin with: its most qualified names, the others are the host's."""
+    """Return what names of tensor types on a device begin with; of several, the longest are its own."""
     prefixes = [name.rpartition(".")[0] for names in device.tensor_types.values() for name in names]
     return f"{max(prefixes, key=len)}."
 
