@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from anygauge.config.load import LoadedConfig, load_config
 from anygauge.plugins import Plugins, load_plugins
 from anygauge.testing.tiny import tiny_qwen3
+from anygauge.trainer.directory import open_run_directory
 from anygauge.trainer.run import train
 from anygauge_hooks import hookimpl
 from anygauge_hooks.errors import CheckpointError, RewardError
@@ -227,6 +228,15 @@ def test_an_error_ends_the_run_in_order(inputs: Path) -> None:
     assert isinstance(recorder.error, RewardError)
     assert recorder.events == [("before_train", 0), ("on_error", 0), ("after_train", 0), ("closed", 0)]
     assert not (inputs / "run" / "hf").exists()
+
+
+def test_a_directory_that_cannot_be_made_is_named(inputs: Path) -> None:
+    plugins, _ = with_recorder()
+    (inputs / "file").write_text("")
+    config = load(inputs, plugins, "local").config
+    config = config.model_copy(update={"run": config.run.model_copy(update={"directory": inputs / "file"})})
+    with pytest.raises(CheckpointError, match="cannot be made: .*Not a directory"):
+        open_run_directory(config, {})
 
 
 def test_an_earlier_run_is_not_overwritten(inputs: Path) -> None:

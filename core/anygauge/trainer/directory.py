@@ -20,15 +20,26 @@ def open_run_directory(config: Config, environment: Mapping[str, str]) -> Path:
     """Make the run's directory, with the resolved config in it, and return its absolute path.
 
     :param environment: Facts about the host, kept beside the config.
-    :raises CheckpointError: It holds something, and ``run.overwrite`` is not set or it is no earlier run.
+    :raises CheckpointError: It cannot be made; or it holds something, and ``run.overwrite`` is not set or it
+        is no earlier run.
     """
     directory = (config.run.directory / config.run.name).resolve()
+    try:
+        _fill(directory, config, environment)
+    except OSError as error:
+        raise CheckpointError(
+            f"The run directory {directory} cannot be made: {error}.",
+            hint="Name a directory that you may write to: --run.directory DIRECTORY.",
+        ) from error
+    return directory
+
+
+def _fill(directory: Path, config: Config, environment: Mapping[str, str]) -> None:
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         _clear(directory, overwrite=config.run.overwrite)
     (directory / "logs").mkdir(parents=True, exist_ok=True)
     write_resolved(config, directory / CONFIG_FILE)
     (directory / "environment.json").write_text(json.dumps(dict(environment), indent=2) + "\n")
-    return directory
 
 
 def _clear(directory: Path, *, overwrite: bool) -> None:

@@ -116,15 +116,17 @@ class DeviceScope(AbstractContextManager[None]):
         self._map = device.scope_map
 
     def __enter__(self) -> None:
+        # made first: nothing may fail once the process counts this entry
+        mode = None if _thread.entries else _Redirection(self._map, _own_prefix(self._device))
         with _lock:
             if not _process.entries:
                 _install(self._device, self._map)
             elif _process.device_type != self._map.device_type:
                 raise _two_devices(_process.device_type, self._map.device_type)
             _process.entries += 1
-        if not _thread.entries:
-            _thread.mode = _Redirection(self._map, _own_prefix(self._device))
-            _thread.mode.__enter__()
+        if mode is not None:
+            _thread.mode = mode
+            mode.__enter__()
         _thread.entries += 1
 
     def __exit__(
