@@ -301,7 +301,9 @@ def register_reward_functions() -> Iterable[NamedFunction] | None:
 
 @hookspec
 def register_data_sources() -> Iterable[NamedFunction] | None:
-    """Return data sources: ``fn(data, tokenizer, seed) -> source``.
+    """Return data sources: ``fn(data, tokenizer, seed, max_tokens) -> source``.
+
+    ``max_tokens`` is what the model can take of a prompt, or ``None``; it is given by name.
 
     Called when the config is checked and when the run is built.
 

@@ -235,7 +235,7 @@ def test_a_directory_that_cannot_be_made_is_named(inputs: Path) -> None:
     (inputs / "file").write_text("")
     config = load(inputs, plugins, "local").config
     config = config.model_copy(update={"run": config.run.model_copy(update={"directory": inputs / "file"})})
-    with pytest.raises(CheckpointError, match="cannot be made: .*Not a directory"):
+    with pytest.raises(CheckpointError, match=r"cannot be made: .*Not a directory"):
         open_run_directory(config, {})
 
 

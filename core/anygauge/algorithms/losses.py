@@ -114,6 +114,9 @@ class _Objective:
         loss, metrics = self.policy_loss(x)
         entropy = _sum(x.entropy, x)
         if self.entropy_coef:
+            assert x.entropy.requires_grad or not x.log_probs.requires_grad, (
+                "an entropy bonus without gradient"
+            )
             loss = loss - self.entropy_coef * entropy
         terms = {"entropy": entropy.detach()}
         if self.kl_coef:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from anygauge_hooks.errors import CheckpointError
-
 __all__ = ["HELP", "add_arguments", "run"]
 
 HELP = "Convert weights between a Hugging Face directory and a Megatron checkpoint."
@@ -25,8 +23,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Convert one directory into another, new one."""
+    from anygauge.engines.megatron.layout import check_source, check_target
+
     source, target = (Path(path) for path in args.to_megatron or args.to_hf)
-    _check_paths(source, target)
+    check_source(source, megatron=args.to_megatron is None)
+    check_target(target)
     from anygauge.engines.megatron import convert
     from anygauge.plugins import load_plugins
 
@@ -34,17 +35,3 @@ def run(args: argparse.Namespace) -> int:
     function(source, target, load_plugins())
     print(f"wrote {target}")
     return 0
-
-
-def _check_paths(source: Path, target: Path) -> None:
-    """Refuse to start what cannot end well.
-
-    :raises CheckpointError: The source is no directory, or the target holds something.
-    """
-    if not source.is_dir():
-        raise CheckpointError(f"Cannot convert {source}: no such directory.", hint="Name a directory.")
-    if target.exists() and not (target.is_dir() and not any(target.iterdir())):
-        kind = "is not empty" if target.is_dir() else "is a file"
-        raise CheckpointError(
-            f"Cannot write to {target}: it {kind}.", hint="Name a new or empty directory, or remove it."
-        )

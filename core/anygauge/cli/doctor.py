@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import math
 import os
 import platform
 import signal
@@ -43,8 +44,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument(
-        "--timeout", type=float, default=90.0, metavar="SECONDS", help="for all probes together (default 90)"
+        "--timeout",
+        type=_seconds,
+        default=90.0,
+        metavar="SECONDS",
+        help="for all probes together (default 90)",
     )
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a finite number above 0")
+    return seconds
 
 
 def run(args: argparse.Namespace) -> int:

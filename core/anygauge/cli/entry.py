@@ -17,7 +17,7 @@ from anygauge import __version__
 from anygauge.cli import convert, doctor, hooks, train
 from anygauge.cli.arguments import split_arguments
 from anygauge.trainer.signals import terminate_as_exception
-from anygauge_hooks.errors import AnygaugeError
+from anygauge_hooks.errors import AnygaugeError, WorkerFailedError
 
 __all__ = ["COMMANDS", "main", "make_parser"]
 
@@ -48,10 +48,11 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = make_parser()
     others, overrides = split_arguments(argv)
     args, unknown = parser.parse_known_args(others)
+    command: argparse.ArgumentParser = args.parser
     if args.command == "train" and unknown:
-        parser.error(f"unrecognized arguments: {' '.join(unknown)} (a config key is --section.key value)")
+        command.error(f"unrecognized arguments: {' '.join(unknown)} (a config key is --section.key value)")
     if unknown or (overrides and args.command != "train"):
-        parser.error(f"unrecognized arguments: {' '.join([*unknown, *overrides])}")
+        command.error(f"unrecognized arguments: {' '.join([*unknown, *overrides])}")
     args.overrides = overrides
     return args
 
@@ -69,6 +70,7 @@ def make_parser() -> argparse.ArgumentParser:
     for name, module in COMMANDS.items():
         command = commands.add_parser(name, help=module.HELP, description=module.HELP, allow_abbrev=False)
         module.add_arguments(command)
+        command.set_defaults(parser=command)
     return parser
 
 
@@ -79,7 +81,7 @@ def _run(args: argparse.Namespace) -> int:
         if os.environ.get("ANYGAUGE_DEBUG") == "1":
             traceback.print_exception(error)
         else:
-            print(f"anygauge: error: {error}", file=sys.stderr)
+            print(f"anygauge: error: {_text(error)}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("anygauge: interrupted", file=sys.stderr)
@@ -90,3 +92,12 @@ def _run(args: argparse.Namespace) -> int:
             raise
         print("anygauge: terminated", file=sys.stderr)
         return TERMINATED
+
+
+def _text(error: AnygaugeError) -> str:
+    """Return an error as a user reads it: one that a worker raised on purpose without its traceback."""
+    cause = error.__cause__
+    if isinstance(error, WorkerFailedError) and isinstance(cause, AnygaugeError):
+        who = str(error.args[0]).partition(" raised:\n")[0]
+        return f"{who}: {cause}"
+    return str(error)

@@ -19,12 +19,15 @@ __all__ = ["HELP", "add_arguments", "run"]
 HELP = "Train a policy as a TOML config says."
 
 _INDENT = 6
+_KEYS_TITLE = 'In tables of the file, or as --section.key value. Values are TOML; "none" stands for null.'
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options; those of the config tree are not among them."""
     parser.usage = "anygauge train CONFIG.toml [--section.key value ...] [--backend NAME] [--dry-run]"
-    parser.add_argument("config", metavar="CONFIG.toml", help="paths in it start at the current directory")
+    parser.add_argument(
+        "config", metavar="CONFIG.toml", nargs="?", help="paths in it start at the current directory"
+    )
     parser.add_argument("--backend", metavar="NAME", help="default: the only usable accelerator, else cpu")
     parser.add_argument(
         "--dry-run",
@@ -37,11 +40,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_false",
         help="with --dry-run: do not look at the files that the config names",
     )
-    parser.add_argument("--keys", action=_ListKeys, nargs=0, help="list every config key and exit")
+    parser.add_argument("--keys", action="store_true", help="list every config key and exit")
 
 
 def run(args: argparse.Namespace) -> int:
     """Load the config and train."""
+    _check_usage(args)
+    if args.keys:
+        print(_KEYS_TITLE, *_keys(), sep="\n")
+        return 0
     from anygauge.config import dump_config, load_config
     from anygauge.plugins import load_plugins
 
@@ -52,9 +59,8 @@ def run(args: argparse.Namespace) -> int:
         _say(f"warning: plugin {name!r} failed to load: {error!r}")
     backend, reason = _backend(plugins, args)
     _say(f"backend: {backend.name} ({reason})")
-    check_files = args.check_files or not args.dry_run
     loaded = load_config(
-        args.config, args.overrides, backend=backend, plugins=plugins, check_files=check_files
+        args.config, args.overrides, backend=backend, plugins=plugins, check_files=args.check_files
     )
     for change in loaded.changes:
         _say(f"filled in: {change}")
@@ -66,6 +72,16 @@ def run(args: argparse.Namespace) -> int:
     info = train(loaded, plugins)
     _say(f"done: {info.step} of {info.total_steps} steps; everything is in {info.directory}")
     return 0
+
+
+def _check_usage(args: argparse.Namespace) -> None:
+    """Exit with status 2 if the options do not go together."""
+    if args.keys and (args.config or args.overrides):
+        args.parser.error("--keys takes no config")
+    if not args.keys and args.config is None:
+        args.parser.error("the following arguments are required: CONFIG.toml")
+    if not args.check_files and not args.dry_run:
+        args.parser.error("--no-file-check needs --dry-run: a run reads the files")
 
 
 def _backend(plugins: Plugins, args: argparse.Namespace) -> tuple[BackendSpec, str]:
@@ -82,25 +98,15 @@ def _say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-class _ListKeys(argparse.Action):
-    def __call__(self, parser: argparse.ArgumentParser, *args: Any, **kwargs: Any) -> None:
-        print("In tables of the file, or as --section.key value. Values are TOML; none stands for null.")
-        for line in _keys():
-            print(line)
-        sys.stdout.flush()
-        parser.exit()
-
-
 def _keys() -> Iterator[str]:
-    from anygauge.config.validate import keys
+    from anygauge.config.validate import describe, keys
 
     indent = " " * _INDENT
     for path, field in keys():
         default = field.get_default(call_default_factory=True, validated_data={})
         shown = "required" if field.is_required() else f"default {_toml(default)}"
         yield f"  --{path}  ({shown})"
-        text = " ".join((field.description or "").split())
-        yield textwrap.fill(text, 100, initial_indent=indent, subsequent_indent=indent)
+        yield textwrap.fill(describe(field), 100, initial_indent=indent, subsequent_indent=indent)
 
 
 def _toml(value: Any) -> str:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from anygauge.config.schema import Config
-from anygauge.config.tree import Tree, covers, put
+from anygauge.config.tree import Tree, covers, plain, put
 from anygauge.config.validate import validate
 from anygauge_hooks.errors import ConfigConflictError, PluginError
 
@@ -59,11 +59,10 @@ def adjust(
         _check_conflict(change, changes)
         changes[change.path] = change
     adjusted = copy.deepcopy(dict(tree))
-    before = validate(adjusted).problems
     for change in changes.values():
         put(adjusted, change.path, change.value)
         for problem in validate(adjusted).problems:
-            if problem not in before:
+            if covers(plain(problem.path), change.path):
                 raise _bad_change(change, problem)
         _log.info("%s", change)
     return adjusted, tuple(changes.values())

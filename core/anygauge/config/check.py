@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import difflib
+import importlib
 import importlib.util
 import inspect
 import json
+import os
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
@@ -12,9 +15,9 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from anygauge.config.model_files import read_model
 from anygauge.config.schema import Config
 from anygauge.config.tree import covers
-from anygauge_hooks.errors import UnknownNameError
 from anygauge_hooks.types import ConfigProblem
 
 if TYPE_CHECKING:
@@ -41,8 +44,6 @@ OPTIONS = (
 NOT_OPTIONS = ("response", "label", "metadata")
 """What the core passes to a reward function; what it passes to an estimator has no default."""
 LABELLED_REWARDS = ("exact_match", "math")
-WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
-TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 Problems = Iterator[ConfigProblem]
 
@@ -101,6 +102,11 @@ def _optimizer_steps(config: Config, user_keys: Collection[str]) -> Problems:
     elif samples // steps < config.placement.num_workers:
         hint = f"leaves workers without a sample: {sizes} over {steps} optimizer steps; use fewer workers"
         yield ConfigProblem(path="placement.num_workers", found=config.placement.num_workers, hint=hint)
+    elif rollout.prompts_per_step < config.placement.num_workers:
+        hint = (
+            f"leaves workers without a prompt: at most rollout.prompts_per_step = {rollout.prompts_per_step}"
+        )
+        yield ConfigProblem(path="placement.num_workers", found=config.placement.num_workers, hint=hint)
 
 
 def _label(config: Config, user_keys: Collection[str]) -> Problems:
@@ -125,9 +131,6 @@ def _schedule(config: Config, user_keys: Collection[str]) -> Problems:
     if train.min_lr > train.lr:
         hint = f"must be at most train.lr = {train.lr}"
         yield ConfigProblem(path="train.min_lr", found=train.min_lr, hint=hint)
-    if train.warmup_steps >= config.run.steps * train.optimizer_steps > 0 and train.warmup_steps:
-        hint = f"must be less than the {config.run.steps * train.optimizer_steps} optimizer steps of the run"
-        yield ConfigProblem(path="train.warmup_steps", found=train.warmup_steps, hint=hint)
     if not all(0 <= beta < 1 for beta in train.adam_betas):
         hint = "both must be at least 0 and less than 1"
         yield ConfigProblem(path="train.adam_betas", found=list(train.adam_betas), hint=hint)
@@ -153,7 +156,7 @@ RULES = (
     ),
     Check(_label, ("data.label_key", "reward.function")),
     Check(_evaluation, ("eval",)),
-    Check(_schedule, ("train.lr", "train.min_lr", "train.adam_betas", "train.warmup_steps")),
+    Check(_schedule, ("train.lr", "train.min_lr", "train.adam_betas")),
     Check(_lengths, ("data.max_prompt_tokens", "rollout.max_new_tokens", "rollout.max_batch_tokens")),
 )
 
@@ -200,6 +203,26 @@ def _import_path(path: str, name: str) -> Problems:
     if missing:
         hint = f"no module {module!r}; run from the directory that holds it, or put that on PYTHONPATH"
         yield ConfigProblem(path=path, found=name, hint=hint)
+        return
+    yield from _attribute(path, name, module, function)
+
+
+def _attribute(path: str, name: str, module: str, function: str) -> Problems:
+    try:
+        found: Any = importlib.import_module(module)
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - importing it runs the user's code
+        hint = f"importing module {module!r} failed: {error!r}"
+        yield ConfigProblem(path=path, found=name, hint=hint)
+        return
+    for part in function.split("."):
+        if not hasattr(found, part):
+            functions = [known for known in dir(found) if callable(getattr(found, known, None))]
+            close = difflib.get_close_matches(part, functions)
+            hint = f"module {module!r} has no {function!r}"
+            hint += f"; did you mean {' or '.join(close)}?" if close else "; define it there"
+            yield ConfigProblem(path=path, found=name, hint=hint)
+            return
+        found = getattr(found, part)
 
 
 def _options(config: Config, plugins: Plugins) -> Problems:
@@ -245,9 +268,17 @@ def _data_files(config: Config, user_keys: Collection[str]) -> Problems:
 
 
 def _run_directory(config: Config, user_keys: Collection[str]) -> Problems:
-    directory = config.run.directory
-    if directory.exists() and not directory.is_dir():
-        yield ConfigProblem(path="run.directory", found=str(directory), hint="is a file; name a directory")
+    directory = config.run.directory.absolute()
+    existing = next(path for path in (directory, *directory.parents) if os.access(path, os.F_OK))
+    if not existing.is_dir():
+        hint = (
+            f"{'is' if existing == directory else f'cannot be made: {existing} is'} a file; name a directory"
+        )
+    elif not os.access(existing, os.W_OK | os.X_OK):
+        hint = f"cannot be made: {existing} is not writable; name another directory"
+    else:
+        return
+    yield ConfigProblem(path="run.directory", found=str(config.run.directory), hint=hint)
 
 
 FILE_RULES = (Check(_data_files, ("data.train", "eval.data")), Check(_run_directory, ("run.directory",)))
@@ -262,6 +293,7 @@ def _models(config: Config, plugins: Plugins) -> Problems:
     yield from problems
     if policy is not None:
         yield from _context(config, policy)
+        yield from _stop_tokens(config, policy)
         yield from _chat_template(config)
     if config.algorithm.kl_coef > 0 and config.reference.path is not None:
         reference, problems = _read_model("reference.path", config.reference.path, plugins)
@@ -284,36 +316,16 @@ def _read_model(
         if not directory.is_absolute():
             hint += f"; to fetch one from the hub: hf download OWNER/{directory.name} --local-dir {directory}"
         return None, [problem(hint)]
-    problems = [problem(hint) for hint in _missing_files(directory)]
-    try:
-        hf = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        return None, [*problems, problem(f"needs a readable config.json: {error}")]
-    if not isinstance(hf, dict):
-        return None, [*problems, problem("its config.json is not an object")]
-    try:
-        plugins.model(hf.get("architectures") or ())
-    except UnknownNameError as error:
-        problems.append(problem(f"{error.args[0]} {error.hint}"))
-    return hf, problems
+    hf, hints = read_model(directory, plugins)
+    return hf, [problem(hint) for hint in hints]
 
 
-def _missing_files(directory: Path) -> Iterator[str]:
-    if not any((directory / name).is_file() for name in TOKENIZERS):
-        yield f"has no tokenizer: one of {', '.join(TOKENIZERS)}"
-    if not any((directory / name).is_file() for name in WEIGHTS):
-        yield f"has no safetensors weights: {' or '.join(WEIGHTS)}"
-        return
-    index = directory / WEIGHTS[1]
-    if index.is_file():
-        try:
-            shards = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            yield f"its {index.name} cannot be read: {error!r}"
-            return
-        missing = sorted(shard for shard in shards if not (directory / str(shard)).is_file())
-        if missing:
-            yield f"lacks {len(missing)} of {len(shards)} weight files, the first is {missing[0]}"
+def _stop_tokens(config: Config, hf: Mapping[str, Any]) -> Problems:
+    size = hf.get("vocab_size")
+    for index, token in enumerate(config.rollout.stop_token_ids):
+        if isinstance(size, int) and token >= size:
+            hint = f"the model's vocab_size is {size}"
+            yield ConfigProblem(path=f"rollout.stop_token_ids[{index}]", found=token, hint=hint)
 
 
 def _context(config: Config, hf: Mapping[str, Any]) -> Problems:

@@ -6,6 +6,8 @@ fill in what none of these wrote. Relative paths start at the current directory,
 
 from __future__ import annotations
 
+import difflib
+import json
 import logging
 import re
 import tomllib
@@ -20,8 +22,8 @@ from anygauge.config.changes import AppliedChange, adjust
 from anygauge.config.check import check
 from anygauge.config.overrides import read_overrides
 from anygauge.config.schema import Config
-from anygauge.config.tree import Tree, covers, flatten, merge
-from anygauge.config.validate import NONE, Checked, validate
+from anygauge.config.tree import Tree, covers, flatten, merge, plain
+from anygauge.config.validate import NONE, QUOTES, Checked, validate
 from anygauge.plugins import Plugins, find_backend, published_backends
 from anygauge_hooks.errors import ConfigError
 from anygauge_hooks.types import BackendSpec, ConfigProblem
@@ -33,6 +35,8 @@ _log = logging.getLogger(__name__)
 _BACKEND_NAME = re.compile(r"[a-z][a-z0-9_]*")
 _COMMAND_LINE = "on the command line"
 _LONGEST_VALUE = 120
+_MISSPELT = 0.7
+"""Similarity from which a name is taken for a slip: ``cudaa`` for ``cuda``, but not ``tpu`` for ``npu``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,10 +66,10 @@ class _Source:
 
     def origin(self, backend: str, path: str) -> str | None:
         """Return which layer above the file a path was written in."""
-        plain = re.sub(r"\[\d+\]", "", path)
-        if any(covers(plain, key) for key in flatten(self.overrides)):
+        key_path = plain(path)
+        if any(covers(key_path, key) for key in flatten(self.overrides)):
             return _COMMAND_LINE
-        if any(covers(plain, key) for key in flatten(self.overlays.get(backend, {}))):
+        if any(covers(key_path, key) for key in flatten(self.overlays.get(backend, {}))):
             return f"in [on.{backend}]"
         return None
 
@@ -90,9 +94,9 @@ def load_config(
     if isinstance(backend, str):
         backend = find_backend(plugins, plugins.named("register_backends"), backend)
     source = _read(Path(path), overrides)
-    _note_unknown_backends(source, plugins)
     tree = source.tree(backend.name)
-    user_keys = frozenset(flatten(tree))
+    # An empty table says nothing of the keys in it; only in an open table it is a value.
+    user_keys = frozenset(key for key, value in flatten(tree).items() if "." in key or value != {})
     tree, changes = adjust(tree, validate(tree).config, backend, plugins, user_keys)
     checked = validate(tree)
     further = check(
@@ -106,6 +110,7 @@ def load_config(
     lines = [_line(each, source.origin(backend.name, each.path)) for each in (*checked.problems, *further)]
     others = _other_overlays(source, backend.name, checked)
     lines += [_line(each, where) for each, where in (*source.problems, *others)]
+    lines += [_line(each, None) for each in _unknown_backends(source, plugins)]
     if lines:
         raise _error(path, lines)
     return LoadedConfig(config=checked.config, backend=backend, user_keys=user_keys, changes=changes)
@@ -163,7 +168,7 @@ def _items(tables: Any) -> Iterable[tuple[str, Any]]:
 
 def _parse(path: Path) -> Tree:
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        return tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except OSError as error:
         found = sorted(str(other) for other in path.parent.glob("*.toml"))
         hint = f"Config files there: {', '.join(found)}." if found else None
@@ -175,10 +180,18 @@ def _parse(path: Path) -> Tree:
         raise ConfigError(f"Config {path} is not valid TOML: {error}.", hint=hint) from error
 
 
-def _note_unknown_backends(source: _Source, plugins: Plugins) -> None:
-    known = {*plugins.named("register_backends"), *published_backends(), *plugins.load_errors}
-    for name in sorted(set(source.overlays) - known):
-        _log.warning("[on.%s] is for a backend that is not installed; known: %s", name, sorted(known))
+def _unknown_backends(source: _Source, plugins: Plugins) -> Iterator[ConfigProblem]:
+    """Yield the tables whose names look misspelt; another host may have the others."""
+    known = sorted({*plugins.named("register_backends"), *published_backends(), *plugins.load_errors})
+    for name, table in source.overlays.items():
+        if name in known or not _BACKEND_NAME.fullmatch(name):
+            continue
+        close = difflib.get_close_matches(name, known, n=1, cutoff=_MISSPELT)
+        if close:
+            hint = f"no such backend; did you mean [on.{close[0]}]?"
+            yield ConfigProblem(path=f"on.{name}", found=table, hint=hint)
+        else:
+            _log.warning("[on.%s] is for a backend that is not installed; known: %s", name, ", ".join(known))
 
 
 def _other_overlays(
@@ -190,8 +203,8 @@ def _other_overlays(
             continue
         written = flatten(overlay)
         for problem in validate(merge(source.base, overlay)).problems:
-            plain = re.sub(r"\[\d+\]", "", problem.path)
-            if problem not in checked.problems and any(covers(plain, key) for key in written):
+            key_path = plain(problem.path)
+            if problem not in checked.problems and any(covers(key_path, key) for key in written):
                 yield problem, f"in [on.{name}]"
 
 
@@ -200,7 +213,15 @@ def _line(problem: ConfigProblem, where: str | None) -> str:
     text = text if len(text) <= _LONGEST_VALUE else f"{text[: _LONGEST_VALUE - 3]}..."
     found = "not set" if problem.found is None else f"found {text}"
     separator = "." if problem.hint[:1].isupper() else ";"
-    return f"{problem.path}: {found}{f' {where}' if where else ''}{separator} {problem.hint}"
+    hint = _for_the_shell(problem) if where == _COMMAND_LINE else problem.hint
+    return f"{problem.path}: {found}{f' {where}' if where else ''}{separator} {hint}"
+
+
+def _for_the_shell(problem: ConfigProblem) -> str:
+    if problem.path.endswith("]"):
+        return problem.hint
+    quoted = f'"{json.dumps(problem.found, default=str)}"'
+    return problem.hint.replace(f"{QUOTES}{quoted}", f"{QUOTES}'{quoted}' on the command line")
 
 
 def _error(path: str | Path, lines: Sequence[str]) -> ConfigError:

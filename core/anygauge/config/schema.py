@@ -54,7 +54,7 @@ class Run(Section):
     """Run directories are made here."""
     steps: Positive = 100
     """RL steps: generate, score, train, sync."""
-    seed: int = 0
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """Seeds the data order, the sampling and the model's random state."""
     overwrite: bool = False
     """Delete an earlier run of the same name instead of stopping."""
@@ -122,9 +122,9 @@ class Rollout(Section):
     """Nucleus sampling; 1 is off."""
     top_k: NonNegative = 0
     """Keep the likeliest tokens; 0 keeps all."""
-    stop: tuple[str, ...] = ()
+    stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
     """Strings that end a response."""
-    stop_token_ids: tuple[int, ...] = ()
+    stop_token_ids: tuple[NonNegative, ...] = ()
     """Tokens that end a response, beside the model's own."""
     max_batch_tokens: Positive = 262_144
     """Prompt and response tokens that one engine holds in its cache at once."""

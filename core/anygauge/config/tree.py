@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["Tree", "covers", "flatten", "merge", "put", "remove"]
+__all__ = ["Tree", "covers", "flatten", "merge", "plain", "put", "remove"]
 
 Tree = dict[str, Any]
 
@@ -54,3 +55,8 @@ def remove(tree: Tree, path: str) -> None:
 def covers(path: str, other: str) -> bool:
     """Return whether two dotted paths are the same, or one is the table that holds the other."""
     return path == other or path.startswith(f"{other}.") or other.startswith(f"{path}.")
+
+
+def plain(path: str) -> str:
+    """Return the path of the key that holds a list's item: ``data.train`` for ``data.train[0]``."""
+    return re.sub(r"\[\d+\]", "", path)

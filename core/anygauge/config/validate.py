@@ -16,13 +16,15 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from anygauge.config.schema import Config
-from anygauge.config.tree import Tree, merge, remove
+from anygauge.config.tree import Tree, merge, plain, remove
 from anygauge_hooks.types import ConfigProblem
 
-__all__ = ["NONE", "Checked", "accepts_none", "keys", "sections", "validate"]
+__all__ = ["NONE", "QUOTES", "Checked", "accepts_none", "describe", "keys", "sections", "validate"]
 
 NONE = "none"
 """TOML has no null: this string stands for it, in the fields that take one."""
+QUOTES = "write it in quotes: "
+"""Starts the hint to a string that was written as a number; the number in quotes follows."""
 
 _PLACEHOLDERS: Tree = {
     "run": {"name": "unnamed"},
@@ -102,6 +104,9 @@ def _with_none(tree: Mapping[str, Any]) -> Tree:
 
 def _problem(detail: ErrorDetails) -> ConfigProblem:
     path = _path(detail["loc"])
+    if detail["type"] in ("missing", "too_long") and isinstance(detail["input"], list):
+        hint = "must be two numbers"  # the only lists of a fixed length
+        return ConfigProblem(path=plain(path), found=detail["input"], hint=hint)
     if detail["type"] == "missing":
         return ConfigProblem(path=path, found=None, hint=_missing_hint(detail["loc"]))
     if detail["type"] == "extra_forbidden":
@@ -121,7 +126,7 @@ def _field(loc: Sequence[int | str]) -> FieldInfo | None:
 def _missing_hint(loc: Sequence[int | str]) -> str:
     field = _field(loc)
     if field is not None:
-        return f"required: {field.description}"
+        return f"required: {describe(field)}"
     fields = dict(sections())[str(loc[0])].model_fields.items()
     return f"required table; it needs {', '.join(key for key, field in fields if field.is_required())}"
 
@@ -141,12 +146,18 @@ def _value_hint(detail: ErrorDetails) -> str:
     text = detail["msg"].replace("Input should", "must").replace("String should", "must")
     field = _field(detail["loc"])
     if detail["type"] == "string_type" and isinstance(detail["input"], int | float):
-        text += f"; write it in quotes: '\"{detail['input']}\"' on the command line"
+        text += f'; {QUOTES}"{json.dumps(detail["input"])}"'
     if detail["type"] == "tuple_type":
         text += f": [{json.dumps(detail['input'], default=str)}]"
     if field is not None and accepts_none(field):
         text += f', or "{NONE}"'
     return text.replace("must be an object", "must be a table")
+
+
+def describe(field: FieldInfo) -> str:
+    """Return what a field is for, as plain text in which null is spelt as the user must write it."""
+    text = " ".join((field.description or "").split())
+    return text.replace("``None``", f'"{NONE}"').replace("``", "")
 
 
 def keys() -> Iterator[tuple[str, FieldInfo]]:

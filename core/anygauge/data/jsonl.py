@@ -1,24 +1,22 @@
 """Prompts from JSON Lines files.
 
-One pass at the start checks every row and keeps its byte offset; a row is parsed again when it is drawn, so
-that memory holds 20 bytes a row whatever its length. Blank lines are skipped.
+One pass at the start checks every row, its tokens too, and keeps its byte offset; a row is parsed again when
+it is drawn, so that memory holds 20 bytes a row whatever its length. Blank lines are skipped.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import random
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
-from typing import Any
-
-from jinja2 import TemplateError
+from typing import Any, NoReturn
 
 from anygauge.config.schema import Config, Data
-from anygauge.data.template import prompt_problem, render, tokenize
+from anygauge.data.rows import BadRowError, Row, RowReader, read_lines
 from anygauge_hooks.errors import DataError
 from anygauge_hooks.rl import Prompt
 
@@ -26,6 +24,8 @@ __all__ = ["JsonlSource", "evaluation_data"]
 
 logger = logging.getLogger(__name__)
 
+ROWS_AT_ONCE = 1000
+"""Rows that are tokenized together at the start."""
 MAX_REPORTED = 5
 """Bad rows that an error lists."""
 
@@ -49,6 +49,29 @@ class _Index:
         self.offsets.append(offset)
 
 
+@dataclass(slots=True)
+class _Problems:
+    """The first of the bad rows, and how many there are."""
+
+    listed: list[str] = field(default_factory=list)
+    hint: str = "Correct the rows, or set data.input_key and data.label_key to the fields they have."
+    count: int = 0
+
+    def append(self, place: str, problem: BadRowError) -> None:
+        self.count += 1
+        if self.count == 1:
+            self.hint = problem.hint or self.hint
+        if self.count <= MAX_REPORTED:
+            self.listed.append(f"{place}: {problem}")
+
+    def report(self, num_rows: int) -> NoReturn:
+        more = self.count - len(self.listed)
+        listed = [*self.listed, *([f"... and {more} more"] if more else [])]
+        raise DataError(
+            f"{self.count} of {num_rows} rows cannot be used:\n  " + "\n  ".join(listed), hint=self.hint
+        )
+
+
 class JsonlSource:
     """Draws prompts from JSON Lines files, epoch after epoch.
 
@@ -57,12 +80,14 @@ class JsonlSource:
     :param config: Files and how to read them.
     :param tokenizer: A Hugging Face tokenizer.
     :param seed: Seeds the order of each epoch.
+    :param max_tokens: Of a prompt that the model can take; ``None`` for any number. Unlike a prompt longer
+        than ``max_prompt_tokens``, which is dropped, a longer one is bad.
     :raises DataError: A file cannot be read, a row is bad, or no row is left; lists the first bad rows.
     """
 
-    def __init__(self, config: Data, tokenizer: Any, seed: int = 0) -> None:
+    def __init__(self, config: Data, tokenizer: Any, seed: int = 0, *, max_tokens: int | None = None) -> None:
         self._config = config
-        self._tokenizer = tokenizer
+        self._reader = RowReader(config, tokenizer, max_tokens)
         self._seed = seed
         self._index = _Index()
         self._epoch = 0
@@ -103,44 +128,27 @@ class JsonlSource:
     def _build_index(self) -> None:
         if not self._config.train:
             raise DataError("No data file is given.", hint="List at least one in data.train.")
-        problems: list[str] = []
+        problems = _Problems()
         num_rows = 0
         for file, path in enumerate(self._config.train):
-            rows_before = num_rows
-            for line, offset, content in _lines(path):
-                num_rows += 1
-                try:
-                    keep = self._fits(_parse(content, self._config), path, line)
-                except _BadRowError as error:
-                    problems.append(f"{path}:{line}: {error}")
-                    continue
-                if keep:
-                    self._index.append(file, line, offset)
+            rows_before, lines = num_rows, read_lines(path)
+            while chunk := list(islice(lines, ROWS_AT_ONCE)):
+                num_rows += len(chunk)
+                rows = self._reader.read([content for _, _, content in chunk])
+                for (line, offset, _), row in zip(chunk, rows, strict=True):
+                    if isinstance(row, BadRowError):
+                        problems.append(f"{path}:{line}", row)
+                    elif len(row.tokens) > (self._config.max_prompt_tokens or len(row.tokens)):
+                        self.num_dropped += 1
+                    else:
+                        self._index.append(file, line, offset)
             if num_rows == rows_before:
                 raise DataError(f"{path} has no rows.", hint="Write one JSON object per line.")
-        self._report(problems, num_rows)
+        if problems.count:
+            problems.report(num_rows)
+        self._report_dropped(num_rows)
 
-    def _fits(self, row: dict[str, Any], path: Path, line: int) -> bool:
-        """Return whether a row is short enough; what the chat template refuses is an error already."""
-        limit = self._config.max_prompt_tokens
-        if limit is None and not self._config.apply_chat_template:
-            return True
-        text = self._render(row, path, line)
-        if limit is None:
-            return True
-        [tokens] = tokenize([text], self._tokenizer, self._config)
-        fits = len(tokens) <= limit
-        self.num_dropped += not fits
-        return fits
-
-    def _report(self, problems: list[str], num_rows: int) -> None:
-        if problems:
-            more = len(problems) - MAX_REPORTED
-            listed = [*problems[:MAX_REPORTED], *([f"... and {more} more"] if more > 0 else [])]
-            raise DataError(
-                f"{len(problems)} of {num_rows} rows cannot be used:\n  " + "\n  ".join(listed),
-                hint="Correct the rows, or set data.input_key and data.label_key to the fields they have.",
-            )
+    def _report_dropped(self, num_rows: int) -> None:
         if not len(self):
             raise DataError(
                 f"All {num_rows} prompts are longer than data.max_prompt_tokens = "
@@ -152,93 +160,37 @@ class JsonlSource:
 
     def _read(self, positions: Sequence[int]) -> list[Prompt]:
         """Return the prompts of rows, tokenized in one call."""
-        rows = [self._row(position) for position in positions]
-        texts = [
-            self._render(row, *self._place(position)) for position, row in zip(positions, rows, strict=True)
-        ]
-        tokens = tokenize(texts, self._tokenizer, self._config) if texts else []
-        return [self._prompt(*parts) for parts in zip(positions, rows, texts, tokens, strict=True)]
+        rows = self._reader.read([self._content(position) for position in positions])
+        return [self._prompt(position, row) for position, row in zip(positions, rows, strict=True)]
 
     def _place(self, position: int) -> tuple[Path, int]:
         """Return file and line of a row."""
         return self._config.train[self._index.files[position]], self._index.lines[position]
 
-    def _row(self, position: int) -> dict[str, Any]:
-        path, line = self._place(position)
+    def _content(self, position: int) -> bytes:
+        path, _ = self._place(position)
         try:
             with path.open("rb") as stream:
                 stream.seek(self._index.offsets[position])
-                return _parse(stream.readline(), self._config)
-        except (OSError, _BadRowError) as error:
-            raise DataError(
-                f"{path}:{line}: {error}", hint="The file changed while the run was reading it."
-            ) from error
+                return stream.readline()
+        except OSError as error:
+            raise self._changed(position, error) from error
 
-    def _prompt(self, position: int, row: dict[str, Any], text: str, tokens: list[int]) -> Prompt:
+    def _changed(self, position: int, error: Exception) -> DataError:
+        """Return the error of a row that was good at the start."""
+        path, line = self._place(position)
+        return DataError(f"{path}:{line}: {error}", hint="The file changed while the run was reading it.")
+
+    def _prompt(self, position: int, row: Row | BadRowError) -> Prompt:
+        if isinstance(row, BadRowError):
+            raise self._changed(position, row)
         config, (path, line) = self._config, self._place(position)
-        if not tokens:
-            key = config.input_key
-            raise DataError(
-                f"{path}:{line}: field {key!r}: the tokenizer makes no token of {text!r}.",
-                hint="Write something into the field, or delete the row.",
-            )
         used = {config.input_key, config.label_key}
         return Prompt(
             index=position,
-            tokens=tuple(tokens),
-            text=text,
-            label=None if config.label_key is None else row[config.label_key],
+            tokens=row.tokens,
+            text=row.text,
+            label=None if config.label_key is None else row.fields[config.label_key],
             source=f"{path}:{line}",
-            metadata={key: value for key, value in row.items() if key not in used},
+            metadata={key: value for key, value in row.fields.items() if key not in used},
         )
-
-    def _render(self, row: dict[str, Any], path: Path, line: int) -> str:
-        key = self._config.input_key
-        try:
-            return render(row[key], self._tokenizer, self._config)
-        except TemplateError as error:
-            raise DataError(
-                f"{path}:{line}: field {key!r}: the chat template refuses it: {error}",
-                hint="The template's rules are in the model directory's chat_template.jinja.",
-            ) from error
-
-
-class _BadRowError(Exception):
-    """What is wrong with a row, as a clause."""
-
-
-def _lines(path: Path) -> Iterator[tuple[int, int, bytes]]:
-    """Yield line number (from 1), byte offset and content of each line that is not blank."""
-    offset = 0
-    try:
-        with path.open("rb") as stream:
-            for line, content in enumerate(stream, 1):
-                if content.strip():
-                    yield line, offset, content
-                offset += len(content)
-    except OSError as error:
-        raise DataError(
-            f"Cannot read {path}: {error.strerror}.",
-            hint="data.train and eval.data are lists of JSONL files.",
-        ) from error
-
-
-def _parse(content: bytes, config: Data) -> dict[str, Any]:
-    """Return a row whose prompt and label can be used."""
-    try:
-        row = json.loads(content.decode("utf-8-sig"))
-    except ValueError as error:
-        raise _BadRowError(f"is not JSON: {error}") from error
-    if not isinstance(row, dict):
-        raise _BadRowError("is not a JSON object")
-    for key in (config.input_key, config.label_key):
-        if key is not None and key not in row:
-            raise _BadRowError(
-                f"field {key!r} is missing (the row has {', '.join(map(repr, row)) or 'none'})"
-            )
-    problem = prompt_problem(row[config.input_key], apply_chat_template=config.apply_chat_template)
-    if problem:
-        raise _BadRowError(f"field {config.input_key!r} {problem}")
-    if config.label_key is not None and row[config.label_key] is None:
-        raise _BadRowError(f"field {config.label_key!r} is null")
-    return row

@@ -28,7 +28,7 @@ def with_step_axes(metrics: Mapping[str, float], step: int) -> dict[str, float]:
 def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
     """Return the ``rollout/*`` metrics of scored samples.
 
-    ``zero_variance_groups`` is the share of groups whose rewards are all equal: they teach nothing.
+    ``zero_variance_ratio`` is the share of groups whose rewards are all equal: they teach nothing.
 
     :param groups: At least one, with every sample scored.
     """
@@ -38,7 +38,7 @@ def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
         "rollout/reward_std": pstdev(rewards),
         "rollout/reward_min": min(rewards),
         "rollout/reward_max": max(rewards),
-        "rollout/zero_variance_groups": fmean(len(set(_rewards(group))) == 1 for group in groups),
+        "rollout/zero_variance_ratio": fmean(len(set(_rewards(group))) == 1 for group in groups),
         "rollout/samples": len(rewards),
         **_response_metrics("rollout", groups),
     }

@@ -17,8 +17,16 @@ if TYPE_CHECKING:
 
 __all__ = ["RunProgress"]
 
-_SHOWN = {"rollout/reward_mean": "reward", "train/loss": "loss", "train/grad_norm": "grad norm"}
-"""Metrics of a step that are shown, with their labels."""
+_SHOWN = {
+    "rollout/reward_mean": "reward",
+    "rollout/response_length_mean": "length",
+    "train/entropy": "entropy",
+    "train/grad_norm": "grad norm",
+}
+"""Metrics of a step that are shown, with their labels.
+
+Not the loss: with centred advantages and one optimizer step per rollout it is 0 but for rounding.
+"""
 
 
 def _stdout_console() -> Console:
@@ -81,9 +89,18 @@ class RunProgress:
 
     @hookimpl
     def on_error(self, run: RunInfo, error: BaseException) -> None:
-        """Take the live display away before the error is printed."""
+        """Take the live display away before the error is printed, and say what is left of the run."""
         self._stop_live()
-        self._print(f"run {run.name}: stopped at step {run.step}/{run.total_steps} by {type(error).__name__}")
+        if self._console is None:
+            return
+        # A signal is an exception only to this program, and the command names it.
+        cause = f" by {type(error).__name__}" if isinstance(error, Exception) else ""
+        elapsed = _duration(self._clock() - self._started)
+        self._print(
+            f"run {run.name}: stopped after {run.step} of {run.total_steps} steps and {elapsed}{cause}; "
+            "no model was saved"
+        )
+        self._console = None
 
     @hookimpl
     def after_train(self, run: RunInfo) -> None:

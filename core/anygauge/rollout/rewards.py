@@ -11,14 +11,17 @@ import importlib
 import inspect
 import math as _math
 import os
-from collections.abc import Callable, Mapping, Sequence
+import signal
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from numbers import Real
+from pathlib import Path
 from typing import Any
 
 from anygauge.plugins import Plugins
 from anygauge.rollout.math_grader import Grader
-from anygauge_hooks.errors import RewardError, UnknownNameError
+from anygauge_hooks.errors import AnygaugeError, RewardError, UnknownNameError
 from anygauge_hooks.rl import Prompt, Sample
 from anygauge_hooks.types import NamedFunction
 
@@ -29,6 +32,10 @@ RewardFunction = Callable[..., float]
 _ARGUMENTS = ("response", "label", "metadata")
 _EXCERPT = 80
 """Characters of a response that an error shows."""
+_LARGEST = 1e30
+"""Well inside float32, so that the differences within a group are too."""
+_SIGNAL_CODES = (128 + signal.SIGTERM, 128 + signal.SIGHUP, signal.SIGTERM)
+"""Of a :class:`SystemExit` that the run's signal handler raised, or Ray's, which takes its place."""
 
 
 def reward_functions() -> list[NamedFunction]:
@@ -42,12 +49,17 @@ def exact_match(
     """Return 1 if the response is the label, else 0.
 
     :param response: The text of a sample.
-    :param label: A string, or a value that is compared as the string it prints as.
+    :param label: A string, or a number or boolean that is compared as the string it prints as.
     :param metadata: Not used.
     :param strip: Ignore white space around both.
     """
     if label is None:
         raise RewardError("exact_match needs a label.", hint="Set data.label_key.")
+    if isinstance(label, (list, dict)):
+        raise RewardError(
+            f"The label is a {type(label).__name__}: {label!r:.80}",
+            hint="Let data.label_key name a field with a string, a number or a boolean.",
+        )
     expected = str(label)
     if strip:
         response, expected = response.strip(), expected.strip()
@@ -120,14 +132,40 @@ def _check_signature(name: str, fn: Any, options: Mapping[str, Any]) -> None:
     if not callable(fn) or inspect.iscoroutinefunction(fn):
         kind = "is a coroutine function" if callable(fn) else f"is {type(fn).__name__}, not a function"
         raise RewardError(f"Reward function {name!r} {kind}.", hint=hint)
-    accepted = _accepted(fn)
     try:
-        inspect.signature(fn).bind(**dict.fromkeys(accepted), **options)
-    except TypeError as error:
-        given = ", ".join([*accepted, *options])
-        raise RewardError(f"Reward function {name!r} cannot take ({given}): {error}.", hint=hint) from error
-    if "response" not in accepted:
-        raise RewardError(f"Reward function {name!r} does not take 'response'.", hint=hint)
+        problems = "; ".join(_signature_problems(inspect.signature(fn), options))
+    except ValueError as error:
+        raise RewardError(
+            f"Reward function {name!r} has no signature that Python can read.", hint=hint
+        ) from error
+    if problems:
+        given = ", ".join([*_ARGUMENTS, *options])
+        raise RewardError(f"Reward function {name!r} {problems}. It is given {given}, by name.", hint=hint)
+
+
+def _signature_problems(signature: inspect.Signature, options: Mapping[str, Any]) -> Iterator[str]:
+    """Yield why a call by name fails, as clauses."""
+    parameters = signature.parameters.values()
+    by_position = [p.name for p in parameters if p.kind is p.POSITIONAL_ONLY]
+    by_name = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    required = {p.name for p in parameters if p.default is p.empty}
+    if by_position:
+        yield f"takes {_quoted(by_position)} by position only"
+    missing = [name for name in by_name if name in required and name not in (*_ARGUMENTS, *options)]
+    if missing:
+        yield f"needs {_quoted(missing)}"
+    wanted = ["response", *options] if "response" not in by_position else options
+    unknown = [name for name in wanted if name not in by_name and not takes_any]
+    if unknown:
+        yield f"does not take {_quoted(unknown)}"
+    twice = [name for name in options if name in _ARGUMENTS]
+    if twice:
+        yield f"is given {_quoted(twice)} by the run and by reward.options"
+
+
+def _quoted(names: Sequence[str]) -> str:
+    return ", ".join(map(repr, names))
 
 
 def _accepted(fn: RewardFunction) -> list[str]:
@@ -169,15 +207,41 @@ def _score(
     values = {"response": sample.text, "label": prompt.label, "metadata": prompt.metadata}
     try:
         value: Any = reward(**{name: values[name] for name in accepted}, **options)
-    except Exception as error:  # a reward function is anybody's code
+    except (Exception, SystemExit) as error:  # a reward function is anybody's code
+        if isinstance(error, SystemExit) and error.code in _SIGNAL_CODES:
+            raise
+        raise _failure(error, _where(sample, prompt, reward)) from error
+    problem = _value_problem(value)
+    if problem:
         raise RewardError(
-            f"{_where(sample, prompt, reward)} raised {error!r}.", hint=getattr(error, "hint", None)
-        ) from error
-    if not isinstance(value, Real) or not _math.isfinite(value):
-        raise RewardError(
-            f"{_where(sample, prompt, reward)} returned {value!r}.", hint="Return one finite number."
+            f"{_where(sample, prompt, reward)} returned {problem}.",
+            hint="Return one finite number.",
         )
     return float(value)
+
+
+def _failure(error: BaseException, where: str) -> RewardError:
+    """Return the error of a call that raised: an own one's words, or where in the user's file it was."""
+    if isinstance(error, AnygaugeError):
+        return RewardError(f"{where} failed: {error.args[0]}", hint=error.hint)
+    frames = traceback.extract_tb(error.__traceback__)[1:]
+    # What the user wrote, and not the library that it called.
+    own = [frame for frame in frames if frame.filename == frames[0].filename]
+    place = f" at {Path(own[-1].filename).name}:{own[-1].lineno} in {own[-1].name}" if own else ""
+    return RewardError(f"{where} raised {error!r}{place}.", hint="ANYGAUGE_DEBUG=1 shows the traceback.")
+
+
+def _value_problem(value: Any) -> str | None:
+    """Return what a reward is that is no number to train on, or ``None``."""
+    if not isinstance(value, Real):
+        return repr(value)
+    try:
+        shown, number = repr(value), float(value)
+    except (OverflowError, ValueError):  # Python writes no integer of more than 4300 digits
+        shown, number = f"{type(value).__name__} beyond any float", _LARGEST * 2
+    if not _math.isfinite(number):
+        return shown
+    return f"{shown}, too large for float32 (the limit is {_LARGEST:g})" if abs(number) > _LARGEST else None
 
 
 def _where(sample: Sample, prompt: Prompt, reward: RewardFunction) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -38,7 +39,7 @@ def train(loaded: LoadedConfig, plugins: Plugins) -> RunInfo:
     config = loaded.config
     tokenizer = load_tokenizer(config.model.path)
     source = plugins.get("register_data_sources", config.data.source).fn(
-        config.data, tokenizer, config.run.seed
+        config.data, tokenizer, config.run.seed, max_tokens=prompt_room(config, config.rollout.max_new_tokens)
     )
     eval_prompts = load_eval_prompts(config, plugins, tokenizer)
     reward = resolve_reward(config.reward.function, plugins, config.reward.options)
@@ -87,8 +88,17 @@ def load_eval_prompts(config: Config, plugins: Plugins, tokenizer: Any) -> Seque
     if not config.eval.data:
         return ()
     make = plugins.get("register_data_sources", config.data.source).fn
-    prompts: list[Prompt] = make(evaluation_data(config), tokenizer).all(config.eval.max_prompts)
+    room = prompt_room(config, config.eval.max_new_tokens or config.rollout.max_new_tokens)
+    source = make(evaluation_data(config), tokenizer, config.run.seed, max_tokens=room)
+    prompts: list[Prompt] = source.all(config.eval.max_prompts)
     return prompts
+
+
+def prompt_room(config: Config, max_new_tokens: int) -> int | None:
+    """Return how many tokens of the model's context a response leaves to its prompt, if it has a limit."""
+    hf = json.loads((config.model.path / "config.json").read_text(encoding="utf-8"))
+    context = hf.get("max_position_embeddings")
+    return max(0, context - max_new_tokens) if isinstance(context, int) else None
 
 
 def open_trackers(config: Config, plugins: Plugins, info: RunInfo, stack: ExitStack) -> list[Tracker]:

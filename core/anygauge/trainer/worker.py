@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import os
 import socket
+import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -84,6 +85,7 @@ class Worker:
             target = self if request.lifecycle else self._object
             return encode(Returned(getattr(target, request.method)(*request.args, **request.kwargs)))
         except BaseException as error:  # noqa: BLE001 - the outermost frame of a worker: the driver raises it
+            traceback.print_exc()  # into the worker's log, since the driver may show the message alone
             return encode(capture(error, hidden_frames=1))
 
     def locate(self) -> HostInfo:

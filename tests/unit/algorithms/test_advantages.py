@@ -48,6 +48,14 @@ def test_both_switches_off_keep_the_rewards_of_an_equal_group() -> None:
     assert grpo(torch.ones(3), center=False, scale=False).tolist() == [1.0] * 3
 
 
+def test_deviations_that_float32_cannot_square() -> None:
+    rewards = torch.tensor([-1e30, 0.0, 1e30])
+    advantages = grpo(rewards)
+    assert advantages.dtype == torch.float32
+    assert advantages.tolist() == [-1.0, 0.0, 1.0]
+    assert grpo(rewards, scale=False).tolist() == rewards.tolist()
+
+
 @given(REWARDS)
 def test_is_finite_and_keeps_the_order(rewards: list[float]) -> None:
     advantages = grpo(torch.tensor(rewards, dtype=torch.float64))

@@ -140,6 +140,16 @@ def test_sft_is_the_negative_log_likelihood() -> None:
     assert metrics["policy_loss"].item() == pytest.approx(0.5)
 
 
+def test_an_entropy_bonus_needs_an_entropy_with_a_gradient() -> None:
+    inputs = random_tokens(8)
+    inputs.log_probs.requires_grad_()
+    with pytest.raises(AssertionError, match="an entropy bonus without gradient"):
+        OBJECTIVE(inputs)
+    with torch.no_grad():
+        OBJECTIVE(inputs)
+    policy_objective(sft)(inputs)
+
+
 def test_objective_adds_kl_and_subtracts_entropy() -> None:
     inputs = tokens([1.0], [1.0], reference_log_probs=torch.tensor([-2.0], dtype=torch.float64))
     objective = policy_objective(partial(ppo_clip, **CLIP), kl_coef=0.5, kl_type="k1", entropy_coef=0.25)
@@ -179,6 +189,7 @@ def test_gradient(loss: LossFunction) -> None:
 def test_does_not_depend_on_the_split(num_parts: int) -> None:
     inputs = random_tokens(97)
     inputs.log_probs.requires_grad_()
+    inputs.entropy.requires_grad_()
     whole, whole_metrics = OBJECTIVE(inputs)
     (whole_grad,) = torch.autograd.grad(whole, inputs.log_probs, retain_graph=True)
 
@@ -205,6 +216,8 @@ def test_masked_tokens_may_hold_anything(poison: float) -> None:
     }
     dirty = LossInputs(**poisoned, loss_mask=inputs.loss_mask)
     clean, dirty_log_probs = inputs.log_probs.requires_grad_(), dirty.log_probs.requires_grad_()
+    inputs.entropy.requires_grad_()
+    dirty.entropy.requires_grad_()
     clean_loss, clean_metrics = OBJECTIVE(inputs)
     dirty_loss, dirty_metrics = OBJECTIVE(dirty)
     clean_loss.backward()

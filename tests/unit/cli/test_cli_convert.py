@@ -33,15 +33,29 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Path, Path]]:
     return calls
 
 
+@pytest.fixture
+def sources(tmp_path: Path) -> dict[str, Path]:
+    """Return a directory that looks like what each option converts."""
+    hf, megatron = tmp_path / "hf_source", tmp_path / "megatron_source"
+    for file in (hf / "config.json", megatron / "hf/config.json", megatron / "model/metadata.json"):
+        file.parent.mkdir(parents=True)
+        file.write_text("{}")
+    return {"--to-megatron": hf, "--to-hf": megatron}
+
+
 @pytest.mark.parametrize(
     ("option", "function"), [("--to-megatron", "hf_to_megatron"), ("--to-hf", "megatron_to_hf")]
 )
 @pytest.mark.parametrize("exists", [False, True])
 def test_each_direction(
-    calls: list[tuple[str, Path, Path]], tmp_path: Path, option: str, function: str, exists: bool
+    calls: list[tuple[str, Path, Path]],
+    sources: dict[str, Path],
+    tmp_path: Path,
+    option: str,
+    function: str,
+    exists: bool,
 ) -> None:
-    source, target = tmp_path / "in", tmp_path / "out"
-    source.mkdir()
+    source, target = sources[option], tmp_path / "out"
     if exists:
         target.mkdir()
     assert main(["convert", option, str(source), str(target)]) == 0
@@ -49,15 +63,44 @@ def test_each_direction(
 
 
 def test_nothing_is_overwritten(
-    calls: list[tuple[str, Path, Path]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    calls: list[tuple[str, Path, Path]],
+    sources: dict[str, Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    source = tmp_path / "in"
-    source.mkdir()
-    (source / "file").write_text("")
+    source = sources["--to-hf"]
     assert main(["convert", "--to-hf", str(source), str(source)]) == 1
     assert "it is not empty" in capsys.readouterr().err
-    assert main(["convert", "--to-hf", str(source), str(source / "file")]) == 1
+    assert main(["convert", "--to-hf", str(source), str(source / "hf/config.json")]) == 1
     assert "it is a file" in capsys.readouterr().err
     assert main(["convert", "--to-hf", str(tmp_path / "nope"), str(tmp_path / "out")]) == 1
     assert "[AG501]" in capsys.readouterr().err
+    assert calls == []
+
+
+@pytest.mark.parametrize(
+    ("option", "other", "texts"),
+    [
+        ("--to-megatron", "--to-hf", ("is no Hugging Face directory", "did you mean --to-hf?")),
+        ("--to-hf", "--to-megatron", ("is no Megatron checkpoint", "did you mean --to-megatron?")),
+    ],
+)
+def test_the_wrong_direction_names_the_other(
+    calls: list[tuple[str, Path, Path]],
+    sources: dict[str, Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    option: str,
+    other: str,
+    texts: tuple[str, str],
+) -> None:
+    assert main(["convert", option, str(sources[other]), str(tmp_path / "out")]) == 1
+    errors = capsys.readouterr().err
+    assert all(text in errors for text in texts)
+    (tmp_path / "empty").mkdir()
+    assert main(["convert", option, str(tmp_path / "empty"), str(tmp_path / "out")]) == 1
+    errors = capsys.readouterr().err
+    assert texts[0] in errors
+    assert "did you mean" not in errors
+    assert "model.path" not in errors
     assert calls == []

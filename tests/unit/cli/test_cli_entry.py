@@ -12,7 +12,8 @@ from collections.abc import Callable
 import pytest
 
 from anygauge.cli import doctor, main
-from anygauge_hooks.errors import ConfigError
+from anygauge.trainer.calls import WorkerId, capture, error_of
+from anygauge_hooks.errors import AnygaugeError, ConfigError, DataError
 
 WAITING = """
 import signal, sys
@@ -50,6 +51,13 @@ def doctor_does(monkeypatch: pytest.MonkeyPatch) -> Callable[[BaseException], No
         (["train", "a.toml", "train.lr=1"], "train.lr=1 (a config key is --section.key value)"),
         (["doctor", "--train.lr", "1"], "unrecognized arguments: --train.lr 1"),
         (["train", "a.toml", "--dry"], "unrecognized arguments: --dry"),
+        (["train", "--keys", "--bogus"], "usage: anygauge train CONFIG.toml"),
+        (["train", "--keys", "--bogus"], "unrecognized arguments: --bogus"),
+        (["doctor", "--timeout", "nan"], "argument --timeout: 'nan' is not a finite number above 0"),
+        (["doctor", "--timeout", "0"], "'0' is not a finite number above 0"),
+        (["doctor", "--timeout=-3"], "'-3' is not a finite number above 0"),
+        (["doctor", "--timeout", "inf"], "'inf' is not"),
+        (["doctor", "--timeout", "soon"], "'soon' is not"),
         (["convert", "a", "b"], "one of the arguments --to-megatron --to-hf is required"),
     ],
 )
@@ -60,22 +68,24 @@ def test_wrong_usage_exits_with_2(argv: list[str], text: str, capsys: pytest.Cap
     assert text in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("argv", [["--help"], ["train", "--help"], ["train", "--keys"], ["--version"]])
+@pytest.mark.parametrize("argv", [["--help"], ["train", "--help"], ["--version"]])
 def test_help_exits_with_0(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main(argv)
     assert caught.value.code == 0
-    assert "anygauge" in capsys.readouterr().out or argv[-1] == "--keys"
+    assert "anygauge" in capsys.readouterr().out
 
 
 def test_keys_are_listed_with_their_defaults(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["train", "--keys"])
+    assert main(["train", "--keys"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert "  --run.name  (required)" in lines
     assert '  --run.trackers  (default ["jsonl"])' in lines
     assert '  --train.dtype  (default "none")' in lines
     assert "      Peak learning rate." in lines
+    assert "      Nucleus sampling; 1 is off." in lines
+    assert '      "none" takes rollout.max_new_tokens.' in lines
+    assert not any("``" in line for line in lines)
 
 
 def test_an_error_has_its_code_and_no_traceback(
@@ -95,6 +105,35 @@ def test_the_traceback_can_be_asked_for(
     doctor_does(ConfigError("It is wrong."))
     assert main(["doctor"]) == 1
     assert "Traceback" in capsys.readouterr().err
+
+
+def failed_worker(error: Exception) -> AnygaugeError:
+    who = {1: WorkerId(role="actor", rank=1, pid=7, host="node-1"), 0: WorkerId(role="actor", rank=0)}
+    return error_of({1: capture(error), 0: capture(ConnectionError("reset"))}, who)
+
+
+def test_what_a_worker_raises_on_purpose_reads_like_an_error_of_the_driver(
+    doctor_does: Callable[[BaseException], None],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    doctor_does(failed_worker(DataError("No such row.", hint="Add it.")))
+    assert main(["doctor"]) == 1
+    expected = "anygauge: error: Rank 1 (actor, pid 7, node-1): No such row.\n  Add it.\n  [AG301]\n"
+    assert capsys.readouterr().err == expected
+    monkeypatch.setenv("ANYGAUGE_DEBUG", "1")
+    assert main(["doctor"]) == 1
+    assert "Rank 1 (actor, pid 7, node-1) raised:\n" in capsys.readouterr().err
+
+
+def test_any_other_exception_of_a_worker_comes_with_its_traceback(
+    doctor_does: Callable[[BaseException], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    doctor_does(failed_worker(ZeroDivisionError("by zero")))
+    assert main(["doctor"]) == 1
+    errors = capsys.readouterr().err
+    assert "Rank 1 (actor, pid 7, node-1) raised:\nZeroDivisionError: by zero" in errors
+    assert "[AG702]" in errors
 
 
 def test_an_error_of_ours_is_not_dressed_up(doctor_does: Callable[[BaseException], None]) -> None:

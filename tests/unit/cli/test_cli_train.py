@@ -44,10 +44,10 @@ def dry(config: str, *more: str) -> list[str]:
 def test_a_dry_run_prints_the_resolved_config_and_nothing_else(
     config: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(dry(config, "--backend", "cpu", "--run.seed", "-3")) == 0
+    assert main(dry(config, "--backend", "cpu", "--run.seed", "3")) == 0
     printed = capsys.readouterr()
     resolved = tomllib.loads(printed.out)
-    assert resolved["run"]["seed"] == -3
+    assert resolved["run"]["seed"] == 3
     assert resolved["train"]["lr"] == 1e-3
     assert printed.err.startswith("backend: cpu (asked for; a dry run does not probe it)\n")
 
@@ -84,11 +84,23 @@ def test_every_problem_is_printed_and_the_status_is_1(
     assert "Traceback" not in errors
 
 
-def test_files_are_checked_before_a_run_whatever_is_asked(
-    config: str, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["c.toml", "--no-file-check"], "--no-file-check needs --dry-run"),
+        (["--keys", "c.toml"], "--keys takes no config"),
+        (["--keys", "--train.lr", "1"], "--keys takes no config"),
+    ],
+)
+def test_options_that_would_be_ignored_are_refused(
+    config: str, arguments: list[str], text: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["train", config, "--backend", "cpu", "--no-file-check"]) == 1
-    assert "no such file" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as caught:
+        main(["train", *arguments])
+    assert caught.value.code == 2
+    errors = capsys.readouterr().err
+    assert errors.startswith("usage: anygauge train CONFIG.toml")
+    assert text in errors
 
 
 def test_an_unknown_backend_and_a_missing_file(config: str, capsys: pytest.CaptureFixture[str]) -> None:

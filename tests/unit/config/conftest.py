@@ -95,11 +95,12 @@ def plugins() -> Plugins:
 def model_dir(tmp_path: Path) -> Path:
     directory = tmp_path / "model"
     directory.mkdir()
-    hf = {"architectures": ["ToyForCausalLM"], "max_position_embeddings": 4096}
+    hf = {"architectures": ["ToyForCausalLM"], "max_position_embeddings": 4096, "vocab_size": 8}
     (directory / "config.json").write_text(json.dumps(hf))
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (directory / name).write_text("{}")
-    (directory / "model.safetensors").write_bytes(b"")
+    header = b'{"x": {"dtype": "U8", "shape": [4], "data_offsets": [0, 4]}}'
+    (directory / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + b"abcd")
     return directory
 
 

@@ -11,7 +11,7 @@ import pytest
 from anygauge.config import Config, LoadedConfig
 from anygauge.plugins import Plugins
 from anygauge_hooks import hookimpl
-from anygauge_hooks.errors import ConfigConflictError, PluginError
+from anygauge_hooks.errors import ConfigConflictError, ConfigError, PluginError
 from anygauge_hooks.types import BackendSpec, ConfigChange
 
 Load = Callable[..., LoadedConfig]
@@ -97,7 +97,28 @@ def test_two_plugins_may_agree(load: Load, plugins: Plugins) -> None:
     assert load().config.train.dtype == "bfloat16"
 
 
-@pytest.mark.parametrize(("path", "value"), [("train.dtype", "fp8"), ("train.lrr", 1)])
+def test_an_empty_table_writes_no_key(load: Load, plugins: Plugins) -> None:
+    plugins.register(Sets("train.dtype", "bfloat16"), "quick")
+    assert load({"train": ""}).config.train.dtype == "bfloat16"
+
+
+@pytest.mark.parametrize(
+    ("tables", "found"),
+    [({"rollout": "temperature = nan"}, "nan"), ({"rollout": "temperature = [nan]"}, "[nan]")],
+)
+def test_a_problem_of_the_user_is_not_put_down_to_a_plugin(
+    load: Load, plugins: Plugins, tables: dict[str, str], found: str
+) -> None:
+    plugins.register(Sets("train.dtype", "bfloat16"), "quick")
+    with pytest.raises(ConfigError) as caught:
+        load(tables, ["--train.lrr=1"])
+    assert "has 2 problems:" in str(caught.value)
+    assert f"rollout.temperature: found {found}; must be a" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("path", "value"), [("train.dtype", "fp8"), ("train.lrr", 1), ("train.adam_betas", [0.9, "x"])]
+)
 def test_a_change_that_does_not_fit_names_the_plugin(
     load: Load, plugins: Plugins, path: str, value: object
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -25,6 +26,13 @@ Load = Callable[..., LoadedConfig]
             "divide the 256 samples a step (32 prompts x 8): one of 1, 2, 4",
         ),
         (["--train.optimizer_steps=256", "--placement.num_workers=2"], "leaves workers without a sample"),
+        (
+            ["--rollout.prompts_per_step=2", "--placement.num_workers=3"],
+            "placement.num_workers: found 3; leaves workers without a prompt: at most",
+        ),
+        (["--rollout.stop_token_ids=[7, 8]"], "stop_token_ids[1]: found 8; the model's vocab_size is 8"),
+        (["--reward.function=json:lodas"], "module 'json' has no 'lodas'; did you mean loads or load?"),
+        (["--reward.function=json:JSONDecoder.decod"], "has no 'JSONDecoder.decod'; did you mean decode"),
         (["--data.label_key=none"], "data.label_key: not set; reward 'exact_match' compares with a label"),
         (
             ["--eval.data=[]", "--eval.temperature=0", "--eval.samples_per_prompt=4"],
@@ -96,7 +104,7 @@ def test_a_plugin_that_failed_to_load_is_named_where_its_name_is_missed(load: Lo
 @pytest.mark.parametrize(
     ("file", "text"),
     [
-        ("config.json", "needs a readable config.json"),
+        ("config.json", "found '[^']*'; has no config.json\n"),
         ("tokenizer.json", "has no tokenizer"),
         ("model.safetensors", "has no safetensors weights"),
     ],
@@ -105,6 +113,67 @@ def test_an_incomplete_model_directory(load: Load, model_dir: Path, file: str, t
     (model_dir / file).unlink()
     with pytest.raises(ConfigError, match=text):
         load()
+
+
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [(70, "has 70 bytes, its header says 72"), (30, "is torn or no safetensors file"), (4, "is torn or")],
+)
+def test_a_torn_weight_file(load: Load, model_dir: Path, size: int, text: str) -> None:
+    path = model_dir / "model.safetensors"
+    content = path.read_bytes()
+    assert len(content) == 72
+    path.write_bytes(content[:size])
+    with pytest.raises(ConfigError, match=f"its model.safetensors {text}"):
+        load()
+
+
+@pytest.mark.parametrize(
+    ("vocabulary", "added", "largest"),
+    [({"a": 0, "b": 8}, [], 8), ({"a": 0}, [{"id": 9}], 9), ([["a", 0.0]] * 11, [], 10)],
+)
+def test_a_tokenizer_that_is_larger_than_the_embedding(
+    load: Load, model_dir: Path, vocabulary: object, added: list[object], largest: int
+) -> None:
+    tokenizer = {"model": {"vocab": vocabulary}, "added_tokens": added}
+    (model_dir / "tokenizer.json").write_text(json.dumps(tokenizer))
+    with pytest.raises(ConfigError, match=f"token ids up to {largest}, .* vocab_size of only 8"):
+        load()
+
+
+def test_a_tokenizer_that_fits(load: Load, model_dir: Path) -> None:
+    tokenizer = {"model": {"vocab": {"a": 0}}, "added_tokens": [{"id": 7}]}
+    (model_dir / "tokenizer.json").write_text(json.dumps(tokenizer))
+    load()
+
+
+def test_a_tokenizer_that_is_no_json(load: Load, model_dir: Path) -> None:
+    (model_dir / "tokenizer.json").write_text("[")
+    with pytest.raises(ConfigError, match=r"its tokenizer\.json cannot be read: JSONDecodeError"):
+        load()
+
+
+def test_a_reward_module_that_cannot_be_imported(
+    load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "rewards_that_exit.py").write_text("raise SystemExit(3)")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(ConfigError, match=r"module 'rewards_that_exit' failed: SystemExit\(3\)"):
+        load({}, ["--reward.function=rewards_that_exit:f"])
+
+
+def test_a_run_directory_that_cannot_be_made(
+    load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ConfigError, match=r"train\.jsonl is a file"):
+        load({}, [f"--run.directory={tmp_path / 'train.jsonl' / 'runs'}"])
+    with pytest.raises(ConfigError, match="; is a file; name"):
+        load({}, [f"--run.directory={tmp_path / 'train.jsonl'}"])
+    access = os.access
+    # Root may write where the mode says otherwise.
+    monkeypatch.setattr("os.access", lambda path, mode: not mode & os.W_OK and access(path, mode))
+    with pytest.raises(ConfigError, match=f"cannot be made: {tmp_path} is not writable"):
+        load({}, [f"--run.directory={tmp_path / 'a' / 'b'}"])
 
 
 def test_an_architecture_is_matched_exactly(load: Load, model_dir: Path) -> None:

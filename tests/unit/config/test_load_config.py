@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -44,7 +45,7 @@ def test_user_keys_are_what_the_user_wrote_anywhere(load: Load) -> None:
         (["--train.lr=1"], "train.lr", 1.0),
         (["train.lr=0.5"], "train.lr", 0.5),
         ([("train.lr", 0.25)], "train.lr", 0.25),
-        (["--run.seed", "-3"], "run.seed", -3),
+        (["--train.megatron.shift", "-3"], "train.megatron", {"shift": -3}),
         (["--run.overwrite", "true"], "run.overwrite", True),
         (["--run.name", "bare-string"], "run.name", "bare-string"),
         (["--run.name", "2026-01-02"], "run.name", "2026-01-02"),
@@ -70,6 +71,9 @@ def test_override_values(
         (["--train.lr"], "train.lr: not set on the command line; needs a value: --train.lr VALUE"),
         (["--train.lr", "--run.seed", "1"], "train.lr: not set on the command line; needs a value"),
         (["--rollout.stop", "[a,b]"], "rollout.stop: found '[a,b]' on the command line; not valid TOML"),
+        (["--run.seed", "-1"], "run.seed: found -1 on the command line; must be greater than or equal to 0"),
+        (["--run.seed", str(2**63)], f"must be less than {2**63}"),
+        (["--rollout.stop", "[7]"], "rollout.stop[0]: found 7 on the command line; must be a valid string"),
         (["--run.name", "7"], "write it in quotes: '\"7\"' on the command line"),
         (
             ["--rollout.stop", "a"],
@@ -95,6 +99,13 @@ def test_bad_override(load: Load, overrides: list[str], text: str) -> None:
         ({"run": "steps = 1.5"}, "run.steps: found 1.5; must be a valid integer"),
         ({"run": 'steps = "5"'}, "run.steps: found '5'; must be a valid integer"),
         ({"run": "overwrite = 1"}, "run.overwrite: found 1; must be a valid boolean"),
+        ({"rollout": 'stop = [""]'}, "rollout.stop[0]: found ''; must have at least 1 character"),
+        ({"rollout": "stop_token_ids = [-1]"}, "rollout.stop_token_ids[0]: found -1; must be greater than"),
+        ({"train": "adam_betas = [0.9]"}, "train.adam_betas: found [0.9]; must be two numbers"),
+        ({"train": "adam_betas = [0.9, 0.9, 0.9]"}, "found [0.9, 0.9, 0.9]; must be two numbers"),
+        ({"data": "system_prompt = 3"}, 'must be a valid string; write it in quotes: "3", or "none"'),
+        ({"on.fastt.train": "lrr = 1"}, "did you mean [on.fast]?"),
+        ({"on.fastt.train": "lrr = 1"}, "train.lrr: found 1 in [on.fastt]; unknown key"),
         ({"train": 'dtype = "fp8"'}, "must be 'float32' or 'bfloat16', or \"none\""),
         ({"on.fast.train": "lr = -1"}, "train.lr: found -1 in [on.fast]; must be greater than 0"),
         ({"on.cpu.train": "lr = -1"}, "train.lr: found -1 in [on.cpu]; must be greater than 0"),
@@ -114,7 +125,9 @@ def test_a_table_for_a_backend_that_is_not_installed_is_checked_and_otherwise_le
     load: Load, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert load({"on.elsewhere.train": "lr = 0.5"}).config.train.lr == 1e-6
-    assert "[on.elsewhere] is for a backend that is not installed" in caplog.text
+    assert re.search(
+        r"\[on.elsewhere\] is for a backend that is not installed; known: (\w+, )*fast\b", caplog.text
+    )
 
 
 def test_all_problems_come_in_one_error(load: Load, plugins: Plugins) -> None:
@@ -157,6 +170,23 @@ def test_a_missing_table_and_a_missing_key_say_what_goes_there(tmp_path: Path, p
     assert "reward: not set; required table; it needs function" in text
     assert "model.path: not set; required: Hugging Face directory" in text
     assert "data.train: found []; name at least one file" in text
+
+
+def test_hints_are_plain_text(tmp_path: Path, plugins: Plugins) -> None:
+    path = tmp_path / "c.toml"
+    path.write_text("[reward]")
+    with pytest.raises(
+        ConfigError, match="required: A registered name \\(exact_match, math\\), or"
+    ) as caught:
+        load_config(path, backend="cpu", plugins=plugins)
+    assert "``" not in str(caught.value)
+
+
+def test_a_byte_order_mark_is_no_key(load: Load, tmp_path: Path, plugins: Plugins) -> None:
+    path = tmp_path / "bom.toml"
+    expected = load()
+    path.write_bytes(b"\xef\xbb\xbf" + (tmp_path / "c.toml").read_bytes())
+    assert load_config(path, backend="cpu", plugins=plugins).config == expected.config
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import pytest
 from anygauge.config import Config
 from anygauge.config.schema import Data
 from anygauge.data.jsonl import JsonlSource, evaluation_data
+from anygauge.testing.tiny import tiny_tokenizer
 from anygauge_hooks.errors import ConfigError, DataError
 
 ROOT = Path(__file__).parents[3]
@@ -96,6 +97,57 @@ def test_nothing_left_is_an_error(write_rows: WriteRows, tokenizer: Any) -> None
         JsonlSource(Data(train=(path,), max_prompt_tokens=2), tokenizer)
 
 
+def test_a_prompt_that_the_model_cannot_take_is_an_error_at_once(
+    write_rows: WriteRows, tokenizer: Any
+) -> None:
+    path = write_rows(*({"prompt": "a" * length, "label": ""} for length in (3, 9, 5)))
+    with pytest.raises(DataError) as error:
+        JsonlSource(Data(train=(path,)), tokenizer, max_tokens=6)
+    assert f"1 of 3 rows cannot be used:\n  {path}:2: field 'prompt' has 10 tokens; " in str(error.value)
+    assert "the model has room for 6" in str(error.value)
+    assert "data.max_prompt_tokens" in str(error.value)
+
+
+def test_a_prompt_as_long_as_the_model_can_take(write_rows: WriteRows, tokenizer: Any) -> None:
+    path = write_rows({"prompt": "a" * 5, "label": ""})
+    assert len(JsonlSource(Data(train=(path,)), tokenizer, max_tokens=6)) == 1
+
+
+def test_what_is_dropped_need_not_fit(write_rows: WriteRows, tokenizer: Any) -> None:
+    path = write_rows(*({"prompt": "a" * length, "label": ""} for length in (3, 9)))
+    source = JsonlSource(Data(train=(path,), max_prompt_tokens=5), tokenizer, max_tokens=6)
+    assert (len(source), source.num_dropped) == (1, 1)
+
+
+def test_rows_are_tokenized_in_batches(write_rows: WriteRows, tokenizer: Any) -> None:
+    sizes: list[int] = []
+
+    def counting(texts: list[str], **options: Any) -> Any:
+        sizes.append(len(texts))
+        return tokenizer(texts, **options)
+
+    JsonlSource(Data(train=(write_rows(*rows(2500)),)), counting)
+    assert sizes == [1000, 1000, 500]
+
+
+def test_characters_that_the_tokenizer_does_not_know(write_rows: WriteRows, tmp_path: Path) -> None:
+    tokenizer = tiny_tokenizer(tmp_path / "model", alphabet="0123456789+=")
+    path = write_rows(*rows(2), {"prompt": "hello", "label": ""}, "{", {"prompt": "1-1=", "label": ""})
+    with pytest.raises(DataError) as error:
+        JsonlSource(Data(train=(path,)), tokenizer)
+    text = str(error.value)
+    assert "3 of 5 rows" in text
+    assert f"{path}:3: field 'prompt': the tokenizer refuses 'hello': WordLevel error" in text
+    assert f"{path}:5: field 'prompt': the tokenizer refuses '1-1=': WordLevel error" in text
+    assert text.index(":3:") < text.index(":4:") < text.index(":5:")
+
+
+def test_a_prompt_without_tokens(write_rows: WriteRows, tokenizer: Any) -> None:
+    path = write_rows({"prompt": "1+1=", "label": ""})
+    with pytest.raises(DataError, match=r"train\.jsonl:1: field 'prompt': the tokenizer makes no token of"):
+        JsonlSource(Data(train=(path,)), lambda texts, **options: {"input_ids": [[] for _ in texts]})
+
+
 def test_blank_lines_and_a_byte_order_mark_are_skipped(tmp_path: Path, tokenizer: Any) -> None:
     path = tmp_path / "train.jsonl"
     path.write_bytes(b'\xef\xbb\xbf{"prompt": "\xc3\xa9", "label": ""}\r\n\n  \n{"prompt": "b", "label": ""}')
@@ -106,7 +158,18 @@ def test_blank_lines_and_a_byte_order_mark_are_skipped(tmp_path: Path, tokenizer
 @pytest.mark.parametrize(
     ("row", "problem"),
     [
-        ("{not json}", "is not JSON: "),
+        (
+            "{not json}",
+            "is not JSON: Expecting property name enclosed in double quotes (column 2)\n",
+        ),
+        (
+            '{"prompt": "1+1=", ',
+            "is not JSON: Expecting property name enclosed in double quotes (column 19)\n",
+        ),
+        ('{"prompt": "1+1=", "label": NaN}', "is not JSON: NaN is no value of it\n"),
+        ('{"prompt": "1+1=", "label": [-Infinity]}', "is not JSON: -Infinity is no value of it\n"),
+        ('{"prompt": "1+1=", "prompt": "2+2=", "label": "2"}', "has the key 'prompt' twice\n"),
+        ('{"prompt": "1+1=", "label": ' + "[" * 100_000, "is nested too deeply\n"),
         ("[1, 2]", "is not a JSON object"),
         ({"label": "2"}, "field 'prompt' is missing (the row has 'label')"),
         ({}, "field 'prompt' is missing (the row has none)"),
@@ -116,6 +179,14 @@ def test_blank_lines_and_a_byte_order_mark_are_skipped(tmp_path: Path, tokenizer
         ({"prompt": 7, "label": "2"}, "field 'prompt' is a number, not a string or a list of messages"),
         ({"prompt": None, "label": "2"}, "field 'prompt' is null, not a string or a list of messages"),
         ({"prompt": [], "label": "2"}, "field 'prompt' is a list of messages; set data.apply_chat_template"),
+        (
+            {"prompt": "1\ud800+1=", "label": "2"},
+            "field 'prompt' holds '\\ud800', which is half a character\n",
+        ),
+        (
+            {"prompt": "1+1=", "label": ["\udfff"]},
+            "field 'label' holds '\\udfff', which is half a character\n",
+        ),
     ],
 )
 def test_a_bad_row_names_file_line_and_field(
@@ -137,6 +208,7 @@ def test_a_bad_row_names_file_line_and_field(
         ([{"content": "a"}], "message 0: has no 'role'"),
         ([{"role": "", "content": "a"}], "message 0: 'role' is empty"),
         ([{"role": "user", "content": ["a"]}], "message 0: 'content' is a list, not a string"),
+        ([{"role": "user", "content": "\ud83d"}], "holds '\\ud83d', which is half a character"),
     ],
 )
 def test_a_bad_message_is_named(write_rows: WriteRows, tokenizer: Any, messages: Any, problem: str) -> None:
@@ -183,10 +255,11 @@ def test_no_file_at_all(tokenizer: Any) -> None:
 
 def test_a_file_that_changes_under_the_run(write_rows: WriteRows, tokenizer: Any) -> None:
     path = write_rows(*rows(3))
-    source = JsonlSource(Data(train=(path,), shuffle=False), tokenizer)
-    path.write_text('{"prompt": "x"')
-    with pytest.raises(DataError, match="changed while the run was reading it"):
-        source.next(1)
+    source = JsonlSource(Data(train=(path,), shuffle=False), tokenizer, max_tokens=8)
+    for changed in ('{"prompt": "x"', '{"prompt": "longer than before", "label": ""}'):
+        path.write_text(changed)
+        with pytest.raises(DataError, match="changed while the run was reading it"):
+            source.next(1)
 
 
 def test_a_string_becomes_a_user_message(write_rows: WriteRows, tokenizer: Any) -> None:

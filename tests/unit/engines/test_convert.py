@@ -37,9 +37,10 @@ def test_nothing_is_overwritten(plugins: Plugins, tmp_path: Path) -> None:
     source = tiny_qwen3(tmp_path / "hf")
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "precious").write_text("x")
-    for convert in (hf_to_megatron, megatron_to_hf):
+    hf_to_megatron(source, tmp_path / "megatron", plugins)
+    for convert, directory in ((hf_to_megatron, source), (megatron_to_hf, tmp_path / "megatron")):
         with pytest.raises(CheckpointError, match="is not empty"):
-            convert(source, tmp_path / "full", plugins)
+            convert(directory, tmp_path / "full", plugins)
     assert [path.name for path in (tmp_path / "full").iterdir()] == ["precious"]
 
 
@@ -47,6 +48,16 @@ def test_a_directory_that_is_no_checkpoint_is_refused(plugins: Plugins, tmp_path
     source = tiny_qwen3(tmp_path / "hf")
     with pytest.raises(CheckpointError, match="no Megatron checkpoint"):
         megatron_to_hf(source, tmp_path / "out", plugins)
+
+
+def test_a_target_that_cannot_be_made_is_refused_before_the_model_is_built(
+    plugins: Plugins, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = tiny_qwen3(tmp_path / "hf")
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr("anygauge.engines.megatron.convert.prepare_megatron", None)
+    with pytest.raises(CheckpointError, match=r"Cannot convert into .*out: .*Not a directory"):
+        hf_to_megatron(source, tmp_path / "file" / "out", plugins)
 
 
 def test_weights_that_do_not_fit_leave_nothing_behind(plugins: Plugins, tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ def test_rollout_metrics() -> None:
         "rollout/reward_std": pytest.approx(0.1875**0.5),
         "rollout/reward_min": 0.0,
         "rollout/reward_max": 1.0,
-        "rollout/zero_variance_groups": 0.5,
+        "rollout/zero_variance_ratio": 0.5,
         "rollout/samples": 4,
         "rollout/response_length_mean": 4.0,
         "rollout/response_length_max": 9,

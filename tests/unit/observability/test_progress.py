@@ -16,7 +16,14 @@ from anygauge.observability.progress import RunProgress
 from anygauge_hooks.errors import RolloutError
 from anygauge_hooks.types import RunInfo
 
-METRICS = {"rollout/reward_mean": 0.53125, "train/loss": -0.0123456, "train/entropy": 2.0}
+METRICS = {
+    "rollout/reward_mean": 0.53125,
+    "rollout/response_length_mean": 31.25,
+    "train/loss": -1.2e-9,
+    "train/entropy": 2.0,
+    "train/grad_norm": 0.0123456,
+}
+SHOWN = "reward 0.5312  length 31.25  entropy 2  grad norm 0.01235"
 
 
 @pytest.fixture
@@ -75,12 +82,12 @@ def test_lines_without_a_terminal(run: RunInfo, output: io.StringIO) -> None:
     progress.before_train(run)
     progress.after_train_step(replace(run, step=1), METRICS)
     progress.after_train_step(replace(run, step=2), METRICS)
-    progress.after_train(replace(run, step=2))
+    progress.after_train(replace(run, step=4))
     assert output.getvalue().splitlines() == [
         "run demo: 4 steps on backend cpu",
-        "step 1/4  reward 0.5312  loss -0.01235  60 s/step  3:00 left",
-        "step 2/4  reward 0.5312  loss -0.01235  40 s/step  1:40 left",
-        "run demo: 2 steps in 1:06:40",
+        f"step 1/4  {SHOWN}  60 s/step  3:00 left",
+        f"step 2/4  {SHOWN}  40 s/step  1:40 left",
+        "run demo: 4 steps in 1:06:40",
     ]
 
 
@@ -122,12 +129,24 @@ def test_the_bar_can_be_switched_off(run: RunInfo, output: io.StringIO) -> None:
 
 
 def test_an_error_takes_the_bar_away_first(run: RunInfo, output: io.StringIO, threads: None) -> None:
-    progress = progress_on(output, 0.0, terminal=True)
+    progress = progress_on(output, 0.0, 854.0, terminal=True)
     progress.before_train(run)
     progress.on_error(replace(run, step=1), RolloutError("no memory"))
-    assert output.getvalue().endswith("run demo: stopped at step 1/4 by RolloutError\n")
+    line = "run demo: stopped after 1 of 4 steps and 14:14 by RolloutError; no model was saved\n"
+    assert output.getvalue().endswith(line)
     progress.after_train(replace(run, step=1))
-    assert output.getvalue().endswith("run demo: 1 steps in 0:00\n")
+    assert output.getvalue().endswith(line)
+
+
+@pytest.mark.parametrize("signal", [KeyboardInterrupt(), SystemExit(143)])
+def test_a_signal_leaves_no_model(run: RunInfo, output: io.StringIO, signal: BaseException) -> None:
+    progress = progress_on(output, 0.0, 5.0)
+    progress.before_train(run)
+    progress.on_error(replace(run, step=3), signal)
+    progress.after_train(replace(run, step=3))
+    assert output.getvalue().splitlines()[1:] == [
+        "run demo: stopped after 3 of 4 steps and 0:05; no model was saved"
+    ]
 
 
 def test_a_run_that_never_began_shows_nothing(run: RunInfo, output: io.StringIO) -> None:
@@ -144,7 +163,7 @@ def test_the_plugin_observes_with_its_hooks(run: RunInfo, capsys: pytest.Capture
     plugin.on_error(run=replace(run, step=1), error=RolloutError("no memory"))
     plugin.after_train(run=replace(run, step=1))
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines] == ["run", "eval", "step", "run", "run"]
+    assert [line.split()[0] for line in lines] == ["run", "eval", "step", "run"]
 
 
 def test_report_environment() -> None:

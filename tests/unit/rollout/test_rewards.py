@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from fractions import Fraction
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -98,6 +99,15 @@ def test_exact_match_without_strip() -> None:
 def test_a_label_is_needed(function: Callable[..., float]) -> None:
     with pytest.raises(RewardError, match="needs a label"):
         function("4", None, {})
+
+
+@pytest.mark.parametrize(("label", "kind"), [(["59"], "list"), ({"a": 1}, "dict")])
+def test_exact_match_compares_no_containers(label: Any, kind: str) -> None:
+    with pytest.raises(RewardError) as error:
+        score([sample("59")], [prompt(label=label)], exact_match)
+    assert "exact_match on prompt 0 (t.jsonl:7), response '59'" in str(error.value)
+    assert f"The label is a {kind}: {label!r}" in str(error.value)
+    assert "data.label_key" in str(error.value)
 
 
 # -------------------------------------------------------------------------
@@ -264,6 +274,7 @@ def test_an_unknown_name_lists_the_known() -> None:
 
 
 MODULE = """
+import json, sys
 from functools import partial
 
 def full(response, label, metadata, *, bonus=0.0): return float(response == label) + bonus
@@ -272,6 +283,11 @@ def open_(**arguments): return float(len(arguments))
 def no_response(label): return 0.0
 def positional(response, /, label): return 0.0
 def needs_more(response, weight): return 0.0
+def odd(prompt, answer): return 0.0
+def raises(response): return inner(response)
+def inner(response): return {}[response]
+def deep(response): return json.loads(response)
+def leaves(response): sys.exit(3)
 async def slow(response): return 0.0
 class Scale:
     def __call__(self, response, label): return 2.0
@@ -279,6 +295,7 @@ class Scale:
 instance = Scale()
 bound = partial(full, bonus=1.0)
 number = 3
+builtin = max
 """
 
 
@@ -318,9 +335,20 @@ def test_options_reach_the_function(user_module: str) -> None:
     ("function", "options", "problem"),
     [
         ("no_response", {}, "does not take 'response'"),
-        ("positional", {}, "cannot take"),
-        ("needs_more", {}, "cannot take"),
-        ("full", {"bonsu": 1}, "cannot take (response, label, metadata, bonsu): got an unexpected keyword"),
+        (
+            "positional",
+            {},
+            "takes 'response' by position only. It is given response, label, metadata, by name.",
+        ),
+        ("needs_more", {}, "needs 'weight'. It is given response, label, metadata, by name."),
+        ("odd", {"weight": 1}, "needs 'prompt', 'answer'; does not take 'response', 'weight'."),
+        (
+            "full",
+            {"bonsu": 1},
+            "does not take 'bonsu'. It is given response, label, metadata, bonsu, by name.",
+        ),
+        ("full", {"label": 1}, "is given 'label' by the run and by reward.options"),
+        ("builtin", {}, "has no signature that Python can read"),
         ("slow", {}, "is a coroutine function"),
         ("number", {}, "is int, not a function"),
     ],
@@ -377,9 +405,58 @@ def test_what_is_no_finite_number(value: Any) -> None:
     with pytest.raises(RewardError) as error:
         score([sample("4 " * 100)], [prompt()], reward)
     text = str(error.value)
-    assert f"returned {value!r}" in text
+    assert f"returned {value!r}." in text
     assert "reward on prompt 0 (t.jsonl:7), response '4 4 4" in text
     assert len(text) < 400
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [
+        (10**400, "int beyond any float"),
+        (-(10**5000), "int beyond any float"),
+        (2e30, "2e+30"),
+        (-1e300, "-1e+300"),
+        (Fraction(10**400, 3), "Fraction beyond any float"),
+    ],
+    ids=["integer", "long", "float32", "float64", "fraction"],
+)
+def test_what_float32_cannot_hold(value: Any, shown: str) -> None:
+    with pytest.raises(RewardError) as error:
+        score([sample("4")], [prompt()], lambda response: cast(float, value))
+    assert f"returned {shown}, too large for float32 (the limit is 1e+30)." in str(error.value)
+
+
+def test_the_largest_reward() -> None:
+    assert score([sample("4")], [prompt()], lambda response: -1e30) == [-1e30]
+
+
+@pytest.mark.parametrize(
+    ("function", "problem"),
+    [
+        ("raises", "raised KeyError('4') at user_rewards_under_test.py:13 in inner."),
+        ("deep", "raised JSONDecodeError('Expecting value: line 1 column 1 (char 0)') at user_rewards_under"),
+        ("leaves", "raised SystemExit(3) at user_rewards_under_test.py:15 in leaves."),
+    ],
+)
+def test_an_error_says_where(user_module: str, function: str, problem: str) -> None:
+    reward = resolve_reward(f"{user_module}:{function}", plugins_with())
+    with pytest.raises(RewardError) as error:
+        score([sample("4" if function == "raises" else "")], [prompt()], reward)
+    assert problem in str(error.value)
+    assert "ANYGAUGE_DEBUG=1" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "stop", [KeyboardInterrupt(), SystemExit(128 + signal.SIGTERM), SystemExit(signal.SIGTERM)]
+)
+def test_a_signal_is_no_error_of_the_function(stop: BaseException) -> None:
+    def reward(response: str) -> float:
+        raise stop
+
+    with pytest.raises(type(stop)) as error:
+        score([sample("4")], [prompt()], reward)
+    assert error.value is stop
 
 
 def test_what_a_function_raises_is_kept() -> None:

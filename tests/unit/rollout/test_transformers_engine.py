@@ -542,12 +542,19 @@ def test_impossible_parameters_are_refused(
         engine.generate(MIXED, SamplingParams(**{"max_new_tokens": 4, **options}), seeds_for(MIXED, 1))
 
 
-@pytest.mark.parametrize("tokens", [(), (3, 14), (-1, 3)])
+@pytest.mark.parametrize(
+    ("tokens", "problem"),
+    [
+        ((), "has no tokens"),
+        ((3, 14), "has token 14, outside the vocabulary of 14"),
+        ((-1, 3), "has token -1, outside the vocabulary of 14"),
+    ],
+)
 def test_prompts_outside_the_vocabulary_are_refused(
-    engine: TransformersEngine, tokens: tuple[int, ...]
+    engine: TransformersEngine, tokens: tuple[int, ...], problem: str
 ) -> None:
     prompt = Prompt(index=4, tokens=tokens, text="", source="train.jsonl")
-    with pytest.raises(RolloutError, match=r"Prompt 4 of train\.jsonl has no tokens, or tokens outside"):
+    with pytest.raises(RolloutError, match=rf"Prompt 4 of train\.jsonl {problem}\."):
         engine.generate([prompt], SamplingParams(max_new_tokens=4), [[0]])
 
 

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from anygauge.config import Config
 from anygauge.config.schema import Data, DType, Model, Reward, Run, Train
 from anygauge.engines.megatron.hf import copy_other_files, read_config, write_directory
+from anygauge.engines.megatron.layout import check_source, check_target
 from anygauge.engines.megatron.prepare import prepare_megatron
 from anygauge.engines.megatron.scope import make_scope
 from anygauge.plugins import Plugins
@@ -35,14 +36,14 @@ def hf_to_megatron(source: Path, target: Path, plugins: Plugins) -> None:
     """Write the Megatron checkpoint of a Hugging Face directory.
 
     :param target: Must not exist or be empty; appears only when it is complete.
-    :raises CheckpointError: ``source`` cannot be read, or ``target`` holds something.
+    :raises CheckpointError: ``source`` cannot be read, or ``target`` holds something or cannot be written.
     :raises WeightMappingError: The weights do not fit the architecture.
     """
-    _refuse_occupied(target)
-    with _built_policy(source, plugins) as policy, _appearing(target) as partial:
+    check_source(source, megatron=False)
+    with _appearing(target) as partial, _built_policy(source, plugins) as policy:
         from megatron.core import dist_checkpointing
 
-        (partial / "model").mkdir()
+        (partial / "model").mkdir(parents=True)
         (partial / "hf").mkdir()
         copy_other_files(source, partial / "hf")
         dist_checkpointing.save(policy.model.sharded_state_dict(), str(partial / "model"))
@@ -53,42 +54,37 @@ def megatron_to_hf(source: Path, target: Path, plugins: Plugins) -> None:
 
     :param source: Made by :func:`hf_to_megatron`.
     :param target: Must not exist or be empty; appears only when it is complete.
-    :raises CheckpointError: ``source`` is no such checkpoint, or ``target`` holds something.
+    :raises CheckpointError: ``source`` is no such checkpoint, or ``target`` holds something or cannot be
+        written.
     """
-    _refuse_occupied(target)
-    if not (source / "model" / "metadata.json").is_file() or not (source / "hf" / "config.json").is_file():
-        raise CheckpointError(
-            f"{source} is no Megatron checkpoint of anygauge: no model/metadata.json or hf/config.json.",
-            hint="Make one with `anygauge convert --to-megatron HF_DIRECTORY OUT`.",
-        )
-    with _built_policy(source / "hf", plugins, load=False) as policy:
+    check_source(source, megatron=True)
+    with _appearing(target) as partial, _built_policy(source / "hf", plugins, load=False) as policy:
         from megatron.core import dist_checkpointing
 
         state = dist_checkpointing.load(policy.model.sharded_state_dict(), str(source / "model"))
         policy.model.load_state_dict(state)
         dtype = policy.options.transformer.params_dtype
-        if target.exists():
-            target.rmdir()
-        write_directory(target, source / "hf", policy.weights(), dtype)
-
-
-def _refuse_occupied(target: Path) -> None:
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise CheckpointError(f"{target} is not empty.", hint="Choose another directory.")
+        write_directory(partial, source / "hf", policy.weights(), dtype)
 
 
 @contextmanager
 def _appearing(target: Path) -> Iterator[Path]:
-    partial = target.with_name(f".{target.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
+    """Yield a path where the block makes a directory, which then becomes ``target``."""
+    check_target(target)
+    work = target.with_name(f".{target.name}.partial")
     try:
-        yield partial
+        shutil.rmtree(work, ignore_errors=True)
+        work.mkdir(parents=True)
+        yield work / "complete"
         if target.exists():
             target.rmdir()
-        partial.rename(target)
+        (work / "complete").rename(target)
+    except OSError as error:
+        raise CheckpointError(
+            f"Cannot convert into {target}: {error}.", hint="Name a directory that you may write to."
+        ) from error
     finally:
-        shutil.rmtree(partial, ignore_errors=True)
+        shutil.rmtree(work, ignore_errors=True)
 
 
 @contextmanager

@@ -131,11 +131,14 @@ class TransformersEngine:
         _check_params(params)
         for prompt in prompts:
             name = f"Prompt {prompt.index} of {prompt.source or 'the request'}"
-            if not prompt.tokens or not 0 <= min(prompt.tokens) <= max(prompt.tokens) < self._vocab_size:
-                raise RolloutError(
-                    f"{name} has no tokens, or tokens outside the vocabulary of {self._vocab_size}.",
-                    hint="Tokenize it with the tokenizer of model.path.",
-                )
+            if not prompt.tokens:
+                raise RolloutError(f"{name} has no tokens.", hint="Generation needs at least one.")
+            for token in (min(prompt.tokens), max(prompt.tokens)):
+                if not 0 <= token < self._vocab_size:
+                    raise RolloutError(
+                        f"{name} has token {token}, outside the vocabulary of {self._vocab_size}.",
+                        hint="Tokenize it with the tokenizer that the model in model.path was trained with.",
+                    )
             if self._room(prompt, params) < 1:
                 raise RolloutError(
                     f"{name} has {len(prompt.tokens)} tokens; the model's context is {self._context_length}.",
