@@ -98,7 +98,12 @@ class RowReader:
         except Exception as error:  # noqa: BLE001 - the tokenizers library raises nothing narrower
             if len(texts) > 1:
                 return [result for text in texts for result in self._tokenize([text])]
-            return [self._bad_prompt(f": the tokenizer refuses {_excerpt(texts[0])}: {error}")]
+            return [
+                self._bad_prompt(
+                    f": the tokenizer refuses {_excerpt(texts[0])}: {error}",
+                    hint="Correct the rows, or use a tokenizer that knows all of their characters.",
+                )
+            ]
 
     def _row(self, fields: dict[str, Any], text: str, tokens: list[int] | BadRowError) -> Row | BadRowError:
         if isinstance(tokens, BadRowError):
@@ -154,7 +159,7 @@ def _parse_json(content: bytes) -> Any:
 
 
 def _refuse_constant(name: str) -> NoReturn:
-    raise BadRowError(f"is not JSON: {name} is no value of it")
+    raise BadRowError(f"is not JSON, which has no {name}")
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

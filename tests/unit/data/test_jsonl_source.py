@@ -137,6 +137,7 @@ def test_characters_that_the_tokenizer_does_not_know(write_rows: WriteRows, tmp_
         JsonlSource(Data(train=(path,)), tokenizer)
     text = str(error.value)
     assert "3 of 5 rows" in text
+    assert "a tokenizer that knows" in text
     assert f"{path}:3: field 'prompt': the tokenizer refuses 'hello': WordLevel error" in text
     assert f"{path}:5: field 'prompt': the tokenizer refuses '1-1=': WordLevel error" in text
     assert text.index(":3:") < text.index(":4:") < text.index(":5:")
@@ -166,8 +167,8 @@ def test_blank_lines_and_a_byte_order_mark_are_skipped(tmp_path: Path, tokenizer
             '{"prompt": "1+1=", ',
             "is not JSON: Expecting property name enclosed in double quotes (column 19)\n",
         ),
-        ('{"prompt": "1+1=", "label": NaN}', "is not JSON: NaN is no value of it\n"),
-        ('{"prompt": "1+1=", "label": [-Infinity]}', "is not JSON: -Infinity is no value of it\n"),
+        ('{"prompt": "1+1=", "label": NaN}', "is not JSON, which has no NaN\n"),
+        ('{"prompt": "1+1=", "label": [-Infinity]}', "is not JSON, which has no -Infinity\n"),
         ('{"prompt": "1+1=", "prompt": "2+2=", "label": "2"}', "has the key 'prompt' twice\n"),
         ('{"prompt": "1+1=", "label": ' + "[" * 100_000, "is nested too deeply\n"),
         ("[1, 2]", "is not a JSON object"),
