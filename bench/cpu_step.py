@@ -15,7 +15,6 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -211,7 +210,7 @@ def engine_grpo_step(
 
 def with_reward(sample: Any, score: Callable[[Sequence[int]], float]) -> Any:
     """Return the sample with its reward."""
-    return replace(sample, reward=score(sample.response_tokens))
+    return sample._replace(reward=score(sample.response_tokens))
 
 
 def bench_grpo_step(path: Path, worker: WorkerContext, vocab: int, runs: int) -> None:

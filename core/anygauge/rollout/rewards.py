@@ -211,6 +211,8 @@ def _score(
         if isinstance(error, SystemExit) and error.code in _SIGNAL_CODES:
             raise
         raise _failure(error, _where(sample, prompt, reward)) from error
+    if type(value) is float and abs(value) <= _LARGEST:
+        return value
     problem = _value_problem(value)
     if problem:
         raise RewardError(

@@ -17,7 +17,7 @@ from anygauge.plugins import Plugins
 from anygauge.rollout.rewards import score
 from anygauge.trainer.plan import group_samples, plan_steps, sample_seeds, split_evenly, train_samples
 from anygauge.trainer.state import RunState
-from anygauge.trainer.worker_group import Arguments, WorkerGroup
+from anygauge.trainer.worker_group import Arguments, PendingCall, WorkerGroup
 from anygauge_hooks.rl import Group, Prompt, Sample, SamplingParams
 from anygauge_hooks.types import RunInfo, Tracker
 
@@ -45,6 +45,8 @@ class Loop:
     """Advantages from the rewards of a group."""
     trackers: Sequence[Tracker]
     state: RunState
+    next_prompts: Sequence[Prompt] = ()
+    """Read ahead of the next step."""
 
     @property
     def info(self) -> RunInfo:
@@ -74,14 +76,18 @@ def run_loop(loop: Loop) -> None:
 def train_one(loop: Loop, step: int) -> dict[str, float]:
     """Take one RL step and return its metrics."""
     started = time.perf_counter()
-    prompts = loop.source.next(loop.config.rollout.prompts_per_step)
+    prompts = loop.next_prompts or draw_prompts(loop)
     samples = generate(loop, prompts, TRAIN_STREAM, step)
     groups = score_groups(loop, group_samples(prompts, samples))
     loop.plugins.notify("after_rollout", run=loop.info, groups=groups)
-    trained = train(loop, groups)
+    training = start_training(loop, groups)
+    # While the workers train, the driver does what needs nothing of them.
+    loop.next_prompts = draw_prompts(loop) if step < loop.info.total_steps else ()
+    sampled = rollout_metrics(groups)
+    trained = mean_over_steps(training.result()[0])
     sync_weights(loop)
     performance = measure(loop, groups, time.perf_counter() - started)
-    return {**prefixed("train", trained), **rollout_metrics(groups), **performance}
+    return {**prefixed("train", trained), **sampled, **performance}
 
 
 def generate(loop: Loop, prompts: Sequence[Prompt], stream: int, step: int) -> list[list[Sample]]:
@@ -125,18 +131,23 @@ def score_groups(loop: Loop, groups: Sequence[Group]) -> list[Group]:
     samples = [sample for group in groups for sample in group.samples]
     rewards = iter(score(samples, prompts, loop.reward, loop.config.reward.options))
     return [
-        replace(group, samples=tuple(replace(sample, reward=next(rewards)) for sample in group.samples))
+        replace(group, samples=tuple(sample._replace(reward=next(rewards)) for sample in group.samples))
         for group in groups
     ]
 
 
-def train(loop: Loop, groups: Sequence[Group]) -> dict[str, float]:
-    """Train on the groups and return the metrics, averaged over the optimizer steps."""
+def start_training(loop: Loop, groups: Sequence[Group]) -> PendingCall:
+    """Send each rank its share of the groups; its answer has the metrics of every optimizer step."""
     config = loop.config
     samples = train_samples(groups, loop.estimator)
     shares = plan_steps(samples, config.train.optimizer_steps, loop.num_workers, config.algorithm.aggregation)
-    results = loop.workers.call("train", per_rank=[((share,), {}) for share in shares])
-    return mean_over_steps(results[0])
+    return loop.workers.call_async("train", per_rank=[((share,), {}) for share in shares])
+
+
+def draw_prompts(loop: Loop) -> Sequence[Prompt]:
+    """Return the prompts of one step."""
+    prompts: Sequence[Prompt] = loop.source.next(loop.config.rollout.prompts_per_step)
+    return prompts
 
 
 def mean_over_steps(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:

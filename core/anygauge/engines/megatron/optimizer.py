@@ -45,6 +45,7 @@ def make_optimizer(
     """Return Megatron's optimizer, with the inner AdamW of the backend where it makes one."""
     try:
         optimizer = get_megatron_optimizer(options.optimizer, [model], use_gloo_process_groups=False)
+    # Megatron raises Exception itself for an optimizer that it does not know.
     except Exception as error:
         raise refusal(error) from error
     options.transformer.grad_scale_func = optimizer.scale_loss
