@@ -279,7 +279,7 @@ def test_the_document_shows_what_is_printed(
     monkeypatch.chdir(tmp_path)
     with pytest.raises(BY_CODE[code]) as caught:
         PROVOKED[code]()
-    found = str(caught.value).replace(f"{tmp_path.resolve()}/", "/work/")
+    found = str(caught.value).replace(f"{tmp_path.resolve()}/", "/home/me/")
     assert found == shown(sections[code])
 
 
