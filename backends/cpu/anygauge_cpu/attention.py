@@ -173,6 +173,7 @@ def _batches(x: Tensor, rows: _Rows, buckets: Sequence[_Bucket]) -> list[Tensor]
 
 
 def _permute(x: Tensor, take: Tensor, back: Tensor, holes: Tensor | None) -> Tensor:
+    # torch leaves apply() untyped
     y: Tensor = _Permute.apply(x, take, back, holes)  # type: ignore[no-untyped-call]
     return y
 

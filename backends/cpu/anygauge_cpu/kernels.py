@@ -90,6 +90,7 @@ def rotary_embedding(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Te
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     rotary, width = cos.shape[-1], x.shape[-1]
     part = x if rotary == width else x[..., :rotary]
+    # torch leaves apply() untyped
     turned: Tensor = _Rotate.apply(part, cos.unsqueeze(1), sin.unsqueeze(1))  # type: ignore[no-untyped-call]
     return turned if rotary == width else torch.cat((turned, x[..., rotary:]), dim=-1)
 

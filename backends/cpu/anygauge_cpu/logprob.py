@@ -34,6 +34,7 @@ def vocab_parallel_logprob(
     :returns: Log-probabilities ``[T]`` and entropies ``[T]`` in nats, float32.
     """
     function = _LogProb if entropy_grad or logits.dtype != torch.float32 else _LogProbInPlace
+    # torch leaves apply() untyped
     result: tuple[Tensor, Tensor] = function.apply(logits, targets, temperature, group, entropy_grad)  # type: ignore[no-untyped-call]
     return result
 

@@ -100,9 +100,9 @@ def resolve_reward(name: str, plugins: Plugins, options: Mapping[str, Any] | Non
     :raises UnknownNameError: There is no such function.
     :raises RewardError: It cannot be called as a reward function.
     """
-    fn = _imported(name) if ":" in name else plugins.get("register_reward_functions", name).fn
+    fn: RewardFunction = _imported(name) if ":" in name else plugins.get("register_reward_functions", name).fn
     _check_signature(name, fn, options or {})
-    return fn  # type: ignore[no-any-return]
+    return fn
 
 
 def _imported(path: str) -> Any:

@@ -40,7 +40,8 @@ class RmsNorm(nn.Module):
         super().__init__()
         self.eps = eps
         self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
-        # Megatron all-reduces the gradients of weights with this mark over the tensor-parallel group.
+        # Megatron all-reduces the gradients of weights with this mark, an attribute that torch does not
+        # declare, over the tensor-parallel group.
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
         self.kernel = kernels.resolve("rms_norm", dtype=config.params_dtype)
 
