@@ -60,6 +60,10 @@ class LossInputs:
     weights: Tensor
     """float32: the share of each token in the mean over the whole step, mask included. ``sum(x * weights)``
     over every micro-batch and every data-parallel rank is the aggregated value of ``x``."""
+    samples: Sequence[int] = ()
+    """Which samples of the step the tokens are of, in their order."""
+    lengths: Sequence[int] = ()
+    """How many tokens each of these samples has; they add up to ``T``."""
 
 
 LossFunction = Callable[["LossInputs"], tuple["Tensor", Mapping[str, "Tensor"]]]
@@ -105,6 +109,24 @@ class TrainEngine(Protocol):
 
     def save_hf(self, path: str) -> None:
         """Write a complete Hugging Face directory. A collective; rank 0 writes."""
+
+    def save_checkpoint(self, path: str) -> None:
+        """Copy everything that an exact resume needs to the host, and start to write it into a directory.
+
+        Returns once training may go on. A collective: each rank writes files of its own.
+        """
+
+    def checkpoint_written(self) -> bool:
+        """Return whether what :meth:`save_checkpoint` started is on disk.
+
+        :raises CheckpointError: It could not be written.
+        """
+
+    def load_checkpoint(self, path: str) -> None:
+        """Restore what :meth:`save_checkpoint` wrote: the next step is the one that would have come.
+
+        :raises CheckpointError: It is incomplete, or of another model or layout; nothing was changed.
+        """
 
     def timings(self) -> Mapping[str, float]:
         """Return and reset the seconds spent since the last call, by phase (``forward_backward``, ...)."""

@@ -17,8 +17,10 @@ __all__ = [
     "DataError",
     "DeadlineError",
     "DuplicateNameError",
+    "HubError",
     "MissedRedirectionError",
     "NonFiniteError",
+    "OutOfMemoryError",
     "PlacementError",
     "PluginError",
     "RankMismatchError",
@@ -121,6 +123,12 @@ class WeightMappingError(AnygaugeError, ValueError):
     code = "AG502"
 
 
+class HubError(AnygaugeError, RuntimeError):
+    """A name of a model or of data cannot be had from its hub."""
+
+    code = "AG503"
+
+
 class ScopeError(AnygaugeError, RuntimeError):
     """The device scope was used in a way that it cannot honour."""
 
@@ -143,6 +151,16 @@ class RankMismatchError(AnygaugeError, RuntimeError):
     """Data-parallel ranks hold different weights where they must be the same."""
 
     code = "AG604"
+
+
+class OutOfMemoryError(AnygaugeError, MemoryError):
+    """An allocation failed in a worker; tells the phase, the peaks so far, and what to lower."""
+
+    code = "AG605"
+
+    def __init__(self, message: str, *, hint: str | None = None, phase: str = "") -> None:
+        super().__init__(message, hint=hint)
+        self.phase = phase
 
 
 class WorkerDiedError(AnygaugeError, RuntimeError):

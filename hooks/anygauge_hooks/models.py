@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["ModelSpec", "Transform", "WeightRule"]
+__all__ = ["AssistantTurns", "ModelSpec", "Transform", "WeightRule"]
 
 Transform = Literal["copy", "interleave_qkv", "concat_gate_up"]
 """How Hugging Face tensors become one canonical tensor:
@@ -44,6 +44,21 @@ class WeightRule:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AssistantTurns:
+    r"""How a family's chat template writes the assistant's turns. SFT trains on what is between the two.
+
+    Example::
+
+        AssistantTurns(start="<|im_start|>assistant\n", end="<|im_end|>")
+    """
+
+    start: str
+    """What comes before the content of a turn; not trained on."""
+    end: str
+    """What closes a turn; trained on, since the policy has to write it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
     """A family of models."""
 
@@ -62,3 +77,5 @@ class ModelSpec:
     """Floating-point operations of one forward pass per token, given the sequence length."""
     tiny: Callable[[], Mapping[str, Any]]
     """A Hugging Face config of a model that trains on a laptop in seconds."""
+    assistant_turns: AssistantTurns | None = None
+    """For SFT on chats; ``None`` if the family has no chat template."""

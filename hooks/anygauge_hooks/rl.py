@@ -51,7 +51,14 @@ class Prompt:
     text: str
     label: Any = None
     source: str = ""
+    """File and line."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
+    dataset: str = ""
+    """Name of the data set, in metrics."""
+    response: tuple[int, ...] = ()
+    """For SFT: what follows ``tokens``, from the first assistant turn on."""
+    loss_mask: tuple[int, ...] = ()
+    """For SFT, one per token of ``response``: 1 in the assistant's turns."""
 
 
 class Sample(NamedTuple):
@@ -76,7 +83,12 @@ class Sample(NamedTuple):
     finish_reason: FinishReason
     seed: int
     reward: float | None = None
+    """What is trained on; ``None`` before scoring, and for a sample that could not be scored."""
     metadata: Mapping[str, Any] = _NOTHING
+    raw_reward: Any = None
+    """What the reward functions returned: a number or a dict; by name of the part where there are several."""
+    error: str | None = None
+    """Why the sample could not be scored."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -66,13 +66,18 @@ def make_device(backend: BackendSpec, index: int) -> Device | None:
 
 
 @hookspec
-def worker_env(backend: BackendSpec, role: str) -> Mapping[str, str] | None:
+def worker_env(
+    backend: BackendSpec, role: str, deterministic: bool, interface: str | None, ip_version: str
+) -> Mapping[str, str] | None:
     """Return environment variables for a worker process.
 
     Called on the driver, before the process starts.
 
     :param backend: The backend of the run; a plugin of another backend returns ``None``.
     :param role: ``"actor"`` for the processes that train; an engine launched by a worker has its own role.
+    :param deterministic: Whether two runs must give the same bits (``run.deterministic``).
+    :param interface: Network interface of collectives (``cluster.interface``); ``None`` leaves the choice.
+    :param ip_version: Which addresses collectives use: ``"any"``, ``"4"`` or ``"6"``.
     :returns: The variables, or ``None``.
 
     Collecting: the union. Two values for one variable are an error that names both plugins (AG202).
@@ -287,7 +292,12 @@ def register_policy_losses() -> Iterable[NamedFunction] | None:
 
 @hookspec
 def register_reward_functions() -> Iterable[NamedFunction] | None:
-    """Return reward functions: ``fn(response, label, metadata) -> float``.
+    """Return reward functions: ``fn(response, label, metadata, **options) -> float``.
+
+    A function may be ``async``, may leave out ``label`` and ``metadata``, may take ``prompt`` too, and may
+    return a dict of which ``reward.key`` names the number. With ``reward.per = "group"`` each argument is a
+    list, and so is the result. It runs in a process of its own unless it is registered as ``inline``; there
+    it is found by its import path, or, where it has none, by its name among the installed plugins.
 
     Called when the config is checked and when the run is built.
 
@@ -301,9 +311,10 @@ def register_reward_functions() -> Iterable[NamedFunction] | None:
 
 @hookspec
 def register_data_sources() -> Iterable[NamedFunction] | None:
-    """Return data sources: ``fn(data, tokenizer, seed, max_tokens) -> source``.
+    """Return data sources: ``fn(data, tokenizer, seed, max_tokens, turns) -> DataSource``.
 
-    ``max_tokens`` is what the model can take of a prompt, or ``None``; it is given by name.
+    ``max_tokens`` is what the model can take of a prompt, or ``None``. ``turns`` is ``None``, or for SFT an
+    :class:`~anygauge_hooks.models.AssistantTurns`. Both are given by name.
 
     Called when the config is checked and when the run is built.
 
@@ -424,6 +435,21 @@ def after_evaluate(run: RunInfo, metrics: Mapping[str, float]) -> None:
 
     :param run: The run, with the number of finished steps.
     :param metrics: ``eval/<name>`` values.
+
+    Observer: results are ignored.
+
+    .. versionadded:: 0.1
+    """
+
+
+@hookspec
+def after_save_checkpoint(run: RunInfo, path: str) -> None:
+    """Observe a checkpoint.
+
+    Called once a checkpoint is complete on disk, which may be some steps after the one that it holds.
+
+    :param run: The run, with the number of finished steps.
+    :param path: Directory of the checkpoint.
 
     Observer: results are ignored.
 

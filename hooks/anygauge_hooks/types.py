@@ -96,6 +96,8 @@ class NamedFunction:
 
     name: str
     fn: Callable[..., Any]
+    inline: bool = False
+    """For rewards: the function is fast and cannot hang or crash, so it may run in the driver itself."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,6 +178,14 @@ class Device(Protocol):
 
     def memory(self) -> Mapping[str, int]:
         """Return byte counts: ``allocated``, ``reserved``, ``free``, ``total``; those that are known."""
+
+    def peak_memory(self, *, reset: bool = False) -> int | None:
+        """Return the most bytes that this process had allocated at once since the last reset, if known.
+
+        Called around every phase of a step, so it must not take long.
+
+        :param reset: Start to count anew, from what is allocated now.
+        """
 
     def empty_cache(self) -> None:
         """Give cached blocks back to the system."""

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-import difflib
-import importlib
-import importlib.util
-import inspect
 import json
 import os
-import sys
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from anygauge.config.data_files import dataset_name, split_slice
+from anygauge.config.debug_rules import debug_rule, replay_rule
 from anygauge.config.model_files import read_model
-from anygauge.config.schema import Config
+from anygauge.config.named_functions import failed_plugins, option_problems
+from anygauge.config.placement_rules import cluster_rule, engines_rule
+from anygauge.config.reward_rules import label_rule, reward_functions, reward_rule
+from anygauge.config.schema import Config, DataFile, Eval, EvalDataset
 from anygauge.config.tree import covers
+from anygauge.hub.names import DATASETS, data_name, model_name
 from anygauge_hooks.types import ConfigProblem
 
 if TYPE_CHECKING:
@@ -31,19 +32,18 @@ NAMES = (
     ("rollout.engine", "register_rollout_engines"),
     ("algorithm.advantage", "register_advantage_estimators"),
     ("algorithm.policy_loss", "register_policy_losses"),
-    ("reward.function", "register_reward_functions"),
     ("data.source", "register_data_sources"),
     ("run.trackers", "register_trackers"),
 )
 """Keys that name something, and the hook that provides it."""
-OPTIONS = (
-    ("algorithm.advantage", "advantage_options", "register_advantage_estimators"),
-    ("reward.function", "options", "register_reward_functions"),
+RL_ONLY = (
+    "algorithm.kl_coef",
+    "algorithm.entropy_coef",
+    "algorithm.policy_loss",
+    "algorithm.old_log_probs",
+    "rollout.samples_per_prompt",
 )
-"""Keys that name a function, the key beside it that holds its options, and the hook."""
-NOT_OPTIONS = ("response", "label", "metadata")
-"""What the core passes to a reward function; what it passes to an estimator has no default."""
-LABELLED_REWARDS = ("exact_match", "math")
+"""Keys that mean nothing to SFT."""
 
 Problems = Iterator[ConfigProblem]
 
@@ -78,7 +78,8 @@ def check(
             if not any(covers(path, key) for path in broken for key in each.reads)
         ),
         _names(config, plugins),
-        _options(config, plugins),
+        _advantage_options(config, plugins),
+        reward_functions(config, plugins),
         _models(config, plugins) if check_files else (),
         plugins.collect("check_config", config=config, backend=backend),
     )
@@ -93,8 +94,9 @@ def check(
 
 def _optimizer_steps(config: Config, user_keys: Collection[str]) -> Problems:
     rollout, steps = config.rollout, config.train.optimizer_steps
-    samples = rollout.prompts_per_step * rollout.samples_per_prompt
-    sizes = f"{samples} samples a step ({rollout.prompts_per_step} prompts x {rollout.samples_per_prompt})"
+    each = 1 if config.run.task == "sft" else rollout.samples_per_prompt
+    samples = rollout.prompts_per_step * each
+    sizes = f"{samples} samples a step ({rollout.prompts_per_step} prompts x {each})"
     if samples % steps:
         divisors = ", ".join(str(n) for n in range(1, min(samples, 64) + 1) if samples % n == 0)
         hint = f"must divide the {sizes}: one of {divisors}"
@@ -102,28 +104,48 @@ def _optimizer_steps(config: Config, user_keys: Collection[str]) -> Problems:
     elif samples // steps < config.placement.num_workers:
         hint = f"leaves workers without a sample: {sizes} over {steps} optimizer steps; use fewer workers"
         yield ConfigProblem(path="placement.num_workers", found=config.placement.num_workers, hint=hint)
-    elif rollout.prompts_per_step < config.placement.num_workers:
+    elif rollout.prompts_per_step < config.placement.num_workers and not config.placement.rollout_workers:
         hint = (
             f"leaves workers without a prompt: at most rollout.prompts_per_step = {rollout.prompts_per_step}"
         )
         yield ConfigProblem(path="placement.num_workers", found=config.placement.num_workers, hint=hint)
 
 
-def _label(config: Config, user_keys: Collection[str]) -> Problems:
-    if config.data.label_key is None and config.reward.function in LABELLED_REWARDS:
-        hint = f"reward {config.reward.function!r} compares with a label; name the field that holds it"
-        yield ConfigProblem(path="data.label_key", found=None, hint=hint)
-
-
 def _evaluation(config: Config, user_keys: Collection[str]) -> Problems:
     evaluation = config.eval
-    if evaluation.temperature == 0 and evaluation.samples_per_prompt > 1:
-        hint = "greedy decoding repeats one answer; set eval.samples_per_prompt = 1 or a temperature above 0"
-        yield ConfigProblem(path="eval.samples_per_prompt", found=evaluation.samples_per_prompt, hint=hint)
+    tables: dict[str, Eval | EvalDataset] = {"eval": evaluation}
+    tables |= {f"eval.datasets.{name}": dataset for name, dataset in evaluation.datasets.items()}
+    for path, each in tables.items():
+        temperature = evaluation.temperature if each.temperature is None else each.temperature
+        samples = each.samples_per_prompt or evaluation.samples_per_prompt
+        if temperature == 0 and samples > 1:
+            hint = "greedy decoding repeats one answer; take 1 sample, or a temperature above 0"
+            yield ConfigProblem(path=f"{path}.samples_per_prompt", found=samples, hint=hint)
+    for name in sorted({dataset_name(file) for file in evaluation.data} & evaluation.datasets.keys()):
+        hint = "a file of eval.data has this name too; give one of them another"
+        yield ConfigProblem(path=f"eval.datasets.{name}", found=name, hint=hint)
     ignored = sorted(key for key in user_keys if key.startswith("eval."))
-    if ignored and not evaluation.data and "eval.data" not in ignored:
+    if ignored and not (evaluation.data or evaluation.datasets) and "eval.data" not in ignored:
         hint = f"without data {', '.join(ignored)} has no effect; name the files, or write []"
         yield ConfigProblem(path="eval.data", found=None, hint=hint)
+
+
+def _task(config: Config, user_keys: Collection[str]) -> Problems:
+    if config.run.task != "sft":
+        return
+    for path in RL_ONLY:
+        section, key = path.split(".")
+        default = type(getattr(config, section)).model_fields[key].default
+        # A resolved config holds every key.
+        if _at(config, path) != default:
+            hint = 'has no effect with run.task = "sft"; leave it out'
+            yield ConfigProblem(path=path, found=_at(config, path), hint=hint)
+
+
+def _resume(config: Config, user_keys: Collection[str]) -> Problems:
+    if config.run.resume and config.run.overwrite:
+        hint = "run.overwrite deletes the run that run.resume goes on with; give one of them"
+        yield ConfigProblem(path="run.resume", found=True, hint=hint)
 
 
 def _schedule(config: Config, user_keys: Collection[str]) -> Problems:
@@ -152,10 +174,17 @@ RULES = (
             "rollout.samples_per_prompt",
             "train.optimizer_steps",
             "placement.num_workers",
+            "placement.rollout_workers",
         ),
     ),
-    Check(_label, ("data.label_key", "reward.function")),
+    Check(engines_rule, ("placement.rollout_workers", "rollout.prompts_per_step", "debug")),
+    Check(cluster_rule, ("cluster.address", "placement.launcher")),
+    Check(label_rule, ("data.label_key", "reward", "eval.datasets")),
+    Check(reward_rule, ("reward", "eval.datasets", "rollout.max_new_tokens")),
     Check(_evaluation, ("eval",)),
+    Check(_task, ("run.task",)),
+    Check(_resume, ("run.resume", "run.overwrite")),
+    Check(debug_rule, ("debug", "run.task")),
     Check(_schedule, ("train.lr", "train.min_lr", "train.adam_betas")),
     Check(_lengths, ("data.max_prompt_tokens", "rollout.max_new_tokens", "rollout.max_batch_tokens")),
 )
@@ -174,82 +203,17 @@ def _at(config: Config, path: str) -> Any:
 def _names(config: Config, plugins: Plugins) -> Problems:
     for path, hook in NAMES:
         value = _at(config, path)
-        for name in value if isinstance(value, tuple) else (value,):
-            if path == "reward.function" and ":" in name:
-                yield from _import_path(path, name)
-            elif name not in (known := plugins.named(hook)):
+        for name in value if isinstance(value, tuple) else (value,) if value else ():
+            if name not in (known := plugins.named(hook)):
                 hint = f"no plugin provides it; available: {', '.join(sorted(known)) or 'none'}"
-                if path == "reward.function":
-                    hint += "; a function of your own is package.module:function"
-                yield ConfigProblem(path=path, found=name, hint=hint + _failed(plugins))
+                yield ConfigProblem(path=path, found=name, hint=hint + failed_plugins(plugins))
 
 
-def _failed(plugins: Plugins) -> str:
-    failed = ", ".join(f"{name} ({error!r})" for name, error in sorted(plugins.load_errors.items()))
-    return f"; these plugins failed to load: {failed}" if failed else ""
-
-
-def _import_path(path: str, name: str) -> Problems:
-    module, _, function = name.partition(":")
-    if not function or not all(part.isidentifier() for part in (*module.split("."), *function.split("."))):
-        yield ConfigProblem(path=path, found=name, hint="write it as package.module:function")
-        return
-    try:
-        missing = module not in sys.modules and importlib.util.find_spec(module) is None
-    except Exception as error:  # noqa: BLE001 - finding a submodule imports the user's package
-        hint = f"importing the package of module {module!r} failed: {error!r}"
-        yield ConfigProblem(path=path, found=name, hint=hint)
-        return
-    if missing:
-        hint = f"no module {module!r}; run from the directory that holds it, or put that on PYTHONPATH"
-        yield ConfigProblem(path=path, found=name, hint=hint)
-        return
-    yield from _attribute(path, name, module, function)
-
-
-def _attribute(path: str, name: str, module: str, function: str) -> Problems:
-    try:
-        found: Any = importlib.import_module(module)
-    except (Exception, SystemExit) as error:  # noqa: BLE001 - importing it runs the user's code
-        hint = f"importing module {module!r} failed: {error!r}"
-        yield ConfigProblem(path=path, found=name, hint=hint)
-        return
-    for part in function.split("."):
-        if not hasattr(found, part):
-            functions = [known for known in dir(found) if callable(getattr(found, known, None))]
-            close = difflib.get_close_matches(part, functions)
-            hint = f"module {module!r} has no {function!r}"
-            hint += f"; did you mean {' or '.join(close)}?" if close else "; define it there"
-            yield ConfigProblem(path=path, found=name, hint=hint)
-            return
-        found = getattr(found, part)
-
-
-def _options(config: Config, plugins: Plugins) -> Problems:
-    for path, key, hook in OPTIONS:
-        options_path = f"{path.split('.')[0]}.{key}"
-        function: NamedFunction | None = plugins.named(hook).get(_at(config, path))
-        known = _keywords(function.fn) if function else None
-        for option, value in _at(config, options_path).items():
-            if known is not None and option not in known:
-                hint = f"{_at(config, path)!r} has no such option; known: {', '.join(known) or 'none'}"
-                yield ConfigProblem(path=f"{options_path}.{option}", found=value, hint=hint)
-
-
-def _keywords(function: Callable[..., Any]) -> tuple[str, ...] | None:
-    """Return the options that a function takes, or ``None`` if it takes any or does not say."""
-    try:
-        parameters = list(inspect.signature(function).parameters.values())
-    except (TypeError, ValueError):
-        return None
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-        return None
-    return tuple(
-        parameter.name
-        for parameter in parameters
-        if parameter.name not in NOT_OPTIONS
-        and (parameter.kind is parameter.KEYWORD_ONLY or parameter.default is not parameter.empty)
-    )
+def _advantage_options(config: Config, plugins: Plugins) -> Problems:
+    name, options = config.algorithm.advantage, config.algorithm.advantage_options
+    function: NamedFunction | None = plugins.named("register_advantage_estimators").get(name)
+    if function is not None:
+        yield from option_problems("algorithm.advantage_options", name, function.fn, options)
 
 
 # -------------------------------------------------------------------------
@@ -260,11 +224,32 @@ def _keywords(function: Callable[..., Any]) -> tuple[str, ...] | None:
 def _data_files(config: Config, user_keys: Collection[str]) -> Problems:
     if not config.data.train:
         yield ConfigProblem(path="data.train", found=[], hint="name at least one file")
-    for path, files in (("data.train", config.data.train), ("eval.data", config.eval.data)):
+    for path, files in _file_lists(config):
         for index, file in enumerate(files):
-            if not file.is_file():
-                hint = f"no such file{_from_here(file)}"
-                yield ConfigProblem(path=f"{path}[{index}]", found=str(file), hint=hint)
+            yield from _data_file(f"{path}[{index}]", file)
+
+
+def _file_lists(config: Config) -> Iterator[tuple[str, Sequence[DataFile]]]:
+    yield "data.train", config.data.train
+    yield "eval.data", config.eval.data
+    for name, dataset in config.eval.datasets.items():
+        yield f"eval.datasets.{name}.files", dataset.files
+
+
+def _data_file(path: str, file: DataFile) -> Problems:
+    try:
+        local = Path(split_slice(file.path)[0])
+    except ValueError as error:
+        yield ConfigProblem(path=path, found=file.path, hint=str(error))
+        return
+    if data_name(path, file.path) is not None:
+        return  # looked up once nothing else is wrong
+    if file.path.startswith("hf:"):
+        yield ConfigProblem(
+            path=path, found=file.path, hint=f"a data file's name is {DATASETS}OWNER/NAME/FILE"
+        )
+    elif not local.is_file():
+        yield ConfigProblem(path=path, found=file.path, hint=f"no such file{_from_here(local)}")
 
 
 def _run_directory(config: Config, user_keys: Collection[str]) -> Problems:
@@ -281,7 +266,11 @@ def _run_directory(config: Config, user_keys: Collection[str]) -> Problems:
     yield ConfigProblem(path="run.directory", found=str(config.run.directory), hint=hint)
 
 
-FILE_RULES = (Check(_data_files, ("data.train", "eval.data")), Check(_run_directory, ("run.directory",)))
+FILE_RULES = (
+    Check(_data_files, ("data.train", "eval.data", "eval.datasets")),
+    Check(_run_directory, ("run.directory",)),
+    Check(replay_rule, ("debug", "run.directory", "run.name", "run.overwrite")),
+)
 
 
 def _from_here(path: Path) -> str:
@@ -289,14 +278,15 @@ def _from_here(path: Path) -> str:
 
 
 def _models(config: Config, plugins: Plugins) -> Problems:
-    policy, problems = _read_model("model.path", config.model.path, plugins)
+    trusted = config.model.trust_remote_code
+    policy, problems = _read_model("model.path", config.model.path, plugins, trusted)
     yield from problems
     if policy is not None:
         yield from _context(config, policy)
         yield from _stop_tokens(config, policy)
         yield from _chat_template(config)
     if config.algorithm.kl_coef > 0 and config.reference.path is not None:
-        reference, problems = _read_model("reference.path", config.reference.path, plugins)
+        reference, problems = _read_model("reference.path", config.reference.path, plugins, trusted)
         yield from problems
         if policy and reference and policy.get("architectures") != reference.get("architectures"):
             hint = f"holds {reference.get('architectures')}; model.path holds {policy.get('architectures')}"
@@ -304,19 +294,19 @@ def _models(config: Config, plugins: Plugins) -> Problems:
 
 
 def _read_model(
-    path: str, directory: Path, plugins: Plugins
+    path: str, directory: Path, plugins: Plugins, trust_remote_code: bool
 ) -> tuple[dict[str, Any] | None, list[ConfigProblem]]:
     """Return a Hugging Face config if it can be read, and what is wrong with its directory."""
 
     def problem(hint: str) -> ConfigProblem:
         return ConfigProblem(path=path, found=str(directory), hint=hint)
 
+    if model_name(path, directory) is not None:
+        return None, []  # looked up once nothing else is wrong
     if not directory.is_dir():
-        hint = f"no such directory{_from_here(directory)}"
-        if not directory.is_absolute():
-            hint += f"; to fetch one from the hub: hf download OWNER/{directory.name} --local-dir {directory}"
+        hint = f"no such directory{_from_here(directory)}, and no name on a hub, which is OWNER/NAME"
         return None, [problem(hint)]
-    hf, hints = read_model(directory, plugins)
+    hf, hints = read_model(directory, plugins, trust_remote_code=trust_remote_code)
     return hf, [problem(hint) for hint in hints]
 
 

@@ -13,6 +13,7 @@ import re
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from anygauge.config.overrides import read_overrides
 from anygauge.config.schema import Config
 from anygauge.config.tree import Tree, covers, flatten, merge, plain
 from anygauge.config.validate import NONE, QUOTES, Checked, validate
+from anygauge.hub import localized, pinned, unresolved
 from anygauge.plugins import Plugins, find_backend, published_backends
 from anygauge_hooks.errors import ConfigError
 from anygauge_hooks.types import BackendSpec, ConfigProblem
@@ -81,15 +83,21 @@ def load_config(
     backend: BackendSpec | str,
     plugins: Plugins,
     check_files: bool = True,
+    download: bool = True,
 ) -> LoadedConfig:
     """Read, overlay, complete and check a config.
+
+    Names on a hub stay names, pinned to a commit; :func:`anygauge.hub.localized` makes paths of them.
 
     :param path: A TOML file.
     :param overrides: As :func:`anygauge.config.overrides.read_overrides` takes them.
     :param backend: The backend of the run, which need not be able to run on this host.
     :param check_files: Whether to look at the files and directories that the config names.
+    :param download: Whether to download what is not in the cache, once nothing else is wrong; without, such
+        names are not checked.
     :raises ConfigError: Every problem found: in the file, in any ``[on.X]`` table, on the command line.
     :raises ConfigConflictError: Two plugins want different values for one key.
+    :raises HubError: A model or data file cannot be had by its name.
     """
     if isinstance(backend, str):
         backend = find_backend(plugins, plugins.named("register_backends"), backend)
@@ -99,21 +107,27 @@ def load_config(
     user_keys = frozenset(key for key, value in flatten(tree).items() if "." in key or value != {})
     tree, changes = adjust(tree, validate(tree).config, backend, plugins, user_keys)
     checked = validate(tree)
-    further = check(
-        checked.config,
-        backend,
-        plugins,
+    find = partial(
+        check,
+        backend=backend,
+        plugins=plugins,
         user_keys=user_keys,
         broken=checked.broken,
         check_files=check_files,
     )
+    config = pinned(checked.config, download=False) if check_files else checked.config
+    here = localized(config, download=False) if check_files else config
+    further = find(here)
     lines = [_line(each, source.origin(backend.name, each.path)) for each in (*checked.problems, *further)]
     others = _other_overlays(source, backend.name, checked)
     lines += [_line(each, where) for each, where in (*source.problems, *others)]
     lines += [_line(each, None) for each in _unknown_backends(source, plugins)]
+    if not lines and check_files and download and unresolved(here):
+        config = pinned(config)
+        lines = [_line(each, source.origin(backend.name, each.path)) for each in find(localized(config))]
     if lines:
         raise _error(path, lines)
-    return LoadedConfig(config=checked.config, backend=backend, user_keys=user_keys, changes=changes)
+    return LoadedConfig(config=config, backend=backend, user_keys=user_keys, changes=changes)
 
 
 def dump_config(config: Config) -> str:
@@ -130,12 +144,16 @@ def write_resolved(config: Config, path: str | Path) -> None:
 
 
 def _without_null(tree: Mapping[str, Any]) -> Tree:
-    replaced: Tree = {}
-    for key, value in tree.items():
-        replaced[key] = _without_null(value) if isinstance(value, Mapping) else value
-        if value is None:
-            replaced[key] = NONE
-    return replaced
+    """Return a tree as TOML has it: ``"none"`` in a section; below, where null is the default, nothing."""
+    sections = {key: {k: NONE if v is None else v for k, v in table.items()} for key, table in tree.items()}
+    pruned: Tree = _pruned(sections)
+    return pruned
+
+
+def _pruned(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _pruned(item) for key, item in value.items() if item is not None}
+    return [_pruned(item) for item in value] if isinstance(value, list) else value
 
 
 def _read(path: Path, overrides: Iterable[str | tuple[str, Any]]) -> _Source:
@@ -171,7 +189,7 @@ def _parse(path: Path) -> Tree:
         return tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except OSError as error:
         found = sorted(str(other) for other in path.parent.glob("*.toml"))
-        hint = f"Config files there: {', '.join(found)}." if found else None
+        hint = f"Config files there: {', '.join(found)}." if found else "`anygauge init` writes one."
         raise ConfigError(f"Cannot read config {path}: {error.strerror}.", hint=hint) from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"Config {path} is not UTF-8: {error}.", hint="Save it as UTF-8.") from error

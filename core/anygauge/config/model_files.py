@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from anygauge.hub.found import TOKENIZERS
+from anygauge.hub.weight_files import weight_names
 from anygauge_hooks.errors import UnknownNameError
 
 if TYPE_CHECKING:
@@ -14,16 +16,17 @@ if TYPE_CHECKING:
 
 __all__ = ["read_model"]
 
-WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
-TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
 LENGTH_BYTES = 8
 """What a safetensors file starts with: the length of its JSON header, little endian."""
 
 
-def read_model(directory: Path, plugins: Plugins) -> tuple[dict[str, Any] | None, list[str]]:
+def read_model(
+    directory: Path, plugins: Plugins, *, trust_remote_code: bool = False
+) -> tuple[dict[str, Any] | None, list[str]]:
     """Return ``config.json`` if it can be read, and what is wrong with the directory.
 
     :param directory: Must exist.
+    :param trust_remote_code: Whether Python files of the directory may run.
     """
     problems = [*_tokenizer_file(directory), *_weights(directory)]
     path = directory / "config.json"
@@ -39,7 +42,42 @@ def read_model(directory: Path, plugins: Plugins) -> tuple[dict[str, Any] | None
         plugins.model(hf.get("architectures") or ())
     except UnknownNameError as error:
         problems.append(f"{error.args[0]} {error.hint}")
+    if not trust_remote_code:
+        problems += _code(directory, hf)
     return hf, [*problems, *_vocabulary(directory, hf)]
+
+
+def _code(directory: Path, hf: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what the directory needs Python files of its own for."""
+    allow = "set model.trust_remote_code = true if you trust its author; its Python files then run here"
+    if _auto_map(hf) and not _is_known(hf.get("model_type")):
+        yield (
+            f"needs code of its own: auto_map in its config.json names {_auto_map(hf)}, and transformers has "
+            f"no model_type {hf.get('model_type')!r}; {allow}"
+        )
+    try:
+        tokenizer = json.loads((directory / "tokenizer_config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return
+    if _auto_map(tokenizer) and not (directory / "tokenizer.json").is_file():
+        yield (
+            f"needs code of its own: auto_map in its tokenizer_config.json names {_auto_map(tokenizer)}, and "
+            f"there is no tokenizer.json; {allow}"
+        )
+
+
+def _auto_map(hf: Any) -> str:
+    """Return the classes that a JSON file names in Python files beside it."""
+    found = hf.get("auto_map") if isinstance(hf, Mapping) else None
+    if isinstance(found, Mapping):
+        found = found.values()
+    return ", ".join(str(name) for name in found) if isinstance(found, Iterable) else ""
+
+
+def _is_known(model_type: Any) -> bool:
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+    return model_type in CONFIG_MAPPING_NAMES
 
 
 def _tokenizer_file(directory: Path) -> Iterator[str]:
@@ -48,23 +86,17 @@ def _tokenizer_file(directory: Path) -> Iterator[str]:
 
 
 def _weights(directory: Path) -> Iterator[str]:
-    single, index = (directory / name for name in WEIGHTS)
-    if not index.is_file():
-        if single.is_file():
-            yield from _torn(single)
-        else:
-            yield f"has no safetensors weights: {' or '.join(WEIGHTS)}"
-        return
     try:
-        shards = {str(name) for name in json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        yield f"its {index.name} cannot be read: {error!r}"
+        names = weight_names(directory)
+    except ValueError as error:
+        yield str(error)
         return
-    missing = sorted(shard for shard in shards if not (directory / shard).is_file())
+    missing = [name for name in names if not (directory / name).is_file()]
     if missing:
-        yield f"lacks {len(missing)} of {len(shards)} weight files, the first is {missing[0]}"
-    for shard in sorted(shards.difference(missing)):
-        yield from _torn(directory / shard)
+        yield f"lacks {len(missing)} of {len(names)} weight files, the first is {missing[0]}"
+    for name in names:
+        if name not in missing:
+            yield from _torn(directory / name)
 
 
 def _torn(path: Path) -> Iterator[str]:

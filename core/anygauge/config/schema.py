@@ -9,20 +9,27 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 __all__ = [
     "Algorithm",
+    "Cluster",
     "Config",
     "DType",
     "Data",
+    "DataFile",
+    "Debug",
     "Eval",
+    "EvalDataset",
+    "Hub",
     "Model",
     "Placement",
     "Reference",
     "Reward",
+    "RewardPart",
     "Rollout",
     "Run",
+    "Save",
     "Section",
     "Train",
 ]
@@ -45,9 +52,19 @@ class Section(BaseModel):
     )
 
 
+def _path_alone(value: Any) -> Any:
+    """Let a string stand for a table that needs nothing but its path."""
+    return {"path": value} if isinstance(value, str) else value
+
+
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+
+
 class Run(Section):
     """The run as a whole."""
 
+    task: Literal["rl", "sft"] = "rl"
+    """``rl`` generates, scores and trains; ``sft`` trains on the assistant's turns of the data itself."""
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
     """Names the run directory."""
     directory: Path = Path("runs")
@@ -57,11 +74,18 @@ class Run(Section):
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """Seeds the data order, the sampling and the model's random state."""
     overwrite: bool = False
-    """Delete an earlier run of the same name instead of stopping."""
-    save_hf: bool = True
-    """Write the trained model as a Hugging Face directory ``hf/`` when the run ends."""
+    """Delete an earlier run of the same name instead of stopping. On the command line: ``--overwrite``."""
+    resume: bool = False
+    """Go on from the last checkpoint of an earlier run of the same name; start if there is none. On the
+    command line: ``--resume``."""
+    deterministic: bool = False
+    """Let two runs of one config give the same bits, where that costs speed."""
     trackers: tuple[str, ...] = ("jsonl",)
-    """Where metrics go."""
+    """Where metrics go: ``jsonl`` (always), ``tensorboard``, ``wandb``, ``trackio``."""
+    tracker_options: dict[str, dict[str, Any]] = {}
+    """Settings of trackers by name, such as ``{wandb = {project = "demo", mode = "offline"}}``."""
+    report: bool = True
+    """Write ``report.html`` when the run ends."""
     progress: bool = True
     """Show live progress on a terminal."""
     timeout_s: Annotated[float, Field(gt=0)] = 1800.0
@@ -69,30 +93,68 @@ class Run(Section):
 
 
 class Model(Section):
-    """The policy."""
+    """The policy. ``model = "Qwen/Qwen3-0.6B"`` is short for a table with this path."""
 
     path: Path
-    """Hugging Face directory: config, tokenizer, safetensors."""
+    """Hugging Face directory, or a name on the hub: ``Qwen/Qwen3-0.6B``."""
+    revision: str | None = None
+    """Branch, tag or commit of a name on the hub."""
+    trust_remote_code: bool = False
+    """Let Python files of the checkpoint run. Without, a checkpoint that needs them is refused."""
+
+
+class Hub(Section):
+    """Where names of models and data are looked up, after local directories and the cache."""
+
+    source: Literal["huggingface", "modelscope"] = "huggingface"
+    """Which hub."""
+    endpoint: str | None = None
+    """Address of a mirror; ``None`` takes the hub's own, or ``HF_ENDPOINT``."""
+    offline: bool = False
+    """Look in the cache alone."""
+    cache: Path | None = None
+    """Directory of downloads; ``None`` takes the hub's own."""
 
 
 class Reference(Section):
     """The frozen policy of the KL term. Used only where ``algorithm.kl_coef`` is above 0."""
 
     path: Path | None = None
-    """Hugging Face directory of the same architecture; ``None`` takes ``model.path``."""
+    """Hugging Face directory or hub name of the same architecture; ``None`` takes ``model.path``."""
+
+
+class DataFile(Section):
+    """A data file. A string is short for a table with this path."""
+
+    path: str
+    """A JSONL or Parquet file, local or ``hf://datasets/OWNER/NAME/FILE``; ``FILE@[a:b]`` takes rows a to b,
+    as Python slices do."""
+    name: Name | None = None
+    """Of the data set, in metrics; ``None`` takes the file's name without its suffix."""
+    weight: Annotated[float, Field(gt=0)] | None = None
+    """Share of the prompts that are drawn from this file, in relation to the others' weights; ``None`` for
+    all files takes each row equally often."""
+
+
+DataFiles = tuple[Annotated[DataFile, BeforeValidator(_path_alone)], ...]
 
 
 class Data(Section):
     """Training prompts."""
 
-    train: tuple[Path, ...]
-    """Data files."""
-    source: str = "jsonl"
+    train: DataFiles
+    """Data files: strings, or tables with ``path``, ``name`` and ``weight``."""
+    source: str = "files"
     """Data source, by registered name."""
     input_key: str = "prompt"
-    """Field of a row that holds the prompt: a string, or a list of chat messages."""
+    """Field of a row that holds the prompt: a string, or a list of chat messages. For SFT the messages
+    hold the assistant's turns too, or the label is the answer to train on."""
     label_key: str | None = "label"
     """Field that holds the expected answer; ``None`` if the reward needs none."""
+    metadata_key: str | None = None
+    """Field with an object for the reward function; ``None`` gives it all fields but input and label."""
+    tools_key: str | None = None
+    """Field with the tools of the chat template: a list of JSON schemas."""
     apply_chat_template: bool = False
     """Render the prompt with the tokenizer's chat template; a string becomes one user message."""
     chat_template_kwargs: dict[str, Any] = {}
@@ -103,6 +165,9 @@ class Data(Section):
     """Rows with longer prompts are dropped and counted."""
     shuffle: bool = True
     """Draw rows in a new random order each epoch."""
+    cache: Path | None = None
+    """Keeps the checked index of each file, so that a later start need not read it again; ``None`` takes
+    ``ANYGAUGE_CACHE``, else ``~/.cache/anygauge``."""
 
 
 class Rollout(Section):
@@ -132,13 +197,54 @@ class Rollout(Section):
     """Precision of the engine; ``None`` takes ``train.dtype``."""
 
 
-class Reward(Section):
-    """Scoring."""
+class RewardPart(Section):
+    """One of several rewards that are added up."""
 
     function: str
     """A registered name (``exact_match``, ``math``), or ``package.module:function``."""
     options: dict[str, Any] = {}
     """Keyword arguments of the function."""
+    key: str | None = None
+    """Which number of a result that is a dict."""
+    per: Literal["sample", "group"] = "sample"
+    """Whether the function scores one response, or gets the responses of a group as a list."""
+    extract: Literal["none", "boxed"] = "none"
+    """``boxed`` gives the function what is in the last ``\\boxed{}`` of a response alone; without a box, an
+    empty string."""
+    weight: float = 1.0
+    """Factor of this reward in the sum."""
+
+
+class Reward(Section):
+    """Scoring."""
+
+    function: str | None = None
+    """A registered name (``exact_match``, ``math``), or ``package.module:function``."""
+    options: dict[str, Any] = {}
+    """Keyword arguments of the function."""
+    key: str | None = None
+    """Which number of a result that is a dict."""
+    per: Literal["sample", "group"] = "sample"
+    """Whether the function scores one response, or gets the responses of a group as a list."""
+    extract: Literal["none", "boxed"] = "none"
+    """``boxed`` gives the function what is in the last ``\\boxed{}`` of a response alone; without a box, an
+    empty string."""
+    parts: dict[str, RewardPart] = {}
+    """Several rewards by name, added up with their weights; instead of ``function``."""
+    overlong_buffer: NonNegative = 0
+    """Tokens before ``max_new_tokens`` over which a penalty grows from 0; 0 is off."""
+    overlong_penalty: Annotated[float, Field(ge=0)] = 1.0
+    """What a response that fills ``max_new_tokens`` loses."""
+    num_workers: Positive = 1
+    """Processes that run functions which may be slow or may crash."""
+    concurrency: Positive = 64
+    """Calls of an ``async`` function that one process has under way at once."""
+    timeout_s: Annotated[float, Field(gt=0)] = 30.0
+    """Longest time for one sample, or one group."""
+    memory_gib: Annotated[float, Field(gt=0)] = 4.0
+    """Most memory of a process that scores."""
+    max_failed_ratio: Annotated[float, Field(ge=0, le=1)] = 0.1
+    """Share of a step's samples that may fail to be scored; they are left out. More end the run."""
 
 
 class Algorithm(Section):
@@ -201,11 +307,38 @@ class Train(Section):
     """Any field of Megatron's TransformerConfig, DistributedDataParallelConfig or OptimizerConfig."""
 
 
+class EvalDataset(Section):
+    """One evaluation data set. What is left out is taken from ``[eval]``, the reward from ``[reward]``."""
+
+    files: DataFiles
+    """Data files."""
+    reward: Reward | None = None
+    """How its samples are scored."""
+    input_key: str | None = None
+    """As in ``[data]``."""
+    label_key: str | None = None
+    """As in ``[data]``."""
+    samples_per_prompt: Positive | None = None
+    """Samples drawn for each prompt."""
+    max_prompts: Positive | None = None
+    """Only the first rows."""
+    temperature: Annotated[float, Field(ge=0)] | None = None
+    """0 decodes greedily."""
+    top_p: Probability | None = None
+    """Nucleus sampling; 1 is off."""
+    top_k: NonNegative | None = None
+    """Keep the likeliest tokens; 0 keeps all."""
+    max_new_tokens: Positive | None = None
+    """Longest response, in tokens."""
+
+
 class Eval(Section):
     """Evaluation: before the first step, every ``interval`` steps and after the last."""
 
-    data: tuple[Path, ...] = ()
-    """Data files; empty for no evaluation."""
+    data: DataFiles = ()
+    """Data files, each a data set under its name; empty for no evaluation."""
+    datasets: dict[Name, EvalDataset] = {}
+    """Further data sets by name, each with its own sampling and reward."""
     interval: Positive = 20
     """Steps between evaluations."""
     samples_per_prompt: Positive = 1
@@ -216,8 +349,39 @@ class Eval(Section):
     """0 decodes greedily."""
     top_p: Probability = 1.0
     """Nucleus sampling; 1 is off."""
+    top_k: NonNegative = 0
+    """Keep the likeliest tokens; 0 keeps all."""
     max_new_tokens: Positive | None = None
     """``None`` takes ``rollout.max_new_tokens``."""
+
+
+class Save(Section):
+    """Checkpoints, from which a run resumes exactly, and exports."""
+
+    every: Positive | None = 20
+    """Steps between checkpoints, written while the run goes on; ``None`` for none."""
+    keep: Positive = 2
+    """Checkpoints that are kept, the latest ones."""
+    hf_every: Positive | None = None
+    """Steps between exports of a complete Hugging Face directory ``hf-step-N/``."""
+    hf_at_end: bool = True
+    """Write the trained model as a Hugging Face directory ``hf/`` when the run ends."""
+
+
+class Debug(Section):
+    """One half of a run alone, and what a run did, to look at and to run again."""
+
+    mode: Literal["none", "rollout_only", "train_only"] = "none"
+    """``rollout_only`` generates and scores and builds no train engine; ``train_only`` trains on a replay and
+    builds no rollout engine."""
+    dump_rollouts: bool = False
+    """Write the scored groups of each step to ``dumps/``."""
+    dump_batches: bool = False
+    """Write what each rank trained on in each step to ``dumps/``, with the log-probs of every pass."""
+    replay_rollouts: Path | None = None
+    """Directory of dumps: take the groups of each step from there instead of generating."""
+    replay_batches: Path | None = None
+    """Directory of dumps: train on these batches; needs ``mode = "train_only"``."""
 
 
 class Placement(Section):
@@ -231,20 +395,38 @@ class Placement(Section):
     """CPU threads of each worker; 0 divides the host's cores among them."""
     start_timeout_s: Annotated[float, Field(gt=0)] = 300.0
     """Longest wait for every worker to be placed and ready, in seconds."""
-    ray_address: str | None = None
-    """Address of a running Ray cluster (``auto`` to find one); ``None`` starts one for the run."""
+    rollout_workers: NonNegative = 0
+    """Processes of their own for rollout engines; 0 lets each worker hold an engine."""
+
+
+class Cluster(Section):
+    """The Ray cluster, where ``placement.launcher`` is ``ray``."""
+
+    address: str = "start"
+    """``start`` starts one on this host for the run, ``auto`` joins the one that runs here, or the
+    address of one: ``HOST:PORT``, ``ray://HOST:PORT``."""
+    interface: str | None = None
+    """Network interface of collectives, such as ``eth0``; ``None`` lets the libraries choose."""
+    ip_version: Literal["any", "4", "6"] = "any"
+    """Which addresses nodes use among themselves."""
+    check_packages: bool = True
+    """Refuse to start unless every node has the same versions of the packages that a run depends on."""
 
 
 class Config(Section):
     """A run, for any backend."""
 
     run: Run
-    model: Model
+    model: Annotated[Model, BeforeValidator(_path_alone)]
     data: Data
-    reward: Reward
+    reward: Reward = Reward()
+    hub: Hub = Hub()
     reference: Reference = Reference()
     rollout: Rollout = Rollout()
     algorithm: Algorithm = Algorithm()
     train: Train = Train()
     eval: Eval = Eval()
+    save: Save = Save()
+    debug: Debug = Debug()
     placement: Placement = Placement()
+    cluster: Cluster = Cluster()

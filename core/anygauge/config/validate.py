@@ -30,7 +30,6 @@ _PLACEHOLDERS: Tree = {
     "run": {"name": "unnamed"},
     "model": {"path": "."},
     "data": {"train": ["."]},
-    "reward": {"function": "unset"},
 }
 """What stands for a required field that is missing or wrong, so that the rest can still be checked."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from anygauge_hooks.models import ModelSpec
+from anygauge_hooks.models import AssistantTurns, ModelSpec
 from anygauge_models.qwen3 import config
 from anygauge_models.qwen3.rotary import rotary
 from anygauge_models.qwen3.weights import weight_rules
@@ -18,4 +18,5 @@ QWEN3 = ModelSpec(
     rotary=rotary,
     flops_per_token=config.flops_per_token,
     tiny=config.tiny,
+    assistant_turns=AssistantTurns(start="<|im_start|>assistant\n", end="<|im_end|>"),
 )

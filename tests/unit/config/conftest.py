@@ -72,7 +72,7 @@ class Everything:
 
     @hookimpl
     def register_data_sources(self) -> list[NamedFunction]:
-        return named("jsonl")
+        return named("files")
 
     @hookimpl
     def register_trackers(self) -> list[NamedFunction]:

@@ -60,7 +60,11 @@ Load = Callable[..., LoadedConfig]
         (["--algorithm.advantage_options={cent=true}"], "no such option; known: center, scale"),
         (['--data.train=["a.jsonl"]'], "data.train[0]: found 'a.jsonl'; no such file"),
         (['--eval.data=["a.jsonl"]'], "eval.data[0]: found 'a.jsonl'; no such file"),
-        (["--model.path=Org/Model"], "hf download OWNER/Model --local-dir Org/Model"),
+        (["--model.path=Model"], "relative paths start at the current directory, and no name on a hub"),
+        (
+            ['--data.train=["hf://datasets/a.jsonl"]'],
+            "data.train[0]: found 'hf://datasets/a.jsonl'; a data file's name is hf://datasets/OWNER/NAME/FILE",
+        ),
         (
             ["--algorithm.kl_coef=1", "--reference.path=/nope"],
             "path: found '/nope'; no such directory",

@@ -1,0 +1,103 @@
+"""Functions that a config names: where a dotted path leads, and which options they take."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from inspect import Parameter
+from typing import TYPE_CHECKING, Any
+
+from anygauge_hooks.types import ConfigProblem
+
+if TYPE_CHECKING:
+    from anygauge.plugins import Plugins
+
+__all__ = ["failed_plugins", "import_problems", "option_problems"]
+
+NOT_OPTIONS = ("response", "label", "metadata", "prompt")
+"""What the core passes to a reward function; what it passes to an estimator has no default."""
+
+Problems = Iterator[ConfigProblem]
+
+
+def failed_plugins(plugins: Plugins) -> str:
+    """Return which plugins failed to load, to end a hint with."""
+    failed = ", ".join(f"{name} ({error!r})" for name, error in sorted(plugins.load_errors.items()))
+    return f"; these plugins failed to load: {failed}" if failed else ""
+
+
+def import_problems(path: str, name: str) -> Problems:
+    """Yield why ``package.module:function`` leads nowhere.
+
+    :param path: Of the key that holds the name.
+    """
+    module, _, function = name.partition(":")
+    if not function or not all(part.isidentifier() for part in (*module.split("."), *function.split("."))):
+        yield ConfigProblem(path=path, found=name, hint="write it as package.module:function")
+        return
+    try:
+        missing = module not in sys.modules and importlib.util.find_spec(module) is None
+    except Exception as error:  # noqa: BLE001 - finding a submodule imports the user's package
+        hint = f"importing the package of module {module!r} failed: {error!r}"
+        yield ConfigProblem(path=path, found=name, hint=hint)
+        return
+    if missing:
+        hint = f"no module {module!r}; run from the directory that holds it, or put that on PYTHONPATH"
+        yield ConfigProblem(path=path, found=name, hint=hint)
+        return
+    yield from _attribute(path, name, module, function)
+
+
+def _attribute(path: str, name: str, module: str, function: str) -> Problems:
+    try:
+        found: Any = importlib.import_module(module)
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - importing it runs the user's code
+        hint = f"importing module {module!r} failed: {error!r}"
+        yield ConfigProblem(path=path, found=name, hint=hint)
+        return
+    for part in function.split("."):
+        if not hasattr(found, part):
+            functions = [known for known in dir(found) if callable(getattr(found, known, None))]
+            close = difflib.get_close_matches(part, functions)
+            hint = f"module {module!r} has no {function!r}"
+            hint += f"; did you mean {' or '.join(close)}?" if close else "; define it there"
+            yield ConfigProblem(path=path, found=name, hint=hint)
+            return
+        found = getattr(found, part)
+
+
+def option_problems(path: str, name: str, fn: Callable[..., Any], options: Mapping[str, Any]) -> Problems:
+    """Yield which options a registered function does not take, and which it lacks.
+
+    :param path: Of the table that holds the options.
+    """
+    known = _options(fn)
+    if known is None:
+        return
+    for option, value in options.items():
+        if option not in known:
+            hint = f"{name!r} has no such option; known: {', '.join(known) or 'none'}"
+            yield ConfigProblem(path=f"{path}.{option}", found=value, hint=hint)
+    for option, parameter in known.items():
+        if parameter.default is Parameter.empty and option not in options:
+            yield ConfigProblem(path=f"{path}.{option}", found=None, hint=f"{name!r} needs it")
+
+
+def _options(function: Callable[..., Any]) -> dict[str, Parameter] | None:
+    """Return the options that a function takes, or ``None`` if it takes any or does not say."""
+    try:
+        parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return None
+    if any(parameter.kind is Parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return None
+    return {
+        name: parameter
+        for name, parameter in parameters.items()
+        if name not in NOT_OPTIONS
+        and (parameter.kind is Parameter.KEYWORD_ONLY or parameter.default is not Parameter.empty)
+    }

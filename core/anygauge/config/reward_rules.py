@@ -1,0 +1,95 @@
+"""The rules of the ``[reward]`` table, and of those that evaluation data sets have of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from typing import TYPE_CHECKING
+
+from anygauge.config.named_functions import failed_plugins, import_problems, option_problems
+from anygauge.config.schema import Config, Reward, RewardPart
+from anygauge_hooks.types import ConfigProblem
+
+if TYPE_CHECKING:
+    from anygauge.plugins import Plugins
+
+__all__ = ["label_rule", "reward_functions", "reward_rule"]
+
+HOOK = "register_reward_functions"
+LABELLED = ("dapo", "exact_match", "f1", "math", "multiple_choice")
+"""Functions that compare with a label."""
+OF_ONE_FUNCTION = ("options", "key", "per", "extract")
+"""Keys that each part has for itself."""
+
+Problems = Iterator[ConfigProblem]
+
+
+def _tables(config: Config) -> Iterator[tuple[str, Reward]]:
+    yield "reward", config.reward
+    for name, dataset in config.eval.datasets.items():
+        if dataset.reward is not None:
+            yield f"eval.datasets.{name}.reward", dataset.reward
+
+
+def _functions(path: str, reward: Reward) -> Iterator[tuple[str, str, Reward | RewardPart]]:
+    """Yield path, name and table of every function of a reward."""
+    if reward.function is not None:
+        yield path, reward.function, reward
+    for name, part in reward.parts.items():
+        yield f"{path}.parts.{name}", part.function, part
+
+
+def reward_rule(config: Config, user_keys: Collection[str]) -> Problems:
+    """Yield settings of a reward that do not go together."""
+    for path, reward in _tables(config):
+        if reward.parts:
+            yield from _parts(path, reward)
+        elif reward.function is None and (path != "reward" or _is_scored(config)):
+            hint = "name a reward: exact_match, math, package.module:function, ...; or give parts"
+            yield ConfigProblem(path=f"{path}.function", found=None, hint=hint)
+        longest = config.rollout.max_new_tokens
+        if path == "reward" and reward.overlong_buffer > longest:
+            hint = f"must be at most rollout.max_new_tokens = {longest}"
+            yield ConfigProblem(path=f"{path}.overlong_buffer", found=reward.overlong_buffer, hint=hint)
+
+
+def _is_scored(config: Config) -> bool:
+    """Return whether training needs a reward."""
+    return config.run.task == "rl" and config.debug.mode != "train_only"
+
+
+def _parts(path: str, reward: Reward) -> Problems:
+    if reward.function is not None:
+        hint = "a reward has one function or parts; make the function one of the parts"
+        yield ConfigProblem(path=f"{path}.function", found=reward.function, hint=hint)
+    for key in OF_ONE_FUNCTION:
+        if getattr(reward, key) != Reward.model_fields[key].default:
+            hint = "has no effect beside parts; give it to each part that needs it"
+            yield ConfigProblem(path=f"{path}.{key}", found=getattr(reward, key), hint=hint)
+
+
+def label_rule(config: Config, user_keys: Collection[str]) -> Problems:
+    """Yield rewards that compare with a label where none is read."""
+    if config.data.label_key is not None:
+        return
+    own = {f"eval.datasets.{name}": dataset.label_key for name, dataset in config.eval.datasets.items()}
+    for path, reward in _tables(config):
+        section = path.removesuffix("reward").removesuffix(".") or "data"
+        for _, name, _ in _functions(path, reward):
+            if name in LABELLED and own.get(section) is None:
+                hint = f"reward {name!r} compares with a label; name the field that holds it"
+                yield ConfigProblem(path=f"{section}.label_key", found=None, hint=hint)
+
+
+def reward_functions(config: Config, plugins: Plugins) -> Problems:
+    """Yield functions that nobody provides, and options that they do not take."""
+    known = plugins.named(HOOK)
+    for table, reward in _tables(config):
+        for path, name, function in _functions(table, reward):
+            if ":" in name:
+                yield from import_problems(f"{path}.function", name)
+            elif name in known:
+                yield from option_problems(f"{path}.options", name, known[name].fn, function.options)
+            else:
+                hint = f"no plugin provides it; available: {', '.join(sorted(known)) or 'none'}"
+                hint += "; a function of your own is package.module:function"
+                yield ConfigProblem(path=f"{path}.function", found=name, hint=hint + failed_plugins(plugins))

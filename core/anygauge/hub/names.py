@@ -1,0 +1,77 @@
+"""What a name on a hub looks like: ``OWNER/NAME[@REVISION]``, ``hf://datasets/OWNER/NAME[@REVISION]/FILE``."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+__all__ = ["DATASETS", "HubName", "data_name", "model_name"]
+
+DATASETS = "hf://datasets/"
+
+_REPOSITORY = r"(?=[^@]{3,96}(?:@|$))(?![^@]*(?:--|\.\.))[A-Za-z0-9][\w.-]*/[A-Za-z0-9_][\w.-]*(?<![.-])"
+_MODEL = re.compile(rf"(?P<repository>{_REPOSITORY})(?:@(?P<revision>[^@]+))?", re.ASCII)
+_DATA = re.compile(
+    rf"{DATASETS}(?P<repository>[^/]+/[^/@]+)(?:@(?P<revision>[^/]+))?/(?P<file>.+?)(?P<rows>@\[[^/]*)?"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HubName:
+    """A repository of a hub, or one file of it, and the key that names it."""
+
+    key: str
+    """Of the config, for messages: ``model.path``."""
+    kind: Literal["model", "dataset"]
+    repository: str
+    """``OWNER/NAME``."""
+    revision: str | None
+    """Branch, tag or commit; ``None`` is the hub's default branch."""
+    file: str | None = None
+    """Path in the repository, for data."""
+    rows: str = ""
+    """The slice behind a file: ``@[a:b]``."""
+
+    def __str__(self) -> str:
+        revision = f"@{self.revision}" if self.revision else ""
+        if self.file is None:
+            return f"{self.repository}{revision}"
+        return f"{DATASETS}{self.repository}{revision}/{self.file}{self.rows}"
+
+    def at(self, revision: str) -> HubName:
+        """Return the same name at another revision."""
+        return replace(self, revision=revision)
+
+
+def model_name(key: str, path: Path, revision: str | None = None) -> HubName | None:
+    """Return the name that a path is, or ``None`` if it is a path of this host or can only be one.
+
+    :param revision: Of a path that names none itself.
+    """
+    found = None if path.exists() else _MODEL.fullmatch(str(path))
+    if found is None:
+        return None
+    return HubName(
+        key=key, kind="model", repository=found["repository"], revision=found["revision"] or revision
+    )
+
+
+def data_name(key: str, path: str) -> HubName | None:
+    """Return the name that a data file's path is, or ``None`` if it is a local one.
+
+    >>> str(data_name("data.train[0]", "hf://datasets/openai/gsm8k@main/main/train.parquet@[:100]").at("abc"))
+    'hf://datasets/openai/gsm8k@abc/main/train.parquet@[:100]'
+    """
+    found = _DATA.fullmatch(path)
+    if found is None or not re.fullmatch(_REPOSITORY, found["repository"], re.ASCII):
+        return None
+    return HubName(
+        key=key,
+        kind="dataset",
+        repository=found["repository"],
+        revision=found["revision"],
+        file=found["file"],
+        rows=found["rows"] or "",
+    )

@@ -1,0 +1,199 @@
+"""From the names in a config to paths of this host.
+
+A name is looked up in the cache first and then downloaded, so a run that worked once works without a network.
+The driver pins each name to the commit that it found; a worker on another node then gets the same files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+from anygauge.hub.found import Found, lacking
+from anygauge.hub.huggingface import HuggingFace
+from anygauge.hub.modelscope import ModelScope
+from anygauge.hub.names import HubName, data_name, model_name
+from anygauge_hooks.errors import HubError
+
+if TYPE_CHECKING:
+    from anygauge.config.schema import Config, DataFile, Hub, Section
+
+__all__ = ["cached_model", "localized", "pinned", "unresolved"]
+
+Replace = Callable[[HubName], str]
+Table = TypeVar("Table", bound="Section")
+
+
+class Source(Protocol):
+    """A hub and its cache on this host."""
+
+    cache: Path
+    offline: str | None
+    """What forbids a download, if anything does."""
+
+    def folder(self, name: HubName) -> Path:
+        """Return where the cache keeps a repository."""
+
+    def command(self, name: HubName) -> str:
+        """Return the command that fills the cache of a connected host."""
+
+    def cached(self, name: HubName) -> Found | None:
+        """Return what the cache holds of a name, which may be less than all."""
+
+    def download(self, name: HubName) -> Found:
+        """Download a name, or what the cache lacks of it."""
+
+
+def pinned(config: Config, *, download: bool = True) -> Config:
+    """Return a config whose names hold the commit that this host has of them.
+
+    :param download: Whether to download what is not in the cache; without, such a name stays as it is.
+    :raises HubError: A name cannot be had.
+    """
+    find = _finder(config, download=download)
+
+    def replace(name: HubName) -> str:
+        found = find(name)
+        return str(name if found is None else name.at(found.revision))
+
+    config = _replaced(config, replace)
+    name = model_name("model.path", config.model.path, config.model.revision)
+    if name is None or name.revision is None:
+        return config
+    # A revision has a key of its own only in [model].
+    model = _with(config.model, path=Path(name.repository), revision=name.revision)
+    return _with(config, model=model)
+
+
+def localized(config: Config, *, download: bool = True, data: bool = True) -> Config:
+    """Return a config in which models and data files are local paths; the same config if they are already.
+
+    Workers call it too: each node may have a cache of its own.
+
+    :param download: Whether to download what is not in the cache; without, such a name stays as it is.
+    :param data: Whether to look up the data files too.
+    :raises HubError: A name cannot be had.
+    """
+    find = _finder(config, download=download)
+
+    def replace(name: HubName) -> str:
+        if name.kind == "dataset" and not data:
+            return str(name)
+        found = find(name)
+        return str(name) if found is None else f"{found.path}{name.rows}"
+
+    return _replaced(config, replace)
+
+
+def cached_model(name: HubName, hub: Hub) -> Path | None:
+    """Return the directory that the cache keeps for a model, if it has its ``config.json`` at least."""
+    found = _source(hub, code=False).cached(name)
+    return found.path if found is not None and (found.path / "config.json").is_file() else None
+
+
+def unresolved(config: Config) -> list[HubName]:
+    """Return the names that a config holds."""
+    names: list[HubName] = []
+
+    def collect(name: HubName) -> str:
+        names.append(name)
+        return str(name)
+
+    _replaced(config, collect)
+    return names
+
+
+# -------------------------------------------------------------------------
+# Where names are written
+# -------------------------------------------------------------------------
+
+
+def _replaced(config: Config, replace: Replace) -> Config:
+    """Return a copy with another path for each name, or the config itself if it holds none."""
+    changed: dict[str, Any] = {}
+    name = model_name("model.path", config.model.path, config.model.revision)
+    if name is not None:
+        changed["model"] = _with(config.model, path=Path(replace(name)))
+    reference = config.reference.path if config.algorithm.kl_coef else None
+    name = model_name("reference.path", reference) if reference else None
+    if name is not None:
+        changed["reference"] = _with(config.reference, path=Path(replace(name)))
+    if files := _files("data.train", config.data.train, replace):
+        changed["data"] = _with(config.data, train=files)
+    if evaluation := _evaluation(config, replace):
+        changed["eval"] = _with(config.eval, **evaluation)
+    return _with(config, **changed) if changed else config
+
+
+def _evaluation(config: Config, replace: Replace) -> dict[str, Any]:
+    changed: dict[str, Any] = {}
+    if files := _files("eval.data", config.eval.data, replace):
+        changed["data"] = files
+    datasets = {
+        name: _with(dataset, files=files)
+        for name, dataset in config.eval.datasets.items()
+        if (files := _files(f"eval.datasets.{name}.files", dataset.files, replace))
+    }
+    if datasets:
+        changed["datasets"] = config.eval.datasets | datasets
+    return changed
+
+
+def _files(key: str, files: tuple[DataFile, ...], replace: Replace) -> tuple[DataFile, ...] | None:
+    """Return the files with another path for each name, or ``None`` if there is none."""
+    names = [data_name(f"{key}[{index}]", file.path) for index, file in enumerate(files)]
+    if not any(names):
+        return None
+    pairs = zip(files, names, strict=True)
+    return tuple(file if name is None else _with(file, path=replace(name)) for file, name in pairs)
+
+
+def _with(table: Table, **changed: Any) -> Table:
+    return table.model_copy(update=changed)
+
+
+# -------------------------------------------------------------------------
+# Where names are found
+# -------------------------------------------------------------------------
+
+
+def _finder(config: Config, *, download: bool) -> Callable[[HubName], Found | None]:
+    """Return what looks names up; the hub's client is imported at the first."""
+
+    @cache
+    def source() -> Source:
+        return _source(config.hub, code=config.model.trust_remote_code)
+
+    return lambda name: _find(source(), name, download=download)
+
+
+def _source(hub: Hub, *, code: bool) -> Source:
+    make = HuggingFace if hub.source == "huggingface" else ModelScope
+    return make(hub, code=code)
+
+
+def _find(source: Source, name: HubName, *, download: bool) -> Found | None:
+    found = source.cached(name)
+    missing = list(_missing(name, found))
+    if found is not None and not missing:
+        return found
+    if not download:
+        return None
+    if source.offline is None:
+        return source.download(name)
+    what = f"lacks {', '.join(missing)} of it" if missing else "does not hold it"
+    raise HubError(
+        f"{name.key} = {str(name)!r}: the cache {source.cache} {what}, "
+        f"and {source.offline} forbids a download.",
+        hint=f"Run `{source.command(name)}` on a connected machine and copy its {source.folder(name).name} "
+        f"into {source.cache}, or name a local path.",
+    )
+
+
+def _missing(name: HubName, found: Found | None) -> Iterator[str]:
+    if found is None or name.kind != "model":
+        return
+    missing = list(lacking(found.path))
+    yield from missing if missing or found.complete else ["some files"]

@@ -1,0 +1,54 @@
+"""Which files of a Hugging Face directory hold its weights. Only safetensors are read: they hold no code."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from anygauge_hooks.errors import CheckpointError
+
+__all__ = ["INDEX", "SINGLE", "weight_files", "weight_names"]
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+
+
+def weight_names(directory: Path) -> list[str]:
+    """Return the names of the weight files, sorted, whether they are there or not.
+
+    :raises ValueError: There are none, or the index is none; the text says so of "the directory".
+    """
+    index = directory / INDEX
+    if not index.is_file():
+        if (directory / SINGLE).is_file():
+            return [SINGLE]
+        raise ValueError(f"has no safetensors weights: {SINGLE} or {INDEX}")
+    try:
+        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"its {INDEX} cannot be read: {error!r}") from error
+    wrong = [name for name in names if not isinstance(name, str) or Path(name).name != name]
+    if wrong or not names:
+        found = f"{wrong[0]!r}, which is no file of this directory" if wrong else "no file"
+        raise ValueError(f"its {INDEX} names {found}")
+    return sorted(names)
+
+
+def weight_files(directory: Path) -> list[Path]:
+    """Return the weight files of a Hugging Face directory.
+
+    :raises CheckpointError: There are none, the index is malformed, or a file that it names is missing.
+    """
+    try:
+        names = weight_names(directory)
+    except ValueError as error:
+        raise CheckpointError(
+            f"{directory} {error}.",
+            hint="Download the directory again; transformers' save_pretrained converts other formats.",
+        ) from error
+    absent = [name for name in names if not (directory / name).is_file()]
+    if absent:
+        raise CheckpointError(
+            f"{directory} lacks {', '.join(absent)}, which {INDEX} names.", hint="Complete the download."
+        )
+    return [directory / name for name in names]

@@ -1,0 +1,32 @@
+"""What a data source is to the trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from anygauge_hooks.rl import Prompt
+
+__all__ = ["DataSource"]
+
+
+class DataSource(Protocol):
+    """Prompts, drawn epoch after epoch; for SFT, conversations."""
+
+    def __len__(self) -> int:
+        """Return the number of rows that can be drawn."""
+
+    def next(self, num_prompts: int) -> Sequence[Prompt]:
+        """Return the next prompts. At the end of an epoch the next one begins."""
+
+    def all(self, limit: int | None = None) -> Sequence[Prompt]:
+        """Return every prompt once, in the order of the files, or only the first ``limit``."""
+
+    def state_dict(self) -> Mapping[str, Any]:
+        """Return where the source stands, as JSON can write it."""
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go to where another source of the same files stood when it returned ``state``.
+
+        :raises DataError: The files are not the same any more.
+        """

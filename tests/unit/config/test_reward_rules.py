@@ -1,0 +1,123 @@
+"""What is said about a wrong ``[reward]`` before a run starts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from anygauge.config.load import LoadedConfig
+from anygauge.plugins import Plugins
+from anygauge_hooks import hookimpl
+from anygauge_hooks.errors import ConfigError
+from anygauge_hooks.types import NamedFunction
+
+Load = Callable[..., LoadedConfig]
+PARTS = '--reward.parts={right={function="exact_match"}}'
+ONLY_PARTS = (PARTS, "--reward.function=none")
+
+
+class MoreRewards:
+    """A plugin with a function that has a required option."""
+
+    @hookimpl
+    def register_reward_functions(self) -> list[NamedFunction]:
+        def served(response: str, *, url: str, attempts: int = 3) -> float:
+            return 0.0
+
+        return [NamedFunction(name="served", fn=served)]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "found", "hint"),
+    [
+        (["--reward.function=none"], "reward.function: not set", "name a reward: exact_match"),
+        ([PARTS], "reward.function: found 'exact_match'", "a reward has one function or parts"),
+        ([*ONLY_PARTS, "--reward.key=acc"], "reward.key: found 'acc'", "has no effect beside parts"),
+        ([*ONLY_PARTS, "--reward.per=group"], "reward.per: found 'group'", "has no effect beside parts"),
+        (
+            ["--reward.function=none", "--reward.parts={right={function='nope'}}"],
+            "reward.parts.right.function: found 'nope'",
+            "no plugin provides it; available: exact_match",
+        ),
+        (
+            ["--reward.function=none", "--reward.parts={own={function='no_such_module:f'}}"],
+            "reward.parts.own.function: found 'no_such_module:f'",
+            "no module 'no_such_module'",
+        ),
+        (
+            ["--reward.function=none", "--reward.parts={right={function='exact_match', options={loud=1}}}"],
+            "reward.parts.right.options.loud: found 1",
+            "'exact_match' has no such option; known: strip",
+        ),
+        (
+            ["--data.label_key=none", *ONLY_PARTS],
+            "data.label_key: not set",
+            "reward 'exact_match' compares with a label",
+        ),
+        (
+            ["--reward.overlong_buffer=300"],
+            "reward.overlong_buffer: found 300",
+            "must be at most rollout.max_new_tokens = 256",
+        ),
+    ],
+)
+def test_a_wrong_reward(load: Load, overrides: list[str], found: str, hint: str) -> None:
+    with pytest.raises(ConfigError, match="has 1 problem:") as error:
+        load({}, overrides)
+    assert found in str(error.value)
+    assert f"; {hint}" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [*ONLY_PARTS, "--reward.overlong_buffer=256"],
+        ["--run.task=sft", "--reward.function=none"],
+    ],
+)
+def test_a_right_reward(load: Load, overrides: list[str]) -> None:
+    load({}, overrides)
+
+
+@pytest.mark.parametrize(
+    ("reward", "found", "hint"),
+    [
+        ("key = 'acc'", "reward.function: not set", "name a reward"),
+        ("function = 'nope'", "reward.function: found 'nope'", "no plugin provides it"),
+        (
+            "function = 'exact_match'\noptions = {loud = 1}",
+            "reward.options.loud: found 1",
+            "'exact_match' has no such option",
+        ),
+    ],
+)
+def test_a_wrong_reward_of_an_evaluation(load: Load, reward: str, found: str, hint: str) -> None:
+    tables = {'eval.datasets."aime.24"': 'files = ["x"]', 'eval.datasets."aime.24".reward': reward}
+    with pytest.raises(ConfigError) as error:
+        load(tables, check_files=False)
+    assert f"eval.datasets.aime.24.{found}" in str(error.value)
+    assert f"; {hint}" in str(error.value)
+
+
+@pytest.mark.parametrize(("own", "wrong"), [("", True), ("label_key = 'gold'", False)])
+def test_the_label_of_an_evaluation(load: Load, own: str, wrong: bool) -> None:
+    tables = {
+        'eval.datasets."aime.24"': f'files = ["x"]\n{own}',
+        'eval.datasets."aime.24".reward': "function = 'exact_match'",
+    }
+    overrides = ["--data.label_key=none", "--reward.function=json:loads"]
+    if not wrong:
+        load(tables, overrides, check_files=False)
+        return
+    with pytest.raises(
+        ConfigError, match=r"eval.datasets.aime.24.label_key: not set.*; reward 'exact_match'"
+    ):
+        load(tables, overrides, check_files=False)
+
+
+def test_an_option_that_a_function_cannot_do_without(load: Load, plugins: Plugins) -> None:
+    plugins.register(MoreRewards(), "more")
+    with pytest.raises(ConfigError, match=r"reward.options.url: not set.*; 'served' needs it"):
+        load({}, ["--reward.function=served"])
+    load({}, ["--reward.function=served", "--reward.options={url='http://x'}"])

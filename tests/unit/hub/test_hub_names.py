@@ -1,0 +1,77 @@
+"""Which strings are names."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from anygauge.hub.names import data_name, model_name
+
+
+@pytest.mark.parametrize(
+    ("text", "repository", "revision"),
+    [
+        ("Qwen/Qwen3-0.6B", "Qwen/Qwen3-0.6B", None),
+        ("o/n_1.x", "o/n_1.x", None),
+        ("Qwen/Qwen3-0.6B@refs/pr/3", "Qwen/Qwen3-0.6B", "refs/pr/3"),
+        ("Qwen/Qwen3-0.6B@main", "Qwen/Qwen3-0.6B", "main"),
+    ],
+)
+def test_a_model_name(text: str, repository: str, revision: str | None) -> None:
+    name = model_name("model.path", Path(text))
+    assert name is not None
+    assert (name.repository, name.revision) == (repository, revision)
+    assert str(name) == text
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "/models/Qwen3",
+        "../models/Qwen3",
+        "../Qwen3",
+        "Qwen3",
+        "a/b/c",
+        ".cache/model",
+        "~/model",
+        "a--b/c",
+        "a/b..c",
+        "a/b.",
+        "o/" + "n" * 95,
+        "o/na me",
+        "o/näme",
+    ],
+)
+def test_a_path_that_is_no_name(text: str) -> None:
+    assert model_name("model.path", Path(text)) is None
+
+
+def test_what_exists_here_is_no_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert model_name("model.path", Path("Qwen/Qwen3-0.6B")) is not None
+    (tmp_path / "Qwen/Qwen3-0.6B").mkdir(parents=True)
+    assert model_name("model.path", Path("Qwen/Qwen3-0.6B")) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("hf://datasets/o/n/f.jsonl", ("o/n", None, "f.jsonl", "")),
+        ("hf://datasets/o/n/a/b.parquet@[1:2]", ("o/n", None, "a/b.parquet", "@[1:2]")),
+        ("hf://datasets/o/n@v1/a/b.parquet@[-2:]", ("o/n", "v1", "a/b.parquet", "@[-2:]")),
+        ("hf://datasets/o/n/a@b.jsonl", ("o/n", None, "a@b.jsonl", "")),
+    ],
+)
+def test_a_data_name(text: str, parts: tuple[str, str | None, str, str]) -> None:
+    name = data_name("data.train[0]", text)
+    assert name is not None
+    assert (name.repository, name.revision, name.file, name.rows) == parts
+    assert str(name) == text
+
+
+@pytest.mark.parametrize(
+    "text", ["train.jsonl", "o/n/train.jsonl", "hf://datasets/o/n", "hf://o/n/f.jsonl", "hf://datasets/o/n/"]
+)
+def test_a_data_path_that_is_no_name(text: str) -> None:
+    assert data_name("data.train[0]", text) is None
