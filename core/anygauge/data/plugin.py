@@ -2,32 +2,68 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 from anygauge_hooks import hookimpl
 from anygauge_hooks.types import ConfigProblem, NamedFunction
 
+CHAT_ONLY = ("system_prompt", "chat_template_kwargs", "tools_key")
+"""Settings that only a chat template uses."""
+
 
 @hookimpl
 def register_data_sources() -> list[NamedFunction]:
-    """Return ``jsonl``."""
-    from anygauge.data.jsonl import JsonlSource
+    """Return ``files``."""
+    from anygauge.data.source import FileSource
 
-    return [NamedFunction(name="jsonl", fn=JsonlSource)]
+    return [NamedFunction(name="files", fn=FileSource)]
 
 
 @hookimpl
 def check_config(config: Any) -> list[ConfigProblem]:
-    """Return settings of ``[data]`` that would have no effect."""
+    """Return settings of data files that contradict each other or would have no effect."""
+    return [*_without_template(config), *_weights(config), *_names(config), *_answers(config)]
+
+
+def _without_template(config: Any) -> Iterator[ConfigProblem]:
+    for name in CHAT_ONLY:
+        found = getattr(config.data, name)
+        if found and not config.data.apply_chat_template:
+            hint = "Set data.apply_chat_template = true, or leave this out."
+            yield ConfigProblem(path=f"data.{name}", found=found, hint=hint)
+
+
+def _weights(config: Any) -> Iterator[ConfigProblem]:
+    weights = [file.weight for file in config.data.train]
+    if None in weights and any(weight is not None for weight in weights):
+        hint = "Give every file a weight, or none."
+        yield ConfigProblem(path="data.train", found=weights, hint=hint)
+    evaluation = {f"eval.datasets.{name}.files": found.files for name, found in config.eval.datasets.items()}
+    for path, files in {"eval.data": config.eval.data, **evaluation}.items():
+        for number, file in enumerate(files):
+            if file.weight is not None:
+                hint = "Evaluation reads each row once; leave the weight out."
+                yield ConfigProblem(path=f"{path}[{number}].weight", found=file.weight, hint=hint)
+
+
+def _names(config: Any) -> Iterator[ConfigProblem]:
+    from anygauge.config.data_files import dataset_name
+
+    for path, files in (("data.train", config.data.train), ("eval.data", config.eval.data)):
+        count = Counter(dataset_name(file) for file in files)
+        for number, file in enumerate(files):
+            name = dataset_name(file)
+            if file.name is None and count[name] > 1:
+                hint = (
+                    f"Another file's data set is called {name!r} too: give it a name, as in {{path, name}}."
+                )
+                yield ConfigProblem(path=f"{path}[{number}]", found=file.path, hint=hint)
+
+
+def _answers(config: Any) -> Iterator[ConfigProblem]:
     data = config.data
-    if data.apply_chat_template:
-        return []
-    return [
-        ConfigProblem(
-            path=f"data.{name}",
-            found=getattr(data, name),
-            hint="Set data.apply_chat_template = true, or leave this out.",
-        )
-        for name in ("system_prompt", "chat_template_kwargs")
-        if getattr(data, name)
-    ]
+    if config.run.task == "sft" and not data.apply_chat_template and data.label_key is None:
+        hint = "SFT on plain prompts trains on the label; name its field, or set data.apply_chat_template."
+        yield ConfigProblem(path="data.label_key", found=None, hint=hint)

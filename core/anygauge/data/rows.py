@@ -1,34 +1,28 @@
-"""From the lines of JSON Lines files to rows whose prompt and label can be used."""
+"""From the lines of JSON Lines files to rows that can be generated from, or trained on."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NoReturn
 
-from jinja2 import TemplateError
-
 from anygauge.config.schema import Data
-from anygauge.data.template import prompt_problem, render, tokenize
-from anygauge_hooks.errors import DataError
+from anygauge.data.conversations import make_turn_finder
+from anygauge.data.fingerprint import tokenizer_fingerprint
+from anygauge.data.problems import BadRowError
+from anygauge.data.template import Message, as_messages, kind, prompt_problem, render, require_template
+from anygauge_hooks.errors import ConfigError
+from anygauge_hooks.models import AssistantTurns
 
-__all__ = ["BadRowError", "Row", "RowReader", "read_lines"]
+__all__ = ["Row", "RowReader"]
 
+_NOT_OF_ROWS = {"train", "source", "shuffle", "cache"}
+"""Settings of ``[data]`` that say nothing of a row."""
+_IDS_ALONE = {"return_attention_mask": False, "return_token_type_ids": False}
+"""Spares a third of the first pass."""
 _EXCERPT = 60
 """Characters of a prompt that an error shows."""
-
-
-class BadRowError(Exception):
-    """What is wrong with a row, as a clause.
-
-    :param hint: What to do about it, if it is not to correct the row.
-    """
-
-    def __init__(self, problem: str, *, hint: str | None = None) -> None:
-        super().__init__(problem)
-        self.hint = hint
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,84 +33,211 @@ class Row:
     text: str
     """The prompt as the policy sees it."""
     tokens: tuple[int, ...]
+    response: tuple[int, ...] = ()
+    """For SFT, what follows ``tokens``."""
+    loss_mask: tuple[int, ...] = ()
+    """For SFT, one per token of ``response``."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Of prompt and response."""
+        return len(self.tokens) + len(self.response)
 
 
-def read_lines(path: Path) -> Iterator[tuple[int, int, bytes]]:
-    """Yield line number (from 1), byte offset and content of each line that is not blank.
+@dataclass(frozen=True, slots=True)
+class _Rendered:
+    """A row before it is tokenized."""
 
-    :raises DataError: The file cannot be read.
-    """
-    offset = 0
-    try:
-        with path.open("rb") as stream:
-            for line, content in enumerate(stream, 1):
-                if content.strip():
-                    yield line, offset, content
-                offset += len(content)
-    except OSError as error:
-        raise DataError(
-            f"Cannot read {path}: {error.strerror}.",
-            hint="data.train and eval.data are lists of JSONL files.",
-        ) from error
+    fields: dict[str, Any]
+    pieces: Sequence[str]
+    """The prompt; for SFT then by turns what is trained on and what is not."""
 
 
 class RowReader:
     """Reads rows as a config says.
 
+    Each piece of a conversation is tokenized alone: the prompt has the tokens that it has in generation, and
+    no token is half prompt and half response.
+
     :param tokenizer: A Hugging Face tokenizer.
-    :param max_tokens: A prompt with more is bad, unless ``max_prompt_tokens`` drops it; ``None`` for any
-        number.
+    :param max_tokens: A prompt with more is bad, for SFT a conversation with more, unless
+        ``max_prompt_tokens`` drops it; ``None`` for any number.
+    :param turns: For SFT; ``None`` for prompts to generate from.
+    :raises ConfigError: Tokenizer and settings do not go together.
     """
 
-    def __init__(self, config: Data, tokenizer: Any, max_tokens: int | None) -> None:
+    def __init__(
+        self, config: Data, tokenizer: Any, max_tokens: int | None, turns: AssistantTurns | None = None
+    ) -> None:
         self._config = config
         self._tokenizer = tokenizer
         self._max_tokens = max_tokens
+        self._turns = turns
+        self._sft = turns is not None
+        if config.apply_chat_template:
+            require_template(tokenizer)
+        elif self._sft and getattr(tokenizer, "eos_token_id", None) is None:
+            raise ConfigError(
+                "SFT ends each answer with the end-of-sequence token, which the tokenizer has not.",
+                hint="Set eos_token in the model directory's tokenizer_config.json.",
+            )
+        chats = config.apply_chat_template
+        self._finder = make_turn_finder(turns, tokenizer, config) if chats and turns is not None else None
+
+    def settings(self) -> dict[str, Any] | None:
+        """Return all that decides which rows are usable, as JSON can write it; ``None`` if it is unknown."""
+        tokenizer = tokenizer_fingerprint(self._tokenizer)
+        if tokenizer is None:
+            return None
+        used = self._config.model_dump(mode="json", exclude=_NOT_OF_ROWS)
+        turns = None if self._turns is None else [self._turns.start, self._turns.end]
+        return {"tokenizer": tokenizer, "max_tokens": self._max_tokens, "turns": turns, **used}
+
+    def columns(self) -> tuple[list[str], bool]:
+        """Return the fields that the config names, and whether no other is used."""
+        config = self._config
+        named = (config.input_key, config.label_key, config.metadata_key, config.tools_key)
+        return [key for key in named if key is not None], config.metadata_key is not None
+
+    def is_too_long(self, row: Row) -> bool:
+        """Return whether a row has more tokens than ``max_prompt_tokens``."""
+        limit = self._config.max_prompt_tokens
+        return limit is not None and row.num_tokens > limit
 
     def read(self, contents: Sequence[bytes]) -> list[Row | BadRowError]:
-        """Return each row, or what is wrong with it. They are tokenized in one call."""
-        rendered = [self._render(content) for content in contents]
-        texts = [row[1] for row in rendered if not isinstance(row, BadRowError)]
-        tokens = iter(self._tokenize(texts) if texts else ())
-        return [row if isinstance(row, BadRowError) else self._row(*row, next(tokens)) for row in rendered]
+        """Return each row, or what is wrong with it. They are tokenized together."""
+        rendered = [self._try_render(content) for content in contents]
+        good = [row for row in rendered if not isinstance(row, BadRowError)]
+        plain = not self._config.apply_chat_template
+        field = self._config.input_key
+        prompts = iter(self._tokenize([row.pieces[0] for row in good], field, special=plain))
+        if plain and self._config.label_key is not None:
+            field = self._config.label_key
+        rest = iter(self._tokenize([piece for row in good for piece in row.pieces[1:]], field, special=False))
+        return [
+            row
+            if isinstance(row, BadRowError)
+            else self._row(row, [next(prompts), *(next(rest) for _ in row.pieces[1:])])
+            for row in rendered
+        ]
 
-    def _render(self, content: bytes) -> tuple[dict[str, Any], str] | BadRowError:
+    # -------------------------------------------------------------------------
+    # Text
+    # -------------------------------------------------------------------------
+
+    def _try_render(self, content: bytes) -> _Rendered | BadRowError:
         try:
-            fields = _parse_row(content, self._config)
-            return fields, render(fields[self._config.input_key], self._tokenizer, self._config)
+            return self._render(_parse_object(content))
         except BadRowError as problem:
             return problem.with_traceback(None)
-        except TemplateError as error:
+        except Exception as error:  # noqa: BLE001 - a chat template is anybody's program
             return self._bad_prompt(
                 f": the chat template refuses it: {error}",
                 hint="The template's rules are in the model directory's chat_template.jinja.",
             )
 
-    def _tokenize(self, texts: Sequence[str]) -> list[list[int] | BadRowError]:
+    def _render(self, fields: dict[str, Any]) -> _Rendered:
+        config = self._config
+        value = _required(fields, config.input_key)
+        problem = prompt_problem(value, apply_chat_template=config.apply_chat_template)
+        if problem:
+            raise self._bad_prompt(f" {problem}")
+        self._check_fields(fields, value)
+        if not config.apply_chat_template:
+            return _Rendered(fields, [value, self._answer(fields)] if self._sft else [value])
+        messages, tools = as_messages(value, config.system_prompt), fields.get(config.tools_key or "")
+        if self._finder is None:
+            return _Rendered(fields, [render(messages, self._tokenizer, config, tools=tools, generate=True)])
+        messages = self._with_answer(messages, fields)
+        text = render(messages, self._tokenizer, config, tools=tools, generate=False)
         try:
-            return list(tokenize(texts, self._tokenizer, self._config))
+            return _Rendered(fields, self._finder.split(messages, text))
+        except BadRowError as error:
+            raise self._bad_prompt(f" {error}", hint=error.hint) from error
+
+    def _check_fields(self, fields: dict[str, Any], value: str | Sequence[Message]) -> None:
+        config = self._config
+        if config.label_key is not None and (not self._sft or isinstance(value, str)):
+            _required(fields, config.label_key)
+            if fields[config.label_key] is None:
+                raise BadRowError(f"field {config.label_key!r} is null")
+        if config.metadata_key is not None:
+            metadata = _required(fields, config.metadata_key)
+            if not isinstance(metadata, dict):
+                raise BadRowError(f"field {config.metadata_key!r} is {kind(metadata)}, not an object")
+        if config.tools_key is not None:
+            tools = _required(fields, config.tools_key)
+            if tools is not None and not _are_objects(tools):
+                found = "a list of other things" if isinstance(tools, list) else kind(tools)
+                raise BadRowError(f"field {config.tools_key!r} is {found}, not a list of objects")
+
+    def _with_answer(self, messages: list[Message], fields: Mapping[str, Any]) -> list[Message]:
+        """Add the label as the last turn of a conversation that ends before it."""
+        if messages[-1]["role"] == "assistant" or fields.get(self._config.label_key or "") is None:
+            return messages
+        return [*messages, {"role": "assistant", "content": self._answer(fields)}]
+
+    def _answer(self, fields: Mapping[str, Any]) -> str:
+        key = self._config.label_key
+        if key is None:
+            raise self._bad_prompt(" has no answer to train on", hint="Name its field in data.label_key.")
+        answer = fields[key]
+        if not isinstance(answer, str) or not answer:
+            found = "empty" if answer == "" else f"{kind(answer)}, not a string"
+            raise BadRowError(f"field {key!r} is {found}; SFT trains on it")
+        return answer
+
+    # -------------------------------------------------------------------------
+    # Tokens
+    # -------------------------------------------------------------------------
+
+    def _tokenize(self, texts: list[str], field: str, *, special: bool) -> list[list[int] | BadRowError]:
+        """Return token ids by text.
+
+        :param special: Whether the tokenizer adds its own special tokens; a chat template writes them itself.
+        """
+        if not texts:
+            return []
+        try:
+            return list(self._tokenizer(texts, add_special_tokens=special, **_IDS_ALONE)["input_ids"])
         except Exception as error:  # noqa: BLE001 - the tokenizers library raises nothing narrower
             if len(texts) > 1:
-                return [result for text in texts for result in self._tokenize([text])]
+                return [ids for text in texts for ids in self._tokenize([text], field, special=special)]
             return [
-                self._bad_prompt(
-                    f": the tokenizer refuses {_excerpt(texts[0])}: {error}",
+                BadRowError(
+                    f"field {field!r}: the tokenizer refuses {_excerpt(texts[0])}: {error}",
                     hint="Correct the rows, or use a tokenizer that knows all of their characters.",
                 )
             ]
 
-    def _row(self, fields: dict[str, Any], text: str, tokens: list[int] | BadRowError) -> Row | BadRowError:
-        if isinstance(tokens, BadRowError):
-            return tokens
-        if not tokens:
-            return self._bad_prompt(f": the tokenizer makes no token of {_excerpt(text)}")
-        kept = len(tokens) <= (self._config.max_prompt_tokens or len(tokens))
-        if kept and self._max_tokens is not None and len(tokens) > self._max_tokens:
+    def _row(self, row: _Rendered, pieces: list[list[int] | BadRowError]) -> Row | BadRowError:
+        tokens: list[list[int]] = []
+        for text, ids in zip(row.pieces, pieces, strict=True):
+            if isinstance(ids, BadRowError):
+                return ids
+            if not ids:
+                return self._bad_prompt(f": the tokenizer makes no token of {_excerpt(text)}")
+            tokens.append(ids)
+        if self._sft and self._finder is None:
+            tokens[1] = [*tokens[1], self._tokenizer.eos_token_id]
+        response = tuple(token for ids in tokens[1:] for token in ids)
+        mask = tuple(number % 2 for number, ids in enumerate(tokens[1:], 1) for _ in ids)
+        found = Row(row.fields, row.pieces[0], tuple(tokens[0]), response, mask)
+        return found if self.is_too_long(found) else self._length_problem(found.num_tokens) or found
+
+    def _length_problem(self, num_tokens: int) -> BadRowError | None:
+        limit = self._max_tokens
+        if limit is None or num_tokens <= limit:
+            return None
+        if self._sft:
             return self._bad_prompt(
-                f" has {len(tokens)} tokens; beside its response the model has room for {self._max_tokens}",
-                hint="Set data.max_prompt_tokens to drop longer prompts, or let responses be shorter.",
+                f" has {num_tokens} tokens with its answer; the model takes {limit}",
+                hint="Set data.max_prompt_tokens to drop longer conversations.",
             )
-        return Row(fields, text, tuple(tokens))
+        return self._bad_prompt(
+            f" has {num_tokens} tokens; beside its response the model has room for {limit}",
+            hint="Set data.max_prompt_tokens to drop longer prompts, or let responses be shorter.",
+        )
 
     def _bad_prompt(self, problem: str, *, hint: str | None = None) -> BadRowError:
         return BadRowError(f"field {self._config.input_key!r}{problem}", hint=hint)
@@ -126,30 +247,35 @@ def _excerpt(text: str) -> str:
     return repr(text[:_EXCERPT] + ("..." if len(text) > _EXCERPT else ""))
 
 
-def _parse_row(content: bytes, config: Data) -> dict[str, Any]:
-    """Return a row whose prompt and label can be used, but for the prompt's tokens."""
-    row = _parse_json(content)
-    if not isinstance(row, dict):
+def _are_objects(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(item, dict) for item in value)
+
+
+def _required(fields: Mapping[str, Any], key: str) -> Any:
+    if key not in fields:
+        raise BadRowError(f"field {key!r} is missing (the row has {', '.join(map(repr, fields)) or 'none'})")
+    return fields[key]
+
+
+# -------------------------------------------------------------------------
+# JSON
+# -------------------------------------------------------------------------
+
+
+def _parse_object(content: bytes) -> dict[str, Any]:
+    fields = _parse_json(content)
+    if not isinstance(fields, dict):
         raise BadRowError("is not a JSON object")
-    for key in (config.input_key, config.label_key):
-        if key is None:
-            continue
-        if key not in row:
-            raise BadRowError(f"field {key!r} is missing (the row has {', '.join(map(repr, row)) or 'none'})")
-        _check_characters(key, row[key])
-    problem = prompt_problem(row[config.input_key], apply_chat_template=config.apply_chat_template)
-    if problem:
-        raise BadRowError(f"field {config.input_key!r} {problem}")
-    if config.label_key is not None and row[config.label_key] is None:
-        raise BadRowError(f"field {config.label_key!r} is null")
-    return row
+    if b"\\u" in content:
+        for key, value in fields.items():
+            _check_characters(key, value)
+    return fields
 
 
 def _parse_json(content: bytes) -> Any:
     try:
         # Without its end, or an error there would be in line 2 of 1.
-        text = content.decode("utf-8-sig").rstrip()
-        return json.loads(text, parse_constant=_refuse_constant, object_pairs_hook=_object)
+        return _DECODER.decode(content.decode("utf-8-sig").rstrip())
     except json.JSONDecodeError as error:
         raise BadRowError(f"is not JSON: {error.msg} (column {error.colno})") from error
     except ValueError as error:
@@ -170,10 +296,13 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
+_DECODER = json.JSONDecoder(parse_constant=_refuse_constant, object_pairs_hook=_object)
+
+
 def _check_characters(key: str, value: Any) -> None:
     """Refuse lone surrogates, which JSON can write and no tokenizer can read."""
     try:
-        json.dumps(value, ensure_ascii=False).encode()
+        json.dumps([key, value], ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
         raise BadRowError(
             f"field {key!r} holds {error.object[error.start]!r}, which is half a character"

@@ -1,16 +1,16 @@
-"""From the prompt field of a row to text and tokens."""
+"""From the prompt field of a row to chat messages, and from these to text."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from anygauge.config.schema import Data
 from anygauge_hooks.errors import ConfigError
 
-__all__ = ["prompt_problem", "render", "tokenize"]
+__all__ = ["Message", "as_messages", "kind", "prompt_problem", "render", "require_template"]
 
-Messages = Sequence[Mapping[str, Any]]
+Message = Mapping[str, Any]
 
 
 def prompt_problem(value: Any, *, apply_chat_template: bool) -> str | None:
@@ -22,7 +22,7 @@ def prompt_problem(value: Any, *, apply_chat_template: bool) -> str | None:
     if isinstance(value, str):
         return None if value.strip() else "is empty"
     if not isinstance(value, list):
-        return f"is {_kind(value)}, not a string or a list of messages"
+        return f"is {kind(value)}, not a string or a list of messages"
     if not apply_chat_template:
         return "is a list of messages; set data.apply_chat_template = true to render it"
     if not value:
@@ -30,64 +30,74 @@ def prompt_problem(value: Any, *, apply_chat_template: bool) -> str | None:
     problems = (
         f"message {position}: {problem}"
         for position, message in enumerate(value)
-        if (problem := _message_problem(message))
+        for problem in _message_problems(message)
     )
     return next(problems, None)
 
 
-def _message_problem(message: Any) -> str | None:
+def _message_problems(message: Any) -> Iterator[str]:
     if not isinstance(message, dict):
-        return f"is {_kind(message)}, not an object"
+        yield f"is {kind(message)}, not an object"
+        return
+    # A message that calls tools need not say anything.
+    silent = isinstance(message.get("tool_calls"), list) and message["tool_calls"]
     for key in ("role", "content"):
+        if key == "content" and silent and message.get(key) is None:
+            continue
         if key not in message:
-            return f"has no {key!r}"
-        if not isinstance(message[key], str):
-            return f"{key!r} is {_kind(message[key])}, not a string"
-    return None if message["role"] else "'role' is empty"
+            yield f"has no {key!r}"
+        elif not isinstance(message[key], str):
+            yield f"{key!r} is {kind(message[key])}, not a string"
+    if not message.get("role"):
+        yield "'role' is empty"
 
 
-def render(value: str | Messages, tokenizer: Any, config: Data) -> str:
-    """Return the text that the policy sees.
-
-    :param value: A prompt without a :func:`prompt_problem`.
-    :param tokenizer: A Hugging Face tokenizer.
-    :raises ConfigError: The tokenizer has no chat template.
-    """
-    if not config.apply_chat_template:
-        assert isinstance(value, str)
-        return value
-    if getattr(tokenizer, "chat_template", None) is None:
-        raise ConfigError(
-            "data.apply_chat_template is true, but the tokenizer has no chat template.",
-            hint="Add chat_template.jinja to the model directory, or set data.apply_chat_template = false.",
-        )
-    text: str = tokenizer.apply_chat_template(
-        _messages(value, config.system_prompt),
-        tokenize=False,
-        add_generation_prompt=True,
-        **config.chat_template_kwargs,
-    )
-    return text
-
-
-def tokenize(texts: Sequence[str], tokenizer: Any, config: Data) -> list[list[int]]:
-    """Return the token ids of rendered prompts, in one call of the tokenizer.
-
-    Its own special tokens are added to plain prompts; a chat template writes them itself.
-    """
-    ids: list[list[int]] = tokenizer(list(texts), add_special_tokens=not config.apply_chat_template)[
-        "input_ids"
-    ]
-    return ids
-
-
-def _messages(value: str | Messages, system_prompt: str | None) -> list[Mapping[str, Any]]:
+def as_messages(value: str | Sequence[Message], system_prompt: str | None) -> list[Message]:
+    """Return the messages of a prompt field; a string is one from the user, after the system prompt."""
     if not isinstance(value, str):
         return list(value)
     system = [] if system_prompt is None else [{"role": "system", "content": system_prompt}]
     return [*system, {"role": "user", "content": value}]
 
 
-def _kind(value: Any) -> str:
+def require_template(tokenizer: Any) -> None:
+    """Check that chats can be rendered.
+
+    :param tokenizer: A Hugging Face tokenizer.
+    :raises ConfigError: It has no chat template.
+    """
+    if getattr(tokenizer, "chat_template", None) is None:
+        raise ConfigError(
+            "data.apply_chat_template is true, but the tokenizer has no chat template.",
+            hint="Add chat_template.jinja to the model directory, or set data.apply_chat_template = false.",
+        )
+
+
+def render(
+    messages: Sequence[Message],
+    tokenizer: Any,
+    config: Data,
+    *,
+    tools: Sequence[Any] | None = None,
+    generate: bool,
+) -> str:
+    """Return messages as text.
+
+    :param tokenizer: A Hugging Face tokenizer with a chat template.
+    :param tools: JSON schemas of functions, for the template.
+    :param generate: Whether an assistant turn is to follow; its opening is added.
+    """
+    text: str = tokenizer.apply_chat_template(
+        list(messages),
+        tools=list(tools) if tools else None,
+        tokenize=False,
+        add_generation_prompt=generate,
+        **config.chat_template_kwargs,
+    )
+    return text
+
+
+def kind(value: Any) -> str:
+    """Return what a JSON value is, in words."""
     names = {type(None): "null", bool: "a boolean", int: "a number", float: "a number", str: "a string"}
     return names.get(type(value), "a list" if isinstance(value, list) else "an object")

@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-from anygauge.config import Config
-from anygauge.config.schema import Data
-from anygauge.data.jsonl import JsonlSource, evaluation_data
+from anygauge.config.schema import Data, DataFile
+from anygauge.data.source import FileSource
 from anygauge.testing.tiny import tiny_tokenizer
 from anygauge_hooks.errors import ConfigError, DataError
 
@@ -20,13 +19,17 @@ GSM8K = ROOT.parent / "shared/data/gsm8k"
 WriteRows = Callable[..., Path]
 
 
+def data(*files: Path, **settings: Any) -> Data:
+    return Data(train=tuple(DataFile(path=str(file)) for file in files), **settings)
+
+
 def rows(count: int) -> list[dict[str, Any]]:
     return [{"prompt": f"{number}+1=", "label": str(number + 1)} for number in range(count)]
 
 
 def test_a_prompt_has_tokens_label_source_and_metadata(write_rows: WriteRows, tokenizer: Any) -> None:
     path = write_rows({"prompt": "1+1=", "label": "2", "level": 3})
-    (prompt,) = JsonlSource(Data(train=(path,)), tokenizer).next(1)
+    (prompt,) = FileSource(data(path), tokenizer).next(1)
     assert (prompt.index, prompt.text, prompt.label) == (0, "1+1=", "2")
     assert list(prompt.tokens) == tokenizer("1+1=")["input_ids"]
     assert prompt.source == f"{path}:1"
@@ -35,19 +38,19 @@ def test_a_prompt_has_tokens_label_source_and_metadata(write_rows: WriteRows, to
 
 def test_keys_can_be_named(write_rows: WriteRows, tokenizer: Any) -> None:
     path = write_rows({"question": "1+1=", "answer": 2})
-    source = JsonlSource(Data(train=(path,), input_key="question", label_key="answer"), tokenizer)
+    source = FileSource(data(path, input_key="question", label_key="answer"), tokenizer)
     assert [(prompt.text, prompt.label) for prompt in source.all()] == [("1+1=", 2)]
 
 
 def test_a_label_is_optional(write_rows: WriteRows, tokenizer: Any) -> None:
     path = write_rows({"prompt": "Sing."})
-    (prompt,) = JsonlSource(Data(train=(path,), label_key=None), tokenizer).all()
+    (prompt,) = FileSource(data(path, label_key=None), tokenizer).all()
     assert prompt.label is None
 
 
 def test_all_is_in_file_order_over_files(write_rows: WriteRows, tokenizer: Any) -> None:
     files = (write_rows(*rows(3), name="a.jsonl"), write_rows(*rows(2), name="b.jsonl"))
-    source = JsonlSource(Data(train=files), tokenizer, seed=3)
+    source = FileSource(data(*files), tokenizer, seed=3)
     assert len(source) == 5
     assert [prompt.source for prompt in source.all()] == [
         *(f"{files[0]}:{line}" for line in (1, 2, 3)),
@@ -57,7 +60,7 @@ def test_all_is_in_file_order_over_files(write_rows: WriteRows, tokenizer: Any) 
 
 
 def test_each_epoch_is_a_permutation_in_a_new_order(write_rows: WriteRows, tokenizer: Any) -> None:
-    source = JsonlSource(Data(train=(write_rows(*rows(20)),)), tokenizer, seed=1)
+    source = FileSource(data(write_rows(*rows(20))), tokenizer, seed=1)
     epochs = [[prompt.index for prompt in source.next(20)] for _ in range(3)]
     assert all(sorted(epoch) == list(range(20)) for epoch in epochs)
     assert len({tuple(epoch) for epoch in epochs}) == 3
@@ -65,19 +68,19 @@ def test_each_epoch_is_a_permutation_in_a_new_order(write_rows: WriteRows, token
 
 def test_the_same_seed_draws_the_same_however_it_is_asked(write_rows: WriteRows, tokenizer: Any) -> None:
     path = write_rows(*rows(7))
-    one, other, different = (JsonlSource(Data(train=(path,)), tokenizer, seed=s) for s in (5, 5, 6))
+    one, other, different = (FileSource(data(path), tokenizer, seed=s) for s in (5, 5, 6))
     at_once = one.next(20)
     assert [prompt for count in (1, 6, 8, 5) for prompt in other.next(count)] == at_once
     assert different.next(20) != at_once
 
 
 def test_a_small_data_set_wraps(write_rows: WriteRows, tokenizer: Any) -> None:
-    source = JsonlSource(Data(train=(write_rows(*rows(3)),)), tokenizer)
+    source = FileSource(data(write_rows(*rows(3))), tokenizer)
     assert sorted(prompt.index for prompt in source.next(9)) == [0, 0, 0, 1, 1, 1, 2, 2, 2]
 
 
 def test_order_is_kept_without_shuffle(write_rows: WriteRows, tokenizer: Any) -> None:
-    source = JsonlSource(Data(train=(write_rows(*rows(3)),), shuffle=False), tokenizer)
+    source = FileSource(data(write_rows(*rows(3)), shuffle=False), tokenizer)
     assert [prompt.index for prompt in source.next(5)] == [0, 1, 2, 0, 1]
 
 
@@ -85,16 +88,16 @@ def test_long_prompts_are_dropped_and_counted(
     write_rows: WriteRows, tokenizer: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = write_rows(*({"prompt": "a" * length, "label": ""} for length in (3, 9, 4, 8, 5)))
-    source = JsonlSource(Data(train=(path,), max_prompt_tokens=6), tokenizer)
+    source = FileSource(data(path, max_prompt_tokens=6), tokenizer)
     assert [(prompt.index, prompt.text) for prompt in source.all()] == [(0, "aaa"), (1, "aaaa"), (2, "aaaaa")]
     assert source.num_dropped == 2
-    assert caplog.messages == ["dropped 2 of 5 prompts for their length"]
+    assert caplog.messages == ["dropped 2 of 5 prompts of train for their length"]
 
 
 def test_nothing_left_is_an_error(write_rows: WriteRows, tokenizer: Any) -> None:
     path = write_rows(*rows(4))
     with pytest.raises(DataError, match=r"All 4 prompts are longer than data.max_prompt_tokens = 2"):
-        JsonlSource(Data(train=(path,), max_prompt_tokens=2), tokenizer)
+        FileSource(data(path, max_prompt_tokens=2), tokenizer)
 
 
 def test_a_prompt_that_the_model_cannot_take_is_an_error_at_once(
@@ -102,7 +105,7 @@ def test_a_prompt_that_the_model_cannot_take_is_an_error_at_once(
 ) -> None:
     path = write_rows(*({"prompt": "a" * length, "label": ""} for length in (3, 9, 5)))
     with pytest.raises(DataError) as error:
-        JsonlSource(Data(train=(path,)), tokenizer, max_tokens=6)
+        FileSource(data(path), tokenizer, max_tokens=6)
     assert f"1 of 3 rows cannot be used:\n  {path}:2: field 'prompt' has 10 tokens; " in str(error.value)
     assert "the model has room for 6" in str(error.value)
     assert "data.max_prompt_tokens" in str(error.value)
@@ -110,12 +113,12 @@ def test_a_prompt_that_the_model_cannot_take_is_an_error_at_once(
 
 def test_a_prompt_as_long_as_the_model_can_take(write_rows: WriteRows, tokenizer: Any) -> None:
     path = write_rows({"prompt": "a" * 5, "label": ""})
-    assert len(JsonlSource(Data(train=(path,)), tokenizer, max_tokens=6)) == 1
+    assert len(FileSource(data(path), tokenizer, max_tokens=6)) == 1
 
 
 def test_what_is_dropped_need_not_fit(write_rows: WriteRows, tokenizer: Any) -> None:
     path = write_rows(*({"prompt": "a" * length, "label": ""} for length in (3, 9)))
-    source = JsonlSource(Data(train=(path,), max_prompt_tokens=5), tokenizer, max_tokens=6)
+    source = FileSource(data(path, max_prompt_tokens=5), tokenizer, max_tokens=6)
     assert (len(source), source.num_dropped) == (1, 1)
 
 
@@ -126,7 +129,7 @@ def test_rows_are_tokenized_in_batches(write_rows: WriteRows, tokenizer: Any) ->
         sizes.append(len(texts))
         return tokenizer(texts, **options)
 
-    JsonlSource(Data(train=(write_rows(*rows(2500)),)), counting)
+    FileSource(data(write_rows(*rows(2500))), counting)
     assert sizes == [1000, 1000, 500]
 
 
@@ -134,7 +137,7 @@ def test_characters_that_the_tokenizer_does_not_know(write_rows: WriteRows, tmp_
     tokenizer = tiny_tokenizer(tmp_path / "model", alphabet="0123456789+=")
     path = write_rows(*rows(2), {"prompt": "hello", "label": ""}, "{", {"prompt": "1-1=", "label": ""})
     with pytest.raises(DataError) as error:
-        JsonlSource(Data(train=(path,)), tokenizer)
+        FileSource(data(path), tokenizer)
     text = str(error.value)
     assert "3 of 5 rows" in text
     assert "a tokenizer that knows" in text
@@ -146,13 +149,13 @@ def test_characters_that_the_tokenizer_does_not_know(write_rows: WriteRows, tmp_
 def test_a_prompt_without_tokens(write_rows: WriteRows, tokenizer: Any) -> None:
     path = write_rows({"prompt": "1+1=", "label": ""})
     with pytest.raises(DataError, match=r"train\.jsonl:1: field 'prompt': the tokenizer makes no token of"):
-        JsonlSource(Data(train=(path,)), lambda texts, **options: {"input_ids": [[] for _ in texts]})
+        FileSource(data(path), lambda texts, **options: {"input_ids": [[] for _ in texts]})
 
 
 def test_blank_lines_and_a_byte_order_mark_are_skipped(tmp_path: Path, tokenizer: Any) -> None:
     path = tmp_path / "train.jsonl"
     path.write_bytes(b'\xef\xbb\xbf{"prompt": "\xc3\xa9", "label": ""}\r\n\n  \n{"prompt": "b", "label": ""}')
-    prompts = JsonlSource(Data(train=(path,)), tokenizer).all()
+    prompts = FileSource(data(path), tokenizer).all()
     assert [(prompt.text, prompt.source[-2:]) for prompt in prompts] == [("\u00e9", ":1"), ("b", ":4")]
 
 
@@ -195,7 +198,7 @@ def test_a_bad_row_names_file_line_and_field(
 ) -> None:
     path = write_rows(*rows(2), row)
     with pytest.raises(DataError) as error:
-        JsonlSource(Data(train=(path,)), tokenizer)
+        FileSource(data(path), tokenizer)
     assert "1 of 3 rows cannot be used" in str(error.value)
     assert f"{path}:3: {problem}" in str(error.value)
 
@@ -215,14 +218,14 @@ def test_a_bad_row_names_file_line_and_field(
 def test_a_bad_message_is_named(write_rows: WriteRows, tokenizer: Any, messages: Any, problem: str) -> None:
     path = write_rows({"prompt": messages, "label": "2"})
     with pytest.raises(DataError) as error:
-        JsonlSource(Data(train=(path,), apply_chat_template=True), tokenizer)
+        FileSource(data(path, apply_chat_template=True), tokenizer)
     assert f"{path}:1: field 'prompt' {problem}" in str(error.value)
 
 
 def test_the_first_bad_rows_are_reported_together(write_rows: WriteRows, tokenizer: Any) -> None:
     path = write_rows(*(["{"] * 7), *rows(1))
     with pytest.raises(DataError) as error:
-        JsonlSource(Data(train=(path,)), tokenizer)
+        FileSource(data(path), tokenizer)
     text = str(error.value)
     assert "7 of 8 rows" in text
     assert [f"{path}:{line}:" in text for line in range(1, 8)] == [True] * 5 + [False] * 2
@@ -233,7 +236,7 @@ def test_bytes_that_are_no_text(tmp_path: Path, tokenizer: Any) -> None:
     path = tmp_path / "train.jsonl"
     path.write_bytes(b'{"prompt": "\xff\xfe", "label": ""}\n')
     with pytest.raises(DataError, match=r"train\.jsonl:1: is not JSON: 'utf-8' codec"):
-        JsonlSource(Data(train=(path,)), tokenizer)
+        FileSource(data(path), tokenizer)
 
 
 @pytest.mark.parametrize(
@@ -244,19 +247,19 @@ def test_a_file_that_cannot_be_used(tmp_path: Path, tokenizer: Any, name: str, p
     (tmp_path / "folder").mkdir()
     (tmp_path / "empty.jsonl").write_text("\n\n")
     with pytest.raises(DataError) as error:
-        JsonlSource(Data(train=(tmp_path / name,)), tokenizer)
+        FileSource(data(tmp_path / name), tokenizer)
     assert str(tmp_path / name) in str(error.value)
     assert problem in str(error.value)
 
 
 def test_no_file_at_all(tokenizer: Any) -> None:
     with pytest.raises(DataError, match="No data file"):
-        JsonlSource(Data(train=()), tokenizer)
+        FileSource(Data(train=()), tokenizer)
 
 
 def test_a_file_that_changes_under_the_run(write_rows: WriteRows, tokenizer: Any) -> None:
     path = write_rows(*rows(3))
-    source = JsonlSource(Data(train=(path,), shuffle=False), tokenizer, max_tokens=8)
+    source = FileSource(data(path, shuffle=False), tokenizer, max_tokens=8)
     for changed in ('{"prompt": "x"', '{"prompt": "longer than before", "label": ""}'):
         path.write_text(changed)
         with pytest.raises(DataError, match="changed while the run was reading it"):
@@ -264,12 +267,12 @@ def test_a_file_that_changes_under_the_run(write_rows: WriteRows, tokenizer: Any
 
 
 def test_a_string_becomes_a_user_message(write_rows: WriteRows, tokenizer: Any) -> None:
-    config = Data(
-        train=(write_rows({"prompt": "Hi", "label": ""}),),
+    config = data(
+        write_rows({"prompt": "Hi", "label": ""}),
         apply_chat_template=True,
         system_prompt="Be brief.",
     )
-    (prompt,) = JsonlSource(config, tokenizer).all()
+    (prompt,) = FileSource(config, tokenizer).all()
     assert prompt.text == "<system>Be brief.\n<user>Hi\n<assistant>"
     assert list(prompt.tokens) == tokenizer(prompt.text, add_special_tokens=False)["input_ids"]
     assert prompt.tokens[0] != tokenizer.bos_token_id
@@ -277,20 +280,20 @@ def test_a_string_becomes_a_user_message(write_rows: WriteRows, tokenizer: Any) 
 
 def test_messages_and_template_arguments(write_rows: WriteRows, tokenizer: Any) -> None:
     messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-    config = Data(
-        train=(write_rows({"prompt": messages, "label": ""}),),
+    config = data(
+        write_rows({"prompt": messages, "label": ""}),
         apply_chat_template=True,
         chat_template_kwargs={"thinking": True},
         system_prompt="only before strings",
     )
-    (prompt,) = JsonlSource(config, tokenizer).all()
+    (prompt,) = FileSource(config, tokenizer).all()
     assert prompt.text == "<user>a\n<assistant>b\n<assistant><think>"
 
 
 def test_a_row_that_the_template_refuses(write_rows: WriteRows, tokenizer: Any) -> None:
     path = write_rows({"prompt": [{"role": "tool", "content": "a"}], "label": ""})
     with pytest.raises(DataError, match=r"train\.jsonl:1: field 'prompt': .* a chat begins with a user"):
-        JsonlSource(Data(train=(path,), apply_chat_template=True), tokenizer)
+        FileSource(data(path, apply_chat_template=True), tokenizer)
 
 
 def test_a_tokenizer_without_a_template(
@@ -298,33 +301,20 @@ def test_a_tokenizer_without_a_template(
 ) -> None:
     monkeypatch.setattr(tokenizer, "chat_template", None)
     with pytest.raises(ConfigError, match="has no chat template"):
-        JsonlSource(Data(train=(write_rows(*rows(1)),), apply_chat_template=True), tokenizer)
-
-
-def test_evaluation_reads_its_own_files_with_the_same_settings() -> None:
-    config = Config.model_validate(
-        {
-            "run": {"name": "x"},
-            "model": {"path": "m"},
-            "data": {"train": ["t.jsonl"], "input_key": "question"},
-            "reward": {"function": "math"},
-            "eval": {"data": ["e.jsonl"]},
-        }
-    )
-    data = evaluation_data(config)
-    assert (data.train, data.input_key, data.shuffle) == ((Path("e.jsonl"),), "question", False)
+        FileSource(data(write_rows(*rows(1)), apply_chat_template=True), tokenizer)
 
 
 @pytest.mark.parametrize(("name", "count"), [("train.jsonl", 2000), ("test.jsonl", 300)])
 def test_gsm8k(tokenizer: Any, name: str, count: int) -> None:
-    config = Data(
-        train=(GSM8K / name,),
+    config = data(
+        GSM8K / name,
         input_key="question",
         label_key="answer",
         apply_chat_template=True,
         max_prompt_tokens=100_000,
     )
-    prompts = JsonlSource(config, tokenizer).all()
-    assert len(prompts) == count
+    source = FileSource(config, tokenizer)
+    assert len(source) == count
+    prompts = source.all(100)
     assert all("####" in prompt.label for prompt in prompts)
-    assert all(tokenizer.decode(prompt.tokens) == prompt.text for prompt in prompts[:50])
+    assert all(tokenizer.decode(prompt.tokens) == prompt.text for prompt in prompts)

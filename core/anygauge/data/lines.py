@@ -1,0 +1,82 @@
+"""The rows of JSON Lines files as bytes: where they are, and which of them a slice takes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from typing import NamedTuple
+
+from anygauge_hooks.errors import DataError
+
+__all__ = ["Identity", "Line", "file_identity", "read_slice", "resolve_slice", "unreadable"]
+
+
+class Line(NamedTuple):
+    """A line that is not blank."""
+
+    number: int
+    """From 1, blank lines counted in."""
+    offset: int
+    content: bytes
+    """With its end."""
+
+
+class Identity(NamedTuple):
+    """What changes when a file does."""
+
+    path: str
+    size: int
+    mtime_ns: int
+    inode: int
+
+
+def file_identity(path: Path) -> Identity:
+    """Return what tells a file from an earlier one of its name.
+
+    :raises DataError: It cannot be read.
+    """
+    try:
+        with path.open("rb") as stream:
+            status = os.fstat(stream.fileno())
+    except OSError as error:
+        raise unreadable(path, error) from error
+    return Identity(os.path.abspath(path), status.st_size, status.st_mtime_ns, status.st_ino)
+
+
+def read_slice(path: Path, rows: slice) -> Iterator[Line]:
+    """Return the lines that a slice takes; blank lines are no rows.
+
+    :raises DataError: The file cannot be read.
+    """
+    start, stop = rows.start, rows.stop
+    if min(start or 0, stop or 0) < 0:
+        start, stop = resolve_slice(rows, sum(1 for _ in _read_lines(path)))
+    return islice(_read_lines(path), start, stop)
+
+
+def resolve_slice(rows: slice, num_rows: int) -> tuple[int, int]:
+    """Return the bounds of a slice of ``num_rows`` rows, neither negative nor crossed."""
+    start, stop, _ = rows.indices(num_rows)
+    return start, max(start, stop)
+
+
+def unreadable(path: Path, error: OSError) -> DataError:
+    """Return the error of a file that the system does not give."""
+    return DataError(
+        f"Cannot read {path}: {error.strerror}.",
+        hint="data.train and eval.data are lists of JSONL or Parquet files.",
+    )
+
+
+def _read_lines(path: Path) -> Iterator[Line]:
+    offset = 0
+    try:
+        with path.open("rb") as stream:
+            for number, content in enumerate(stream, 1):
+                if not content.isspace():
+                    yield Line(number, offset, content)
+                offset += len(content)
+    except OSError as error:
+        raise unreadable(path, error) from error
