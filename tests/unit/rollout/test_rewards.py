@@ -1,33 +1,35 @@
-"""Reward functions, how they are found, and what happens when one misbehaves."""
+"""What each reward function that comes with the core makes of a response."""
 
 from __future__ import annotations
 
 import json
-import math as pymath
 import os
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from fractions import Fraction
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
-import numpy as np
-import pluggy
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from anygauge.plugins import Plugins
-from anygauge.rollout import math_grader, rewards
+from anygauge.rollout import math_grader
 from anygauge.rollout.math_grader import Grader
-from anygauge.rollout.rewards import exact_match, math, resolve_reward, score
-from anygauge_hooks import PROJECT, hookimpl, specs
-from anygauge_hooks.errors import RewardError, UnknownNameError
-from anygauge_hooks.rl import Prompt, Sample
-from anygauge_hooks.types import NamedFunction
+from anygauge.rollout.rewards import (
+    boxed,
+    dapo,
+    exact_match,
+    f1,
+    math,
+    multiple_choice,
+    overlong_penalty,
+    reward_functions,
+)
+from anygauge_hooks.errors import RewardError
 
 ROOT = Path(__file__).parents[3]
 GSM8K = ROOT.parent / "shared/data/gsm8k"
@@ -41,33 +43,21 @@ def grader() -> Iterator[Grader]:
     grader.close()
 
 
-def prompt(index: int = 0, label: Any = "4", **metadata: Any) -> Prompt:
-    return Prompt(index=index, tokens=(1,), text="2+2=", label=label, source="t.jsonl:7", metadata=metadata)
+def test_reward_functions_are_named() -> None:
+    assert {item.name: (item.fn.__name__, item.inline) for item in reward_functions()} == {
+        "dapo": ("dapo", True),
+        "exact_match": ("exact_match", True),
+        "f1": ("f1", True),
+        "math": ("math", False),
+        "multiple_choice": ("multiple_choice", True),
+        "remote": ("remote", False),
+    }
 
 
-def sample(text: str, prompt_index: int = 0) -> Sample:
-    return Sample(
-        prompt_index=prompt_index,
-        prompt_tokens=(1,),
-        response_tokens=(2,),
-        log_probs=(-0.5,),
-        loss_mask=(1,),
-        weight_versions=(0,),
-        text=text,
-        finish_reason="stop",
-        seed=0,
-    )
-
-
-def plugins_with(*functions: NamedFunction) -> Plugins:
-    """Return plugins of which one registers reward functions."""
-    manager = pluggy.PluginManager(PROJECT)
-    manager.add_hookspecs(specs)
-    plugins = Plugins(manager)
-    plugins.register(
-        SimpleNamespace(register_reward_functions=hookimpl(lambda: list(functions))), "rewards under test"
-    )
-    return plugins
+@pytest.mark.parametrize("function", [dapo, exact_match, f1, math, multiple_choice])
+def test_a_label_is_needed(function: Callable[..., Any]) -> None:
+    with pytest.raises(RewardError, match=f"{function.__name__} needs a label"):
+        function("4", None)
 
 
 # -------------------------------------------------------------------------
@@ -95,19 +85,206 @@ def test_exact_match_without_strip() -> None:
     assert exact_match(" 59", " 59", {}, strip=False) == 1.0
 
 
-@pytest.mark.parametrize("function", [exact_match, math])
-def test_a_label_is_needed(function: Callable[..., float]) -> None:
-    with pytest.raises(RewardError, match="needs a label"):
-        function("4", None, {})
-
-
 @pytest.mark.parametrize(("label", "kind"), [(["59"], "list"), ({"a": 1}, "dict")])
 def test_exact_match_compares_no_containers(label: Any, kind: str) -> None:
-    with pytest.raises(RewardError) as error:
-        score([sample("59")], [prompt(label=label)], exact_match)
-    assert "exact_match on prompt 0 (t.jsonl:7), response '59'" in str(error.value)
-    assert f"The label is a {kind}: {label!r}" in str(error.value)
+    with pytest.raises(RewardError, match=f"The label is a {kind}: ") as error:
+        exact_match("59", label)
     assert "data.label_key" in str(error.value)
+
+
+# -------------------------------------------------------------------------
+# boxed
+# -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("no box", None),
+        (r"\boxed{5}", "5"),
+        (r"\boxed{5} and \boxed{6}", "6"),
+        (r"\boxed{\frac{1}{2}}.", r"\frac{1}{2}"),
+        (r"\boxed{5} and \boxed{6", "5"),
+        (r"\boxed{\{1, 2\}}", r"\{1, 2\}"),
+        (r"} { \boxed{5}", "5"),
+        (r"\boxed{a \boxed{5}}", "5"),
+        (r"\boxed{}", ""),
+        (r"\boxed", None),
+    ],
+)
+def test_boxed(text: str, expected: str | None) -> None:
+    assert boxed(text) == expected
+
+
+@pytest.mark.parametrize("unit", [r"\boxed{", r"\boxed{1} ", "{", "\\", "}"])
+def test_boxed_takes_linear_time(unit: str) -> None:
+    started = time.process_time()
+    boxed(unit * 20_000 + r"\boxed{")
+    assert time.process_time() - started < 2
+
+
+# -------------------------------------------------------------------------
+# f1
+# -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("response", "label", "expected"),
+    [
+        ("The Eiffel Tower!", "eiffel tower", 1.0),
+        ("the tower", "Eiffel tower", 2 / 3),
+        ("a cat sat on a mat", "the cat", 2 / 5),
+        ("cat cat", "cat", 2 / 3),
+        ("dog", "cat", 0.0),
+        ("", "cat", 0.0),
+        ("the", "", 1.0),
+        ("42", 42, 1.0),
+        ("in Paris", ["London", "Paris", "in the city of Paris"], 2 * 2 / (2 + 4)),
+    ],
+)
+def test_f1(response: str, label: Any, expected: float) -> None:
+    assert f1(response, label) == pytest.approx(expected, abs=1e-12)
+
+
+def test_f1_needs_an_answer() -> None:
+    with pytest.raises(RewardError, match="empty list"):
+        f1("Paris", [])
+
+
+@given(st.text(), st.text())
+def test_f1_is_symmetric_and_bounded(one: str, other: str) -> None:
+    assert 0.0 <= f1(one, other) == f1(other, one) <= 1.0
+    assert f1(one, one) == 1.0
+
+
+# -------------------------------------------------------------------------
+# multiple_choice
+# -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "response",
+    [
+        "C",
+        " c. ",
+        "(C)",
+        "**C**",
+        "C) Paris",
+        "C. Paris is the capital.",
+        "The answer is C",
+        "the correct answer is (C).",
+        "Answer: C",
+        "**Answer:** C",
+        "I first thought the answer is A. No: the answer is C.",
+        "A is wrong. So option C.",
+        "C is correct",
+        "(C) is the right one",
+        r"The answer is \boxed{C}",
+        r"The answer is A, no: \boxed{\text{(C)}}",
+        "The answer is A.</think>So:\nC",
+        "B) is out, and so is A.\n\nC",
+        "answer: c",
+        r"Final answer: $\boxed{C}$",
+    ],
+)
+def test_multiple_choice_finds_the_letter(response: str) -> None:
+    assert multiple_choice(response, "C") == 1.0
+    assert multiple_choice(response, 2) == 1.0
+    assert multiple_choice(response, "B") == 0.0
+
+
+@pytest.mark.parametrize(
+    "response",
+    ["", "I do not know.", "The answer is a matter of taste.", "Z", "CAB", "the answer is Cologne"],
+)
+def test_multiple_choice_finds_no_letter(response: str) -> None:
+    assert [multiple_choice(response, letter) for letter in "ABCDEFGHIJ"] == [0.0] * 10
+
+
+@pytest.mark.parametrize("choices", [["Rome", "Paris"], {"A": "Rome", "b": "Paris"}])
+@pytest.mark.parametrize("label", ["B", "b", 1, "1", "paris"])
+@pytest.mark.parametrize("response", ["B", "Paris.", r"\boxed{\text{B}}", r"\boxed{Paris}"])
+def test_multiple_choice_knows_the_choices(choices: Any, label: Any, response: str) -> None:
+    assert multiple_choice(response, label, {"choices": choices}) == 1.0
+    assert multiple_choice("A", label, {"choices": choices}) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("label", "metadata", "problem"),
+    [
+        ("K", {}, "'K' is none of the choices A, B"),
+        (2, {"choices": ["x", "y"]}, "2 is none of the choices A, B"),
+        ("A", {"choices": "xy"}, "choices of a row are 'xy'"),
+        ("A", {"choices": []}, r"choices of a row are \[\]"),
+    ],
+)
+def test_multiple_choice_refuses_a_row(label: Any, metadata: Any, problem: str) -> None:
+    with pytest.raises(RewardError, match=problem):
+        multiple_choice("A", label, metadata)
+
+
+# -------------------------------------------------------------------------
+# dapo
+# -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("response", "label", "found"),
+    [
+        ("Answer: 34", "34", "34"),
+        ("Answer: 34", 34, "34"),
+        ("Answer: 34", 34.0, "34"),
+        ("Answer: 7\nNo.\nanswer : $34$.", "34", "34"),
+        ("**Answer:** 34", "34", "34"),
+        ("Answer: \\boxed{34}", "34", "34"),
+        ("Answer: x = 1,234", "1234", "1234"),
+        ("Answer: 34 dollars", "34", "34"),
+        ("Answer: 34\\text{ cm}", "34", "34"),
+        ("Answer: $90^\\circ$", "90", "90"),
+        ("Answer: \\dfrac12", "\\frac{1}{2}", "\\frac{1}{2}"),
+        ("Answer: \\sqrt2", "\\sqrt{2}", "\\sqrt{2}"),
+        ("Answer: a + b", "a+b", "a+b"),
+    ],
+)
+def test_dapo_accepts(response: str, label: Any, found: str) -> None:
+    assert dapo(response, label) == {"score": 1.0, "acc": True, "pred": found}
+
+
+@pytest.mark.parametrize(
+    ("response", "found"),
+    [
+        ("34", "[INVALID]"),
+        ("\\boxed{34}", "[INVALID]"),
+        ("Answer: 35", "35"),
+        ("Answer: 34\nAnswer: 35", "35"),
+        ("Answer: 34" + "." * 300, "[INVALID]"),
+        ("Answer: ", "[INVALID]"),
+    ],
+)
+def test_dapo_refuses(response: str, found: str) -> None:
+    assert dapo(response, "34") == {"score": -1.0, "acc": False, "pred": found}
+
+
+def test_dapo_with_a_box() -> None:
+    assert dapo("So \\boxed{34}.", "34", boxed=True) == {"score": 1.0, "acc": True, "pred": "34"}
+    assert dapo("So \\boxed{34.0}.", "34", boxed=True)["acc"] is False
+    assert dapo("\\boxed{34}" + "." * 100, "34", boxed=True)["pred"] == "[INVALID]"
+
+
+# -------------------------------------------------------------------------
+# overlong_penalty
+# -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("length", "expected"), [(0, 0.0), (80, 0.0), (81, 0.025), (90, 0.25), (100, 0.5), (120, 0.5)]
+)
+def test_overlong_penalty(length: int, expected: float) -> None:
+    assert overlong_penalty(length, limit=100, buffer=20, penalty=0.5) == expected
+
+
+def test_no_overlong_penalty_without_a_buffer() -> None:
+    assert overlong_penalty(1000, limit=100, buffer=0, penalty=1.0) == 0.0
 
 
 # -------------------------------------------------------------------------
@@ -240,9 +417,9 @@ def test_a_grader_that_says_nothing_is_given_up(monkeypatch: pytest.MonkeyPatch)
 def test_the_grader_ends_with_its_parent() -> None:
     code = (
         "import os, signal\n"
-        "from anygauge.rollout import rewards\n"
-        "assert rewards.math('5', '5', {}) == 1.0\n"
-        "print(rewards._grader(os.getpid())._process.pid, flush=True)\n"
+        "from anygauge.rollout.rewards import mathematics\n"
+        "assert mathematics.math('5', '5', {}) == 1.0\n"
+        "print(mathematics._grader(os.getpid())._process.pid, flush=True)\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )
     # The grader inherits standard error, so that reading it to the end waits for the grader.
@@ -250,219 +427,3 @@ def test_the_grader_ends_with_its_parent() -> None:
     assert parent.returncode == -signal.SIGKILL
     assert parent.stderr == b""
     assert int(parent.stdout) > 0
-
-
-# -------------------------------------------------------------------------
-# resolve_reward
-# -------------------------------------------------------------------------
-
-
-def test_reward_functions_are_named() -> None:
-    assert {item.name: item.fn for item in rewards.reward_functions()} == {
-        "exact_match": exact_match,
-        "math": math,
-    }
-
-
-def test_a_registered_name() -> None:
-    assert resolve_reward("exact_match", plugins_with(*rewards.reward_functions())) is exact_match
-
-
-def test_an_unknown_name_lists_the_known() -> None:
-    with pytest.raises(UnknownNameError, match=r"'exact'.*available: exact_match, math"):
-        resolve_reward("exact", plugins_with(*rewards.reward_functions()))
-
-
-MODULE = """
-import json, sys
-from functools import partial
-
-def full(response, label, metadata, *, bonus=0.0): return float(response == label) + bonus
-def short(response): return float(len(response))
-def open_(**arguments): return float(len(arguments))
-def no_response(label): return 0.0
-def positional(response, /, label): return 0.0
-def needs_more(response, weight): return 0.0
-def odd(prompt, answer): return 0.0
-def raises(response): return inner(response)
-def inner(response): return {}[response]
-def deep(response): return json.loads(response)
-def leaves(response): sys.exit(3)
-async def slow(response): return 0.0
-class Scale:
-    def __call__(self, response, label): return 2.0
-    def method(self, response): return 3.0
-instance = Scale()
-bound = partial(full, bonus=1.0)
-number = 3
-builtin = max
-"""
-
-
-@pytest.fixture
-def user_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Write an importable module of a user and return its name."""
-    name = "user_rewards_under_test"
-    (tmp_path / f"{name}.py").write_text(MODULE)
-    (tmp_path / f"{name}_broken.py").write_text("raise RuntimeError('no licence')")
-    monkeypatch.syspath_prepend(tmp_path)
-    yield name
-    sys.modules.pop(name, None)
-
-
-@pytest.mark.parametrize(
-    ("function", "expected"),
-    [
-        ("full", 1.0),
-        ("short", 1.0),
-        ("open_", 3.0),
-        ("instance", 2.0),
-        ("instance.method", 3.0),
-        ("bound", 2.0),
-    ],
-)
-def test_a_dotted_path(user_module: str, function: str, expected: float) -> None:
-    reward = resolve_reward(f"{user_module}:{function}", plugins_with())
-    assert score([sample("4")], [prompt()], reward) == [expected]
-
-
-def test_options_reach_the_function(user_module: str) -> None:
-    reward = resolve_reward(f"{user_module}:full", plugins_with(), {"bonus": 0.5})
-    assert score([sample("4")], [prompt()], reward, {"bonus": 0.5}) == [1.5]
-
-
-@pytest.mark.parametrize(
-    ("function", "options", "problem"),
-    [
-        ("no_response", {}, "does not take 'response'"),
-        (
-            "positional",
-            {},
-            "takes 'response' by position only. It is given response, label, metadata, by name.",
-        ),
-        ("needs_more", {}, "needs 'weight'. It is given response, label, metadata, by name."),
-        ("odd", {"weight": 1}, "needs 'prompt', 'answer'; does not take 'response', 'weight'."),
-        (
-            "full",
-            {"bonsu": 1},
-            "does not take 'bonsu'. It is given response, label, metadata, bonsu, by name.",
-        ),
-        ("full", {"label": 1}, "is given 'label' by the run and by reward.options"),
-        ("builtin", {}, "has no signature that Python can read"),
-        ("slow", {}, "is a coroutine function"),
-        ("number", {}, "is int, not a function"),
-    ],
-)
-def test_a_function_that_cannot_be_called(
-    user_module: str, function: str, options: Mapping[str, Any], problem: str
-) -> None:
-    with pytest.raises(RewardError) as error:
-        resolve_reward(f"{user_module}:{function}", plugins_with(), options)
-    assert problem in str(error.value)
-    assert function in str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("path", "problem"),
-    [
-        ("no_such_module_anywhere:reward", "ModuleNotFoundError"),
-        ("user_rewards_under_test:missing", "has no 'missing'"),
-        ("user_rewards_under_test:full.inner", "has no 'full.inner'"),
-        ("user_rewards_under_test_broken:reward", "RuntimeError('no licence')"),
-        (":reward", "ValueError"),
-    ],
-)
-def test_a_path_that_leads_nowhere(user_module: str, path: str, problem: str) -> None:
-    with pytest.raises(UnknownNameError) as error:
-        resolve_reward(path, plugins_with())
-    assert problem in str(error.value)
-    assert path in str(error.value)
-
-
-# -------------------------------------------------------------------------
-# score
-# -------------------------------------------------------------------------
-
-
-def test_score_finds_each_prompt() -> None:
-    prompts = [prompt(3, "a"), prompt(8, "b")]
-    samples = [sample("a", 3), sample("a", 8), sample("b", 8), sample("b", 3)]
-    assert score(samples, prompts, exact_match) == [1.0, 0.0, 1.0, 0.0]
-
-
-@pytest.mark.parametrize("value", [True, 1, 1.0, np.float32(1.0), np.int64(1)])
-def test_numbers_of_any_kind(value: Any) -> None:
-    (reward,) = score([sample("4")], [prompt()], lambda response: value)
-    assert type(reward) is float
-    assert reward == 1.0
-
-
-@pytest.mark.parametrize("value", [None, "1", pymath.nan, pymath.inf, [1.0], 1j])
-def test_what_is_no_finite_number(value: Any) -> None:
-    def reward(response: str) -> float:
-        return cast(float, value)
-
-    with pytest.raises(RewardError) as error:
-        score([sample("4 " * 100)], [prompt()], reward)
-    text = str(error.value)
-    assert f"returned {value!r}." in text
-    assert "reward on prompt 0 (t.jsonl:7), response '4 4 4" in text
-    assert len(text) < 400
-
-
-@pytest.mark.parametrize(
-    ("value", "shown"),
-    [
-        (10**400, "int beyond any float"),
-        (-(10**5000), "int beyond any float"),
-        (2e30, "2e+30"),
-        (-1e300, "-1e+300"),
-        (Fraction(10**400, 3), "Fraction beyond any float"),
-    ],
-    ids=["integer", "long", "float32", "float64", "fraction"],
-)
-def test_what_float32_cannot_hold(value: Any, shown: str) -> None:
-    with pytest.raises(RewardError) as error:
-        score([sample("4")], [prompt()], lambda response: cast(float, value))
-    assert f"returned {shown}, too large for float32 (the limit is 1e+30)." in str(error.value)
-
-
-def test_the_largest_reward() -> None:
-    assert score([sample("4")], [prompt()], lambda response: -1e30) == [-1e30]
-
-
-@pytest.mark.parametrize(
-    ("function", "problem"),
-    [
-        ("raises", "raised KeyError('4') at user_rewards_under_test.py:13 in inner."),
-        ("deep", "raised JSONDecodeError('Expecting value: line 1 column 1 (char 0)') at user_rewards_under"),
-        ("leaves", "raised SystemExit(3) at user_rewards_under_test.py:15 in leaves."),
-    ],
-)
-def test_an_error_says_where(user_module: str, function: str, problem: str) -> None:
-    reward = resolve_reward(f"{user_module}:{function}", plugins_with())
-    with pytest.raises(RewardError) as error:
-        score([sample("4" if function == "raises" else "")], [prompt()], reward)
-    assert problem in str(error.value)
-    assert "ANYGAUGE_DEBUG=1" in str(error.value)
-
-
-@pytest.mark.parametrize(
-    "stop", [KeyboardInterrupt(), SystemExit(128 + signal.SIGTERM), SystemExit(signal.SIGTERM)]
-)
-def test_a_signal_is_no_error_of_the_function(stop: BaseException) -> None:
-    def reward(response: str) -> float:
-        raise stop
-
-    with pytest.raises(type(stop)) as error:
-        score([sample("4")], [prompt()], reward)
-    assert error.value is stop
-
-
-def test_what_a_function_raises_is_kept() -> None:
-    def reward(response: str, metadata: Mapping[str, Any]) -> float:
-        return float(metadata["missing"])
-
-    with pytest.raises(RewardError, match=r"reward on prompt 0 .* raised KeyError\('missing'\)") as error:
-        score([sample("4")], [prompt(level=3)], reward)
-    assert isinstance(error.value.__cause__, KeyError)

@@ -35,6 +35,7 @@ def make_engine(config: Config, context: WorkerContext) -> TransformersEngine:
         dtype=getattr(torch, config.rollout.dtype or config.train.dtype or "float32"),
         device=context.device.torch_device,
         max_batch_tokens=config.rollout.max_batch_tokens,
+        trust_remote_code=config.model.trust_remote_code,
     )
 
 
@@ -49,10 +50,18 @@ class TransformersEngine:
     :param dtype: Precision of the weights and of the cache.
     :param device: Where the model lives.
     :param max_batch_tokens: Prompt and response tokens held in the cache at once.
+    :param trust_remote_code: Let Python files of the directory run.
+    :raises CheckpointError: The directory is not complete, or needs Python files that may not run.
     """
 
     def __init__(
-        self, path: Path, *, dtype: torch.dtype, device: torch.device, max_batch_tokens: int
+        self,
+        path: Path,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        max_batch_tokens: int,
+        trust_remote_code: bool = False,
     ) -> None:
         if not (path / "config.json").is_file():
             raise CheckpointError(
@@ -64,8 +73,7 @@ class TransformersEngine:
         self._aborted = threading.Event()
         self._lock = threading.Lock()
         self._refusal: str | None = None
-        self._tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
-        self._model = _build(path, dtype, device)
+        self._tokenizer, self._model = _load(path, dtype, device, trust_remote_code)
         text = self._model.config.get_text_config()
         self._vocab_size: int = text.vocab_size
         self._context_length: int | None = getattr(text, "max_position_embeddings", None)
@@ -198,11 +206,28 @@ class TransformersEngine:
         )
 
 
-def _build(path: Path, dtype: torch.dtype, device: torch.device) -> Any:
-    config = AutoConfig.from_pretrained(path, local_files_only=True)
+def _load(path: Path, dtype: torch.dtype, device: torch.device, trust_remote_code: bool) -> tuple[Any, Any]:
+    """Return the tokenizer, and the model with weights yet to be copied in."""
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(
+            path, local_files_only=True, trust_remote_code=trust_remote_code
+        )
+        return tokenizer, _build(path, dtype, device, trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            f"transformers cannot load {path}: {error}",
+            hint="Complete the directory; one that needs Python files of its own also needs "
+            "model.trust_remote_code = true.",
+        ) from error
+
+
+def _build(path: Path, dtype: torch.dtype, device: torch.device, trust_remote_code: bool) -> Any:
+    config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=trust_remote_code)
     # Every weight is about to be copied in; drawing them first would take longer and move the random state.
     with no_init_weights(), device:
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=dtype, attn_implementation="sdpa", trust_remote_code=trust_remote_code
+        )
     model.tie_weights()
     return model.eval().requires_grad_(False)
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
+from anygauge.hub.weight_files import weight_files
 from anygauge_hooks.errors import CheckpointError, WeightMappingError
 
 if TYPE_CHECKING:
@@ -23,22 +23,17 @@ __all__ = ["copy_weights", "read_weights"]
 def read_weights(directory: Path) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors of a Hugging Face directory, under their names, on the host.
 
-    :raises CheckpointError: The directory has no safetensors, or not all that its index names.
+    :raises CheckpointError: There are none, one is torn or missing, or the index is malformed.
     """
-    index = directory / "model.safetensors.index.json"
-    names = {"model.safetensors"}
-    if index.is_file():
-        names = set(json.loads(index.read_text())["weight_map"].values())
-    missing = sorted(name for name in names if not (directory / name).is_file())
-    if missing:
-        raise CheckpointError(
-            f"No weights in {directory}: {', '.join(missing)} not found.",
-            hint="A Hugging Face directory has model.safetensors, or its parts and their index.",
-        )
-    for name in sorted(names):
-        with safe_open(directory / name, framework="pt") as file:
-            for key in file.keys():  # noqa: SIM118 - not a mapping
-                yield key, file.get_tensor(key)
+    for path in weight_files(directory):
+        try:
+            with safe_open(path, framework="pt") as file:
+                for key in file.keys():  # noqa: SIM118 - not a mapping
+                    yield key, file.get_tensor(key)
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(
+                f"{path} cannot be read as safetensors: {error}.", hint="Download or copy the file again."
+            ) from error
 
 
 def copy_weights(model: Any, weights: WeightStream) -> None:

@@ -1,0 +1,173 @@
+"""One call of a reward function: what it is given, and what may come back."""
+
+from __future__ import annotations
+
+import math
+import reprlib
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from numbers import Real
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from anygauge.rollout.rewards.extraction import boxed
+from anygauge_hooks.errors import AnygaugeError
+
+__all__ = ["ARGUMENTS", "DEFAULT_KEY", "LARGEST", "Call", "Item", "Outcome", "accepted", "failure", "number"]
+
+ARGUMENTS = ("response", "label", "metadata", "prompt")
+"""What a reward function may take, each by name; the first it must."""
+DEFAULT_KEY = "score"
+"""Which number of a result that is a dict, where ``reward.key`` names none."""
+LARGEST = 1e30
+"""Well inside float32, so that the differences within a group are too."""
+Outcome = tuple[Any, str | None]
+"""What a function returned for a sample, a float or a dict of plain values, or else why there is nothing."""
+_EXCERPT = 200
+"""Characters of a value or an error that a reason shows."""
+_DEPTH = 4
+"""Levels of a result that are kept."""
+
+
+class Item(NamedTuple):
+    """What one call is about: a sample, or lists with one entry per sample of a group."""
+
+    response: Any
+    label: Any
+    metadata: Any
+    prompt: Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """A reward function, and how a config wants it called."""
+
+    name: str
+    """As the config names it."""
+    fn: Callable[..., Any]
+    options: Mapping[str, Any] = field(default_factory=dict)
+    key: str | None = None
+    extract: bool = False
+    """Whether the function gets only the boxed answer."""
+    per_group: bool = False
+    accepted: tuple[str, ...] = ARGUMENTS
+
+    def arguments(self, item: Item) -> dict[str, Any]:
+        """Return the keyword arguments for one call."""
+        arguments = self.shared(item)
+        arguments["response"] = self.given(item.response)
+        return arguments
+
+    def shared(self, item: Item) -> dict[str, Any]:
+        """Return those that are the same for every sample of a prompt."""
+        return {name: getattr(item, name) for name in self.accepted if name != "response"} | dict(
+            self.options
+        )
+
+    def given(self, response: Any) -> Any:
+        """Return what of a response the function gets."""
+        if not self.extract:
+            return response
+        return [boxed(each) or "" for each in response] if self.per_group else boxed(response) or ""
+
+    def size(self, item: Item) -> int:
+        """Return how many samples an item holds."""
+        return len(item.response) if self.per_group else 1
+
+    def outcomes(self, value: Any, item: Item) -> list[Outcome]:
+        """Return what a result means for each sample of its item."""
+        if not self.per_group:
+            return [self.outcome(value)]
+        count = self.size(item)
+        values = value.tolist() if hasattr(value, "tolist") else value
+        if not isinstance(values, (list, tuple)) or len(values) != count:
+            kind = f"{len(values)} values" if isinstance(values, (list, tuple)) else _shown(values)
+            return [self.failed(f"returned {kind} for {count} samples, not a list of {count}")] * count
+        return [self.outcome(each) for each in values]
+
+    def outcome(self, value: Any) -> Outcome:
+        """Return what a result for one sample means."""
+        if type(value) is float and -LARGEST <= value <= LARGEST:
+            return value, None
+        if isinstance(value, Mapping):
+            key = self.key or DEFAULT_KEY
+            if key not in value:
+                has = ", ".join(map(_shown, value)) or "none"
+                return self.failed(f"returned a dict without {key!r}, which has {has}; set reward.key")
+            problem = _problem(value[key])
+            return self.failed(f"returned {problem} as {key!r}") if problem else (_plain(value), None)
+        problem = _problem(value)
+        return self.failed(f"returned {problem}") if problem else (float(value), None)
+
+    def failed(self, why: str) -> Outcome:
+        """Return the outcome of a sample that could not be scored.
+
+        :param why: As a clause, of which the function is the subject.
+        """
+        return None, f"{self.name} {why}"
+
+
+def accepted(parameters: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return which of :data:`ARGUMENTS` a function with these ``inspect`` parameters takes by name."""
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return ARGUMENTS
+    by_name = {
+        name
+        for name, parameter in parameters.items()
+        if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+    }
+    return tuple(name for name in ARGUMENTS if name in by_name)
+
+
+def number(value: Any, key: str | None) -> float:
+    """Return the number of an accepted result."""
+    return float(value[key or DEFAULT_KEY] if isinstance(value, Mapping) else value)
+
+
+def failure(error: BaseException) -> str:
+    """Return why a call failed, as a clause: an own error's words, or what was raised where by the user."""
+    if isinstance(error, AnygaugeError):
+        return f"failed: {error.args[0]}" + (f" {error.hint}" if error.hint else "")
+    frames = traceback.extract_tb(error.__traceback__)[1:]
+    # What the user wrote, and not the library that it called.
+    own = [frame for frame in frames if frame.filename == frames[0].filename]
+    place = f" at {Path(own[-1].filename).name}:{own[-1].lineno} in {own[-1].name}" if own else ""
+    return f"raised {_shown(error)}{place}"
+
+
+def _problem(value: Any) -> str | None:
+    """Return what a reward is that is no number to train on, or ``None``."""
+    if not isinstance(value, Real):
+        return _shown(value)
+    try:
+        shown, as_float = repr(value), float(value)
+    except (OverflowError, ValueError):  # Python writes no integer of more than 4300 digits
+        shown, as_float = f"{type(value).__name__} beyond any float", LARGEST * 2
+    if not math.isfinite(as_float):
+        return shown
+    return f"{shown}, too large for float32 (the limit is {LARGEST:g})" if abs(as_float) > LARGEST else None
+
+
+def _plain(value: Any, depth: int = _DEPTH) -> Any:
+    """Return a copy that any process can read and JSON can write."""
+    if value is None or isinstance(value, (bool, str)):
+        return value
+    if isinstance(value, int):
+        return _problem(value) or value
+    if isinstance(value, Real):
+        return _problem(value) or float(value)
+    if depth and isinstance(value, Mapping):
+        return {str(key): _plain(each, depth - 1) for key, each in value.items()}
+    if depth and isinstance(value, (list, tuple)):
+        return [_plain(each, depth - 1) for each in value]
+    return _shown(value)
+
+
+_shortener = reprlib.Repr()
+_shortener.maxother = _shortener.maxstring = _EXCERPT
+
+
+def _shown(value: Any) -> str:
+    """Return a short ``repr`` of anything, also of an object whose own one raises."""
+    return _shortener.repr(value)

@@ -1,0 +1,39 @@
+r"""The final answer inside a response."""
+
+from __future__ import annotations
+
+import re
+
+__all__ = ["after_thinking", "boxed"]
+
+_BOX = "\\boxed{"
+_TOKEN = re.compile(r"\\boxed\{|\\.|[{}]", re.S)
+_END_OF_THINKING = "</think>"
+
+
+def boxed(text: str) -> str | None:
+    r"""Return what is in the last complete ``\boxed{}`` of a text, or ``None`` if it has none.
+
+    >>> boxed(r"First \boxed{1}, then \boxed{\frac{1}{2}} and \boxed{")
+    '\\frac{1}{2}'
+    """
+    if _BOX not in text:
+        return None
+    opened: list[int | None] = []
+    found, found_at = None, -1
+    # One pass from the left: searching backwards from each box takes quadratic time where none is closed.
+    for token in _TOKEN.finditer(text):
+        if token[0] == _BOX:
+            opened.append(token.end())
+        elif token[0] == "{":
+            opened.append(None)
+        elif token[0] == "}" and opened:
+            start = opened.pop()
+            if start is not None and start > found_at:
+                found, found_at = text[start : token.start()], start
+    return found
+
+
+def after_thinking(text: str) -> str:
+    """Return what follows the last ``</think>``: all of the text where there is none."""
+    return text.rpartition(_END_OF_THINKING)[2]

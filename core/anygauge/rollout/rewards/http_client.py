@@ -1,0 +1,137 @@
+"""A reward that a server computes."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Mapping
+from email.utils import parsedate_to_datetime
+from random import Random
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+from anygauge_hooks.errors import RewardError
+
+if TYPE_CHECKING:
+    from httpx2 import AsyncClient, Response
+
+__all__ = ["remote"]
+
+_RETRIED = (408, 429)
+"""Answers of the 4xx kind that another attempt may change."""
+_LONGEST_PAUSE_S = 10.0
+_EXCERPT = 120
+_jitter = Random()
+"""Of its own, so that a retry moves no random number of a run."""
+_clients: WeakKeyDictionary[asyncio.AbstractEventLoop, AsyncClient] = WeakKeyDictionary()
+
+
+async def remote(
+    response: str,
+    label: Any = None,
+    metadata: Mapping[str, Any] | None = None,
+    prompt: str | None = None,
+    *,
+    url: str,
+    headers: Mapping[str, str] | None = None,
+    attempts: int = 6,
+    request_timeout_s: float = 10.0,
+    deadline_s: float = 25.0,
+    pause_s: float = 0.5,
+) -> Any:
+    """Return what a server answers: a number, or an object of which ``reward.key`` names the number.
+
+    The server gets a POST with the JSON object ``{"response", "label", "metadata", "prompt"}``. A failed
+    connection, a time-out, 408, 429 and 5xx are tried again after pauses that double and vary, or that
+    ``Retry-After`` asks for; any other answer but a 2xx fails the sample at once.
+
+    :param url: Address of the server.
+    :param headers: Further headers. ``$NAME`` in a value is taken from the environment, so that the config
+        and the run directory hold no secret.
+    :param attempts: Most requests for one sample.
+    :param request_timeout_s: Longest wait for one answer, in seconds.
+    :param deadline_s: Longest time for all attempts, in seconds; below ``reward.timeout_s``, or that one ends
+        the sample without the server's words.
+    :param pause_s: The first pause between two attempts, in seconds.
+    :raises RewardError: No attempt was answered as it should be.
+    """
+    body = {"response": response, "label": label, "metadata": dict(metadata or {}), "prompt": prompt}
+    sent = {name: os.path.expandvars(value) for name, value in (headers or {}).items()}
+    ends = time.monotonic() + deadline_s
+    for attempt in range(1, attempts + 1):
+        reply, problem = await _post(url, body, sent, min(request_timeout_s, ends - time.monotonic()))
+        if reply is not None and reply.is_success:
+            return _answer(reply, url)
+        if reply is not None and reply.status_code < 500 and reply.status_code not in _RETRIED:
+            raise RewardError(f"{url} answered {problem}.", hint="Correct reward.options or the server.")
+        pause = _pause(reply, pause_s * 2 ** (attempt - 1))
+        if attempt == attempts or time.monotonic() + pause >= ends:
+            break
+        await asyncio.sleep(pause)
+    tried = f"{attempt} attempt{'s' if attempt > 1 else ''} and {deadline_s:g} s"
+    raise RewardError(f"{url} did not answer in {tried}; the last: {problem}.", hint="Is the server up?")
+
+
+async def _post(
+    url: str, body: Mapping[str, Any], headers: Mapping[str, str], timeout_s: float
+) -> tuple[Response | None, str]:
+    """Return the answer to one request, if there is one, and what happened in words."""
+    import httpx2
+
+    try:
+        async with asyncio.timeout(timeout_s):
+            reply = await _client().post(url, json=body, headers=headers)
+    except TimeoutError:
+        return None, f"no answer in {timeout_s:.3g} s"
+    except httpx2.UnsupportedProtocol as error:
+        raise RewardError(f"{url!r} is no address: {error}", hint="Write http://HOST:PORT/PATH.") from error
+    except httpx2.TransportError as error:
+        return None, f"{type(error).__name__}: {error}"
+    return reply, f"{reply.status_code} {reply.reason_phrase}: {reply.text[:_EXCERPT]!r}"
+
+
+def _client() -> AsyncClient:
+    """Return the client of the running event loop, whose connections are used again."""
+    import httpx2
+
+    loop = asyncio.get_running_loop()
+    if loop not in _clients:
+        # How many requests run at once is bounded by who calls: reward.concurrency.
+        limits = httpx2.Limits(max_connections=None, max_keepalive_connections=None)
+        _clients[loop] = httpx2.AsyncClient(timeout=None, limits=limits)
+    return _clients[loop]
+
+
+def _pause(reply: Response | None, backoff_s: float) -> float:
+    """Return the seconds before the next attempt."""
+    asked = reply.headers.get("retry-after") if reply is not None else None
+    if asked is None:
+        return min(backoff_s, _LONGEST_PAUSE_S) * _jitter.uniform(0.5, 1.0)
+    try:
+        return max(0.0, float(asked))
+    except ValueError:
+        return _until(asked, backoff_s)
+
+
+def _until(date: str, otherwise_s: float) -> float:
+    try:
+        return max(0.0, parsedate_to_datetime(date).timestamp() - time.time())
+    except ValueError:
+        return otherwise_s
+
+
+def _answer(reply: Response, url: str) -> Any:
+    try:
+        value = reply.json()
+    except ValueError as error:
+        raise RewardError(
+            f"{url} answered {reply.text[:_EXCERPT]!r}, which is no JSON: {error}.",
+            hint="Answer with a number, or an object of which reward.key names the number.",
+        ) from error
+    if isinstance(value, (int, float, dict)):
+        return value
+    raise RewardError(
+        f"{url} answered {value!r:.{_EXCERPT}}, neither a number nor an object.",
+        hint="Answer with a number, or an object of which reward.key names the number.",
+    )

@@ -1,0 +1,205 @@
+"""The driver's end of the processes that score."""
+
+from __future__ import annotations
+
+import pickle
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import wait
+from pathlib import Path
+
+from anygauge.rollout.rewards.call import Call, Item, Outcome
+from anygauge.rollout.rewards.child import Child
+from anygauge.rollout.rewards.messages import Chunk, Results, Setup
+from anygauge.rollout.rewards.resolve import is_async
+from anygauge.rollout.rewards.work import Work
+from anygauge_hooks.errors import RewardError
+
+__all__ = ["Job", "Pool"]
+
+START_S = 300.0
+"""Longest wait for a process to import the functions."""
+POLL_S = 0.2
+"""Between looks at whether a process has ended without closing its connection."""
+SILENCE_GRACE_S = 5.0
+"""Added to the time of one sample, for a process at work that has nothing marked."""
+EXIT_S = 2.0
+"""For a process to end by itself."""
+CHUNKS_PER_PROCESS = 4
+"""Of quick samples, so that no process waits long for the slowest."""
+LARGEST_CHUNK = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """Items for one of the calls of a pool."""
+
+    call: int
+    items: Sequence[Item]
+
+
+class Pool:
+    """Processes that score. None is started before there is something to score.
+
+    :param calls: What it can call.
+    :param setup: The same, as it is sent.
+    :param count: Number of processes.
+    :param log: Where their output goes: ``scorer.log`` stands for ``scorer-0.log`` and so on. ``None`` takes
+        standard error.
+    """
+
+    def __init__(self, calls: Sequence[Call], setup: Setup, *, count: int, log: Path | None) -> None:
+        self._calls = calls
+        self._setup = pickle.dumps(setup)
+        self._timeout_s = setup.timeout_s
+        self._count = count
+        self._log = log
+        self._processes: list[Child | None] = [None] * count
+        self._waiting: deque[Work] = deque()
+
+    def start(self) -> None:
+        """Start the processes that do not run, without waiting for them."""
+        for rank, process in enumerate(self._processes):
+            if process is None:
+                self._processes[rank] = Child(self._setup, self._log_of(rank))
+
+    def run(self, jobs: Sequence[Job]) -> list[list[Sequence[Outcome]]]:
+        """Return, for each job and item, the outcome of each of its samples.
+
+        :raises RewardError: A process cannot start.
+        """
+        results: list[list[Sequence[Outcome]]] = [[()] * len(job.items) for job in jobs]
+        for job, outcomes in zip(jobs, results, strict=True):
+            whole = Work(job.call, job.items, range(len(job.items)), outcomes)
+            self._waiting.extend(whole.rest(self._chunk_size(job)))
+        try:
+            while self._hand_out():
+                self._collect()
+        except BaseException:
+            self._waiting.clear()
+            self.close()
+            raise
+        return results
+
+    def close(self) -> None:
+        """End every process."""
+        running = [process for process in self._processes if process is not None]
+        self._processes = [None] * self._count
+        for process in running:
+            process.hang_up()
+        for process in running:
+            process.end(0.0 if process.work else EXIT_S)
+            process.close()
+
+    def _chunk_size(self, job: Job) -> int:
+        # An async call leaves its process free for the next: the more there are, the better.
+        parts = self._count if is_async(self._calls[job.call].fn) else self._count * CHUNKS_PER_PROCESS
+        size = -(-len(job.items) // parts)
+        return max(1, size if is_async(self._calls[job.call].fn) else min(size, LARGEST_CHUNK))
+
+    def _hand_out(self) -> bool:
+        """Give waiting work to idle processes, and return whether any is at work."""
+        if self._waiting:
+            self.start()
+        for process in filter(None, self._processes):
+            if self._waiting and process.ready and process.work is None:
+                process.work = work = self._waiting.popleft()
+                process.send(pickle.dumps(Chunk.of(work.call, work.items)))
+        return bool(self._waiting) or any(process and process.work for process in self._processes)
+
+    def _collect(self) -> None:
+        """Wait until something happens and deal with all that has."""
+        running = {rank: process for rank, process in enumerate(self._processes) if process is not None}
+        patience = self._patience(list(running.values()))
+        arrived = wait([process.connection for process in running.values()], patience)
+        for rank, process in running.items():
+            if process.connection in arrived:
+                self._heed(rank, process)
+            elif process.exited():
+                self._bury(rank, process, None, None)
+            else:
+                self._judge(rank, process)
+
+    def _patience(self, processes: Sequence[Child]) -> float:
+        """Return the seconds until a process may be overdue."""
+        begun = [mark[1] / 1e9 for process in processes if (mark := process.mark.read())]
+        return max(0.0, min([POLL_S, *(at + self._timeout_s - time.monotonic() for at in begun)]))
+
+    def _heed(self, rank: int, process: Child) -> None:
+        message = process.receive()
+        if message is None:
+            self._bury(rank, process, None, None)
+        elif isinstance(message, Results):
+            self._settle(rank, process, message)
+        elif message.problem:
+            raise self._cannot_start(process, message.problem)
+        else:
+            process.ready = True
+
+    def _settle(self, rank: int, process: Child, results: Results) -> None:
+        if process.work:
+            process.work.write_down(results)
+        if results.spent:
+            self._processes[rank] = None
+            process.end(EXIT_S)
+            process.close()
+            self._waiting.extendleft(process.work.rest(LARGEST_CHUNK) if process.work else ())
+        elif process.work and not process.work.open:
+            process.work = None
+
+    def _judge(self, rank: int, process: Child) -> None:
+        """Kill a process that takes too long."""
+        now, mark = time.monotonic(), process.mark.read()
+        if not process.ready and now - process.heard > START_S:
+            process.write_stacks()
+            raise self._cannot_start(process, f"it is not ready after {START_S:g} s")
+        if not process.ready or process.work is None:
+            return
+        late = mark is not None and now - mark[1] / 1e9 > self._timeout_s
+        if late or now - process.heard > self._timeout_s + SILENCE_GRACE_S:
+            process.write_stacks()
+            where = f"; its stack is in {process.log.name}" if process.log else ""
+            why = f"did not return in {self._timeout_s:g} s{where}"
+            self._bury(rank, process, mark[0] if mark and late else None, why)
+
+    def _bury(self, rank: int, process: Child, overdue: int | None, why: str | None) -> None:
+        """End a process, fail the item that it did not survive, and leave the rest to another one.
+
+        :param overdue: The item that took too long, if the process is ended for one.
+        :param why: What is said of the item, as a clause; ``None`` if the process ends by itself.
+        """
+        self._processes[rank] = None
+        how = process.end(EXIT_S if why is None else 0.0)
+        mark, words = process.mark.read(), process.last_words()
+        process.close()
+        if not process.ready:
+            raise self._cannot_start(process, f"its process {how}")
+        if process.work is None:
+            return
+        for results in words:
+            process.work.write_down(results)
+        guilty = overdue if overdue is not None else mark[0] if mark and why is None else None
+        why = why or f"did not return: its process {how}"
+        self._waiting.extendleft(self._convict(process.work, guilty, why))
+
+    def _convict(self, work: Work, guilty: int | None, why: str) -> list[Work]:
+        """Fail the item that ended its process, and return what is to be done again."""
+        if guilty is None and work.suspect:
+            guilty = 0
+        if guilty in work.open:
+            call = self._calls[work.call]
+            work.settle(guilty, [call.failed(why)] * call.size(work.items[guilty]))
+            return work.rest(LARGEST_CHUNK)
+        # Nothing says which it was: one at a time will.
+        return work.suspects()
+
+    def _cannot_start(self, process: Child, why: str) -> RewardError:
+        return RewardError(
+            f"A process for the reward functions cannot start: {why}.",
+            hint=f"Its output is in {process.log}." if process.log else "Its output is on standard error.",
+        )
+
+    def _log_of(self, rank: int) -> Path | None:
+        return self._log and self._log.with_stem(f"{self._log.stem}-{rank}")

@@ -1,0 +1,231 @@
+"""A process that scores: ``python -m anygauge.rollout.rewards.process SOCKET MARK PARENT``.
+
+It runs what may raise, hang, crash or eat memory. It leads its own session, so that Ctrl-C on the terminal
+reaches the driver alone, and ends when the driver does, also in the middle of a call.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import faulthandler
+import inspect
+import os
+import pickle
+import resource
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Coroutine, Generator, Sequence
+from multiprocessing.connection import Connection
+from queue import SimpleQueue
+from typing import Any
+
+from anygauge.rollout.rewards.call import Call, Item, Outcome, failure
+from anygauge.rollout.rewards.mark import Mark
+from anygauge.rollout.rewards.messages import STACKS_SIGNAL, Chunk, Ready, Results, Setup
+from anygauge.rollout.rewards.resolve import Origin, imported, is_async
+
+__all__ = ["main"]
+
+_FLUSH_NS = 10_000_000
+"""Results are sent together; none waits longer than this, or than the call after it."""
+_EXIT_GRACE_S = 1.0
+"""For a call to end once the driver has gone."""
+_MAX_TRACEBACKS = 20
+"""In the log of one process."""
+_PR_SET_PDEATHSIG = 1
+
+
+class Server:
+    """Scores chunks, one after the other."""
+
+    def __init__(self, setup: Setup, mark: Mark, send: Callable[[Results], None]) -> None:
+        self._setup = setup
+        self._mark = mark
+        self._send = send
+        self._calls = [Call(fn=_function(spec.origin), **spec.fields) for spec in setup.calls]
+        self._loop = asyncio.new_event_loop()
+        self._done: list[tuple[int, Sequence[Outcome]]] = []
+        self._seen: set[str] = set()
+        self.spent = False
+
+    def score(self, chunk: Chunk) -> None:
+        """Score every item of a chunk and send what comes of it."""
+        call, items = self._calls[chunk.call], chunk.items()
+        if is_async(call.fn):
+            self._loop.run_until_complete(self._score_together(call, items))
+        else:
+            self._score_in_turn(call, items)
+        self._flush()
+        if self.spent:
+            self._send(Results((), spent=True))
+
+    def _score_in_turn(self, call: Call, items: Sequence[Item]) -> None:
+        flushed = time.monotonic_ns()
+        for index, item in enumerate(items):
+            self._mark.begin(index)
+            try:
+                outcomes = call.outcomes(self._returned(call.fn(**call.arguments(item))), item)
+            except BaseException as error:  # noqa: BLE001 - a reward function is anybody's code
+                outcomes = self._failed(call, item, error)
+            self._mark.end()
+            self._done.append((index, outcomes))
+            if self.spent:
+                return
+            if time.monotonic_ns() - flushed > _FLUSH_NS:
+                self._flush()
+                flushed = time.monotonic_ns()
+
+    def _returned(self, value: Any) -> Any:
+        """Return a result, awaited where a plain function hands on a coroutine."""
+        return self._loop.run_until_complete(value) if inspect.iscoroutine(value) else value
+
+    async def _score_together(self, call: Call, items: Sequence[Item]) -> None:
+        gate = asyncio.Semaphore(self._setup.concurrency)
+
+        async def score(index: int, item: Item) -> None:
+            async with gate:
+                outcomes = await self._awaited(call, index, item)
+            if not self._done:
+                self._loop.call_soon(self._flush)
+            self._done.append((index, outcomes))
+            if self.spent:
+                raise MemoryError
+
+        # Calls that were under way when one ran out of memory are left without an outcome, to be made again.
+        with contextlib.suppress(BaseExceptionGroup):
+            async with asyncio.TaskGroup() as tasks:
+                for index, item in enumerate(items):
+                    tasks.create_task(score(index, item))
+
+    async def _awaited(self, call: Call, index: int, item: Item) -> list[Outcome]:
+        try:
+            async with asyncio.timeout(self._setup.timeout_s) as limit:
+                value = await _Marked(call.fn(**call.arguments(item)), self._mark, index)
+            return call.outcomes(value, item)
+        except BaseException as error:
+            if limit.expired():
+                why = f"did not return in {self._setup.timeout_s:g} s"
+                return [call.failed(why)] * call.size(item)
+            if self.spent:
+                raise
+            return self._failed(call, item, error)
+
+    def _failed(self, call: Call, item: Item, error: BaseException) -> list[Outcome]:
+        self.spent |= isinstance(error, MemoryError)
+        why = failure(error)
+        if isinstance(error, MemoryError):
+            why += f": it has {self._setup.memory_bytes / 2**30:g} GiB (reward.memory_gib)"
+        if why not in self._seen and len(self._seen) < _MAX_TRACEBACKS:
+            self._seen.add(why)
+            traceback.print_exception(error)
+        return [call.failed(why)] * call.size(item)
+
+    def _flush(self) -> None:
+        if self._done:
+            self._send(Results(self._done))
+            self._done = []
+
+
+class _Marked:
+    """An awaitable that marks its item whenever its coroutine runs, and not while it waits."""
+
+    def __init__(self, coroutine: Coroutine[Any, Any, Any], mark: Mark, index: int) -> None:
+        self._coroutine = coroutine
+        self._mark = mark
+        self._index = index
+
+    def __await__(self) -> Generator[Any, Any, Any]:
+        resume: Callable[[Any], Any] = self._coroutine.send
+        argument: Any = None
+        while True:
+            self._mark.begin(self._index)
+            try:
+                awaited = resume(argument)
+            except StopIteration as end:
+                return end.value
+            finally:
+                self._mark.end()
+            try:
+                argument, resume = (yield awaited), self._coroutine.send
+            except BaseException as error:  # noqa: BLE001 - handed on to the coroutine
+                argument, resume = error, self._coroutine.throw
+
+
+def _function(origin: Origin) -> Any:
+    if origin.kind == "path":
+        return imported(origin.value)
+    if origin.kind == "pickle":
+        return pickle.loads(origin.value)
+    from anygauge.plugins import load_plugins
+
+    return load_plugins().get("register_reward_functions", origin.value).fn
+
+
+def main(socket: int, mark: int, parent: int) -> None:
+    """Serve the driver until it closes the connection.
+
+    :param socket: Descriptor of the socket that leads to the driver.
+    :param mark: Descriptor of the file of the process's :class:`Mark`.
+    :param parent: Process id of the driver, or 0 if the driver's thread may end before its process.
+    """
+    for descriptor in (socket, mark):
+        os.set_inheritable(descriptor, False)
+    faulthandler.enable()
+    faulthandler.register(STACKS_SIGNAL, all_threads=True)
+    _die_with(parent)
+    connection = Connection(socket)
+    sys.path[:] = pickle.loads(connection.recv_bytes())
+    setup: Setup = pickle.loads(connection.recv_bytes())
+    _limit(setup.memory_bytes)
+    inbox: SimpleQueue[bytes | None] = SimpleQueue()
+    threading.Thread(target=_receive, args=(connection, inbox), daemon=True).start()
+
+    def send(message: Ready | Results) -> None:
+        connection.send_bytes(pickle.dumps(message))
+
+    try:
+        server = Server(setup, Mark(mark), send)
+    except BaseException as error:  # noqa: BLE001 - the driver raises it
+        traceback.print_exception(error)
+        send(Ready(f"{type(error).__name__}: {error}"))
+        return
+    send(Ready())
+    while not server.spent and (message := inbox.get()) is not None:
+        server.score(pickle.loads(message))
+
+
+def _limit(memory_bytes: int) -> None:
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    # Not the address space: libraries reserve far more of it than they ever use.
+    _, most = resource.getrlimit(resource.RLIMIT_DATA)
+    if most == resource.RLIM_INFINITY or memory_bytes < most:
+        resource.setrlimit(resource.RLIMIT_DATA, (memory_bytes, memory_bytes))
+
+
+def _receive(connection: Connection, inbox: SimpleQueue[bytes | None]) -> None:
+    """Queue what arrives; once the driver has gone, end this process and its children."""
+    with contextlib.suppress(EOFError, OSError, MemoryError):
+        while True:
+            inbox.put(connection.recv_bytes())
+    inbox.put(None)
+    time.sleep(_EXIT_GRACE_S)
+    os.killpg(os.getpid(), signal.SIGKILL)
+
+
+def _die_with(parent: int) -> None:
+    """Let the kernel kill this process when its parent dies, where the kernel can."""
+    prctl = getattr(ctypes.CDLL(None), "prctl", None)
+    if prctl is None or not parent:
+        return
+    prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it died before the request
+        os._exit(1)
+
+
+if __name__ == "__main__":
+    main(*map(int, sys.argv[1:]))

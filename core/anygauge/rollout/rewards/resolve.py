@@ -1,0 +1,161 @@
+"""Finding the reward functions that a config names, and refusing those that cannot be called."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import pickle
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal
+
+from anygauge.rollout.rewards.call import ARGUMENTS, Call, accepted
+from anygauge_hooks.errors import RewardError, UnknownNameError
+from anygauge_hooks.types import NamedFunction
+
+if TYPE_CHECKING:
+    from anygauge.config.schema import Reward, RewardPart
+    from anygauge.plugins import Plugins
+
+__all__ = ["Origin", "Part", "imported", "is_async", "resolve_parts"]
+
+_HOOK = "register_reward_functions"
+_HINT = (
+    "Write def reward(response, label, metadata, **options) -> float; all but response may be left out, and "
+    "prompt may be taken too."
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where another process finds a function."""
+
+    kind: Literal["path", "pickle", "plugin"]
+    value: Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """One reward function of a config, ready to be called."""
+
+    name: str
+    """Of the part; empty where a config has a single function."""
+    call: Call
+    origin: Origin | None
+    """``None`` for a function that may run in this process."""
+
+
+def resolve_parts(reward: Reward, plugins: Plugins) -> list[Part]:
+    """Return the reward functions of a config.
+
+    :raises UnknownNameError: There is no such function.
+    :raises RewardError: It cannot be called as a reward function, or none is named.
+    """
+    if reward.parts:
+        return [_resolve(name, part, plugins) for name, part in reward.parts.items()]
+    return [_resolve("", reward, plugins)]
+
+
+def _resolve(name: str, reward: Reward | RewardPart, plugins: Plugins) -> Part:
+    if reward.function is None:
+        raise RewardError("The config names no reward function.", hint="Set reward.function or reward.parts.")
+    path = reward.function
+    found = NamedFunction(name=path, fn=imported(path)) if ":" in path else plugins.get(_HOOK, path)
+    parameters = _checked_parameters(path, found.fn, reward.options)
+    call = Call(
+        name=path,
+        fn=found.fn,
+        options=dict(reward.options),
+        key=reward.key,
+        extract=reward.extract == "boxed",
+        per_group=reward.per == "group",
+        accepted=accepted(parameters),
+    )
+    inline = found.inline and not is_async(found.fn)
+    return Part(name=name, call=call, origin=None if inline else _origin(path, found.fn))
+
+
+def _origin(path: str, fn: Callable[..., Any]) -> Origin:
+    if ":" in path:
+        return Origin("path", path)
+    try:
+        return Origin("pickle", pickle.dumps(fn))
+    except Exception:  # noqa: BLE001 - a closure of a plugin, or whatever its own pickling raises
+        return Origin("plugin", path)
+
+
+def imported(path: str) -> Any:
+    """Return what ``package.module:function`` names.
+
+    :raises UnknownNameError: The module cannot be imported, or has no such function.
+    """
+    module_name, _, attribute = path.partition(":")
+    try:
+        module = importlib.import_module(module_name)
+    except (Exception, SystemExit) as error:  # importing a user's module runs anybody's code
+        raise UnknownNameError(
+            f"Reward function {path!r}: importing {module_name!r} raised {error!r}.",
+            hint="It must be importable: install it, or put its folder on PYTHONPATH.",
+        ) from error
+    found: Any = module
+    for part in attribute.split("."):
+        if not hasattr(found, part):
+            raise UnknownNameError(
+                f"Reward function {path!r}: {module_name!r} has no {attribute!r}.",
+                hint=f"Define it in {getattr(module, '__file__', None)}, or name a function that it has.",
+            )
+        found = getattr(found, part)
+    return found
+
+
+def is_async(fn: Callable[..., Any]) -> bool:
+    """Return whether calling a function gives a coroutine."""
+    while isinstance(fn, partial):
+        fn = fn.func
+    return inspect.iscoroutinefunction(fn) or inspect.iscoroutinefunction(getattr(fn, "__call__", None))  # noqa: B004
+
+
+def _checked_parameters(name: str, fn: Any, options: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the parameters of a function that can be called as a reward.
+
+    :raises RewardError: It cannot.
+    """
+    if not callable(fn):
+        raise RewardError(f"Reward function {name!r} is {type(fn).__name__}, not a function.", hint=_HINT)
+    try:
+        signature = inspect.signature(fn)
+    except ValueError as error:
+        raise RewardError(
+            f"Reward function {name!r} has no signature that Python can read.", hint=_HINT
+        ) from error
+    problems = "; ".join(_signature_problems(signature, options))
+    if problems:
+        given = ", ".join([*ARGUMENTS, *options])
+        raise RewardError(f"Reward function {name!r} {problems}. It is given {given}, by name.", hint=_HINT)
+    return signature.parameters
+
+
+def _signature_problems(signature: inspect.Signature, options: Mapping[str, Any]) -> Iterator[str]:
+    """Yield why a call by name fails, as clauses."""
+    parameters = signature.parameters.values()
+    by_position = [p.name for p in parameters if p.kind is p.POSITIONAL_ONLY]
+    by_name = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    required = {p.name for p in parameters if p.default is p.empty}
+    if by_position:
+        yield f"takes {_quoted(by_position)} by position only"
+    missing = [name for name in by_name if name in required and name not in (*ARGUMENTS, *options)]
+    if missing:
+        yield f"needs {_quoted(missing)}"
+    wanted = ["response", *options] if "response" not in by_position else options
+    unknown = [name for name in wanted if name not in by_name and not takes_any]
+    if unknown:
+        yield f"does not take {_quoted(unknown)}"
+    twice = [name for name in options if name in ARGUMENTS]
+    if twice:
+        yield f"is given {_quoted(twice)} by the run and by reward.options"
+
+
+def _quoted(names: Sequence[str]) -> str:
+    return ", ".join(map(repr, names))

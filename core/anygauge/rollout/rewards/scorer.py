@@ -1,0 +1,229 @@
+"""Scoring the groups of a step."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import fields, replace
+from itertools import chain
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+
+from anygauge.rollout.rewards.call import LARGEST, Call, Item, Outcome, failure
+from anygauge.rollout.rewards.messages import CallSpec, Setup
+from anygauge.rollout.rewards.pool import Job, Pool
+from anygauge.rollout.rewards.resolve import resolve_parts
+from anygauge.rollout.rewards.shaping import overlong_penalty, raw_number
+from anygauge_hooks.errors import RewardError
+from anygauge_hooks.rl import Group, Sample
+
+if TYPE_CHECKING:
+    from anygauge.config.schema import Reward
+    from anygauge.plugins import Plugins
+
+__all__ = ["Scorer", "check_reward"]
+
+logger = logging.getLogger(__name__)
+
+_REASONS = 3
+"""Distinct reasons that a message lists."""
+_PLACES = 3
+"""Prompts that it names for each."""
+
+
+def check_reward(reward: Reward, plugins: Plugins) -> None:
+    """Check that every reward function of a config is there and can be called.
+
+    :raises UnknownNameError: There is no such function.
+    :raises RewardError: It cannot be called as a reward function, or none is named.
+    """
+    resolve_parts(reward, plugins)
+
+
+class Scorer:
+    """The reward functions of a config, and the processes that run them.
+
+    Functions that are registered as ``inline`` run in this process, the others in processes of their own.
+
+    :param reward: The table of the config.
+    :param max_new_tokens: Longest response, for the overlong penalty.
+    :param log: Where the output of the processes goes: ``scorer.log`` stands for ``scorer-0.log`` and so on.
+        ``None`` takes standard error.
+    :raises UnknownNameError: There is no such function.
+    :raises RewardError: It cannot be called as a reward function, or none is named.
+    """
+
+    def __init__(self, reward: Reward, plugins: Plugins, *, max_new_tokens: int, log: Path | None) -> None:
+        self._reward = reward
+        self._max_new_tokens = max_new_tokens
+        self._parts = resolve_parts(reward, plugins)
+        apart = {part.name: (part.call, part.origin) for part in self._parts if part.origin is not None}
+        self._apart = {name: index for index, name in enumerate(apart)}
+        setup = Setup(
+            calls=[CallSpec(origin, _fields(call)) for call, origin in apart.values()],
+            memory_bytes=int(reward.memory_gib * 2**30),
+            timeout_s=reward.timeout_s,
+            concurrency=reward.concurrency,
+        )
+        self._pool = Pool([call for call, _ in apart.values()], setup, count=reward.num_workers, log=log)
+
+    def start(self) -> None:
+        """Start the processes, if there is work for any, without waiting for them."""
+        if self._apart:
+            self._pool.start()
+
+    def close(self) -> None:
+        """End the processes."""
+        self._pool.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        stack: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def score(self, groups: Sequence[Group]) -> list[Group]:
+        """Return the groups with a reward, or the reason why there is none, on every sample.
+
+        :raises RewardError: More samples than ``reward.max_failed_ratio`` could not be scored, or a process
+            cannot start.
+        """
+        scored = iter(self._scored(groups))
+        result = [replace(group, samples=tuple(next(scored) for _ in group.samples)) for group in groups]
+        self._check_failures(result)
+        return result
+
+    def _scored(self, groups: Sequence[Group]) -> Iterator[Sample]:
+        samples = chain.from_iterable(group.samples for group in groups)
+        outcomes = self._outcomes(groups)
+        if not self._reward.parts:
+            return map(self._with_one, samples, outcomes[0])
+        return map(self._with_parts, samples, zip(*outcomes, strict=True))
+
+    def _outcomes(self, groups: Sequence[Group]) -> list[Sequence[Outcome]]:
+        """Return for each part the outcome of each sample."""
+        jobs = [
+            Job(self._apart[part.name], list(_items(groups, per_group=part.call.per_group)))
+            for part in self._parts
+            if part.name in self._apart
+        ]
+        apart = iter(self._pool.run(jobs) if jobs else ())
+        return [
+            list(chain.from_iterable(next(apart)))
+            if part.name in self._apart
+            else _called_here(part.call, groups)
+            for part in self._parts
+        ]
+
+    def _with_one(self, sample: Sample, outcome: Outcome) -> Sample:
+        value, error = outcome
+        if error is not None:
+            return sample._replace(error=error)
+        raw = value if type(value) is float else raw_number(value, self._reward)
+        return sample._replace(reward=self._shaped(raw, sample), raw_reward=value)
+
+    def _with_parts(self, sample: Sample, outcomes: Sequence[Outcome]) -> Sample:
+        named = list(zip((part.name for part in self._parts), outcomes, strict=True))
+        errors = [f"{name}: {error}" for name, (_, error) in named if error is not None]
+        if errors:
+            return sample._replace(error="; ".join(errors))
+        raw = {name: value for name, (value, _) in named}
+        reward = self._shaped(raw_number(raw, self._reward), sample)
+        if abs(reward) > LARGEST:
+            return sample._replace(error=f"the weighted sum {reward:g} is too large for float32")
+        return sample._replace(reward=reward, raw_reward=raw)
+
+    def _shaped(self, raw: float, sample: Sample) -> float:
+        buffer = self._reward.overlong_buffer
+        if not buffer:
+            return raw
+        return raw - overlong_penalty(
+            len(sample.response_tokens),
+            limit=self._max_new_tokens,
+            buffer=buffer,
+            penalty=self._reward.overlong_penalty,
+        )
+
+    def _check_failures(self, groups: Sequence[Group]) -> None:
+        places: dict[str, list[str]] = {}
+        total = 0
+        for group in groups:
+            total += len(group.samples)
+            for sample in group.samples:
+                if sample.error is not None:
+                    where = group.prompt.source or f"prompt {group.prompt.index}"
+                    places.setdefault(sample.error, []).append(where)
+        if not places:
+            return
+        failed, allowed = sum(map(len, places.values())), self._reward.max_failed_ratio
+        message = f"{failed} of {total} samples could not be scored{_listed(places)}"
+        if failed > allowed * total:
+            raise RewardError(
+                message,
+                hint=f"Correct the data or the function, or raise reward.max_failed_ratio ({allowed:g}).",
+            )
+        logger.warning("%s", message)
+
+
+def _fields(call: Call) -> dict[str, object]:
+    return {field.name: getattr(call, field.name) for field in fields(call) if field.name != "fn"}
+
+
+def _items(groups: Sequence[Group], *, per_group: bool) -> Iterator[Item]:
+    for group in groups:
+        prompt, samples = group.prompt, group.samples
+        if not per_group:
+            label, metadata, text = prompt.label, prompt.metadata, prompt.text
+            yield from (Item(sample.text, label, metadata, text) for sample in samples)
+        elif samples:
+            yield _whole(group)
+
+
+def _whole(group: Group) -> Item:
+    prompt, count = group.prompt, len(group.samples)
+    texts = [sample.text for sample in group.samples]
+    return Item(texts, [prompt.label] * count, [prompt.metadata] * count, [prompt.text] * count)
+
+
+def _called_here(call: Call, groups: Sequence[Group]) -> list[Outcome]:
+    """Call a function in this process."""
+    found: list[Outcome] = []
+    for group in groups:
+        prompt = group.prompt
+        if call.per_group:
+            found += _called(call, _whole(group))
+            continue
+        shared = call.shared(Item("", prompt.label, prompt.metadata, prompt.text))
+        for sample in group.samples:
+            try:
+                value = call.fn(response=call.given(sample.text), **shared)
+            except Exception as error:  # noqa: BLE001 - the reason goes to the sample
+                found.append(call.failed(failure(error)))
+            else:
+                found.append(call.outcome(value))
+    return found
+
+
+def _called(call: Call, item: Item) -> list[Outcome]:
+    try:
+        return call.outcomes(call.fn(**call.arguments(item)), item)
+    except Exception as error:  # noqa: BLE001 - the reason goes to the samples
+        return [call.failed(failure(error))] * call.size(item)
+
+
+def _listed(places: dict[str, list[str]]) -> str:
+    """Return the most frequent reasons, with some of the prompts of each."""
+    ordered = sorted(places.items(), key=lambda entry: -len(entry[1]))
+    lines = []
+    for reason, prompts in ordered[:_REASONS]:
+        some = list(dict.fromkeys(prompts))
+        more = ", ..." if len(some) > _PLACES else ""
+        lines.append(f"\n  {len(prompts)} ({', '.join(some[:_PLACES])}{more}): {reason}")
+    rest = len(ordered) - _REASONS
+    return ":" + "".join(lines) + (f"\n  and {rest} other reasons" if rest > 0 else "")

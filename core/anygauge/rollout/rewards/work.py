@@ -1,0 +1,54 @@
+"""Chunks of what is to be scored, and what is known of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from anygauge.rollout.rewards.call import Item, Outcome
+from anygauge.rollout.rewards.messages import Results
+
+__all__ = ["Work"]
+
+
+@dataclass(slots=True)
+class Work:
+    """A chunk on its way, and where its outcomes belong."""
+
+    call: int
+    items: Sequence[Item]
+    positions: Sequence[int]
+    """Of the items in their job."""
+    results: list[Sequence[Outcome]]
+    """Of the job."""
+    suspect: bool = False
+    """A single item, which may have ended a process before."""
+    open: set[int] = field(init=False)
+    """Indices of the items without an outcome."""
+
+    def __post_init__(self) -> None:
+        self.open = set(range(len(self.items)))
+
+    def settle(self, index: int, outcomes: Sequence[Outcome]) -> None:
+        """Write down what became of an item."""
+        self.results[self.positions[index]] = outcomes
+        self.open.discard(index)
+
+    def write_down(self, results: Results) -> None:
+        """Settle what a process has sent."""
+        for index, outcomes in results.outcomes:
+            self.settle(index, outcomes)
+
+    def rest(self, size: int) -> list[Work]:
+        """Return what is still to be done, in chunks of at most ``size``."""
+        left = sorted(self.open)
+        return [self._some(left[start : start + size]) for start in range(0, len(left), size)]
+
+    def suspects(self) -> list[Work]:
+        """Return what is still to be done, one item at a time."""
+        return [self._some([index], suspect=True) for index in sorted(self.open)]
+
+    def _some(self, indices: Sequence[int], *, suspect: bool = False) -> Work:
+        items = [self.items[index] for index in indices]
+        positions = [self.positions[index] for index in indices]
+        return Work(self.call, items, positions, self.results, suspect=suspect)
