@@ -46,13 +46,13 @@ def ppo_clip(
     unclipped = -ratio * x.advantages
     clipped = -ratio.clamp(1 - clip_low, 1 + clip_high) * x.advantages
     losses = torch.maximum(unclipped, clipped)
-    shares = {"clip_fraction": clipped > unclipped}
+    shares = {"pg_clipfrac": clipped > unclipped}
     if dual_clip is not None:
         bound = -dual_clip * x.advantages
-        shares["dual_clip_fraction"] = (x.advantages < 0) & (losses > bound)
+        shares["pg_clipfrac_lower"] = (x.advantages < 0) & (losses > bound)
         losses = torch.where(x.advantages < 0, torch.minimum(losses, bound), losses)
     loss = _sum(losses, x)
-    metrics = {"policy_loss": loss.detach(), "ratio": _sum(ratio, x).detach(), **_log_prob_metrics(x)}
+    metrics = {"pg_loss": loss.detach(), "ratio": _sum(ratio, x).detach(), **_log_prob_metrics(x)}
     return loss, metrics | {name: _sum(share.to(ratio.dtype), x) for name, share in shares.items()}
 
 
@@ -64,7 +64,7 @@ def sft(inputs: LossInputs) -> tuple[Tensor, Metrics]:
     """
     x = _masked(inputs)
     loss = _sum(-x.log_probs, x)
-    return loss, {"policy_loss": loss.detach()}
+    return loss, {}
 
 
 def bind_options(policy_loss: Callable[..., tuple[Tensor, Metrics]], **options: Any) -> LossFunction:
@@ -118,7 +118,7 @@ class _Objective:
                 "an entropy bonus without gradient"
             )
             loss = loss - self.entropy_coef * entropy
-        terms = {"entropy": entropy.detach()}
+        terms = {"entropy_loss": entropy.detach()}
         if self.kl_coef:
             assert x.reference_log_probs is not None, "a KL term without reference log-probs"
             kl = _sum(kl_divergence(x.log_probs, x.reference_log_probs, self.kl_type), x)
@@ -132,11 +132,11 @@ def _log_prob_metrics(x: LossInputs) -> dict[str, Tensor]:
     log_probs = x.log_probs.detach()
     return {
         "ppo_kl": _sum(kl_divergence(x.old_log_probs, log_probs, "k1"), x),
-        "log_prob": _sum(log_probs, x),
-        "rollout_log_prob": _sum(x.rollout_log_probs, x),
+        "log_probs": _sum(log_probs, x),
+        "rollout_log_probs": _sum(x.rollout_log_probs, x),
         "rollout_kl": _sum(kl_divergence(x.rollout_log_probs, x.old_log_probs, "low_var_kl"), x),
-        "rollout_log_prob_abs_diff": _sum((x.old_log_probs - x.rollout_log_probs).abs(), x),
-        "rollout_current_log_prob_abs_diff": _sum((log_probs - x.rollout_log_probs).abs(), x),
+        "train_rollout_logprob_abs_diff": _sum((x.old_log_probs - x.rollout_log_probs).abs(), x),
+        "current_rollout_logprob_abs_diff": _sum((log_probs - x.rollout_log_probs).abs(), x),
     }
 
 
@@ -145,8 +145,8 @@ def _masked(inputs: LossInputs) -> LossInputs:
     counts = inputs.loss_mask != 0
     masked: dict[str, Any] = {}
     for field in fields(inputs):
-        tensor = getattr(inputs, field.name)
-        masked[field.name] = None if tensor is None else tensor.where(counts, 0.0)
+        value = getattr(inputs, field.name)
+        masked[field.name] = value.where(counts, 0.0) if isinstance(value, Tensor) else value
     return LossInputs(**masked)
 
 

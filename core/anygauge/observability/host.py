@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
-__all__ = ["Cpus", "Memory", "read_cpus", "read_memory"]
+__all__ = ["Cpus", "Memory", "read_cpus", "read_memory", "read_oom_kills"]
 
 CGROUP = Path("/sys/fs/cgroup")
+MEMBERSHIP = Path("/proc/self/cgroup")
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +32,8 @@ class Memory:
     total: int
     """Of the host, or the cgroup's limit if that is less."""
     available: int
+    used: int
+    """By everything on the host, or in the cgroup whose limit counts; a cache of files that can go is not."""
     reason: str
     """What limits them, or an empty string."""
 
@@ -44,14 +48,55 @@ def read_cpus(cgroup: Path = CGROUP) -> Cpus:
     return Cpus(present, allowed, "affinity mask" if allowed < present else "")
 
 
-def read_memory(cgroup: Path = CGROUP) -> Memory:
-    """Return the memory that this process may use."""
+def read_memory(cgroup: Path = CGROUP, membership: Path = MEMBERSHIP) -> Memory:
+    """Return the memory that this process may use.
+
+    A limit may be set on the process's cgroup or on any that it is in; the least counts.
+    """
     host = psutil.virtual_memory()
-    limit = _integer(cgroup / "memory.max") or _integer(cgroup / "memory/memory.limit_in_bytes")
-    if limit is None or limit >= host.total:
-        return Memory(host.total, host.available, "")
-    used = _integer(cgroup / "memory.current") or _integer(cgroup / "memory/memory.usage_in_bytes") or 0
-    return Memory(limit, min(host.available, max(limit - used, 0)), "cgroup limit")
+    folders = _memory_cgroups(cgroup, membership)
+    limits = [(limit, folder) for folder in folders if (limit := _memory_limit(folder)) is not None]
+    limit, folder = min(limits, default=(host.total, cgroup))
+    if limit >= host.total:
+        return Memory(host.total, host.available, host.total - host.available, "")
+    used = _memory_used(folder)
+    return Memory(limit, min(host.available, max(limit - used, 0)), used, "cgroup limit")
+
+
+def read_oom_kills(cgroup: Path = CGROUP, membership: Path = MEMBERSHIP) -> int:
+    """Return how many processes of this process's own cgroup the kernel has killed for want of memory."""
+    counts = [_oom_kills(folder) for folder in _memory_cgroups(cgroup, membership)]
+    return next((count for count in reversed(counts) if count is not None), 0)
+
+
+def _oom_kills(folder: Path) -> int | None:
+    text = _text(folder / "memory.events") or _text(folder / "memory.oom_control") or ""
+    counts = [line.split()[1] for line in text.splitlines() if line.startswith("oom_kill ")]
+    return int(counts[0]) if counts else None
+
+
+def _memory_cgroups(cgroup: Path, membership: Path) -> Iterator[Path]:
+    """Yield the folders of the memory cgroups (v2 and v1) of this process, and of those that they are in."""
+    mounts = {"": cgroup, "memory": cgroup / "memory"}
+    yield from mounts.values()
+    for line in (_text(membership) or "").splitlines():
+        _, controllers, path = line.split(":", 2)
+        for controller in controllers.split(","):
+            if controller in mounts:
+                parts = Path(path).parts[1:]
+                yield from (mounts[controller].joinpath(*parts[:count]) for count in range(1, len(parts) + 1))
+
+
+def _memory_limit(folder: Path) -> int | None:
+    return _integer(folder / "memory.max") or _integer(folder / "memory.limit_in_bytes")
+
+
+def _memory_used(folder: Path) -> int:
+    """Return the bytes in use without the files that the kernel only keeps until it needs the room."""
+    used = _integer(folder / "memory.current") or _integer(folder / "memory.usage_in_bytes") or 0
+    pairs = (line.split() for line in (_text(folder / "memory.stat") or "").splitlines())
+    stat = {pair[0]: int(pair[1]) for pair in pairs if len(pair) == 2}
+    return max(used - stat.get("total_inactive_file", stat.get("inactive_file", 0)), 0)
 
 
 def _cpu_quota(cgroup: Path) -> float | None:

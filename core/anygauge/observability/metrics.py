@@ -1,19 +1,46 @@
-"""Names of metrics, and those of a rollout and of an evaluation.
+"""Names of metrics, and those of a rollout.
 
-A metric is named ``<group>/<name>`` with group ``train``, ``rollout``, ``eval`` or ``perf``. Each group has
-its own step axis, kept in the metric ``<group>/step``: a tracker draws ``train/loss`` over ``train/step``,
-and groups that are recorded at different times or rates do not disturb each other.
+A metric is named ``<group>/<name>`` with group ``train``, ``rollout``, ``multi_turn``, ``passrate``, ``eval``
+or ``perf``; ``docs/metrics.md`` explains each. Each group has its own step axis, kept in the metric
+``<group>/step``: a tracker draws ``train/loss`` over ``train/step``, and groups that are recorded at
+different times or rates do not disturb each other.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
-from statistics import fmean, pstdev
+from math import fsum, sqrt
+from statistics import fmean
+from typing import Any
 
-from anygauge_hooks.rl import Group
+from anygauge.observability.evaluation import (
+    eval_metrics,
+    failed_ratio,
+    group_numbers,
+    pass_at_k,
+    pass_counts,
+    pass_rates,
+)
+from anygauge.observability.performance import StepWork, performance_metrics
+from anygauge.observability.responses import (
+    length_metrics,
+    repetition_ratio,
+    truncated_ratio,
+    turn_metrics,
+)
+from anygauge_hooks.rl import Group, Sample
 
-__all__ = ["eval_metrics", "rollout_metrics", "with_step_axes"]
+__all__ = [
+    "StepWork",
+    "eval_metrics",
+    "pass_at_k",
+    "pass_counts",
+    "performance_metrics",
+    "rollout_metrics",
+    "with_step_axes",
+]
 
 
 def with_step_axes(metrics: Mapping[str, float], step: int) -> dict[str, float]:
@@ -25,53 +52,72 @@ def with_step_axes(metrics: Mapping[str, float], step: int) -> dict[str, float]:
     return {**axes, **metrics}
 
 
-def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
-    """Return the ``rollout/*`` metrics of scored samples.
+def rollout_metrics(groups: Sequence[Group], raw: Callable[[Any], float]) -> dict[str, float]:
+    """Return the ``rollout/*``, ``multi_turn/*`` and ``passrate/*`` metrics of the samples of a step.
 
-    ``zero_variance_ratio`` is the share of groups whose rewards are all equal: they teach nothing.
+    Samples that could not be scored count in ``rollout/failed_ratio`` and in what concerns responses, and are
+    left out of what concerns rewards.
 
-    :param groups: At least one, with every sample scored.
+    :param groups: At least one.
+    :param raw: From ``Sample.raw_reward`` to the number before shaping.
     """
-    rewards = list(chain.from_iterable(_rewards(group) for group in groups))
+    samples = [sample for group in groups for sample in group.samples]
+    numbers = group_numbers(groups, raw)
     return {
-        "rollout/reward_mean": fmean(rewards),
-        "rollout/reward_std": pstdev(rewards),
-        "rollout/reward_min": min(rewards),
-        "rollout/reward_max": max(rewards),
-        "rollout/zero_variance_ratio": fmean(len(set(_rewards(group))) == 1 for group in groups),
-        "rollout/samples": len(rewards),
-        **_response_metrics("rollout", groups),
+        **_reward_metrics(groups, numbers),
+        "rollout/failed_ratio": failed_ratio(samples),
+        "rollout/samples": len(samples),
+        **_response_metrics(samples),
+        **_dataset_metrics(groups, numbers),
+        **turn_metrics(samples),
+        **pass_rates("passrate/", numbers, pass_counts(max(map(len, numbers)))),
     }
 
 
-def eval_metrics(groups: Sequence[Group]) -> dict[str, float]:
-    """Return the ``eval/*`` metrics of scored samples.
+def _reward_metrics(groups: Sequence[Group], numbers: Sequence[Sequence[float]]) -> dict[str, float]:
+    """Return the statistics of rewards; nothing where no sample was scored.
 
-    ``reward_best`` is the mean over prompts of the best reward of a prompt's samples: pass@k for k samples
-    and a reward of 0 or 1.
-
-    :param groups: At least one, with every sample scored.
+    ``zero_std_ratio`` is the share of groups whose rewards are all equal: they teach nothing.
     """
     rewards = [_rewards(group) for group in groups]
+    scored = list(chain.from_iterable(rewards))
+    if not scored:
+        return {}
+    mean = fmean(scored)
     return {
-        "eval/reward_mean": fmean(map(fmean, rewards)),
-        "eval/reward_best": fmean(map(max, rewards)),
-        "eval/prompts": len(groups),
-        **_response_metrics("eval", groups),
+        "rollout/raw_reward": fmean(chain.from_iterable(numbers)),
+        "rollout/reward": mean,
+        "rollout/reward_std": sqrt(fsum((reward - mean) ** 2 for reward in scored) / len(scored)),
+        "rollout/zero_std_ratio": fmean(len(set(each)) <= 1 for each in rewards),
     }
 
 
 def _rewards(group: Group) -> list[float]:
-    rewards = [sample.reward for sample in group.samples if sample.reward is not None]
-    assert len(rewards) == len(group.samples), "a sample was not scored"
-    return rewards
+    rewards = [sample.reward for sample in group.samples if sample.error is None]
+    assert None not in rewards, "a sample was not scored"
+    return rewards  # type: ignore[return-value]  # mypy does not narrow by the assertion
 
 
-def _response_metrics(prefix: str, groups: Sequence[Group]) -> dict[str, float]:
-    samples = [sample for group in groups for sample in group.samples]
+def _response_metrics(samples: Sequence[Sample]) -> dict[str, float]:
     lengths = [len(sample.response_tokens) for sample in samples]
     return {
-        f"{prefix}/response_length_mean": fmean(lengths),
-        f"{prefix}/response_length_max": max(lengths),
-        f"{prefix}/truncated_ratio": fmean(sample.finish_reason == "length" for sample in samples),
+        **length_metrics("rollout/response_len", lengths),
+        "rollout/truncated_ratio": truncated_ratio(samples),
+        "rollout/repetition_frac": repetition_ratio(samples),
     }
+
+
+def _dataset_metrics(groups: Sequence[Group], numbers: Sequence[Sequence[float]]) -> dict[str, float]:
+    """Return a few metrics of each data set, where there is more than one."""
+    parts: dict[str, list[int]] = defaultdict(list)
+    for index, group in enumerate(groups):
+        parts[group.prompt.dataset].append(index)
+    metrics: dict[str, float] = {}
+    for name, indices in parts.items() if len(parts) > 1 else ():
+        samples = [sample for index in indices for sample in groups[index].samples]
+        scored = [number for index in indices for number in numbers[index]]
+        if scored:
+            metrics[f"rollout/{name}/raw_reward"] = fmean(scored)
+        metrics[f"rollout/{name}/response_len/mean"] = fmean(len(each.response_tokens) for each in samples)
+        metrics[f"rollout/{name}/truncated_ratio"] = truncated_ratio(samples)
+    return metrics

@@ -1,27 +1,115 @@
-"""The tracker, the progress display and the host facts that come with the core."""
+"""The trackers, the progress display and the host facts that come with the core."""
 
 from __future__ import annotations
 
 import platform
+from collections.abc import Iterator, Mapping
+from importlib.util import find_spec
+from typing import Any
 
 from anygauge.observability.progress import RunProgress
 from anygauge_hooks import hookimpl
-from anygauge_hooks.types import TrackerSpec
+from anygauge_hooks.types import ConfigProblem, RunInfo, Tracker, TrackerSpec
 
 _progress = RunProgress()
 before_train = _progress.before_train
 after_train_step = _progress.after_train_step
 after_evaluate = _progress.after_evaluate
+after_save_checkpoint = _progress.after_save_checkpoint
 on_error = _progress.on_error
 after_train = _progress.after_train
+
+OPTIONS: Mapping[str, Mapping[str, type]] = {
+    "jsonl": {},
+    "tensorboard": {"dir": str},
+    "wandb": {
+        **dict.fromkeys(("project", "entity", "name", "group", "job_type", "notes", "mode", "dir"), str),
+        "tags": list,
+    },
+    "trackio": dict.fromkeys(("project", "name", "group", "space_id", "server_url"), str),
+}
+"""What ``run.tracker_options`` may hold for each tracker of the core."""
+WANDB_MODES = ("online", "offline", "disabled")
 
 
 @hookimpl
 def register_trackers() -> list[TrackerSpec]:
-    """Return ``jsonl``."""
+    """Return ``jsonl``, ``tensorboard``, ``wandb`` and ``trackio``."""
     from anygauge.observability.jsonl import make_jsonl_tracker
 
-    return [TrackerSpec(name="jsonl", make=make_jsonl_tracker)]
+    return [
+        TrackerSpec(name="jsonl", make=make_jsonl_tracker),
+        TrackerSpec(name="tensorboard", make=_make_tensorboard),
+        TrackerSpec(name="wandb", make=_make_wandb),
+        TrackerSpec(name="trackio", make=_make_trackio),
+    ]
+
+
+def _make_tensorboard(run: RunInfo) -> Tracker:
+    from anygauge.observability.tensorboard import make_tensorboard_tracker
+
+    return make_tensorboard_tracker(run)
+
+
+def _make_wandb(run: RunInfo) -> Tracker:
+    from anygauge.observability.wandb import make_wandb_tracker
+
+    return make_wandb_tracker(run)
+
+
+def _make_trackio(run: RunInfo) -> Tracker:
+    from anygauge.observability.trackio import make_trackio_tracker
+
+    return make_trackio_tracker(run)
+
+
+@hookimpl
+def check_config(config: Any) -> list[ConfigProblem]:
+    """Return trackers whose package is missing, their wrong options, and a data set's impossible name."""
+    return [*_missing_packages(config), *_tracker_options(config), *_dataset_names(config)]
+
+
+def _missing_packages(config: Any) -> Iterator[ConfigProblem]:
+    for index, name in enumerate(config.run.trackers):
+        if name in OPTIONS and name != "jsonl" and not _is_installed(name):
+            hint = f"the package {name} is not installed: pip install 'anygauge[{name}]'"
+            yield ConfigProblem(path=f"run.trackers[{index}]", found=name, hint=hint)
+
+
+def _is_installed(package: str) -> bool:
+    # A folder of this name, such as the one that wandb makes, counts as a package without an origin.
+    spec = find_spec(package)
+    return spec is not None and spec.origin is not None
+
+
+def _tracker_options(config: Any) -> Iterator[ConfigProblem]:
+    for name, options in config.run.tracker_options.items():
+        path = f"run.tracker_options.{name}"
+        if name not in {"jsonl", *config.run.trackers}:
+            hint = f"add {name!r} to run.trackers, or leave this out"
+            yield ConfigProblem(path=path, found=options, hint=hint)
+        elif name in OPTIONS:
+            yield from _options_of(name, options, path)
+
+
+def _options_of(name: str, options: Mapping[str, Any], path: str) -> Iterator[ConfigProblem]:
+    known = OPTIONS[name]
+    for key, value in options.items():
+        if key not in known:
+            hint = f"tracker {name} has no such option; it has {', '.join(sorted(known)) or 'none'}"
+        elif not isinstance(value, known[key]):
+            hint = f"write a {'string' if known[key] is str else 'list of strings'}"
+        elif (name, key) == ("wandb", "mode") and value not in WANDB_MODES:
+            hint = f"write one of {', '.join(WANDB_MODES)}"
+        else:
+            continue
+        yield ConfigProblem(path=f"{path}.{key}", found=value, hint=hint)
+
+
+def _dataset_names(config: Any) -> Iterator[ConfigProblem]:
+    if "step" in config.eval.datasets:
+        hint = "eval/step is the step axis of evaluations; give the data set another name"
+        yield ConfigProblem(path="eval.datasets.step", found="step", hint=hint)
 
 
 @hookimpl

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from anygauge_hooks import hookimpl
@@ -18,15 +20,20 @@ if TYPE_CHECKING:
 __all__ = ["RunProgress"]
 
 _SHOWN = {
-    "rollout/reward_mean": "reward",
-    "rollout/response_length_mean": "length",
-    "train/entropy": "entropy",
+    "rollout/raw_reward": "reward",
+    "rollout/response_len/mean": "length",
+    "train/entropy_loss": "entropy",
     "train/grad_norm": "grad norm",
 }
 """Metrics of a step that are shown, with their labels.
 
-Not the loss: with centred advantages and one optimizer step per rollout it is 0 but for rounding.
+Not the loss: with centred advantages and one optimizer step per rollout it is 0 but for rounding. SFT has
+nothing else.
 """
+_SHOWN_IN_SFT = {"train/loss": "loss", "train/grad_norm": "grad norm"}
+_DETAIL = re.compile(r"/|-(truncated_ratio|failed_ratio|samples)$")
+"""What of an evaluation is for the trackers alone."""
+_PASS = re.compile(r"passrate/(.+)-pass@(\d+)$")
 
 
 def _stdout_console() -> Console:
@@ -56,7 +63,7 @@ class RunProgress:
     def before_train(self, run: RunInfo) -> None:
         """Start the display."""
         console = self._console = self._make_console()
-        self._first_step = run.step
+        self._first_step = self._saved_step = run.step
         self._started = self._step_started = self._clock()
         if console.is_terminal and run.config.run.progress:
             self._start_live(run, console)
@@ -67,7 +74,8 @@ class RunProgress:
     def after_train_step(self, run: RunInfo, metrics: Mapping[str, float]) -> None:
         """Show a step's metrics, how long it took and how long the rest will take."""
         now = self._clock()
-        shown = [f"{label} {metrics[name]:.4g}" for name, label in _SHOWN.items() if name in metrics]
+        chosen = _SHOWN if run.config.run.task == "rl" else _SHOWN_IN_SFT
+        shown = [f"{label} {metrics[name]:.4g}" for name, label in chosen.items() if name in metrics]
         status = "  ".join([*shown, f"{now - self._step_started:.3g} s/step"])
         self._step_started = now
         if self._live is not None:
@@ -79,13 +87,15 @@ class RunProgress:
     @hookimpl
     def after_evaluate(self, run: RunInfo, metrics: Mapping[str, float]) -> None:
         """Show an evaluation, above the live display if there is one."""
-        values = "  ".join(
-            f"{name.removeprefix('eval/')} {value:.4g}"
-            for name, value in sorted(metrics.items())
-            if name != "eval/step"
-        )
+        values = "  ".join(f"{label} {value:.4g}" for label, value in _eval_results(metrics))
         self._print(f"eval at step {run.step}  {values}")
         self._step_started = self._clock()
+
+    @hookimpl
+    def after_save_checkpoint(self, run: RunInfo, path: str) -> None:
+        """Remember where the run can be resumed; one that goes well needs no line for it."""
+        number = re.search(r"\d+$", Path(path).name)
+        self._saved_step = int(number[0]) if number else run.step
 
     @hookimpl
     def on_error(self, run: RunInfo, error: BaseException) -> None:
@@ -96,10 +106,11 @@ class RunProgress:
         # A signal is an exception only to this program, and the command names it.
         cause = f" by {type(error).__name__}" if isinstance(error, Exception) else ""
         elapsed = _duration(self._clock() - self._started)
-        self._print(
-            f"run {run.name}: stopped after {run.step} of {run.total_steps} steps and {elapsed}{cause}; "
-            "no model was saved"
+        left = (
+            f"resume with --resume from step {self._saved_step}" if self._saved_step else "nothing was saved"
         )
+        done = f"stopped after {run.step} of {run.total_steps} steps and {elapsed}{cause}"
+        self._print(f"run {run.name}: {done}; {left}")
         self._console = None
 
     @hookimpl
@@ -144,6 +155,20 @@ class RunProgress:
         """Print above the live display; nothing for a run that ended before it began."""
         if self._console is not None:
             self._console.print(line, soft_wrap=True, markup=False, highlight=False)
+
+
+def _eval_results(metrics: Mapping[str, float]) -> Iterator[tuple[str, float]]:
+    """Yield the score of each data set, and the pass@k of the largest k."""
+    for name, value in metrics.items():
+        group, _, rest = name.partition("/")
+        if group == "eval" and rest != "step" and not _DETAIL.search(rest):
+            yield rest, value
+    passes = [
+        (int(match[2]), match[1], value) for name, value in metrics.items() if (match := _PASS.match(name))
+    ]
+    for k, dataset, value in passes:
+        if k > 1 and k == max(each for each, of, _ in passes if of == dataset):
+            yield f"{dataset} pass@{k}", value
 
 
 def _duration(seconds: float) -> str:

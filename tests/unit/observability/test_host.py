@@ -8,7 +8,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from anygauge.observability.host import read_cpus, read_memory
+from anygauge.observability.host import Memory, read_cpus, read_memory, read_oom_kills
 
 
 def write(folder: Path, **files: str) -> Path:
@@ -56,4 +56,47 @@ def test_a_v1_cgroup_without_quota_says_minus_one(tmp_path: Path) -> None:
 )
 def test_a_limit_limits_the_memory(tmp_path: Path, limit: str, used: str) -> None:
     memory = read_memory(write(tmp_path, **{limit: "1000000\n", used: "400000\n"}))
-    assert (memory.total, memory.available, memory.reason) == (1_000_000, 600_000, "cgroup limit")
+    assert memory == Memory(total=1_000_000, available=600_000, used=400_000, reason="cgroup limit")
+
+
+@pytest.mark.parametrize(
+    ("membership", "folder", "limit", "used", "cache"),
+    [
+        ("0::/job/step/task\n", "", "memory.max", "memory.current", "inactive_file"),
+        (
+            "9:cpuset:/\n4:cpuacct,memory:/job/step/task\n0::/\n",
+            "memory",
+            "memory.limit_in_bytes",
+            "memory.usage_in_bytes",
+            "inactive_file 7\ntotal_inactive_file",
+        ),
+    ],
+    ids=["v2", "v1"],
+)
+def test_the_least_limit_of_the_processs_cgroups_counts(
+    tmp_path: Path, membership: str, folder: str, limit: str, used: str, cache: str
+) -> None:
+    (tmp_path / "membership").write_text(membership)
+    job = tmp_path / folder / "job"
+    (job / "step" / "task").mkdir(parents=True)
+    (job / limit).write_text("1000000\n")
+    (job / used).write_text("500000\n")
+    (job / "memory.stat").write_text(f"anon 3\n{cache} 100000\nworkingset 1\n")
+    (job / "step" / limit).write_text("max\n" if limit == "memory.max" else "9223372036854771712\n")
+    (job / "step" / "task" / limit).write_text("2000000\n")
+    memory = read_memory(tmp_path, tmp_path / "membership")
+    assert memory == Memory(total=1_000_000, available=600_000, used=400_000, reason="cgroup limit")
+
+
+@pytest.mark.parametrize(
+    ("membership", "file"),
+    [("0::/job\n", "job/memory.events"), ("4:memory:/job\n", "memory/job/memory.oom_control")],
+    ids=["v2", "v1"],
+)
+def test_processes_that_the_kernel_killed_are_counted(tmp_path: Path, membership: str, file: str) -> None:
+    (tmp_path / "membership").write_text(membership)
+    assert read_oom_kills(tmp_path, tmp_path / "membership") == 0
+    path = tmp_path / file
+    path.parent.mkdir(parents=True)
+    path.write_text("oom 5\nunder_oom 0\noom_kill 3\noom_group_kill 1\n")
+    assert read_oom_kills(tmp_path, tmp_path / "membership") == 3

@@ -17,10 +17,11 @@ from anygauge_hooks.errors import RolloutError
 from anygauge_hooks.types import RunInfo
 
 METRICS = {
-    "rollout/reward_mean": 0.53125,
-    "rollout/response_length_mean": 31.25,
+    "rollout/raw_reward": 0.53125,
+    "rollout/reward": 0.25,
+    "rollout/response_len/mean": 31.25,
     "train/loss": -1.2e-9,
-    "train/entropy": 2.0,
+    "train/entropy_loss": 2.0,
     "train/grad_norm": 0.0123456,
 }
 SHOWN = "reward 0.5312  length 31.25  entropy 2  grad norm 0.01235"
@@ -94,10 +95,25 @@ def test_lines_without_a_terminal(run: RunInfo, output: io.StringIO) -> None:
 def test_evaluations_have_a_line_and_are_not_in_the_step_time(run: RunInfo, output: io.StringIO) -> None:
     progress = progress_on(output, 0.0, 50.0, 60.0)
     progress.before_train(run)
-    progress.after_evaluate(run, {"eval/reward_mean": 0.25, "eval/prompts": 512, "eval/step": 0})
+    progress.after_evaluate(
+        run,
+        {
+            "eval/gsm8k": 0.25,
+            "eval/gsm8k-truncated_ratio": 0.5,
+            "eval/gsm8k-failed_ratio": 0.0,
+            "eval/gsm8k-samples": 512,
+            "eval/gsm8k/response_len/mean": 9.0,
+            "eval/aime-24": 0.125,
+            "passrate/gsm8k-pass@1": 0.25,
+            "passrate/aime-24-pass@1": 0.125,
+            "passrate/aime-24-pass@8": 0.5,
+            "passrate/aime-24-pass@16": 0.625,
+            "eval/step": 0,
+        },
+    )
     progress.after_train_step(replace(run, step=1), {})
     assert output.getvalue().splitlines()[1:] == [
-        "eval at step 0  prompts 512  reward_mean 0.25",
+        "eval at step 0  gsm8k 0.25  aime-24 0.125  aime-24 pass@16 0.625",
         "step 1/4  10 s/step  3:00 left",
     ]
 
@@ -112,11 +128,11 @@ def test_time_left_of_a_resumed_run_counts_its_own_steps(run: RunInfo, output: i
 def test_the_bar_on_a_terminal(run: RunInfo, output: io.StringIO, threads: None) -> None:
     progress = progress_on(output, 0.0, 0.0, 2.0, terminal=True)
     progress.before_train(run)
-    progress.after_evaluate(run, {"eval/reward_mean": 0.25})
+    progress.after_evaluate(run, {"eval/gsm8k": 0.25})
     progress.after_train_step(replace(run, step=1), METRICS)
     progress.after_train(replace(run, step=1))
     text = output.getvalue()
-    for part in ("demo", "1/4", "reward 0.5312", "2 s/step", "eval at step 0  reward_mean 0.25", "left"):
+    for part in ("demo", "1/4", "reward 0.5312", "2 s/step", "eval at step 0  gsm8k 0.25", "left"):
         assert part in text
     assert text.endswith("run demo: 1 steps in 0:02\n")
 
@@ -132,21 +148,57 @@ def test_an_error_takes_the_bar_away_first(run: RunInfo, output: io.StringIO, th
     progress = progress_on(output, 0.0, 854.0, terminal=True)
     progress.before_train(run)
     progress.on_error(replace(run, step=1), RolloutError("no memory"))
-    line = "run demo: stopped after 1 of 4 steps and 14:14 by RolloutError; no model was saved\n"
+    line = "run demo: stopped after 1 of 4 steps and 14:14 by RolloutError; nothing was saved\n"
     assert output.getvalue().endswith(line)
     progress.after_train(replace(run, step=1))
     assert output.getvalue().endswith(line)
 
 
 @pytest.mark.parametrize("signal", [KeyboardInterrupt(), SystemExit(143)])
-def test_a_signal_leaves_no_model(run: RunInfo, output: io.StringIO, signal: BaseException) -> None:
+def test_a_signal_before_a_checkpoint_leaves_nothing(
+    run: RunInfo, output: io.StringIO, signal: BaseException
+) -> None:
     progress = progress_on(output, 0.0, 5.0)
     progress.before_train(run)
     progress.on_error(replace(run, step=3), signal)
     progress.after_train(replace(run, step=3))
     assert output.getvalue().splitlines()[1:] == [
-        "run demo: stopped after 3 of 4 steps and 0:05; no model was saved"
+        "run demo: stopped after 3 of 4 steps and 0:05; nothing was saved"
     ]
+
+
+def test_an_error_says_where_the_run_can_be_resumed(run: RunInfo, output: io.StringIO) -> None:
+    progress = progress_on(output, 0.0, 5.0)
+    progress.before_train(run)
+    progress.after_save_checkpoint(replace(run, step=1), "/runs/demo/checkpoints/step-00000001")
+    progress.after_save_checkpoint(replace(run, step=3), "/runs/demo/checkpoints/step-00000002")
+    progress.on_error(replace(run, step=3), RolloutError("no memory"))
+    assert output.getvalue().splitlines()[1:] == [
+        "run demo: stopped after 3 of 4 steps and 0:05 by RolloutError; resume with --resume from step 2"
+    ]
+
+
+def test_a_resumed_run_can_be_resumed_again(run: RunInfo, output: io.StringIO) -> None:
+    progress = progress_on(output, 0.0)
+    progress.before_train(replace(run, step=2))
+    progress.on_error(replace(run, step=3), KeyboardInterrupt())
+    assert output.getvalue().endswith("resume with --resume from step 2\n")
+
+
+def test_a_checkpoint_without_a_number_is_of_the_last_step(run: RunInfo, output: io.StringIO) -> None:
+    progress = progress_on(output, 0.0)
+    progress.before_train(run)
+    progress.after_save_checkpoint(replace(run, step=3), "/somewhere/latest")
+    progress.on_error(replace(run, step=3), KeyboardInterrupt())
+    assert output.getvalue().endswith("from step 3\n")
+
+
+def test_sft_shows_its_loss(run: RunInfo, output: io.StringIO) -> None:
+    sft = run.config.model_copy(update={"run": run.config.run.model_copy(update={"task": "sft"})})
+    progress = progress_on(output, 0.0, 2.0)
+    progress.before_train(run)
+    progress.after_train_step(replace(run, step=1, config=sft), {"train/loss": 0.5, "train/grad_norm": 1.5})
+    assert output.getvalue().splitlines()[-1] == "step 1/4  loss 0.5  grad norm 1.5  2 s/step  0:06 left"
 
 
 def test_a_run_that_never_began_shows_nothing(run: RunInfo, output: io.StringIO) -> None:
@@ -158,8 +210,9 @@ def test_a_run_that_never_began_shows_nothing(run: RunInfo, output: io.StringIO)
 
 def test_the_plugin_observes_with_its_hooks(run: RunInfo, capsys: pytest.CaptureFixture[str]) -> None:
     plugin.before_train(run=run)
-    plugin.after_evaluate(run=run, metrics={"eval/reward_mean": 0.5})
+    plugin.after_evaluate(run=run, metrics={"eval/gsm8k": 0.5})
     plugin.after_train_step(run=replace(run, step=1), metrics=METRICS)
+    plugin.after_save_checkpoint(run=replace(run, step=1), path="step-1")
     plugin.on_error(run=replace(run, step=1), error=RolloutError("no memory"))
     plugin.after_train(run=replace(run, step=1))
     lines = capsys.readouterr().out.splitlines()

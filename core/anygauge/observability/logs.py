@@ -1,0 +1,160 @@
+"""``logs/``: what the driver and each worker say, with the time of every line."""
+
+from __future__ import annotations
+
+import faulthandler
+import logging
+import os
+import platform
+import re
+import shlex
+import signal
+import socket
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TextIO
+
+from anygauge import __version__
+
+__all__ = ["DRIVER_LOG", "driver_log", "log_worker", "summary"]
+
+DRIVER_LOG = "logs/driver.log"
+"""In the run directory."""
+OURS = "anygauge"
+"""What the names of our loggers begin with, those of the backends and models too."""
+TIME = "%Y-%m-%d %H:%M:%S"
+STACKS_SIGNAL = signal.SIGUSR1
+
+
+class _Lines(logging.Formatter):
+    """One line per event; the further lines of one with more are indented."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return super().format(record).replace("\n", "\n    ")
+
+
+def _wanted(record: logging.LogRecord) -> bool:
+    """Keep what we say, and what others warn of."""
+    return record.name.startswith(OURS) or record.levelno >= logging.WARNING
+
+
+SHOWN = re.compile(
+    r"(rollout/raw_reward|train/(loss|grad_norm)|eval/[^/]*(?<!-truncated_ratio)|perf/step_time)$"
+)
+"""Metrics that are in the line of a step or of an evaluation."""
+
+
+def summary(metrics: Mapping[str, float]) -> str:
+    """Return the metrics that tell how a step or an evaluation went, on one line."""
+    return ", ".join(f"{name} {value:.4g}" for name, value in metrics.items() if SHOWN.match(name))
+
+
+def log_worker(role: str, rank: int) -> None:
+    """Give what the loggers of this process say a time and a rank, on its standard error."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(
+        _Lines(f"%(asctime)s.%(msecs)03d %(levelname)s [{role}-{rank}] %(name)s: %(message)s", TIME)
+    )
+    handler.addFilter(_wanted)
+    logging.getLogger().addHandler(handler)
+    logging.getLogger(OURS).setLevel(logging.INFO)
+
+
+@contextmanager
+def driver_log(directory: Path, *, backend: str) -> Iterator[Path]:
+    """Keep what this process says in ``logs/driver.log`` of a run directory, and how the run starts and ends.
+
+    The core's loggers are heard from INFO on, others and Python's warnings from WARNING on. An error that
+    leaves the block is written with its traceback. What the file holds already stays. While the block runs,
+    SIGUSR1 adds the stack of every thread.
+
+    :param directory: Of the run; exists.
+    :param backend: Named in the first line.
+    :returns: The file.
+    """
+    path = directory / DRIVER_LOG
+    path.parent.mkdir(exist_ok=True)
+    handler = logging.FileHandler(path, encoding="utf-8", errors="backslashreplace")
+    handler.setFormatter(_Lines("%(asctime)s.%(msecs)03d %(levelname)s %(name)s: %(message)s", TIME))
+    handler.addFilter(_wanted)
+    alone = logging.Logger(f"{OURS}.run")  # beside the tree of loggers: what it says is not on the terminal
+    alone.addHandler(handler)
+    try:
+        with _listening(handler), _warnings_to(alone), _stacks_to(handler.stream), _framed(alone, backend):
+            yield path
+    finally:
+        handler.close()
+
+
+@contextmanager
+def _framed(log: logging.Logger, backend: str) -> Iterator[None]:
+    """Write the first line and the last."""
+    started = time.monotonic()
+    host, python = socket.gethostname(), platform.python_version()
+    log.info(
+        "anygauge %s, backend %s, pid %d on %s, Python %s", __version__, backend, os.getpid(), host, python
+    )
+    log.info("in %s: %s", Path.cwd(), shlex.join([sys.executable, *sys.argv]))
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit) as stop:
+        log.error("stopped after %.1f s: %s", time.monotonic() - started, type(stop).__name__)
+        raise
+    except BaseException:
+        log.exception("failed after %.1f s", time.monotonic() - started)
+        raise
+    log.info("done after %.1f s", time.monotonic() - started)
+
+
+@contextmanager
+def _listening(handler: logging.Handler) -> Iterator[None]:
+    root, ours = logging.getLogger(), logging.getLogger(OURS)
+    level = ours.level
+    root.addHandler(handler)
+    ours.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        ours.setLevel(level)
+        root.removeHandler(handler)
+
+
+@contextmanager
+def _warnings_to(log: logging.Logger) -> Iterator[None]:
+    """Write Python's warnings too, beside what is done with them already."""
+    shown = warnings.showwarning
+
+    def show(
+        message: Warning | str,
+        category: type[Warning],
+        filename: str,
+        lineno: int,
+        file: TextIO | None = None,
+        line: str | None = None,
+    ) -> None:
+        log.warning("%s:%d: %s: %s", filename, lineno, category.__name__, message)
+        shown(message, category, filename, lineno, file, line)
+
+    warnings.showwarning = show
+    try:
+        yield
+    finally:
+        warnings.showwarning = shown
+
+
+@contextmanager
+def _stacks_to(file: Any) -> Iterator[None]:
+    """Write every thread's stack at a signal, where this is the thread that may say so."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    faulthandler.register(STACKS_SIGNAL, file=file, all_threads=True)
+    try:
+        yield
+    finally:
+        faulthandler.unregister(STACKS_SIGNAL)

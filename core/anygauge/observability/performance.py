@@ -1,0 +1,161 @@
+"""Speed of a step: seconds by phase, tokens per second and floating-point operations per second."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from anygauge.observability.memory import memory_metrics
+from anygauge_hooks.rl import Group, TrainSample
+
+__all__ = ["StepWork", "WorkerReport", "performance_metrics"]
+
+WorkerReport = Mapping[str, Mapping[str, float]]
+"""Of one worker and step: ``seconds`` by phase, and ``memory`` in bytes, from
+:func:`~anygauge.observability.memory.worker_memory`."""
+
+NAMES = {"generate": "rollout", "weight_sync": "update_weights"}
+"""Phases of workers that have another name among the metrics."""
+TRAIN_PHASES = ("forward_backward", "optimizer")
+ENGINE_PHASES = ("generate", "log_probs", *TRAIN_PHASES)
+
+
+@dataclass(frozen=True, slots=True)
+class StepWork:
+    """How much there was to do in a step. Made while the workers train: it costs a pass over the samples."""
+
+    tokens: int
+    """Of prompts and responses."""
+    response_tokens: int
+    longest_response: int
+    forward_flops: float | None
+    """Of one forward pass over all samples; ``None`` if the model does not say."""
+
+    @classmethod
+    def of_groups(
+        cls, groups: Sequence[Group], flops_per_token: Callable[[int], float] | None = None
+    ) -> StepWork:
+        """Return the work of a step that trains on rollouts.
+
+        :param flops_per_token: From the length of a sequence to the forward operations of one of its tokens.
+        """
+        samples = [sample for group in groups for sample in group.samples]
+        responses = [len(sample.response_tokens) for sample in samples]
+        totals = [len(each.prompt_tokens) + own for each, own in zip(samples, responses, strict=True)]
+        return cls.of_lengths(totals, responses, flops_per_token)
+
+    @classmethod
+    def of_samples(
+        cls, samples: Sequence[TrainSample], flops_per_token: Callable[[int], float] | None = None
+    ) -> StepWork:
+        """Return the work of a step that trains on given responses."""
+        totals = [len(sample.tokens) for sample in samples]
+        return cls.of_lengths(totals, [sample.response_length for sample in samples], flops_per_token)
+
+    @classmethod
+    def of_lengths(
+        cls, totals: Sequence[int], responses: Sequence[int], flops_per_token: Callable[[int], float] | None
+    ) -> StepWork:
+        """Return the work of sequences of these lengths, of which the responses are a part."""
+        return cls(
+            tokens=sum(totals),
+            response_tokens=sum(responses),
+            longest_response=max(responses),
+            forward_flops=_forward_flops(totals, flops_per_token) if flops_per_token else None,
+        )
+
+
+def _forward_flops(totals: Sequence[int], flops_per_token: Callable[[int], float]) -> float:
+    return sum(flops_per_token(length) * length * count for length, count in Counter(totals).items())
+
+
+def performance_metrics(
+    work: StepWork,
+    reports: Sequence[WorkerReport],
+    *,
+    wall_s: float,
+    driver_seconds: Mapping[str, float] | None = None,
+    log_prob_passes: int = 1,
+) -> dict[str, float]:
+    """Return the ``perf/*`` metrics of a step.
+
+    The times divide the step: they are those of the worker that spent most in its engines (of one that trains
+    and one that does not, where they are not the same), those of the driver, and ``overhead_time`` for what
+    is in none of them.
+
+    :param reports: One for each worker.
+    :param wall_s: Seconds of the step, from its first call to its last.
+    :param driver_seconds: What the driver itself did in this time, by phase: ``{"reward": 0.2}``.
+    :param log_prob_passes: Forward passes over all samples in the phase ``log_probs``.
+    """
+    seconds = {**_critical_seconds(reports), **(driver_seconds or {})}
+    return {
+        "perf/step_time": wall_s,
+        **{f"perf/{phase}_time": value for phase, value in seconds.items()},
+        "perf/overhead_time": wall_s - sum(seconds.values()),
+        **_speeds(work, seconds, wall_s, devices=len(reports)),
+        **_operations(work, reports, seconds, log_prob_passes),
+        **_waiting(seconds, wall_s),
+        **memory_metrics([report.get("memory", {}) for report in reports]),
+    }
+
+
+def _critical_seconds(reports: Sequence[WorkerReport]) -> dict[str, float]:
+    """Return the seconds by phase of the workers that a step waited for longest."""
+    seconds: dict[str, float] = {}
+    for trains in (True, False):
+        alike = [report["seconds"] for report in reports if _trains(report) is trains]
+        for phase, value in _named(max(alike, key=_engine_seconds, default={})).items():
+            # What both have, such as a weight sync, they do side by side.
+            seconds[phase] = max(value, seconds.get(phase, 0.0))
+    return seconds
+
+
+def _named(seconds: Mapping[str, float]) -> dict[str, float]:
+    named: dict[str, float] = {}
+    for phase, value in seconds.items():
+        name = "train" if phase in TRAIN_PHASES else NAMES.get(phase, phase)
+        named[name] = named.get(name, 0.0) + value
+    return named
+
+
+def _trains(report: WorkerReport) -> bool:
+    return any(phase in report["seconds"] for phase in TRAIN_PHASES)
+
+
+def _engine_seconds(seconds: Mapping[str, float]) -> float:
+    return sum(seconds.get(phase, 0.0) for phase in ENGINE_PHASES)
+
+
+def _speeds(work: StepWork, seconds: Mapping[str, float], wall_s: float, devices: int) -> dict[str, float]:
+    speeds = {
+        "perf/tokens_per_s": work.tokens / wall_s,
+        "perf/tokens_per_device_per_s": work.tokens / wall_s / devices,
+    }
+    if rollout_s := seconds.get("rollout"):
+        speeds["perf/rollout_tokens_per_s"] = work.response_tokens / rollout_s
+        speeds["perf/longest_sample_tokens_per_s"] = work.longest_response / rollout_s
+    return speeds
+
+
+def _operations(
+    work: StepWork, reports: Sequence[WorkerReport], seconds: Mapping[str, float], log_prob_passes: int
+) -> dict[str, float]:
+    """Return model TFLOP/s per training device; the backward pass counts twice the forward pass."""
+    devices = sum(map(_trains, reports))
+    if work.forward_flops is None or not devices:
+        return {}
+    tera = work.forward_flops / devices / 1e12
+    done = {
+        "perf/tflops": (3 * tera, "train"),
+        "perf/log_probs_tflops": (log_prob_passes * tera, "log_probs"),
+    }
+    return {name: count / seconds[phase] for name, (count, phase) in done.items() if seconds.get(phase)}
+
+
+def _waiting(seconds: Mapping[str, float], wall_s: float) -> dict[str, float]:
+    """Return the share of a step in which the train engine had nothing to do."""
+    if "train" not in seconds:
+        return {}
+    return {"perf/wait_time_ratio": 1.0 - (seconds["train"] + seconds.get("log_probs", 0.0)) / wall_s}

@@ -1,0 +1,245 @@
+"""Which charts a report has, and which metrics each of them shows."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+__all__ = ["SECTIONS", "ChartSpec", "Lines", "Section", "eval_means", "phase_metrics"]
+
+
+@dataclass(frozen=True, slots=True)
+class Lines:
+    """Metrics of a chart whose names match a pattern as a whole."""
+
+    pattern: str
+    label: str
+    """In the legend; groups of the pattern fill it in."""
+    marked: bool = False
+    """Points of their own, for what is recorded now and then."""
+
+    def find(self, names: Mapping[str, object]) -> Iterator[tuple[str, str]]:
+        """Yield name and label of each metric that is shown."""
+        for name in names:
+            match = re.fullmatch(self.pattern, name)
+            if match:
+                yield name, match.expand(self.label)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChartSpec:
+    """A chart, drawn where at least one of its metrics was recorded."""
+
+    key: str
+    """Identifies the chart in the page."""
+    title: str
+    about: str
+    """What is shown, in a sentence."""
+    lines: tuple[Lines, ...]
+    unit: str = ""
+    floor: float | None = None
+    ceiling: float | None = None
+    wide: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """Charts under one heading."""
+
+    key: str
+    title: str
+    charts: tuple[ChartSpec, ...]
+
+
+_EVAL_MEAN = r"eval/((?:(?!-(?:truncated_ratio|repetition_frac|failed_ratio|zero_std_ratio|samples)$)[^/])+)"
+_PHASES = ("rollout", "reward", "log_probs", "train", "update_weights", "save")
+"""In the order of a step; after them come those of plugins, and last what is in none."""
+_REST = "overhead"
+
+_REWARD = ChartSpec(
+    key="reward",
+    title="Reward",
+    about="Mean over the samples of a step: as scored, and as trained on. Points are evaluations.",
+    lines=(
+        Lines("rollout/raw_reward", "as scored"),
+        Lines("rollout/reward", "as trained on"),
+        Lines(_EVAL_MEAN, r"eval \1", marked=True),
+    ),
+    wide=True,
+)
+_EVAL = ChartSpec(
+    key="eval",
+    title="Evaluation",
+    about="Mean reward of each evaluation data set.",
+    lines=(Lines(_EVAL_MEAN, r"\1", marked=True),),
+)
+_PASS = ChartSpec(
+    key="pass",
+    title="pass@k in training",
+    about="Chance that at least one of k samples of a prompt passes, from all samples of the prompt.",
+    lines=(Lines(r"passrate/(pass@\d+)", r"\1"),),
+    floor=0,
+    ceiling=1,
+)
+_EVAL_PASS = ChartSpec(
+    key="eval-pass",
+    title="pass@k in evaluation",
+    about="Chance that at least one of k samples of a prompt passes, by data set.",
+    lines=(Lines(r"passrate/(.+)-(pass@\d+)", r"\1 \2", marked=True),),
+    floor=0,
+    ceiling=1,
+)
+_SOURCES = ChartSpec(
+    key="reward-by-data-set",
+    title="Reward by training data set",
+    about="Mean reward as scored, by the data set that a prompt came from.",
+    lines=(Lines(r"rollout/([^/]+)/raw_reward", r"\1"),),
+)
+_SIGNAL = ChartSpec(
+    key="signal",
+    title="Groups without a signal",
+    about="Share of groups whose rewards are all equal, and of samples that could not be scored.",
+    lines=(Lines("rollout/zero_std_ratio", "all equal"), Lines("rollout/failed_ratio", "not scored")),
+    floor=0,
+    ceiling=1,
+)
+_KL = ChartSpec(
+    key="kl",
+    title="KL",
+    about="Estimate of how far the policy is from the one that sampled, and from the reference.",
+    unit="nats per token",
+    lines=(Lines("train/ppo_kl", "to the sampling policy"), Lines("train/kl_loss", "to the reference")),
+)
+_ENTROPY = ChartSpec(
+    key="entropy",
+    title="Entropy",
+    about="Of the policy's next-token distribution, mean over the tokens that are trained on.",
+    unit="nats per token",
+    lines=(Lines("train/entropy(?:_loss)?", "entropy"),),
+    floor=0,
+)
+_DIFFERENCE = ChartSpec(
+    key="logprob-difference",
+    title="Log-prob difference, trainer to engine",
+    about="Mean absolute difference for the same tokens and weights: how well the two agree.",
+    unit="nats",
+    lines=(Lines("train/train_rollout_logprob_abs_diff", "difference"),),
+    floor=0,
+)
+_LOSS = ChartSpec(
+    key="loss",
+    title="Loss",
+    about="The objective that is minimised, and its policy term.",
+    lines=(Lines("train/loss", "loss"), Lines("train/pg_loss", "policy term")),
+)
+_CLIP = ChartSpec(
+    key="clipped",
+    title="Clipped tokens",
+    about="Share of tokens whose ratio is clipped, so that they have no gradient.",
+    lines=(Lines("train/pg_clipfrac", "clipped"),),
+    floor=0,
+    ceiling=1,
+)
+_GRADIENT = ChartSpec(
+    key="gradient-norm",
+    title="Gradient norm",
+    about="Global norm before clipping.",
+    lines=(Lines("train/grad_norm", "norm"),),
+    floor=0,
+)
+_RATE = ChartSpec(
+    key="learning-rate",
+    title="Learning rate",
+    about="Of the optimizer, at the end of a step.",
+    lines=(Lines("train/lr", "learning rate"),),
+    floor=0,
+)
+_LENGTH = ChartSpec(
+    key="length",
+    title="Response length",
+    about="Of the samples of a step.",
+    unit="tokens",
+    lines=(
+        Lines("rollout/response_len/mean", "mean"),
+        Lines("rollout/response_len/median", "median"),
+        Lines("rollout/response_len/max", "longest"),
+    ),
+    floor=0,
+)
+_TRUNCATED = ChartSpec(
+    key="truncated",
+    title="Truncated and repetitive responses",
+    about="Share of samples that reached the length limit, and that end in repetition.",
+    lines=(
+        Lines("rollout/truncated_ratio", "truncated"),
+        Lines("rollout/repetition_frac", "repetitive"),
+        Lines(r"eval/([^/]+)-truncated_ratio", r"truncated, eval \1", marked=True),
+    ),
+    floor=0,
+    ceiling=1,
+)
+_ROUNDS = ChartSpec(
+    key="rounds",
+    title="Rounds",
+    about="Turns of the model in a sample.",
+    lines=(Lines("multi_turn/rounds/mean", "mean"), Lines("multi_turn/rounds/max", "most")),
+    floor=0,
+)
+_OWN_LENGTH = ChartSpec(
+    key="own-length",
+    title="Length without observations",
+    about="Tokens of a sample that the model wrote itself.",
+    unit="tokens",
+    lines=(
+        Lines("multi_turn/response_len_without_observations/mean", "mean"),
+        Lines("multi_turn/response_len_without_observations/max", "longest"),
+    ),
+    floor=0,
+)
+_TOKENS = ChartSpec(
+    key="tokens",
+    title="Throughput",
+    about="Tokens of prompts and responses per second of a step, and generated ones per second of rollout.",
+    unit="tokens/s",
+    lines=(Lines("perf/tokens_per_s", "step"), Lines("perf/rollout_tokens_per_s", "rollout")),
+    floor=0,
+)
+_FLOPS = ChartSpec(
+    key="flops",
+    title="Model FLOP/s",
+    about="Arithmetic of the model by its own count, per second and training device.",
+    unit="TFLOP/s",
+    lines=(Lines("perf/tflops", "training"), Lines(r"perf/(\w+)_tflops", r"\1")),
+    floor=0,
+)
+_MEMORY = ChartSpec(
+    key="memory",
+    title="Memory",
+    about="In use on the host, by the processes, and on the device that uses most.",
+    unit="GiB",
+    lines=(Lines(r"perf/(\w+)_(?:memory|rss)_gib", r"\1"),),
+    floor=0,
+)
+
+SECTIONS = (
+    Section("outcome", "Reward and evaluation", (_REWARD, _EVAL, _PASS, _EVAL_PASS, _SOURCES, _SIGNAL)),
+    Section("policy", "Policy", (_KL, _ENTROPY, _DIFFERENCE, _LOSS, _CLIP, _GRADIENT, _RATE)),
+    Section("responses", "Responses", (_LENGTH, _TRUNCATED, _ROUNDS, _OWN_LENGTH)),
+    Section("speed", "Speed and memory", (_TOKENS, _FLOPS, _MEMORY)),
+)
+"""The charts of a report, in order. The time of a step by phase comes first in the last section."""
+
+
+def phase_metrics(names: Mapping[str, object]) -> list[tuple[str, str]]:
+    """Return name and label of the metrics that divide the time of a step, in the order of a step."""
+    found = dict(Lines(r"perf/(\w+)_time", r"\1").find(names))
+    phases = {phase: name for name, phase in found.items() if phase != "step"}
+    others = [phase for phase in phases if phase not in (*_PHASES, _REST)]
+    order = [phase for phase in (*_PHASES, *others, _REST) if phase in phases]
+    return [(phases[phase], phase.replace("_", " ")) for phase in order]
+
+
+def eval_means(names: Mapping[str, object]) -> list[tuple[str, str]]:
+    """Return name and data set of the metrics that are an evaluation's mean reward."""
+    return list(Lines(_EVAL_MEAN, r"\1").find(names))

@@ -1,0 +1,212 @@
+"""Charts as the page draws them: what they show, their axes and their layers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from anygauge.observability.report.catalog import SECTIONS, ChartSpec, Section
+from anygauge.observability.report.metrics_file import Metrics, Series
+from anygauge.observability.report.paths import dots_path, line_path
+from anygauge.observability.report.scale import (
+    Point,
+    Range,
+    format_number,
+    nice_ticks,
+    smooth,
+    thin,
+    tick_labels,
+    value_range,
+)
+
+__all__ = [
+    "COLOURS",
+    "MOST_POINTS",
+    "Chart",
+    "Layer",
+    "Line",
+    "SectionView",
+    "Tick",
+    "all_steps",
+    "draw_sections",
+    "outside",
+    "sparkline",
+    "step_ticks",
+    "value_ticks",
+]
+
+MOST_POINTS = 590
+"""Of one series in a drawing; the page's data have them all."""
+COLOURS = 8
+"""Series that one chart tells apart; further ones are named below it."""
+_SMOOTHED = 100
+"""A series of more points is drawn as a smoothed line over faint points."""
+_SPARK_POINTS = 60
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """A place on an axis, in percent, and what stands there."""
+
+    at: float
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """One path of a drawing."""
+
+    kind: str
+    """``line``, ``faint`` (dots behind a smoothed line), ``dots`` or ``area``."""
+    colour: int
+    path: str
+    points: int
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A series in the legend and in the read-out."""
+
+    metric: str
+    label: str
+    colour: int
+    marked: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chart:
+    """A drawing with its axes and texts."""
+
+    key: str
+    title: str
+    about: str
+    unit: str
+    x: Range
+    y: Range
+    x_ticks: Sequence[Tick]
+    y_ticks: Sequence[Tick]
+    layers: Sequence[Layer]
+    lines: Sequence[Line]
+    wide: bool = False
+    notes: Sequence[str] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class SectionView:
+    """The charts of a section, and the titles of those whose metrics were not recorded."""
+
+    key: str
+    title: str
+    charts: Sequence[Chart]
+    missing: Sequence[str]
+
+
+def draw_sections(metrics: Metrics) -> list[SectionView]:
+    """Draw every chart whose metrics were recorded."""
+    steps = all_steps(metrics)
+    return [_section(section, metrics, steps) for section in SECTIONS]
+
+
+def _section(section: Section, metrics: Metrics, steps: Range) -> SectionView:
+    drawn = {spec.title: _draw(spec, metrics, steps) for spec in section.charts}
+    charts = [chart for chart in drawn.values() if chart is not None]
+    missing = [title for title, chart in drawn.items() if chart is None]
+    return SectionView(section.key, section.title, charts, missing)
+
+
+def all_steps(metrics: Metrics) -> Range:
+    """Return the steps that all charts show, so that they can be compared."""
+    first = min((series.steps[0] for series in metrics.series.values()), default=0)
+    return Range(first, max(metrics.last_step, first + 1))
+
+
+def _draw(spec: ChartSpec, metrics: Metrics, steps: Range) -> Chart | None:
+    lines = list(_lines(spec, metrics))
+    shown = lines[:COLOURS]
+    values = [value for line in shown for _, value in metrics.series[line.metric].numbers]
+    if not values:
+        return None
+    y = value_range(values, spec.floor, spec.ceiling)
+    return Chart(
+        key=spec.key,
+        title=spec.title,
+        about=spec.about,
+        unit=spec.unit,
+        x=steps,
+        y=y,
+        x_ticks=step_ticks(steps),
+        y_ticks=value_ticks(y),
+        layers=[each for line in reversed(shown) for each in _layers(line, metrics, steps, y)],
+        lines=shown,
+        wide=spec.wide,
+        notes=[*outside(values, y), *_hidden(shown, metrics), *_too_many(lines[COLOURS:])],
+    )
+
+
+def _lines(spec: ChartSpec, metrics: Metrics) -> Iterator[Line]:
+    found = [(*match, lines.marked) for lines in spec.lines for match in lines.find(metrics.series)]
+    recorded = [match for match in found if metrics.series[match[0]].numbers]
+    for colour, (metric, label, marked) in enumerate(recorded):
+        yield Line(metric, label.replace("_", " ").strip() if not marked else label, colour, marked)
+
+
+def _layers(line: Line, metrics: Metrics, x: Range, y: Range) -> Iterator[Layer]:
+    points = metrics.series[line.metric].points
+    if line.marked or len(points) <= _SMOOTHED:
+        kept = thin(points, MOST_POINTS)
+        yield Layer("line", line.colour, line_path(kept, x, y), len(kept))
+        if line.marked:
+            yield Layer("dots", line.colour, dots_path(kept, x, y), len(kept))
+        return
+    kept = thin(points, MOST_POINTS)
+    yield Layer("faint", line.colour, dots_path(kept, x, y), len(kept))
+    # Cut to the range, so that one outlier does not lift a whole stretch of the line.
+    cut = [(step, value if value is None else min(max(value, y.low), y.high)) for step, value in points]
+    smoothed = smooth(cut, max(9, len(points) // 30) | 1, MOST_POINTS)
+    yield Layer("line", line.colour, line_path(smoothed, x, y), len(smoothed))
+
+
+def step_ticks(x: Range) -> list[Tick]:
+    """Return the ticks of an axis of steps."""
+    ticks = [tick for tick in nice_ticks(x, 8) if tick == int(tick)]
+    return [Tick(100 * x.fraction(tick), format_number(tick, 4)) for tick in ticks]
+
+
+def value_ticks(y: Range) -> list[Tick]:
+    """Return the ticks of an axis of values."""
+    ticks = nice_ticks(y, 6)
+    return [Tick(100 * y.fraction(t), text) for t, text in zip(ticks, tick_labels(ticks), strict=True)]
+
+
+def outside(values: Sequence[float], y: Range) -> Iterator[str]:
+    """Yield a sentence about the values that a range leaves out, if there are any."""
+    left_out = [value for value in values if not y.low <= value <= y.high]
+    if left_out:
+        count = f"{len(left_out)} points are" if len(left_out) > 1 else "1 point is"
+        farthest = max(left_out, key=lambda value: max(value - y.high, y.low - value))
+        yield f"{count} outside this range, the farthest at {format_number(farthest)}."
+
+
+def _hidden(lines: Sequence[Line], metrics: Metrics) -> Iterator[str]:
+    """Yield a sentence about each line that lies under another one."""
+    for index, line in enumerate(lines):
+        same = [
+            above for above in lines[:index] if metrics.series[above.metric] == metrics.series[line.metric]
+        ]
+        if same:
+            yield f"{line.label!r} is the same as {same[0].label!r}."
+
+
+def _too_many(lines: Sequence[Line]) -> Iterator[str]:
+    if lines:
+        yield f"Not drawn: {', '.join(line.label for line in lines)}."
+
+
+def sparkline(series: Series) -> str:
+    """Return a small, smoothed line without axes, in the same box; empty for a series without a number."""
+    numbers: list[Point] = list(series.numbers)
+    if not numbers:
+        return ""
+    points = smooth(numbers, len(numbers) // _SPARK_POINTS * 2 + 1, _SPARK_POINTS)
+    x = Range(points[0][0], max(points[-1][0], points[0][0] + 1))
+    return line_path(points, x, value_range([value for _, value in points if value is not None]))

@@ -1,0 +1,116 @@
+"""``metrics.jsonl`` as one series per metric, and as the data that a page carries."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+__all__ = ["MOST_NUMBERS", "Metrics", "Series", "page_data", "read_metrics"]
+
+MOST_NUMBERS = 150_000
+"""Of a page, about 3 MB. A longer run's data are thinned in the page, and are whole in the file."""
+_LARGEST = 1e290
+_SHORT = 1000
+"""Series of up to so many points are never thinned."""
+
+
+@dataclass(frozen=True)
+class Series:
+    """A metric over the steps of its group, ascending; ``None`` where it was not finite."""
+
+    steps: tuple[int, ...]
+    values: tuple[float | None, ...]
+
+    @cached_property
+    def points(self) -> list[tuple[int, float | None]]:
+        """What is drawn and summed up: the values, so far bounded that no sum of them overflows."""
+        bounded = (v if v is None else max(-_LARGEST, min(v, _LARGEST)) for v in self.values)
+        return list(zip(self.steps, bounded, strict=True))
+
+    @cached_property
+    def numbers(self) -> list[tuple[int, float]]:
+        """The points that are numbers."""
+        return [(step, value) for step, value in self.points if value is not None]
+
+
+@dataclass(frozen=True, slots=True)
+class Metrics:
+    """All metrics of a run, by name in the order of their first appearance."""
+
+    series: Mapping[str, Series]
+    broken_lines: int = 0
+    """Lines that are no JSON object, such as one that a kill cut short."""
+
+    @property
+    def last_step(self) -> int:
+        """The last step of any metric; 0 for none."""
+        return max((series.steps[-1] for series in self.series.values()), default=0)
+
+
+def read_metrics(path: Path) -> Metrics:
+    """Read a metrics file, also while it grows.
+
+    A step that was recorded again, by a resumed run, has the later value.
+
+    :param path: Of a file that exists.
+    """
+    points: dict[str, dict[int, float | None]] = {}
+    broken = 0
+    with path.open("rb") as lines:
+        for line in lines:
+            row = _row(line)
+            if row is None:
+                broken += bool(line.strip())
+            else:
+                _add(points, row)
+    return Metrics({name: _series(values) for name, values in points.items()}, broken)
+
+
+def page_data(metrics: Metrics, most: int = MOST_NUMBERS) -> dict[str, Any]:
+    """Return all metrics as JSON types, with each distinct step axis once.
+
+    ``{"every": 1, "axes": [[1, 2]], "metrics": {"train/loss": [0, [0.5, null]]}}`` is one metric on the axis
+    of index 0. ``every`` is above 1 where only each so manieth point of long series is kept.
+
+    :param most: Numbers above which long series are thinned.
+    """
+    every = math.ceil(sum(len(series.steps) for series in metrics.series.values()) / most) or 1
+    axes: dict[tuple[int, ...], int] = {}
+    columns: dict[str, list[Any]] = {}
+    for name, series in metrics.series.items():
+        kept = _kept(len(series.steps), every)
+        axis = axes.setdefault(series.steps[kept], len(axes))
+        columns[name] = [axis, list(series.values[kept])]
+    return {"every": every, "axes": [list(axis) for axis in axes], "metrics": columns}
+
+
+def _kept(length: int, every: int) -> slice:
+    """Return which points stay: the last one, and every so manieth before it."""
+    return slice(None) if length <= _SHORT else slice((length - 1) % every, None, every)
+
+
+def _row(line: bytes) -> Mapping[str, Any] | None:
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return None
+    return row if isinstance(row, dict) else None
+
+
+def _add(points: dict[str, dict[int, float | None]], row: Mapping[str, Any]) -> None:
+    steps = {name[:-5]: step for name, step in row.items() if name.endswith("/step")}
+    for name, value in row.items():
+        step = steps.get(name.partition("/")[0])
+        if type(step) is int and not name.endswith("/step") and type(value) in (float, int, type(None)):
+            finite = value is not None and math.isfinite(value)
+            points.setdefault(name, {})[step] = value if finite else None
+
+
+def _series(values: Mapping[int, float | None]) -> Series:
+    steps = sorted(values)
+    return Series(tuple(steps), tuple(values[step] for step in steps))

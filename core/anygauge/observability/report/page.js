@@ -1,0 +1,79 @@
+// Reads values under the pointer, and shows the samples of one step at a time. The page is complete without it.
+(() => {
+  "use strict";
+  const data = JSON.parse(document.getElementById("data").textContent);
+
+  const format = (value) => {
+    if (value === null || value === undefined) return "\u2013";
+    const size = Math.abs(value);
+    const far = size && (size < 1e-3 || size >= 1e7);
+    const text = far ? value.toExponential(3) : value.toLocaleString("en", { maximumSignificantDigits: 4 });
+    return text.replaceAll("-", "\u2212");
+  };
+
+  // The index of the step nearest to a place on the axis, by bisection.
+  const nearest = (axis, place) => {
+    let low = 0, high = axis.length - 1;
+    while (low < high) {
+      const middle = (low + high) >> 1;
+      if (axis[middle] < place) low = middle + 1; else high = middle;
+    }
+    return low > 0 && place - axis[low - 1] <= axis[low] - place ? low - 1 : low;
+  };
+
+  for (const chart of document.querySelectorAll(".chart")) {
+    const box = chart.querySelector(".box"), cursor = chart.querySelector(".cursor");
+    const x0 = Number(chart.dataset.x0), x1 = Number(chart.dataset.x1);
+    const at = chart.querySelector(".at output");
+    const lines = [...chart.querySelectorAll("[data-metric]")].map((item) => {
+      const [axis, values] = data.metrics[item.dataset.metric];
+      const output = item.querySelector("output");
+      return { axis: data.axes[axis], values, output, last: output.textContent, marked: "marked" in item.dataset };
+    });
+    // Steps come from the densest series; what is recorded now and then shows its latest value up to there.
+    const main = lines.reduce((most, line) => (line.axis.length > most.axis.length ? line : most));
+
+    const show = (event) => {
+      const bounds = box.getBoundingClientRect();
+      const share = Math.min(Math.max((event.clientX - bounds.left) / bounds.width, 0), 1);
+      const step = main.axis[nearest(main.axis, x0 + share * (x1 - x0))];
+      cursor.hidden = false;
+      cursor.style.left = `${(100 * (step - x0)) / (x1 - x0)}%`;
+      at.textContent = step;
+      for (const line of lines) {
+        let index = nearest(line.axis, step);
+        if (line.marked && line.axis[index] > step) index -= 1;
+        const known = index >= 0 && (line.marked || line.axis[index] === step);
+        line.output.textContent = format(known ? line.values[index] : null);
+      }
+    };
+    const leave = () => {
+      cursor.hidden = true;
+      at.textContent = at.dataset.last;
+      for (const line of lines) line.output.textContent = line.last;
+    };
+    box.addEventListener("pointermove", show);
+    box.addEventListener("pointerdown", show);
+    box.addEventListener("pointerleave", leave);
+  }
+
+  const stepper = document.querySelector(".stepper");
+  if (!stepper) return;
+  const steps = [...document.querySelectorAll("details.step")].reverse();
+  const range = stepper.querySelector("[type=range]"), all = stepper.querySelector("[type=checkbox]");
+  const select = () => {
+    for (const [index, step] of steps.entries()) {
+      const chosen = index === Number(range.value);
+      step.hidden = !chosen && !all.checked;
+      step.open = chosen;
+    }
+    stepper.querySelector("output").textContent = `step ${steps[range.value].dataset.step}`;
+  };
+  for (const button of stepper.querySelectorAll("button")) {
+    button.addEventListener("click", () => { range.value = Number(range.value) + Number(button.dataset.move); select(); });
+  }
+  range.addEventListener("input", select);
+  all.addEventListener("change", select);
+  stepper.hidden = false;
+  select();
+})();

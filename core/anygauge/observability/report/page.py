@@ -1,0 +1,158 @@
+"""The page itself: one file that needs no other, no network and, to be read, no script."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from datetime import UTC, datetime
+from functools import cache
+from itertools import groupby
+from pathlib import Path, PurePath
+from typing import TYPE_CHECKING, Any
+
+from anygauge import __version__
+from anygauge.observability.report.charts import draw_sections, sparkline
+from anygauge.observability.report.metrics_file import Series, page_data
+from anygauge.observability.report.phases import draw_phases, phase_rows
+from anygauge.observability.report.run_files import RunFiles
+from anygauge.observability.report.scale import format_number
+from anygauge.observability.report.summary import facts, standing, tiles
+from anygauge.observability.report.texts import config_tables, sample_steps, visible
+
+if TYPE_CHECKING:
+    from jinja2 import Template
+
+__all__ = ["render_page"]
+
+_HERE = Path(__file__).parent
+
+
+def render_page(files: RunFiles, now: datetime | None = None) -> str:
+    """Return the page of a run.
+
+    :param now: When it is made; default: now.
+    """
+    script = (_HERE / "page.js").read_text(encoding="utf-8")
+    return _template().render(
+        _content(files, now or datetime.now(UTC)),
+        style=(_HERE / "page.css").read_text(encoding="utf-8"),
+        script=script,
+        script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
+    )
+
+
+@cache
+def _template() -> Template:
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+    environment = Environment(
+        loader=FileSystemLoader(_HERE),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters |= {"visible": visible, "seconds": _seconds}
+    return environment.get_template("page.html")
+
+
+def _content(files: RunFiles, made: datetime) -> dict[str, Any]:
+    metrics = files.metrics
+    heads = tiles(files)
+    data = page_data(metrics)
+    return {
+        "name": visible(_name(files)),
+        "version": __version__,
+        "made": made.strftime("%Y-%m-%d %H:%M UTC"),
+        "standing": standing(files),
+        "facts": facts(files, made),
+        "tiles": heads,
+        "columns": _columns(len(heads)),
+        "missing": files.missing,
+        "sections": draw_sections(metrics),
+        "phases": draw_phases(metrics),
+        "phase_rows": phase_rows(metrics),
+        "all_metrics": [_metric_row(name, series) for name, series in sorted(metrics.series.items())],
+        "sparks": {tile.metric: sparkline(metrics.series[tile.metric]) for tile in heads},
+        "last": {name: _last(series) for name, series in metrics.series.items()},
+        "sample_steps": sample_steps(files.samples),
+        "recorded_steps": len(files.samples),
+        "kernels": [_kernel_row(row) for row in _rows(files.capabilities, "kernels")],
+        "hooks": list(_hook_rows(files.capabilities)),
+        "plugin_errors": files.capabilities.get("plugin_errors", {}),
+        "config": config_tables(files.config_text, files.config),
+        "environment": files.environment,
+        "log_tail": visible(files.log_tail),
+        "data": page_json(data),
+        "every": data["every"],
+    }
+
+
+def page_json(value: Any) -> str:
+    """Return a value as JSON that may stand in a script element: nothing in it ends the element."""
+    text = json.dumps(value, separators=(",", ":"), allow_nan=False)
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+def _columns(tiles: int) -> int:
+    """Return in how many columns tiles leave the fewest holes, at most six."""
+    return tiles if tiles <= 6 else min((6, 5, 4), key=lambda columns: -tiles % columns)
+
+
+def _seconds(value: float) -> str:
+    return f"{format_number(value)} s" if value >= 1 else f"{format_number(1000 * value)} ms"
+
+
+def _name(files: RunFiles) -> str:
+    run = files.config.get("run")
+    name = run.get("name") if isinstance(run, Mapping) else None
+    return str(name or (files.record or {}).get("name") or files.directory.resolve().name)
+
+
+def _last(series: Series) -> str:
+    numbers = series.numbers
+    return format_number(numbers[-1][1], 4) if numbers else "\N{EN DASH}"
+
+
+def _metric_row(name: str, series: Series) -> dict[str, Any]:
+    values = [value for _, value in series.numbers]
+    shown = [values[0], values[-1], min(values), max(values)] if values else []
+    return {
+        "name": visible(name),
+        "count": len(series.steps),
+        "not_finite": len(series.steps) - len(values),
+        "numbers": [format_number(value, 4) for value in shown],
+        "spark": sparkline(series),
+    }
+
+
+def _hook_rows(capabilities: Mapping[str, Any]) -> Iterator[tuple[str, list[str]]]:
+    """Yield each hook and who implements it."""
+    for hook, group in groupby(_rows(capabilities, "hooks"), key=lambda row: str(row.get("hook"))):
+        yield hook, [_implementer(row) for row in group if row.get("plugin")]
+
+
+def _rows(capabilities: Mapping[str, Any], name: str) -> list[Mapping[str, Any]]:
+    return [row for row in capabilities.get(name) or () if isinstance(row, Mapping)]
+
+
+def _kernel_row(row: Mapping[str, Any]) -> dict[str, Any]:
+    dtypes = row.get("dtypes")
+    return {
+        **{name: str(row.get(name) or "") for name in ("op", "source", "location")},
+        "dtypes": ", ".join(map(str, dtypes)) if isinstance(dtypes, list) else "",
+        "package": _package(row),
+        "place": "/".join(PurePath(str(row.get("location") or "")).parts[-3:]),
+        "is_reference": bool(row.get("is_reference")),
+    }
+
+
+def _implementer(row: Mapping[str, Any]) -> str:
+    package = _package(row)
+    return f"{row['plugin']} ({package})" if package else str(row["plugin"])
+
+
+def _package(row: Mapping[str, Any]) -> str:
+    return f"{row['package']} {row.get('version') or ''}".strip() if row.get("package") else ""

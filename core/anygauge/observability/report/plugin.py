@@ -1,0 +1,54 @@
+"""Observers that record how a run goes and write its report when it ends. None of them can fail the run."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+from anygauge.observability.report import write_report
+from anygauge.observability.report.run_record import RECORD_FILE, begin_part, end_part
+from anygauge.observability.samples import SampleRecorder
+from anygauge_hooks import hookimpl
+from anygauge_hooks.types import RunInfo
+
+_log = logging.getLogger(__name__)
+_begun: set[str] = set()
+"""Directories of runs between ``before_train`` and ``after_train``."""
+_errors: dict[str, BaseException] = {}
+"""What ended a run, by its directory, until ``after_train``."""
+
+after_rollout = SampleRecorder().after_rollout
+
+
+@hookimpl
+def before_train(run: RunInfo) -> None:
+    """Record when the run began, and which process it is."""
+    _begun.add(run.directory)
+    try:
+        begin_part(run)
+    except OSError as error:
+        _log.warning("%s of %s cannot be written: %s", RECORD_FILE, run.directory, error)
+
+
+@hookimpl
+def on_error(run: RunInfo, error: BaseException) -> None:
+    """Keep the error for the record."""
+    _errors[run.directory] = error
+
+
+@hookimpl(trylast=True)
+def after_train(run: RunInfo) -> None:
+    """Record how the run ended, and write the report if it is asked for.
+
+    A resume that fails before its first step leaves the directory as it was.
+    """
+    directory, error = Path(run.directory), _errors.pop(run.directory, None)
+    if run.directory not in _begun and (directory / RECORD_FILE).exists():
+        return
+    _begun.discard(run.directory)
+    try:
+        end_part(run, error)
+        if run.config.run.report:
+            write_report(directory)
+    except Exception as problem:  # noqa: BLE001 - a report must not end a run, nor hide what did
+        _log.warning("the report of %s was not written: %r", directory, problem)

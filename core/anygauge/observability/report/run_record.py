@@ -1,0 +1,81 @@
+"""``run.json``: when each part of a run began and ended, and how."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from anygauge_hooks.types import RunInfo
+
+__all__ = ["RECORD_FILE", "begin_part", "end_part", "read_record", "replace_file"]
+
+RECORD_FILE = "run.json"
+"""Name of the file in the run directory."""
+
+
+def begin_part(run: RunInfo) -> None:
+    """Record that a run goes on in this process; a resumed run has a part for each start."""
+    with _changed(run) as record:
+        record["parts"].append(_part(run))
+
+
+def end_part(run: RunInfo, error: BaseException | None) -> None:
+    """Record how this process ended its part of a run, also a first one that ended before it could begin.
+
+    :param error: What ended it, or ``None`` for its last step.
+    """
+    outcome = "finished" if error is None else "failed" if isinstance(error, Exception) else "interrupted"
+    end = {"ended": _now(), "step": run.step, "outcome": outcome, "error": _text(error)}
+    with _changed(run) as record:
+        if not record["parts"]:
+            record["parts"].append(_part(run))
+        record["parts"][-1] |= end
+
+
+def _part(run: RunInfo) -> dict[str, Any]:
+    here = {"host": socket.gethostname(), "pid": os.getpid()}
+    return {"started": _now(), **here, "from_step": run.step, "ended": None, "outcome": None, "error": None}
+
+
+def read_record(directory: Path) -> Mapping[str, Any] | None:
+    """Return the record of a run, or ``None`` where there is none that can be read."""
+    try:
+        record = json.loads((directory / RECORD_FILE).read_bytes())
+    except (OSError, ValueError):
+        return None
+    known = isinstance(record, dict) and isinstance(record.get("parts"), list)
+    return record if known and all(isinstance(part, dict) for part in record["parts"]) else None
+
+
+@contextmanager
+def _changed(run: RunInfo) -> Iterator[dict[str, Any]]:
+    """Yield the record, and write it back."""
+    directory = Path(run.directory)
+    record = {"parts": [], **(read_record(directory) or {})}
+    record |= {"name": run.name, "backend": run.backend, "total_steps": run.total_steps}
+    yield record
+    replace_file(directory / RECORD_FILE, json.dumps(record, indent=2) + "\n")
+
+
+def replace_file(path: Path, text: str) -> None:
+    """Write a file in one piece: a reader sees the old one or the new one."""
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        unfinished.write_text(text, encoding="utf-8", errors="replace")
+        unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def _text(error: BaseException | None) -> str | None:
+    return None if error is None else f"{type(error).__name__}: {error}"

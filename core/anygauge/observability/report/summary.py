@@ -1,0 +1,244 @@
+"""The head of a report: how the run stands, what it is, and its few most important numbers."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import PurePath
+from statistics import fmean, median
+from typing import Any, Literal
+
+from anygauge.observability.report.catalog import eval_means
+from anygauge.observability.report.metrics_file import Series
+from anygauge.observability.report.run_files import RunFiles
+from anygauge.observability.report.scale import format_number
+
+__all__ = ["Standing", "Tile", "facts", "standing", "tiles"]
+
+Kind = Literal["finished", "running", "failed", "stopped", "unknown"]
+
+_OUTCOMES: Mapping[str, Kind] = {"finished": "finished", "failed": "failed", "interrupted": "stopped"}
+"""From what ``run.json`` says of a part."""
+_LAST = 10
+"""Steps over which a noisy metric's final value is the mean."""
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """How a run stands."""
+
+    kind: Kind
+    text: str
+    step: int
+    total: int | None
+    error: str = ""
+    """What ended it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """A number with its name and what it is compared to."""
+
+    label: str
+    value: str
+    unit: str = ""
+    note: str = ""
+    metric: str = ""
+    """Whose course is drawn under it."""
+
+
+def standing(files: RunFiles) -> Standing:
+    """Return how the run stands, from its record and its metrics."""
+    part = _last_part(files)
+    total = _total(files)
+    step = max(files.metrics.last_step, part.get("step") or 0)
+    kind, text = _kind(part, done=total is not None and step >= total)
+    return Standing(kind, text, step, total, str(part.get("error") or ""))
+
+
+def _kind(part: Mapping[str, Any], *, done: bool) -> tuple[Kind, str]:
+    """Return how the last part of a run stands, and how the page says it."""
+    if part.get("outcome") in _OUTCOMES:
+        return _OUTCOMES[part["outcome"]], str(part["outcome"])
+    if not part:
+        return ("finished", "all steps done") if done else ("unknown", "not known to have ended")
+    alive = _is_alive(part)
+    if alive is None:
+        return "unknown", f"last heard of on {part.get('host')}"
+    return ("running", "running") if alive else ("stopped", "killed")
+
+
+def _last_part(files: RunFiles) -> Mapping[str, Any]:
+    parts: Sequence[Mapping[str, Any]] = (files.record or {}).get("parts", ())
+    return parts[-1] if parts else {}
+
+
+def _total(files: RunFiles) -> int | None:
+    run = files.config.get("run")
+    total = (files.record or {}).get("total_steps") or (
+        run.get("steps") if isinstance(run, Mapping) else None
+    )
+    return total if isinstance(total, int) else None
+
+
+def _is_alive(part: Mapping[str, Any]) -> bool | None:
+    """Return whether the process of a part is still there; ``None`` if it is on another host."""
+    import psutil
+
+    if part.get("host") != socket.gethostname():
+        return None
+    started = _time(part.get("started"))
+    try:
+        process = psutil.Process(int(part["pid"]))
+        # A process that is younger than the part has only got its number.
+        return started is None or process.create_time() <= started.timestamp() + 1
+    except (psutil.Error, KeyError, TypeError, ValueError):
+        return False
+
+
+def facts(files: RunFiles, now: datetime) -> list[tuple[str, str]]:
+    """Return name and value of what the run is."""
+    config = files.config
+    found = {
+        "model": _short(_value(config, "model", "path")),
+        "data": ", ".join(_files(_value(config, "data", "train"))),
+        "reward": _value(config, "reward", "function") or " + ".join(_value(config, "reward", "parts") or {}),
+        "algorithm": _value(config, "algorithm", "advantage"),
+        "task": _value(config, "run", "task"),
+        "backend": (files.record or {}).get("backend") or files.capabilities.get("backend"),
+        "workers": _value(config, "placement", "num_workers"),
+        "started": _started(files),
+        "took": _duration_text(files, now),
+        "parts": _parts(files),
+    }
+    if found["task"] == "sft":
+        found["reward"] = found["algorithm"] = None
+    return [(name, str(value)) for name, value in found.items() if value]
+
+
+def _value(config: Mapping[str, Any], section: str, key: str) -> Any:
+    table = config.get(section)
+    value = table.get(key) if isinstance(table, Mapping) else None
+    return None if value == "none" else value
+
+
+def _files(files: Any) -> Iterator[str]:
+    for file in files if isinstance(files, list) else ():
+        table = file if isinstance(file, Mapping) else {"path": file}
+        name = table.get("name")
+        yield str(name) if name and name != "none" else PurePath(str(table.get("path", "?"))).name
+
+
+def _short(path: Any) -> str:
+    """Return the end of a long path, or a hub name as it is."""
+    parts = PurePath(str(path or "")).parts
+    return "/".join(parts[-2:]) if len(parts) > 2 else str(path or "")
+
+
+def _started(files: RunFiles) -> str:
+    parts = (files.record or {}).get("parts", ())
+    started = _time(parts[0].get("started")) if parts else None
+    return started.strftime("%Y-%m-%d %H:%M UTC") if started else ""
+
+
+def _parts(files: RunFiles) -> str:
+    parts = (files.record or {}).get("parts", ())
+    if len(parts) < 2:
+        return ""
+    resumed = ", ".join(str(part.get("from_step", "?")) for part in parts[1:])
+    return f"{len(parts)}; resumed after step {resumed}"
+
+
+def _duration_text(files: RunFiles, now: datetime) -> str:
+    """Return the time of all parts together; of one that was killed and resumed nobody knows it."""
+    seconds, unknown = 0.0, False
+    for part in (files.record or {}).get("parts", ()):
+        started, ended = _time(part.get("started")), _time(part.get("ended"))
+        if ended is None and part is _last_part(files):
+            ended = now if _is_alive(part) else _last_sign(files)
+        if started is None or ended is None:
+            unknown = True
+        else:
+            seconds += max((ended - started).total_seconds(), 0.0)
+    return f"{'at least ' if unknown else ''}{_duration(seconds)}" if seconds else ""
+
+
+def _last_sign(files: RunFiles) -> datetime | None:
+    return None if files.last_sign is None else datetime.fromtimestamp(files.last_sign, UTC)
+
+
+def _time(text: Any) -> datetime | None:
+    try:
+        time = datetime.fromisoformat(text)
+    except (TypeError, ValueError):
+        return None
+    return time if time.tzinfo else time.replace(tzinfo=UTC)
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    days, hours = divmod(hours, 24)
+    if days:
+        return f"{days} d {hours} h"
+    if hours:
+        return f"{hours} h {minutes:02} min"
+    return f"{minutes} min {rest:02} s" if minutes else f"{rest} s"
+
+
+# -------------------------------------------------------------------------
+# Numbers
+# -------------------------------------------------------------------------
+
+
+def tiles(files: RunFiles) -> list[Tile]:
+    """Return the numbers that head the page; those whose metrics were recorded."""
+    series = files.metrics.series
+    found = [
+        _course(series, "rollout/raw_reward", "Reward"),
+        *(_evaluation(series, name, label) for name, label in eval_means(series)),
+        _course(series, "train/loss", "Loss") if "rollout/raw_reward" not in series else None,
+        _course(series, "rollout/response_len/mean", "Response length", "tokens"),
+        _typical(series, "perf/tokens_per_s", "Throughput", "tokens/s"),
+        _typical(series, "perf/step_time", "Time of a step", "s"),
+        *(_peak(series, name) for name in series if name.endswith("memory_gib")),
+    ]
+    return [tile for tile in found if tile is not None]
+
+
+def _course(series: Mapping[str, Series], name: str, label: str, unit: str = "") -> Tile | None:
+    """Return where a noisy metric ended, and where it began."""
+    points = series[name].numbers if name in series else []
+    if not points:
+        return None
+    count = max(1, min(_LAST, len(points) // 4))
+    last, first = fmean(v for _, v in points[-count:]), fmean(v for _, v in points[:count])
+    over = f", means over {count} steps" if count > 1 else ""
+    return Tile(label, format_number(last), unit, f"from {format_number(first)}{over}", name)
+
+
+def _evaluation(series: Mapping[str, Series], name: str, label: str) -> Tile | None:
+    points = series[name].numbers
+    if not points:
+        return None
+    (first_step, first), (last_step, last) = points[0], points[-1]
+    note = f"from {format_number(first)} at step {first_step}" if len(points) > 1 else f"at step {last_step}"
+    return Tile(f"Eval {label}", format_number(last), "", note, name)
+
+
+def _typical(series: Mapping[str, Series], name: str, label: str, unit: str) -> Tile | None:
+    values = [value for _, value in series[name].numbers] if name in series else []
+    if not values:
+        return None
+    return Tile(label, format_number(median(values)), unit, f"median of {len(values)} steps", name)
+
+
+def _peak(series: Mapping[str, Series], name: str) -> Tile | None:
+    points = series[name].numbers
+    if not points:
+        return None
+    step, value = max(points, key=lambda point: point[1])
+    where = name.partition("/")[2].removesuffix("_gib").replace("_", " ")
+    return Tile(f"Peak {where}", format_number(value), "GiB", f"at step {step}", name)

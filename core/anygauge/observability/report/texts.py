@@ -1,0 +1,145 @@
+"""Texts that anybody may have written, as a page can show them: samples and the config."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from anygauge.config.validate import NONE, keys
+from anygauge.observability.report.scale import format_number
+from anygauge.observability.samples import shorten
+
+__all__ = ["ConfigLine", "SampleStep", "SampleView", "config_tables", "sample_steps", "visible"]
+
+MOST_CHARACTERS = 1_000_000
+"""Of all samples in a page; above, steps are left out evenly."""
+
+_LONGEST = 6000
+"""Characters of one text in a page. The recorder keeps fewer; the file may come from elsewhere."""
+_HIDDEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]")
+_HEADER = re.compile(r"\[+([^\[\]]+)\]+")
+_ENTRY = re.compile(r'([\w-]+|"[^"]*") = ')
+
+
+def visible(text: str) -> str:
+    r"""Return a text with a picture for each control character, which HTML must not contain.
+
+    >>> visible("a\x00b\tc")
+    'a\u2400b\tc'
+    """
+    return _HIDDEN.sub(lambda match: chr(0x2400 + ord(match[0])) if match[0] < " " else "\ufffd", text)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleView:
+    """A sample as it is shown."""
+
+    chosen: str
+    prompt: str
+    response: str
+    reward: str
+    share: float | None
+    """Of the way from the lowest to the highest reward shown, in percent; ``None`` without a reward."""
+    details: Sequence[tuple[str, str]]
+    error: str
+
+
+@dataclass(frozen=True, slots=True)
+class SampleStep:
+    """The samples of a step."""
+
+    step: int
+    samples: Sequence[SampleView]
+
+
+def sample_steps(samples: Mapping[int, Sequence[Mapping[str, Any]]]) -> list[SampleStep]:
+    """Return the samples of as many steps as a page may hold, evenly chosen, the last one among them."""
+    rewards = [
+        r for rows in samples.values() for row in rows if (r := _number(row.get("reward"))) is not None
+    ]
+    ends = (min(rewards), max(rewards)) if rewards else (0.0, 0.0)
+    steps = list(samples)
+    size = sum(
+        len(_text(row.get(key)))
+        for rows in samples.values()
+        for row in rows
+        for key in ("prompt", "response")
+    )
+    stride = -(-size // MOST_CHARACTERS) or 1
+    shown = steps[(len(steps) - 1) % stride :: stride]
+    return [SampleStep(step, [_view(row, ends) for row in samples[step]]) for step in shown]
+
+
+def _view(row: Mapping[str, Any], ends: tuple[float, float]) -> SampleView:
+    reward = _number(row.get("reward"))
+    share = None
+    if reward is not None:
+        share = 100 * (reward - ends[0]) / (ends[1] - ends[0]) if ends[1] > ends[0] else 100.0
+    named = ("raw_reward", "label", "length", "finish_reason", "dataset", "weight_version")
+    return SampleView(
+        chosen=_text(row.get("chosen")),
+        prompt=_text(row.get("prompt")),
+        response=_text(row.get("response")),
+        reward="not scored" if reward is None else format_number(reward),
+        share=share,
+        details=[
+            (name.replace("_", " "), _text(row[name])) for name in named if row.get(name) not in (None, "")
+        ],
+        error=_text(row.get("error")),
+    )
+
+
+def _number(value: Any) -> float | None:
+    return float(value) if isinstance(value, int | float) and abs(value) < float("inf") else None
+
+
+def _text(value: Any) -> str:
+    if value is None:
+        return ""
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    return visible(str(shorten(text, _LONGEST)))
+
+
+@dataclass(frozen=True, slots=True)
+class ConfigLine:
+    """A line of the resolved config."""
+
+    text: str
+    is_header: bool
+    is_changed: bool
+    """Whether it belongs to a key whose value is not the default."""
+
+
+def config_tables(text: str, config: Mapping[str, Any]) -> list[list[ConfigLine]]:
+    """Return the tables of ``config.toml``, each as its lines, with what is not the default marked."""
+    changed = set(_changed(config))
+    tables: list[list[ConfigLine]] = [[]]
+    table = key = ""
+    for line in filter(str.strip, text.splitlines()):
+        header, entry = _HEADER.fullmatch(line), _ENTRY.match(line)
+        if header:
+            table, key = header[1], ""
+            tables.append([])
+        elif entry:
+            key = entry[1]
+        path = ".".join(f"{table}.{key}".split(".")[:2])
+        tables[-1].append(ConfigLine(visible(line), header is not None, header is None and path in changed))
+    return [lines for lines in tables if lines]
+
+
+def _changed(config: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the dotted path of each key whose value is not the default."""
+    for path, field in keys():
+        section, _, key = path.partition(".")
+        table = config.get(section)
+        if isinstance(table, Mapping) and key in table:
+            default = field.get_default(call_default_factory=True, validated_data={})
+            if field.is_required() or _toml(table[key]) != _toml(NONE if default is None else default):
+                yield path
+
+
+def _toml(value: Any) -> str:
+    return json.dumps(value, default=str, sort_keys=True)

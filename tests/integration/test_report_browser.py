@@ -1,0 +1,203 @@
+"""The report of a run in headless Chromium: it loads alone, without an error, and shows what was recorded.
+
+Skipped where there is no Chromium, unless ``ANYGAUGE_REQUIRE_CHROMIUM`` is set.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import shutil
+import struct
+import subprocess
+from collections.abc import Callable
+from dataclasses import replace
+from html import unescape
+from pathlib import Path
+
+import pytest
+
+from anygauge.config import Config
+from anygauge.config.load import write_resolved
+from anygauge.observability.jsonl import METRICS_FILE, JsonlTracker
+from anygauge.observability.report import REPORT_FILE, plugin
+from anygauge.plugins import find_backend, load_plugins
+from anygauge.trainer.capabilities import write_capabilities
+from anygauge_hooks.rl import Group, Prompt, Sample
+from anygauge_hooks.types import RunInfo
+
+NAMES = ("chromium", "chromium-browser", "google-chrome")
+STEPS = 120
+# What a test adds to a copy of the page: it moves the pointer over a chart and the samples back by one step,
+# and writes down what it saw. The copy has no content policy, so that what the policy stops would show here.
+PROBE = """<script>
+addEventListener("load", () => {
+  const box = document.querySelector("#chart-reward .box");
+  const { left, width, top } = box.getBoundingClientRect();
+  const clientX = left + (width * 49) / 119;
+  box.dispatchEvent(new PointerEvent("pointermove", { clientX, clientY: top + 5, bubbles: true }));
+  document.querySelector("[data-move='-1']").click();
+  const text = (selector) => [...document.querySelectorAll(selector)].map((e) => e.textContent);
+  document.documentElement.dataset.seen = JSON.stringify({
+    values: text("#chart-reward output"),
+    step: text(".stepper output"),
+    shown: [...document.querySelectorAll("details.step:not([hidden])")].map((e) => e.dataset.step),
+    resources: performance.getEntriesByType("resource").map((entry) => entry.name),
+    overflow: document.documentElement.scrollWidth - innerWidth,
+    errors: window.seen,
+  });
+});
+</script></body>"""
+LISTEN = (
+    '<head><script>window.seen = []; addEventListener("error", (e) => window.seen.push(e.message));</script>'
+)
+Browse = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+@pytest.fixture(scope="module")
+def chromium() -> str:
+    """Return the browser."""
+    found = next(filter(None, map(shutil.which, NAMES)), None)
+    if found is None and os.environ.get("ANYGAUGE_REQUIRE_CHROMIUM"):
+        pytest.fail(f"none of {', '.join(NAMES)} is installed, and ANYGAUGE_REQUIRE_CHROMIUM is set")
+    if found is None:
+        pytest.skip(f"none of {', '.join(NAMES)} is installed")
+    return found
+
+
+@pytest.fixture
+def browse(chromium: str, tmp_path: Path) -> Browse:
+    """Return a function that opens a page and returns what the browser said."""
+
+    def run(page: Path, *options: str) -> subprocess.CompletedProcess[str]:
+        command = [chromium, "--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"]
+        command += ["--no-first-run", "--disable-background-networking", "--disable-extensions"]
+        command += [
+            "--enable-logging=stderr",
+            f"--user-data-dir={tmp_path / 'profile'}",
+            *options,
+            page.as_uri(),
+        ]
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=100)
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the report of a run that its observers have seen from begin to end."""
+    directory = tmp_path_factory.mktemp("run")
+    config = Config.model_validate(
+        {
+            "run": {"name": "seen", "steps": STEPS},
+            "model": {"path": "models/tiny"},
+            "data": {"train": ["train.jsonl"]},
+            "reward": {"function": "math"},
+        }
+    )
+    write_resolved(config, directory / "config.toml")
+    (directory / "environment.json").write_text('{"python": "3"}')
+    plugins = load_plugins(only=["cpu"])
+    write_capabilities(directory, plugins, find_backend(plugins, plugins.named("register_backends"), "cpu"))
+    run = RunInfo(name="seen", directory=str(directory), backend="cpu", total_steps=STEPS, config=config)
+    plugin.before_train(run=run)
+    tracker = JsonlTracker(directory / METRICS_FILE)
+    for step in range(1, STEPS + 1):
+        plugin.after_rollout(run=replace(run, step=step - 1), groups=[group(step)])
+        tracker.log(metrics(step), step=step)
+        if step % 30 == 0:
+            tracker.log({"eval/math": step / 200, "eval/math-truncated_ratio": 0.0}, step=step)
+    tracker.close()
+    plugin.after_train(run=replace(run, step=STEPS))
+    return directory / REPORT_FILE
+
+
+def metrics(step: int) -> dict[str, float]:
+    reward = step / 128  # exact in decimal too
+    return {
+        "train/loss": math.sin(step),
+        "train/ppo_kl": 0.01,
+        "train/entropy_loss": 1 / step,
+        "rollout/raw_reward": reward,
+        "rollout/reward": reward - 0.125,
+        "rollout/response_len/mean": 100 + step,
+        "passrate/pass@1": reward,
+        "perf/step_time": 2.0,
+        "perf/rollout_time": 1.0,
+        "perf/train_time": 0.75,
+        "perf/overhead_time": 0.25,
+        "perf/tokens_per_s": 1000.0 + step,
+        "perf/host_memory_gib": 1.5,
+    }
+
+
+def group(step: int) -> Group:
+    texts = [
+        "<b>bold</b> & <script>document.title = 'broken'</script>",
+        "\u202e\u05d0 \U0001f600 nul \0",
+        f"{step}",
+    ]
+    samples = tuple(
+        Sample(
+            prompt_index=0,
+            prompt_tokens=(1,),
+            response_tokens=(2,),
+            log_probs=(0.0,),
+            loss_mask=(1,),
+            weight_versions=(step,),
+            text=text,
+            finish_reason="stop",
+            seed=index,
+            reward=index / 2,
+        )
+        for index, text in enumerate(texts)
+    )
+    return Group(prompt=Prompt(index=0, tokens=(1,), text="x" * 2000), samples=samples)
+
+
+def test_the_page_loads_without_an_error_and_draws_every_point(report: Path, browse: Browse) -> None:
+    done = browse(report, "--dump-dom")
+    assert "CONSOLE" not in done.stderr
+    assert "<title>seen \N{EN DASH} anygauge run report</title>" in done.stdout
+    assert '<div class="stepper">' in done.stdout, "the page's own script did not run"
+    figure = re.search(r'<figure[^>]*id="chart-reward".*?</figure>', done.stdout, re.S)
+    assert figure is not None
+    layers = re.findall(r'<path class="(\w+) c(\d)" data-points="(\d+)" d="([^"]*)"', figure[0])
+    drawn = {(kind, colour): len(re.findall("[ML]", path)) for kind, colour, _, path in layers}
+    assert drawn == {
+        **{("faint", "0"): STEPS, ("line", "0"): STEPS, ("faint", "1"): STEPS, ("line", "1"): STEPS},
+        **{("line", "2"): 4, ("dots", "2"): 4},
+    }
+
+
+def test_the_pointer_reads_values_and_samples_change_by_step(
+    report: Path, browse: Browse, tmp_path: Path
+) -> None:
+    page = re.sub(r'<meta http-equiv="Content-Security-Policy"[^>]*>', "", report.read_text())
+    probed = tmp_path / "probed.html"
+    probed.write_text(page.replace("<head>", LISTEN, 1).replace("</body>", PROBE, 1))
+    dom = browse(probed, "--dump-dom", "--window-size=500,900").stdout
+    attribute = re.search(r'data-seen="([^"]*)"', dom)
+    assert attribute is not None
+    assert json.loads(unescape(attribute[1])) == {
+        "values": ["50", "0.3906", "0.2656", "0.15"],
+        "step": ["step 119"],
+        "shown": ["119"],
+        "resources": [],
+        "overflow": 0,
+        "errors": [],
+    }
+
+
+@pytest.mark.parametrize(("width", "scheme"), [(1400, "light"), (500, "dark")])
+def test_a_screenshot_shows_something(
+    width: int, scheme: str, report: Path, browse: Browse, tmp_path: Path
+) -> None:
+    picture = tmp_path / "page.png"
+    preference = f"--blink-settings=preferredColorScheme={('dark', 'light').index(scheme)}"
+    browse(report, f"--screenshot={picture}", f"--window-size={width},2000", preference)
+    data = picture.read_bytes()
+    assert struct.unpack(">II", data[16:24]) == (width, 2000)
+    assert len(data) > 50_000  # an empty page of this size has less than 10,000

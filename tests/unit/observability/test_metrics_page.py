@@ -1,0 +1,115 @@
+"""``docs/metrics.md`` has a row for every metric, and no row for what is none."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import torch
+
+from anygauge.algorithms.losses import policy_objective, ppo_clip
+from anygauge.observability.memory import driver_memory
+from anygauge.observability.metrics import (
+    StepWork,
+    eval_metrics,
+    performance_metrics,
+    rollout_metrics,
+    with_step_axes,
+)
+from anygauge.trainer.loop import mean_over_steps
+from anygauge_hooks.engines import LossInputs
+from anygauge_hooks.rl import Group, Prompt, Sample
+
+PAGE = Path(__file__).parents[3] / "docs" / "metrics.md"
+ROW = re.compile(r"^\| `([a-z_]+/\S+)` \| (\S.*?) \| (.*?) ?\| ?(.*?) ?\|$", re.M)
+OF_THE_LOOP = {"train/grad_norm", "train/lr", "eval/<dataset>-loss", "perf/save_time"}
+"""What an engine or the loop itself records; a run's own test sees them."""
+NAMES = {"dataset-a": "<dataset>", "dataset-b": "<dataset>", "prefill": "<phase>"}
+
+
+def rows() -> list[tuple[str, ...]]:
+    return ROW.findall(PAGE.read_text(encoding="utf-8"))
+
+
+def groups() -> list[Group]:
+    """Return samples of two data sets and two turns."""
+    sample = Sample(
+        prompt_index=0,
+        prompt_tokens=(1,),
+        response_tokens=(2, 3, 4),
+        log_probs=(-0.5,) * 3,
+        loss_mask=(1, 0, 1),
+        weight_versions=(0,) * 3,
+        text="b",
+        finish_reason="stop",
+        seed=0,
+        reward=1.0,
+        raw_reward=1.0,
+    )
+    return [
+        Group(prompt=Prompt(index=0, tokens=(1,), text="a", dataset=name), samples=(sample, sample))
+        for name in ("dataset-a", "dataset-b")
+    ]
+
+
+def training() -> dict[str, float]:
+    ones = torch.ones(2)
+    inputs = LossInputs(
+        log_probs=-ones,
+        entropy=ones,
+        old_log_probs=-ones,
+        rollout_log_probs=-ones,
+        reference_log_probs=-ones,
+        advantages=ones,
+        loss_mask=ones,
+        weights=ones / 2,
+    )
+    objective = policy_objective(
+        lambda x: ppo_clip(x, clip_low=0.2, clip_high=0.2, dual_clip=3.0), kl_coef=1.0
+    )
+    metrics = {name: value.item() for name, value in objective(inputs)[1].items()}
+    return {f"train/{name}": value for name, value in mean_over_steps([metrics]).items()}
+
+
+def performance() -> dict[str, float]:
+    seconds = dict.fromkeys(
+        ("generate", "log_probs", "forward_backward", "optimizer", "weight_sync", "prefill"), 1.0
+    )
+    report = {"seconds": seconds, "memory": {"rss": 1.0, "device": 1.0}}
+    work = StepWork.of_groups(groups(), lambda length: 1e9)
+    return performance_metrics(work, [report], wall_s=9.0, driver_seconds={"reward": 1.0})
+
+
+def emitted() -> set[str]:
+    metrics = {
+        **training(),
+        **rollout_metrics(groups(), float),
+        **eval_metrics("dataset-a", groups(), float),
+        **performance(),
+        **driver_memory(),
+    }
+    return {generic(name) for name in with_step_axes(metrics, 1)} | OF_THE_LOOP
+
+
+def generic(name: str) -> str:
+    """Return a metric's name as the page writes it."""
+    for real, stands_for in NAMES.items():
+        name = name.replace(real, stands_for)
+    return re.sub(r"pass@\d+", "pass@<k>", name)
+
+
+def test_every_metric_has_a_row_and_every_row_a_metric() -> None:
+    documented = [name for name, *_ in rows()]
+    assert len(set(documented)) == len(documented)
+    assert set(documented) == emitted()
+
+
+def test_each_row_is_in_the_section_of_its_group() -> None:
+    sections = re.split(r"^## ", PAGE.read_text(encoding="utf-8"), flags=re.M)
+    wrong = [
+        name
+        for section in sections
+        for name, *_ in ROW.findall(section)
+        if not section.startswith(f"`{name.partition('/')[0]}/`")
+    ]
+    assert not wrong

@@ -1,0 +1,492 @@
+"""The page of a run: complete in itself, true to the files, and safe with whatever they hold."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import time
+from collections.abc import Callable, Mapping, Sequence
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from anygauge.cli import main
+from anygauge.config import Config
+from anygauge.config.load import write_resolved
+from anygauge.observability.report import REPORT_FILE, write_report
+from anygauge.observability.report.catalog import SECTIONS
+from anygauge.observability.report.charts import COLOURS, MOST_POINTS
+from anygauge.observability.report.page import render_page
+from anygauge.observability.report.run_files import read_run
+from anygauge.observability.report.texts import MOST_CHARACTERS, sample_steps, visible
+from anygauge_hooks.errors import CheckpointError
+
+VOID = {"meta", "input", "br", "hr", "img", "link", "base", "path"}
+LOADING = {
+    "src",
+    "srcset",
+    "href",
+    "xlink:href",
+    "action",
+    "formaction",
+    "data",
+    "poster",
+    "background",
+    "ping",
+}
+MakeRun = Callable[..., Path]
+
+
+class Page(HTMLParser):
+    """Elements of a page with their attributes and their texts, and whether its tags are balanced."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(convert_charrefs=True)
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.texts: list[tuple[str, str]] = []
+        self.open: list[str] = []
+        self.feed(path.read_text(encoding="utf-8"))
+        self.close()
+        assert not self.open
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attrs)))
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag, f"</{tag}> closes nothing"
+
+    def handle_data(self, data: str) -> None:
+        self.texts.append((self.open[-1] if self.open else "", data))
+
+    def ids(self) -> set[str | None]:
+        return {attributes["id"] for _, attributes in self.elements if "id" in attributes}
+
+    def text(self) -> str:
+        return "".join(text for tag, text in self.texts if tag not in ("script", "style"))
+
+    def all_of(self, tag: str, css_class: str) -> list[dict[str, str | None]]:
+        return [a for t, a in self.elements if t == tag and css_class in (a.get("class") or "").split()]
+
+    def script(self, index: int) -> str:
+        return [text for tag, text in self.texts if tag == "script"][index]
+
+
+@pytest.fixture
+def config() -> Config:
+    return Config.model_validate(
+        {
+            "run": {"name": "demo", "steps": 40},
+            "model": {"path": "models/tiny"},
+            "data": {"train": ["data/train.jsonl"]},
+            "reward": {"function": "math"},
+            "train": {"lr": 0.25},
+        }
+    )
+
+
+@pytest.fixture
+def make_run(tmp_path: Path, config: Config) -> MakeRun:
+    """Return a function that writes a run directory, of which everything may be left out."""
+
+    def make(
+        metrics: Sequence[Mapping[str, Any]] | None = None,
+        samples: Sequence[Any] | None = None,
+        record: Mapping[str, Any] | None = None,
+        **objects: Any,
+    ) -> Path:
+        write_resolved(config, tmp_path / "config.toml")
+        for name, rows in (("metrics", metrics), ("samples", samples)):
+            if rows is not None:
+                lines = "".join(json.dumps(row) + "\n" for row in rows)
+                (tmp_path / f"{name}.jsonl").write_text(lines)
+        for name, value in {"run": record, **objects}.items():
+            if value is not None:
+                (tmp_path / f"{name}.json").write_text(json.dumps(value))
+        return tmp_path
+
+    return make
+
+
+NAMES = (
+    *(
+        "train/loss",
+        "train/pg_loss",
+        "train/ppo_kl",
+        "train/kl_loss",
+        "train/entropy_loss",
+        "train/pg_clipfrac",
+    ),
+    *("train/train_rollout_logprob_abs_diff", "train/grad_norm", "train/lr"),
+    *("rollout/raw_reward", "rollout/reward", "rollout/zero_std_ratio", "rollout/failed_ratio"),
+    *("rollout/response_len/mean", "rollout/response_len/max", "rollout/truncated_ratio"),
+    *(
+        "rollout/a/raw_reward",
+        "rollout/b/raw_reward",
+        "passrate/pass@1",
+        "passrate/pass@8",
+        "passrate/math-pass@4",
+    ),
+    *("multi_turn/rounds/mean", "multi_turn/response_len_without_observations/mean"),
+    *("eval/math", "eval/math-truncated_ratio", "perf/step_time", "perf/rollout_time", "perf/train_time"),
+    *(
+        "perf/overhead_time",
+        "perf/tokens_per_s",
+        "perf/tflops",
+        "perf/host_memory_gib",
+        "perf/worker_rss_gib",
+    ),
+    "perf/device_memory_gib",
+)
+
+
+def rows(steps: int, names: Sequence[str] = NAMES) -> list[dict[str, float | None]]:
+    """Return lines of a metrics file with every metric that a chart shows."""
+    groups = {name.partition("/")[0] for name in names}
+    return [
+        {
+            **{f"{group}/step": step for group in groups},
+            **{name: 1.0 + math.sin(step * (index + 1)) / 3 for index, name in enumerate(names)},
+        }
+        for step in range(1, steps + 1)
+    ]
+
+
+def sample(**fields: Any) -> dict[str, Any]:
+    known = {"chosen": "best", "prompt": "1+1=", "response": "2", "reward": 1.0, "raw_reward": 1.0}
+    return known | {"error": None, "length": 1, "finish_reason": "stop", "label": "2"} | fields
+
+
+# -------------------------------------------------------------------------
+# Complete in itself
+# -------------------------------------------------------------------------
+
+
+def test_nothing_is_loaded_from_anywhere(make_run: MakeRun) -> None:
+    link = "see https://example.com/x.png <img src=//example.com/y.png> url(http://example.com)"
+    directory = make_run(rows(5), [{"step": 1, "samples": [sample(response=link)]}], environment={"a": link})
+    page = Page(write_report(directory))
+    for tag, attributes in page.elements:
+        assert tag not in {
+            "link",
+            "img",
+            "iframe",
+            "object",
+            "embed",
+            "base",
+            "audio",
+            "video",
+            "form",
+            "use",
+        }
+        for name in LOADING & attributes.keys():
+            assert (attributes[name] or "").startswith("#"), (tag, name, attributes[name])
+        assert "url(" not in (attributes.get("style") or "")
+    styles = "".join(text for tag, text in page.texts if tag == "style")
+    assert not re.search(r"url\(|@import|https?:|image-set|src\s*:", styles)
+    assert not re.search(r"https?:|fetch|XMLHttp|import\(|WebSocket|sendBeacon|\.src\b", page.script(1))
+    assert "https://example.com/x.png" in page.text()
+
+
+def test_a_policy_lets_only_its_own_script_run(make_run: MakeRun) -> None:
+    page = Page(write_report(make_run()))
+    (policy,) = [a["content"] or "" for _, a in page.elements if "http-equiv" in a]
+    assert policy.startswith("default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-")
+    assert [a for t, a in page.elements if t == "script"] == [{"type": "application/json", "id": "data"}, {}]
+    assert not [name for _, attributes in page.elements for name in attributes if name.startswith("on")]
+
+
+# -------------------------------------------------------------------------
+# True to the files
+# -------------------------------------------------------------------------
+
+
+def test_the_data_equal_the_metrics_file(make_run: MakeRun) -> None:
+    lines = rows(30)
+    lines[3]["train/loss"] = None
+    again = [row | {"train/loss": 7.0} for row in rows(30)[20:25]]
+    data = json.loads(Page(write_report(make_run([*lines, *again]))).script(0))
+    expected: dict[str, dict[int, Any]] = {}
+    for row in [*lines, *again]:
+        for name, value in row.items():
+            if not name.endswith("/step"):
+                expected.setdefault(name, {})[int(row[f"{name.partition('/')[0]}/step"] or 0)] = value
+    columns = data["metrics"].items()
+    found = {name: dict(zip(data["axes"][a], values, strict=True)) for name, (a, values) in columns}
+    assert found == expected
+    assert data["every"] == 1
+
+
+def test_every_chart_is_drawn_where_its_metric_is(make_run: MakeRun) -> None:
+    page = Page(write_report(make_run(rows(5))))
+    keys = {f"chart-{chart.key}" for section in SECTIONS for chart in section.charts} | {"chart-phases"}
+    assert keys == {name for name in page.ids() if (name or "").startswith("chart-")}
+    assert "Not recorded" not in page.text()
+
+
+@pytest.mark.parametrize(
+    "chart", [chart for section in SECTIONS for chart in section.charts], ids=lambda c: c.key
+)
+def test_a_chart_without_its_metrics_is_named_and_not_drawn(chart: Any, make_run: MakeRun) -> None:
+    own = {name for lines in chart.lines for name, _ in lines.find(dict.fromkeys(NAMES))}
+    names = [name for name in NAMES if name not in own]
+    page = Page(write_report(make_run(rows(5, names))))
+    assert f"chart-{chart.key}" not in page.ids()
+    (note,) = [text for _, text in page.texts if "Not recorded" in text and chart.title in text]
+    assert note
+
+
+@pytest.mark.parametrize(("steps", "kinds"), [(1, ["line"]), (100, ["line"]), (101, ["faint", "line"])])
+def test_many_points_are_faint_behind_a_smoothed_line(
+    steps: int, kinds: list[str], make_run: MakeRun
+) -> None:
+    page = Page(write_report(make_run(rows(steps, ["train/entropy_loss"]))))
+    layers = [a for t, a in page.elements if t == "path" and "data-points" in a]
+    assert [(a["class"] or "").split()[0] for a in layers] == kinds
+    assert all(a["data-points"] == str(steps) for a in layers)
+    points = re.findall(r"[ML]", layers[0]["d"] or "")
+    assert len(points) == steps
+
+
+def test_a_long_series_is_drawn_with_few_points(make_run: MakeRun) -> None:
+    page = Page(write_report(make_run(rows(3000, ["train/entropy_loss", "perf/train_time"]))))
+    drawn = [re.findall(r"[ML]", a["d"] or "") for _, a in page.elements if "data-points" in a]
+    assert len(drawn) == 3
+    assert all(100 < len(points) <= MOST_POINTS for points in drawn)
+
+
+def test_more_series_than_colours_are_named(make_run: MakeRun) -> None:
+    names = [f"eval/set{index:02}" for index in range(COLOURS + 2)]
+    page = Page(write_report(make_run(rows(3, names))))
+    assert len(page.all_of("path", "dots")) == 2 * COLOURS  # among the rewards, and alone
+    assert "Not drawn: set08, set09." in page.text()
+
+
+def test_headline_numbers_are_those_of_the_metrics(make_run: MakeRun) -> None:
+    lines: list[dict[str, float]] = [
+        {"rollout/step": step, "rollout/raw_reward": step / 40, "perf/step": step, "perf/step_time": 2.0}
+        for step in range(1, 41)
+    ]
+    lines += [{"eval/step": 0, "eval/math": 0.25}, {"eval/step": 40, "eval/math": 0.75}]
+    text = " ".join(Page(write_report(make_run(lines))).text().split())
+    assert "Reward 0.887 from 0.138, means over 10 steps" in text
+    assert "Eval math 0.75 from 0.25 at step 0" in text
+    assert "Time of a step 2 s median of 40 steps" in text
+
+
+def test_the_phases_divide_the_step(make_run: MakeRun) -> None:
+    lines = [
+        {"perf/step": s, "perf/step_time": 4.0, "perf/rollout_time": 1.0, "perf/train_time": 3.0}
+        for s in (1, 2)
+    ]
+    page = Page(write_report(make_run(lines)))
+    text = " ".join(page.text().split())
+    assert "rollout1 s1 s25.0 %" in text
+    assert "train3 s3 s75.0 %" in text
+    assert len(page.all_of("path", "area")) == 2
+
+
+def test_config_environment_and_capabilities_are_shown(make_run: MakeRun) -> None:
+    kernel = {
+        "op": "rms_norm",
+        "source": "fast.rms",
+        "dtypes": ["float32"],
+        "package": "fast",
+        "version": "1.2",
+    }
+    where = {"location": "/site/fast/rms.py:3", "is_reference": True}
+    hooks = [
+        {"hook": "make_device", "plugin": "fast", "package": "fast", "version": "1.2"},
+        {"hook": "on_error"},
+    ]
+    page = Page(
+        write_report(
+            make_run(
+                environment={"python": "3.11"},
+                capabilities={"kernels": [kernel | where], "hooks": hooks, "plugin_errors": {"bad": "boom"}},
+            )
+        )
+    )
+    text = " ".join(page.text().split())
+    assert "rms_norm reference fast.rms float32 fast 1.2 site/fast/rms.py:3".replace(" ", "") in text.replace(
+        " ", ""
+    )
+    assert "Hooks: 2, of which 1 have implementations" in text
+    assert "Plugin bad failed to load: boom" in text
+    changed = [text for tag, text in page.texts if tag == "span" and text.startswith(("lr = ", "min_lr = "))]
+    assert changed == ["lr = 0.25", "min_lr = 0.0"]
+    marked = len(page.all_of("span", "set"))
+    assert marked == 8  # name, steps, model.path, data.train on three lines, reward.function, lr
+    assert "3.11" in text
+
+
+# -------------------------------------------------------------------------
+# Safe
+# -------------------------------------------------------------------------
+
+HOSTILE = (
+    "</script><script>alert(1)</script>",
+    "</style></textarea><!-- --><svg onload=alert(1)>",
+    "\" onmouseover='alert(1)' x=\"{{ 7*7 }}{% raw %}&amp;",
+    "\u202eright to left\u2066 \u05d0\u05d1 \u0627 \U0001f600 \u2028\u2029",
+    "nul \0 escape \x1b[31m bell \x07 cr \r\n c1 \x85 lone \ud800 non \uffff",
+)
+
+
+@pytest.mark.parametrize("text", HOSTILE)
+def test_hostile_texts_are_text(text: str, make_run: MakeRun) -> None:
+    directory = make_run(
+        [{"train/step": 1, f"train/{text}": 1.0}],
+        [{"step": 1, "samples": [sample(prompt=text, response=text, error=text, label=text, chosen=text)]}],
+        {"name": text, "parts": [{"outcome": "failed", "error": text, "started": text, "host": text}]},
+        environment={text: text},
+        capabilities={
+            "kernels": [{"op": text, "source": text, "dtypes": [text]}],
+            "plugin_errors": {text: text},
+        },
+    )
+    (directory / "logs").mkdir()
+    (directory / "logs" / "driver.log").write_text(text, encoding="utf-8", errors="replace")
+    page = Page(write_report(directory))
+    assert [a for t, a in page.elements if t == "script"] == [{"type": "application/json", "id": "data"}, {}]
+    assert not [name for _, attributes in page.elements for name in attributes if name.startswith("on")]
+    shown = page.text()
+    assert shown.count(visible(text)) >= 7
+    assert not re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]", (directory / REPORT_FILE).read_text())
+    assert list(json.loads(page.script(0))["metrics"]) == [f"train/{text}"]
+
+
+def test_long_texts_are_folded_and_cut(make_run: MakeRun) -> None:
+    long = "a" * 100_000 + "THE END"
+    page = Page(write_report(make_run(None, [{"step": 1, "samples": [sample(prompt=long, response=long)]}])))
+    assert len(page.all_of("details", "long")) == 2
+    assert page.text().count("THE END") == 2
+    assert len(page.text()) < 30_000
+    assert "94,007 characters" in page.text()
+
+
+def test_samples_of_many_steps_are_thinned_evenly() -> None:
+    rows = {step: [sample(response="r" * 5000)] for step in range(1, 1001)}
+    steps = [each.step for each in sample_steps(rows)]
+    assert len(steps) * 5000 < MOST_CHARACTERS
+    assert steps == list(range(1000 - 6 * (len(steps) - 1), 1001, 6))
+
+
+def test_the_last_record_of_a_step_is_shown(make_run: MakeRun) -> None:
+    samples = [
+        {"step": s, "samples": [sample(response=f"{n} of {s}")]}
+        for n, s in (("old", 2), ("new", 2), ("new", 1))
+    ]
+    text = Page(write_report(make_run(None, samples))).text()
+    assert ("new of 2" in text, "new of 1" in text, "old of 2" in text) == (True, True, False)
+    assert text.index("new of 2") < text.index("new of 1")
+
+
+def test_samples_without_a_reward_say_why(make_run: MakeRun) -> None:
+    failed = sample(reward=None, raw_reward=None, error="ZeroDivisionError: by zero", chosen="failed")
+    page = Page(
+        write_report(make_run(None, [{"step": 1, "samples": [failed, sample(raw_reward={"a": 0.5})]}]))
+    )
+    text = page.text()
+    assert "not scored" in text
+    assert "ZeroDivisionError: by zero" in text
+    assert '{"a": 0.5}' in text
+
+
+FLOATS = st.floats(allow_nan=True, allow_infinity=True)
+NAME = st.sampled_from(NAMES) | st.text(max_size=20).map("train/{}".format)
+
+
+@settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(metrics=st.lists(st.dictionaries(NAME, FLOATS | st.integers(-(10**6), 10**6), max_size=6), max_size=8))
+def test_any_numbers_make_a_page(metrics: list[dict[str, Any]], make_run: MakeRun) -> None:
+    groups = {name.partition("/")[0] for row in metrics for name in row}
+    lines = [{**{f"{group}/step": step for group in groups}, **row} for step, row in enumerate(metrics)]
+    page = render_page(read_run(make_run(lines)))
+    assert not re.search(r"[ML-](nan|inf)| (nan|inf)[LMhZ\"]", page)
+
+
+# -------------------------------------------------------------------------
+# Runs of all kinds
+# -------------------------------------------------------------------------
+
+
+def test_a_run_of_which_nothing_is_there_but_its_config(make_run: MakeRun) -> None:
+    page = Page(write_report(make_run()))
+    text = page.text()
+    for name in ("metrics.jsonl", "samples.jsonl", "environment.json", "capabilities.json", "run.json"):
+        assert f"There is no {name}" in text
+    assert "demo" in text
+    assert "not known to have ended" in text
+
+
+def test_a_run_without_its_config(make_run: MakeRun) -> None:
+    directory = make_run(rows(3))
+    (directory / "config.toml").unlink()
+    text = Page(write_report(directory)).text()
+    assert directory.name in text
+    assert "There is no config.toml" in text
+
+
+def test_files_that_cannot_be_read_are_named(make_run: MakeRun) -> None:
+    directory = make_run(rows(3), [{"step": 1}, [2], "x"], environment=[1])
+    for name in ("config.toml", "run.json", "capabilities.json"):
+        (directory / name).write_bytes(b"\xff{")
+    text = Page(write_report(directory)).text()
+    for message in (
+        "config.toml cannot be read: ",
+        "capabilities.json cannot be read: ",
+        "environment.json cannot be read: it holds no object.",
+        "samples.jsonl: 3 lines cannot be read.",
+        "There is no run.json",
+    ):
+        assert message in text
+
+
+def test_the_command_writes_where_it_is_told(
+    make_run: MakeRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory = make_run(rows(2))
+    assert main(["report", str(directory)]) == 0
+    assert main(["report", str(directory), "--out", str(tmp_path / "page.html")]) == 0
+    assert capsys.readouterr().out.splitlines() == [str(directory / REPORT_FILE), str(tmp_path / "page.html")]
+    assert (tmp_path / "page.html").stat().st_size > 10_000
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_what_is_no_run_is_named_with_what_could_be_meant(make_run: MakeRun, tmp_path: Path) -> None:
+    run = tmp_path / "runs" / "mine"
+    run.mkdir(parents=True)
+    make_run()
+    (tmp_path / "config.toml").rename(run / "config.toml")
+    for wrong, found in ((tmp_path / "runs", "has neither"), (tmp_path / "runs" / "m", "does not exist")):
+        with pytest.raises(CheckpointError, match=found) as caught:
+            write_report(wrong)
+        assert str(run) in str(caught.value.hint)
+    with pytest.raises(CheckpointError, match="it is a file"):
+        write_report(run / "config.toml")
+
+
+def test_a_page_that_cannot_be_written_is_an_error(make_run: MakeRun, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"cannot be written to .*missing"):
+        write_report(make_run(), tmp_path / "missing" / "page.html")
+
+
+@pytest.mark.soak
+def test_a_long_run_makes_a_page_that_is_small_and_quick(make_run: MakeRun) -> None:
+    directory = make_run(
+        rows(10_000), [{"step": s, "samples": [sample(response="r" * 3000)] * 4} for s in range(200)]
+    )
+    started = time.process_time()
+    page = write_report(directory)
+    assert time.process_time() - started < 3
+    assert page.stat().st_size < 5e6
