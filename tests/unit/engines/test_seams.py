@@ -288,11 +288,13 @@ def test_building_a_rollout_model_restores_the_initialisers(
         return build(*args, **options)
 
     path, device = Path(config.model.path), torch.device("cpu")
-    _build(path, torch.float32, device)  # transformers imports the model's module on first use
+    _build(
+        path, torch.float32, device, trust_remote_code=False
+    )  # transformers imports the model's module on first use
     before = identities()
     with monkeypatch.context() as patch:
         patch.setattr(AutoModelForCausalLM, "from_config", looking)
-        _build(path, torch.float32, device)
+        _build(path, torch.float32, device, trust_remote_code=False)
     (inside,) = witness.seen["building"]
     rows = ledger("While the rollout model is built")
     assert unlisted(changed(before, inside), rows) == set()

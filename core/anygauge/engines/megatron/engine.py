@@ -18,8 +18,9 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from anygauge.config import Config
-from anygauge.device import seed_everything
+from anygauge.device import memory_phase, seed_everything
 from anygauge.engines.megatron.agreement import check_ranks_agree
+from anygauge.engines.megatron.checkpoint import Checkpointer
 from anygauge.engines.megatron.hf import write_directory
 from anygauge.engines.megatron.inputs import MicroBatch, micro_batches, per_sample
 from anygauge.engines.megatron.model import build_policy, initialize_parallel
@@ -52,9 +53,12 @@ class MegatronEngine:
         dtype = self.policy.options.transformer.params_dtype
         self._logprob = self.policy.kernels.resolve("vocab_parallel_logprob", dtype=dtype)
         self._roles = RoleWeights(list(self.policy.model.parameters()), self._synchronize_parameters)
-        check_ranks_agree(
-            dict(self.policy.model.named_parameters()), parallel_state.get_data_parallel_group()
-        )
+        self._checkpoint = Checkpointer(self.policy.model, self.optimizer, self.schedule, context)
+        self._check_ranks_agree()
+
+    def _check_ranks_agree(self) -> None:
+        parameters = dict(self.policy.model.named_parameters())
+        check_ranks_agree(parameters, parallel_state.get_data_parallel_group())
 
     def log_probs(
         self, samples: Sequence[TrainSample], *, temperature: float, role: str = "actor"
@@ -155,6 +159,20 @@ class MegatronEngine:
             write_directory(Path(path), self.config.model.path, self.policy.weights(), dtype)
         dist.barrier()
 
+    def save_checkpoint(self, path: str) -> None:
+        """Copy the training state to the host, and start to write it into a directory."""
+        self._checkpoint.save(Path(path))
+
+    def checkpoint_written(self) -> bool:
+        """Return whether what :meth:`save_checkpoint` started is on disk."""
+        return self._checkpoint.written()
+
+    def load_checkpoint(self, path: str) -> None:
+        """Restore what :meth:`save_checkpoint` wrote. A collective."""
+        self._synchronize_parameters()
+        self._checkpoint.load(Path(path))
+        self._check_ranks_agree()
+
     def _synchronize_parameters(self) -> None:
         """Gather what the last optimizer step left on other ranks. A collective."""
         if self.policy.options.ddp.overlap_param_gather:
@@ -173,7 +191,8 @@ class MegatronEngine:
     def _timed(self, phase: str) -> Iterator[None]:
         start = time.perf_counter()
         try:
-            yield
+            with memory_phase(self.context.device, phase):
+                yield
         finally:
             self.context.device.synchronize()
             self._seconds[phase] += time.perf_counter() - start

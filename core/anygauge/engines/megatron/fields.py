@@ -29,11 +29,13 @@ _FAMILY = "The model family decides it."
 _ENGINE = "The engine decides it."
 _DROPOUT = "A policy is trained without dropout: its ratio to the policy that sampled would be noise."
 _PRECISION = "Use train.dtype."
+_REPEATABLE = "Use run.deterministic."
 
 _REFUSED = {
     "enable_autocast": "Megatron binds its autocast decorators to one vendor at import; use train.dtype.",
     **dict.fromkeys(("fp16", "bf16", "params_dtype", "pipeline_dtype", "autocast_dtype"), _PRECISION),
     **{name: f"Use train.{name}." for name in ("lr", "min_lr", "weight_decay", "adam_eps", "clip_grad")},
+    "deterministic_mode": _REPEATABLE,
     **dict.fromkeys(("adam_beta1", "adam_beta2"), "Use train.adam_betas."),
     **dict.fromkeys(("recompute_granularity", "recompute_modules"), "Use train.recompute."),
     **dict.fromkeys(("attention_dropout", "hidden_dropout"), _DROPOUT),

@@ -15,11 +15,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from anygauge.hub.weight_files import INDEX, weight_files
 from anygauge_hooks.errors import CheckpointError
 
 __all__ = ["TensorReader", "copy_other_files", "open_tensors", "read_config", "write_directory"]
 
-_INDEX = "model.safetensors.index.json"
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".gguf", ".onnx")
 
 
@@ -71,12 +71,12 @@ class TensorReader:
 def open_tensors(directory: Path) -> Iterator[TensorReader]:
     """Open all safetensors files of a directory; tensors are read when asked for.
 
-    :raises CheckpointError: There are none, one is torn, or the index and the files disagree.
+    :raises CheckpointError: There are none, one is torn or missing, or the index is malformed.
     """
     handles: list[Any] = []
     files: dict[str, Any] = {}
     try:
-        for path in _weight_files(directory):
+        for path in weight_files(directory):
             handle = _open(path)
             handles.append(handle)
             files.update(dict.fromkeys(handle.keys(), handle))
@@ -93,25 +93,6 @@ def _open(path: Path) -> Any:
         raise CheckpointError(
             f"{path} cannot be read as safetensors: {error}.", hint="Download or copy the file again."
         ) from error
-
-
-def _weight_files(directory: Path) -> list[Path]:
-    if (directory / _INDEX).exists():
-        index = json.loads((directory / _INDEX).read_text())
-        files = sorted({directory / name for name in index["weight_map"].values()})
-        absent = [path.name for path in files if not path.exists()]
-        if absent:
-            raise CheckpointError(
-                f"{directory} lacks {', '.join(absent)}, which {_INDEX} names.", hint="Complete the download."
-            )
-        return files
-    files = sorted(directory.glob("*.safetensors"))
-    if not files:
-        raise CheckpointError(
-            f"{directory} has no *.safetensors file.",
-            hint="Convert other formats with transformers' save_pretrained.",
-        )
-    return files
 
 
 def write_directory(
@@ -178,7 +159,7 @@ def _write_shards(directory: Path, weights: Iterable[tuple[str, Tensor]], shard_
         (directory / f"shard-{number}").rename(directory / name)
     weight_map = {name: file for file, held in zip(names, shards, strict=True) for name in held}
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-    (directory / _INDEX).write_text(json.dumps(index, indent=2) + "\n")
+    (directory / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
 
 def _shard_names(count: int) -> list[str]:

@@ -93,6 +93,7 @@ def _transformer(config: Config, architecture: Mapping[str, Any], dtype: torch.d
         "gradient_accumulation_fusion": False,
         "apply_rope_fusion": False,
         "calculate_per_token_loss": True,
+        "deterministic_mode": config.run.deterministic,
         **recompute[config.train.recompute],
     }
 

@@ -118,4 +118,6 @@ class TrainPass(_Pass):
             advantages=values([sample.advantages for sample in samples]),
             loss_mask=values([sample.loss_mask for sample in samples]),
             weights=values(data.weights),
+            samples=batch.indices,
+            lengths=batch.response_lengths,
         )

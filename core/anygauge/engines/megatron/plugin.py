@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING, Any
 
 from anygauge_hooks import hookimpl
 from anygauge_hooks.engines import TrainEngineSpec
+from anygauge_hooks.types import ConfigProblem
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
 
     from anygauge.engines.megatron.engine import MegatronEngine
     from anygauge_hooks.engines import WorkerContext
-    from anygauge_hooks.types import ConfigProblem
 
 
 def _make(config: Any, context: WorkerContext) -> MegatronEngine:
@@ -32,9 +32,17 @@ def register_train_engines() -> list[TrainEngineSpec]:
 
 @hookimpl
 def check_config(config: Any) -> Iterable[ConfigProblem] | None:
-    """Check the names in ``[train.megatron]``."""
+    """Check the names in ``[train.megatron]``, and that what they do can be saved."""
     if config.train.engine != "megatron" or not config.train.megatron:
         return None
     from anygauge.engines.megatron.fields import option_problems
 
-    return list(option_problems(config.train.megatron))
+    return [*option_problems(config.train.megatron), *_unsaved(config)]
+
+
+def _unsaved(config: Any) -> Iterator[ConfigProblem]:
+    """Yield the options with which the optimizer keeps its weights where no checkpoint can find them."""
+    for name in ("optimizer_cpu_offload", "use_precision_aware_optimizer"):
+        if config.train.megatron.get(name) and config.save.every is not None:
+            hint = 'no checkpoint can be made with it; leave it out, or set save.every = "none"'
+            yield ConfigProblem(path=f"train.megatron.{name}", found=True, hint=hint)

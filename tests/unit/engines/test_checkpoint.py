@@ -1,0 +1,407 @@
+"""A checkpoint of the Megatron engine: the steps after loading are those that would have come, to the bit."""
+
+from __future__ import annotations
+
+import json
+import random
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+
+from anygauge.config import Config
+from anygauge.engines.megatron.checkpoint_files import Piece, RankFile, write_rank
+from anygauge.engines.megatron.prepare import prepare_megatron
+from anygauge.plugins import Plugins, load_plugins
+from anygauge.testing.tiny import tiny_qwen3
+from anygauge_hooks.engines import LossInputs, WorkerContext
+from anygauge_hooks.errors import CheckpointError
+from anygauge_hooks.rl import TrainSample
+
+MakeEngine = Callable[..., Any]
+OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True}
+
+
+@pytest.fixture(scope="module")
+def plugins() -> Plugins:
+    return load_plugins()
+
+
+@pytest.fixture(scope="module")
+def context(plugins: Plugins) -> Iterator[WorkerContext]:
+    backend = plugins.get("register_backends", "cpu")
+    prepare_megatron(plugins, backend)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield WorkerContext(
+        rank=0, world_size=1, backend=backend, device=plugins.make_device(backend, 0), plugins=plugins
+    )
+    from megatron.core import parallel_state
+
+    parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_qwen3(tmp_path_factory.mktemp("model"), vocab_size=64, init_std=0.2, tied=request.param)
+
+
+@pytest.fixture
+def make_engine(context: WorkerContext, model: Path) -> MakeEngine:
+    def make(path: Path = model, steps: int = 10, **train: Any) -> Any:
+        config = Config.model_validate(
+            {
+                "run": {"name": "test", "steps": steps},
+                "model": {"path": path},
+                "data": {"train": []},
+                "reward": {"function": "none"},
+                "train": {
+                    "lr": 1e-2,
+                    "weight_decay": 0.1,
+                    "lr_schedule": "cosine",
+                    "warmup_steps": 3,
+                    **train,
+                },
+            }
+        )
+        return context.plugins.get("register_train_engines", "megatron").make(config, context)
+
+    return make
+
+
+def loss(inputs: LossInputs) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
+    value = -(inputs.log_probs * inputs.advantages * inputs.weights).sum()
+    return value, {"loss": value.detach()}
+
+
+def train(engine: Any, steps: range) -> list[Mapping[str, float]]:
+    """Take steps, each on samples of its own, and return their metrics."""
+    return [train_step(engine, step) for step in steps]
+
+
+def train_step(engine: Any, step: int) -> Mapping[str, float]:
+    generator = torch.Generator().manual_seed(step)
+    samples = [
+        TrainSample(
+            tokens=torch.randint(0, 64, (length,), generator=generator).tolist(),
+            response_length=length - 2,
+            loss_mask=[1] * (length - 2),
+            rollout_log_probs=[-2.0] * (length - 2),
+            advantages=[float(index % 2) - 0.3] * (length - 2),
+        )
+        for index, length in enumerate((9, 17, 5))
+    ]
+    found: Mapping[str, float] = engine.train_step(
+        samples,
+        loss,
+        temperature=1.0,
+        weights=[[1 / 25] * each.response_length for each in samples],
+        old_log_probs=[each.rollout_log_probs for each in samples],
+        reference_log_probs=None,
+        entropy_grad=False,
+    )
+    return found
+
+
+def save(engine: Any, directory: Path) -> Path:
+    directory.mkdir()
+    engine.save_checkpoint(str(directory))
+    wait(engine)
+    return directory
+
+
+def wait(engine: Any) -> None:
+    engine._checkpoint._write.join()
+    assert engine.checkpoint_written()
+
+
+def same_bits(one: Sequence[Any], other: Sequence[Any]) -> bool:
+    return [each.hex() for step in one for each in step.values()] == [
+        each.hex() for step in other for each in step.values()
+    ]
+
+
+def weights(engine: Any) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in engine.weights()}
+
+
+def assert_equal(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> None:
+    assert one.keys() == other.keys()
+    assert [name for name in one if not torch.equal(one[name], other[name])] == []
+
+
+@pytest.mark.parametrize("overlap", [{}, OVERLAP], ids=["plain", "overlap"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_steps_after_loading_are_those_that_would_have_come(
+    make_engine: MakeEngine, tmp_path: Path, dtype: str, overlap: dict[str, Any]
+) -> None:
+    engine = make_engine(dtype=dtype, megatron=overlap)
+    train(engine, range(3))
+    path = save(engine, tmp_path / "saved")
+    expected = train(engine, range(3, 6))
+    other = make_engine(dtype=dtype, megatron=overlap)
+    other.load_checkpoint(str(path))
+    assert same_bits(train(other, range(3, 6)), expected)
+    assert_equal(weights(other), weights(engine))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"decoupled_weight_decay": False}, {"use_distributed_optimizer": False}],
+    ids=["torch-adam", "replicated"],
+)
+def test_other_optimizers_go_on_alike(
+    make_engine: MakeEngine, tmp_path: Path, options: dict[str, Any]
+) -> None:
+    for dtype in ("float32", "bfloat16"):
+        engine = make_engine(dtype=dtype, megatron=options)
+        train(engine, range(2))
+        path = save(engine, tmp_path / dtype)
+        expected = train(engine, range(2, 4))
+        other = make_engine(dtype=dtype, megatron=options)
+        other.load_checkpoint(str(path))
+        assert same_bits(train(other, range(2, 4)), expected)
+
+
+def test_torch_adamw_goes_on_alike(
+    make_engine: MakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("anygauge.engines.megatron.optimizer._replace_inner", lambda *arguments: None)
+    engine = make_engine()
+    train(engine, range(2))
+    path = save(engine, tmp_path / "saved")
+    expected = train(engine, range(2, 4))
+    other = make_engine()
+    other.load_checkpoint(str(path))
+    assert same_bits(train(other, range(2, 4)), expected)
+
+
+def test_every_parameter_has_a_step_of_its_own_after_loading(make_engine: MakeEngine, tmp_path: Path) -> None:
+    engine = make_engine()
+    train(engine, range(2))
+    path = save(engine, tmp_path / "saved")
+    engine.load_checkpoint(str(path))
+    states = engine.optimizer.optimizer.state.values()
+    assert {state["step"].item() for state in states} == {2.0}
+    assert len({state["step"].data_ptr() for state in states}) == len(states) > 5
+
+
+def test_a_checkpoint_before_the_first_step(make_engine: MakeEngine, tmp_path: Path) -> None:
+    engine = make_engine(dtype="bfloat16")
+    path = save(engine, tmp_path / "saved")
+    expected = train(engine, range(3))
+    engine.load_checkpoint(str(path))  # back in the same engine, whose optimizer has a state by now
+    assert same_bits(train(engine, range(3)), expected)
+
+
+def test_what_is_saved_is_what_was_there_when_save_returned(
+    make_engine: MakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trained = threading.Event()
+
+    def slow(*arguments: Any) -> None:
+        assert trained.wait(30)
+        write_rank(*arguments)
+
+    monkeypatch.setattr("anygauge.engines.megatron.checkpoint.write_rank", slow)
+    engine = make_engine()
+    train(engine, range(1))
+    before = weights(engine)
+    (tmp_path / "saved").mkdir()
+    engine.save_checkpoint(str(tmp_path / "saved"))
+    assert not engine.checkpoint_written()
+    expected = train(engine, range(1, 3))
+    trained.set()
+    wait(engine)
+    engine.load_checkpoint(str(tmp_path / "saved"))
+    assert_equal(weights(engine), before)
+    assert same_bits(train(engine, range(1, 3)), expected)
+
+
+def test_weights_are_kept_once(make_engine: MakeEngine, tmp_path: Path) -> None:
+    for dtype, kinds in (("float32", {"weight"}), ("bfloat16", {"weight", "main"})):
+        engine = make_engine(dtype=dtype)
+        train(engine, range(1))
+        path = save(engine, tmp_path / dtype)
+        kept = load_file(path / "rank-00000.safetensors")
+        names = [name for name, _ in engine.policy.model.named_parameters()]
+        assert {name.partition("/")[0] for name in kept} == kinds | {"exp_avg", "exp_avg_sq"}
+        assert len(kept) == len(names) * (len(kinds) + 2)
+        elements = sum(parameter.numel() for parameter in engine.policy.model.parameters())
+        for kind in (*kinds, "exp_avg", "exp_avg_sq"):
+            assert sum(t.numel() for name, t in kept.items() if name.startswith(f"{kind}/")) == elements
+
+
+def test_random_generators_go_on(make_engine: MakeEngine, tmp_path: Path) -> None:
+    from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+    def draw() -> list[Any]:
+        name, state = sorted(get_cuda_rng_tracker().get_states().items())[0]
+        tracked = torch.Generator()
+        tracked.set_state(state)
+        numbers = [random.gauss(0, 1), np.random.normal(), torch.rand(()).item()]
+        return [*numbers, name, torch.rand((), generator=tracked).item()]
+
+    engine = make_engine()
+    draw()
+    path = save(engine, tmp_path / "saved")
+    expected = draw()
+    random.seed(5)
+    np.random.seed(5)
+    torch.manual_seed(5)
+    get_cuda_rng_tracker().reset()
+    engine.load_checkpoint(str(path))
+    assert draw() == expected
+
+
+def test_the_schedule_goes_on_with_more_steps(make_engine: MakeEngine, tmp_path: Path) -> None:
+    engine = make_engine(steps=4)
+    train(engine, range(3))
+    path = save(engine, tmp_path / "saved")
+    longer, fresh = make_engine(steps=20), make_engine(steps=20)
+    longer.load_checkpoint(str(path))
+    rates = [each["lr"] for each in train(fresh, range(4))]
+    assert train(longer, range(3, 4))[0]["lr"] == rates[3] > train(engine, range(3, 4))[0]["lr"]
+
+
+def test_a_failed_write_is_an_error_and_the_next_one_is_not(
+    make_engine: MakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make_engine()
+    engine.save_checkpoint(str(tmp_path / "absent"))
+    engine._checkpoint._write.join()
+    with pytest.raises(CheckpointError, match=r"cannot be written: .*No such file"):
+        engine.checkpoint_written()
+    path = save(engine, tmp_path / "saved")
+    engine.load_checkpoint(str(path))
+
+
+def divide(path: Path, target: Path) -> Path:
+    """Write a checkpoint of one rank again as three would have, each with a part of most parameters."""
+    target.mkdir()
+    tensors = load_file(path / "rank-00000.safetensors")
+    whole = json.loads((path / "rank-00000.json").read_text())
+    whole.pop("tensors")
+    for rank in range(3):
+        pieces, parts = [], {}
+        for piece in whole["pieces"]:
+            cuts = [0, piece["end"] // 3 + 1, piece["end"] - 1, piece["end"]]
+            start, end = cuts[rank : rank + 2]
+            pieces.append(Piece(**{**piece, "start": start, "end": end}))
+            parts |= {
+                f"{k}/{piece['name']}": tensors[f"{k}/{piece['name']}"][start:end] for k in piece["kinds"]
+            }
+        write_rank(target, RankFile(**{**whole, "rank": rank, "world_size": 3, "pieces": pieces}), parts)
+    return target
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_parts_of_other_ranks_are_put_together(make_engine: MakeEngine, tmp_path: Path, dtype: str) -> None:
+    engine = make_engine(dtype=dtype)
+    train(engine, range(2))
+    path = divide(save(engine, tmp_path / "saved"), tmp_path / "divided")
+    expected = train(engine, range(2, 4))
+    other = make_engine(dtype=dtype)
+    other.load_checkpoint(str(path))
+    assert same_bits(train(other, range(2, 4)), expected)
+
+
+def test_parts_that_are_not_of_one_step_are_refused(make_engine: MakeEngine, tmp_path: Path) -> None:
+    engine = make_engine()
+    train(engine, range(1))
+    path = divide(save(engine, tmp_path / "saved"), tmp_path / "divided")
+    description = json.loads((path / "rank-00001.json").read_text())
+    description["pieces"][0]["scalars"]["step"] += 1
+    (path / "rank-00001.json").write_text(json.dumps(description))
+    with pytest.raises(CheckpointError, match="different steps"):
+        engine.load_checkpoint(str(path))
+
+
+def truncated(path: Path) -> None:
+    data = path / "rank-00000.safetensors"
+    data.write_bytes(data.read_bytes()[:-5])
+
+
+def torn_header(path: Path) -> None:
+    data = path / "rank-00000.safetensors"
+    data.write_bytes(b"\xff" * 16 + data.read_bytes()[16:])
+
+
+def lost_data(path: Path) -> None:
+    (path / "rank-00000.safetensors").unlink()
+
+
+def lost_description(path: Path) -> None:
+    (path / "rank-00000.json").unlink()
+
+
+def half_a_description(path: Path) -> None:
+    text = (path / "rank-00000.json").read_text()
+    (path / "rank-00000.json").write_text(text[: len(text) // 2])
+
+
+def changed(path: Path, **entries: Any) -> None:
+    found = json.loads((path / "rank-00000.json").read_text())
+    (path / "rank-00000.json").write_text(json.dumps({**found, **entries}))
+
+
+def one_rank_less(path: Path) -> None:
+    changed(path, world_size=2)
+
+
+def a_hole(path: Path) -> None:
+    pieces = json.loads((path / "rank-00000.json").read_text())["pieces"]
+    pieces[3]["start"] += 1
+    changed(path, pieces=pieces)
+
+
+def later_format(path: Path) -> None:
+    changed(path, format=99)
+
+
+def other_device(path: Path) -> None:
+    changed(path, device="abacus")
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (truncated, "bytes instead of"),
+        (torn_header, "cannot be read"),
+        (lost_data, "No such file"),
+        (lost_description, "No such file"),
+        (half_a_description, "cannot be read"),
+        (one_rank_less, "rank-00001.json"),
+        (a_hole, "lacks elements 0 to"),
+        (later_format, "format 99"),
+        (other_device, "made on abacus"),
+    ],
+)
+def test_what_cannot_be_loaded_changes_nothing(
+    make_engine: MakeEngine, tmp_path: Path, damage: Callable[[Path], None], message: str
+) -> None:
+    engine = make_engine()
+    train(engine, range(1))
+    path = save(engine, tmp_path / "saved")
+    train(engine, range(1, 2))
+    before = weights(engine)
+    damage(path)
+    with pytest.raises(CheckpointError, match=message):
+        engine.load_checkpoint(str(path))
+    assert_equal(weights(engine), before)
+    assert engine.schedule.num_steps == 2
+
+
+def test_a_checkpoint_of_another_model_or_precision(make_engine: MakeEngine, tmp_path: Path) -> None:
+    path = save(make_engine(), tmp_path / "saved")
+    smaller = tiny_qwen3(tmp_path / "smaller", vocab_size=64, hidden=32)
+    with pytest.raises(CheckpointError, match=r"of another model: .* parameters differ"):
+        make_engine(smaller).load_checkpoint(str(path))
+    with pytest.raises(CheckpointError, match="float32 for the weight"):
+        make_engine(dtype="bfloat16").load_checkpoint(str(path))
