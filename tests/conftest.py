@@ -18,6 +18,14 @@ from anygauge.trainer.worker_group import WorkerGroup
 
 Launch = Callable[..., WorkerGroup]
 PROBE = "anygauge.testing.workers:ProbeWorker"
+# No test leaves loopback: read when huggingface_hub is imported, here and in every child process.
+os.environ["HF_ENDPOINT"] = "http://127.0.0.1:9"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def index_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Keep the indexes of data files away from the home directory."""
+    os.environ["ANYGAUGE_CACHE"] = str(tmp_path_factory.mktemp("cache"))
 
 
 @pytest.fixture(scope="session")
@@ -68,7 +76,7 @@ def launch(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     def start(
         launcher: str, num_workers: int = 2, *, worker_class: str = PROBE, **placement: Any
     ) -> WorkerGroup:
-        if launcher == "ray" and "ray_address" not in placement:
+        if launcher == "ray":
             request.getfixturevalue("ray_cluster")
         group = launch_workers(
             probe_config(launcher=launcher, **placement),

@@ -50,6 +50,7 @@ DEFAULT_PLUGINS = (
     "anygauge.data.plugin",
     "anygauge.engines.megatron.plugin",
     "anygauge.observability.plugin",
+    "anygauge.observability.report.plugin",
     "anygauge.rollout.plugin",
 )
 """The core's own plugins. They use the same hooks as anybody's; listed so that they work uninstalled."""

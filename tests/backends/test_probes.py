@@ -15,7 +15,9 @@ import pytest
 import torch
 
 import anygauge_cpu.plugin
+import anygauge_cuda.env
 import anygauge_cuda.plugin
+import anygauge_npu.env
 import anygauge_npu.plugin
 from anygauge.device import seed_everything
 from anygauge.plugins import Plugins, probe_backend, select_backend
@@ -251,8 +253,19 @@ def test_npu_workers_load_the_vendor_library(plugins: Plugins, monkeypatch: pyte
 # -------------------------------------------------------------------------
 
 
+def worker_env(plugins: Plugins, backend: BackendSpec, *, deterministic: bool = False) -> Mapping[str, str]:
+    return plugins.merged(
+        "worker_env",
+        backend=backend,
+        role="actor",
+        deterministic=deterministic,
+        interface=None,
+        ip_version="any",
+    )
+
+
 def test_cpu_workers_see_no_accelerator(plugins: Plugins) -> None:
-    environ = plugins.merged("worker_env", backend=CPU, role="actor")
+    environ = worker_env(plugins, CPU)
     assert environ["CUDA_VISIBLE_DEVICES"] == ""
     assert environ["ASCEND_RT_VISIBLE_DEVICES"] == ""
     assert environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] == "0"
@@ -262,17 +275,27 @@ def test_cpu_workers_see_none_without_the_other_plugins() -> None:
     plugins = Plugins(pluggy.PluginManager(PROJECT))
     plugins.manager.add_hookspecs(specs)
     plugins.register(anygauge_cpu.plugin, "cpu")
-    environ = plugins.merged("worker_env", backend=CPU, role="actor")
+    environ = worker_env(plugins, CPU)
     assert (environ["CUDA_VISIBLE_DEVICES"], environ["ASCEND_RT_VISIBLE_DEVICES"]) == ("", "")
 
 
 def test_accelerator_workers_see_only_their_own_kind(plugins: Plugins) -> None:
-    cuda = plugins.merged("worker_env", backend=CUDA, role="actor")
+    cuda = worker_env(plugins, CUDA)
     assert "CUDA_VISIBLE_DEVICES" not in cuda
     assert cuda["ASCEND_RT_VISIBLE_DEVICES"] == ""
-    npu = plugins.merged("worker_env", backend=NPU, role="actor")
+    npu = worker_env(plugins, NPU)
     assert "ASCEND_RT_VISIBLE_DEVICES" not in npu
     assert npu["CUDA_VISIBLE_DEVICES"] == ""
+
+
+def test_a_deterministic_run_adds_what_its_backend_needs(plugins: Plugins) -> None:
+    added = {
+        spec.name: worker_env(plugins, spec, deterministic=True).items() - worker_env(plugins, spec).items()
+        for spec in (CPU, CUDA, NPU)
+    }
+    assert added["cpu"] == set()
+    assert added["cuda"] == set(anygauge_cuda.env.DETERMINISTIC.items())
+    assert added["npu"] == set(anygauge_npu.env.DETERMINISTIC.items())
 
 
 def test_ray_reserves_devices_and_no_cores() -> None:

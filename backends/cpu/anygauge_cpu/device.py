@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import resource
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -12,6 +14,10 @@ import torch
 from anygauge_hooks.types import ScopeMap
 
 __all__ = ["CpuDevice", "HostEvent", "HostStream"]
+
+CLEAR_REFS = Path("/proc/self/clear_refs")
+RESET_PEAK = "5"
+"""What the kernel takes there for: the peak of the resident memory is what is resident now."""
 
 
 class CpuDevice:
@@ -49,6 +55,17 @@ class CpuDevice:
         system = psutil.virtual_memory()
         resident = psutil.Process().memory_info().rss
         return {"allocated": resident, "free": system.available, "total": system.total}
+
+    def peak_memory(self, *, reset: bool = False) -> int | None:
+        """Return the largest resident memory of this process since the last reset, in bytes.
+
+        Where the kernel cannot start anew, it is that since the process started.
+        """
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        if reset:
+            with contextlib.suppress(OSError):
+                CLEAR_REFS.write_text(RESET_PEAK)
+        return peak
 
     def empty_cache(self) -> None:
         """Do nothing: the allocator of the C library keeps no cache that torch could give back."""

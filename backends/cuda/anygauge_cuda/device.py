@@ -53,6 +53,13 @@ class CudaDevice:
             "total": total,
         }
 
+    def peak_memory(self, *, reset: bool = False) -> int | None:
+        """Return the most bytes that torch had allocated on the GPU at once since the last reset."""
+        peak = torch.cuda.max_memory_allocated(self.index)
+        if reset:
+            torch.cuda.reset_peak_memory_stats(self.index)
+        return peak
+
     def empty_cache(self) -> None:
         """Give cached blocks back to the driver."""
         torch.cuda.empty_cache()

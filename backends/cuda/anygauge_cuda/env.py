@@ -8,7 +8,16 @@ from typing import Any
 from anygauge_hooks.errors import PlacementError
 from anygauge_hooks.types import AcceleratorIds, ConfigChange
 
-__all__ = ["HIDDEN", "VISIBLE_DEVICES", "WORKER", "config_defaults", "local_device", "ray_options"]
+__all__ = [
+    "DETERMINISTIC",
+    "HIDDEN",
+    "VISIBLE_DEVICES",
+    "WORKER",
+    "config_defaults",
+    "local_device",
+    "network",
+    "ray_options",
+]
 
 VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 
@@ -16,6 +25,16 @@ WORKER: Mapping[str, str] = {
     # tensor and sequence parallel overlap relies on kernels that start in the order they were launched in
     "CUDA_DEVICE_MAX_CONNECTIONS": "1",
 }
+FAMILIES: Mapping[str, str] = {"4": "AF_INET", "6": "AF_INET6"}
+"""Address families by IP version, as NCCL names them."""
+DETERMINISTIC: Mapping[str, str] = {
+    # without workspaces of a fixed size cuBLAS may sum in any order, and torch refuses to multiply
+    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+    # one order of summation, of those that Megatron accepts in its deterministic mode
+    "NCCL_ALGO": "Ring",
+    "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
+}
+"""Added in a deterministic run."""
 HIDDEN: Mapping[str, str] = {VISIBLE_DEVICES: ""}
 
 
@@ -48,6 +67,18 @@ def local_device(ray_ids: AcceleratorIds, environ: Mapping[str, str]) -> int:
         f"The assigned GPU {wanted} is not visible here: {VISIBLE_DEVICES} is {text!r}.",
         hint=f"Start Ray with the same {VISIBLE_DEVICES} as the run, or leave the variable to Ray.",
     )
+
+
+def network(interface: str | None, ip_version: str) -> Mapping[str, str]:
+    """Return the variables that choose what NCCL connects through.
+
+    :param ip_version: ``"4"`` or ``"6"``; anything else leaves the choice to NCCL.
+    """
+    chosen = {
+        "NCCL_SOCKET_IFNAME": f"={interface}" if interface else None,  # without "=" it is a prefix
+        "NCCL_SOCKET_FAMILY": FAMILIES.get(ip_version),
+    }
+    return {name: value for name, value in chosen.items() if value is not None}
 
 
 def config_defaults() -> Sequence[ConfigChange]:

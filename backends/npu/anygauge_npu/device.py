@@ -77,6 +77,13 @@ class NpuDevice:
             "total": total,
         }
 
+    def peak_memory(self, *, reset: bool = False) -> int | None:
+        """Return the most bytes that torch had allocated on the NPU at once since the last reset."""
+        peak: int = self._npu.max_memory_allocated(self.index)
+        if reset:
+            self._npu.reset_peak_memory_stats(self.index)
+        return peak
+
     def empty_cache(self) -> None:
         """Give cached blocks back to the driver."""
         self._npu.empty_cache()

@@ -10,12 +10,14 @@ from anygauge_hooks.errors import PlacementError
 from anygauge_hooks.types import AcceleratorIds, ConfigChange
 
 __all__ = [
+    "DETERMINISTIC",
     "HIDDEN",
     "VISIBLE_DEVICES",
     "WORKER",
     "config_defaults",
     "import_vendor",
     "local_device",
+    "network",
     "ray_options",
 ]
 
@@ -26,6 +28,18 @@ WORKER: Mapping[str, str] = {
     "HCCL_HOST_SOCKET_PORT_RANGE": "auto",
     "HCCL_NPU_SOCKET_PORT_RANGE": "auto",
 }
+FAMILIES: Mapping[str, str] = {"4": "AF_INET", "6": "AF_INET6"}
+"""Address families by IP version, as HCCL names them."""
+DETERMINISTIC: Mapping[str, str] = {
+    # reductions of the two communication libraries in one order
+    "HCCL_DETERMINISTIC": "true",
+    "LCCL_DETERMINISTIC": "1",
+    # matrix products: no shift along K, no shuffle of it, and none that overlaps with communication
+    "CLOSE_MATMUL_K_SHIFT": "1",
+    "ATB_MATMUL_SHUFFLE_K_ENABLE": "0",
+    "ATB_LLM_LCOC_ENABLE": "0",
+}
+"""Added in a deterministic run."""
 HIDDEN: Mapping[str, str] = {VISIBLE_DEVICES: "", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
 
 
@@ -62,6 +76,18 @@ def local_device(ray_ids: AcceleratorIds, environ: Mapping[str, str]) -> int:
 def import_vendor() -> None:
     """Import torch-npu, also where torch was told not to load extensions by itself."""
     importlib.import_module("torch_npu")
+
+
+def network(interface: str | None, ip_version: str) -> Mapping[str, str]:
+    """Return the variables that choose what HCCL connects through.
+
+    :param ip_version: ``"4"`` or ``"6"``; anything else leaves the choice to HCCL.
+    """
+    chosen = {
+        "HCCL_SOCKET_IFNAME": f"={interface}" if interface else None,  # without "=" it is a prefix
+        "HCCL_SOCKET_FAMILY": FAMILIES.get(ip_version),
+    }
+    return {name: value for name, value in chosen.items() if value is not None}
 
 
 def config_defaults() -> Sequence[ConfigChange]:

@@ -45,9 +45,14 @@ def make_device(backend: BackendSpec, index: int) -> Device | None:
 
 
 @hookimpl
-def worker_env(backend: BackendSpec) -> Mapping[str, str]:
+def worker_env(
+    backend: BackendSpec, deterministic: bool, interface: str | None, ip_version: str
+) -> Mapping[str, str]:
     """Set up NPU workers; hide every NPU from the workers of another backend."""
-    return env.WORKER if backend.name == NPU.name else env.HIDDEN
+    if backend.name != NPU.name:
+        return env.HIDDEN
+    exact = env.DETERMINISTIC if deterministic else {}
+    return {**env.WORKER, **exact, **env.network(interface, ip_version)}
 
 
 @hookimpl

@@ -14,15 +14,27 @@ import traceback
 from collections.abc import Sequence
 
 from anygauge import __version__
-from anygauge.cli import convert, doctor, hooks, train
+from anygauge.cli import convert, doctor, hooks, init, launch, report, train
+from anygauge.cli import eval as evaluate
 from anygauge.cli.arguments import split_arguments
 from anygauge.trainer.signals import terminate_as_exception
 from anygauge_hooks.errors import AnygaugeError, WorkerFailedError
 
 __all__ = ["COMMANDS", "main", "make_parser"]
 
-COMMANDS = {"train": train, "doctor": doctor, "hooks": hooks, "convert": convert}
+COMMANDS = {
+    "init": init,
+    "train": train,
+    "eval": evaluate,
+    "launch": launch,
+    "report": report,
+    "doctor": doctor,
+    "hooks": hooks,
+    "convert": convert,
+}
 """Modules with ``HELP``, ``add_arguments(parser)`` and ``run(args) -> int``."""
+WITH_CONFIG = ("train", "eval", "launch")
+"""Commands that take config keys as options."""
 INTERRUPTED = 128 + signal.SIGINT
 TERMINATED = 128 + signal.SIGTERM
 
@@ -32,7 +44,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     :param argv: Without the program name. Default: that of the process.
     """
-    logging.basicConfig(format="%(levelname)s: %(message)s")
+    terminal = logging.StreamHandler()
+    terminal.setLevel(logging.WARNING)  # the log of a run has more
+    logging.basicConfig(format="%(levelname)s: %(message)s", handlers=[terminal])
     with terminate_as_exception():
         try:
             status = _run(_parse(sys.argv[1:] if argv is None else argv))
@@ -49,9 +63,9 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     others, overrides = split_arguments(argv)
     args, unknown = parser.parse_known_args(others)
     command: argparse.ArgumentParser = args.parser
-    if args.command == "train" and unknown:
+    if args.command in WITH_CONFIG and unknown:
         command.error(f"unrecognized arguments: {' '.join(unknown)} (a config key is --section.key value)")
-    if unknown or (overrides and args.command != "train"):
+    if unknown or (overrides and args.command not in WITH_CONFIG):
         command.error(f"unrecognized arguments: {' '.join([*unknown, *overrides])}")
     args.overrides = overrides
     return args

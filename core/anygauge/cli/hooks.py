@@ -5,12 +5,9 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from anygauge.plugins import Plugins
+from typing import Any
 
 __all__ = ["HELP", "add_arguments", "run"]
 
@@ -28,54 +25,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the capability table."""
-    from anygauge.kernels.table import resolve_kernels
     from anygauge.plugins import find_backend, load_plugins, select_backend
+    from anygauge.trainer.capabilities import capabilities
 
     plugins = load_plugins()
     if args.backend is None:
         backend, _ = select_backend(plugins)
     else:
         backend = find_backend(plugins, plugins.named("register_backends"), args.backend)
-    kernels = [_as_mapping(row) for row in resolve_kernels(plugins, backend).rows()]
-    report = {
-        "backend": backend.name,
-        "hooks": list(hook_rows(plugins)),
-        "kernels": kernels,
-        "plugin_errors": {name: repr(error) for name, error in plugins.load_errors.items()},
-    }
+    report = capabilities(plugins, backend)
     print(json.dumps(report, indent=2, default=str) if args.json else _rendered(report))
-    references = [f"{row['op']} ({', '.join(row['dtypes'])})" for row in kernels if row["is_reference"]]
+    references = [
+        f"{row['op']} ({', '.join(row['dtypes'])})" for row in report["kernels"] if row["is_reference"]
+    ]
     if args.strict and references:
         names = ", ".join(references)
         print(f"anygauge: on {backend.name} the reference serves {names}", file=sys.stderr)
         return 1
     return 0
-
-
-def hook_rows(plugins: Plugins) -> Iterator[dict[str, Any]]:
-    """Yield one row for each implementation of each hook, and one for a hook that has none."""
-    from anygauge.plugins import plugin_distribution, source_location
-    from anygauge_hooks import PROJECT, specs
-
-    for hook in [name for name, value in vars(specs).items() if hasattr(value, f"{PROJECT}_spec")]:
-        implementations = getattr(plugins.manager.hook, hook).get_hookimpls()
-        for implementation in implementations:
-            package, release = plugin_distribution(implementation.plugin_name)
-            yield {
-                "hook": hook,
-                "plugin": implementation.plugin_name,
-                "package": package,
-                "version": release,
-                "location": source_location(implementation.function),
-            }
-        if not implementations:
-            empty = dict.fromkeys(("plugin", "package", "version", "location"))
-            yield {"hook": hook, **empty}
-
-
-def _as_mapping(row: Any) -> dict[str, Any]:
-    fields = ("op", "source", "owner", "package", "version", "location", "dtypes", "is_reference")
-    return {name: getattr(row, name) for name in fields}
 
 
 def _rendered(report: Mapping[str, Any]) -> str:

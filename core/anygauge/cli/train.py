@@ -24,11 +24,22 @@ _KEYS_TITLE = 'In tables of the file, or as --section.key value. Values are TOML
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options; those of the config tree are not among them."""
-    parser.usage = "anygauge train CONFIG.toml [--section.key value ...] [--backend NAME] [--dry-run]"
+    parser.usage = (
+        "anygauge train CONFIG.toml [--section.key value ...] [--backend NAME] [--resume | --overwrite] "
+        "[--dry-run]"
+    )
     parser.add_argument(
         "config", metavar="CONFIG.toml", nargs="?", help="paths in it start at the current directory"
     )
     parser.add_argument("--backend", metavar="NAME", help="default: the only usable accelerator, else cpu")
+    parser.add_argument(
+        "--resume",
+        action="store_true",
+        help="go on from the last checkpoint of the run of this name; start if there is none",
+    )
+    parser.add_argument(
+        "--overwrite", action="store_true", help="delete an earlier run of this name instead of stopping"
+    )
     parser.add_argument(
         "--dry-run",
         action="store_true",
@@ -50,6 +61,7 @@ def run(args: argparse.Namespace) -> int:
         print(_KEYS_TITLE, *_keys(), sep="\n")
         return 0
     from anygauge.config import dump_config, load_config
+    from anygauge.hub import localized, unresolved
     from anygauge.plugins import load_plugins
 
     # `python -m` and scripts find modules of the current directory, and so must a reward named in a config.
@@ -60,11 +72,18 @@ def run(args: argparse.Namespace) -> int:
     backend, reason = _backend(plugins, args)
     _say(f"backend: {backend.name} ({reason})")
     loaded = load_config(
-        args.config, args.overrides, backend=backend, plugins=plugins, check_files=args.check_files
+        args.config,
+        _overrides(args),
+        backend=backend,
+        plugins=plugins,
+        check_files=args.check_files,
+        download=not args.dry_run,
     )
     for change in loaded.changes:
         _say(f"filled in: {change}")
     if args.dry_run:
+        for each in unresolved(localized(loaded.config, download=False)) if args.check_files else ():
+            _say(f"not checked: {each.key} = {str(each)!r} is not in the cache; a run downloads it")
         print(dump_config(loaded.config), end="")
         return 0
     from anygauge.trainer.run import train
@@ -76,12 +95,24 @@ def run(args: argparse.Namespace) -> int:
 
 def _check_usage(args: argparse.Namespace) -> None:
     """Exit with status 2 if the options do not go together."""
+    if args.resume and args.overwrite:
+        args.parser.error("--resume goes on with an earlier run, --overwrite deletes it: give one of them")
     if args.keys and (args.config or args.overrides):
         args.parser.error("--keys takes no config")
     if not args.keys and args.config is None:
         args.parser.error("the following arguments are required: CONFIG.toml")
     if not args.check_files and not args.dry_run:
         args.parser.error("--no-file-check needs --dry-run: a run reads the files")
+
+
+def _overrides(args: argparse.Namespace) -> list[str | tuple[str, Any]]:
+    """Return the config keys of the command line.
+
+    ``--resume`` and ``--overwrite`` are short for theirs, and take back the other one of the file.
+    """
+    if not (args.resume or args.overwrite):
+        return list(args.overrides)
+    return [*args.overrides, ("run.resume", args.resume), ("run.overwrite", args.overwrite)]
 
 
 def _backend(plugins: Plugins, args: argparse.Namespace) -> tuple[BackendSpec, str]:

@@ -131,7 +131,7 @@ def _with_tokenizer(path: Path, tokenizer: PreTrainedTokenizerFast | None) -> An
         tokenizer.save_pretrained(str(path))
         return tokenizer
     if (path / "tokenizer.json").is_file():
-        return AutoTokenizer.from_pretrained(path, local_files_only=True)
+        return AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     return tiny_tokenizer(path, alphabet="0123456789+-*/=.")
 
 

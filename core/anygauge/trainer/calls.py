@@ -10,8 +10,9 @@ from __future__ import annotations
 import pickle
 import re
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from anygauge_hooks.errors import AnygaugeError, DeadlineError, WorkerDiedError, WorkerFailedError
@@ -130,7 +131,11 @@ def _pickled_or_none(error: BaseException) -> bytes | None:
     return message
 
 
-def error_of(failures: Mapping[int, Raised | Died], who: Mapping[int, WorkerId]) -> AnygaugeError:
+def error_of(
+    failures: Mapping[int, Raised | Died],
+    who: Mapping[int, WorkerId],
+    advise: Callable[[Died], str | None] = lambda death: None,
+) -> AnygaugeError:
     """Return the error that tells the root cause of a call's failures, with its ``__cause__`` set.
 
     A death comes before an exception, since a rank that dies makes the others raise; an exception that looks
@@ -138,13 +143,14 @@ def error_of(failures: Mapping[int, Raised | Died], who: Mapping[int, WorkerId])
 
     :param failures: By rank, in the order in which they arrived; not empty.
     :param who: By rank.
+    :param advise: Returns what to do about a death, if anything is known.
     """
     ranks = sorted(failures, key=lambda rank: _order(failures[rank]))
     others = [f"{who[rank]} {_clause(failures[rank])}" for rank in ranks[1:]]
     hint = "\n  ".join(["Afterwards:", *others]) if others else None
     first = failures[ranks[0]]
     if isinstance(first, Died):
-        return _died_error(who[ranks[0]], first, hint)
+        return _died_error(who[ranks[0]], first, "\n  ".join(filter(None, [advise(first), hint])) or None)
     error = WorkerFailedError(f"{who[ranks[0]]} raised:\n{first.traceback}", hint=hint)
     error.__cause__ = _unpickled_or_none(first.pickled)
     return error
@@ -176,7 +182,12 @@ def _unpickled_or_none(pickled: bytes | None) -> BaseException | None:
 
 
 def deadline_error(
-    what: str, timeout_s: float, running: Sequence[WorkerId], stacks: Mapping[int, str], setting: str
+    what: str,
+    timeout_s: float,
+    running: Sequence[WorkerId],
+    stacks: Mapping[int, str],
+    setting: str,
+    logs: Mapping[int, Path],
 ) -> DeadlineError:
     """Return the error of a call that took too long.
 
@@ -184,11 +195,9 @@ def deadline_error(
     :param running: The workers that have not answered.
     :param stacks: By rank, what their threads are doing.
     :param setting: The config key that allows more time.
+    :param logs: By rank, what each worker has written.
     """
     lines = [f"{what!r} did not finish within {timeout_s:g} s on {len(running)} worker(s)."]
     for who in running:
-        lines += [
-            f"{who} is at:",
-            stacks.get(who.rank, NO_STACK),
-        ]
+        lines += [f"{who}, whose log is {logs[who.rank]}, is at:", stacks.get(who.rank, NO_STACK)]
     return DeadlineError("\n".join(lines), hint=f"Raise {setting} if this really takes so long.")

@@ -1,56 +1,171 @@
-"""The run directory: ``config.toml``, ``environment.json``, ``metrics.jsonl``, ``logs/``, ``hf/``."""
+"""The run directory: config, facts about the host, metrics, logs, checkpoints and exports of one run."""
 
 from __future__ import annotations
 
+import fcntl
 import json
+import logging
+import os
 import shutil
-from collections.abc import Mapping
+import socket
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 from anygauge.config import Config
-from anygauge.config.load import write_resolved
+from anygauge.config.load import dump_config, write_resolved
+from anygauge.trainer.checkpoints import Checkpoint, latest_checkpoint
+from anygauge.trainer.resume import apply_changes, set_aside
 from anygauge_hooks.errors import CheckpointError
 
-__all__ = ["open_run_directory"]
+__all__ = ["RunDirectory", "open_run_directory"]
+
+logger = logging.getLogger(__name__)
 
 CONFIG_FILE = "config.toml"
+LOCK_FILE = ".lock"
+"""Held by the driver as long as it runs; says who that is."""
 
 
-def open_run_directory(config: Config, environment: Mapping[str, str]) -> Path:
-    """Make the run's directory, with the resolved config in it, and return its absolute path.
+@dataclass(frozen=True, slots=True)
+class RunDirectory:
+    """The directory of a run that nobody else uses."""
+
+    path: Path
+    """Absolute."""
+    config: Config
+    environment: Mapping[str, str]
+    continues: bool
+    """Whether an earlier part of the run was here."""
+    checkpoint: Checkpoint | None
+    """Where to go on; ``None`` to begin."""
+
+    def begin(self) -> None:
+        """Write the config, and set aside what an earlier part of the run wrote after the checkpoint.
+
+        Called once the run is known to be able to go on: until then the directory is as it was.
+
+        :raises CheckpointError: The disk refuses.
+        """
+        try:
+            if self.continues:
+                set_aside(self.path, self.checkpoint)
+                self._keep_old_config()
+            write_resolved(self.config, self.path / CONFIG_FILE)
+            facts = json.dumps(dict(self.environment), indent=2)
+            (self.path / "environment.json").write_text(facts + "\n")
+        except OSError as error:
+            raise _cannot_make(self.path, error) from error
+
+    def _keep_old_config(self) -> None:
+        current = self.path / CONFIG_FILE
+        if self.checkpoint and current.read_text(encoding="utf-8") != dump_config(self.config):
+            current.replace(self.path / f"config.until-step-{self.checkpoint.step}.toml")
+
+
+@contextmanager
+def open_run_directory(config: Config, environment: Mapping[str, str]) -> Iterator[RunDirectory]:
+    """Take the run's directory for as long as the block runs.
+
+    An earlier run there is never touched, unless the config says ``run.overwrite`` or ``run.resume``.
 
     :param environment: Facts about the host, kept beside the config.
-    :raises CheckpointError: It cannot be made; or it holds something, and ``run.overwrite`` is not set or it
-        is no earlier run.
+    :raises CheckpointError: It cannot be made; it holds something and the config says neither, or it is no
+        earlier run; another process uses it; or the run in it cannot be continued with this config.
     """
+    assert not (config.run.overwrite and config.run.resume), "the config was checked"
     directory = (config.run.directory / config.run.name).resolve()
     try:
-        _fill(directory, config, environment)
+        _refuse(directory, config)
+        directory.mkdir(parents=True, exist_ok=True)
+        lock = _lock(directory)
     except OSError as error:
-        raise CheckpointError(
-            f"The run directory {directory} cannot be made: {error}.",
-            hint="Name a directory that you may write to: --run.directory DIRECTORY.",
-        ) from error
-    return directory
+        raise _cannot_make(directory, error) from error
+    try:
+        _refuse(directory, config)
+        yield _prepared(directory, config, environment)
+    finally:
+        os.close(lock)
 
 
-def _fill(directory: Path, config: Config, environment: Mapping[str, str]) -> None:
-    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
-        _clear(directory, overwrite=config.run.overwrite)
-    (directory / "logs").mkdir(parents=True, exist_ok=True)
-    write_resolved(config, directory / CONFIG_FILE)
-    (directory / "environment.json").write_text(json.dumps(dict(environment), indent=2) + "\n")
+def _prepared(directory: Path, config: Config, environment: Mapping[str, str]) -> RunDirectory:
+    opened = _resumed(directory, config, environment)
+    try:
+        if config.run.overwrite:
+            _clear(directory)
+        (directory / "logs").mkdir(exist_ok=True)
+    except OSError as error:
+        raise _cannot_make(directory, error) from error
+    if not opened.continues:
+        opened.begin()
+    return opened
 
 
-def _clear(directory: Path, *, overwrite: bool) -> None:
-    if not overwrite:
+def _resumed(directory: Path, config: Config, environment: Mapping[str, str]) -> RunDirectory:
+    """Return the directory with what is in it to go on with; changes nothing."""
+    continues = config.run.resume and (directory / CONFIG_FILE).is_file()
+    checkpoint = None
+    if continues:
+        apply_changes(directory / CONFIG_FILE, config)
+        checkpoint = latest_checkpoint(directory)
+    if config.run.resume and checkpoint is None:
+        logger.warning("nothing to resume in %s: the run starts from its beginning", directory)
+    return RunDirectory(directory, config, environment, continues, checkpoint)
+
+
+def _cannot_make(directory: Path, error: OSError) -> CheckpointError:
+    return CheckpointError(
+        f"The run directory {directory} cannot be made: {error}.",
+        hint="Name a directory that you may write to: --run.directory DIRECTORY.",
+    )
+
+
+def _refuse(directory: Path, config: Config) -> None:
+    """Raise if the directory holds something that this run must leave alone."""
+    if not directory.exists() or (directory.is_dir() and not _content(directory)):
+        return
+    if not (config.run.resume or config.run.overwrite):
         raise CheckpointError(
             f"The run directory {directory} is not empty.",
-            hint="Choose another --run.name, or delete the earlier run with --run.overwrite true.",
+            hint="Go on with the run in it with --resume, delete that with --overwrite, or choose another "
+            "--run.name.",
         )
     if not (directory / CONFIG_FILE).is_file():
         raise CheckpointError(
-            f"{directory} was not made by a run, so it is not deleted: it has no {CONFIG_FILE}.",
+            f"{directory} was not made by a run, so it is left alone: it has no {CONFIG_FILE}.",
             hint="Choose another --run.name or --run.directory.",
         )
-    shutil.rmtree(directory)
+
+
+def _content(directory: Path) -> list[Path]:
+    return [path for path in directory.iterdir() if path.name != LOCK_FILE]
+
+
+def _clear(directory: Path) -> None:
+    # The config goes last: without it, nobody could tell that what is left was a run's.
+    for path in sorted(_content(directory), key=lambda path: path.name == CONFIG_FILE):
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+
+
+def _lock(directory: Path) -> int:
+    """Lock a run directory and return the descriptor that holds the lock; the kernel frees it at any end.
+
+    :raises CheckpointError: Another process holds it.
+    """
+    descriptor = os.open(directory / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        holder = os.read(descriptor, 1000).decode(errors="replace").strip()
+        os.close(descriptor)
+        raise CheckpointError(
+            f"The run directory {directory} is in use by {holder or 'another process'}.",
+            hint="Wait for that run or end it, or choose another --run.name.",
+        ) from None
+    os.ftruncate(descriptor, 0)
+    os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+    return descriptor

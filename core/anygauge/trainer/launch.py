@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from anygauge.config.schema import Config
+from anygauge.device import DETERMINISTIC_ENV
 from anygauge.plugins import Plugins
+from anygauge.trainer.ray_environment import set_ray_environment
 from anygauge.trainer.worker_group import LaunchSpec, Transport, WorkerGroup
 from anygauge_hooks.types import BackendSpec
 
 __all__ = ["launch_workers", "make_launcher"]
+
+_log = logging.getLogger(__name__)
+
+HOST_INTERFACE = "GLOO_SOCKET_IFNAME"
+"""Names the interface of collectives of the host, on every backend."""
 
 
 def launch_workers(
@@ -22,6 +30,9 @@ def launch_workers(
     role: str,
     run_directory: Path,
     num_workers: int | None = None,
+    collective: bool = True,
+    first_device: int = 0,
+    beside: int = 0,
 ) -> WorkerGroup:
     """Start the workers of a role and return them ready for calls.
 
@@ -30,6 +41,9 @@ def launch_workers(
     :param role: Names the workers in errors and logs, and decides their environment.
     :param run_directory: Gets ``logs/<role>-<rank>.log``.
     :param num_workers: ``None`` takes ``placement.num_workers``.
+    :param collective: Whether the workers form a process group.
+    :param first_device: Devices of this host that another role's plain processes take.
+    :param beside: Workers of other roles that are started afterwards and need room too.
     :returns: A context manager that ends the workers.
     :raises PlacementError: There is no room for them.
     :raises WorkerFailedError: A worker could not come up.
@@ -43,27 +57,49 @@ def launch_workers(
         role=role,
         num_workers=config.placement.num_workers if num_workers is None else num_workers,
         run_directory=run_directory.resolve(),
-        env=plugins.merged("worker_env", backend=backend, role=role),
+        env=worker_environment(config, backend, plugins, role),
         plugins=tuple(plugins.installed),
+        collective=collective,
+        first_device=first_device,
+        beside=beside,
     )
-    group = WorkerGroup(make_launcher(config.placement.launcher)(spec), spec)
+    group = WorkerGroup(make_launcher(config)(spec), spec)
     try:
         group.start()
     except BaseException:
         group.end()
         raise
+    _log.info("%s: %s", role, "; ".join(map(str, group.workers)))
     return group
 
 
-def make_launcher(name: str) -> Callable[[LaunchSpec], Transport]:
-    """Return what starts worker processes.
+def worker_environment(
+    config: Config, backend: BackendSpec, plugins: Plugins, role: str
+) -> Mapping[str, str]:
+    """Return what is added to the environment of a role's workers."""
+    ours = plugins.merged(
+        "worker_env",
+        backend=backend,
+        role=role,
+        deterministic=config.run.deterministic,
+        interface=config.cluster.interface,
+        ip_version=config.cluster.ip_version,
+    )
+    interface = config.cluster.interface
+    return {
+        **(DETERMINISTIC_ENV if config.run.deterministic else {}),
+        **({HOST_INTERFACE: interface} if interface else {}),
+        **ours,
+    }
 
-    :param name: ``"ray"`` or ``"local"``.
-    """
-    if name == "local":
+
+def make_launcher(config: Config) -> Callable[[LaunchSpec], Transport]:
+    """Return what starts worker processes."""
+    if config.placement.launcher == "local":
         from anygauge.trainer.launch_local import LocalTransport
 
         return LocalTransport
+    set_ray_environment(config.cluster.address)
     from anygauge.trainer.launch_ray import RayTransport
 
     return RayTransport

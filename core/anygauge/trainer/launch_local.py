@@ -123,6 +123,7 @@ class LocalTransport:
     death_grace_s = 0.5
 
     def __init__(self, spec: LaunchSpec) -> None:
+        self.driver_node = socket.gethostname()
         self._processes: list[_Process] = []
         self._located = False
         try:

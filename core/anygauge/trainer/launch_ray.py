@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+import shlex
 import signal
 import socket
 import threading
@@ -23,6 +24,8 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 from anygauge.trainer.calls import Died, Request, capture, encode
 from anygauge.trainer.diagnostics import dump_stacks, enable_stacks, log_size, tail
 from anygauge.trainer.placement import bundle_of, check_capacity, placement_error, rank_order
+from anygauge.trainer.ray_commands import head_command
+from anygauge.trainer.ray_environment import OWN_CLUSTER
 from anygauge.trainer.worker import HostInfo, Worker, WorkerSetup
 from anygauge.trainer.worker_group import LaunchSpec
 from anygauge_hooks.errors import PlacementError
@@ -34,13 +37,17 @@ QUIET = {"namespace": NAMESPACE, "log_to_driver": False, "logging_level": loggin
 PING_S = 1.0
 """Between looks at whether an idle actor still lives."""
 IDLE_S = 0.1
+OUTSIDE = "ray://"
+"""Start of the address of a cluster that the driver is no part of."""
 SLOTS = 1024
 """Workers that a cluster of our own has room for, where they take no device."""
 EXIT_GRACE_S = 5.0
 REACH_S = 10.0
 REMOTE_READ_S = 30.0
 """For reading a log on another node."""
-PING = encode(Request(method="locate", kwargs={}, lifecycle=True))
+SHARED_BYTES = 2**20
+"""From this size on, a message that goes to several workers is stored once for all of them."""
+PING = encode(Request(method="ping", kwargs={}, lifecycle=True))
 EXIT_DETAIL = re.compile(r"Worker exit detail: *(.*?)(?= Some common causes| There are some|\n|$)")
 
 
@@ -85,8 +92,12 @@ class RayTransport:
         self._dead: set[int] = set()
         self._replies: dict[int, Any] = {}
         self._pings: dict[int, Any] = {}
+        self._shared: tuple[bytes, Any] = (b"", None)
         self._placement: Any = None
         self._connected = _connect(spec)
+        # A driver that talks to the cluster from outside is on none of its nodes.
+        self._outside = spec.config.cluster.address.startswith(OUTSIDE)
+        self.driver_node = "" if self._outside else _this_node()
         try:
             self._place()
         except BaseException:
@@ -96,13 +107,14 @@ class RayTransport:
     def _place(self) -> None:
         options = dict(self._spec.backend.ray_options(1))
         bundle = bundle_of(options)
-        if self._connected and self._spec.config.placement.ray_address is None:
-            check_capacity(bundle, self._spec.num_workers, _totals())
+        if self._connected and self._spec.config.cluster.address == OWN_CLUSTER:
+            check_capacity(bundle, self._spec.num_workers + self._spec.beside, _totals())
         self._placement = placement_group([bundle] * self._spec.num_workers, strategy="PACK")
         timeout_s = self._spec.config.placement.start_timeout_s
         if not self._placement.wait(timeout_s):
             why = f"No room for the workers of role {self._spec.role} within {timeout_s:g} s"
-            raise placement_error(bundle, self._spec.num_workers, _available(), why)
+            left = _totals() if self._outside else _available()
+            raise placement_error(bundle, self._spec.num_workers, left, why)
         order = rank_order(placement_group_table(self._placement)["bundles_to_node_id"])
         token = uuid.uuid4().hex[:8]
         for rank, index in enumerate(order):
@@ -127,7 +139,16 @@ class RayTransport:
     def send(self, rank: int, message: bytes) -> None:
         """Send a request. A process that has died is reported by :meth:`wait`."""
         if rank not in self._dead:
-            self._replies[rank] = self._actors[rank].handle.remote(message)
+            self._replies[rank] = self._actors[rank].handle.remote(self._stored(message))
+
+    def _stored(self, message: bytes) -> Any:
+        """Return a message, or a reference to it if it is large: Ray stores an argument for each call."""
+        if len(message) < SHARED_BYTES:
+            self._shared = (b"", None)
+            return message
+        if self._shared[0] is not message:
+            self._shared = (message, ray.put(message))
+        return self._shared[1]
 
     def wait(self, timeout_s: float) -> Mapping[int, bytes | Died]:
         """Return replies and deaths once there are any; empty at the deadline. Each death comes once."""
@@ -184,7 +205,7 @@ class RayTransport:
 
     def _on_node_of(self, rank: int, function: Callable[..., str], *args: Any) -> str:
         """Call a function on the host of a worker, beside it: the worker itself may be busy or dead."""
-        if not self._hosts or self._hosts[rank].node == ray.get_runtime_context().get_node_id():
+        if not self._hosts or self._hosts[rank].node == self.driver_node:
             return function(*args)
         strategy = NodeAffinitySchedulingStrategy(self._hosts[rank].node, soft=False)
         task = ray.remote(function).options(num_cpus=0, max_retries=0, scheduling_strategy=strategy)
@@ -203,7 +224,7 @@ class RayTransport:
                 ray.kill(actor, no_restart=True)
             if self._placement is not None:
                 remove_placement_group(self._placement)
-            _wait_gone([host.pid for host in self._hosts if host.node == _this_node()])
+            _wait_gone([host.pid for host in self._hosts if host.node == self.driver_node])
         finally:
             if self._connected:
                 ray.shutdown()
@@ -248,34 +269,37 @@ def _connect(spec: LaunchSpec) -> bool:
     """Connect to Ray unless this process is connected already; return whether it was done here."""
     if ray.is_initialized():
         return False
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nothing is reported to anybody unasked
-    # Otherwise Ray warns that it hides devices from workers without any; the backend's worker_env does that.
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    address = spec.config.placement.ray_address
+    address = spec.config.cluster.address
     with _keep_sigterm_handler():
-        if address is None:
+        if address == OWN_CLUSTER:
             ray.init(**_cluster(spec), **QUIET)
         else:
-            _attach(address)
+            _attach(address, shlex.join(head_command(spec.backend, spec.num_workers + spec.beside)))
     return True
 
 
-def _attach(address: str) -> None:
+def _attach(address: str, start_line: str) -> None:
     try:
         _check_reachable(address)
         ray.init(address=address, **QUIET)
-    except (OSError, RuntimeError, ValueError) as error:
+    except (OSError, RuntimeError, ValueError, RayError) as error:
         raise PlacementError(
-            f"Cannot reach a Ray cluster at placement.ray_address={address!r}: {error}",
-            hint="Start one with `ray start --head`, or leave the address out to start one for the run.",
+            f"Cannot join a Ray cluster at cluster.address = {address!r}: {error}",
+            hint=f"Start one: `{start_line}`, or let the run start its own: --cluster.address start. If it "
+            "asks for a token: RAY_AUTH_MODE=token and RAY_AUTH_TOKEN_PATH (docs/clusters.md).",
         ) from error
 
 
 def _check_reachable(address: str) -> None:
-    """Raise :class:`OSError` if nobody listens at ``host:port``; Ray needs two minutes, and exits."""
-    host, _, port = address.rpartition(":")
-    if host and port.isdecimal() and "://" not in address:
-        socket.create_connection((host, int(port)), timeout=REACH_S).close()
+    """Raise :class:`OSError` if nobody listens at an address; Ray needs two minutes, and exits."""
+    if address == "auto":
+        # Ray remembers the last cluster of a host, also one that was killed; there is no public call for it.
+        from ray._private.services import canonicalize_bootstrap_address
+
+        address = canonicalize_bootstrap_address("auto")
+    host, _, port = address.removeprefix(OUTSIDE).rpartition(":")
+    if host and port.isdecimal():
+        socket.create_connection((host.strip("[]"), int(port)), timeout=REACH_S).close()
 
 
 def _cluster(spec: LaunchSpec) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The synchronous loop: generate, score, train, sync; evaluate now and then.
+"""The synchronous loop: generate, score, train, sync; evaluate and save now and then.
 
 Data flows one way through the functions below. What a step needs is in :class:`Loop`; what it made is in the
 metrics that it returns.
@@ -6,28 +6,55 @@ metrics that it returns.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from anygauge.config import Config
-from anygauge.observability.metrics import eval_metrics, rollout_metrics
+from anygauge.observability.logs import summary
+from anygauge.observability.memory import driver_memory
+from anygauge.observability.metrics import StepWork, performance_metrics, rollout_metrics
 from anygauge.plugins import Plugins
-from anygauge.rollout.rewards import score
-from anygauge.trainer.plan import group_samples, plan_steps, sample_seeds, split_evenly, train_samples
+from anygauge.rollout.rewards import Scorer, raw_number
+from anygauge.trainer.actors import holds_trainer
+from anygauge.trainer.checkpoints import CheckpointWriter, export_hf
+from anygauge.trainer.dumps import (
+    DIRECTORY,
+    batch_path,
+    read_batch,
+    read_groups,
+    rollout_path,
+    write_groups,
+)
+from anygauge.trainer.engines import Engines
+from anygauge.trainer.evaluation import evaluate
+from anygauge.trainer.generation import rollout_params, rollout_seeds
+from anygauge.trainer.plan import (
+    TrainShare,
+    conversation_samples,
+    group_samples,
+    plan_steps,
+    scored_only,
+    train_samples,
+)
 from anygauge.trainer.state import RunState
-from anygauge.trainer.worker_group import Arguments, PendingCall, WorkerGroup
-from anygauge_hooks.rl import Group, Prompt, Sample, SamplingParams
+from anygauge.trainer.worker_group import PendingCall, WorkerGroup
+from anygauge_hooks.data import DataSource
+from anygauge_hooks.rl import Group, Prompt, TrainSample
 from anygauge_hooks.types import RunInfo, Tracker
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from anygauge.trainer.inputs import EvalSet
+
 __all__ = ["Loop", "run_loop"]
 
-TRAIN_STREAM, EVAL_STREAM = 0, 1
-ENGINE_PHASES = ("generate", "log_probs", "forward_backward", "optimizer")
+_log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -37,14 +64,22 @@ class Loop:
     config: Config
     plugins: Plugins
     workers: WorkerGroup
-    source: Any
-    """Training prompts, from ``register_data_sources``."""
-    eval_prompts: Sequence[Prompt]
-    reward: Callable[..., float]
+    """Those that train."""
+    engines: Engines
+    source: DataSource
+    eval_sets: Sequence[EvalSet]
+    scorer: Scorer | None
+    """Of the training samples; ``None`` where nothing is scored."""
+    scorers: Mapping[str, Scorer]
+    """Of the evaluation data sets that are scored, by name."""
     estimator: Callable[..., Tensor]
     """Advantages from the rewards of a group."""
+    flops_per_token: Callable[[int], float]
+    """Of the model's forward pass, from the length of a sequence."""
     trackers: Sequence[Tracker]
     state: RunState
+    checkpoints: CheckpointWriter | None
+    """``None`` where nothing is saved."""
     next_prompts: Sequence[Prompt] = ()
     """Read ahead of the next step."""
 
@@ -55,99 +90,134 @@ class Loop:
 
     @property
     def num_workers(self) -> int:
-        """Number of data-parallel ranks, each with a rollout engine."""
+        """Number of data-parallel ranks."""
         return self.config.placement.num_workers
+
+    @property
+    def dumps(self) -> Path:
+        """Where dumps are written."""
+        return Path(self.info.directory) / DIRECTORY
+
+    def track(self, metrics: Mapping[str, float]) -> None:
+        """Give metrics to every tracker."""
+        for tracker in self.trackers:
+            tracker.log(metrics, step=self.info.step)
 
 
 def run_loop(loop: Loop) -> None:
-    """Run every step."""
+    """Run every step that is left."""
+    config, total = loop.config, loop.config.run.steps
+    take_step = choose_step(config)
     loop.plugins.notify("before_train", run=loop.info)
-    interval, total = loop.config.eval.interval, loop.config.run.steps
-    evaluate(loop)
-    for step in range(1, total + 1):
-        metrics = train_one(loop, step)
+    if not loop.info.step:
+        evaluate(loop)
+    for step in range(loop.info.step + 1, total + 1):
+        metrics = take_step(loop, step)
         loop.state.finish_step(step)
-        track(loop, metrics)
+        loop.track(metrics)
+        _log.info("step %d of %d: %s", step, total, summary(metrics))
         loop.plugins.notify("after_train_step", run=loop.info, metrics=metrics)
-        if step % interval == 0 or step == total:
+        if step % config.eval.interval == 0 or step == total:
             evaluate(loop)
+        save(loop, step)
+    if loop.checkpoints is not None:
+        announce(loop, loop.checkpoints.finish())
 
 
-def train_one(loop: Loop, step: int) -> dict[str, float]:
+def choose_step(config: Config) -> Callable[[Loop, int], dict[str, float]]:
+    """Return what takes the steps of a run."""
+    if config.debug.replay_batches is not None:
+        return train_on_batches
+    return train_on_conversations if config.run.task == "sft" else train_on_rollouts
+
+
+def train_on_rollouts(loop: Loop, step: int) -> dict[str, float]:
     """Take one RL step and return its metrics."""
     started = time.perf_counter()
-    prompts = loop.next_prompts or draw_prompts(loop)
-    samples = generate(loop, prompts, TRAIN_STREAM, step)
-    groups = score_groups(loop, group_samples(prompts, samples))
+    config = loop.config
+    groups, reward_s = collect_groups(loop, step)
     loop.plugins.notify("after_rollout", run=loop.info, groups=groups)
-    training = start_training(loop, groups)
+    training = None
+    if holds_trainer(config):
+        training = start_training(loop, step, train_samples(scored_only(groups), loop.estimator))
     # While the workers train, the driver does what needs nothing of them.
-    loop.next_prompts = draw_prompts(loop) if step < loop.info.total_steps else ()
-    sampled = rollout_metrics(groups)
+    read_ahead(loop, step)
+    if config.debug.dump_rollouts:
+        write_groups(rollout_path(loop.dumps, step), groups)
+    sampled = rollout_metrics(groups, partial(raw_number, reward=config.reward)) | driver_memory()
+    work = StepWork.of_groups(groups, loop.flops_per_token)
+    trained = {} if training is None else finish_training(loop, training)
+    return {**trained, **sampled, **measure(loop, work, started, reward=reward_s)}
+
+
+def collect_groups(loop: Loop, step: int) -> tuple[list[Group], float]:
+    """Return the scored groups of a step, generated or replayed, and the seconds that scoring took."""
+    config = loop.config
+    if config.debug.replay_rollouts is not None:
+        return read_groups(rollout_path(config.debug.replay_rollouts, step)), 0.0
+    prompts = loop.next_prompts or draw_prompts(loop)
+    seeds = rollout_seeds(config, step, len(prompts))
+    groups = group_samples(prompts, loop.engines.generate(prompts, rollout_params(config), seeds))
+    scoring = time.perf_counter()
+    assert loop.scorer is not None
+    groups = loop.scorer.score(groups)
+    return groups, time.perf_counter() - scoring
+
+
+def train_on_conversations(loop: Loop, step: int) -> dict[str, float]:
+    """Take one SFT step and return its metrics."""
+    started = time.perf_counter()
+    samples = conversation_samples(loop.next_prompts or draw_prompts(loop))
+    training = start_training(loop, step, samples)
+    read_ahead(loop, step)
+    work, memory = StepWork.of_samples(samples, loop.flops_per_token), driver_memory()
+    return {**finish_training(loop, training), **memory, **measure(loop, work, started)}
+
+
+def train_on_batches(loop: Loop, step: int) -> dict[str, float]:
+    """Train again on what each rank of another run trained on in a step, and return its metrics."""
+    started = time.perf_counter()
+    assert loop.config.debug.replay_batches is not None
+    shares = read_batch(loop.config.debug.replay_batches, step, loop.num_workers)
+    training = send_shares(loop, step, shares)
+    samples = [sample for steps in shares for share in steps for sample in share.samples]
+    work, memory = StepWork.of_samples(samples, loop.flops_per_token), driver_memory()
+    return {**finish_training(loop, training), **memory, **measure(loop, work, started)}
+
+
+def start_training(loop: Loop, step: int, samples: Sequence[TrainSample]) -> PendingCall:
+    """Send each rank its share of the samples; its answer has the metrics of every optimizer step."""
+    config = loop.config
+    shares = plan_steps(samples, config.train.optimizer_steps, loop.num_workers, config.algorithm.aggregation)
+    return send_shares(loop, step, shares)
+
+
+def send_shares(loop: Loop, step: int, shares: Sequence[Sequence[TrainShare]]) -> PendingCall:
+    """Let each rank train on its share."""
+    dumped = loop.config.debug.dump_batches
+    dumps = [str(batch_path(loop.dumps, step, rank)) if dumped else None for rank in range(len(shares))]
+    per_rank = [((share,), {"dump": dump}) for share, dump in zip(shares, dumps, strict=True)]
+    return loop.workers.call_async("train", per_rank=per_rank)
+
+
+def finish_training(loop: Loop, training: PendingCall) -> dict[str, float]:
+    """Wait for the workers, give the new weights to the rollout engines, and return ``train/*``."""
     trained = mean_over_steps(training.result()[0])
     sync_weights(loop)
-    performance = measure(loop, groups, time.perf_counter() - started)
-    return {**prefixed("train", trained), **sampled, **performance}
+    return prefixed("train", trained)
 
 
-def generate(loop: Loop, prompts: Sequence[Prompt], stream: int, step: int) -> list[list[Sample]]:
-    """Divide the prompts among the rollout engines and return their samples, in order."""
-    config, seed = loop.config, loop.config.run.seed
-    count = config.rollout.samples_per_prompt if stream == TRAIN_STREAM else config.eval.samples_per_prompt
-    params = rollout_params(config) if stream == TRAIN_STREAM else eval_params(config)
-    seeds = sample_seeds(seed, stream, step, len(prompts), count)
-    parts = split_evenly(len(prompts), loop.num_workers)
-    shares: list[Arguments] = [((prompts[part], params, seeds[part]), {}) for part in parts]
-    return [samples for share in loop.workers.call("generate", per_rank=shares) for samples in share]
-
-
-def rollout_params(config: Config) -> SamplingParams:
-    """Return how training samples are drawn."""
-    rollout = config.rollout
-    return SamplingParams(
-        max_new_tokens=rollout.max_new_tokens,
-        temperature=rollout.temperature,
-        top_p=rollout.top_p,
-        top_k=rollout.top_k,
-        stop=rollout.stop,
-        stop_token_ids=rollout.stop_token_ids,
-    )
-
-
-def eval_params(config: Config) -> SamplingParams:
-    """Return how evaluation samples are drawn."""
-    return replace(
-        rollout_params(config),
-        max_new_tokens=config.eval.max_new_tokens or config.rollout.max_new_tokens,
-        temperature=config.eval.temperature,
-        top_p=config.eval.top_p,
-        top_k=0,
-    )
-
-
-def score_groups(loop: Loop, groups: Sequence[Group]) -> list[Group]:
-    """Return the groups with a reward on every sample."""
-    prompts = [group.prompt for group in groups for _ in group.samples]
-    samples = [sample for group in groups for sample in group.samples]
-    rewards = iter(score(samples, prompts, loop.reward, loop.config.reward.options))
-    return [
-        replace(group, samples=tuple(sample._replace(reward=next(rewards)) for sample in group.samples))
-        for group in groups
-    ]
-
-
-def start_training(loop: Loop, groups: Sequence[Group]) -> PendingCall:
-    """Send each rank its share of the groups; its answer has the metrics of every optimizer step."""
-    config = loop.config
-    samples = train_samples(groups, loop.estimator)
-    shares = plan_steps(samples, config.train.optimizer_steps, loop.num_workers, config.algorithm.aggregation)
-    return loop.workers.call_async("train", per_rank=[((share,), {}) for share in shares])
+def read_ahead(loop: Loop, step: int) -> None:
+    """Draw the prompts of the next step, having noted where the source stood before."""
+    if loop.config.debug.replay_rollouts is not None:
+        return
+    loop.state.source = loop.source.state_dict()
+    loop.next_prompts = draw_prompts(loop) if step < loop.info.total_steps else ()
 
 
 def draw_prompts(loop: Loop) -> Sequence[Prompt]:
     """Return the prompts of one step."""
-    prompts: Sequence[Prompt] = loop.source.next(loop.config.rollout.prompts_per_step)
-    return prompts
+    return loop.source.next(loop.config.rollout.prompts_per_step)
 
 
 def mean_over_steps(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
@@ -156,57 +226,58 @@ def mean_over_steps(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
     Only before the first step do trainer and engine hold the same weights.
     """
     means = {name: sum(step[name] for step in steps) / len(steps) for name in steps[0]}
-    first = steps[0].get("rollout_current_log_prob_abs_diff")
+    first = steps[0].get("current_rollout_logprob_abs_diff")
     if first is not None:
-        del means["rollout_current_log_prob_abs_diff"]
-        means["rollout_log_prob_abs_diff"] = first
+        del means["current_rollout_logprob_abs_diff"]
+        means["train_rollout_logprob_abs_diff"] = first
     return means
 
 
 def sync_weights(loop: Loop) -> None:
-    """Give the new weights to every rollout engine."""
+    """Give the new weights to every rollout engine, where there is one."""
+    if loop.config.debug.mode == "train_only":
+        return
     loop.state.version += 1
-    loop.workers.call("sync_weights", version=loop.state.version)
+    loop.engines.sync(loop.state.version)
     loop.plugins.notify("after_weight_sync", run=loop.info, version=loop.state.version)
 
 
-def measure(loop: Loop, groups: Sequence[Group], wall_s: float) -> dict[str, float]:
-    """Return ``perf/*``: seconds by phase, tokens per second, and the overhead.
-
-    Overhead is what is in none of the engines' phases in the worker that spent most in them.
-    """
-    timings = loop.workers.call("timings")
-    slowest = max(timings, key=engine_seconds)
-    tokens = sum(len(s.prompt_tokens) + len(s.response_tokens) for g in groups for s in g.samples)
-    return {
-        "perf/step_time_s": wall_s,
-        "perf/overhead_time_s": wall_s - engine_seconds(slowest),
-        "perf/tokens_per_s": tokens / wall_s,
-        **{f"perf/{phase}_time_s": seconds for phase, seconds in slowest.items()},
-    }
-
-
-def engine_seconds(timings: Mapping[str, float]) -> float:
-    """Return the seconds of generation, forward, backward and optimizer."""
-    return sum(timings.get(phase, 0.0) for phase in ENGINE_PHASES)
-
-
-def evaluate(loop: Loop) -> None:
-    """Sample the evaluation prompts with the engines' current weights, score and record them."""
-    if not loop.eval_prompts:
+def save(loop: Loop, step: int) -> None:
+    """Write what is due after a step, and see to the checkpoint that is being written."""
+    settings, started = loop.config.save, time.perf_counter()
+    if not holds_trainer(loop.config):
         return
-    # The same numbers each time: what changes between evaluations is the policy alone.
-    samples = generate(loop, loop.eval_prompts, EVAL_STREAM, step=0)
-    loop.workers.call("timings")
-    metrics = eval_metrics(score_groups(loop, group_samples(loop.eval_prompts, samples)))
-    track(loop, metrics)
-    loop.plugins.notify("after_evaluate", run=loop.info, metrics=metrics)
+    if loop.checkpoints is not None and settings.every is not None:
+        announce(loop, loop.checkpoints.poll())
+        if step % settings.every == 0 or step == loop.info.total_steps:
+            announce(loop, loop.checkpoints.start(step, loop.state.saved()))
+            loop.track({"perf/save_time": time.perf_counter() - started})
+    if settings.hf_every is not None and step % settings.hf_every == 0:
+        export_hf(loop.workers, Path(loop.info.directory) / f"hf-step-{step}")
 
 
-def track(loop: Loop, metrics: Mapping[str, float]) -> None:
-    """Give metrics to every tracker."""
-    for tracker in loop.trackers:
-        tracker.log(metrics, step=loop.info.step)
+def announce(loop: Loop, checkpoint: Path | None) -> None:
+    """Tell the observers of a checkpoint that has become complete."""
+    if checkpoint is not None:
+        _log.info("checkpoint %s is complete", checkpoint)
+        loop.plugins.notify("after_save_checkpoint", run=loop.info, path=str(checkpoint))
+
+
+def measure(loop: Loop, work: StepWork, started: float, **driver_seconds: float) -> dict[str, float]:
+    """Return ``perf/*`` of a step that began at ``started``.
+
+    :param driver_seconds: What the driver did itself, by phase.
+    """
+    reports = [*loop.workers.call("report"), *loop.engines.reports()]
+    algorithm = loop.config.algorithm
+    passes = (algorithm.old_log_probs == "recompute") + (algorithm.kl_coef > 0)
+    return performance_metrics(
+        work,
+        reports,
+        wall_s=time.perf_counter() - started,
+        driver_seconds=driver_seconds,
+        log_prob_passes=passes,
+    )
 
 
 def prefixed(group: str, metrics: Mapping[str, float]) -> dict[str, float]:

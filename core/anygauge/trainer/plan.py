@@ -4,24 +4,64 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import torch
 
 from anygauge.algorithms.aggregation import Aggregation, split_steps, token_weights
 from anygauge.data.balance import balance
-from anygauge.trainer.actors import TrainShare
 from anygauge_hooks.errors import RolloutError
 from anygauge_hooks.rl import Group, Prompt, Sample, TrainSample
 
-__all__ = ["group_samples", "plan_steps", "sample_seeds", "split_evenly", "train_samples"]
+__all__ = [
+    "TrainShare",
+    "conversation_samples",
+    "group_samples",
+    "plan_steps",
+    "sample_seeds",
+    "scored_only",
+    "split_evenly",
+    "train_samples",
+]
 
 Estimator = Callable[..., torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class TrainShare:
+    """One rank's part of one optimizer step."""
+
+    samples: tuple[TrainSample, ...]
+    weights: tuple[Sequence[float], ...]
+    """Per sample and response token: its share in the mean of the whole step."""
 
 
 def group_samples(prompts: Sequence[Prompt], samples: Sequence[Sequence[Sample]]) -> list[Group]:
     """Put each prompt together with its samples."""
     return [Group(prompt=p, samples=tuple(s)) for p, s in zip(prompts, samples, strict=True)]
+
+
+def scored_only(groups: Sequence[Group]) -> list[Group]:
+    """Return the groups without the samples that could not be scored; a group with none left goes too."""
+    if not any(sample.error for group in groups for sample in group.samples):
+        return list(groups)
+    kept = [replace(group, samples=tuple(s for s in group.samples if s.error is None)) for group in groups]
+    return [group for group in kept if group.samples]
+
+
+def conversation_samples(prompts: Sequence[Prompt]) -> list[TrainSample]:
+    """Return conversations as samples to imitate: with nothing to compare with, and no advantage."""
+    return [
+        TrainSample(
+            tokens=prompt.tokens + prompt.response,
+            response_length=len(prompt.response),
+            loss_mask=prompt.loss_mask,
+            rollout_log_probs=(zeros := (0.0,) * len(prompt.response)),
+            advantages=zeros,
+        )
+        for prompt in prompts
+    ]
 
 
 def train_samples(groups: Sequence[Group], estimator: Estimator) -> list[TrainSample]:

@@ -1,26 +1,27 @@
-"""One training run, from a checked config to a trained model."""
+"""One run, from a checked config to a trained model, or to an evaluation."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from functools import partial
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
-from typing import Any
 
 from anygauge.config import Config
 from anygauge.config.load import LoadedConfig
-from anygauge.data.jsonl import evaluation_data
+from anygauge.observability.logs import driver_log
+from anygauge.observability.trackers import open_tracker, tracker_names
 from anygauge.plugins import Plugins
-from anygauge.rollout.rewards import resolve_reward
-from anygauge.trainer.directory import open_run_directory
+from anygauge.rollout.rewards import Scorer
+from anygauge.trainer.actors import holds_trainer
+from anygauge.trainer.capabilities import write_capabilities
+from anygauge.trainer.checkpoints import CheckpointWriter, export_hf
+from anygauge.trainer.directory import RunDirectory, open_run_directory
+from anygauge.trainer.engines import open_engines
+from anygauge.trainer.inputs import EvalSet, Inputs, read_inputs
 from anygauge.trainer.launch import launch_workers
 from anygauge.trainer.loop import Loop, run_loop
 from anygauge.trainer.signals import terminate_as_exception
 from anygauge.trainer.state import RunState
-from anygauge_hooks.errors import CheckpointError
-from anygauge_hooks.rl import Prompt
 from anygauge_hooks.types import RunInfo, Tracker
 
 __all__ = ["train"]
@@ -31,81 +32,118 @@ ACTOR = "anygauge.trainer.actors:ActorWorker"
 def train(loaded: LoadedConfig, plugins: Plugins) -> RunInfo:
     """Run a config to its end.
 
-    Data and reward are checked before the run directory is made, and the directory before any process starts.
+    Data and rewards are checked before the run directory is made, and it is made before any process starts.
 
     :param loaded: From :func:`anygauge.config.load.load_config`.
     :returns: The run as it ended.
     """
     config = loaded.config
-    tokenizer = load_tokenizer(config.model.path)
-    source = plugins.get("register_data_sources", config.data.source).fn(
-        config.data, tokenizer, config.run.seed, max_tokens=prompt_room(config, config.rollout.max_new_tokens)
-    )
-    eval_prompts = load_eval_prompts(config, plugins, tokenizer)
-    reward = resolve_reward(config.reward.function, plugins, config.reward.options)
-    advantage = plugins.get("register_advantage_estimators", config.algorithm.advantage)
-    estimator = partial(advantage.fn, **config.algorithm.advantage_options)
-    directory = open_run_directory(config, plugins.environment())
-    info = RunInfo(
-        name=config.run.name,
-        directory=str(directory),
-        backend=loaded.backend.name,
-        total_steps=config.run.steps,
-        config=config,
-    )
-    state = RunState(info)
-    with terminate_as_exception(), ExitStack() as stack, observed(plugins, state):
-        trackers = open_trackers(config, plugins, info, stack)
-        workers = stack.enter_context(
-            launch_workers(
-                config, loaded.backend, plugins, worker_class=ACTOR, role="actor", run_directory=directory
-            )
+    inputs = read_inputs(config, plugins)
+    with terminate_as_exception(), open_run_directory(config, plugins.environment()) as directory:
+        info = RunInfo(
+            name=config.run.name,
+            directory=str(directory.path),
+            backend=loaded.backend.name,
+            total_steps=config.run.steps,
+            config=config,
         )
-        run_loop(Loop(config, plugins, workers, source, eval_prompts, reward, estimator, trackers, state))
-        if config.run.save_hf:
-            workers.call("save_hf", path=str(directory / "hf"))
-    return state.info
+        state = RunState(info, source=inputs.source.state_dict())
+        log = driver_log(directory.path, backend=loaded.backend.name)
+        with log, ExitStack() as stack, observed(plugins, state):
+            loop = open_loop(loaded, plugins, inputs, directory, state, stack)
+            run_loop(loop)
+            if config.save.hf_at_end and holds_trainer(config):
+                export_hf(loop.workers, directory.path / "hf")
+        return state.info
 
 
-def load_tokenizer(directory: Path) -> Any:
-    """Return the tokenizer of a Hugging Face directory.
+def open_loop(
+    loaded: LoadedConfig,
+    plugins: Plugins,
+    inputs: Inputs,
+    directory: RunDirectory,
+    state: RunState,
+    stack: ExitStack,
+) -> Loop:
+    """Start what the steps of a run share, and go to where an earlier part of it ended; the stack ends it."""
+    config, checkpoint = loaded.config, directory.checkpoint
+    if checkpoint is not None:
+        state.restore(checkpoint.state)
+        inputs.source.load_state_dict(state.source)
+    scorers = open_scorers(config, plugins, inputs.eval_sets, directory.path, stack)
+    workers = stack.enter_context(
+        launch_workers(
+            config,
+            loaded.backend,
+            plugins,
+            worker_class=ACTOR,
+            role="actor",
+            run_directory=directory.path,
+            beside=config.placement.rollout_workers,
+        )
+    )
+    engines = stack.enter_context(open_engines(config, loaded.backend, plugins, workers, directory.path))
+    if checkpoint is not None:
+        workers.call("load_checkpoint", path=str(checkpoint.path))
+        engines.sync(state.version)
+    if directory.continues:
+        directory.begin()
+    write_capabilities(directory.path, plugins, loaded.backend)
+    checkpoints = None
+    if config.save.every is not None and holds_trainer(config):
+        checkpoints = stack.enter_context(closing(CheckpointWriter(directory.path, config, workers)))
+    return Loop(
+        config=config,
+        plugins=plugins,
+        workers=workers,
+        engines=engines,
+        source=inputs.source,
+        eval_sets=inputs.eval_sets,
+        scorer=scorers.pop(TRAINING, None),
+        scorers=scorers,
+        estimator=inputs.estimator,
+        flops_per_token=inputs.flops_per_token,
+        trackers=open_trackers(config, plugins, state.info, stack),
+        state=state,
+        checkpoints=checkpoints,
+    )
 
-    :raises CheckpointError: It has none, or transformers cannot read it.
+
+TRAINING = ""
+"""Stands for the training data among the names of evaluation data sets."""
+
+
+def open_scorers(
+    config: Config, plugins: Plugins, eval_sets: Sequence[EvalSet], directory: Path, stack: ExitStack
+) -> dict[str, Scorer]:
+    """Return what scores the training samples, and each evaluation data set; the stack closes them.
+
+    Data sets without a reward of their own share the training's. What only trains on a replay needs none.
     """
-    from transformers import AutoTokenizer
-
-    try:
-        return AutoTokenizer.from_pretrained(directory, local_files_only=True)
-    except (OSError, ValueError) as error:
-        raise CheckpointError(
-            f"transformers cannot load a tokenizer from {directory}: {error}",
-            hint="The directory needs tokenizer.json and tokenizer_config.json.",
-        ) from error
-
-
-def load_eval_prompts(config: Config, plugins: Plugins, tokenizer: Any) -> Sequence[Prompt]:
-    """Return the evaluation prompts, in file order."""
-    if not config.eval.data:
-        return ()
-    make = plugins.get("register_data_sources", config.data.source).fn
-    room = prompt_room(config, config.eval.max_new_tokens or config.rollout.max_new_tokens)
-    source = make(evaluation_data(config), tokenizer, config.run.seed, max_tokens=room)
-    prompts: list[Prompt] = source.all(config.eval.max_prompts)
-    return prompts
-
-
-def prompt_room(config: Config, max_new_tokens: int) -> int | None:
-    """Return how many tokens of the model's context a response leaves to its prompt, if it has a limit."""
-    hf = json.loads((config.model.path / "config.json").read_text(encoding="utf-8"))
-    context = hf.get("max_position_embeddings")
-    return max(0, context - max_new_tokens) if isinstance(context, int) else None
+    if config.debug.mode == "train_only":
+        return {}
+    wanted = {TRAINING: config.reward, **{s.name: s.settings.reward or config.reward for s in eval_sets}}
+    lengths = {TRAINING: None, **{s.name: s.settings.max_new_tokens for s in eval_sets}}
+    scorers: dict[str, Scorer] = {}
+    for name, reward in wanted.items():
+        if not (reward.function or reward.parts):
+            continue
+        if name and reward is config.reward:
+            scorers[name] = scorers[TRAINING]
+            continue
+        log = directory / "logs" / f"scorer{f'-{name}' if name else ''}.log"
+        limit = lengths[name] or config.rollout.max_new_tokens
+        scorers[name] = stack.enter_context(Scorer(reward, plugins, max_new_tokens=limit, log=log))
+        scorers[name].start()  # while the workers start
+    return scorers
 
 
 def open_trackers(config: Config, plugins: Plugins, info: RunInfo, stack: ExitStack) -> list[Tracker]:
     """Return the run's trackers; the stack closes them."""
-    trackers = [plugins.get("register_trackers", name).make(info) for name in config.run.trackers]
-    for tracker in trackers:
-        stack.callback(tracker.close)
+    trackers: list[Tracker] = []
+    for name in tracker_names(config):
+        trackers.append(open_tracker(name, plugins, info))
+        stack.callback(trackers[-1].close)
     return trackers
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from anygauge_hooks.types import RunInfo
 
@@ -17,7 +19,19 @@ class RunState:
     """With the number of finished steps; what observers get."""
     version: int = 0
     """Of the weights in the rollout engines."""
+    source: Mapping[str, Any] = field(default_factory=dict)
+    """Where the data source stood when the prompts of the finished steps had been drawn, and no more."""
 
     def finish_step(self, step: int) -> None:
         """Record that a step is done."""
         self.info = replace(self.info, step=step)
+
+    def saved(self) -> dict[str, Any]:
+        """Return what a checkpoint keeps of it, as JSON can write it."""
+        return {"step": self.info.step, "version": self.version, "source": dict(self.source)}
+
+    def restore(self, saved: Mapping[str, Any]) -> None:
+        """Go back to what :meth:`saved` returned."""
+        self.finish_step(saved["step"])
+        self.version = saved["version"]
+        self.source = saved["source"]

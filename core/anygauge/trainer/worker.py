@@ -2,23 +2,29 @@
 
 A process comes up in two steps, since the ranks have to learn where rank 0 listens: ``start`` prepares the
 process and opens the store on rank 0, ``connect`` joins the process group and makes the worker object.
+Workers that need nothing of each other, such as rollout engines, have no process group.
 Nothing here imports torch before the plugins have prepared the process.
 """
 
 from __future__ import annotations
 
 import importlib
+import logging
 import os
 import socket
-import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from anygauge.config.schema import Config
+from anygauge.device import memory_phase, set_deterministic
+from anygauge.hub import localized
 from anygauge.observability.host import read_cpus
+from anygauge.observability.logs import log_worker
 from anygauge.plugins import Plugins, find_backend, load_plugins, require_plugins
 from anygauge.trainer.calls import Request, Returned, capture, decode, encode
+from anygauge.trainer.cluster import Meeting, NodeFacts, address_of, node_facts
+from anygauge.trainer.memory_advice import advise
 from anygauge_hooks.engines import WorkerContext
 from anygauge_hooks.errors import PlacementError
 from anygauge_hooks.types import BackendSpec, Device
@@ -28,6 +34,8 @@ if TYPE_CHECKING:
 
 
 __all__ = ["HostInfo", "Worker", "WorkerSetup", "host_cores"]
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +56,8 @@ class WorkerSetup:
     """Of every collective."""
     plugins: Sequence[str] = ()
     """Entry points that the driver loaded; the process must have them too."""
+    first_device: int = 0
+    """Of the role's workers among the devices of a host, where they are plain processes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +86,7 @@ class Worker:
         self._backend: BackendSpec
         self._device: Device
         self._store: TCPStore | None = None
+        self._facts: NodeFacts | None = None
         self._object: Any = None
 
     def handle(self, message: bytes) -> bytes:
@@ -85,7 +96,9 @@ class Worker:
             target = self if request.lifecycle else self._object
             return encode(Returned(getattr(target, request.method)(*request.args, **request.kwargs)))
         except BaseException as error:  # noqa: BLE001 - the outermost frame of a worker: the driver raises it
-            traceback.print_exc()  # into the worker's log, since the driver may show the message alone
+            advise(error, self.setup.config)
+            # into the worker's log, since the driver may show the message alone
+            _log.error("a call of the driver failed", exc_info=error)
             return encode(capture(error, hidden_frames=1))
 
     def locate(self) -> HostInfo:
@@ -95,15 +108,29 @@ class Worker:
 
     def accelerator_ids(self) -> Sequence[str]:
         """Return the physical ids of the devices that this process was given."""
-        return local_accelerator_ids(self._backend, self.setup.rank, os.environ)
+        return local_accelerator_ids(self._backend, self.setup.first_device + self.setup.rank, os.environ)
 
-    def start(self, *, workers_on_host: int, single_host: bool) -> int | None:
+    def ping(self) -> None:
+        """Show that the process lives."""
+
+    def inspect(self, *, paths: Sequence[str], marker: str | None) -> NodeFacts:
+        """Return what this process's node has.
+
+        :param paths: Directories that a run needs here.
+        :param marker: A file that the driver has just written.
+        """
+        self._facts = node_facts(paths, marker)
+        return self._facts
+
+    def start(self, *, workers_on_host: int, meeting: Meeting | None) -> int | None:
         """Prepare the process.
 
         :param workers_on_host: Processes that share this host's cores.
+        :param meeting: Where the ranks meet; ``None`` for workers without a process group.
         :returns: On rank 0, the port of the store.
         """
         setup = self.setup
+        log_worker(setup.role, setup.rank)
         self._plugins = load_plugins()
         require_plugins(self._plugins, setup.plugins)
         found = self._plugins.named("register_backends")
@@ -112,36 +139,55 @@ class Worker:
         set_threads(setup.config.placement.threads_per_worker, workers_on_host)
         index = self._backend.local_device(self.accelerator_ids(), os.environ)
         self._device = self._plugins.make_device(self._backend, index)
+        if setup.config.run.deterministic:
+            set_deterministic()
         self._plugins.prepare_worker(self._backend, setup.role, "after_config")
-        return self._host_store(single_host) if setup.rank == 0 else None
+        return self._host_store(meeting) if meeting is not None and setup.rank == 0 else None
 
-    def _host_store(self, single_host: bool) -> int:
+    def _host_store(self, meeting: Meeting) -> int:
         from anygauge.distributed.rendezvous import host_store
 
-        self._store = host_store(single_host=single_host, timeout_s=self.setup.timeout_s)
+        self._store = host_store(
+            meeting.host, token=meeting.token, peers=meeting.peers, timeout_s=self.setup.timeout_s
+        )
         return self._store.port
 
-    def connect(self, *, host: str, port: int, single_host: bool) -> None:
-        """Join the process group and make the worker object.
+    def connect(self, *, meeting: Meeting | None, port: int | None) -> None:
+        """Join the process group, if there is one, and make the worker object.
 
-        :param host: Where rank 0 serves the store, and ``port`` there.
+        :param port: Where rank 0 serves the store of the meeting.
         """
+        setup = self.setup
+        if meeting is not None and port is not None:
+            self._join(meeting, port)
+        with memory_phase(self._device, "load"):
+            config = localized(setup.config, data=False)  # each node may have a cache of its own
+            self._object = _resolve(setup.worker_class)(config, self._context())
+
+    def _join(self, meeting: Meeting, port: int) -> None:
         from anygauge.distributed.process_groups import init_process_group
-        from anygauge.distributed.rendezvous import LOOPBACK, Address, join_store
+        from anygauge.distributed.rendezvous import join_store, keys_of
 
         setup = self.setup
-        address = Address(host=LOOPBACK if single_host else host, port=port)
-        self._store = self._store or join_store(address, timeout_s=setup.timeout_s)
+        if self._store is None:
+            self._store = join_store(meeting.host, port, token=meeting.token, timeout_s=setup.timeout_s)
         init_process_group(
             self._plugins,
             self._backend,
-            self._store,
+            keys_of(self._store, meeting.token),
             rank=setup.rank,
             world_size=setup.world_size,
             timeout_s=setup.timeout_s,
-            single_host=single_host,
+            single_host=meeting.single_host,
+            address=self._own_address(meeting),
         )
-        self._object = _resolve(setup.worker_class)(setup.config, self._context())
+
+    def _own_address(self, meeting: Meeting) -> str | None:
+        """Return the address for collectives on this node, if the config chooses between IPv4 and IPv6."""
+        cluster = self.setup.config.cluster
+        if self._facts is None or cluster.ip_version == "any":
+            return None
+        return address_of(self._facts.addresses, cluster, single_host=meeting.single_host)
 
     def _context(self) -> WorkerContext:
         return WorkerContext(

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
 
 from anygauge.config.schema import Config
+from anygauge.observability.host import read_oom_kills
 from anygauge.trainer.calls import (
     Died,
     Raised,
@@ -21,6 +24,18 @@ from anygauge.trainer.calls import (
     encode,
     error_of,
 )
+from anygauge.trainer.cluster import (
+    NodeFacts,
+    Place,
+    check_nodes,
+    is_one_plain_host,
+    make_meeting,
+    marker_file,
+    model_paths,
+    node_facts,
+    saves,
+)
+from anygauge.trainer.memory_advice import advise_death
 from anygauge.trainer.worker import HostInfo, WorkerSetup
 from anygauge_hooks.errors import WorkerDiedError
 from anygauge_hooks.types import BackendSpec
@@ -56,6 +71,12 @@ class LaunchSpec:
     """Added to the environment of each worker."""
     plugins: Sequence[str] = ()
     """Entry points that every worker must have."""
+    collective: bool = True
+    """Whether the workers form a process group; those that train do."""
+    first_device: int = 0
+    """Of the role's workers on a host, where they are plain processes and share it with another role's."""
+    beside: int = 0
+    """Workers of other roles that the run needs room for."""
 
     def log(self, rank: int) -> Path:
         """Return the file that a worker's output goes to."""
@@ -73,6 +94,7 @@ class LaunchSpec:
             log=str(self.log(rank)),
             timeout_s=self.config.run.timeout_s,
             plugins=self.plugins,
+            first_device=self.first_device,
         )
 
 
@@ -81,6 +103,8 @@ class Transport(Protocol):
 
     death_grace_s: float
     """How long after an error that it caused elsewhere the news of a process's death may arrive."""
+    driver_node: str
+    """The node of this process, as :class:`HostInfo` names nodes."""
 
     def send(self, rank: int, message: bytes) -> None:
         """Send a request. A process that has died is reported by :meth:`wait`."""
@@ -132,6 +156,7 @@ class WorkerGroup:
         self._who = {rank: WorkerId(role=spec.role, rank=rank) for rank in self._ranks}
         self._pending: set[int] = set()
         self._ended = False
+        self._oom_kills = read_oom_kills()
 
     def __enter__(self) -> WorkerGroup:
         return self
@@ -189,10 +214,30 @@ class WorkerGroup:
             self._who[rank] = WorkerId(role=self._spec.role, rank=rank, pid=host.pid, host=host.host)
         self._transport.located(hosts)
         nodes = [host.node for host in hosts]
-        single_host = len(set(nodes)) == 1
+        cluster = self._spec.config.cluster
+        places = (
+            []
+            if is_one_plain_host(cluster, nodes, self._transport.driver_node)
+            else self._inspect(hosts, deadline)
+        )
+        meeting = make_meeting(cluster, nodes, places) if self._spec.collective else None
         counts = [((), {"workers_on_host": nodes.count(node)}) for node in nodes]
-        port = self._lifecycle("start", deadline, counts, single_host=single_host)[0]
-        self._lifecycle("connect", deadline, host=hosts[0].ip, port=port, single_host=single_host)
+        port = self._lifecycle("start", deadline, counts, meeting=meeting)[0]
+        self._lifecycle("connect", deadline, meeting=meeting, port=port)
+
+    def _inspect(self, hosts: Sequence[HostInfo], deadline: float) -> list[Place]:
+        """Return the node of each rank, having checked that a run can go on over them."""
+        config, directory = self._spec.config, self._spec.run_directory
+        paths, shared = model_paths(config), self._spec.collective and saves(config)
+        with ExitStack() as stack:
+            marker = stack.enter_context(marker_file(directory)) if shared else None
+            facts: list[NodeFacts] = self._lifecycle("inspect", deadline, paths=paths, marker=marker)
+        places = [
+            Place(name=f"{host.host} ({host.ip})", ip=host.ip, facts=found)
+            for host, found in zip(hosts, facts, strict=True)
+        ]
+        check_nodes(config.cluster, node_facts(), places, directory)
+        return places
 
     def close(self) -> None:
         """Close the workers in order, then make sure that they are gone."""
@@ -246,7 +291,7 @@ class WorkerGroup:
             arrived = self._receive(deadline)
             outcomes |= arrived
             if any(not isinstance(outcome, Returned) for outcome in arrived.values()):
-                self._fail(outcomes)
+                self._fail(method, outcomes)
             if not arrived:
                 self._expire(method, timeout_s, setting)
         return [outcome.value for _, outcome in sorted(outcomes.items()) if isinstance(outcome, Returned)]
@@ -256,7 +301,7 @@ class WorkerGroup:
         self._pending -= arrived.keys()
         return {rank: reply if isinstance(reply, Died) else decode(reply) for rank, reply in arrived.items()}
 
-    def _fail(self, outcomes: dict[int, Returned | Raised | Died]) -> None:
+    def _fail(self, method: str, outcomes: dict[int, Returned | Raised | Died]) -> None:
         """End the group and raise what went wrong first.
 
         A death may become known only after the errors that it caused in the other ranks.
@@ -270,13 +315,18 @@ class WorkerGroup:
             outcomes |= arrived
         failures = {rank: outcome for rank, outcome in outcomes.items() if not isinstance(outcome, Returned)}
         self.end()
-        raise error_of(failures, self._who)
+        raise error_of(failures, self._who, partial(self._advise, method))
+
+    def _advise(self, method: str, death: Died) -> str | None:
+        oom_kills = read_oom_kills() - self._oom_kills
+        return advise_death(death, method, self._spec.config, oom_kills)
 
     def _expire(self, method: str, timeout_s: float, setting: str) -> None:
         running = sorted(self._pending)
         stacks = self._transport.stacks(running[:MAX_STACKS])
         self.end()
-        raise deadline_error(method, timeout_s, [self._who[rank] for rank in running], stacks, setting)
+        who, logs = [self._who[rank] for rank in running], {rank: self._spec.log(rank) for rank in running}
+        raise deadline_error(method, timeout_s, who, stacks, setting, logs)
 
 
 def _messages(

@@ -59,6 +59,25 @@ def test_a_dry_run_is_for_a_backend_that_is_absent_too(
     assert tomllib.loads(capsys.readouterr().out)["train"]["lr"] == 2e-3
 
 
+@pytest.mark.parametrize("option", ["resume", "overwrite"])
+def test_an_option_takes_back_the_other_one_of_the_file(
+    config: str, capsys: pytest.CaptureFixture[str], option: str
+) -> None:
+    other = {"resume": "overwrite", "overwrite": "resume"}[option]
+    Path(config).write_text(CONFIG.replace("[run]", f"[run]\n{other} = true"))
+    assert main(dry(config, "--backend", "cpu", f"--{option}")) == 0
+    run = tomllib.loads(capsys.readouterr().out)["run"]
+    assert (run[option], run[other]) == (True, False)
+
+
+def test_resume_and_overwrite_together_are_refused(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(dry(config, "--resume", "--overwrite"))
+    assert "give one of them" in capsys.readouterr().err
+    assert main(dry(config, "--backend", "cpu", "--run.resume=true", "--run.overwrite=true")) == 1
+    assert "run.overwrite deletes the run that run.resume goes on with" in capsys.readouterr().err
+
+
 def test_what_a_plugin_fills_in_is_printed_with_its_reason(
     config: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -66,6 +66,17 @@ def test_memory_counts_bytes(device: Device) -> None:
     assert memory.get("free", 0) <= memory.get("total", memory.get("free", 0))
 
 
+def test_peak_memory_counts_what_is_gone(device: Device) -> None:
+    if device.peak_memory(reset=True) is None:
+        return  # the backend does not know it
+    before = device.memory()["allocated"]
+    held = torch.ones(1 << 24, device=device.torch_device)
+    del held
+    peak = device.peak_memory()
+    assert peak is not None
+    assert peak >= before + (1 << 24)
+
+
 def test_synchronize_and_empty_cache_keep_tensors(device: Device) -> None:
     ones = torch.ones(16, device=device.torch_device)
     device.synchronize()

@@ -1,0 +1,24 @@
+"""``anygauge report``."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+__all__ = ["HELP", "add_arguments", "run"]
+
+HELP = "Write one HTML page that shows a run: also while it goes on, and after it failed."
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    parser.add_argument("directory", metavar="RUN_DIR", type=Path, help="such as runs/NAME")
+    parser.add_argument("--out", metavar="FILE", type=Path, help="default: report.html in RUN_DIR")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Write the page and print its path."""
+    from anygauge.observability.report import write_report
+
+    print(write_report(args.directory, args.out))
+    return 0

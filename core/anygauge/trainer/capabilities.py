@@ -1,0 +1,64 @@
+"""The capability table: who implements each hook and each kernel operation, of which plugin and version."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from anygauge.kernels.table import KernelRow, resolve_kernels
+from anygauge.observability.report.run_files import CAPABILITIES_FILE
+from anygauge.plugins import Plugins, plugin_distribution, source_location
+from anygauge_hooks import PROJECT, specs
+from anygauge_hooks.types import BackendSpec
+
+__all__ = ["capabilities", "write_capabilities"]
+
+_KERNEL_FIELDS = ("op", "source", "owner", "package", "version", "location", "dtypes", "is_reference")
+_logger = logging.getLogger(__name__)
+
+
+def capabilities(plugins: Plugins, backend: BackendSpec) -> dict[str, Any]:
+    """Return who implements what on a backend, as JSON types.
+
+    :raises PluginError: A kernel names an unknown op, or has not the signature of its op.
+    :raises DuplicateNameError: Two kernels of one op and priority accept the same facts.
+    """
+    return {
+        "backend": backend.name,
+        "hooks": list(_hook_rows(plugins)),
+        "kernels": [_kernel_row(row) for row in resolve_kernels(plugins, backend).rows()],
+        "plugin_errors": {name: repr(error) for name, error in plugins.load_errors.items()},
+    }
+
+
+def write_capabilities(directory: Path, plugins: Plugins, backend: BackendSpec) -> None:
+    """Keep the capability table of a run in its directory; where there is none, the run goes on without."""
+    try:
+        table = json.dumps(capabilities(plugins, backend), indent=2, default=str)
+        (directory / CAPABILITIES_FILE).write_text(f"{table}\n", encoding="utf-8")
+    except Exception as error:  # noqa: BLE001 - listing kernels runs vendor code, which a driver may lack
+        _logger.warning("there is no capability table of this run: %r", error)
+
+
+def _hook_rows(plugins: Plugins) -> Iterator[dict[str, Any]]:
+    """Yield one row for each implementation of each hook, and one for a hook that has none."""
+    for hook in [name for name, value in vars(specs).items() if hasattr(value, f"{PROJECT}_spec")]:
+        implementations = getattr(plugins.manager.hook, hook).get_hookimpls()
+        for implementation in implementations:
+            package, release = plugin_distribution(implementation.plugin_name)
+            yield {
+                "hook": hook,
+                "plugin": implementation.plugin_name,
+                "package": package,
+                "version": release,
+                "location": source_location(implementation.function),
+            }
+        if not implementations:
+            yield {"hook": hook, **dict.fromkeys(("plugin", "package", "version", "location"))}
+
+
+def _kernel_row(row: KernelRow) -> dict[str, Any]:
+    return {name: getattr(row, name) for name in _KERNEL_FIELDS}

@@ -1,0 +1,313 @@
+"""What a step trained on, in files from which the same step can be taken again.
+
+``rollout-00000007.jsonl.gz`` holds the scored groups of a step, one line per group, before they are divided
+among ranks. ``batch-00000007-rank-0.safetensors`` holds what one rank trained on, after that, with the
+log-probs of every pass. Numbers keep every bit in both.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import fields
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from pydantic import TypeAdapter, ValidationError
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+
+from anygauge.trainer.plan import TrainShare
+from anygauge_hooks.errors import DataError
+from anygauge_hooks.rl import Group, TrainSample
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from anygauge_hooks.engines import LossFunction, LossInputs
+
+__all__ = [
+    "DIRECTORY",
+    "RecordedLoss",
+    "batch_path",
+    "read_batch",
+    "read_groups",
+    "read_log_probs",
+    "read_shares",
+    "rollout_path",
+    "write_groups",
+    "write_shares",
+]
+
+DIRECTORY = "dumps"
+"""In the run directory."""
+FORMAT = 1
+FACTS = "anygauge"
+"""Key of the metadata; one alone, since safetensors writes several in any order."""
+PASSES = "log_probs."
+"""Before the name of a pass: ``old``, ``reference``, ``current``."""
+COMPRESSION = 1
+"""Higher levels take several times as long and save little: most of a dump is digits of log-probs."""
+
+T = TypeVar("T")
+PerToken = Sequence[Sequence[float]] | Sequence["Tensor"]
+"""By sample, one value per response token."""
+
+
+def rollout_path(directory: Path, step: int) -> Path:
+    """Return the file of a step's groups."""
+    return directory / f"rollout-{step:08d}.jsonl.gz"
+
+
+def batch_path(directory: Path, step: int, rank: int) -> Path:
+    """Return the file of what a rank trained on in a step."""
+    return directory / f"batch-{step:08d}-rank-{rank}.safetensors"
+
+
+# -------------------------------------------------------------------------
+# Rollouts
+# -------------------------------------------------------------------------
+
+
+def write_groups(path: Path, groups: Sequence[Group]) -> None:
+    """Write groups, whole or not at all.
+
+    Floats are written with as many digits as they need. What JSON does not know, in a label or in metadata,
+    is written as text.
+    """
+    text = "".join(f"{json.dumps(_record(group), default=_plain)}\n" for group in groups)
+    _write(path, gzip.compress(text.encode("ascii"), COMPRESSION, mtime=0))
+
+
+def _record(group: Group) -> dict[str, Any]:
+    prompt = {field.name: getattr(group.prompt, field.name) for field in fields(group.prompt)}
+    return {"prompt": prompt, "samples": [sample._asdict() for sample in group.samples]}
+
+
+def _plain(value: Any) -> Any:
+    """Return a mapping as a dict, an array as a list, and anything else as text."""
+    if isinstance(value, Mapping):
+        return dict(value)
+    as_list: Callable[[], Any] | None = getattr(value, "tolist", None)
+    return str(value) if as_list is None else as_list()
+
+
+def read_groups(path: Path) -> list[Group]:
+    """Return the groups of a file that :func:`write_groups` wrote.
+
+    :raises DataError: There is no such file, it was cut short, or a line is no group.
+    """
+    try:
+        lines = gzip.decompress(_read(path)).split(b"\n")
+    except (OSError, EOFError, zlib.error) as error:
+        raise _unreadable(path, str(error)) from error
+    groups = [_group(f"{path}:{number}", line) for number, line in enumerate(lines, 1) if line]
+    if not groups:
+        raise _unreadable(path, "it holds no group")
+    return groups
+
+
+@cache
+def _group_type() -> TypeAdapter[Group]:
+    return TypeAdapter(Group)
+
+
+def _group(where: str, line: bytes) -> Group:
+    try:
+        group = _group_type().validate_python(json.loads(line))
+    except ValidationError as error:
+        first = error.errors()[0]
+        field = ".".join(map(str, first["loc"]))
+        raise _unreadable(where, f"{field}: {first['msg']}") from error
+    except ValueError as error:
+        raise _unreadable(where, str(error)) from error
+    for number, sample in enumerate(group.samples):
+        values = (sample.log_probs, sample.loss_mask, sample.weight_versions)
+        if any(len(value) != len(sample.response_tokens) for value in values):
+            raise _unreadable(where, f"sample {number} has not one of each value per response token")
+    return group
+
+
+# -------------------------------------------------------------------------
+# Batches
+# -------------------------------------------------------------------------
+
+
+def write_shares(
+    path: Path, shares: Sequence[TrainShare], log_probs: Mapping[str, PerToken], *, rank: int, num_ranks: int
+) -> None:
+    """Write what a rank trained on in a step, whole or not at all.
+
+    Values per token lie end to end, in the order of the samples; ``steps``, ``lengths`` and
+    ``response_lengths`` say where each optimizer step and each sample ends.
+
+    :param shares: One per optimizer step.
+    :param log_probs: By pass, over the samples of all optimizer steps; float32.
+    """
+    samples = [sample for share in shares for sample in share.samples]
+    tensors = {
+        "steps": torch.tensor([len(share.samples) for share in shares]),
+        "lengths": torch.tensor([len(sample.tokens) for sample in samples]),
+        "response_lengths": torch.tensor([sample.response_length for sample in samples]),
+        "tokens": _flat([sample.tokens for sample in samples], torch.int64),
+        "loss_mask": _flat([sample.loss_mask for sample in samples], torch.int64),
+        "rollout_log_probs": _flat([sample.rollout_log_probs for sample in samples], torch.float64),
+        "advantages": _flat([sample.advantages for sample in samples], torch.float64),
+        "weights": _flat([values for share in shares for values in share.weights], torch.float64),
+        **{PASSES + name: _flat(values, torch.float32) for name, values in log_probs.items()},
+    }
+    facts = {"format": FORMAT, "rank": rank, "num_ranks": num_ranks}
+    _write(path, save(tensors, {FACTS: json.dumps(facts)}))
+
+
+def _flat(values: PerToken, dtype: torch.dtype) -> Tensor:
+    parts = [torch.as_tensor(value, dtype=dtype) for value in values]
+    return torch.cat(parts) if parts else torch.empty(0, dtype=dtype)
+
+
+def read_shares(path: Path, *, num_ranks: int) -> list[TrainShare]:
+    """Return the shares of a file that :func:`write_shares` wrote.
+
+    :param num_ranks: Ranks of this run.
+    :raises DataError: There is no such file, it was cut short, or it is of a run with more or fewer ranks.
+    """
+    return _opened(path, lambda facts, tensors: _shares(path, facts, tensors, num_ranks))
+
+
+def read_batch(directory: Path, step: int, num_ranks: int) -> list[list[TrainShare]]:
+    """Return what each rank trained on in a step.
+
+    :raises DataError: As :func:`read_shares`.
+    """
+    return [read_shares(batch_path(directory, step, rank), num_ranks=num_ranks) for rank in range(num_ranks)]
+
+
+def read_log_probs(path: Path) -> dict[str, list[Tensor]]:
+    """Return the log-probs of each pass of a batch: one tensor ``[R]`` per sample, float32.
+
+    :raises DataError: There is no such file, or it was cut short.
+    """
+
+    def read(facts: Mapping[str, int], tensors: Mapping[str, Tensor]) -> dict[str, list[Tensor]]:
+        lengths = tensors["response_lengths"].tolist()
+        names = [name for name in tensors if name.startswith(PASSES)]
+        return {name.removeprefix(PASSES): list(torch.split(tensors[name], lengths)) for name in names}
+
+    return _opened(path, read)
+
+
+def _opened(path: Path, read: Callable[[Mapping[str, int], Mapping[str, Tensor]], T]) -> T:
+    """Return what is read of a batch: of the facts about it and its tensors."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            facts = json.loads((file.metadata() or {}).get(FACTS, "{}"))
+            return read(facts, {name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118 - no mapping
+    except FileNotFoundError as error:
+        raise _missing(path) from error
+    except KeyError as error:
+        raise _unreadable(path, f"it has no tensor {error}") from error
+    # the last two are what torch raises where lengths do not add up, and json where it is none
+    except (OSError, SafetensorError, RuntimeError, json.JSONDecodeError) as error:
+        raise _unreadable(path, str(error)) from error
+
+
+def _shares(
+    path: Path, facts: Mapping[str, int], tensors: Mapping[str, Tensor], num_ranks: int
+) -> list[TrainShare]:
+    if facts.get("format") != FORMAT:
+        raise _unreadable(path, f"its format is {facts.get('format')}, not {FORMAT}")
+    if facts["num_ranks"] != num_ranks:
+        raise DataError(
+            f"{path} is of a run with {facts['num_ranks']} workers; this one has {num_ranks}.",
+            hint=f"Set placement.num_workers = {facts['num_ranks']}, or replay the rollouts instead.",
+        )
+    return list(_split_shares(tensors))
+
+
+def _split_shares(tensors: Mapping[str, Tensor]) -> Iterator[TrainShare]:
+    lengths, responses = tensors["lengths"].tolist(), tensors["response_lengths"].tolist()
+
+    def per_sample(name: str, sizes: list[int]) -> list[list[Any]]:
+        return [part.tolist() for part in torch.split(tensors[name], sizes)]
+
+    samples = [
+        TrainSample(*values)
+        for values in zip(
+            per_sample("tokens", lengths),
+            responses,
+            per_sample("loss_mask", responses),
+            per_sample("rollout_log_probs", responses),
+            per_sample("advantages", responses),
+            strict=True,
+        )
+    ]
+    weights, first = per_sample("weights", responses), 0
+    if int(tensors["steps"].sum()) != len(samples):
+        raise RuntimeError("its steps do not have as many samples as there are")
+    for count in tensors["steps"].tolist():
+        last = first + count
+        yield TrainShare(tuple(samples[first:last]), tuple(weights[first:last]))
+        first = last
+
+
+class RecordedLoss:
+    """A loss that keeps the log-probs that it is given, which are those of the weights being trained."""
+
+    def __init__(self, loss: LossFunction) -> None:
+        self._loss = loss
+        self._seen: dict[int, Tensor] = {}
+
+    def __call__(self, inputs: LossInputs) -> tuple[Tensor, Mapping[str, Tensor]]:
+        """Return what the loss returns."""
+        if inputs.lengths:  # an engine need not say which samples it packed
+            parts = torch.split(inputs.log_probs.detach().cpu(), list(inputs.lengths))
+            self._seen.update(zip(inputs.samples, parts, strict=True))
+        return self._loss(inputs)
+
+    def take(self) -> list[Tensor]:
+        """Return the log-probs ``[R]`` of each sample of an optimizer step, and forget them."""
+        seen, self._seen = self._seen, {}
+        return [seen[sample] for sample in sorted(seen)]
+
+
+# -------------------------------------------------------------------------
+# Files
+# -------------------------------------------------------------------------
+
+
+def _write(path: Path, data: bytes) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.partial")
+    partial.write_bytes(data)
+    os.replace(partial, path)
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except FileNotFoundError as error:
+        raise _missing(path) from error
+
+
+def _missing(path: Path) -> DataError:
+    kind = path.name.partition("-")[0]
+    found = sorted(other.name for other in path.parent.glob(f"{kind}-*")) if path.parent.is_dir() else []
+    dumps = (
+        f"the dumps there are {found[0]} to {found[-1]}" if found else f"there is no dump of a {kind} there"
+    )
+    return DataError(
+        f"There is nothing to replay: {path} does not exist; {dumps}.",
+        hint="Set run.steps to the last step that was dumped, or name the dumps/ of a run that wrote them.",
+    )
+
+
+def _unreadable(where: Path | str, reason: str) -> DataError:
+    return DataError(
+        f"{where} is no dump that can be replayed: {reason}.",
+        hint="Dump the run again: debug.dump_rollouts = true, or debug.dump_batches = true.",
+    )

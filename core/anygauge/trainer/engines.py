@@ -1,0 +1,134 @@
+"""The rollout engines of a run: in the workers that train, or in processes of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Protocol
+
+from anygauge.config import Config
+from anygauge.plugins import Plugins
+from anygauge.trainer.actors import generates, holds_trainer
+from anygauge.trainer.launch import launch_workers
+from anygauge.trainer.plan import split_evenly
+from anygauge.trainer.weight_parts import WeightBucket
+from anygauge.trainer.worker_group import Arguments, PendingCall, WorkerGroup
+from anygauge_hooks.rl import Prompt, Sample, SamplingParams
+from anygauge_hooks.types import BackendSpec
+
+__all__ = ["Engines", "SeparateEngines", "SharedEngines", "open_engines"]
+
+ROLLOUT = "anygauge.trainer.rollout_workers:RolloutWorker"
+BUCKET_BYTES = 512 * 2**20
+
+
+class Engines(Protocol):
+    """What the loop asks of the rollout engines."""
+
+    def generate(
+        self, prompts: Sequence[Prompt], params: SamplingParams, seeds: Sequence[Sequence[int]]
+    ) -> list[list[Sample]]:
+        """Divide the prompts among the engines and return their samples, in order.
+
+        :param seeds: For each prompt, one seed per sample.
+        """
+
+    def sync(self, version: int) -> None:
+        """Give the trained weights to every engine."""
+
+    def reports(self) -> Sequence[Mapping[str, Any]]:
+        """Return and reset what each engine's process reports, unless a training worker does."""
+
+
+class SharedEngines:
+    """An engine in each worker that trains."""
+
+    def __init__(self, workers: WorkerGroup) -> None:
+        self._workers = workers
+
+    def generate(
+        self, prompts: Sequence[Prompt], params: SamplingParams, seeds: Sequence[Sequence[int]]
+    ) -> list[list[Sample]]:
+        """Divide the prompts among the engines and return their samples, in order."""
+        return _generate(self._workers, prompts, params, seeds)
+
+    def sync(self, version: int) -> None:
+        """Give the trained weights to every engine."""
+        self._workers.call("sync_weights", version=version)
+
+    def reports(self) -> Sequence[Mapping[str, Any]]:
+        """Return nothing: the training workers report what their engines took."""
+        return ()
+
+
+class SeparateEngines:
+    """Engines in processes of their own; new weights pass through the driver, part by part."""
+
+    def __init__(
+        self, trainers: WorkerGroup | None, rollouts: WorkerGroup, *, bucket_bytes: int = BUCKET_BYTES
+    ) -> None:
+        self._trainers = trainers
+        self._rollouts = rollouts
+        self._bucket_bytes = bucket_bytes
+
+    def generate(
+        self, prompts: Sequence[Prompt], params: SamplingParams, seeds: Sequence[Sequence[int]]
+    ) -> list[list[Sample]]:
+        """Divide the prompts among the engines and return their samples, in order."""
+        return _generate(self._rollouts, prompts, params, seeds)
+
+    def sync(self, version: int) -> None:
+        """Give the trained weights to every engine. The next part is gathered while one is being loaded."""
+        loading: PendingCall | None = None
+        last = self._trainers is None
+        while self._trainers is not None and not last:
+            bucket: WeightBucket = self._trainers.call("next_weights", max_bytes=self._bucket_bytes)[0]
+            if loading is not None:
+                loading.result()
+            last = bucket.last
+            loading = self._rollouts.call_async(
+                "receive_weights", data=bucket.data, version=version, last=last
+            )
+        if loading is not None:
+            loading.result()
+
+    def reports(self) -> Sequence[Mapping[str, Any]]:
+        """Return and reset what each engine's process reports."""
+        reports: list[Mapping[str, Any]] = self._rollouts.call("report")
+        return reports
+
+
+def _generate(
+    workers: WorkerGroup, prompts: Sequence[Prompt], params: SamplingParams, seeds: Sequence[Sequence[int]]
+) -> list[list[Sample]]:
+    parts = split_evenly(len(prompts), len(workers.workers))
+    shares: list[Arguments] = [((prompts[part], params, seeds[part]), {}) for part in parts]
+    return [samples for share in workers.call("generate", per_rank=shares) for samples in share]
+
+
+@contextmanager
+def open_engines(
+    config: Config, backend: BackendSpec, plugins: Plugins, workers: WorkerGroup, directory: Path
+) -> Iterator[Engines]:
+    """Start the rollout engines that are processes of their own, if the config asks for some; end them after.
+
+    :param workers: Those that train.
+    :param directory: Of the run.
+    """
+    count = config.placement.rollout_workers
+    if not (count and generates(config)):
+        yield SharedEngines(workers)
+        return
+    with launch_workers(
+        config,
+        backend,
+        plugins,
+        worker_class=ROLLOUT,
+        role="rollout",
+        run_directory=directory,
+        num_workers=count,
+        collective=False,
+        first_device=config.placement.num_workers,
+    ) as rollouts:
+        yield SeparateEngines(workers if holds_trainer(config) else None, rollouts)

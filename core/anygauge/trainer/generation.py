@@ -1,0 +1,55 @@
+"""How each kind of samples is drawn: seeds and sampling parameters."""
+
+from __future__ import annotations
+
+from anygauge.config import Config
+from anygauge.config.schema import EvalDataset
+from anygauge.trainer.plan import sample_seeds
+from anygauge_hooks.rl import SamplingParams
+
+__all__ = ["eval_params", "eval_seeds", "rollout_params", "rollout_seeds"]
+
+TRAIN_STREAM, EVAL_STREAM = 0, 1
+"""Of random numbers."""
+
+
+def rollout_seeds(config: Config, step: int, num_prompts: int) -> list[list[int]]:
+    """Return the seeds of a training step's samples."""
+    return sample_seeds(config.run.seed, TRAIN_STREAM, step, num_prompts, config.rollout.samples_per_prompt)
+
+
+def eval_seeds(config: Config, num_prompts: int, num_samples: int) -> list[list[int]]:
+    """Return the seeds of an evaluation: the same each time, so that only the policy changes in between."""
+    return sample_seeds(config.run.seed, EVAL_STREAM, 0, num_prompts, num_samples)
+
+
+def rollout_params(config: Config) -> SamplingParams:
+    """Return how training samples are drawn."""
+    rollout = config.rollout
+    return SamplingParams(
+        max_new_tokens=rollout.max_new_tokens,
+        temperature=rollout.temperature,
+        top_p=rollout.top_p,
+        top_k=rollout.top_k,
+        stop=rollout.stop,
+        stop_token_ids=rollout.stop_token_ids,
+    )
+
+
+def eval_params(config: Config, dataset: EvalDataset) -> SamplingParams:
+    """Return how the samples of an evaluation data set are drawn.
+
+    :param dataset: With every field filled in but the reward's.
+    """
+    assert dataset.max_new_tokens is not None
+    assert dataset.temperature is not None
+    assert dataset.top_p is not None
+    assert dataset.top_k is not None
+    return SamplingParams(
+        max_new_tokens=dataset.max_new_tokens,
+        temperature=dataset.temperature,
+        top_p=dataset.top_p,
+        top_k=dataset.top_k,
+        stop=config.rollout.stop,
+        stop_token_ids=config.rollout.stop_token_ids,
+    )

@@ -1,0 +1,141 @@
+"""What a run reads, made and checked before its directory exists."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from anygauge.config import Config
+from anygauge.config.schema import Data, EvalDataset, Reward
+from anygauge.data.evaluation import eval_data, eval_datasets
+from anygauge.hub import localized
+from anygauge.plugins import Plugins
+from anygauge.rollout.rewards import check_reward
+from anygauge_hooks.data import DataSource
+from anygauge_hooks.errors import CheckpointError
+from anygauge_hooks.models import AssistantTurns, ModelSpec
+from anygauge_hooks.rl import Prompt
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["EvalSet", "Inputs", "read_eval_sets", "read_inputs"]
+
+NO_CHATS = AssistantTurns(start="", end="")
+"""Stands for the turns of a family that has no chat template, in SFT on plain prompts."""
+
+
+@dataclass(frozen=True, slots=True)
+class EvalSet:
+    """An evaluation data set that was read."""
+
+    name: str
+    settings: EvalDataset
+    """With every field filled in but the reward's."""
+    prompts: Sequence[Prompt]
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """What the steps of a run draw on."""
+
+    source: DataSource
+    eval_sets: Sequence[EvalSet]
+    estimator: Callable[..., Tensor]
+    """Advantages from the rewards of a group."""
+    flops_per_token: Callable[[int], float]
+    """Of the model's forward pass, from the length of a sequence."""
+
+
+def read_inputs(config: Config, plugins: Plugins) -> Inputs:
+    """Read the training and evaluation data of a run and check its rewards.
+
+    :raises DataError: A file or row cannot be used.
+    :raises RewardError: A reward function cannot be called.
+    :raises HubError: A model or data file cannot be had by its name.
+    """
+    config = localized(config)
+    tokenizer = load_tokenizer(config)
+    source = _make_source(config, plugins, tokenizer, config.data, config.rollout.max_new_tokens)
+    eval_sets = read_eval_sets(config, plugins, tokenizer)
+    for reward in rewards(config):
+        check_reward(reward, plugins)
+    advantage = plugins.get("register_advantage_estimators", config.algorithm.advantage)
+    hf, spec = read_model(config, plugins)
+    return Inputs(
+        source=source,
+        eval_sets=eval_sets,
+        estimator=partial(advantage.fn, **config.algorithm.advantage_options),
+        flops_per_token=partial(spec.flops_per_token, hf),
+    )
+
+
+def read_model(config: Config, plugins: Plugins) -> tuple[Mapping[str, Any], ModelSpec]:
+    """Return the Hugging Face config of the model, and its family."""
+    hf = json.loads((config.model.path / "config.json").read_text(encoding="utf-8"))
+    return hf, plugins.model(hf.get("architectures") or ())
+
+
+def rewards(config: Config) -> list[Reward]:
+    """Return the rewards that a run needs, the training's first."""
+    own = [dataset.reward for dataset in config.eval.datasets.values() if dataset.reward is not None]
+    return [reward for reward in (config.reward, *own) if reward.function or reward.parts]
+
+
+def read_eval_sets(config: Config, plugins: Plugins, tokenizer: Any = None) -> list[EvalSet]:
+    """Read the evaluation data sets.
+
+    :param tokenizer: ``None`` loads that of the model.
+    """
+    sets = []
+    for name, dataset in eval_datasets(config).items():
+        tokenizer = tokenizer or load_tokenizer(config)
+        room = dataset.max_new_tokens or config.rollout.max_new_tokens
+        source = _make_source(config, plugins, tokenizer, eval_data(config, dataset), room)
+        sets.append(EvalSet(name, dataset, source.all(dataset.max_prompts)))
+    return sets
+
+
+def _make_source(
+    config: Config, plugins: Plugins, tokenizer: Any, data: Data, max_new_tokens: int
+) -> DataSource:
+    make = plugins.get("register_data_sources", data.source).fn
+    hf, spec = read_model(config, plugins)
+    room = prompt_room(hf, config.run.task, max_new_tokens)
+    turns = (spec.assistant_turns or NO_CHATS) if config.run.task == "sft" else None
+    source: DataSource = make(data, tokenizer, config.run.seed, max_tokens=room, turns=turns)
+    return source
+
+
+def prompt_room(hf: Mapping[str, Any], task: str, max_new_tokens: int) -> int | None:
+    """Return how many tokens of the model's context a row may take, if it has a limit.
+
+    :param hf: The Hugging Face config.
+    """
+    context = hf.get("max_position_embeddings")
+    if not isinstance(context, int):
+        return None
+    return context if task == "sft" else max(0, context - max_new_tokens)
+
+
+def load_tokenizer(config: Config) -> Any:
+    """Return the tokenizer of the model.
+
+    :raises CheckpointError: It has none, or transformers cannot read it.
+    """
+    from transformers import AutoTokenizer
+
+    directory: Path = config.model.path
+    try:
+        return AutoTokenizer.from_pretrained(
+            directory, local_files_only=True, trust_remote_code=config.model.trust_remote_code
+        )
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            f"transformers cannot load a tokenizer from {directory}: {error}",
+            hint="The directory needs tokenizer.json and tokenizer_config.json.",
+        ) from error

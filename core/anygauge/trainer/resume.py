@@ -1,0 +1,135 @@
+"""What a run that goes on may change of its config, and what it does with the output it goes back behind."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import tomllib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from anygauge.config import Config
+from anygauge.config.load import dump_config
+from anygauge.config.tree import flatten
+from anygauge.trainer.checkpoints import SUPERSEDED, Checkpoint, append_only_files, installed_packages
+from anygauge_hooks.errors import CheckpointError
+
+__all__ = ["apply_changes", "set_aside"]
+
+logger = logging.getLogger(__name__)
+
+HARMLESS = (
+    *("run.name", "run.directory", "run.steps", "run.overwrite", "run.resume", "run.trackers"),
+    *("run.tracker_options", "run.report", "run.progress", "run.timeout_s", "hub", "eval", "save", "cluster"),
+    *("data.cache", "debug", "placement.launcher"),
+    *("placement.start_timeout_s", "reward.num_workers", "reward.timeout_s", "reward.memory_gib"),
+    "reward.max_failed_ratio",
+)
+"""Sections and keys that change nothing of what a step computes."""
+ROUNDING = (
+    *("train.micro_batch_tokens", "train.recompute", "rollout.max_batch_tokens"),
+    *("placement.num_workers", "placement.threads_per_worker", "placement.rollout_workers"),
+    "run.deterministic",
+)
+"""Keys that change the order of sums: the steps are as good, but not the same to the bit."""
+ABSENT = "not set"
+LONGEST_LINE = 2**24
+"""Bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Change:
+    key: str
+    old: Any
+    new: Any
+
+    def __str__(self) -> str:
+        return f"{self.key}: {self.old!r} -> {self.new!r}"
+
+
+def apply_changes(old: Path, config: Config) -> None:
+    """Say how a config differs from that of the run that it continues.
+
+    :param old: The resolved config that the run wrote.
+    :raises CheckpointError: It differs in a key that would make it another run; lists all of them.
+    """
+    changes = list(_changes(old, config))
+    refused = [each for each in changes if not _is_one_of(each.key, (*HARMLESS, *ROUNDING))]
+    if refused:
+        lines = "\n  ".join(str(each) for each in refused)
+        raise CheckpointError(
+            f"The config is not that of the run in {old.parent}:\n  {lines}",
+            hint="Set these keys back to go on with it, or choose another --run.name.",
+        )
+    for change in changes:
+        if not _is_one_of(change.key, ("run.overwrite", "run.resume")):
+            effect = "; the bits may differ from here on" if _is_one_of(change.key, ROUNDING) else ""
+            logger.warning("changed with the resume: %s%s", change, effect)
+
+
+def _changes(old: Path, config: Config) -> Iterator[_Change]:
+    try:
+        before = flatten(tomllib.loads(old.read_text(encoding="utf-8")))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            f"{old} cannot be read, so it is not known what run this is: {error}",
+            hint="Bring the file back, or start anew with --overwrite.",
+        ) from error
+    after = flatten(tomllib.loads(dump_config(config)))
+    for key in sorted(before.keys() | after.keys()):
+        was, now = before.get(key, ABSENT), after.get(key, ABSENT)
+        if was != now:
+            yield _Change(key, was, now)
+
+
+def _is_one_of(key: str, sections: tuple[str, ...]) -> bool:
+    return any(key == section or key.startswith(f"{section}.") for section in sections)
+
+
+def set_aside(directory: Path, checkpoint: Checkpoint | None) -> None:
+    """Take out of the run directory what was written after a checkpoint.
+
+    The ends of the append-only files are moved to ``NAME.superseded.jsonl``, and later checkpoints, which are
+    damaged, to ``NAME.damaged``. Nothing is lost.
+
+    :param checkpoint: ``None`` for the beginning of the run.
+    """
+    kept: Mapping[str, int] = checkpoint.files if checkpoint else {}
+    for path in append_only_files(directory):
+        _cut(path, kept.get(path.name, 0))
+    if checkpoint is not None:
+        for later in checkpoint.path.parent.glob("step-*"):
+            if later.name > checkpoint.path.name and not later.name.endswith(".damaged"):
+                later.rename(later.with_name(f"{later.name}.damaged"))
+        _warn_of_packages(checkpoint)
+
+
+def _cut(path: Path, size: int) -> None:
+    """Move what follows the lines in the first ``size`` bytes of a file to the file of superseded lines."""
+    with path.open("rb") as stream:
+        size = _whole_lines(stream, size)
+        if size == path.stat().st_size:
+            return
+        stream.seek(size)
+        with path.with_name(f"{path.stem}{SUPERSEDED}").open("ab") as superseded:
+            shutil.copyfileobj(stream, superseded)
+            superseded.flush()
+            os.fsync(superseded.fileno())
+    os.truncate(path, size)
+
+
+def _whole_lines(stream: BinaryIO, size: int) -> int:
+    """Return where the last line ends that is whole within the first ``size`` bytes."""
+    first = max(0, size - LONGEST_LINE)
+    stream.seek(first)
+    return first + stream.read(size - first).rfind(b"\n") + 1
+
+
+def _warn_of_packages(checkpoint: Checkpoint) -> None:
+    now = installed_packages()
+    for name, before in checkpoint.packages.items():
+        if now.get(name) != before:
+            logger.warning("the checkpoint was made with %s %s, this is %s", name, before, now.get(name))

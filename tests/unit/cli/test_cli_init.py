@@ -1,0 +1,196 @@
+"""``anygauge init`` writes a config that loads, and overwrites nothing."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from anygauge.cli import main
+from anygauge.cli.recipe import DataFacts, Machine, facts_of_config, facts_of_name, recipe, state_gib
+from anygauge.config import Config, load_config
+from anygauge.plugins import load_plugins
+
+BACKENDS = ("cpu", "cuda", "npu")
+NAME = "Qwen/Qwen3-0.6B"
+QWEN3_8B = {
+    "model_type": "qwen3",
+    "num_hidden_layers": 36,
+    "hidden_size": 4096,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "intermediate_size": 12288,
+    "vocab_size": 151936,
+    "tie_word_embeddings": False,
+    "max_position_embeddings": 40960,
+}
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Work in an empty directory, with an empty cache."""
+    from huggingface_hub import constants
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+
+
+def load(backend: str, path: str = "config.toml") -> Config:
+    """Return a config as a dry run checks it."""
+    return load_config(path, backend=backend, plugins=load_plugins(), download=False).config
+
+
+def written(*options: str) -> dict[str, Any]:
+    """Return the TOML that a command line writes."""
+    assert main(["init", "--model", NAME, "--backend", "cuda", *options]) == 0
+    return tomllib.loads(Path("config.toml").read_text())
+
+
+@pytest.mark.parametrize("task", ["rl", "sft"])
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("devices", [1, 3, 16])
+def test_what_is_written_loads_for_every_backend(backend: str, task: str, devices: int) -> None:
+    options = ["--backend", backend, "--task", task, "--devices", str(devices)]
+    assert main(["init", "--model", NAME, *options]) == 0
+    for other in BACKENDS:
+        config = load(other)
+        assert (str(config.model.path), config.run.task) == (NAME, task)
+    assert load(backend).placement.num_workers == devices or backend == "cpu"
+
+
+def test_every_line_that_is_not_obvious_says_why(capsys: pytest.CaptureFixture[str]) -> None:
+    written()
+    lines = [line for line in Path("config.toml").read_text().splitlines() if " = " in line]
+    assert sum("# " in line for line in lines) > len(lines) / 2
+    out = capsys.readouterr().out
+    assert "wrote config.toml" in out
+    assert f"{NAME} is not in the cache" in out
+    assert out.endswith("next: anygauge train config.toml\n")
+
+
+def test_nothing_is_overwritten_without_force(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("config.toml").write_text("mine")
+    assert main(["init", "--model", NAME]) == 1
+    assert "--force overwrites it" in capsys.readouterr().err
+    assert Path("config.toml").read_text() == "mine"
+    assert written("--force")["model"] == NAME
+
+
+def test_the_file_may_be_elsewhere(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["init", "--model", NAME, "--backend", "cpu", "--out", "my runs/a.toml"]) == 0
+    assert "next: anygauge train 'my runs/a.toml'" in capsys.readouterr().out
+    load("cpu", "my runs/a.toml")
+    Path("file").write_text("")
+    assert main(["init", "--model", NAME, "--backend", "cpu", "--out", "file/a.toml"]) == 1
+    assert "Cannot write file/a.toml" in capsys.readouterr().err
+
+
+def test_a_local_directory_gives_the_sizes(capsys: pytest.CaptureFixture[str]) -> None:
+    directory = Path("models/mine")
+    directory.mkdir(parents=True)
+    (directory / "config.json").write_text(json.dumps(QWEN3_8B | {"max_position_embeddings": 640}))
+    assert main(["init", "--model", "models/mine", "--backend", "cuda", "--devices", "8"]) == 0
+    assert "sizes follow from models/mine/config.json" in capsys.readouterr().out
+    tree = tomllib.loads(Path("config.toml").read_text())
+    assert tree["rollout"]["max_new_tokens"] + tree["data"]["max_prompt_tokens"] <= 640
+    assert tree["rollout"]["max_batch_tokens"] == 65536
+    assert (tree["train"]["micro_batch_tokens"], tree["train"]["recompute"]) == (1024, "full")
+    assert "apply_chat_template" not in tree["data"]
+    (directory / "chat_template.jinja").write_text("")
+    assert main(["init", "--model", "models/mine", "--backend", "cuda", "--force"]) == 0
+    tree = tomllib.loads(Path("config.toml").read_text())
+    assert tree["data"]["apply_chat_template"] is True
+    assert tree["data"]["chat_template_kwargs"] == {"enable_thinking": False}
+
+
+@pytest.mark.parametrize("text", [None, "{", "[]"])
+def test_a_directory_that_is_no_model(text: str | None, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("mine").mkdir()
+    if text is not None:
+        Path("mine/config.json").write_text(text)
+    assert main(["init", "--model", "mine", "--backend", "cpu"]) == 1
+    assert "mine is no Hugging Face directory" in capsys.readouterr().err
+    assert not Path("config.toml").exists()
+
+
+def test_what_is_neither_a_directory_nor_a_name(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["init", "--model", "/models/none", "--backend", "cpu"]) == 1
+    assert "no such directory, and no name of a model either" in capsys.readouterr().err
+
+
+def test_a_name_in_the_cache_gives_the_sizes(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    repository = tmp_path / "cache/models--Qwen--Qwen3-0.6B"
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs/main").write_text("abc")
+    (repository / "snapshots/abc").mkdir(parents=True)
+    (repository / "snapshots/abc/config.json").write_text(json.dumps(QWEN3_8B))
+    assert written()["train"]["recompute"] == "full"
+    assert "snapshots/abc/config.json" in capsys.readouterr().out
+
+
+def test_the_fields_of_own_data_are_found(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("own.jsonl").write_text('{"id": 1, "problem": "1+1", "solution": "2"}\n')
+    tree = written("--data", "own.jsonl")
+    data = tree["data"]
+    assert (data["train"], data["input_key"], data["label_key"]) == (["own.jsonl"], "problem", "solution")
+    assert "eval" not in tree
+    written("--data", "later.jsonl", "--force")
+    assert "later.jsonl does not exist yet" in capsys.readouterr().out
+
+
+def test_a_model_that_does_not_fit_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    for name, devices, fits in (("o/M-7B", "1", False), ("o/M-7B", "32", True), ("o/M-0.5B", "1", True)):
+        assert main(["init", "--model", name, "--backend", "cuda", "--devices", devices, "--force"]) == 0
+        assert ("use more devices" not in capsys.readouterr().out) is fits
+    assert main(["init", "--model", "o/unsized", "--backend", "cuda", "--force"]) == 0
+    assert "the size of the model is not known" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("devices", ["0", "-1", "two"])
+def test_devices_are_counted_from_one(devices: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(["init", "--model", NAME, f"--devices={devices}"])
+    assert stopped.value.code == 2
+    assert "must be a number above 0" in capsys.readouterr().err
+
+
+def test_sizes_of_known_models() -> None:
+    facts = facts_of_config("m", QWEN3_8B, chat=True)
+    assert facts.billions == pytest.approx(8.19, rel=0.01)
+    assert facts.kv_bytes == 36 * 8 * 128 * 4
+    small = QWEN3_8B | {"num_hidden_layers": 28, "hidden_size": 1024, "num_attention_heads": 16}
+    small |= {"intermediate_size": 3072, "tie_word_embeddings": True}
+    assert facts_of_config("m", small, chat=True).billions == pytest.approx(0.596, rel=0.01)
+    assert state_gib(1.0, 1) == pytest.approx(20e9 / 2**30)
+    assert [facts_of_name(name).billions for name in ("o/A-1.5B-Instruct", "o/b-270m", "o/v3", "o/x4b2")] == [
+        1.5,
+        0.27,
+        None,
+        None,
+    ]
+
+
+@pytest.mark.parametrize("context", [2, 32, 500, 4096, None])
+def test_lengths_fit_any_context(context: int | None) -> None:
+    hf = QWEN3_8B | {"max_position_embeddings": context}
+    data = DataFacts(train="a", evaluation=None, input_key="prompt", label_key="label", note="")
+    machine = Machine(backend="x", accelerator=True, devices=2, memory_gib=64)
+    text = recipe(facts_of_config("m", hf, chat=False), data, machine, task="rl", command="c")
+    tree = tomllib.loads(text)
+    prompt, response = tree["data"]["max_prompt_tokens"], tree["rollout"]["max_new_tokens"]
+    assert min(prompt, response) >= 1
+    assert prompt + response <= (context or 1536)
+
+
+def test_nothing_heavy_is_imported() -> None:
+    code = (
+        f"import sys; from anygauge.cli import main; assert main(['init', '--model', '{NAME}', '--backend', "
+        "'cpu']) == 0; assert not {'torch', 'transformers', 'ray'} & set(sys.modules), sys.modules.keys()"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL, timeout=60)

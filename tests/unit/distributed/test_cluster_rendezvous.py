@@ -1,0 +1,99 @@
+"""Who may join the store that the ranks of a group meet at."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+
+import pytest
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # documented, but not listed
+
+from anygauge.distributed.admission import admit_only
+from anygauge.distributed.rendezvous import host_store, join_store, keys_of
+from anygauge_hooks.errors import PlacementError
+
+SOON_S = 0.3
+
+
+def has_ipv6() -> bool:
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        return False
+    return True
+
+
+FAMILIES = [
+    pytest.param("127.0.0.1", id="IPv4"),
+    pytest.param("::1", id="IPv6", marks=pytest.mark.skipif(not has_ipv6(), reason="no IPv6 loopback")),
+]
+
+
+@pytest.mark.parametrize("host", FAMILIES)
+def test_ranks_meet(host: str) -> None:
+    served = host_store(host, token="secret", peers=(), timeout_s=10)
+    joined = join_store(host, served.port, token="secret", timeout_s=10)
+    keys_of(joined, "secret").set("key", "value")
+    assert keys_of(served, "secret").get("key") == b"value"
+
+
+def test_who_has_not_the_token_is_told_that_it_is_another_store() -> None:
+    served = host_store("127.0.0.1", token="secret", peers=(), timeout_s=10)
+    with pytest.raises(PlacementError, match="not that of this group"):
+        join_store("127.0.0.1", served.port, token="another", timeout_s=10)
+
+
+def test_a_store_of_somebody_else_is_not_joined() -> None:
+    other = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    with pytest.raises(PlacementError, match="not that of this group"):
+        join_store("127.0.0.1", other.port, token="secret", timeout_s=10)
+
+
+def test_a_loopback_store_is_not_reached_from_outside() -> None:
+    served = host_store("127.0.0.1", token="secret", peers=(), timeout_s=10)
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.2", served.port), timeout=SOON_S)
+
+
+@pytest.fixture
+def listener() -> Iterator[socket.socket]:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        yield listener
+
+
+def connect(listener: socket.socket, source: str) -> bytes:
+    with socket.create_connection(listener.getsockname(), timeout=SOON_S, source_address=(source, 0)) as ours:
+        theirs, _ = listener.accept()
+        with theirs:
+            ours.sendall(b"hello")
+            return theirs.recv(5)
+
+
+def test_only_the_hosts_of_the_run_are_heard(listener: socket.socket) -> None:
+    admit_only(listener, ["127.0.0.3", "::1", "127.0.0.1", "fe80::1%lo"])
+    assert connect(listener, "127.0.0.1") == b"hello"
+    assert connect(listener, "127.0.0.3") == b"hello"
+    with pytest.raises(TimeoutError):
+        connect(listener, "127.0.0.4")
+
+
+@pytest.mark.skipif(not has_ipv6(), reason="no IPv6 loopback")
+def test_only_the_hosts_of_the_run_are_heard_over_ipv6() -> None:
+    with socket.create_server(("::1", 0), family=socket.AF_INET6) as listener:
+        address = listener.getsockname()[:2]
+        admit_only(listener, ["fd00::1", "::1"])
+        socket.create_connection(address, timeout=SOON_S).close()
+        admit_only(listener, ["fd00::1", "::2", "127.0.0.1"])
+        with pytest.raises(TimeoutError):
+            socket.create_connection(address, timeout=SOON_S)
+
+
+def test_a_run_has_room_for_hundreds_of_nodes(listener: socket.socket) -> None:
+    admit_only(listener, [*(f"10.0.{i // 256}.{i % 256}" for i in range(1000)), "127.0.0.1"])
+    assert connect(listener, "127.0.0.1") == b"hello"
+
+
+def test_a_kernel_without_filters_is_an_error(listener: socket.socket) -> None:
+    listener.close()
+    with pytest.raises(PlacementError, match="cannot limit who connects"):
+        admit_only(listener, ["127.0.0.1"])

@@ -1,0 +1,334 @@
+"""Checkpoint directories: whole or absent, however a save ends; and what a resume makes of damaged ones."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from anygauge.config import Config
+from anygauge.trainer import checkpoints
+from anygauge.trainer.checkpoints import CheckpointWriter, export_hf, latest_checkpoint
+from anygauge_hooks.errors import CheckpointError
+
+
+class Workers:
+    """Two ranks that write at once, later, or not at all."""
+
+    def __init__(self) -> None:
+        self.writes = True
+        self.failure: str | None = None
+        self.calls: list[str] = []
+
+    def call(self, method: str, **arguments: Any) -> Sequence[Any]:
+        self.calls.append(method)
+        path = Path(arguments.get("path", "."))
+        if method == "save_checkpoint":
+            for rank in range(2):
+                (path / f"rank-{rank:05d}.json").write_text(json.dumps({"rank": rank}))
+                (path / f"rank-{rank:05d}.safetensors").write_bytes(bytes([rank]) * 1000)
+        if method == "save_hf":
+            path.mkdir()
+            (path / "model").write_text(str(len(self.calls)))
+        return [self.writes, self.failure or True] if method == "checkpoint_written" else [None, None]
+
+
+def make_config(**save: Any) -> Config:
+    return Config.model_validate(
+        {
+            "run": {"name": "run", "timeout_s": 5},
+            "model": "model",
+            "data": {"train": ["data.jsonl"]},
+            "save": save,
+            "placement": {"num_workers": 2},
+        }
+    )
+
+
+@pytest.fixture
+def workers() -> Workers:
+    return Workers()
+
+
+@pytest.fixture
+def make_writer(tmp_path: Path, workers: Workers) -> Callable[..., CheckpointWriter]:
+    return lambda **save: CheckpointWriter(tmp_path, make_config(**save), workers)  # type: ignore[arg-type]
+
+
+def write(writer: CheckpointWriter, step: int) -> Path | None:
+    writer.start(step, {"step": step, "version": step, "source": {"cursor": 4 * step}})
+    return writer.finish()
+
+
+def names(directory: Path) -> list[str]:
+    return sorted(path.name for path in (directory / "checkpoints").iterdir())
+
+
+def test_a_checkpoint_appears_when_every_rank_has_written(
+    tmp_path: Path, workers: Workers, make_writer: Callable[..., CheckpointWriter]
+) -> None:
+    (tmp_path / "metrics.jsonl").write_text("{}\n")
+    (tmp_path / "samples.superseded.jsonl").write_text("{}\n")
+    writer = make_writer()
+    workers.writes = False
+    assert writer.start(20, {"step": 20, "source": {"cursor": 7}}) is None
+    assert writer.poll() is None
+    assert names(tmp_path) == [".step-00000020.partial"]
+    assert latest_checkpoint(tmp_path) is None
+    workers.writes = True
+    path = writer.finish()
+    assert path == tmp_path / "checkpoints" / "step-00000020"
+    assert names(tmp_path) == ["step-00000020"]
+    found = latest_checkpoint(tmp_path)
+    assert found is not None
+    assert (found.path, found.step) == (path, 20)
+    assert found.state == {"step": 20, "source": {"cursor": 7}}
+    assert found.files == {"metrics.jsonl": 3}
+    assert "torch" in found.packages
+    manifest = json.loads((path / "manifest.json").read_text())
+    assert manifest["world_size"] == 2
+    assert manifest["files"].keys() == {each.name for each in path.iterdir()} - {"manifest.json"}
+
+
+def test_polling_completes_a_checkpoint_without_waiting(
+    tmp_path: Path, workers: Workers, make_writer: Callable[..., CheckpointWriter], monkeypatch: Any
+) -> None:
+    go_on, inner = threading.Event(), checkpoints._complete
+
+    def slow(*arguments: Any) -> Path:
+        assert go_on.wait(10)
+        return inner(*arguments)
+
+    monkeypatch.setattr(checkpoints, "_complete", slow)
+    writer = make_writer()
+    writer.start(1, {})
+    assert writer.poll() is None
+    assert writer.poll() is None
+    assert workers.calls == ["save_checkpoint", "checkpoint_written"]
+    go_on.set()
+    writer._pending.completing.result(10)  # type: ignore[union-attr]
+    assert writer.poll() == tmp_path / "checkpoints" / "step-00000001"
+    assert writer.poll() is None
+    assert writer.finish() is None
+
+
+def test_the_latest_are_kept(tmp_path: Path, make_writer: Callable[..., CheckpointWriter]) -> None:
+    writer = make_writer(keep=2)
+    for step in (9, 10, 11):
+        assert write(writer, step)
+    assert names(tmp_path) == ["step-00000010", "step-00000011"]
+    writer.start(12, {})
+    assert writer.start(13, {}) == tmp_path / "checkpoints" / "step-00000012"
+    writer.finish()
+    assert names(tmp_path) == ["step-00000012", "step-00000013"]
+
+
+def test_what_a_killed_run_left_is_removed(
+    tmp_path: Path, make_writer: Callable[..., CheckpointWriter]
+) -> None:
+    write(make_writer(), 1)
+    for name in (".step-00000002.partial", ".step-00000000.removed"):
+        shutil.copytree(tmp_path / "checkpoints" / "step-00000001", tmp_path / "checkpoints" / name)
+    found = latest_checkpoint(tmp_path)
+    assert found is not None
+    assert found.step == 1
+    make_writer()
+    assert names(tmp_path) == ["step-00000001"]
+
+
+@pytest.mark.parametrize("where", ["rank", "manifest", "directory"])
+def test_a_save_that_fails_is_a_warning(
+    tmp_path: Path,
+    workers: Workers,
+    make_writer: Callable[..., CheckpointWriter],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    where: str,
+) -> None:
+    def full(*arguments: Any, **options: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    writer = make_writer()
+    write(writer, 1)
+    workers.failure = "No space left on device" if where == "rank" else None
+    if where == "manifest":
+        monkeypatch.setattr(checkpoints, "_write", full)
+    if where == "directory":
+        monkeypatch.setattr(Path, "mkdir", full)
+    assert write(writer, 2) is None
+    monkeypatch.undo()
+    workers.failure = None
+    (message,) = caplog.messages
+    assert message.startswith("no checkpoint of step 2: ")
+    assert "No space left on device" in message
+    assert ("rank 1" in message) == (where == "rank")
+    assert names(tmp_path) == ["step-00000001"]
+    assert write(writer, 3)
+    assert names(tmp_path) == ["step-00000001", "step-00000003"]
+
+
+def test_a_write_that_hangs_is_given_up(
+    tmp_path: Path,
+    workers: Workers,
+    make_writer: Callable[..., CheckpointWriter],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    workers.writes = False
+    writer = make_writer()
+    writer.start(1, {})
+    clock = iter(range(0, 100, 3))
+    monkeypatch.setattr(checkpoints.time, "monotonic", lambda: next(clock))
+    assert writer.finish() is None
+    assert "longer than run.timeout_s" in caplog.text
+    assert names(tmp_path) == []
+
+
+def flip_a_bit(path: Path) -> None:
+    data = bytearray((path / "rank-00001.safetensors").read_bytes())
+    data[500] ^= 1
+    (path / "rank-00001.safetensors").write_bytes(data)
+
+
+def truncate(path: Path) -> None:
+    (path / "rank-00000.safetensors").write_bytes(b"")
+
+
+def lose_a_rank(path: Path) -> None:
+    (path / "rank-00001.json").unlink()
+
+
+def lose_the_driver(path: Path) -> None:
+    (path / "driver.json").unlink()
+
+
+def lose_the_manifest(path: Path) -> None:
+    (path / "manifest.json").unlink()
+
+
+def tear_the_manifest(path: Path) -> None:
+    (path / "manifest.json").write_text('{"format": 1, "fil')
+
+
+def from_the_future(path: Path) -> None:
+    (path / "manifest.json").write_text('{"format": 2}')
+
+
+def empty_the_manifest(path: Path) -> None:
+    (path / "manifest.json").write_text('["format"]')
+
+
+def halve_the_manifest(path: Path) -> None:
+    (path / "manifest.json").write_text('{"format": 1, "files": {"driver.json": {}}}')
+
+
+def empty_the_driver(path: Path) -> None:
+    manifest = json.loads((path / "manifest.json").read_text())
+    del manifest["files"]["driver.json"]
+    (path / "manifest.json").write_text(json.dumps(manifest))
+    (path / "driver.json").write_text("{}")
+
+
+DAMAGES = (
+    halve_the_manifest,
+    empty_the_driver,
+    flip_a_bit,
+    truncate,
+    lose_a_rank,
+    lose_the_driver,
+    lose_the_manifest,
+    tear_the_manifest,
+    from_the_future,
+    empty_the_manifest,
+)
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_checkpoint_is_skipped_for_the_one_before(
+    tmp_path: Path,
+    make_writer: Callable[..., CheckpointWriter],
+    damage: Callable[[Path], None],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    writer = make_writer()
+    write(writer, 1)
+    newest = write(writer, 2)
+    assert newest is not None
+    damage(newest)
+    found = latest_checkpoint(tmp_path)
+    assert found is not None
+    assert found.step == 1
+    assert "skipped a damaged checkpoint" in caplog.text
+    assert str(newest) in caplog.text
+
+
+def test_if_all_are_damaged_the_run_does_not_start_anew(
+    tmp_path: Path, make_writer: Callable[..., CheckpointWriter]
+) -> None:
+    writer = make_writer()
+    for step in (1, 2):
+        path = write(writer, step)
+        assert path is not None
+        flip_a_bit(path)
+    with pytest.raises(CheckpointError, match="No checkpoint of the run can be used") as caught:
+        latest_checkpoint(tmp_path)
+    assert "step-00000001" in str(caught.value)
+    assert "step-00000002" in str(caught.value)
+
+
+class Killed(BaseException):
+    """Stands for SIGKILL: nothing is caught or cleaned up after it."""
+
+
+def die(*arguments: Any, **options: Any) -> None:
+    raise Killed
+
+
+def half_removed(path: Path, **options: Any) -> None:
+    if path.exists():
+        next(path.iterdir()).unlink()
+        die()
+
+
+@pytest.mark.parametrize(
+    ("name", "replacement", "latest"),
+    [
+        ("_describe", die, 1),
+        ("_write", die, 1),
+        ("publish", die, 1),
+        ("checkpoint_paths", die, 2),
+        ("remove", die, 2),
+        ("shutil.rmtree", half_removed, 2),
+    ],
+)
+def test_whenever_the_driver_is_killed_a_whole_checkpoint_is_left(
+    tmp_path: Path,
+    make_writer: Callable[..., CheckpointWriter],
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    replacement: Callable[..., Any],
+    latest: int,
+) -> None:
+    write(make_writer(), 1)
+    monkeypatch.setattr(f"anygauge.trainer.checkpoints.{name}", replacement)
+    with pytest.raises(Killed):
+        write(make_writer(keep=1), 2)
+    monkeypatch.undo()
+    found = latest_checkpoint(tmp_path)
+    assert found is not None
+    assert found.step == latest
+    writer = make_writer(keep=1)
+    assert write(writer, 3)
+    assert names(tmp_path) == ["step-00000003"]
+
+
+def test_an_export_takes_the_place_of_an_earlier_one(tmp_path: Path, workers: Workers) -> None:
+    for content in ("1", "2"):
+        export_hf(workers, tmp_path / "hf-step-5")  # type: ignore[arg-type]
+        assert (tmp_path / "hf-step-5" / "model").read_text() == content
+        assert [path.name for path in tmp_path.iterdir()] == ["hf-step-5"]

@@ -1,0 +1,216 @@
+"""Dumps keep every bit, and a file that is damaged or of another run is refused."""
+
+from __future__ import annotations
+
+import gzip
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from anygauge.trainer import dumps
+from anygauge.trainer.plan import TrainShare
+from anygauge_hooks.engines import LossInputs
+from anygauge_hooks.errors import DataError
+from anygauge_hooks.rl import Group, Prompt, Sample, TrainSample
+
+HARD = (0.1, -1 / 3, 1e-310, -0.0, math.pi * 1e17, -math.inf)
+
+
+def group(index: int = 0, **sample: Any) -> Group:
+    prompt = Prompt(
+        index=index, tokens=(5, 11), text="3+4=\u2028\ud800", label="7", metadata={"a": [1, {"b": None}]}
+    )
+    values: dict[str, Any] = {
+        "prompt_index": index,
+        "prompt_tokens": (5, 11),
+        "response_tokens": tuple(range(len(HARD))),
+        "log_probs": HARD,
+        "loss_mask": (1, 1, 0, 1, 1, 1),
+        "weight_versions": (0, 0, 0, 0, 1, 1),
+        "text": "7\n\u2028",
+        "finish_reason": "stop",
+        "seed": 2**63 - 1,
+        "reward": 0.1 + 0.2,
+        "raw_reward": {"math": 1.0, "form": {"score": 0.25}},
+    }
+    return Group(prompt=prompt, samples=(Sample(**{**values, **sample}), Sample(**values)))
+
+
+def shares() -> list[TrainShare]:
+    def sample(first: int) -> TrainSample:
+        return TrainSample(
+            tokens=[first, *range(7)],
+            response_length=len(HARD),
+            loss_mask=[1, 1, 0, 1, 1, 1],
+            rollout_log_probs=list(HARD),
+            advantages=[1 / 7] * len(HARD),
+        )
+
+    weights = [value / 3 for value in HARD]
+    return [TrainShare((sample(1), sample(2)), (weights, weights)), TrainShare((sample(3),), (weights,))]
+
+
+def bits(values: list[float]) -> list[int]:
+    return torch.tensor(values, dtype=torch.float64).view(torch.int64).tolist()
+
+
+# -------------------------------------------------------------------------
+# Rollouts
+# -------------------------------------------------------------------------
+
+
+def test_groups_come_back_the_same(tmp_path: Path) -> None:
+    path = dumps.rollout_path(tmp_path / "dumps", 7)
+    groups = [group(0), group(1, reward=None, error="timeout", raw_reward=None)]
+    dumps.write_groups(path, groups)
+    assert path.name == "rollout-00000007.jsonl.gz"
+    read = dumps.read_groups(path)
+    assert read == groups
+    assert isinstance(read[0].samples[0], Sample)
+    assert bits(list(read[0].samples[0].log_probs)) == bits(list(HARD))
+    assert [entry.name for entry in path.parent.iterdir()] == [path.name]
+
+
+@given(st.lists(st.floats(allow_nan=False), min_size=1, max_size=4), st.text())
+def test_any_float_and_any_text_survive(
+    tmp_path_factory: pytest.TempPathFactory, values: list[float], text: str
+) -> None:
+    path = tmp_path_factory.getbasetemp() / "any.jsonl.gz"
+    same = (0,) * len(values)
+    wanted = group(
+        response_tokens=same, log_probs=tuple(values), loss_mask=same, weight_versions=same, text=text
+    )
+    dumps.write_groups(path, [wanted])
+    [found] = dumps.read_groups(path)
+    assert bits(list(found.samples[0].log_probs)) == bits(values)
+    assert found.samples[0].text == text
+
+
+def test_the_same_groups_make_the_same_bytes(tmp_path: Path) -> None:
+    for name in "ab":
+        dumps.write_groups(tmp_path / name, [group()])
+    assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
+
+
+def test_what_json_does_not_know_is_written_plainly(tmp_path: Path) -> None:
+    path = tmp_path / "rollout-00000001.jsonl.gz"
+    dumps.write_groups(path, [group(reward=torch.tensor(0.5), raw_reward={"at": Path("x")})])
+    sample = dumps.read_groups(path)[0].samples[0]
+    assert sample.reward == 0.5
+    assert sample.raw_reward == {"at": "x"}
+
+
+def cut(data: bytes) -> bytes:
+    return data[: len(data) // 2]
+
+
+def edited(change: Callable[[bytes], bytes]) -> Callable[[bytes], bytes]:
+    return lambda data: gzip.compress(change(gzip.decompress(data)))
+
+
+@pytest.mark.parametrize(
+    ("damage", "told"),
+    [
+        (cut, "no dump that can be replayed"),
+        (lambda data: b"", "holds no group"),
+        (lambda data: b"plain text", "Not a gzipped file"),
+        (lambda data: data[:40] + b"\x00\x01" + data[42:], "no dump that can be replayed"),
+        (edited(lambda text: text[:-20]), "Expecting|delimiter|Unterminated"),
+        (edited(lambda text: text.replace(b'"seed"', b'"sead"')), r"gz:1 is no dump.*seed"),
+        (edited(lambda text: text.replace(b'"loss_mask": [1, ', b'"loss_mask": [')), "one of each value"),
+        (edited(lambda text: text.replace(b"5, 11", b'"five", 11')), "prompt.tokens.0"),
+    ],
+)
+def test_a_damaged_rollout_is_refused(tmp_path: Path, damage: Callable[[bytes], bytes], told: str) -> None:
+    path = dumps.rollout_path(tmp_path, 1)
+    dumps.write_groups(path, [group()])
+    path.write_bytes(damage(path.read_bytes()))
+    with pytest.raises(DataError, match=told) as caught:
+        dumps.read_groups(path)
+    assert str(path) in str(caught.value)
+
+
+def test_a_missing_step_names_those_that_are_there(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        dumps.write_groups(dumps.rollout_path(tmp_path, step), [group()])
+    with pytest.raises(DataError, match=r"rollout-00000001\S+ to rollout-00000003"):
+        dumps.read_groups(dumps.rollout_path(tmp_path, 4))
+    with pytest.raises(DataError, match="no dump of a batch"):
+        dumps.read_batch(tmp_path, 1, 1)
+
+
+# -------------------------------------------------------------------------
+# Batches
+# -------------------------------------------------------------------------
+
+
+def written(directory: Path, *, rank: int = 0, num_ranks: int = 1) -> Path:
+    path = dumps.batch_path(directory, 7, rank)
+    old = [torch.arange(len(HARD)) / 3 for _ in range(3)]
+    dumps.write_shares(path, shares(), {"old": old, "current": old}, rank=rank, num_ranks=num_ranks)
+    return path
+
+
+def test_shares_come_back_the_same(tmp_path: Path) -> None:
+    path = written(tmp_path)
+    assert path.name == "batch-00000007-rank-0.safetensors"
+    for found, wanted in zip(dumps.read_shares(path, num_ranks=1), shares(), strict=True):
+        assert found.samples == wanted.samples
+        for one, other in zip(found.weights, wanted.weights, strict=True):
+            assert bits(list(one)) == bits(list(other))
+    log_probs = dumps.read_log_probs(path)
+    assert log_probs.keys() == {"old", "current"}
+    assert torch.equal(log_probs["old"][2], torch.arange(len(HARD)) / 3)
+
+
+def test_each_rank_gets_its_own(tmp_path: Path) -> None:
+    for rank in range(2):
+        written(tmp_path, rank=rank, num_ranks=2)
+    assert len(dumps.read_batch(tmp_path, 7, 2)) == 2
+
+
+def test_another_number_of_workers_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"of a run with 1 workers; this one has 2(.|\n)*num_workers = 1"):
+        dumps.read_shares(written(tmp_path), num_ranks=2)
+
+
+def test_a_damaged_batch_is_refused(tmp_path: Path) -> None:
+    path = written(tmp_path)
+    whole = path.read_bytes()
+    for damaged in (
+        cut(whole),
+        b"",
+        whole.replace(b'"weights"', b'"weighty"'),
+        whole.replace(b'format\\": 1', b'format\\": 2'),
+    ):
+        path.write_bytes(damaged)
+        with pytest.raises(DataError, match="no dump that can be replayed"):
+            dumps.read_shares(path, num_ranks=1)
+
+
+# -------------------------------------------------------------------------
+# What the loss saw
+# -------------------------------------------------------------------------
+
+
+def test_a_recorded_loss_returns_what_the_loss_does_and_undoes_the_packing() -> None:
+    def inputs(values: list[float], samples: tuple[int, ...], lengths: tuple[int, ...]) -> LossInputs:
+        x = torch.tensor(values, requires_grad=True)
+        return LossInputs(
+            log_probs=x, entropy=x, old_log_probs=x, rollout_log_probs=x, reference_log_probs=None,
+            advantages=x, loss_mask=x, weights=x, samples=samples, lengths=lengths,
+        )  # fmt: skip
+
+    loss = dumps.RecordedLoss(lambda inputs: (inputs.log_probs.sum(), {"n": inputs.weights.sum()}))
+    value, metrics = loss(inputs([1.0, 2.0, 3.0], (2, 0), (2, 1)))
+    assert value.item() == metrics["n"].item() == 6.0
+    assert value.requires_grad
+    loss(inputs([4.0], (1,), (1,)))
+    assert [part.tolist() for part in loss.take()] == [[3.0], [4.0], [1.0, 2.0]]
+    assert loss.take() == []

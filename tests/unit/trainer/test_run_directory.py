@@ -1,0 +1,213 @@
+"""A run directory belongs to one run, and to one process at a time."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from anygauge.config import Config
+from anygauge.trainer.checkpoints import CheckpointWriter
+from anygauge.trainer.directory import RunDirectory, open_run_directory
+from anygauge_hooks.errors import CheckpointError
+
+
+class Workers:
+    """One rank that has nothing to save."""
+
+    def call(self, method: str, **arguments: Any) -> list[Any]:
+        return [True]
+
+
+def make_config(directory: Path, **changes: Any) -> Config:
+    tree: dict[str, Any] = {
+        "run": {"name": "run", "directory": directory},
+        "model": {"path": "model"},
+        "data": {"train": ["data.jsonl"]},
+        "train": {},
+        "eval": {},
+        "save": {},
+        "placement": {},
+    }
+    for key, value in changes.items():
+        section, _, name = key.partition("__")
+        tree[section] = {**tree[section], name: value}
+    return Config.model_validate(tree)
+
+
+def opened(config: Config) -> RunDirectory:
+    """Open and close a run directory as a run does that has nothing to do."""
+    with open_run_directory(config, {"host": "here"}) as directory:
+        if directory.continues:
+            directory.begin()
+        return directory
+
+
+def save(directory: Path, config: Config, step: int) -> None:
+    writer = CheckpointWriter(directory, config, Workers())  # type: ignore[arg-type]
+    writer.start(step, {"step": step})
+    assert writer.finish()
+
+
+def snapshot(directory: Path) -> dict[str, bytes]:
+    files = (path for path in directory.rglob("*") if path.is_file() and path.name != ".lock")
+    return {str(path.relative_to(directory)): path.read_bytes() for path in files}
+
+
+def test_a_new_directory_is_filled(tmp_path: Path) -> None:
+    found = opened(make_config(tmp_path / "runs"))
+    assert found.path == tmp_path / "runs" / "run"
+    assert (found.continues, found.checkpoint) == (False, None)
+    assert sorted(path.name for path in found.path.iterdir()) == [
+        ".lock",
+        "config.toml",
+        "environment.json",
+        "logs",
+    ]
+    assert json.loads((found.path / "environment.json").read_text()) == {"host": "here"}
+
+
+def test_an_earlier_run_is_left_alone(tmp_path: Path) -> None:
+    opened(make_config(tmp_path))
+    before = snapshot(tmp_path)
+    with pytest.raises(CheckpointError, match="not empty") as caught:
+        opened(make_config(tmp_path))
+    assert caught.value.hint is not None
+    assert "--resume" in caught.value.hint
+    assert snapshot(tmp_path) == before
+
+
+@pytest.mark.parametrize("option", ["run__overwrite", "run__resume"])
+def test_what_no_run_made_is_left_alone(tmp_path: Path, option: str) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "thesis.tex").write_text("chapter 1")
+    with pytest.raises(CheckpointError, match="was not made by a run"):
+        opened(make_config(tmp_path, **{option: True}))
+    assert os.listdir(tmp_path / "run") == ["thesis.tex"]
+
+
+def test_overwriting_removes_the_earlier_run(tmp_path: Path) -> None:
+    directory = opened(make_config(tmp_path)).path
+    (directory / "metrics.jsonl").write_text("{}\n")
+    (directory / "elsewhere").symlink_to(tmp_path)
+    opened(make_config(tmp_path, run__overwrite=True))
+    assert sorted(os.listdir(directory)) == [".lock", "config.toml", "environment.json", "logs"]
+
+
+@pytest.mark.parametrize("option", ["run__overwrite", "run__resume"])
+def test_a_directory_in_use_is_refused(tmp_path: Path, option: str) -> None:
+    with open_run_directory(make_config(tmp_path), {}) as directory:
+        before = snapshot(directory.path)
+        with pytest.raises(CheckpointError, match=f"in use by process {os.getpid()} on "):
+            opened(make_config(tmp_path, **{option: True}))
+        assert snapshot(directory.path) == before
+    opened(make_config(tmp_path, **{option: True}))
+
+
+def test_resuming_nothing_starts_a_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    found = opened(make_config(tmp_path, run__resume=True))
+    assert (found.continues, found.checkpoint) == (False, None)
+    assert "nothing to resume" in caplog.text
+
+
+def test_a_run_without_a_checkpoint_starts_again_and_loses_nothing(tmp_path: Path) -> None:
+    directory = opened(make_config(tmp_path)).path
+    (directory / "metrics.jsonl").write_text('{"train/step": 1}\n')
+    found = opened(make_config(tmp_path, run__resume=True))
+    assert (found.continues, found.checkpoint) == (True, None)
+    assert (directory / "metrics.jsonl").read_text() == ""
+    assert (directory / "metrics.superseded.jsonl").read_text() == '{"train/step": 1}\n'
+
+
+def test_what_was_written_after_the_checkpoint_is_set_aside(tmp_path: Path) -> None:
+    config = make_config(tmp_path)
+    directory = opened(config).path
+    (directory / "metrics.jsonl").write_text("1\n2\n")
+    save(directory, config, 2)
+    (directory / "metrics.jsonl").write_text("1\n2\n3\nhalf a li")
+    (directory / "samples.jsonl").write_text("3\n")
+    resumed = make_config(tmp_path, run__resume=True)
+    for _ in range(2):
+        found = opened(resumed)
+        assert found.checkpoint is not None
+        assert found.checkpoint.state == {"step": 2}
+        assert (directory / "metrics.jsonl").read_text() == "1\n2\n"
+        assert (directory / "samples.jsonl").read_text() == ""
+        assert (directory / "metrics.superseded.jsonl").read_text() == "3\nhalf a li"
+        assert (directory / "samples.superseded.jsonl").read_text() == "3\n"
+
+
+def test_a_line_that_was_half_written_at_the_checkpoint_is_set_aside_whole(tmp_path: Path) -> None:
+    config = make_config(tmp_path)
+    directory = opened(config).path
+    (directory / "samples.jsonl").write_text("1\n22")
+    save(directory, config, 2)
+    (directory / "samples.jsonl").write_text("1\n2222\n")
+    opened(make_config(tmp_path, run__resume=True))
+    assert (directory / "samples.jsonl").read_text() == "1\n"
+    assert (directory / "samples.superseded.jsonl").read_text() == "2222\n"
+
+
+def test_later_damaged_checkpoints_make_room(tmp_path: Path) -> None:
+    config = make_config(tmp_path)
+    directory = opened(config).path
+    for step in (1, 2):
+        save(directory, config, step)
+    (directory / "checkpoints" / "step-00000002" / "driver.json").write_text("")
+    found = opened(make_config(tmp_path, run__resume=True))
+    assert found.checkpoint is not None
+    assert found.checkpoint.step == 1
+    assert sorted(os.listdir(directory / "checkpoints")) == ["step-00000001", "step-00000002.damaged"]
+    save(directory, make_config(tmp_path, save__keep=1), 2)
+    assert sorted(os.listdir(directory / "checkpoints")) == ["step-00000002", "step-00000002.damaged"]
+
+
+def test_keys_that_make_another_run_are_refused_together(tmp_path: Path) -> None:
+    directory = opened(make_config(tmp_path)).path
+    before = snapshot(directory)
+    changed = make_config(
+        tmp_path, run__resume=True, train__lr=1e-4, run__seed=7, data__train=["other.jsonl"], eval__interval=3
+    )
+    with pytest.raises(CheckpointError, match="not that of the run") as caught:
+        opened(changed)
+    message = str(caught.value)
+    assert "train.lr: 1e-06 -> 0.0001" in message
+    assert "run.seed: 0 -> 7" in message
+    assert "data.train: [" in message
+    assert "eval.interval" not in message
+    assert snapshot(directory) == before
+
+
+def test_keys_that_may_change_are_applied_and_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    config = make_config(tmp_path)
+    directory = opened(config).path
+    save(directory, config, 4)
+    old = (directory / "config.toml").read_text()
+    changed = make_config(
+        tmp_path,
+        run__resume=True,
+        run__steps=500,
+        save__keep=5,
+        placement__num_workers=2,
+        eval__data=["e.jsonl"],
+    )
+    opened(changed)
+    assert "changed with the resume: run.steps: 100 -> 500" in caplog.messages
+    assert "changed with the resume: save.keep: 2 -> 5" in caplog.messages
+    assert (
+        "changed with the resume: placement.num_workers: 1 -> 2; the bits may differ from here on"
+        in caplog.messages
+    )
+    assert "run.resume" not in caplog.text
+    assert (directory / "config.until-step-4.toml").read_text() == old
+    assert "steps = 500" in (directory / "config.toml").read_text()
+
+
+def test_a_run_whose_config_is_lost_or_torn(tmp_path: Path) -> None:
+    directory = opened(make_config(tmp_path)).path
+    (directory / "config.toml").write_text("[run\nname")
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        opened(make_config(tmp_path, run__resume=True))
