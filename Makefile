@@ -29,7 +29,8 @@ demo: $(VENV)/.cpu ## train a tiny Qwen3 with GRPO on CPU until its reward has r
 	$(BIN)/python examples/arithmetic/make_inputs.py --seed $(SEED) --out runs/arithmetic-inputs
 	$(BIN)/anygauge train examples/arithmetic_grpo.toml --backend cpu --run.seed $(SEED)
 
-soak: $(VENV)/.cpu ## the demo with each of SEEDS: does it learn, how long, how much memory
+soak: $(VENV)/.dev ## what is too long for a test: kills, leaks, tutorials; the demo with each of SEEDS
+	$(BIN)/python -m pytest -m soak $(PYTEST_ARGS)
 	$(BIN)/python bench/demo.py --seeds $(SEEDS)
 
 test: $(VENV)/.dev ## install the test tools and run the tests
@@ -47,6 +48,9 @@ lint: $(VENV)/.dev ## formatter, linter, types and import layers
 
 bench: $(VENV)/.dev ## measure what the documents claim
 	$(BIN)/python bench/cpu_step.py
+	$(BIN)/python bench/data.py
+	$(BIN)/python bench/rewards.py
+	$(BIN)/python bench/checkpoint.py
 
 clean: ## remove the environments; runs/ stays
 	rm -rf $(VENV) $(SIM_VENV)

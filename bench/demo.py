@@ -18,7 +18,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -103,23 +103,34 @@ def run_seed(seed: int, extra: Sequence[str]) -> Outcome:
         [
             *(sys.executable, "-m", "anygauge", "train", str(RECIPE), "--backend", "cpu"),
             *("--run.seed", str(seed), "--run.name", name, "--model.path", f"{inputs}/model"),
-            *("--data.train", f'["{inputs}/train.jsonl"]', "--eval.data", f'["{inputs}/eval.jsonl"]'),
+            *(
+                "--data.train",
+                f'["{inputs}/train.jsonl"]',
+                "--eval.data",
+                f'[{{path = "{inputs}/eval.jsonl", name = "held-out"}}]',
+            ),
             *extra,
         ]
     )
     rows = read_metrics(ROOT / "runs" / name / "metrics.jsonl")
-    scores = [row["eval/reward_mean"] for row in rows if "eval/reward_mean" in row]
-    steps = [row for row in rows if "perf/step_time_s" in row]
+    scores = [row["eval/held-out"] for row in rows if "eval/held-out" in row]
+    steps = [row for row in rows if "perf/step_time" in row]
     return Outcome(
         seed=seed,
         before=scores[0],
         after=scores[-1],
         inputs_s=inputs_s,
         train_s=train_s,
-        step_ms=1e3 * statistics.median(row["perf/step_time_s"] for row in steps),
-        overhead_ms=1e3 * statistics.median(row["perf/overhead_time_s"] for row in steps),
+        step_ms=1e3 * statistics.median(row["perf/step_time"] for row in steps),
+        overhead_ms=1e3 * statistics.median(map(outside_engines, steps)),
         peak_pss=peak,
     )
+
+
+def outside_engines(row: Mapping[str, float]) -> float:
+    """Return the seconds of a step in which nothing was generated and the train engine had nothing to do."""
+    engines = ("perf/rollout_time", "perf/log_probs_time", "perf/train_time")
+    return row["perf/step_time"] - sum(row.get(name, 0.0) for name in engines)
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

@@ -18,7 +18,8 @@ def main(launcher: str, ending: str, directory: str, address: str) -> None:
             "model": {"path": "model"},
             "data": {"train": ["train.jsonl"]},
             "reward": {"function": "exact_match"},
-            "placement": {"launcher": launcher, "ray_address": address or None, "num_workers": 2},
+            "placement": {"launcher": launcher, "num_workers": 2},
+            "cluster": {"address": address or "start"},
         }
     )
     plugins = load_plugins(only=["cpu"])

@@ -14,6 +14,7 @@ from anygauge.plugins import load_plugins
 from anygauge.testing.tiny import tiny_qwen3
 from anygauge.trainer.launch import launch_workers
 from anygauge.trainer.plan import plan_steps
+from anygauge.trainer.worker_group import WorkerGroup
 from anygauge_hooks.rl import TrainSample
 
 SHARD = "model-00001-of-00001.safetensors"
@@ -50,7 +51,10 @@ def make_samples() -> list[TrainSample]:
 
 
 def train(directory: Path, config: Config) -> tuple[list[dict[str, float]], list[dict[str, float]]]:
-    """Train twice on the same samples, export, and return the metrics of both; all ranks report the same."""
+    """Train twice on the same samples, export, and return the metrics of both; all ranks report the same.
+
+    From a checkpoint between the two, the second gives the same bits again.
+    """
     directory.mkdir()
     plugins = load_plugins()
     shares = plan_steps(make_samples(), 3, config.placement.num_workers, config.algorithm.aggregation)
@@ -63,11 +67,21 @@ def train(directory: Path, config: Config) -> tuple[list[dict[str, float]], list
         run_directory=directory,
     ) as group:
         first = group.call("train", per_rank=[((share,), {}) for share in shares])
+        save(group, directory / "saved")
         second = group.call("train", per_rank=[((share,), {}) for share in shares])
         group.call("save_hf", path=str(directory / "hf"))
+        group.call("load_checkpoint", path=str(directory / "saved"))
+        again = group.call("train", per_rank=[((share,), {}) for share in shares])
     assert all(result == first[0] for result in first)
-    assert all(result == second[0] for result in second)
+    assert all(result == second[0] for result in [*second, *again])
     return first[0], second[0]
+
+
+def save(group: WorkerGroup, path: Path) -> None:
+    path.mkdir()
+    group.call("save_checkpoint", path=str(path))
+    while not all(written is True for written in group.call("checkpoint_written")):
+        pass
 
 
 def test_two_processes_give_the_losses_of_one(tmp_path: Path) -> None:

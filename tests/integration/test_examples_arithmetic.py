@@ -132,9 +132,9 @@ def test_recipe_trains(inputs: Path, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     rows = read_rows(tmp_path / "arithmetic-grpo" / "metrics.jsonl")
     assert [row["eval/step"] for row in rows if "eval/step" in row] == [0, 2]
-    assert all(row["eval/prompts"] == 32 for row in rows if "eval/step" in row)
+    assert all(row["eval/eval-samples"] == 32 for row in rows if "eval/step" in row)
     rollouts = [row for row in rows if "rollout/step" in row]
     assert [row["rollout/step"] for row in rollouts] == [1, 2]
     assert all(row["rollout/samples"] == 16 * 8 for row in rollouts)
-    assert all(0 <= row["rollout/reward_mean"] <= 1 for row in rollouts)
+    assert all(0 <= row["rollout/raw_reward"] <= 1 for row in rollouts)
     assert (tmp_path / "arithmetic-grpo" / "hf" / "tokenizer.json").is_file()

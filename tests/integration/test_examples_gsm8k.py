@@ -59,10 +59,10 @@ def test_recipe_trains_on_real_rows(model: Path, tmp_path: Path) -> None:
     rows = read_rows(tmp_path / "gsm8k-grpo" / "metrics.jsonl")
     evaluations = [row for row in rows if "eval/step" in row]
     assert [row["eval/step"] for row in evaluations] == [0, 1, 2]
-    assert {row["eval/prompts"] for row in evaluations} == {8}
+    assert {row["eval/test-samples"] for row in evaluations} == {8}
     rollouts = [row for row in rows if "rollout/step" in row]
     assert [row["rollout/samples"] for row in rollouts] == [8, 8]
-    assert all(0 < row["rollout/response_length_mean"] <= 16 for row in rollouts)
+    assert all(0 < row["rollout/response_len/mean"] <= 16 for row in rollouts)
     exported = tmp_path / "gsm8k-grpo" / "hf"
     for name in ("config.json", "tokenizer.json", "chat_template.jinja"):
         assert (exported / name).is_file()

@@ -106,6 +106,7 @@ def test_a_worker_that_dies_is_named_before_the_errors_that_it_causes(launcher: 
     assert time.monotonic() - started < FAST_S
     assert str(caught.value).startswith(str(group.workers[1]))
     assert "last words" in str(caught.value)
+    assert "ran out of memory" in str(caught.value.hint)
     assert not any(psutil.pid_exists(worker.pid) for worker in group.workers)
 
 
@@ -129,7 +130,8 @@ def test_a_deadline_names_the_method_and_shows_the_stacks(
         pending.result(timeout_s=0.1)
     message = str(caught.value)
     assert "'hang' did not finish within 0.1 s on 2 worker(s)." in message
-    assert all(f"{worker} is at:" in message for worker in group.workers)
+    for rank, worker in enumerate(group.workers):
+        assert f"{worker}, whose log is {worker_log(group, rank)}, is at:" in message
     assert message.count(" in hang\n") == 2
     assert not any(psutil.pid_exists(worker.pid) for worker in group.workers)
 

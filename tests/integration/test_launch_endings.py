@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
@@ -59,8 +59,13 @@ def test_a_run_on_a_shared_cluster_leaves_nothing(
 
 
 @pytest.mark.parametrize("ending", ["success", "interrupt", "terminate"])
-def test_a_run_with_its_own_cluster_leaves_nothing(ending: str, mark: str, tmp_path: Path) -> None:
-    code, pids, output = drive("ray", ending, tmp_path)
+def test_a_run_with_its_own_cluster_listens_to_this_host_and_leaves_nothing(
+    ending: str, mark: str, tmp_path: Path
+) -> None:
+    found: set[str] = set()
+    code, pids, output = drive("ray", ending, tmp_path, look=lambda: found.update(listening(mark)))
+    assert found <= {"127.0.0.1", "::ffff:127.0.0.1", "::1"}
+    assert found or ending == "success"  # it may be over by then
     _, left = psutil.wait_procs(marked(mark), timeout=10)  # Ray's daemons end in the background
     assert not left
     assert len(pids) == 2
@@ -68,12 +73,22 @@ def test_a_run_with_its_own_cluster_leaves_nothing(ending: str, mark: str, tmp_p
     assert code == ENDINGS[ending][1], output
 
 
-def drive(launcher: str, ending: str, directory: Path, address: str = "") -> tuple[int, list[int], str]:
-    """Run the driver to its end and return its exit code, the ids of its workers and what it wrote."""
+def drive(
+    launcher: str,
+    ending: str,
+    directory: Path,
+    address: str = "",
+    look: Callable[[], None] = lambda: None,
+) -> tuple[int, list[int], str]:
+    """Run the driver to its end and return its exit code, the ids of its workers and what it wrote.
+
+    :param look: Called once the workers are there.
+    """
     command = [sys.executable, str(DRIVER), launcher, ending, str(directory), address]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as driver:
         assert driver.stdout is not None
         first = driver.stdout.readline()
+        look()
         number = ENDINGS[ending][0]
         if number is not None:
             driver.send_signal(number)
@@ -86,6 +101,17 @@ def marked(mark: str) -> list[psutil.Process]:
     return [
         process for process in psutil.process_iter() if process.pid != os.getpid() and _has(process, mark)
     ]
+
+
+def listening(mark: str) -> set[str]:
+    """Return the addresses that the processes that carry a mark listen on."""
+    found = set()
+    for process in marked(mark):
+        try:
+            found |= {each.laddr.ip for each in process.net_connections("inet") if each.status == "LISTEN"}
+        except psutil.Error:
+            continue
+    return found
 
 
 def _has(process: psutil.Process, mark: str) -> bool:

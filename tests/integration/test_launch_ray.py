@@ -50,8 +50,12 @@ def test_workers_that_find_no_room_are_an_error_with_numbers(launch: Launch) -> 
     assert [group["state"] for group in groups if len(group["bundles"]) == 100] == ["REMOVED"]
 
 
-def test_an_address_where_nobody_listens_is_an_error() -> None:
+@pytest.mark.parametrize("given", ["address", "auto"])
+def test_an_address_where_nobody_listens_is_an_error(given: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
-    with pytest.raises(PlacementError, match=address):
-        _attach(address)
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    asked = address if given == "address" else given
+    with pytest.raises(PlacementError, match=f"cluster.address = '{asked}'") as caught:
+        _attach(asked, "ray start --head")
+    assert "Start one: `ray start --head`" in str(caught.value)

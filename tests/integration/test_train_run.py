@@ -69,7 +69,7 @@ class Recorder:
 
     @hookimpl
     def register_reward_functions(self) -> list[NamedFunction]:
-        return [NamedFunction(name="digits", fn=self.digits)]
+        return [NamedFunction(name="digits", fn=self.digits, inline=True)]
 
     def digits(self, response: str) -> float:
         if self.failing:
@@ -173,7 +173,7 @@ def test_a_run_from_start_to_end(launcher: str, finished: Callable[[str], Finish
         *[("after_rollout", 2), ("after_weight_sync", 3), ("after_train_step", 3)],
         ("after_evaluate", 3),
         ("after_train", 3),
-        ("closed", 6),
+        ("closed", 7),
     ]
     check_groups(recorder.groups)
     check_metrics(recorder.metrics)
@@ -202,18 +202,21 @@ def check_groups(groups: Sequence[Group]) -> None:
 def check_metrics(metrics: Sequence[Mapping[str, float]]) -> None:
     for row in metrics:
         assert all(math.isfinite(value) for value in row.values())
-        assert row["train/rollout_log_prob_abs_diff"] < 1e-4
-        assert row["perf/step_time_s"] > row["perf/overhead_time_s"] > 0
-        phases = {"generate", "log_probs", "forward_backward", "optimizer", "weight_sync"}
-        assert {f"perf/{phase}_time_s" for phase in phases} <= row.keys()
+        assert row["train/train_rollout_logprob_abs_diff"] < 1e-4
+        assert row["perf/step_time"] > row["perf/overhead_time"] > 0
+        phases = {"rollout", "reward", "log_probs", "train", "update_weights"}
+        assert {f"perf/{phase}_time" for phase in phases} <= row.keys()
     assert metrics[-1]["train/kl_loss"] > 0
 
 
 def check_directory(directory: Path) -> None:
     assert {path.name for path in directory.iterdir()} == {
-        *("config.toml", "environment.json", "hf", "logs", "metrics.jsonl")
+        *(".lock", "config.toml", "environment.json", "capabilities.json", "run.json", "report.html"),
+        *("metrics.jsonl", "samples.jsonl", "logs", "checkpoints", "hf"),
     }
-    assert sorted(path.name for path in (directory / "logs").iterdir()) == ["actor-0.log", "actor-1.log"]
+    logs = sorted(path.name for path in (directory / "logs").iterdir())
+    assert logs == ["actor-0.log", "actor-1.log", "driver.log"]
+    assert [path.name for path in (directory / "checkpoints").iterdir()] == ["step-00000003"]
     rows = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
     assert [row["eval/step"] for row in rows if "eval/step" in row] == [0, 2, 3]
     assert [row["train/step"] for row in rows if "train/step" in row] == [1, 2, 3]
@@ -235,8 +238,11 @@ def test_a_directory_that_cannot_be_made_is_named(inputs: Path) -> None:
     (inputs / "file").write_text("")
     config = load(inputs, plugins, "local").config
     config = config.model_copy(update={"run": config.run.model_copy(update={"directory": inputs / "file"})})
-    with pytest.raises(CheckpointError, match=r"cannot be made: .*Not a directory"):
-        open_run_directory(config, {})
+    with (
+        pytest.raises(CheckpointError, match=r"cannot be made: .*Not a directory"),
+        open_run_directory(config, {}),
+    ):
+        raise AssertionError("it was made")
 
 
 def test_an_earlier_run_is_not_overwritten(inputs: Path) -> None:

@@ -7,7 +7,11 @@ import argparse
 from anygauge.cli.entry import COMMANDS, make_parser
 
 SURFACE = {
-    "train": ["config", "--backend", "--dry-run", "--no-file-check", "--keys"],
+    "init": ["--model", "--devices", "--backend", "--task", "--data", "--out", "--force"],
+    "train": ["config", "--backend", "--resume", "--overwrite", "--dry-run", "--no-file-check", "--keys"],
+    "eval": ["config", "--checkpoint", "--backend", "--out"],
+    "launch": ["config", "--nodes", "--devices", "--head", "--backend", "--run", "--print-head"],
+    "report": ["directory", "--out"],
     "doctor": ["--json", "--timeout"],
     "hooks": ["--backend", "--json", "--strict"],
     "convert": ["--to-megatron", "--to-hf"],

@@ -15,22 +15,25 @@ import pluggy
 import pytest
 import torch
 
+from anygauge import device
 from anygauge.config.load import load_config
-from anygauge.config.schema import Config, Data
-from anygauge.data.jsonl import JsonlSource
+from anygauge.config.schema import Config, Data, DataFile, Reward
+from anygauge.data.source import FileSource
 from anygauge.engines.megatron import scope
+from anygauge.hub import localized
 from anygauge.plugins import Plugins, load_plugins, select_backend
-from anygauge.rollout.rewards import score
+from anygauge.rollout.rewards import Scorer
 from anygauge.rollout.transformers.engine import TransformersEngine
 from anygauge.testing.tiny import tiny_qwen3, tiny_tokenizer
 from anygauge.trainer.calls import Died, Raised, WorkerId, deadline_error, error_of
 from anygauge.trainer.directory import open_run_directory
+from anygauge.trainer.memory_advice import advise, advise_death
 from anygauge.trainer.placement import check_capacity
 from anygauge_cpu.device import CpuDevice
 from anygauge_cpu.plugin import CPU
 from anygauge_hooks import PROJECT, errors, hookimpl, specs
 from anygauge_hooks.errors import AnygaugeError
-from anygauge_hooks.rl import Prompt, Sample, SamplingParams
+from anygauge_hooks.rl import Group, Prompt, Sample, SamplingParams
 from anygauge_hooks.types import Availability, BackendSpec, ConfigChange, NamedFunction
 
 CLASSES: list[type[AnygaugeError]] = [getattr(errors, name) for name in errors.__all__]
@@ -145,14 +148,16 @@ def conflicting_plugins() -> None:
 
 def wrong_row() -> None:
     Path("train.jsonl").write_text('{"question": "1+1=", "solution": "2"}\n')
-    JsonlSource(Data(train=(Path("train.jsonl"),), input_key="question", label_key="answer"), None)
+    FileSource(Data(train=(DataFile(path="train.jsonl"),), input_key="question", label_key="answer"), None)
 
 
 def reward_without_a_number() -> None:
-    def brief(response: str) -> Any:
+    def brief(response: str) -> None:
         del response
 
-    brief.__module__, brief.__qualname__ = "my_rewards", "brief"
+    def register() -> list[NamedFunction]:
+        return [NamedFunction(name="brief", fn=brief, inline=True)]
+
     prompt = Prompt(index=3, tokens=(1,), text="1+1=", label="2", source="train.jsonl:4")
     sample = Sample(
         prompt_index=3,
@@ -165,7 +170,9 @@ def reward_without_a_number() -> None:
         finish_reason="stop",
         seed=0,
     )
-    score([sample], [prompt], brief)
+    plugins = plugins_of(my_plugin__register_reward_functions=register)
+    scorer = Scorer(Reward(function="brief"), plugins, max_new_tokens=8, log=None)
+    scorer.score([Group(prompt=prompt, samples=(sample,))])
 
 
 def long_prompt() -> None:
@@ -179,7 +186,13 @@ def long_prompt() -> None:
 def occupied_directory() -> None:
     config = load(load_plugins(only=["cpu"]))
     for _ in range(2):
-        open_run_directory(config, {})
+        with open_run_directory(config, {}):
+            pass
+
+
+def name_not_in_the_cache() -> None:
+    overrides = ["model.path=Qwen/Qwen3-0.6B", "hub.offline=true", "hub.cache=cache"]
+    localized(load(load_plugins(only=["cpu"]), *overrides))
 
 
 def device_in_use() -> None:
@@ -190,6 +203,37 @@ def device_in_use() -> None:
 
 def missed_redirection() -> None:
     scope._fence("torch.cuda.memory_stats", "npu")()
+
+
+class FullDevice(CpuDevice):
+    """Some device with too little memory."""
+
+    def __init__(self) -> None:
+        self.torch_device = torch.device("cpu")
+        self._peaks = iter([0, 3 * 2**30, 0, 5.5 * 2**30, 5.5 * 2**30])
+
+    def peak_memory(self, *, reset: bool = False) -> int:
+        return int(next(self._peaks))
+
+    def memory(self) -> Mapping[str, int]:
+        return {"allocated": int(5.25 * 2**30), "free": 2**29, "total": 2**33}
+
+
+def full_memory() -> None:
+    full, config = FullDevice(), load(load_plugins(only=["cpu"]))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(device, "_peaks", {})
+        try:
+            with device.memory_phase(full, "load"):
+                pass
+            with device.memory_phase(full, "forward_backward"):
+                reason = (
+                    "DefaultCPUAllocator: can't allocate memory: you tried to allocate 68719476736 bytes."
+                )
+                raise RuntimeError(f"[enforce fail] {reason}")
+        except errors.OutOfMemoryError as error:
+            advise(error, config)
+            raise
 
 
 WORKERS = {rank: WorkerId(role="actor", rank=rank, pid=4711 + rank, host="node-1") for rank in range(2)}
@@ -206,7 +250,12 @@ RuntimeError: Connection closed by peer"""
 def dead_worker() -> None:
     log = "step 12: 2048 samples"
     died = Died(how="was killed by SIGKILL", log=log)
-    raise error_of({0: Raised(traceback=LOST_PEER, lost_peer=True), 1: died}, WORKERS)
+    config = load(load_plugins(only=["cpu"]))
+    raise error_of(
+        {0: Raised(traceback=LOST_PEER, lost_peer=True), 1: died},
+        WORKERS,
+        lambda death: advise_death(death, "generate", config, oom_kills=0),
+    )
 
 
 def failed_worker() -> None:
@@ -215,7 +264,8 @@ def failed_worker() -> None:
 
 def slow_worker() -> None:
     stack = '  File "my_engine.py", line 40 in generate'
-    raise deadline_error("generate", 1800.0, [WORKERS[1]], {1: stack}, "run.timeout_s")
+    log = Path("runs/first/logs/actor-1.log").resolve()
+    raise deadline_error("generate", 1800.0, [WORKERS[1]], {1: stack}, "run.timeout_s", {1: log})
 
 
 def small_cluster() -> None:
@@ -234,8 +284,10 @@ PROVOKED: Mapping[str, Callable[[], None]] = {
     "AG302": reward_without_a_number,
     "AG401": long_prompt,
     "AG501": occupied_directory,
+    "AG503": name_not_in_the_cache,
     "AG601": device_in_use,
     "AG602": missed_redirection,
+    "AG605": full_memory,
     "AG701": dead_worker,
     "AG702": failed_worker,
     "AG703": slow_worker,

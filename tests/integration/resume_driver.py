@@ -1,0 +1,131 @@
+"""A driver that trains, and kills its whole run with SIGKILL at a named point. Run by test_resume."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+
+from anygauge.config.load import load_config
+from anygauge.plugins import load_plugins
+from anygauge.trainer import actors, checkpoints, run
+from anygauge_hooks import hookimpl
+from anygauge_hooks.types import NamedFunction, RunInfo
+
+POINTS = {
+    "generation": "a worker, when it is asked to generate",
+    "training": "a worker, between two optimizer steps",
+    "copied": "a worker, when the state is copied and nothing is written",
+    "between files": "a worker, with its tensors written and nothing that describes them",
+    "written": "the driver, when every rank has written, before the manifest",
+    "renaming": "the driver, before the complete directory gets its name",
+    "retention": "the driver, with the new checkpoint in place, before an old one is removed",
+    "removal": "the driver, with an old checkpoint half removed",
+    "boundary": "the driver, between two steps",
+}
+"""Where the run is killed."""
+POINT, COUNT = "RESUME_TEST_POINT", "RESUME_TEST_COUNT"
+
+
+def countdown(point: str) -> Callable[[], None]:
+    """Return a function that kills the driver and its workers when it is called as often as asked for."""
+    calls = iter(range(1, 10**6))
+
+    def reached() -> None:
+        if os.environ.get(POINT) == point and next(calls) == int(os.environ[COUNT]):
+            kill_run(os.getpid() if __name__ == "__main__" else os.getppid())
+
+    return reached
+
+
+def kill_run(driver: int) -> None:
+    """Kill a driver and all that it started, Ray's processes included, this one last."""
+    started = psutil.Process(driver).children(recursive=True)
+    for process in (psutil.Process(driver), *started):
+        if process.pid != os.getpid():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def before(reached: Callable[[], None], function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that may not live to do what it does."""
+
+    def wrapper(*arguments: Any, **options: Any) -> Any:
+        reached()
+        return function(*arguments, **options)
+
+    return wrapper
+
+
+class DyingActor(actors.ActorWorker):
+    """An actor that kills its run at one of the points."""
+
+    def __init__(self, config: Any, context: Any) -> None:
+        super().__init__(config, context)
+        from anygauge.engines.megatron import checkpoint, checkpoint_files
+
+        if context.rank == context.world_size - 1:
+            self.generate = before(countdown("generation"), self.generate)  # type: ignore[method-assign]
+            trainer: Any = self.trainer
+            trainer.train_step = before(countdown("training"), trainer.train_step)
+            checkpoint.write_rank = before(countdown("copied"), checkpoint.write_rank)  # type: ignore[attr-defined]
+            files: Any = checkpoint_files
+            files.asdict = before(countdown("between files"), files.asdict)
+
+
+def digits(response: str) -> float:
+    return sum(character.isdigit() for character in response) / 4
+
+
+class Boundary:
+    """A plugin that kills the run after a step, and brings a reward that differs from sample to sample."""
+
+    def __init__(self) -> None:
+        self.reached = countdown("boundary")
+
+    @hookimpl
+    def register_reward_functions(self) -> list[NamedFunction]:
+        return [NamedFunction(name="digits", fn=digits, inline=True)]
+
+    @hookimpl
+    def after_train_step(self, run: RunInfo, metrics: Mapping[str, float]) -> None:
+        self.reached()
+
+
+def prepare() -> None:
+    """Put the points of the driver, and the actor with its own, in place."""
+    module: Any = checkpoints
+    module._describe = before(countdown("written"), module._describe)
+    module.publish = before(countdown("renaming"), module.publish)
+    module.checkpoint_paths = before(countdown("retention"), module.checkpoint_paths)
+    removal = countdown("removal")
+
+    def rmtree(path: Path, **options: Any) -> None:
+        if path.name.endswith(".removed") and path.exists():
+            next(path.iterdir()).unlink()
+            removal()
+        shutil.rmtree(path, **options)
+
+    module.shutil = SimpleNamespace(rmtree=rmtree)
+    run.ACTOR = "resume_driver:DyingActor"
+
+
+def main(config: str, *overrides: str) -> None:
+    plugins = load_plugins(only=["cpu", "models"])
+    plugins.register(Boundary(), "boundary")
+    if POINT in os.environ:
+        prepare()
+    run.train(load_config(config, overrides, backend="cpu", plugins=plugins), plugins)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

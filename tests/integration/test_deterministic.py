@@ -1,0 +1,149 @@
+"""Two runs of one config with ``run.deterministic`` give the same bits; what is set for it is documented."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from anygauge.config.load import load_config
+from anygauge.device import DETERMINISTIC_ENV
+from anygauge.plugins import load_plugins
+from anygauge.testing.tiny import tiny_qwen3
+from anygauge.trainer.run import train
+from anygauge_hooks import hookimpl
+from anygauge_hooks.types import NamedFunction, TrackerSpec
+
+ROW = re.compile(r"^\| `([A-Z_0-9]+)` \| `([^`]+)` \|", re.M)
+
+
+class Recorder:
+    """Brings a reward and keeps every metric."""
+
+    def __init__(self) -> None:
+        self.metrics: list[dict[str, float]] = []
+
+    @hookimpl
+    def register_reward_functions(self) -> list[NamedFunction]:
+        return [NamedFunction(name="even", fn=self.even, inline=True)]
+
+    def even(self, response: str) -> float:
+        return sum(character in "02468" for character in response) / 3
+
+    @hookimpl
+    def register_trackers(self) -> list[TrackerSpec]:
+        return [TrackerSpec(name="memory", make=lambda run: self)]
+
+    def log(self, metrics: Mapping[str, float], *, step: int) -> None:
+        # times and memory are nobody's business here
+        self.metrics.append({name: value for name, value in metrics.items() if not name.startswith("perf/")})
+
+    def close(self) -> None:
+        pass
+
+
+def make_config(root: Path) -> Path:
+    tiny_qwen3(root / "model", hidden=16, layers=1, heads=2, head_dim=8, mlp=16, init_std=0.3)
+    rows = [{"prompt": f"{a}+{b}=", "label": str(a + b)} for a in range(3) for b in range(4)]
+    (root / "data.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    path = root / "run.toml"
+    path.write_text(
+        f"""
+        [run]
+        name = "run"
+        directory = "{root}"
+        steps = 3
+        deterministic = true
+        report = false
+        trackers = ["memory"]
+        [model]
+        path = "{root}/model"
+        [data]
+        train = ["{root}/data.jsonl"]
+        [reward]
+        function = "even"
+        [rollout]
+        prompts_per_step = 4
+        samples_per_prompt = 4
+        max_new_tokens = 4
+        [algorithm]
+        kl_coef = 0.01
+        entropy_coef = 0.01
+        [train]
+        lr = 1e-2
+        optimizer_steps = 2
+        micro_batch_tokens = 32
+        [eval]
+        data = ["{root}/data.jsonl"]
+        [save]
+        every = "none"
+        [placement]
+        launcher = "local"
+        num_workers = 2
+        threads_per_worker = 1
+        """
+    )
+    return path
+
+
+def finished(config: Path, name: str, **debug: Any) -> tuple[list[dict[str, float]], Path]:
+    """Return every metric of a run, and its directory."""
+    plugins, recorder = load_plugins(), Recorder()
+    plugins.register(recorder, "recorder")
+    given = [("run.name", name), *((f"debug.{key}", value) for key, value in debug.items())]
+    loaded = load_config(config, given, backend="cpu", plugins=plugins)
+    return recorder.metrics, Path(train(loaded, plugins).directory)
+
+
+def digests(directory: Path) -> dict[str, str]:
+    """Return the digest of each file in a directory."""
+    files = sorted(path for path in directory.iterdir() if path.is_file())
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+@pytest.fixture(scope="module")
+def first(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, float]], Path]:
+    """Return a run that dumped its batches: its metrics and its directory."""
+    return finished(make_config(tmp_path_factory.mktemp("deterministic")), "first", dump_batches=True)
+
+
+def test_two_runs_give_the_same_bits(first: tuple[list[dict[str, float]], Path]) -> None:
+    metrics, directory = first
+    again, other = finished(directory.parent / "run.toml", "second", dump_batches=True)
+    assert again == metrics
+    assert digests(other / "hf") == digests(directory / "hf")
+    assert digests(other / "dumps") == digests(directory / "dumps")
+    losses = [row["train/loss"] for row in metrics if "train/loss" in row]
+    assert len(set(losses)) == len(losses) == 3
+    [weights] = (directory / "hf").glob("*.safetensors")
+    assert digests(directory / "hf")[weights.name] not in digests(directory.parent / "model").values()
+
+
+def test_replayed_batches_of_two_workers_give_the_same_bits(
+    first: tuple[list[dict[str, float]], Path],
+) -> None:
+    metrics, directory = first
+    replay = {"mode": "train_only", "replay_batches": str(directory / "dumps")}
+    again, other = finished(directory.parent / "run.toml", "replay", **replay)
+    assert [train_metrics(row) for row in again] == [row for row in map(train_metrics, metrics) if row]
+    assert digests(other / "hf") == digests(directory / "hf")
+
+
+def train_metrics(row: Mapping[str, float]) -> dict[str, float]:
+    return {name: value for name, value in row.items() if name.startswith("train/")}
+
+
+@pytest.mark.parametrize("backend", ["cpu", "cuda", "npu"])
+def test_the_document_has_what_is_set(backend: str) -> None:
+    text = (Path(__file__).parents[2] / "docs/determinism.md").read_text()
+    section = text.split(f"\n### {backend}\n")[1].split("\n#")[0]
+    env = importlib.import_module(f"anygauge_{backend}.env")
+    assert dict(ROW.findall(section)) == dict(getattr(env, "DETERMINISTIC", {}))
+    everywhere = text.split("\n### ")[0]
+    assert dict(ROW.findall(everywhere)) == dict(DETERMINISTIC_ENV)

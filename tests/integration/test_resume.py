@@ -1,0 +1,190 @@
+"""A run that is killed at any instant and resumed ends as the run that was not."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from anygauge.testing.tiny import tiny_qwen3
+
+DRIVER = Path(__file__).with_name("resume_driver.py")
+SHARD = "model-00001-of-00001.safetensors"
+STEPS, EVERY = 6, 2
+SEED = 3
+KILLED = -signal.SIGKILL
+Rows = list[dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("resume")
+    tiny_qwen3(root / "model", init_std=0.3)
+    rows = [{"prompt": f"{a}+{b}=", "label": str(a + b)} for a in range(3) for b in range(3)]
+    (root / "data.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (root / "run.toml").write_text(
+        f"""
+        [run]
+        name = "run"
+        directory = "{root}/runs"
+        steps = {STEPS}
+        report = false
+        progress = false
+        [model]
+        path = "{root}/model"
+        [data]
+        train = ["{root}/data.jsonl"]
+        cache = "{root}/cache"
+        [reward]
+        function = "digits"
+        [rollout]
+        prompts_per_step = 4
+        samples_per_prompt = 4
+        max_new_tokens = 4
+        [algorithm]
+        kl_coef = 0.01
+        entropy_coef = 0.01
+        advantage_options = {{scale = false}}
+        [train]
+        lr = 1e-3
+        lr_schedule = "cosine"
+        optimizer_steps = 2
+        [eval]
+        data = ["{root}/data.jsonl"]
+        interval = 3
+        [save]
+        every = {EVERY}
+        keep = 1
+        [placement]
+        launcher = "local"
+        threads_per_worker = 1
+        """
+    )
+    return root
+
+
+def begin(root: Path, name: str, *options: str, kill: tuple[str, int] | None = None) -> subprocess.Popen[str]:
+    """Start a run; with ``kill``, one that ends when it has come to a point so many times."""
+    env = {key: value for key, value in os.environ.items() if not key.startswith("RESUME_TEST")}
+    if kill:
+        env |= {"RESUME_TEST_POINT": kill[0], "RESUME_TEST_COUNT": str(kill[1])}
+    command = [sys.executable, str(DRIVER), str(root / "run.toml"), "--run.name", name, *options]
+    return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def end(driver: subprocess.Popen[str], code: int = 0) -> str:
+    output, _ = driver.communicate(timeout=200)
+    assert driver.returncode == code, output
+    return output
+
+
+def run(root: Path, name: str, *options: str, kill: tuple[str, int] | None = None) -> str:
+    return end(begin(root, name, *options, kill=kill), KILLED if kill else 0)
+
+
+def metrics(root: Path, name: str) -> Rows:
+    """Return the lines of a run without what is measured with a clock."""
+    lines = (root / "runs" / name / "metrics.jsonl").read_text().splitlines()
+    rows = [
+        {
+            key: value
+            for key, value in json.loads(line).items()
+            if key != "time" and not key.startswith("perf/")
+        }
+        for line in lines
+    ]
+    return [row for row in rows if row]
+
+
+def weights(root: Path, name: str) -> Mapping[str, torch.Tensor]:
+    return load_file(root / "runs" / name / "hf" / SHARD)
+
+
+def assert_same(root: Path, name: str, other: str) -> None:
+    found, expected = metrics(root, name), metrics(root, other)
+    assert [row["train/step"] for row in found if "train/step" in row] == [*range(1, STEPS + 1)]
+    assert len({row["train/loss"] for row in found if "train/step" in row}) == STEPS
+    assert found == expected
+    one, two = weights(root, name), weights(root, other)
+    assert [key for key in two if not torch.equal(one[key], two[key])] == []
+    left = sorted(os.listdir(root / "runs" / name / "checkpoints"))
+    assert left == [f"step-{STEPS:08d}"]
+
+
+def test_killed_inside_a_save(inputs: Path) -> None:
+    whole = begin(inputs, "whole")
+    # By then the checkpoint of step 2 is there, and half of that of step 4.
+    run(inputs, "torn", kill=("between files", 2))
+    left = os.listdir(inputs / "runs/torn/checkpoints")
+    assert sorted(left) == [".step-00000004.partial", "step-00000002"]
+    output = run(inputs, "torn", "--run.resume", "true")
+    end(whole)
+    assert "nothing to resume" not in output
+    assert (inputs / "runs/torn/metrics.superseded.jsonl").is_file()
+    assert_same(inputs, "torn", "whole")
+
+
+OCCURRENCES = {
+    "generation": range(2, STEPS + 3),
+    "training": range(1, 2 * STEPS + 1),
+    "boundary": range(1, STEPS + 1),
+    "retention": range(1, 4),
+    "removal": range(1, 3),
+}
+"""How often a run comes to a point; 3 for what it does in each save."""
+
+
+@pytest.fixture(scope="module")
+def whole(inputs: Path) -> Mapping[int, str]:
+    """Return runs that nobody disturbs, with one worker and with two."""
+    for count in (1, 2):
+        run(inputs, f"whole-{count}", "--placement.num_workers", str(count))
+    return {count: f"whole-{count}" for count in (1, 2)}
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize(
+    "point",
+    [
+        *("generation", "training", "copied", "between files", "written"),
+        *("renaming", "retention", "removal", "boundary"),
+    ],
+)
+def test_killed_at_a_point(inputs: Path, whole: Mapping[int, str], point: str, workers: int) -> None:
+    draw = random.Random(f"{SEED}/{point}/{workers}")
+    count = draw.choice(OCCURRENCES.get(point, range(1, 4)))
+    name = f"{point}-{workers}".replace(" ", "-")
+    options = ("--placement.num_workers", str(workers))
+    run(inputs, name, *options, kill=(point, count))
+    run(inputs, name, *options, "--run.resume", "true")
+    assert_same(inputs, name, whole[workers])
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(600)
+def test_killed_again_and_again(inputs: Path, whole: Mapping[int, str]) -> None:
+    for kill in (("training", 6), ("removal", 1), ("between files", 1), ("generation", 3)):
+        run(inputs, "again", "--run.resume", "true", kill=kill)
+    run(inputs, "again", "--run.resume", "true")
+    assert_same(inputs, "again", whole[1])
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(600)
+def test_killed_on_ray(inputs: Path, whole: Mapping[int, str]) -> None:
+    options = ("--placement.launcher", "ray", "--placement.num_workers", "2")
+    run(inputs, "ray", *options, kill=("boundary", 5))
+    run(inputs, "ray", *options, "--run.resume", "true")
+    assert_same(inputs, "ray", whole[2])

@@ -1,0 +1,104 @@
+"""Supervised fine-tuning, whole, on chats: the loss is on the turns of the assistant."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from anygauge.config.load import load_config
+from anygauge.plugins import load_plugins
+from anygauge.testing.tiny import tiny_qwen3, tiny_tokenizer
+from anygauge.trainer.run import train
+
+CHATS = [
+    [{"role": "user", "content": f"What is {n}+2?"}, {"role": "assistant", "content": f"It is {n + 2}."}]
+    for n in range(8)
+]
+
+
+@pytest.fixture(scope="module")
+def chats(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("sft")
+    texts = [message["content"] for chat in CHATS for message in chat]
+    tiny_qwen3(root / "model", tokenizer=tiny_tokenizer(root / "model", texts=texts), init_std=0.3)
+    (root / "chats.jsonl").write_text("\n".join(json.dumps({"messages": chat}) for chat in CHATS))
+    return root
+
+
+def metrics_of(root: Path, **overrides: Any) -> list[dict[str, Any]]:
+    """Run the recipe and return its lines."""
+    config = root / "sft.toml"
+    config.write_text(
+        f"""
+        [run]
+        task = "sft"
+        name = "sft"
+        directory = "{root}/runs"
+        steps = 3
+        overwrite = true
+        report = false
+        [model]
+        path = "{root}/model"
+        [data]
+        train = ["{root}/chats.jsonl"]
+        cache = "{root}/cache"
+        shuffle = false
+        input_key = "messages"
+        label_key = "none"
+        apply_chat_template = true
+        [rollout]
+        prompts_per_step = 8
+        [train]
+        dtype = "float32"
+        lr = 1e-3
+        [eval]
+        data = ["{root}/chats.jsonl"]
+        interval = 3
+        [placement]
+        launcher = "local"
+        num_workers = 2
+        threads_per_worker = 1
+        """
+    )
+    plugins = load_plugins(only=["cpu", "models"])
+    train(load_config(config, list(overrides.items()), backend="cpu", plugins=plugins), plugins)
+    return [json.loads(line) for line in (root / "runs/sft/metrics.jsonl").read_text().splitlines()]
+
+
+def expected_loss(root: Path, model: Path) -> float:
+    """Return the mean negative log-likelihood of the answers and their ends, by transformers."""
+    policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(root / "model")
+    total, count = 0.0, 0
+    for chat in CHATS:
+        prompt = tokenizer.apply_chat_template(chat[:1], tokenize=False, add_generation_prompt=True)
+        answer = chat[1]["content"] + "<|im_end|>"
+        before, after = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in (prompt, answer))
+        with torch.no_grad():
+            logits = policy(torch.tensor([before + after])).logits[0, len(before) - 1 : -1]
+        picked = logits.log_softmax(-1)[range(len(after)), after]
+        total, count = total - float(picked.sum()), count + len(after)
+    return total / count
+
+
+def test_chats(chats: Path) -> None:
+    lines = metrics_of(chats)
+    steps = [line for line in lines if "train/loss" in line]
+    evaluations = [line["eval/chats-loss"] for line in lines if "eval/chats-loss" in line]
+    before, after = expected_loss(chats, chats / "model"), expected_loss(chats, chats / "runs/sft/hf")
+    assert steps[0]["train/loss"] == pytest.approx(before, rel=1e-5)
+    assert evaluations == pytest.approx([before, after], rel=1e-5)
+    assert after < 0.9 * before
+    assert not any(name.startswith("rollout/") for line in lines for name in line)
+
+
+def test_what_only_rl_knows_is_refused(chats: Path) -> None:
+    with pytest.raises(
+        ValueError, match=r'algorithm.kl_coef: found 0.1 .*; has no effect with run.task = "sft"'
+    ):
+        metrics_of(chats, **{"algorithm.kl_coef": 0.1})
