@@ -23,7 +23,7 @@ class DataSource(Protocol):
         """Return every prompt once, in the order of the files, or only the first ``limit``."""
 
     def state_dict(self) -> Mapping[str, Any]:
-        """Return where the source stands, as JSON can write it."""
+        """Return where the source stands, as JSON can write it; later draws do not change it."""
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go to where another source of the same files stood when it returned ``state``.

@@ -386,7 +386,7 @@ def before_train(run: RunInfo) -> None:
 def after_rollout(run: RunInfo, groups: Sequence[Group]) -> None:
     """Observe the samples of a step.
 
-    Called after generation and reward, before training.
+    Called after generation and reward, while the workers train on them.
 
     :param run: The run, with the number of finished steps.
     :param groups: The scored groups.

@@ -173,7 +173,7 @@ def test_a_run_from_start_to_end(launcher: str, finished: Callable[[str], Finish
         *[("after_rollout", 2), ("after_weight_sync", 3), ("after_train_step", 3)],
         ("after_evaluate", 3),
         ("after_train", 3),
-        ("closed", 7),
+        ("closed", 6),
     ]
     check_groups(recorder.groups)
     check_metrics(recorder.metrics)

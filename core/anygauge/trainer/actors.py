@@ -27,7 +27,15 @@ from anygauge_hooks.rl import Prompt, Sample, SamplingParams, TrainSample
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["ActorWorker", "generates", "holds_engine", "holds_trainer", "make_loss"]
+__all__ = [
+    "ActorWorker",
+    "generates",
+    "holds_engine",
+    "holds_trainer",
+    "log_prob_passes",
+    "make_loss",
+    "replays",
+]
 
 REFERENCE = "reference"
 SFT = "sft"
@@ -55,6 +63,18 @@ def make_loss(config: Config, context: WorkerContext) -> LossFunction:
 def holds_trainer(config: Config) -> bool:
     """Return whether the run trains."""
     return config.debug.mode != "rollout_only"
+
+
+def replays(config: Config) -> bool:
+    """Return whether the run takes what another run made; it has no place in the data to come back to."""
+    return config.debug.replay_rollouts is not None or config.debug.replay_batches is not None
+
+
+def log_prob_passes(config: Config) -> int:
+    """Return how many forward passes over all samples come before the first optimizer step of a rollout."""
+    if config.run.task == SFT:
+        return 0
+    return (config.algorithm.old_log_probs == "recompute") + compares(config)
 
 
 def compares(config: Config) -> bool:

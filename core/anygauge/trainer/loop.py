@@ -20,7 +20,7 @@ from anygauge.observability.memory import driver_memory
 from anygauge.observability.metrics import StepWork, performance_metrics, rollout_metrics
 from anygauge.plugins import Plugins
 from anygauge.rollout.rewards import Scorer, raw_number
-from anygauge.trainer.actors import holds_trainer
+from anygauge.trainer.actors import holds_trainer, log_prob_passes
 from anygauge.trainer.checkpoints import CheckpointWriter, export_hf
 from anygauge.trainer.dumps import (
     DIRECTORY,
@@ -38,7 +38,6 @@ from anygauge.trainer.plan import (
     conversation_samples,
     group_samples,
     plan_steps,
-    scored_only,
     train_samples,
 )
 from anygauge.trainer.state import RunState
@@ -82,6 +81,8 @@ class Loop:
     """``None`` where nothing is saved."""
     next_prompts: Sequence[Prompt] = ()
     """Read ahead of the next step."""
+    save_s: float = 0.0
+    """What saving took after the last step; 0 if there was nothing to save."""
 
     @property
     def info(self) -> RunInfo:
@@ -113,13 +114,16 @@ def run_loop(loop: Loop) -> None:
         evaluate(loop)
     for step in range(loop.info.step + 1, total + 1):
         metrics = take_step(loop, step)
+        if loop.save_s:
+            metrics["perf/save_time"] = loop.save_s
         loop.state.finish_step(step)
         loop.track(metrics)
         _log.info("step %d of %d: %s", step, total, summary(metrics))
         loop.plugins.notify("after_train_step", run=loop.info, metrics=metrics)
         if step % config.eval.interval == 0 or step == total:
             evaluate(loop)
-        save(loop, step)
+        started = time.perf_counter()
+        loop.save_s = time.perf_counter() - started if save(loop, step) else 0.0
     if loop.checkpoints is not None:
         announce(loop, loop.checkpoints.finish())
 
@@ -136,11 +140,11 @@ def train_on_rollouts(loop: Loop, step: int) -> dict[str, float]:
     started = time.perf_counter()
     config = loop.config
     groups, reward_s = collect_groups(loop, step)
-    loop.plugins.notify("after_rollout", run=loop.info, groups=groups)
     training = None
     if holds_trainer(config):
-        training = start_training(loop, step, train_samples(scored_only(groups), loop.estimator))
+        training = start_training(loop, step, train_samples(groups, loop.estimator))
     # While the workers train, the driver does what needs nothing of them.
+    loop.plugins.notify("after_rollout", run=loop.info, groups=groups)
     read_ahead(loop, step)
     if config.debug.dump_rollouts:
         write_groups(rollout_path(loop.dumps, step), groups)
@@ -242,18 +246,18 @@ def sync_weights(loop: Loop) -> None:
     loop.plugins.notify("after_weight_sync", run=loop.info, version=loop.state.version)
 
 
-def save(loop: Loop, step: int) -> None:
-    """Write what is due after a step, and see to the checkpoint that is being written."""
-    settings, started = loop.config.save, time.perf_counter()
-    if not holds_trainer(loop.config):
-        return
+def save(loop: Loop, step: int) -> bool:
+    """Write what is due after a step, see to the checkpoint that is being written, and return if any is."""
+    settings, due = loop.config.save, False
     if loop.checkpoints is not None and settings.every is not None:
         announce(loop, loop.checkpoints.poll())
-        if step % settings.every == 0 or step == loop.info.total_steps:
+        due = step % settings.every == 0 or step == loop.info.total_steps
+        if due:
             announce(loop, loop.checkpoints.start(step, loop.state.saved()))
-            loop.track({"perf/save_time": time.perf_counter() - started})
-    if settings.hf_every is not None and step % settings.hf_every == 0:
+    if holds_trainer(loop.config) and settings.hf_every is not None and step % settings.hf_every == 0:
         export_hf(loop.workers, Path(loop.info.directory) / f"hf-step-{step}")
+        due = True
+    return due
 
 
 def announce(loop: Loop, checkpoint: Path | None) -> None:
@@ -269,14 +273,12 @@ def measure(loop: Loop, work: StepWork, started: float, **driver_seconds: float)
     :param driver_seconds: What the driver did itself, by phase.
     """
     reports = [*loop.workers.call("report"), *loop.engines.reports()]
-    algorithm = loop.config.algorithm
-    passes = (algorithm.old_log_probs == "recompute") + (algorithm.kl_coef > 0)
     return performance_metrics(
         work,
         reports,
         wall_s=time.perf_counter() - started,
         driver_seconds=driver_seconds,
-        log_prob_passes=passes,
+        log_prob_passes=log_prob_passes(loop.config),
     )
 
 

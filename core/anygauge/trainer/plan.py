@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
@@ -20,7 +20,6 @@ __all__ = [
     "group_samples",
     "plan_steps",
     "sample_seeds",
-    "scored_only",
     "split_evenly",
     "train_samples",
 ]
@@ -42,14 +41,6 @@ def group_samples(prompts: Sequence[Prompt], samples: Sequence[Sequence[Sample]]
     return [Group(prompt=p, samples=tuple(s)) for p, s in zip(prompts, samples, strict=True)]
 
 
-def scored_only(groups: Sequence[Group]) -> list[Group]:
-    """Return the groups without the samples that could not be scored; a group with none left goes too."""
-    if not any(sample.error for group in groups for sample in group.samples):
-        return list(groups)
-    kept = [replace(group, samples=tuple(s for s in group.samples if s.error is None)) for group in groups]
-    return [group for group in kept if group.samples]
-
-
 def conversation_samples(prompts: Sequence[Prompt]) -> list[TrainSample]:
     """Return conversations as samples to imitate: with nothing to compare with, and no advantage."""
     return [
@@ -67,19 +58,33 @@ def conversation_samples(prompts: Sequence[Prompt]) -> list[TrainSample]:
 def train_samples(groups: Sequence[Group], estimator: Estimator) -> list[TrainSample]:
     """Return the samples with their advantages, group by group; each token has its sample's advantage.
 
-    :param estimator: From the rewards ``[G]`` of one group to advantages ``[G]``.
+    A sample that could not be scored takes part in no group and no mean: its mask is 0 everywhere.
+
+    :param estimator: From the rewards ``[G]`` of one group to advantages ``[G]``. Equal groups ask it once.
     """
-    return [
-        _train_sample(sample, advantage)
-        for group in groups
-        for sample, advantage in zip(group.samples, _advantages(group, estimator), strict=True)
-    ]
+    known: dict[tuple[float | None, ...], list[float]] = {}
+    samples: list[TrainSample] = []
+    for group in groups:
+        rewards = tuple(sample.reward for sample in group.samples if sample.error is None)
+        if rewards not in known:
+            known[rewards] = _advantages(rewards, estimator)
+        advantages = iter(known[rewards])
+        samples += [
+            _left_out(sample) if sample.error is not None else _train_sample(sample, next(advantages))
+            for sample in group.samples
+        ]
+    return samples
 
 
-def _advantages(group: Group, estimator: Estimator) -> list[float]:
-    rewards = torch.tensor([sample.reward for sample in group.samples], dtype=torch.float32)
-    advantages: list[float] = estimator(rewards).tolist()
+def _advantages(rewards: Sequence[float | None], estimator: Estimator) -> list[float]:
+    if not rewards:
+        return []
+    advantages: list[float] = estimator(torch.tensor(rewards, dtype=torch.float32)).tolist()
     return advantages
+
+
+def _left_out(sample: Sample) -> TrainSample:
+    return _train_sample(sample, 0.0)._replace(loss_mask=(0,) * len(sample.response_tokens))
 
 
 def _train_sample(sample: Sample, advantage: float) -> TrainSample:

@@ -12,7 +12,7 @@ from anygauge.observability.logs import driver_log
 from anygauge.observability.trackers import open_tracker, tracker_names
 from anygauge.plugins import Plugins
 from anygauge.rollout.rewards import Scorer
-from anygauge.trainer.actors import holds_trainer
+from anygauge.trainer.actors import holds_trainer, replays
 from anygauge.trainer.capabilities import write_capabilities
 from anygauge.trainer.checkpoints import CheckpointWriter, export_hf
 from anygauge.trainer.directory import RunDirectory, open_run_directory
@@ -90,7 +90,7 @@ def open_loop(
         directory.begin()
     write_capabilities(directory.path, plugins, loaded.backend)
     checkpoints = None
-    if config.save.every is not None and holds_trainer(config):
+    if config.save.every is not None and holds_trainer(config) and not replays(config):
         checkpoints = stack.enter_context(closing(CheckpointWriter(directory.path, config, workers)))
     return Loop(
         config=config,

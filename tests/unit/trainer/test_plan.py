@@ -46,6 +46,21 @@ def test_advantages_are_of_the_group_and_reach_every_token() -> None:
     assert samples[1].response_length == 3
 
 
+def test_a_sample_that_was_not_scored_moves_nothing() -> None:
+    prompt = Prompt(index=0, tokens=(1, 2, 3), text="")
+    failed = make_sample(0.0, 2)._replace(reward=None, error="it raised")
+    whole = train_samples([Group(prompt=prompt, samples=(make_sample(1.0, 2), make_sample(0.0, 3)))], grpo)
+    groups = [
+        Group(prompt=prompt, samples=(make_sample(1.0, 2), failed, make_sample(0.0, 3))),
+        Group(prompt=prompt, samples=(failed, failed)),
+    ]
+    first, left_out, second, *others = train_samples(groups, grpo)
+    assert [first, second] == whole
+    assert [sample.loss_mask for sample in (left_out, *others)] == [(0, 0)] * 3
+    shares = plan_steps([first, left_out, second, *others], 1, 1, "token_mean")
+    assert [sum(weights) for weights in shares[0][0].weights] == pytest.approx([0.4, 0.0, 0.6, 0.0, 0.0])
+
+
 @given(
     lengths=st.lists(st.integers(1, 30), min_size=16, max_size=40),
     num_steps=st.integers(1, 4),
