@@ -6,11 +6,12 @@ run: whatever is wrong must be found before that is touched.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import re
 import shutil
 import struct
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from anygauge.config.load import load_config
+from anygauge.config.load import load_config, write_resolved
 from anygauge.config.validate import keys
 from anygauge.plugins import Plugins, load_plugins
 from anygauge.testing.tiny import tiny_qwen3, tiny_tokenizer
 from anygauge.trainer import run
+from anygauge.trainer.checkpoints import CheckpointWriter
+from anygauge.trainer.inputs import read_inputs
 from anygauge_hooks.errors import AnygaugeError
 
 CODED = re.compile(r"\[AG\d{3}\]\Z")
@@ -105,11 +108,11 @@ def attempt(workplace: Path, plugins: Plugins, monkeypatch: pytest.MonkeyPatch) 
 
 
 def contents(directory: Path) -> dict[str, bytes]:
-    """Return every file of a directory with what it holds."""
+    """Return every file of a directory with what it holds, and every directory; not who holds it."""
     return {
-        str(path.relative_to(directory)): path.read_bytes()
+        str(path.relative_to(directory)): path.read_bytes() if path.is_file() else b""
         for path in sorted(directory.rglob("*"))
-        if path.is_file()
+        if path.name != ".lock"
     }
 
 
@@ -291,7 +294,7 @@ WRONG: list[tuple[str, Any]] = [
     ("run.task", "dpo"),
     ("run.trackers", ["jsonl", "no-such-tracker"]),
     ("run.timeout_s", 0),
-    ("run.tracker_options", {"wandb": {"project": "x"}}),
+    ("run.tracker_options", {"no-such-tracker": {"project": "x"}}),
     ("model.path", ""),
     ("model.path", "no-such-directory"),
     ("model.path", "/dev/null"),
@@ -555,6 +558,121 @@ def test_torn_weights(attempt: Attempt, workplace: Path, kept: float) -> None:
 
 
 # -------------------------------------------------------------------------
+# Checkpoints
+# -------------------------------------------------------------------------
+
+
+class OneRank:
+    """Answers a checkpoint writer as a group of one worker does."""
+
+    def call(self, method: str, **arguments: Any) -> list[Any]:
+        if method == "save_checkpoint":
+            directory = Path(arguments["path"])
+            (directory / "rank-00000.json").write_text(json.dumps({"rank": 0}))
+            (directory / "rank-00000.safetensors").write_bytes(bytes(1000))
+        return [True]
+
+
+@pytest.fixture(scope="module")
+def stopped(workplace: Path, plugins: Plugins) -> Path:
+    """Return the directory of a run that ended after step 20, to be copied."""
+    directory = workplace / "stopped"
+    (directory / "logs").mkdir(parents=True)
+    loaded = load_config(workplace / "run.toml", [("run.overwrite", False)], backend="cpu", plugins=plugins)
+    write_resolved(loaded.config, directory / "config.toml")
+    (directory / "metrics.jsonl").write_text('{"train/step": 20}\n')
+    source = read_inputs(loaded.config, plugins).source
+    writer = CheckpointWriter(directory, loaded.config, OneRank())  # type: ignore[arg-type]
+    writer.start(20, {"step": 20, "version": 20, "source": source.state_dict()})
+    assert writer.finish() is not None
+    writer.close()
+    return directory
+
+
+CHECKPOINT = "checkpoints/step-00000020"
+RUN_DAMAGES: Mapping[str, Callable[[Path], None]] = {
+    "no manifest": remove(f"{CHECKPOINT}/manifest.json"),
+    "empty manifest": write(f"{CHECKPOINT}/manifest.json", b""),
+    "torn manifest": cut(f"{CHECKPOINT}/manifest.json", 0.5),
+    "manifest is a list": write(f"{CHECKPOINT}/manifest.json", b"[]"),
+    "manifest is null": write(f"{CHECKPOINT}/manifest.json", b"null"),
+    "manifest is no text": write(f"{CHECKPOINT}/manifest.json", b"\xff\xfe"),
+    "another format": edit(f"{CHECKPOINT}/manifest.json", format=99),
+    "no format": edit(f"{CHECKPOINT}/manifest.json", format=None),
+    "files are a list": edit(f"{CHECKPOINT}/manifest.json", files=[]),
+    "no files": edit(f"{CHECKPOINT}/manifest.json", files={}),
+    "files without sizes": edit(f"{CHECKPOINT}/manifest.json", files={"driver.json": {}}),
+    "more ranks": edit(f"{CHECKPOINT}/manifest.json", world_size=4),
+    "no driver": remove(f"{CHECKPOINT}/driver.json"),
+    "torn driver": cut(f"{CHECKPOINT}/driver.json", 0.7),
+    "edited driver": edit(f"{CHECKPOINT}/driver.json", step=21),
+    "no tensors": remove(f"{CHECKPOINT}/rank-00000.safetensors"),
+    "empty tensors": write(f"{CHECKPOINT}/rank-00000.safetensors", b""),
+    "torn tensors": cut(f"{CHECKPOINT}/rank-00000.safetensors", 0.999),
+    "one bit": write(f"{CHECKPOINT}/rank-00000.safetensors", bytes(999) + b"\x01"),
+    "no scalars": remove(f"{CHECKPOINT}/rank-00000.json"),
+    "edited scalars": edit(f"{CHECKPOINT}/rank-00000.json", rank=1),
+    "an empty checkpoint": lambda run: [path.unlink() for path in (run / CHECKPOINT).iterdir()] and None,
+    "no config": remove("config.toml"),
+    "torn config": cut("config.toml", 0.5),
+    "empty config": write("config.toml", b""),
+    "config is no text": write("config.toml", b"\xff\xfe"),
+}
+
+
+@pytest.fixture
+def damaged(workplace: Path, stopped: Path) -> Iterator[Path]:
+    """Return a copy of the stopped run, among the runs."""
+    directory = workplace / "runs" / "damaged"
+    shutil.copytree(stopped, directory)
+    yield directory
+    shutil.rmtree(directory)
+
+
+RESUME = (("run.name", "damaged"), ("run.overwrite", False), ("run.resume", True))
+
+
+@pytest.mark.parametrize("name", RUN_DAMAGES)
+def test_damaged_runs(attempt: Attempt, damaged: Path, name: str) -> None:
+    RUN_DAMAGES[name](damaged)
+    attempt(*RESUME)
+
+
+OTHER_RUNS: list[tuple[str, Any]] = [
+    ("train.lr", 0.5),
+    ("run.seed", 7),
+    ("model.path", "chat"),
+    ("rollout.temperature", 0.5),
+    ("rollout.samples_per_prompt", 4),
+    ("algorithm.clip_low", 0.1),
+    ("reward.function", "f1"),
+    ("data.shuffle", False),
+    ("run.task", "sft"),
+]
+
+
+@pytest.mark.parametrize(("path", "value"), OTHER_RUNS, ids=[path for path, _ in OTHER_RUNS])
+def test_resuming_another_run(attempt: Attempt, damaged: Path, path: str, value: Any) -> None:
+    assert path.split(".")[1] in str(attempt(*RESUME, (path, value)))
+
+
+def test_resuming_with_other_rows(attempt: Attempt, damaged: Path, workplace: Path) -> None:
+    data = workplace / "train.jsonl"
+    before = data.read_bytes()
+    data.write_bytes(before.replace(b"7+2=", b"9+9="))
+    try:
+        attempt(*RESUME)
+    finally:
+        data.write_bytes(before)
+
+
+def test_a_run_that_goes_on_elsewhere(attempt: Attempt, damaged: Path) -> None:
+    with (damaged / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert "in use" in str(attempt(*RESUME))
+
+
+# -------------------------------------------------------------------------
 # Paths
 # -------------------------------------------------------------------------
 
@@ -579,13 +697,13 @@ def test_no_place_for_a_run(attempt: Attempt, directory: str) -> None:
     assert "run.directory" in str(attempt(("run.directory", directory)))
 
 
-def count(*lists: Sequence[Any]) -> int:
+def count(*lists: Collection[Any]) -> int:
     """Return the number of cases in lists."""
     return sum(map(len, lists))
 
 
 def test_they_are_three_hundred() -> None:
-    by_hand = count(ROWS, CHATS, NO_ANSWER, WRONG, TEXTS, KINDS, DAMAGES)
+    by_hand = count(ROWS, CHATS, NO_ANSWER, WRONG, TEXTS, KINDS, DAMAGES, RUN_DAMAGES, OTHER_RUNS)
     by_hypothesis = 4 * generated.max_examples
     assert by_hand >= 300
     assert by_hand + by_hypothesis >= 500

@@ -9,14 +9,15 @@ from pathlib import Path
 
 from anygauge.config import Config
 from anygauge.config.load import LoadedConfig
+from anygauge.config.schema import Debug
 from anygauge.plugins import Plugins
-from anygauge.trainer.checkpoints import latest_checkpoint, read_checkpoint
 from anygauge.trainer.engines import open_engines
 from anygauge.trainer.evaluation import evaluate
-from anygauge.trainer.inputs import read_inputs
+from anygauge.trainer.inputs import read_inputs, rewards
 from anygauge.trainer.launch import launch_workers
 from anygauge.trainer.loop import Loop
 from anygauge.trainer.run import ACTOR, open_scorers
+from anygauge.trainer.saved import latest_checkpoint, read_checkpoint
 from anygauge.trainer.signals import terminate_as_exception
 from anygauge.trainer.state import RunState
 from anygauge_hooks.errors import CheckpointError, ConfigError
@@ -67,9 +68,8 @@ def evaluated(config: Config, source: Path | None, *, is_checkpoint: bool) -> Co
     """Return the config of the evaluation: no train engine where there is nothing to load into it."""
     if source is not None and not is_checkpoint:
         config = config.model_copy(update={"model": config.model.model_copy(update={"path": source})})
-    if is_checkpoint or config.run.task == "sft":
-        return config
-    return config.model_copy(update={"debug": config.debug.model_copy(update={"mode": "rollout_only"})})
+    trains = is_checkpoint or config.run.task == "sft"
+    return config.model_copy(update={"debug": Debug() if trains else Debug(mode="rollout_only")})
 
 
 def run_evaluation(
@@ -77,6 +77,8 @@ def run_evaluation(
 ) -> dict[str, float]:
     """Start the workers, load the checkpoint and evaluate."""
     inputs = read_inputs(config, plugins)
+    if config.run.task != "sft" and not rewards(config):
+        raise ConfigError("The config has no reward to evaluate with.", hint="Set reward.function.")
     info = RunInfo(
         name=config.run.name,
         directory=str(directory),

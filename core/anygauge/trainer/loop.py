@@ -17,7 +17,13 @@ from typing import TYPE_CHECKING
 from anygauge.config import Config
 from anygauge.observability.logs import summary
 from anygauge.observability.memory import driver_memory
-from anygauge.observability.metrics import StepWork, performance_metrics, rollout_metrics
+from anygauge.observability.metrics import (
+    StepWork,
+    conversation_metrics,
+    performance_metrics,
+    rollout_metrics,
+    train_datasets,
+)
 from anygauge.plugins import Plugins
 from anygauge.rollout.rewards import Scorer, raw_number
 from anygauge.trainer.actors import holds_trainer, log_prob_passes
@@ -141,17 +147,26 @@ def train_on_rollouts(loop: Loop, step: int) -> dict[str, float]:
     config = loop.config
     groups, reward_s = collect_groups(loop, step)
     training = None
-    if holds_trainer(config):
+    if holds_trainer(config) and are_any_scored(groups):
         training = start_training(loop, step, train_samples(groups, loop.estimator))
     # While the workers train, the driver does what needs nothing of them.
     loop.plugins.notify("after_rollout", run=loop.info, groups=groups)
     read_ahead(loop, step)
     if config.debug.dump_rollouts:
         write_groups(rollout_path(loop.dumps, step), groups)
-    sampled = rollout_metrics(groups, partial(raw_number, reward=config.reward)) | driver_memory()
+    raw = partial(raw_number, reward=config.reward)
+    sampled = rollout_metrics(groups, raw, datasets=train_datasets(config)) | driver_memory()
     work = StepWork.of_groups(groups, loop.flops_per_token)
     trained = {} if training is None else finish_training(loop, training)
     return {**trained, **sampled, **measure(loop, work, started, reward=reward_s)}
+
+
+def are_any_scored(groups: Sequence[Group]) -> bool:
+    """Return whether there is a reward to learn from; an optimizer step without any would only add noise."""
+    if any(sample.error is None for group in groups for sample in group.samples):
+        return True
+    _log.warning("no sample of the step could be scored: it trains nothing")
+    return False
 
 
 def collect_groups(loop: Loop, step: int) -> tuple[list[Group], float]:
@@ -171,11 +186,13 @@ def collect_groups(loop: Loop, step: int) -> tuple[list[Group], float]:
 def train_on_conversations(loop: Loop, step: int) -> dict[str, float]:
     """Take one SFT step and return its metrics."""
     started = time.perf_counter()
-    samples = conversation_samples(loop.next_prompts or draw_prompts(loop))
+    rows = loop.next_prompts or draw_prompts(loop)
+    samples = conversation_samples(rows)
     training = start_training(loop, step, samples)
     read_ahead(loop, step)
-    work, memory = StepWork.of_samples(samples, loop.flops_per_token), driver_memory()
-    return {**finish_training(loop, training), **memory, **measure(loop, work, started)}
+    read = conversation_metrics(rows, datasets=train_datasets(loop.config)) | driver_memory()
+    work = StepWork.of_samples(samples, loop.flops_per_token)
+    return {**finish_training(loop, training), **read, **measure(loop, work, started)}
 
 
 def train_on_batches(loop: Loop, step: int) -> dict[str, float]:

@@ -48,6 +48,9 @@ def train(loaded: LoadedConfig, plugins: Plugins) -> RunInfo:
             config=config,
         )
         state = RunState(info, source=inputs.source.state_dict())
+        if directory.checkpoint is not None:
+            state.restore(directory.checkpoint.state)
+            inputs.source.load_state_dict(state.source)
         log = driver_log(directory.path, backend=loaded.backend.name)
         with log, ExitStack() as stack, observed(plugins, state):
             loop = open_loop(loaded, plugins, inputs, directory, state, stack)
@@ -67,9 +70,6 @@ def open_loop(
 ) -> Loop:
     """Start what the steps of a run share, and go to where an earlier part of it ended; the stack ends it."""
     config, checkpoint = loaded.config, directory.checkpoint
-    if checkpoint is not None:
-        state.restore(checkpoint.state)
-        inputs.source.load_state_dict(state.source)
     scorers = open_scorers(config, plugins, inputs.eval_sets, directory.path, stack)
     workers = stack.enter_context(
         launch_workers(
