@@ -113,7 +113,8 @@ class TrainEngine(Protocol):
     def save_checkpoint(self, path: str) -> None:
         """Copy everything that an exact resume needs to the host, and start to write it into a directory.
 
-        Returns once training may go on. A collective: each rank writes files of its own.
+        Returns once training may go on. A collective: each rank writes files of its own, the last of them a
+        JSON object ``rank-00000.json`` with the number of the rank.
         """
 
     def checkpoint_written(self) -> bool:

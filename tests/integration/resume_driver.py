@@ -16,7 +16,7 @@ import psutil
 
 from anygauge.config.load import load_config
 from anygauge.plugins import load_plugins
-from anygauge.trainer import actors, checkpoints, run
+from anygauge.trainer import actors, checkpoints, disk, run
 from anygauge_hooks import hookimpl
 from anygauge_hooks.types import NamedFunction, RunInfo
 
@@ -115,7 +115,8 @@ def prepare() -> None:
             removal()
         shutil.rmtree(path, **options)
 
-    module.shutil = SimpleNamespace(rmtree=rmtree)
+    directories: Any = disk
+    directories.shutil = SimpleNamespace(rmtree=rmtree)
     run.ACTOR = "resume_driver:DyingActor"
 
 

@@ -23,7 +23,8 @@ class TensorboardTracker:
     """Writes one event per call and group, which takes a tenth of the time of one per metric.
 
     :param folder: Of the event files; made if need be.
-    :param step: Steps finished so far. Points of later steps, from before a resume, are hidden.
+    :param step: Steps finished so far. What the folder has of later ones, from before a resume, is
+        hidden; at 0, all that it has.
     """
 
     def __init__(self, folder: Path, step: int) -> None:
@@ -31,10 +32,12 @@ class TensorboardTracker:
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
         self._event = Event
+        goes_on = any(folder.glob("*tfevents*"))
         self._writer = EventFileWriter(str(folder), flush_secs=FLUSH_S)
-        if step:
-            start = SessionLog(status=SessionLog.START)
-            self._writer.add_event(Event(wall_time=time.time(), step=step + 1, session_log=start))
+        if goes_on:
+            # Step 0 has the evaluation before training, which a run from its beginning takes again.
+            start, first = SessionLog(status=SessionLog.START), step + 1 if step else 0
+            self._writer.add_event(Event(wall_time=time.time(), step=first, session_log=start))
 
     def log(self, metrics: Mapping[str, float], *, step: int) -> None:
         """Record the metrics, each at the step of its group."""

@@ -1,4 +1,4 @@
-"""Checkpoints as the driver sees them: directories that are complete or do not exist.
+"""Checkpoints as the driver writes them: directories that are complete or do not exist.
 
 The ranks write their files into ``.step-N.partial`` while the run goes on. When all have, the driver adds its
 own state and a manifest with every file's size and SHA-256, sees all of it to the disk and renames the
@@ -7,55 +7,37 @@ directory to ``step-N``. So a directory of that name is whole, whenever the run 
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
-import os
-import re
 import shutil
+import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
+from dataclasses import dataclass, field
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from anygauge.config import Config
-from anygauge.config.load import dump_config
+from anygauge.trainer.disk import directory_to_disk, publish, remove, write_file
+from anygauge.trainer.saved import DIRECTORY, DRIVER, FORMAT, MANIFEST, checkpoint_paths, rank_names, sha256
 from anygauge.trainer.worker_group import WorkerGroup
 from anygauge_hooks.errors import CheckpointError
 
-__all__ = ["Checkpoint", "CheckpointWriter", "append_only_files", "export_hf", "latest_checkpoint"]
+__all__ = ["CheckpointWriter", "append_only_files", "export_hf", "installed_packages"]
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 1
-"""Of the manifest; another is refused."""
-DIRECTORY = "checkpoints"
-MANIFEST, DRIVER = "manifest.json", "driver.json"
 SUPERSEDED = ".superseded.jsonl"
 """Ends the names of files with what an earlier part of the run wrote after the checkpoint."""
 POLL_S = 0.01
-HASHED_AT_ONCE = 4
+CLOSE_S = 60.0
+"""Longest that the end of a run waits for a disk."""
 PACKAGES = ("anygauge", "megatron-core", "numpy", "torch", "transformers")
 """Whose versions decide the bits of a step."""
-_NAME = re.compile(r"step-(\d{8})")
-
-
-@dataclass(frozen=True, slots=True)
-class Checkpoint:
-    """A complete checkpoint."""
-
-    path: Path
-    step: int
-    state: Mapping[str, Any]
-    """What :meth:`CheckpointWriter.start` was given."""
-    files: Mapping[str, int]
-    """Bytes that each append-only file of the run directory had."""
-    packages: Mapping[str, str]
-    """Versions of the packages that made it."""
+T = TypeVar("T")
 
 
 @dataclass(slots=True)
@@ -64,9 +46,10 @@ class _Pending:
 
     step: int
     partial: Path
-    driver: bytes
+    driver: bytes = b""
     completing: Future[Path] | None = None
     """Set when every rank has written its files."""
+    given_up: threading.Event = field(default_factory=threading.Event)
 
 
 class CheckpointWriter:
@@ -82,13 +65,9 @@ class CheckpointWriter:
         self._directory = directory / DIRECTORY
         self._config = config
         self._workers = workers
-        self._constant = {
-            "seed": config.run.seed,
-            "config": hashlib.sha256(dump_config(config).encode()).hexdigest(),
-            "packages": installed_packages(),
-        }
+        self._packages = installed_packages()
         self._pending: _Pending | None = None
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+        self._tidying: Future[None] | None = None
         remove_leftovers(self._directory)
 
     def start(self, step: int, state: Mapping[str, Any]) -> Path | None:
@@ -105,7 +84,11 @@ class CheckpointWriter:
             _warn_unwritten(step, str(error))
             return before
         self._workers.call("save_checkpoint", path=str(target))
-        self._pending = _Pending(step, target, self._driver_state(step, state))
+        self._pending = _Pending(step, target)
+        try:
+            self._pending.driver = self._driver_state(step, state)
+        except OSError as error:
+            self._fail(self._pending, str(error))
         return before
 
     def poll(self) -> Path | None:
@@ -115,35 +98,36 @@ class CheckpointWriter:
             return None
         if pending.completing is None:
             if self._written(pending):
-                files = partial(_complete, pending, self._config)
-                pending.completing = self._thread.submit(files)
+                pending.completing = _in_thread(
+                    partial(_complete, pending, self._config.placement.num_workers)
+                )
             return None
-        return self._end(pending) if pending.completing.done() else None
+        return self._end(pending, pending.completing) if pending.completing.done() else None
 
     def finish(self) -> Path | None:
         """Wait for the checkpoint that is being written, and return it if it became complete."""
         deadline = time.monotonic() + self._config.run.timeout_s
-        while (pending := self._pending) is not None:
-            if pending.completing is not None:
-                return self._end(pending)
+        while (path := self.poll()) is None and (pending := self._pending) is not None:
             if time.monotonic() > deadline:
                 self._fail(pending, f"it took longer than run.timeout_s = {self._config.run.timeout_s}")
-                return None
-            self.poll()
-            if pending.completing is None:
+            else:
                 time.sleep(POLL_S)
-        return None
+        return path
 
     def close(self) -> None:
-        """Let what is being completed come to its end, and release the thread that does it."""
-        self._thread.shutdown()
+        """Let what is being completed or removed come to its end, unless the disk is stuck."""
+        completing = self._pending.completing if self._pending is not None else None
+        under_way: list[Future[Any]] = [each for each in (completing, self._tidying) if each is not None]
+        wait(under_way, timeout=CLOSE_S)
+        if self._tidying is not None and self._tidying.done():
+            self._tidying.result()
 
     def _driver_state(self, step: int, state: Mapping[str, Any]) -> bytes:
         described = {
             "step": step,
             "state": dict(state),
             "files": {path.name: path.stat().st_size for path in append_only_files(self._run_directory)},
-            **self._constant,
+            "packages": self._packages,
         }
         return json.dumps(described, indent=1).encode()
 
@@ -157,107 +141,111 @@ class CheckpointWriter:
             self._fail(pending, failures[0])
         return not failures
 
-    def _end(self, pending: _Pending) -> Path | None:
-        assert pending.completing is not None
+    def _end(self, pending: _Pending, completing: Future[Path]) -> Path | None:
         try:
-            path = pending.completing.result()
-        except (OSError, CheckpointError) as error:
-            self._fail(pending, str(error))
+            path = completing.result()
+        except Exception as error:  # noqa: BLE001 - the thread's boundary: no failed save ends the run
+            self._fail(pending, _reason(error))
             return None
         self._pending = None
+        if self._tidying is None or self._tidying.done():
+            self._tidying = _in_thread(partial(_remove_old, self._directory, self._config.save.keep))
         return path
 
     def _fail(self, pending: _Pending, reason: str) -> None:
         self._pending = None
-        shutil.rmtree(pending.partial, ignore_errors=True)
+        pending.given_up.set()
+        if pending.completing is None or pending.completing.done():
+            shutil.rmtree(pending.partial, ignore_errors=True)
         _warn_unwritten(pending.step, reason)
+
+
+def _in_thread(function: Callable[[], T]) -> Future[T]:
+    """Run a function in a thread that keeps no process alive: a disk may be stuck for good."""
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(function())
+        except BaseException as error:  # noqa: BLE001 - the thread's boundary: result() raises it
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="checkpoint", daemon=True).start()
+    return future
+
+
+def _reason(error: Exception) -> str:
+    """Return what went wrong, on one line."""
+    if isinstance(error, CheckpointError):
+        return str(error.args[0]).rstrip(".")
+    return str(error) if isinstance(error, OSError) else repr(error)
 
 
 def _warn_unwritten(step: int, reason: str) -> None:
     logger.warning("no checkpoint of step %d: %s. The run goes on; earlier checkpoints stay.", step, reason)
 
 
-def _complete(pending: _Pending, config: Config) -> Path:
-    """Turn what the ranks have written into a checkpoint, remove those that are too old, and return it."""
-    _write(pending.partial / DRIVER, pending.driver)
-    manifest = {
-        "format": FORMAT,
-        "step": pending.step,
-        "world_size": config.placement.num_workers,
-        "files": dict(_describe(pending.partial)),
-    }
-    _write(pending.partial / MANIFEST, json.dumps(manifest, indent=1).encode())
-    _directory_to_disk(pending.partial)
+def _complete(pending: _Pending, world_size: int) -> Path:
+    """Turn what the ranks have written into a checkpoint, and return it."""
+    write_file(pending.partial / DRIVER, pending.driver)
+    files = dict(_describe(pending.partial, world_size))
+    manifest = {"format": FORMAT, "world_size": world_size, "files": files}
+    write_file(pending.partial / MANIFEST, json.dumps(manifest, indent=1).encode())
+    directory_to_disk(pending.partial)
+    if pending.given_up.is_set():
+        shutil.rmtree(pending.partial, ignore_errors=True)
+        raise CheckpointError(f"{pending.partial} was given up.")
     target = pending.partial.with_name(f"step-{pending.step:08d}")
     publish(pending.partial, target)
-    for old in checkpoint_paths(target.parent)[config.save.keep :]:
-        remove(old)
     return target
 
 
-def _describe(directory: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield name, bytes and SHA-256 of each file; those of tensors as the ranks found them while writing."""
-    known: dict[str, Mapping[str, Any]] = {}
-    for path in directory.glob("rank-*.json"):
-        tensors = json.loads(path.read_bytes()).get("tensors", {})
-        known[tensors.get("file", "")] = tensors
-    for path in sorted(directory.iterdir()):
+def _remove_old(directory: Path, keep: int) -> None:
+    """Remove all checkpoints but the latest."""
+    for old in checkpoint_paths(directory)[keep:]:
+        try:
+            remove(old)
+        except OSError as error:
+            logger.warning("the old checkpoint %s cannot be removed: %s. The run goes on.", old, error)
+
+
+def _describe(directory: Path, world_size: int) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield name, bytes and SHA-256 of each file; those of tensors as the ranks found them while writing.
+
+    :raises CheckpointError: A rank's file is missing, torn, or not as long as the rank wrote it.
+    """
+    tensors = [_tensors(directory / name) for name in rank_names(world_size)]
+    known: dict[str, Mapping[str, Any]] = {each["file"]: each for each in tensors if each}
+    listed = {path.name for path in directory.iterdir()}
+    # A network file system may list a directory as it was a while ago; what is opened by name is there.
+    for name in sorted({*listed, *known, *rank_names(world_size)}):
+        path = directory / name
         size = path.stat().st_size
-        digest = known[path.name]["sha256"] if path.name in known else _sha256(path)
-        if path.name in known and known[path.name]["bytes"] != size:
-            raise CheckpointError(
-                f"{path} has {size} bytes, not the {known[path.name]['bytes']} that were written.",
-                hint="Every worker must see the run directory as the driver does.",
+        digest = known[name]["sha256"] if name in known else sha256(path)
+        if name in known and known[name]["bytes"] != size:
+            raise _not_as_written(
+                f"{path} has {size} bytes, not the {known[name]['bytes']} that were written"
             )
-        yield path.name, {"bytes": size, "sha256": digest}
+        yield name, {"bytes": size, "sha256": digest}
 
 
-def _sha256(path: Path) -> str:
-    with path.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
-
-
-def _write(path: Path, content: bytes) -> None:
-    with path.open("wb") as stream:
-        stream.write(content)
-        stream.flush()
-        os.fsync(stream.fileno())
-
-
-def _directory_to_disk(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
+def _tensors(path: Path) -> Mapping[str, Any]:
+    """Return what a rank says of its file with tensors; nothing if it has none."""
     try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        found = json.loads(path.read_bytes()).get("tensors") or {}
+        return {key: found[key] for key in ("file", "bytes", "sha256")} if found else {}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise _not_as_written(f"{path} cannot be read: {error!r}") from error
 
 
-def publish(source: Path, target: Path) -> None:
-    """Rename a complete directory, in place of an earlier one of the name."""
-    if target.exists():
-        remove(target)
-    source.rename(target)
-    _directory_to_disk(target.parent)
-
-
-def remove(path: Path) -> None:
-    """Remove a directory; from the first moment on it has a name that nobody takes for a checkpoint."""
-    leaving = path.with_name(f".{path.name}.removed")
-    shutil.rmtree(leaving, ignore_errors=True)
-    path.rename(leaving)
-    shutil.rmtree(leaving)
+def _not_as_written(problem: str) -> CheckpointError:
+    return CheckpointError(problem, hint="Every worker must see the run directory as the driver does.")
 
 
 def remove_leftovers(directory: Path) -> None:
     """Remove what a run left that was killed in the middle of a save or a removal."""
     for path in (*directory.glob(".step-*.partial"), *directory.glob(".step-*.removed")):
-        shutil.rmtree(path)
-
-
-def checkpoint_paths(directory: Path) -> list[Path]:
-    """Return the checkpoints in a directory, the latest first."""
-    found = directory.iterdir() if directory.is_dir() else ()
-    return sorted((path for path in found if _NAME.fullmatch(path.name)), reverse=True)
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def append_only_files(directory: Path) -> list[Path]:
@@ -273,78 +261,6 @@ def installed_packages() -> dict[str, str]:
             found[name] = version(name)
         except PackageNotFoundError:
             continue
-    return found
-
-
-def latest_checkpoint(run_directory: Path) -> Checkpoint | None:
-    """Return the newest checkpoint of a run that is complete; damaged ones are skipped with a warning.
-
-    :returns: ``None`` if the run has none.
-    :raises CheckpointError: It has some, and all are damaged.
-    """
-    problems = []
-    for path in checkpoint_paths(run_directory / DIRECTORY):
-        try:
-            return read_checkpoint(path)
-        except CheckpointError as error:
-            problems.append(str(error.args[0]))
-            logger.warning("skipped a damaged checkpoint: %s", error.args[0])
-    if problems:
-        raise CheckpointError(
-            "No checkpoint of the run can be used:\n  " + "\n  ".join(problems),
-            hint="Bring the files back, or start anew with --overwrite or another --run.name.",
-        )
-    return None
-
-
-def read_checkpoint(path: Path) -> Checkpoint:
-    """Return a checkpoint whose files are all as they were written.
-
-    :raises CheckpointError: A file is missing or changed, or it is of another version's format.
-    """
-    manifest = _read_json(path / MANIFEST)
-    if manifest.get("format") != FORMAT:
-        raise CheckpointError(
-            f"{path} has format {manifest.get('format')}; this version reads format {FORMAT}.",
-            hint="Resume with the version of anygauge that wrote it.",
-        )
-    try:
-        _check_files(path, manifest["files"])
-        driver = _read_json(path / DRIVER)
-        return Checkpoint(path, driver["step"], driver["state"], driver["files"], driver["packages"])
-    except (KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(
-            f"{path} lacks what a checkpoint has: {error!r}", hint="Resume from another checkpoint."
-        ) from error
-
-
-def _check_files(directory: Path, files: Mapping[str, Mapping[str, Any]]) -> None:
-    with ThreadPoolExecutor(max_workers=HASHED_AT_ONCE) as threads:
-        for problem in threads.map(partial(_damage, directory), files.items()):
-            if problem:
-                raise CheckpointError(problem, hint="Resume from another checkpoint.")
-
-
-def _damage(directory: Path, entry: tuple[str, Mapping[str, Any]]) -> str | None:
-    """Return how a file differs from what the manifest says of it."""
-    name, wanted = entry
-    path = directory / name
-    try:
-        size = path.stat().st_size
-        if size != wanted["bytes"]:
-            return f"{path} has {size} bytes instead of {wanted['bytes']}"
-        return None if _sha256(path) == wanted["sha256"] else f"{path} has changed: its SHA-256 is another"
-    except OSError as error:
-        return f"{path} cannot be read: {error.strerror}"
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}", hint="Resume from another.") from error
-    if not isinstance(found, dict):
-        raise CheckpointError(f"{path} holds no object.", hint="Resume from another.")
     return found
 
 

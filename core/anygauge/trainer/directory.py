@@ -14,9 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from anygauge.config import Config
-from anygauge.config.load import dump_config, write_resolved
-from anygauge.trainer.checkpoints import Checkpoint, latest_checkpoint
-from anygauge.trainer.resume import apply_changes, set_aside
+from anygauge.config.load import write_resolved
+from anygauge.trainer.disk import free_name
+from anygauge.trainer.resume import apply_changes, is_changed, set_aside
+from anygauge.trainer.saved import Checkpoint, latest_checkpoint
 from anygauge_hooks.errors import CheckpointError
 
 __all__ = ["RunDirectory", "open_run_directory"]
@@ -52,7 +53,10 @@ class RunDirectory:
             if self.continues:
                 set_aside(self.path, self.checkpoint)
                 self._keep_old_config()
-            write_resolved(self.config, self.path / CONFIG_FILE)
+            # At every moment the directory has a whole config: it is what makes it a run's.
+            fresh = self.path / f".{CONFIG_FILE}.new"
+            write_resolved(self.config, fresh)
+            fresh.replace(self.path / CONFIG_FILE)
             facts = json.dumps(dict(self.environment), indent=2)
             (self.path / "environment.json").write_text(facts + "\n")
         except OSError as error:
@@ -60,8 +64,9 @@ class RunDirectory:
 
     def _keep_old_config(self) -> None:
         current = self.path / CONFIG_FILE
-        if self.checkpoint and current.read_text(encoding="utf-8") != dump_config(self.config):
-            current.replace(self.path / f"config.until-step-{self.checkpoint.step}.toml")
+        if is_changed(current, self.config):
+            step = self.checkpoint.step if self.checkpoint else 0
+            shutil.copyfile(current, free_name(self.path / f"config.until-step-{step}.toml"))
 
 
 @contextmanager

@@ -14,10 +14,12 @@ from typing import Any, BinaryIO
 from anygauge.config import Config
 from anygauge.config.load import dump_config
 from anygauge.config.tree import flatten
-from anygauge.trainer.checkpoints import SUPERSEDED, Checkpoint, append_only_files, installed_packages
+from anygauge.trainer.checkpoints import SUPERSEDED, append_only_files, installed_packages
+from anygauge.trainer.disk import free_name, remove_abandoned
+from anygauge.trainer.saved import Checkpoint, checkpoint_paths
 from anygauge_hooks.errors import CheckpointError
 
-__all__ = ["apply_changes", "set_aside"]
+__all__ = ["apply_changes", "is_changed", "set_aside"]
 
 logger = logging.getLogger(__name__)
 
@@ -25,16 +27,18 @@ HARMLESS = (
     *("run.name", "run.directory", "run.steps", "run.overwrite", "run.resume", "run.trackers"),
     *("run.tracker_options", "run.report", "run.progress", "run.timeout_s", "hub", "eval", "save", "cluster"),
     *("data.cache", "debug", "placement.launcher"),
-    *("placement.start_timeout_s", "reward.num_workers", "reward.timeout_s", "reward.memory_gib"),
-    "reward.max_failed_ratio",
+    *("placement.start_timeout_s", "reward.num_workers", "reward.concurrency", "reward.timeout_s"),
+    *("reward.memory_gib", "reward.max_failed_ratio"),
 )
-"""Sections and keys that change nothing of what a step computes."""
+"""Sections and keys that change nothing of what a step computes, unless :func:`_effect` says so."""
 ROUNDING = (
     *("train.micro_batch_tokens", "train.recompute", "rollout.max_batch_tokens"),
     *("placement.num_workers", "placement.threads_per_worker", "placement.rollout_workers"),
     "run.deterministic",
 )
 """Keys that change the order of sums: the steps are as good, but not the same to the bit."""
+THIS_START = ("run.overwrite", "run.resume")
+"""Keys that are about one start of a run and not about the run."""
 ABSENT = "not set"
 LONGEST_LINE = 2**24
 """Bytes."""
@@ -57,7 +61,7 @@ def apply_changes(old: Path, config: Config) -> None:
     :raises CheckpointError: It differs in a key that would make it another run; lists all of them.
     """
     changes = list(_changes(old, config))
-    refused = [each for each in changes if not _is_one_of(each.key, (*HARMLESS, *ROUNDING))]
+    refused = [each for each in changes if not _may_change(each, config)]
     if refused:
         lines = "\n  ".join(str(each) for each in refused)
         raise CheckpointError(
@@ -65,9 +69,37 @@ def apply_changes(old: Path, config: Config) -> None:
             hint="Set these keys back to go on with it, or choose another --run.name.",
         )
     for change in changes:
-        if not _is_one_of(change.key, ("run.overwrite", "run.resume")):
-            effect = "; the bits may differ from here on" if _is_one_of(change.key, ROUNDING) else ""
-            logger.warning("changed with the resume: %s%s", change, effect)
+        if change.key not in THIS_START:
+            logger.warning("changed with the resume: %s%s", change, _effect(change, config))
+
+
+def is_changed(old: Path, config: Config) -> bool:
+    """Return whether a config is another than that of the run that it continues."""
+    return any(change.key not in THIS_START for change in _changes(old, config))
+
+
+def _may_change(change: _Change, config: Config) -> bool:
+    return _is_one_of(change.key, (*HARMLESS, *ROUNDING)) or _is_moved(change, config)
+
+
+def _is_moved(change: _Change, config: Config) -> bool:
+    """Return whether only the places of data files differ, of which a checkpoint knows the rows."""
+    if change.key != "data.train" or config.data.source != "files":
+        return False
+    return bool(_without_places(change.old) == _without_places(change.new))
+
+
+def _without_places(files: Any) -> Any:
+    return [{**each, "path": ""} for each in files] if isinstance(files, list) else files
+
+
+def _effect(change: _Change, config: Config) -> str:
+    """Return what a change does to the steps that follow, as a clause to append."""
+    if change.key == "run.steps" and config.train.lr_schedule == "cosine":
+        return f"; the learning rate goes on along the cosine of a run of {change.new} steps"
+    if change.key == "data.train":
+        return "; the rows must be those of the checkpoint, which is checked"
+    return "; the bits may differ from here on" if _is_one_of(change.key, ROUNDING) else ""
 
 
 def _changes(old: Path, config: Config) -> Iterator[_Change]:
@@ -93,17 +125,18 @@ def set_aside(directory: Path, checkpoint: Checkpoint | None) -> None:
     """Take out of the run directory what was written after a checkpoint.
 
     The ends of the append-only files are moved to ``NAME.superseded.jsonl``, and later checkpoints, which are
-    damaged, to ``NAME.damaged``. Nothing is lost.
+    damaged, to ``NAME.damaged``. Nothing is lost but what a killed process had half written or removed.
 
     :param checkpoint: ``None`` for the beginning of the run.
     """
+    remove_abandoned(directory)
     kept: Mapping[str, int] = checkpoint.files if checkpoint else {}
     for path in append_only_files(directory):
         _cut(path, kept.get(path.name, 0))
     if checkpoint is not None:
-        for later in checkpoint.path.parent.glob("step-*"):
-            if later.name > checkpoint.path.name and not later.name.endswith(".damaged"):
-                later.rename(later.with_name(f"{later.name}.damaged"))
+        for later in checkpoint_paths(checkpoint.path.parent):
+            if later.name > checkpoint.path.name:
+                later.rename(free_name(later.with_name(f"{later.name}.damaged")))
         _warn_of_packages(checkpoint)
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,13 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 from anygauge.config import Config
-from anygauge.engines.megatron.checkpoint_files import Piece, RankFile, write_rank
+from anygauge.engines.megatron.checkpoint_files import (
+    Piece,
+    PieceReader,
+    RankFile,
+    open_pieces,
+    write_rank,
+)
 from anygauge.engines.megatron.prepare import prepare_megatron
 from anygauge.plugins import Plugins, load_plugins
 from anygauge.testing.tiny import tiny_qwen3
@@ -365,8 +373,21 @@ def later_format(path: Path) -> None:
     changed(path, format=99)
 
 
-def other_device(path: Path) -> None:
-    changed(path, device="abacus")
+def other_groups(path: Path) -> None:
+    changed(path, groups=[])
+
+
+def without_a_tensor(path: Path) -> None:
+    pieces = json.loads((path / "rank-00000.json").read_text())["pieces"]
+    pieces[-1]["kinds"].append("momentum")
+    changed(path, pieces=pieces)
+
+
+def a_longer_piece(path: Path) -> None:
+    pieces = json.loads((path / "rank-00000.json").read_text())["pieces"]
+    last = pieces[-1]
+    last["start"], last["end"] = 0, last["end"] + 1
+    changed(path, pieces=pieces)
 
 
 @pytest.mark.parametrize(
@@ -380,7 +401,9 @@ def other_device(path: Path) -> None:
         (one_rank_less, "rank-00001.json"),
         (a_hole, "lacks elements 0 to"),
         (later_format, "format 99"),
-        (other_device, "made on abacus"),
+        (other_groups, "has 0 groups of parameters"),
+        (without_a_tensor, "no momentum/"),
+        (a_longer_piece, "is stored as F32 of shape"),
     ],
 )
 def test_what_cannot_be_loaded_changes_nothing(
@@ -396,6 +419,127 @@ def test_what_cannot_be_loaded_changes_nothing(
         engine.load_checkpoint(str(path))
     assert_equal(weights(engine), before)
     assert engine.schedule.num_steps == 2
+
+
+def test_a_checkpoint_of_another_device_is_loaded_but_for_the_generators(
+    make_engine: MakeEngine, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = make_engine()
+    train(engine, range(1))
+    path = save(engine, tmp_path / "saved")
+    changed(path, device="abacus")
+    expected, other = train(engine, range(1, 3)), make_engine()
+    torch.rand(3)
+    state = torch.get_rng_state()
+    other.load_checkpoint(str(path))
+    assert torch.equal(torch.get_rng_state(), state)
+    assert same_bits(train(other, range(1, 3)), expected)
+    assert "the checkpoint was made on abacus, this is cpu" in caplog.text
+
+
+def test_loading_holds_one_parameter_at_a_time(
+    make_engine: MakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alive: list[weakref.ref[torch.Tensor]] = []
+    most = 0
+    read = PieceReader.read
+
+    def counted(reader: PieceReader, *arguments: Any) -> torch.Tensor | None:
+        nonlocal most
+        found = read(reader, *arguments)
+        if found is not None:
+            alive.append(weakref.ref(found))
+        most = max(most, sum(each() is not None for each in alive))
+        return found
+
+    engine = make_engine()
+    train(engine, range(1))
+    path = save(engine, tmp_path / "saved")
+    monkeypatch.setattr(PieceReader, "read", counted)
+    engine.load_checkpoint(str(path))
+    assert len(alive) > 20
+    assert most <= 3  # the two moments of a parameter, and the tensor before
+
+
+def test_buffers_of_every_type_are_kept_or_refused_at_once(make_engine: MakeEngine, tmp_path: Path) -> None:
+    dtypes = (torch.bool, torch.int32, torch.int16, torch.int8, torch.float64)
+    names = {str(dtype): torch.tensor([0, 1, 1]).to(dtype) for dtype in dtypes}
+    pieces = [Piece(name=name, start=0, end=3, shape=[3], kinds=["weight"], scalars={}) for name in names]
+    whole = RankFile(
+        format=1, rank=0, world_size=1, device="cpu", pieces=pieces, schedule={}, groups=[], rng={}
+    )
+    write_rank(tmp_path, whole, {f"weight/{name}": tensor for name, tensor in names.items()})
+    with open_pieces(tmp_path) as reader:
+        for name, tensor in names.items():
+            assert reader.dtype("weight", name, 0, 3) == tensor.dtype
+            found = reader.read("weight", name, 0, 3)
+            assert found is not None
+            assert torch.equal(found, tensor)
+    engine = make_engine()
+    odd = torch.nn.Parameter(torch.zeros(3, dtype=torch.complex64), requires_grad=False)
+    engine._checkpoint._parameters["odd"] = odd
+    with pytest.raises(CheckpointError, match=r"odd is torch\.complex64"):
+        engine.save_checkpoint(str(tmp_path))
+
+
+@pytest.mark.parametrize("error", [KeyError("dtype"), MemoryError("16 GB")])
+def test_any_failure_of_a_write_is_a_checkpoint_error(
+    make_engine: MakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def failing(*arguments: Any) -> None:
+        raise error
+
+    engine = make_engine()
+    monkeypatch.setattr("anygauge.engines.megatron.checkpoint.write_rank", failing)
+    engine.save_checkpoint(str(tmp_path))
+    engine._checkpoint._write.join()
+    with pytest.raises(CheckpointError, match=type(error).__name__):
+        engine.checkpoint_written()
+
+
+def test_a_save_without_room_or_while_the_last_is_stuck_is_said_and_not_raised(
+    make_engine: MakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go_on = threading.Event()
+
+    def slow(*arguments: Any) -> None:
+        assert go_on.wait(30)
+
+    engine = make_engine()
+    with monkeypatch.context() as patch:
+        patch.setattr(engine._checkpoint, "_copy", lambda: torch.empty(2**60))
+        engine.save_checkpoint(str(tmp_path))
+        with pytest.raises(CheckpointError, match="no room on the host"):
+            engine.checkpoint_written()
+    monkeypatch.setattr("anygauge.engines.megatron.checkpoint.write_rank", slow)
+    monkeypatch.setattr("anygauge.engines.megatron.checkpoint.STUCK_S", 0.01)
+    engine.save_checkpoint(str(tmp_path))
+    engine.save_checkpoint(str(tmp_path))
+    with pytest.raises(CheckpointError, match="the write before has not ended"):
+        engine.checkpoint_written()
+    go_on.set()
+    engine._checkpoint._write.join()
+    engine.save_checkpoint(str(tmp_path))
+    wait(engine)
+
+
+def test_an_export_is_on_the_disk_before_it_has_its_name(
+    make_engine: MakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[tuple[str, bool]] = []
+    fsync, target = os.fsync, tmp_path / "hf"
+
+    def record(descriptor: int) -> None:
+        synced.append((Path(f"/proc/self/fd/{descriptor}").resolve().name, target.exists()))
+        fsync(descriptor)
+
+    engine = make_engine()
+    monkeypatch.setattr(os, "fsync", record)
+    engine.save_hf(str(target))
+    before = {name for name, named in synced if not named}
+    assert before >= {path.name for path in target.iterdir()}
+    assert any(name.startswith(".hf.partial-") for name in before)
+    assert synced[-1] == (tmp_path.name, True)
 
 
 def test_a_checkpoint_of_another_model_or_precision(make_engine: MakeEngine, tmp_path: Path) -> None:

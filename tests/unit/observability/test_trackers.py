@@ -164,6 +164,15 @@ def test_tensorboard_hides_what_a_resumed_run_takes_again(tmp_path: Path) -> Non
     assert scalars(tmp_path / "elsewhere")["train/loss"] == [(1, 0.5), (2, 0.125)]
 
 
+def test_tensorboard_hides_what_a_run_from_its_beginning_takes_again(tmp_path: Path) -> None:
+    run = make_run(tmp_path, "tensorboard")
+    for _ in range(2):
+        record(make(run, "tensorboard"))
+    found = scalars(tmp_path / "tensorboard")
+    assert found["eval/gsm8k"] == [(0, 0.125)]
+    assert [step for step, _ in found["train/loss"]] == [1, 2, 3]
+
+
 def test_tensorboard_takes_a_groups_own_step(tmp_path: Path) -> None:
     tracker = make(make_run(tmp_path, "tensorboard"), "tensorboard")
     tracker.log({"train/loss": 0.5, "train/step": 28, "perf/step_time": 1.0}, step=7)
@@ -325,7 +334,8 @@ def test_trackio(
 @pytest.mark.parametrize(
     ("trackers", "options", "problem"),
     [
-        (["jsonl"], {"wandb": {}}, ("run.tracker_options.wandb", "add 'wandb' to run.trackers")),
+        (["jsonl"], {"wand": {}}, ("run.tracker_options.wand", "add 'wand' to run.trackers")),
+        ([], {"wandb": {"projct": "p"}}, ("run.tracker_options.wandb.projct", "no such option; it has dir,")),
         (
             ["wandb"],
             {"wandb": {"projct": "p"}},
@@ -358,6 +368,10 @@ def test_right_options_are_none() -> None:
     assert plugin.check_config(config) == []
 
 
+def test_a_tracker_that_is_turned_off_keeps_its_options() -> None:
+    assert plugin.check_config(make_config(wandb={"project": "p"}, tensorboard={"dir": "tb"})) == []
+
+
 @pytest.mark.parametrize("name", ["tensorboard", "wandb", "trackio"])
 def test_a_tracker_without_its_package_is_a_problem(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plugin, "find_spec", lambda package: None)
@@ -373,10 +387,3 @@ def test_a_tracker_without_its_package_is_a_problem(name: str, monkeypatch: pyte
 def test_a_folder_of_the_name_is_no_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plugin, "find_spec", lambda package: importlib.util.spec_from_loader(package, None))
     assert [each.path for each in plugin.check_config(make_config("wandb"))] == ["run.trackers[0]"]
-
-
-def test_a_data_set_cannot_be_the_step_axis() -> None:
-    config = make_config()
-    changed = config.model_dump() | {"eval": {"datasets": {"step": {"files": ["e.jsonl"]}}}}
-    (problem,) = plugin.check_config(Config.model_validate(changed))
-    assert (problem.path, problem.found) == ("eval.datasets.step", "step")

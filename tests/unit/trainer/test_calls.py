@@ -2,9 +2,20 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from anygauge.trainer.calls import Died, Raised, WorkerId, capture, decode, encode, error_of
+from anygauge.trainer.calls import (
+    Died,
+    Raised,
+    WorkerId,
+    capture,
+    deadline_error,
+    decode,
+    encode,
+    error_of,
+)
 from anygauge_hooks.errors import AnygaugeError, DataError, WorkerDiedError, WorkerFailedError
 
 WHO = {rank: WorkerId(role="actor", rank=rank, pid=10 + rank, host="here") for rank in range(3)}
@@ -38,6 +49,16 @@ def test_consequences_are_listed_afterwards() -> None:
     assert isinstance(error, WorkerDiedError)
     assert "The end of its log:\nlast words" in str(error)
     assert "Afterwards:\n  Rank 0 (actor, pid 10, here) raised RuntimeError" in str(error)
+
+
+def test_a_worker_that_shows_no_stack_may_be_stopped() -> None:
+    logs = {rank: Path(f"actor-{rank}.log") for rank in WHO}
+    error = deadline_error("train", 9.0, list(WHO.values()), {0: "  a stack", 1: ""}, "run.timeout_s", logs)
+    first, second, third = str(error).split("is at:\n")[1:]
+    assert first.startswith("  a stack\nRank 1")
+    for stack in (second, third):
+        assert stack.startswith("  (no stack taken: ")
+        assert "stopped by a signal" in stack
 
 
 def test_the_original_exception_is_the_cause() -> None:

@@ -13,7 +13,8 @@ import pytest
 
 from anygauge.config import Config
 from anygauge.trainer import checkpoints
-from anygauge.trainer.checkpoints import CheckpointWriter, export_hf, latest_checkpoint
+from anygauge.trainer.checkpoints import CheckpointWriter, export_hf
+from anygauge.trainer.saved import latest_checkpoint
 from anygauge_hooks.errors import CheckpointError
 
 
@@ -62,7 +63,9 @@ def make_writer(tmp_path: Path, workers: Workers) -> Callable[..., CheckpointWri
 
 def write(writer: CheckpointWriter, step: int) -> Path | None:
     writer.start(step, {"step": step, "version": step, "source": {"cursor": 4 * step}})
-    return writer.finish()
+    path = writer.finish()
+    writer.close()
+    return path
 
 
 def names(directory: Path) -> list[str]:
@@ -91,6 +94,7 @@ def test_a_checkpoint_appears_when_every_rank_has_written(
     assert found.files == {"metrics.jsonl": 3}
     assert "torch" in found.packages
     manifest = json.loads((path / "manifest.json").read_text())
+    assert manifest.keys() == {"format", "world_size", "files"}
     assert manifest["world_size"] == 2
     assert manifest["files"].keys() == {each.name for each in path.iterdir()} - {"manifest.json"}
 
@@ -125,6 +129,7 @@ def test_the_latest_are_kept(tmp_path: Path, make_writer: Callable[..., Checkpoi
     writer.start(12, {})
     assert writer.start(13, {}) == tmp_path / "checkpoints" / "step-00000012"
     writer.finish()
+    writer.close()
     assert names(tmp_path) == ["step-00000012", "step-00000013"]
 
 
@@ -157,7 +162,7 @@ def test_a_save_that_fails_is_a_warning(
     write(writer, 1)
     workers.failure = "No space left on device" if where == "rank" else None
     if where == "manifest":
-        monkeypatch.setattr(checkpoints, "_write", full)
+        monkeypatch.setattr(checkpoints, "write_file", full)
     if where == "directory":
         monkeypatch.setattr(Path, "mkdir", full)
     assert write(writer, 2) is None
@@ -189,6 +194,121 @@ def test_a_write_that_hangs_is_given_up(
     assert names(tmp_path) == []
 
 
+def test_a_disk_that_is_stuck_is_given_up_and_holds_up_nothing(
+    tmp_path: Path,
+    make_writer: Callable[..., CheckpointWriter],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    go_on, left, inner = threading.Event(), threading.Event(), checkpoints._complete
+
+    def stuck(*arguments: Any) -> Path:
+        assert go_on.wait(30)
+        try:
+            return inner(*arguments)
+        finally:
+            left.set()
+
+    monkeypatch.setattr(checkpoints, "_complete", stuck)
+    monkeypatch.setattr(checkpoints, "CLOSE_S", 0.01)
+    writer = make_writer()
+    writer._config = make_config().model_copy(
+        update={"run": make_config().run.model_copy(update={"timeout_s": 0.05})}
+    )
+    writer.start(1, {})
+    assert writer.finish() is None
+    (message,) = caplog.messages
+    assert message.startswith("no checkpoint of step 1: it took longer than run.timeout_s")
+    writer.start(2, {})
+    writer.poll()
+    writer.close()
+    assert [t.daemon for t in threading.enumerate() if t.name == "checkpoint"] == [True, True]
+    go_on.set()
+    assert writer._pending is not None
+    assert writer._pending.completing is not None
+    writer._pending.completing.result(30)
+    assert writer.poll() == tmp_path / "checkpoints" / "step-00000002"
+    assert left.wait(30)
+    for thread in threading.enumerate():
+        if thread.name == "checkpoint":
+            thread.join(30)
+    assert names(tmp_path) == ["step-00000002"]
+
+
+def lose_a_rank(path: Path) -> None:
+    (path / "rank-00001.json").unlink()
+
+
+def tear_a_description(path: Path) -> None:
+    (path / "rank-00001.json").write_text('{"rank": 1, "tens')
+
+
+def describe_half(path: Path) -> None:
+    (path / "rank-00001.json").write_text('{"tensors": {"file": "rank-00001.safetensors"}}')
+
+
+def lose_tensors(path: Path) -> None:
+    tensors = {"file": "rank-00001.safetensors", "bytes": 1000, "sha256": ""}
+    (path / "rank-00001.json").write_text(json.dumps({"tensors": tensors}))
+    (path / "rank-00001.safetensors").unlink()
+
+
+@pytest.mark.parametrize("damage", [tear_a_description, describe_half, lose_tensors, lose_a_rank])
+def test_what_the_ranks_did_not_write_whole_is_no_checkpoint(
+    tmp_path: Path,
+    make_writer: Callable[..., CheckpointWriter],
+    damage: Callable[[Path], None],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    writer = make_writer()
+    writer.start(1, {})
+    damage(tmp_path / "checkpoints" / ".step-00000001.partial")
+    assert writer.finish() is None
+    (message,) = caplog.messages
+    assert message.startswith("no checkpoint of step 1: ")
+    assert "rank-00001" in message
+    assert write(writer, 2)
+    assert names(tmp_path) == ["step-00000002"]
+
+
+@pytest.mark.parametrize("error", [KeyError("dtype"), MemoryError(), RuntimeError("odd")])
+def test_whatever_keeps_a_checkpoint_from_being_completed_is_a_warning(
+    make_writer: Callable[..., CheckpointWriter],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    error: Exception,
+) -> None:
+    def failing(*arguments: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(checkpoints, "_describe", failing)
+    assert write(make_writer(), 1) is None
+    (message,) = caplog.messages
+    assert message.startswith(f"no checkpoint of step 1: {error!r}. The run goes on")
+
+
+def test_an_old_checkpoint_that_stays_is_a_warning_of_its_own(
+    tmp_path: Path,
+    make_writer: Callable[..., CheckpointWriter],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def busy(path: Path) -> None:
+        raise OSError(16, "Device or resource busy")
+
+    writer = make_writer(keep=1)
+    write(writer, 1)
+    monkeypatch.setattr(checkpoints, "remove", busy)
+    assert write(writer, 2) == tmp_path / "checkpoints" / "step-00000002"
+    (message,) = caplog.messages
+    assert message.startswith(
+        f"the old checkpoint {tmp_path / 'checkpoints' / 'step-00000001'} cannot be removed"
+    )
+    monkeypatch.undo()
+    assert write(writer, 3)
+    assert names(tmp_path) == ["step-00000003"]
+
+
 def flip_a_bit(path: Path) -> None:
     data = bytearray((path / "rank-00001.safetensors").read_bytes())
     data[500] ^= 1
@@ -199,8 +319,10 @@ def truncate(path: Path) -> None:
     (path / "rank-00000.safetensors").write_bytes(b"")
 
 
-def lose_a_rank(path: Path) -> None:
-    (path / "rank-00001.json").unlink()
+def forget_a_rank(path: Path) -> None:
+    manifest = json.loads((path / "manifest.json").read_text())
+    del manifest["files"]["rank-00001.json"]
+    (path / "manifest.json").write_text(json.dumps(manifest))
 
 
 def lose_the_driver(path: Path) -> None:
@@ -224,7 +346,7 @@ def empty_the_manifest(path: Path) -> None:
 
 
 def halve_the_manifest(path: Path) -> None:
-    (path / "manifest.json").write_text('{"format": 1, "files": {"driver.json": {}}}')
+    (path / "manifest.json").write_text('{"format": 1, "world_size": 0, "files": {"driver.json": {}}}')
 
 
 def empty_the_driver(path: Path) -> None:
@@ -240,6 +362,7 @@ DAMAGES = (
     flip_a_bit,
     truncate,
     lose_a_rank,
+    forget_a_rank,
     lose_the_driver,
     lose_the_manifest,
     tear_the_manifest,
@@ -299,7 +422,7 @@ def half_removed(path: Path, **options: Any) -> None:
     ("name", "replacement", "latest"),
     [
         ("_describe", die, 1),
-        ("_write", die, 1),
+        ("write_file", die, 1),
         ("publish", die, 1),
         ("checkpoint_paths", die, 2),
         ("remove", die, 2),

@@ -19,6 +19,8 @@ class Workers:
     """One rank that has nothing to save."""
 
     def call(self, method: str, **arguments: Any) -> list[Any]:
+        if method == "save_checkpoint":
+            (Path(arguments["path"]) / "rank-00000.json").write_text("{}")
         return [True]
 
 
@@ -31,6 +33,8 @@ def make_config(directory: Path, **changes: Any) -> Config:
         "eval": {},
         "save": {},
         "placement": {},
+        "reward": {},
+        "debug": {},
     }
     for key, value in changes.items():
         section, _, name = key.partition("__")
@@ -50,6 +54,7 @@ def save(directory: Path, config: Config, step: int) -> None:
     writer = CheckpointWriter(directory, config, Workers())  # type: ignore[arg-type]
     writer.start(step, {"step": step})
     assert writer.finish()
+    writer.close()
 
 
 def snapshot(directory: Path) -> dict[str, bytes]:
@@ -165,11 +170,71 @@ def test_later_damaged_checkpoints_make_room(tmp_path: Path) -> None:
     assert sorted(os.listdir(directory / "checkpoints")) == ["step-00000002", "step-00000002.damaged"]
 
 
+def test_a_step_may_be_damaged_again_and_again(tmp_path: Path) -> None:
+    config = make_config(tmp_path)
+    directory = opened(config).path
+    save(directory, config, 1)
+    for _ in range(3):
+        save(directory, config, 2)
+        (directory / "checkpoints" / "step-00000002" / "driver.json").write_text("")
+        found = opened(make_config(tmp_path, run__resume=True))
+        assert found.checkpoint is not None
+        assert found.checkpoint.step == 1
+    assert sorted(os.listdir(directory / "checkpoints")) == [
+        "step-00000001",
+        "step-00000002-2.damaged",
+        "step-00000002-3.damaged",
+        "step-00000002.damaged",
+    ]
+
+
+def test_what_a_killed_export_left_is_removed(tmp_path: Path) -> None:
+    directory = opened(make_config(tmp_path)).path
+    for name in (".hf.partial-123", "..hf.new.partial-9", ".hf.new", ".hf-step-5.removed", "hf"):
+        (directory / name).mkdir()
+        (directory / name / "model.safetensors").write_text("")
+    opened(make_config(tmp_path, run__resume=True))
+    assert sorted(path.name for path in directory.iterdir() if path.is_dir()) == ["hf", "logs"]
+
+
+def test_every_old_config_stays(tmp_path: Path) -> None:
+    directory = opened(make_config(tmp_path, run__steps=10)).path
+    for steps in (10, 20, 20, 30):
+        opened(make_config(tmp_path, run__resume=True, run__steps=steps))
+    kept = [(directory / f"config.until-step-{name}.toml").read_text() for name in ("0", "0-2")]
+    assert ["steps = 10" in kept[0], "steps = 20" in kept[1]] == [True, True]
+    assert "steps = 30" in (directory / "config.toml").read_text()
+    assert len(list(directory.glob("*.toml"))) == 3
+
+
+def test_a_resume_killed_while_it_writes_the_config_can_be_resumed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Killed(BaseException):
+        pass
+
+    def half(config: Config, path: Path) -> None:
+        path.write_text("[run\nname")
+        raise Killed
+
+    opened(make_config(tmp_path))
+    monkeypatch.setattr("anygauge.trainer.directory.write_resolved", half)
+    with pytest.raises(Killed):
+        opened(make_config(tmp_path, run__resume=True, run__steps=20))
+    monkeypatch.undo()
+    assert opened(make_config(tmp_path, run__resume=True, run__steps=20)).continues
+
+
 def test_keys_that_make_another_run_are_refused_together(tmp_path: Path) -> None:
     directory = opened(make_config(tmp_path)).path
     before = snapshot(directory)
     changed = make_config(
-        tmp_path, run__resume=True, train__lr=1e-4, run__seed=7, data__train=["other.jsonl"], eval__interval=3
+        tmp_path,
+        run__resume=True,
+        train__lr=1e-4,
+        run__seed=7,
+        data__train=["data.jsonl", "b.jsonl"],
+        eval__interval=3,
     )
     with pytest.raises(CheckpointError, match="not that of the run") as caught:
         opened(changed)
@@ -204,6 +269,36 @@ def test_keys_that_may_change_are_applied_and_said(tmp_path: Path, caplog: pytes
     assert "run.resume" not in caplog.text
     assert (directory / "config.until-step-4.toml").read_text() == old
     assert "steps = 500" in (directory / "config.toml").read_text()
+
+
+def test_longer_cosines_are_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    opened(make_config(tmp_path, train__lr_schedule="cosine"))
+    opened(make_config(tmp_path, run__resume=True, run__steps=500, train__lr_schedule="cosine"))
+    said = next(each for each in caplog.messages if "run.steps" in each)
+    assert said.endswith("100 -> 500; the learning rate goes on along the cosine of a run of 500 steps")
+
+
+def test_data_files_may_move(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    opened(make_config(tmp_path))
+    opened(
+        make_config(tmp_path, run__resume=True, data__train=["/elsewhere/data.jsonl"], reward__concurrency=7)
+    )
+    moved = next(each for each in caplog.messages if "data.train" in each)
+    assert moved.endswith("; the rows must be those of the checkpoint, which is checked")
+    assert "changed with the resume: reward.concurrency: 64 -> 7" in caplog.messages
+    weighted = [{"path": "/elsewhere/data.jsonl", "weight": 2.0}]
+    with pytest.raises(CheckpointError, match=r"data\.train: "):
+        opened(make_config(tmp_path, run__resume=True, data__train=weighted))
+    with pytest.raises(CheckpointError, match=r"data\.train: "):
+        opened(make_config(tmp_path, run__resume=True, data__train=["b.jsonl"], data__source="other"))
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("dump_batches", True), ("mode", "rollout_only"), ("replay_batches", "dumps")]
+)
+def test_a_run_may_go_on_to_be_looked_at(tmp_path: Path, key: str, value: Any) -> None:
+    opened(make_config(tmp_path))
+    assert opened(make_config(tmp_path, run__resume=True, **{f"debug__{key}": value})).continues
 
 
 def test_a_run_whose_config_is_lost_or_torn(tmp_path: Path) -> None:

@@ -8,9 +8,11 @@ parameters one ``step`` tensor, which Adam then advances once for each of them.
 
 from __future__ import annotations
 
+import logging
 import random
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +31,7 @@ from anygauge.engines.megatron.checkpoint_files import (
     Piece,
     PieceReader,
     RankFile,
+    check_dtype,
     key,
     open_pieces,
     write_rank,
@@ -41,7 +44,11 @@ from anygauge_hooks.types import Device
 
 __all__ = ["Checkpointer", "Shard", "optimizer_shards"]
 
+logger = logging.getLogger(__name__)
+
 WEIGHT, MAIN = "weight", "main"
+STUCK_S = 60.0
+"""Longest wait for an earlier write, which should have ended long ago."""
 CHANGING = ("lr", "weight_decay", "step")
 """Settings of a parameter group that change while it trains."""
 
@@ -130,12 +137,23 @@ class Checkpointer:
         self._context = context
         self._host: dict[str, Tensor] = {}
         self._write: _Write | None = None
+        self._refused: str | None = None
+        """Why the last save did not begin."""
 
     def save(self, directory: Path) -> None:
-        """Copy the state to the host, and start to write it; an earlier write is waited for."""
-        if self._write is not None:
-            self._write.join()
-        pieces, tensors = self._copy()
+        """Copy the state to the host, and start to write it; an earlier write is waited for.
+
+        :raises CheckpointError: The state is of a kind that no checkpoint can hold.
+        """
+        if self._write is not None and not self._write.join(STUCK_S):
+            self._refused = f"the write before has not ended after {STUCK_S} s more"
+            return
+        self._refused = None
+        try:
+            pieces, tensors = self._copy()
+        except (MemoryError, RuntimeError) as error:
+            self._refused = f"there is no room on the host for a copy: {error}"
+            return
         self._context.device.synchronize()
         description = RankFile(
             format=FORMAT,
@@ -154,6 +172,11 @@ class Checkpointer:
 
         :raises CheckpointError: It could not be written.
         """
+        if self._refused is not None:
+            raise CheckpointError(
+                f"The checkpoint cannot be written: {self._refused}.",
+                hint="Give the workers more host memory, or the run a faster disk.",
+            )
         return self._write is None or self._write.done()
 
     def _shards(self) -> Iterator[Shard]:
@@ -189,6 +212,7 @@ class Checkpointer:
                 yield shard, *_state(shard)
 
     def _to_host(self, name: str, tensor: Tensor) -> Tensor:
+        check_dtype(name, tensor)
         held = self._host.get(name)
         if held is None or held.shape != tensor.shape or held.dtype != tensor.dtype:
             pinned = self._context.device.type != "cpu"
@@ -199,19 +223,21 @@ class Checkpointer:
     def load(self, directory: Path) -> None:
         """Restore what :meth:`save` of these or other data-parallel ranks wrote.
 
-        With another number of ranks, the random generators keep the state that they have. A collective.
+        With another number of ranks or type of device, the random generators keep the state that they have. A
+        collective. Tensors are read one after another, when all that the files say of them is checked.
 
         :raises CheckpointError: It does not fit or cannot be read; on every rank, and nothing was changed.
         """
-        apply, problem = None, None
-        try:
-            with open_pieces(directory) as reader:
-                apply = self._read(reader)
-        except CheckpointError as error:
-            problem = error
-        self._agree(directory, problem)
-        assert apply is not None
-        apply()
+        with ExitStack() as stack:
+            reader, problem = None, None
+            try:
+                reader = stack.enter_context(open_pieces(directory))
+                self._check(reader)
+            except CheckpointError as error:
+                problem = error
+            self._agree(directory, problem)
+            assert reader is not None
+            self._apply(reader)
 
     def _agree(self, directory: Path, problem: CheckpointError | None) -> None:
         ok = torch.tensor([problem is None], dtype=torch.int32, device=self._context.device.torch_device)
@@ -226,28 +252,20 @@ class Checkpointer:
                 hint="Every host must see the same files. The log of such a rank says more.",
             )
 
-    def _read(self, reader: PieceReader) -> Callable[[], None]:
-        """Return what changes the engine, with all that it needs read and checked."""
-        self._check(reader)
-        weights = [
-            (parameter, self._weight(reader, name, parameter)) for name, parameter in self._parameters.items()
-        ]
-        states = [(shard, *self._read_state(reader, shard)) for shard in self._shards()]
-
-        def apply() -> None:
-            for parameter, weight in weights:
-                parameter.data.copy_(weight.view(parameter.shape))
-            for shard, main, state in states:
-                _restore(shard, main, state)
-            for group, settings in zip(self._optimizer.param_groups, reader.files[0].groups, strict=True):
-                group.update(settings)
-            self._schedule.num_steps = reader.files[0].schedule["num_steps"]
-            if len(reader.files) == self._context.world_size:
-                _restore_rng(self._context.device, reader.files[self._context.rank].rng)
-
-        return apply
-
     def _check(self, reader: PieceReader) -> None:
+        """Raise unless the checkpoint has all that this rank needs, in the form that it needs it."""
+        self._check_layout(reader)
+        for name, parameter in self._parameters.items():
+            _check_stored(reader, WEIGHT, name, (0, parameter.numel()), parameter.dtype)
+        for shard in self._shards():
+            part = (shard.start, shard.end)
+            reader.scalars(shard.name, *part)
+            for kind in reader.kinds(shard.name, *part) - {WEIGHT, MAIN}:
+                reader.dtype(kind, shard.name, *part)
+            if shard.is_copy:
+                _check_stored(reader, MAIN, shard.name, part, shard.main.dtype)
+
+    def _check_layout(self, reader: PieceReader) -> None:
         wanted = {name: tuple(parameter.shape) for name, parameter in self._parameters.items()}
         if reader.shapes != wanted:
             names = sorted(n for n in {*wanted, *reader.shapes} if wanted.get(n) != reader.shapes.get(n))
@@ -256,27 +274,37 @@ class Checkpointer:
                 f"The checkpoint is of another model: {len(names)} parameters differ ({first}).",
                 hint="Has the directory of model.path changed since the run began?",
             )
-        file, groups = reader.files[0], len(self._optimizer.param_groups)
-        here = self._context.device.type
-        if file.device != here or len(file.groups) != groups:
+        found, groups = len(reader.files[0].groups), len(self._optimizer.param_groups)
+        if found != groups:
             raise CheckpointError(
-                f"The checkpoint was made on {file.device} with {len(file.groups)} parameter groups; this is "
-                f"{here} with {groups}.",
-                hint="Resume with the backend and the settings of the run.",
+                f"The checkpoint has {found} groups of parameters, and the optimizer has {groups}.",
+                hint="Resume with the settings of the run.",
             )
 
-    def _weight(self, reader: PieceReader, name: str, parameter: Tensor) -> Tensor:
-        return _needed(reader.read(WEIGHT, name, 0, parameter.numel()), WEIGHT, name, parameter.dtype)
+    def _apply(self, reader: PieceReader) -> None:
+        """Change the engine; one parameter at a time is on the host."""
+        for name, parameter in self._parameters.items():
+            weight = _needed(reader.read(WEIGHT, name, 0, parameter.numel()))
+            parameter.data.copy_(weight.view(parameter.shape))
+        for shard in self._shards():
+            part = (shard.name, shard.start, shard.end)
+            if shard.is_copy:
+                shard.main.data.copy_(_needed(reader.read(MAIN, *part)).view(shard.main.shape))
+            kinds = sorted(reader.kinds(*part) - {WEIGHT, MAIN})
+            _restore(shard, {kind: reader.read(kind, *part) for kind in kinds} | dict(reader.scalars(*part)))
+        for group, settings in zip(self._optimizer.param_groups, reader.files[0].groups, strict=True):
+            group.update(settings)
+        self._schedule.num_steps = reader.files[0].schedule["num_steps"]
+        self._restore_rng(reader)
 
-    def _read_state(self, reader: PieceReader, shard: Shard) -> tuple[Tensor | None, dict[str, Any]]:
-        part = (shard.name, shard.start, shard.end)
-        main = (
-            _needed(reader.read(MAIN, *part), MAIN, shard.name, shard.main.dtype) if shard.is_copy else None
-        )
-        state: dict[str, Any] = {}
-        for kind in sorted(reader.kinds(*part) - {WEIGHT, MAIN}):
-            state[kind] = reader.read(kind, *part)
-        return main, state | dict(reader.scalars(*part))
+    def _restore_rng(self, reader: PieceReader) -> None:
+        rank, here = self._context.rank, self._context.device.type
+        if reader.files[0].device != here:
+            if rank == 0:
+                made_on = reader.files[0].device
+                logger.warning("the checkpoint was made on %s, this is %s: the bits differ", made_on, here)
+        elif len(reader.files) == self._context.world_size:
+            _restore_rng(self._context.device, reader.files[rank].rng)
 
 
 class _Write:
@@ -295,25 +323,25 @@ class _Write:
         except BaseException as error:  # noqa: BLE001 - the thread's boundary: done() raises it
             self._error = error
 
-    def join(self) -> None:
-        """Wait for the end, however it came."""
-        self._thread.join()
+    def join(self, timeout_s: float | None = None) -> bool:
+        """Wait for the end, however it came, and return whether it did."""
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
 
     def done(self) -> bool:
         """Return whether it has ended.
 
-        :raises CheckpointError: The disk refused.
+        :raises CheckpointError: It failed, for whatever reason: a run goes on without the save.
         """
         if self._thread.is_alive():
             return False
+        if self._error is None:
+            return True
+        hint = "The log of the rank says more."
         if isinstance(self._error, OSError):
-            raise CheckpointError(
-                f"The checkpoint cannot be written: {self._error}.",
-                hint="Make room, or give the run a directory that every worker may write to.",
-            ) from self._error
-        if self._error is not None:
-            raise self._error
-        return True
+            hint = "Make room, or give the run a directory that every worker may write to."
+        reason = self._error if isinstance(self._error, OSError) else repr(self._error)
+        raise CheckpointError(f"The checkpoint cannot be written: {reason}.", hint=hint) from self._error
 
 
 def _stored(model: torch.nn.Module) -> dict[str, Tensor]:
@@ -352,21 +380,25 @@ def _state(shard: Shard) -> tuple[dict[str, Tensor], dict[str, float]]:
     return tensors, scalars
 
 
-def _needed(tensor: Tensor | None, kind: str, name: str, dtype: torch.dtype) -> Tensor:
-    if tensor is None or tensor.dtype != dtype:
-        found = "none" if tensor is None else str(tensor.dtype)
+def _check_stored(
+    reader: PieceReader, kind: str, name: str, part: tuple[int, int], dtype: torch.dtype
+) -> None:
+    found = reader.dtype(kind, name, *part)
+    if found != dtype:
         raise CheckpointError(
-            f"The checkpoint has {found} for the {kind} of {name}, the engine needs {dtype}.",
+            f"The checkpoint has {found or 'none'} for the {kind} of {name}, the engine needs {dtype}.",
             hint="Resume with the train.dtype and [train.megatron] of the run.",
         )
+
+
+def _needed(tensor: Tensor | None) -> Tensor:
+    assert tensor is not None, "it was checked"
     return tensor
 
 
-def _restore(shard: Shard, main: Tensor | None, state: Mapping[str, Any]) -> None:
+def _restore(shard: Shard, state: Mapping[str, Any]) -> None:
     """Give the optimizer its state for a shard; every number becomes a tensor of its own."""
     assert shard.inner is not None
-    if main is not None:
-        shard.main.data.copy_(main.view(shard.main.shape))
     shard.inner.state.pop(shard.main, None)
     if not state:
         return

@@ -23,18 +23,26 @@ from torch import Tensor
 
 from anygauge_hooks.errors import CheckpointError
 
-__all__ = ["FORMAT", "Piece", "PieceReader", "RankFile", "open_pieces", "write_rank"]
+__all__ = ["FORMAT", "Piece", "PieceReader", "RankFile", "check_dtype", "key", "open_pieces", "write_rank"]
 
 FORMAT = 1
 """Of the files of a rank; a reader refuses another."""
 ALIGNMENT = 8
 _DTYPES = {
+    torch.float64: "F64",
     torch.float32: "F32",
     torch.float16: "F16",
     torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
     torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
     torch.uint8: "U8",
+    torch.bool: "BOOL",
 }
+"""What a file of tensors may hold, and how it calls it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +84,18 @@ class RankFile:
 def key(kind: str, name: str) -> str:
     """Return the name of a piece's tensor in the file."""
     return f"{kind}/{name}"
+
+
+def check_dtype(name: str, tensor: Tensor) -> None:
+    """Raise unless a file can hold a tensor.
+
+    :raises CheckpointError: It cannot.
+    """
+    if tensor.dtype not in _DTYPES:
+        raise CheckpointError(
+            f"{name} is {tensor.dtype}, which a checkpoint cannot hold.",
+            hint="Keep it in another type or as a buffer that is not persistent, or set save.every to none.",
+        )
 
 
 def write_rank(directory: Path, description: RankFile, tensors: Mapping[str, Tensor]) -> None:
@@ -149,29 +169,50 @@ class PieceReader:
         """The shape of every parameter."""
         return {name: tuple(pieces[0][0].shape) for name, pieces in self._pieces.items()}
 
+    def dtype(self, kind: str, name: str, start: int, end: int) -> torch.dtype | None:
+        """Return the type of the elements of one kind, of which all are there; reads headers alone.
+
+        :returns: ``None`` if nothing of the kind was kept for the parameter.
+        :raises CheckpointError: Some of the elements are in no file, or of another type than others.
+        """
+        found = {
+            _stored_dtype(part, kind, piece) for piece, part, _ in self._covering(kind, name, start, end)
+        }
+        if len(found) > 1:
+            raise CheckpointError(
+                f"The checkpoint has {kind} of {name} in several types: {sorted(map(str, found))}.",
+                hint="Resume from an earlier checkpoint.",
+            )
+        return found.pop() if found else None
+
     def read(self, kind: str, name: str, start: int, end: int) -> Tensor | None:
         """Return elements of one kind, ``[end - start]`` on the host.
 
         :returns: ``None`` if nothing of the kind was kept for the parameter.
         :raises CheckpointError: Some of the elements are in no file.
         """
-        parts = self._parts(kind, name, start, end)
-        if not parts:
+        found = [part[elements] for _, part, elements in self._covering(kind, name, start, end)]
+        if not found:
             return None
+        return torch.cat(found) if len(found) > 1 else found[0]
+
+    def _covering(self, kind: str, name: str, start: int, end: int) -> list[tuple[Piece, Any, slice]]:
+        """Return pieces that are elements of one kind one after another, with the part to take of each."""
         found, position = [], start
-        for piece, handle in parts:
+        for piece, handle in (parts := self._parts(kind, name, start, end)):
             first, last = max(position, piece.start), min(end, piece.end)
             if first > position:
                 break
             if last > first:
-                found.append(handle.get_slice(key(kind, name))[first - piece.start : last - piece.start])
+                part = _slice(handle, key(kind, name))
+                found.append((piece, part, slice(first - piece.start, last - piece.start)))
                 position = last
-        if position < end:
+        if parts and position < end:
             raise CheckpointError(
                 f"The checkpoint lacks elements {position} to {end} of {kind} of {name}.",
                 hint="Files of a rank are missing; resume from an earlier checkpoint.",
             )
-        return torch.cat(found) if len(found) > 1 else found[0]
+        return found
 
     def scalars(self, name: str, start: int, end: int) -> Mapping[str, float]:
         """Return the numbers that belong to a part of a parameter.
@@ -196,6 +237,28 @@ class PieceReader:
     def _overlapping(self, name: str, start: int, end: int) -> list[tuple[Piece, Any]]:
         pieces = [each for each in self._pieces[name] if each[0].start < end and start < each[0].end]
         return sorted(pieces, key=lambda each: each[0].start)
+
+
+def _stored_dtype(part: Any, kind: str, piece: Piece) -> torch.dtype:
+    """Return the type of a piece's tensor, which must be as long as the piece."""
+    shape, known = part.get_shape(), {name: dtype for dtype, name in _DTYPES.items()}
+    if shape != [piece.end - piece.start] or part.get_dtype() not in known:
+        raise CheckpointError(
+            f"{kind} of {piece.name} is stored as {part.get_dtype()} of shape {shape}, for elements "
+            f"{piece.start} to {piece.end}.",
+            hint="Resume from an earlier checkpoint.",
+        )
+    return known[part.get_dtype()]
+
+
+def _slice(handle: Any, name: str) -> Any:
+    try:
+        return handle.get_slice(name)
+    except SafetensorError as error:
+        raise CheckpointError(
+            f"The checkpoint has no {name}, which its description names: {error}.",
+            hint="Resume from an earlier checkpoint.",
+        ) from error
 
 
 @contextmanager

@@ -103,7 +103,7 @@ def write_directory(
     *,
     shard_bytes: int = 5_000_000_000,
 ) -> None:
-    """Write a complete Hugging Face directory, atomically.
+    """Write a complete Hugging Face directory, atomically; it is on the disk before it has its name.
 
     :param target: Must not exist; appears only when it is complete.
     :param source: The directory that the model came from: its config, tokenizer, chat template and
@@ -123,10 +123,25 @@ def write_directory(
         config.pop("torch_dtype", None)  # the name that transformers 4 gave the key
         (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n")
         _write_shards(partial, weights, shard_bytes)
+        _to_disk(partial)
         partial.rename(target)
+        _sync(target.parent)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
+
+
+def _to_disk(directory: Path) -> None:
+    for path in (*directory.iterdir(), directory):
+        _sync(path)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def copy_other_files(source: Path, target: Path) -> None:

@@ -1,0 +1,141 @@
+"""Checkpoints that are there: found, checked and read."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import re
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from anygauge_hooks.errors import CheckpointError
+
+__all__ = ["Checkpoint", "checkpoint_paths", "latest_checkpoint", "read_checkpoint"]
+
+logger = logging.getLogger(__name__)
+
+FORMAT = 1
+"""Of the manifest; another is refused."""
+DIRECTORY = "checkpoints"
+"""In the run directory."""
+MANIFEST, DRIVER = "manifest.json", "driver.json"
+HASHED_AT_ONCE = 4
+_NAME = re.compile(r"step-(\d{8})")
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A complete checkpoint."""
+
+    path: Path
+    step: int
+    state: Mapping[str, Any]
+    """What :meth:`anygauge.trainer.checkpoints.CheckpointWriter.start` was given."""
+    files: Mapping[str, int]
+    """Bytes that each append-only file of the run directory had."""
+    packages: Mapping[str, str]
+    """Versions of the packages that made it."""
+
+
+def checkpoint_paths(directory: Path) -> list[Path]:
+    """Return the checkpoints in a directory, the latest first."""
+    found = directory.iterdir() if directory.is_dir() else ()
+    return sorted((path for path in found if _NAME.fullmatch(path.name)), reverse=True)
+
+
+def latest_checkpoint(run_directory: Path) -> Checkpoint | None:
+    """Return the newest checkpoint of a run that is complete; damaged ones are skipped with a warning.
+
+    :returns: ``None`` if the run has none.
+    :raises CheckpointError: It has some, and all are damaged.
+    """
+    problems = []
+    for path in checkpoint_paths(run_directory / DIRECTORY):
+        try:
+            return read_checkpoint(path)
+        except CheckpointError as error:
+            problems.append(str(error.args[0]))
+            logger.warning("skipped a damaged checkpoint: %s", error.args[0])
+    if problems:
+        raise CheckpointError(
+            "No checkpoint of the run can be used:\n  " + "\n  ".join(problems),
+            hint="Bring the files back, or start anew with --overwrite or another --run.name.",
+        )
+    return None
+
+
+def read_checkpoint(path: Path) -> Checkpoint:
+    """Return a checkpoint whose files are all as they were written.
+
+    :raises CheckpointError: A file is missing or changed, or it is of another version's format.
+    """
+    manifest = _read_json(path / MANIFEST)
+    if manifest.get("format") != FORMAT:
+        raise CheckpointError(
+            f"{path} has format {manifest.get('format')}; this version reads format {FORMAT}.",
+            hint="Resume with the version of anygauge that wrote it.",
+        )
+    try:
+        _check_ranks(path, manifest)
+        _check_files(path, manifest["files"])
+        driver = _read_json(path / DRIVER)
+        return Checkpoint(path, driver["step"], driver["state"], driver["files"], driver["packages"])
+    except (KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(
+            f"{path} lacks what a checkpoint has: {error!r}", hint="Resume from another checkpoint."
+        ) from error
+
+
+def rank_names(world_size: int) -> list[str]:
+    """Return the names of the files that the ranks write last."""
+    return [f"rank-{rank:05d}.json" for rank in range(world_size)]
+
+
+def sha256(path: Path) -> str:
+    """Return the SHA-256 of a file, in hexadecimal digits."""
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def _check_ranks(path: Path, manifest: Mapping[str, Any]) -> None:
+    missing = [name for name in rank_names(manifest["world_size"]) if name not in manifest["files"]]
+    if missing:
+        raise CheckpointError(
+            f"{path} has no {missing[0]}, and {manifest['world_size']} ranks wrote it",
+            hint="Resume from another checkpoint.",
+        )
+
+
+def _check_files(directory: Path, files: Mapping[str, Mapping[str, Any]]) -> None:
+    with ThreadPoolExecutor(max_workers=HASHED_AT_ONCE) as threads:
+        for problem in threads.map(partial(_damage, directory), files.items()):
+            if problem:
+                raise CheckpointError(problem, hint="Resume from another checkpoint.")
+
+
+def _damage(directory: Path, entry: tuple[str, Mapping[str, Any]]) -> str | None:
+    """Return how a file differs from what the manifest says of it."""
+    name, wanted = entry
+    path = directory / name
+    try:
+        size = path.stat().st_size
+        if size != wanted["bytes"]:
+            return f"{path} has {size} bytes instead of {wanted['bytes']}"
+        return None if sha256(path) == wanted["sha256"] else f"{path} has changed: its SHA-256 is another"
+    except OSError as error:
+        return f"{path} cannot be read: {error.strerror}"
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}", hint="Resume from another.") from error
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{path} holds no object.", hint="Resume from another.")
+    return found

@@ -1,0 +1,126 @@
+"""Evaluation with scripted engines: what it reports, and what it does where scoring fails."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from anygauge.config import Config
+from anygauge.data.evaluation import eval_datasets
+from anygauge.plugins import Plugins, load_plugins
+from anygauge.trainer import loop as loop_module
+from anygauge.trainer.evaluation import evaluate
+from anygauge.trainer.inputs import EvalSet
+from anygauge.trainer.run import open_scorers
+from anygauge_hooks.errors import RewardError
+from anygauge_hooks.rl import Prompt, Sample
+
+TEXTS = ["4", "5"]
+
+
+@pytest.fixture
+def plugins() -> Plugins:
+    return load_plugins(only=[])
+
+
+def config_of(**reward: Any) -> Config:
+    return Config.model_validate(
+        {
+            "run": {"name": "x", "steps": 3, "timeout_s": 60},
+            "model": {"path": "model"},
+            "data": {"train": ["t.jsonl"]},
+            "reward": {"function": "exact_match", **reward},
+            "rollout": {"max_new_tokens": 4},
+            "eval": {"data": ["sums.jsonl"], "interval": 2, "samples_per_prompt": 2},
+        }
+    )
+
+
+def sampled(text: str) -> Sample:
+    """Return a sample of the greatest length."""
+    return Sample(
+        prompt_index=0,
+        prompt_tokens=(1,),
+        response_tokens=(2,) * 4,
+        log_probs=(-0.5,) * 4,
+        loss_mask=(1,) * 4,
+        weight_versions=(0,) * 4,
+        text=text,
+        finish_reason="stop",
+        seed=0,
+    )
+
+
+def loop_with(config: Config, plugins: Plugins, stack: ExitStack, label: str | None) -> Any:
+    """Return what an evaluation of one prompt needs of a loop; its engines say :data:`TEXTS`."""
+    prompt = Prompt(index=0, tokens=(1,), text="2+2=", label=label)
+    ((name, settings),) = eval_datasets(config).items()
+    eval_set = EvalSet(name, settings, [prompt])
+    return SimpleNamespace(
+        config=config,
+        plugins=plugins,
+        info=SimpleNamespace(step=2),
+        workers=SimpleNamespace(call=lambda name: None),
+        engines=SimpleNamespace(generate=lambda *_: [list(map(sampled, TEXTS))], reports=lambda: ()),
+        eval_sets=[eval_set],
+        scorers=open_scorers(config, plugins, [eval_set], Path("run"), stack),
+        track=lambda metrics: None,
+    )
+
+
+def evaluated(plugins: Plugins, config: Config, label: str | None, **arguments: Any) -> dict[str, float]:
+    with ExitStack() as stack:
+        return evaluate(loop_with(config, plugins, stack, label), **arguments)
+
+
+def test_what_is_reported_is_not_shaped(plugins: Plugins) -> None:
+    metrics = evaluated(plugins, config_of(overlong_buffer=2, overlong_penalty=3.0), "4")
+    assert metrics["eval/sums"] == 0.5
+    assert metrics["passrate/sums-pass@1"] == 0.5
+
+
+def test_a_training_survives_an_evaluation_that_nobody_can_score(
+    plugins: Plugins, caplog: pytest.LogCaptureFixture
+) -> None:
+    metrics = evaluated(plugins, config_of(), None, tolerant=True)
+    assert metrics["eval/sums-failed_ratio"] == 1.0
+    assert "eval/sums" not in metrics
+    assert not any(name.startswith("passrate/") for name in metrics)
+    (warning,) = [record for record in caplog.records if record.levelname == "WARNING"]
+    assert warning.getMessage().startswith("2 of 2 samples could not be scored:")
+
+
+def test_an_evaluation_alone_does_not(plugins: Plugins) -> None:
+    with pytest.raises(RewardError, match=r"2 of 2 samples could not be scored"):
+        evaluated(plugins, config_of(), None)
+
+
+def test_a_run_has_nothing_to_lose_before_its_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that it is told of a wrong config; every later evaluation is tolerant."""
+    asked: list[tuple[int, dict[str, Any]]] = []
+    monkeypatch.setattr(loop_module, "evaluate", lambda loop, **given: asked.append((loop.info.step, given)))
+    monkeypatch.setattr(loop_module, "choose_step", lambda config: lambda loop, step: {})
+    monkeypatch.setattr(loop_module, "save", lambda loop, step: False)
+    info = SimpleNamespace(step=0)
+    loop: Any = SimpleNamespace(
+        config=config_of(),
+        info=info,
+        plugins=SimpleNamespace(notify=lambda *_, **__: None),
+        state=SimpleNamespace(finish_step=partial(setattr, info, "step")),
+        track=lambda metrics: None,
+        checkpoints=None,
+        save_s=0.0,
+    )
+    loop_module.run_loop(loop)
+    assert asked == [(0, {}), (2, {"tolerant": True}), (3, {"tolerant": True})]
+
+
+def test_scoring_waits_no_longer_than_for_a_worker(plugins: Plugins) -> None:
+    with ExitStack() as stack:
+        scorers = open_scorers(config_of(), plugins, [], Path("run"), stack)
+    assert [scorer._deadline_s for scorer in scorers.values()] == [60.0]
