@@ -22,7 +22,7 @@ import pytest
 from anygauge.config import Config
 from anygauge.config.load import write_resolved
 from anygauge.observability.jsonl import METRICS_FILE, JsonlTracker
-from anygauge.observability.report import REPORT_FILE, plugin
+from anygauge.observability.report import REPORT_FILE, plugin, write_report
 from anygauge.plugins import find_backend, load_plugins
 from anygauge.trainer.capabilities import write_capabilities
 from anygauge_hooks.rl import Group, Prompt, Sample
@@ -170,6 +170,18 @@ def test_the_page_loads_without_an_error_and_draws_every_point(report: Path, bro
         **{("faint", "0"): STEPS, ("line", "0"): STEPS, ("faint", "1"): STEPS, ("line", "1"): STEPS},
         **{("line", "2"): 4, ("dots", "2"): 4},
     }
+
+
+def test_an_sft_run_begins_with_its_losses(browse: Browse, tmp_path: Path) -> None:
+    (tmp_path / "config.toml").write_text('[run]\nname = "chats"\ntask = "sft"\n')
+    tracker = JsonlTracker(tmp_path / METRICS_FILE)
+    for step in (1, 2, 3):
+        tracker.log({"train/loss": 1 / step, "train/tokens": 9, "eval/held-out-loss": 2 / step}, step=step)
+    tracker.close()
+    done = browse(write_report(tmp_path), "--dump-dom")
+    assert "CONSOLE" not in done.stderr
+    charts = re.findall(r'<figure[^>]*id="chart-([\w-]+)"', done.stdout)
+    assert charts == ["loss", "eval-loss", "trained-tokens"]
 
 
 def test_the_pointer_reads_values_and_samples_change_by_step(

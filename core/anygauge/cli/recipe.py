@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +26,7 @@ LOGIT_BYTES = 32
 """Per token and entry of the vocabulary: logits, their softmax and gradients, in float32."""
 SMALLEST_BATCH, LARGEST_BATCH = 1024, 16_384
 COMMENT_COLUMN = 40
+COUNTS, SIZES = ("", "K", "M", "B", "T"), (" bytes", " KiB", " MiB", " GiB")
 ONE_HOST = 8
 """Devices that one host usually has."""
 _BILLIONS = re.compile(r"(?<![A-Za-z\d.])(\d+(?:\.\d+)?)([BM])(?![A-Za-z\d])", re.IGNORECASE)
@@ -161,7 +162,9 @@ def recipe(model: ModelFacts, data: DataFacts, machine: Machine, *, task: str, c
     :param command: What asked for it.
     """
     base = dict(_rl(model, data, machine) if task == "rl" else _sft(model, data, machine))
-    size = "a size that neither tells" if model.billions is None else f"{model.billions:.3g}B parameters"
+    size = "a size that neither tells"
+    if model.billions is not None:
+        size = f"{_amount(model.billions * 1e9, 1000, COUNTS)} parameters"
     host = (
         f"devices of {DEVICE_GIB} GiB" if machine.accelerator else f"{machine.memory_gib:.0f} GiB of memory"
     )
@@ -274,7 +277,7 @@ def _rollout(model: ModelFacts, machine: Machine, prompt: int, response: int) ->
         (
             "max_batch_tokens",
             max(prompt + response, min(LARGEST_CACHE, cache)),
-            f"{model.kv_bytes // 1024} KiB of cache each",
+            f"{_amount(model.kv_bytes, 1024, SIZES)} of cache each",
         ),
     ]
 
@@ -335,6 +338,18 @@ def _multiple(count: int, of: int) -> int:
 def _line(key: str, value: Any, why: str) -> str:
     text = f"{key} = {_toml(value)}"
     return f"{f'{text}  '.ljust(COMMENT_COLUMN)}# {why}" if why else text
+
+
+def _amount(number: float, base: int, units: Sequence[str]) -> str:
+    """Return a number in the unit that leaves it below 1000.
+
+    >>> _amount(74_900, 1000, COUNTS), _amount(596e6, 1000, COUNTS), _amount(512, 1024, SIZES)
+    ('74.9K', '596M', '512 bytes')
+    """
+    power = 0
+    while round(number) >= 1000 and power < len(units) - 1:
+        number, power = number / base, power + 1
+    return f"{number:.3g}{units[power]}"
 
 
 def _toml(value: Any) -> str:

@@ -16,7 +16,7 @@ from anygauge.config.model_files import read_model
 from anygauge.config.named_functions import failed_plugins, option_problems
 from anygauge.config.placement_rules import cluster_rule, engines_rule
 from anygauge.config.reward_rules import label_rule, reward_functions, reward_rule
-from anygauge.config.schema import Config, DataFile, Eval, EvalDataset
+from anygauge.config.schema import Config, Data, DataFile, Eval, EvalDataset, Rollout
 from anygauge.config.tree import covers
 from anygauge.hub.names import DATASETS, data_name, model_name
 from anygauge_hooks.types import ConfigProblem
@@ -312,10 +312,13 @@ def _read_model(
 
 def _stop_tokens(config: Config, hf: Mapping[str, Any]) -> Problems:
     size = hf.get("vocab_size")
-    for index, token in enumerate(config.rollout.stop_token_ids):
-        if isinstance(size, int) and token >= size:
-            hint = f"the model's vocab_size is {size}"
-            yield ConfigProblem(path=f"rollout.stop_token_ids[{index}]", found=token, hint=hint)
+    tables: dict[str, Rollout | EvalDataset] = {"rollout": config.rollout}
+    tables |= {f"eval.datasets.{name}": dataset for name, dataset in config.eval.datasets.items()}
+    for path, table in tables.items():
+        for index, token in enumerate(table.stop_token_ids or ()):
+            if isinstance(size, int) and token >= size:
+                hint = f"the model's vocab_size is {size}"
+                yield ConfigProblem(path=f"{path}.stop_token_ids[{index}]", found=token, hint=hint)
 
 
 def _context(config: Config, hf: Mapping[str, Any]) -> Problems:
@@ -331,7 +334,10 @@ def _context(config: Config, hf: Mapping[str, Any]) -> Problems:
 
 def _chat_template(config: Config) -> Problems:
     directory = config.model.path
-    if not config.data.apply_chat_template or (directory / "chat_template.jinja").is_file():
+    tables: dict[str, Data | EvalDataset] = {"data": config.data}
+    tables |= {f"eval.datasets.{name}": dataset for name, dataset in config.eval.datasets.items()}
+    paths = [f"{path}.apply_chat_template" for path, table in tables.items() if table.apply_chat_template]
+    if not paths or (directory / "chat_template.jinja").is_file():
         return
     try:
         tokenizer = json.loads((directory / "tokenizer_config.json").read_text(encoding="utf-8"))
@@ -339,4 +345,4 @@ def _chat_template(config: Config) -> Problems:
         tokenizer = {}
     if not tokenizer.get("chat_template"):
         hint = f"the tokenizer of {directory} has no chat template; write false, or add chat_template.jinja"
-        yield ConfigProblem(path="data.apply_chat_template", found=True, hint=hint)
+        yield from (ConfigProblem(path=path, found=True, hint=hint) for path in paths)

@@ -144,10 +144,18 @@ def write_resolved(config: Config, path: str | Path) -> None:
 
 
 def _without_null(tree: Mapping[str, Any]) -> Tree:
-    """Return a tree as TOML has it: ``"none"`` in a section; below, where null is the default, nothing."""
-    sections = {key: {k: NONE if v is None else v for k, v in table.items()} for key, table in tree.items()}
-    pruned: Tree = _pruned(sections)
+    """Return a tree as TOML has it: ``"none"`` in a section; below, where null is the default, nothing.
+
+    An evaluation data set has what was written alone, where null is a value too.
+    """
+    sections = {key: _spelt(table) for key, table in tree.items()}
+    datasets = {name: _spelt(table) for name, table in tree["eval"]["datasets"].items()}
+    pruned: Tree = _pruned(merge(sections, {"eval": {"datasets": datasets}}))
     return pruned
+
+
+def _spelt(table: Mapping[str, Any]) -> Tree:
+    return {key: NONE if value is None else value for key, value in table.items()}
 
 
 def _pruned(value: Any) -> Any:

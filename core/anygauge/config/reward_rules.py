@@ -69,15 +69,22 @@ def _parts(path: str, reward: Reward) -> Problems:
 
 def label_rule(config: Config, user_keys: Collection[str]) -> Problems:
     """Yield rewards that compare with a label where none is read."""
-    if config.data.label_key is not None:
-        return
-    own = {f"eval.datasets.{name}": dataset.label_key for name, dataset in config.eval.datasets.items()}
-    for path, reward in _tables(config):
-        section = path.removesuffix("reward").removesuffix(".") or "data"
-        for _, name, _ in _functions(path, reward):
-            if name in LABELLED and own.get(section) is None:
+    for section, label_key, reward in _labels(config):
+        for _, name, _ in _functions(section, reward):
+            if name in LABELLED and label_key is None:
                 hint = f"reward {name!r} compares with a label; name the field that holds it"
                 yield ConfigProblem(path=f"{section}.label_key", found=None, hint=hint)
+
+
+def _labels(config: Config) -> Iterator[tuple[str, str | None, Reward]]:
+    """Yield where a label is named, its name, and the reward that it goes to."""
+    yield "data", config.data.label_key, config.reward
+    for name, dataset in config.eval.datasets.items():
+        path = f"eval.datasets.{name}"
+        if "label_key" in dataset.model_fields_set:
+            yield path, dataset.label_key, dataset.reward or config.reward
+        elif dataset.reward is not None:
+            yield path, config.data.label_key, dataset.reward
 
 
 def reward_functions(config: Config, plugins: Plugins) -> Problems:

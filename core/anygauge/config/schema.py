@@ -9,7 +9,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    SerializerFunctionWrapHandler,
+    model_serializer,
+)
 
 __all__ = [
     "Algorithm",
@@ -308,7 +315,11 @@ class Train(Section):
 
 
 class EvalDataset(Section):
-    """One evaluation data set. What is left out is taken from ``[eval]``, the reward from ``[reward]``."""
+    """One evaluation data set.
+
+    What is left out is taken from ``[data]``, ``[eval]`` and ``[rollout]``, the reward from ``[reward]``.
+    ``None`` that is written out is what it is there: no label, no system prompt, no limit.
+    """
 
     files: DataFiles
     """Data files."""
@@ -318,10 +329,22 @@ class EvalDataset(Section):
     """As in ``[data]``."""
     label_key: str | None = None
     """As in ``[data]``."""
+    metadata_key: str | None = None
+    """As in ``[data]``."""
+    tools_key: str | None = None
+    """As in ``[data]``."""
+    apply_chat_template: bool | None = None
+    """As in ``[data]``; ``false`` takes none of the template's settings from there."""
+    chat_template_kwargs: dict[str, Any] | None = None
+    """As in ``[data]``; replaces all of them."""
+    system_prompt: str | None = None
+    """As in ``[data]``."""
+    max_prompt_tokens: Positive | None = None
+    """As in ``[data]``."""
     samples_per_prompt: Positive | None = None
     """Samples drawn for each prompt."""
     max_prompts: Positive | None = None
-    """Only the first rows."""
+    """Only the first rows; ``None`` for all."""
     temperature: Annotated[float, Field(ge=0)] | None = None
     """0 decodes greedily."""
     top_p: Probability | None = None
@@ -330,6 +353,15 @@ class EvalDataset(Section):
     """Keep the likeliest tokens; 0 keeps all."""
     max_new_tokens: Positive | None = None
     """Longest response, in tokens."""
+    stop: tuple[Annotated[str, Field(min_length=1)], ...] | None = None
+    """Strings that end a response."""
+    stop_token_ids: tuple[NonNegative, ...] | None = None
+    """Tokens that end a response, beside the model's own."""
+
+    @model_serializer(mode="wrap")
+    def _written(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Leave out what was left out: written as null, it would mean something else when it is read."""
+        return {key: value for key, value in dump(self).items() if key in self.model_fields_set}
 
 
 class Eval(Section):

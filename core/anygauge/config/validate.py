@@ -9,7 +9,7 @@ import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, TypeGuard
 
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
@@ -50,7 +50,7 @@ def validate(tree: Mapping[str, Any]) -> Checked:
     Values keep their TOML types: a string is no number, a number no switch. A wrong value is replaced by its
     default, so that what depends on others can be checked in the same pass.
     """
-    tree = _with_none(tree)
+    tree = {name: _with_none(table, _kind_below(Config, name)) for name, table in tree.items()}
     try:
         return Checked(_parse(tree), (), frozenset())
     except ValidationError as error:
@@ -88,17 +88,43 @@ def accepts_none(field: FieldInfo) -> bool:
     return types.NoneType in typing.get_args(field.annotation)
 
 
-def _with_none(tree: Mapping[str, Any]) -> Tree:
-    translated = dict(tree)
-    for name, section in sections():
-        table = translated.get(name)
-        if isinstance(table, Mapping):
-            fields = section.model_fields
-            translated[name] = {
-                key: None if value == NONE and key in fields and accepts_none(fields[key]) else value
-                for key, value in table.items()
-            }
-    return translated
+def _with_none(value: Any, kind: Any) -> Any:
+    """Return a value with null for ``"none"`` wherever the schema takes it, at any depth.
+
+    :param kind: What the schema says of the value, as a type.
+    """
+    if value == NONE and types.NoneType in typing.get_args(kind):
+        return None
+    if isinstance(value, Mapping):
+        return {key: _with_none(item, _kind_below(kind, key)) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_with_none(item, _kind_below(kind, number)) for number, item in enumerate(value)]
+    return value
+
+
+def _kind_below(kind: Any, key: int | str) -> Any:
+    """Return what the schema says of an item of a table or list: a type, or ``Any`` where it says nothing."""
+    kind = _bare(kind)
+    arguments = typing.get_args(kind)
+    if _is_section(kind):
+        field = kind.model_fields.get(str(key))
+        return Any if field is None else field.annotation
+    if typing.get_origin(kind) is dict:
+        return arguments[1]
+    return arguments[0] if typing.get_origin(kind) is tuple and isinstance(key, int) else Any
+
+
+def _bare(kind: Any) -> Any:
+    """Return a type without its constraints and without ``None``."""
+    arguments = typing.get_args(kind)
+    if typing.get_origin(kind) is Annotated:
+        return _bare(arguments[0])
+    others = [each for each in arguments if each is not types.NoneType]
+    return _bare(others[0]) if len(others) == 1 < len(arguments) else kind
+
+
+def _is_section(kind: Any) -> TypeGuard[type[BaseModel]]:
+    return isinstance(kind, type) and issubclass(kind, BaseModel)
 
 
 def _problem(detail: ErrorDetails) -> ConfigProblem:
@@ -117,23 +143,38 @@ def _path(loc: Sequence[int | str]) -> str:
     return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in loc).removeprefix(".")
 
 
+def _section(loc: Sequence[int | str]) -> type[BaseModel] | None:
+    """Return the model of the table at a place, if the schema has one for it."""
+    kind: Any = Config
+    for part in loc:
+        kind = _kind_below(kind, part)
+    kind = _bare(kind)
+    return kind if _is_section(kind) else None
+
+
 def _field(loc: Sequence[int | str]) -> FieldInfo | None:
-    section = dict(sections()).get(str(loc[0]))
-    return section.model_fields.get(str(loc[1])) if section and len(loc) > 1 else None
+    """Return the field that holds what is at a place: of a list or an open table, the field of all of it."""
+    for length in range(len(loc) - 1, 0, -1):
+        section = _section(loc[:length])
+        if section is not None:
+            return section.model_fields.get(str(loc[length]))
+    return None
 
 
 def _missing_hint(loc: Sequence[int | str]) -> str:
-    field = _field(loc)
+    field, table = _field(loc), _section(loc)
     if field is not None:
         return f"required: {describe(field)}"
-    fields = dict(sections())[str(loc[0])].model_fields.items()
-    return f"required table; it needs {', '.join(key for key, field in fields if field.is_required())}"
+    assert table is not None
+    needed = (key for key, field in table.model_fields.items() if field.is_required())
+    return f"required table; it needs {', '.join(needed)}"
 
 
 def _unknown_hint(loc: Sequence[int | str]) -> str:
-    *parents, name = (str(part) for part in loc)
-    known = dict(sections())[parents[0]].model_fields if parents else Config.model_fields
-    close = [".".join([*parents, key]) for key in difflib.get_close_matches(name, known, n=3)]
+    name, table = str(loc[-1]), _section(loc[:-1])
+    assert table is not None
+    known = table.model_fields
+    close = [_path([*loc[:-1], key]) for key in difflib.get_close_matches(name, known, n=3)]
     elsewhere = [f"{section}.{name}" for section, model in sections() if name in model.model_fields]
     candidates = [*elsewhere, *(path for path in close if path not in elsewhere)]
     if candidates:

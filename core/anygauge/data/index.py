@@ -32,7 +32,7 @@ __all__ = ["FileIndex", "open_index"]
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 1
+FORMAT = 2
 """Changes with what an index holds, and with what makes a row usable."""
 ROWS_AT_ONCE = 1000
 """Rows that are tokenized together."""

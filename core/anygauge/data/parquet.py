@@ -28,7 +28,8 @@ def read_parquet(
 ) -> Iterator[Line]:
     """Yield the rows that a slice takes as JSON lines, each once it was written.
 
-    A column that JSON cannot hold is left out with a warning, unless it is needed.
+    A column that JSON cannot hold is left out with a warning, unless it is needed. A member of a struct that
+    is null is left out: all rows share one struct type, whose members a row need not have had.
 
     :param output: Gets the lines; offsets count from its start.
     :param needed: Columns that must be there whole, as far as the file has them.
@@ -62,7 +63,7 @@ def _read_rows(
                 begin, end = max(start, first), min(stop, first + batch.num_rows)
                 if begin < end:
                     fields = batch.select(names).slice(begin - first, end - begin).to_pylist()
-                    yield from enumerate(fields, begin + 1)
+                    yield from enumerate(map(_without_padding, fields), begin + 1)
                 first += batch.num_rows
                 if first >= stop:
                     break
@@ -72,6 +73,16 @@ def _read_rows(
             f"Cannot read {path}{where}: {' '.join(str(error).split())}",
             hint="Is it a complete Parquet file? Write it again.",
         ) from error
+
+
+def _without_padding(row: dict[str, Any]) -> dict[str, Any]:
+    return {name: _without_null_members(value) for name, value in row.items()}
+
+
+def _without_null_members(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_null_members(item) for key, item in value.items() if item is not None}
+    return [_without_null_members(item) for item in value] if isinstance(value, list) else value
 
 
 def _columns(path: Path, schema: Any, needed: Collection[str], only_needed: bool) -> list[str]:

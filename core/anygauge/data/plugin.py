@@ -9,9 +9,6 @@ from typing import Any
 from anygauge_hooks import hookimpl
 from anygauge_hooks.types import ConfigProblem, NamedFunction
 
-CHAT_ONLY = ("system_prompt", "chat_template_kwargs", "tools_key")
-"""Settings that only a chat template uses."""
-
 
 @hookimpl
 def register_data_sources() -> list[NamedFunction]:
@@ -28,11 +25,20 @@ def check_config(config: Any) -> list[ConfigProblem]:
 
 
 def _without_template(config: Any) -> Iterator[ConfigProblem]:
-    for name in CHAT_ONLY:
-        found = getattr(config.data, name)
-        if found and not config.data.apply_chat_template:
-            hint = "Set data.apply_chat_template = true, or leave this out."
-            yield ConfigProblem(path=f"data.{name}", found=found, hint=hint)
+    from anygauge.data.evaluation import CHAT_ONLY
+
+    for path, table in {"data": config.data, **_eval_tables(config)}.items():
+        used = table.apply_chat_template
+        if used is None:
+            used = config.data.apply_chat_template
+        for name in CHAT_ONLY:
+            if (found := getattr(table, name)) and not used:
+                hint = f"Set {path}.apply_chat_template = true, or leave this out."
+                yield ConfigProblem(path=f"{path}.{name}", found=found, hint=hint)
+
+
+def _eval_tables(config: Any) -> dict[str, Any]:
+    return {f"eval.datasets.{name}": table for name, table in config.eval.datasets.items()}
 
 
 def _weights(config: Any) -> Iterator[ConfigProblem]:
@@ -40,7 +46,7 @@ def _weights(config: Any) -> Iterator[ConfigProblem]:
     if None in weights and any(weight is not None for weight in weights):
         hint = "Give every file a weight, or none."
         yield ConfigProblem(path="data.train", found=weights, hint=hint)
-    evaluation = {f"eval.datasets.{name}.files": found.files for name, found in config.eval.datasets.items()}
+    evaluation = {f"{path}.files": table.files for path, table in _eval_tables(config).items()}
     for path, files in {"eval.data": config.eval.data, **evaluation}.items():
         for number, file in enumerate(files):
             if file.weight is not None:

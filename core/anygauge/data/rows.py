@@ -138,6 +138,7 @@ class RowReader:
 
     def _render(self, fields: dict[str, Any]) -> _Rendered:
         config = self._config
+        fields = self._decoded(fields)
         value = _required(fields, config.input_key)
         problem = prompt_problem(value, apply_chat_template=config.apply_chat_template)
         if problem:
@@ -154,6 +155,18 @@ class RowReader:
             return _Rendered(fields, self._finder.split(messages, text))
         except BadRowError as error:
             raise self._bad_prompt(f" {error}", hint=error.hint) from error
+
+    def _decoded(self, fields: dict[str, Any]) -> dict[str, Any]:
+        """Return a row with the JSON that is in strings, as Parquet files hold what differs between rows."""
+        config = self._config
+        decoded = dict(fields)
+        for key in (config.metadata_key, config.tools_key):
+            if key is not None and isinstance(fields.get(key), str):
+                decoded[key] = _from_text(key, fields[key])
+        prompt = fields.get(config.input_key)
+        if config.apply_chat_template and isinstance(prompt, str) and prompt.startswith("[{"):
+            decoded[config.input_key] = _messages_or_text(config.input_key, prompt)
+        return decoded
 
     def _check_fields(self, fields: dict[str, Any], value: str | Sequence[Message]) -> None:
         config = self._config
@@ -274,14 +287,41 @@ def _parse_object(content: bytes) -> dict[str, Any]:
 
 def _parse_json(content: bytes) -> Any:
     try:
+        text = content.decode("utf-8-sig")
+    except ValueError as error:
+        raise BadRowError(f"is not JSON: {error}") from error
+    return _parse_text(text)
+
+
+def _parse_text(text: str) -> Any:
+    try:
         # Without its end, or an error there would be in line 2 of 1.
-        return _DECODER.decode(content.decode("utf-8-sig").rstrip())
+        return _DECODER.decode(text.rstrip())
     except json.JSONDecodeError as error:
         raise BadRowError(f"is not JSON: {error.msg} (column {error.colno})") from error
     except ValueError as error:
         raise BadRowError(f"is not JSON: {error}") from error
     except RecursionError as error:
         raise BadRowError("is nested too deeply") from error
+
+
+def _from_text(key: str, text: str) -> Any:
+    """Return the JSON that a field holds as a string."""
+    try:
+        value = _parse_text(text)
+    except BadRowError as error:
+        raise BadRowError(f"field {key!r} is a string that {error}") from error
+    _check_characters(key, value)
+    return value
+
+
+def _messages_or_text(key: str, text: str) -> Any:
+    """Return the messages that a string holds as JSON; any other string is what the user says."""
+    try:
+        value = _from_text(key, text)
+    except BadRowError:
+        return text
+    return value if _are_objects(value) and all("role" in message for message in value) else text
 
 
 def _refuse_constant(name: str) -> NoReturn:

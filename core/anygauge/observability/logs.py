@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from anygauge import __version__
+from anygauge.observability.eval_names import EVAL_RESULT
 
 __all__ = ["DRIVER_LOG", "driver_log", "log_worker", "summary"]
 
@@ -43,15 +44,13 @@ def _wanted(record: logging.LogRecord) -> bool:
     return record.name.startswith(OURS) or record.levelno >= logging.WARNING
 
 
-SHOWN = re.compile(
-    r"(rollout/raw_reward|train/(loss|grad_norm)|eval/[^/]*(?<!-truncated_ratio)|perf/step_time)$"
-)
+SHOWN = re.compile(rf"rollout/raw_reward|train/(loss|grad_norm)|{EVAL_RESULT}|perf/step_time")
 """Metrics that are in the line of a step or of an evaluation."""
 
 
 def summary(metrics: Mapping[str, float]) -> str:
     """Return the metrics that tell how a step or an evaluation went, on one line."""
-    return ", ".join(f"{name} {value:.4g}" for name, value in metrics.items() if SHOWN.match(name))
+    return ", ".join(f"{name} {value:.4g}" for name, value in metrics.items() if SHOWN.fullmatch(name))
 
 
 def log_worker(role: str, rank: int) -> None:

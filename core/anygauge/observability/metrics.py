@@ -15,6 +15,8 @@ from math import fsum, sqrt
 from statistics import fmean
 from typing import Any
 
+from anygauge.observability.conversations import conversation_metrics
+from anygauge.observability.datasets import train_datasets
 from anygauge.observability.evaluation import (
     eval_metrics,
     failed_ratio,
@@ -34,11 +36,13 @@ from anygauge_hooks.rl import Group, Sample
 
 __all__ = [
     "StepWork",
+    "conversation_metrics",
     "eval_metrics",
     "pass_at_k",
     "pass_counts",
     "performance_metrics",
     "rollout_metrics",
+    "train_datasets",
     "with_step_axes",
 ]
 
@@ -52,7 +56,9 @@ def with_step_axes(metrics: Mapping[str, float], step: int) -> dict[str, float]:
     return {**axes, **metrics}
 
 
-def rollout_metrics(groups: Sequence[Group], raw: Callable[[Any], float]) -> dict[str, float]:
+def rollout_metrics(
+    groups: Sequence[Group], raw: Callable[[Any], float], *, datasets: int = 1
+) -> dict[str, float]:
     """Return the ``rollout/*``, ``multi_turn/*`` and ``passrate/*`` metrics of the samples of a step.
 
     Samples that could not be scored count in ``rollout/failed_ratio`` and in what concerns responses, and are
@@ -60,6 +66,7 @@ def rollout_metrics(groups: Sequence[Group], raw: Callable[[Any], float]) -> dic
 
     :param groups: At least one.
     :param raw: From ``Sample.raw_reward`` to the number before shaping.
+    :param datasets: How many data sets the run trains on; with several, those of the step have metrics too.
     """
     samples = [sample for group in groups for sample in group.samples]
     numbers = group_numbers(groups, raw)
@@ -68,7 +75,7 @@ def rollout_metrics(groups: Sequence[Group], raw: Callable[[Any], float]) -> dic
         "rollout/failed_ratio": failed_ratio(samples),
         "rollout/samples": len(samples),
         **_response_metrics(samples),
-        **_dataset_metrics(groups, numbers),
+        **_dataset_metrics(groups, numbers, datasets),
         **turn_metrics(samples),
         **pass_rates("passrate/", numbers, pass_counts(max(map(len, numbers)))),
     }
@@ -107,13 +114,15 @@ def _response_metrics(samples: Sequence[Sample]) -> dict[str, float]:
     }
 
 
-def _dataset_metrics(groups: Sequence[Group], numbers: Sequence[Sequence[float]]) -> dict[str, float]:
-    """Return a few metrics of each data set, where there is more than one."""
+def _dataset_metrics(
+    groups: Sequence[Group], numbers: Sequence[Sequence[float]], datasets: int
+) -> dict[str, float]:
+    """Return a few metrics of each data set of the step, where the run has more than one."""
     parts: dict[str, list[int]] = defaultdict(list)
     for index, group in enumerate(groups):
         parts[group.prompt.dataset].append(index)
     metrics: dict[str, float] = {}
-    for name, indices in parts.items() if len(parts) > 1 else ():
+    for name, indices in parts.items() if max(datasets, len(parts)) > 1 else ():
         samples = [sample for index in indices for sample in groups[index].samples]
         scored = [number for index in indices for number in numbers[index]]
         if scored:

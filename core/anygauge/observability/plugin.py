@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 from typing import Any
 
+from anygauge.observability.datasets import dataset_names
 from anygauge.observability.progress import RunProgress
 from anygauge_hooks import hookimpl
 from anygauge_hooks.types import ConfigProblem, RunInfo, Tracker, TrackerSpec
@@ -65,8 +66,8 @@ def _make_trackio(run: RunInfo) -> Tracker:
 
 @hookimpl
 def check_config(config: Any) -> list[ConfigProblem]:
-    """Return trackers whose package is missing, their wrong options, and a data set's impossible name."""
-    return [*_missing_packages(config), *_tracker_options(config), *_dataset_names(config)]
+    """Return trackers whose package is missing, their wrong options, and data sets' impossible names."""
+    return [*_missing_packages(config), *_tracker_options(config), *dataset_names(config)]
 
 
 def _missing_packages(config: Any) -> Iterator[ConfigProblem]:
@@ -83,9 +84,10 @@ def _is_installed(package: str) -> bool:
 
 
 def _tracker_options(config: Any) -> Iterator[ConfigProblem]:
+    """Yield options that no tracker takes; a tracker of the core keeps its own while it is not in use."""
     for name, options in config.run.tracker_options.items():
         path = f"run.tracker_options.{name}"
-        if name not in {"jsonl", *config.run.trackers}:
+        if name not in {*OPTIONS, *config.run.trackers}:
             hint = f"add {name!r} to run.trackers, or leave this out"
             yield ConfigProblem(path=path, found=options, hint=hint)
         elif name in OPTIONS:
@@ -104,12 +106,6 @@ def _options_of(name: str, options: Mapping[str, Any], path: str) -> Iterator[Co
         else:
             continue
         yield ConfigProblem(path=f"{path}.{key}", found=value, hint=hint)
-
-
-def _dataset_names(config: Any) -> Iterator[ConfigProblem]:
-    if "step" in config.eval.datasets:
-        hint = "eval/step is the step axis of evaluations; give the data set another name"
-        yield ConfigProblem(path="eval.datasets.step", found="step", hint=hint)
 
 
 @hookimpl

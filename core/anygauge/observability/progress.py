@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from anygauge.observability.eval_names import EVAL_RESULT
 from anygauge_hooks import hookimpl
 
 if TYPE_CHECKING:
@@ -31,8 +32,6 @@ Not the loss: with centred advantages and one optimizer step per rollout it is 0
 nothing else.
 """
 _SHOWN_IN_SFT = {"train/loss": "loss", "train/grad_norm": "grad norm"}
-_DETAIL = re.compile(r"/|-(truncated_ratio|failed_ratio|samples)$")
-"""What of an evaluation is for the trackers alone."""
 _PASS = re.compile(r"passrate/(.+)-pass@(\d+)$")
 
 
@@ -158,11 +157,11 @@ class RunProgress:
 
 
 def _eval_results(metrics: Mapping[str, float]) -> Iterator[tuple[str, float]]:
-    """Yield the score of each data set, and the pass@k of the largest k."""
+    """Yield the score and the loss of each data set, and the pass@k of the largest k."""
     for name, value in metrics.items():
-        group, _, rest = name.partition("/")
-        if group == "eval" and rest != "step" and not _DETAIL.search(rest):
-            yield rest, value
+        result = re.fullmatch(EVAL_RESULT, name)
+        if result:
+            yield result[1], value
     passes = [
         (int(match[2]), match[1], value) for name, value in metrics.items() if (match := _PASS.match(name))
     ]

@@ -36,7 +36,10 @@ LOST_PEER = re.compile(
     re.IGNORECASE,
 )
 """How collectives report that another rank has gone."""
-NO_STACK = "  (no stack taken: still starting, on its way out, or one of many)"
+NO_STACK = (
+    "  (no stack taken: still starting, on its way out, one of many; or stopped by a signal, or in a wait\n"
+    "  that nothing interrupts, such as one for a disk, where a process cannot answer)"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -199,5 +202,5 @@ def deadline_error(
     """
     lines = [f"{what!r} did not finish within {timeout_s:g} s on {len(running)} worker(s)."]
     for who in running:
-        lines += [f"{who}, whose log is {logs[who.rank]}, is at:", stacks.get(who.rank, NO_STACK)]
+        lines += [f"{who}, whose log is {logs[who.rank]}, is at:", stacks.get(who.rank) or NO_STACK]
     return DeadlineError("\n".join(lines), hint=f"Raise {setting} if this really takes so long.")

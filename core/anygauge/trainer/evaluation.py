@@ -22,11 +22,16 @@ __all__ = ["evaluate"]
 _log = logging.getLogger(__name__)
 
 
-def evaluate(loop: Loop) -> dict[str, float]:
-    """Return the metrics of every evaluation data set, recorded and shown."""
+def evaluate(loop: Loop, *, tolerant: bool = False) -> dict[str, float]:
+    """Return the metrics of every evaluation data set, recorded and shown.
+
+    :param tolerant: Whether any number of samples may fail to be scored, as where an error would end a
+        training that has got somewhere. What cannot be computed without them is left out.
+    :raises RewardError: More than ``reward.max_failed_ratio`` do; not if ``tolerant``.
+    """
     metrics: dict[str, float] = {}
     for eval_set in loop.eval_sets:
-        metrics |= _evaluate_set(loop, eval_set)
+        metrics |= _evaluate_set(loop, eval_set, tolerant=tolerant)
     if metrics:
         loop.workers.call("report")  # what an evaluation took is no part of a step
         loop.engines.reports()
@@ -36,18 +41,18 @@ def evaluate(loop: Loop) -> dict[str, float]:
     return metrics
 
 
-def _evaluate_set(loop: Loop, eval_set: EvalSet) -> dict[str, float]:
+def _evaluate_set(loop: Loop, eval_set: EvalSet, *, tolerant: bool) -> dict[str, float]:
     loss = _loss(loop, eval_set) if loop.config.run.task == "sft" else {}
     scorer = loop.scorers.get(eval_set.name)
-    return loss if scorer is None else {**loss, **_scored(loop, eval_set, scorer)}
+    return loss if scorer is None else {**loss, **_scored(loop, eval_set, scorer, tolerant=tolerant)}
 
 
-def _scored(loop: Loop, eval_set: EvalSet, scorer: Scorer) -> dict[str, float]:
+def _scored(loop: Loop, eval_set: EvalSet, scorer: Scorer, *, tolerant: bool) -> dict[str, float]:
     settings = eval_set.settings
     assert settings.samples_per_prompt is not None
     seeds = eval_seeds(loop.config, len(eval_set.prompts), settings.samples_per_prompt)
-    samples = loop.engines.generate(eval_set.prompts, eval_params(loop.config, settings), seeds)
-    groups = scorer.score(group_samples(eval_set.prompts, samples))
+    samples = loop.engines.generate(eval_set.prompts, eval_params(settings), seeds)
+    groups = scorer.score(group_samples(eval_set.prompts, samples), tolerant=tolerant)
     raw = partial(raw_number, reward=settings.reward or loop.config.reward)
     return eval_metrics(eval_set.name, groups, raw)
 

@@ -36,7 +36,7 @@ def rollout_params(config: Config) -> SamplingParams:
     )
 
 
-def eval_params(config: Config, dataset: EvalDataset) -> SamplingParams:
+def eval_params(dataset: EvalDataset) -> SamplingParams:
     """Return how the samples of an evaluation data set are drawn.
 
     :param dataset: With every field filled in but the reward's.
@@ -45,11 +45,13 @@ def eval_params(config: Config, dataset: EvalDataset) -> SamplingParams:
     assert dataset.temperature is not None
     assert dataset.top_p is not None
     assert dataset.top_k is not None
+    assert dataset.stop is not None
+    assert dataset.stop_token_ids is not None
     return SamplingParams(
         max_new_tokens=dataset.max_new_tokens,
         temperature=dataset.temperature,
         top_p=dataset.top_p,
         top_k=dataset.top_k,
-        stop=config.rollout.stop,
-        stop_token_ids=config.rollout.stop_token_ids,
+        stop=dataset.stop,
+        stop_token_ids=dataset.stop_token_ids,
     )

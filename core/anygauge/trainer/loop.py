@@ -127,7 +127,7 @@ def run_loop(loop: Loop) -> None:
         _log.info("step %d of %d: %s", step, total, summary(metrics))
         loop.plugins.notify("after_train_step", run=loop.info, metrics=metrics)
         if step % config.eval.interval == 0 or step == total:
-            evaluate(loop)
+            evaluate(loop, tolerant=True)
         started = time.perf_counter()
         loop.save_s = time.perf_counter() - started if save(loop, step) else 0.0
     if loop.checkpoints is not None:

@@ -194,3 +194,13 @@ def test_nothing_heavy_is_imported() -> None:
         "'cpu']) == 0; assert not {'torch', 'transformers', 'ray'} & set(sys.modules), sys.modules.keys()"
     )
     subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL, timeout=60)
+
+
+def test_sizes_are_written_in_units_that_fit() -> None:
+    data = DataFacts(train="a", evaluation=None, input_key="prompt", label_key="label", note="")
+    machine = Machine(backend="x", accelerator=False, devices=1, memory_gib=64)
+    tiny = {"num_hidden_layers": 1, "hidden_size": 32, "num_attention_heads": 2, "vocab_size": 64}
+    for hf, count, cache in ((tiny, "8.19K", "128 bytes"), (QWEN3_8B, "8.19B", "144 KiB")):
+        text = recipe(facts_of_config("m", hf, chat=False), data, machine, task="rl", command="c")
+        assert f"# for {count} parameters on" in text
+        assert f"# {cache} of cache each" in text

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from anygauge.config import Config, LoadedConfig, dump_config, load_config, write_resolved
+from anygauge.data.evaluation import eval_datasets
 from anygauge.plugins import Plugins
 from anygauge_hooks import hookimpl
 from anygauge_hooks.errors import ConfigError, UnknownBackendError
@@ -222,6 +223,62 @@ def test_the_resolved_config_loads_back_to_the_same(load: Load, tmp_path: Path, 
     assert again.config == loaded.config
     assert dump_config(again.config) == dump_config(loaded.config)
     assert "[on." not in dump_config(loaded.config)
+
+
+EVERYWHERE = {
+    "reward": 'key = "none"\noptions = { strip = "none" }',
+    "eval.datasets.e": """
+files = ["e.jsonl", { path = "f.jsonl", name = "none" }]
+label_key = "none"
+max_prompts = "none"
+stop = ["none"]
+reward.parts.a = { function = "json:loads", key = "none", extract = "none" }""",
+    "eval.datasets.f": 'files = ["f.jsonl"]',
+}
+
+
+def test_none_is_null_at_any_depth(load: Load) -> None:
+    config = load(EVERYWHERE, check_files=False).config
+    found = config.eval.datasets["e"]
+    assert found.reward is not None
+    part = found.reward.parts["a"]
+    assert (part.key, part.extract, config.reward.options) == (None, "none", {"strip": "none"})
+    assert (found.label_key, found.max_prompts, found.stop) == (None, None, ("none",))
+    assert [file.name for file in found.files] == [None, None]
+    filled = eval_datasets(config)
+    assert (filled["e"].label_key, filled["f"].label_key) == (None, "label")
+
+
+def test_what_a_data_set_leaves_out_is_left_out_in_the_resolved_config(
+    load: Load, tmp_path: Path, plugins: Plugins
+) -> None:
+    config = load(EVERYWHERE, ["--eval.max_prompts=5"], check_files=False).config
+    text = dump_config(config)
+    (tmp_path / "resolved.toml").write_text(text)
+    again = load_config(tmp_path / "resolved.toml", backend="cpu", plugins=plugins, check_files=False).config
+    assert (again, eval_datasets(again), dump_config(again)) == (config, eval_datasets(config), text)
+    assert [each.max_prompts for each in eval_datasets(again).values()] == [None, 5]
+
+
+@pytest.mark.parametrize(
+    ("own", "text"),
+    [
+        ("stopp = []", "eval.datasets.e.stopp: found []; unknown key; did you mean eval.datasets.e.stop"),
+        (
+            "metadata_key = 3",
+            'e.metadata_key: found 3; must be a valid string; write it in quotes: "3", or "none"',
+        ),
+        (
+            "reward.parts.a.weight = 1.0",
+            "eval.datasets.e.reward.parts.a.function: not set; required: A registered",
+        ),
+        ('reward = { function = "exact_match", keyy = "a" }', "did you mean eval.datasets.e.reward.key?"),
+    ],
+)
+def test_a_problem_below_a_section_is_explained(load: Load, own: str, text: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load({"eval.datasets.e": f'files = ["e.jsonl"]\n{own}'}, check_files=False)
+    assert text in str(caught.value)
 
 
 def test_relative_paths_start_at_the_current_directory(

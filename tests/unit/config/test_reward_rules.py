@@ -116,6 +116,11 @@ def test_the_label_of_an_evaluation(load: Load, own: str, wrong: bool) -> None:
         load(tables, overrides, check_files=False)
 
 
+def test_an_evaluation_that_has_no_label_of_its_own(load: Load) -> None:
+    with pytest.raises(ConfigError, match=r"1 problem:\n  eval.datasets.e.label_key: not set.*'exact_match'"):
+        load({"eval.datasets.e": "files = ['x']\nlabel_key = 'none'"}, check_files=False)
+
+
 def test_an_option_that_a_function_cannot_do_without(load: Load, plugins: Plugins) -> None:
     plugins.register(MoreRewards(), "more")
     with pytest.raises(ConfigError, match=r"reward.options.url: not set.*; 'served' needs it"):

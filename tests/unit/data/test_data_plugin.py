@@ -77,3 +77,13 @@ def test_sft_on_plain_prompts_needs_a_label() -> None:
     assert problems(config(task="sft", label_key=None)) == [("data.label_key", None)]
     assert problems(config(task="sft", label_key=None, apply_chat_template=True)) == []
     assert problems(config(task="sft")) == []
+
+
+def test_settings_without_effect_are_found_in_evaluation() -> None:
+    own: dict[str, Any] = {"files": ["e.jsonl"], "system_prompt": "Hi"}
+    assert problems(config(evaluation={"datasets": {"e": own}})) == [("eval.datasets.e.system_prompt", "Hi")]
+    off = config(
+        evaluation={"datasets": {"e": own | {"apply_chat_template": False}}}, apply_chat_template=True
+    )
+    assert problems(off) == [("eval.datasets.e.system_prompt", "Hi")]
+    assert problems(config(evaluation={"datasets": {"e": own | {"apply_chat_template": True}}})) == []

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from anygauge.config import Config
-from anygauge.config.schema import DataFile
+from anygauge.config.schema import DataFile, EvalDataset
 from anygauge.data.evaluation import eval_data, eval_datasets
+from anygauge.trainer.generation import eval_params
 
 
 def config(evaluation: dict[str, Any], **data: Any) -> Config:
@@ -74,3 +75,62 @@ def test_its_files_are_read_in_order_with_its_keys() -> None:
         False,
         "Hi",
     )
+
+
+READING: dict[str, Any] = {
+    "input_key": "question",
+    "label_key": "gold",
+    "metadata_key": "extra",
+    "tools_key": "functions",
+    "apply_chat_template": True,
+    "chat_template_kwargs": {"thinking": True},
+    "system_prompt": "Hi",
+    "max_prompt_tokens": 9,
+}
+OTHER: dict[str, Any] = {
+    "input_key": "problem",
+    "label_key": None,
+    "metadata_key": None,
+    "tools_key": None,
+    "chat_template_kwargs": {},
+    "system_prompt": None,
+    "max_prompt_tokens": None,
+}
+
+
+def only(own: dict[str, Any]) -> tuple[Config, EvalDataset]:
+    loaded = config({"datasets": {"e": {"files": ["e.jsonl"], **own}}, "max_prompts": 5}, **READING)
+    rollout = loaded.rollout.model_copy(update={"stop": ("X",), "stop_token_ids": (3,)})
+    loaded = loaded.model_copy(update={"rollout": rollout})
+    return loaded, eval_datasets(loaded)["e"]
+
+
+def test_each_way_of_reading_is_inherited_or_its_own() -> None:
+    for own in ({}, *({key: value} for key, value in OTHER.items())):
+        assert eval_data(*only(own)).model_dump(include=set(READING)) == READING | own
+    meaningless = {"input_key": None, "apply_chat_template": None}
+    assert eval_data(*only(meaningless)).model_dump(include=set(READING)) == READING
+
+
+def test_each_stop_is_inherited_or_its_own() -> None:
+    params = eval_params(only({})[1])
+    assert (params.stop, params.stop_token_ids) == (("X",), (3,))
+    params = eval_params(only({"stop": ["Y", "Z"], "stop_token_ids": []})[1])
+    assert (params.stop, params.stop_token_ids) == (("Y", "Z"), ())
+
+
+def test_none_that_is_written_is_no_limit() -> None:
+    assert only({})[1].max_prompts == 5
+    assert only({"max_prompts": None})[1].max_prompts is None
+
+
+def test_without_a_template_its_settings_are_not_inherited() -> None:
+    data = eval_data(*only({"apply_chat_template": False}))
+    assert (data.tools_key, data.system_prompt, data.chat_template_kwargs) == (None, None, {})
+    assert (data.metadata_key, data.max_prompt_tokens) == ("extra", 9)
+
+
+def test_what_was_left_out_stays_so_when_it_is_written_and_read() -> None:
+    for own in ({}, {"label_key": None}):
+        loaded, found = only(own)
+        assert eval_datasets(Config.model_validate(loaded.model_dump()))["e"] == found

@@ -318,3 +318,38 @@ def test_gsm8k(tokenizer: Any, name: str, count: int) -> None:
     prompts = source.all(100)
     assert all("####" in prompt.label for prompt in prompts)
     assert all(tokenizer.decode(prompt.tokens) == prompt.text for prompt in prompts)
+
+
+@pytest.mark.parametrize(
+    ("field", "text", "problem"),
+    [
+        ("tools", "[{", "is a string that is not JSON: Expecting property name"),
+        ("tools", '{"a": 1}', "is an object, not a list of objects"),
+        ("tools", '[{"a": 1, "a": 2}]', "is a string that has the key 'a' twice"),
+        ("tools", '[{"a": "\\ud800"}]', "holds '\\ud800', which is half a character"),
+        ("extra", "[]", "is a list, not an object"),
+    ],
+)
+def test_a_string_that_is_not_the_json_it_should_be(
+    write_rows: WriteRows, tokenizer: Any, field: str, text: str, problem: str
+) -> None:
+    path = write_rows({"prompt": "a", "tools": "[]", "extra": "{}"} | {field: text})
+    config = data(path, label_key=None, apply_chat_template=True, tools_key="tools", metadata_key="extra")
+    with pytest.raises(DataError) as error:
+        FileSource(config, tokenizer)
+    assert f"{path}:1: field {field!r} {problem}" in str(error.value)
+
+
+@pytest.mark.parametrize("text", ["[{x}]", '[{"a": 1}]', '["user"]', ' [{"role": "user", "content": "a"}]'])
+def test_a_string_that_is_no_list_of_messages_is_what_the_user_says(
+    write_rows: WriteRows, tokenizer: Any, text: str
+) -> None:
+    config = data(write_rows({"prompt": text}), label_key=None, apply_chat_template=True)
+    (prompt,) = FileSource(config, tokenizer).all()
+    assert prompt.text == f"<user>{text}\n<assistant>"
+
+
+def test_messages_in_a_string_without_a_template_are_text(write_rows: WriteRows, tokenizer: Any) -> None:
+    text = '[{"role": "user", "content": "a"}]'
+    (prompt,) = FileSource(data(write_rows({"prompt": text}), label_key=None), tokenizer).all()
+    assert prompt.text == text

@@ -174,7 +174,7 @@ def test_with_a_metadata_key_no_other_column_is_read(
 ) -> None:
     path = write_table(prompt=["1+1="], label=["2"], image=[b"x"], extra=[{"level": 3, "name": None}])
     (prompt,) = open_source(path, tokenizer, metadata_key="extra").all()
-    assert prompt.metadata == {"level": 3, "name": None}
+    assert prompt.metadata == {"level": 3}
     assert not caplog.messages
 
 
@@ -232,6 +232,55 @@ def test_categories_and_large_text(write_table: WriteTable, tokenizer: Any) -> N
         ("b", "y"),
         ("a", "z"),
     ]
+
+
+TOOLS = [
+    [{"name": "weather", "parameters": {"city": {"type": "string"}}}],
+    [{"name": "plot", "parameters": {"x": {"type": "number"}, "y": {"enum": [1, None]}}}],
+    [{"name": "now", "parameters": {}}],
+    None,
+]
+
+
+def tool_rows() -> list[dict[str, Any]]:
+    return [
+        {"prompt": [{"role": "user", "content": "Hi"}], "tools": tools, "extra": {"level": number}}
+        for number, tools in enumerate(TOOLS)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("as_text", "metadata_key"),
+    [((), None), ((), "extra"), (("tools",), None), (("tools", "extra", "prompt"), "extra")],
+)
+def test_tools_of_different_shapes_are_those_of_a_jsonl_file(
+    tmp_path: Path,
+    tokenizer: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    as_text: tuple[str, ...],
+    metadata_key: Any,
+) -> None:
+    monkeypatch.setattr(tokenizer, "chat_template", "{{ tools | tojson }}{{ messages[0]['content'] }}")
+    rows = tool_rows()
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    kept = [
+        {key: json.dumps(value) if key in as_text else value for key, value in row.items()} for row in rows
+    ]
+    pq.write_table(pa.Table.from_pylist(kept), tmp_path / "train.parquet")
+    one, other = (
+        open_source(
+            tmp_path / name,
+            tokenizer,
+            tools_key="tools",
+            metadata_key=metadata_key,
+            label_key=None,
+            apply_chat_template=True,
+        ).all()
+        for name in ("train.parquet", "train.jsonl")
+    )
+    assert [(p.text, p.metadata) for p in one] == [(p.text, p.metadata) for p in other]
+    assert '"city": {"type": "string"}' in one[0].text
+    assert "null" not in one[0].text
 
 
 def test_chats(write_table: WriteTable, tokenizer: Any) -> None:

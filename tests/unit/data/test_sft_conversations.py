@@ -207,7 +207,8 @@ def test_tools_and_their_calls(read: Read, thinking_tokenizer: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("tools", "problem"), [("look", "is a string"), ([1], "is a list of other things"), ({}, "is an object")]
+    ("tools", "problem"),
+    [('"look"', "is a string"), ([1], "is a list of other things"), ({}, "is an object")],
 )
 def test_tools_that_are_none(read: Read, chat_tokenizer: Any, tools: Any, problem: str) -> None:
     with pytest.raises(DataError, match=rf"train\.jsonl:1: field 'tools' {problem}, not a list of objects"):
@@ -341,7 +342,7 @@ def test_prompts_to_generate_from_have_no_response(read: Read, chat_tokenizer: A
 
 
 @pytest.mark.parametrize(
-    ("metadata", "problem"), [("x", "is a string, not an object"), (None, "is null, not an object")]
+    ("metadata", "problem"), [("x", "is a string that is not JSON"), (None, "is null, not an object")]
 )
 def test_metadata_is_an_object(read: Read, chat_tokenizer: Any, metadata: Any, problem: str) -> None:
     row = {**chat("a", "b"), "extra": metadata}

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from anygauge.observability.logs import driver_log
+from anygauge.observability.logs import driver_log, summary
 from anygauge_hooks.errors import DataError
 
 LINE = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{3} (INFO|WARNING|ERROR) [\w.]+: .")
@@ -95,6 +95,13 @@ def test_a_signal_adds_the_stacks(tmp_path: Path) -> None:
     with driver_log(tmp_path, backend="cpu") as path:
         os.kill(os.getpid(), signal.SIGUSR1)
     assert "test_a_signal_adds_the_stacks" in path.read_text()
+
+
+def test_the_line_of_an_evaluation_has_its_results_alone() -> None:
+    details = dict.fromkeys(("truncated_ratio", "failed_ratio", "samples"), 1.0)
+    metrics = {f"eval/math-{name}": value for name, value in details.items()}
+    metrics |= {"eval/step": 20, "eval/math/response_len/mean": 9.0, "eval/math": 0.25, "eval/math-loss": 2.0}
+    assert summary(metrics) == "eval/math 0.25, eval/math-loss 2"
 
 
 def test_a_worker_says_when_and_who() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from anygauge.observability.metrics import rollout_metrics, with_step_axes
+from anygauge.observability.metrics import conversation_metrics, rollout_metrics, with_step_axes
 from anygauge.observability.responses import repeats, repetition_ratio, turn_metrics
 from anygauge_hooks.rl import FinishReason, Group, Prompt, Sample
 
@@ -117,6 +117,28 @@ def test_data_sets_are_apart_where_there_is_more_than_one() -> None:
     }
     alone = rollout_metrics(groups[:1], number)
     assert not [name for name in alone if "gsm8k" in name]
+
+
+def test_a_step_that_drew_from_one_data_set_of_several_has_its_metrics() -> None:
+    metrics = rollout_metrics([group([1.0, 0.0], [2, 4], dataset="gsm8k")], number, datasets=2)
+    assert metrics["rollout/gsm8k/raw_reward"] == 0.5
+    assert metrics["rollout/gsm8k/response_len/mean"] == 3.0
+    assert metrics["rollout/gsm8k/truncated_ratio"] == 0.0
+
+
+def row(dataset: str, before: int, mask: Sequence[int]) -> Prompt:
+    tokens, response = (1,) * before, (2,) * len(mask)
+    return Prompt(index=0, tokens=tokens, text="a", dataset=dataset, response=response, loss_mask=tuple(mask))
+
+
+def test_conversation_metrics() -> None:
+    rows = [row("chats", 3, [1, 0, 1]), row("chats", 1, [1]), row("sums", 2, [1, 1])]
+    of_all = {"train/samples": 3, "train/tokens": 5, "train/sequence_len/mean": 4.0}
+    of_sums = {"train/sums/samples": 1, "train/sums/tokens": 2, "train/sums/sequence_len/mean": 4.0}
+    of_chats = {"train/chats/samples": 2, "train/chats/tokens": 3, "train/chats/sequence_len/mean": 4.0}
+    assert conversation_metrics(rows, datasets=2) == {**of_all, **of_chats, **of_sums}
+    assert conversation_metrics(rows[2:], datasets=2).items() >= of_sums.items()
+    assert len(conversation_metrics(rows[2:])) == 3, "nothing more to say of the only data set"
 
 
 def test_a_data_set_that_could_not_be_scored_has_no_reward() -> None:

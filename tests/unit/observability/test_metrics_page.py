@@ -11,6 +11,7 @@ from anygauge.algorithms.losses import policy_objective, ppo_clip
 from anygauge.observability.memory import driver_memory
 from anygauge.observability.metrics import (
     StepWork,
+    conversation_metrics,
     eval_metrics,
     performance_metrics,
     rollout_metrics,
@@ -52,6 +53,10 @@ def groups() -> list[Group]:
     ]
 
 
+def rows_of_conversations() -> list[Prompt]:
+    return [Prompt(index=0, tokens=(1,), text="", dataset="dataset-a", response=(2,), loss_mask=(1,))]
+
+
 def training() -> dict[str, float]:
     ones = torch.ones(2)
     inputs = LossInputs(
@@ -87,6 +92,7 @@ def emitted() -> set[str]:
         **eval_metrics("dataset-a", groups(), float),
         **performance(),
         **driver_memory(),
+        **conversation_metrics(rows_of_conversations(), datasets=2),
     }
     return {generic(name) for name in with_step_axes(metrics, 1)} | OF_THE_LOOP
 

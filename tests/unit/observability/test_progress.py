@@ -102,6 +102,7 @@ def test_evaluations_have_a_line_and_are_not_in_the_step_time(run: RunInfo, outp
             "eval/gsm8k-truncated_ratio": 0.5,
             "eval/gsm8k-failed_ratio": 0.0,
             "eval/gsm8k-samples": 512,
+            "eval/gsm8k-loss": 1.5,
             "eval/gsm8k/response_len/mean": 9.0,
             "eval/aime-24": 0.125,
             "passrate/gsm8k-pass@1": 0.25,
@@ -113,7 +114,7 @@ def test_evaluations_have_a_line_and_are_not_in_the_step_time(run: RunInfo, outp
     )
     progress.after_train_step(replace(run, step=1), {})
     assert output.getvalue().splitlines()[1:] == [
-        "eval at step 0  gsm8k 0.25  aime-24 0.125  aime-24 pass@16 0.625",
+        "eval at step 0  gsm8k 0.25  gsm8k-loss 1.5  aime-24 0.125  aime-24 pass@16 0.625",
         "step 1/4  10 s/step  3:00 left",
     ]
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from anygauge.observability.jsonl import METRICS_FILE, JsonlTracker
-from anygauge.observability.report.catalog import eval_means, phase_metrics
+from anygauge.observability.report.catalog import eval_losses, eval_means, phase_metrics
 from anygauge.observability.report.metrics_file import page_data, read_metrics
 from anygauge.observability.report.scale import (
     Range,
@@ -185,9 +185,10 @@ def test_ranges_place_values() -> None:
 
 def test_evaluation_means_are_told_from_what_else_is_said_of_a_data_set() -> None:
     names = ["eval/math", "eval/math-hard", "eval/math-truncated_ratio", "eval/math-samples"]
-    names += ["eval/math-failed_ratio", "eval/math/response_len/mean", "train/loss"]
+    names += ["eval/math-failed_ratio", "eval/math/response_len/mean", "train/loss", "eval/math-loss"]
     found = eval_means(dict.fromkeys(names))
     assert found == [("eval/math", "math"), ("eval/math-hard", "math-hard")]
+    assert eval_losses(dict.fromkeys(names)) == [("eval/math-loss", "math")]
 
 
 def test_phases_come_in_the_order_of_a_step() -> None:

@@ -19,7 +19,7 @@ from anygauge.cli import main
 from anygauge.config import Config
 from anygauge.config.load import write_resolved
 from anygauge.observability.report import REPORT_FILE, write_report
-from anygauge.observability.report.catalog import SECTIONS
+from anygauge.observability.report.catalog import SECTIONS, SFT_SECTIONS
 from anygauge.observability.report.charts import COLOURS, MOST_POINTS
 from anygauge.observability.report.page import render_page
 from anygauge.observability.report.run_files import read_run
@@ -243,6 +243,25 @@ def test_a_chart_without_its_metrics_is_named_and_not_drawn(chart: Any, make_run
     assert f"chart-{chart.key}" not in page.ids()
     (note,) = [text for _, text in page.texts if "Not recorded" in text and chart.title in text]
     assert note
+
+
+def test_an_sft_run_shows_its_losses_and_no_reward_where_there_is_none(make_run: MakeRun) -> None:
+    names = ["train/loss", "train/entropy_loss", "train/grad_norm", "train/lr", "eval/math-loss"]
+    names += [f"train{of}/{name}" for of in ("", "/chats") for name in ("tokens", "sequence_len/mean")]
+    names += ["perf/step_time", "perf/train_time", "perf/tokens_per_s", "perf/tflops", "perf/host_memory_gib"]
+    directory = make_run(rows(5, names))
+    config = directory / "config.toml"
+    config.write_text(config.read_text().replace('task = "rl"', 'task = "sft"'))
+    page = Page(write_report(directory))
+    keys = {f"chart-{chart.key}" for section in SFT_SECTIONS for chart in section.charts}
+    assert {name for name in page.ids() if (name or "").startswith("chart-")} == (
+        keys - {"chart-eval", "chart-eval-pass"} | {"chart-phases"}
+    )
+    assert "Not recorded in this run: Evaluation, pass@k in evaluation." in page.text()
+    assert [a["title"] for a in page.all_of("div", "tile")][:2] == ["train/loss", "eval/math-loss"]
+    assert "Eval loss math" in page.text()
+    assert "samples" not in page.ids()
+    assert "samples.jsonl" not in page.text()
 
 
 @pytest.mark.parametrize(("steps", "kinds"), [(1, ["line"]), (100, ["line"]), (101, ["faint", "line"])])

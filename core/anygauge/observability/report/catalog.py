@@ -6,7 +6,18 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-__all__ = ["SECTIONS", "ChartSpec", "Lines", "Section", "eval_means", "phase_metrics"]
+from anygauge.observability.eval_names import EVAL_LOSS, EVAL_MEAN
+
+__all__ = [
+    "SECTIONS",
+    "SFT_SECTIONS",
+    "ChartSpec",
+    "Lines",
+    "Section",
+    "eval_losses",
+    "eval_means",
+    "phase_metrics",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +63,6 @@ class Section:
     charts: tuple[ChartSpec, ...]
 
 
-_EVAL_MEAN = r"eval/((?:(?!-(?:truncated_ratio|repetition_frac|failed_ratio|zero_std_ratio|samples)$)[^/])+)"
 _PHASES = ("rollout", "reward", "log_probs", "train", "update_weights", "save")
 """In the order of a step; after them come those of plugins, and last what is in none."""
 _REST = "overhead"
@@ -64,7 +74,7 @@ _REWARD = ChartSpec(
     lines=(
         Lines("rollout/raw_reward", "as scored"),
         Lines("rollout/reward", "as trained on"),
-        Lines(_EVAL_MEAN, r"eval \1", marked=True),
+        Lines(EVAL_MEAN, r"eval \1", marked=True),
     ),
     wide=True,
 )
@@ -72,7 +82,7 @@ _EVAL = ChartSpec(
     key="eval",
     title="Evaluation",
     about="Mean reward of each evaluation data set.",
-    lines=(Lines(_EVAL_MEAN, r"\1", marked=True),),
+    lines=(Lines(EVAL_MEAN, r"\1", marked=True),),
 )
 _PASS = ChartSpec(
     key="pass",
@@ -132,6 +142,39 @@ _LOSS = ChartSpec(
     title="Loss",
     about="The objective that is minimised, and its policy term.",
     lines=(Lines("train/loss", "loss"), Lines("train/pg_loss", "policy term")),
+)
+_NLL = ChartSpec(
+    key="loss",
+    title="Loss",
+    about="Mean negative log-likelihood of the tokens that are trained on.",
+    unit="nats per token",
+    lines=(Lines("train/loss", "loss"),),
+)
+_EVAL_LOSS = ChartSpec(
+    key="eval-loss",
+    title="Evaluation loss",
+    about="The same of each evaluation data set, of which nothing is trained on.",
+    unit="nats per token",
+    lines=(Lines(EVAL_LOSS, r"\1", marked=True),),
+)
+_TRAINED = ChartSpec(
+    key="trained-tokens",
+    title="Trained tokens",
+    about="Tokens of a step that the loss is on, in all and by data set.",
+    unit="tokens",
+    lines=(Lines("train/tokens", "all"), Lines("train/([^/]+)/tokens", r"\1")),
+    floor=0,
+)
+_SEQUENCES = ChartSpec(
+    key="sequence-length",
+    title="Sequence length",
+    about="Mean over the rows of a step, prompt included, in all and by data set.",
+    unit="tokens",
+    lines=(
+        Lines("train/sequence_len/mean", "all"),
+        Lines("train/([^/]+)/sequence_len/mean", r"\1"),
+    ),
+    floor=0,
 )
 _CLIP = ChartSpec(
     key="clipped",
@@ -222,13 +265,22 @@ _MEMORY = ChartSpec(
     floor=0,
 )
 
+_SPEED = Section("speed", "Speed and memory", (_TOKENS, _FLOPS, _MEMORY))
+
 SECTIONS = (
     Section("outcome", "Reward and evaluation", (_REWARD, _EVAL, _PASS, _EVAL_PASS, _SOURCES, _SIGNAL)),
     Section("policy", "Policy", (_KL, _ENTROPY, _DIFFERENCE, _LOSS, _CLIP, _GRADIENT, _RATE)),
     Section("responses", "Responses", (_LENGTH, _TRUNCATED, _ROUNDS, _OWN_LENGTH)),
-    Section("speed", "Speed and memory", (_TOKENS, _FLOPS, _MEMORY)),
+    _SPEED,
 )
 """The charts of a report, in order. The time of a step by phase comes first in the last section."""
+SFT_SECTIONS = (
+    Section("outcome", "Loss and evaluation", (_NLL, _EVAL_LOSS, _EVAL, _EVAL_PASS)),
+    Section("policy", "Policy", (_ENTROPY, _GRADIENT, _RATE)),
+    Section("rows", "Rows", (_TRAINED, _SEQUENCES)),
+    _SPEED,
+)
+"""The same of an SFT run, which has rewards in its evaluations alone, if at all."""
 
 
 def phase_metrics(names: Mapping[str, object]) -> list[tuple[str, str]]:
@@ -242,4 +294,9 @@ def phase_metrics(names: Mapping[str, object]) -> list[tuple[str, str]]:
 
 def eval_means(names: Mapping[str, object]) -> list[tuple[str, str]]:
     """Return name and data set of the metrics that are an evaluation's mean reward."""
-    return list(Lines(_EVAL_MEAN, r"\1").find(names))
+    return list(Lines(EVAL_MEAN, r"\1").find(names))
+
+
+def eval_losses(names: Mapping[str, object]) -> list[tuple[str, str]]:
+    """Return name and data set of the metrics that are an evaluation's loss."""
+    return list(Lines(EVAL_LOSS, r"\1").find(names))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from anygauge.observability.report.catalog import SECTIONS, ChartSpec, Section
+from anygauge.observability.report.catalog import ChartSpec, Section
 from anygauge.observability.report.metrics_file import Metrics, Series
 from anygauge.observability.report.paths import dots_path, line_path
 from anygauge.observability.report.scale import (
@@ -101,10 +101,10 @@ class SectionView:
     missing: Sequence[str]
 
 
-def draw_sections(metrics: Metrics) -> list[SectionView]:
+def draw_sections(metrics: Metrics, sections: Sequence[Section]) -> list[SectionView]:
     """Draw every chart whose metrics were recorded."""
     steps = all_steps(metrics)
-    return [_section(section, metrics, steps) for section in SECTIONS]
+    return [_section(section, metrics, steps) for section in sections]
 
 
 def _section(section: Section, metrics: Metrics, steps: Range) -> SectionView:

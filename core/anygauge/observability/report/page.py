@@ -13,6 +13,7 @@ from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
 
 from anygauge import __version__
+from anygauge.observability.report.catalog import SECTIONS, SFT_SECTIONS
 from anygauge.observability.report.charts import draw_sections, sparkline
 from anygauge.observability.report.metrics_file import Series, page_data
 from anygauge.observability.report.phases import draw_phases, phase_rows
@@ -71,7 +72,8 @@ def _content(files: RunFiles, made: datetime) -> dict[str, Any]:
         "tiles": heads,
         "columns": _columns(len(heads)),
         "missing": files.missing,
-        "sections": draw_sections(metrics),
+        "sections": draw_sections(metrics, SFT_SECTIONS if files.task == "sft" else SECTIONS),
+        "has_samples": files.task != "sft" or bool(files.samples),
         "phases": draw_phases(metrics),
         "phase_rows": phase_rows(metrics),
         "all_metrics": [_metric_row(name, series) for name, series in sorted(metrics.series.items())],

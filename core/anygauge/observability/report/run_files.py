@@ -45,6 +45,12 @@ class RunFiles:
     last_sign: float | None = None
     """When the run last wrote metrics or its log, in seconds since the epoch."""
 
+    @property
+    def task(self) -> str:
+        """``rl`` or ``sft``."""
+        run = self.config.get("run")
+        return str(run.get("task", "rl")) if isinstance(run, Mapping) else "rl"
+
 
 def read_run(directory: Path) -> RunFiles:
     """Read a run directory.
@@ -133,7 +139,8 @@ def _read_metrics(files: RunFiles) -> None:
 def _read_samples(files: RunFiles) -> None:
     path = files.directory / SAMPLES_FILE
     if not path.is_file():
-        files.missing.append(f"There is no {SAMPLES_FILE}.")
+        if files.task != "sft":
+            files.missing.append(f"There is no {SAMPLES_FILE}.")
         return
     steps: dict[int, Sequence[Mapping[str, Any]]] = {}
     broken = 0

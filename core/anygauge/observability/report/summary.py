@@ -10,7 +10,7 @@ from pathlib import PurePath
 from statistics import fmean, median
 from typing import Any, Literal
 
-from anygauge.observability.report.catalog import eval_means
+from anygauge.observability.report.catalog import eval_losses, eval_means
 from anygauge.observability.report.metrics_file import Series
 from anygauge.observability.report.run_files import RunFiles
 from anygauge.observability.report.scale import format_number
@@ -198,8 +198,9 @@ def tiles(files: RunFiles) -> list[Tile]:
     series = files.metrics.series
     found = [
         _course(series, "rollout/raw_reward", "Reward"),
-        *(_evaluation(series, name, label) for name, label in eval_means(series)),
         _course(series, "train/loss", "Loss") if "rollout/raw_reward" not in series else None,
+        *(_evaluation(series, name, f"Eval loss {label}") for name, label in eval_losses(series)),
+        *(_evaluation(series, name, f"Eval {label}") for name, label in eval_means(series)),
         _course(series, "rollout/response_len/mean", "Response length", "tokens"),
         _typical(series, "perf/tokens_per_s", "Throughput", "tokens/s"),
         _typical(series, "perf/step_time", "Time of a step", "s"),
@@ -225,7 +226,7 @@ def _evaluation(series: Mapping[str, Series], name: str, label: str) -> Tile | N
         return None
     (first_step, first), (last_step, last) = points[0], points[-1]
     note = f"from {format_number(first)} at step {first_step}" if len(points) > 1 else f"at step {last_step}"
-    return Tile(f"Eval {label}", format_number(last), "", note, name)
+    return Tile(label, format_number(last), "", note, name)
 
 
 def _typical(series: Mapping[str, Series], name: str, label: str, unit: str) -> Tile | None:

@@ -1,0 +1,63 @@
+"""What the loop records of each data set, at a step that drew from one of two."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from anygauge.config import Config
+from anygauge.trainer import loop as module
+from anygauge_hooks.rl import Group, Prompt, Sample
+
+PROMPT = Prompt(
+    index=0, tokens=(1,), text="1+1=", dataset="sums", response=(2, 3), loss_mask=(1, 1), label="2"
+)
+SAMPLE = Sample(
+    prompt_index=0,
+    prompt_tokens=(1,),
+    response_tokens=(2,),
+    log_probs=(-0.5,),
+    loss_mask=(1,),
+    weight_versions=(0,),
+    text="2",
+    finish_reason="stop",
+    seed=0,
+    reward=1.0,
+    raw_reward=1.0,
+)
+
+
+@pytest.fixture
+def loop(monkeypatch: pytest.MonkeyPatch) -> module.Loop:
+    """Return a loop without workers, whose next prompt is of one data set of two."""
+    config = Config.model_validate(
+        {
+            "run": {"name": "demo"},
+            "model": {"path": "m"},
+            "data": {"train": ["chats.jsonl", "sums.jsonl"]},
+            "reward": {"function": "exact_match"},
+        }
+    )
+    monkeypatch.setattr(module, "start_training", lambda *_: None)
+    monkeypatch.setattr(module, "finish_training", lambda *_: {"train/loss": 0.5})
+    monkeypatch.setattr(module, "read_ahead", lambda *_: None)
+    monkeypatch.setattr(module, "measure", lambda *_, **__: {})
+    monkeypatch.setattr(module, "train_samples", lambda *_: [])
+    groups = [Group(prompt=PROMPT, samples=(SAMPLE,))]
+    monkeypatch.setattr(module, "collect_groups", lambda *_: (groups, 0.0))
+    plugins = SimpleNamespace(notify=lambda *_, **__: None)
+    fields: dict[str, Any] = {"config": config, "plugins": plugins, "next_prompts": (PROMPT,), "info": None}
+    fields |= {"flops_per_token": lambda length: 1.0, "estimator": None}
+    return cast(module.Loop, SimpleNamespace(**fields))
+
+
+def test_a_step_of_conversations(loop: module.Loop) -> None:
+    metrics = module.train_on_conversations(loop, 1)
+    assert metrics["train/loss"] == 0.5
+    assert (metrics["train/tokens"], metrics["train/sums/tokens"]) == (2, 2)
+
+
+def test_a_step_of_rollouts(loop: module.Loop) -> None:
+    assert module.train_on_rollouts(loop, 1)["rollout/sums/raw_reward"] == 1.0
