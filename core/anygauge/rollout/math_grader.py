@@ -114,7 +114,9 @@ def _exchange(process: subprocess.Popen[bytes], request: bytes, wall_s: float) -
 # Inside the process
 # -------------------------------------------------------------------------
 
-_HASH_ANSWER = re.compile(r"####\s*([-+]?\s*\$?\s*[-+]?\d[\d,]*(?:\.\d+)?)")
+_HASH_ANSWER = re.compile(r"####\s*([-+]?\s*(?:\\?\$)?\s*[-+]?\d[\d,]*(?:\.\d+)?(?:\s*/\s*[1-9]\d*)?)")
+_BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
+_MINUS = "\u2212"
 _DELIMITERS = ("\\boxed", "$", "\\(", "\\[")
 
 
@@ -155,9 +157,10 @@ def _gold(label: str) -> list[Any]:
 
 def _answer(response: str) -> list[Any]:
     """Parse the answer of a response: boxed, else the last number after ``####``, else what is found last."""
+    response = _BOX.sub(lambda _: "\\boxed{", response.replace(_MINUS, "-"))
     marked = _HASH_ANSWER.findall(response)
     if marked and "\\boxed" not in response:
-        number = re.sub(r"[\s$,]", "", marked[-1])
+        number = re.sub(r"[\s$,\\]", "", marked[-1])
         return _parse(f"\\boxed{{{number}}}")
     return _parse(response)
 

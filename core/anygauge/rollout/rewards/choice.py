@@ -7,6 +7,14 @@ import string
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from anygauge.rollout.rewards.conclusion import (
+    SEVERAL,
+    closing_letter,
+    concluded,
+    leading_letter,
+    mentioned,
+    plain,
+)
 from anygauge.rollout.rewards.extraction import after_thinking, boxed
 from anygauge.rollout.rewards.matching import required_label
 from anygauge_hooks.errors import RewardError
@@ -14,16 +22,11 @@ from anygauge_hooks.errors import RewardError
 __all__ = ["chosen_letter", "multiple_choice"]
 
 _TAIL = 2000
-"""Characters at the end of a response in which an answer is looked for."""
-_EDGES = string.whitespace + "().:,;*_$[]{}`\"'"
-_TEXT_MACRO = re.compile(r"\\(?:text|textbf|mathrm|mathbf)\s*\{([^{}]*)\}")
-_SAID = re.compile(
-    r"\b(?:answer|option|choice)\b(?:\s+is\b|\s*[:=])?(?:\s+option\b)?[\s*_:$({\[\\]{0,8}([A-Z])(?![A-Za-z0-9'])",
-    re.IGNORECASE,
-)
-_CORRECT = re.compile(r"(?<![A-Za-z0-9])([A-Z])[)\]*_.]{0,3}\s+is\s+(?:the\s+)?(?:correct|right)\b")
-_LEADING = re.compile(r"^[\s*_(\[]{0,4}([A-Z])[)\].:*_]")
+"""Characters at either end of a response in which an answer is looked for."""
+_EDGES = string.whitespace + "().:,;!?*_$[]{}`\"'"
 _SPACE = re.compile(r"[\W_]+")
+_WORD = re.compile(r"[^\W_]+")
+_JOINTS = frozenset({"and", "or", "option", "options", "choice", "choices", "answer", "both"})
 
 
 def multiple_choice(response: str, label: Any, metadata: Mapping[str, Any] | None = None) -> float:
@@ -39,32 +42,54 @@ def multiple_choice(response: str, label: Any, metadata: Mapping[str, Any] | Non
 
 
 def chosen_letter(response: str, choices: Mapping[str, str]) -> str | None:
-    r"""Return the letter that a response settles on, or ``None``.
+    r"""Return the letter that a response settles on, or ``None`` for none or several.
 
-    In this order: the last ``\boxed{}``, the last "answer is C" or "C is correct", a response that is a
-    letter alone or begins with one (``C) Paris``), a last line that is a letter, the text of a choice.
+    In this order: the last ``\boxed{}``, if it is about a choice; the last "the answer is C", "C is correct"
+    or "therefore C"; the one "option C" of the last sentence; a response or last line that is a letter or
+    begins with one (``C) Paris``); the text of a choice.
 
     :param choices: Texts by letter; empty texts where only the letters are known.
 
-    >>> chosen_letter("A is tempting, but the answer is (C).", dict.fromkeys("ABCD", ""))
+    >>> chosen_letter("The answer is (C). Option A ignores the tax.", dict.fromkeys("ABCD", ""))
     'C'
     """
-    text = after_thinking(response)
-    box = boxed(text)
-    if box is not None:
-        return _alone(_TEXT_MACRO.sub(r"\1", box), choices) or _named(box, choices)
-    text = text[-_TAIL:].strip()
-    said = [match for pattern in (_SAID, _CORRECT) for match in pattern.finditer(text)]
-    for match in sorted(said, key=lambda match: match.start(), reverse=True):
-        # "the answer is a matter of taste" names no choice; "answer: a" does.
-        letter = match[1].upper()
-        if letter in choices and (match[1].isupper() or not text[match.end() :].strip(_EDGES)):
-            return letter
-    lines = text.splitlines() or [""]
-    leading = _LEADING.match(text)
-    if leading and leading[1] in choices and not _alone(lines[-1], choices):
-        return leading[1]
-    return _alone(text, choices) or _alone(lines[-1], choices) or _named(text, choices)
+    text = after_thinking(response).strip()
+    box = boxed(text[-_TAIL:])
+    found = _alone(text, choices) if box is None else _boxed_letter(plain(box), choices)
+    if found is None:
+        found = _told(text, choices)
+    return found if found in choices else None
+
+
+def _boxed_letter(text: str, choices: Mapping[str, str]) -> str | None:
+    """Return the letter in a box, or ``None`` if the box holds something else, such as a number."""
+    found = _alone(text, choices) or _named(text, choices)
+    if found:
+        return found
+    words = [word for word in _WORD.findall(text) if word.lower() not in _JOINTS]
+    if len(words) == 1 and (found := _alone(words[0], choices)):
+        return found
+    if words and all(word.isupper() and (len(word) == 1 or set(word) <= choices.keys()) for word in words):
+        return SEVERAL
+    leading = leading_letter(text)
+    return leading if leading in choices else None
+
+
+def _told(text: str, choices: Mapping[str, str]) -> str | None:
+    texts = {_words(text): letter for letter, text in list(choices.items())[::-1] if text}
+
+    def named(text: str) -> str | None:
+        return texts.get(_words(text)) if texts else None
+
+    tail = plain(text[-_TAIL:])
+    found = concluded(tail, named) or mentioned(tail)
+    if found:
+        return found
+    head = tail if len(text) <= _TAIL else plain(text[:_TAIL])
+    leading, closing = leading_letter(head), closing_letter(tail)
+    if leading and closing and leading != closing:
+        return closing
+    return leading or closing or _alone(tail, choices) or named(tail)
 
 
 def _alone(text: str, choices: Mapping[str, str]) -> str | None:
@@ -73,11 +98,11 @@ def _alone(text: str, choices: Mapping[str, str]) -> str | None:
 
 
 def _named(text: str, choices: Mapping[str, str]) -> str | None:
-    plain = _plain(text)
-    return next((letter for letter, choice in choices.items() if plain and _plain(choice) == plain), None)
+    words = _words(text)
+    return next((letter for letter, choice in choices.items() if words and _words(choice) == words), None)
 
 
-def _plain(text: str) -> str:
+def _words(text: str) -> str:
     return _SPACE.sub(" ", text).strip().lower()
 
 

@@ -14,15 +14,19 @@ __all__ = ["dapo", "normalized"]
 _TAIL = 300
 """Characters at the end of a response that hold its answer."""
 _BOX_TAIL = 100
-_ANSWER = re.compile(r"Answer\s*:\s*([^\n]+)", re.IGNORECASE)
+_ANSWER = re.compile(r"Answer[\s*_]*:[\s*_]*([^\n]+)", re.IGNORECASE)
 _INVALID = "[INVALID]"
 _MATHEMATICS = re.compile(r"(?<!\\)\$([^$]+)\$")
 _WRAPPER = re.compile(r"\\(?:text|textbf|textit|mbox|mathrm|mathbf|overline)\s*\{([^{}]*)\}")
 _UNITS = re.compile(
     r"(?<![A-Za-z\\])(?:an?\s+(?=[A-Za-z])|(?:square|ways|integers?|dollars?|mph|inch(?:es)?|hours?|minutes?|km|cm|gm|units?|points"
-    r"|feet|digits|cents|degrees?|pounds|meters|meals|edges|students|multiples)(?![A-Za-z]))"
+    r"|feet|digits|cents|degrees?|pounds|meters|meals|edges|students|multiples)(?![A-Za-z])(?:\^\{?[23]\}?)?)"
 )
-_NOISE = re.compile(r"\\[$ ;!,]|\\l?dots|\^\s*\{?\\circ\}?|\{,\}|[\s\"$]|<\|im_end\|>|<\|endoftext\|>")
+_NOISE = re.compile(
+    r"\\[$ ;!,()\[\]]|\\l?dots|\^\s*\{?\\circ\}?|\{,\}|[\s\"$]|\\(?=%)|<\|(?:im_end|endoftext|eot_id)\|>|</s>"
+)
+_SIGNS = str.maketrans({"\u2212": "-", "\u00a0": " ", "\u202f": " ", "\u00b0": ""})
+"""Minus signs, spaces and degrees as they are written outside ASCII."""
 _SHORT_FRACTION = re.compile(r"\\[dt]?frac([^{\\])([^{\\])")
 _SHORT_ROOT = re.compile(r"\\sqrt([^{\[\\])")
 _THOUSANDS = re.compile(r"[-+]?\d{1,3}(?:,\d{3})+(?:\.\d+)?")
@@ -33,7 +37,7 @@ def dapo(response: str, label: Any, *, boxed: bool = False) -> dict[str, Any]:
 
     The answer is what follows the last ``Answer:`` among the last 300 characters. It and the label are
     normalised like the answers of Minerva (https://arxiv.org/abs/2206.14858 appendix D.1), and compared as
-    text.
+    text: ``1/2`` is not ``0.5``, and ``34.0`` is not ``34``.
 
     :param response: The text of a sample.
     :param label: An integer, or a number or expression as text.
@@ -45,7 +49,7 @@ def dapo(response: str, label: Any, *, boxed: bool = False) -> dict[str, Any]:
         return _verdict(found == expected, found or _INVALID)
     answers = _ANSWER.findall(response[-_TAIL:])
     found = normalized(answers[-1]) if answers else ""
-    return _verdict(found != "" and found == _expected(expected), found or _INVALID)
+    return _verdict(found != "" and found in _expected(expected), found or _INVALID)
 
 
 def _verdict(correct: bool, found: str) -> dict[str, Any]:
@@ -53,10 +57,11 @@ def _verdict(correct: bool, found: str) -> dict[str, Any]:
 
 
 @lru_cache(maxsize=1024)
-def _expected(label: str) -> str:
-    """Normalise a label, and write ``34.0`` as ``34``: the recipe's answers are all integers."""
+def _expected(label: str) -> frozenset[str]:
+    """Return a label normalised, for ``34.0`` also as ``34``: the recipe's answers are all integers."""
     expected = normalized(label)
-    return str(int(float(expected))) if re.fullmatch(r"[-+]?\d{1,15}\.0*", expected) else expected
+    integral = re.fullmatch(r"[-+]?\d{1,15}\.0*", expected)
+    return frozenset({expected, str(int(float(expected)))} if integral else {expected})
 
 
 def normalized(answer: str) -> str:
@@ -65,7 +70,7 @@ def normalized(answer: str) -> str:
     >>> normalized(r"x = $1,200\text{ dollars}$.")
     '1200'
     """
-    answer = answer.rpartition("=")[2].strip(" \t*").removesuffix(".")
+    answer = answer.translate(_SIGNS).rpartition("=")[2].lstrip(" \t*_`").rstrip(" \t*_`.")
     marked = _MATHEMATICS.search(answer)
     answer = marked[1] if marked else answer
     answer = boxed_answer(answer) or answer

@@ -6,31 +6,31 @@ import re
 
 __all__ = ["after_thinking", "boxed"]
 
-_BOX = "\\boxed{"
-_TOKEN = re.compile(r"\\boxed\{|\\.|[{}]", re.S)
+# Two backslashes: as a line break before the box, or written by a model that has seen escaped text.
+_TOKEN = re.compile(r"(?P<box>\\\\?(?:boxed|fbox)\s*\{)|\\.|[{}]", re.S)
 _END_OF_THINKING = "</think>"
 
 
 def boxed(text: str) -> str | None:
-    r"""Return what is in the last complete ``\boxed{}`` of a text, or ``None`` if it has none.
+    r"""Return what is in the last complete ``\boxed{}`` or ``\fbox{}`` of a text, or ``None`` if it has none.
 
-    >>> boxed(r"First \boxed{1}, then \boxed{\frac{1}{2}} and \boxed{")
+    >>> boxed(r"First \boxed{1}, then \boxed{ \frac{1}{2} } and \boxed{")
     '\\frac{1}{2}'
     """
-    if _BOX not in text:
+    if "box" not in text:
         return None
     opened: list[int | None] = []
     found, found_at = None, -1
     # One pass from the left: searching backwards from each box takes quadratic time where none is closed.
     for token in _TOKEN.finditer(text):
-        if token[0] == _BOX:
+        if token["box"]:
             opened.append(token.end())
         elif token[0] == "{":
             opened.append(None)
         elif token[0] == "}" and opened:
             start = opened.pop()
             if start is not None and start > found_at:
-                found, found_at = text[start : token.start()], start
+                found, found_at = text[start : token.start()].strip(), start
     return found
 
 

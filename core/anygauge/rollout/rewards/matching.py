@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import string
+import unicodedata
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
@@ -15,6 +16,10 @@ __all__ = ["exact_match", "f1", "required_label"]
 
 _ARTICLES = re.compile(r"\b(?:a|an|the)\b")
 _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
+_SIGNS_OF_NUMBERS = re.compile(r"(?<![^\W\d])\.(?=\d)|(?<!\S)[-\u2212](?=\.?\d)")
+_KEPT = str.maketrans("-.\u2212", "\ue000\ue001\ue000")
+_NO_SPACES = re.compile("([\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff])")
+"""Characters of scripts that do not set words apart."""
 
 
 def exact_match(
@@ -37,8 +42,9 @@ def f1(response: str, label: Any) -> float:
     """Return the F1 of the words that a response and its label share.
 
     As SQuAD does it (https://arxiv.org/abs/1606.05250 section 6.1): lower case, without punctuation and the
-    articles a, an and the. Where one of the two has no words, the reward is 1 if both have none, as in
-    SQuAD 2.0 (https://arxiv.org/abs/1806.03822).
+    articles a, an and the. Unlike there, -3.5 and 35 are two numbers, punctuation and letters are those of
+    Unicode, and a Chinese or Japanese character is a word. Where one of the two has no words, the reward is 1
+    if both have none, as in SQuAD 2.0 (https://arxiv.org/abs/1806.03822).
 
     :param response: The text of a sample.
     :param label: A string or number, or a list of them, of which the best counts.
@@ -72,7 +78,11 @@ def _text(label: Any) -> str:
 
 
 def _words(text: str) -> list[str]:
-    return _ARTICLES.sub(" ", text.lower().translate(_NO_PUNCTUATION)).split()
+    text = text.lower() if text.isascii() else unicodedata.normalize("NFKC", text.lower())
+    text = _SIGNS_OF_NUMBERS.sub(lambda sign: sign[0].translate(_KEPT), text)
+    if not text.isascii():
+        text = _NO_SPACES.sub(r" \1 ", "".join(each for each in text if unicodedata.category(each)[0] != "P"))
+    return _ARTICLES.sub(" ", text.translate(_NO_PUNCTUATION)).split()
 
 
 @lru_cache(maxsize=1024)
