@@ -133,7 +133,8 @@ def open_scorers(
             continue
         log = directory / "logs" / f"scorer{f'-{name}' if name else ''}.log"
         limit = lengths[name] or config.rollout.max_new_tokens
-        scorers[name] = stack.enter_context(Scorer(reward, plugins, max_new_tokens=limit, log=log))
+        made = Scorer(reward, plugins, max_new_tokens=limit, log=log, deadline_s=config.run.timeout_s)
+        scorers[name] = stack.enter_context(made)
         scorers[name].start()  # while the workers start
     return scorers
 

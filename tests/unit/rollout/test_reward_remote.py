@@ -217,6 +217,23 @@ def test_a_step_asks_for_all_samples_at_once(server: Server) -> None:
     assert scored.samples[0].raw_reward == {"score": 1, "mark": 0.25}
 
 
+def test_a_server_that_is_down_is_found_out_early(server: Server) -> None:
+    """It answers no more than eight requests."""
+    free = threading.Event()
+    server.before = lambda body: len(server.requests) < 8 or free.wait(30)
+    server.answers = [(400, "down", {})]
+    reward = Reward(function="remote", options={"url": server.url}, concurrency=1, max_failed_ratio=0.1)
+    with Scorer(reward, load_plugins(only=[]), max_new_tokens=8, log=None) as scorer:
+        try:
+            with pytest.raises(RewardError, match=r"^[78] of 64 (?s:.*): 'down'.*\n  and 5[67] were left"):
+                scorer.score([group(*"4" * 64)])
+        finally:
+            free.set()
+        server.answers = [(200, "1", {})]
+        (scored,) = scorer.score([group("4")])
+    assert scored.samples[0].reward == 1.0
+
+
 def test_only_the_samples_that_a_server_refuses_fail(server: Server) -> None:
     def look(body: dict[str, Any]) -> None:
         server.answers = [(400, "too long", {})] if body["response"] == "long" else [(200, "1", {})]

@@ -404,6 +404,14 @@ def test_too_many_failures_end_the_run(caplog: pytest.LogCaptureFixture) -> None
     assert "raise reward.max_failed_ratio (0.25)" in str(error.value)
 
 
+def test_an_evaluation_may_fail_as_a_whole(caplog: pytest.LogCaptureFixture) -> None:
+    with scorer({"function": "exact_match", "max_failed_ratio": 0.0}) as made:
+        scored = made.score([group("4", "5", label=None)], tolerant=True)
+    assert rewards(scored) == [None, None]
+    (message,) = caplog.messages
+    assert message.startswith("2 of 2 samples could not be scored:\n  2 (t.jsonl:7): exact_match failed: ")
+
+
 def test_a_message_lists_few_reasons_and_places() -> None:
     def picky(response: str) -> float:
         raise KeyError(response)
@@ -682,6 +690,55 @@ def test_a_module_that_fails_in_the_process_alone(
         pytest.raises(RewardError, match=r"cannot start: UnknownNameError.*driver only"),
     ):
         made.score([group("4")])
+    with scorer({"function": f"{name}:f"}) as made:
+        (error,) = errors(made.score([group("4")], tolerant=True))
+    assert re.search(r"cannot start: UnknownNameError.*driver only", str(error))
+
+
+def test_too_many_failures_end_the_scoring(user_module: str) -> None:
+    table = {"function": f"{user_module}:misbehave", "max_failed_ratio": 0.1}
+    with scorer(table) as made:
+        with pytest.raises(
+            RewardError, match=r"^2 of 16 samples (?s:.*)exited with code 3\n  and 14 were left"
+        ):
+            made.score([group(*["exit"] * 16)])
+        assert rewards(made.score([group(*GOOD)])) == [1.0] * 3
+
+
+def test_a_sample_that_is_left_has_no_reason_of_its_own(user_module: str) -> None:
+    parts = {name: {"function": f"{user_module}:{name}"} for name in ("misbehave", "short")}
+    with (
+        scorer({"parts": parts, "max_failed_ratio": 0.0}) as made,
+        pytest.raises(RewardError) as error,
+    ):
+        made.score([group(*["exit"] * 8, "fine")])
+    first, reason, left = error.value.args[0].splitlines()
+    assert first == "1 of 9 samples could not be scored:"
+    assert reason.startswith(
+        f"  1 (t.jsonl:7): misbehave: {user_module}:misbehave did not return: its process"
+    )
+    assert left == "  and 8 were left"
+
+
+def test_what_is_scored_before_the_deadline_counts(user_module: str) -> None:
+    with scorer({"function": f"{user_module}:misbehave_later"}) as made:
+        assert rewards(made.score([group(*GOOD)])) == [1.0] * 3
+        made._deadline_s = 1.0
+        scored = made.score([group("fine", "wait")])
+        made._deadline_s = 300.0
+        assert rewards(made.score([group(*GOOD)])) == [1.0] * 3
+    late = f"{user_module}:misbehave_later did not return in the 1 s for all samples (run.timeout_s)"
+    assert errors(scored) == [None, late]
+
+
+def test_a_deadline_is_for_all_samples(user_module: str) -> None:
+    """Each has much longer."""
+    table = Reward(function=f"{user_module}:misbehave", num_workers=2)
+    with (
+        Scorer(table, plugins_with(), max_new_tokens=8, log=None, deadline_s=0.5) as made,
+        pytest.raises(RewardError, match=r"^9 of 9 (?s:.*) did not return in the 0\.5 s for all samples"),
+    ):
+        made.score([group(*["loop"] * 9)])
 
 
 def test_output_and_stacks_are_in_the_log(user_module: str, tmp_path: Path) -> None:

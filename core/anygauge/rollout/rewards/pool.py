@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import pickle
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import wait
@@ -17,7 +18,7 @@ from anygauge.rollout.rewards.resolve import is_async
 from anygauge.rollout.rewards.work import Work
 from anygauge_hooks.errors import RewardError
 
-__all__ = ["Job", "Pool"]
+__all__ = ["UNTRIED", "Bounds", "Job", "Pool"]
 
 START_S = 300.0
 """Longest wait for a process to import the functions."""
@@ -30,6 +31,8 @@ EXIT_S = 2.0
 CHUNKS_PER_PROCESS = 4
 """Of quick samples, so that no process waits long for the slowest."""
 LARGEST_CHUNK = 256
+UNTRIED = "left, because too many others could not be scored"
+"""The error of a sample that has none of its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +41,17 @@ class Job:
 
     call: int
     items: Sequence[Item]
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """What ends the work on jobs before all of it is done."""
+
+    most_failed: float = math.inf
+    """Samples of one job that may fail."""
+    seconds: float = math.inf
+    late: str = ""
+    """What is said of a sample that has no outcome by then, as a clause."""
 
 
 class Pool:
@@ -58,6 +72,8 @@ class Pool:
         self._log = log
         self._processes: list[Child | None] = [None] * count
         self._waiting: deque[Work] = deque()
+        self._failed: Counter[int] = Counter()
+        """Samples, by call."""
 
     def start(self) -> None:
         """Start the processes that do not run, without waiting for them."""
@@ -65,18 +81,30 @@ class Pool:
             if process is None:
                 self._processes[rank] = Child(self._setup, self._log_of(rank))
 
-    def run(self, jobs: Sequence[Job]) -> list[list[Sequence[Outcome]]]:
+    def run(self, jobs: Sequence[Job], bounds: Bounds) -> list[list[Sequence[Outcome]]]:
         """Return, for each job and item, the outcome of each of its samples.
 
+        At a bound, the processes are ended and what is left fails: with :data:`UNTRIED` if too many others
+        have, else with ``bounds.late``.
+
+        :param jobs: Of different calls.
         :raises RewardError: A process cannot start.
         """
         results: list[list[Sequence[Outcome]]] = [[()] * len(job.items) for job in jobs]
         for job, outcomes in zip(jobs, results, strict=True):
             whole = Work(job.call, job.items, range(len(job.items)), outcomes)
             self._waiting.extend(whole.rest(self._chunk_size(job)))
+        self._failed.clear()
+        ends = time.monotonic() + bounds.seconds
         try:
-            while self._hand_out():
-                self._collect()
+            while self._has_work():
+                if max(self._failed.values(), default=0) > bounds.most_failed:
+                    self._abandon(None)
+                elif time.monotonic() >= ends:
+                    self._abandon(bounds.late)
+                else:
+                    self._hand_out()
+                    self._collect()
         except BaseException:
             self._waiting.clear()
             self.close()
@@ -99,15 +127,30 @@ class Pool:
         size = -(-len(job.items) // parts)
         return max(1, size if is_async(self._calls[job.call].fn) else min(size, LARGEST_CHUNK))
 
-    def _hand_out(self) -> bool:
-        """Give waiting work to idle processes, and return whether any is at work."""
+    def _has_work(self) -> bool:
+        return bool(self._waiting) or any(process and process.work for process in self._processes)
+
+    def _abandon(self, why: str | None) -> None:
+        """End every process and fail what has no outcome.
+
+        :param why: What is said of it, as a clause; ``None`` for :data:`UNTRIED`.
+        """
+        for work in [*self._waiting, *(child.work for child in self._processes if child and child.work)]:
+            call = self._calls[work.call]
+            outcome = (None, UNTRIED) if why is None else call.failed(why)
+            for index in sorted(work.open):
+                work.settle(index, [outcome] * call.size(work.items[index]))
+        self._waiting.clear()
+        self.close()
+
+    def _hand_out(self) -> None:
+        """Give waiting work to idle processes."""
         if self._waiting:
             self.start()
         for process in filter(None, self._processes):
             if self._waiting and process.ready and process.work is None:
                 process.work = work = self._waiting.popleft()
                 process.send(pickle.dumps(Chunk.of(work.call, work.items)))
-        return bool(self._waiting) or any(process and process.work for process in self._processes)
 
     def _collect(self) -> None:
         """Wait until something happens and deal with all that has."""
@@ -140,7 +183,7 @@ class Pool:
 
     def _settle(self, rank: int, process: Child, results: Results) -> None:
         if process.work:
-            process.work.write_down(results)
+            self._write_down(process.work, results)
         if results.spent:
             self._processes[rank] = None
             process.end(EXIT_S)
@@ -179,7 +222,7 @@ class Pool:
         if process.work is None:
             return
         for results in words:
-            process.work.write_down(results)
+            self._write_down(process.work, results)
         guilty = overdue if overdue is not None else mark[0] if mark and why is None else None
         why = why or f"did not return: its process {how}"
         self._waiting.extendleft(self._convict(process.work, guilty, why))
@@ -190,10 +233,17 @@ class Pool:
             guilty = 0
         if guilty in work.open:
             call = self._calls[work.call]
-            work.settle(guilty, [call.failed(why)] * call.size(work.items[guilty]))
+            size = call.size(work.items[guilty])
+            work.settle(guilty, [call.failed(why)] * size)
+            self._failed[work.call] += size
             return work.rest(LARGEST_CHUNK)
         # Nothing says which it was: one at a time will.
         return work.suspects()
+
+    def _write_down(self, work: Work, results: Results) -> None:
+        work.write_down(results)
+        of_items = (outcomes for _, outcomes in results.outcomes)
+        self._failed[work.call] += sum(error is not None for outcomes in of_items for _, error in outcomes)
 
     def _cannot_start(self, process: Child, why: str) -> RewardError:
         return RewardError(

@@ -186,7 +186,8 @@ def main(socket: int, mark: int, parent: int) -> None:
     threading.Thread(target=_receive, args=(connection, inbox), daemon=True).start()
 
     def send(message: Ready | Results) -> None:
-        connection.send_bytes(pickle.dumps(message))
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the driver has given this work up
+            connection.send_bytes(pickle.dumps(message))
 
     try:
         server = Server(setup, Mark(mark), send)

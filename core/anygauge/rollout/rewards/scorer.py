@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
 from itertools import chain
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Self
 
 from anygauge.rollout.rewards.call import LARGEST, Call, Item, Outcome, failure
 from anygauge.rollout.rewards.messages import CallSpec, Setup
-from anygauge.rollout.rewards.pool import Job, Pool
+from anygauge.rollout.rewards.pool import UNTRIED, Bounds, Job, Pool
 from anygauge.rollout.rewards.resolve import resolve_parts
 from anygauge.rollout.rewards.shaping import overlong_penalty, raw_number
 from anygauge_hooks.errors import RewardError
@@ -50,13 +51,23 @@ class Scorer:
     :param max_new_tokens: Longest response, for the overlong penalty.
     :param log: Where the output of the processes goes: ``scorer.log`` stands for ``scorer-0.log`` and so on.
         ``None`` takes standard error.
+    :param deadline_s: Longest time of the processes for all samples of a call; those left over then fail.
     :raises UnknownNameError: There is no such function.
     :raises RewardError: It cannot be called as a reward function, or none is named.
     """
 
-    def __init__(self, reward: Reward, plugins: Plugins, *, max_new_tokens: int, log: Path | None) -> None:
+    def __init__(
+        self,
+        reward: Reward,
+        plugins: Plugins,
+        *,
+        max_new_tokens: int,
+        log: Path | None,
+        deadline_s: float | None = None,
+    ) -> None:
         self._reward = reward
         self._max_new_tokens = max_new_tokens
+        self._deadline_s = math.inf if deadline_s is None else deadline_s
         self._parts = resolve_parts(reward, plugins)
         apart = {part.name: (part.call, part.origin) for part in self._parts if part.origin is not None}
         self._apart = {name: index for index, name in enumerate(apart)}
@@ -88,32 +99,42 @@ class Scorer:
     ) -> None:
         self.close()
 
-    def score(self, groups: Sequence[Group]) -> list[Group]:
+    def score(self, groups: Sequence[Group], *, tolerant: bool = False) -> list[Group]:
         """Return the groups with a reward, or the reason why there is none, on every sample.
 
-        :raises RewardError: More samples than ``reward.max_failed_ratio`` could not be scored, or a process
-            cannot start.
+        :param tolerant: Whether any number of samples may fail, with a warning.
+        :raises RewardError: More samples than ``reward.max_failed_ratio`` could not be scored, which is found
+            out without trying the rest, or a process cannot start; neither if ``tolerant``.
         """
-        scored = iter(self._scored(groups))
+        allowed = math.inf if tolerant else self._reward.max_failed_ratio * _count(groups)
+        try:
+            scored = self._scored(groups, allowed)
+        except RewardError as error:  # a process cannot start
+            if not tolerant:
+                raise
+            why = str(error.args[0])
+            scored = (sample._replace(error=why) for sample in _samples(groups))
         result = [replace(group, samples=tuple(next(scored) for _ in group.samples)) for group in groups]
-        self._check_failures(result)
+        self._check_failures(result, allowed)
         return result
 
-    def _scored(self, groups: Sequence[Group]) -> Iterator[Sample]:
-        samples = chain.from_iterable(group.samples for group in groups)
-        outcomes = self._outcomes(groups)
+    def _scored(self, groups: Sequence[Group], allowed: float) -> Iterator[Sample]:
+        samples = _samples(groups)
+        outcomes = self._outcomes(groups, allowed)
         if not self._reward.parts:
             return map(self._with_one, samples, outcomes[0])
         return map(self._with_parts, samples, zip(*outcomes, strict=True))
 
-    def _outcomes(self, groups: Sequence[Group]) -> list[Sequence[Outcome]]:
+    def _outcomes(self, groups: Sequence[Group], allowed: float) -> list[Sequence[Outcome]]:
         """Return for each part the outcome of each sample."""
+        late = f"did not return in the {self._deadline_s:g} s for all samples (run.timeout_s)"
+        bounds = Bounds(most_failed=allowed, seconds=self._deadline_s, late=late)
         jobs = [
             Job(self._apart[part.name], list(_items(groups, per_group=part.call.per_group)))
             for part in self._parts
             if part.name in self._apart
         ]
-        apart = iter(self._pool.run(jobs) if jobs else ())
+        apart = iter(self._pool.run(jobs, bounds) if jobs else ())
         return [
             list(chain.from_iterable(next(apart)))
             if part.name in self._apart
@@ -130,9 +151,10 @@ class Scorer:
 
     def _with_parts(self, sample: Sample, outcomes: Sequence[Outcome]) -> Sample:
         named = list(zip((part.name for part in self._parts), outcomes, strict=True))
-        errors = [f"{name}: {error}" for name, (_, error) in named if error is not None]
+        errors = {name: error for name, (_, error) in named if error is not None}
         if errors:
-            return sample._replace(error="; ".join(errors))
+            own = [f"{name}: {error}" for name, error in errors.items() if error != UNTRIED]
+            return sample._replace(error="; ".join(own) or UNTRIED)
         raw = {name: value for name, (value, _) in named}
         reward = self._shaped(raw_number(raw, self._reward), sample)
         if abs(reward) > LARGEST:
@@ -150,25 +172,32 @@ class Scorer:
             penalty=self._reward.overlong_penalty,
         )
 
-    def _check_failures(self, groups: Sequence[Group]) -> None:
+    def _check_failures(self, groups: Sequence[Group], allowed: float) -> None:
         places: dict[str, list[str]] = {}
-        total = 0
         for group in groups:
-            total += len(group.samples)
             for sample in group.samples:
                 if sample.error is not None:
                     where = group.prompt.source or f"prompt {group.prompt.index}"
                     places.setdefault(sample.error, []).append(where)
         if not places:
             return
-        failed, allowed = sum(map(len, places.values())), self._reward.max_failed_ratio
-        message = f"{failed} of {total} samples could not be scored{_listed(places)}"
-        if failed > allowed * total:
+        untried = len(places.pop(UNTRIED, ()))
+        failed, ratio = sum(map(len, places.values())), self._reward.max_failed_ratio
+        message = f"{failed} of {_count(groups)} samples could not be scored{_listed(places)}"
+        if failed > allowed:
             raise RewardError(
-                message,
-                hint=f"Correct the data or the function, or raise reward.max_failed_ratio ({allowed:g}).",
+                message + (f"\n  and {untried} were left" if untried else ""),
+                hint=f"Correct the data or the function, or raise reward.max_failed_ratio ({ratio:g}).",
             )
         logger.warning("%s", message)
+
+
+def _samples(groups: Sequence[Group]) -> Iterator[Sample]:
+    return chain.from_iterable(group.samples for group in groups)
+
+
+def _count(groups: Sequence[Group]) -> int:
+    return sum(len(group.samples) for group in groups)
 
 
 def _fields(call: Call) -> dict[str, object]:
