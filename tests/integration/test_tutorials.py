@@ -146,20 +146,9 @@ def status(command: str) -> int:
 # Stand-ins for what a reader has and this place has not
 # -------------------------------------------------------------------------
 
-JANET = {
-    "question": "Janet\u2019s ducks lay 16 eggs per day. She eats three for breakfast every morning and "
-    "bakes muffins for her friends every day with four. She sells the remainder at the farmers' market daily "
-    "for $2 per fresh duck egg. How much in dollars does she make every day at the farmers' market?",
-    "answer": "Janet sells 16 - 3 - 4 = <<16-3-4=9>>9 duck eggs a day.\n"
-    "She makes 9 * 2 = $<<9*2=18>>18 every day at the farmer\u2019s market.\n#### 18",
-}
-"""The first row of GSM8K's test part (MIT licence)."""
 PROBLEMS = [
-    JANET,
-    *(
-        {"question": f"Ann has {n} pens and buys {n + 2}.", "answer": f"{n} + {n + 2}\n#### {2 * n + 2}"}
-        for n in range(239)
-    ),
+    {"question": f"Ann has {n} pens and buys {n + 2}.", "answer": f"{n} + {n + 2}\n#### {2 * n + 2}"}
+    for n in range(240)
 ]
 
 
