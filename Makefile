@@ -18,6 +18,8 @@ TORCH_INDEX ?=
 SEED ?= 0
 SEEDS ?= 0 1 2
 PYTEST_ARGS ?=
+# Each starts a Ray cluster of its own; `--dist loadfile` keeps the tests of a file, which share fixtures, together.
+TEST_PROCESSES ?= 2
 
 PIP := -m pip --disable-pip-version-check
 EDITABLE := --quiet --no-deps --no-build-isolation
@@ -34,7 +36,7 @@ soak: $(VENV)/.dev ## what is too long for a test: kills, leaks, tutorials; the 
 	$(BIN)/python bench/demo.py --seeds $(SEEDS)
 
 test: $(VENV)/.dev ## install the test tools and run the tests
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile $(PYTEST_ARGS)
 
 test-npu-sim: $(SIM_VENV)/.installed ## the tests that need the simulated NPU, in an environment of their own
 	PYTHONPATH=core:hooks:models:backends/cpu:backends/npu TORCH_DEVICE_BACKEND_AUTOLOAD=0 \

@@ -80,6 +80,7 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     earlier = root / "runs" / "kept"
     (earlier / "logs").mkdir(parents=True)
     (earlier / "config.toml").write_text('[run]\nname = "kept"\n')
+    (earlier / "environment.json").write_text("{}\n")
     (earlier / "metrics.jsonl").write_text('{"train/step": 1, "train/loss": 0.5}\n')
     return root
 
@@ -580,6 +581,7 @@ def stopped(workplace: Path, plugins: Plugins) -> Path:
     (directory / "logs").mkdir(parents=True)
     loaded = load_config(workplace / "run.toml", [("run.overwrite", False)], backend="cpu", plugins=plugins)
     write_resolved(loaded.config, directory / "config.toml")
+    (directory / "environment.json").write_text("{}\n")
     (directory / "metrics.jsonl").write_text('{"train/step": 20}\n')
     source = read_inputs(loaded.config, plugins).source
     writer = CheckpointWriter(directory, loaded.config, OneRank())  # type: ignore[arg-type]
@@ -614,6 +616,7 @@ RUN_DAMAGES: Mapping[str, Callable[[Path], None]] = {
     "edited scalars": edit(f"{CHECKPOINT}/rank-00000.json", rank=1),
     "an empty checkpoint": lambda run: [path.unlink() for path in (run / CHECKPOINT).iterdir()] and None,
     "no config": remove("config.toml"),
+    "no environment": remove("environment.json"),
     "torn config": cut("config.toml", 0.5),
     "empty config": write("config.toml", b""),
     "config is no text": write("config.toml", b"\xff\xfe"),

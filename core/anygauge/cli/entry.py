@@ -44,18 +44,39 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     :param argv: Without the program name. Default: that of the process.
     """
+    _open_missing_streams()
     terminal = logging.StreamHandler()
     terminal.setLevel(logging.WARNING)  # the log of a run has more
     logging.basicConfig(format="%(levelname)s: %(message)s", handlers=[terminal])
     with terminate_as_exception():
         try:
             status = _run(_parse(sys.argv[1:] if argv is None else argv))
-            sys.stdout.flush()
-            return status
+            return status if _flushed() else 1
         except BrokenPipeError:
-            # The reader of a pipe has left; closing stdout at exit must not complain of it again.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            _flushed()
             return 1
+
+
+def _open_missing_streams() -> None:
+    """Open the standard streams that the caller has closed on nothing, for us and for what we start."""
+    for name in ("stdin", "stdout", "stderr"):
+        if getattr(sys, name) is None:
+            nothing = open(os.devnull, "r" if name == "stdin" else "w", encoding="utf-8")  # noqa: SIM115
+            os.set_inheritable(nothing.fileno(), True)
+            setattr(sys, name, nothing)
+
+
+def _flushed() -> bool:
+    """Return whether all that was printed has arrived."""
+    try:
+        sys.stdout.flush()
+    except OSError as error:
+        if not isinstance(error, BrokenPipeError):
+            print(f"anygauge: error: standard output cannot be written: {error}", file=sys.stderr)
+        # Closing it at exit must not complain of it again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return False
+    return True
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:

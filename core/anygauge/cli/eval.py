@@ -9,6 +9,8 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+from anygauge_hooks.errors import ConfigError
+
 __all__ = ["HELP", "add_arguments", "run"]
 
 HELP = "Evaluate a model or a checkpoint on the data sets of a config."
@@ -38,6 +40,8 @@ def run(args: argparse.Namespace) -> int:
     from anygauge.plugins import load_plugins, select_backend
     from anygauge.trainer.evaluation_run import evaluate_checkpoint
 
+    if args.out is not None:
+        _check_target(args.out)
     # `python -m` and scripts find modules of the current directory, and so must a reward named in a config.
     sys.path.append(os.getcwd())
     plugins = load_plugins()
@@ -45,10 +49,39 @@ def run(args: argparse.Namespace) -> int:
     print(f"backend: {backend.name} ({reason})", file=sys.stderr, flush=True)
     loaded = load_config(args.config, args.overrides, backend=backend, plugins=plugins)
     metrics = evaluate_checkpoint(loaded, plugins, args.checkpoint)
-    if args.out is not None:
-        args.out.write_text(json.dumps(metrics, indent=2) + "\n", encoding="utf-8")
     print_table(metrics)
+    if args.out is not None:
+        _write(args.out, metrics)
     return 0
+
+
+def _check_target(path: Path) -> None:
+    """Refuse a file that cannot be written, before the work."""
+    where = path if path.exists() else path.parent
+    if path.is_dir():
+        problem = "it is a directory"
+    elif not path.parent.is_dir():
+        problem = f"there is no directory {path.parent}"
+    elif not os.access(where, os.W_OK):
+        problem = f"{where} is not writable"
+    else:
+        return
+    raise _unwritable(path, problem)
+
+
+def _write(path: Path, metrics: Mapping[str, float]) -> None:
+    sys.stdout.flush()  # what follows may fail, and the table has the result
+    try:
+        path.write_text(json.dumps(metrics, indent=2) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise _unwritable(path, str(error)) from error
+
+
+def _unwritable(path: Path, problem: str) -> ConfigError:
+    return ConfigError(
+        f"The metrics cannot be written to {path}: {problem}.",
+        hint="Name a file in a directory that exists and that you may write to: --out FILE.",
+    )
 
 
 def print_table(metrics: Mapping[str, float]) -> None:

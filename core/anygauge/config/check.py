@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -266,9 +267,38 @@ def _run_directory(config: Config, user_keys: Collection[str]) -> Problems:
     yield ConfigProblem(path="run.directory", found=str(config.run.directory), hint=hint)
 
 
+def _overwrite(config: Config, user_keys: Collection[str]) -> Problems:
+    """Yield what the run is to read and would delete before it does."""
+    if not config.run.overwrite:
+        return
+    own = (config.run.directory / config.run.name).resolve()
+    for key, path in _read_paths(config):
+        # A link is deleted with the directory, wherever it leads to.
+        if any(each.is_relative_to(own) for each in (path.resolve(), path.parent.resolve() / path.name)):
+            hint = f"run.overwrite would delete it with {own}; copy it elsewhere, or choose another run.name"
+            yield ConfigProblem(path=key, found=str(path), hint=hint)
+
+
+def _read_paths(config: Config) -> Iterator[tuple[str, Path]]:
+    """Yield the key and the path of what a run reads; a replay has a rule of its own."""
+    read = [("model.path", config.model.path), ("reference.path", config.reference.path)]
+    for path, files in _file_lists(config):
+        for index, file in enumerate(files):
+            with suppress(ValueError):  # which is a problem of its own
+                read.append((f"{path}[{index}]", Path(split_slice(file.path)[0])))
+    yield from ((key, path) for key, path in read if path is not None and os.path.lexists(path))
+    caches = (("data.cache", config.data.cache), ("hub.cache", config.hub.cache))
+    yield from ((key, cache) for key, cache in caches if cache is not None)
+
+
+OVERWRITE_READS = (
+    *("run.directory", "run.name", "run.overwrite", "model.path", "reference.path"),
+    *("data.train", "data.cache", "eval.data", "eval.datasets", "hub.cache"),
+)
 FILE_RULES = (
     Check(_data_files, ("data.train", "eval.data", "eval.datasets")),
     Check(_run_directory, ("run.directory",)),
+    Check(_overwrite, OVERWRITE_READS),
     Check(replay_rule, ("debug", "run.directory", "run.name", "run.overwrite")),
 )
 

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING
 
 from anygauge.config.named_functions import failed_plugins, import_problems, option_problems
-from anygauge.config.schema import Config, Reward, RewardPart
+from anygauge.config.schema import Config, EvalDataset, Reward, RewardPart
 from anygauge_hooks.types import ConfigProblem
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ def _parts(path: str, reward: Reward) -> Problems:
 
 
 def label_rule(config: Config, user_keys: Collection[str]) -> Problems:
-    """Yield rewards that compare with a label where none is read."""
+    """Yield rewards that compare with a label where none is read; what nothing is scored by needs none."""
     for section, label_key, reward in _labels(config):
         for _, name, _ in _functions(section, reward):
             if name in LABELLED and label_key is None:
@@ -78,13 +78,21 @@ def label_rule(config: Config, user_keys: Collection[str]) -> Problems:
 
 def _labels(config: Config) -> Iterator[tuple[str, str | None, Reward]]:
     """Yield where a label is named, its name, and the reward that it goes to."""
-    yield "data", config.data.label_key, config.reward
+    if config.debug.mode == "train_only":
+        return
+    shared = [each for each in config.eval.datasets.values() if _shares_reward_and_label(each)]
+    if _is_scored(config) or config.eval.data or shared:
+        yield "data", config.data.label_key, config.reward
     for name, dataset in config.eval.datasets.items():
         path = f"eval.datasets.{name}"
         if "label_key" in dataset.model_fields_set:
             yield path, dataset.label_key, dataset.reward or config.reward
         elif dataset.reward is not None:
             yield path, config.data.label_key, dataset.reward
+
+
+def _shares_reward_and_label(dataset: EvalDataset) -> bool:
+    return "label_key" not in dataset.model_fields_set and dataset.reward is None
 
 
 def reward_functions(config: Config, plugins: Plugins) -> Problems:

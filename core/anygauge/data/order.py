@@ -103,7 +103,8 @@ class Mixture:
             Epochs(size, seed, dataset=number, shuffle=shuffle) for number, size in enumerate(sizes)
         ]
         self._starts = np.cumsum([0, *sizes[:-1]])
-        self._bounds = np.cumsum(np.asarray(weights, np.float64) / sum(weights))[:-1]
+        shares = np.asarray(weights, np.float64) / max(weights)  # so that their sum cannot overflow
+        self._bounds = np.cumsum(shares / shares.sum())[:-1]
         self._drawn = 0
 
     def next(self, count: int) -> Positions:

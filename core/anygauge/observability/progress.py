@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,7 +17,7 @@ from anygauge_hooks import hookimpl
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.progress import Progress, TaskID
+    from rich.progress import Progress, ProgressColumn, TaskID
 
     from anygauge_hooks.types import RunInfo
 
@@ -33,6 +36,9 @@ nothing else.
 """
 _SHOWN_IN_SFT = {"train/loss": "loss", "train/grad_norm": "grad norm"}
 _PASS = re.compile(r"passrate/(.+)-pass@(\d+)$")
+_NARROW = 100
+"""Columns of a terminal below which the metrics need the room of the bar."""
+_log = logging.getLogger(__name__)
 
 
 def _stdout_console() -> Console:
@@ -65,9 +71,11 @@ class RunProgress:
         self._first_step = self._saved_step = run.step
         self._started = self._step_started = self._clock()
         if console.is_terminal and run.config.run.progress:
+            if run.step:
+                self._print(_first_line(run))
             self._start_live(run, console)
         else:
-            self._print(f"run {run.name}: {run.total_steps} steps on backend {run.backend}")
+            self._print(_first_line(run))
 
     @hookimpl
     def after_train_step(self, run: RunInfo, metrics: Mapping[str, float]) -> None:
@@ -78,7 +86,8 @@ class RunProgress:
         status = "  ".join([*shown, f"{now - self._step_started:.3g} s/step"])
         self._step_started = now
         if self._live is not None:
-            self._live.update(self._task, completed=run.step, status=status)
+            with self._display():
+                self._live.update(self._task, completed=run.step, status=status)
         else:
             left = _duration(self._seconds_left(run))
             self._print(f"step {run.step}/{run.total_steps}  {status}  {left} left")
@@ -117,7 +126,8 @@ class RunProgress:
         """End the display."""
         self._stop_live()
         if self._console is not None:
-            self._print(f"run {run.name}: {run.step} steps in {_duration(self._clock() - self._started)}")
+            elapsed = _duration(self._clock() - self._started)
+            self._print(f"run {run.name}: {_steps(self._first_step, run.step)} in {elapsed}")
             self._console = None
 
     def _seconds_left(self, run: RunInfo) -> float:
@@ -129,13 +139,7 @@ class RunProgress:
         from rich import progress
 
         self._live = progress.Progress(
-            progress.TextColumn("{task.description}"),
-            progress.BarColumn(bar_width=24),
-            progress.MofNCompleteColumn(),
-            progress.TimeElapsedColumn(),
-            progress.TextColumn("left"),
-            progress.TimeRemainingColumn(),
-            progress.TextColumn("{task.fields[status]}"),
+            *_columns(narrow=console.width < _NARROW),
             console=console,
             refresh_per_second=2,
             speed_estimate_period=600,
@@ -143,17 +147,81 @@ class RunProgress:
         self._task: TaskID = self._live.add_task(
             run.name, total=run.total_steps, completed=run.step, status=f"on {run.backend}"
         )
-        self._live.start()
+        with self._display():
+            self._live.start()
 
     def _stop_live(self) -> None:
-        if self._live is not None:
-            self._live.stop()
-            self._live = None
+        live, self._live = self._live, None
+        if live is not None:
+            with self._display():
+                live.stop()
 
     def _print(self, line: str) -> None:
         """Print above the live display; nothing for a run that ended before it began."""
         if self._console is not None:
-            self._console.print(line, soft_wrap=True, markup=False, highlight=False)
+            with self._display():
+                self._console.print(line, soft_wrap=True, markup=False, highlight=False)
+
+    @contextmanager
+    def _display(self) -> Iterator[None]:
+        """Go on without a display where standard output went away: it must not end a run."""
+        try:
+            yield
+        except OSError as error:
+            self._give_up(str(error))
+        except SystemExit as stop:
+            # So rich takes it that the reader of a pipe has left; a signal exits with another status.
+            if stop.code != 1:
+                raise
+            self._give_up("its reader has left")
+
+    def _give_up(self, why: str) -> None:
+        console, live = self._console, self._live
+        self._console = self._live = None
+        if console is None:
+            return
+        console.quiet = True
+        _discard(console)
+        if live is not None:
+            with suppress(IndexError):  # of one that failed as it began
+                live.stop()
+        _log.warning("the progress of the run is not shown any more: standard output: %s", why)
+
+
+def _discard(console: Console) -> None:
+    """Send what is buffered for a broken output, and all that others print to it, to nowhere."""
+    with suppress(OSError), open(os.devnull, "wb") as nowhere:
+        os.dup2(nowhere.fileno(), console.file.fileno())
+
+
+def _columns(*, narrow: bool) -> Iterator[ProgressColumn]:
+    """Yield the columns of the live display; only the metrics may wrap."""
+    from rich import progress
+    from rich.table import Column
+
+    yield progress.TextColumn("{task.description}")
+    if not narrow:
+        yield progress.BarColumn(bar_width=24)
+    yield progress.MofNCompleteColumn(table_column=Column(no_wrap=True))
+    if not narrow:
+        yield progress.TimeElapsedColumn(table_column=Column(no_wrap=True))
+        yield progress.TextColumn("left")
+    yield progress.TimeRemainingColumn(table_column=Column(no_wrap=True))
+    yield progress.TextColumn("{task.fields[status]}", table_column=Column(no_wrap=not narrow))
+
+
+def _first_line(run: RunInfo) -> str:
+    begun = f"resumed at step {run.step} of {run.total_steps}" if run.step else f"{run.total_steps} steps"
+    return f"run {run.name}: {begun} on backend {run.backend}"
+
+
+def _steps(first: int, last: int) -> str:
+    """Return which steps a part of a run did."""
+    if not first:
+        return f"{last} steps"
+    if last <= first:
+        return "no steps"
+    return f"step {last}" if last == first + 1 else f"steps {first + 1} to {last}"
 
 
 def _eval_results(metrics: Mapping[str, float]) -> Iterator[tuple[str, float]]:

@@ -35,6 +35,8 @@ SUPERSEDED = ".superseded.jsonl"
 POLL_S = 0.01
 CLOSE_S = 60.0
 """Longest that the end of a run waits for a disk."""
+SALVAGE_S = 5.0
+"""Longest that a run which an error or a signal ends waits for the checkpoint that is being written."""
 PACKAGES = ("anygauge", "megatron-core", "numpy", "torch", "transformers")
 """Whose versions decide the bits of a step."""
 T = TypeVar("T")
@@ -98,9 +100,7 @@ class CheckpointWriter:
             return None
         if pending.completing is None:
             if self._written(pending):
-                pending.completing = _in_thread(
-                    partial(_complete, pending, self._config.placement.num_workers)
-                )
+                self._complete_in_thread(pending)
             return None
         return self._end(pending, pending.completing) if pending.completing.done() else None
 
@@ -112,6 +112,27 @@ class CheckpointWriter:
                 self._fail(pending, f"it took longer than run.timeout_s = {self._config.run.timeout_s}")
             else:
                 time.sleep(POLL_S)
+        return path
+
+    def salvage(self, *, are_writing: bool) -> Path | None:
+        """Complete the checkpoint that was being written when the run broke off, and return it if it can be.
+
+        The workers are not asked, since they may be busy or gone: a rank's last file is whole when all of its
+        files are.
+
+        :param are_writing: Whether the workers are still there, so that waiting for their files is of use.
+        """
+        deadline = time.monotonic() + SALVAGE_S
+        path = None
+        while (pending := self._pending) is not None and path is None and time.monotonic() < deadline:
+            if pending.completing is None:
+                if pending.driver and _is_whole(pending.partial, self._config.placement.num_workers):
+                    self._complete_in_thread(pending)
+                elif not are_writing:
+                    break
+            elif pending.completing.done():
+                path = self._end(pending, pending.completing)
+            time.sleep(POLL_S)
         return path
 
     def close(self) -> None:
@@ -140,6 +161,9 @@ class CheckpointWriter:
         if failures:
             self._fail(pending, failures[0])
         return not failures
+
+    def _complete_in_thread(self, pending: _Pending) -> None:
+        pending.completing = _in_thread(partial(_complete, pending, self._config.placement.num_workers))
 
     def _end(self, pending: _Pending, completing: Future[Path]) -> Path | None:
         try:
@@ -198,6 +222,16 @@ def _complete(pending: _Pending, world_size: int) -> Path:
     target = pending.partial.with_name(f"step-{pending.step:08d}")
     publish(pending.partial, target)
     return target
+
+
+def _is_whole(directory: Path, world_size: int) -> bool:
+    """Return whether every rank has written its last file, a JSON object."""
+    try:
+        return all(
+            isinstance(json.loads((directory / name).read_bytes()), dict) for name in rank_names(world_size)
+        )
+    except (OSError, ValueError):
+        return False
 
 
 def _remove_old(directory: Path, keep: int) -> None:

@@ -11,11 +11,13 @@ import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 from anygauge.config import Config
 from anygauge.config.load import write_resolved
-from anygauge.trainer.disk import free_name
+from anygauge.observability.report.run_files import ENVIRONMENT_FILE
+from anygauge.trainer.disk import ABANDONED, free_name
 from anygauge.trainer.resume import apply_changes, is_changed, set_aside
 from anygauge.trainer.saved import Checkpoint, latest_checkpoint
 from anygauge_hooks.errors import CheckpointError
@@ -27,6 +29,16 @@ logger = logging.getLogger(__name__)
 CONFIG_FILE = "config.toml"
 LOCK_FILE = ".lock"
 """Held by the driver as long as it runs; says who that is."""
+MARKS = (CONFIG_FILE, ENVIRONMENT_FILE)
+"""What every run has; a config alone may be one that somebody wrote by hand."""
+OWN = (
+    *(*MARKS, "config.until-step-*.toml", "capabilities.json", "run.json", "report.html", ".run.json.*"),
+    *(".report.html.*", "metrics.jsonl", "samples.jsonl", "*.superseded.jsonl", "logs", "checkpoints"),
+    *("dumps", "hf", "hf-step-*", "tensorboard", "wandb", ".shared-*", *ABANDONED),
+)
+"""Names that a run and its trackers make in its directory, as patterns."""
+LISTED = 5
+"""Most names that an error lists."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,9 +68,9 @@ class RunDirectory:
             # At every moment the directory has a whole config: it is what makes it a run's.
             fresh = self.path / f".{CONFIG_FILE}.new"
             write_resolved(self.config, fresh)
-            fresh.replace(self.path / CONFIG_FILE)
             facts = json.dumps(dict(self.environment), indent=2)
-            (self.path / "environment.json").write_text(facts + "\n")
+            (self.path / ENVIRONMENT_FILE).write_text(facts + "\n")
+            fresh.replace(self.path / CONFIG_FILE)
         except OSError as error:
             raise _cannot_make(self.path, error) from error
 
@@ -114,9 +126,18 @@ def _resumed(directory: Path, config: Config, environment: Mapping[str, str]) ->
     if continues:
         apply_changes(directory / CONFIG_FILE, config)
         checkpoint = latest_checkpoint(directory)
+        _check_steps(checkpoint, config)
     if config.run.resume and checkpoint is None:
         logger.warning("nothing to resume in %s: the run starts from its beginning", directory)
     return RunDirectory(directory, config, environment, continues, checkpoint)
+
+
+def _check_steps(checkpoint: Checkpoint | None, config: Config) -> None:
+    if checkpoint is not None and checkpoint.step > config.run.steps:
+        raise CheckpointError(
+            f"The run is at step {checkpoint.step}; run.steps = {config.run.steps}.",
+            hint=f"Set run.steps to {checkpoint.step} or more, or choose another --run.name.",
+        )
 
 
 def _cannot_make(directory: Path, error: OSError) -> CheckpointError:
@@ -136,10 +157,26 @@ def _refuse(directory: Path, config: Config) -> None:
             hint="Go on with the run in it with --resume, delete that with --overwrite, or choose another "
             "--run.name.",
         )
-    if not (directory / CONFIG_FILE).is_file():
+    missing = [name for name in MARKS if not (directory / name).is_file()]
+    if missing:
         raise CheckpointError(
-            f"{directory} was not made by a run, so it is left alone: it has no {CONFIG_FILE}.",
+            f"{directory} was not made by a run, so it is left alone: it has no {missing[0]}.",
             hint="Choose another --run.name or --run.directory.",
+        )
+    if config.run.overwrite:
+        _refuse_foreign(directory)
+
+
+def _refuse_foreign(directory: Path) -> None:
+    """Raise if the directory of a run holds something that no run made: it is not ours to delete."""
+    found = (path.name for path in _content(directory))
+    foreign = sorted(name for name in found if not any(fnmatchcase(name, own) for own in OWN))
+    if foreign:
+        listed = ", ".join(foreign[:LISTED])
+        more = f" and {len(foreign) - LISTED} more" if len(foreign) > LISTED else ""
+        raise CheckpointError(
+            f"{directory} holds what no run made, so it is left alone: {listed}{more}.",
+            hint="Move that elsewhere, or choose another --run.name.",
         )
 
 
@@ -148,8 +185,9 @@ def _content(directory: Path) -> list[Path]:
 
 
 def _clear(directory: Path) -> None:
-    # The config goes last: without it, nobody could tell that what is left was a run's.
-    for path in sorted(_content(directory), key=lambda path: path.name == CONFIG_FILE):
+    for path in _content(directory):
+        if path.name in MARKS:
+            continue  # replaced by the new run's; until then they tell that what is left was a run's
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
         else:

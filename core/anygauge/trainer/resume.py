@@ -90,7 +90,11 @@ def _is_moved(change: _Change, config: Config) -> bool:
 
 
 def _without_places(files: Any) -> Any:
-    return [{**each, "path": ""} for each in files] if isinstance(files, list) else files
+    """Return data files with empty paths; a config that somebody edited may hold strings, or anything."""
+    if not isinstance(files, list):
+        return files
+    tables = [{"path": each} if isinstance(each, str) else each for each in files]
+    return [{**each, "path": ""} if isinstance(each, Mapping) else each for each in tables]
 
 
 def _effect(change: _Change, config: Config) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
@@ -19,12 +20,14 @@ from anygauge.trainer.directory import RunDirectory, open_run_directory
 from anygauge.trainer.engines import open_engines
 from anygauge.trainer.inputs import EvalSet, Inputs, read_inputs
 from anygauge.trainer.launch import launch_workers
-from anygauge.trainer.loop import Loop, run_loop
+from anygauge.trainer.loop import Loop, announce, run_loop
 from anygauge.trainer.signals import terminate_as_exception
 from anygauge.trainer.state import RunState
 from anygauge_hooks.types import RunInfo, Tracker
 
 __all__ = ["train"]
+
+logger = logging.getLogger(__name__)
 
 ACTOR = "anygauge.trainer.actors:ActorWorker"
 
@@ -54,7 +57,8 @@ def train(loaded: LoadedConfig, plugins: Plugins) -> RunInfo:
         log = driver_log(directory.path, backend=loaded.backend.name)
         with log, ExitStack() as stack, observed(plugins, state):
             loop = open_loop(loaded, plugins, inputs, directory, state, stack)
-            run_loop(loop)
+            with salvaged(loop):
+                run_loop(loop)
             if config.save.hf_at_end and holds_trainer(config):
                 export_hf(loop.workers, directory.path / "hf")
         return state.info
@@ -146,6 +150,20 @@ def open_trackers(config: Config, plugins: Plugins, info: RunInfo, stack: ExitSt
         trackers.append(open_tracker(name, plugins, info))
         stack.callback(trackers[-1].close)
     return trackers
+
+
+@contextmanager
+def salvaged(loop: Loop) -> Iterator[None]:
+    """Keep the checkpoint that is being written when the block breaks off, if the ranks have written it."""
+    try:
+        yield
+    except BaseException:
+        if loop.checkpoints is not None:
+            try:
+                announce(loop, loop.checkpoints.salvage(are_writing=not loop.workers.is_ended))
+            except Exception as error:  # noqa: BLE001 - what ended the run is what must be seen
+                logger.warning("the checkpoint that was being written is lost: %r", error)
+        raise
 
 
 @contextmanager

@@ -174,6 +174,11 @@ class WorkerGroup:
         """The workers, by rank."""
         return [self._who[rank] for rank in self._ranks]
 
+    @property
+    def is_ended(self) -> bool:
+        """Whether the processes were ended, by an error or in order."""
+        return self._ended
+
     def call(
         self,
         method: str,

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -187,3 +188,41 @@ def test_a_reader_that_leaves_is_no_error_message(unbuffered: str) -> None:
     )
     os.close(write)
     assert (done.returncode, done.stderr) == (1, "")
+
+
+PRINTING = """
+import subprocess, sys
+from anygauge.cli import doctor, main
+
+def run(args):
+    print("x")
+    return subprocess.run(["true"], check=True).returncode
+
+doctor.run = run
+sys.exit(main(["doctor"]))
+"""
+
+
+@pytest.mark.parametrize("closed", [">&-", "<&- >&- 2>&-"])
+def test_closed_standard_streams_are_no_error(closed: str) -> None:
+    command = ["sh", "-c", f'exec "$0" -c "$1" {closed}', sys.executable, PRINTING]
+    ended = subprocess.run(command, check=False, capture_output=True, timeout=120)
+    assert (ended.returncode, ended.stderr) == (0, b"")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
+def test_output_that_cannot_be_written_is_an_error() -> None:
+    command = [sys.executable, "-c", PRINTING]
+    with open("/dev/full", "w") as full:
+        ended = subprocess.run(
+            command,
+            check=False,
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=120,
+            env=os.environ | {"PYTHONUNBUFFERED": ""},
+        )
+    assert ended.returncode == 1
+    assert ended.stderr.startswith("anygauge: error: standard output cannot be written: [Errno 28]")
+    assert len(ended.stderr.splitlines()) == 1

@@ -94,6 +94,41 @@ def test_no_problem(load: Load, overrides: list[str]) -> None:
     load({}, overrides)
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "path"),
+    [
+        ("model.path", "runs/ow/hf", "model.path"),
+        ("reference.path", "runs/ow/hf", "reference.path"),
+        ("data.train", '["runs/ow/a.jsonl@[0:1]"]', "data.train[0]"),
+        ("eval.data", '["runs/ow/a.jsonl"]', "eval.data[0]"),
+        ("eval.datasets", '{test = {files = ["runs/ow/a.jsonl"]}}', "eval.datasets.test.files[0]"),
+        ("data.cache", "runs/other/../ow/new", "data.cache"),
+        ("hub.cache", "runs/ow", "hub.cache"),
+    ],
+)
+def test_overwriting_must_not_delete_what_is_read(
+    load: Load,
+    tmp_path: Path,
+    model_dir: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    key: str,
+    value: str,
+    path: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs" / "ow").mkdir(parents=True)
+    (tmp_path / "runs" / "other").mkdir()
+    (tmp_path / "runs" / "ow" / "hf").symlink_to(model_dir)
+    (tmp_path / "runs" / "ow" / "a.jsonl").write_text('{"prompt": "1", "label": "1"}\n')
+    arguments = [f"--{key}={value}", "--run.name=ow"]
+    load({}, arguments)
+    load({}, [f"--{key}={value}", "--run.name=o", "--run.overwrite=true"])
+    with pytest.raises(ConfigError, match=r"run\.overwrite would delete it with ") as caught:
+        load({}, [*arguments, "--run.overwrite=true"])
+    assert f"{path}: found " in str(caught.value)
+    assert "1 problem:" in str(caught.value)
+
+
 def test_nothing_is_said_twice_about_a_key_that_is_wrong_already(load: Load) -> None:
     with pytest.raises(ConfigError, match="has 1 problem:"):
         load({}, ["--rollout.samples_per_prompt=0", "--train.optimizer_steps=3"])

@@ -121,6 +121,25 @@ def test_an_evaluation_that_has_no_label_of_its_own(load: Load) -> None:
         load({"eval.datasets.e": "files = ['x']\nlabel_key = 'none'"}, check_files=False)
 
 
+LEFT_OVER = ("--data.label_key=none", "--reward.function=exact_match")
+EVALUATED = {"eval.datasets.e": "files = ['x']"}
+
+
+@pytest.mark.parametrize(
+    ("tables", "overrides"),
+    [({}, ["--run.task=sft"]), (EVALUATED, ["--debug.mode=train_only", "--debug.replay_rollouts=x"])],
+)
+def test_a_reward_that_scores_nothing_needs_no_label(
+    load: Load, tables: dict[str, str], overrides: list[str]
+) -> None:
+    load(tables, [*LEFT_OVER, *overrides], check_files=False)
+
+
+def test_an_evaluation_in_sft_is_scored(load: Load) -> None:
+    with pytest.raises(ConfigError, match=r"data.label_key: not set.*'exact_match'"):
+        load(EVALUATED, [*LEFT_OVER, "--run.task=sft"], check_files=False)
+
+
 def test_an_option_that_a_function_cannot_do_without(load: Load, plugins: Plugins) -> None:
     plugins.register(MoreRewards(), "more")
     with pytest.raises(ConfigError, match=r"reward.options.url: not set.*; 'served' needs it"):

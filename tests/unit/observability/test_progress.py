@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import io
+import os
+import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
+from typing import TextIO
 
 import pytest
 from rich.console import Console
+from rich.text import Text
 
 from anygauge.config import Config
 from anygauge.observability import plugin
@@ -207,6 +212,91 @@ def test_a_run_that_never_began_shows_nothing(run: RunInfo, output: io.StringIO)
     progress.on_error(run, RolloutError("no memory"))
     progress.after_train(run)
     assert output.getvalue() == ""
+
+
+def test_a_resumed_run_says_so_and_counts_its_own_steps(run: RunInfo, output: io.StringIO) -> None:
+    progress = progress_on(output, 0.0, 2.0)
+    progress.before_train(replace(run, step=2))
+    progress.after_train(replace(run, step=4))
+    assert output.getvalue().splitlines() == [
+        "run demo: resumed at step 2 of 4 on backend cpu",
+        "run demo: steps 3 to 4 in 0:02",
+    ]
+
+
+@pytest.mark.parametrize(("step", "steps"), [(3, "no steps"), (4, "step 4")])
+def test_the_last_part_of_a_run_may_be_short(
+    run: RunInfo, output: io.StringIO, step: int, steps: str, threads: None
+) -> None:
+    progress = progress_on(output, 0.0, terminal=True)
+    progress.before_train(replace(run, step=3))
+    progress.after_train(replace(run, step=step))
+    assert output.getvalue().startswith("run demo: resumed at step 3 of 4 on backend cpu\n")
+    assert output.getvalue().endswith(f"run demo: {steps} in 0:00\n")
+
+
+@pytest.mark.parametrize("width", [60, 80])
+def test_a_narrow_terminal_has_every_metric_and_no_bar(
+    run: RunInfo, output: io.StringIO, threads: None, width: int
+) -> None:
+    progress = RunProgress(lambda: Console(file=output, force_terminal=True, width=width), lambda: 0.0)
+    progress.before_train(run)
+    progress.after_train_step(replace(run, step=1), METRICS)
+    progress.after_train(replace(run, step=1))
+    text = " ".join(Text.from_ansi(output.getvalue()).plain.split())
+    for part in ("demo 1/4", "reward", "0.5312", "entropy", "0.01235", "s/step"):
+        assert part in text
+    assert "left" not in text
+    assert "\N{HORIZONTAL ELLIPSIS}" not in text
+    assert "\N{BOX DRAWINGS HEAVY HORIZONTAL}" not in text
+
+
+@pytest.fixture(params=["a pipe without a reader", "a full disk"])
+def broken_stdout(request: pytest.FixtureRequest) -> Iterator[TextIO]:
+    """Return a standard output that cannot be written."""
+    if request.param == "a full disk":
+        if not Path("/dev/full").exists():
+            pytest.skip("no /dev/full")
+        end = os.open("/dev/full", os.O_WRONLY)
+    else:
+        reader, end = os.pipe()
+        os.close(reader)
+    with open(end, "w", encoding="utf-8") as stream:
+        yield stream
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_a_run_outlives_its_standard_output(
+    run: RunInfo,
+    broken_stdout: TextIO,
+    terminal: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    threads: None,
+) -> None:
+    monkeypatch.setattr("sys.stdout", broken_stdout)
+    progress = RunProgress(lambda: Console(file=sys.stdout, force_terminal=terminal))
+    progress.before_train(run)
+    progress.after_train_step(replace(run, step=1), METRICS)
+    progress.after_evaluate(run, {"eval/gsm8k": 0.25})
+    progress.after_train_step(replace(run, step=2), METRICS)
+    progress.after_train(replace(run, step=2))
+    (said,) = [record.message for record in caplog.records]
+    assert said.startswith("the progress of the run is not shown any more: standard output: ")
+    sys.stdout.write("what others print is lost, and no error")
+    sys.stdout.flush()
+
+
+def test_a_signal_while_a_line_is_printed_ends_the_run(run: RunInfo, output: io.StringIO) -> None:
+    progress = progress_on(output, 0.0)
+    progress.before_train(run)
+
+    def write(text: str) -> int:
+        raise SystemExit(143)
+
+    output.write = write  # type: ignore[method-assign]
+    with pytest.raises(SystemExit):
+        progress.after_train_step(replace(run, step=1), METRICS)
 
 
 def test_the_plugin_observes_with_its_hooks(run: RunInfo, capsys: pytest.CaptureFixture[str]) -> None:

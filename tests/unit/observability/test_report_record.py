@@ -16,7 +16,7 @@ import pytest
 
 from anygauge.config import Config
 from anygauge.observability.jsonl import METRICS_FILE, JsonlTracker
-from anygauge.observability.report import REPORT_FILE, plugin
+from anygauge.observability.report import REPORT_FILE, plugin, write_report
 from anygauge.observability.report.run_files import read_run
 from anygauge.observability.report.run_record import RECORD_FILE, begin_part, read_record
 from anygauge.observability.report.summary import facts, standing
@@ -197,3 +197,17 @@ def test_the_time_of_a_part_that_was_killed_is_not_known(
 ) -> None:
     write_parts({}, {"ended": (NOW + timedelta(seconds=5)).isoformat()})
     assert dict(facts(read_run(tmp_path), NOW))["took"] == "at least 5 s"
+
+
+@pytest.mark.parametrize("odd", ["7", 1.5, True, [], {}, None])
+def test_values_of_another_type_count_as_missing(tmp_path: Path, run: RunInfo, odd: Any) -> None:
+    keys = ("started", "ended", "host", "pid", "outcome", "step", "from_step", "error")
+    part = dict.fromkeys(keys, odd)
+    record = {"name": "demo", "backend": odd, "total_steps": odd, "parts": [part, part]}
+    (tmp_path / RECORD_FILE).write_text(json.dumps(record))
+    table = {"hooks": odd, "kernels": odd, "plugin_errors": odd, "backend": odd}
+    (tmp_path / "capabilities.json").write_text(json.dumps(table))
+    (tmp_path / "config.toml").write_text("[run]\nsteps = 40\n[reward]\nparts = 3\n")
+    found = standing(read_run(tmp_path))
+    assert (found.kind, found.step, found.total) in {("unknown", 0, 40), ("stopped", 0, 40)}
+    assert write_report(tmp_path).is_file()

@@ -7,6 +7,7 @@ import shutil
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ import pytest
 from anygauge.config import Config
 from anygauge.trainer import checkpoints
 from anygauge.trainer.checkpoints import CheckpointWriter, export_hf
+from anygauge.trainer.run import salvaged
 from anygauge.trainer.saved import latest_checkpoint
 from anygauge_hooks.errors import CheckpointError
 
@@ -233,6 +235,66 @@ def test_a_disk_that_is_stuck_is_given_up_and_holds_up_nothing(
         if thread.name == "checkpoint":
             thread.join(30)
     assert names(tmp_path) == ["step-00000002"]
+
+
+def test_a_run_that_breaks_off_keeps_what_every_rank_has_written(
+    tmp_path: Path, workers: Workers, make_writer: Callable[..., CheckpointWriter]
+) -> None:
+    writer = make_writer()
+    writer.start(3, {"step": 3})
+    workers.calls.clear()
+    assert writer.salvage(are_writing=False) == tmp_path / "checkpoints" / "step-00000003"
+    assert workers.calls == []
+    found = latest_checkpoint(tmp_path)
+    assert found is not None
+    assert found.step == 3
+    assert writer.salvage(are_writing=True) is None
+
+
+@pytest.mark.parametrize("are_writing", [False, True])
+def test_a_run_that_breaks_off_waits_for_ranks_that_write_and_not_for_long(
+    tmp_path: Path,
+    make_writer: Callable[..., CheckpointWriter],
+    monkeypatch: pytest.MonkeyPatch,
+    are_writing: bool,
+) -> None:
+    last = tmp_path / "checkpoints" / ".step-00000001.partial" / "rank-00001.json"
+    slept: list[float] = []
+    writer = make_writer()
+    writer.start(1, {})
+    last.write_text('{"ra')
+    monkeypatch.setattr(checkpoints, "SALVAGE_S", 0.05)
+    monkeypatch.setattr(checkpoints.time, "sleep", slept.append)
+    assert writer.salvage(are_writing=are_writing) is None
+    assert bool(slept) == are_writing
+    assert latest_checkpoint(tmp_path) is None
+    last.write_text("{}")
+    monkeypatch.undo()
+    assert writer.salvage(are_writing=are_writing) == tmp_path / "checkpoints" / "step-00000001"
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_the_error_that_breaks_a_run_off_is_raised_whatever_becomes_of_the_checkpoint(
+    lost: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    kept, told = Path("step-00000001"), []
+
+    def salvage(*, are_writing: bool) -> Path:
+        assert not are_writing
+        if lost:
+            raise OSError("gone")
+        return kept
+
+    loop = SimpleNamespace(
+        checkpoints=SimpleNamespace(salvage=salvage),
+        workers=SimpleNamespace(is_ended=True),
+        plugins=SimpleNamespace(notify=lambda hook, **arguments: told.append((hook, arguments["path"]))),
+        info=None,
+    )
+    with pytest.raises(KeyboardInterrupt), salvaged(loop):  # type: ignore[arg-type]
+        raise KeyboardInterrupt
+    assert told == ([] if lost else [("after_save_checkpoint", str(kept))])
+    assert ("is lost: OSError('gone')" in caplog.text) == lost
 
 
 def lose_a_rank(path: Path) -> None:

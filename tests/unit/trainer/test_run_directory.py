@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
+import tomli_w
 
 from anygauge.config import Config
 from anygauge.trainer.checkpoints import CheckpointWriter
@@ -22,6 +24,12 @@ class Workers:
         if method == "save_checkpoint":
             (Path(arguments["path"]) / "rank-00000.json").write_text("{}")
         return [True]
+
+
+MADE = (
+    *("metrics.jsonl", "samples.jsonl", "metrics.superseded.jsonl", "config.until-step-4-2.toml"),
+    *("capabilities.json", "run.json", "report.html", ".run.json.123", ".config.toml.new"),
+)
 
 
 def make_config(directory: Path, **changes: Any) -> Config:
@@ -96,10 +104,50 @@ def test_what_no_run_made_is_left_alone(tmp_path: Path, option: str) -> None:
 
 def test_overwriting_removes_the_earlier_run(tmp_path: Path) -> None:
     directory = opened(make_config(tmp_path)).path
-    (directory / "metrics.jsonl").write_text("{}\n")
-    (directory / "elsewhere").symlink_to(tmp_path)
+    for name in MADE:
+        (directory / name).write_text("{}\n")
+    for name in ("checkpoints", "dumps", "hf", "hf-step-20", "wandb", ".hf.partial-1"):
+        (directory / name).mkdir()
+        (directory / name / "file").write_text("")
+    (tmp_path / "board").mkdir()
+    (directory / "tensorboard").symlink_to(tmp_path / "board")
     opened(make_config(tmp_path, run__overwrite=True))
     assert sorted(os.listdir(directory)) == [".lock", "config.toml", "environment.json", "logs"]
+    assert (tmp_path / "board").is_dir()
+
+
+def test_nothing_is_overwritten_where_something_is_not_a_runs(tmp_path: Path) -> None:
+    directory = opened(make_config(tmp_path)).path
+    (directory / "metrics.jsonl").write_text("{}\n")
+    for name in ("thesis.txt", "elsewhere", "hf-best", "data.csv", "a", "b", "c"):
+        (directory / name).symlink_to(tmp_path)
+    before = snapshot(directory)
+    with pytest.raises(CheckpointError, match="holds what no run made") as caught:
+        opened(make_config(tmp_path, run__overwrite=True))
+    assert "alone: a, b, c, data.csv, elsewhere and 2 more." in str(caught.value)
+    assert snapshot(directory) == before
+    assert opened(make_config(tmp_path, run__resume=True)).continues
+
+
+@pytest.mark.parametrize("option", ["run__overwrite", "run__resume"])
+def test_a_config_that_somebody_wrote_makes_no_run(tmp_path: Path, option: str) -> None:
+    (tmp_path / "run").mkdir()
+    for name in ("config.toml", "thesis.txt"):
+        (tmp_path / "run" / name).write_text("# mine")
+    with pytest.raises(CheckpointError, match=r"was not made by a run, .* no environment\.json"):
+        opened(make_config(tmp_path, **{option: True}))
+    assert sorted(os.listdir(tmp_path / "run")) == ["config.toml", "thesis.txt"]
+
+
+def test_a_run_cannot_go_on_to_a_step_before_its_checkpoint(tmp_path: Path) -> None:
+    config = make_config(tmp_path)
+    directory = opened(config).path
+    save(directory, config, 5)
+    before = snapshot(directory)
+    with pytest.raises(CheckpointError, match=r"The run is at step 5; run\.steps = 2\."):
+        opened(make_config(tmp_path, run__resume=True, run__steps=2))
+    assert snapshot(directory) == before
+    assert opened(make_config(tmp_path, run__resume=True, run__steps=5)).continues
 
 
 @pytest.mark.parametrize("option", ["run__overwrite", "run__resume"])
@@ -291,6 +339,23 @@ def test_data_files_may_move(tmp_path: Path, caplog: pytest.LogCaptureFixture) -
         opened(make_config(tmp_path, run__resume=True, data__train=weighted))
     with pytest.raises(CheckpointError, match=r"data\.train: "):
         opened(make_config(tmp_path, run__resume=True, data__train=["b.jsonl"], data__source="other"))
+
+
+def test_an_edited_config_may_name_its_data_files_in_short(tmp_path: Path) -> None:
+    directory = opened(make_config(tmp_path)).path
+    edit_train(directory, '["elsewhere.jsonl"]')
+    assert opened(make_config(tmp_path, run__resume=True)).continues
+    for odd in ("[7]", '["a", {path = "b", weight = 2.0}]', "[[]]", '"data.jsonl"', "{}"):
+        edit_train(directory, odd)
+        with pytest.raises(CheckpointError, match=r"data\.train"):
+            opened(make_config(tmp_path, run__resume=True))
+
+
+def edit_train(directory: Path, train: str) -> None:
+    """Replace what a run's config says of its training data."""
+    tree = tomllib.loads((directory / "config.toml").read_text())
+    tree["data"]["train"] = tomllib.loads(f"train = {train}")["train"]
+    (directory / "config.toml").write_text(tomli_w.dumps(tree))
 
 
 @pytest.mark.parametrize(

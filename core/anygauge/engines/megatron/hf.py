@@ -110,14 +110,14 @@ def write_directory(
         generation config are taken over.
     :param weights: Full tensors by Hugging Face name; streamed, one shard in memory at a time.
     :param dtype: Written to the config.
-    :raises CheckpointError: ``target`` exists.
+    :raises CheckpointError: ``target`` exists, or it cannot be written.
     """
     if target.exists():
         raise CheckpointError(f"{target} exists.", hint="Choose another directory or remove it.")
     partial = target.with_name(f".{target.name}.partial-{os.getpid()}")
     shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
     try:
+        partial.mkdir(parents=True)
         copy_other_files(source, partial)
         config = read_config(source) | {"dtype": str(dtype).removeprefix("torch.")}
         config.pop("torch_dtype", None)  # the name that transformers 4 gave the key
@@ -126,9 +126,13 @@ def write_directory(
         _to_disk(partial)
         partial.rename(target)
         _sync(target.parent)
-    except BaseException:
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(
+            f"{target} cannot be written: {error}.",
+            hint="Free space there, or choose another directory; a run goes on with --resume.",
+        ) from error
+    finally:
         shutil.rmtree(partial, ignore_errors=True)
-        raise
 
 
 def _to_disk(directory: Path) -> None:

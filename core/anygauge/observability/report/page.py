@@ -83,7 +83,7 @@ def _content(files: RunFiles, made: datetime) -> dict[str, Any]:
         "recorded_steps": len(files.samples),
         "kernels": [_kernel_row(row) for row in _rows(files.capabilities, "kernels")],
         "hooks": list(_hook_rows(files.capabilities)),
-        "plugin_errors": files.capabilities.get("plugin_errors", {}),
+        "plugin_errors": _problems(files.capabilities),
         "config": config_tables(files.config_text, files.config),
         "environment": files.environment,
         "log_tail": visible(files.log_tail),
@@ -137,7 +137,13 @@ def _hook_rows(capabilities: Mapping[str, Any]) -> Iterator[tuple[str, list[str]
 
 
 def _rows(capabilities: Mapping[str, Any], name: str) -> list[Mapping[str, Any]]:
-    return [row for row in capabilities.get(name) or () if isinstance(row, Mapping)]
+    rows = capabilities.get(name)
+    return [row for row in rows if isinstance(row, Mapping)] if isinstance(rows, list) else []
+
+
+def _problems(capabilities: Mapping[str, Any]) -> Mapping[str, Any]:
+    errors = capabilities.get("plugin_errors")
+    return errors if isinstance(errors, Mapping) else {}
 
 
 def _kernel_row(row: Mapping[str, Any]) -> dict[str, Any]:

@@ -17,6 +17,8 @@ __all__ = ["RECORD_FILE", "begin_part", "end_part", "read_record", "replace_file
 
 RECORD_FILE = "run.json"
 """Name of the file in the run directory."""
+_TEXTS = ("name", "backend", "started", "ended", "host", "outcome", "error")
+_NUMBERS = ("total_steps", "pid", "from_step", "step")
 
 
 def begin_part(run: RunInfo) -> None:
@@ -44,13 +46,23 @@ def _part(run: RunInfo) -> dict[str, Any]:
 
 
 def read_record(directory: Path) -> Mapping[str, Any] | None:
-    """Return the record of a run, or ``None`` where there is none that can be read."""
+    """Return the record of a run, or ``None`` where there is none that can be read.
+
+    A value of another type than is written is left out.
+    """
     try:
         record = json.loads((directory / RECORD_FILE).read_bytes())
     except (OSError, ValueError):
         return None
     known = isinstance(record, dict) and isinstance(record.get("parts"), list)
-    return record if known and all(isinstance(part, dict) for part in record["parts"]) else None
+    if not known or not all(isinstance(part, dict) for part in record["parts"]):
+        return None
+    return {**_as_written(record), "parts": [_as_written(part) for part in record["parts"]]}
+
+
+def _as_written(table: Mapping[str, Any]) -> dict[str, Any]:
+    texts = {key: value for key in _TEXTS if isinstance(value := table.get(key), str)}
+    return texts | {key: value for key in _NUMBERS if type(value := table.get(key)) is int}
 
 
 @contextmanager

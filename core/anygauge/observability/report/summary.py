@@ -104,7 +104,7 @@ def facts(files: RunFiles, now: datetime) -> list[tuple[str, str]]:
     found = {
         "model": _short(_value(config, "model", "path")),
         "data": ", ".join(_files(_value(config, "data", "train"))),
-        "reward": _value(config, "reward", "function") or " + ".join(_value(config, "reward", "parts") or {}),
+        "reward": _value(config, "reward", "function") or " + ".join(_reward_parts(config)),
         "algorithm": _value(config, "algorithm", "advantage"),
         "task": _value(config, "run", "task"),
         "backend": (files.record or {}).get("backend") or files.capabilities.get("backend"),
@@ -122,6 +122,11 @@ def _value(config: Mapping[str, Any], section: str, key: str) -> Any:
     table = config.get(section)
     value = table.get(key) if isinstance(table, Mapping) else None
     return None if value == "none" else value
+
+
+def _reward_parts(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    parts = _value(config, "reward", "parts")
+    return parts if isinstance(parts, Mapping) else {}
 
 
 def _files(files: Any) -> Iterator[str]:
