@@ -24,7 +24,7 @@ from anygauge.testing.tiny import tiny_qwen3, tiny_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = {path.name: path for path in sorted((ROOT / "docs" / "tutorials").glob("*.md"))}
-LONG = {"one_gpu.md", "sft_arithmetic.md"}
+LONG = {"grpo_arithmetic.md", "one_gpu.md", "sft_arithmetic.md"}
 """Pages that wait for ``make soak``: each start of a run takes 10 s of a core."""
 DEADLINE_S = 230
 
