@@ -249,7 +249,7 @@ def test_a_path_that_leads_nowhere(user_module: str, path: str, problem: str) ->
     [("full", False), ("instance", False), ("slow", True), ("later", True), ("bound_later", True)],
 )
 def test_async_functions_are_known(user_module: str, function: str, expected: bool) -> None:
-    assert is_async(getattr(sys.modules[user_module], function)) is expected
+    assert is_async(getattr(importlib.import_module(user_module), function)) is expected
 
 
 # -------------------------------------------------------------------------
