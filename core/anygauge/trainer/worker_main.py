@@ -7,7 +7,6 @@ even in the middle of a call, and on Linux the kernel does so even if Python can
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import sys
@@ -15,13 +14,12 @@ import threading
 from multiprocessing.connection import Connection
 from queue import SimpleQueue
 
+from anygauge.distributed.lifetime import die_with
 from anygauge.trainer.calls import decode
 from anygauge.trainer.diagnostics import enable_stacks
 from anygauge.trainer.worker import Worker
 
 __all__ = ["main"]
-
-PR_SET_PDEATHSIG = 1
 
 
 def main(descriptor: int, parent: int) -> None:
@@ -32,7 +30,7 @@ def main(descriptor: int, parent: int) -> None:
     """
     os.set_inheritable(descriptor, False)
     enable_stacks()
-    _die_with(parent)
+    die_with(parent)
     connection = Connection(descriptor)
     sys.path[:] = decode(connection.recv_bytes())
     worker = Worker(decode(connection.recv_bytes()))
@@ -49,16 +47,6 @@ def _receive(connection: Connection, inbox: SimpleQueue[bytes]) -> None:
             inbox.put(connection.recv_bytes())
     except (EOFError, OSError):
         os.killpg(os.getpid(), signal.SIGKILL)
-
-
-def _die_with(parent: int) -> None:
-    """Let the kernel kill this process when its parent dies, where the kernel can."""
-    prctl = getattr(ctypes.CDLL(None), "prctl", None)
-    if prctl is None or not parent:
-        return
-    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it died before the request
-        os._exit(1)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import faulthandler
 import inspect
 import os
@@ -24,6 +23,7 @@ from multiprocessing.connection import Connection
 from queue import SimpleQueue
 from typing import Any
 
+from anygauge.distributed.lifetime import die_with
 from anygauge.rollout.rewards.call import Call, Item, Outcome, failure
 from anygauge.rollout.rewards.mark import Mark
 from anygauge.rollout.rewards.messages import STACKS_SIGNAL, Chunk, Ready, Results, Setup
@@ -37,7 +37,6 @@ _EXIT_GRACE_S = 1.0
 """For a call to end once the driver has gone."""
 _MAX_TRACEBACKS = 20
 """In the log of one process."""
-_PR_SET_PDEATHSIG = 1
 
 
 class Server:
@@ -177,7 +176,7 @@ def main(socket: int, mark: int, parent: int) -> None:
         os.set_inheritable(descriptor, False)
     faulthandler.enable()
     faulthandler.register(STACKS_SIGNAL, all_threads=True)
-    _die_with(parent)
+    die_with(parent)
     connection = Connection(socket)
     sys.path[:] = pickle.loads(connection.recv_bytes())
     setup: Setup = pickle.loads(connection.recv_bytes())
@@ -216,16 +215,6 @@ def _receive(connection: Connection, inbox: SimpleQueue[bytes | None]) -> None:
     inbox.put(None)
     time.sleep(_EXIT_GRACE_S)
     os.killpg(os.getpid(), signal.SIGKILL)
-
-
-def _die_with(parent: int) -> None:
-    """Let the kernel kill this process when its parent dies, where the kernel can."""
-    prctl = getattr(ctypes.CDLL(None), "prctl", None)
-    if prctl is None or not parent:
-        return
-    prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it died before the request
-        os._exit(1)
 
 
 if __name__ == "__main__":
