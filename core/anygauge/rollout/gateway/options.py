@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from anygauge.config.schema import Positive, Seconds, Section
+from anygauge.config.schema.section import Positive, Seconds, Section
 
 __all__ = ["GatewayOptions"]
 

@@ -1,0 +1,73 @@
+"""The config tree. Each field's string is its documentation; an unknown key is an error.
+
+The same tree serves every backend: what differs goes into the tables ``[on.cpu]``, ``[on.cuda]`` and
+``[on.npu]`` of the file, which :mod:`anygauge.config.load` lays over it.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import BeforeValidator
+
+from anygauge.config.schema.data import Data, DataFile
+from anygauge.config.schema.evaluation import Eval, EvalDataset
+from anygauge.config.schema.models import Critic, Model, Parallel, Reference, Teacher
+from anygauge.config.schema.placement import Cluster, Placement
+from anygauge.config.schema.reward import Reward, RewardFunction, RewardPart
+from anygauge.config.schema.rollout import Rollout, RolloutClient, RolloutGroup, WeightSync
+from anygauge.config.schema.run import Debug, Hub, Run, Save
+from anygauge.config.schema.section import DType, Section, path_alone
+from anygauge.config.schema.training import Algorithm, Train
+
+__all__ = [
+    "Algorithm",
+    "Cluster",
+    "Config",
+    "Critic",
+    "DType",
+    "Data",
+    "DataFile",
+    "Debug",
+    "Eval",
+    "EvalDataset",
+    "Hub",
+    "Model",
+    "Parallel",
+    "Placement",
+    "Reference",
+    "Reward",
+    "RewardFunction",
+    "RewardPart",
+    "Rollout",
+    "RolloutClient",
+    "RolloutGroup",
+    "Run",
+    "Save",
+    "Section",
+    "Teacher",
+    "Train",
+    "WeightSync",
+]
+
+
+class Config(Section):
+    """A run, for any backend."""
+
+    run: Run
+    model: Annotated[Model, BeforeValidator(path_alone)]
+    data: Data
+    reward: Reward = Reward()
+    hub: Hub = Hub()
+    reference: Reference = Reference()
+    rollout: Rollout = Rollout()
+    algorithm: Algorithm = Algorithm()
+    train: Train = Train()
+    teacher: Teacher = Teacher()
+    critic: Critic = Critic()
+    eval: Eval = Eval()
+    save: Save = Save()
+    debug: Debug = Debug()
+    placement: Placement = Placement()
+    cluster: Cluster = Cluster()
+    weight_sync: WeightSync = WeightSync()

@@ -1,0 +1,38 @@
+"""Processes, and the cluster that they run on."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from anygauge.config.schema.section import NonNegative, Positive, Seconds, Section
+
+__all__ = ["Cluster", "Placement"]
+
+
+class Placement(Section):
+    """Processes."""
+
+    launcher: Literal["ray", "local"] = "ray"
+    """``ray`` places workers on a cluster; ``local`` starts plain processes on this host."""
+    num_workers: Positive = 1
+    """Worker processes, each with one device."""
+    threads_per_worker: NonNegative = 0
+    """CPU threads of each worker; 0 divides the host's cores among them."""
+    start_timeout_s: Seconds = 300.0
+    """Longest wait for every worker to be placed and ready, in seconds."""
+    rollout_workers: NonNegative = 0
+    """Processes of their own for rollout engines; 0 lets each worker hold an engine."""
+
+
+class Cluster(Section):
+    """The Ray cluster, where ``placement.launcher`` is ``ray``."""
+
+    address: str = "start"
+    """``start`` starts one on this host for the run, ``auto`` joins the one that runs here, or the
+    address of one: ``HOST:PORT``, ``ray://HOST:PORT``."""
+    interface: str | None = None
+    """Network interface of collectives, such as ``eth0``; ``None`` lets the libraries choose."""
+    ip_version: Literal["any", "4", "6"] = "any"
+    """Which addresses nodes use among themselves."""
+    check_packages: bool = True
+    """Refuse to start unless every node has the same versions of the packages that a run depends on."""

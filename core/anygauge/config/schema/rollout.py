@@ -1,0 +1,142 @@
+"""Generation, and how its engines get the weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from anygauge.config.schema.section import DType, Name, NonNegative, Positive, Probability, Seconds, Section
+
+__all__ = ["Rollout", "RolloutClient", "RolloutGroup", "WeightSync"]
+
+
+class RolloutClient(Section):
+    """How engines that are servers are talked to."""
+
+    concurrency: Positive = 256
+    """Requests that one data-parallel rank of an engine has under way at once; others wait for the first
+    engine that has room. Set it to what the engine runs at once, or somewhat above."""
+    request_timeout_s: Seconds = 1800.0
+    """Longest time for one response, all attempts and waits together."""
+    control_timeout_s: Seconds = 60.0
+    """Longest wait for the answer to a command that generates nothing: pause, resume, flush, abort."""
+    attempts: Positive = 10
+    """Most engines that a request is given to, one after the other, while they die, hang or fail on it."""
+    pause_s: Annotated[float, Field(gt=0, le=60)] = 0.1
+    """The first pause between two attempts is drawn from 0 to this; the range doubles each time."""
+    probe_every_s: Seconds = 10.0
+    """How often an engine that owes answers is asked whether it is well."""
+    probe_timeout_s: Seconds = 30.0
+    """An engine that does not say so in this time hangs: it counts as dead, and its requests go to others."""
+    outage_timeout_s: Seconds = 600.0
+    """Longest wait for an engine while none serves: all are paused, restarted or dead."""
+    affinity: Annotated[float, Field(ge=1)] = 1.5
+    """A session goes to the engine that has read its beginning, unless that one's load is above this many
+    times the least one."""
+
+
+class RolloutGroup(Section):
+    """Servers that are alike. Without groups there is one: ``placement.rollout_workers`` of the policy."""
+
+    kind: Literal["regular", "prefill", "decode", "encoder"] = "regular"
+    """What its servers do: all of a request, the reading of a prompt alone, the writing of a response alone,
+    or the encoding of images and sound alone."""
+    servers: Positive = 1
+    """How many there are; all groups together have ``placement.rollout_workers``."""
+    model: Name = "policy"
+    """Name of the model that it serves; weights are synced to ``policy`` alone."""
+    path: Path | None = None
+    """Hugging Face directory of that model; ``None`` takes ``model.path``, which only ``policy`` may."""
+    sglang: dict[str, Any] = {}
+    """Arguments of these servers, laid over those in ``[rollout.sglang]``."""
+
+
+class Rollout(Section):
+    """Generation."""
+
+    engine: str = "transformers"
+    """Rollout engine, by registered name."""
+    prompts_per_step: Positive = 32
+    """Prompts drawn for each step."""
+    samples_per_prompt: Positive = 8
+    """Samples drawn for each prompt."""
+    max_new_tokens: Positive = 256
+    """Longest response, in tokens."""
+    temperature: Annotated[float, Field(gt=0)] = 1.0
+    """Divides the logits, in generation and in training alike."""
+    top_p: Probability = 1.0
+    """Nucleus sampling; 1 is off."""
+    top_k: NonNegative = 0
+    """Keep the likeliest tokens; 0 keeps all."""
+    stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
+    """Strings that end a response."""
+    stop_token_ids: tuple[NonNegative, ...] = ()
+    """Tokens that end a response, beside the model's own."""
+    max_batch_tokens: Positive = 262_144
+    """Prompt and response tokens that one engine holds in its cache at once."""
+    dtype: DType | None = None
+    """Precision of the engine; ``None`` takes ``train.dtype``."""
+    schedule: Literal["sync", "one_step_off", "async"] = "sync"
+    """When samples are generated: before each step with its weights; while the step before trains; or all the
+    time, through updates of the weights. All but ``sync`` need engines that are servers."""
+    max_staleness: Positive = 1
+    """For ``async``: most weight versions between a sample's first token and the step that trains on it."""
+    client: RolloutClient = RolloutClient()
+    """How engines that are servers are talked to."""
+    function: str = "single_turn"
+    """What makes a sample of a prompt: a registered name (``single_turn``, ``multi_turn``, ``agent``), or
+    ``package.module:function``."""
+    function_options: dict[str, Any] = {}
+    """Keyword arguments of the function."""
+    function_timeout_s: Seconds = 600.0
+    """Longest time that the function may take for itself between two generations."""
+    max_failed_ratio: Annotated[float, Field(ge=0, le=1)] = 0.1
+    """Share of a step's rollouts whose function may fail; they are left out. More end the run."""
+    after_sample: tuple[str, ...] = ()
+    """Functions ``package.module:function`` that see each finished sample before it is scored, in order; what
+    they return instead of ``None`` takes its place."""
+    filters: tuple[str, ...] = ()
+    """Which groups are trained on: registered names (``zero_variance``), or ``package.module:function``. All
+    must let a group pass; others are drawn in place of those that do not."""
+    filter_options: dict[str, dict[str, Any]] = {}
+    """Keyword arguments of the filters, by name."""
+    max_rounds: Positive = 10
+    """A step gives up once the filters have rejected this many times the groups that it needs."""
+    shortage: Literal["error", "smaller_step"] = "error"
+    """What then happens: the run ends, or the step trains on the groups that there are."""
+    over_sampling: NonNegative = 0
+    """Prompts that are started beyond those that a step needs; it ends with the first that are done."""
+    partial: bool = False
+    """Go on with unfinished samples in the next step, from the tokens that they have, instead of discarding
+    them."""
+    redraw: bool = True
+    """Start the prompts of discarded groups again, first thing in the next step; ``false`` drops them."""
+    sglang: dict[str, Any] = {}
+    """Any argument of SGLang's server by its name, such as ``tp_size = 2``; checked against the installed
+    one."""
+    sglang_version: str | None = None
+    """A tested version of SGLang that one which was not tested is taken for."""
+    groups: tuple[RolloutGroup, ...] = ()
+    """Groups of servers, where they are not all alike."""
+
+
+class WeightSync(Section):
+    """How engines that are servers get the trained weights."""
+
+    transport: str = "tensor"
+    """Way to the servers, by registered name: ``tensor`` (memory that processes of one host share),
+    ``distributed`` (broadcast), ``disk`` (a directory that all see), ``delta`` (changed bytes alone)."""
+    bucket_bytes: Annotated[int, Field(ge=4096)] = 512 * 2**20
+    """Bytes that are sent at once. Two such buffers are held; a larger tensor has a bucket for itself."""
+    verify: Literal["none", "first", "always"] = "first"
+    """Compare the checksums of what the servers hold with what was sent, tensor by tensor: never, after the
+    first update of each server, or after every one."""
+    pause: Literal["retract", "in_place", "abort"] = "retract"
+    """What becomes of requests under way: they begin anew with the tokens that they have, they go on with the
+    cache that the old weights have made, or they end with what they have."""
+    deadline_s: Seconds = 300.0
+    """Longest wait for a server to take one bucket, or to answer anything else, in seconds."""
+    directory: Path | None = None
+    """Of the versions, for ``disk``; ``None`` takes ``weights/`` in the run directory."""

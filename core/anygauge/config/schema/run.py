@@ -1,0 +1,86 @@
+"""The run itself, where its files come from and what it writes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from anygauge.config.schema.section import Name, Positive, Seconds, Section
+
+__all__ = ["Debug", "Hub", "Run", "Save"]
+
+
+class Run(Section):
+    """The run as a whole."""
+
+    task: Literal["rl", "sft"] = "rl"
+    """``rl`` generates, scores and trains; ``sft`` trains on the assistant's turns of the data itself."""
+    name: Name
+    """Names the run directory."""
+    directory: Path = Path("runs")
+    """Run directories are made here."""
+    steps: Positive = 100
+    """RL steps: generate, score, train, sync."""
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    """Seeds the data order, the sampling and the model's random state."""
+    overwrite: bool = False
+    """Delete an earlier run of the same name instead of stopping. On the command line: ``--overwrite``."""
+    resume: bool = False
+    """Go on from the last checkpoint of an earlier run of the same name; start if there is none. On the
+    command line: ``--resume``."""
+    deterministic: bool = False
+    """Let two runs of one config give the same bits, where that costs speed."""
+    trackers: tuple[str, ...] = ("jsonl",)
+    """Where metrics go: ``jsonl`` (always), ``tensorboard``, ``wandb``, ``trackio``."""
+    tracker_options: dict[str, dict[str, Any]] = {}
+    """Settings of trackers by name, such as ``{wandb = {project = "demo", mode = "offline"}}``."""
+    report: bool = True
+    """Write ``report.html`` when the run ends."""
+    progress: bool = True
+    """Show live progress on a terminal."""
+    timeout_s: Seconds = 1800.0
+    """Longest wait for any answer of a worker, in seconds."""
+
+
+class Hub(Section):
+    """Where names of models and data are looked up, after local directories and the cache."""
+
+    source: Literal["huggingface", "modelscope"] = "huggingface"
+    """Which hub."""
+    endpoint: str | None = None
+    """Address of a mirror; ``None`` takes the hub's own, or ``HF_ENDPOINT``."""
+    offline: bool = False
+    """Look in the cache alone."""
+    cache: Path | None = None
+    """Directory of downloads; ``None`` takes the hub's own."""
+
+
+class Save(Section):
+    """Checkpoints, from which a run resumes exactly, and exports."""
+
+    every: Positive | None = 20
+    """Steps between checkpoints, written while the run goes on; ``None`` for none."""
+    keep: Positive = 2
+    """Checkpoints that are kept, the latest ones."""
+    hf_every: Positive | None = None
+    """Steps between exports of a complete Hugging Face directory ``hf-step-N/``."""
+    hf_at_end: bool = True
+    """Write the trained model as a Hugging Face directory ``hf/`` when the run ends."""
+
+
+class Debug(Section):
+    """One half of a run alone, and what a run did, to look at and to run again."""
+
+    mode: Literal["none", "rollout_only", "train_only"] = "none"
+    """``rollout_only`` generates and scores and builds no train engine; ``train_only`` trains on a replay and
+    builds no rollout engine."""
+    dump_rollouts: bool = False
+    """Write the scored groups of each step to ``dumps/``."""
+    dump_batches: bool = False
+    """Write what each rank trained on in each step to ``dumps/``, with the log-probs of every pass."""
+    replay_rollouts: Path | None = None
+    """Directory of dumps: take the groups of each step from there instead of generating."""
+    replay_batches: Path | None = None
+    """Directory of dumps: train on these batches; needs ``mode = "train_only"``."""

@@ -1,0 +1,43 @@
+"""What every section is made of."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+__all__ = [
+    "DType",
+    "Name",
+    "NonNegative",
+    "Positive",
+    "Probability",
+    "Seconds",
+    "Section",
+    "path_alone",
+]
+
+DType = Literal["float32", "bfloat16"]
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+Positive = Annotated[int, Field(gt=0)]
+NonNegative = Annotated[int, Field(ge=0)]
+Probability = Annotated[float, Field(gt=0, le=1)]
+Seconds = Annotated[float, Field(gt=0, le=1_000_000)]
+"""A time limit; what waits for it counts milliseconds in 32 bits."""
+
+
+class Section(BaseModel):
+    """A table of the config."""
+
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        use_attribute_docstrings=True,
+        protected_namespaces=(),
+        allow_inf_nan=False,
+    )
+
+
+def path_alone(value: Any) -> Any:
+    """Let a string stand for a table that needs nothing but its path."""
+    return {"path": value} if isinstance(value, str) else value

@@ -1,0 +1,96 @@
+"""What is optimized, and how."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from anygauge.config.schema.models import Parallel
+from anygauge.config.schema.section import DType, NonNegative, Positive, Section
+
+__all__ = ["Algorithm", "Train"]
+
+
+class Algorithm(Section):
+    """The objective."""
+
+    advantage: str = "grpo"
+    """Advantage estimator, by registered name."""
+    advantage_options: dict[str, Any] = {}
+    """Keyword arguments of the estimator: ``{center = true, scale = true}`` for ``grpo``."""
+    policy_loss: str = "ppo_clip"
+    """Policy loss, by registered name."""
+    clip_low: Annotated[float, Field(gt=0, lt=1)] = 0.2
+    """The ratio is clipped below at ``1 - clip_low``."""
+    clip_high: Annotated[float, Field(gt=0)] = 0.2
+    """The ratio is clipped above at ``1 + clip_high``; larger than ``clip_low`` is clip-higher."""
+    dual_clip: Annotated[float, Field(gt=1)] | None = None
+    """Bounds the loss of a negative advantage at this ratio; ``None`` is off."""
+    kl_coef: Annotated[float, Field(ge=0)] = 0.0
+    """Weight of the KL term against the reference in the loss."""
+    kl_reward_coef: Annotated[float, Field(ge=0)] = 0.0
+    """What a nat of log-ratio to the reference costs of each token's reward; for estimators of tokens."""
+    kl_type: Literal["k1", "k2", "k3", "low_var_kl"] = "k3"
+    """Estimator of the KL term."""
+    entropy_coef: Annotated[float, Field(ge=0)] = 0.0
+    """Weight of the entropy bonus."""
+    normalize_advantages: bool = False
+    """Whiten the advantages over all tokens of a step, whichever ranks have them."""
+    distill_coef: Annotated[float, Field(ge=0)] = 0.0
+    """Weight of the teacher's log-prob less the policy's, added to each token's advantage."""
+    distill_kl_coef: Annotated[float, Field(ge=0)] = 0.0
+    """Weight in the loss of the KL divergence of the teacher from the policy, over its likeliest tokens."""
+    distill_top_k: Positive = 64
+    """How many of the teacher's tokens ``distill_kl_coef`` compares; all others count as one."""
+    aggregation: Literal["token_mean", "sample_mean", "constant_length"] = "token_mean"
+    """Mean over all tokens of an optimizer step; over samples of each sample's token mean; or over samples of
+    each sample's sum of tokens over ``rollout.max_new_tokens``."""
+    old_log_probs: Literal["rollout", "recompute"] = "recompute"
+    """What the ratio is taken against: the engine's log-probs, or the trainer's own before its first step."""
+    correction: dict[str, dict[str, Any]] = {}
+    """Corrections for what another policy sampled, by registered name, each with its keyword arguments:
+    ``{tis = {high = 2.0}, veto = {}}``. Their weights are multiplied."""
+    mask_stale: NonNegative | None = None
+    """Tokens of weights that are more versions older than those being trained are not trained on; ``None``
+    trains on all."""
+
+
+class Train(Section):
+    """Training."""
+
+    engine: str = "megatron"
+    """Train engine, by registered name."""
+    dtype: DType | None = None
+    """Precision of the weights; the optimizer keeps float32. ``None`` lets the backend choose."""
+    optimizer_steps: Positive = 1
+    """Optimizer steps for each rollout; its samples are divided among them."""
+    micro_batch_tokens: Positive = 16_384
+    """Most tokens in one packed micro-batch; a longer sample is alone in its own. Under context parallelism
+    it counts whole sequences, of which each rank gets its part."""
+    lr: Annotated[float, Field(gt=0)] = 1e-6
+    """Peak learning rate."""
+    min_lr: Annotated[float, Field(ge=0)] = 0.0
+    """Learning rate at the end of a cosine schedule."""
+    lr_schedule: Literal["constant", "cosine"] = "constant"
+    """Shape after the warm-up."""
+    warmup_steps: NonNegative = 0
+    """Optimizer steps of linear warm-up."""
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    """Decoupled weight decay of matrices and embeddings; norms and biases have none."""
+    adam_betas: tuple[float, float] = (0.9, 0.999)
+    """Decay rates of Adam's moments."""
+    adam_eps: Annotated[float, Field(gt=0)] = 1e-8
+    """Added to Adam's denominator."""
+    clip_grad: Annotated[float, Field(ge=0)] = 1.0
+    """Largest global gradient norm; 0 does not clip."""
+    recompute: Literal["none", "selective", "full"] = "none"
+    """Activation recompute: none, core attention, or every layer."""
+    router_replay: bool = False
+    """Send tokens to the experts that the log-prob pass before the step chose for them."""
+    fused_loss: bool = True
+    """Compute log-probs a tile of the logits at a time; ``false`` keeps those of a whole micro-batch."""
+    parallel: Parallel = Parallel()
+    """How the model is divided among the workers."""
+    megatron: dict[str, Any] = {}
+    """Any field of Megatron's TransformerConfig, DistributedDataParallelConfig or OptimizerConfig."""
