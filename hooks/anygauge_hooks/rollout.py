@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     from anygauge_hooks.rl import FinishReason, Sample, SamplingParams
+    from anygauge_hooks.weights import WeightPeer
 
 __all__ = ["Draft", "EngineServer", "GenerateRequest", "Generation", "Generator", "Rollout"]
 
@@ -77,6 +78,12 @@ class EngineServer(Protocol):
 
     def facts(self) -> Mapping[str, str]:
         """Return what it is for the run's records: version, command line, log."""
+
+    def weight_peer(self) -> WeightPeer:
+        """Return how it takes weights, where it listens now.
+
+        How often it was started, and what takes changes for it, is told by the worker that looks after it.
+        """
 
     def close(self) -> None:
         """End the process and all that it has started, and remove what it leaves on the host."""

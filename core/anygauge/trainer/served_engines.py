@@ -25,7 +25,7 @@ from anygauge.rollout.fleet import EngineState, Fleet
 from anygauge.trainer.event_loop import EventLoop
 from anygauge.trainer.inputs import load_tokenizer
 from anygauge.trainer.launch import launch_workers
-from anygauge.trainer.server_workers import Serving, peer_of
+from anygauge.trainer.server_workers import Serving
 from anygauge.trainer.worker_group import WorkerGroup
 from anygauge_hooks.engines import RolloutEngineSpec
 from anygauge_hooks.errors import DeadlineError, RolloutError
@@ -154,7 +154,7 @@ class ServedEngines:
             self.loop.run(_mark(self.fleet, ranks, "serving"))
             return
         self.loop.run(_mark(self.fleet, ranks, "paused"))
-        peers = [peer_of(self._config, self._serving[rank]) for rank in ranks]
+        peers = [self._serving[rank].peer for rank in ranks]
         report: SyncReport = self._trainers.call("push_weights", version=self._version, peers=peers)[0]
         refused = {
             rank: outcome.error or "it kept the version before"

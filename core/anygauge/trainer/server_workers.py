@@ -4,39 +4,43 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 from urllib.parse import urlsplit
 
 from anygauge.config import Config
 from anygauge.observability.memory import worker_memory
 from anygauge.observability.performance import WorkerReport
-from anygauge.rollout.sglang.versions import find_api
 from anygauge_hooks.engines import WorkerContext
 from anygauge_hooks.rollout import EngineServer
-from anygauge_hooks.weights import WeightApi, WeightPeer
+from anygauge_hooks.weights import WeightPeer
 
 if TYPE_CHECKING:
     from anygauge.weight_sync.receiver import Receiver
     from anygauge_hooks.engines import RolloutEngineSpec
 
-__all__ = ["ServerWorker", "Serving", "peer_of"]
+__all__ = ["ServerWorker", "Serving"]
 
 DELTA = "delta"
 """The transport that has a receiver beside each server."""
 
 
 class Serving(NamedTuple):
-    """Where a server is found."""
+    """A server that runs."""
 
-    address: str
-    """``http://host:port``."""
-    incarnation: int
-    """How often it was started again."""
+    peer: WeightPeer
+    """Where it is found, and how it takes weights."""
     facts: Mapping[str, str]
-    receiver: str | None = None
-    """``host:port`` of what takes changes of its weights."""
-    secret: str = ""
-    """Shown to the receiver; no fact for a record."""
+
+    @property
+    def address(self) -> str:
+        """``http://host:port``."""
+        return self.peer.address
+
+    @property
+    def incarnation(self) -> int:
+        """How often it was started again."""
+        return self.peer.incarnation
 
 
 class ServerWorker:
@@ -55,14 +59,13 @@ class ServerWorker:
         """Takes the weights' changes for the server, where only those travel."""
         self._config = config
         self._starts = 0
-        self._address = ""
 
     def serve(self) -> Serving:
         """Start the server."""
-        self._address = self._server.start()
+        self._server.start()
         self._starts += 1
         if self._config.weight_sync.transport == DELTA:
-            self._receive(peer_of(self._config, self._serving()))
+            self._receive(self._peer())
         return self._serving()
 
     def _receive(self, peer: WeightPeer) -> None:
@@ -72,8 +75,8 @@ class ServerWorker:
             return
         from anygauge.weight_sync.receiver import Receiver
 
-        options, host = self._config.weight_sync, urlsplit(self._address).hostname
-        assert host is not None, self._address
+        options, host = self._config.weight_sync, urlsplit(peer.address).hostname
+        assert host is not None, peer.address
         self._receiver = Receiver(
             peer, host=host, bucket_bytes=options.bucket_bytes, deadline_s=options.deadline_s
         )
@@ -96,26 +99,13 @@ class ServerWorker:
         self._server.close()
 
     def _serving(self) -> Serving:
-        facts = {**self._server.facts(), "device": self._device.type}
-        if self._receiver is None:
-            return Serving(self._address, self._starts - 1, facts)
-        beside = self._receiver
-        return Serving(self._address, self._starts - 1, facts, beside.address, beside.secret)
+        return Serving(self._peer(), self._server.facts())
 
-
-def peer_of(config: Config, server: Serving) -> WeightPeer:
-    """Return a server as those that send weights know it."""
-    api = find_api(server.facts["version"])
-    return WeightPeer(
-        address=server.address,
-        tensor_parallel=int(server.facts.get("tensor_parallel", 1)),
-        api=WeightApi(
-            has_session=api.begin_end,
-            retracted_survive_flush=not api.flush_kills_waiting,
-            checksums="sha256" if server.facts["device"] == "cpu" else "none",
-        ),
-        dtype=config.rollout.dtype,
-        incarnation=server.incarnation,
-        receiver=server.receiver,
-        secret=server.secret,
-    )
+    def _peer(self) -> WeightPeer:
+        """Return the server as those that send weights know it."""
+        peer = replace(
+            self._server.weight_peer(), dtype=self._config.rollout.dtype, incarnation=self._starts - 1
+        )
+        if (beside := self._receiver) is None:
+            return peer
+        return replace(peer, receiver=beside.address, secret=beside.secret)

@@ -24,6 +24,7 @@ from anygauge.rollout.sglang.keeper import LOOK, STOP, keeper_command
 from anygauge.rollout.sglang.launch import BACKEND, ROLE
 from anygauge.rollout.sglang.versions import ServerApi, find_api
 from anygauge_hooks.errors import RolloutError
+from anygauge_hooks.weights import WeightPeer
 
 if TYPE_CHECKING:
     from anygauge.config import Config
@@ -64,6 +65,7 @@ class SGLangServer:
         arguments: Mapping[str, Any],
         installed: Installed,
         api: ServerApi,
+        device_type: str,
         environment: Mapping[str, str],
         host: str,
         log: Path,
@@ -79,6 +81,7 @@ class SGLangServer:
         self.log = log
         self._arguments = dict(arguments)
         self._installed = installed
+        self._device_type = device_type
         self._environment = dict(environment)
         self._host = host
         self._deadline_s = deadline_s
@@ -112,15 +115,13 @@ class SGLangServer:
     def facts(self) -> Mapping[str, str]:
         """Return what the run is to know of it.
 
-        ``version`` is the listed one that it is spoken to as, ``installed`` its own; ``tensor_parallel``,
-        ``command``, ``log``, ``address``, ``pid``; and ``bootstrap``, ``host:port``, of one that only reads
-        prompts.
+        ``version`` is the listed one that it is spoken to as, ``installed`` its own; ``command``,
+        ``log``, ``address``, ``pid``; and ``bootstrap``, ``host:port``, of one that only reads prompts.
         """
         server = self._server()
         found = {
             "version": self.api.version,
             "installed": self._installed.version,
-            "tensor_parallel": str(self._arguments.get("tp_size", 1)),
             "command": " ".join(self._command),
             "log": str(self.log),
             "address": self._address,
@@ -129,6 +130,14 @@ class SGLangServer:
         if self._bootstrap is not None:
             found["bootstrap"] = f"{self._host}:{self._bootstrap}"
         return found
+
+    def weight_peer(self) -> WeightPeer:
+        """Return how its version takes weights; see :class:`anygauge_hooks.rollout.EngineServer`."""
+        return WeightPeer(
+            address=self._address,
+            tensor_parallel=int(self._arguments.get("tp_size", 1)),
+            api=self.api.weights(self._device_type),
+        )
 
     def close(self) -> None:
         """End the server with all of its processes, and remove what they leave. May be called again."""
@@ -244,6 +253,7 @@ def make_server(config: Config, context: WorkerContext) -> SGLangServer:
         arguments=_arguments(config, context, plan, installed),
         installed=installed,
         api=find_api(installed.version, treat_as=config.rollout.sglang_version),
+        device_type=context.backend.device_type,
         environment=_environment(config, context),
         host=context.address,
         log=_logs(config, context) / f"rollout-{context.rank}-engine.log",

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from anygauge_hooks.errors import RolloutError
+from anygauge_hooks.weights import WeightApi
 
 __all__ = ["LISTED", "ServerApi", "find_api"]
 
@@ -37,6 +38,14 @@ class ServerApi:
     """Whether ``/ready`` tells a server that serves from one that is up."""
     host_platform: bool
     """Whether SGLang's entry point for platforms can serve on a host without an accelerator."""
+
+    def weights(self, device_type: str) -> WeightApi:
+        """Return how a server on a device takes weights."""
+        return WeightApi(
+            has_session=self.begin_end,
+            retracted_survive_flush=not self.flush_kills_waiting,
+            checksums="sha256" if device_type == "cpu" else "none",
+        )
 
 
 LISTED: dict[str, ServerApi] = {

@@ -18,13 +18,8 @@ FAULTS = {faults!r}
 OPTIONS = {options!r}
 
 
-class Server(FakeServer):
-    def facts(self):
-        return {{"version": self.options.sglang, "command": "", "log": ""}}
-
-
 def serve(config, context):
-    return Server(Options(**OPTIONS, faults=FAULTS[context.rank]))
+    return FakeServer(Options(**OPTIONS, faults=FAULTS[context.rank]))
 
 
 @hookimpl

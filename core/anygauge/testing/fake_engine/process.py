@@ -17,6 +17,7 @@ from typing import Any
 
 from anygauge.testing.fake_engine.options import Options
 from anygauge_hooks.errors import RolloutError
+from anygauge_hooks.weights import WeightApi, WeightPeer
 
 __all__ = ["FakeServer"]
 
@@ -101,6 +102,12 @@ class FakeServer:
     def facts(self) -> Mapping[str, str]:
         """Return what it is, for the run's records."""
         return {"version": f"fake {self.options.sglang}", "command": " ".join(self._command()), "log": ""}
+
+    def weight_peer(self) -> WeightPeer:
+        """Return how its version takes weights."""
+        is_old = self.options.sglang == "0.5.17"
+        api = WeightApi(has_session=not is_old, retracted_survive_flush=not is_old, checksums="sha256")
+        return WeightPeer(address=self.address, tensor_parallel=self.options.tp_size, api=api)
 
     def kill(self) -> None:
         """Kill the process, as a lack of memory would."""

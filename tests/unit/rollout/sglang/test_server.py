@@ -19,6 +19,7 @@ from anygauge.rollout.sglang.installed import Installed
 from anygauge.rollout.sglang.server import SGLangServer
 from anygauge.rollout.sglang.versions import find_api
 from anygauge_hooks.errors import RolloutError
+from anygauge_hooks.weights import WeightApi, WeightPeer
 
 STAND_IN = {
     "__init__.py": "",
@@ -85,6 +86,7 @@ def make(tmp_path: Path, installed: Installed, monkeypatch: pytest.MonkeyPatch) 
                 arguments={"dtype": what, "tp_size": 1},
                 installed=installed,
                 api=find_api("0.5.23"),
+                device_type="cpu",
                 environment={**environment, **variables},
                 host="127.0.0.1",
                 log=tmp_path / "logs" / "rollout-0-engine.log",
@@ -114,7 +116,8 @@ def test_a_server_starts_answers_and_ends_with_all_that_it_made(make: Make) -> N
     address = server.start()
     facts = server.facts()
     assert server.is_alive()
-    assert (facts["address"], facts["version"], facts["tensor_parallel"]) == (address, "0.5.23", "1")
+    assert (facts["address"], facts["version"]) == (address, "0.5.23")
+    assert server.weight_peer() == WeightPeer(address=address, api=WeightApi(checksums="sha256"))
     assert f"--port {address.rpartition(':')[2]}" in facts["command"]
     assert "--nccl-port" in facts["command"]
     processes, files = family(server), traces(facts["pid"])
