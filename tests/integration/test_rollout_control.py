@@ -13,6 +13,8 @@ import pytest
 from anygauge.config.load import load_config
 from anygauge.plugins import load_plugins
 from anygauge.testing.recipe import tiny_recipe
+from anygauge.trainer.generation import EVAL_STREAM
+from anygauge.trainer.plan import sample_seeds
 from anygauge.trainer.run import train
 from anygauge_hooks import hookimpl
 from anygauge_hooks.errors import RolloutError
@@ -100,6 +102,8 @@ def test_turns_filters_and_samples_that_share_a_rollout(recipe: Path) -> None:
         rollout__function_options={"hint": "+1="},
         rollout__filters=["zero_variance"],
         rollout__after_sample=[f"{MODULE}:note"],
+        eval__data=[recipe.parent / "data.jsonl"],
+        eval__interval=3,
     )
     assert len(recorder.groups) == 3 * 4
     for group in recorder.groups:
@@ -122,7 +126,14 @@ def test_turns_filters_and_samples_that_share_a_rollout(recipe: Path) -> None:
         assert row["train/train_rollout_logprob_abs_diff"] < 1e-4
         assert row["multi_turn/rounds/max"] == 2
         assert row["rollout/lag/max"] == 0
-    assert len(sys.modules[MODULE].seen) >= sum(len(group.samples) for group in recorder.groups)
+    seen = sys.modules[MODULE].seen
+    assert len(seen) >= sum(len(group.samples) for group in recorder.groups)
+    assert sum(seed in evaluation_seeds() for seed in seen) >= 2 * 12, "an evaluation runs the function too"
+
+
+def evaluation_seeds() -> set[int]:
+    """Return the seeds of the evaluation of twelve prompts."""
+    return {seed for own in sample_seeds(0, EVAL_STREAM, 0, 12, 1) for seed in own}
 
 
 def test_control_that_asks_for_nothing_more_gives_the_samples_of_a_plain_run(recipe: Path) -> None:

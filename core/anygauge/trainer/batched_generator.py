@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import NamedTuple
 
-from anygauge.trainer.engines import Engines
+from anygauge.trainer.event_loop import EventLoop
+from anygauge.trainer.requests import Requests
 from anygauge_hooks.rl import Prompt, Sample, SamplingParams
 from anygauge_hooks.rollout import GenerateRequest, Generation
 
-__all__ = ["BatchedGenerator"]
+__all__ = ["BatchedGenerator", "Generate", "batched_requests"]
+
+Generate = Callable[[Sequence[Prompt], SamplingParams, Sequence[Sequence[int]]], list[list[Sample]]]
+"""From prompts, and for each one seed per sample, to the samples in order."""
 
 QUIET_PASSES = 3
 """Passes of the event loop without a new request after which a batch is complete: a coroutine that was
@@ -25,11 +30,11 @@ class BatchedGenerator:
     Requests are collected until every coroutine waits; then one call answers all of them. A call cannot be
     cut short, so that :meth:`abort` ends at once only what is not yet part of one.
 
-    :param engines: Called in a thread, one call at a time.
+    :param generate: Called in a thread, one call at a time.
     """
 
-    def __init__(self, engines: Engines) -> None:
-        self._engines = engines
+    def __init__(self, generate: Generate) -> None:
+        self._generate = generate
         self._waiting: list[_Asked] = []
         self._serving: asyncio.Task[None] | None = None
 
@@ -71,7 +76,7 @@ class BatchedGenerator:
 
     async def _make(self, call: _Call) -> None:
         try:
-            samples = await asyncio.to_thread(self._engines.generate, call.prompts, call.params, call.seeds)
+            samples = await asyncio.to_thread(self._generate, call.prompts, call.params, call.seeds)
         except Exception as error:  # noqa: BLE001 - it goes to those who asked
             for asked in call.asked():
                 if not asked.answer.done():
@@ -80,6 +85,14 @@ class BatchedGenerator:
         for group, own in zip(call.groups, samples, strict=True):
             for asked, sample in zip(group, own, strict=True):
                 _answer(asked, _generation(sample, asked.request.params.max_new_tokens))
+
+
+@contextmanager
+def batched_requests(generate: Generate) -> Iterator[Requests]:
+    """Yield how requests get, one by one, to engines that answer a batch at a time."""
+    with EventLoop() as events:
+        generator = BatchedGenerator(generate)
+        yield Requests(generator, events, lambda work, what: events.run(work, what=what))
 
 
 class _Asked(NamedTuple):

@@ -2,46 +2,26 @@
 
 from __future__ import annotations
 
-import json
 import logging
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
 
 from anygauge.config import Config
 from anygauge.config.schema import Rollout
-from anygauge.hub import localized
-from anygauge.plugins import Plugins
-from anygauge.rollout.control import (
-    Continuous,
-    GroupScorer,
-    Producer,
-    Staleness,
-    TextTools,
-    Work,
-    resolve_functions,
-)
+from anygauge.rollout.control import Continuous, GroupScorer, Making, Producer, Staleness, Work
 from anygauge.rollout.rewards import Scorer
-from anygauge.trainer.batched_generator import BatchedGenerator
-from anygauge.trainer.engines import Engines
-from anygauge.trainer.event_loop import EventLoop
 from anygauge.trainer.generation import group_seeds, rollout_params
-from anygauge.trainer.inputs import load_tokenizer
-from anygauge.trainer.served_engines import ServedEngines
+from anygauge.trainer.requests import Requests
 from anygauge.trainer.session import TRAINING, Session
 from anygauge.trainer.state import RunState
 from anygauge_hooks.data import DataSource
-from anygauge_hooks.models import text_config
 from anygauge_hooks.rl import Group
-from anygauge_hooks.rollout import Generator
 
 __all__ = ["Controlled", "is_controlled", "open_control", "rollout_work"]
 
 _log = logging.getLogger(__name__)
 
-Wait = Callable[[Coroutine[Any, Any, Any], str], Any]
-"""From a coroutine, and what is waited for, to what it returns."""
 CONTROL = ("function", "after_sample", "filters", "over_sampling", "partial")
 """Keys of ``[rollout]`` that one call of the engines for the whole step cannot serve."""
 
@@ -52,21 +32,13 @@ def is_controlled(config: Config) -> bool:
     return any(getattr(config.rollout, key) != fields[key].default for key in CONTROL)
 
 
-def rollout_work(
-    config: Config, plugins: Plugins, generator: Generator, source: DataSource, scorer: Scorer | None
-) -> Work:
+def rollout_work(config: Config, making: Making, source: DataSource, scorer: Scorer | None) -> Work:
     """Return what a producer needs for the training samples of a run."""
-    local = localized(config, data=False)
-    hf = text_config(json.loads((local.model.path / "config.json").read_text(encoding="utf-8")))
-    context = hf.get("max_position_embeddings")
     return Work(
-        config=config.rollout,
-        generator=generator,
+        making=making,
         source=source,
         seeds=partial(group_seeds, config),
         params=rollout_params(config),
-        functions=resolve_functions(config.rollout, plugins),
-        text=TextTools(load_tokenizer(local), config.data, context if isinstance(context, int) else None),
         scorer=None if scorer is None else GroupScorer(partial(scorer.score, tolerant=True)),
         max_unscored_ratio=config.reward.max_failed_ratio,
     )
@@ -75,13 +47,11 @@ def rollout_work(
 class Controlled:
     """A producer in an event loop, for the thread of the trainer's loop."""
 
-    def __init__(
-        self, producer: Producer, events: EventLoop, wait: Wait, config: Config, *, steps: int
-    ) -> None:
+    def __init__(self, producer: Producer, requests: Requests, config: Config, *, steps: int) -> None:
         self._steps = steps
         self._producer = producer
-        self._events = events
-        self._wait = wait
+        self._events = requests.loop
+        self._wait = requests.wait
         self._config = config
 
     def collect(self) -> list[Group]:
@@ -140,8 +110,7 @@ def open_control(session: Session, source: DataSource) -> Iterator[Controlled | 
     :param source: Of the training prompts, where the run's state says that it stands.
     """
     config, state = session.config, session.state
-    is_wanted = is_controlled(config) or isinstance(session.engines, ServedEngines)
-    if not is_wanted or not session.parts.generates or config.debug.replay_rollouts is not None:
+    if session.maker is None or config.debug.replay_rollouts is not None:
         if state.rollout.get("open"):
             _log.warning(
                 "%d prompts that were drawn before are left out: this config does without rollout control",
@@ -149,27 +118,17 @@ def open_control(session: Session, source: DataSource) -> Iterator[Controlled | 
             )
         yield None
         return
-    with _generator(session.engines) as (generator, events, wait):
-        work = rollout_work(config, session.plugins, generator, source, session.scorers.get(TRAINING))
-        drawn = state.info.step * config.rollout.prompts_per_step
-        producer = Producer(work, version=state.version, drawn=drawn)
-        if state.rollout:
-            producer.load_state_dict(state.rollout)
-        left = config.run.steps - state.info.step
-        controlled = Controlled(producer, events, wait, config, steps=left)
-        if config.rollout.schedule != "sync":
-            controlled.keep_going()
-        try:
-            yield controlled
-        finally:
-            events.run(producer.close())
-
-
-@contextmanager
-def _generator(engines: Engines) -> Iterator[tuple[Generator, EventLoop, Wait]]:
-    """Yield what answers requests, the loop that it belongs to, and how to wait for what runs there."""
-    if isinstance(engines, ServedEngines):
-        yield engines.fleet, engines.loop, engines.wait
-        return
-    with EventLoop() as events:
-        yield BatchedGenerator(engines), events, lambda work, what: events.run(work, what=what)
+    requests = session.maker.requests
+    work = rollout_work(config, session.maker.making, source, session.scorers.get(TRAINING))
+    drawn = state.info.step * config.rollout.prompts_per_step
+    producer = Producer(work, version=state.version, drawn=drawn)
+    if state.rollout:
+        producer.load_state_dict(state.rollout)
+    left = config.run.steps - state.info.step
+    controlled = Controlled(producer, requests, config, steps=left)
+    if config.rollout.schedule != "sync":
+        controlled.keep_going()
+    try:
+        yield controlled
+    finally:
+        requests.loop.run(producer.close())

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
 from anygauge.config import Config
 from anygauge.plugins import Plugins
+from anygauge.trainer.batched_generator import Generate, batched_requests
 from anygauge.trainer.launch import launch_workers
 from anygauge.trainer.parts import Parts
 from anygauge.trainer.plan import split_evenly
+from anygauge.trainer.requests import Requests
 from anygauge.trainer.served_engines import open_servers
 from anygauge.trainer.weight_parts import WeightBucket
 from anygauge.trainer.worker_group import Arguments, PendingCall, WorkerGroup
@@ -27,13 +29,15 @@ BUCKET_BYTES = 512 * 2**20
 class Engines(Protocol):
     """What the loop asks of the rollout engines."""
 
-    def generate(
-        self, prompts: Sequence[Prompt], params: SamplingParams, seeds: Sequence[Sequence[int]]
-    ) -> list[list[Sample]]:
-        """Divide the prompts among the engines and return their samples, in order.
+    @property
+    def generate(self) -> Generate | None:
+        """What divides prompts among the engines and returns their samples in one call.
 
-        :param seeds: For each prompt, one seed per sample.
+        ``None`` where an engine answers each request by itself: then all samples are made so.
         """
+
+    def requests(self) -> AbstractContextManager[Requests]:
+        """Return how requests get to the engines one by one, for as long as the block runs."""
 
     def sync(self, version: int) -> None:
         """Give the trained weights to every engine."""
@@ -53,6 +57,10 @@ class SharedEngines:
     ) -> list[list[Sample]]:
         """Divide the prompts among the engines and return their samples, in order."""
         return _generate(self._workers, prompts, params, seeds)
+
+    def requests(self) -> AbstractContextManager[Requests]:
+        """Return how requests get to the engines one by one."""
+        return batched_requests(self.generate)
 
     def sync(self, version: int) -> None:
         """Give the trained weights to every engine."""
@@ -78,6 +86,10 @@ class SeparateEngines:
     ) -> list[list[Sample]]:
         """Divide the prompts among the engines and return their samples, in order."""
         return _generate(self._rollouts, prompts, params, seeds)
+
+    def requests(self) -> AbstractContextManager[Requests]:
+        """Return how requests get to the engines one by one."""
+        return batched_requests(self.generate)
 
     def sync(self, version: int) -> None:
         """Give the trained weights to every engine. The next part is gathered while one is being loaded."""

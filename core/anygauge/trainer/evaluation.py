@@ -51,7 +51,7 @@ def _scored(session: Session, eval_set: EvalSet, scorer: Scorer, *, tolerant: bo
     settings = eval_set.settings
     assert settings.samples_per_prompt is not None
     seeds = eval_seeds(session.config, len(eval_set.prompts), settings.samples_per_prompt)
-    samples = session.engines.generate(eval_set.prompts, eval_params(settings), seeds)
+    samples = session.generate(eval_set.prompts, eval_params(settings), seeds)
     groups = scorer.score(group_samples(eval_set.prompts, samples), tolerant=tolerant)
     raw = partial(raw_number, reward=settings.reward or session.config.reward)
     return eval_metrics(eval_set.name, groups, raw)

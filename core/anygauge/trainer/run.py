@@ -16,13 +16,14 @@ from anygauge.rollout.rewards import Scorer
 from anygauge.trainer.actors import replays
 from anygauge.trainer.capabilities import write_capabilities
 from anygauge.trainer.checkpoints import CheckpointWriter, export_hf
-from anygauge.trainer.controlled import open_control
+from anygauge.trainer.controlled import is_controlled, open_control
 from anygauge.trainer.directory import RunDirectory, open_run_directory
 from anygauge.trainer.engines import open_engines
 from anygauge.trainer.inputs import EvalSet, Inputs, read_inputs
 from anygauge.trainer.launch import launch_workers
 from anygauge.trainer.loop import Loop, announce, run_loop
 from anygauge.trainer.parts import Parts, run_parts
+from anygauge.trainer.requests import open_maker
 from anygauge.trainer.served_engines import devices_of_server
 from anygauge.trainer.session import TRAINING, Session
 from anygauge.trainer.signals import terminate_as_exception
@@ -138,7 +139,10 @@ def open_session(
     if checkpoint is not None:
         workers.call("load_checkpoint", path=str(checkpoint))
         engines.sync(state.version)
-    return Session(config, plugins, parts, workers, engines, eval_sets, scorers, state)
+    maker = None
+    if parts.generates and (engines.generate is None or is_controlled(config)):
+        maker = open_maker(config, plugins, stack.enter_context(engines.requests()))
+    return Session(config, plugins, parts, workers, engines, eval_sets, scorers, state, maker)
 
 
 def open_scorers(

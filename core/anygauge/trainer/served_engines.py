@@ -7,30 +7,24 @@ weights of the others by the driver's own thread, while it waits for samples: th
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
-from collections.abc import Callable, Collection, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Coroutine, Iterable, Iterator, Mapping, Sequence
 from concurrent import futures
-from contextlib import contextmanager
-from itertools import count
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from anygauge.config import Config
 from anygauge.plugins import Plugins
-from anygauge.rollout.control import TextTools
-from anygauge.rollout.control.samples import SampleDraft
 from anygauge.rollout.fleet import EngineState, Fleet
 from anygauge.trainer.event_loop import EventLoop
-from anygauge.trainer.inputs import load_tokenizer
 from anygauge.trainer.launch import launch_workers
+from anygauge.trainer.requests import Requests
 from anygauge.trainer.server_workers import Serving
 from anygauge.trainer.worker_group import WorkerGroup
 from anygauge_hooks.engines import RolloutEngineSpec
 from anygauge_hooks.errors import DeadlineError, RolloutError
-from anygauge_hooks.rl import Prompt, Sample, SamplingParams
-from anygauge_hooks.rollout import GenerateRequest
 from anygauge_hooks.types import BackendSpec
 
 if TYPE_CHECKING:
@@ -40,7 +34,6 @@ __all__ = ["ServedEngines", "open_servers"]
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
-_calls = count()
 SERVER = "anygauge.trainer.server_workers:ServerWorker"
 WATCH_S = 0.2
 """Between looks at whether a server has ended."""
@@ -53,21 +46,16 @@ class ServedEngines:
 
     :param servers: The workers that look after them, one each.
     :param trainers: ``None`` where nothing is trained.
-    :param decode: From response tokens to text.
     """
 
+    generate = None
+
     def __init__(
-        self,
-        config: Config,
-        servers: WorkerGroup,
-        trainers: WorkerGroup | None,
-        loop: EventLoop,
-        decode: Callable[[Sequence[int]], str],
+        self, config: Config, servers: WorkerGroup, trainers: WorkerGroup | None, loop: EventLoop
     ) -> None:
         self._config = config
         self._servers = servers
         self._trainers = trainers
-        self._decode = decode
         self._version = 0
         self._serving: list[Serving] = servers.call("serve", timeout_s=config.placement.start_timeout_s)
         self._restarts = [0] * len(self._serving)
@@ -75,11 +63,9 @@ class ServedEngines:
         self.loop = loop
         self.fleet = loop.run(_made(config, self._serving))
 
-    def generate(
-        self, prompts: Sequence[Prompt], params: SamplingParams, seeds: Sequence[Sequence[int]]
-    ) -> list[list[Sample]]:
-        """Return one sample per seed for each prompt, in order."""
-        return self.wait(_samples(self.fleet, self._decode, prompts, params, seeds), "samples")
+    def requests(self) -> AbstractContextManager[Requests]:
+        """Return how requests get to the servers."""
+        return nullcontext(Requests(self.fleet, self.loop, self.wait))
 
     def wait(self, coroutine: Coroutine[Any, Any, T], what: str) -> T:
         """Return what a coroutine in the event loop returns; see to servers that are lost meanwhile.
@@ -187,7 +173,6 @@ def open_servers(
     :param trainers: The workers that train, if any do.
     :param directory: Of the run.
     """
-    text = TextTools(load_tokenizer(config), config.data)
     with (
         launch_workers(
             config,
@@ -203,7 +188,7 @@ def open_servers(
         ) as servers,
         EventLoop() as loop,
     ):
-        engines = ServedEngines(config, servers, trainers, loop, text.decode)
+        engines = ServedEngines(config, servers, trainers, loop)
         yield engines
         loop.run(engines.fleet.close())
 
@@ -255,30 +240,3 @@ async def _states(fleet: Fleet) -> str:
         f"{name} is {report.state} with {sum(load.requests for load in report.loads)} requests"
         for name, report in fleet.report().items()
     )
-
-
-async def _samples(
-    fleet: Fleet,
-    decode: Callable[[Sequence[int]], str],
-    prompts: Sequence[Prompt],
-    params: SamplingParams,
-    seeds: Sequence[Sequence[int]],
-) -> list[list[Sample]]:
-    """Return one sample per seed for each prompt."""
-    number = next(_calls)
-
-    async def one(place: int, prompt: Prompt, which: int, seed: int) -> Sample:
-        session = f"call{number}-{place}"
-        said = await fleet.generate(
-            GenerateRequest(f"{session}-{which}", tuple(prompt.tokens), params, seed, session)
-        )
-        draft = SampleDraft(prompt, prompt.tokens, seed)
-        draft.add(said)
-        return draft.finished(decode(said.tokens), {})
-
-    async with asyncio.TaskGroup() as tasks:
-        made = [
-            [tasks.create_task(one(place, prompt, which, seed)) for which, seed in enumerate(own)]
-            for place, (prompt, own) in enumerate(zip(prompts, seeds, strict=True))
-        ]
-    return [[task.result() for task in own] for own in made]

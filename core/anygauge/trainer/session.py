@@ -12,8 +12,10 @@ from anygauge.plugins import Plugins
 from anygauge.rollout.rewards import Scorer
 from anygauge.trainer.engines import Engines
 from anygauge.trainer.parts import Parts
+from anygauge.trainer.requests import SampleMaker
 from anygauge.trainer.state import RunState
 from anygauge.trainer.worker_group import WorkerGroup
+from anygauge_hooks.rl import Prompt, Sample, SamplingParams
 from anygauge_hooks.types import RunInfo, Tracker
 
 if TYPE_CHECKING:
@@ -39,6 +41,8 @@ class Session:
     scorers: Mapping[str, Scorer]
     """Of the data sets that are scored, by name; :data:`TRAINING` is that of the training samples."""
     state: RunState
+    maker: SampleMaker | None = None
+    """Of samples, each by itself; ``None`` where one call of the engines makes those of a step."""
     trackers: Sequence[Tracker] = ()
 
     @property
@@ -50,6 +54,14 @@ class Session:
     def layout(self) -> Layout:
         """How the workers that train divide the model and the samples."""
         return layout_of(self.config)
+
+    def generate(
+        self, prompts: Sequence[Prompt], params: SamplingParams, seeds: Sequence[Sequence[int]]
+    ) -> list[list[Sample]]:
+        """Return one sample per seed for each prompt, in order."""
+        generate = self.engines.generate if self.maker is None else self.maker.generate
+        assert generate is not None, "samples of such engines are made each by itself"
+        return generate(prompts, params, seeds)
 
     def track(self, metrics: Mapping[str, float]) -> None:
         """Give metrics to every tracker."""

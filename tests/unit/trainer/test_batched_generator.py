@@ -49,12 +49,6 @@ class Engines:
             seed=seed,
         )
 
-    def sync(self, version: int) -> None:
-        raise NotImplementedError
-
-    def reports(self) -> Sequence[dict[str, object]]:
-        return ()
-
 
 def request(tokens: tuple[int, ...], seed: int, length: int, temperature: float = 1.0) -> GenerateRequest:
     params = SamplingParams(max_new_tokens=length, temperature=temperature)
@@ -65,7 +59,7 @@ def test_what_is_asked_together_is_one_call_and_samples_of_a_prompt_stay_togethe
     engines = Engines()
 
     async def ask() -> list[Generation]:
-        generator = BatchedGenerator(engines)
+        generator = BatchedGenerator(engines.generate)
         asked = [request((1, 2), 5, 4), request((3,), 6, 4), request((1, 2), 7, 4)]
         return await asyncio.gather(*map(generator.generate, asked))
 
@@ -78,7 +72,7 @@ def test_lengths_share_a_call_within_a_factor_of_two_and_are_kept_exactly() -> N
     engines = Engines()
 
     async def ask() -> list[Generation]:
-        generator = BatchedGenerator(engines)
+        generator = BatchedGenerator(engines.generate)
         asked = [request((1,), n, n) for n in (1, 4, 5, 7, 12)] + [request((1,), 9, 5, temperature=0.5)]
         return await asyncio.gather(*map(generator.generate, asked))
 
@@ -93,7 +87,7 @@ def test_what_comes_meanwhile_is_the_next_call() -> None:
     engines.leave.clear()
 
     async def ask() -> None:
-        generator = BatchedGenerator(engines)
+        generator = BatchedGenerator(engines.generate)
         first = asyncio.create_task(generator.generate(request((1,), 1, 4)))
         await asyncio.to_thread(engines.entered.wait, 20)
         rest = [asyncio.create_task(generator.generate(request((n,), n, 4))) for n in (2, 3)]
@@ -112,7 +106,7 @@ def test_an_abort_answers_what_no_call_has() -> None:
     engines.leave.clear()
 
     async def ask() -> list[Generation]:
-        generator = BatchedGenerator(engines)
+        generator = BatchedGenerator(engines.generate)
         first = asyncio.create_task(generator.generate(request((1,), 1, 4)))
         await asyncio.to_thread(engines.entered.wait, 20)
         second = asyncio.create_task(generator.generate(request((2,), 2, 4)))
@@ -131,7 +125,7 @@ def test_an_error_reaches_everyone_who_asked_and_no_one_after() -> None:
     engines.error = RolloutError("the engines are closed")
 
     async def ask() -> None:
-        generator = BatchedGenerator(engines)
+        generator = BatchedGenerator(engines.generate)
         asked = [asyncio.create_task(generator.generate(request((n,), n, 4))) for n in range(3)]
         for task in asked:
             with pytest.raises(RolloutError, match="closed"):

@@ -12,7 +12,7 @@ from anygauge.rollout.control.messages import place_of
 from anygauge.rollout.control.samples import failed_sample
 from anygauge.rollout.control.scoring import share_rewards
 from anygauge.rollout.control.tally import Tally
-from anygauge.rollout.control.work import Work
+from anygauge.rollout.control.work import Making, Work
 from anygauge_hooks.rl import Group, Sample, SamplingParams
 
 __all__ = ["OneRollout", "judged", "make_samples"]
@@ -39,20 +39,20 @@ class OneRollout(NamedTuple):
         return (failed_sample(self.group.prompt, self.seed, why),)
 
 
-async def make_samples(work: Work, which: OneRollout) -> tuple[Sample, ...]:
+async def make_samples(making: Making, which: OneRollout) -> tuple[Sample, ...]:
     """Return the samples of a rollout, which every hook has seen.
 
     :raises FunctionFailed: A function of the user's did not do what it was asked for.
     :raises RolloutError: The engines failed.
     """
-    prompt, functions = which.group.prompt, work.functions
+    prompt, functions = which.group.prompt, making.functions
     journal = which.group.journal(which.place)
     live = LiveRollout(
-        which.name, prompt, which.seed, which.params, gate=which.gate, text=work.text, journal=journal
+        which.name, prompt, which.seed, which.params, gate=which.gate, text=making.text, journal=journal
     )
     try:
         samples = await run_function(
-            functions.rollout, live, prompt, which.seed, work.config.function_timeout_s
+            functions.rollout, live, prompt, which.seed, making.config.function_timeout_s
         )
         return tuple([await apply_hooks(functions.after_sample, sample, prompt) for sample in samples])
     except FunctionFailed:
@@ -72,7 +72,7 @@ async def judged(work: Work, group: OpenGroup, tally: Tally) -> Group | None:
     failed = {place for place, sample in enumerate(whole.samples) if sample.error is not None}
     whole = share_rewards(whole, {}) if work.scorer is None else await work.scorer.score(whole)
     tally.add_scored(whole, failed)
-    for each in work.functions.filters:
+    for each in work.making.functions.filters:
         try:
             passed = await passes(each, whole)
         except FunctionFailed as error:

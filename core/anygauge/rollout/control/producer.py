@@ -9,8 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,8 +20,9 @@ from anygauge.rollout.control.making import OneRollout, judged, make_samples
 from anygauge.rollout.control.messages import late, named, place_of, shortage, why_short
 from anygauge.rollout.control.staleness import Owed, Staleness, choose, is_met
 from anygauge.rollout.control.tally import Tally
+from anygauge.rollout.control.tasks import cancel, first_error
 from anygauge.rollout.control.work import Work
-from anygauge_hooks.rl import Group, Prompt, Sample, SamplingParams
+from anygauge_hooks.rl import Group
 
 __all__ = ["Continuous", "Producer"]
 
@@ -57,10 +57,7 @@ class Producer:
 
     def __init__(self, work: Work, *, version: int = 0, drawn: int = 0) -> None:
         self._work = work
-        self._gate = Gate(work.generator)
-        self._evaluation_gate = Gate(work.generator)
-        self._evaluation_gate.open()
-        self._evaluations = 0
+        self._gate = Gate(work.making.generator)
         self._continuous: Continuous | None = None
         self._goal = 0
         self._version = self._next_version = version
@@ -134,50 +131,12 @@ class Producer:
         What they were generating is kept and goes on at :meth:`resume`, with whatever weights serve then.
         """
         await self._gate.close()
-        await self._evaluation_gate.close()
 
     def resume(self) -> None:
         """Let rollouts go on."""
         if self._continuous is not None:
             self._gate.open()
-        self._evaluation_gate.open()
         self._notify()
-
-    async def evaluate(
-        self,
-        prompts: Sequence[Prompt],
-        params: SamplingParams,
-        seeds: Sequence[Sequence[int]],
-        *,
-        at_once: int | None = None,
-    ) -> list[list[Sample]]:
-        """Return one sample per seed for each prompt, made beside what is under way for training.
-
-        Of a rollout that became several samples, the last is returned; one that failed has an error.
-
-        :param at_once: Rollouts of the evaluation that are under way at most, so that training goes on;
-            ``None`` takes as many as training has, or all where it has none.
-        """
-        self._evaluations += 1
-        slots = asyncio.Semaphore(at_once or self._training_rollouts() or sum(map(len, seeds)) or 1)
-        groups = [
-            OpenGroup(number=number, prompt=prompt, seeds=own)
-            for number, (prompt, own) in enumerate(zip(prompts, seeds, strict=True))
-        ]
-
-        async def run(group: OpenGroup, rollout: int) -> Sample:
-            async with slots:
-                name = f"eval{self._evaluations}-{group.number}-{rollout}"
-                which = OneRollout(group, rollout, name, params, self._evaluation_gate)
-                try:
-                    return (await make_samples(self._work, which))[-1]
-                except FunctionFailed as error:
-                    _log.warning("a rollout of %s failed: %s", place_of(group.prompt), error)
-                    return which.failed(str(error))[-1]
-
-        async with _unwrapped(), asyncio.TaskGroup() as tasks:
-            made = [[tasks.create_task(run(group, n)) for n in range(len(group.seeds))] for group in groups]
-        return [[task.result() for task in own] for own in made]
 
     async def state_dict(self) -> dict[str, Any]:
         """Return all that an exact resume needs, as JSON can write it: ``source`` is the data source's state.
@@ -216,7 +175,7 @@ class Producer:
         tasks = [task for _, task in self._open.values()]
         if self._pump is not None:
             tasks.append(self._pump)
-        await _cancel(tasks)
+        await cancel(tasks)
         if self._work.scorer is not None:
             await self._work.scorer.close()
 
@@ -282,7 +241,7 @@ class Producer:
             return
         self._gate.shut()
         running = list(self._open.values())
-        await _cancel([task for _, task in running])
+        await cancel([task for _, task in running])
         self._open.clear()
         groups = [group for group, task in running if task.cancelled()]
         groups += [OpenGroup(done.number, done.group.prompt, done.seeds) for done in self._done]
@@ -369,7 +328,7 @@ class Producer:
 
     async def _run_group(self, group: OpenGroup) -> None:
         try:
-            async with _unwrapped(), asyncio.TaskGroup() as tasks:
+            async with first_error(), asyncio.TaskGroup() as tasks:
                 for rollout in range(len(group.seeds)):
                     if rollout not in group.samples:
                         tasks.create_task(self._run_rollout(group, rollout))
@@ -383,7 +342,7 @@ class Producer:
     async def _run_rollout(self, group: OpenGroup, rollout: int) -> None:
         which = OneRollout(group, rollout, f"{group.number}-{rollout}", self._work.params, self._gate)
         try:
-            group.samples[rollout] = await make_samples(self._work, which)
+            group.samples[rollout] = await make_samples(self._work.making, which)
         except FunctionFailed as error:
             self._tally.add_failure(place_of(group.prompt), str(error))
             group.samples[rollout] = which.failed(str(error))
@@ -411,27 +370,3 @@ class Producer:
     def _bounds(self, count: int) -> tuple[float, float]:
         rollouts = count * self._work.config.samples_per_prompt
         return rollouts * self._work.config.max_failed_ratio, rollouts * self._work.max_unscored_ratio
-
-    def _training_rollouts(self) -> int:
-        if self._continuous is None:
-            return 0
-        return self._continuous.groups * self._work.config.samples_per_prompt
-
-
-@asynccontextmanager
-async def _unwrapped() -> AsyncIterator[None]:
-    """Raise the first error of a task group instead of all of them."""
-    try:
-        yield
-    except BaseExceptionGroup as group:
-        error: BaseException = group
-        while isinstance(error, BaseExceptionGroup):
-            error = error.exceptions[0]
-        raise error from None
-
-
-async def _cancel(tasks: Sequence[asyncio.Task[None]]) -> None:
-    """End tasks, and return once they have cleaned up."""
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)

@@ -16,22 +16,34 @@ from anygauge_hooks.rollout import Generator
 if TYPE_CHECKING:
     from anygauge.config.schema import Rollout as RolloutConfig
 
-__all__ = ["Work"]
+__all__ = ["Making", "Work"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Making:
+    """What samples are made with."""
+
+    config: RolloutConfig
+    generator: Generator
+    functions: UserFunctions
+    text: TextTools
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
     """What a producer works with."""
 
-    config: RolloutConfig
-    generator: Generator
+    making: Making
     source: DataSource
     seeds: Callable[[int], Sequence[int]]
     """Of each rollout of a group, from how many prompts were drawn before it in the run."""
     params: SamplingParams
-    functions: UserFunctions
-    text: TextTools
     scorer: GroupScorer | None = None
     """``None`` where the rollout function gives the rewards, or none is needed."""
     max_unscored_ratio: float = 0.1
     """Share of a step's rollouts that may fail to be scored."""
+
+    @property
+    def config(self) -> RolloutConfig:
+        """The table of the config."""
+        return self.making.config

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from anygauge.config.schema import Data, Rollout
-from anygauge.rollout.control import GroupScorer, Producer, TextTools, UserFunctions, Work
+from anygauge.rollout.control import GroupScorer, Making, Producer, TextTools, UserFunctions, Work
 from anygauge.rollout.control.functions import UserFunction, single_turn
 from anygauge.testing.scripted_engine import ListSource, ScriptedEngine
 from anygauge.testing.tiny import tiny_tokenizer
@@ -76,15 +76,17 @@ def make_producer(text: TextTools, prompts: list[Prompt]) -> MakeProducer:
             return UserFunction(function.__name__, function)
 
         work = Work(
-            config=config,
-            generator=engine,
+            making=Making(
+                config=config,
+                generator=engine,
+                functions=UserFunctions(
+                    named(function), [named(each) for each in after_sample], [named(each) for each in filters]
+                ),
+                text=text,
+            ),
             source=source or ListSource(prompts, epochs),
             seeds=lambda number: [1000 * number + k for k in range(config.samples_per_prompt)],
             params=SamplingParams(max_new_tokens=config.max_new_tokens, stop=config.stop),
-            functions=UserFunctions(
-                named(function), [named(each) for each in after_sample], [named(each) for each in filters]
-            ),
-            text=text,
             scorer=None if score is None else GroupScorer(score),
             max_unscored_ratio=max_unscored_ratio,
         )

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from anygauge.rollout.control import Continuous, Producer, Staleness
+from anygauge.rollout.control import Continuous, Producer, Staleness, sample_all
 from anygauge.testing.scripted_engine import ListSource, ScriptedEngine
 from anygauge_hooks.errors import RolloutError
 from anygauge_hooks.rl import Group, Prompt, SamplingParams
@@ -166,7 +166,8 @@ def test_an_evaluation_goes_on_beside_training_and_leaves_it_room(
         nonlocal most
         producer.keep_going(Continuous(groups=3))
         params = SamplingParams(max_new_tokens=4, temperature=0.0)
-        evaluation = asyncio.create_task(producer.evaluate(prompts[:5], params, [[7, 8]] * 5))
+        making = producer._work.making
+        evaluation = asyncio.create_task(sample_all(making, prompts[:5], params, [[7, 8]] * 5, at_once=3))
         await until(lambda: len(engine.held) == 3)
         taken = [len(await producer.take(2, timeout_s=20)) for _ in range(3)]
         while not evaluation.done():

@@ -1,0 +1,56 @@
+"""Samples that are not trained on, made beside those that are."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from itertools import count
+
+from anygauge.rollout.control.functions import FunctionFailed
+from anygauge.rollout.control.gate import Gate
+from anygauge.rollout.control.groups import OpenGroup
+from anygauge.rollout.control.making import OneRollout, make_samples
+from anygauge.rollout.control.messages import place_of
+from anygauge.rollout.control.tasks import first_error
+from anygauge.rollout.control.work import Making
+from anygauge_hooks.rl import Prompt, Sample, SamplingParams
+
+__all__ = ["sample_all"]
+
+_log = logging.getLogger(__name__)
+_calls = count(1)
+
+
+async def sample_all(
+    making: Making,
+    prompts: Sequence[Prompt],
+    params: SamplingParams,
+    seeds: Sequence[Sequence[int]],
+    *,
+    at_once: int | None = None,
+) -> list[list[Sample]]:
+    """Return one sample per seed for each prompt, in order.
+
+    Of a rollout that became several samples, the last is returned; one that failed has an error.
+
+    :param at_once: Rollouts that are under way at most; ``None`` for all.
+    :raises RolloutError: The engines failed.
+    """
+    gate, call = Gate(making.generator), next(_calls)
+    gate.open()
+    slots = asyncio.Semaphore(at_once or max(1, sum(map(len, seeds))))
+
+    async def run(group: OpenGroup, rollout: int) -> Sample:
+        async with slots:
+            which = OneRollout(group, rollout, f"eval{call}-{group.number}-{rollout}", params, gate)
+            try:
+                return (await make_samples(making, which))[-1]
+            except FunctionFailed as error:
+                _log.warning("a rollout of %s failed: %s", place_of(group.prompt), error)
+                return which.failed(str(error))[-1]
+
+    groups = [OpenGroup(number, *own) for number, own in enumerate(zip(prompts, seeds, strict=True))]
+    async with first_error(), asyncio.TaskGroup() as tasks:
+        made = [[tasks.create_task(run(group, n)) for n in range(len(group.seeds))] for group in groups]
+    return [[task.result() for task in own] for own in made]

@@ -1,0 +1,65 @@
+"""Samples of engines that answer each request by itself, made in an event loop beside the driver's thread."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from anygauge.config import Config
+from anygauge.hub import localized
+from anygauge.plugins import Plugins
+from anygauge.rollout.control import Making, TextTools, resolve_functions, sample_all
+from anygauge.trainer.event_loop import EventLoop
+from anygauge.trainer.inputs import load_tokenizer
+from anygauge_hooks.models import text_config
+from anygauge_hooks.rl import Prompt, Sample, SamplingParams
+from anygauge_hooks.rollout import Generator
+
+__all__ = ["Requests", "SampleMaker", "Wait", "open_maker"]
+
+Wait = Callable[[Coroutine[Any, Any, Any], str], Any]
+"""From a coroutine, and what is waited for, to what it returns."""
+
+
+@dataclass(frozen=True, slots=True)
+class Requests:
+    """How requests get to the engines of a run."""
+
+    generator: Generator
+    loop: EventLoop
+    """That the generator belongs to."""
+    wait: Wait
+    """For what runs in the loop, with an eye on the engines."""
+
+
+@dataclass(frozen=True, slots=True)
+class SampleMaker:
+    """What makes the samples of a run, those of its training and those of its evaluations."""
+
+    requests: Requests
+    making: Making
+
+    def generate(
+        self, prompts: Sequence[Prompt], params: SamplingParams, seeds: Sequence[Sequence[int]]
+    ) -> list[list[Sample]]:
+        """Return one sample per seed for each prompt, in order, beside what is under way for training."""
+        found: list[list[Sample]] = self.requests.wait(
+            sample_all(self.making, prompts, params, seeds), "samples"
+        )
+        return found
+
+
+def open_maker(config: Config, plugins: Plugins, requests: Requests) -> SampleMaker:
+    """Return what makes the samples of a run on its engines."""
+    local = localized(config, data=False)
+    hf = text_config(json.loads((local.model.path / "config.json").read_text(encoding="utf-8")))
+    context = hf.get("max_position_embeddings")
+    making = Making(
+        config=config.rollout,
+        generator=requests.generator,
+        functions=resolve_functions(config.rollout, plugins),
+        text=TextTools(load_tokenizer(local), config.data, context if isinstance(context, int) else None),
+    )
+    return SampleMaker(requests, making)
