@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     from anygauge_hooks.rl import FinishReason, Sample, SamplingParams
     from anygauge_hooks.weights import WeightPeer
 
-__all__ = ["Draft", "EngineServer", "GenerateRequest", "Generation", "Generator", "Rollout"]
+__all__ = ["Draft", "EngineServer", "GenerateRequest", "Generation", "Generator", "Rollout", "ServerKind"]
+
+ServerKind = Literal["regular", "prefill", "decode", "encoder"]
+"""What a server does: all of a request, the reading of a prompt alone, the writing of a response alone, or
+the encoding of images and sound alone."""
 
 
 class GenerateRequest(NamedTuple):
@@ -77,7 +81,10 @@ class EngineServer(Protocol):
         """Return whether the process runs; it may hang nevertheless."""
 
     def facts(self) -> Mapping[str, str]:
-        """Return what it is for the run's records: version, command line, log."""
+        """Return what it is for the run's records: version, command line, log.
+
+        The run itself reads ``bootstrap``: ``host:port`` at which one that only reads hands prompts over.
+        """
 
     def weight_peer(self) -> WeightPeer:
         """Return how it takes weights, where it listens now.

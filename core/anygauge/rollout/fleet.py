@@ -10,69 +10,53 @@ from collections.abc import (
     Callable,
     Collection,
     Coroutine,
+    Iterable,
     Iterator,
     Mapping,
     Sequence,
 )
 from contextlib import aclosing, asynccontextmanager, contextmanager
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal, NamedTuple, TypeVar
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, TypeVar
 
 from anygauge.config.schema import RolloutClient
 from anygauge.rollout.client import EngineAwayError, EngineClient, PauseMode
-from anygauge.rollout.dispatch import Dispatcher, Load, Ticket
+from anygauge.rollout.dispatch import Dispatcher, Ticket
+from anygauge.rollout.members import (
+    DisplacedError,
+    EngineReport,
+    EngineState,
+    Member,
+    attempting,
+    end_attempts,
+)
+from anygauge.rollout.reading import Reading
 from anygauge.rollout.waiting import WaitingRoom
 from anygauge_hooks.errors import AnygaugeError, DeadlineError, RolloutError
-from anygauge_hooks.rollout import GenerateRequest, Generation
+from anygauge_hooks.rollout import GenerateRequest, Generation, ServerKind
 
 __all__ = ["EngineReport", "EngineState", "Fleet"]
 
-EngineState = Literal["serving", "paused", "unusable", "dead"]
-"""``paused``: keeps what it has and gets nothing new. ``unusable``: its weights cannot be trusted, so what it
-had is generated elsewhere, as for ``dead``."""
-_LOST = ("unusable", "dead")
 _SIGNS = 2
 """Probes that an engine may miss, one after the other, before it counts as dead."""
 _ABORT_STEP_S = 0.2
 T = TypeVar("T")
 
 
-class EngineReport(NamedTuple):
-    """How one engine of a fleet is."""
-
-    state: EngineState
-    address: str
-    reason: str
-    """Why it is not serving; empty if it is."""
-    loads: list[Load]
-    """Per data-parallel rank."""
-
-
-class _DisplacedError(EngineAwayError):
-    """The engine was given up while it had the request."""
-
-
 class _Failure(NamedTuple):
-    engine: str
+    engines: Sequence[str]
     error: AnygaugeError
 
 
-@dataclass(eq=False, slots=True)
-class _Engine:
-    name: str
-    client: EngineClient
-    ranks: int
-    state: EngineState = "serving"
-    reason: str = ""
-    probe: asyncio.Task[None] | None = None
-    """While it runs the engine gets nothing new."""
-    watch: asyncio.Task[None] | None = None
-    attempts: set[asyncio.Timeout] = field(default_factory=set)
-    """Of requests that it has; each ends when it is brought forward."""
+class _Place(NamedTuple):
+    """In the engine that answers, and in the one that reads the prompt for it."""
 
-    def lost(self) -> _DisplacedError:
-        """Return why a request has to go elsewhere."""
-        return _DisplacedError(f"{self.client.name} is {self.state}: {self.reason}")
+    answering: Ticket
+    reading: Ticket | None
+
+    @property
+    def engines(self) -> list[str]:
+        return [each.engine for each in self if each is not None]
 
 
 @dataclass(eq=False, slots=True)
@@ -100,7 +84,10 @@ class Fleet:
         self._options, self._died = options, died
         self._dispatcher = Dispatcher(affinity=options.affinity)
         self._room = WaitingRoom(self._dispatcher, options.outage_timeout_s, self._describe)
-        self._engines: dict[str, _Engine] = {}
+        self._readers = Dispatcher(affinity=options.affinity)
+        """Of the engines that read prompts alone."""
+        self._readers_room = WaitingRoom(self._readers, options.outage_timeout_s, self._describe)
+        self._engines: dict[str, Member] = {}
         self._active: set[_Active] = set()
         self._tasks: set[asyncio.Task[Any]] = set()
 
@@ -111,12 +98,18 @@ class Fleet:
         name: str,
         address: str,
         *,
+        kind: ServerKind = "regular",
+        bootstrap: str | None = None,
         ranks: int = 1,
         concurrency: int | None = None,
         state: EngineState = "serving",
     ) -> None:
         """Let requests go to an engine. One of this name, such as a dead one, is replaced.
 
+        :param kind: Requests go to ``regular`` engines, or to one that only reads prompts (``prefill``) and
+            one that only writes responses (``decode``). An ``encoder`` gets none, but is asked for signs of
+            life.
+        :param bootstrap: ``host:port`` at which a ``prefill`` engine hands over what it has read.
         :param ranks: Its data-parallel ranks.
         :param concurrency: Most requests that one rank has under way; ``None`` takes the options'.
         :param state: Before its first request: ``"paused"`` until :meth:`mark` lets it serve.
@@ -125,23 +118,29 @@ class Fleet:
             self._forget(name, "it was replaced")
         limit = concurrency or self._options.concurrency
         options = self._options.model_copy(update={"concurrency": limit * ranks})
-        engine = _Engine(name, EngineClient(address, options, name=f"{name} ({address})"), ranks)
-        self._engines[name] = engine
-        self._dispatcher.add(name, ranks=ranks, concurrency=limit)
-        engine.state = state
+        client = EngineClient(address, options, name=f"{name} ({address})")
+        engine = self._engines[name] = Member(name, client, ranks, kind, bootstrap, state)
+        if (dispatcher := self._dispatcher_of(engine)) is not None:
+            dispatcher.add(name, ranks=ranks, concurrency=limit)
         engine.watch = self._spawn(self._watch(engine))
         self._changed(engine)
+
+    def _dispatcher_of(self, engine: Member) -> Dispatcher | None:
+        if engine.kind == "encoder":
+            return None
+        return self._readers if engine.kind == "prefill" else self._dispatcher
 
     def remove(self, name: str) -> None:
         """Let go of an engine; what it has is generated elsewhere. The server is not stopped."""
         self._changed(self._forget(name, "it was removed"))
 
-    def _forget(self, name: str, reason: str) -> _Engine:
+    def _forget(self, name: str, reason: str) -> Member:
         engine = self._engines.pop(name)
-        self._dispatcher.remove(name)
+        if (dispatcher := self._dispatcher_of(engine)) is not None:
+            dispatcher.remove(name)
         patience = {"farewell_s": 0.0} if engine.state == "dead" else {}
         engine.state, engine.reason = "dead", reason
-        self._displace(engine)
+        end_attempts(engine)
         for task in (engine.watch, engine.probe):
             if task is not None:
                 task.cancel()
@@ -159,7 +158,7 @@ class Fleet:
         :raises EngineAwayError: In the block, when the fleet finds the engine dead or it is marked as lost.
         """
         engine = self._engines[name]
-        async with self._attempt(engine):
+        async with attempting(engine):
             yield engine.client
 
     def mark(self, name: str, state: EngineState, reason: str = "") -> None:
@@ -167,35 +166,47 @@ class Fleet:
         engine = self._engines[name]
         was, engine.state = engine.state, state
         engine.reason = reason or ("" if state == "serving" else f"it was marked {state}")
-        if state in _LOST:
-            self._displace(engine)
+        if engine.is_lost:
+            end_attempts(engine)
         self._changed(engine)
         if state == "dead" and was != "dead" and self._died is not None:
             self._died(name, engine.reason)
 
     def report(self) -> Mapping[str, EngineReport]:
         """Return how each engine is, by name."""
-        loads = self._dispatcher.loads()
+        loads = {**self._dispatcher.loads(), **self._readers.loads()}
         return {
-            name: EngineReport(engine.state, engine.client.address, engine.reason, loads[name])
+            name: EngineReport(
+                engine.state, engine.client.address, engine.reason, loads.get(name, []), engine.kind
+            )
             for name, engine in self._engines.items()
         }
 
     @property
     def waiting(self) -> int:
         """Return how many requests wait for an engine with room."""
-        return len(self._room)
+        return len(self._room) + len(self._readers_room)
 
-    def _displace(self, engine: _Engine) -> None:
-        """End the attempts of an engine; each request looks for another one."""
-        now = asyncio.get_running_loop().time()
-        for attempt in engine.attempts:
-            attempt.reschedule(now)
-
-    def _changed(self, engine: _Engine) -> None:
+    def _changed(self, engine: Member) -> None:
         """Let the state of an engine take effect."""
-        self._dispatcher.set_open(engine.name, engine.state == "serving" and engine.probe is None)
-        self._room.set_outage(all(each.state != "serving" for each in self._engines.values()))
+        reads = any(each.state == "serving" for each in self._of_kind("prefill"))
+        # who only writes is of no use without one who reads
+        affected = [engine, *self._of_kind("decode")] if engine.kind == "prefill" else [engine]
+        for each in affected:
+            if (dispatcher := self._dispatcher_of(each)) is not None:
+                is_open = each.state == "serving" and each.probe is None
+                dispatcher.set_open(each.name, is_open and (reads or each.kind != "decode"))
+        answering = (*self._of_kind("regular"), *(self._of_kind("decode") if reads else ()))
+        self._room.set_outage(all(each.state != "serving" for each in answering))
+        self._readers_room.set_outage(not reads)
+        self._serve()
+
+    def _of_kind(self, kind: ServerKind) -> Iterable[Member]:
+        return (each for each in self._engines.values() if each.kind == kind)
+
+    def _serve(self) -> None:
+        """Give places to those who wait."""
+        self._readers_room.serve()
         self._room.serve()
 
     def _describe(self) -> str:
@@ -210,25 +221,26 @@ class Fleet:
 
     # ---- signs of life ----
 
-    def _suspect(self, engine: _Engine) -> None:
+    def _suspect(self, engine: Member) -> None:
         """Give an engine nothing new until it says that it is well; without that it is dead."""
         if engine.state == "serving" and engine.probe is None:
             engine.probe = self._spawn(self._probe(engine))
             self._changed(engine)
 
-    async def _probe(self, engine: _Engine) -> None:
+    async def _probe(self, engine: Member) -> None:
         well = await self._shows_life(engine)
         engine.probe = None
         self._conclude(engine, well)
 
-    async def _watch(self, engine: _Engine) -> None:
+    async def _watch(self, engine: Member) -> None:
         """Ask an engine that owes answers now and then whether it is well."""
         while engine.state != "dead":
             await asyncio.sleep(self._options.probe_every_s)
-            if engine.attempts and engine.probe is None and engine.state not in _LOST:
+            owes = engine.attempts or engine.kind == "encoder"  # the encoders' debtors are other engines
+            if owes and engine.probe is None and not engine.is_lost:
                 self._conclude(engine, await self._shows_life(engine))
 
-    async def _shows_life(self, engine: _Engine) -> bool:
+    async def _shows_life(self, engine: Member) -> bool:
         for _ in range(_SIGNS):
             asked = engine.state
             # A paused engine makes no token, as its health check wants, but its front answers.
@@ -237,8 +249,8 @@ class Fleet:
                 return True
         return False
 
-    def _conclude(self, engine: _Engine, well: bool) -> None:
-        if self._engines.get(engine.name) is not engine or engine.state in _LOST:
+    def _conclude(self, engine: Member, well: bool) -> None:
+        if self._engines.get(engine.name) is not engine or engine.is_lost:
             return
         if well:
             self._changed(engine)
@@ -252,31 +264,60 @@ class Fleet:
         failures: list[_Failure] = []
         with self._active_request() as active:
             while True:
-                ticket = await self._enter(active, request, failures)
-                if ticket is None:
+                place = await self._enter(active, request, failures)
+                if place is None:
                     return Generation((), (), (), "abort")
                 try:
-                    found = await self._generate(request, ticket)
+                    found = await self._generate(request, place)
                 except (EngineAwayError, DeadlineError) as error:
-                    self._note(request, failures, _Failure(ticket.engine, error))
+                    self._note(request, failures, _Failure(place.engines, error))
                 else:
-                    self._dispatcher.release(ticket, _length(found))
+                    self._dispatcher.release(place.answering, _length(found))
                     return found
                 finally:
-                    self._leave(ticket)
+                    self._leave(place)
 
     async def _enter(
         self, active: _Active, request: GenerateRequest, failures: Sequence[_Failure]
-    ) -> Ticket | None:
+    ) -> _Place | None:
         """Return a place, or ``None`` if the request was aborted."""
         if active.aborted:
             return None
-        return await self._room.enter(request, {failure.engine for failure in failures})
+        avoid = {engine for failure in failures for engine in failure.engines}
+        answering = await self._room.enter(request, avoid)
+        if answering is None:
+            return None
+        engine = self._engines.get(answering.engine)
+        if engine is None or engine.kind != "decode":
+            return _Place(answering, None)
+        reading = None
+        try:
+            reading = await self._readers_room.enter(_prompt_alone(request), avoid)
+        finally:
+            if reading is None:
+                self._give_back(self._dispatcher, answering)
+        return None if reading is None else _Place(answering, reading)
 
-    async def _generate(self, request: GenerateRequest, ticket: Ticket) -> Generation:
-        engine = self._engine_of(ticket)
-        async with self._attempt(engine):
-            return await engine.client.generate(request, rank=_rank(engine, ticket), attempts=1)
+    async def _generate(self, request: GenerateRequest, place: _Place) -> Generation:
+        engine, rank = self._engine_of(place.answering)
+        with self._reading(request, place) as readings:
+            async with attempting(engine, *readings):
+                meeting = readings[0].meeting if readings else None
+                return await engine.client.generate(request, rank=rank, attempts=1, meeting=meeting)
+
+    @contextmanager
+    def _reading(self, request: GenerateRequest, place: _Place) -> Iterator[Sequence[Reading]]:
+        """Have the prompt read by the engine that the place names for that, if it names one."""
+        if (ticket := place.reading) is None:
+            yield ()
+            return
+        engine, rank = self._engine_of(ticket)
+        reading = Reading(engine, request, rank)
+        reading.task.add_done_callback(lambda _: self._give_back(self._readers, ticket))
+        try:
+            yield (reading,)
+        finally:
+            reading.end()
 
     async def stream(self, request: GenerateRequest) -> AsyncIterator[Generation]:
         """Yield what follows in parts. After the loss of an engine another goes on from what is there."""
@@ -284,64 +325,51 @@ class Fleet:
         rest = request
         with self._active_request() as active:
             while True:
-                ticket = await self._enter(active, rest, failures)
-                if ticket is None:
+                place = await self._enter(active, rest, failures)
+                if place is None:
                     yield Generation((), (), (), "abort")
                     return
                 try:
-                    async with aclosing(self._parts(rest, ticket)) as parts:
+                    async with aclosing(self._parts(rest, place)) as parts:
                         async for part in parts:
                             rest = _after(rest, part)
                             yield part
                     return
                 except (EngineAwayError, DeadlineError) as error:
-                    self._note(request, failures, _Failure(ticket.engine, error))
+                    self._note(request, failures, _Failure(place.engines, error))
                 finally:
-                    self._leave(ticket)
+                    self._leave(place)
                 if not rest.params.max_new_tokens:
                     yield Generation((), (), (), "length")
                     return
 
-    async def _parts(self, request: GenerateRequest, ticket: Ticket) -> AsyncGenerator[Generation, None]:
+    async def _parts(self, request: GenerateRequest, place: _Place) -> AsyncGenerator[Generation, None]:
         """Yield parts until the engine is given up."""
-        engine = self._engine_of(ticket)
-        async with aclosing(engine.client.stream(request, rank=_rank(engine, ticket))) as parts:
-            while True:
-                async with self._attempt(engine):
-                    part = await anext(parts, None)
-                if part is None:
-                    return
-                yield part
+        engine, rank = self._engine_of(place.answering)
+        with self._reading(request, place) as readings:
+            meeting = readings[0].meeting if readings else None
+            async with aclosing(engine.client.stream(request, rank=rank, meeting=meeting)) as parts:
+                while True:
+                    async with attempting(engine, *readings):
+                        part = await anext(parts, None)
+                    if part is None:
+                        return
+                    yield part
 
-    def _engine_of(self, ticket: Ticket) -> _Engine:
+    def _engine_of(self, ticket: Ticket) -> tuple[Member, int | None]:
+        """Return the engine of a place, and the rank in it if it has several."""
         engine = self._engines.get(ticket.engine)
         if engine is None:
-            raise _DisplacedError(f"{ticket.engine} was removed before a request reached it")
-        return engine
-
-    @asynccontextmanager
-    async def _attempt(self, engine: _Engine) -> AsyncIterator[None]:
-        """Run the block until the engine is given up."""
-        if engine.state in _LOST:
-            raise engine.lost()
-        limit = asyncio.timeout(None)
-        try:
-            async with limit:
-                engine.attempts.add(limit)
-                yield
-        except TimeoutError as error:
-            if limit.expired() and not isinstance(error, DeadlineError):
-                raise engine.lost() from error
-            raise
-        finally:
-            engine.attempts.discard(limit)
+            raise DisplacedError(f"{ticket.engine} was removed before a request reached it")
+        return engine, ticket.rank if engine.ranks > 1 else None
 
     def _note(self, request: GenerateRequest, failures: list[_Failure], failure: _Failure) -> None:
         """Remember a failed attempt; raise if there were too many."""
         failures.append(failure)
-        engine = self._engines.get(failure.engine)
-        if engine is not None and not isinstance(failure.error, _DisplacedError):
-            self._suspect(engine)
+        for name in failure.engines:
+            engine = self._engines.get(name)
+            if engine is not None and not isinstance(failure.error, DisplacedError):
+                self._suspect(engine)
         if len(failures) >= self._options.attempts:
             listed = "\n    ".join(dict.fromkeys(str(each.error.args[0]) for each in failures))
             raise RolloutError(
@@ -349,9 +377,14 @@ class Fleet:
                 hint="Look into the logs of these engines.",
             ) from failure.error
 
-    def _leave(self, ticket: Ticket) -> None:
-        self._dispatcher.release(ticket)
-        self._room.serve()
+    def _leave(self, place: _Place) -> None:
+        self._give_back(self._dispatcher, place.answering)
+        if place.reading is not None:
+            self._give_back(self._readers, place.reading)
+
+    def _give_back(self, dispatcher: Dispatcher, ticket: Ticket) -> None:
+        dispatcher.release(ticket)
+        self._serve()
 
     @contextmanager
     def _active_request(self) -> Iterator[_Active]:
@@ -368,6 +401,7 @@ class Fleet:
     async def abort(self) -> None:
         """End every generation under way soon; each returns what it has, as ``"abort"``."""
         self._room.abort()
+        self._readers_room.abort()
         for active in self._active:
             active.aborted = True
         had = {engine: engine.client.under_way() for engine in self._engines.values()}
@@ -375,7 +409,7 @@ class Fleet:
             self._lose(engine, error)
         self._spawn(self._insist(had))
 
-    async def _insist(self, had: Mapping[_Engine, Collection[str]]) -> None:
+    async def _insist(self, had: Mapping[Member, Collection[str]]) -> None:
         """End what reached an engine only after it was told to end all; later requests are spared."""
         clock = asyncio.get_running_loop().time
         ends = clock() + self._options.control_timeout_s
@@ -391,7 +425,7 @@ class Fleet:
 
     async def pause_all(self, mode: PauseMode = "retract") -> None:
         """Let no engine make a token, and give them nothing new. An engine that cannot be paused is dead."""
-        engines = [engine for engine in self._engines.values() if engine.state == "serving"]
+        engines = [engine for engine in self._reachable() if engine.state == "serving"]
         for engine in engines:
             self.mark(engine.name, "paused", "all engines are paused")
         for engine, error in await self._command(engines, lambda client: client.pause(mode)):
@@ -407,17 +441,18 @@ class Fleet:
             elif self._engines.get(engine.name) is engine and engine.state == "paused":
                 self.mark(engine.name, "serving")
 
-    def _reachable(self) -> list[_Engine]:
-        return [engine for engine in self._engines.values() if engine.state not in _LOST]
+    def _reachable(self) -> list[Member]:
+        """Return the engines that requests go to."""
+        return [each for each in self._engines.values() if not each.is_lost and each.kind != "encoder"]
 
     async def _command(
-        self, engines: Sequence[_Engine], call: Callable[[EngineClient], Awaitable[None]]
-    ) -> list[tuple[_Engine, AnygaugeError]]:
+        self, engines: Sequence[Member], call: Callable[[EngineClient], Awaitable[None]]
+    ) -> list[tuple[Member, AnygaugeError]]:
         """Command engines at once; return those that failed, and why."""
 
-        async def one(engine: _Engine) -> AnygaugeError | None:
+        async def one(engine: Member) -> AnygaugeError | None:
             try:
-                async with self._attempt(engine):
+                async with attempting(engine):
                     await call(engine.client)
             except (RolloutError, DeadlineError) as error:
                 return error
@@ -426,9 +461,9 @@ class Fleet:
         errors = await asyncio.gather(*map(one, engines))
         return [(engine, error) for engine, error in zip(engines, errors, strict=True) if error is not None]
 
-    def _lose(self, engine: _Engine, error: AnygaugeError) -> None:
+    def _lose(self, engine: Member, error: AnygaugeError) -> None:
         """Count an engine as dead that did not do as it was told."""
-        if self._engines.get(engine.name) is engine and engine.state not in _LOST:
+        if self._engines.get(engine.name) is engine and not engine.is_lost:
             self.mark(engine.name, "dead", str(error.args[0]))
 
     async def close(self) -> None:
@@ -436,12 +471,14 @@ class Fleet:
         for name in list(self._engines):
             self.remove(name)
         self._room.close()
+        self._readers_room.close()
         while self._tasks:
             await asyncio.wait(self._tasks)
 
 
-def _rank(engine: _Engine, ticket: Ticket) -> int | None:
-    return ticket.rank if engine.ranks > 1 else None
+def _prompt_alone(request: GenerateRequest) -> GenerateRequest:
+    """Return what one who only reads has to do."""
+    return request._replace(params=replace(request.params, max_new_tokens=1))
 
 
 def _length(found: Generation) -> int | None:

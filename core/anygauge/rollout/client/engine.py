@@ -14,7 +14,7 @@ import orjson
 
 from anygauge.config.schema import RolloutClient
 from anygauge.rollout.client.channel import Channel, EngineAwayError
-from anygauge.rollout.client.wire import Parts, generation_of, request_body
+from anygauge.rollout.client.wire import Meeting, Parts, generation_of, request_body
 from anygauge_hooks.errors import DeadlineError, RolloutError
 from anygauge_hooks.rollout import GenerateRequest, Generation
 
@@ -58,7 +58,12 @@ class EngineClient:
     # ---- generation ----
 
     async def generate(
-        self, request: GenerateRequest, *, rank: int | None = None, attempts: int | None = None
+        self,
+        request: GenerateRequest,
+        *,
+        rank: int | None = None,
+        attempts: int | None = None,
+        meeting: Meeting | None = None,
     ) -> Generation:
         """Return what follows the tokens of a request. Waits while the client has enough under way.
 
@@ -67,6 +72,8 @@ class EngineClient:
 
         :param rank: Data-parallel rank of the engine; ``None`` leaves the choice to the engine.
         :param attempts: ``None`` takes ``options.attempts``.
+        :param meeting: For an engine that does but one half of a request. The answer of one that reads holds
+            at most the first token.
         :raises RolloutError: The engine refuses the request, or failed in every attempt.
         :raises DeadlineError: No answer in ``options.request_timeout_s``.
         """
@@ -75,7 +82,7 @@ class EngineClient:
         async def attempt() -> Generation:
             async with self._attempt(request, ends) as rid:
                 left_s = ends - asyncio.get_running_loop().time()
-                body = request_body(request, rid, rank=rank)
+                body = request_body(request, rid, rank=rank, meeting=meeting)
                 purpose = f"request {request.id}"
                 data = await self._channel.ask("/generate", body, timeout_s=left_s, purpose=purpose)
                 return generation_of(orjson.loads(data), self.name)
@@ -83,7 +90,7 @@ class EngineClient:
         return await self._repeat(attempt, attempts or self.options.attempts, ends)
 
     async def stream(
-        self, request: GenerateRequest, *, rank: int | None = None
+        self, request: GenerateRequest, *, rank: int | None = None, meeting: Meeting | None = None
     ) -> AsyncGenerator[Generation, None]:
         """Yield what follows in parts; only the last one's finish reason means something.
 
@@ -96,7 +103,7 @@ class EngineClient:
         async with self._attempt(request, ends) as rid:
             model = await self.command("/model_info", None, purpose=purpose, repeat=False)
             parts = Parts(self.name, model.get("weight_version"))
-            body = request_body(request, rid, rank=rank, stream=True)
+            body = request_body(request, rid, rank=rank, stream=True, meeting=meeting)
             pieces = self._channel.stream("/generate", body, timeout_s=limit_s, purpose=purpose)
             async with aclosing(pieces), aclosing(_events(pieces)) as events:
                 async for event in events:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import orjson
 
@@ -11,20 +11,38 @@ from anygauge_hooks.errors import RolloutError
 from anygauge_hooks.rl import FinishReason, SamplingParams
 from anygauge_hooks.rollout import GenerateRequest, Generation
 
-__all__ = ["Parts", "generation_of", "request_body", "version_of"]
+__all__ = ["Meeting", "Parts", "generation_of", "request_body", "version_of"]
 
 _LARGEST_SEED = 2**63 - 1
 _REASONS: Mapping[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
 
 
+class Meeting(NamedTuple):
+    """Where an engine that reads a prompt hands it to the one that writes the response."""
+
+    host: str
+    port: int
+    """Of the reading engine's bootstrap server."""
+    room: int
+    """Of this request alone, below ``2**63``."""
+    rank: int | None = None
+    """Data-parallel rank of the reading engine; ``None`` if it has but one."""
+
+
 def request_body(
-    request: GenerateRequest, rid: str, *, rank: int | None = None, stream: bool = False
+    request: GenerateRequest,
+    rid: str,
+    *,
+    rank: int | None = None,
+    stream: bool = False,
+    meeting: Meeting | None = None,
 ) -> bytes:
     """Return the body of a request.
 
     :param rid: The id that the engine knows it by. An engine that aborts ends every request whose id *begins*
         with the one it is given, so no id may begin with another.
     :param rank: Data-parallel rank of the engine that is to serve it; ``None`` lets the engine choose.
+    :param meeting: For an engine that does but one half of it; the other is told the same.
     """
     body: dict[str, Any] = {
         "rid": rid,
@@ -35,6 +53,14 @@ def request_body(
     }
     if rank is not None:
         body["routed_dp_rank"] = rank
+    if meeting is not None:
+        body |= {
+            "bootstrap_host": meeting.host,
+            "bootstrap_port": meeting.port,
+            "bootstrap_room": meeting.room,
+        }
+        if meeting.rank is not None:
+            body["disagg_prefill_dp_rank"] = meeting.rank
     return orjson.dumps(body)
 
 

@@ -13,6 +13,7 @@ from anygauge.testing.fake_engine.faults import Faults, parse_faults
 from anygauge.testing.fake_engine.lengths import parse_lengths
 from anygauge.testing.fake_engine.options import Options
 from anygauge.testing.fake_engine.requests import Request
+from anygauge.testing.fake_engine.rooms import Rooms
 from anygauge.testing.fake_engine.scheduler import Scheduler
 from anygauge.testing.fake_engine.tokens import source_of
 from anygauge.testing.fake_engine.weights import Weights
@@ -28,6 +29,7 @@ class Engine:
         self.faults = Faults(parse_faults(options.faults))
         self.weights = Weights(options, self._change_version)
         self.ranks = [Scheduler(options, options.weight_version) for _ in range(options.dp_size)]
+        self.rooms = Rooms(options)
         self.requests: dict[str, Request] = {}
         self.paused = False
         self.asleep: set[str] = set()
@@ -50,6 +52,9 @@ class Engine:
         params = body.get("sampling_params") or {}
         prompt = self._prompt(body)
         self._check(prompt, params)
+        self.rooms.check(body)
+        if self.options.disaggregation == "prefill":
+            params = {**params, "max_new_tokens": 1}
         rid = body.get("rid") or f"fake-{next(self._numbers)}"
         if rid in self.requests:
             raise ValueError(f"Duplicate request ID detected: {rid}")
@@ -233,4 +238,5 @@ class Engine:
             "weight_version": self.weights.version,
             "events": dict(self.faults.seen),
             "finished": self.finished,
+            "rooms": self.rooms.used,
         }

@@ -58,6 +58,10 @@ class Options:
     """Stream only what is new (``--incremental-streaming-output``)."""
     skip_tokenizer: bool = False
     """Answer without text (``--skip-tokenizer-init``)."""
+    disaggregation: str = "null"
+    """``prefill`` reads prompts for others, ``decode`` writes what follows those that others have read."""
+    bootstrap_s: float = 5.0
+    """How long one half of a request waits for the other."""
     faults: str = ""
     """What goes wrong by itself, such as ``die@generate:20,refuse@update:1``; see :class:`Faults`."""
 

@@ -101,7 +101,10 @@ class FakeServer:
 
     def facts(self) -> Mapping[str, str]:
         """Return what it is, for the run's records."""
-        return {"version": f"fake {self.options.sglang}", "command": " ".join(self._command()), "log": ""}
+        found = {"version": f"fake {self.options.sglang}", "command": " ".join(self._command()), "log": ""}
+        if self.options.disaggregation == "prefill":
+            found["bootstrap"] = self.address.removeprefix("http://")
+        return found
 
     def weight_peer(self) -> WeightPeer:
         """Return how its version takes weights."""

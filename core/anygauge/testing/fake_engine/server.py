@@ -15,6 +15,7 @@ from anygauge.testing.fake_engine.engine import Engine
 from anygauge.testing.fake_engine.faults import Fault, die
 from anygauge.testing.fake_engine.options import Options
 from anygauge.testing.fake_engine.requests import Request
+from anygauge.testing.fake_engine.rooms import HANDOVER, RoomError
 from anygauge.testing.fake_engine.weight_endpoints import WeightEndpoints
 
 __all__ = ["application"]
@@ -47,6 +48,7 @@ def application(options: Options) -> web.Application:
         ("POST", "/resume_memory_occupation", _resume),
         ("POST", "/fake/fault", _fault),
         ("GET", "/fake/state", _state),
+        ("POST", HANDOVER, _handover),
         *WeightEndpoints(engine).routes(),
     ]
     for method, path, handler in routes:
@@ -95,11 +97,20 @@ async def _generate(http: web.Request) -> web.StreamResponse:
         request = engine.new_request(body)
     except ValueError as error:
         return _error(str(error))
-    if request.stream:
-        return await _stream(http, engine, request)
-    async with engine.generating(request):
-        await _finished(http, engine, request)
+    half = engine.options.disaggregation
+    try:
+        if half == "decode":
+            await engine.rooms.fetch(body)
+        if request.stream:
+            return await _stream(http, engine, request)
+        async with engine.generating(request):
+            await _finished(http, engine, request)
+        if half == "prefill" and (request.reason or {}).get("type") != "abort":
+            await engine.rooms.hand_over(body)
         return json_response(engine.answer(request))
+    except RoomError as error:
+        engine.requests.pop(request.rid, None)
+        return _error(str(error), 500)
 
 
 async def _finished(http: web.Request, engine: Engine, request: Request) -> None:
@@ -282,6 +293,16 @@ async def _resume(http: web.Request) -> web.Response:
 
 
 # ---- what the real server has not ----
+
+
+async def _handover(http: web.Request) -> web.Response:
+    engine, body = http.app[ENGINE], await body_of(http)
+    await engine.faults.wait_if_hung()
+    try:
+        await engine.rooms.fetched(body["room"], body["tokens"])
+    except RoomError as error:
+        return _error(str(error), 500)
+    return json_response(None)
 
 
 async def _fault(http: web.Request) -> web.Response:
