@@ -39,6 +39,9 @@ class Engines(Protocol):
     def requests(self) -> AbstractContextManager[Requests]:
         """Return how requests get to the engines one by one, for as long as the block runs."""
 
+    def trained(self, version: int) -> None:
+        """Learn that the workers that train have a version now, which :meth:`sync` gives to every engine."""
+
     def sync(self, version: int) -> None:
         """Give the trained weights to every engine."""
 
@@ -61,6 +64,9 @@ class SharedEngines:
     def requests(self) -> AbstractContextManager[Requests]:
         """Return how requests get to the engines one by one."""
         return batched_requests(self.generate)
+
+    def trained(self, version: int) -> None:
+        """Do nothing: no engine joins the others later."""
 
     def sync(self, version: int) -> None:
         """Give the trained weights to every engine."""
@@ -90,6 +96,9 @@ class SeparateEngines:
     def requests(self) -> AbstractContextManager[Requests]:
         """Return how requests get to the engines one by one."""
         return batched_requests(self.generate)
+
+    def trained(self, version: int) -> None:
+        """Do nothing: no engine joins the others later."""
 
     def sync(self, version: int) -> None:
         """Give the trained weights to every engine. The next part is gathered while one is being loaded."""

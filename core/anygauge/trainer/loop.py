@@ -293,6 +293,7 @@ def sync_weights(loop: Loop) -> None:
     """Give the new weights to every rollout engine, where there is one."""
     if not loop.session.parts.generates:
         return
+    loop.session.engines.trained(loop.session.state.version + 1)
     if loop.control is not None:
         loop.control.before_sync()
     loop.session.state.version += 1

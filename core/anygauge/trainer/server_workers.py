@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Mapping
+import threading
+from collections.abc import Callable, Mapping
+from concurrent import futures
+from concurrent.futures import Future
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 from urllib.parse import urlsplit
@@ -23,6 +26,8 @@ __all__ = ["ServerWorker", "Serving"]
 
 DELTA = "delta"
 """The transport that has a receiver beside each server."""
+CLOSING_S = 5.0
+"""For a start that was broken off to come to its end."""
 
 
 class Serving(NamedTuple):
@@ -59,14 +64,19 @@ class ServerWorker:
         """Takes the weights' changes for the server, where only those travel."""
         self._config = config
         self._starts = 0
+        self._starting: Future[None] | None = None
+        """While the server is being started again."""
 
     def serve(self) -> Serving:
         """Start the server."""
+        self._start()
+        return self._serving()
+
+    def _start(self) -> None:
         self._server.start()
         self._starts += 1
         if self._config.weight_sync.transport == DELTA:
             self._receive(self._peer())
-        return self._serving()
 
     def _receive(self, peer: WeightPeer) -> None:
         """Have changes of weights loaded into this server from now on."""
@@ -81,12 +91,28 @@ class ServerWorker:
             peer, host=host, bucket_bytes=options.bucket_bytes, deadline_s=options.deadline_s
         )
 
-    def restart(self, ranks: Collection[int]) -> Serving:
-        """Start the server again, if it has ended or is one of those that are named, and say where it is."""
-        if self._rank in ranks or not self._server.is_alive():
-            self._server.close()
-            return self.serve()
+    def look(self, lost: Mapping[int, int]) -> Serving | None:
+        """Return the server; ``None`` while it is being started again, which goes on in the background.
+
+        It is started again if it has ended, or is one of those that are named.
+
+        :param lost: Incarnations of servers that cannot be used, by rank.
+        """
+        if self._starting is None and self._is_lost(lost.get(self._rank)):
+            self._starting = _in_background(self._start_again)
+        if self._starting is not None:
+            if not self._starting.done():
+                return None
+            self._starting.result()
+            self._starting = None
         return self._serving()
+
+    def _is_lost(self, incarnation: int | None) -> bool:
+        return incarnation == self._starts - 1 or not self._server.is_alive()
+
+    def _start_again(self) -> None:
+        self._server.close()
+        self._start()
 
     def report(self) -> WorkerReport:
         """Return the memory in use, in bytes; what a server spends is its own."""
@@ -97,6 +123,9 @@ class ServerWorker:
         if self._receiver is not None:
             self._receiver.close()
         self._server.close()
+        if self._starting is not None:  # ended above; unless it was only about to be
+            futures.wait([self._starting], CLOSING_S)
+            self._server.close()
 
     def _serving(self) -> Serving:
         return Serving(self._peer(), self._server.facts())
@@ -109,3 +138,19 @@ class ServerWorker:
         if (beside := self._receiver) is None:
             return peer
         return replace(peer, receiver=beside.address, secret=beside.secret)
+
+
+def _in_background(work: Callable[[], None]) -> Future[None]:
+    """Do something in a thread that the end of the process does not wait for."""
+    future: Future[None] = Future()
+
+    def run() -> None:
+        try:
+            work()
+        except BaseException as error:  # noqa: BLE001 - it goes to who asks for the result
+            future.set_exception(error)
+        else:
+            future.set_result(None)
+
+    threading.Thread(target=run, name="start of a server", daemon=True).start()
+    return future
