@@ -133,6 +133,8 @@ class Rollout(Protocol):
             return draft.sample()
     """
 
+    config: Any
+    """The table ``[rollout]`` of the config; what is its own to one rollout is in :attr:`params`."""
     params: SamplingParams
     """How tokens are drawn."""
     tokenizer: Any

@@ -162,12 +162,16 @@ def _chat_template(config: Config) -> Problems:
     tables: dict[str, Data | EvalDataset] = {"data": config.data}
     tables |= {f"eval.datasets.{name}": dataset for name, dataset in config.eval.datasets.items()}
     paths = [f"{path}.apply_chat_template" for path, table in tables.items() if table.apply_chat_template]
-    if not paths or (directory / "chat_template.jinja").is_file():
+    needed: dict[str, tuple[Any, str]] = dict.fromkeys(paths, (True, "write false, or add"))
+    if config.rollout.function == "agent":
+        needed["rollout.function"] = "agent", "add"
+    if not needed or (directory / "chat_template.jinja").is_file():
         return
     try:
         tokenizer = json.loads((directory / "tokenizer_config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         tokenizer = {}
     if not tokenizer.get("chat_template"):
-        hint = f"the tokenizer of {directory} has no chat template; write false, or add chat_template.jinja"
-        yield from (ConfigProblem(path=path, found=True, hint=hint) for path in paths)
+        for path, (found, advice) in needed.items():
+            hint = f"the tokenizer of {directory} has no chat template; {advice} chat_template.jinja"
+            yield ConfigProblem(path=path, found=found, hint=hint)

@@ -35,10 +35,11 @@ def register_rollout_engines() -> Iterable[RolloutEngineSpec]:
 
 @hookimpl
 def check_config(config: Config, backend: BackendSpec) -> Iterable[ConfigProblem]:
-    """Check what the config says of SGLang's servers."""
+    """Check what the config says of agents and of SGLang's servers."""
+    from anygauge.rollout.gateway.rules import agent_problems
     from anygauge.rollout.sglang.rules import sglang_problems
 
-    return sglang_problems(config, backend)
+    return [*agent_problems(config), *sglang_problems(config, backend)]
 
 
 @hookimpl

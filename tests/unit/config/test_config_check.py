@@ -236,6 +236,11 @@ def test_either_place_of_a_chat_template_will_do(load: Load, model_dir: Path, pl
     assert load({}, ["--data.apply_chat_template=true"]).config.data.apply_chat_template
 
 
+def test_an_agent_needs_a_chat_template(load: Load) -> None:
+    with pytest.raises(ConfigError, match=r"rollout.function: .*has no chat template; add chat_template"):
+        load({}, ["--rollout.function=agent"])
+
+
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [

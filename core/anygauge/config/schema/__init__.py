@@ -15,7 +15,7 @@ from anygauge.config.schema.evaluation import Eval, EvalDataset
 from anygauge.config.schema.models import Critic, Model, Parallel, Reference, Teacher
 from anygauge.config.schema.placement import Cluster, Placement
 from anygauge.config.schema.reward import Reward, RewardFunction, RewardPart
-from anygauge.config.schema.rollout import Rollout, RolloutClient, RolloutGroup, WeightSync
+from anygauge.config.schema.rollout import Rollout, RolloutClient, RolloutGateway, RolloutGroup, WeightSync
 from anygauge.config.schema.run import Debug, Hub, Run, Save
 from anygauge.config.schema.section import DType, Section, path_alone
 from anygauge.config.schema.training import Algorithm, Train
@@ -41,6 +41,7 @@ __all__ = [
     "RewardPart",
     "Rollout",
     "RolloutClient",
+    "RolloutGateway",
     "RolloutGroup",
     "Run",
     "Save",

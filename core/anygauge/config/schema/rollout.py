@@ -9,7 +9,7 @@ from pydantic import Field
 
 from anygauge.config.schema.section import DType, Name, NonNegative, Positive, Probability, Seconds, Section
 
-__all__ = ["Rollout", "RolloutClient", "RolloutGroup", "WeightSync"]
+__all__ = ["Rollout", "RolloutClient", "RolloutGateway", "RolloutGroup", "WeightSync"]
 
 
 class RolloutClient(Section):
@@ -53,6 +53,37 @@ class RolloutGroup(Section):
     """Arguments of these servers, laid over those in ``[rollout.sglang]``."""
 
 
+class RolloutGateway(Section):
+    """How agents are served: OpenAI's and Anthropic's API, for ``rollout.function = "agent"``."""
+
+    host: Annotated[str, Field(min_length=1)] = "127.0.0.1"
+    """Address to listen at, on a free port, and that agents are given. Only processes of the trainer's host
+    reach the default; agents elsewhere need an address of this host that they can reach."""
+    models: Annotated[tuple[str, ...], Field(min_length=1)] = ("policy",)
+    """Names that agents may give the model; ``"*"`` takes any."""
+    sampling: Literal["run", "refuse"] = "run"
+    """Log-probs are taken at the run's temperature, so nothing else can be trained on. ``run`` samples as the
+    run does, whatever temperature, top_p, top_k and penalties a request has; ``refuse`` answers 400 to a
+    request that differs."""
+    history: Literal["template", "append"] = "template"
+    """What the model sees of earlier turns that the template shows otherwise than they were sampled, such as
+    Qwen3's, which leaves out earlier reasoning. ``template`` shows what the template does, in a new sample;
+    ``append`` always goes on from the tokens that were sampled."""
+    tool_format: str = "auto"
+    """How the model writes calls of tools: ``hermes``, ``xml``, ``glm``, ``deepseek``, ``none``, or a
+    ``ToolFormat`` as ``package.module:attribute``; ``auto`` takes what the chat template teaches."""
+    reasoning: Literal["auto", "split", "keep"] = "auto"
+    """``split`` tells reasoning apart from the answer, ``keep`` leaves it in the text; ``auto`` splits if the
+    template knows reasoning."""
+    max_requests: Positive | None = None
+    """Generations under way at once; one more is answered with 429. ``None`` refuses none: those that the
+    engines have no room for wait."""
+    max_context_tokens: Positive | None = None
+    """Longest prompt and response together; ``None`` takes what the model can."""
+    timeout_s: Seconds = 1800.0
+    """Longest time for one generation, waits included."""
+
+
 class Rollout(Section):
     """Generation."""
 
@@ -92,6 +123,8 @@ class Rollout(Section):
     """Keyword arguments of the function."""
     function_timeout_s: Seconds = 600.0
     """Longest time that the function may take for itself between two generations."""
+    gateway: RolloutGateway = RolloutGateway()
+    """How agents are served."""
     max_failed_ratio: Annotated[float, Field(ge=0, le=1)] = 0.1
     """Share of a step's rollouts whose function may fail; they are left out. More end the run."""
     after_sample: tuple[str, ...] = ()

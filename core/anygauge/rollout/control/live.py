@@ -6,7 +6,7 @@ import asyncio
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from anygauge.rollout.control.gate import Gate
 from anygauge.rollout.control.journal import Journal, Record
@@ -15,6 +15,9 @@ from anygauge.rollout.control.text import TextTools
 from anygauge_hooks.errors import RolloutError
 from anygauge_hooks.rl import Prompt, Sample, SamplingParams
 from anygauge_hooks.rollout import GenerateRequest, Generation
+
+if TYPE_CHECKING:
+    from anygauge.config.schema import Rollout as RolloutConfig
 
 __all__ = ["LiveRollout"]
 
@@ -26,6 +29,7 @@ class LiveRollout:
     """See :class:`anygauge_hooks.rollout.Rollout`.
 
     :param name: Of the rollout, unique in the run.
+    :param config: The table of the config.
     :param gate: To the engines.
     :param journal: What was said before; what is said goes there.
     """
@@ -37,10 +41,12 @@ class LiveRollout:
         seed: int,
         params: SamplingParams,
         *,
+        config: RolloutConfig,
         gate: Gate,
         text: TextTools,
         journal: Journal,
     ) -> None:
+        self.config = config
         self.params = params
         self._name = name
         self._prompt = prompt

@@ -48,7 +48,14 @@ async def make_samples(making: Making, which: OneRollout) -> tuple[Sample, ...]:
     prompt, functions = which.group.prompt, making.functions
     journal = which.group.journal(which.place)
     live = LiveRollout(
-        which.name, prompt, which.seed, which.params, gate=which.gate, text=making.text, journal=journal
+        which.name,
+        prompt,
+        which.seed,
+        which.params,
+        config=making.config,
+        gate=which.gate,
+        text=making.text,
+        journal=journal,
     )
     try:
         samples = await run_function(

@@ -12,10 +12,10 @@ _RETRY_AFTER_S = 1.0
 class Admission:
     """Counts generations, and refuses those that are too many.
 
-    :param most: Under way at once.
+    :param most: Under way at once; ``None`` for any number.
     """
 
-    def __init__(self, most: int) -> None:
+    def __init__(self, most: int | None) -> None:
         self._most = most
         self._under_way = 0
 
@@ -24,7 +24,7 @@ class Admission:
 
         :raises Refusal: There are too many.
         """
-        if self._under_way + count > self._most:
+        if self._most is not None and self._under_way + count > self._most:
             raise Refusal(
                 429,
                 f"{self._under_way} generations are under way; at most {self._most} may be.",

@@ -7,10 +7,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 from contextlib import asynccontextmanager
 from typing import Any, NamedTuple
 
-from pydantic import ValidationError
-
+from anygauge.config.schema import RolloutGateway
 from anygauge.rollout.gateway.command import run_command
-from anygauge.rollout.gateway.options import GatewayOptions
 from anygauge.rollout.gateway.refusals import Refusal, bad_request
 from anygauge.rollout.gateway.server import Gateway
 from anygauge.rollout.gateway.session import Session
@@ -31,7 +29,6 @@ async def agent(
     agent: str | None = None,
     agent_options: Mapping[str, Any] | None = None,
     command: Sequence[str] = (),
-    gateway: Mapping[str, Any] | None = None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
 ) -> list[Sample]:
     """Return what an agent and the policy said to each other, one sample for each way in which it went on.
@@ -42,14 +39,13 @@ async def agent(
     :param agent: ``package.module:function``, awaited as ``fn(base_url=, api_key=, row=, **agent_options)``
         with the address of OpenAI's client, and the prompt, label and metadata of the row.
     :param command: A program and its arguments, instead: see :func:`run_command`.
-    :param gateway: Fields of :class:`GatewayOptions`.
     :param chat_template_kwargs: Further arguments of the chat template.
     :raises ConfigError: An option is wrong.
     :raises RolloutError: The agent asked nothing, or the engine failed.
     """
     talk = _talk(agent, command, dict(agent_options or {}))
-    options = _options(gateway or {})
-    make = _Made(rollout.tokenizer, rollout.params, options, dict(chat_template_kwargs or {}))
+    template_options = dict(chat_template_kwargs or {})
+    make = _Made(rollout.tokenizer, rollout.params, rollout.config.gateway, template_options)
     async with _shared(make) as served:
         session = served.open(RolloutGenerator(rollout), seed=seed)
         try:
@@ -77,23 +73,27 @@ class RolloutGenerator:
     def __init__(self, rollout: Rollout) -> None:
         self._rollout = rollout
         self._under_way = 0
+        self._ended = asyncio.Event()
+        """The next generation to end has ended."""
 
     async def generate(self, request: GenerateRequest) -> Generation:
-        """Return what follows.
+        """Return what follows; where others may need what is left of the budget, once they have ended.
 
-        :raises Refusal: Nothing is left of the budget, or others have it.
+        :raises Refusal: There is no room for another token.
         """
         stop = [each for each in request.params.stop if each not in self._rollout.params.stop]
-        others = self._under_way
+        wanted = request.params.max_new_tokens
+        while self._under_way and self._rollout.remaining < wanted:
+            await self._ended.wait()
         self._under_way += 1
         try:
-            said: Generation = await self._rollout.generate(
-                request.tokens, max_new_tokens=request.params.max_new_tokens, stop=stop
-            )
+            said: Generation = await self._rollout.generate(request.tokens, max_new_tokens=wanted, stop=stop)
         finally:
             self._under_way -= 1
+            ended, self._ended = self._ended, asyncio.Event()
+            ended.set()
         if not said.tokens and said.finish_reason == "length":
-            raise _spent(self._rollout.params.max_new_tokens, others)
+            raise self._no_room(len(request.tokens))
         return said
 
     async def stream(self, request: GenerateRequest) -> AsyncIterator[Generation]:
@@ -103,13 +103,14 @@ class RolloutGenerator:
     async def abort(self) -> None:
         """Leave it to the run, which knows when."""
 
-
-def _spent(budget: int, others: int) -> Refusal:
-    if others:
-        text = f"{others} requests under way may need what is left of the {budget} tokens; give max_tokens."
-        return Refusal(429, text, code="rate_limit_exceeded", retry_after_s=1.0)
-    text = f"There is no room for another token: rollout.max_new_tokens is {budget} for the whole rollout."
-    return bad_request(text, "messages", "context_length_exceeded")
+    def _no_room(self, prompt_tokens: int) -> Refusal:
+        if self._rollout.remaining:
+            why = f"the prompt has {prompt_tokens} tokens, which is all that the model can take"
+        else:
+            budget = self._rollout.params.max_new_tokens
+            why = f"rollout.max_new_tokens is {budget} for the whole rollout"
+        text = f"There is no room for another token: {why}."
+        return bad_request(text, "messages", "context_length_exceeded")
 
 
 # -----------------------------------------------------------------------------
@@ -162,24 +163,12 @@ def _rewarded(samples: Sequence[Sample], returned: Any) -> list[Sample]:
 # -----------------------------------------------------------------------------
 
 
-def _options(values: Mapping[str, Any]) -> GatewayOptions:
-    try:
-        return GatewayOptions.model_validate(dict(values))
-    except ValidationError as error:
-        wrong = "; ".join(
-            f"{'.'.join(map(str, each['loc'])) or 'gateway'}: {each['msg']}" for each in error.errors()
-        )
-        raise ConfigError(
-            f"The options of the gateway are wrong: {wrong}.", hint="docs/agents.md lists them."
-        ) from error
-
-
 class _Made(NamedTuple):
     """What a gateway is made of; rollouts with the same share one."""
 
     tokenizer: Any
     params: Any
-    options: GatewayOptions
+    options: RolloutGateway
     template_options: Mapping[str, Any]
 
     def key(self) -> tuple[Any, ...]:

@@ -168,7 +168,7 @@ class Sampling:
         except TimeoutError as error:
             raise DeadlineError(
                 f"The engine did not answer request {self.choices[0].request.id} in {self._timeout_s:g} s.",
-                hint="Raise gateway.timeout_s, or lower rollout.max_new_tokens.",
+                hint="Raise rollout.gateway.timeout_s, or lower rollout.max_new_tokens.",
             ) from error
         except ExceptionGroup as errors:
             first = errors.exceptions[0]

@@ -15,10 +15,10 @@ from typing import Any, Protocol
 import orjson
 from aiohttp import web
 
+from anygauge.config.schema import RolloutGateway
 from anygauge.rollout.gateway import anthropic_api, openai_api
 from anygauge.rollout.gateway.admission import Admission
 from anygauge.rollout.gateway.answers import Answer, Piece
-from anygauge.rollout.gateway.options import GatewayOptions
 from anygauge.rollout.gateway.reading import THINK
 from anygauge.rollout.gateway.refusals import Refusal, bad_request
 from anygauge.rollout.gateway.rendering import Renderer
@@ -69,12 +69,12 @@ class Gateway:
         self,
         tokenizer: Any,
         params: SamplingParams,
-        options: GatewayOptions | None = None,
+        options: RolloutGateway | None = None,
         *,
         template_options: Mapping[str, Any] | None = None,
         stop_token_ids: Sequence[int] = (),
     ) -> None:
-        self._options = options = options or GatewayOptions()
+        self._options = options = options or RolloutGateway()
         template = str(getattr(tokenizer, "chat_template", ""))
         tools = find_format(options.tool_format, template)
         think = options.reasoning == "split" or (options.reasoning == "auto" and THINK[1] in template)

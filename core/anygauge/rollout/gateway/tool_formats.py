@@ -160,7 +160,7 @@ def find_format(name: str, template: str) -> ToolFormat | None:
     found = FORMATS.get(name) or _imported(name)
     if not isinstance(found, ToolFormat):
         raise ConfigError(
-            f"gateway.tool_format = {name!r} is no format of tool calls.",
+            f"rollout.gateway.tool_format = {name!r} is no format of tool calls.",
             hint=f"Take auto, none, {', '.join(FORMATS)}, or package.module:attribute with a ToolFormat.",
         )
     return found
@@ -174,6 +174,6 @@ def _imported(name: str) -> Any:
         return getattr(importlib.import_module(module), attribute, None)
     except ImportError as error:
         raise ConfigError(
-            f"gateway.tool_format = {name!r} cannot be imported: {error}.",
+            f"rollout.gateway.tool_format = {name!r} cannot be imported: {error}.",
             hint="Put the directory that holds the module on PYTHONPATH.",
         ) from error

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from anygauge.rollout.gateway.options import GatewayOptions
+from anygauge.config.schema import RolloutGateway
 from anygauge.rollout.gateway.server import Gateway
 from anygauge.rollout.gateway.session import Session
 from anygauge.testing.scripted import ScriptedGenerator
@@ -103,7 +103,7 @@ def serve(tokenizer: Any) -> Serve:
     ) -> AsyncIterator[Served]:
         generator = ScriptedGenerator(tokenizer, script)
         run = params or SamplingParams(max_new_tokens=500)
-        async with Gateway(tokenizer, run, GatewayOptions(**options)) as gateway:
+        async with Gateway(tokenizer, run, RolloutGateway(**options)) as gateway:
             yield Served(gateway, gateway.open(generator, seed=3), generator)
 
     return start

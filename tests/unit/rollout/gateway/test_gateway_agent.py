@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from anygauge.config.schema import Data
+from anygauge.config.schema import Data, Rollout
 from anygauge.plugins import Plugins
 from anygauge.rollout.control.gate import Gate
 from anygauge.rollout.control.journal import Journal
@@ -18,10 +18,12 @@ from anygauge.rollout.control.live import LiveRollout
 from anygauge.rollout.control.samples import check_sample
 from anygauge.rollout.control.text import TextTools
 from anygauge.rollout.gateway import agent as module
-from anygauge.rollout.gateway.agent import agent
+from anygauge.rollout.gateway.agent import RolloutGenerator, agent
+from anygauge.rollout.gateway.refusals import Refusal
 from anygauge.testing.scripted import ScriptedGenerator
 from anygauge_hooks.errors import ConfigError, PluginError, RolloutError
 from anygauge_hooks.rl import Prompt, SamplingParams
+from anygauge_hooks.rollout import GenerateRequest
 
 PROMPT = Prompt(index=7, tokens=(1,), text="the weather?", label="sunny", metadata={"city": "Paris"})
 
@@ -35,7 +37,7 @@ class ScriptedRollout(LiveRollout):
         gate.open()
         text = TextTools(tokenizer, Data.model_validate({"train": ["data.jsonl"]}))
         params = SamplingParams(max_new_tokens=budget)
-        super().__init__("0-0", PROMPT, 5, params, gate=gate, text=text, journal=Journal())
+        super().__init__("0-0", PROMPT, 5, params, config=Rollout(), gate=gate, text=text, journal=Journal())
 
 
 async def two_questions(base_url: str, api_key: str, row: Any, times: int = 2) -> Any:
@@ -69,7 +71,7 @@ def blocking(base_url: str, api_key: str, row: Any) -> None: ...
 @pytest.fixture(autouse=True)
 def agents(monkeypatch: pytest.MonkeyPatch) -> None:
     found = types.ModuleType("my_agents")
-    for each in (two_questions, silent, broken, strange, blocking):
+    for each in (two_questions, silent, broken, strange, blocking, at_once):
         setattr(found, each.__name__, each)
     monkeypatch.setitem(sys.modules, "my_agents", found)
 
@@ -141,6 +143,43 @@ def test_an_agent_whose_budget_is_spent_is_scored_as_far_as_it_got(tokenizer: An
     asyncio.run(main())
 
 
+async def at_once(base_url: str, api_key: str, row: Any) -> float:
+    from openai import AsyncOpenAI
+
+    async with AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
+        ask: Any = [{"role": "user", "content": row["prompt"]}]
+        create = client.chat.completions.create
+        await asyncio.gather(create(model="policy", messages=ask), create(model="policy", messages=ask, n=2))
+    return 1.0
+
+
+def test_requests_at_once_that_name_no_limit_take_turns_with_the_budget(tokenizer: Any) -> None:
+    async def main() -> None:
+        rollout = ScriptedRollout(tokenizer, ["one", "two", "three"], budget=20)
+        samples = await agent(rollout, PROMPT, 5, agent="my_agents:at_once")
+        assert sorted(sample.text for sample in samples) == ["one", "three", "two"]
+        assert [request.params.max_new_tokens for request in rollout.generator.requests] == [20, 16, 12]
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(("context", "why"), [(60, "all that the model can take"), (None, "is 8 for the")])
+def test_why_there_is_no_room(tokenizer: Any, context: int | None, why: str) -> None:
+    async def main() -> None:
+        rollout = ScriptedRollout(tokenizer, ["rainy", "sunny"], budget=8)
+        rollout._text.context = context
+        generator = RolloutGenerator(rollout)
+        request = GenerateRequest("r", (1,) * 55, SamplingParams(max_new_tokens=8), 0, None)
+        said = await generator.generate(request)
+        assert len(said.tokens) == min(6, (context or 99) - 55)
+        await generator.generate(request._replace(tokens=(1,))) if context is None else None
+        with pytest.raises(Refusal, match=why) as caught:
+            await generator.generate(request._replace(tokens=(1,) * 60))
+        assert caught.value.code == "context_length_exceeded"
+
+    asyncio.run(main())
+
+
 @pytest.mark.parametrize(
     ("options", "error", "words"),
     [
@@ -151,9 +190,6 @@ def test_an_agent_whose_budget_is_spent_is_scored_as_far_as_it_got(tokenizer: An
         ({}, ConfigError, "one of agent and command"),
         ({"agent": "a:b", "command": ["c"]}, ConfigError, "one of agent and command"),
         ({"command": ["/no/such/program"]}, RolloutError, "cannot be started"),
-        ({"agent": "my_agents:silent", "gateway": {"sampling": "own"}}, ConfigError, "sampling"),
-        ({"agent": "my_agents:silent", "gateway": {"port": 80}}, ConfigError, "port"),
-        ({"agent": "my_agents:silent", "gateway": {"tool_format": "yaml"}}, ConfigError, "no format"),
     ],
 )
 def test_what_goes_wrong(tokenizer: Any, options: Any, error: type[Exception], words: str) -> None:

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from anygauge.config.schema import RolloutGateway
 from anygauge.rollout.gateway.asks import Ask
 from anygauge.rollout.gateway.messages import Chat, Message
-from anygauge.rollout.gateway.options import GatewayOptions
 from anygauge.rollout.gateway.server import Gateway
 from anygauge.testing.scripted import ScriptedGenerator
 from anygauge_hooks.rl import Prompt, Sample, SamplingParams
@@ -35,7 +35,7 @@ class Talk:
     def __init__(self, tokenizer: Any, script: Any, **options: Any) -> None:
         self.generator = ScriptedGenerator(tokenizer, script)
         self.tokenizer = tokenizer
-        self.gateway = Gateway(tokenizer, SamplingParams(max_new_tokens=500), GatewayOptions(**options))
+        self.gateway = Gateway(tokenizer, SamplingParams(max_new_tokens=500), RolloutGateway(**options))
         self.session = self.gateway.open(self.generator, seed=1)
         self._asks = 0
 

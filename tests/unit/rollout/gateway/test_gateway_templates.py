@@ -10,9 +10,9 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from anygauge.config.schema import RolloutGateway
 from anygauge.rollout.gateway.asks import Ask
 from anygauge.rollout.gateway.messages import Call, Chat, Message
-from anygauge.rollout.gateway.options import GatewayOptions
 from anygauge.rollout.gateway.refusals import Refusal
 from anygauge.rollout.gateway.rendering import Renderer
 from anygauge.rollout.gateway.server import Gateway
@@ -60,7 +60,7 @@ def with_template(tokenizer: Any, template: str, *special: str) -> Any:
 
 def opened(tokenizer: Any, script: list[Any], **options: Any) -> tuple[Session, ScriptedGenerator]:
     generator = ScriptedGenerator(tokenizer, script)
-    gateway = Gateway(tokenizer, SamplingParams(max_new_tokens=200), GatewayOptions(**options))
+    gateway = Gateway(tokenizer, SamplingParams(max_new_tokens=200), RolloutGateway(**options))
     return gateway.open(generator, seed=1), generator
 
 
