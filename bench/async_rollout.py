@@ -5,6 +5,11 @@ latency, so that the figure is that of the schedule. The runs alternate; the fig
 without the first steps of each run.
 
     python bench/async_rollout.py
+    python bench/async_rollout.py --engines sglang                    # two real servers beside the trainer
+    python bench/async_rollout.py --engines sglang --backend cuda     # on three GPUs
+
+Real servers get a random model and stop at one token in 64, so that lengths have a geometric tail; on a CPU
+they and the trainer take the processors from each other. They need the Python of an environment with SGLang.
 """
 
 from __future__ import annotations
@@ -33,6 +38,31 @@ ENGINE = {
     "lengths": "longtail:16:128:0.1",
 }
 """Of each of two engines: 10 ms a token, and one response in ten is eight times as long as the others."""
+FAKE: dict[str, Any] = {"rollout__engine": "fake", "weight_sync__verify": "none"}
+VOCABULARY, STOP_EVERY = 32_768, 64
+REAL: dict[str, Any] = {
+    "rollout__engine": "sglang",
+    "rollout__stop_token_ids": list(range(0, VOCABULARY, STOP_EVERY)),
+    "rollout__max_new_tokens": 512,
+    "rollout__max_batch_tokens": 65_536,
+    "rollout__sglang.context_length": 1024,
+    "rollout__sglang.max_running_requests": 64,
+    "rollout__sglang.skip_server_warmup": True,
+    "placement__start_timeout_s": 600,
+}
+MODELS: dict[str, dict[str, Any]] = {
+    "cpu": {"vocab_size": VOCABULARY},
+    "cuda": {
+        "vocab_size": VOCABULARY,
+        "hidden": 1024,
+        "layers": 8,
+        "heads": 16,
+        "kv_heads": 8,
+        "head_dim": 128,
+    }
+    | {"mlp": 3072, "dtype": "bfloat16"},
+}
+"""Of the real servers, which have kernels for usual sizes alone on a GPU."""
 SCHEDULES: dict[str, dict[str, Any]] = {
     "sync": {},
     "one_step_off": {"rollout__schedule": "one_step_off"},
@@ -40,25 +70,27 @@ SCHEDULES: dict[str, dict[str, Any]] = {
 }
 
 
-def measure(schedule: str, folder: Path, steps: int) -> tuple[float, float]:
+def measure(
+    schedule: str, folder: Path, steps: int, engines: dict[str, Any], model: dict[str, Any], backend: str
+) -> tuple[float, float]:
     """Return samples per second and the greatest staleness of a run."""
     config = tiny_recipe(
         folder,
+        model=model,
         **{
             "run__steps": steps,
             "run__report": False,
             "run__progress": False,
-            "rollout__engine": "fake",
             "rollout__prompts_per_step": 12,
             "rollout__samples_per_prompt": 8,
             "rollout__max_new_tokens": 128,
             "placement__rollout_workers": 2,
-            "weight_sync__verify": "none",
+            **engines,
             **SCHEDULES[schedule],
         },
     )
     plugins = load_plugins()
-    train(load_config(config, backend="cpu", plugins=plugins), plugins)
+    train(load_config(config, backend=backend, plugins=plugins), plugins)
     lines = (folder / "run" / "metrics.jsonl").read_text().splitlines()
     rows = [row for row in map(json.loads, lines) if "perf/step_time" in row][WARM_UP:]
     seconds = sum(row["perf/step_time"] for row in rows)
@@ -70,13 +102,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=15)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--engines", choices=("fake", "sglang"), default="fake")
+    parser.add_argument("--backend", choices=tuple(MODELS), default="cpu")
     options = parser.parse_args()
     found: dict[str, list[tuple[float, float]]] = {name: [] for name in SCHEDULES}
     with tempfile.TemporaryDirectory() as temporary:
-        sys.path.insert(0, str(install_fake_engine(Path(temporary) / "engine", ["", ""], ENGINE)))
+        engines, model = (REAL, MODELS[options.backend]) if options.engines == "sglang" else (FAKE, {})
+        if engines is FAKE:
+            sys.path.insert(0, str(install_fake_engine(Path(temporary) / "engine", ["", ""], ENGINE)))
         for number in range(options.rounds):
             for name in SCHEDULES:
-                found[name].append(measure(name, Path(temporary) / f"{name}-{number}", options.steps))
+                folder = Path(temporary) / f"{name}-{number}"
+                found[name].append(measure(name, folder, options.steps, engines, model, options.backend))
     base = statistics.median(speed for speed, _ in found["sync"])
     for name, runs in found.items():
         speed = statistics.median(speed for speed, _ in runs)
