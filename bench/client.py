@@ -43,7 +43,10 @@ def main() -> None:
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--model", type=Path, help="Hugging Face directory, served on the CPU")
+    parser.add_argument("--model", type=Path, help="Hugging Face directory that a real server serves")
+    parser.add_argument("--backend", default="cpu", help="of the real server")
+    parser.add_argument("--dtype", default="float32", help="of the real server")
+    parser.add_argument("--sglang", type=json.loads, default={}, help="its further arguments, as JSON")
     parser.add_argument("--fake", action="store_true", help="a fake engine instead")
     parser.add_argument("--address", help="of a server that runs already")
     parser.add_argument("--runs", type=int, default=5)
@@ -71,30 +74,34 @@ def _server(options: argparse.Namespace, folder: Path) -> Iterator[tuple[str, Pa
         with FakeServer(fake) as server:
             yield server.address, model
     else:
-        server = _real(options.model, folder, options.concurrency)
+        server = _real(options, folder)
         try:
             yield server.start(), options.model
         finally:
             server.close()
 
 
-def _real(model: Path, folder: Path, slots: int) -> Any:
+def _real(options: argparse.Namespace, folder: Path) -> Any:
     from anygauge.config.validate import validate
     from anygauge.plugins import find_backend, load_plugins
     from anygauge.rollout.sglang.server import make_server
     from anygauge_hooks.engines import WorkerContext
 
     plugins = load_plugins()
-    backend = find_backend(plugins, plugins.named("register_backends"), "cpu")
+    backend = find_backend(plugins, plugins.named("register_backends"), options.backend)
     tree = {
         "run": {"name": "client", "directory": str(folder)},
-        "model": {"path": str(model)},
+        "model": {"path": str(options.model)},
         "data": {"train": ["none.jsonl"]},
-        "train": {"dtype": "float32"},
+        "train": {"dtype": options.dtype},
         "rollout": {
             "engine": "sglang",
             "max_batch_tokens": 32_768,
-            "sglang": {"context_length": 1024, "max_running_requests": slots},
+            "sglang": {
+                "context_length": 1024,
+                "max_running_requests": options.concurrency,
+                **options.sglang,
+            },
         },
         "placement": {"start_timeout_s": 600},
     }
