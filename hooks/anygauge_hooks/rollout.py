@@ -34,6 +34,8 @@ class GenerateRequest(NamedTuple):
     """Of an engine that can draw the same tokens again; others ignore it."""
     session: str | None = None
     """Requests of one session begin alike: they are sent to the engine that has read their beginning."""
+    group: str | None = None
+    """Sessions of one group begin alike: a new one is sent where another's beginning was read."""
 
 
 class Generation(NamedTuple):

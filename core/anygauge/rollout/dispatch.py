@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections import OrderedDict
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -58,7 +58,8 @@ class Dispatcher:
 
     :param affinity: A session stays with the rank that has read its beginning while that one's load is at
         most this many times what the least loaded one would have with the request.
-    :param sessions: How many sessions are remembered; the one that was not asked for longest is forgotten.
+    :param sessions: How many sessions and groups are remembered; the one that was not asked for longest is
+        forgotten.
 
     Example::
 
@@ -121,17 +122,21 @@ class Dispatcher:
         max_new_tokens: int,
         session: str | None = None,
         avoid: Collection[str] = (),
+        *,
+        group: str | None = None,
     ) -> Ticket | None:
         """Return a place for a request; ``None`` where every engine has enough under way.
 
         :param session: Requests of one session begin alike.
         :param avoid: Engines that get the request only if no other has room.
+        :param group: Sessions of one group begin alike.
         """
         least = self._least(avoid)
         if least is None:
             return None
         tokens = prompt_tokens + self._response(max_new_tokens)
-        rank = least if session is None else self._at_home(session, least, tokens, avoid)
+        names = [name for name in (session, group) if name is not None]
+        rank = self._at_home(names, least, tokens, avoid) if names else least
         rank.requests += 1
         rank.tokens += tokens
         self._changed(rank)
@@ -167,13 +172,14 @@ class Dispatcher:
     def _response(self, max_new_tokens: int) -> int:
         return min(round(self.expected), max_new_tokens) if self._ended else max_new_tokens
 
-    def _at_home(self, session: str, least: _Rank, tokens: int, avoid: Collection[str]) -> _Rank:
-        """Return where a session goes on, and remember it."""
-        home = self._homes.pop(session, None)
+    def _at_home(self, names: Sequence[str], least: _Rank, tokens: int, avoid: Collection[str]) -> _Rank:
+        """Return where the first of these that is known goes on, and remember it for all."""
+        known = [self._homes.pop(name, None) for name in names]
+        home = next((rank for rank in known if rank is not None), None)
         if home is None or not self._may_stay(home, least, tokens) or home.engine in avoid:
             home = least
-        self._homes[session] = home
-        if len(self._homes) > self._most_sessions:
+        self._homes |= dict.fromkeys(names, home)
+        while len(self._homes) > self._most_sessions:
             self._homes.popitem(last=False)
         return home
 

@@ -15,12 +15,12 @@ from collections.abc import (
     Mapping,
     Sequence,
 )
-from contextlib import aclosing, asynccontextmanager, contextmanager
-from dataclasses import dataclass, replace
+from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TypeVar
 
 from anygauge.config.schema import RolloutClient
-from anygauge.rollout.client import EngineAwayError, EngineClient, PauseMode
+from anygauge.rollout.client import EngineAwayError, EngineClient, PauseMode, retry_pause_s
 from anygauge.rollout.dispatch import Dispatcher, Ticket
 from anygauge.rollout.members import (
     DisplacedError,
@@ -63,7 +63,10 @@ class _Place(NamedTuple):
 class _Active:
     """A request under way."""
 
-    aborted: bool = False
+    failures: list[_Failure] = field(default_factory=list)
+    aborted: asyncio.Event = field(default_factory=asyncio.Event)
+    ends: float | None = None
+    """Of the time for all attempts, as the event loop tells it; ``None`` before the first."""
 
 
 class Fleet:
@@ -261,29 +264,30 @@ class Fleet:
 
     async def generate(self, request: GenerateRequest) -> Generation:
         """Return what follows. An engine that is lost meanwhile costs time, and nothing else."""
-        failures: list[_Failure] = []
         with self._active_request() as active:
             while True:
-                place = await self._enter(active, request, failures)
+                place = await self._enter(active, request)
                 if place is None:
                     return Generation((), (), (), "abort")
                 try:
-                    found = await self._generate(request, place)
+                    found = await self._generate(active, request, place)
                 except (EngineAwayError, DeadlineError) as error:
-                    self._note(request, failures, _Failure(place.engines, error))
+                    self._note(request, active, _Failure(place.engines, error))
                 else:
                     self._dispatcher.release(place.answering, _length(found))
                     return found
                 finally:
                     self._leave(place)
 
-    async def _enter(
-        self, active: _Active, request: GenerateRequest, failures: Sequence[_Failure]
-    ) -> _Place | None:
+    async def _enter(self, active: _Active, request: GenerateRequest) -> _Place | None:
         """Return a place, or ``None`` if the request was aborted."""
-        if active.aborted:
+        if active.failures and not isinstance(active.failures[-1].error, DisplacedError):
+            with suppress(TimeoutError):
+                async with asyncio.timeout(retry_pause_s(self._options, len(active.failures))):
+                    await active.aborted.wait()
+        if active.aborted.is_set():
             return None
-        avoid = {engine for failure in failures for engine in failure.engines}
+        avoid = {engine for failure in active.failures for engine in failure.engines}
         answering = await self._room.enter(request, avoid)
         if answering is None:
             return None
@@ -298,12 +302,16 @@ class Fleet:
                 self._give_back(self._dispatcher, answering)
         return None if reading is None else _Place(answering, reading)
 
-    async def _generate(self, request: GenerateRequest, place: _Place) -> Generation:
+    async def _generate(self, active: _Active, request: GenerateRequest, place: _Place) -> Generation:
+        if active.ends is None:
+            active.ends = asyncio.get_running_loop().time() + self._options.request_timeout_s
         engine, rank = self._engine_of(place.answering)
         with self._reading(request, place) as readings:
             async with attempting(engine, *readings):
                 meeting = readings[0].meeting if readings else None
-                return await engine.client.generate(request, rank=rank, attempts=1, meeting=meeting)
+                return await engine.client.generate(
+                    request, rank=rank, attempts=1, meeting=meeting, ends=active.ends
+                )
 
     @contextmanager
     def _reading(self, request: GenerateRequest, place: _Place) -> Iterator[Sequence[Reading]]:
@@ -321,11 +329,10 @@ class Fleet:
 
     async def stream(self, request: GenerateRequest) -> AsyncIterator[Generation]:
         """Yield what follows in parts. After the loss of an engine another goes on from what is there."""
-        failures: list[_Failure] = []
         rest = request
         with self._active_request() as active:
             while True:
-                place = await self._enter(active, rest, failures)
+                place = await self._enter(active, rest)
                 if place is None:
                     yield Generation((), (), (), "abort")
                     return
@@ -336,7 +343,7 @@ class Fleet:
                             yield part
                     return
                 except (EngineAwayError, DeadlineError) as error:
-                    self._note(request, failures, _Failure(place.engines, error))
+                    self._note(request, active, _Failure(place.engines, error))
                 finally:
                     self._leave(place)
                 if not rest.params.max_new_tokens:
@@ -363,14 +370,16 @@ class Fleet:
             raise DisplacedError(f"{ticket.engine} was removed before a request reached it")
         return engine, ticket.rank if engine.ranks > 1 else None
 
-    def _note(self, request: GenerateRequest, failures: list[_Failure], failure: _Failure) -> None:
-        """Remember a failed attempt; raise if there were too many."""
+    def _note(self, request: GenerateRequest, active: _Active, failure: _Failure) -> None:
+        """Remember a failed attempt; raise if there were too many, or no time is left."""
+        failures = active.failures
         failures.append(failure)
         for name in failure.engines:
             engine = self._engines.get(name)
             if engine is not None and not isinstance(failure.error, DisplacedError):
                 self._suspect(engine)
-        if len(failures) >= self._options.attempts:
+        is_late = active.ends is not None and asyncio.get_running_loop().time() >= active.ends
+        if is_late or len(failures) >= self._options.attempts:
             listed = "\n    ".join(dict.fromkeys(str(each.error.args[0]) for each in failures))
             raise RolloutError(
                 f"Request {request.id} failed in {len(failures)} attempts:\n    {listed}",
@@ -403,7 +412,7 @@ class Fleet:
         self._room.abort()
         self._readers_room.abort()
         for active in self._active:
-            active.aborted = True
+            active.aborted.set()
         had = {engine: engine.client.under_way() for engine in self._engines.values()}
         for engine, error in await self._command(self._reachable(), lambda client: client.abort()):
             self._lose(engine, error)

@@ -82,7 +82,8 @@ def end_attempts(holder: _Holder) -> None:
     """End what depends on something that is lost."""
     now = asyncio.get_running_loop().time()
     for attempt in holder.attempts:
-        attempt.reschedule(now)
+        if not attempt.expired():  # it ends already, and may not be told so again
+            attempt.reschedule(now)
 
 
 @asynccontextmanager

@@ -77,7 +77,11 @@ class WaitingRoom:
 
     def _take(self, request: GenerateRequest, avoid: Collection[str]) -> Ticket | None:
         return self._dispatcher.take(
-            len(request.tokens), request.params.max_new_tokens, request.session, avoid
+            len(request.tokens),
+            request.params.max_new_tokens,
+            request.session,
+            avoid,
+            group=request.group,
         )
 
     def abort(self) -> None:

@@ -18,8 +18,14 @@ def dispatcher(*engines: str, ranks: int = 1, concurrency: int = 4, affinity: fl
     return found
 
 
-def take(found: Dispatcher, prompt: int = 10, budget: int = 100, session: str | None = None) -> Ticket:
-    ticket = found.take(prompt, budget, session)
+def take(
+    found: Dispatcher,
+    prompt: int = 10,
+    budget: int = 100,
+    session: str | None = None,
+    group: str | None = None,
+) -> Ticket:
+    ticket = found.take(prompt, budget, session, group=group)
     assert ticket is not None
     return ticket
 
@@ -94,6 +100,14 @@ def test_a_session_stays_where_its_beginning_was_read() -> None:
     for name in range(30):
         take(found, session=str(name))
     assert {take(found, session="s").engine for _ in range(3)} == {home}
+
+
+def test_the_samples_of_a_prompt_share_the_reading_of_it() -> None:
+    found = dispatcher("a", "b", "c", concurrency=100, affinity=3.0)
+    homes = [take(found, session=f"p-{number}", group="p").engine for number in range(12)]
+    assert homes[0] == homes[1] == homes[2]
+    assert len(set(homes)) > 1, "the others are not left idle"
+    assert take(found, session="p-0", group="p").engine == homes[0], "a later turn follows its own beginning"
 
 
 def test_a_session_leaves_an_overloaded_engine_for_good() -> None:

@@ -268,6 +268,69 @@ def test_a_failing_request_does_not_go_round_for_ever(servers: list[FakeServer])
     run(work())
 
 
+def test_a_failing_engine_is_given_time_between_the_attempts(
+    servers: list[FakeServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pauses: list[int] = []
+
+    def pause_s(options: RolloutClient, failures: int) -> float:
+        pauses.append(failures)
+        return 0.001
+
+    async def work() -> None:
+        async with fleet_of(servers[0]) as fleet:
+            for count in range(1, 4):
+                await asyncio.to_thread(servers[0].fault, "error", "generate", count, 503)
+            check(0, await fleet.generate(request(0)))
+
+    monkeypatch.setattr("anygauge.rollout.fleet.retry_pause_s", pause_s)
+    run(work())
+    assert pauses == [1, 2, 3]
+
+
+def test_an_abort_ends_the_pause_between_two_attempts(
+    servers: list[FakeServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def work() -> None:
+        async with fleet_of(servers[0]) as fleet:
+            await asyncio.to_thread(servers[0].fault, "error", "generate", 1, 500)
+            task = asyncio.create_task(fleet.generate(request(0)))
+            while not any(active.failures for active in fleet._active):
+                await asyncio.sleep(0.001)
+            await fleet.abort()
+            assert (await task).finish_reason == "abort"
+
+    monkeypatch.setattr("anygauge.rollout.fleet.retry_pause_s", lambda options, failures: 60.0)
+    run(work())
+
+
+def test_all_attempts_share_one_deadline(servers: list[FakeServer]) -> None:
+    async def work() -> None:
+        async with fleet_of(*servers, request_timeout_s=0.3) as fleet:
+            with slowed(*servers):
+                started = time.monotonic()
+                with pytest.raises(RolloutError, match="Request 0 failed in 1 attempts"):
+                    await fleet.generate(endless(0))
+                assert time.monotonic() - started < 3
+
+    run(work())
+
+
+def test_an_engine_can_be_given_up_more_than_once(servers: list[FakeServer]) -> None:
+    async def work() -> None:
+        async with fleet_of(*servers) as fleet:
+            with slowed(servers[0]):
+                tasks = [asyncio.create_task(fleet.generate(request(number))) for number in range(4)]
+                await until(lambda: bool(servers[0].state()["requests"]))
+                for state in ("unusable", "dead", "unusable"):
+                    fleet.mark("engine-0", state)  # type: ignore[arg-type]
+                    await asyncio.sleep(0)
+            for number, found in enumerate(await asyncio.gather(*tasks)):
+                check(number, found)
+
+    run(work())
+
+
 def test_an_outage_has_a_deadline(servers: list[FakeServer]) -> None:
     async def work() -> None:
         async with fleet_of(*servers, outage_timeout_s=0.2) as fleet:

@@ -7,7 +7,7 @@ from typing import Any
 import orjson
 import pytest
 
-from anygauge.rollout.client.wire import Parts, generation_of, request_body, version_of
+from anygauge.rollout.client.wire import Parts, generation_of, read_answer, request_body, version_of
 from anygauge_hooks.errors import RolloutError
 from anygauge_hooks.rl import SamplingParams
 from anygauge_hooks.rollout import GenerateRequest
@@ -96,6 +96,14 @@ def test_a_request_that_was_aborted_in_the_queue_has_nothing() -> None:
 def test_an_answer_that_contradicts_itself(meta: dict[str, Any], message: str) -> None:
     with pytest.raises(RolloutError, match=message):
         generation_of(answer(**meta), "e")
+
+
+@pytest.mark.parametrize(
+    "data", [b"<html>busy</html>", b"[]", b"7", b'{"text": "a"}', b'{"meta_info": null}', b""]
+)
+def test_an_answer_of_somebody_else(data: bytes) -> None:
+    with pytest.raises(RolloutError, match="e answered with what is no generation"):
+        read_answer(data, "e")
 
 
 def test_weights_without_a_label_are_those_of_the_start() -> None:

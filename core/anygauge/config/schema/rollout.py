@@ -19,7 +19,7 @@ class RolloutClient(Section):
     """Requests that one data-parallel rank of an engine has under way at once; others wait for the first
     engine that has room. Set it to what the engine runs at once, or somewhat above."""
     request_timeout_s: Seconds = 1800.0
-    """Longest time for one response, all attempts and waits together."""
+    """Longest time for one response from when an engine first gets the request, all attempts together."""
     control_timeout_s: Seconds = 60.0
     """Longest wait for the answer to a command that generates nothing: pause, resume, flush, abort."""
     attempts: Positive = 10

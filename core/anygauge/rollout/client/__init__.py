@@ -2,7 +2,15 @@
 
 from anygauge.rollout.client.attach import Expected, check_engine
 from anygauge.rollout.client.channel import EngineAwayError
-from anygauge.rollout.client.engine import EngineClient, PauseMode
+from anygauge.rollout.client.engine import EngineClient, PauseMode, retry_pause_s
 from anygauge.rollout.client.wire import Meeting
 
-__all__ = ["EngineAwayError", "EngineClient", "Expected", "Meeting", "PauseMode", "check_engine"]
+__all__ = [
+    "EngineAwayError",
+    "EngineClient",
+    "Expected",
+    "Meeting",
+    "PauseMode",
+    "check_engine",
+    "retry_pause_s",
+]

@@ -14,11 +14,11 @@ import orjson
 
 from anygauge.config.schema import RolloutClient
 from anygauge.rollout.client.channel import Channel, EngineAwayError
-from anygauge.rollout.client.wire import Meeting, Parts, generation_of, request_body
+from anygauge.rollout.client.wire import Meeting, Parts, read_answer, request_body
 from anygauge_hooks.errors import DeadlineError, RolloutError
 from anygauge_hooks.rollout import GenerateRequest, Generation
 
-__all__ = ["EngineClient", "PauseMode"]
+__all__ = ["EngineClient", "PauseMode", "retry_pause_s"]
 
 PauseMode = Literal["abort", "retract", "in_place"]
 """``abort`` returns what there is of every response; ``retract`` computes its beginning anew afterwards, with
@@ -64,6 +64,7 @@ class EngineClient:
         rank: int | None = None,
         attempts: int | None = None,
         meeting: Meeting | None = None,
+        ends: float | None = None,
     ) -> Generation:
         """Return what follows the tokens of a request. Waits while the client has enough under way.
 
@@ -74,10 +75,12 @@ class EngineClient:
         :param attempts: ``None`` takes ``options.attempts``.
         :param meeting: For an engine that does but one half of a request. The answer of one that reads holds
             at most the first token.
+        :param ends: Of the time for all attempts, as the event loop tells it; ``None`` begins it now.
         :raises RolloutError: The engine refuses the request, or failed in every attempt.
         :raises DeadlineError: No answer in ``options.request_timeout_s``.
         """
-        ends = asyncio.get_running_loop().time() + self.options.request_timeout_s
+        if ends is None:
+            ends = asyncio.get_running_loop().time() + self.options.request_timeout_s
 
         async def attempt() -> Generation:
             async with self._attempt(request, ends) as rid:
@@ -85,7 +88,7 @@ class EngineClient:
                 body = request_body(request, rid, rank=rank, meeting=meeting)
                 purpose = f"request {request.id}"
                 data = await self._channel.ask("/generate", body, timeout_s=left_s, purpose=purpose)
-                return generation_of(orjson.loads(data), self.name)
+                return read_answer(data, self.name)
 
         return await self._repeat(attempt, attempts or self.options.attempts, ends)
 
@@ -255,7 +258,7 @@ class EngineClient:
             try:
                 return await attempt()
             except EngineAwayError:
-                pause_s = _jitter.uniform(0, min(self.options.pause_s * 2 ** (number - 1), _LONGEST_PAUSE_S))
+                pause_s = retry_pause_s(self.options, number)
                 if number == attempts or asyncio.get_running_loop().time() + pause_s >= ends:
                     raise
             await asyncio.sleep(pause_s)
@@ -269,6 +272,11 @@ class EngineClient:
         if self._farewells:
             await asyncio.wait(self._farewells, timeout=farewell_s)
         await self._channel.close()
+
+
+def retry_pause_s(options: RolloutClient, failures: int) -> float:
+    """Return how long to wait before the next attempt: full jitter below a bound that doubles."""
+    return _jitter.uniform(0, min(options.pause_s * 2 ** (failures - 1), _LONGEST_PAUSE_S))
 
 
 def _is_refusal(error: BaseException) -> bool:

@@ -11,8 +11,9 @@ from anygauge_hooks.errors import RolloutError
 from anygauge_hooks.rl import FinishReason, SamplingParams
 from anygauge_hooks.rollout import GenerateRequest, Generation
 
-__all__ = ["Meeting", "Parts", "generation_of", "request_body", "version_of"]
+__all__ = ["Meeting", "Parts", "generation_of", "read_answer", "request_body", "version_of"]
 
+_EXCERPT = 100
 _LARGEST_SEED = 2**63 - 1
 _REASONS: Mapping[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
 
@@ -83,8 +84,22 @@ def _sampling_params(params: SamplingParams, seed: int) -> dict[str, Any]:
     return found
 
 
-def generation_of(answer: Mapping[str, Any], engine: str) -> Generation:
+def read_answer(data: bytes, engine: str) -> Generation:
     """Return what an answer holds.
+
+    :raises RolloutError: It is none, or its parts contradict each other.
+    """
+    try:
+        return generation_of(orjson.loads(data), engine)
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise RolloutError(
+            f"{engine} answered with what is no generation: {error!r}; it begins with {data[:_EXCERPT]!r}.",
+            hint="Is there an SGLang server of a known version at this address, and nothing in between?",
+        ) from error
+
+
+def generation_of(answer: Mapping[str, Any], engine: str) -> Generation:
+    """Return what a decoded answer holds.
 
     :raises RolloutError: Its parts contradict each other.
     """

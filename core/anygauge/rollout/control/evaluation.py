@@ -43,7 +43,7 @@ async def sample_all(
 
     async def run(group: OpenGroup, rollout: int) -> Sample:
         async with slots:
-            which = OneRollout(group, rollout, f"eval{call}-{group.number}-{rollout}", params, gate)
+            which = OneRollout(group, rollout, f"eval{call}-{group.number}", params, gate)
             try:
                 return (await make_samples(making, which))[-1]
             except FunctionFailed as error:

@@ -70,7 +70,8 @@ class Gate:
 
         :raises RolloutError: The engines cannot serve it, or returned what is not whole.
         """
-        await self._open.wait()
+        while not self._open.is_set():  # it may be closed again before who waits has its turn
+            await self._open.wait()
         self._under_way += 1
         self._empty.clear()
         try:

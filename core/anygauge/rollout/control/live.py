@@ -29,6 +29,7 @@ class LiveRollout:
     """See :class:`anygauge_hooks.rollout.Rollout`.
 
     :param name: Of the rollout, unique in the run.
+    :param group: Of the rollouts of its prompt.
     :param config: The table of the config.
     :param gate: To the engines.
     :param journal: What was said before; what is said goes there.
@@ -41,6 +42,7 @@ class LiveRollout:
         seed: int,
         params: SamplingParams,
         *,
+        group: str | None = None,
         config: RolloutConfig,
         gate: Gate,
         text: TextTools,
@@ -49,6 +51,7 @@ class LiveRollout:
         self.config = config
         self.params = params
         self._name = name
+        self._group = group
         self._prompt = prompt
         self._seed = seed
         self._gate = gate
@@ -176,6 +179,7 @@ class LiveRollout:
             params=params,
             seed=self._seed if not (call or have) else _derived(self._seed, call, have),
             session=self._name,
+            group=self._group,
         )
 
     # -------------------------------------------------------------------------

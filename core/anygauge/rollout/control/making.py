@@ -24,10 +24,15 @@ class OneRollout(NamedTuple):
     group: OpenGroup
     place: int
     """In the group."""
-    name: str
+    group_name: str
     """Unique in the run."""
     params: SamplingParams
     gate: Gate
+
+    @property
+    def name(self) -> str:
+        """Unique in the run."""
+        return f"{self.group_name}-{self.place}"
 
     @property
     def seed(self) -> int:
@@ -52,6 +57,7 @@ async def make_samples(making: Making, which: OneRollout) -> tuple[Sample, ...]:
         prompt,
         which.seed,
         which.params,
+        group=which.group_name,
         config=making.config,
         gate=which.gate,
         text=making.text,

@@ -340,7 +340,7 @@ class Producer:
             self._notify()
 
     async def _run_rollout(self, group: OpenGroup, rollout: int) -> None:
-        which = OneRollout(group, rollout, f"{group.number}-{rollout}", self._work.params, self._gate)
+        which = OneRollout(group, rollout, str(group.number), self._work.params, self._gate)
         try:
             group.samples[rollout] = await make_samples(self._work.making, which)
         except FunctionFailed as error:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
+from numbers import Real
 from typing import Any
 
 from anygauge_hooks.errors import RolloutError
@@ -78,7 +80,7 @@ def check_generation(said: Generation, limit: int) -> None:
     """Check what an engine returned.
 
     :param limit: Tokens that it was asked for.
-    :raises RolloutError: It has not one of each value per token, or too many tokens.
+    :raises RolloutError: It has not one of each value per token, too many tokens, or a log-prob that is none.
     """
     count = len(said.tokens)
     wrong = [
@@ -96,6 +98,22 @@ def check_generation(said: Generation, limit: int) -> None:
             f"The engine returned {count} tokens where at most {limit} were asked for.",
             hint="It must keep max_new_tokens; this is an error of the engine.",
         )
+    if (odd := _no_number(said.log_probs)) is not None:
+        raise RolloutError(
+            f"The engine returned the log-prob {said.log_probs[odd]} of token {odd} of {count}.",
+            hint="It computes what is no number: are its weights whole, and its dtype wide enough?",
+        )
+
+
+def _no_number(values: Sequence[Any]) -> int | None:
+    """Return the place of the first value that is no number, such as NaN, which JSON tells as null."""
+    try:
+        if not math.isnan(sum(values)):
+            return None
+    except TypeError:
+        pass
+    odd = (place for place, each in enumerate(values) if not isinstance(each, Real) or each != each)
+    return next(odd, None)
 
 
 def check_sample(sample: Any, prompt: Prompt) -> Sample:
@@ -117,6 +135,10 @@ def check_sample(sample: Any, prompt: Prompt) -> Sample:
     return sample
 
 
+def _is_finite(value: Any) -> bool:
+    return isinstance(value, Real) and math.isfinite(value)
+
+
 def _problems(sample: Sample, prompt: Prompt) -> list[str]:
     count = len(sample.response_tokens)
     found = [
@@ -124,6 +146,10 @@ def _problems(sample: Sample, prompt: Prompt) -> list[str]:
         for name in _PER_TOKEN
         if len(values := getattr(sample, name)) != count
     ]
+    if (odd := _no_number(sample.log_probs)) is not None:
+        found.append(f"log_probs[{odd}] is {sample.log_probs[odd]!r}")
+    if sample.reward is not None and not _is_finite(sample.reward):
+        found.append(f"reward is {sample.reward!r}")
     if not sample.prompt_tokens:
         found.append("prompt_tokens is empty")
     if sample.prompt_index != prompt.index:

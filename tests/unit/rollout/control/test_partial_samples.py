@@ -12,9 +12,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from anygauge.rollout.control import Producer, TextTools, live
+from anygauge.rollout.control.gate import Gate
 from anygauge.testing.scripted_engine import ScriptedEngine
 from anygauge_hooks.errors import RolloutError
-from anygauge_hooks.rl import Group, Sample
+from anygauge_hooks.rl import Group, Sample, SamplingParams
 from anygauge_hooks.rollout import GenerateRequest, Generation
 
 MakeProducer = Callable[..., Producer]
@@ -180,3 +181,34 @@ def test_an_engine_that_never_gets_anywhere_is_an_error(
 
     with pytest.raises(RolloutError, match="short 6 times without a token"):
         asyncio.run(steps())
+
+
+def test_a_gate_that_is_closed_again_at_once_lets_nothing_through() -> None:
+    """As where enough groups of the step before were done, and others wait to go on."""
+    engine = ScriptedEngine(counting)
+
+    async def work() -> None:
+        gate = Gate(engine)
+        request = GenerateRequest("0", (1,), SamplingParams(max_new_tokens=3), seed=0)
+        task = asyncio.create_task(gate.generate(request))
+        await asyncio.sleep(0)
+        gate.open()
+        await gate.close()
+        await asyncio.sleep(0.01)
+        assert engine.requests == []
+        gate.open()
+        await task
+
+    asyncio.run(work())
+
+
+def test_the_rollouts_of_a_prompt_tell_the_engines_that_they_begin_alike(make_producer: MakeProducer) -> None:
+    engine = ScriptedEngine(counting)
+
+    async def steps() -> None:
+        producer = make_producer(engine, prompts_per_step=1)
+        await producer.take(1, timeout_s=20)
+        await producer.close()
+
+    asyncio.run(steps())
+    assert [(request.group, request.session) for request in engine.requests] == [("0", "0-0"), ("0", "0-1")]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +19,7 @@ from anygauge.testing.tiny import tiny_tokenizer
 from anygauge_hooks import PROJECT, hookimpl, specs
 from anygauge_hooks.errors import PluginError, RolloutError, UnknownNameError
 from anygauge_hooks.rl import NO_VERSION, Group, Prompt, Sample
-from anygauge_hooks.rollout import GenerateRequest
+from anygauge_hooks.rollout import GenerateRequest, Generation
 from anygauge_hooks.types import NamedFunction
 
 MakeProducer = Callable[..., Producer]
@@ -74,6 +75,38 @@ def test_a_tool_is_called_and_its_words_are_not_trained_on(
     assert {request.session for request in engine.requests} == {"0-0"}
     budgets = [request.params.max_new_tokens + len(request.tokens) for request in engine.requests]
     assert budgets == [201, 201, 201]
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"log_probs": (-0.5, math.nan)}, r"log_probs\[1\] is nan"),
+        ({"log_probs": (None, -0.5)}, r"log_probs\[0\] is None"),
+        ({"reward": math.inf}, "reward is inf"),
+        ({"reward": "1"}, "reward is '1'"),
+    ],
+)
+def test_a_sample_with_what_is_no_number_is_not_whole(
+    make_producer: MakeProducer, change: dict[str, Any], problem: str
+) -> None:
+    async def odd(rollout: Any, prompt: Prompt, seed: int) -> Sample:
+        draft = rollout.draft()
+        await draft.generate()
+        sample: Sample = draft.sample()
+        return sample._replace(**change)
+
+    with pytest.raises(RolloutError, match=problem):
+        one(make_producer, ScriptedEngine(lambda request: [1, 2]), odd)
+
+
+@pytest.mark.parametrize("value", [math.nan, None])
+def test_an_engine_that_computes_no_number_ends_the_run(make_producer: MakeProducer, value: Any) -> None:
+    class Broken(ScriptedEngine):
+        async def generate(self, request: GenerateRequest) -> Generation:
+            return (await super().generate(request))._replace(log_probs=(-0.5, value))
+
+    with pytest.raises(RolloutError, match=f"returned the log-prob {value} of token 1 of 2"):
+        take(make_producer(Broken(lambda request: [1, 2]), max_failed_ratio=1.0))
 
 
 @pytest.mark.parametrize(
