@@ -118,8 +118,18 @@ class ServedEngines:
         if not ranks:
             return
         self._servers.mark(ranks, "paused")
+        refused = self._send(self._trainers, ranks)
+        if refused and len(ranks) > 1:  # one that fails may have taken others with it
+            refused = {
+                rank: why for each in refused for rank, why in self._send(self._trainers, [each]).items()
+            }
+        self._servers.distrust(refused)
+        self._servers.mark(set(ranks) - refused.keys(), "serving")
+
+    def _send(self, trainers: WorkerGroup, ranks: Sequence[int]) -> dict[int, str]:
+        """Send the weights to paused servers, and return which did not take them, and why."""
         peers = [self._servers.serving[rank].peer for rank in ranks]
-        report: SyncReport = self._trainers.call("push_weights", version=self._version, peers=peers)[0]
+        report: SyncReport = trainers.call("push_weights", version=self._version, peers=peers)[0]
         refused = {
             rank: outcome.error or "it kept the version before"
             for rank, outcome in zip(ranks, report.peers, strict=True)
@@ -127,8 +137,7 @@ class ServedEngines:
         }
         for rank, error in refused.items():
             _log.warning("engine %d did not take weight version %d: %s", rank, self._version, error)
-        self._servers.distrust(refused)
-        self._servers.mark(set(ranks) - refused.keys(), "serving")
+        return refused
 
     def _late(self, what: str) -> DeadlineError:
         return DeadlineError(

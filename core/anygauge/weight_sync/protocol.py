@@ -9,7 +9,7 @@ serving    nothing was asked yet                                                
 paused     it makes no tokens; its weights are the old ones                      serving, the old version
 opened     it has opened an update; no byte of it was sent                       serving, the old version
 loading    a bucket was sent, so that its weights may be mixed                   unusable, left paused
-current    it has closed the update, told the version, and passed the check     serving, the new version
+current    it has closed the update, told the version, and passed the check     unusable, maybe left paused
 =========  ====================================================================  =======================
 
 A server that fails is out of the update; the others go on.
@@ -27,7 +27,7 @@ from anygauge.weight_sync.watchdog import describe
 from anygauge_hooks.errors import AnygaugeError, RolloutError, WeightMappingError
 from anygauge_hooks.weights import WeightBucket, WeightPeer
 
-__all__ = ["RunningUpdate"]
+__all__ = ["RunningUpdate", "started"]
 
 State = Literal["serving", "paused", "opened", "loading", "current"]
 Work = Callable[["_Member"], None]
@@ -51,15 +51,21 @@ class _Member:
         if self.state == "current" and self.error is None:
             return PeerOutcome(address=address, state="serving", version=version)
         error = str(self.error)
-        if self.state == "loading" or self.is_broken:
+        if self.state in ("loading", "current") or self.is_broken:
             return PeerOutcome(address=address, state="unusable", version=None, error=error)
         return PeerOutcome(address=address, state="serving", version=self.version, error=error)
+
+
+def started(peer: WeightPeer) -> tuple[str, int]:
+    """Return what tells a server from the one that was there before it was started again."""
+    return peer.address, peer.incarnation
 
 
 class RunningUpdate:
     """An update on its way; what a transport sends goes through it.
 
-    :param before: How the servers came out of the update before, by address, where there was one.
+    :param before: How the servers came out of the update before, by address and incarnation, where there was
+        one.
     :param pause: ``"retract"``, ``"in_place"``, ``"abort"``, or ``"none"``: the caller has paused them.
     :param flushes: Whether the cache of the old weights goes; not under requests that stay where they are.
     """
@@ -68,7 +74,7 @@ class RunningUpdate:
         self,
         version: int,
         peers: Sequence[WeightPeer],
-        before: Mapping[str, PeerOutcome],
+        before: Mapping[tuple[str, int], PeerOutcome],
         *,
         pause: str,
         flushes: bool,
@@ -78,7 +84,7 @@ class RunningUpdate:
         self.pause = pause
         self.flushes = flushes
         self._members = [
-            _Member(peer, EngineControl(peer, deadline_s=deadline_s), before.get(peer.address))
+            _Member(peer, EngineControl(peer, deadline_s=deadline_s), before.get(started(peer)))
             for peer in peers
         ]
         self._threads = ThreadPoolExecutor(max(1, len(peers)), thread_name_prefix="weight-sync-peer")

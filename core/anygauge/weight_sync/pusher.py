@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from anygauge.weight_sync.buckets import Buffers, cut, overlapped, unpack
 from anygauge.weight_sync.checksum import checksum
 from anygauge.weight_sync.parameters import ExpectedParameters
-from anygauge.weight_sync.protocol import RunningUpdate
+from anygauge.weight_sync.protocol import RunningUpdate, started
 from anygauge.weight_sync.report import PeerOutcome, SyncReport
 from anygauge.weight_sync.sharing import shared_memory
 from anygauge_hooks.errors import RolloutError, WeightMappingError
@@ -41,7 +41,7 @@ class WeightPusher:
         self._options = options
         self._transport = transport
         self._buffers = buffers
-        self._outcomes: dict[str, PeerOutcome] = {}
+        self._outcomes: dict[tuple[str, int], PeerOutcome] = {}
         self._verified: set[tuple[str, int]] = set()
         """Servers whose parameters were compared since they started."""
 
@@ -72,7 +72,7 @@ class WeightPusher:
 
     def _verifies(self, peers: Sequence[WeightPeer]) -> bool:
         if self._options.verify == "first":
-            return any((peer.address, peer.incarnation) not in self._verified for peer in peers)
+            return any(started(peer) not in self._verified for peer in peers)
         return self._options.verify == "always"
 
 
@@ -176,9 +176,9 @@ class _Push:
 
     def _remember(self) -> None:
         for peer, outcome in zip(self._all, self._update.outcomes(), strict=True):
-            self._pusher._outcomes[outcome.address] = outcome
+            self._pusher._outcomes[started(peer)] = outcome
             if self._expected is not None and outcome.version == self._version:
-                self._pusher._verified.add((peer.address, peer.incarnation))
+                self._pusher._verified.add(started(peer))
 
     def _report(self) -> SyncReport:
         size, buckets, tensors = self._sent

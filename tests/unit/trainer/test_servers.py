@@ -70,11 +70,15 @@ class Trainers:
 
     def __init__(self) -> None:
         self.pushes: list[tuple[int, list[tuple[str, int]]]] = []
+        self.refusing: str | None = None
+        """Address of a server that takes nothing, so that none does in an update that needs it."""
 
     def call(self, method: str, *, version: int, peers: Sequence[Any]) -> list[Any]:
         assert method == "push_weights"
         self.pushes.append((version, [(peer.address, peer.incarnation) for peer in peers]))
-        return [SimpleNamespace(peers=[SimpleNamespace(version=version, error=None) for _ in peers])]
+        fails = self.refusing in [peer.address for peer in peers]
+        outcome = SimpleNamespace(version=None if fails else version, error="refused" if fails else None)
+        return [SimpleNamespace(peers=[outcome for _ in peers])]
 
 
 class Opened:
@@ -139,6 +143,19 @@ def test_a_lost_server_starts_while_the_driver_trains_and_gets_weights_when_it_w
     fresh = (opened.servers.serving[1].address, 1)
     assert opened.trainers.pushes[1:] == [(2, [fresh])], "the weights that the trainers have by then"
     assert opened.servers.lost() == {}
+
+
+def test_a_server_that_takes_no_weights_does_not_cost_the_others_theirs(opened: Opened) -> None:
+    addresses = [server.address for server in opened.fakes]
+    opened.trainers.refusing = addresses[0]
+    opened.engines.sync(1)
+    assert [[address for address, _ in peers] for _, peers in opened.trainers.pushes] == [
+        addresses,
+        addresses[:1],
+        addresses[1:],
+    ]
+    until(lambda: opened.starts() == [2, 1])
+    assert set(opened.servers.lost()) <= {0}
 
 
 def test_a_sync_does_not_wait_for_a_server_that_starts(opened: Opened) -> None:

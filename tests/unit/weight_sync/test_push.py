@@ -149,6 +149,29 @@ def test_a_half_finished_update_makes_unusable_and_the_next_whole_one_repairs(
     assert server.state()["paused"] is False
 
 
+def test_a_server_that_does_not_go_on_is_not_said_to_serve_the_old_version(
+    short_lived: FakeServer, tmp_path: Path
+) -> None:
+    pusher = make("tensor", tmp_path, deadline_s=1.0)
+    assert not pusher.push(weights(1).items(), 1, [peer(short_lived)]).failed
+    short_lived.fault("hang", "continue", 1)
+    (failed,) = pusher.push(weights(2).items(), 2, [peer(short_lived)]).failed
+    assert (failed.state, failed.version) == ("unusable", None)
+    pusher.close()
+
+
+def test_what_was_before_a_start_says_nothing_of_the_server_after_it(
+    short_lived: FakeServer, tmp_path: Path
+) -> None:
+    pusher = make("tensor", tmp_path)
+    assert not pusher.push(weights(1).items(), 1, [peer(short_lived)]).failed
+    for count in (1, 2):
+        short_lived.fault("refuse", "begin", count)
+    (failed,) = pusher.push(weights(2).items(), 2, [peer(short_lived, incarnation=1)]).failed
+    assert (failed.state, failed.version) == ("serving", None)
+    pusher.close()
+
+
 def test_one_server_that_refuses_does_not_hold_back_another(
     servers: tuple[FakeServer, FakeServer], tmp_path: Path
 ) -> None:
