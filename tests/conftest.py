@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import signal
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -13,13 +14,17 @@ from typing import Any
 import pytest
 
 from anygauge.config.schema import Config
+from anygauge.distributed import child_process
 from anygauge.engines.megatron.prepare import prepare_megatron
 from anygauge.plugins import Plugins, find_backend, load_plugins
+from anygauge.testing.warm import WarmProcesses
 from anygauge.trainer.launch import launch_workers
 from anygauge.trainer.worker_group import WorkerGroup
 from anygauge_hooks.engines import WorkerContext
 
 Launch = Callable[..., WorkerGroup]
+WORKER = "anygauge.trainer.worker_main"
+start_cold = child_process.start_module
 PROBE = "anygauge.testing.workers:ProbeWorker"
 # No test leaves loopback: read when huggingface_hub is imported, here and in every child process.
 os.environ["HF_ENDPOINT"] = "http://127.0.0.1:9"
@@ -76,6 +81,34 @@ def ray_cluster() -> Iterator[str]:
     )
     yield context.address_info["address"]
     ray.shutdown()
+
+
+@pytest.fixture(scope="session")
+def warm_processes() -> Iterator[WarmProcesses]:
+    """Return what forks processes that have imported everything already."""
+    processes = WarmProcesses("cpu")
+    yield processes
+    processes.close()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def warm_workers(warm_processes: WarmProcesses) -> Iterator[None]:
+    """Let local workers be forked: importing takes longer than most of what they are started for."""
+
+    def start(module: str, arguments: Sequence[str], *, stdin: int, **options: Any) -> Any:
+        if module != WORKER or sys.platform != "linux":
+            return start_cold(module, arguments, stdin=stdin, **options)
+        return warm_processes.start(module, arguments, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(child_process, "start_module", start)
+        yield
+
+
+@pytest.fixture
+def cold_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the workers of a test be started as a user's are."""
+    monkeypatch.setattr(child_process, "start_module", start_cold)
 
 
 def probe_config(**placement: Any) -> Config:

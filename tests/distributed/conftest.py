@@ -8,7 +8,6 @@ import os
 import pickle
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -18,6 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from anygauge.testing.warm import WarmProcess, WarmProcesses
 
 WORKER = Path(__file__).with_name("parallel_worker.py")
 START_S, CASE_S = 240.0, 120.0
@@ -35,7 +36,9 @@ class Crew:
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._numbers = itertools.count()
-        self._ranks: list[tuple[subprocess.Popen[bytes], Connection]] = []
+        self._ranks: list[tuple[WarmProcess, Connection]] = []
+        # one for each rank: they differ in the seed of their hashes, as the processes of a run do
+        self._warm = [WarmProcesses("cpu") for _ in range(SIZE)]
         self._cases = 0
         """Since the processes were started."""
 
@@ -64,23 +67,20 @@ class Crew:
         self._cases = 0
         number = next(self._numbers)
         store = self._directory / f"store-{number}"
-        for rank in range(SIZE):
+        for warm in self._warm:
+            warm.prepare()
+        env = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+        for rank, warm in enumerate(self._warm):
             ours, theirs = Pipe()
-            log = (self._directory / f"rank-{rank}.log").open("ab")
-            numbers = (theirs.fileno(), rank, SIZE)
-            command = [sys.executable, str(WORKER), *map(str, numbers), str(store), str(os.getpid())]
-            env = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-            process = subprocess.Popen(
-                command, pass_fds=[theirs.fileno()], stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=env
-            )
-            theirs.close()
-            log.close()
+            arguments = [*map(str, (theirs.fileno(), rank, SIZE, store, os.getpid()))]
+            with (self._directory / f"rank-{rank}.log").open("ab") as log, theirs:
+                process = warm.start(
+                    str(WORKER), arguments, output=log.fileno(), pass_fds=[theirs.fileno()], env=env
+                )
             self._ranks.append((process, ours))
         self._answers(self._ranks, START_S)
 
-    def _answers(
-        self, ranks: Sequence[tuple[subprocess.Popen[bytes], Connection]], limit_s: float
-    ) -> list[Any]:
+    def _answers(self, ranks: Sequence[tuple[WarmProcess, Connection]], limit_s: float) -> list[Any]:
         deadline = time.monotonic() + limit_s
         found, problem = [], ""
         for rank, (process, pipe) in enumerate(ranks):
@@ -106,6 +106,11 @@ class Crew:
         self.close()
         pytest.fail("\n\n".join([reason, *logs]), pytrace=False)
 
+    def cool(self) -> None:
+        """End what the processes were forked from."""
+        for warm in self._warm:
+            warm.close()
+
     def close(self) -> None:
         """End the processes."""
         ranks, self._ranks = self._ranks, []
@@ -123,7 +128,7 @@ class CaseError:
         self.text = text
 
 
-def with_limit(process: subprocess.Popen[bytes], limit_s: float) -> None:
+def with_limit(process: WarmProcess, limit_s: float) -> None:
     """Give a process time to print."""
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(limit_s)
@@ -135,6 +140,7 @@ def crew() -> Iterator[Crew]:
         ranks = Crew(Path(directory))
         yield ranks
         ranks.close()
+        ranks.cool()
 
 
 @pytest.fixture(scope="session")

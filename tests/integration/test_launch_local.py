@@ -31,6 +31,7 @@ def test_an_exit_is_described(launch: Launch, how: str, text: str) -> None:
     assert ("Fatal Python error" in str(caught.value)) == (how == "SIGSEGV")
 
 
+@pytest.mark.usefixtures("cold_workers")
 def test_a_worker_leads_a_session_that_ends_with_it(launch: Launch) -> None:
     with launch("local", 1) as group:
         pid = group.workers[0].pid

@@ -12,10 +12,34 @@ import time
 from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection
 
-__all__ = ["ChildProcess"]
+__all__ = ["ChildProcess", "start_module"]
 
 STALL_S = 60
 """Longest pause in the middle of a message, in whole seconds."""
+
+
+def start_module(
+    module: str,
+    arguments: Sequence[str],
+    *,
+    output: int,
+    pass_fds: Sequence[int],
+    env: Mapping[str, str],
+    stdin: int,
+) -> subprocess.Popen[bytes]:
+    """Start ``python -m MODULE ARGUMENTS`` as the leader of a session of its own.
+
+    :param env: The whole environment. The others are as of :class:`ChildProcess`.
+    """
+    return subprocess.Popen(
+        [sys.executable, "-u", "-P", "-m", module, *arguments],
+        stdin=stdin,
+        stdout=output,
+        stderr=output,
+        env=env,
+        pass_fds=pass_fds,
+        start_new_session=True,
+    )
 
 
 class ChildProcess:
@@ -43,14 +67,13 @@ class ChildProcess:
         self.connection = Connection(ours.detach())
         try:
             with theirs:
-                self.popen = subprocess.Popen(
-                    [sys.executable, "-u", "-P", "-m", module, str(theirs.fileno()), *arguments],
-                    stdin=stdin,
-                    stdout=output,
-                    stderr=output,
-                    env={**os.environ, **(env or {})},
+                self.popen = start_module(
+                    module,
+                    [str(theirs.fileno()), *arguments],
+                    output=output,
                     pass_fds=[theirs.fileno(), *pass_fds],
-                    start_new_session=True,
+                    env={**os.environ, **(env or {})},
+                    stdin=stdin,
                 )
         except BaseException:
             self.connection.close()

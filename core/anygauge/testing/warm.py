@@ -1,0 +1,310 @@
+"""Processes that start with everything imported: they are forked from one that has done so.
+
+A new worker imports torch, Megatron and transformers for five to eight seconds of a processor, which is most
+of what a test with workers costs. The *warm process* imports them once. What is forked from it looks
+like a process that was just started: session, environment, directory, descriptors and arguments are its own,
+it runs a module as ``python -m`` does, and its parent is who asked for it, so that waiting, killing and dying
+together work as ever.
+
+It does not show that the imports work, and it has the seed of its hashes in common with the others: some
+tests start cold ones. Linux alone: there a process can ask to be the parent of orphans.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import fcntl
+import gc
+import importlib
+import os
+import pickle
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+from anygauge.distributed.lifetime import die_with
+from anygauge.engines.megatron.prepare import prepare_megatron
+from anygauge.plugins import load_plugins
+
+__all__ = ["WarmProcess", "WarmProcesses", "serve"]
+
+_MODULES = (
+    "anygauge.engines.megatron.engine",
+    "anygauge.rollout.transformers.engine",
+    "anygauge.testing.workers",
+    "anygauge.trainer.actors",
+    "anygauge.trainer.worker",
+    "transformers.models.auto.modeling_auto",
+    "transformers.models.auto.tokenization_auto",
+    "transformers.models.qwen3.modeling_qwen3",
+)
+"""What workers import, not counting what these import."""
+_ROLE = "actor"
+_ABOVE = 1000
+"""Descriptors are moved out of the way to here before each gets its number."""
+_MESSAGE_BYTES = 1 << 17
+_MAX_DESCRIPTORS = 16
+_IMPORT_S, _FORK_S = 240.0, 60.0
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Request:
+    """What to run, and as what."""
+
+    module: str
+    arguments: Sequence[str]
+    env: Mapping[str, str]
+    directory: str
+    path: Sequence[str]
+    numbers: Sequence[int]
+    """Of the descriptors that come with the request, in their order."""
+
+
+class WarmProcess:
+    """A forked process, with what is used here of :class:`subprocess.Popen`."""
+
+    stdin = None
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        """Return the exit code, negative for a signal, or ``None`` while the process runs."""
+        if self.returncode is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            self.returncode = os.waitstatus_to_exitcode(status) if pid else None
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for the end and return the exit code.
+
+        :raises subprocess.TimeoutExpired: It runs on after ``timeout`` seconds.
+        """
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while (code := self.poll()) is None:
+            if deadline is not None and time.monotonic() > deadline:
+                raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0.0)
+            time.sleep(0.002)
+        return code
+
+    def send_signal(self, number: int) -> None:
+        """Send a signal, unless the process has ended."""
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        """Kill the process."""
+        self.send_signal(signal.SIGKILL)
+
+
+class WarmProcesses:
+    """The warm process, started with the first that is forked from it; it ends with this process.
+
+    :param backend: Name of the one that workers are prepared for.
+    """
+
+    def __init__(self, backend: str) -> None:
+        self._backend = backend
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._is_warm = False
+        self._socket: socket.socket
+
+    def prepare(self) -> None:
+        """Start to import; the first :meth:`start` waits for it."""
+        if self._process is None:
+            self._warm()
+
+    def start(
+        self,
+        module: str,
+        arguments: Sequence[str],
+        *,
+        output: int,
+        pass_fds: Sequence[int] = (),
+        env: Mapping[str, str] | None = None,
+    ) -> WarmProcess:
+        """Start what ``python -P -m MODULE ARGUMENTS`` would, as the leader of a session of its own.
+
+        :param module: Or the path of a script.
+        :param output: Descriptor that standard output and standard error go to.
+        :param pass_fds: Further descriptors that it gets, under the same numbers.
+        :param env: Its whole environment; ``None`` is that of this process.
+        """
+        with self._lock, Path(os.devnull).open("rb") as nothing:
+            self.prepare()
+            if not self._is_warm:
+                self._answer(_IMPORT_S)
+                self._is_warm = True
+            request = _Request(
+                module=module,
+                arguments=arguments,
+                env=dict(os.environ if env is None else env),
+                directory=str(Path.cwd()),
+                path=[entry for entry in sys.path if entry],
+                numbers=[0, 1, 2, *pass_fds],
+            )
+            given = [nothing.fileno(), output, output, *pass_fds]
+            _adopt_orphans(True)
+            try:
+                socket.send_fds(self._socket, [pickle.dumps(request)], given)
+                return WarmProcess(int(self._answer(_FORK_S)))
+            finally:
+                _adopt_orphans(False)
+
+    def _warm(self) -> None:
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2 * _MESSAGE_BYTES)
+        arguments = (str(theirs.fileno()), str(os.getpid()), self._backend)
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-u", "-P", "-c", f"from {__name__} import serve; serve()", *arguments],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                # one thread: what a library starts at its import would not be there after a fork
+                env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
+            )
+
+    def _answer(self, limit_s: float) -> bytes:
+        self._socket.settimeout(limit_s)
+        answer = self._socket.recv(64)
+        if not answer:
+            raise RuntimeError("The process that others are forked from has ended; what it said is above.")
+        return answer
+
+    def close(self) -> None:
+        """End the warm process; those forked from it go on."""
+        process, self._process, self._is_warm = self._process, None, False
+        if process is not None:
+            self._socket.close()
+            process.kill()
+            process.wait()
+
+
+def _adopt_orphans(wanted: bool) -> None:
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, int(wanted))
+
+
+# -------------------------------------------------------------------------
+# The warm process
+# -------------------------------------------------------------------------
+
+
+def serve() -> None:
+    """Import, then fork a process for each request; in that process, run the module and return."""
+    descriptor, parent, backend = sys.argv[1:]
+    die_with(int(parent))
+    connection = socket.socket(fileno=int(descriptor))
+    _import_all(backend)
+    threads = len(os.listdir("/proc/self/task"))
+    if threads != 1:
+        raise RuntimeError(f"An import has started {threads - 1} threads, and a fork would lose them.")
+    gc.collect()
+    gc.freeze()  # a collection in a fork would touch, and so copy, every page
+    connection.send(b"ready")
+    while True:
+        message, given, _, _ = socket.recv_fds(connection, _MESSAGE_BYTES, _MAX_DESCRIPTORS)
+        if not message:
+            return
+        pid = _fork_twice()
+        if not pid:
+            break
+        for each in given:
+            os.close(each)
+        connection.send(str(pid).encode())
+    connection.close()
+    _become(pickle.loads(message), given)
+
+
+def _import_all(name: str) -> None:
+    plugins = load_plugins()
+    backend = plugins.get("register_backends", name)
+    network = {"interface": "", "ip_version": "any"}
+    env = plugins.merged("worker_env", backend=backend, role=_ROLE, deterministic=False, **network)
+    os.environ.update(env)
+    plugins.prepare_worker(backend, _ROLE, "before_vendor_import")
+    prepare_megatron(plugins, backend)
+    for module in _MODULES:
+        importlib.import_module(module)
+
+
+def _fork_twice() -> int:
+    """Fork a process whose parent is that of this one. Return 0 in it, and its id here once that is so."""
+    reading, writing = os.pipe()
+    between = os.fork()
+    if between:
+        os.close(writing)
+        with open(reading, "rb") as pipe:
+            pid = int(pipe.read())
+        os.waitpid(between, 0)
+        return pid
+    between = os.getpid()
+    pid = os.fork()
+    if pid:
+        os.write(writing, str(pid).encode())
+        os._exit(0)
+    os.close(reading)
+    os.close(writing)
+    while os.getppid() == between:
+        time.sleep(0.0005)
+    return 0
+
+
+def _become(request: _Request, given: Sequence[int]) -> None:
+    """Be the process that was asked for."""
+    os.setsid()
+    moved = [fcntl.fcntl(each, fcntl.F_DUPFD_CLOEXEC, _ABOVE) for each in given]
+    for each in given:
+        os.close(each)
+    for each, number in zip(moved, request.numbers, strict=True):
+        os.dup2(each, number, inheritable=True)
+        os.close(each)
+    os.environ.clear()
+    os.environ.update(request.env)
+    os.chdir(request.directory)
+    sys.path[:] = request.path
+    sys.argv[:] = [request.module, *request.arguments]
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    _exit(_run(request.module))
+
+
+def _run(module: str) -> int:
+    """Run a module as the main one and return the exit code of the process."""
+    sys.modules.pop(module, None)  # its package may have imported it
+    try:
+        if module.endswith(".py"):
+            runpy.run_path(module, run_name="__main__")
+        else:
+            runpy.run_module(module, run_name="__main__", alter_sys=True)
+    except SystemExit as error:
+        if error.code is None or isinstance(error.code, int):
+            return error.code or 0
+        sys.stderr.write(f"{error.code}\n")
+        return 1
+    except BaseException:  # noqa: BLE001 - the outermost frame of a process
+        traceback.print_exc()
+        return 1
+    return 0
+
+
+def _exit(code: int) -> NoReturn:
+    """End in order, but leave what was imported as it is: taking it apart would copy all of it."""
+    for thread in threading.enumerate():
+        if not thread.daemon and thread is not threading.current_thread():
+            thread.join()
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
