@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -16,9 +16,11 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CriticEngine",
+    "HoldsMemory",
     "Likeliest",
     "LossFunction",
     "LossInputs",
+    "Residency",
     "RolloutEngine",
     "RolloutEngineSpec",
     "TrainEngine",
@@ -26,6 +28,9 @@ __all__ = [
     "WeightStream",
     "WorkerContext",
 ]
+
+Residency = Literal["nothing", "weights", "everything"]
+"""How much an engine has on its device: nothing, its model's weights alone, or all that it works with."""
 
 WeightStream = Iterable[tuple[str, "Tensor"]]
 """Full tensors under their Hugging Face names, in checkpoint order."""
@@ -175,6 +180,19 @@ class TrainEngine(Protocol):
         """Return and reset the seconds spent since the last call, by phase (``forward_backward``, ...)."""
 
 
+class HoldsMemory(Protocol):
+    """An engine that shares its device with others, in turns."""
+
+    def hold(self, what: Residency) -> None:
+        """Have that much on the device from now on, from whatever there was before.
+
+        What is given up is kept in host memory, but for gradients and other things that the next step makes
+        anew: a step after ``"nothing"`` and ``"everything"`` is bit for bit the step without. With
+        ``"weights"`` a train engine yields :meth:`TrainEngine.weights`, and anything else is an error that
+        says so; with ``"nothing"`` everything is. A collective.
+        """
+
+
 class CriticEngine(Protocol):
     """A model that expects the rewards, with an optimizer of its own."""
 
@@ -254,6 +272,8 @@ class TrainEngineSpec:
     """The same for a critic, with the config that is its own; ``None`` if the engine has none."""
     make_frozen: Callable[[Any, WorkerContext], TrainEngine] | None = None
     """The same for a model that is asked for log-probs alone, and has no optimizer."""
+    holds_memory: bool = False
+    """Whether its engines are :class:`HoldsMemory`, which ``placement.colocated`` needs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -267,3 +287,6 @@ class RolloutEngineSpec:
     """The same for a server, which is yet to be started."""
     devices: Callable[[Any], int] | None = None
     """From the config to how many devices each server takes; ``None`` is one."""
+    releases_memory: bool = False
+    """Whether its servers know ``/release_memory_occupation`` and ``/resume_memory_occupation``, with which
+    ``placement.colocated`` has them share devices with the trainers."""

@@ -10,6 +10,7 @@ from typing import ClassVar
 
 __all__ = [
     "AnygaugeError",
+    "AsleepError",
     "BackendUnavailableError",
     "CheckpointError",
     "ConfigConflictError",
@@ -168,6 +169,12 @@ class RouterReplayError(AnygaugeError, RuntimeError):
     """Experts are to be replayed that no pass has captured."""
 
     code = "AG606"
+
+
+class AsleepError(AnygaugeError, RuntimeError):
+    """A train engine was asked for what is not on its device, which the rollout engines have."""
+
+    code = "AG607"
 
 
 class WorkerDiedError(AnygaugeError, RuntimeError):

@@ -161,5 +161,7 @@ class WeightTransportSpec:
     """Whether servers must be on the host of training rank 0."""
     buffer_device: Callable[[WorkerContext], str] | None = None
     """Where buckets are to be, as a ``torch.device`` string; ``None`` takes host memory."""
+    same_device: bool = True
+    """Whether servers may be on the accelerators of the trainers; a communicator cannot have one twice."""
     shares_buffers: bool = False
     """Whether buckets in host memory are to be in memory that other processes can map."""

@@ -148,3 +148,17 @@ def test_only_what_changed_travels_to_receivers_beside_the_servers(
     info = run(tmp_path, observer, run__steps=4, weight_sync__transport="delta", weight_sync__verify="always")
     assert info.step == 4
     assert versions(observer.groups) == [{0}, {1}, {2}, {3}]
+
+
+def test_trainers_and_servers_on_one_device_take_turns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine refuses to generate without its memory, and with weights that were released and not sent."""
+    install(tmp_path / "plugin", ["die@generate:20"], monkeypatch)
+    observer = Observer()
+    keys = {"placement__colocated": True, "placement__rollout_workers": 1, "save__every": 2}
+    run(tmp_path, observer, **keys)
+    assert versions(observer.groups) == [{0}, {1}, {2}]
+    assert all(metrics["perf/turns_time"] > 0 for metrics in observer.metrics)
+    steps = tmp_path / "run" / "checkpoints"
+    assert sorted(path.name for path in steps.glob("step-*")) == ["step-00000002", "step-00000003"]

@@ -293,7 +293,7 @@ PROVOKED: Mapping[str, Callable[[], None]] = {
     "AG703": slow_worker,
     "AG704": small_cluster,
 }
-FROM_SOURCE = ("AG502", "AG603", "AG604", "AG606")
+FROM_SOURCE = ("AG502", "AG603", "AG604", "AG606", "AG607")
 """Codes whose errors need Megatron: their text is compared with the source."""
 
 

@@ -152,7 +152,8 @@ def _devices(args: argparse.Namespace, config: Config | None) -> int:
     :raises PlacementError: The cluster would be too small for the run.
     """
     placement = config.placement if config else None
-    needed = placement.num_workers + placement.rollout_workers if placement else 1
+    engines = placement.rollout_workers if placement and not placement.colocated else 0
+    needed = placement.num_workers + engines if placement else 1
     devices: int = args.devices or -(-needed // args.nodes)
     if devices * args.nodes < needed:
         raise PlacementError(

@@ -26,7 +26,7 @@ from anygauge.config.parallel_rules import (
     parallel_rule,
     role_rule,
 )
-from anygauge.config.placement_rules import cluster_rule, engines_rule
+from anygauge.config.placement_rules import cluster_rule, colocation_rules, engines_rule
 from anygauge.config.reward_rules import label_rule, reward_functions, reward_rule
 from anygauge.config.schema import Config, Eval, EvalDataset
 from anygauge.config.tree import covers
@@ -112,6 +112,7 @@ def check(
         correction_rules(config, plugins) if trains else (),
         reward_functions(config, plugins),
         control_functions(config, plugins),
+        colocation_rules(config, backend, plugins),
         model_rules(config, plugins, trains=trains) if check_files else (),
         plugins.collect("check_config", config=config, backend=backend),
     )

@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
+from typing import TYPE_CHECKING
 
 from anygauge.config.schema import Config
 from anygauge_hooks.types import ConfigProblem
 
-__all__ = ["cluster_rule", "engines_rule"]
+if TYPE_CHECKING:
+    from anygauge.plugins import Plugins
+    from anygauge_hooks.engines import RolloutEngineSpec, TrainEngineSpec
+    from anygauge_hooks.types import BackendSpec
+    from anygauge_hooks.weights import WeightTransportSpec
+
+__all__ = ["cluster_rule", "colocation_rules", "engines_rule"]
 
 ADDRESS = re.compile(r"start|auto|(ray://)?(\[[0-9A-Fa-f:.]+\]|[^\s:/\[\]]+):([1-9]\d{0,4})")
 LARGEST_PORT = 65535
+HOST = "cpu"
+"""Device type of what is no accelerator: processes share it as they like."""
 
 
 def engines_rule(config: Config, user_keys: Collection[str]) -> Iterator[ConfigProblem]:
@@ -26,6 +35,55 @@ def engines_rule(config: Config, user_keys: Collection[str]) -> Iterator[ConfigP
     else:
         return
     yield ConfigProblem(path="placement.rollout_workers", found=engines, hint=hint)
+
+
+def colocation_rules(config: Config, backend: BackendSpec, plugins: Plugins) -> Iterator[ConfigProblem]:
+    """Yield what keeps trainers and engines from having the same devices in turns."""
+    placement = config.placement
+    if not placement.colocated:
+        return
+    if not placement.rollout_workers:
+        hint = "needs engines that are servers: set placement.rollout_workers and rollout.engine"
+        yield ConfigProblem(path="placement.colocated", found=True, hint=hint)
+    if config.rollout.schedule != "sync":
+        hint = (
+            'with placement.colocated trainers and engines never work at the same time; write "sync", or '
+            "give the engines devices of their own: placement.colocated = false"
+        )
+        yield ConfigProblem(path="rollout.schedule", found=config.rollout.schedule, hint=hint)
+    yield from _engines_that_sleep(config, plugins)
+    transports: Mapping[str, WeightTransportSpec] = plugins.named("register_weight_transports")
+    transport = transports.get(config.weight_sync.transport)
+    if transport is not None and not transport.same_device and backend.device_type != HOST:
+        same = ", ".join(sorted(name for name, each in transports.items() if each.same_device)) or "none"
+        hint = f"cannot reach engines on the trainers' devices (placement.colocated); these can: {same}"
+        yield ConfigProblem(path="weight_sync.transport", found=transport.name, hint=hint)
+
+
+def _engines_that_sleep(config: Config, plugins: Plugins) -> Iterator[ConfigProblem]:
+    """Yield engines that cannot give memory back, and more servers than there are devices for."""
+    trainers: Mapping[str, TrainEngineSpec] = plugins.named("register_train_engines")
+    trainer = trainers.get(config.train.engine)
+    if trainer is not None and not trainer.holds_memory:
+        hint = "keeps its memory all the time, which placement.colocated forbids; take another engine"
+        yield ConfigProblem(path="train.engine", found=trainer.name, hint=hint)
+    engines: Mapping[str, RolloutEngineSpec] = plugins.named("register_rollout_engines")
+    engine = engines.get(config.rollout.engine)
+    if engine is None:
+        return
+    if engine.serve is None or not engine.releases_memory:
+        fit = ", ".join(sorted(name for name, each in engines.items() if each.releases_memory)) or "none"
+        hint = f"is no server that gives its memory back, which placement.colocated needs; these are: {fit}"
+        yield ConfigProblem(path="rollout.engine", found=engine.name, hint=hint)
+        return
+    servers, each = config.placement.rollout_workers, engine.devices(config) if engine.devices else 1
+    if servers * each > config.placement.num_workers:
+        hint = (
+            f"with placement.colocated {servers} servers of {each} devices each must fit on the devices of "
+            f"placement.num_workers = {config.placement.num_workers}; at most "
+            f"{config.placement.num_workers // each}"
+        )
+        yield ConfigProblem(path="placement.rollout_workers", found=servers, hint=hint)
 
 
 def cluster_rule(config: Config, user_keys: Collection[str]) -> Iterator[ConfigProblem]:

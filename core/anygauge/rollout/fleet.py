@@ -32,6 +32,7 @@ from anygauge.rollout.members import (
 )
 from anygauge.rollout.reading import Reading
 from anygauge.rollout.waiting import WaitingRoom
+from anygauge_hooks.engines import Residency
 from anygauge_hooks.errors import AnygaugeError, DeadlineError, RolloutError
 from anygauge_hooks.rollout import GenerateRequest, Generation, ServerKind
 
@@ -165,8 +166,14 @@ class Fleet:
             yield engine.client
 
     def mark(self, name: str, state: EngineState, reason: str = "") -> None:
-        """Say how an engine is. What it has is generated elsewhere if it is unusable or dead."""
+        """Say how an engine is. What it has is generated elsewhere if it is unusable or dead.
+
+        One that is asleep serves or is paused once it wakes.
+        """
         engine = self._engines[name]
+        if engine.state == "asleep" and state in ("serving", "paused"):
+            engine.awake = state
+            return
         was, engine.state = engine.state, state
         engine.reason = reason or ("" if state == "serving" else f"it was marked {state}")
         if engine.is_lost:
@@ -287,6 +294,11 @@ class Fleet:
                     await active.aborted.wait()
         if active.aborted.is_set():
             return None
+        if self._sleeps():
+            raise RolloutError(
+                f"Request {request.id} came while the trainers have the engines' devices. {self._describe()}",
+                hint="Generate before a step trains, or after its weights were synced.",
+            )
         avoid = {engine for failure in active.failures for engine in failure.engines}
         answering = await self._room.enter(request, avoid)
         if answering is None:
@@ -449,6 +461,33 @@ class Fleet:
                 self._lose(engine, failed[engine])
             elif self._engines.get(engine.name) is engine and engine.state == "paused":
                 self.mark(engine.name, "serving")
+
+    async def hold_all(self, what: Residency) -> None:
+        """Let the engines have that much in memory: all but ``"everything"`` puts them to sleep.
+
+        One that cannot be moved there counts as dead. None may have a request that is to be answered.
+        """
+        engines = self._living()
+        for engine in engines if what != "everything" else ():
+            if engine.state != "asleep":
+                engine.awake = engine.state
+            self.mark(engine.name, "asleep", f"it has {what} in memory")
+        memories = {engine.client: engine.memory for engine in engines}
+        moves = await self._command(engines, lambda client: memories[client].hold(client, what))
+        for engine, error in moves:
+            self._lose(engine, error)
+        for engine in self._living() if what == "everything" else ():
+            if engine.state == "asleep":
+                engine.state = "paused"
+                self.mark(engine.name, engine.awake)
+
+    def _sleeps(self) -> bool:
+        """Return whether the engines have nothing left to generate with, so that no wait would help."""
+        held = [engine.memory.holds for engine in self._living()]
+        return bool(held) and set(held) == {"nothing"}
+
+    def _living(self) -> list[Member]:
+        return [each for each in self._engines.values() if not each.is_lost]
 
     def _reachable(self) -> list[Member]:
         """Return the engines that requests go to."""

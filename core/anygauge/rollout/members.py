@@ -10,14 +10,16 @@ from typing import Literal, NamedTuple, Protocol
 
 from anygauge.rollout.client import EngineAwayError, EngineClient
 from anygauge.rollout.dispatch import Load
+from anygauge.rollout.memory import EngineMemory
 from anygauge_hooks.errors import DeadlineError
 from anygauge_hooks.rollout import ServerKind
 
 __all__ = ["DisplacedError", "EngineReport", "EngineState", "Member", "attempting", "end_attempts"]
 
-EngineState = Literal["serving", "paused", "unusable", "dead"]
-"""``paused``: keeps what it has and gets nothing new. ``unusable``: its weights cannot be trusted, so what it
-had is generated elsewhere, as for ``dead``."""
+EngineState = Literal["serving", "paused", "asleep", "unusable", "dead"]
+"""``paused``: keeps what it has and gets nothing new. ``asleep``: has given memory back, see
+:meth:`Fleet.hold_all`. ``unusable``: its weights cannot be trusted, so what it had is generated elsewhere, as
+for ``dead``."""
 LOST = ("unusable", "dead")
 
 
@@ -65,6 +67,9 @@ class Member:
     probe: asyncio.Task[None] | None = None
     """While it runs the engine gets nothing new."""
     watch: asyncio.Task[None] | None = None
+    memory: EngineMemory = field(default_factory=EngineMemory)
+    awake: EngineState = "serving"
+    """What one that is asleep will be when it wakes."""
     attempts: set[asyncio.Timeout] = field(default_factory=set)
     """Of requests that it has."""
 

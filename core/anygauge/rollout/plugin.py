@@ -29,7 +29,7 @@ def register_rollout_engines() -> Iterable[RolloutEngineSpec]:
     """Return the embedded engine, and SGLang's servers."""
     return [
         RolloutEngineSpec(name="transformers", make=_make_transformers),
-        RolloutEngineSpec(name="sglang", serve=_serve_sglang, devices=_sglang_devices),
+        RolloutEngineSpec(name="sglang", serve=_serve_sglang, devices=_sglang_devices, releases_memory=True),
     ]
 
 

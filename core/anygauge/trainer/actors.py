@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from anygauge.algorithms.corrected_loss import CorrectedLoss, with_sample_sizes
 from anygauge.algorithms.losses import bind_options, policy_objective
@@ -29,7 +29,15 @@ from anygauge.trainer.weight_parts import WeightBucket, WeightSender
 from anygauge.weight_sync.pusher import WeightPusher, make_pusher
 from anygauge.weight_sync.report import SyncReport
 from anygauge_hooks.algorithms import Correction
-from anygauge_hooks.engines import CriticEngine, LossFunction, LossInputs, TrainEngine, WorkerContext
+from anygauge_hooks.engines import (
+    CriticEngine,
+    HoldsMemory,
+    LossFunction,
+    LossInputs,
+    Residency,
+    TrainEngine,
+    WorkerContext,
+)
 from anygauge_hooks.errors import CheckpointError
 from anygauge_hooks.rl import TrainSample
 from anygauge_hooks.weights import WeightPeer
@@ -273,6 +281,20 @@ class ActorWorker(GeneratingWorker):
     def next_weights(self, max_bytes: int) -> WeightBucket:
         """Return the next part of the trained weights for engines in other processes; rank 0 has the data."""
         return self._sender.next(self.trainer.weights, max_bytes)
+
+    def hold(self, what: Residency) -> None:
+        """Have the engines hold that much on the device; other engines than the policy's have no weights
+        that anybody is sent.
+        """
+        teacher = None if self._teacher is None or self._borrows else self._teacher.engine
+        with self._timed("turns"):
+            for engine in (self._critic, teacher):
+                if engine is not None:
+                    cast("HoldsMemory", engine).hold("everything" if what == "everything" else "nothing")
+            cast("HoldsMemory", self.trainer).hold(what)
+            if what == "nothing" and self._pusher is not None:
+                self._pusher.rest()
+            self._device.empty_cache()
 
     def save_hf(self, path: str) -> None:
         """Write a complete Hugging Face directory; that of the critic is in it."""

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 from anygauge.config import Config
 from anygauge.plugins import Plugins
 from anygauge.trainer.batched_generator import Generate, batched_requests
+from anygauge.trainer.colocated_engines import ColocatedEngines
 from anygauge.trainer.launch import launch_workers
 from anygauge.trainer.parts import Parts
 from anygauge.trainer.plan import split_evenly
 from anygauge.trainer.requests import Requests
-from anygauge.trainer.served_engines import open_servers
+from anygauge.trainer.served_engines import ServedEngines, open_servers
+from anygauge.trainer.turns import Turns
 from anygauge.trainer.weight_parts import WeightBucket
 from anygauge.trainer.worker_group import Arguments, PendingCall, WorkerGroup
 from anygauge_hooks.rl import Prompt, Sample, SamplingParams
@@ -137,18 +140,22 @@ def open_engines(
     parts: Parts,
     workers: WorkerGroup,
     directory: Path,
+    turns: Turns,
 ) -> Iterator[Engines]:
     """Start the rollout engines that are processes of their own, if the config asks for some; end them after.
 
     :param workers: Those that train.
     :param directory: Of the run.
+    :param turns: That the engines take with the trainers, where they share devices.
     """
     count = config.placement.rollout_workers
     if not (count and parts.generates):
         yield SharedEngines(workers)
         return
     if plugins.get("register_rollout_engines", config.rollout.engine).serve is not None:
-        with open_servers(config, backend, plugins, workers if parts.trains else None, directory) as servers:
+        make = partial(ColocatedEngines, turns=turns) if turns.shared else ServedEngines
+        trainers = workers if parts.trains else None
+        with open_servers(config, backend, plugins, trainers, directory, make) as servers:
             yield servers
         return
     with launch_workers(

@@ -35,6 +35,7 @@ def evaluate(session: Session, *, tolerant: bool = False) -> dict[str, float]:
     if metrics:
         session.workers.call("report")  # what an evaluation took is no part of a step
         session.engines.reports()
+        session.turns.seconds()
         session.track(metrics)
         _log.info("evaluation after step %d: %s", session.info.step, summary(metrics))
         session.plugins.notify("after_evaluate", run=session.info, metrics=metrics)
@@ -64,6 +65,7 @@ def _loss(session: Session, eval_set: EvalSet) -> dict[str, float]:
     parts = split_evenly(len(samples), layout.data)
     # A forward pass may be a collective, so a rank without samples of its own repeats the first.
     per_rank: list[Arguments] = [((samples[parts[own]] or samples[:1],), {}) for own in layout.shares()]
+    session.turns.take("save")
     totals = session.workers.call("negative_log_likelihood", per_rank=per_rank)
     spoken = (totals[rank] for rank in layout.speakers())
     total = sum(value for value, part in zip(spoken, parts, strict=True) if samples[part])

@@ -248,6 +248,7 @@ def send_shares(loop: Loop, step: int, shares: Sequence[Sequence[TrainShare]]) -
         dumps = {rank: str(path) for rank, path in zip(layout.speakers(), paths, strict=True)}
     per_rank = [((shares[own],), {"dump": dumps.get(rank)}) for rank, own in enumerate(layout.shares())]
     updates = step > loop.config.critic.only_steps
+    loop.session.turns.take("train")
     answer = loop.session.workers.call_async("train", per_rank=per_rank, update_policy=updates)
     return Training(answer, plan_metrics(shares, loop.flops_per_token), updates)
 
@@ -310,8 +311,10 @@ def save(loop: Loop, step: int) -> bool:
         announce(loop, loop.checkpoints.poll())
         due = step % settings.every == 0 or step == loop.info.total_steps
         if due:
+            loop.session.turns.take("save")
             announce(loop, loop.checkpoints.start(step, loop.session.state.saved()))
     if loop.session.parts.trains and settings.hf_every is not None and step % settings.hf_every == 0:
+        loop.session.turns.take("save")
         export_hf(loop.session.workers, Path(loop.info.directory) / f"hf-step-{step}")
         due = True
     return due
@@ -334,7 +337,7 @@ def measure(loop: Loop, work: StepWork, started: float, **driver_seconds: float)
         work,
         reports,
         wall_s=time.perf_counter() - started,
-        driver_seconds=driver_seconds,
+        driver_seconds={**driver_seconds, **loop.session.turns.seconds()},
     )
 
 

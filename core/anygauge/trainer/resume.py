@@ -35,6 +35,7 @@ HARMLESS = (
 ROUNDING = (
     *("train.micro_batch_tokens", "train.recompute", "train.fused_loss", "rollout.max_batch_tokens"),
     *("placement.num_workers", "placement.threads_per_worker", "placement.rollout_workers"),
+    "placement.colocated",
     *("run.deterministic", "train.parallel", "critic.parallel", "teacher.parallel"),
     *("rollout.sglang", "rollout.sglang_version", "rollout.groups"),
 )

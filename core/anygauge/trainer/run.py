@@ -28,6 +28,8 @@ from anygauge.trainer.served_engines import devices_of_server
 from anygauge.trainer.session import TRAINING, Session
 from anygauge.trainer.signals import terminate_as_exception
 from anygauge.trainer.state import RunState
+from anygauge.trainer.turns import Turns
+from anygauge.trainer.worker_group import WorkerGroup
 from anygauge_hooks.types import RunInfo, Tracker
 
 __all__ = ["open_session", "run_info", "train"]
@@ -58,6 +60,7 @@ def train(loaded: LoadedConfig, plugins: Plugins) -> RunInfo:
             with salvaged(loop):
                 run_loop(loop)
             if config.save.hf_at_end and loop.session.parts.trains:
+                loop.session.turns.take("save")
                 export_hf(loop.session.workers, directory.path / "hf")
             if loop.checkpoints is not None:
                 loop.checkpoints.require_last()
@@ -130,19 +133,38 @@ def open_session(
             worker_class=ACTOR,
             role="actor",
             run_directory=directory,
-            beside=config.placement.rollout_workers * devices_of_server(config, plugins),
+            beside=devices_beside(config, plugins),
             reads=[] if checkpoint is None else [checkpoint],
             options={"parts": parts},
         )
     )
-    engines = stack.enter_context(open_engines(config, loaded.backend, plugins, parts, workers, directory))
     if checkpoint is not None:
         workers.call("load_checkpoint", path=str(checkpoint))
+    turns = open_turns(config, parts, workers)
+    engines = stack.enter_context(
+        open_engines(config, loaded.backend, plugins, parts, workers, directory, turns)
+    )
+    if checkpoint is not None:
         engines.sync(state.version)
     maker = None
     if parts.generates and (engines.generate is None or is_controlled(config)):
         maker = open_maker(config, plugins, stack.enter_context(engines.requests()))
-    return Session(config, plugins, parts, workers, engines, eval_sets, scorers, state, maker)
+    return Session(config, plugins, parts, workers, engines, eval_sets, scorers, state, turns, maker)
+
+
+def devices_beside(config: Config, plugins: Plugins) -> int:
+    """Return how many devices the rollout engines take beside those of the workers that train."""
+    own = not config.placement.colocated
+    return config.placement.rollout_workers * devices_of_server(config, plugins) if own else 0
+
+
+def open_turns(config: Config, parts: Parts, workers: WorkerGroup) -> Turns:
+    """Return the turns of trainers and engines; where these share devices, there is room for servers now."""
+    if not (config.placement.colocated and parts.trains and parts.generates):
+        return Turns()
+    turns = Turns(lambda what: workers.call("hold", what=what))
+    turns.take("start")
+    return turns
 
 
 def open_scorers(

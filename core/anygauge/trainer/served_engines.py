@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent import futures
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from pathlib import Path
@@ -115,14 +115,16 @@ class ServedEngines:
         if self._trainers is None or not self._version:
             self._servers.mark(ranks, "serving")
             return
+        self._give(self._trainers, ranks)
+
+    def _give(self, trainers: WorkerGroup, ranks: Sequence[int]) -> None:
+        """Have the training workers send their weights to some servers; those that refuse are given up."""
         if not ranks:
             return
         self._servers.mark(ranks, "paused")
-        refused = self._send(self._trainers, ranks)
+        refused = self._send(trainers, ranks)
         if refused and len(ranks) > 1:  # one that fails may have taken others with it
-            refused = {
-                rank: why for each in refused for rank, why in self._send(self._trainers, [each]).items()
-            }
+            refused = {rank: why for each in refused for rank, why in self._send(trainers, [each]).items()}
         self._servers.distrust(refused)
         self._servers.mark(set(ranks) - refused.keys(), "serving")
 
@@ -153,11 +155,13 @@ def open_servers(
     plugins: Plugins,
     trainers: WorkerGroup | None,
     directory: Path,
+    make: Callable[..., ServedEngines] = ServedEngines,
 ) -> Iterator[ServedEngines]:
     """Start the servers of a run, and end them after.
 
     :param trainers: The workers that train, if any do.
     :param directory: Of the run.
+    :param make: Makes the engines of these servers.
     """
     with (
         launch_workers(
@@ -169,13 +173,13 @@ def open_servers(
             run_directory=directory,
             num_workers=config.placement.rollout_workers,
             collective=False,
-            first_device=config.placement.num_workers,
+            first_device=0 if config.placement.colocated else config.placement.num_workers,
             devices=devices_of_server(config, plugins),
         ) as workers,
         EventLoop() as loop,
         closing(Servers(config, workers, loop)) as servers,
     ):
-        yield ServedEngines(config, servers, trainers, loop)
+        yield make(config, servers, trainers, loop)
 
 
 def devices_of_server(config: Config, plugins: Plugins) -> int:

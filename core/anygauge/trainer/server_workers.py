@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent import futures
 from concurrent.futures import Future
 from dataclasses import replace
@@ -114,6 +114,12 @@ class ServerWorker:
         self._server.close()
         self._start()
 
+    def end(self, ranks: Collection[int]) -> None:
+        """End the server, or its start, if it is one of those that are named: it holds no memory then."""
+        if self._rank in ranks:
+            self._end()
+            self._starting = None
+
     def report(self) -> WorkerReport:
         """Return the memory in use, in bytes; what a server spends is its own."""
         return {"seconds": {}, "memory": worker_memory(self._device)}
@@ -122,6 +128,9 @@ class ServerWorker:
         """End the server."""
         if self._receiver is not None:
             self._receiver.close()
+        self._end()
+
+    def _end(self) -> None:
         self._server.close()
         if self._starting is not None:  # ended above; unless it was only about to be
             futures.wait([self._starting], CLOSING_S)

@@ -17,6 +17,7 @@ from anygauge.rollout.fleet import EngineReport, EngineState, Fleet
 from anygauge.trainer.event_loop import EventLoop
 from anygauge.trainer.server_workers import Serving
 from anygauge.trainer.worker_group import WorkerGroup
+from anygauge_hooks.engines import Residency
 from anygauge_hooks.errors import RolloutError
 
 __all__ = ["Servers"]
@@ -45,6 +46,8 @@ class Servers:
         self._lock = threading.Lock()
         """Of the workers, which take one call at a time, and of what is known of the servers."""
         self._is_closed = False
+        self._rests = False
+        """Whether the servers have no room to start in."""
         self._failure: Exception | None = None
         self.fleet = loop.run(_made(config, self.serving, self._died))
 
@@ -61,7 +64,7 @@ class Servers:
         with self._lock:
             if self._failure is not None:
                 raise self._failure
-            if not self._is_closed and (lost := self.lost()):
+            if not (self._is_closed or self._rests) and (lost := self.lost()):
                 self._look(lost)
 
     def _look(self, lost: Mapping[int, str]) -> None:
@@ -98,6 +101,22 @@ class Servers:
     def prove(self) -> None:
         """Note that what was waited for is there: the restarts before it count no more."""
         self._proven = [server.incarnation for server in self.serving]
+
+    def hold(self, what: Residency) -> None:
+        """Have the servers hold that much on their devices.
+
+        Unless it is everything, those that are lost are ended, and started again only when it is.
+        """
+        with self._lock:
+            self._rests = what != "everything"
+        self._loop.run(self.fleet.hold_all(what))
+        with self._lock:
+            if self._rests and (lost := self.lost()):
+                self._workers.call("end", ranks=sorted(lost))
+
+    def is_serving(self) -> bool:
+        """Return whether any server gets requests."""
+        return any(each.state == "serving" for each in self._loop.run(_reports(self.fleet)).values())
 
     def mark(self, ranks: Collection[int], state: EngineState) -> None:
         """Let servers serve, or pause them; one that is lost meanwhile stays lost."""

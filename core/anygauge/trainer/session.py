@@ -14,6 +14,7 @@ from anygauge.trainer.engines import Engines
 from anygauge.trainer.parts import Parts
 from anygauge.trainer.requests import SampleMaker
 from anygauge.trainer.state import RunState
+from anygauge.trainer.turns import Turns
 from anygauge.trainer.worker_group import WorkerGroup
 from anygauge_hooks.rl import Prompt, Sample, SamplingParams
 from anygauge_hooks.types import RunInfo, Tracker
@@ -41,6 +42,8 @@ class Session:
     scorers: Mapping[str, Scorer]
     """Of the data sets that are scored, by name; :data:`TRAINING` is that of the training samples."""
     state: RunState
+    turns: Turns
+    """Of trainers and engines on the same devices."""
     maker: SampleMaker | None = None
     """Of samples, each by itself; ``None`` where one call of the engines makes those of a step."""
     trackers: Sequence[Tracker] = ()

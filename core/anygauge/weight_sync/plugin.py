@@ -25,7 +25,9 @@ def register_weight_transports() -> Iterable[WeightTransportSpec]:
         ),
         WeightTransportSpec(name="disk", make=_disk),
         WeightTransportSpec(name="delta", make=_delta),
-        WeightTransportSpec(name="distributed", make=_distributed, buffer_device=_own_device),
+        WeightTransportSpec(
+            name="distributed", make=_distributed, buffer_device=_own_device, same_device=False
+        ),
     ]
 
 

@@ -65,6 +65,10 @@ class WeightPusher:
             for _ in stream:
                 pass
 
+    def rest(self) -> None:
+        """Give the buffers' memory back until the next update."""
+        self._buffers.release()
+
     def close(self) -> None:
         """Release the transport and the buffers."""
         self._transport.close()

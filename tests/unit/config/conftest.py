@@ -16,6 +16,7 @@ from anygauge_hooks import PROJECT, hookimpl, specs
 from anygauge_hooks.engines import RolloutEngineSpec
 from anygauge_hooks.models import LayerKind, WeightRule
 from anygauge_hooks.types import Availability, BackendSpec, NamedFunction
+from anygauge_hooks.weights import WeightTransportSpec
 
 Load = Callable[..., LoadedConfig]
 
@@ -90,8 +91,8 @@ class Everything:
         return [RolloutEngineSpec(name="transformers")]
 
     @hookimpl
-    def register_weight_transports(self) -> list[NamedFunction]:
-        return named("tensor")
+    def register_weight_transports(self) -> list[WeightTransportSpec]:
+        return [WeightTransportSpec(name="tensor", make=grpo)]  # type: ignore[arg-type]
 
     @hookimpl
     def register_advantage_estimators(self) -> list[NamedFunction]:

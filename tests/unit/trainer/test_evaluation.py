@@ -17,6 +17,7 @@ from anygauge.trainer import loop as loop_module
 from anygauge.trainer.evaluation import evaluate
 from anygauge.trainer.inputs import EvalSet
 from anygauge.trainer.run import open_scorers
+from anygauge.trainer.turns import Turns
 from anygauge_hooks.errors import RewardError
 from anygauge_hooks.rl import Prompt, Sample
 
@@ -67,6 +68,7 @@ def session_with(config: Config, plugins: Plugins, stack: ExitStack, label: str 
         info=SimpleNamespace(step=2),
         workers=SimpleNamespace(call=lambda name: None),
         engines=SimpleNamespace(reports=lambda: ()),
+        turns=Turns(),
         generate=lambda *_: [list(map(sampled, TEXTS))],
         eval_sets=[eval_set],
         scorers=open_scorers(config, plugins, [eval_set], Path("run"), stack),

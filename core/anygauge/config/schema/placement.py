@@ -22,6 +22,9 @@ class Placement(Section):
     """Longest wait for every worker to be placed and ready, in seconds."""
     rollout_workers: NonNegative = 0
     """Processes of their own for rollout engines; 0 lets each worker hold an engine."""
+    colocated: bool = False
+    """Let engines that are servers have the devices of the workers that train, in turns: who does not work
+    keeps its memory on the host. Otherwise they have devices of their own."""
 
 
 class Cluster(Section):

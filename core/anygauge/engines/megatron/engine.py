@@ -29,10 +29,11 @@ from anygauge.engines.megatron.model import Policy, build_policy, initialize_par
 from anygauge.engines.megatron.optimizer import clip_gradients, make_optimizer, make_schedule, wrap_model
 from anygauge.engines.megatron.passes import LikeliestPass, LogProbPass, StepData, TrainPass
 from anygauge.engines.megatron.ranks import common_count, from_last_stage, sum_metrics, token_cut
+from anygauge.engines.megatron.residency import DeviceMemory, gradients, optimizer_state
 from anygauge.engines.megatron.roles import ACTOR, RoleWeights
 from anygauge.engines.megatron.scope import make_scope
 from anygauge.engines.megatron.weights.hf import write_directory
-from anygauge_hooks.engines import Likeliest, LossFunction, WorkerContext
+from anygauge_hooks.engines import Likeliest, LossFunction, Residency, WorkerContext
 from anygauge_hooks.errors import ConfigError, NonFiniteError
 from anygauge_hooks.rl import TrainSample
 
@@ -70,6 +71,12 @@ class MegatronEngine:
             [*parameters, *self._biases], self._synchronize_parameters, self._check_ranks_agree
         )
         self._routes = self._routing_store() if config.train.router_replay else None
+        self._memory = DeviceMemory(
+            context.device,
+            weights=self._model_tensors,
+            rest=self._optimizer_tensors,
+            temporary=self._gradients,
+        )
         self._check_ranks_agree()
 
     def _prepare_training(self) -> None:
@@ -80,6 +87,26 @@ class MegatronEngine:
         self.schedule = make_schedule(self.optimizer, self.config)
         self._checkpoint = Checkpointer(policy, self.optimizer, self.schedule, context)
         self._check_saving()
+
+    def _model_tensors(self) -> Iterator[Tensor]:
+        for chunk in self.policy.chunks:
+            yield from chunk.parameters()
+            yield from chunk.buffers()
+
+    def _optimizer_tensors(self) -> Iterator[Tensor]:
+        return optimizer_state(self.optimizer)
+
+    def _gradients(self) -> Iterator[Tensor]:
+        self.optimizer.zero_grad()  # drops those that lie outside of what is found
+        return gradients(self.chunks)
+
+    def hold(self, what: Residency) -> None:
+        """Have that much on the device; see :class:`anygauge_hooks.engines.HoldsMemory`."""
+        with make_scope(self.context.device):
+            if self._memory.holds != "nothing":
+                self._synchronize_parameters()
+            self._biases_before = []
+            self._memory.hold(what)
 
     def _check_saving(self) -> None:
         """Raise now, and not at the first save, if there is something that no checkpoint can hold."""
@@ -127,6 +154,7 @@ class MegatronEngine:
     @contextmanager
     def _asking(self, role: str) -> Iterator[None]:
         """Let a model say something without learning from it."""
+        self._memory.need("everything", "log-probabilities")
         with (
             self._timed("log_probs"),
             make_scope(self.context.device),
@@ -175,6 +203,7 @@ class MegatronEngine:
 
         :param shape: Of what it collects of each token.
         """
+        self._memory.need("everything", "a forward pass")
         for chunk in self.chunks:
             chunk.eval()
         outputs = self._run_schedule(step, batches, forward_only=True)
@@ -182,6 +211,7 @@ class MegatronEngine:
         return per_sample(batches.plans, whole, count)
 
     def _forward_backward(self, step: Any, batches: MicroBatches) -> list[Any]:
+        self._memory.need("everything", "an optimizer step")
         self._biases_before = [bias.clone() for bias in self._biases]
         for chunk in self.chunks:
             chunk.train()
@@ -228,16 +258,19 @@ class MegatronEngine:
 
     def load_role(self, role: str, path: str) -> None:
         """Keep host copies of another role's weights, read from a Hugging Face directory."""
+        self._memory.need("everything", f"room for the weights of the {role}")
         with make_scope(self.context.device):
             self._roles.keep(role, partial(self.policy.load, Path(path)))
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield full tensors under Hugging Face names."""
+        self._memory.need("weights", "its weights")
         self._synchronize_parameters()
         yield from self.policy.weights()
 
     def save_hf(self, path: str) -> None:
         """Write a complete Hugging Face directory; rank 0 writes."""
+        self._memory.need("weights", "a Hugging Face directory")
         self._synchronize_parameters()
         weights = self.policy.weights(on_every_rank=False)
         if self.context.rank == 0:
@@ -255,6 +288,7 @@ class MegatronEngine:
 
     def save_checkpoint(self, path: str) -> None:
         """Copy the training state to the host, and start to write it into a directory."""
+        self._memory.need("everything", "a checkpoint")
         self._checkpoint.save(Path(path))
 
     def checkpoint_written(self) -> bool:
@@ -263,6 +297,7 @@ class MegatronEngine:
 
     def load_checkpoint(self, path: str) -> None:
         """Restore what :meth:`save_checkpoint` wrote. A collective."""
+        self._memory.need("everything", "the state of a checkpoint")
         self._synchronize_parameters()
         self._checkpoint.load(Path(path))
         self._check_ranks_agree()

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
+from torch import Tensor
+
 from anygauge.engines.megatron.engine import MegatronEngine
 
 __all__ = ["FrozenEngine"]
@@ -14,6 +18,12 @@ class FrozenEngine(MegatronEngine):
         for chunk in self.policy.chunks:
             chunk.requires_grad_(False)
         self.chunks = list(self.policy.chunks)
+
+    def _optimizer_tensors(self) -> Iterator[Tensor]:
+        return iter(())
+
+    def _gradients(self) -> Iterator[Tensor]:
+        return iter(())
 
     def _synchronize_parameters(self) -> None:
         """Do nothing: no optimizer step has left anything on other ranks."""

@@ -58,7 +58,15 @@ def _divided(config: Any, make: Callable[[], Engine]) -> Engine | SeparateEngine
 @hookimpl
 def register_train_engines() -> list[TrainEngineSpec]:
     """Register the engine."""
-    return [TrainEngineSpec(name="megatron", make=_make, make_critic=_make_critic, make_frozen=_make_frozen)]
+    return [
+        TrainEngineSpec(
+            name="megatron",
+            make=_make,
+            make_critic=_make_critic,
+            make_frozen=_make_frozen,
+            holds_memory=True,
+        )
+    ]
 
 
 @hookimpl

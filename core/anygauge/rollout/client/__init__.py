@@ -2,7 +2,7 @@
 
 from anygauge.rollout.client.attach import Expected, check_engine
 from anygauge.rollout.client.channel import EngineAwayError
-from anygauge.rollout.client.engine import EngineClient, PauseMode, retry_pause_s
+from anygauge.rollout.client.engine import EngineClient, MemoryPart, PauseMode, retry_pause_s
 from anygauge.rollout.client.wire import Meeting
 
 __all__ = [
@@ -10,6 +10,7 @@ __all__ = [
     "EngineClient",
     "Expected",
     "Meeting",
+    "MemoryPart",
     "PauseMode",
     "check_engine",
     "retry_pause_s",

@@ -18,7 +18,10 @@ from anygauge.rollout.client.wire import Meeting, Parts, read_answer, request_bo
 from anygauge_hooks.errors import DeadlineError, RolloutError
 from anygauge_hooks.rollout import GenerateRequest, Generation
 
-__all__ = ["EngineClient", "PauseMode", "retry_pause_s"]
+__all__ = ["EngineClient", "MemoryPart", "PauseMode", "retry_pause_s"]
+
+MemoryPart = Literal["kv_cache", "weights", "cuda_graph"]
+"""Of an engine's memory, as SGLang tags it. What was released comes back empty."""
 
 PauseMode = Literal["abort", "retract", "in_place"]
 """``abort`` returns what there is of every response; ``retract`` computes its beginning anew afterwards, with
@@ -50,6 +53,7 @@ class EngineClient:
         self.name = name or f"the engine at {self.address}"
         self.options = options
         self._rids: set[str] = set()
+        self._probes = 0
         self._channel = Channel(self.address, self.name)
         self._room = asyncio.Semaphore(options.concurrency)
         self._head, self._numbers = secrets.token_hex(6), itertools.count()
@@ -171,6 +175,11 @@ class EngineClient:
         """Return the ids of the requests that were sent and not answered."""
         return frozenset(self._rids)
 
+    @property
+    def is_idle(self) -> bool:
+        """Return whether the engine owes this client no token, also of a health check."""
+        return not self._rids and not self._probes
+
     async def abort(self, rids: Iterable[str] | None = None) -> None:
         """End generations in the engine; each returns what it has.
 
@@ -201,9 +210,26 @@ class EngineClient:
             return False
         return True
 
+    async def release(self, parts: Iterable[MemoryPart]) -> None:
+        """Let the engine give parts of its memory back. One that has requests, or none of a part, dies."""
+        await self._move_memory("release", parts)
+
+    async def regain(self, parts: Iterable[MemoryPart]) -> None:
+        """Let the engine take parts of its memory again that it has released."""
+        await self._move_memory("resume", parts)
+
+    async def _move_memory(self, verb: str, parts: Iterable[MemoryPart]) -> None:
+        tags = sorted(parts)
+        path, purpose = f"/{verb}_memory_occupation", f"the {verb} of {' and '.join(tags)}"
+        await self.command(path, {"tags": tags}, purpose=purpose, repeat=False)
+
     async def is_healthy(self, timeout_s: float | None = None) -> bool:
         """Return whether the engine makes tokens. A paused one does not; see :meth:`is_answering`."""
-        return await self._answers("/health", timeout_s)
+        self._probes += 1
+        try:
+            return await self._answers("/health", timeout_s)
+        finally:
+            self._probes -= 1
 
     async def is_answering(self, timeout_s: float | None = None) -> bool:
         """Return whether the engine's front answers, also while it is paused."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,8 @@ class Engine:
         self.paused = False
         self.asleep: set[str] = set()
         """Memory that was released, by tag."""
+        self.is_hollow = False
+        """Whether the weights came back from sleep empty, and no update has filled them since."""
         self.finished = 0
         self._lengths = parse_lengths(options.lengths)
         self._numbers, self._next_rank = itertools.count(), itertools.count()
@@ -49,6 +51,7 @@ class Engine:
 
         :raises ValueError: SGLang would refuse it.
         """
+        self._check_awake()
         params = body.get("sampling_params") or {}
         prompt = self._prompt(body)
         self._check(prompt, params)
@@ -81,6 +84,22 @@ class Engine:
         if isinstance(text := body.get("text"), str):
             return [byte % (self.options.vocab_size // 2) for byte in text.encode()]
         raise ValueError("Either text, input_ids or input_embeds should be provided.")
+
+    def _check_awake(self) -> None:
+        """Refuse what the real engine would take, to read memory that is not there."""
+        if self.asleep:
+            raise ValueError(f"The engine is asleep: it has released {', '.join(sorted(self.asleep))}.")
+        if self.is_hollow:
+            raise ValueError("The engine's weights were released, and none were sent since.")
+
+    def release(self, parts: Collection[str]) -> None:
+        """Give memory back."""
+        self.asleep.update(parts)
+
+    def regain(self, parts: Collection[str]) -> None:
+        """Take memory again; what it held is lost."""
+        self.asleep.difference_update(parts)
+        self.is_hollow |= "weights" in parts
 
     def _check(self, prompt: Sequence[int], params: Mapping[str, Any]) -> None:
         context, size = self.options.context_length, len(prompt)
@@ -235,6 +254,7 @@ class Engine:
             "waiting": [rank.waiting for rank in self.ranks],
             "paused": self.paused,
             "asleep": sorted(self.asleep),
+            "hollow": self.is_hollow,
             "weight_version": self.weights.version,
             "events": dict(self.faults.seen),
             "finished": self.finished,

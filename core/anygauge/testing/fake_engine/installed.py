@@ -24,7 +24,7 @@ def serve(config, context):
 
 @hookimpl
 def register_rollout_engines():
-    return [RolloutEngineSpec(name="fake", serve=serve)]
+    return [RolloutEngineSpec(name="fake", serve=serve, releases_memory=True)]
 '''
 
 

@@ -225,7 +225,7 @@ async def _health(http: web.Request) -> web.Response:
     await asyncio.sleep(engine.options.health_s)
     if engine.paused:
         await asyncio.sleep(engine.options.health_timeout_s)
-    return web.Response(status=503 if engine.paused else 200)
+    return web.Response(status=503 if engine.paused or engine.asleep else 200)
 
 
 async def _model_info(http: web.Request) -> web.Response:
@@ -279,7 +279,7 @@ async def _release(http: web.Request) -> web.Response:
     engine, body = http.app[ENGINE], await body_of(http)
     if not engine.flush():
         die()  # an assertion of the real scheduler, which takes the server down
-    engine.asleep.update(body.get("tags") or _MEMORY)
+    engine.release(body.get("tags") or _MEMORY)
     return json_response(None)
 
 
@@ -288,7 +288,7 @@ async def _resume(http: web.Request) -> web.Response:
     tags = body.get("tags") or _MEMORY
     if not engine.asleep.issuperset(tags):
         die()  # the same: what was not released cannot be removed from the set
-    engine.asleep.difference_update(tags)
+    engine.regain(tags)
     return json_response(None)
 
 

@@ -77,11 +77,15 @@ class WeightEndpoints:
             die()
         if fault is not None and fault.kind == "stall":
             await asyncio.sleep(fault.argument)
+        if event == "update" and "weights" in self._engine.asleep:
+            return _answer(Answer(False, "The weights are asleep: their memory was released."))
         async with self._gate(event):
             # One after the other, as in the scheduler's process; a collective blocks those that follow.
             answer = await asyncio.get_running_loop().run_in_executor(
                 self._scheduler, change, orjson.loads(data) if data else {}
             )
+        if event == "update" and answer.success:
+            self._engine.is_hollow = False
         if fault is not None and fault.kind == "corrupt":
             self._engine.weights.corrupt()
         return _answer(answer)

@@ -1,0 +1,59 @@
+"""Servers on the devices of the workers that train, which have them in turns."""
+
+from __future__ import annotations
+
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+from anygauge.trainer.served_engines import ServedEngines
+from anygauge.trainer.turns import Turns
+
+__all__ = ["ColocatedEngines"]
+
+T = TypeVar("T")
+
+
+class ColocatedEngines(ServedEngines):
+    """The servers of a run that sleep while the trainers work.
+
+    A server that was lost while others generate gets no request before the next sync: trainers could not send
+    it weights without taking the memory of the others.
+
+    :param turns: In which the trainers hold nothing while the servers start.
+    """
+
+    def __init__(self, *args: Any, turns: Turns) -> None:
+        super().__init__(*args)
+        self._turns = turns
+        turns.join(self._servers.hold, self._refresh)
+
+    def wait(self, coroutine: Coroutine[Any, Any, T], what: str) -> T:
+        """Return what a coroutine in the event loop returns, with the servers awake."""
+        try:
+            self._turns.take("generate")
+        except BaseException:
+            coroutine.close()
+            raise
+        return super().wait(coroutine, what)
+
+    def sync(self, version: int) -> None:
+        """Give the trained weights to every server. They go on to sleep until they are to generate."""
+        self._version = version
+        self._turns.take("sync")
+        self._refresh()
+        self._turns.synced()
+
+    def _repair(self) -> None:
+        """Have lost servers started again, and give them weights if there is no other to generate."""
+        self._servers.look()
+        if self._servers.behind and not self._servers.is_serving():
+            self._turns.outdated()
+            self._turns.take("generate")
+
+    def _refresh(self) -> None:
+        """Send the trainers' weights to every server that can take them."""
+        lost = self._servers.lost()
+        well = [rank for rank in range(len(self._servers.serving)) if rank not in lost]
+        self._servers.behind.difference_update(well)
+        assert self._trainers is not None, "devices are shared with trainers"
+        self._give(self._trainers, well)
