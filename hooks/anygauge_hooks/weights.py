@@ -163,5 +163,7 @@ class WeightTransportSpec:
     """Where buckets are to be, as a ``torch.device`` string; ``None`` takes host memory."""
     same_device: bool = True
     """Whether servers may be on the accelerators of the trainers; a communicator cannot have one twice."""
+    other_device: bool = True
+    """Whether servers may be on accelerators that the trainers do not see."""
     shares_buffers: bool = False
     """Whether buckets in host memory are to be in memory that other processes can map."""

@@ -30,7 +30,7 @@ from anygauge.config.placement_rules import cluster_rule, colocation_rules, engi
 from anygauge.config.reward_rules import label_rule, reward_functions, reward_rule
 from anygauge.config.schema import Config, Eval, EvalDataset
 from anygauge.config.tree import covers
-from anygauge.config.weight_sync_rules import weight_sync_rule
+from anygauge.config.weight_sync_rules import weight_sync_rules
 from anygauge_hooks.types import ConfigProblem
 
 if TYPE_CHECKING:
@@ -112,7 +112,8 @@ def check(
         correction_rules(config, plugins) if trains else (),
         reward_functions(config, plugins),
         control_functions(config, plugins),
-        colocation_rules(config, backend, plugins),
+        colocation_rules(config, plugins),
+        weight_sync_rules(config, backend, plugins),
         model_rules(config, plugins, trains=trains) if check_files else (),
         plugins.collect("check_config", config=config, backend=backend),
     )
@@ -222,16 +223,6 @@ RULES = (
     Check(_resume, ("run.resume", "run.overwrite")),
     Check(debug_rule, ("debug", "run.task")),
     Check(algorithm_rule, ("run.task", "run.steps", "algorithm.aggregation", "critic.only_steps")),
-    Check(
-        weight_sync_rule,
-        (
-            "weight_sync",
-            "placement.rollout_workers",
-            "placement.launcher",
-            "rollout.engine",
-            "cluster.address",
-        ),
-    ),
     Check(control_rule, ("rollout", "placement.rollout_workers")),
     Check(
         stale_rule,

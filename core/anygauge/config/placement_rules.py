@@ -12,15 +12,11 @@ from anygauge_hooks.types import ConfigProblem
 if TYPE_CHECKING:
     from anygauge.plugins import Plugins
     from anygauge_hooks.engines import RolloutEngineSpec, TrainEngineSpec
-    from anygauge_hooks.types import BackendSpec
-    from anygauge_hooks.weights import WeightTransportSpec
 
 __all__ = ["cluster_rule", "colocation_rules", "engines_rule"]
 
 ADDRESS = re.compile(r"start|auto|(ray://)?(\[[0-9A-Fa-f:.]+\]|[^\s:/\[\]]+):([1-9]\d{0,4})")
 LARGEST_PORT = 65535
-HOST = "cpu"
-"""Device type of what is no accelerator: processes share it as they like."""
 
 
 def engines_rule(config: Config, user_keys: Collection[str]) -> Iterator[ConfigProblem]:
@@ -37,7 +33,7 @@ def engines_rule(config: Config, user_keys: Collection[str]) -> Iterator[ConfigP
     yield ConfigProblem(path="placement.rollout_workers", found=engines, hint=hint)
 
 
-def colocation_rules(config: Config, backend: BackendSpec, plugins: Plugins) -> Iterator[ConfigProblem]:
+def colocation_rules(config: Config, plugins: Plugins) -> Iterator[ConfigProblem]:
     """Yield what keeps trainers and engines from having the same devices in turns."""
     placement = config.placement
     if not placement.colocated:
@@ -52,12 +48,6 @@ def colocation_rules(config: Config, backend: BackendSpec, plugins: Plugins) -> 
         )
         yield ConfigProblem(path="rollout.schedule", found=config.rollout.schedule, hint=hint)
     yield from _engines_that_sleep(config, plugins)
-    transports: Mapping[str, WeightTransportSpec] = plugins.named("register_weight_transports")
-    transport = transports.get(config.weight_sync.transport)
-    if transport is not None and not transport.same_device and backend.device_type != HOST:
-        same = ", ".join(sorted(name for name, each in transports.items() if each.same_device)) or "none"
-        hint = f"cannot reach engines on the trainers' devices (placement.colocated); these can: {same}"
-        yield ConfigProblem(path="weight_sync.transport", found=transport.name, hint=hint)
 
 
 def _engines_that_sleep(config: Config, plugins: Plugins) -> Iterator[ConfigProblem]:

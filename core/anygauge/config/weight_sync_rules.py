@@ -2,27 +2,59 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
 
 from anygauge.config.schema import Config
 from anygauge_hooks.types import ConfigProblem
 
-__all__ = ["weight_sync_rule"]
+if TYPE_CHECKING:
+    from anygauge.plugins import Plugins
+    from anygauge_hooks.engines import RolloutEngineSpec
+    from anygauge_hooks.types import BackendSpec
+    from anygauge_hooks.weights import WeightTransportSpec
 
-EMBEDDED = "transformers"
+__all__ = ["are_on_other_devices", "are_on_other_hosts", "weight_sync_rules"]
+
+HOST = "cpu"
+"""Device type of what is no accelerator: processes share it as they like."""
 
 
-def weight_sync_rule(config: Config, user_keys: Collection[str]) -> Iterator[ConfigProblem]:
+def weight_sync_rules(config: Config, backend: BackendSpec, plugins: Plugins) -> Iterator[ConfigProblem]:
     """Yield a transport that cannot reach the engines of the run, and what has no effect."""
     options = config.weight_sync
-    serves = config.placement.rollout_workers > 0 and config.rollout.engine != EMBEDDED
-    joins = config.placement.launcher == "ray" and config.cluster.address != "start"
-    if serves and joins and options.transport == "tensor":
-        hint = (
-            "needs every engine on the host of training rank 0, and a cluster places them anywhere; write "
-            '"distributed", "delta", or "disk" with a directory that all nodes see'
-        )
-        yield ConfigProblem(path="weight_sync.transport", found="tensor", hint=hint)
     if options.directory is not None and options.transport != "disk":
         hint = 'has no effect without weight_sync.transport = "disk"; leave it out'
         yield ConfigProblem(path="weight_sync.directory", found=str(options.directory), hint=hint)
+    engines: Mapping[str, RolloutEngineSpec] = plugins.named("register_rollout_engines")
+    engine = engines.get(config.rollout.engine)
+    if not config.placement.rollout_workers or (engine is not None and engine.serve is None):
+        return
+    transports: Mapping[str, WeightTransportSpec] = plugins.named("register_weight_transports")
+    transport = transports.get(options.transport)
+    if transport is None or (obstacle := _obstacle(config, backend, transport)) is None:
+        return
+    fit = [name for name, each in transports.items() if _obstacle(config, backend, each) is None]
+    hint = f"{obstacle}; these can: {', '.join(sorted(fit)) or 'none'}"
+    yield ConfigProblem(path="weight_sync.transport", found=transport.name, hint=hint)
+
+
+def are_on_other_devices(config: Config, backend: BackendSpec) -> bool:
+    """Return whether engines have accelerators that the trainers do not see."""
+    return backend.device_type != HOST and not config.placement.colocated
+
+
+def are_on_other_hosts(config: Config) -> bool:
+    """Return whether engines may be on hosts where no trainer is."""
+    return config.placement.launcher == "ray" and config.cluster.address != "start"
+
+
+def _obstacle(config: Config, backend: BackendSpec, transport: WeightTransportSpec) -> str | None:
+    """Return why weights cannot go that way to the engines."""
+    if transport.same_host and are_on_other_hosts(config):
+        return "needs every engine on the host of training rank 0, and a cluster places them anywhere"
+    if not transport.other_device and are_on_other_devices(config, backend):
+        return "needs engines on the devices of the trainers (placement.colocated)"
+    if not transport.same_device and config.placement.colocated and backend.device_type != HOST:
+        return "cannot reach engines on the trainers' devices (placement.colocated)"
+    return None

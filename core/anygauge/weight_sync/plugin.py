@@ -5,15 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
+from anygauge.config.weight_sync_rules import are_on_other_devices, are_on_other_hosts
 from anygauge_hooks import hookimpl
+from anygauge_hooks.types import ConfigChange
 from anygauge_hooks.weights import WeightTransportSpec
 
 if TYPE_CHECKING:
     from anygauge.config import Config
     from anygauge_hooks.engines import WorkerContext
+    from anygauge_hooks.types import BackendSpec
     from anygauge_hooks.weights import WeightTransport
 
-__all__ = ["register_weight_transports"]
+__all__ = ["adjust_config", "register_weight_transports"]
 
 
 @hookimpl
@@ -21,7 +24,12 @@ def register_weight_transports() -> Iterable[WeightTransportSpec]:
     """Return the transports that need nothing but torch and a file system."""
     return [
         WeightTransportSpec(
-            name="tensor", make=_tensor, same_host=True, shares_buffers=True, buffer_device=_own_device
+            name="tensor",
+            make=_tensor,
+            same_host=True,
+            other_device=False,
+            shares_buffers=True,
+            buffer_device=_own_device,
         ),
         WeightTransportSpec(name="disk", make=_disk),
         WeightTransportSpec(name="delta", make=_delta),
@@ -29,6 +37,20 @@ def register_weight_transports() -> Iterable[WeightTransportSpec]:
             name="distributed", make=_distributed, buffer_device=_own_device, same_device=False
         ),
     ]
+
+
+@hookimpl
+def adjust_config(config: Config, backend: BackendSpec) -> Iterable[ConfigChange] | None:
+    """Choose a way to servers with which the trainers share no memory."""
+    if not config.placement.rollout_workers:
+        return None
+    if are_on_other_devices(config, backend):
+        reason = "engines have devices of their own"
+    elif are_on_other_hosts(config):
+        reason = "engines may be on other hosts"
+    else:
+        return None
+    return [ConfigChange(path="weight_sync.transport", value="distributed", reason=reason)]
 
 
 def _own_device(context: WorkerContext) -> str:

@@ -12,11 +12,11 @@ import pytest
 
 from anygauge.config import LoadedConfig, load_config
 from anygauge.plugins import Plugins
+from anygauge.weight_sync import plugin as weight_sync
 from anygauge_hooks import PROJECT, hookimpl, specs
 from anygauge_hooks.engines import RolloutEngineSpec
 from anygauge_hooks.models import LayerKind, WeightRule
 from anygauge_hooks.types import Availability, BackendSpec, NamedFunction
-from anygauge_hooks.weights import WeightTransportSpec
 
 Load = Callable[..., LoadedConfig]
 
@@ -91,10 +91,6 @@ class Everything:
         return [RolloutEngineSpec(name="transformers")]
 
     @hookimpl
-    def register_weight_transports(self) -> list[WeightTransportSpec]:
-        return [WeightTransportSpec(name="tensor", make=grpo)]  # type: ignore[arg-type]
-
-    @hookimpl
     def register_advantage_estimators(self) -> list[NamedFunction]:
         return named("grpo")
 
@@ -134,6 +130,7 @@ def plugins() -> Plugins:
     plugins = Plugins(pluggy.PluginManager(PROJECT))
     plugins.manager.add_hookspecs(specs)
     plugins.register(Everything(), "everything")
+    plugins.register(weight_sync, "weight_sync")
     return plugins
 
 

@@ -2,20 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import pytest
 
 from anygauge.config.load import LoadedConfig
+from anygauge.plugins import Plugins
+from anygauge_hooks import hookimpl
+from anygauge_hooks.engines import RolloutEngineSpec
 from anygauge_hooks.errors import ConfigError
 
 Load = Callable[..., LoadedConfig]
 
 
+class Served:
+    """An engine that is a server."""
+
+    @hookimpl
+    def register_rollout_engines(self) -> Iterable[RolloutEngineSpec]:
+        return [RolloutEngineSpec(name="server", serve=lambda config, context: None)]  # type: ignore[arg-type, return-value]
+
+
+@pytest.fixture(autouse=True)
+def served(plugins: Plugins) -> None:
+    plugins.register(Served(), "served")
+
+
 @pytest.mark.parametrize(
     ("overrides", "found", "hint"),
     [
-        (["--weight_sync.transport=pigeon"], "'pigeon'", "available: tensor"),
+        (["--weight_sync.transport=pigeon"], "'pigeon'", "available: delta, disk"),
         (["--weight_sync.directory=/x"], "weight_sync.directory: found '/x'", "has no effect without"),
         (["--weight_sync.bucket_bytes=1"], "weight_sync.bucket_bytes: found 1", "4096"),
     ],
@@ -27,9 +43,37 @@ def test_wrong_keys(load: Load, overrides: list[str], found: str, hint: str) -> 
     assert hint in str(caught.value)
 
 
+JOINED = ["--placement.rollout_workers=1", "--placement.launcher=ray", "--cluster.address=auto"]
+
+
 def test_shared_memory_is_refused_where_a_cluster_places_the_engines(load: Load) -> None:
-    joined = ["--placement.rollout_workers=1", "--cluster.address=auto"]
     with pytest.raises(ConfigError) as caught:
-        load({}, [*joined, "--rollout.engine=other"])
+        load({}, [*JOINED, "--rollout.engine=server", "--weight_sync.transport=tensor"])
     assert "weight_sync.transport: found 'tensor'" in str(caught.value)
-    assert load({}, joined).config.weight_sync.transport == "tensor", "an embedded engine takes none"
+    assert "these can: delta, disk, distributed" in str(caught.value)
+    embedded = load({}, [*JOINED, "--weight_sync.transport=tensor"])
+    assert embedded.config.weight_sync.transport == "tensor", "an embedded engine takes none"
+
+
+def test_shared_memory_is_refused_where_engines_have_devices_of_their_own(load: Load) -> None:
+    served = ["--placement.rollout_workers=1", "--rollout.engine=server", "--weight_sync.transport=tensor"]
+    with pytest.raises(ConfigError, match="needs engines on the devices of the trainers"):
+        load({}, served, backend="fast", check_files=False)
+    assert load({}, served).config.weight_sync.transport == "tensor", "all have the memory of the host"
+
+
+@pytest.mark.parametrize(
+    ("backend", "overrides", "transport"),
+    [
+        ("cpu", ["--placement.rollout_workers=1"], "tensor"),
+        ("cpu", JOINED, "distributed"),
+        ("fast", ["--placement.rollout_workers=1"], "distributed"),
+        ("fast", ["--placement.rollout_workers=1", "--weight_sync.transport=disk"], "disk"),
+        ("fast", [], "tensor"),
+    ],
+)
+def test_the_way_is_chosen_by_what_trainers_and_engines_share(
+    load: Load, backend: str, overrides: list[str], transport: str
+) -> None:
+    loaded = load({}, [*overrides, "--rollout.engine=server"], backend=backend, check_files=False)
+    assert loaded.config.weight_sync.transport == transport

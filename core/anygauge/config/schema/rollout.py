@@ -159,8 +159,9 @@ class WeightSync(Section):
     """How engines that are servers get the trained weights."""
 
     transport: str = "tensor"
-    """Way to the servers, by registered name: ``tensor`` (memory that processes of one host share),
-    ``distributed`` (broadcast), ``disk`` (a directory that all see), ``delta`` (changed bytes alone)."""
+    """Way to the servers, by registered name: ``tensor`` (memory that processes of one host share, or one
+    accelerator), ``distributed`` (broadcast), ``disk`` (a directory that all see), ``delta`` (changed bytes
+    alone). Servers with devices of their own, or on other hosts, get ``distributed`` if nothing is said."""
     bucket_bytes: Annotated[int, Field(ge=4096)] = 512 * 2**20
     """Bytes that are sent at once. Two such buffers are held; a larger tensor has a bucket for itself."""
     verify: Literal["none", "first", "always"] = "first"
