@@ -5,6 +5,7 @@ latency, so that the figure is that of the schedule. The runs alternate; the fig
 without the first steps of each run.
 
     python bench/async_rollout.py
+    python bench/async_rollout.py --evaluate                          # what evaluations cost training
     python bench/async_rollout.py --engines sglang                    # two real servers beside the trainer
     python bench/async_rollout.py --engines sglang --backend cuda     # on three GPUs
 
@@ -68,12 +69,24 @@ SCHEDULES: dict[str, dict[str, Any]] = {
     "one_step_off": {"rollout__schedule": "one_step_off"},
     "async": {"rollout__schedule": "async", "rollout__max_staleness": 2},
 }
+EVALUATION = {"eval__interval": 4, "eval__samples_per_prompt": 16}
+"""Of twelve prompts: in four steps as many samples as training has in two."""
+EVALUATIONS: dict[str, dict[str, Any]] = {
+    "no evaluation": SCHEDULES["async"],
+    "beside training": {**SCHEDULES["async"], **EVALUATION},
+    "training waits": {**SCHEDULES["async"], **EVALUATION, "eval__wait": True},
+}
 
 
 def measure(
-    schedule: str, folder: Path, steps: int, engines: dict[str, Any], model: dict[str, Any], backend: str
+    keys: dict[str, Any],
+    folder: Path,
+    steps: int,
+    engines: dict[str, Any],
+    model: dict[str, Any],
+    backend: str,
 ) -> tuple[float, float]:
-    """Return samples per second and the greatest staleness of a run."""
+    """Return the samples per second of training, by the wall clock, and the greatest staleness of a run."""
     config = tiny_recipe(
         folder,
         model=model,
@@ -86,15 +99,16 @@ def measure(
             "rollout__max_new_tokens": 128,
             "placement__rollout_workers": 2,
             **engines,
-            **SCHEDULES[schedule],
+            "eval__data": [folder / "data.jsonl"] if "eval__interval" in keys else [],
+            **keys,
         },
     )
     plugins = load_plugins()
     train(load_config(config, backend=backend, plugins=plugins), plugins)
     lines = (folder / "run" / "metrics.jsonl").read_text().splitlines()
     rows = [row for row in map(json.loads, lines) if "perf/step_time" in row][WARM_UP:]
-    seconds = sum(row["perf/step_time"] for row in rows)
-    return 96 * len(rows) / seconds, max(row.get("rollout/lag/max", 0.0) for row in rows)
+    seconds = rows[-1]["time"] - rows[0]["time"]
+    return 96 * (len(rows) - 1) / seconds, max(row.get("rollout/lag/max", 0.0) for row in rows)
 
 
 def main() -> None:
@@ -102,25 +116,28 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=15)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--evaluate", action="store_true", help="compare evaluations, not schedules")
     parser.add_argument("--engines", choices=("fake", "sglang"), default="fake")
     parser.add_argument("--backend", choices=tuple(MODELS), default="cpu")
     options = parser.parse_args()
-    found: dict[str, list[tuple[float, float]]] = {name: [] for name in SCHEDULES}
+    compared = EVALUATIONS if options.evaluate else SCHEDULES
+    found: dict[str, list[tuple[float, float]]] = {name: [] for name in compared}
     with tempfile.TemporaryDirectory() as temporary:
         engines, model = (REAL, MODELS[options.backend]) if options.engines == "sglang" else (FAKE, {})
         if engines is FAKE:
             sys.path.insert(0, str(install_fake_engine(Path(temporary) / "engine", ["", ""], ENGINE)))
         for number in range(options.rounds):
-            for name in SCHEDULES:
-                folder = Path(temporary) / f"{name}-{number}"
-                found[name].append(measure(name, folder, options.steps, engines, model, options.backend))
-    base = statistics.median(speed for speed, _ in found["sync"])
+            for name, keys in compared.items():
+                folder = Path(temporary) / f"{name.replace(' ', '-')}-{number}"
+                found[name].append(measure(keys, folder, options.steps, engines, model, options.backend))
+    first = next(iter(compared))
+    base = statistics.median(speed for speed, _ in found[first])
     for name, runs in found.items():
         speed = statistics.median(speed for speed, _ in runs)
-        bound = SCHEDULES[name].get("rollout__max_staleness", 0 if name == "sync" else 1)
+        bound = compared[name].get("rollout__max_staleness", 0 if name == "sync" else 1)
         staleness = max(age for _, age in runs)
         print(
-            f"{name:<13} {speed:7.1f} samples/s  {speed / base:5.2f} of sync  "
+            f"{name:<15} {speed:7.1f} samples/s  {speed / base:5.2f} of {first}  "
             f"staleness at most {staleness:g} (bound {bound})"
         )
 

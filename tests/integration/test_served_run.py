@@ -121,7 +121,8 @@ def test_samples_go_on_through_updates_and_are_never_older_than_the_bound(
     install(tmp_path / "plugin", [""], monkeypatch, token_s=0.2, lengths="uniform:2:24")
     observer = Observer()
     keys = {"rollout__schedule": "async", "rollout__max_staleness": 2, "rollout__max_new_tokens": 24}
-    run(tmp_path, observer, run__steps=5, placement__rollout_workers=1, **keys)
+    evaluated = {"eval__data": [tmp_path / "data.jsonl"], "eval__interval": 1, "eval__max_new_tokens": 4}
+    run(tmp_path, observer, run__steps=5, placement__rollout_workers=1, **keys, **evaluated)
     found = ages(observer.groups)
     assert len(found) == 5
     assert min(map(min, found)) >= 0
@@ -129,6 +130,12 @@ def test_samples_go_on_through_updates_and_are_never_older_than_the_bound(
     assert [metrics["rollout/lag/max"] for metrics in observer.metrics] == [max(step) for step in found]
     samples = [sample for group in observer.groups for sample in group.samples]
     assert all(list(sample.weight_versions) == sorted(sample.weight_versions) for sample in samples)
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    evaluations = [row for row in rows if "eval/data" in row]
+    assert {0, 5} < {row["eval/step"] for row in evaluations}, "a step may have none, the last one has"
+    beside = [row["eval/data/versions"] for row in evaluations if "eval/data/versions" in row]
+    assert len(beside) == len(evaluations) - 2, "training waited for the first and the last"
+    assert min(beside) >= 1
 
 
 def test_asynchronous_training_needs_engines_of_its_own(tmp_path: Path) -> None:

@@ -223,7 +223,7 @@ RULES = (
     Check(_resume, ("run.resume", "run.overwrite")),
     Check(debug_rule, ("debug", "run.task")),
     Check(algorithm_rule, ("run.task", "run.steps", "algorithm.aggregation", "critic.only_steps")),
-    Check(control_rule, ("rollout", "placement.rollout_workers")),
+    Check(control_rule, ("rollout", "placement.rollout_workers", "eval")),
     Check(
         stale_rule,
         ("algorithm.mask_stale", "rollout.schedule", "rollout.partial", "rollout.max_staleness"),

@@ -40,10 +40,21 @@ def control_rule(config: Config, user_keys: Collection[str]) -> Problems:
     if rollout.schedule != "async" and rollout.max_staleness != Rollout().max_staleness:
         hint = 'has an effect with rollout.schedule = "async" alone; leave it out'
         yield ConfigProblem(path="rollout.max_staleness", found=rollout.max_staleness, hint=hint)
+    yield from _evaluation(config)
     for name, options in rollout.filter_options.items():
         if name not in rollout.filters:
             hint = f"rollout.filters has no {name!r}; list it there, or leave its options out"
             yield ConfigProblem(path=f"rollout.filter_options.{name}", found=options, hint=hint)
+
+
+def _evaluation(config: Config) -> Problems:
+    waits = config.rollout.schedule == "sync"
+    if waits and config.eval.wait:
+        hint = 'training waits with rollout.schedule = "sync" anyway; leave it out'
+        yield ConfigProblem(path="eval.wait", found=True, hint=hint)
+    if (waits or config.eval.wait) and config.eval.concurrency is not None:
+        hint = "has an effect on evaluations that training does not wait for alone; leave it out"
+        yield ConfigProblem(path="eval.concurrency", found=config.eval.concurrency, hint=hint)
 
 
 def control_functions(config: Config, plugins: Plugins) -> Problems:

@@ -53,6 +53,14 @@ class Controlled:
         self._events = requests.loop
         self._wait = requests.wait
         self._config = config
+        rollout = config.rollout
+        self._versions = 1 if rollout.schedule == "one_step_off" else rollout.max_staleness
+        self._groups = rollout.prompts_per_step * (self._versions + 1) + rollout.over_sampling
+
+    @property
+    def rollouts(self) -> int:
+        """Samples that are under way at most, while training goes on."""
+        return self._groups * self._config.rollout.samples_per_prompt
 
     def collect(self) -> list[Group]:
         """Return the scored groups of the next step."""
@@ -67,10 +75,9 @@ class Controlled:
     def keep_going(self) -> None:
         """Let groups be generated while training goes on, as many as their age and the run's end allow."""
         rollout = self._config.rollout
-        versions = 1 if rollout.schedule == "one_step_off" else rollout.max_staleness
         continuous = Continuous(
-            groups=rollout.prompts_per_step * (versions + 1) + rollout.over_sampling,
-            staleness=Staleness(versions, rollout.prompts_per_step),
+            groups=self._groups,
+            staleness=Staleness(self._versions, rollout.prompts_per_step),
             may_start=lambda untaken: untaken < self._steps * rollout.prompts_per_step,
         )
         self._events.run(_keep_going(self._producer, continuous))

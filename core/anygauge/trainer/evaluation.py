@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
+from anygauge.config import Config
 from anygauge.observability.logs import summary
 from anygauge.observability.metrics import eval_metrics
 from anygauge.rollout.rewards import Scorer, raw_number
 from anygauge.trainer.generation import eval_params, eval_seeds
 from anygauge.trainer.plan import conversation_samples, group_samples, split_evenly
 from anygauge.trainer.worker_group import Arguments
+from anygauge_hooks.rl import Group, Prompt, SamplingParams
+from anygauge_hooks.types import RunInfo
 
 if TYPE_CHECKING:
     from anygauge.trainer.inputs import EvalSet
     from anygauge.trainer.session import Session
 
-__all__ = ["evaluate"]
+__all__ = ["Drawn", "eval_draw", "evaluate", "record", "score_metrics"]
+
+Drawn = tuple[Sequence[Prompt], SamplingParams, Sequence[Sequence[int]]]
+"""Prompts, how they are sampled, and for each the seeds of its samples."""
 
 _log = logging.getLogger(__name__)
 
@@ -36,10 +43,18 @@ def evaluate(session: Session, *, tolerant: bool = False) -> dict[str, float]:
         session.workers.call("report")  # what an evaluation took is no part of a step
         session.engines.reports()
         session.turns.seconds()
-        session.track(metrics)
-        _log.info("evaluation after step %d: %s", session.info.step, summary(metrics))
-        session.plugins.notify("after_evaluate", run=session.info, metrics=metrics)
+        record(session, session.info, metrics)
     return metrics
+
+
+def record(session: Session, info: RunInfo, metrics: Mapping[str, float]) -> None:
+    """Record and show the metrics of an evaluation, and tell the observers.
+
+    :param info: The run as it stood when the evaluation began.
+    """
+    session.track(metrics, step=info.step)
+    _log.info("evaluation after step %d: %s", info.step, summary(metrics))
+    session.plugins.notify("after_evaluate", run=info, metrics=metrics)
 
 
 def _evaluate_set(session: Session, eval_set: EvalSet, *, tolerant: bool) -> dict[str, float]:
@@ -49,12 +64,22 @@ def _evaluate_set(session: Session, eval_set: EvalSet, *, tolerant: bool) -> dic
 
 
 def _scored(session: Session, eval_set: EvalSet, scorer: Scorer, *, tolerant: bool) -> dict[str, float]:
+    samples = session.generate(*eval_draw(session.config, eval_set))
+    groups = scorer.score(group_samples(eval_set.prompts, samples), tolerant=tolerant)
+    return score_metrics(session.config, eval_set, groups)
+
+
+def eval_draw(config: Config, eval_set: EvalSet) -> Drawn:
+    """Return what is sampled for a data set."""
     settings = eval_set.settings
     assert settings.samples_per_prompt is not None
-    seeds = eval_seeds(session.config, len(eval_set.prompts), settings.samples_per_prompt)
-    samples = session.generate(eval_set.prompts, eval_params(settings), seeds)
-    groups = scorer.score(group_samples(eval_set.prompts, samples), tolerant=tolerant)
-    raw = partial(raw_number, reward=settings.reward or session.config.reward)
+    seeds = eval_seeds(config, len(eval_set.prompts), settings.samples_per_prompt)
+    return eval_set.prompts, eval_params(settings), seeds
+
+
+def score_metrics(config: Config, eval_set: EvalSet, groups: Sequence[Group]) -> dict[str, float]:
+    """Return the metrics of the scored samples of a data set."""
+    raw = partial(raw_number, reward=eval_set.settings.reward or config.reward)
     return eval_metrics(eval_set.name, groups, raw)
 
 

@@ -26,6 +26,7 @@ from anygauge.observability.metrics import (
     train_datasets,
 )
 from anygauge.rollout.rewards import raw_number
+from anygauge.trainer.background_evaluation import BackgroundEvaluation
 from anygauge.trainer.checkpoints import CheckpointWriter, export_hf
 from anygauge.trainer.controlled import Controlled
 from anygauge.trainer.directory import RunDirectory
@@ -83,6 +84,8 @@ class Loop:
     """What saving took after the last step; 0 if there was nothing to save."""
     control: Controlled | None = None
     """What makes the samples, where the config asks for more than one batch of them for each step."""
+    background: BackgroundEvaluation | None = None
+    """Evaluations that training does not wait for; ``None`` where it does."""
 
     @property
     def config(self) -> Config:
@@ -124,23 +127,40 @@ def run_loop(loop: Loop) -> None:
     loop.session.plugins.notify("before_train", run=loop.info)
     if not loop.info.step:
         evaluate(loop.session)
+    elif loop.background is not None and loop.info.step % config.eval.interval == 0:
+        loop.background.start()  # again: the record of one that was under way at the checkpoint is set aside
     for step in range(loop.info.step + 1, total + 1):
         loop.directory.check()
         metrics = take_step(loop, step)
         if loop.save_s:
             metrics["perf/save_time"] = loop.save_s
         loop.session.state.finish_step(step)
-        loop.session.track(metrics)
+        loop.session.track(metrics, step=step)
         _log.info("step %d of %d: %s", step, total, summary(metrics))
         loop.session.plugins.notify("after_train_step", run=loop.info, metrics=metrics)
-        if step % config.eval.interval == 0 or step == total:
-            evaluate(loop.session, tolerant=True)
+        evaluate_if_due(loop)
         loop.directory.check()
         started = time.perf_counter()
         loop.save_s = time.perf_counter() - started if save(loop, step) else 0.0
     if loop.checkpoints is not None:
         announce(loop, loop.checkpoints.finish())
     loop.directory.check()
+
+
+def evaluate_if_due(loop: Loop) -> None:
+    """Evaluate after the last step and after every so many; record what was evaluated meanwhile."""
+    step, total = loop.info.step, loop.config.run.steps
+    if loop.background is not None:
+        loop.background.collect()
+    if step == total:
+        if loop.background is not None:
+            loop.background.finish()
+        evaluate(loop.session, tolerant=True)
+    elif step % loop.config.eval.interval == 0:
+        if loop.background is None:
+            evaluate(loop.session, tolerant=True)
+        else:
+            loop.background.start()
 
 
 def choose_step(config: Config) -> Callable[[Loop, int], dict[str, float]]:

@@ -14,6 +14,7 @@ from anygauge.observability.trackers import open_tracker, tracker_names
 from anygauge.plugins import Plugins
 from anygauge.rollout.rewards import Scorer
 from anygauge.trainer.actors import replays
+from anygauge.trainer.background_evaluation import BackgroundEvaluation
 from anygauge.trainer.capabilities import write_capabilities
 from anygauge.trainer.checkpoints import CheckpointWriter, export_hf
 from anygauge.trainer.controlled import is_controlled, open_control
@@ -97,6 +98,10 @@ def open_loop(
     if config.save.every is not None and parts.trains and not replays(config):
         checkpoints = stack.enter_context(closing(CheckpointWriter(directory.path, config, session.workers)))
     session.trackers = open_trackers(config, plugins, state.info, stack)
+    control = stack.enter_context(open_control(session, inputs.source))
+    background = None
+    if control is not None and config.rollout.schedule != "sync" and not config.eval.wait:
+        background = BackgroundEvaluation(session, rollouts=control.rollouts)
     return Loop(
         session=session,
         directory=directory,
@@ -104,7 +109,8 @@ def open_loop(
         estimator=inputs.estimator,
         flops_per_token=inputs.flops_per_token,
         checkpoints=checkpoints,
-        control=stack.enter_context(open_control(session, inputs.source)),
+        control=control,
+        background=background,
     )
 
 

@@ -66,7 +66,7 @@ class Session:
         assert generate is not None, "samples of such engines are made each by itself"
         return generate(prompts, params, seeds)
 
-    def track(self, metrics: Mapping[str, float]) -> None:
-        """Give metrics to every tracker."""
+    def track(self, metrics: Mapping[str, float], *, step: int) -> None:
+        """Give metrics of a step to every tracker."""
         for tracker in self.trackers:
-            tracker.log(metrics, step=self.info.step)
+            tracker.log(metrics, step=step)

@@ -63,6 +63,19 @@ def test_wrong_control(load: Load, overrides: list[str], found: str, hint: str) 
     assert hint in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("key", "said"),
+    [
+        ("wait=true", "training waits with rollout"),
+        ("concurrency=3", "that training does not wait for alone"),
+    ],
+)
+def test_a_step_after_the_other_waits_for_evaluations(load: Load, key: str, said: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        load({}, [f"--eval.{key}"])
+    assert said in str(error.value)
+
+
 def test_right_control(load: Load) -> None:
     options = "--rollout.filter_options={zero_variance={tolerance=0.1}}"
     function = ["--rollout.function=turns", "--rollout.function_options={tool='json:loads'}"]

@@ -72,7 +72,7 @@ def session_with(config: Config, plugins: Plugins, stack: ExitStack, label: str 
         generate=lambda *_: [list(map(sampled, TEXTS))],
         eval_sets=[eval_set],
         scorers=open_scorers(config, plugins, [eval_set], Path("run"), stack),
-        track=lambda metrics: None,
+        track=lambda metrics, *, step: None,
     )
 
 
@@ -116,11 +116,17 @@ def test_a_run_has_nothing_to_lose_before_its_first_step(monkeypatch: pytest.Mon
         info=info,
         plugins=SimpleNamespace(notify=lambda *_, **__: None),
         state=SimpleNamespace(finish_step=partial(setattr, info, "step")),
-        track=lambda metrics: None,
+        track=lambda metrics, *, step: None,
     )
     directory = SimpleNamespace(check=lambda: None)
     loop: Any = SimpleNamespace(
-        config=config_of(), info=info, session=session, directory=directory, checkpoints=None, save_s=0.0
+        config=config_of(),
+        info=info,
+        session=session,
+        directory=directory,
+        checkpoints=None,
+        save_s=0.0,
+        background=None,
     )
     loop_module.run_loop(loop)
     assert asked == [(0, {}), (2, {"tolerant": True}), (3, {"tolerant": True})]

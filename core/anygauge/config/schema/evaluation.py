@@ -84,3 +84,7 @@ class Eval(Section):
     """Keep the likeliest tokens; 0 keeps all."""
     max_new_tokens: Positive | None = None
     """``None`` takes ``rollout.max_new_tokens``."""
+    wait: bool = False
+    """Let training wait for an evaluation with every ``rollout.schedule``, not with ``"sync"`` alone."""
+    concurrency: Positive | None = None
+    """Samples under way at once beside training; ``None`` for a fourth of those that training has."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
 from functools import partial
@@ -67,6 +68,7 @@ class Scorer:
         deadline_s: float | None = None,
     ) -> None:
         self._reward = reward
+        self._lock = threading.Lock()
         self._max_new_tokens = max_new_tokens
         self._deadline_s = math.inf if deadline_s is None else deadline_s
         self._parts = resolve_parts(reward, plugins)
@@ -107,6 +109,10 @@ class Scorer:
         :raises RewardError: More samples than ``reward.max_failed_ratio`` could not be scored, which is found
             out without trying the rest, or a process cannot start; neither if ``tolerant``.
         """
+        with self._lock:  # training and an evaluation may share a scorer, each in a thread of its own
+            return self._score(groups, tolerant=tolerant)
+
+    def _score(self, groups: Sequence[Group], *, tolerant: bool) -> list[Group]:
         allowed = math.inf if tolerant else self._reward.max_failed_ratio * _count(groups)
         try:
             scored = self._scored(groups, allowed)
