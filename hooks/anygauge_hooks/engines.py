@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
     from anygauge_hooks.algorithms import ValueLoss
     from anygauge_hooks.rl import Prompt, Sample, SamplingParams, TrainSample
-    from anygauge_hooks.rollout import EngineServer
+    from anygauge_hooks.rollout import EngineServer, ServerKind
     from anygauge_hooks.types import BackendSpec, Device
 
 __all__ = [
@@ -290,3 +290,8 @@ class RolloutEngineSpec:
     releases_memory: bool = False
     """Whether its servers know ``/release_memory_occupation`` and ``/resume_memory_occupation``, with which
     ``placement.colocated`` has them share devices with the trainers."""
+    kinds: Sequence[ServerKind] = ("regular",)
+    """What its servers can be, for ``[[rollout.groups]]``."""
+    attach: Callable[[Any, str], EngineServer] | None = None
+    """From the config and an address to a server that somebody else has started: its ``start`` looks whether
+    it is the one that the run needs, its ``close`` lets go of it. ``None`` if there is no such thing."""

@@ -71,11 +71,12 @@ class Generator(Protocol):
 class EngineServer(Protocol):
     """A process that serves an engine over HTTP, on the node of the worker that started it."""
 
-    def start(self) -> str:
+    def start(self, encoders: Sequence[str] = ()) -> str:
         """Start the process, or start it again after its end, and return its address: ``http://host:port``.
 
         Returns once it answers.
 
+        :param encoders: Addresses of the servers that encode images and sound for it.
         :raises RolloutError: It ended, or did not answer in time; the end of its log is attached.
         """
 
@@ -85,7 +86,8 @@ class EngineServer(Protocol):
     def facts(self) -> Mapping[str, str]:
         """Return what it is for the run's records: version, command line, log.
 
-        The run itself reads ``bootstrap``: ``host:port`` at which one that only reads hands prompts over.
+        The run itself reads ``bootstrap``, ``host:port`` at which one that only reads hands prompts over, and
+        ``ranks``, how many data-parallel ranks it has if that is not one.
         """
 
     def weight_peer(self) -> WeightPeer:
@@ -141,6 +143,9 @@ class Rollout(Protocol):
     """How tokens are drawn."""
     tokenizer: Any
     """The model's Hugging Face tokenizer."""
+    engines: Mapping[str, Generator]
+    """Engines of other models, by the names that ``[[rollout.groups]]`` gives them. What they take counts as
+    the function's own time, and their tokens for no budget."""
 
     @property
     def remaining(self) -> int:

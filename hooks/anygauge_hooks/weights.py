@@ -167,3 +167,5 @@ class WeightTransportSpec:
     """Whether servers may be on accelerators that the trainers do not see."""
     shares_buffers: bool = False
     """Whether buckets in host memory are to be in memory that other processes can map."""
+    needs_receiver: bool = False
+    """Whether it sends to a receiver beside each server, which is there for servers of the run alone."""

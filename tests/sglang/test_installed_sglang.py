@@ -14,9 +14,10 @@ import pytest
 
 from anygauge.config import Config
 from anygauge.plugins import Plugins
+from anygauge.rollout.deployment import plan_servers
 from anygauge.rollout.sglang.arguments import by_name, command_line, run_arguments
-from anygauge.rollout.sglang.deployment import plan_servers, with_encoders
 from anygauge.rollout.sglang.installed import installed_sglang
+from anygauge.rollout.sglang.kinds import plan_arguments
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(600)]
 
@@ -63,7 +64,8 @@ def lines(plugins: Plugins, make_config: Callable[..., Config]) -> list[list[str
         {"kind": "regular", "sglang": {"enable_metrics": True, "lora_paths": ["a=/x", "b=/y"]}},
         {"model": "judge", "path": "/models/judge"},
     ]
-    config = with_encoders(make_config(Path("runs"), groups=groups), {"policy": ["http://h:1", "http://h:2"]})
+    config = make_config(Path("runs"), groups=groups)
+    urls = {"encoder_urls": ["http://h:1", "http://h:2"]}
     installed = installed_sglang()
     assert installed is not None
     backend = plugins.get("register_backends", "cpu")
@@ -72,7 +74,8 @@ def lines(plugins: Plugins, make_config: Callable[..., Config]) -> list[list[str
         command_line(
             {
                 **by_name(asked, installed),
-                **by_name(plan.arguments, installed),
+                **by_name(plan_arguments(config, plan), installed),
+                **(urls if plan.needs_encoders else {}),
                 **run_arguments(config, path=str(plan.path) if plan.path else None),
             },
             installed,

@@ -19,6 +19,7 @@ from anygauge.config.file_rules import (
     run_directory_rule,
     train_files_rule,
 )
+from anygauge.config.group_rules import engine_kinds, external_rule, groups_rule
 from anygauge.config.model_rules import model_rules
 from anygauge.config.named_functions import failed_plugins, option_problems
 from anygauge.config.parallel_rules import (
@@ -114,6 +115,7 @@ def check(
         control_functions(config, plugins),
         colocation_rules(config, plugins),
         weight_sync_rules(config, backend, plugins),
+        engine_kinds(config, plugins),
         model_rules(config, plugins, trains=trains) if check_files else (),
         plugins.collect("check_config", config=config, backend=backend),
     )
@@ -138,7 +140,7 @@ def _optimizer_steps(config: Config, user_keys: Collection[str]) -> Problems:
     elif samples // steps < data_parallel_size(config):
         hint = f"leaves workers without a sample: {sizes} over {steps} optimizer steps; use fewer workers"
         yield ConfigProblem(path="placement.num_workers", found=config.placement.num_workers, hint=hint)
-    elif rollout.prompts_per_step < config.placement.num_workers and not config.placement.rollout_workers:
+    elif rollout.prompts_per_step < config.placement.num_workers and not config.has_engines_apart:
         hint = (
             f"leaves workers without a prompt: at most rollout.prompts_per_step = {rollout.prompts_per_step}"
         )
@@ -209,11 +211,17 @@ RULES = (
             "train.optimizer_steps",
             "placement.num_workers",
             "placement.rollout_workers",
+            "rollout.external",
             "train.parallel",
         ),
     ),
     Check(parallel_rule, ("placement.num_workers", "train.parallel")),
     Check(role_rule, ("placement.num_workers", "train.parallel", "critic", "teacher")),
+    Check(groups_rule, ("rollout.groups", "placement.rollout_workers")),
+    Check(
+        external_rule,
+        ("rollout.external", "rollout.groups", "placement.rollout_workers", "weight_sync.transport"),
+    ),
     Check(engines_rule, ("placement.rollout_workers", "rollout.prompts_per_step", "debug")),
     Check(cluster_rule, ("cluster.address", "placement.launcher")),
     Check(label_rule, ("data.label_key", "reward", "eval.datasets")),

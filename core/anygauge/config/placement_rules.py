@@ -6,7 +6,7 @@ import re
 from collections.abc import Collection, Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from anygauge.config.schema import Config
+from anygauge.config.schema import POLICY, Config
 from anygauge_hooks.types import ConfigProblem
 
 if TYPE_CHECKING:
@@ -47,6 +47,12 @@ def colocation_rules(config: Config, plugins: Plugins) -> Iterator[ConfigProblem
             "give the engines devices of their own: placement.colocated = false"
         )
         yield ConfigProblem(path="rollout.schedule", found=config.rollout.schedule, hint=hint)
+    for index, group in enumerate(config.rollout.groups):
+        if group.model != POLICY or group.kind == "encoder":
+            hint = "what it has to release for placement.colocated would come back from nowhere; leave it out"
+            yield ConfigProblem(
+                path=f"rollout.groups[{index}]", found=f"{group.kind} of {group.model}", hint=hint
+            )
     yield from _engines_that_sleep(config, plugins)
 
 

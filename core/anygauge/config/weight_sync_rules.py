@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ipaddress
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
 from anygauge.config.schema import Config
 from anygauge_hooks.types import ConfigProblem
@@ -28,7 +30,7 @@ def weight_sync_rules(config: Config, backend: BackendSpec, plugins: Plugins) ->
         yield ConfigProblem(path="weight_sync.directory", found=str(options.directory), hint=hint)
     engines: Mapping[str, RolloutEngineSpec] = plugins.named("register_rollout_engines")
     engine = engines.get(config.rollout.engine)
-    if not config.placement.rollout_workers or (engine is not None and engine.serve is None):
+    if not config.has_engines_apart or (engine is not None and engine.serve is None):
         return
     transports: Mapping[str, WeightTransportSpec] = plugins.named("register_weight_transports")
     transport = transports.get(options.transport)
@@ -46,13 +48,28 @@ def are_on_other_devices(config: Config, backend: BackendSpec) -> bool:
 
 def are_on_other_hosts(config: Config) -> bool:
     """Return whether engines may be on hosts where no trainer is."""
+    if config.rollout.external:
+        return not all(map(_is_loopback, config.rollout.external))
     return config.placement.launcher == "ray" and config.cluster.address != "start"
+
+
+def _is_loopback(address: str) -> bool:
+    host = urlsplit(address).hostname or ""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 def _obstacle(config: Config, backend: BackendSpec, transport: WeightTransportSpec) -> str | None:
     """Return why weights cannot go that way to the engines."""
     if transport.same_host and are_on_other_hosts(config):
-        return "needs every engine on the host of training rank 0, and a cluster places them anywhere"
+        where = (
+            "rollout.external names others" if config.rollout.external else "a cluster places them anywhere"
+        )
+        return f"needs every engine on the host of training rank 0, and {where}"
+    if transport.needs_receiver and config.rollout.external:
+        return "has a receiver beside each engine, which a run starts with engines of its own alone"
     if not transport.other_device and are_on_other_devices(config, backend):
         return "needs engines on the devices of the trainers (placement.colocated)"
     if not transport.same_device and config.placement.colocated and backend.device_type != HOST:

@@ -29,7 +29,14 @@ def register_rollout_engines() -> Iterable[RolloutEngineSpec]:
     """Return the embedded engine, and SGLang's servers."""
     return [
         RolloutEngineSpec(name="transformers", make=_make_transformers),
-        RolloutEngineSpec(name="sglang", serve=_serve_sglang, devices=_sglang_devices, releases_memory=True),
+        RolloutEngineSpec(
+            name="sglang",
+            serve=_serve_sglang,
+            devices=_sglang_devices,
+            kinds=("regular", "prefill", "decode", "encoder"),
+            attach=_attach_sglang,
+            releases_memory=True,
+        ),
     ]
 
 
@@ -75,12 +82,19 @@ def _make_transformers(config: Config, context: WorkerContext) -> RolloutEngine:
 
 
 def _sglang_devices(config: Config) -> int:
-    from anygauge.rollout.sglang.deployment import plan_servers
+    from anygauge.rollout.deployment import plan_servers
+    from anygauge.rollout.sglang.kinds import plan_devices
 
-    return max(plan.devices for plan in plan_servers(config))
+    return max(plan_devices(config, plan) for plan in plan_servers(config))
 
 
 def _serve_sglang(config: Config, context: WorkerContext) -> EngineServer:
     from anygauge.rollout.sglang.server import make_server
 
     return make_server(config, context)
+
+
+def _attach_sglang(config: Config, address: str) -> EngineServer:
+    from anygauge.rollout.sglang.attached import AttachedServer
+
+    return AttachedServer(config, address)

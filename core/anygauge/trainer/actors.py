@@ -121,7 +121,7 @@ class ActorWorker(GeneratingWorker):
             load_reference(config, self.trainer)
             self._teacher = make_teacher(config, context, self.trainer)
             self._critic = make_critic(config, context)
-        if parts.generates and not config.placement.rollout_workers:
+        if parts.generates and not config.has_engines_apart:
             self._engine = make_engine(config, context)
         self._asked = 0
         self._sender = WeightSender(is_sender=context.rank == 0)

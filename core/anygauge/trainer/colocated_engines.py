@@ -52,8 +52,7 @@ class ColocatedEngines(ServedEngines):
 
     def _refresh(self) -> None:
         """Send the trainers' weights to every server that can take them."""
-        lost = self._servers.lost()
-        well = [rank for rank in range(len(self._servers.serving)) if rank not in lost]
+        well = sorted(self._servers.synced - self._servers.lost().keys())
         self._servers.behind.difference_update(well)
         assert self._trainers is not None, "devices are shared with trainers"
         self._give(self._trainers, well)

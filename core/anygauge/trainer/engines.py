@@ -149,7 +149,7 @@ def open_engines(
     :param turns: That the engines take with the trainers, where they share devices.
     """
     count = config.placement.rollout_workers
-    if not (count and parts.generates):
+    if not (config.has_engines_apart and parts.generates):
         yield SharedEngines(workers)
         return
     if plugins.get("register_rollout_engines", config.rollout.engine).serve is not None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from anygauge.config import Config
@@ -32,6 +32,8 @@ class Requests:
     """That the generator belongs to."""
     wait: Wait
     """For what runs in the loop, with an eye on the engines."""
+    others: Mapping[str, Generator] = field(default_factory=dict)
+    """Engines of other models than the one that is trained, by its name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +61,7 @@ def open_maker(config: Config, plugins: Plugins, requests: Requests) -> SampleMa
     making = Making(
         config=config.rollout,
         generator=requests.generator,
+        engines=requests.others,
         functions=resolve_functions(config.rollout, plugins),
         text=TextTools(load_tokenizer(local), config.data, context if isinstance(context, int) else None),
     )

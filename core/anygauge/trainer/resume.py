@@ -37,7 +37,7 @@ ROUNDING = (
     *("placement.num_workers", "placement.threads_per_worker", "placement.rollout_workers"),
     "placement.colocated",
     *("run.deterministic", "train.parallel", "critic.parallel", "teacher.parallel"),
-    *("rollout.sglang", "rollout.sglang_version", "rollout.groups"),
+    *("rollout.sglang", "rollout.sglang_version", "rollout.groups", "rollout.external"),
 )
 """Keys that change the order of sums: the steps are as good, but not the same to the bit."""
 THIS_START = ("run.overwrite", "run.resume")

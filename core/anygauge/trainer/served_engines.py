@@ -17,10 +17,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from anygauge.config import Config
+from anygauge.config.schema import POLICY
 from anygauge.plugins import Plugins
 from anygauge.trainer.event_loop import EventLoop
 from anygauge.trainer.launch import launch_workers
 from anygauge.trainer.requests import Requests
+from anygauge.trainer.server_sources import AttachedServers, ServerSource, StartedServers
 from anygauge.trainer.servers import Servers
 from anygauge.trainer.worker_group import WorkerGroup
 from anygauge_hooks.engines import RolloutEngineSpec
@@ -59,7 +61,9 @@ class ServedEngines:
 
     def requests(self) -> AbstractContextManager[Requests]:
         """Return how requests get to the servers."""
-        return nullcontext(Requests(self._servers.fleet, self._loop, self.wait))
+        fleets = self._servers.fleets
+        others = {model: fleet for model, fleet in fleets.items() if model != POLICY}
+        return nullcontext(Requests(fleets[POLICY], self._loop, self.wait, others))
 
     def wait(self, coroutine: Coroutine[Any, Any, T], what: str) -> T:
         """Return what a coroutine in the event loop returns; see to servers that are lost meanwhile.
@@ -95,7 +99,7 @@ class ServedEngines:
         self._version = version
         self._servers.look()
         lost = self._servers.lost()
-        self._push([rank for rank in range(len(self._servers.serving)) if rank not in lost])
+        self._push(sorted(self._servers.synced - lost.keys()))
         self._servers.look()
 
     def reports(self) -> Sequence[Mapping[str, Any]]:
@@ -112,7 +116,7 @@ class ServedEngines:
     def _push(self, ranks: Sequence[int]) -> None:
         """Send the weights of the training workers to some servers, which get no request meanwhile."""
         self._servers.behind.difference_update(ranks)
-        if self._trainers is None or not self._version:
+        if self._trainers is None or (not self._version and self._servers.has_first_weights):
             self._servers.mark(ranks, "serving")
             return
         self._give(self._trainers, ranks)
@@ -164,6 +168,22 @@ def open_servers(
     :param make: Makes the engines of these servers.
     """
     with (
+        _source(config, backend, plugins, directory) as source,
+        EventLoop() as loop,
+        closing(Servers(config, source, loop)) as servers,
+    ):
+        yield make(config, servers, trainers, loop)
+
+
+@contextmanager
+def _source(
+    config: Config, backend: BackendSpec, plugins: Plugins, directory: Path
+) -> Iterator[ServerSource]:
+    """Yield where the servers come from; workers that start them end with the block."""
+    if config.rollout.external:
+        yield AttachedServers(config, plugins.get("register_rollout_engines", config.rollout.engine))
+        return
+    with (
         launch_workers(
             config,
             backend,
@@ -176,10 +196,8 @@ def open_servers(
             first_device=0 if config.placement.colocated else config.placement.num_workers,
             devices=devices_of_server(config, plugins),
         ) as workers,
-        EventLoop() as loop,
-        closing(Servers(config, workers, loop)) as servers,
     ):
-        yield make(config, servers, trainers, loop)
+        yield StartedServers(config, workers)
 
 
 def devices_of_server(config: Config, plugins: Plugins) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent import futures
 from concurrent.futures import Future
 from dataclasses import replace
@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 from anygauge.config import Config
 from anygauge.observability.memory import worker_memory
 from anygauge.observability.performance import WorkerReport
+from anygauge.rollout.deployment import plan_servers
 from anygauge_hooks.engines import WorkerContext
 from anygauge_hooks.rollout import EngineServer
 from anygauge_hooks.weights import WeightPeer
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from anygauge.weight_sync.receiver import Receiver
     from anygauge_hooks.engines import RolloutEngineSpec
 
-__all__ = ["ServerWorker", "Serving"]
+__all__ = ["ServerWorker", "Serving", "in_background"]
 
 DELTA = "delta"
 """The transport that has a receiver beside each server."""
@@ -58,6 +59,9 @@ class ServerWorker:
         if visible is not None and context.accelerators:
             os.environ[visible] = ",".join(context.accelerators)  # the server sees its own devices alone
         self._rank = context.rank
+        self._plan = plan_servers(config)[context.rank]
+        self._encoders: Sequence[str] = ()
+        """Addresses of those that it asks."""
         self._device = context.device
         self._server: EngineServer = spec.serve(config, context)
         self._receiver: Receiver | None = None
@@ -67,13 +71,20 @@ class ServerWorker:
         self._starting: Future[None] | None = None
         """While the server is being started again."""
 
-    def serve(self) -> Serving:
-        """Start the server."""
+    def serve(self, wave: int, encoders: Mapping[str, Sequence[str]]) -> Serving | None:
+        """Start the server, if it is one of this wave.
+
+        :param encoders: Addresses of those that serve already, by model.
+        """
+        if self._plan.wave != wave:
+            return None
+        if self._plan.needs_encoders:
+            self._encoders = encoders[self._plan.model]
         self._start()
         return self._serving()
 
     def _start(self) -> None:
-        self._server.start()
+        self._server.start(self._encoders)
         self._starts += 1
         if self._config.weight_sync.transport == DELTA:
             self._receive(self._peer())
@@ -99,7 +110,7 @@ class ServerWorker:
         :param lost: Incarnations of servers that cannot be used, by rank.
         """
         if self._starting is None and self._is_lost(lost.get(self._rank)):
-            self._starting = _in_background(self._start_again)
+            self._starting = in_background(self._start_again)
         if self._starting is not None:
             if not self._starting.done():
                 return None
@@ -149,7 +160,7 @@ class ServerWorker:
         return replace(peer, receiver=beside.address, secret=beside.secret)
 
 
-def _in_background(work: Callable[[], None]) -> Future[None]:
+def in_background(work: Callable[[], None]) -> Future[None]:
     """Do something in a thread that the end of the process does not wait for."""
     future: Future[None] = Future()
 

@@ -1,4 +1,4 @@
-"""The servers of a run as a fleet, in which those that are lost are replaced by themselves started again.
+"""The servers of a run as a fleet for each model, in which a lost one is replaced by itself started again.
 
 A start takes long and needs nothing of the driver's own thread, so it begins as soon as a server is found
 dead, in the worker that looks after it. The fleet gets it back without requests: it has old weights.
@@ -9,14 +9,17 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from anygauge.config import Config
-from anygauge.rollout.fleet import EngineReport, EngineState, Fleet
+from anygauge.config.schema import POLICY
+from anygauge.rollout.deployment import ServerPlan, plan_servers
+from anygauge.rollout.fleet import Fleet
+from anygauge.rollout.members import EngineReport, EngineState
 from anygauge.trainer.event_loop import EventLoop
+from anygauge.trainer.server_sources import ServerSource
 from anygauge.trainer.server_workers import Serving
-from anygauge.trainer.worker_group import WorkerGroup
 from anygauge_hooks.engines import Residency
 from anygauge_hooks.errors import RolloutError
 
@@ -29,19 +32,23 @@ LOST = ("unusable", "dead")
 
 
 class Servers:
-    """A fleet whose servers are started again. Its methods are called in the driver's own thread.
+    """Fleets whose servers are started again. Its methods are called in the driver's own thread.
 
-    :param workers: Those that look after the servers, one each.
-    :param loop: Of the fleet.
+    :param loop: Of the fleets.
     """
 
-    def __init__(self, config: Config, workers: WorkerGroup, loop: EventLoop) -> None:
-        self._workers = workers
+    def __init__(self, config: Config, source: ServerSource, loop: EventLoop) -> None:
+        self._source = source
         self._loop = loop
-        self.serving: list[Serving] = workers.call("serve", timeout_s=config.placement.start_timeout_s)
+        self._plans = plan_servers(config)
+        self.serving: list[Serving] = source.serve()
         """By rank."""
-        self.behind: set[int] = set()
-        """Those that are up again and have other weights than the rest; they get no requests."""
+        self.has_first_weights = source.has_first_weights
+        """Whether servers come with the weights of version 0."""
+        self.synced = {plan.rank for plan in self._plans if plan.is_synced}
+        """Those that get the trained weights."""
+        self.behind = set() if self.has_first_weights else set(self.synced)
+        """Those of them that have other weights than the rest; they get no requests."""
         self._proven = [server.incarnation for server in self.serving]
         self._lock = threading.Lock()
         """Of the workers, which take one call at a time, and of what is known of the servers."""
@@ -49,12 +56,32 @@ class Servers:
         self._rests = False
         """Whether the servers have no room to start in."""
         self._failure: Exception | None = None
-        self.fleet = loop.run(_made(config, self.serving, self._died))
+        self.fleets: Mapping[str, Fleet] = loop.run(
+            _made(config, {plan.model for plan in self._plans}, self._died)
+        )
+        """By the names of their models."""
+        self._join(range(len(self._plans)))
+
+    @property
+    def fleet(self) -> Fleet:
+        """Of the model that is trained."""
+        return self.fleets[POLICY]
+
+    def _join(self, ranks: Collection[int]) -> None:
+        """Let the fleets know servers; those that are behind get nothing yet."""
+        self._loop.run(
+            _join(self.fleets, [(self._plans[rank], self.serving[rank]) for rank in ranks], self.behind)
+        )
 
     def lost(self) -> dict[int, str]:
         """Return which servers cannot be used, and why."""
-        reports = enumerate(self._loop.run(_reports(self.fleet)).values())
-        return {rank: report.reason for rank, report in reports if report.state in LOST}
+        reports = self._reports()
+        return {rank: report.reason for rank, report in reports.items() if report.state in LOST}
+
+    def _reports(self) -> dict[int, EngineReport]:
+        """Return how each server is, by rank."""
+        found = self._loop.run(_reports(self.fleets.values()))
+        return {plan.rank: found[_name(plan.rank)] for plan in self._plans}
 
     def look(self) -> None:
         """Have lost servers started again, and take back those that have been.
@@ -69,7 +96,7 @@ class Servers:
 
     def _look(self, lost: Mapping[int, str]) -> None:
         self._check_restarts(lost)
-        found = self._workers.call("look", lost={rank: self.serving[rank].incarnation for rank in lost})
+        found = self._source.look({rank: self.serving[rank].incarnation for rank in lost})
         news = {
             rank: now
             for rank, (then, now) in enumerate(zip(self.serving, found, strict=True))
@@ -77,8 +104,8 @@ class Servers:
         }
         for rank, server in news.items():
             self.serving[rank] = server
-        self.behind |= news.keys()
-        self._loop.run(_replace(self.fleet, news))
+        self.behind |= news.keys() & self.synced
+        self._join(news)
 
     def _died(self, name: str, reason: str) -> None:
         """Have a server started again from the event loop, whatever the driver's own thread is doing."""
@@ -95,7 +122,7 @@ class Servers:
             if self.serving[rank].incarnation - self._proven[rank] >= RESTARTS:
                 raise RolloutError(
                     f"Rollout engine {rank} was lost again after {RESTARTS} restarts: {reason}",
-                    hint="Look into its log in the run directory, logs/rollout-*.",
+                    hint="Look into its log; that of a server of the run is logs/rollout-* in its directory.",
                 )
 
     def prove(self) -> None:
@@ -112,11 +139,11 @@ class Servers:
         self._loop.run(self.fleet.hold_all(what))
         with self._lock:
             if self._rests and (lost := self.lost()):
-                self._workers.call("end", ranks=sorted(lost))
+                self._source.end(lost)
 
     def is_serving(self) -> bool:
         """Return whether any server gets requests."""
-        return any(each.state == "serving" for each in self._loop.run(_reports(self.fleet)).values())
+        return any(each.state == "serving" for each in self._loop.run(_reports([self.fleet])).values())
 
     def mark(self, ranks: Collection[int], state: EngineState) -> None:
         """Let servers serve, or pause them; one that is lost meanwhile stays lost."""
@@ -129,21 +156,22 @@ class Servers:
     def reports(self) -> list[Mapping[str, Any]]:
         """Return and reset what each worker reports."""
         with self._lock:
-            reports: list[Mapping[str, Any]] = self._workers.call("report")
-            return reports
+            return self._source.reports()
 
     def describe(self) -> str:
         """Return how each server is, for an error."""
         return ", ".join(
-            f"{name} is {report.state} with {sum(load.requests for load in report.loads)} requests"
-            for name, report in self._loop.run(_reports(self.fleet)).items()
+            f"{_name(rank)} is {report.state} with {sum(load.requests for load in report.loads)} requests"
+            for rank, report in self._reports().items()
         )
 
     def close(self) -> None:
-        """Let go of the servers; nothing is started again any more. The workers end them."""
+        """Let go of the servers; nothing is started again any more. The workers end those of the run."""
         with self._lock:
             self._is_closed = True
-        self._loop.run(self.fleet.close())
+        self._source.close()
+        for fleet in self.fleets.values():
+            self._loop.run(fleet.close())
 
 
 def _name(rank: int) -> str:
@@ -151,20 +179,28 @@ def _name(rank: int) -> str:
     return f"engine {rank}"
 
 
-async def _made(config: Config, serving: Sequence[Serving], died: Callable[[str, str], None]) -> Fleet:
-    fleet = Fleet(config.rollout.client, died=died)
-    for rank, server in enumerate(serving):
-        fleet.add(_name(rank), server.address)
-    return fleet
+async def _made(
+    config: Config, models: Collection[str], died: Callable[[str, str], None]
+) -> Mapping[str, Fleet]:
+    return {model: Fleet(config.rollout.client, died=died) for model in models}
 
 
-async def _reports(fleet: Fleet) -> Mapping[str, EngineReport]:
-    return fleet.report()
+async def _join(
+    fleets: Mapping[str, Fleet], servers: Sequence[tuple[ServerPlan, Serving]], behind: Collection[int]
+) -> None:
+    for plan, server in servers:
+        fleets[plan.model].add(
+            _name(plan.rank),
+            server.address,
+            kind=plan.kind,
+            bootstrap=server.facts.get("bootstrap"),
+            ranks=int(server.facts.get("ranks", 1)),
+            state="paused" if plan.rank in behind else "serving",
+        )
 
 
-async def _replace(fleet: Fleet, serving: Mapping[int, Serving]) -> None:
-    for rank, server in serving.items():
-        fleet.add(_name(rank), server.address, state="paused")
+async def _reports(fleets: Iterable[Fleet]) -> Mapping[str, EngineReport]:
+    return {name: report for fleet in fleets for name, report in fleet.report().items()}
 
 
 async def _mark(fleet: Fleet, ranks: Collection[int], state: EngineState) -> None:

@@ -32,7 +32,7 @@ def register_weight_transports() -> Iterable[WeightTransportSpec]:
             buffer_device=_own_device,
         ),
         WeightTransportSpec(name="disk", make=_disk),
-        WeightTransportSpec(name="delta", make=_delta),
+        WeightTransportSpec(name="delta", make=_delta, needs_receiver=True),
         WeightTransportSpec(
             name="distributed", make=_distributed, buffer_device=_own_device, same_device=False
         ),
@@ -42,7 +42,7 @@ def register_weight_transports() -> Iterable[WeightTransportSpec]:
 @hookimpl
 def adjust_config(config: Config, backend: BackendSpec) -> Iterable[ConfigChange] | None:
     """Choose a way to servers with which the trainers share no memory."""
-    if not config.placement.rollout_workers:
+    if not config.has_engines_apart:
         return None
     if are_on_other_devices(config, backend):
         reason = "engines have devices of their own"

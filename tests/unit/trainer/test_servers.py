@@ -16,6 +16,7 @@ from anygauge.config import Config
 from anygauge.testing.fake_engine import FakeServer, Options
 from anygauge.trainer.event_loop import EventLoop
 from anygauge.trainer.served_engines import ServedEngines
+from anygauge.trainer.server_sources import StartedServers
 from anygauge.trainer.server_workers import ServerWorker
 from anygauge.trainer.servers import RESTARTS, Servers
 from anygauge_hooks.errors import RolloutError
@@ -87,7 +88,7 @@ class Opened:
     def __init__(self, fakes: Sequence[Any], loop: EventLoop) -> None:
         self.fakes = fakes
         self.workers, self.trainers = Workers(fakes), Trainers()
-        self.servers = Servers(CONFIG, self.workers, loop)  # type: ignore[arg-type]
+        self.servers = Servers(CONFIG, StartedServers(CONFIG, self.workers), loop)  # type: ignore[arg-type]
         self.engines = ServedEngines(CONFIG, self.servers, self.trainers, loop)  # type: ignore[arg-type]
         self.loop = loop
 
@@ -162,7 +163,7 @@ def test_a_sync_does_not_wait_for_a_server_that_starts(opened: Opened) -> None:
     release = threading.Event()
     start = opened.fakes[1].start
 
-    def late() -> str:
+    def late(encoders: Sequence[str] = ()) -> str:
         assert release.wait(30)
         return start()
 
@@ -188,7 +189,7 @@ class Stub:
         self.starts, self._slow = 0, slow
         self.closed = threading.Event()
 
-    def start(self) -> str:
+    def start(self, encoders: Sequence[str] = ()) -> str:
         self.starts += 1
         if self._slow and self.starts > 1:
             self.closed.clear()
@@ -221,7 +222,7 @@ def test_a_server_that_is_lost_again_and_again_ends_the_run() -> None:
 def test_a_run_that_ends_does_not_wait_for_a_start() -> None:
     slow = Stub(slow=True)
     workers = Workers([slow])
-    workers.call("serve")
+    workers.call("serve", wave=0, encoders={})
     assert workers.call("look", lost={0: 0}) == [None]
     until(lambda: slow.starts == 2 and not slow.closed.is_set())
     workers.call("close")

@@ -15,12 +15,20 @@ from anygauge.config.schema.evaluation import Eval, EvalDataset
 from anygauge.config.schema.models import Critic, Model, Parallel, Reference, Teacher
 from anygauge.config.schema.placement import Cluster, Placement
 from anygauge.config.schema.reward import Reward, RewardFunction, RewardPart
-from anygauge.config.schema.rollout import Rollout, RolloutClient, RolloutGateway, RolloutGroup, WeightSync
+from anygauge.config.schema.rollout import (
+    POLICY,
+    Rollout,
+    RolloutClient,
+    RolloutGateway,
+    RolloutGroup,
+    WeightSync,
+)
 from anygauge.config.schema.run import Debug, Hub, Run, Save
 from anygauge.config.schema.section import DType, Section, path_alone
 from anygauge.config.schema.training import Algorithm, Train
 
 __all__ = [
+    "POLICY",
     "Algorithm",
     "Cluster",
     "Config",
@@ -72,3 +80,8 @@ class Config(Section):
     placement: Placement = Placement()
     cluster: Cluster = Cluster()
     weight_sync: WeightSync = WeightSync()
+
+    @property
+    def has_engines_apart(self) -> bool:
+        """Whether rollout engines are elsewhere than in the workers that train."""
+        return self.placement.rollout_workers > 0 or bool(self.rollout.external)

@@ -9,7 +9,11 @@ from pydantic import Field
 
 from anygauge.config.schema.section import DType, Name, NonNegative, Positive, Probability, Seconds, Section
 
-__all__ = ["Rollout", "RolloutClient", "RolloutGateway", "RolloutGroup", "WeightSync"]
+__all__ = ["POLICY", "Rollout", "RolloutClient", "RolloutGateway", "RolloutGroup", "WeightSync"]
+
+
+POLICY = "policy"
+"""Name of the model that is trained; weights are synced to its servers."""
 
 
 class RolloutClient(Section):
@@ -45,8 +49,9 @@ class RolloutGroup(Section):
     or the encoding of images and sound alone."""
     servers: Positive = 1
     """How many there are; all groups together have ``placement.rollout_workers``."""
-    model: Name = "policy"
-    """Name of the model that it serves; weights are synced to ``policy`` alone."""
+    model: Name = POLICY
+    """Name of the model that it serves. Weights are synced to ``policy`` alone; a rollout function asks
+    another as ``rollout.engines[NAME]``."""
     path: Path | None = None
     """Hugging Face directory of that model; ``None`` takes ``model.path``, which only ``policy`` may."""
     sglang: dict[str, Any] = {}
@@ -151,6 +156,9 @@ class Rollout(Section):
     one."""
     sglang_version: str | None = None
     """A tested version of SGLang that one which was not tested is taken for."""
+    external: tuple[str, ...] = ()
+    """Addresses ``http://HOST:PORT`` of engines that somebody else has started, instead of servers of the
+    run. Their model and tokenizer are compared with the run's; they get its weights and are never ended."""
     groups: tuple[RolloutGroup, ...] = ()
     """Groups of servers, where they are not all alike."""
 

@@ -14,7 +14,7 @@ from anygauge.rollout.control.samples import SampleDraft
 from anygauge.rollout.control.text import TextTools
 from anygauge_hooks.errors import RolloutError
 from anygauge_hooks.rl import Prompt, Sample, SamplingParams
-from anygauge_hooks.rollout import GenerateRequest, Generation
+from anygauge_hooks.rollout import GenerateRequest, Generation, Generator
 
 if TYPE_CHECKING:
     from anygauge.config.schema import Rollout as RolloutConfig
@@ -33,6 +33,7 @@ class LiveRollout:
     :param config: The table of the config.
     :param gate: To the engines.
     :param journal: What was said before; what is said goes there.
+    :param engines: Of other models, by name.
     """
 
     def __init__(
@@ -47,9 +48,11 @@ class LiveRollout:
         gate: Gate,
         text: TextTools,
         journal: Journal,
+        engines: Mapping[str, Generator] | None = None,
     ) -> None:
         self.config = config
         self.params = params
+        self.engines = engines or {}
         self._name = name
         self._group = group
         self._prompt = prompt

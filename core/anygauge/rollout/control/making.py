@@ -62,6 +62,7 @@ async def make_samples(making: Making, which: OneRollout) -> tuple[Sample, ...]:
         gate=which.gate,
         text=making.text,
         journal=journal,
+        engines=making.engines,
     )
     try:
         samples = await run_function(

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from anygauge.rollout.control.functions import UserFunctions
@@ -27,6 +27,8 @@ class Making:
     generator: Generator
     functions: UserFunctions
     text: TextTools
+    engines: Mapping[str, Generator] = field(default_factory=dict)
+    """Of other models than the one that is trained, by name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 from anygauge.plugins import probe_backend
 from anygauge.rollout.sglang.arguments import argument_problems
-from anygauge.rollout.sglang.deployment import POLICY, group_problems
 from anygauge.rollout.sglang.installed import Installed, install_command, installed_sglang
 from anygauge.rollout.sglang.versions import LISTED, find_api
 from anygauge_hooks.errors import RolloutError
@@ -27,13 +26,14 @@ def sglang_problems(config: Config, backend: BackendSpec) -> Iterator[ConfigProb
     if config.rollout.engine != ENGINE:
         yield from _without_effect(config)
         return
+    if config.rollout.external:
+        yield from _of_others(config)
+        return
     if not config.placement.rollout_workers:
         hint = f"a server has a process of its own: write {_servers(config)}"
         yield ConfigProblem(path="placement.rollout_workers", found=0, hint=hint)
     installed = installed_sglang()
     yield from _installation(config, backend, installed)
-    yield from group_problems(config)
-    yield from _without_route(config)
     yield from argument_problems(config.rollout.sglang, "rollout.sglang", installed)
     for index, group in enumerate(config.rollout.groups):
         yield from argument_problems(group.sglang, f"rollout.groups[{index}].sglang", installed)
@@ -41,10 +41,21 @@ def sglang_problems(config: Config, backend: BackendSpec) -> Iterator[ConfigProb
 
 
 def _without_effect(config: Config) -> Iterator[ConfigProblem]:
-    for key in ("sglang", "sglang_version", "groups"):
-        if value := getattr(config.rollout, key):
-            hint = f'has no effect with rollout.engine = "{config.rollout.engine}"; leave it out'
+    rollout = config.rollout
+    found = {"sglang": rollout.sglang, "sglang_version": rollout.sglang_version}
+    found |= {f"groups[{index}].sglang": group.sglang for index, group in enumerate(rollout.groups)}
+    for key, value in found.items():
+        if value:
+            hint = f'has no effect with rollout.engine = "{rollout.engine}"; leave it out'
             yield ConfigProblem(path=f"rollout.{key}", found=value, hint=hint)
+
+
+def _of_others(config: Config) -> Iterator[ConfigProblem]:
+    """Yield what is wrong where somebody else has started the servers; SGLang need not be installed here."""
+    if config.rollout.sglang:
+        hint = "has no effect with rollout.external, whose engines somebody else starts; leave it out"
+        yield ConfigProblem(path="rollout.sglang", found=config.rollout.sglang, hint=hint)
+    yield from _treatment(config)
 
 
 def _servers(config: Config) -> int:
@@ -55,9 +66,8 @@ def _installation(
     config: Config, backend: BackendSpec, installed: Installed | None
 ) -> Iterator[ConfigProblem]:
     treat_as = config.rollout.sglang_version
-    if treat_as is not None and treat_as not in LISTED:
-        hint = f"must be a version that was tested: {', '.join(LISTED)}"
-        yield ConfigProblem(path="rollout.sglang_version", found=treat_as, hint=hint)
+    if problems := list(_treatment(config)):
+        yield from problems
     elif installed is not None:
         try:
             find_api(installed.version, treat_as=treat_as)
@@ -69,14 +79,12 @@ def _installation(
         yield ConfigProblem(path="rollout.engine", found=ENGINE, hint=hint)
 
 
-def _without_route(config: Config) -> Iterator[ConfigProblem]:
-    """Yield groups whose servers a run can plan, but does not send requests to."""
-    for index, group in enumerate(config.rollout.groups):
-        if group.kind != "regular" or group.model != POLICY:
-            hint = "a run sends requests to regular servers of the policy alone, so far"
-            yield ConfigProblem(
-                path=f"rollout.groups[{index}]", found=f"{group.kind} of {group.model}", hint=hint
-            )
+def _treatment(config: Config) -> Iterator[ConfigProblem]:
+    """Yield a version that is to stand for another, and is none that was tested."""
+    treat_as = config.rollout.sglang_version
+    if treat_as is not None and treat_as not in LISTED:
+        hint = f"must be a version that was tested: {', '.join(LISTED)}"
+        yield ConfigProblem(path="rollout.sglang_version", found=treat_as, hint=hint)
 
 
 def _without_tokenizer(config: Config) -> Iterator[ConfigProblem]:

@@ -9,7 +9,7 @@ import select
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from time import monotonic
@@ -17,10 +17,11 @@ from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
 import psutil
 
+from anygauge.rollout.deployment import plan_servers
 from anygauge.rollout.sglang.arguments import by_name, command_line, run_arguments
-from anygauge.rollout.sglang.deployment import plan_servers
 from anygauge.rollout.sglang.installed import Installed, installed_sglang, missing
 from anygauge.rollout.sglang.keeper import LOOK, STOP, keeper_command
+from anygauge.rollout.sglang.kinds import plan_arguments, plan_ranks
 from anygauge.rollout.sglang.launch import BACKEND, ROLE
 from anygauge.rollout.sglang.versions import ServerApi, find_api
 from anygauge_hooks.errors import RolloutError
@@ -28,7 +29,7 @@ from anygauge_hooks.weights import WeightPeer
 
 if TYPE_CHECKING:
     from anygauge.config import Config
-    from anygauge.rollout.sglang.deployment import ServerPlan
+    from anygauge.rollout.deployment import ServerPlan
     from anygauge_hooks.engines import WorkerContext
 
 __all__ = ["ENGINE", "SGLangServer", "make_server"]
@@ -70,12 +71,14 @@ class SGLangServer:
         host: str,
         log: Path,
         deadline_s: float,
+        ranks: int = 1,
     ) -> None:
         """Take what a server is started with; nothing is started yet.
 
         :param arguments: By name, without those of addresses and ports.
         :param host: Address of this node that it listens on.
         :param deadline_s: Longest time until it answers, in seconds.
+        :param ranks: Data-parallel ranks that the arguments ask for.
         """
         self.api = api
         self.log = log
@@ -85,14 +88,17 @@ class SGLangServer:
         self._environment = dict(environment)
         self._host = host
         self._deadline_s = deadline_s
+        self._ranks = ranks
+        self._encoders: Sequence[str] = ()
         self._keeper: subprocess.Popen[bytes] | None = None
         self._command: list[str] = []
         self._address = ""
         self._bootstrap: int | None = None
 
-    def start(self) -> str:
+    def start(self, encoders: Sequence[str] = ()) -> str:
         """Start the server and return its address; see :class:`anygauge_hooks.rollout.EngineServer`."""
         self.close()
+        self._encoders = encoders
         deadline = monotonic() + self._deadline_s
         for left in reversed(range(TRIES)):
             offset = self.log.stat().st_size if self.log.exists() else 0
@@ -116,7 +122,8 @@ class SGLangServer:
         """Return what the run is to know of it.
 
         ``version`` is the listed one that it is spoken to as, ``installed`` its own; ``command``,
-        ``log``, ``address``, ``pid``; and ``bootstrap``, ``host:port``, of one that only reads prompts.
+        ``log``, ``address``, ``pid``, ``ranks``; and ``bootstrap``, ``host:port``, of one that only reads
+        prompts.
         """
         server = self._server()
         found = {
@@ -126,6 +133,7 @@ class SGLangServer:
             "log": str(self.log),
             "address": self._address,
             "pid": str(server.pid) if server else "",
+            "ranks": str(self._ranks),
         }
         if self._bootstrap is not None:
             found["bootstrap"] = f"{self._host}:{self._bootstrap}"
@@ -159,7 +167,7 @@ class SGLangServer:
             keeper.wait()
 
     def _start(self, deadline: float) -> str:
-        ports = _free_ports(self._host)
+        ports = _free_ports(self._host, self._earlier_port())
         self._command = self._command_for(ports)
         self._address = f"http://{_bracketed(self._host)}:{ports.http}"
         self.log.parent.mkdir(parents=True, exist_ok=True)
@@ -176,12 +184,19 @@ class SGLangServer:
         self._await(ports.http, deadline)
         return self._address
 
+    def _earlier_port(self) -> int:
+        """Return where an encoder was found before, since those that ask it know no other place."""
+        if not (self._arguments.get("encoder_only") and self._address):
+            return 0
+        return int(self._address.rpartition(":")[2])
+
     def _command_for(self, ports: _Ports) -> list[str]:
         placed: dict[str, Any] = {"host": self._host, "port": ports.http, "nccl_port": ports.collectives}
         if self._arguments.get("disaggregation_mode") == "prefill":
             self._bootstrap = placed["disaggregation_bootstrap_port"] = ports.bootstrap
         if self._arguments.get("language_only"):
             placed["encoder_bootstrap_port"] = ports.bootstrap
+            placed["encoder_urls"] = list(self._encoders)
         words = command_line({**self._arguments, **placed}, self._installed)
         return [sys.executable, "-m", "anygauge.rollout.sglang.launch", *words]
 
@@ -258,6 +273,7 @@ def make_server(config: Config, context: WorkerContext) -> SGLangServer:
         host=context.address,
         log=_logs(config, context) / f"rollout-{context.rank}-engine.log",
         deadline_s=config.placement.start_timeout_s,
+        ranks=plan_ranks(config, plan),
     )
 
 
@@ -271,7 +287,7 @@ def _arguments(
     path = None if plan.path is None else str(plan.path)
     return {
         **by_name(backend, installed),
-        **by_name(plan.arguments, installed),
+        **by_name(plan_arguments(config, plan), installed),
         **run_arguments(config, path=path),
     }
 
@@ -304,11 +320,22 @@ def _logs(config: Config, context: WorkerContext) -> Path:
 # -------------------------------------------------------------------------
 
 
-def _free_ports(host: str) -> _Ports:
-    """Return ports of this host that nobody listens on, no two of them the same."""
+def _free_ports(host: str, http: int = 0) -> _Ports:
+    """Return ports of this host that nobody listens on, no two of them the same.
+
+    :param http: That is taken for requests if it is free.
+    """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
+
+    def hold(port: int) -> socket.socket:
+        return stack.enter_context(socket.create_server((host, port), family=family))
+
     with ExitStack() as stack:
-        held = [stack.enter_context(socket.create_server((host, 0), family=family)) for _ in _Ports._fields]
+        try:
+            held = [hold(http)]
+        except OSError:
+            held = [hold(0)]
+        held += [hold(0) for _ in _Ports._fields[1:]]
         return _Ports(*(each.getsockname()[1] for each in held))
 
 

@@ -10,6 +10,7 @@ __all__ = ["install_fake_engine"]
 
 MODULE = '''"""Fake engines: written by anygauge.testing."""
 
+from anygauge.rollout.deployment import plan_servers
 from anygauge.testing.fake_engine import FakeServer, Options
 from anygauge_hooks import hookimpl
 from anygauge_hooks.engines import RolloutEngineSpec
@@ -19,12 +20,15 @@ OPTIONS = {options!r}
 
 
 def serve(config, context):
-    return FakeServer(Options(**OPTIONS, faults=FAULTS[context.rank]))
+    kind = plan_servers(config)[context.rank].kind
+    half = kind if kind in ("prefill", "decode") else "null"
+    return FakeServer(Options(**OPTIONS, faults=FAULTS[context.rank], disaggregation=half))
 
 
 @hookimpl
 def register_rollout_engines():
-    return [RolloutEngineSpec(name="fake", serve=serve, releases_memory=True)]
+    kinds = ("regular", "prefill", "decode", "encoder")
+    return [RolloutEngineSpec(name="fake", serve=serve, kinds=kinds, releases_memory=True)]
 '''
 
 

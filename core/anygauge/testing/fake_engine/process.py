@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import urllib.request
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from types import TracebackType
 from typing import Any
@@ -37,6 +37,8 @@ class FakeServer:
     def __init__(self, options: Options | None = None) -> None:
         self.options = options or Options()
         self.address = ""
+        self.encoders: Sequence[str] = ()
+        """That it was told when it was started."""
         self._process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> FakeServer:
@@ -55,12 +57,13 @@ class FakeServer:
             raise RolloutError("The fake engine was not started.")
         return self._process.pid
 
-    def start(self) -> str:
+    def start(self, encoders: Sequence[str] = ()) -> str:
         """Start the process, or start it again after its end, and return its address.
 
         :raises RolloutError: It ended before it served.
         """
         self.close()
+        self.encoders = encoders
         self._process = subprocess.Popen(self._command(), stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         self.address = self._read_address(self._process)
         return self.address
@@ -102,6 +105,8 @@ class FakeServer:
     def facts(self) -> Mapping[str, str]:
         """Return what it is, for the run's records."""
         found = {"version": f"fake {self.options.sglang}", "command": " ".join(self._command()), "log": ""}
+        if self.options.dp_size > 1:
+            found["ranks"] = str(self.options.dp_size)
         if self.options.disaggregation == "prefill":
             found["bootstrap"] = self.address.removeprefix("http://")
         return found

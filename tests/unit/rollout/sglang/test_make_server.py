@@ -11,7 +11,6 @@ import pytest
 from anygauge.config import Config
 from anygauge.plugins import Plugins, load_plugins
 from anygauge.rollout.sglang import server as server_module
-from anygauge.rollout.sglang.deployment import with_encoders
 from anygauge.rollout.sglang.installed import Installed
 from anygauge.rollout.sglang.server import SGLangServer, make_server
 from anygauge_hooks import hookimpl
@@ -99,9 +98,8 @@ def test_a_worker_has_the_server_of_its_rank(
 ) -> None:
     kinds = [{"kind": kind} for kind in ("encoder", "prefill", "decode")]
     groups = [*kinds, {"model": "judge", "path": "/models/judge"}]
-    made = make_server(
-        with_encoders(config({"groups": groups}), {"policy": ["http://h:1"]}), context(plugins, rank)
-    )
+    made = make_server(config({"groups": groups}), context(plugins, rank))
+    made._encoders = ["http://h:1"]
     line = words(made)
     assert expected in line
     assert ("--encoder-urls http://h:1" in line) is (rank == 1)

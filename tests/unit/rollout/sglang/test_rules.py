@@ -55,9 +55,13 @@ def test_arguments_of_all_and_of_a_group_are_checked(config: Make, cpu: BackendS
 
 
 def test_another_engine_makes_the_keys_void(config: Make, cpu: BackendSpec) -> None:
-    rollout: dict[str, Any] = {"engine": "transformers", "sglang": {"tp_size": 2}, "groups": [{}]}
+    rollout: dict[str, Any] = {
+        "engine": "transformers",
+        "sglang": {"tp_size": 2},
+        "groups": [{"sglang": {"x": 1}}],
+    }
     hint = 'has no effect with rollout.engine = "transformers"; leave it out'
-    assert found(config(rollout), cpu) == {"rollout.sglang": hint, "rollout.groups": hint}
+    assert found(config(rollout), cpu) == {"rollout.sglang": hint, "rollout.groups[0].sglang": hint}
 
 
 def test_a_missing_sglang_is_named_with_the_command_that_installs_it(

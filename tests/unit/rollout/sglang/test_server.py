@@ -172,7 +172,7 @@ def test_another_server_on_the_port_is_not_taken_for_this_one(
     thread = threading.Thread(target=other.serve_forever)
     thread.start()
     taken = server_module._free_ports("127.0.0.1")._replace(http=other.server_port)
-    monkeypatch.setattr(server_module, "_free_ports", lambda host: taken)
+    monkeypatch.setattr(server_module, "_free_ports", lambda host, http: taken)
     monkeypatch.setattr(server_module, "TRIES", 1)
     try:
         with pytest.raises(RolloutError, match="Address already in use"):

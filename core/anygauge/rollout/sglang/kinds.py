@@ -1,0 +1,58 @@
+"""What SGLang's servers of each kind are started with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from anygauge.config import Config
+    from anygauge.rollout.deployment import ServerPlan
+
+__all__ = ["plan_arguments", "plan_devices", "plan_ranks"]
+
+_OF_KIND: Mapping[str, Mapping[str, Any]] = {
+    "regular": {},
+    "prefill": {"disaggregation_mode": "prefill"},
+    "decode": {"disaggregation_mode": "decode"},
+    "encoder": {"encoder_only": True},
+}
+_LANGUAGE = {"language_only": True}
+_SIZES = {
+    "tp_size": ("tp_size", "tensor_parallel_size"),
+    "pp_size": ("pp_size", "pipeline_parallel_size"),
+    "dp_size": ("dp_size", "data_parallel_size"),
+}
+"""What multiplies the devices of a server, and how it may be spelt."""
+_WITHIN_TENSOR = ("attn_dp_size", "attention_data_parallel_size", "enable_dp_attention")
+"""With these, data-parallel ranks share the devices of ``tp_size``."""
+
+
+def plan_arguments(config: Config, plan: ServerPlan) -> dict[str, Any]:
+    """Return what the user wrote for a server, and what its kind needs."""
+    told = _LANGUAGE if plan.needs_encoders else {}
+    return {**config.rollout.sglang, **plan.group.sglang, **_OF_KIND[plan.kind], **told}
+
+
+def plan_devices(config: Config, plan: ServerPlan) -> int:
+    """Return how many devices a server takes."""
+    plain = _plain(config, plan)
+    sizes = {name: _first(plain, spellings) for name, spellings in _SIZES.items()}
+    if any(plain.get(name) for name in _WITHIN_TENSOR):
+        sizes.pop("dp_size")
+    return prod(size for size in sizes.values())
+
+
+def plan_ranks(config: Config, plan: ServerPlan) -> int:
+    """Return how many data-parallel ranks a server has."""
+    return _first(_plain(config, plan), _SIZES["dp_size"])
+
+
+def _plain(config: Config, plan: ServerPlan) -> dict[str, Any]:
+    return {name.replace("-", "_"): value for name, value in plan_arguments(config, plan).items()}
+
+
+def _first(arguments: Mapping[str, Any], spellings: Sequence[str]) -> int:
+    found = [arguments[name] for name in spellings if isinstance(arguments.get(name), int)]
+    return found[0] if found else 1
