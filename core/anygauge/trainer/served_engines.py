@@ -37,6 +37,8 @@ __all__ = ["ServedEngines", "open_servers"]
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
 SERVER = "anygauge.trainer.server_workers:ServerWorker"
+SHOWN = 3
+"""Names in a message."""
 WATCH_S = 0.2
 """Between looks at whether a server has ended."""
 
@@ -58,6 +60,8 @@ class ServedEngines:
         self._loop = loop
         self._version = 0
         self._seconds = 0.0
+        self._unverified: Sequence[str] = ()
+        """Parameters that nothing could be compared with, as was last said."""
 
     def requests(self) -> AbstractContextManager[Requests]:
         """Return how requests get to the servers."""
@@ -143,6 +147,10 @@ class ServedEngines:
         }
         for rank, error in refused.items():
             _log.warning("engine %d did not take weight version %d: %s", rank, self._version, error)
+        if report.unverified and report.unverified != self._unverified:
+            some = ", ".join(report.unverified[:SHOWN])
+            _log.warning("%d parameters of engines were not verified: %s", len(report.unverified), some)
+            self._unverified = report.unverified
         return refused
 
     def _late(self, what: str) -> DeadlineError:

@@ -100,7 +100,7 @@ class ExpectedParameters:
         """Return what a server holds that was not sent to it, as the names of tensors.
 
         :param ranks: For each of its processes, the checksums that it tells. Of a parameter that they divide
-            nothing can be said, and it is noted as unverified.
+            nothing can be said, and it is noted as unverified; one that a process has whole all must have.
         """
         return list(dict.fromkeys(text for rank in ranks for text in self._different(rank, ranks)))
 
@@ -109,12 +109,18 @@ class ExpectedParameters:
             expected = self._parameters.get(name) or self._parameters.get(TIED.get(name, ""))
             if expected is not None and value in expected.checksums:
                 continue
-            if expected is None or any(rank.get(name) != value for rank in ranks):
+            if expected is None or _is_divided(name, expected, ranks):
                 self._unverified.add(name)
             elif len(expected.parts) > 1:
                 yield f"{name} ({', '.join(expected.parts)})"
             else:
                 yield name
+
+
+def _is_divided(name: str, expected: _Parameter, ranks: Sequence[Mapping[str, str]]) -> bool:
+    """Return whether processes hold parts of a parameter: they differ, and none has the whole."""
+    told = {rank.get(name) for rank in ranks}
+    return len(told) > 1 and not told & expected.checksums
 
 
 def _parts(fused: str) -> Iterator[str]:

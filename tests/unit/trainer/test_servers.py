@@ -79,7 +79,7 @@ class Trainers:
         self.pushes.append((version, [(peer.address, peer.incarnation) for peer in peers]))
         fails = self.refusing in [peer.address for peer in peers]
         outcome = SimpleNamespace(version=None if fails else version, error="refused" if fails else None)
-        return [SimpleNamespace(peers=[outcome for _ in peers])]
+        return [SimpleNamespace(peers=[outcome for _ in peers], unverified=("a", "b", "c", "d"))]
 
 
 class Opened:
@@ -146,7 +146,9 @@ def test_a_lost_server_starts_while_the_driver_trains_and_gets_weights_when_it_w
     assert opened.servers.lost() == {}
 
 
-def test_a_server_that_takes_no_weights_does_not_cost_the_others_theirs(opened: Opened) -> None:
+def test_a_server_that_takes_no_weights_does_not_cost_the_others_theirs(
+    opened: Opened, caplog: pytest.LogCaptureFixture
+) -> None:
     addresses = [server.address for server in opened.fakes]
     opened.trainers.refusing = addresses[0]
     opened.engines.sync(1)
@@ -157,6 +159,7 @@ def test_a_server_that_takes_no_weights_does_not_cost_the_others_theirs(opened: 
     ]
     until(lambda: opened.starts() == [2, 1])
     assert set(opened.servers.lost()) <= {0}
+    assert caplog.text.count("4 parameters of engines were not verified: a, b, c\n") == 1
 
 
 def test_a_sync_does_not_wait_for_a_server_that_starts(opened: Opened) -> None:

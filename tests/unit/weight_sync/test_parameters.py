@@ -82,3 +82,11 @@ def test_of_processes_that_divide_a_parameter_only_what_they_all_hold_is_compare
     assert expected.unverified == ("model.embed_tokens.weight",)
     wrong = [{**rank, norm: "c" * 16} for rank in ranks]
     assert expected.differences(PEER, wrong) == [norm]
+
+
+def test_what_one_process_has_whole_the_others_do_not_have_in_parts() -> None:
+    norm = "model.norm.weight"
+    ranks = [{norm: held(sent())[norm]}, {norm: "c" * 16}]
+    expected = noted(sent())
+    assert expected.differences(PEER, ranks) == [norm]
+    assert expected.unverified == ()
