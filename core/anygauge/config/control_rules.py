@@ -21,12 +21,7 @@ Problems = Iterator[ConfigProblem]
 def control_rule(config: Config, user_keys: Collection[str]) -> Problems:
     """Yield keys that have no effect, or leave nothing to train on, beside others."""
     rollout = config.rollout
-    if rollout.partial and not rollout.over_sampling:
-        hint = "has no effect without rollout.over_sampling: a step ends when all of its samples are done"
-        yield ConfigProblem(path="rollout.partial", found=True, hint=hint)
-    if not rollout.redraw and rollout.partial:
-        hint = "has no effect with rollout.partial, which discards nothing; leave it out"
-        yield ConfigProblem(path="rollout.redraw", found=False, hint=hint)
+    yield from _left_over(rollout)
     if "zero_variance" in rollout.filters and rollout.samples_per_prompt < 2:
         hint = "'zero_variance' rejects every group of one sample; take at least 2"
         yield ConfigProblem(path="rollout.samples_per_prompt", found=rollout.samples_per_prompt, hint=hint)
@@ -55,6 +50,26 @@ def _evaluation(config: Config) -> Problems:
     if (waits or config.eval.wait) and config.eval.concurrency is not None:
         hint = "has an effect on evaluations that training does not wait for alone; leave it out"
         yield ConfigProblem(path="eval.concurrency", found=config.eval.concurrency, hint=hint)
+
+
+def _left_over(rollout: Rollout) -> Problems:
+    """Yield keys about what a step leaves over, where it leaves nothing, or nothing is discarded."""
+    if rollout.schedule != "sync":
+        hint = (
+            f'has no effect with rollout.schedule = "{rollout.schedule}": what is unfinished always goes on'
+        )
+        for key in ("over_sampling", "partial", "redraw"):
+            if (found := getattr(rollout, key)) != Rollout.model_fields[key].default:
+                yield ConfigProblem(path=f"rollout.{key}", found=found, hint=f"{hint}; leave it out")
+        return
+    if not rollout.over_sampling:
+        hint = "has no effect without rollout.over_sampling: a step ends when all of its samples are done"
+        for key in ("partial", "redraw"):
+            if (found := getattr(rollout, key)) != Rollout.model_fields[key].default:
+                yield ConfigProblem(path=f"rollout.{key}", found=found, hint=hint)
+    elif not rollout.redraw and rollout.partial:
+        hint = "has no effect with rollout.partial, which discards nothing; leave it out"
+        yield ConfigProblem(path="rollout.redraw", found=False, hint=hint)
 
 
 def control_functions(config: Config, plugins: Plugins) -> Problems:

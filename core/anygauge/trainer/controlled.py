@@ -55,7 +55,7 @@ class Controlled:
         self._config = config
         rollout = config.rollout
         self._versions = 1 if rollout.schedule == "one_step_off" else rollout.max_staleness
-        self._groups = rollout.prompts_per_step * (self._versions + 1) + rollout.over_sampling
+        self._groups = rollout.prompts_per_step * (self._versions + 1)
 
     @property
     def rollouts(self) -> int:

@@ -53,6 +53,7 @@ FILTER = '--rollout.filters=["zero_variance"]'
             "rollout.redraw: found False",
             "has no effect with rollout.partial",
         ),
+        (["--rollout.redraw=false"], "rollout.redraw: found False", "without rollout.over_sampling"),
         (["--rollout.max_rounds=0"], "rollout.max_rounds: found 0", "must be greater than 0"),
     ],
 )
@@ -74,6 +75,16 @@ def test_a_step_after_the_other_waits_for_evaluations(load: Load, key: str, said
     with pytest.raises(ConfigError) as error:
         load({}, [f"--eval.{key}"])
     assert said in str(error.value)
+
+
+@pytest.mark.parametrize("schedule", ["one_step_off", "async"])
+@pytest.mark.parametrize("key", ["over_sampling=1", "partial=true", "redraw=false"])
+def test_a_schedule_that_leaves_nothing_over(load: Load, schedule: str, key: str) -> None:
+    keys = [f"--rollout.schedule={schedule}", f"--rollout.{key}"]
+    with pytest.raises(
+        ConfigError, match=f"rollout.{key.partition('=')[0]}: found .*no effect with rollout.sch"
+    ):
+        load({}, keys)
 
 
 def test_right_control(load: Load) -> None:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from math import prod
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from anygauge.config import Config
     from anygauge.rollout.deployment import ServerPlan
 
-__all__ = ["plan_arguments", "plan_devices", "plan_ranks"]
+__all__ = ["plan_arguments", "plan_copies", "plan_devices", "plan_ranks", "plan_stages"]
 
 _OF_KIND: Mapping[str, Mapping[str, Any]] = {
     "regular": {},
@@ -25,7 +24,8 @@ _SIZES = {
     "dp_size": ("dp_size", "data_parallel_size"),
 }
 """What multiplies the devices of a server, and how it may be spelt."""
-_WITHIN_TENSOR = ("attn_dp_size", "attention_data_parallel_size", "enable_dp_attention")
+_ATTENTION_SIZES = ("attn_dp_size", "attention_data_parallel_size")
+_WITHIN_TENSOR = (*_ATTENTION_SIZES, "enable_dp_attention")
 """With these, data-parallel ranks share the devices of ``tp_size``."""
 
 
@@ -37,16 +37,25 @@ def plan_arguments(config: Config, plan: ServerPlan) -> dict[str, Any]:
 
 def plan_devices(config: Config, plan: ServerPlan) -> int:
     """Return how many devices a server takes."""
+    tensor = _first(_plain(config, plan), _SIZES["tp_size"])
+    return tensor * plan_stages(config, plan) * plan_copies(config, plan)
+
+
+def plan_stages(config: Config, plan: ServerPlan) -> int:
+    """Return in how many stages a server divides the layers."""
+    return _first(_plain(config, plan), _SIZES["pp_size"])
+
+
+def plan_copies(config: Config, plan: ServerPlan) -> int:
+    """Return how many times a server holds the weights."""
     plain = _plain(config, plan)
-    sizes = {name: _first(plain, spellings) for name, spellings in _SIZES.items()}
-    if any(plain.get(name) for name in _WITHIN_TENSOR):
-        sizes.pop("dp_size")
-    return prod(size for size in sizes.values())
+    return 1 if any(plain.get(name) for name in _WITHIN_TENSOR) else _first(plain, _SIZES["dp_size"])
 
 
 def plan_ranks(config: Config, plan: ServerPlan) -> int:
-    """Return how many data-parallel ranks a server has."""
-    return _first(_plain(config, plan), _SIZES["dp_size"])
+    """Return how many data-parallel ranks a server has, whether they share the weights or not."""
+    plain = _plain(config, plan)
+    return max(_first(plain, _SIZES["dp_size"]), _first(plain, _ATTENTION_SIZES))
 
 
 def _plain(config: Config, plan: ServerPlan) -> dict[str, Any]:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from anygauge.plugins import probe_backend
+from anygauge.rollout.deployment import plan_servers
 from anygauge.rollout.sglang.arguments import argument_problems
 from anygauge.rollout.sglang.installed import Installed, install_command, installed_sglang
-from anygauge.rollout.sglang.versions import LISTED, find_api
+from anygauge.rollout.sglang.kinds import plan_copies, plan_stages
+from anygauge.rollout.sglang.versions import LISTED, ServerApi, find_api
 from anygauge_hooks.errors import RolloutError
 from anygauge_hooks.types import ConfigProblem
 
@@ -38,6 +41,7 @@ def sglang_problems(config: Config, backend: BackendSpec) -> Iterator[ConfigProb
     for index, group in enumerate(config.rollout.groups):
         yield from argument_problems(group.sglang, f"rollout.groups[{index}].sglang", installed)
     yield from _without_tokenizer(config)
+    yield from _not_updated(config, installed)
 
 
 def _without_effect(config: Config) -> Iterator[ConfigProblem]:
@@ -85,6 +89,32 @@ def _treatment(config: Config) -> Iterator[ConfigProblem]:
     if treat_as is not None and treat_as not in LISTED:
         hint = f"must be a version that was tested: {', '.join(LISTED)}"
         yield ConfigProblem(path="rollout.sglang_version", found=treat_as, hint=hint)
+
+
+def _not_updated(config: Config, installed: Installed | None) -> Iterator[ConfigProblem]:
+    """Yield what the servers' version cannot do with new weights."""
+    sync, path = config.weight_sync, "weight_sync.transport"
+    synced = [plan for plan in plan_servers(config) if plan.is_synced]
+    if sync.transport != "disk" and any(plan_copies(config, plan) > 1 for plan in synced):
+        hint = 'cannot update the copies of the weights that dp_size makes; write "disk", or more servers '
+        hint += "instead of dp_size (placement.rollout_workers)"
+        yield ConfigProblem(path=path, found=sync.transport, hint=hint)
+    elif sync.transport == "distributed" and any(plan_stages(config, plan) > 1 for plan in synced):
+        hint = 'SGLang numbers the processes of a broadcast without pp_size; write "tensor" or "disk"'
+        yield ConfigProblem(path=path, found=sync.transport, hint=hint)
+    api = _api(config, installed)
+    if sync.pause == "in_place" and api is not None and not api.version_spans:
+        hint = f"SGLang {api.version} tells one weight version for a response, which would be of several; "
+        hint += 'write "retract" or "abort"'
+        yield ConfigProblem(path="weight_sync.pause", found=sync.pause, hint=hint)
+
+
+def _api(config: Config, installed: Installed | None) -> ServerApi | None:
+    """Return how the servers are spoken to; where that is not known, it is a problem of its own."""
+    if installed is not None:
+        with suppress(RolloutError):
+            return find_api(installed.version, treat_as=config.rollout.sglang_version)
+    return None
 
 
 def _without_tokenizer(config: Config) -> Iterator[ConfigProblem]:

@@ -49,6 +49,7 @@ def test_a_group_lays_its_arguments_over_those_of_all(config: Make) -> None:
         ({"tensor_parallel_size": 2, "dp_size": 3}, 6, 3),
         ({"tp_size": 4, "dp_size": 4, "enable_dp_attention": True}, 4, 4),
         ({"tp_size": 4, "dp_size": 2, "attn_dp_size": 2}, 4, 2),
+        ({"tp_size": 4, "attn_dp_size": 2}, 4, 2),
     ],
 )
 def test_the_devices_and_ranks_of_a_server_follow_from_its_sizes(

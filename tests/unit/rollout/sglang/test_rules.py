@@ -93,6 +93,46 @@ def test_a_server_without_a_tokenizer_finds_no_strings(config: Make, cpu: Backen
     assert "use stop_token_ids" in found(config(rollout), cpu)["rollout.stop"]
 
 
+@pytest.mark.parametrize(
+    ("sglang", "transport", "problem"),
+    [
+        ({"dp_size": 2}, "tensor", "copies of the weights"),
+        ({"data-parallel-size": 2}, "delta", "copies of the weights"),
+        ({"dp_size": 2}, "disk", None),
+        ({"dp_size": 2, "enable_dp_attention": True}, "tensor", None),
+        ({"pp_size": 2}, "distributed", "without pp_size"),
+        ({"pp_size": 2}, "tensor", None),
+    ],
+)
+def test_a_transport_that_does_not_reach_every_process_of_a_server(
+    sglang: dict[str, Any],
+    transport: str,
+    problem: str | None,
+    config: Make,
+    cpu: BackendSpec,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(rules, "argument_problems", lambda *_: ())
+    for rollout in ({"sglang": sglang}, {"groups": [{"sglang": sglang}]}):
+        hints = found(config(rollout, weight_sync={"transport": transport}), cpu)
+        assert list(hints) == (["weight_sync.transport"] if problem else [])
+        assert (problem or "") in "".join(hints.values())
+
+
+@pytest.mark.parametrize(("version", "fits"), [("0.5.17", False), ("0.5.23", True)])
+def test_a_response_of_several_versions_needs_a_server_that_tells_them_apart(
+    version: str,
+    fits: bool,
+    config: Make,
+    cpu: BackendSpec,
+    installed: Installed,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(rules, "installed_sglang", lambda: installed._replace(version=version))
+    problems = found(config(weight_sync={"pause": "in_place"}), cpu)
+    assert list(problems) == ([] if fits else ["weight_sync.pause"])
+
+
 @pytest.mark.parametrize("name", ["cpu", "cuda", "npu"])
 def test_each_backend_gives_servers_its_device_and_nothing_to_other_engines(
     name: str, config: Make, plugins: Plugins
