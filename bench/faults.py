@@ -1,10 +1,11 @@
 """Strike a fleet of fake engines 200 times, and count what becomes of its requests.
 
 Run as ``python bench/faults.py [--strikes 200] [--seeds 0]``; under three minutes. The engines are processes
-of their own that speak SGLang's HTTP API. They are killed, hang, are paused, refuse an update of their
-weights at its beginning or its end, die in the middle of one, become slow and answer with errors; the seed
-decides in which order. Whoever runs them starts those again that the fleet finds dead, with the weights
-of that moment. Every token of every response is compared with what the weights of its version give.
+of their own, forked from one that has imported what they need, and speak SGLang's HTTP API. They are killed,
+hang, are paused, refuse an update of their weights at its beginning or its end, die in the middle of one,
+become slow and answer with errors; the seed decides in which order. Whoever runs them starts those again that
+the fleet finds dead, with the weights of that moment. Every token of every response is compared with what the
+weights of its version give.
 """
 
 from __future__ import annotations

@@ -17,6 +17,8 @@ from anygauge.config.schema import RolloutClient
 from anygauge.rollout.client import EngineAwayError
 from anygauge.rollout.fleet import Fleet
 from anygauge.testing.fake_engine import EOS, FakeServer, Options, expected
+from anygauge.testing.fake_engine.process import MODULE
+from anygauge.testing.warm import WarmProcesses
 from anygauge_hooks.errors import AnygaugeError, DeadlineError, RolloutError
 from anygauge_hooks.rl import SamplingParams
 from anygauge_hooks.rollout import GenerateRequest, Generation
@@ -92,7 +94,10 @@ class _Storm:
     def __init__(self, seed: int, engines: int, under_way: int) -> None:
         # Which engines serve depends on time, and what is drawn among them on that: it has its own numbers.
         self._kinds, self._draw, self._under_way = Random(seed), Random(seed + 1), under_way
-        self._servers = {f"engine-{number}": FakeServer(_ENGINE) for number in range(engines)}
+        self._warm = WarmProcesses(None, [MODULE])
+        self._servers = {
+            f"engine-{number}": FakeServer(_ENGINE, warm=self._warm) for number in range(engines)
+        }
         self._version = 0
         self._numbers = itertools.count()
         self._over = False
@@ -115,6 +120,7 @@ class _Storm:
             await self._fleet.close()
             for server in self._servers.values():
                 server.close()
+            self._warm.close()
         return self.outcome
 
     async def _finish(self, workers: list[asyncio.Task[None]]) -> None:

@@ -112,11 +112,13 @@ class WarmProcess:
 class WarmProcesses:
     """The warm process, started with the first that is forked from it; it ends with this process.
 
-    :param backend: Name of the one that workers are prepared for.
+    :param backend: Name of the one that workers are prepared for; ``None`` for processes that are no workers.
+    :param modules: What is imported; ``None`` for what workers need.
     """
 
-    def __init__(self, backend: str) -> None:
-        self._backend = backend
+    def __init__(self, backend: str | None, modules: Sequence[str] | None = None) -> None:
+        self._backend = backend or ""
+        self._modules = _MODULES if modules is None else modules
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._is_warm = False
@@ -167,7 +169,7 @@ class WarmProcesses:
     def _warm(self) -> None:
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2 * _MESSAGE_BYTES)
-        arguments = (str(theirs.fileno()), str(os.getpid()), self._backend)
+        arguments = (str(theirs.fileno()), str(os.getpid()), self._backend, *self._modules)
         with theirs:
             self._process = subprocess.Popen(
                 [sys.executable, "-u", "-P", "-c", f"from {__name__} import serve; serve()", *arguments],
@@ -204,10 +206,13 @@ def _adopt_orphans(wanted: bool) -> None:
 
 def serve() -> None:
     """Import, then fork a process for each request; in that process, run the module and return."""
-    descriptor, parent, backend = sys.argv[1:]
+    descriptor, parent, backend, *modules = sys.argv[1:]
     die_with(int(parent))
     connection = socket.socket(fileno=int(descriptor))
-    _import_all(backend)
+    if backend:
+        _prepare(backend)
+    for module in modules:
+        importlib.import_module(module)
     threads = len(os.listdir("/proc/self/task"))
     if threads != 1:
         raise RuntimeError(f"An import has started {threads - 1} threads, and a fork would lose them.")
@@ -228,7 +233,7 @@ def serve() -> None:
     _become(pickle.loads(message), given)
 
 
-def _import_all(name: str) -> None:
+def _prepare(name: str) -> None:
     plugins = load_plugins()
     backend = plugins.get("register_backends", name)
     network = {"interface": "", "ip_version": "any"}
@@ -236,8 +241,6 @@ def _import_all(name: str) -> None:
     os.environ.update(env)
     plugins.prepare_worker(backend, _ROLE, "before_vendor_import")
     prepare_megatron(plugins, backend)
-    for module in _MODULES:
-        importlib.import_module(module)
 
 
 def _fork_twice() -> int:

@@ -13,14 +13,19 @@ import urllib.request
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from types import TracebackType
-from typing import Any
+from typing import IO, TYPE_CHECKING, Any
 
 from anygauge.testing.fake_engine.options import Options
 from anygauge_hooks.errors import RolloutError
 from anygauge_hooks.weights import WeightApi, WeightPeer
 
-__all__ = ["FakeServer"]
+if TYPE_CHECKING:
+    from anygauge.testing.warm import WarmProcess, WarmProcesses
 
+__all__ = ["MODULE", "FakeServer"]
+
+MODULE = "anygauge.testing.fake_engine"
+"""What the process runs."""
 _START_S = 60.0
 _ASK_S = 10.0
 
@@ -28,18 +33,22 @@ _ASK_S = 10.0
 class FakeServer:
     """An :class:`~anygauge_hooks.rollout.EngineServer` whose engine is fake. It dies with this process.
 
+    :param warm: Forks the process from one that has imported :data:`MODULE`, where many are started.
+
     Example::
 
         with FakeServer(Options(token_s=0.0005, slots=8)) as server:
             address = server.address
     """
 
-    def __init__(self, options: Options | None = None) -> None:
+    def __init__(self, options: Options | None = None, *, warm: WarmProcesses | None = None) -> None:
         self.options = options or Options()
         self.address = ""
         self.encoders: Sequence[str] = ()
         """That it was told when it was started."""
-        self._process: subprocess.Popen[bytes] | None = None
+        self._warm = warm
+        self._process: subprocess.Popen[bytes] | WarmProcess | None = None
+        self._pipes: list[IO[bytes]] = []
 
     def __enter__(self) -> FakeServer:
         self.start()
@@ -64,38 +73,54 @@ class FakeServer:
         """
         self.close()
         self.encoders = encoders
-        self._process = subprocess.Popen(self._command(), stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-        self.address = self._read_address(self._process)
+        said = self._start_cold() if self._warm is None else self._start_warm(self._warm)
+        self.address = self._read_address(said)
         return self.address
+
+    def _start_cold(self) -> IO[bytes]:
+        """Start a process and return what it says."""
+        self._process = process = subprocess.Popen(
+            self._command(), stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
+        assert process.stdin is not None
+        assert process.stdout is not None
+        self._pipes = [process.stdin, process.stdout]
+        return process.stdout
+
+    def _start_warm(self, warm: WarmProcesses) -> IO[bytes]:
+        reading, writing = os.pipe()
+        said = open(reading, "rb")  # noqa: SIM115 - closed with the process
+        self._pipes = [said]
+        try:
+            self._process = warm.start(
+                MODULE, [f"--parent={os.getpid()}", *self._arguments()], output=writing
+            )
+        finally:
+            os.close(writing)
+        return said
 
     def _command(self) -> list[str]:
         # The kernel watches the thread that starts a child: a thread that may end early must not count.
         parent = os.getpid() if threading.current_thread() is threading.main_thread() else 0
-        command = [
-            sys.executable,
-            "-P",
-            "-m",
-            "anygauge.testing.fake_engine",
-            "--lifeline",
-            "--parent",
-            str(parent),
-        ]
+        return [sys.executable, "-P", "-m", MODULE, "--lifeline", f"--parent={parent}", *self._arguments()]
+
+    def _arguments(self) -> list[str]:
+        arguments = []
         for field in fields(Options):
             value = getattr(self.options, field.name)
             if value is True:
-                command.append(f"--{field.name.replace('_', '-')}")
+                arguments.append(f"--{field.name.replace('_', '-')}")
             elif value is not False and value != field.default:
-                command.append(f"--{field.name.replace('_', '-')}={value}")
-        return command
+                arguments.append(f"--{field.name.replace('_', '-')}={value}")
+        return arguments
 
-    @staticmethod
-    def _read_address(process: subprocess.Popen[bytes]) -> str:
-        assert process.stdout is not None
-        ready, _, _ = select.select([process.stdout], [], [], _START_S)
-        line = process.stdout.readline() if ready else b""
+    def _read_address(self, said: IO[bytes]) -> str:
+        ready, _, _ = select.select([said], [], [], _START_S)
+        line = said.readline() if ready else b""
         if not line:
-            process.kill()
-            raise RolloutError(f"The fake engine did not start: exit code {process.wait()}.")
+            process = self._process
+            self.close()
+            raise RolloutError(f"The fake engine did not start: exit code {process and process.returncode}.")
         return str(json.loads(line)["address"])
 
     def is_alive(self) -> bool:
@@ -135,9 +160,8 @@ class FakeServer:
         if process.poll() is None:
             os.kill(process.pid, signal.SIGKILL)
         process.wait()
-        for pipe in (process.stdin, process.stdout):
-            if pipe is not None:
-                pipe.close()
+        for pipe in self._pipes:
+            pipe.close()
 
     # ---- what the real server has not ----
 
