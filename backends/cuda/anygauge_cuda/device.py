@@ -61,5 +61,6 @@ class CudaDevice:
         return peak
 
     def empty_cache(self) -> None:
-        """Give cached blocks back to the driver."""
+        """Give cached blocks back to the driver, also those that other processes have done with."""
+        torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]
         torch.cuda.empty_cache()

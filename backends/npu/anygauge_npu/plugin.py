@@ -63,6 +63,8 @@ def adjust_config(backend: BackendSpec) -> Iterable[ConfigChange] | None:
 
 
 @hookimpl
-def rollout_engine_args(backend: BackendSpec, engine: str) -> Mapping[str, Any] | None:
-    """Name the device to a server."""
-    return rollout.engine_args(engine) if backend.name == NPU.name else None
+def rollout_engine_args(config: Any, backend: BackendSpec, engine: str) -> Mapping[str, Any] | None:
+    """Name the device to a server, and let it sleep where it shares that with trainers."""
+    if backend.name != NPU.name:
+        return None
+    return rollout.engine_args(engine, sleeps=config.placement.colocated)

@@ -14,6 +14,9 @@ SGLANG: Mapping[str, Any] = {
 }
 
 
-def engine_args(engine: str) -> Mapping[str, Any] | None:
-    """Return the arguments of a server on this backend."""
-    return SGLANG if engine == "sglang" else None
+def engine_args(engine: str, *, sleeps: bool) -> Mapping[str, Any] | None:
+    """Return the arguments of a server on this backend.
+
+    :param sleeps: Whether it is to give its memory back and take it again.
+    """
+    return {**SGLANG, "enable_memory_saver": sleeps} if engine == "sglang" else None

@@ -48,6 +48,8 @@ def are_on_other_devices(config: Config, backend: BackendSpec) -> bool:
 
 def are_on_other_hosts(config: Config) -> bool:
     """Return whether engines may be on hosts where no trainer is."""
+    if config.placement.colocated:
+        return False
     if config.rollout.external:
         return not all(map(_is_loopback, config.rollout.external))
     return config.placement.launcher == "ray" and config.cluster.address != "start"

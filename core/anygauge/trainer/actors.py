@@ -266,17 +266,24 @@ class ActorWorker(GeneratingWorker):
         with self._timed("weight_sync"):
             self.engine.update_weights(self.trainer.weights(), version)
 
-    def push_weights(self, version: int, peers: Sequence[WeightPeer]) -> SyncReport | None:
-        """Send the trained weights to servers; rank 0 does so, and returns how each came out of it."""
+    def push_weights(
+        self, version: int, peers: Sequence[WeightPeer], senders: Sequence[int]
+    ) -> SyncReport | None:
+        """Send the trained weights to those of the servers that are this rank's, and return how each came out
+        of it; ``None`` where there is none.
+
+        :param senders: The rank that sends to each of the servers.
+        """
+        own = [peer for peer, rank in zip(peers, senders, strict=True) if rank == self._context.rank]
         with self._timed("weight_sync"):
             weights = self.trainer.weights()
-            if self._context.rank:
+            if not own:
                 for _ in weights:  # gathering them is a collective
                     pass
                 return None
             if self._pusher is None:
                 self._pusher = make_pusher(self.config, self._context)
-            return self._pusher.push(weights, version, peers)
+            return self._pusher.push(weights, version, own)
 
     def next_weights(self, max_bytes: int) -> WeightBucket:
         """Return the next part of the trained weights for engines in other processes; rank 0 has the data."""

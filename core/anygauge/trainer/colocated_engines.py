@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 from anygauge.trainer.served_engines import ServedEngines
@@ -20,11 +20,13 @@ class ColocatedEngines(ServedEngines):
     it weights without taking the memory of the others.
 
     :param turns: In which the trainers hold nothing while the servers start.
+    :param sender: From a server to the training rank that sends it the weights.
     """
 
-    def __init__(self, *args: Any, turns: Turns) -> None:
+    def __init__(self, *args: Any, turns: Turns, sender: Callable[[int], int]) -> None:
         super().__init__(*args)
         self._turns = turns
+        self._sender_to = sender
         turns.join(self._servers.hold, self._refresh)
 
     def wait(self, coroutine: Coroutine[Any, Any, T], what: str) -> T:
@@ -49,6 +51,9 @@ class ColocatedEngines(ServedEngines):
         if self._servers.behind and not self._servers.is_serving():
             self._turns.outdated()
             self._turns.take("generate")
+
+    def _sender(self, rank: int) -> int:
+        return self._sender_to(rank)
 
     def _refresh(self) -> None:
         """Send the trainers' weights to every server that can take them."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
@@ -16,12 +16,13 @@ from anygauge.trainer.launch import launch_workers
 from anygauge.trainer.parts import Parts
 from anygauge.trainer.plan import split_evenly
 from anygauge.trainer.requests import Requests
-from anygauge.trainer.served_engines import ServedEngines, open_servers
+from anygauge.trainer.served_engines import ServedEngines, devices_of_server, open_servers
 from anygauge.trainer.turns import Turns
 from anygauge.trainer.weight_parts import WeightBucket
 from anygauge.trainer.worker_group import Arguments, PendingCall, WorkerGroup
 from anygauge_hooks.rl import Prompt, Sample, SamplingParams
 from anygauge_hooks.types import BackendSpec
+from anygauge_hooks.weights import WeightTransportSpec
 
 __all__ = ["Engines", "SeparateEngines", "SharedEngines", "open_engines"]
 
@@ -132,6 +133,17 @@ def _generate(
     return [samples for share in workers.call("generate", per_rank=shares) for samples in share]
 
 
+def colocated(config: Config, plugins: Plugins, turns: Turns) -> Callable[..., ServedEngines]:
+    """Return what makes the engines of servers on the devices of trainers.
+
+    Where weights are handed over in memory, the first trainer on a server's devices does so: a server sees no
+    other devices.
+    """
+    transport: WeightTransportSpec = plugins.get("register_weight_transports", config.weight_sync.transport)
+    devices = devices_of_server(config, plugins) if transport.same_host else 0
+    return partial(ColocatedEngines, turns=turns, sender=lambda server: server * devices)
+
+
 @contextmanager
 def open_engines(
     config: Config,
@@ -153,9 +165,11 @@ def open_engines(
         yield SharedEngines(workers)
         return
     if plugins.get("register_rollout_engines", config.rollout.engine).serve is not None:
-        make = partial(ColocatedEngines, turns=turns) if turns.shared else ServedEngines
+        make = colocated(config, plugins, turns) if turns.shared else ServedEngines
         trainers = workers if parts.trains else None
-        with open_servers(config, backend, plugins, trainers, directory, make) as servers:
+        is_seated = config.placement.colocated and config.placement.launcher == "ray"
+        seats = workers.seats(count, devices_of_server(config, plugins)) if is_seated else ()
+        with open_servers(config, backend, plugins, trainers, directory, make, seats) as servers:
             yield servers
         return
     with launch_workers(

@@ -10,6 +10,7 @@ from typing import Any
 from anygauge.config.schema import Config
 from anygauge.device import DETERMINISTIC_ENV
 from anygauge.plugins import Plugins
+from anygauge.trainer.placement import Seat
 from anygauge.trainer.ray_environment import set_ray_environment
 from anygauge.trainer.worker_group import LaunchSpec, Transport, WorkerGroup
 from anygauge_hooks.types import BackendSpec
@@ -34,6 +35,7 @@ def launch_workers(
     collective: bool = True,
     first_device: int = 0,
     devices: int = 1,
+    seats: Sequence[Seat] = (),
     beside: int = 0,
     reads: Sequence[Path] = (),
     options: Mapping[str, Any] | None = None,
@@ -48,6 +50,7 @@ def launch_workers(
     :param collective: Whether the workers form a process group.
     :param first_device: Devices of this host that another role's plain processes take.
     :param devices: That each worker takes.
+    :param seats: Of workers that take devices of others, and none of their own.
     :param beside: Devices that workers of other roles take, which are started afterwards.
     :param reads: Directories that every worker needs, beside those that the config names.
     :param options: Further keyword arguments of the class; they are pickled.
@@ -69,6 +72,7 @@ def launch_workers(
         collective=collective,
         first_device=first_device,
         devices=devices,
+        seats=seats,
         beside=beside,
         reads=reads,
         options=options or {},

@@ -63,10 +63,18 @@ class RayWorker(Worker):
         """Return where this process runs."""
         here = super().locate()
         node = ray.get_runtime_context().get_node_id()
-        return HostInfo(pid=here.pid, host=here.host, ip=get_node_ip_address(), node=node)
+        return HostInfo(
+            pid=here.pid,
+            host=here.host,
+            ip=get_node_ip_address(),
+            node=node,
+            accelerators=tuple(self.accelerator_ids()),
+        )
 
     def accelerator_ids(self) -> Sequence[str]:
-        """Return the physical ids of the devices that Ray assigned."""
+        """Return the physical ids of the devices that Ray assigned, or of those that are others'."""
+        if self.setup.accelerators is not None:
+            return self.setup.accelerators
         assigned: Mapping[str, Sequence[str]] = ray.get_runtime_context().get_accelerator_ids()
         return [device for devices in assigned.values() for device in devices]
 
@@ -105,6 +113,12 @@ class RayTransport:
             raise
 
     def _place(self) -> None:
+        token = uuid.uuid4().hex[:8]
+        if self._spec.seats:
+            for rank, seat in enumerate(self._spec.seats):
+                beside = NodeAffinitySchedulingStrategy(seat.node, soft=False)
+                self._actors.append(self._start_actor(rank, beside, {"num_cpus": 0}, token))
+            return
         options = dict(self._spec.backend.ray_options(self._spec.devices))
         bundle = bundle_of(options)
         if self._connected and self._spec.config.cluster.address == OWN_CLUSTER:
@@ -116,15 +130,12 @@ class RayTransport:
             left = _totals() if self._outside else _available()
             raise placement_error(bundle, self._spec.num_workers, left, why)
         order = rank_order(placement_group_table(self._placement)["bundles_to_node_id"])
-        token = uuid.uuid4().hex[:8]
         for rank, index in enumerate(order):
-            self._actors.append(self._start_actor(rank, index, options, token))
+            own = PlacementGroupSchedulingStrategy(self._placement, placement_group_bundle_index=index)
+            self._actors.append(self._start_actor(rank, own, options, token))
 
-    def _start_actor(self, rank: int, bundle_index: int, options: Mapping[str, Any], token: str) -> Any:
+    def _start_actor(self, rank: int, strategy: Any, options: Mapping[str, Any], token: str) -> Any:
         spec = self._spec
-        strategy = PlacementGroupSchedulingStrategy(
-            self._placement, placement_group_bundle_index=bundle_index
-        )
         actor = ray.remote(RayWorker).options(
             **options,
             name=f"{spec.config.run.name}-{spec.role}-{rank}-{token}",

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 from anygauge_hooks.errors import PlacementError
 
 __all__ = [
+    "Seat",
     "bundle_of",
     "check_capacity",
     "placement_error",
     "rank_order",
+    "shared_seats",
 ]
 
 Resources = Mapping[str, float]
@@ -35,6 +37,36 @@ def rank_order(bundle_nodes: Mapping[int, str]) -> list[int]:
     """
     nodes = list(dict.fromkeys(bundle_nodes[index] for index in sorted(bundle_nodes)))
     return sorted(bundle_nodes, key=lambda index: (nodes.index(bundle_nodes[index]), index))
+
+
+class Seat(NamedTuple):
+    """Where a worker goes that takes devices of other workers."""
+
+    node: str
+    accelerators: Sequence[str]
+    """Physical ids."""
+
+
+def shared_seats(workers: Sequence[tuple[str, Sequence[str]]], count: int, devices: int) -> list[Seat]:
+    """Return places on the devices of workers that have one each, in the order of ranks.
+
+    :param workers: Node and device of each.
+    :param devices: That each place has.
+    :raises PlacementError: Those of one are on more than one node.
+    """
+    return [_seat(workers[first : first + devices]) for first in range(0, count * devices, devices)]
+
+
+def _seat(workers: Sequence[tuple[str, Sequence[str]]]) -> Seat:
+    nodes = list(dict.fromkeys(node for node, _ in workers))
+    if len(nodes) > 1:
+        raise PlacementError(
+            f"A rollout engine of {len(workers)} devices was to have those of training workers on the nodes "
+            f"{', '.join(nodes)}.",
+            hint="Let each node have a multiple of so many training workers, or leave out "
+            "placement.colocated.",
+        )
+    return Seat(nodes[0], tuple(device for _, own in workers for device in own))
 
 
 def check_capacity(bundle: Resources, count: int, totals: Mapping[str, Resources]) -> None:

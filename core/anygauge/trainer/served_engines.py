@@ -21,6 +21,7 @@ from anygauge.config.schema import POLICY
 from anygauge.plugins import Plugins
 from anygauge.trainer.event_loop import EventLoop
 from anygauge.trainer.launch import launch_workers
+from anygauge.trainer.placement import Seat
 from anygauge.trainer.requests import Requests
 from anygauge.trainer.server_sources import AttachedServers, ServerSource, StartedServers
 from anygauge.trainer.servers import Servers
@@ -139,19 +140,29 @@ class ServedEngines:
     def _send(self, trainers: WorkerGroup, ranks: Sequence[int]) -> dict[int, str]:
         """Send the weights to paused servers, and return which did not take them, and why."""
         peers = [self._servers.serving[rank].peer for rank in ranks]
-        report: SyncReport = trainers.call("push_weights", version=self._version, peers=peers)[0]
+        senders = [self._sender(rank) for rank in ranks]
+        reports: list[SyncReport | None] = trainers.call(
+            "push_weights", version=self._version, peers=peers, senders=senders
+        )
+        sent = [report for report in reports if report is not None]
+        outcomes = {each.address: each for report in sent for each in report.peers}
         refused = {
-            rank: outcome.error or "it kept the version before"
-            for rank, outcome in zip(ranks, report.peers, strict=True)
-            if outcome.version != self._version
+            rank: outcomes[peer.address].error or "it kept the version before"
+            for rank, peer in zip(ranks, peers, strict=True)
+            if outcomes[peer.address].version != self._version
         }
         for rank, error in refused.items():
             _log.warning("engine %d did not take weight version %d: %s", rank, self._version, error)
-        if report.unverified and report.unverified != self._unverified:
-            some = ", ".join(report.unverified[:SHOWN])
-            _log.warning("%d parameters of engines were not verified: %s", len(report.unverified), some)
-            self._unverified = report.unverified
+        unverified = tuple(dict.fromkeys(name for report in sent for name in report.unverified))
+        if unverified and unverified != self._unverified:
+            some = ", ".join(unverified[:SHOWN])
+            _log.warning("%d parameters of engines were not verified: %s", len(unverified), some)
+            self._unverified = unverified
         return refused
+
+    def _sender(self, rank: int) -> int:
+        """Return which training rank sends the weights to a server."""
+        return 0
 
     def _late(self, what: str) -> DeadlineError:
         return DeadlineError(
@@ -168,15 +179,17 @@ def open_servers(
     trainers: WorkerGroup | None,
     directory: Path,
     make: Callable[..., ServedEngines] = ServedEngines,
+    seats: Sequence[Seat] = (),
 ) -> Iterator[ServedEngines]:
     """Start the servers of a run, and end them after.
 
     :param trainers: The workers that train, if any do.
     :param directory: Of the run.
+    :param seats: Of servers on the devices of others, where Ray places them.
     :param make: Makes the engines of these servers.
     """
     with (
-        _source(config, backend, plugins, directory) as source,
+        _source(config, backend, plugins, directory, seats) as source,
         EventLoop() as loop,
         closing(Servers(config, source, loop)) as servers,
     ):
@@ -185,7 +198,7 @@ def open_servers(
 
 @contextmanager
 def _source(
-    config: Config, backend: BackendSpec, plugins: Plugins, directory: Path
+    config: Config, backend: BackendSpec, plugins: Plugins, directory: Path, seats: Sequence[Seat]
 ) -> Iterator[ServerSource]:
     """Yield where the servers come from; workers that start them end with the block."""
     if config.rollout.external:
@@ -203,6 +216,7 @@ def _source(
             collective=False,
             first_device=0 if config.placement.colocated else config.placement.num_workers,
             devices=devices_of_server(config, plugins),
+            seats=seats,
         ) as workers,
     ):
         yield StartedServers(config, workers)

@@ -60,6 +60,8 @@ class WorkerSetup:
     """Of the role's workers among the devices of a host, where they are plain processes."""
     devices: int = 1
     """That the process takes, one after the other."""
+    accelerators: Sequence[str] | None = None
+    """Physical ids of the devices, where they are those of other workers."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """Further keyword arguments of the class."""
 
@@ -73,6 +75,8 @@ class HostInfo:
     ip: str
     node: str
     """Equal for the workers of one host."""
+    accelerators: Sequence[str] = ()
+    """Physical ids of its devices, where the launcher has chosen them."""
 
 
 def host_cores() -> int:
@@ -114,6 +118,8 @@ class Worker:
     def accelerator_ids(self) -> Sequence[str]:
         """Return the physical ids of the devices that this process was given."""
         setup = self.setup
+        if setup.accelerators is not None:
+            return setup.accelerators
         first = setup.first_device + setup.rank * setup.devices
         return [local_accelerator_id(self._backend, first + i, os.environ) for i in range(setup.devices)]
 
@@ -147,6 +153,8 @@ class Worker:
         found = self._plugins.named("register_backends")
         self._backend = find_backend(self._plugins, found, setup.backend)
         self._plugins.prepare_worker(self._backend, setup.role, "before_vendor_import")
+        if setup.accelerators and (visible := self._backend.visible_devices_env):
+            os.environ[visible] = ",".join(setup.accelerators)  # the launcher has hidden what it did not give
         set_threads(setup.config.placement.threads_per_worker, workers_on_host)
         index = self._backend.local_device(self.accelerator_ids(), os.environ)
         self._device = self._plugins.make_device(self._backend, index)

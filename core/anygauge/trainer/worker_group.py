@@ -36,6 +36,7 @@ from anygauge.trainer.cluster import (
     saves,
 )
 from anygauge.trainer.memory_advice import advise_death
+from anygauge.trainer.placement import Seat, shared_seats
 from anygauge.trainer.worker import HostInfo, WorkerSetup
 from anygauge_hooks.errors import WorkerDiedError
 from anygauge_hooks.types import BackendSpec
@@ -77,6 +78,8 @@ class LaunchSpec:
     """Of the role's workers on a host, where they are plain processes and share it with another role's."""
     devices: int = 1
     """That each worker takes."""
+    seats: Sequence[Seat] = ()
+    """Where each worker goes that takes devices of other workers, and none of its own."""
     beside: int = 0
     """Devices that workers of other roles will take."""
     reads: Sequence[Path] = ()
@@ -102,6 +105,7 @@ class LaunchSpec:
             plugins=self.plugins,
             first_device=self.first_device,
             devices=self.devices,
+            accelerators=self.seats[rank].accelerators if self.seats else None,
             options=self.options,
         )
 
@@ -165,6 +169,7 @@ class WorkerGroup:
         self._pending: set[int] = set()
         self._ended = False
         self._oom_kills = read_oom_kills()
+        self._hosts: Sequence[HostInfo] = ()
 
     def __enter__(self) -> WorkerGroup:
         return self
@@ -181,6 +186,14 @@ class WorkerGroup:
     def workers(self) -> list[WorkerId]:
         """The workers, by rank."""
         return [self._who[rank] for rank in self._ranks]
+
+    def seats(self, count: int, devices: int) -> list[Seat]:
+        """Return places on the devices of these workers, in the order of ranks.
+
+        :param devices: That each place has.
+        :raises PlacementError: The devices of one are on more than one node.
+        """
+        return shared_seats([(host.node, host.accelerators) for host in self._hosts], count, devices)
 
     @property
     def is_ended(self) -> bool:
@@ -223,6 +236,7 @@ class WorkerGroup:
         """Bring up the workers: devices, process group, worker objects."""
         deadline = time.monotonic() + self._spec.config.placement.start_timeout_s
         hosts: list[HostInfo] = self._lifecycle("locate", deadline)
+        self._hosts = hosts
         for rank, host in enumerate(hosts):
             self._who[rank] = WorkerId(role=self._spec.role, rank=rank, pid=host.pid, host=host.host)
         self._transport.located(hosts)

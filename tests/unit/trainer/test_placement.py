@@ -7,8 +7,16 @@ from typing import Any
 
 import pytest
 
-from anygauge.trainer.placement import bundle_of, check_capacity, placement_error, rank_order
-from anygauge.trainer.worker import host_cores, local_accelerator_id, set_threads
+from anygauge.config import Config
+from anygauge.trainer.placement import (
+    Seat,
+    bundle_of,
+    check_capacity,
+    placement_error,
+    rank_order,
+    shared_seats,
+)
+from anygauge.trainer.worker import Worker, WorkerSetup, host_cores, local_accelerator_id, set_threads
 from anygauge_cpu.env import RAY_RESOURCE
 from anygauge_cpu.plugin import CPU
 from anygauge_hooks.errors import PlacementError
@@ -88,3 +96,29 @@ def test_cores_are_divided_among_the_workers_of_a_host(
     monkeypatch.setattr("torch.set_num_threads", chosen.append)
     set_threads(requested, workers)
     assert chosen == [threads]
+
+
+def test_who_shares_devices_sits_with_those_that_have_them() -> None:
+    workers = [("a", ("GPU-1",)), ("a", ("GPU-2",)), ("b", ("0",)), ("b", ("1",))]
+    assert shared_seats(workers, 2, 2) == [Seat("a", ("GPU-1", "GPU-2")), Seat("b", ("0", "1"))]
+    assert shared_seats(workers, 3, 1) == [Seat("a", ("GPU-1",)), Seat("a", ("GPU-2",)), Seat("b", ("0",))]
+    assert shared_seats([("a", ())], 1, 1) == [Seat("a", ())], "a host without devices to name"
+    with pytest.raises(PlacementError, match=r"3 devices .* on the nodes a, b"):
+        shared_seats(workers, 1, 3)
+
+
+def test_a_worker_that_shares_devices_is_given_these() -> None:
+    seen = WorkerSetup(
+        config=Config.model_validate(
+            {"run": {"name": "x"}, "model": {"path": "."}, "data": {"train": []}, "reward": {"function": "f"}}
+        ),
+        backend="chip",
+        worker_class="x:Y",
+        role="rollout",
+        rank=1,
+        world_size=2,
+        log="",
+        timeout_s=1.0,
+        accelerators=("5", "7"),
+    )
+    assert Worker(seen).accelerator_ids() == ("5", "7")

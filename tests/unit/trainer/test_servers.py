@@ -74,12 +74,17 @@ class Trainers:
         self.refusing: str | None = None
         """Address of a server that takes nothing, so that none does in an update that needs it."""
 
-    def call(self, method: str, *, version: int, peers: Sequence[Any]) -> list[Any]:
-        assert method == "push_weights"
+    def call(self, method: str, *, version: int, peers: Sequence[Any], senders: Sequence[int]) -> list[Any]:
+        assert (method, set(senders)) == ("push_weights", {0})
         self.pushes.append((version, [(peer.address, peer.incarnation) for peer in peers]))
         fails = self.refusing in [peer.address for peer in peers]
-        outcome = SimpleNamespace(version=None if fails else version, error="refused" if fails else None)
-        return [SimpleNamespace(peers=[outcome for _ in peers], unverified=("a", "b", "c", "d"))]
+        said = {"version": None, "error": "refused"} if fails else {"version": version, "error": None}
+        return [
+            SimpleNamespace(
+                peers=[SimpleNamespace(address=peer.address, **said) for peer in peers],
+                unverified=("a", "b", "c", "d"),
+            )
+        ]
 
 
 class Opened:

@@ -55,6 +55,7 @@ OWNED: Mapping[str, str] = {
         _CLIENT,
     ),
     **dict.fromkeys(("preferred_sampling_params", "sampling_defaults"), _RUN_WIDE),
+    "enable_memory_saver": "Use placement.colocated; the backend knows how its servers give memory back.",
     "config": "Write the arguments here.",
 }
 """Arguments that the config decides elsewhere, or the launcher, by name; and what to do instead."""

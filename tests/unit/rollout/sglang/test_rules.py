@@ -147,6 +147,19 @@ def test_each_backend_gives_servers_its_device_and_nothing_to_other_engines(
     assert plugins.merged("rollout_engine_args", engine="transformers", **ask) == {}
 
 
+@pytest.mark.parametrize("name", ["cuda", "npu"])
+@pytest.mark.parametrize("sleeps", [True, False])
+def test_a_server_on_the_trainers_device_can_give_memory_back(
+    name: str, sleeps: bool, config: Make, plugins: Plugins
+) -> None:
+    backends = plugins.named("register_backends")
+    if name not in backends:
+        pytest.skip(f"the {name} backend is not installed")
+    made = config(placement={"rollout_workers": 1, "colocated": sleeps})
+    given = plugins.merged("rollout_engine_args", engine="sglang", config=made, backend=backends[name])
+    assert given["enable_memory_saver"] is sleeps
+
+
 def test_only_a_server_of_ours_is_told_of_the_platform(
     cpu: BackendSpec, plugins: Plugins, monkeypatch: pytest.MonkeyPatch
 ) -> None:
