@@ -1,8 +1,8 @@
 """What trainers and servers leave of the memory of a device that they share, and how long the turns take.
 
-    python bench/colocation.py --backend cuda                              # a Qwen3 of 0.6 B, and SGLang, on one GPU
+    python bench/colocation.py --backend cuda                            # Qwen3 of 0.6 B, SGLang, one GPU
     python bench/colocation.py --backend cuda --size 4b --server mem_fraction_static=0.8
-    python bench/colocation.py --backend cpu --engine fake --size tiny     # the order alone
+    python bench/colocation.py --backend cpu --engine fake --size tiny   # the order alone
 
 A random model, the real train engine in a worker and a real server in another process. Two rounds of
 generate, train, sync; then a checkpoint's turn, and the way back. Each line is one order: who was to hold
@@ -226,6 +226,7 @@ def timed(ledger: Ledger, who: str, what: str, work: Any) -> Any:
 
 
 def main() -> int:
+    """Run it and return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--backend", required=True)
     parser.add_argument("--engine", default="sglang", choices=["sglang", "fake"])
