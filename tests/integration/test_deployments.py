@@ -11,6 +11,7 @@ import pytest
 
 from anygauge.config.load import load_config
 from anygauge.plugins import load_plugins
+from anygauge.testing.fake_engine import FakeServer, Options
 from anygauge.testing.fake_engine.installed import install_fake_engine
 from anygauge.testing.recipe import tiny_recipe
 from anygauge.trainer.run import train
@@ -103,3 +104,23 @@ def test_a_run_over_all_kinds_of_servers_and_another_model(
     verdicts = [sample.metadata for group in observer.groups for sample in group.samples]
     assert len(verdicts) == 48
     assert all(set(verdict["versions"]) == {0} and verdict["said"] for verdict in verdicts)
+
+
+def test_engines_of_others_get_the_weights_and_take_part_again_when_they_are_back(tmp_path: Path) -> None:
+    """The first dies in the first step; it is back, and the second dies, in the second."""
+    tiny_recipe(tmp_path)
+    options = Options(
+        vocab_size=18, lengths="uniform:2:4", model_path=str(tmp_path / "model"), weight_version="17"
+    )
+    first, second = FakeServer(options), FakeServer(options)
+    with first, second:
+        first.port = int(first.address.rpartition(":")[2])
+        observer = Observer({1: first.kill, 2: lambda: (first.start(), second.kill())})
+        external = [first.address, second.address]
+        keys = {"rollout__engine": "sglang", "rollout__external": external, "weight_sync__verify": "always"}
+        info = run(tmp_path, observer, run__steps=4, **keys)
+        assert info.step == 4
+        assert versions(observer.groups) == [{0}, {1}, {2}, {3}]
+        assert first.is_alive()
+        assert int(first.state()["weight_version"]) >= 3
+        assert not first.state()["paused"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future
@@ -12,6 +13,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from anygauge.config import Config
+from anygauge.rollout.client import EngineAwayError
 from anygauge.rollout.deployment import plan_servers
 from anygauge.trainer.server_workers import Serving, in_background
 from anygauge.trainer.worker_group import WorkerGroup
@@ -111,17 +113,20 @@ class AttachedServers:
         assert spec.attach is not None, "the config was checked"
         self._servers: list[EngineServer] = [spec.attach(config, each) for each in config.rollout.external]
         self._dtype = config.rollout.dtype
+        self._start_s = config.placement.start_timeout_s
         self._incarnations = [0] * len(self._servers)
         self._returning: dict[int, Future[None]] = {}
         self._closed = threading.Event()
 
     def serve(self) -> list[Serving]:
-        """Look at every server.
+        """Look at every server; one that is yet to be started is waited for.
 
-        :raises RolloutError: One does not answer, or is not what the run needs.
+        :raises RolloutError: One does not answer in time, or is not what the run needs.
         """
+        ends = time.monotonic() + self._start_s
         for server in self._servers:
-            server.start()
+            while not _is_there(server, ends):
+                self._closed.wait(RETURN_S)
         return [self._serving(rank) for rank in range(len(self._servers))]
 
     def look(self, lost: Mapping[int, int]) -> list[Serving | None]:
@@ -169,3 +174,17 @@ class AttachedServers:
         self._closed.set()
         for server in self._servers:
             server.close()
+
+
+def _is_there(server: EngineServer, ends: float) -> bool:
+    """Return whether a server could be attached to; raise why not once it is too late."""
+    try:
+        server.start()
+    except EngineAwayError as error:
+        if time.monotonic() < ends:
+            return False
+        raise RolloutError(
+            f"An engine of rollout.external does not answer: {error.args[0]}",
+            hint="Start it, or correct its address; placement.start_timeout_s is how long it is waited for.",
+        ) from error
+    return True

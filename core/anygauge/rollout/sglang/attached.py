@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 __all__ = ["AttachedServer"]
 
-TEXTS = ("The answer is 42.", "def f(x):\n    return x ** 2\n", "Grüße, 世界!")
-"""Whose tokens tell tokenizers apart."""
+TEXTS, LENGTH = 4, 32
+"""How many texts tell tokenizers apart, and of how many tokens."""
 
 
 class AttachedServer:
@@ -30,6 +30,7 @@ class AttachedServer:
 
     def __init__(self, config: Config, address: str) -> None:
         self._config = config
+        self._options = config.rollout.client.model_copy(update={"attempts": 1})
         self._address = address.rstrip("/")
         self._facts: dict[str, str] = {}
         self._api: ServerApi | None = None
@@ -38,13 +39,14 @@ class AttachedServer:
     def start(self, encoders: Sequence[str] = ()) -> str:
         """Return its address once it is known to be what the run needs.
 
-        :raises RolloutError: It is something else, of a version that was not tested, or away.
+        :raises RolloutError: It is something else, of a version that was not tested, or away
+            (:class:`~anygauge.rollout.client.EngineAwayError`).
         """
         asyncio.run(self._look())
         return self._address
 
     async def _look(self) -> None:
-        client = EngineClient(self._address, self._config.rollout.client)
+        client = EngineClient(self._address, self._options)
         try:
             self._facts = dict(await check_engine(client, _expected(self._config)))
             info = await client.server_info()
@@ -64,7 +66,7 @@ class AttachedServer:
         return asyncio.run(self._answers())
 
     async def _answers(self) -> bool:
-        client = EngineClient(self._address, self._config.rollout.client)
+        client = EngineClient(self._address, self._options)
         try:
             return await client.is_answering()
         finally:
@@ -98,6 +100,17 @@ def _expected(config: Config) -> Expected:
     )
     return Expected(
         architectures=tuple(hf.get("architectures") or ()),
-        tokens={text: tuple(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in TEXTS},
+        tokens=dict(_tokenized(tokenizer)),
         context_length=(config.data.max_prompt_tokens or 1) + config.rollout.max_new_tokens,
     )
+
+
+def _tokenized(tokenizer: Any) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Yield texts from all over a vocabulary, and what its tokenizer makes of them."""
+    size = len(tokenizer)
+    step = max(1, size // (TEXTS * LENGTH))
+    for first in range(TEXTS):
+        ids = range(first * step, size, TEXTS * step)
+        text = tokenizer.decode(list(ids), skip_special_tokens=True)
+        if text:
+            yield text, tuple(tokenizer(text, add_special_tokens=False)["input_ids"])

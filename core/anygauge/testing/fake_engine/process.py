@@ -44,6 +44,8 @@ class FakeServer:
     def __init__(self, options: Options | None = None, *, warm: WarmProcesses | None = None) -> None:
         self.options = options or Options()
         self.address = ""
+        self.port = 0
+        """That it listens on when it is started; 0 takes a free one."""
         self.encoders: Sequence[str] = ()
         """That it was told when it was started."""
         self._warm = warm
@@ -105,7 +107,7 @@ class FakeServer:
         return [sys.executable, "-P", "-m", MODULE, "--lifeline", f"--parent={parent}", *self._arguments()]
 
     def _arguments(self) -> list[str]:
-        arguments = []
+        arguments = [f"--port={self.port}"]
         for field in fields(Options):
             value = getattr(self.options, field.name)
             if value is True:

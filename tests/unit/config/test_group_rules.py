@@ -1,0 +1,105 @@
+"""What is said about servers that are not alike, and about engines that a run does not start."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+
+from anygauge.config.load import LoadedConfig
+from anygauge.plugins import Plugins
+from anygauge_hooks import hookimpl
+from anygauge_hooks.engines import RolloutEngineSpec
+from anygauge_hooks.errors import ConfigError
+
+Load = Callable[..., LoadedConfig]
+NEAR, FAR = "http://127.0.0.1:30000", "http://10.0.0.3:30000"
+
+
+class Engines:
+    """One of regular servers alone, one that can be all kinds and attached to."""
+
+    @hookimpl
+    def register_rollout_engines(self) -> Iterable[RolloutEngineSpec]:
+        kinds = ("regular", "prefill", "decode", "encoder")
+        yield RolloutEngineSpec(name="plain", serve=none)
+        yield RolloutEngineSpec(name="all", serve=none, attach=none, kinds=kinds, releases_memory=True)
+
+
+def none(*_: object) -> Any:
+    raise AssertionError("nothing is started, and nobody is asked")
+
+
+@pytest.fixture(autouse=True)
+def engines(plugins: Plugins) -> None:
+    plugins.register(Engines(), "engines")
+
+
+def external(*addresses: str, engine: str = "all") -> list[str]:
+    return [f"--rollout.engine={engine}", f"--rollout.external={json.dumps(addresses)}"]
+
+
+def groups(*tables: dict[str, Any], engine: str = "all", workers: int = 2) -> list[str]:
+    text = ", ".join(
+        "{" + ", ".join(f"{key} = {json.dumps(value)}" for key, value in table.items()) + "}"
+        for table in tables
+    )
+    return [
+        f"--rollout.engine={engine}",
+        f"--rollout.groups=[{text}]",
+        f"--placement.rollout_workers={workers}",
+    ]
+
+
+def test_nobody_is_asked_for_engines_of_others_before_the_run(load: Load) -> None:
+    config = load({}, external(NEAR, FAR)).config
+    assert config.has_engines_apart
+    assert config.weight_sync.transport == "distributed", "one is on another host"
+    assert load({}, external(NEAR)).config.weight_sync.transport == "tensor"
+    load({}, [*external(NEAR), "--rollout.schedule=async"])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "text"),
+    [
+        (external("127.0.0.1:30000"), "write http://HOST:PORT"),
+        (external("http://127.0.0.1"), "write http://HOST:PORT"),
+        (external(NEAR, NEAR), "is listed twice"),
+        (external(NEAR, engine="plain"), "cannot be attached to"),
+        (external(NEAR, engine="transformers"), "cannot be attached to"),
+        ([*external(NEAR), "--placement.rollout_workers=1"], "nothing is started beside rollout.external"),
+        ([*external(NEAR), "--weight_sync.transport=delta"], "a run starts with engines of its own alone"),
+        ([*external(FAR), "--weight_sync.transport=tensor"], "rollout.external names others"),
+        ([*external(NEAR), "--rollout.groups=[{servers = 1}]"], "whose engines somebody else starts"),
+    ],
+)
+def test_what_does_not_go_with_engines_of_others(load: Load, overrides: list[str], text: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load({}, overrides)
+    assert text in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "text"),
+    [
+        (groups({"kind": "prefill"}, {"kind": "decode"}, engine="plain"), "are regular"),
+        (groups({}, {}, engine="transformers"), "which is no server"),
+        (groups({}, {"model": "judge", "path": "/j"}, workers=3), "2 servers together"),
+        (
+            [*groups({}, {"kind": "encoder"}), "--placement.colocated=true", "--train.engine=other"],
+            "would come back from nowhere",
+        ),
+    ],
+)
+def test_groups_that_a_run_cannot_have(load: Load, overrides: list[str], text: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load({}, overrides)
+    assert text in str(caught.value)
+
+
+def test_any_server_may_have_groups_and_other_models(load: Load) -> None:
+    loaded = load({}, groups({}, {"model": "judge", "path": "/j"}, engine="plain"))
+    assert [group.model for group in loaded.config.rollout.groups] == ["policy", "judge"]
+    load({}, groups({"kind": "prefill"}, {"kind": "decode"}))
