@@ -23,11 +23,22 @@ MakeServer = Callable[..., SGLangServer]
 
 
 @pytest.fixture(scope="session")
-def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Return a tokenizer of any text, whose chat template shows tools."""
+    from anygauge.testing.tiny import CHAT_TEMPLATE, tiny_tokenizer
+
+    made = tiny_tokenizer(tmp_path_factory.mktemp("tokenizer"), texts=["what is the weather in Paris "] * 4)
+    made.chat_template = "{% for tool in tools or [] %}{{ tool | tojson }}\n{% endfor %}" + CHAT_TEMPLATE
+    return made
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> Path:
     from anygauge.testing.tiny import tiny_qwen3
 
     # weights so large that a wrong scale or a wrong token shows in the log-probs
-    return tiny_qwen3(tmp_path_factory.mktemp("tiny"), init_std=0.2, dtype="float32")
+    directory = tmp_path_factory.mktemp("tiny")
+    return tiny_qwen3(directory, init_std=0.2, dtype="float32", tokenizer=tokenizer)
 
 
 @pytest.fixture(scope="session")

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
 import threading
 import urllib.request
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +18,12 @@ import pytest
 import torch
 
 from anygauge.config import Config
+from anygauge.config.schema import RolloutClient
+from anygauge.rollout.fleet import Fleet
+from anygauge.rollout.gateway.server import Gateway
 from anygauge.rollout.sglang.server import SGLangServer
 from anygauge_hooks.errors import RolloutError
+from anygauge_hooks.rl import Prompt, Sample, SamplingParams
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(1500)]
 
@@ -43,10 +49,12 @@ def generate(address: str, **params: Any) -> tuple[list[int], list[float]]:
     return answer["output_ids"], log_probs
 
 
-def expected(model: Any, tokens: Sequence[int], temperature: float) -> list[float]:
-    """Return the log-probs of the tokens after the prompt, of all of the vocabulary."""
+def expected(
+    model: Any, tokens: Sequence[int], temperature: float = 1.0, *, prompt: Sequence[int] = PROMPT
+) -> list[float]:
+    """Return the log-probs of the tokens after a prompt, of all of the vocabulary."""
     with torch.no_grad():
-        logits = model(torch.tensor([[*PROMPT, *tokens]])).logits[0, len(PROMPT) - 1 : -1].float()
+        logits = model(torch.tensor([[*prompt, *tokens]])).logits[0, len(prompt) - 1 : -1].float()
     rows = torch.log_softmax(logits / temperature, dim=-1)
     return [float(row[token]) for row, token in zip(rows, tokens, strict=True)]
 
@@ -119,6 +127,71 @@ def test_both_servers_serve_the_same_weights(both: tuple[SGLangServer, SGLangSer
     greedy = [generate(server.facts()["address"], temperature=0.0) for server in both]
     assert greedy[0][0] == greedy[1][0]
     assert greedy[0][1] == pytest.approx(greedy[1][1], abs=TOLERANCE)
+
+
+WEATHER = {
+    "type": "function",
+    "function": {"name": "weather", "description": "of a city", "parameters": {"type": "object"}},
+}
+
+
+async def conversation(client: Any) -> None:
+    """Ask with tools, answer as a tool, let the next turn be streamed, and begin another way."""
+    create = partial(client.chat.completions.create, model="policy", tools=[WEATHER])
+    messages: list[Any] = [{"role": "user", "content": "what is the weather"}]
+    first = (await create(messages=messages, max_tokens=12, logprobs=True)).choices[0]
+    assert first.logprobs.content
+    messages.append({"role": "assistant", "content": first.message.content})
+    messages.append({"role": "tool", "tool_call_id": "1", "content": "sunny in Paris"})
+    parts = [chunk.choices[0] async for chunk in await create(messages=messages, max_tokens=16, stream=True)]
+    assert len([part for part in parts if part.delta.content]) > 1
+    assert parts[-1].finish_reason in ("length", "stop")
+    messages[0] = {"role": "user", "content": "what is the weather in Paris"}
+    assert len((await create(messages=messages, max_tokens=8, n=2)).choices) == 2
+
+
+def scored(address: str, tokens: Sequence[int]) -> list[float]:
+    """Return the engine's own log-probs of some tokens but the first, each given those before it."""
+    params = {"max_new_tokens": 1, "temperature": 1.0}
+    body = {
+        "input_ids": list(tokens),
+        "sampling_params": params,
+        "return_logprob": True,
+        "logprob_start_len": 0,
+    }
+    rows = ask(address, "/generate", body)["meta_info"]["input_token_logprobs"]
+    assert len(rows) == len(tokens)  # their ids are those that were sent, but for the vocabulary's last
+    return [row[0] for row in rows[1:]]
+
+
+def test_what_an_agent_is_trained_on_has_the_engines_log_probs(
+    both: tuple[SGLangServer, SGLangServer], model: Any, tokenizer: Any
+) -> None:
+    openai = pytest.importorskip("openai")
+    address = both[0].facts()["address"]
+
+    async def main() -> list[Sample]:
+        fleet = Fleet(RolloutClient())
+        fleet.add("engine-0", address)
+        async with Gateway(tokenizer, SamplingParams(max_new_tokens=64)) as gateway:
+            session = gateway.open(fleet, seed=1)
+            url, key = gateway.openai_url(session), gateway.key(session)
+            async with openai.AsyncOpenAI(base_url=url, api_key=key, max_retries=0) as client:
+                await conversation(client)
+        await fleet.close()
+        return session.trajectories(Prompt(index=0, tokens=(1,), text=""))
+
+    samples = asyncio.run(main())
+    assert [sum(sample.loss_mask) > 0 for sample in samples[1:]] == [1, 1]
+    assert 0 in samples[0].loss_mask  # what the tool answered
+    for sample in samples:
+        whole = sample.prompt_tokens + sample.response_tokens
+        begin = len(sample.prompt_tokens) - 1
+        own, ours = scored(address, whole)[begin:], expected(model, whole[1:], prompt=whole[:1])[begin:]
+        made = [place for place, mask in enumerate(sample.loss_mask) if mask]
+        found = [sample.log_probs[place] for place in made]
+        assert found == pytest.approx([own[place] for place in made], abs=TOLERANCE)
+        assert found == pytest.approx([ours[place] for place in made], abs=TOLERANCE)
 
 
 def test_a_killed_server_is_noticed_and_starts_again(

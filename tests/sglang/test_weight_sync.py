@@ -69,13 +69,14 @@ def furthest(model: Any, answer: Any, tokens: slice = slice(None)) -> float:
 
 
 @pytest.fixture(scope="module")
-def models(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+def models(tiny_model: Path, tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     """Return the model that the server starts with, and another of its shapes."""
     from transformers import AutoModelForCausalLM
 
     from anygauge.testing.tiny import tiny_qwen3  # once torchvision can be imported
 
-    other = tiny_qwen3(tmp_path_factory.mktemp("other"), init_std=0.2, dtype="float32", seed=1)
+    directory = tmp_path_factory.mktemp("other")
+    other = tiny_qwen3(directory, init_std=0.2, dtype="float32", seed=1, tokenizer=tokenizer)
     return [AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32) for path in (tiny_model, other)]
 
 
