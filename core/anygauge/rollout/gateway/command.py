@@ -62,7 +62,10 @@ async def run_command(
 
 def _environment(gateway: Gateway, session: Session) -> dict[str, str]:
     key = gateway.key(session)
+    # A proxy that the host uses for the world outside does not know the gateway.
+    direct = [os.environ.get("no_proxy") or os.environ.get("NO_PROXY"), gateway.host]
     return {
+        **dict.fromkeys(("NO_PROXY", "no_proxy"), ",".join(filter(None, direct))),
         "OPENAI_BASE_URL": gateway.openai_url(session),
         "OPENAI_API_KEY": key,
         "ANTHROPIC_BASE_URL": gateway.anthropic_url(session),

@@ -6,9 +6,10 @@ from collections.abc import Sequence
 
 from anygauge.rollout.gateway.rendering import Renderer
 
-__all__ = ["Detokenizer"]
+__all__ = ["PARTIAL", "Detokenizer"]
 
-_PARTIAL = "\N{REPLACEMENT CHARACTER}"
+PARTIAL = "\N{REPLACEMENT CHARACTER}"
+"""How a part of a character is decoded."""
 
 
 class Detokenizer:
@@ -28,7 +29,7 @@ class Detokenizer:
         """
         known = self._renderer.decode(tokens[self._context : self._read])
         whole = self._renderer.decode(tokens[self._context :])
-        if len(whole) > len(known) and not whole.endswith(_PARTIAL):
+        if len(whole) > len(known) and not whole.endswith(PARTIAL):
             self._text += whole[len(known) :]
             self._context, self._read = self._read, len(tokens)
         return self._text

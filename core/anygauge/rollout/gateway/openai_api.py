@@ -8,6 +8,7 @@ from typing import Any
 
 from anygauge.rollout.gateway.answers import Answer, Piece
 from anygauge.rollout.gateway.asks import Ask, field, number, strings, text_of
+from anygauge.rollout.gateway.detokenizer import PARTIAL
 from anygauge.rollout.gateway.messages import Call, Chat, Message
 from anygauge.rollout.gateway.refusals import Refusal, bad_request
 
@@ -23,6 +24,14 @@ _SAMPLING = (
     "repetition_penalty",
     "logit_bias",
 )
+_ABSENT = (
+    *("functions", "function_call", "audio", "prediction", "web_search_options"),
+    # What other servers add to the API; left undone in silence, an agent would get what it did not ask for.
+    *("min_tokens", "ignore_eos", "stop_token_ids", "bad_words", "echo", "continue_final_message"),
+    *("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"),
+    *("json_schema", "regex", "ebnf"),
+)
+"""Fields that are not here."""
 _MOST_ANSWERS = 128
 _ROLES = {"developer": "system", "function": "tool"}
 _FINISH = {"stop": "stop", "length": "length", "abort": "stop"}
@@ -62,7 +71,7 @@ def _check_absent(body: Mapping[str, Any]) -> None:
         )
     if number(body, "top_logprobs", 0):
         raise bad_request("top_logprobs above 0 is not here: the engine returns only the token that it drew.")
-    for name in ("functions", "function_call", "audio", "prediction", "web_search_options"):
+    for name in _ABSENT:
         if body.get(name):
             raise bad_request(f"{name} is not here.", name)
 
@@ -163,7 +172,13 @@ def _finish(answer: Answer) -> str:
 
 def _log_probs(answer: Answer) -> dict[str, Any]:
     entries = [
-        {"token": text, "bytes": list(text.encode()), "logprob": log_prob, "top_logprobs": []}
+        {
+            "token": text,
+            # A token may be a part of a character, whose bytes its text does not tell.
+            "bytes": None if PARTIAL in text else list(text.encode()),
+            "logprob": log_prob,
+            "top_logprobs": [],
+        }
         for text, log_prob in answer.log_probs
     ]
     return {"content": entries, "refusal": None}

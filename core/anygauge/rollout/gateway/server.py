@@ -11,6 +11,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any, Protocol
+from urllib.parse import urlsplit
 
 import orjson
 from aiohttp import web
@@ -35,6 +36,7 @@ _log = logging.getLogger(__name__)
 _SESSION_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _LARGEST_BODY = 64 * 2**20
 _RETRY_AFTER_S = 1.0
+_ENDPOINTS = "/v1/chat/completions, /v1/messages, /v1/messages/count_tokens and /v1/models"
 
 
 class _Stream(Protocol):
@@ -173,12 +175,17 @@ class Gateway:
         """Where it listens; the session is then known by the key."""
         return self._address
 
+    @property
+    def host(self) -> str:
+        """Of :attr:`address`."""
+        return urlsplit(self._address).hostname or ""
+
     def key(self, session: Session) -> str:
         """Return the API key of a session, which opens no other."""
         return f"ag.{session.name}.{self._signature(session.name)}"
 
     def _signature(self, name: str) -> str:
-        return hmac.new(self._secret, name.encode(), hashlib.sha256).hexdigest()
+        return hmac.new(self._secret, name.encode(errors="surrogateescape"), hashlib.sha256).hexdigest()
 
     # -------------------------------------------------------------------------
     # HTTP
@@ -191,7 +198,7 @@ class Gateway:
             app.router.add_post(f"{prefix}/v1/messages", self._anthropic)
             app.router.add_post(f"{prefix}/v1/messages/count_tokens", self._count)
             app.router.add_get(f"{prefix}/v1/models", self._models)
-            app.router.add_get(f"{prefix}/v1/models/{{model}}", self._model)
+            app.router.add_get(f"{prefix}/v1/models/{{model:.+}}", self._model)
         return app
 
     def _session(self, request: web.Request) -> Session:
@@ -200,7 +207,9 @@ class Gateway:
         key = request.headers.get("x-api-key") or bearer
         _, _, named = key.partition("ag.")
         name, _, signature = named.partition(".")
-        if not hmac.compare_digest(signature.encode(), self._signature(name).encode()):
+        # A header may hold bytes that are no text.
+        given, right = (each.encode(errors="surrogateescape") for each in (signature, self._signature(name)))
+        if not hmac.compare_digest(given, right):
             raise Refusal(401, "The API key is not one of this run's.", code="invalid_api_key")
         wanted = request.match_info.get("session") or request.headers.get("x-session-id") or name
         if wanted != name:
@@ -250,15 +259,19 @@ class Gateway:
 
     async def _models(self, request: web.Request) -> web.StreamResponse:
         self._session(request)
-        if "anthropic-version" in request.headers:
-            created = datetime.fromtimestamp(self._started, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-            return web.json_response(anthropic_api.models(self._options.models, created))
-        return web.json_response(openai_api.models(self._options.models, self._started))
+        return web.json_response(self._listed(request, self._options.models))
 
     async def _model(self, request: web.Request) -> web.StreamResponse:
         self._session(request)
-        found = openai_api.models([self._known(request.match_info["model"])], self._started)
+        found = self._listed(request, [self._known(request.match_info["model"])])
         return web.json_response(found["data"][0])
+
+    def _listed(self, request: web.Request, names: Sequence[str]) -> Mapping[str, Any]:
+        """Return models as the API of a request lists them."""
+        if "anthropic-version" in request.headers:
+            created = datetime.fromtimestamp(self._started, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+            return anthropic_api.models(names, created)
+        return openai_api.models(names, self._started)
 
     async def _read(self, request: web.Request) -> tuple[Session, Mapping[str, Any], str]:
         """Return the session, the body, and what only the same request has too."""
@@ -362,7 +375,8 @@ async def _refusing(
     except Refusal as refusal:
         found = refusal
     except web.HTTPException as error:
-        found = Refusal(error.status, f"{error.reason}: {request.method} {request.path}")
+        known = f"; here are {_ENDPOINTS}." if error.status in (404, 405) else ""
+        found = Refusal(error.status, f"{error.reason}: {request.method} {request.path}{known}")
     except Exception as error:  # noqa: BLE001 - an agent is told in the shape that its client reads
         _log.exception("A request of an agent failed.")
         found = Refusal(500, f"{type(error).__name__}: {error}")

@@ -213,13 +213,16 @@ request = urllib.request.Request(
     os.environ["OPENAI_BASE_URL"] + "/chat/completions", json.dumps(body).encode(),
     {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]})
 said = json.load(urllib.request.urlopen(request))["choices"][0]["message"]["content"]
+assert os.environ["NO_PROXY"] == os.environ["no_proxy"] == "example.org,127.0.0.1"
 print("it said", said)
 print(float(said == row["label"]))
 """
 
 
-def test_a_program(tokenizer: Any) -> None:
+def test_a_program(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     async def main() -> None:
+        monkeypatch.delenv("no_proxy", raising=False)
+        monkeypatch.setenv("NO_PROXY", "example.org")
         rollout = ScriptedRollout(tokenizer, ["sunny"])
         [sample] = await agent(rollout, PROMPT, 5, command=[sys.executable, "-c", PROGRAM])
         assert (sample.reward, sample.text) == (1.0, "sunny")

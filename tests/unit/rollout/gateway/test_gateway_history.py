@@ -6,6 +6,7 @@ import asyncio
 from collections import Counter
 from typing import Any
 
+import anthropic
 import openai
 import pytest
 from hypothesis import given, settings
@@ -39,10 +40,10 @@ class Talk:
         self.session = self.gateway.open(self.generator, seed=1)
         self._asks = 0
 
-    async def say(self, *messages: Message, **fields: Any) -> Message:
-        self._asks += 1
+    async def say(self, *messages: Message, retried: bool = False, **fields: Any) -> Message:
+        self._asks += not retried
         ask = Ask("policy", Chat(tuple(messages)), **fields)
-        asked = self.session.ask(ask, str(self._asks), retried=False)
+        asked = self.session.ask(ask, str(self._asks), retried=retried)
         async with asked.sampling:
             await asked.sampling.result()
         return asked.answers()[0].message()
@@ -306,6 +307,28 @@ def test_what_was_streamed_before_an_agent_left_counts_once_it_goes_on_from_it(s
     asyncio.run(main())
 
 
+@pytest.mark.parametrize("api", ["openai", "anthropic"])
+def test_a_stream_that_is_open_when_its_session_ends_says_so(serve: Any, api: str) -> None:
+    async def main() -> None:
+        async with serve(["four"]) as served:
+            served.generator.hold.clear()
+            common: dict[str, Any] = {"model": "policy", "messages": [{"role": "user", "content": "one"}]}
+            async with getattr(served, api)(max_retries=0) as client:
+                if api == "openai":
+                    stream = await client.chat.completions.create(**common, stream=True)
+                else:
+                    stream = await client.messages.create(**common, max_tokens=9, stream=True)
+                await anext(aiter(stream))
+                await served.gateway.end(served.session)
+                with pytest.raises((openai.APIError, anthropic.APIError), match="closed"):
+                    async for _ in stream:
+                        pass
+            assert served.generator.cancelled
+            assert served.samples == []
+
+    asyncio.run(main())
+
+
 def test_closing_ends_what_is_under_way(serve: Any) -> None:
     async def main() -> None:
         async with serve(["four"]) as served, served.openai(max_retries=0) as client:
@@ -325,7 +348,9 @@ def test_closing_ends_what_is_under_way(serve: Any) -> None:
 WORDS = ["the answer", "is four", "sunny", " Paris ", "<think>\nwhy\n</think>\n\nfour", "é 🙂"]
 STEPS = st.lists(
     st.tuples(
-        st.sampled_from(["go on", "tool", "edit", "drop", "again", "other", "cut", "forget"]),
+        st.sampled_from(
+            ["go on", "tool", "edit", "drop", "again", "other", "cut", "forget", "retry", "stop"]
+        ),
         st.integers(0, 20),
     ),
     min_size=1,
@@ -355,12 +380,16 @@ def test_each_token_is_trained_on_once_whatever_an_agent_does(
                 chat.insert(0, Message("system", f"be {which % 2}"))
             elif what == "cut":
                 fields["max_tokens"] = 1 + which % 5
+            elif what == "stop":
+                fields["stop"] = ("answer", "four")
             elif what == "forget":
                 chat = [message._replace(reasoning=None) for message in chat]
             if chat[-1].role == "assistant" and what != "again":
                 chat.append(user(f"and {which % 3}"))
-            chat.append(await talk.say(*chat, **fields))
-            chats.append(chat)
+            said = await talk.say(*chat, **fields)
+            if what == "retry":
+                assert await talk.say(*chat, **fields, retried=True) == said
+            chats.append([*chat, said])
         talk.check()
 
     asyncio.run(main())

@@ -203,6 +203,8 @@ def test_what_is_refused(serve: Any) -> None:
                 {"messages": [{"role": "assistant", "tool_calls": [{"id": "1"}]}]},
                 {"max_tokens": True},
                 {"extra_body": {"stop": [1]}},
+                {"extra_body": {"min_tokens": 5}},
+                {"extra_body": {"guided_json": {"type": "object"}}},
             ):
                 error = await refused(**changed)
                 assert error.status_code == 400, changed
@@ -251,8 +253,8 @@ def test_keys_and_sessions(serve: Any) -> None:
                 assert (await client.models.retrieve("policy")).id == "policy"
                 with pytest.raises(openai.NotFoundError):
                     await client.models.retrieve("other")
-                with pytest.raises(openai.NotFoundError):
-                    await client.embeddings.create(model="policy", input="x")
+                with pytest.raises(openai.NotFoundError, match="here are /v1/chat/completions"):
+                    await client.responses.create(model="policy", input="x")
                 await served.gateway.end(served.session)
                 with pytest.raises(openai.NotFoundError):
                     await client.models.list()
