@@ -181,6 +181,7 @@ class _Shared:
 
     def __init__(self, made: _Made) -> None:
         self.users = 0
+        self.turn = asyncio.Lock()
         self.gateway = Gateway(
             made.tokenizer, made.params, made.options, template_options=made.template_options
         )
@@ -200,6 +201,10 @@ async def _shared(made: _Made) -> AsyncIterator[Gateway]:
     shared.users += 1
     try:
         await asyncio.shield(shared.started)
+        async with shared.turn:
+            # One agent begins in each pass of the loop. To make a client takes tens of milliseconds, in which
+            # no connection is taken; all at once would outlast the time that clients give a connection.
+            await asyncio.sleep(0)
         yield shared.gateway
     finally:
         shared.users -= 1

@@ -35,6 +35,9 @@ __all__ = ["Gateway"]
 _log = logging.getLogger(__name__)
 _SESSION_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _LARGEST_BODY = 64 * 2**20
+_BACKLOG = 4096
+"""Connections that may wait to be taken: the agents of a step begin together, and their clients give up after
+seconds. A host may allow fewer (``net.core.somaxconn``)."""
 _RETRY_AFTER_S = 1.0
 _ENDPOINTS = "/v1/chat/completions, /v1/messages, /v1/messages/count_tokens and /v1/models"
 
@@ -121,7 +124,7 @@ class Gateway:
         runner = web.AppRunner(self._app(), handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
         await runner.setup()
         try:
-            await web.TCPSite(runner, self._options.host, 0).start()
+            await web.TCPSite(runner, self._options.host, 0, backlog=_BACKLOG).start()
         except OSError as error:
             await runner.cleanup()
             raise RolloutError(

@@ -71,7 +71,7 @@ def blocking(base_url: str, api_key: str, row: Any) -> None: ...
 @pytest.fixture(autouse=True)
 def agents(monkeypatch: pytest.MonkeyPatch) -> None:
     found = types.ModuleType("my_agents")
-    for each in (two_questions, silent, broken, strange, blocking, at_once):
+    for each in (two_questions, silent, broken, strange, blocking, at_once, slow_to_begin):
         setattr(found, each.__name__, each)
     monkeypatch.setitem(sys.modules, "my_agents", found)
 
@@ -129,6 +129,27 @@ def test_rollouts_of_a_loop_share_a_gateway(tokenizer: Any) -> None:
         done = await asyncio.gather(*starting)
         assert [len(samples) for samples in done] == [1, 1, 1]
         assert not module._open
+
+    asyncio.run(main())
+
+
+events: list[str] = []
+
+
+async def slow_to_begin(base_url: str, api_key: str, row: Any) -> float:
+    events.append("begin")
+    await asyncio.sleep(0)
+    events.append("loop")
+    await two_questions(base_url, api_key, row, 1)
+    return 1.0
+
+
+def test_the_loop_goes_round_between_agents_that_begin_together(tokenizer: Any) -> None:
+    async def main() -> None:
+        events.clear()
+        rollouts = [ScriptedRollout(tokenizer, ["rainy"]) for _ in range(5)]
+        await asyncio.gather(*(agent(each, PROMPT, 1, agent="my_agents:slow_to_begin") for each in rollouts))
+        assert events == ["begin", "loop"] * 5
 
     asyncio.run(main())
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import socket
+from contextlib import ExitStack
 from typing import Any
+from urllib.parse import urlsplit
 
 import anthropic
 import httpx
@@ -51,6 +54,19 @@ def test_a_generation_that_takes_too_long_is_ended(serve: Any) -> None:
             assert (late.value.status_code, also_late.value.status_code) == (504, 504)
             assert len(served.generator.cancelled) == 2
             assert served.samples == []
+
+    asyncio.run(main())
+
+
+def test_many_connect_while_the_loop_is_busy(serve: Any) -> None:
+    async def main() -> None:
+        async with serve([]) as served:
+            port = urlsplit(served.gateway.address).port
+            with ExitStack() as stack:
+                sockets = [stack.enter_context(socket.socket()) for _ in range(300)]
+                for each in sockets:
+                    each.settimeout(0.5)  # the kernel tries again after a second
+                    each.connect(("127.0.0.1", port))
 
     asyncio.run(main())
 
