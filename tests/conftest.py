@@ -6,8 +6,8 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +17,13 @@ from anygauge.config.schema import Config
 from anygauge.distributed import child_process
 from anygauge.engines.megatron.prepare import prepare_megatron
 from anygauge.plugins import Plugins, find_backend, load_plugins
+from anygauge.testing import warm
 from anygauge.testing.warm import WarmProcesses
 from anygauge.trainer.launch import launch_workers
 from anygauge.trainer.worker_group import WorkerGroup
 from anygauge_hooks.engines import WorkerContext
 
 Launch = Callable[..., WorkerGroup]
-WORKER = "anygauge.trainer.worker_main"
 start_cold = child_process.start_module
 PROBE = "anygauge.testing.workers:ProbeWorker"
 # No test leaves loopback: read when huggingface_hub is imported, here and in every child process.
@@ -94,15 +94,10 @@ def warm_processes() -> Iterator[WarmProcesses]:
 @pytest.fixture(scope="session", autouse=True)
 def warm_workers(warm_processes: WarmProcesses) -> Iterator[None]:
     """Let local workers be forked: importing takes longer than most of what they are started for."""
-
-    def start(module: str, arguments: Sequence[str], *, stdin: int, **options: Any) -> Any:
-        if module != WORKER or sys.platform != "linux":
-            return start_cold(module, arguments, stdin=stdin, **options)
-        return warm_processes.start(module, arguments, **options)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(child_process, "start_module", start)
+    warm.use(warm_processes)
+    with warm.warm_workers(warm_processes) if sys.platform == "linux" else nullcontext():
         yield
+    warm.use()
 
 
 @pytest.fixture

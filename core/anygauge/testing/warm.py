@@ -27,20 +27,24 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
+from anygauge.distributed import child_process
+from anygauge.distributed.child_process import start_module
 from anygauge.distributed.lifetime import die_with
 from anygauge.engines.megatron.prepare import prepare_megatron
 from anygauge.plugins import load_plugins
 
-__all__ = ["WarmProcess", "WarmProcesses", "serve"]
+__all__ = ["WarmProcess", "WarmProcesses", "running", "serve", "use", "warm_workers"]
 
 _MODULES = (
     "anygauge.engines.megatron.engine",
     "anygauge.rollout.transformers.engine",
+    "anygauge.testing.fake_engine.server",
     "anygauge.testing.workers",
     "anygauge.trainer.actors",
     "anygauge.trainer.worker",
@@ -50,6 +54,7 @@ _MODULES = (
 )
 """What workers import, not counting what these import."""
 _ROLE = "actor"
+_WORKER = "anygauge.trainer.worker_main"
 _ABOVE = 1000
 """Descriptors are moved out of the way to here before each gets its number."""
 _MESSAGE_BYTES = 1 << 17
@@ -69,6 +74,9 @@ class _Request:
     path: Sequence[str]
     numbers: Sequence[int]
     """Of the descriptors that come with the request, in their order."""
+    new_session: bool
+    has_own: bool
+    """Whether a warm process goes with it."""
 
 
 class WarmProcess:
@@ -120,7 +128,7 @@ class WarmProcesses:
         self._backend = backend or ""
         self._modules = _MODULES if modules is None else modules
         self._lock = threading.Lock()
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: subprocess.Popen[bytes] | WarmProcess | None = None
         self._is_warm = False
         self._socket: socket.socket
 
@@ -135,15 +143,21 @@ class WarmProcesses:
         arguments: Sequence[str],
         *,
         output: int,
+        errors: int | None = None,
         pass_fds: Sequence[int] = (),
         env: Mapping[str, str] | None = None,
+        new_session: bool = True,
+        has_own: bool = False,
     ) -> WarmProcess:
-        """Start what ``python -P -m MODULE ARGUMENTS`` would, as the leader of a session of its own.
+        """Start what ``python -P -m MODULE ARGUMENTS`` would.
 
         :param module: Or the path of a script.
-        :param output: Descriptor that standard output and standard error go to.
+        :param output: Descriptor that standard output goes to.
+        :param errors: That standard error goes to; ``None`` is the same.
         :param pass_fds: Further descriptors that it gets, under the same numbers.
         :param env: Its whole environment; ``None`` is that of this process.
+        :param new_session: Whether it leads a session of its own.
+        :param has_own: Whether it gets a warm process too, for those that it starts itself.
         """
         with self._lock, Path(os.devnull).open("rb") as nothing:
             self.prepare()
@@ -157,8 +171,10 @@ class WarmProcesses:
                 directory=str(Path.cwd()),
                 path=[entry for entry in sys.path if entry],
                 numbers=[0, 1, 2, *pass_fds],
+                new_session=new_session,
+                has_own=has_own,
             )
-            given = [nothing.fileno(), output, output, *pass_fds]
+            given = [nothing.fileno(), output, output if errors is None else errors, *pass_fds]
             _adopt_orphans(True)
             try:
                 socket.send_fds(self._socket, [pickle.dumps(request)], given)
@@ -166,9 +182,29 @@ class WarmProcesses:
             finally:
                 _adopt_orphans(False)
 
+    @classmethod
+    def forked(cls) -> WarmProcesses:
+        """Return those of a copy of this process, which has one thread still."""
+        processes = cls(None)
+        processes._socket, theirs = _connection()
+        parent = os.getpid()
+        pid = os.fork()
+        if not pid:
+            die_with(parent)
+            processes._socket.close()
+            _serve(theirs)
+        theirs.close()
+        processes._process = WarmProcess(pid)
+        processes._is_warm = True
+        return processes
+
+    @property
+    def is_warm(self) -> bool:
+        """Return whether everything is imported, or seems to be."""
+        return self._is_warm
+
     def _warm(self) -> None:
-        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2 * _MESSAGE_BYTES)
+        self._socket, theirs = _connection()
         arguments = (str(theirs.fileno()), str(os.getpid()), self._backend, *self._modules)
         with theirs:
             self._process = subprocess.Popen(
@@ -195,8 +231,43 @@ class WarmProcesses:
             process.wait()
 
 
+def _connection() -> tuple[socket.socket, socket.socket]:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2 * _MESSAGE_BYTES)
+    return ours, theirs
+
+
 def _adopt_orphans(wanted: bool) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, int(wanted))
+
+
+_used: list[WarmProcesses] = []
+
+
+def use(*processes: WarmProcesses) -> None:
+    """Let what this process starts be forked by these, or by none."""
+    _used[:] = processes
+
+
+def running() -> WarmProcesses | None:
+    """Return what can fork processes for this one at once, if there is anything."""
+    return next((processes for processes in _used if processes.is_warm), None)
+
+
+@contextmanager
+def warm_workers(processes: WarmProcesses) -> Iterator[None]:
+    """Let local workers be forked."""
+
+    def start(module: str, arguments: Sequence[str], *, stdin: int, **options: Any) -> Any:
+        if module != _WORKER:
+            return start_module(module, arguments, stdin=stdin, **options)
+        return processes.start(module, arguments, has_own=True, **options)
+
+    child_process.start_module = start
+    try:
+        yield
+    finally:
+        child_process.start_module = start_module
 
 
 # -------------------------------------------------------------------------
@@ -204,8 +275,8 @@ def _adopt_orphans(wanted: bool) -> None:
 # -------------------------------------------------------------------------
 
 
-def serve() -> None:
-    """Import, then fork a process for each request; in that process, run the module and return."""
+def serve() -> NoReturn:
+    """Import, then fork a process for each request."""
     descriptor, parent, backend, *modules = sys.argv[1:]
     die_with(int(parent))
     connection = socket.socket(fileno=int(descriptor))
@@ -219,18 +290,21 @@ def serve() -> None:
     gc.collect()
     gc.freeze()  # a collection in a fork would touch, and so copy, every page
     connection.send(b"ready")
+    _serve(connection)
+
+
+def _serve(connection: socket.socket) -> NoReturn:
     while True:
         message, given, _, _ = socket.recv_fds(connection, _MESSAGE_BYTES, _MAX_DESCRIPTORS)
         if not message:
-            return
+            os._exit(0)
         pid = _fork_twice()
         if not pid:
-            break
+            connection.close()
+            _become(pickle.loads(message), given)
         for each in given:
             os.close(each)
         connection.send(str(pid).encode())
-    connection.close()
-    _become(pickle.loads(message), given)
 
 
 def _prepare(name: str) -> None:
@@ -241,6 +315,7 @@ def _prepare(name: str) -> None:
     os.environ.update(env)
     plugins.prepare_worker(backend, _ROLE, "before_vendor_import")
     prepare_megatron(plugins, backend)
+    plugins.named("register_models")  # imports them
 
 
 def _fork_twice() -> int:
@@ -265,9 +340,10 @@ def _fork_twice() -> int:
     return 0
 
 
-def _become(request: _Request, given: Sequence[int]) -> None:
+def _become(request: _Request, given: Sequence[int]) -> NoReturn:
     """Be the process that was asked for."""
-    os.setsid()
+    if request.new_session:
+        os.setsid()
     moved = [fcntl.fcntl(each, fcntl.F_DUPFD_CLOEXEC, _ABOVE) for each in given]
     for each in given:
         os.close(each)
@@ -280,6 +356,7 @@ def _become(request: _Request, given: Sequence[int]) -> None:
     sys.path[:] = request.path
     sys.argv[:] = [request.module, *request.arguments]
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    use(*([WarmProcesses.forked()] if request.has_own else []))
     _exit(_run(request.module))
 
 
@@ -296,8 +373,11 @@ def _run(module: str) -> int:
             return error.code or 0
         sys.stderr.write(f"{error.code}\n")
         return 1
-    except BaseException:  # noqa: BLE001 - the outermost frame of a process
+    except BaseException as error:  # noqa: BLE001 - the outermost frame of a process
         traceback.print_exc()
+        if isinstance(error, KeyboardInterrupt):
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGINT)
         return 1
     return 0
 

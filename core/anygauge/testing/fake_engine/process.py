@@ -16,6 +16,7 @@ from types import TracebackType
 from typing import IO, TYPE_CHECKING, Any
 
 from anygauge.testing.fake_engine.options import Options
+from anygauge.testing.warm import running
 from anygauge_hooks.errors import RolloutError
 from anygauge_hooks.weights import WeightApi, WeightPeer
 
@@ -75,7 +76,8 @@ class FakeServer:
         """
         self.close()
         self.encoders = encoders
-        said = self._start_cold() if self._warm is None else self._start_warm(self._warm)
+        warm = self._warm or running()
+        said = self._start_cold() if warm is None else self._start_warm(warm)
         self.address = self._read_address(said)
         return self.address
 
@@ -94,9 +96,8 @@ class FakeServer:
         said = open(reading, "rb")  # noqa: SIM115 - closed with the process
         self._pipes = [said]
         try:
-            self._process = warm.start(
-                MODULE, [f"--parent={os.getpid()}", *self._arguments()], output=writing
-            )
+            arguments = [f"--parent={os.getpid()}", *self._arguments()]
+            self._process = warm.start(MODULE, arguments, output=writing, errors=2, new_session=False)
         finally:
             os.close(writing)
         return said
