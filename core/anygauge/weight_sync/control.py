@@ -108,9 +108,21 @@ class EngineControl:
         return str(_object(reply).get("weight_version"))
 
     def checksums(self) -> list[dict[str, str]]:
-        """Return, for each process of the engine, the checksums of its parameters by name."""
+        """Return, for each process of the engine, the checksums of its parameters by name.
+
+        :raises RolloutError: It tells none, so that nothing can be compared.
+        """
         reply = self.post("/weights_checker", {"action": "checksum"}, what="checksums")
-        return [dict(rank["checksums"]) for rank in reply.get("ranks") or ()]
+        try:
+            found = [dict(rank["checksums"]) for rank in reply["ranks"]]
+        except (LookupError, TypeError, ValueError):
+            found = []
+        if not found or not all(found):
+            raise RolloutError(
+                f"{self.peer.address}/weights_checker told no checksums: {str(reply)[:EXCERPT]}.",
+                hint='An engine that cannot tell them: weight_sync.verify = "none".',
+            )
+        return found
 
     def close(self) -> None:
         """Close the connections."""

@@ -16,6 +16,7 @@ from anygauge.config.schema import WeightSync
 from anygauge.testing.fake_engine import FakeServer
 from anygauge.weight_sync.buckets import Buffers
 from anygauge.weight_sync.checksum import checksum
+from anygauge.weight_sync.control import EngineControl
 from anygauge.weight_sync.pusher import WeightPusher
 from anygauge.weight_sync.sharing import shared_memory
 from anygauge.weight_sync.transports.disk import DiskTransport
@@ -277,4 +278,20 @@ def test_verification_can_be_of_the_first_update_of_each_server_or_of_none(
         for number, incarnation in ((1, 0), (2, 0), (3, 1))
     ]
     assert [bool(report.checksums) for report in reports] == [True, False, True]
+    pusher.close()
+
+
+@pytest.mark.parametrize("answer", [{}, {"ranks": None}, {"ranks": []}, {"ranks": [{"checksums": {}}]}])
+def test_a_server_that_tells_no_checksums_is_not_taken_for_verified(
+    answer: Any, server: FakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    post = EngineControl.post
+
+    def silent(self: EngineControl, path: str, body: Any, *, what: str) -> Any:
+        return answer if path == "/weights_checker" else post(self, path, body, what=what)
+
+    monkeypatch.setattr(EngineControl, "post", silent)
+    pusher = make("tensor", tmp_path, verify="always")
+    (failed,) = pusher.push(weights(1).items(), 1, [peer(server)]).failed
+    assert "told no checksums" in (failed.error or "")
     pusher.close()

@@ -230,6 +230,7 @@ class Producer:
         if bound is None:
             return []
         ages = [group.started_at for group, _ in self._open.values()]
+        ages += [group.started_at for group in self._waiting if group.is_begun]  # of before a resume
         return bound.owed([*ages, *(done.started_at for done in self._done)], self._next_version)
 
     async def _stop_rest(self) -> None:

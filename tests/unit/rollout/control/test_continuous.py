@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 
 from anygauge.rollout.control import Continuous, Producer, Staleness, sample_all
+from anygauge.rollout.control.groups import DoneGroup, OpenGroup
 from anygauge.testing.scripted_engine import ListSource, ScriptedEngine
 from anygauge_hooks.errors import RolloutError
 from anygauge_hooks.rl import Group, Prompt, SamplingParams
-from anygauge_hooks.rollout import GenerateRequest
+from anygauge_hooks.rollout import GenerateRequest, Generation
 
 MakeProducer = Callable[..., Producer]
 ONE = {"samples_per_prompt": 1, "prompts_per_step": 2}
@@ -235,3 +236,28 @@ def test_an_error_between_two_steps_is_raised_by_the_next(make_producer: MakePro
 
     with pytest.raises(RolloutError, match="the engine is gone"):
         run(producer, body)
+
+
+def test_what_was_begun_before_a_resume_is_waited_for_if_it_is_due(
+    make_producer: MakeProducer, prompts: list[Prompt]
+) -> None:
+    engine = ScriptedEngine(counting)
+    engine.version = 2
+    begun = OpenGroup(number=0, prompt=prompts[0], seeds=[0])
+    begun.journal(0).claim(prompts[0].tokens, ()).add(Generation((1,), (-0.5,), (1,), "abort"))
+    begun.started_at = 1
+    done = [
+        DoneGroup(number, 2, Group(prompt=prompts[number], samples=()), [number]).state() for number in (1, 2)
+    ]
+    source = ListSource(prompts)
+    source.next(3)
+    producer = make_producer(engine, version=2, **ONE)
+    producer.load_state_dict(
+        {"source": source.state_dict(), "drawn": 3, "open": [begun.state()], "done": done}
+    )
+
+    async def body() -> list[int]:
+        producer.keep_going(Continuous(groups=4, staleness=Staleness(1, 2)))
+        return indices(await producer.take(2, timeout_s=20))
+
+    assert 0 in run(producer, body), "a step later it would be two versions old"
