@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
+import tomllib
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from anygauge.config.group_rules import external_rule, groups_rule
 from anygauge.config.load import LoadedConfig
+from anygauge.config.validate import validate
 from anygauge.plugins import Plugins
 from anygauge_hooks import hookimpl
 from anygauge_hooks.engines import RolloutEngineSpec
@@ -103,3 +108,20 @@ def test_any_server_may_have_groups_and_other_models(load: Load) -> None:
     loaded = load({}, groups({}, {"model": "judge", "path": "/j"}, engine="plain"))
     assert [group.model for group in loaded.config.rollout.groups] == ["policy", "judge"]
     load({}, groups({"kind": "prefill"}, {"kind": "decode"}))
+
+
+DOCS = Path(__file__).parents[3] / "docs"
+EXAMPLES = [
+    (page, text)
+    for page in ("serving.md", "sglang.md")
+    for text in re.findall(r"```toml\n(.*?)```", (DOCS / page).read_text(), re.DOTALL)
+]
+
+
+@pytest.mark.parametrize(("page", "text"), EXAMPLES)
+def test_the_examples_of_the_documents_fit(page: str, text: str) -> None:
+    needed = {"run": {"name": "t"}, "model": "m", "data": {"train": ["t.jsonl"]}}
+    checked = validate({**needed, **tomllib.loads(text)})
+    assert not checked.problems
+    assert not [*groups_rule(checked.config, ()), *external_rule(checked.config, ())]
+    assert page != "serving.md" or checked.config.has_engines_apart
