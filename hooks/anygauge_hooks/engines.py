@@ -287,6 +287,9 @@ class RolloutEngineSpec:
     """The same for a server, which is yet to be started."""
     devices: Callable[[Any], int] | None = None
     """From the config to how many devices each server takes; ``None`` is one."""
+    context: Callable[[Any, int | None], int | None] | None = None
+    """From the config and the model's longest context to how many tokens it takes of a prompt and its
+    response, also of one that goes on; a number that is ``None`` is any. ``None`` takes the model's."""
     releases_memory: bool = False
     """Whether its servers know ``/release_memory_occupation`` and ``/resume_memory_occupation``, with which
     ``placement.colocated`` has them share devices with the trainers."""

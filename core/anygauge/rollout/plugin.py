@@ -33,6 +33,7 @@ def register_rollout_engines() -> Iterable[RolloutEngineSpec]:
             name="sglang",
             serve=_serve_sglang,
             devices=_sglang_devices,
+            context=_sglang_context,
             kinds=("regular", "prefill", "decode", "encoder"),
             attach=_attach_sglang,
             releases_memory=True,
@@ -86,6 +87,12 @@ def _sglang_devices(config: Config) -> int:
     from anygauge.rollout.sglang.kinds import plan_devices
 
     return max(plan_devices(config, plan) for plan in plan_servers(config))
+
+
+def _sglang_context(config: Config, longest: int | None) -> int | None:
+    from anygauge.rollout.sglang.kinds import context_room
+
+    return context_room(config, longest)
 
 
 def _serve_sglang(config: Config, context: WorkerContext) -> EngineServer:

@@ -16,6 +16,7 @@ from anygauge.hub import localized
 from anygauge.plugins import Plugins
 from anygauge.rollout.rewards import check_reward
 from anygauge_hooks.data import DataSource
+from anygauge_hooks.engines import RolloutEngineSpec
 from anygauge_hooks.errors import CheckpointError
 from anygauge_hooks.models import AssistantTurns, ModelSpec, text_config
 from anygauge_hooks.rl import Prompt
@@ -110,21 +111,32 @@ def _make_source(
 ) -> DataSource:
     make = plugins.get("register_data_sources", data.source).fn
     hf, spec = read_model(config, plugins)
-    room = prompt_room(hf, config.run.task, max_new_tokens)
+    room = prompt_room(longest_context(config, plugins, hf), config.run.task, max_new_tokens)
     turns = (spec.assistant_turns or NO_CHATS) if config.run.task == "sft" else None
     source: DataSource = make(data, tokenizer, config.run.seed, max_tokens=room, turns=turns)
     return source
 
 
-def prompt_room(hf: Mapping[str, Any], task: str, max_new_tokens: int) -> int | None:
-    """Return how many tokens of the model's context a row may take, if it has a limit.
+def longest_context(config: Config, plugins: Plugins, hf: Mapping[str, Any]) -> int | None:
+    """Return how many tokens the model takes, and the rollout engine where there is one; ``None`` for any.
 
     :param hf: The Hugging Face config.
     """
-    context = hf.get("max_position_embeddings")
-    if not isinstance(context, int):
-        return None
-    return context if task == "sft" else max(0, context - max_new_tokens)
+    found = hf.get("max_position_embeddings")
+    context = found if isinstance(found, int) else None
+    if config.run.task == "sft":
+        return context
+    engines: Mapping[str, RolloutEngineSpec] = plugins.named("register_rollout_engines")
+    engine = engines.get(config.rollout.engine)  # what there is not is said when it is started
+    return context if engine is None or engine.context is None else engine.context(config, context)
+
+
+def prompt_room(context: int | None, task: str, max_new_tokens: int) -> int | None:
+    """Return how many tokens of a context a row may take, if it has a limit.
+
+    :param context: See :func:`longest_context`.
+    """
+    return context if context is None or task == "sft" else max(0, context - max_new_tokens)
 
 
 def load_tokenizer(config: Config) -> Any:

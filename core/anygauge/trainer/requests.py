@@ -12,7 +12,7 @@ from anygauge.hub import localized
 from anygauge.plugins import Plugins
 from anygauge.rollout.control import Making, TextTools, resolve_functions, sample_all
 from anygauge.trainer.event_loop import EventLoop
-from anygauge.trainer.inputs import load_tokenizer
+from anygauge.trainer.inputs import load_tokenizer, longest_context
 from anygauge_hooks.models import text_config
 from anygauge_hooks.rl import Prompt, Sample, SamplingParams
 from anygauge_hooks.rollout import Generator
@@ -57,12 +57,11 @@ def open_maker(config: Config, plugins: Plugins, requests: Requests) -> SampleMa
     """Return what makes the samples of a run on its engines."""
     local = localized(config, data=False)
     hf = text_config(json.loads((local.model.path / "config.json").read_text(encoding="utf-8")))
-    context = hf.get("max_position_embeddings")
     making = Making(
         config=config.rollout,
         generator=requests.generator,
         engines=requests.others,
         functions=resolve_functions(config.rollout, plugins),
-        text=TextTools(load_tokenizer(local), config.data, context if isinstance(context, int) else None),
+        text=TextTools(load_tokenizer(local), config.data, longest_context(config, plugins, hf)),
     )
     return SampleMaker(requests, making)

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from anygauge.config import Config
+from anygauge.config.schema import Rollout
 from anygauge.plugins import load_plugins
 from anygauge.testing.tiny import tiny_tokenizer
-from anygauge.trainer.inputs import prompt_room, read_eval_sets
+from anygauge.trainer.inputs import longest_context, prompt_room, read_eval_sets
 from anygauge_hooks.errors import DataError
 
 
@@ -37,16 +38,28 @@ def config(request: pytest.FixtureRequest, tmp_path: Path) -> Config:
 
 
 @pytest.mark.parametrize(
-    ("hf", "task", "room"),
+    ("context", "task", "room"), [(16, "rl", 12), (3, "rl", 0), (None, "rl", None), (16, "sft", 16)]
+)
+def test_a_response_leaves_room(context: int | None, task: str, room: int | None) -> None:
+    assert prompt_room(context, task, 4) == room
+
+
+@pytest.mark.parametrize(
+    ("hf", "rollout", "longest"),
     [
-        ({"max_position_embeddings": 16}, "rl", 12),
-        ({"max_position_embeddings": 3}, "rl", 0),
-        ({}, "rl", None),
-        ({"max_position_embeddings": 16}, "sft", 16),
+        ({"max_position_embeddings": 1024}, {}, 1024),
+        ({}, {}, None),
+        ({"max_position_embeddings": 1024}, {"engine": "sglang"}, 1018),
+        ({"max_position_embeddings": 1024}, {"engine": "sglang", "sglang": {"context-length": 512}}, 506),
+        ({}, {"engine": "sglang"}, None),
     ],
 )
-def test_a_response_leaves_room(hf: dict[str, Any], task: str, room: int | None) -> None:
-    assert prompt_room(hf, task, 4) == room
+def test_a_server_may_take_less_than_its_model(
+    config: Config, hf: dict[str, Any], rollout: dict[str, Any], longest: int | None
+) -> None:
+    """SGLang refuses as a prompt what leaves less than six tokens of its context: so a response cut there."""
+    served = config.model_copy(update={"rollout": Rollout.model_validate(rollout)})
+    assert longest_context(served, load_plugins(), hf) == longest
 
 
 def test_evaluation_has_its_own_response_length(config: Config, tmp_path: Path) -> None:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from anygauge.rollout.deployment import ServerPlan, plan_servers
+
 if TYPE_CHECKING:
     from anygauge.config import Config
-    from anygauge.rollout.deployment import ServerPlan
 
-__all__ = ["plan_arguments", "plan_copies", "plan_devices", "plan_ranks", "plan_stages"]
+__all__ = ["context_room", "plan_arguments", "plan_copies", "plan_devices", "plan_ranks", "plan_stages"]
 
 _OF_KIND: Mapping[str, Mapping[str, Any]] = {
     "regular": {},
@@ -18,6 +19,8 @@ _OF_KIND: Mapping[str, Mapping[str, Any]] = {
     "encoder": {"encoder_only": True},
 }
 _LANGUAGE = {"language_only": True}
+SPARE = 6
+"""Tokens of its context that a server refuses as a prompt, and so as a response that goes on."""
 _SIZES = {
     "tp_size": ("tp_size", "tensor_parallel_size"),
     "pp_size": ("pp_size", "pipeline_parallel_size"),
@@ -56,6 +59,17 @@ def plan_ranks(config: Config, plan: ServerPlan) -> int:
     """Return how many data-parallel ranks a server has, whether they share the weights or not."""
     plain = _plain(config, plan)
     return max(_first(plain, _SIZES["dp_size"]), _first(plain, _ATTENTION_SIZES))
+
+
+def context_room(config: Config, longest: int | None) -> int | None:
+    """Return how many tokens a prompt and its response may have, for every server of the policy.
+
+    :param longest: That the model takes; ``None`` for any number.
+    """
+    plans = [plan for plan in plan_servers(config) if plan.is_synced]
+    told = [_plain(config, plan).get("context_length") for plan in plans]
+    limits = [limit for limit in (*told, longest) if isinstance(limit, int)]
+    return min(limits) - SPARE if limits else None
 
 
 def _plain(config: Config, plan: ServerPlan) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from anygauge.plugins import probe_backend
 from anygauge.rollout.deployment import plan_servers
 from anygauge.rollout.sglang.arguments import argument_problems
 from anygauge.rollout.sglang.installed import Installed, install_command, installed_sglang
-from anygauge.rollout.sglang.kinds import plan_copies, plan_stages
+from anygauge.rollout.sglang.kinds import SPARE, context_room, plan_copies, plan_stages
 from anygauge.rollout.sglang.versions import LISTED, ServerApi, find_api
 from anygauge_hooks.errors import RolloutError
 from anygauge_hooks.types import ConfigProblem
@@ -42,6 +42,7 @@ def sglang_problems(config: Config, backend: BackendSpec) -> Iterator[ConfigProb
         yield from argument_problems(group.sglang, f"rollout.groups[{index}].sglang", installed)
     yield from _without_tokenizer(config)
     yield from _not_updated(config, installed)
+    yield from _too_short(config)
 
 
 def _without_effect(config: Config) -> Iterator[ConfigProblem]:
@@ -89,6 +90,20 @@ def _treatment(config: Config) -> Iterator[ConfigProblem]:
     if treat_as is not None and treat_as not in LISTED:
         hint = f"must be a version that was tested: {', '.join(LISTED)}"
         yield ConfigProblem(path="rollout.sglang_version", found=treat_as, hint=hint)
+
+
+def _too_short(config: Config) -> Iterator[ConfigProblem]:
+    """Yield servers that do not take a prompt with its response."""
+    room, length = (
+        context_room(config, None),
+        (config.data.max_prompt_tokens or 1) + config.rollout.max_new_tokens,
+    )
+    if room is not None and length > room:
+        hint = (
+            f"a prompt and its response may have {length} tokens, and servers with this context_length take "
+        )
+        hint += f"{room} (data.max_prompt_tokens + rollout.max_new_tokens must fit)"
+        yield ConfigProblem(path="rollout.sglang.context_length", found=room + SPARE, hint=hint)
 
 
 def _not_updated(config: Config, installed: Installed | None) -> Iterator[ConfigProblem]:

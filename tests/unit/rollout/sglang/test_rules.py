@@ -119,6 +119,15 @@ def test_a_transport_that_does_not_reach_every_process_of_a_server(
         assert (problem or "") in "".join(hints.values())
 
 
+@pytest.mark.parametrize(("length", "fits"), [(305, False), (306, True)])
+def test_a_server_takes_a_prompt_with_its_response(
+    length: int, fits: bool, config: Make, cpu: BackendSpec
+) -> None:
+    data = {"train": ["t.jsonl"], "max_prompt_tokens": 100}
+    rollout = {"max_new_tokens": 200, "sglang": {"context_length": length}}
+    assert list(found(config(rollout, data=data), cpu)) == ([] if fits else ["rollout.sglang.context_length"])
+
+
 @pytest.mark.parametrize(("version", "fits"), [("0.5.17", False), ("0.5.23", True)])
 def test_a_response_of_several_versions_needs_a_server_that_tells_them_apart(
     version: str,
