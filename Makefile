@@ -34,7 +34,7 @@ demo: $(VENV)/.cpu ## train a tiny Qwen3 with GRPO on CPU until its reward has r
 	$(BIN)/anygauge train examples/arithmetic_grpo.toml --backend cpu --run.seed $(SEED)
 
 soak: $(VENV)/.dev ## what is too long for a test: kills, leaks, tutorials; the demo with each of SEEDS
-	$(BIN)/python -m pytest -m soak $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m "soak and not sglang" $(PYTEST_ARGS)
 	$(BIN)/python bench/demo.py --seeds $(SEEDS)
 
 test: $(VENV)/.dev ## install the test tools and run the tests
@@ -48,7 +48,7 @@ test-npu-sim: $(SIM_VENV)/.installed ## the tests that need the simulated NPU, i
 	  $(SIM_VENV)/bin/python -m pytest -m npu_sim tests/backends/npu $(PYTEST_ARGS)
 
 test-sglang: $(SGLANG_VENV)/.installed ## the tests that start real SGLang servers, in an environment of their own
-	$(SGLANG_VENV)/bin/python -m pytest -m sglang tests/sglang $(PYTEST_ARGS)
+	$(SGLANG_VENV)/bin/python -m pytest -m "sglang and not soak" tests/sglang $(PYTEST_ARGS)
 
 lint: $(VENV)/.dev ## formatter, linter, types and import layers
 	$(BIN)/ruff format --check .

@@ -167,3 +167,29 @@ def test_a_parameter_that_is_not_what_was_sent_is_named(
     monkeypatch.undo()
     assert not pusher.push(weights(models[0]), 6, [peer]).failed
     assert furthest(models[0], ask(peer.address, "/generate", body(24))) < TOLERANCE
+
+
+@pytest.fixture(scope="module")
+def two_processes(
+    servers: Callable[..., SGLangServer], tmp_path_factory: pytest.TempPathFactory
+) -> WeightPeer:
+    """Return a server whose matrices are split between two processes."""
+    cores = sorted(os.sched_getaffinity(0))
+    with pytest.MonkeyPatch.context() as patch:  # SGLang wants to know the cores of each
+        patch.setenv("SGLANG_CPU_OMP_THREADS_BIND", f"{cores[0]}|{cores[-1]}")
+        server = servers(tmp_path_factory.mktemp("runs"), sglang={"tp_size": 2})
+        server.start()
+    return server.weight_peer()
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("pusher", ["tensor", "distributed", "disk"], indirect=True)
+def test_weights_reach_a_server_that_splits_its_matrices(
+    pusher: WeightPusher, two_processes: WeightPeer, models: list[Any]
+) -> None:
+    assert two_processes.tensor_parallel == 2
+    for version, number in ((1, 1), (2, 0)):
+        assert not pusher.push(weights(models[number]), version, [two_processes]).failed
+        answer = ask(two_processes.address, "/generate", body(24))
+        assert furthest(models[number], answer) < TOLERANCE
+        assert furthest(models[1 - number], answer) > 0.1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -125,3 +126,16 @@ def test_a_version_that_was_not_tested_is_spoken_to_as_the_config_says(
     made = make_server(config({"sglang_version": "0.5.17"}), context(plugins))
     assert (made.facts()["version"], made.facts()["installed"]) == ("0.5.17", "0.6.0")
     assert not made.weight_peer().api.has_session
+
+
+def test_an_encoder_takes_the_port_that_others_know_again(config: Make, plugins: Plugins) -> None:
+    groups = [{"kind": "encoder"}, {"kind": "regular"}]
+    encoder, other = (make_server(config({"groups": groups}), context(plugins, rank)) for rank in (0, 1))
+    free = server_module._free_ports("127.0.0.1").http
+    for made in (encoder, other):
+        assert made._earlier_port() == 0
+        made._address = f"http://127.0.0.1:{free}"
+    assert (encoder._earlier_port(), other._earlier_port()) == (free, 0)
+    assert server_module._free_ports("127.0.0.1", free).http == free
+    with socket.create_server(("127.0.0.1", free)):
+        assert server_module._free_ports("127.0.0.1", free).http != free
