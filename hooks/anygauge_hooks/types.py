@@ -68,6 +68,10 @@ class BackendSpec:
     Ray counts the devices that it knows."""
     gathers_unequal_sizes: bool = True
     """Whether its collectives gather tensors of different sizes."""
+    make_communicator: Callable[[Any, Any], Any] | None = None
+    """From torch's options for any backend (``store``, ``group_rank``, ``group_size``, ``timeout``, ...) and
+    the group's own, or ``None``, to the ``torch.distributed`` object that a process group is made of. With it
+    groups give their memory up where trainers and engines share devices; without, they keep it."""
     visible_devices_env: str | None = None
     """The environment variable that hides devices, or ``None`` if there is none."""
 

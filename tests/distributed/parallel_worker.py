@@ -14,7 +14,6 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable
-from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ import torch.distributed as dist
 from anygauge.config import Config
 from anygauge.distributed.layout import layout_of
 from anygauge.distributed.lifetime import die_with
+from anygauge.distributed.process_groups import destroy_process_group, init_process_group
 from anygauge.engines.megatron.prepare import prepare_megatron
 from anygauge.plugins import Plugins, load_plugins
 from anygauge.trainer.actors import ActorWorker
@@ -145,7 +145,20 @@ def hang(config: Config, context: WorkerContext, case: dict[str, Any]) -> None:
         threading.Event().wait()
 
 
-ACTIONS: dict[str, Action] = {"train": train, "disagree": disagree, "hang": hang}
+def take_turns(config: Config, context: WorkerContext, case: dict[str, Any]) -> dict[str, Any]:
+    """Return the metrics of some steps, and the weights, where memory is given up between the steps."""
+    actor = ActorWorker(config, context)
+    layout = layout_of(config)
+    shares = plan_steps(make_samples(case["vocab"], 9, 24), 3, layout.data, config.algorithm.aggregation)
+    metrics: list[Any] = []
+    for share in shares[layout.share(context.rank)]:
+        metrics += actor.train([share])
+        for what in case["turns"]:
+            actor.hold(what)
+    return {"metrics": metrics, "weights": {name: tensor.clone() for name, tensor in actor.trainer.weights()}}
+
+
+ACTIONS: dict[str, Action] = {"train": train, "disagree": disagree, "hang": hang, "take_turns": take_turns}
 
 
 # -------------------------------------------------------------------------
@@ -157,12 +170,15 @@ def run_case(case: dict[str, Any], rank: int, store: Any, plugins: Plugins) -> A
     from megatron.core import parallel_state
 
     backend = plugins.get("register_backends", "cpu")
-    dist.init_process_group(
-        backend.dist_backend,
-        store=dist.PrefixStore(str(case["number"]), store),
+    init_process_group(
+        plugins,
+        backend,
+        dist.PrefixStore(str(case["number"]), store),
         rank=rank,
         world_size=case["world"],
-        timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_S),
+        timeout_s=COLLECTIVE_TIMEOUT_S,
+        single_host=True,
+        reloadable=bool(case.get("turns")) and "pipeline" not in case.get("parallel", {}),
     )
     try:
         context = WorkerContext(
@@ -175,7 +191,7 @@ def run_case(case: dict[str, Any], rank: int, store: Any, plugins: Plugins) -> A
         return find_action(case["action"])(make_config(case), context, case)
     finally:
         parallel_state.destroy_model_parallel()
-        dist.destroy_process_group()
+        destroy_process_group()
 
 
 def find_action(name: str) -> Action:

@@ -160,10 +160,13 @@ def test_only_what_changed_travels_to_receivers_beside_the_servers(
 def test_trainers_and_servers_on_one_device_take_turns(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The engine refuses to generate without its memory, and with weights that were released and not sent."""
-    install(tmp_path / "plugin", ["die@generate:20"], monkeypatch)
+    """The engines refuse to generate without their memory, and with weights that were released and not sent.
+
+    Two trainers: each sends its server the weights, and they talk through groups that are made again.
+    """
+    install(tmp_path / "plugin", ["die@generate:20", "die@generate:20"], monkeypatch)
     observer = Observer()
-    keys = {"placement__colocated": True, "placement__rollout_workers": 1, "save__every": 2}
+    keys = {"placement__colocated": True, "placement__num_workers": 2, "save__every": 2}
     run(tmp_path, observer, **keys)
     assert versions(observer.groups) == [{0}, {1}, {2}]
     assert all(metrics["perf/turns_time"] > 0 for metrics in observer.metrics)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from anygauge_cpu import env, probe, rollout
+from anygauge_cpu import comm, env, probe, rollout
 from anygauge_hooks import hookimpl
 from anygauge_hooks.kernels import KernelImpl
 from anygauge_hooks.types import BackendSpec, ConfigChange, Device, Phase
@@ -21,6 +21,7 @@ CPU = BackendSpec(
     ray_options=env.ray_options,
     local_device=env.local_device,
     cluster_resources=env.cluster_resources,
+    make_communicator=comm.communicator,
 )
 
 

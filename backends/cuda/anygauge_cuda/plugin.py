@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from anygauge_cuda import env, probe, rollout
+from anygauge_cuda import comm, env, probe, rollout
 from anygauge_hooks import hookimpl
 from anygauge_hooks.kernels import KernelImpl
 from anygauge_hooks.types import BackendSpec, ConfigChange, Device
@@ -20,6 +20,7 @@ CUDA = BackendSpec(
     ray_options=env.ray_options,
     local_device=env.local_device,
     visible_devices_env=env.VISIBLE_DEVICES,
+    make_communicator=comm.communicator,
 )
 
 

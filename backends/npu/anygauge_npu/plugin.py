@@ -7,7 +7,7 @@ from typing import Any
 
 from anygauge_hooks import hookimpl
 from anygauge_hooks.types import BackendSpec, ConfigChange, Device, Phase
-from anygauge_npu import env, probe, rollout
+from anygauge_npu import comm, env, probe, rollout
 
 __all__ = ["NPU"]
 
@@ -19,6 +19,7 @@ NPU = BackendSpec(
     ray_options=env.ray_options,
     local_device=env.local_device,
     visible_devices_env=env.VISIBLE_DEVICES,
+    make_communicator=comm.communicator,
 )
 
 

@@ -10,15 +10,24 @@ from typing import Any
 import torch.distributed
 from torch.distributed import ProcessGroupGloo, Store  # type: ignore[attr-defined]  # not listed
 
+from anygauge.distributed.reloadable import ReloadableGroups, register_reloadable
 from anygauge.plugins import Plugins
 from anygauge_hooks.types import BackendSpec
 
-__all__ = ["destroy_process_group", "init_process_group"]
+__all__ = [
+    "destroy_process_group",
+    "init_process_group",
+    "release_process_groups",
+    "reload_process_groups",
+]
 
 LOOPBACK_INTERFACE = "lo"
 HOST_BACKEND = "gloo"
 BOUND_HOST_BACKEND = "gloo_bound"
 """The host backend on an address that we choose; by itself it takes the first of an interface."""
+
+_reloadable: list[ReloadableGroups] = []
+"""The groups of this process, where they are."""
 
 
 def init_process_group(
@@ -31,6 +40,7 @@ def init_process_group(
     timeout_s: float,
     single_host: bool,
     address: str | None = None,
+    reloadable: bool = False,
 ) -> None:
     """Initialise the default process group. A collective: returns when every rank has come.
 
@@ -39,6 +49,8 @@ def init_process_group(
     :param timeout_s: Seconds until a collective of the group fails.
     :param single_host: Keep host-side traffic on the loopback interface.
     :param address: Of this host, for collectives of the host backend; ``None`` lets it choose.
+    :param reloadable: Whether this group, and those that are made of its ranks later, can be released and
+        reloaded; they are where the backend says what they are made of.
     """
     if single_host:
         # Otherwise gloo resolves the host's name, which fails or picks a dead interface on many laptops.
@@ -47,8 +59,14 @@ def init_process_group(
         "make_process_group_options", backend=backend, group_name="default", timeout_s=timeout_s
     )
     name = backend.dist_backend
-    if address is not None and name == HOST_BACKEND:
-        name = _bind_host_backend(address)
+    is_bound = address is not None and name == HOST_BACKEND
+    make = partial(_bound_group, address) if is_bound else backend.make_communicator
+    if reloadable and make is not None:
+        groups = ReloadableGroups(store, world_size, timeout_s)
+        _reloadable.append(groups)
+        name = register_reloadable(groups, make, backend.device_type, name)
+    elif is_bound:
+        name = _bind_host_backend(make)
     torch.distributed.init_process_group(
         name,
         store=store,
@@ -59,23 +77,35 @@ def init_process_group(
     )
 
 
-def _bind_host_backend(address: str) -> str:
+def release_process_groups() -> None:
+    """Give up what all groups hold on devices, where they are reloadable. Every rank does so."""
+    for groups in _reloadable:
+        groups.release()
+
+
+def reload_process_groups() -> None:
+    """Let all groups communicate again, where they were released. Every rank does so."""
+    for groups in _reloadable:
+        groups.reload()
+
+
+def _bind_host_backend(make: Any) -> str:
     """Register the host backend on an address, and return the name to ask for it."""
-    torch.distributed.Backend.register_backend(
-        BOUND_HOST_BACKEND, partial(_host_group, address), devices=["cpu"]
-    )
+    torch.distributed.Backend.register_backend(BOUND_HOST_BACKEND, make, extended_api=True, devices=["cpu"])
     return BOUND_HOST_BACKEND
 
 
-def _host_group(address: str, store: Store, rank: int, size: int, timeout: timedelta) -> Any:
+def _bound_group(address: str | None, given: Any, own: Any) -> Any:
+    del own
     gloo: Any = ProcessGroupGloo  # its type stub has another constructor
     options = gloo._Options()
     options._devices = [gloo.create_device(hostname=address)]
-    options._timeout = timeout
-    return gloo(store, rank, size, options)
+    options._timeout = given.timeout
+    return gloo(given.store, given.group_rank, given.group_size, options)
 
 
 def destroy_process_group() -> None:
     """Destroy every process group of this process, if there are any."""
+    _reloadable.clear()
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()

@@ -293,14 +293,20 @@ class ActorWorker(GeneratingWorker):
         """Have the engines hold that much on the device; other engines than the policy's have no weights
         that anybody is sent.
         """
+        from anygauge.distributed.process_groups import release_process_groups, reload_process_groups
+
         teacher = None if self._teacher is None or self._borrows else self._teacher.engine
         with self._timed("turns"):
+            if what != "nothing":
+                reload_process_groups()
             for engine in (self._critic, teacher):
                 if engine is not None:
                     cast("HoldsMemory", engine).hold("everything" if what == "everything" else "nothing")
             cast("HoldsMemory", self.trainer).hold(what)
-            if what == "nothing" and self._pusher is not None:
-                self._pusher.rest()
+            if what == "nothing":
+                release_process_groups()
+                if self._pusher is not None:
+                    self._pusher.rest()
             self._device.empty_cache()
 
     def save_hf(self, path: str) -> None:

@@ -199,6 +199,7 @@ class Worker:
             timeout_s=setup.timeout_s,
             single_host=meeting.single_host,
             address=self._own_address(meeting),
+            reloadable=reloads_groups(setup.config),
         )
 
     def _own_address(self, meeting: Meeting) -> str | None:
@@ -230,6 +231,12 @@ class Worker:
                 close_object()
         finally:
             destroy_process_group()
+
+
+def reloads_groups(config: Config) -> bool:
+    """Return whether process groups are given up between turns: no pipeline can do without plain ones."""
+    layouts = (config.train.parallel, config.critic.parallel, config.teacher.parallel)
+    return config.placement.colocated and all(each is None or each.pipeline == 1 for each in layouts)
 
 
 def _resolve(path: str) -> Any:

@@ -1,0 +1,19 @@
+"""Communication between processes of hosts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+__all__ = ["communicator"]
+
+
+def communicator(options: Any, own: Any) -> Any:
+    """Return what a process group of this backend is made of.
+
+    :param options: Torch's, for any backend: store, rank, size and timeout.
+    :param own: Of the group; this backend has none.
+    """
+    from torch.distributed import ProcessGroupGloo
+
+    gloo: Any = ProcessGroupGloo  # its type stub has another constructor
+    return gloo(options.store, options.group_rank, options.group_size, timeout=options.timeout)
