@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
 
-from anygauge.config.load import load_config
-from anygauge.plugins import load_plugins
+from anygauge.testing.observed import Observer, observed_run
 from anygauge.testing.recipe import tiny_recipe
-from anygauge.trainer.run import train
-from anygauge_hooks import hookimpl
-from anygauge_hooks.rl import NO_VERSION, Group
+from anygauge_hooks.rl import NO_VERSION
 
 MODULE = "agents_of_a_test"
 AGENT = """
@@ -40,22 +36,6 @@ TEMPLATE = (
 )
 
 
-class Observer:
-    """Keeps what it is shown."""
-
-    def __init__(self) -> None:
-        self.groups: list[Group] = []
-        self.rows: list[Mapping[str, float]] = []
-
-    @hookimpl
-    def after_rollout(self, groups: Sequence[Group]) -> None:
-        self.groups += groups
-
-    @hookimpl
-    def after_train_step(self, metrics: Mapping[str, float]) -> None:
-        self.rows.append(metrics)
-
-
 def test_an_agent_is_trained(tmp_path: Path, warm_actors: None, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / f"{MODULE}.py").write_text(AGENT)
     monkeypatch.syspath_prepend(tmp_path)
@@ -69,13 +49,12 @@ def test_an_agent_is_trained(tmp_path: Path, warm_actors: None, monkeypatch: pyt
         save__hf_at_end=False,
     )
     (tmp_path / "model" / "chat_template.jinja").write_text(TEMPLATE)
-    plugins, observer = load_plugins(), Observer()
-    plugins.register(observer, "observer")
-    train(load_config(recipe, backend="cpu", plugins=plugins), plugins)
+    observer = Observer()
+    observed_run(recipe, observer)
     sys.modules.pop(MODULE, None)
-    assert len(observer.rows) == 2
+    assert len(observer.metrics) == 2
     # The engine's log-probs are the trainer's on the very same tokens, or they would differ.
-    assert all(row["train/train_rollout_logprob_abs_diff"] < 1e-4 for row in observer.rows)
+    assert all(row["train/train_rollout_logprob_abs_diff"] < 1e-4 for row in observer.metrics)
     for group in observer.groups:
         assert len({sample.seed for sample in group.samples}) == 4
         assert len(group.samples) == 8

@@ -3,39 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from anygauge.config.load import load_config
-from anygauge.plugins import load_plugins
 from anygauge.testing.fake_engine.installed import install_fake_engine
+from anygauge.testing.observed import Observer, observed_run
 from anygauge.testing.recipe import tiny_recipe
-from anygauge.trainer.run import train
-from anygauge_hooks import hookimpl
 from anygauge_hooks.errors import ConfigError
 from anygauge_hooks.rl import Group
 from anygauge_hooks.types import RunInfo
 
 pytestmark = pytest.mark.usefixtures("warm_actors")
-
-
-class Observer:
-    """Keeps what it is shown."""
-
-    def __init__(self) -> None:
-        self.groups: list[Group] = []
-        self.metrics: list[Mapping[str, float]] = []
-
-    @hookimpl
-    def after_rollout(self, run: RunInfo, groups: Sequence[Group]) -> None:
-        self.groups.extend(groups)
-
-    @hookimpl
-    def after_train_step(self, run: RunInfo, metrics: Mapping[str, float]) -> None:
-        self.metrics.append(metrics)
 
 
 def install(directory: Path, faults: Sequence[str], monkeypatch: pytest.MonkeyPatch, **options: Any) -> None:
@@ -60,9 +41,7 @@ def run(directory: Path, observer: Observer, **keys: Any) -> RunInfo:
             **keys,
         },
     )
-    plugins = load_plugins()
-    plugins.register(observer, "observer")
-    return train(load_config(path, backend="cpu", plugins=plugins), plugins)
+    return observed_run(path, observer)
 
 
 def versions(groups: Sequence[Group]) -> list[set[int]]:

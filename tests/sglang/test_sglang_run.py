@@ -2,42 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from anygauge.config.load import load_config
-from anygauge.plugins import load_plugins
+from anygauge.testing.observed import Observer, observed_run
 from anygauge.testing.recipe import tiny_recipe
-from anygauge.trainer.run import train
-from anygauge_hooks import hookimpl
 from anygauge_hooks.rl import Group
-from anygauge_hooks.types import RunInfo
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(1500)]
-
-
-class Observer:
-    """Keeps what it is shown."""
-
-    def __init__(self) -> None:
-        self.groups: list[Group] = []
-        self.metrics: list[Mapping[str, float]] = []
-
-    @hookimpl
-    def after_rollout(self, run: RunInfo, groups: Sequence[Group]) -> None:
-        self.groups.extend(groups)
-
-    @hookimpl
-    def after_train_step(self, run: RunInfo, metrics: Mapping[str, float]) -> None:
-        self.metrics.append(metrics)
-
-    @property
-    def versions(self) -> list[int]:
-        samples = [sample for group in self.groups for sample in group.samples]
-        return sorted({version for sample in samples for version in sample.weight_versions})
 
 
 def run(directory: Path, **keys: Any) -> Observer:
@@ -55,15 +30,19 @@ def run(directory: Path, **keys: Any) -> Observer:
             **keys,
         },
     )
-    plugins, observer = load_plugins(), Observer()
-    plugins.register(observer, "observer")
-    train(load_config(path, backend="cpu", plugins=plugins), plugins)
+    observer = Observer()
+    observed_run(path, observer)
     return observer
+
+
+def versions(groups: Sequence[Group]) -> list[int]:
+    samples = [sample for group in groups for sample in group.samples]
+    return sorted({version for sample in samples for version in sample.weight_versions})
 
 
 def test_a_server_and_the_trainer_agree_in_every_step(tmp_path: Path) -> None:
     observer = run(tmp_path, weight_sync__verify="always")
-    assert observer.versions == [0, 1, 2]
+    assert versions(observer.groups) == [0, 1, 2]
     differences = [metrics["train/train_rollout_logprob_abs_diff"] for metrics in observer.metrics]
     assert max(differences) < 1e-4
     moved = [metrics["train/ppo_kl"] for metrics in observer.metrics]
@@ -73,6 +52,6 @@ def test_a_server_and_the_trainer_agree_in_every_step(tmp_path: Path) -> None:
 def test_samples_of_an_asynchronous_run_tell_the_weights_of_each_token(tmp_path: Path) -> None:
     keys = {"rollout__schedule": "async", "algorithm__correction__tis": {}}
     observer = run(tmp_path, run__steps=6, rollout__max_new_tokens=64, **keys)
-    assert observer.versions[0] == 0
-    assert observer.versions[-1] in (4, 5)  # the last step trains version 5
+    assert versions(observer.groups)[0] == 0
+    assert versions(observer.groups)[-1] in (4, 5)  # the last step trains version 5
     assert max(metrics["rollout/lag/max"] for metrics in observer.metrics) == 1
