@@ -30,6 +30,11 @@ VALIDATION_PROBLEMS = 256
 SPLIT_SEED = 20_260_101
 """Which problems are held out is the same for every ``--seed``, so that runs can be compared."""
 ALPHABET = "0123456789+="
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ message.content }}"
+    "{% if message.role == 'assistant' %}<eos>{% endif %}{% endfor %}"
+)
+"""A question and its answer are all that the policy can read, so a chat is one after the other."""
 MANIFEST = "inputs.json"
 
 
@@ -148,6 +153,7 @@ def make_policy(directory: Path, seed: int) -> tuple[Any, Any]:
     from anygauge.testing.tiny import tiny_qwen3, tiny_tokenizer
 
     tokenizer = tiny_tokenizer(directory, alphabet=ALPHABET)
+    tokenizer.chat_template = CHAT_TEMPLATE
     tiny_qwen3(
         directory,
         hidden=128,

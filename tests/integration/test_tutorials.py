@@ -24,7 +24,7 @@ from anygauge.testing.tiny import tiny_qwen3, tiny_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = {path.name: path for path in sorted((ROOT / "docs" / "tutorials").glob("*.md"))}
-LONG = {"grpo_arithmetic.md", "one_gpu.md", "ppo_arithmetic.md", "sft_arithmetic.md"}
+LONG = {"agent_arithmetic.md", "grpo_arithmetic.md", "one_gpu.md", "ppo_arithmetic.md", "sft_arithmetic.md"}
 """Pages that wait for ``make soak``: each start of a run takes 10 s of a core."""
 DEADLINE_S = 230
 
@@ -56,6 +56,7 @@ SHORTER = {
     r"anygauge train examples/arithmetic_grpo\.toml.*": rf"\g<0> {FEW} --save.every 2",
     r"anygauge train .*--run\.name first --resume.*": rf"\g<0> --run.steps {TWO_MORE}",
     r"anygauge train .*--run\.name (dumped|replayed).*": r"\g<0> --save.hf_at_end false --run.report false",
+    r"anygauge train examples/arithmetic_agent\.toml(?!.*--dry-run).*": rf"\g<0> {FEW} --run.steps 3",
     r"anygauge train examples/arithmetic_ppo\.toml.*": rf"\g<0> {FEW} --critic.only_steps 1",
     r"anygauge train examples/arithmetic_sft\.toml.*": rf"\g<0> {ONE} --run.steps 3",
     r"anygauge train (mine|examples/qwen3_0p6b_one_gpu)\.toml(?!.*--dry-run).*": rf"\g<0> {FEW} "

@@ -10,7 +10,14 @@ from anygauge.config import dump_config, load_config
 from anygauge.plugins import load_plugins
 
 BACKENDS = ("cpu", "cuda", "npu")
-EXAMPLES = {path.name: path for path in sorted((Path(__file__).parents[2] / "examples").rglob("*.toml"))}
+DIRECTORY = Path(__file__).parents[2] / "examples"
+EXAMPLES = {path.name: path for path in sorted(DIRECTORY.rglob("*.toml"))}
+
+
+@pytest.fixture(autouse=True)
+def agents(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the agents of the recipes be found, as their first lines say."""
+    monkeypatch.syspath_prepend(DIRECTORY / "arithmetic")
 
 
 def test_the_two_recipes_are_there() -> None:
