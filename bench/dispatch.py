@@ -9,7 +9,7 @@ nothing. Of each row:
 ``list``        makespan in seconds of greedy list scheduling: each sample in turn goes to the engine with the
                 fewest requests, as soon as one has a free slot
 ``ours``        that of ``anygauge.rollout.dispatch``, over that of list scheduling
-``sessions``    the same where the samples of a prompt are one session
+``sessions``    the same where each sample is a session, and those of a prompt are a group
 ``read``        share of the prompts' tokens that are read with sessions
 ``round robin`` sample i goes to engine i modulo 256
 ``knows``       list scheduling that knows the lengths, and begins with the longest
@@ -226,8 +226,9 @@ def ours(workload: Workload, samples: Sequence[Sample], *, sessions: bool) -> Ou
     def give() -> None:
         while left:
             first = left[0]
-            session = str(first.prompt) if sessions else None
-            ticket = dispatcher.take(first.prompt_tokens, workload.budget, session)
+            group = str(first.prompt) if sessions else None
+            session = f"{group}-{len(left)}" if sessions else None
+            ticket = dispatcher.take(first.prompt_tokens, workload.budget, session, group=group)
             if ticket is None:
                 return
             fleet.submit(int(ticket.engine), left.popleft(), ticket)
@@ -271,8 +272,10 @@ def requests_per_second() -> float:
     params = SamplingParams(max_new_tokens=4096)
 
     async def one(number: int) -> None:
-        session = str(number // GROUP)
-        request = GenerateRequest(str(number), (1, 2, 3), params, seed=0, session=session)
+        group = str(number // GROUP)
+        request = GenerateRequest(
+            str(number), (1, 2, 3), params, seed=0, session=f"{group}-{number}", group=group
+        )
         ticket = await room.enter(request, ())
         assert ticket is not None
         await asyncio.sleep(0)
