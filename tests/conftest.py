@@ -18,12 +18,13 @@ from anygauge.distributed import child_process
 from anygauge.engines.megatron.prepare import prepare_megatron
 from anygauge.plugins import Plugins, find_backend, load_plugins
 from anygauge.testing import warm
-from anygauge.testing.warm import WarmProcesses
+from anygauge.testing.warm import WarmProcess, WarmProcesses
 from anygauge.trainer.launch import launch_workers
 from anygauge.trainer.worker_group import WorkerGroup
 from anygauge_hooks.engines import WorkerContext
 
 Launch = Callable[..., WorkerGroup]
+StartScript = Callable[..., tuple[WarmProcess, Path]]
 start_cold = child_process.start_module
 PROBE = "anygauge.testing.workers:ProbeWorker"
 # No test leaves loopback: read when huggingface_hub is imported, here and in every child process.
@@ -104,6 +105,27 @@ def warm_workers(warm_processes: WarmProcesses) -> Iterator[None]:
 def cold_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the workers of a test be started as a user's are."""
     monkeypatch.setattr(child_process, "start_module", start_cold)
+
+
+@pytest.fixture
+def start_script(warm_processes: WarmProcesses, tmp_path: Path) -> Iterator[StartScript]:
+    """Return a function that runs a script in a process that has imported everything.
+
+    It takes the path, the arguments and what ``WarmProcesses.start`` does, and returns the process and the
+    file of its output.
+    """
+    started: list[WarmProcess] = []
+
+    def start(script: Path, *arguments: str, **options: Any) -> tuple[WarmProcess, Path]:
+        output = tmp_path / f"output-{len(started)}"
+        with output.open("wb") as file:
+            started.append(warm_processes.start(str(script), arguments, output=file.fileno(), **options))
+        return started[-1], output
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait()
 
 
 def probe_config(**placement: Any) -> Config:

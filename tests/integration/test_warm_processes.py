@@ -36,7 +36,7 @@ if sys.argv[1:]:
     os.write(int(sys.argv[1]), b"here")
 """
 
-Start = Callable[..., tuple[WarmProcess, Path]]
+Start = StartScript = Callable[..., tuple[WarmProcess, Path]]
 
 
 @pytest.fixture
@@ -118,3 +118,12 @@ def test_the_process_of_the_tests_adopts_no_other_orphans(start: Start) -> None:
     start("")
     orphan = subprocess.check_output(["sh", "-c", "sleep 0.2 >&2 & echo $!"], text=True)
     assert f"\nPPid:\t{os.getpid()}\n" not in Path(f"/proc/{int(orphan)}/status").read_text()
+
+
+def test_a_script_imports_what_lies_beside_it(start_script: StartScript, tmp_path: Path) -> None:
+    (tmp_path / "beside_the_script.py").write_text("found = 'it'")
+    script = tmp_path / "script.py"
+    script.write_text("from beside_the_script import found; print(found, __name__)")
+    process, output = start_script(script)
+    assert process.wait(60) == 0
+    assert output.read_text() == "it __main__\n"

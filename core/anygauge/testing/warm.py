@@ -365,6 +365,7 @@ def _run(module: str) -> int:
     sys.modules.pop(module, None)  # its package may have imported it
     try:
         if module.endswith(".py"):
+            sys.path.insert(0, str(Path(module).parent))  # as for every script
             runpy.run_path(module, run_name="__main__")
         else:
             runpy.run_module(module, run_name="__main__", alter_sys=True)
