@@ -188,3 +188,15 @@ def test_a_server_without_a_receiver_is_refused_before_anything_is_sent(
     assert "has no receiver beside it" in (failed.error or "")
     assert failed.state == "serving"
     assert next(stream, None) is None
+
+
+def test_a_tensor_that_a_server_has_damaged_is_repaired_although_it_did_not_change(
+    pusher: WeightPusher, receiver: Receiver, server: FakeServer
+) -> None:
+    weights = first_weights()
+    server.fault("corrupt", "update", 1)
+    (failed,) = pusher.push(weights.items(), 1, [peer(server, receiver)]).failed
+    assert failed.state == "unusable"
+    changed_rows(weights)
+    assert not pusher.push(weights.items(), 2, [peer(server, receiver)]).failed
+    assert held(server) == {name: checksum(tensor) for name, tensor in weights.items()}

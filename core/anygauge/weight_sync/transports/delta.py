@@ -160,7 +160,11 @@ class DeltaTransport:
         return found
 
     def abandon(self) -> None:
-        """Forget the copy, if it is of no whole version: the next update sends everything."""
+        """Forget what the servers have, and the copy, if it is of no whole version.
+
+        A server that loaded what it does not hold gets everything from its receiver in the next update.
+        """
+        self._loaded.clear()
         if self._version is None:
             self._copy, self._sums = [], []
 
