@@ -106,10 +106,11 @@ def load(arguments: argparse.Namespace, directory: Path) -> tuple[LoadedConfig, 
         "rollout__prompts_per_step": arguments.prompts,
         "rollout__samples_per_prompt": 4,
         "rollout__max_new_tokens": arguments.tokens,
-        "rollout__max_batch_tokens": 65_536,
         "train__micro_batch_tokens": 4096,
         "run__timeout_s": 900,
     }
+    if arguments.backend == "cpu":
+        keys["rollout__max_batch_tokens"] = 65_536  # elsewhere a server takes what is free of the device
     if arguments.engine == "sglang":
         server = {"context_length": 2048, "max_running_requests": 64, "skip_server_warmup": True}
         server |= {name: parsed(text) for name, text in (each.split("=", 1) for each in arguments.server)}

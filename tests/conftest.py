@@ -6,7 +6,7 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from anygauge.plugins import Plugins, find_backend, load_plugins
 from anygauge.testing import warm
 from anygauge.testing.warm import WarmProcess, WarmProcesses
 from anygauge.trainer.launch import launch_workers
+from anygauge.trainer.placement import Seat
 from anygauge.trainer.worker_group import WorkerGroup
 from anygauge_hooks.engines import WorkerContext
 
@@ -152,7 +153,12 @@ def launch(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     backend = find_backend(plugins, plugins.named("register_backends"), "cpu")
 
     def start(
-        launcher: str, num_workers: int = 2, *, worker_class: str = PROBE, **placement: Any
+        launcher: str,
+        num_workers: int = 2,
+        *,
+        worker_class: str = PROBE,
+        seats: Sequence[Seat] = (),
+        **placement: Any,
     ) -> WorkerGroup:
         if launcher == "ray":
             request.getfixturevalue("ray_cluster")
@@ -164,6 +170,7 @@ def launch(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
             role="actor",
             num_workers=num_workers,
             run_directory=tmp_path_factory.mktemp("run"),
+            seats=seats,
         )
         stack.callback(group.end)
         return group

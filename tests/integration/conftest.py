@@ -53,7 +53,10 @@ def launch_actors(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LaunchAc
         **ignored: Any,
     ) -> Borrowed:
         placement = config.placement
-        key = (placement.num_workers, placement.threads_per_worker, config.run.deterministic)
+        key = (
+            *(placement.num_workers, placement.threads_per_worker),
+            *(placement.colocated, config.run.deterministic),
+        )
         if key not in groups or groups[key].is_ended:
             directory = tmp_path_factory.mktemp("actors")
             local = config.model_copy(

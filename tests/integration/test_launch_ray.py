@@ -38,6 +38,18 @@ def test_actors_are_listed_under_their_role_and_rank() -> None:
     assert [name.rpartition("-")[0] for name in names] == [f"launch-actor-{rank}" for rank in range(3)]
 
 
+def test_workers_on_the_devices_of_others_go_to_their_node_and_reserve_nothing(
+    group: WorkerGroup, launch: Launch
+) -> None:
+    seats = group.seats(2, 1)
+    assert {seat.node for seat in seats} == {ray.get_runtime_context().get_node_id()}
+    reserved = ray.util.placement_group_table().keys()
+    with launch("ray", 2, seats=seats) as beside:
+        assert beside.call("sum_ranks") == [3.0, 3.0]
+        assert beside.seats(2, 1) == seats
+        assert ray.util.placement_group_table().keys() == reserved
+
+
 @pytest.mark.usefixtures("ray_cluster")
 def test_workers_that_find_no_room_are_an_error_with_numbers(launch: Launch) -> None:
     started = time.monotonic()

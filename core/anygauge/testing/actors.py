@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from anygauge.config.schema import Config
+from anygauge.distributed.process_groups import reload_process_groups
 from anygauge.trainer.actors import ActorWorker
 from anygauge_hooks.engines import WorkerContext
 
@@ -25,6 +26,7 @@ class SuccessiveActors:
         :param options: Further keyword arguments of the actor.
         """
         self.close()
+        reload_process_groups()
         self._actor = ActorWorker(config, self._context, **options)
 
     def close(self) -> None:
