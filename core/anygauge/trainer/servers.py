@@ -52,6 +52,8 @@ class Servers:
         self._proven = [server.incarnation for server in self.serving]
         self._lock = threading.Lock()
         """Of the workers, which take one call at a time, and of what is known of the servers."""
+        self._away = set[int]()
+        """Those that are being started again."""
         self._is_closed = False
         self._rests = False
         """Whether the servers have no room to start in."""
@@ -96,6 +98,9 @@ class Servers:
 
     def _look(self, lost: Mapping[int, str]) -> None:
         self._check_restarts(lost)
+        for rank in lost.keys() - self._away:
+            _log.warning("engine %d is started again: %s", rank, lost[rank])
+        self._away |= lost.keys()
         found = self._source.look({rank: self.serving[rank].incarnation for rank in lost})
         news = {
             rank: now
@@ -104,6 +109,7 @@ class Servers:
         }
         for rank, server in news.items():
             self.serving[rank] = server
+        self._away -= news.keys()
         self.behind |= news.keys() & self.synced
         self._join(news)
 
