@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import psutil
@@ -36,7 +36,13 @@ def mark(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     assert not orphans
 
 
-@pytest.mark.parametrize("ending", ENDINGS)
+def endings(*chosen: str, soak: Sequence[str]) -> pytest.MarkDecorator:
+    """Take the ways to end, some of them in a soak alone: to the driver's contexts most are one exception."""
+    rest = (pytest.param(ending, marks=pytest.mark.soak) for ending in soak)
+    return pytest.mark.parametrize("ending", [*chosen, *rest])
+
+
+@endings("success", "terminate", "kill", soak=["error", "interrupt"])
 def test_a_local_run_leaves_nothing(ending: str, mark: str, tmp_path: Path) -> None:
     code, pids, output = drive("local", ending, tmp_path)
     left = marked(mark)
@@ -47,7 +53,7 @@ def test_a_local_run_leaves_nothing(ending: str, mark: str, tmp_path: Path) -> N
     assert code == ENDINGS[ending][1], output
 
 
-@pytest.mark.parametrize("ending", ["success", "error"])
+@endings("error", soak=["success"])
 def test_a_run_on_a_shared_cluster_leaves_nothing(
     ending: str, mark: str, tmp_path: Path, ray_cluster: str
 ) -> None:
@@ -58,7 +64,7 @@ def test_a_run_on_a_shared_cluster_leaves_nothing(
     assert code == ENDINGS[ending][1], output
 
 
-@pytest.mark.parametrize("ending", ["success", "interrupt", "terminate"])
+@endings("interrupt", soak=["success", "terminate"])
 def test_a_run_with_its_own_cluster_listens_to_this_host_and_leaves_nothing(
     ending: str, mark: str, tmp_path: Path
 ) -> None:

@@ -45,7 +45,6 @@ def test_a_host_with_torch_passes() -> None:
     [
         ("raise ImportError('libvendor.so is missing')", "`import torch` raised ImportError('libvendor.so"),
         ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", "its probe was killed by SIGSEGV"),
-        ("import os; os._exit(7)", "its probe exited with 7: no message"),
     ],
 )
 def test_a_torch_that_does_not_import_is_a_row(tmp_path: Path, source: str, reason: str) -> None:
@@ -54,6 +53,18 @@ def test_a_torch_that_does_not_import_is_a_row(tmp_path: Path, source: str, reas
     (row,) = [line for line in done.stdout.splitlines() if line.startswith("  FAIL          cpu ")]
     assert reason in row
     assert "Traceback" not in done.stderr
+
+
+def test_a_probe_that_ends_without_a_word_is_told_with_its_code() -> None:
+    child = subprocess.Popen(
+        [sys.executable, "-c", "import os; os._exit(7)"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    assert doctor._answer(child, 60.0, 60.0) == {"failed": "its probe exited with 7: no message"}
+    doctor._end(child)
 
 
 def test_a_probe_that_hangs_is_ended_at_the_deadline() -> None:

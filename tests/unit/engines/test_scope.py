@@ -6,7 +6,6 @@ import dataclasses
 import io
 import os
 import pickle
-import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -421,22 +420,20 @@ def test_checkpoint_thread_outlives_the_scope_that_started_it(cpu: CpuDevice) ->
     assert result == ["cpu"]
 
 
-def test_megatron_saves_asynchronously_while_training_goes_on(tmp_path: Path) -> None:
+def test_megatron_saves_asynchronously_while_training_goes_on(
+    tmp_path: Path, start_script: Callable[..., Any]
+) -> None:
     """Megatron's caller that forks a writer for each save.
 
     Its other one keeps a spawned process, which is in no scope and asks CUDA for its devices at once.
     """
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", str(Path(__file__).with_name("async_save.py")), str(tmp_path)],
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    script, directory = Path(__file__).with_name("async_save.py"), tmp_path / "saved"
+    directory.mkdir()
+    env = os.environ | {"OMP_NUM_THREADS": "1"}
+    process, output = start_script(script, str(directory), errors=2, env=env)
+    assert process.wait(200) == 0
     trained, saved = [-2.0, -1.0, 0.0, 1.0], [0.0, 1.0, 2.0, 3.0]
-    assert done.stdout == f"[0] {trained} {saved}\n", done.stderr
+    assert output.read_text() == f"[0] {trained} {saved}\n"
 
 
 def test_threads_open_and_close_at_once(cpu: CpuDevice) -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 WORKER = """
 import sys
+import warnings
 from datetime import timedelta
 
 import torch
@@ -16,6 +17,7 @@ import torch.distributed as dist
 from anygauge.kernels import reference
 from anygauge_cpu.logprob import vocab_parallel_logprob
 
+warnings.simplefilter("error")
 rank, path = int(sys.argv[1]), sys.argv[2]
 torch.set_num_threads(1)
 store = dist.FileStore(path, 2)
@@ -50,22 +52,9 @@ dist.destroy_process_group()
 """
 
 
-def test_two_ranks_equal_one(tmp_path: Path) -> None:
+def test_two_ranks_equal_one(tmp_path: Path, start_script: Callable[..., Any]) -> None:
     script = tmp_path / "worker.py"
     script.write_text(WORKER)
-    command = [sys.executable, "-W", "error", str(script)]
-    ranks = [
-        subprocess.Popen(
-            [*command, str(rank), str(tmp_path / "store")],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        outputs = [process.communicate(timeout=120)[0] for process in ranks]
-    finally:
-        for process in ranks:
-            process.kill()
-    assert [process.returncode for process in ranks] == [0, 0], "\n".join(outputs)
+    ranks = [start_script(script, str(rank), str(tmp_path / "store")) for rank in range(2)]
+    for process, output in ranks:
+        assert process.wait(120) == 0, output.read_text()
