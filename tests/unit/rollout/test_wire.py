@@ -7,7 +7,7 @@ from typing import Any
 import orjson
 import pytest
 
-from anygauge.rollout.client.wire import Parts, generation_of, read_answer, request_body, version_of
+from anygauge.rollout.client.wire import Meeting, Parts, generation_of, read_answer, request_body, version_of
 from anygauge_hooks.errors import RolloutError
 from anygauge_hooks.rl import SamplingParams
 from anygauge_hooks.rollout import GenerateRequest
@@ -58,7 +58,17 @@ def test_what_is_off_is_left_to_the_engine() -> None:
     body = orjson.loads(request_body(request, "r"))
     assert body["sampling_params"]["top_k"] == -1
     assert not {"stop", "stop_token_ids"} & set(body["sampling_params"])
-    assert "routed_dp_rank" not in body
+    assert not {"routed_dp_rank", "bootstrap_room", "disagg_prefill_dp_rank"} & set(body)
+
+
+def test_both_halves_of_a_request_are_told_the_same_meeting() -> None:
+    request = GenerateRequest("7-0", (1, 2), SamplingParams(max_new_tokens=1), seed=0)
+    meeting = Meeting("10.0.0.3", 8998, 2**63 - 1, rank=2)
+    reads = orjson.loads(request_body(request, "r", rank=2, meeting=meeting))
+    writes = orjson.loads(request_body(request, "w", rank=5, meeting=meeting))
+    told = {"bootstrap_host": "10.0.0.3", "bootstrap_port": 8998, "bootstrap_room": 2**63 - 1}
+    assert reads == {**reads, **told, "routed_dp_rank": 2}
+    assert writes == {**reads, "rid": "w", "routed_dp_rank": 5, "disagg_prefill_dp_rank": 2}
 
 
 def test_spans_say_which_weights_made_which_token() -> None:
