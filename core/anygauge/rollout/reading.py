@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 
-from anygauge.rollout.client import EngineAwayError, Meeting
+from anygauge.rollout.client import Meeting
 from anygauge.rollout.members import Member, attempting, end_attempts
 from anygauge_hooks.errors import AnygaugeError, DeadlineError, RolloutError
 from anygauge_hooks.rollout import GenerateRequest
@@ -51,9 +51,7 @@ class Reading:
         client = self._reader.client
         try:
             async with attempting(self._reader):
-                found = await client.generate(request, rank=rank, attempts=1, meeting=self.meeting)
-            if found.finish_reason == "abort":
-                raise EngineAwayError(f"{client.name} has ended request {request.id} before it was read.")
+                await client.read(request, self.meeting, rank=rank)
         except (RolloutError, DeadlineError) as error:
             self._failure = error
             end_attempts(self)

@@ -14,7 +14,7 @@ import orjson
 
 from anygauge.config.schema import RolloutClient
 from anygauge.rollout.client.channel import Channel, EngineAwayError
-from anygauge.rollout.client.wire import Meeting, Parts, read_answer, request_body
+from anygauge.rollout.client.wire import Meeting, Parts, read_answer, request_body, was_aborted
 from anygauge_hooks.errors import DeadlineError, RolloutError
 from anygauge_hooks.rollout import GenerateRequest, Generation
 
@@ -77,8 +77,7 @@ class EngineClient:
 
         :param rank: Data-parallel rank of the engine; ``None`` leaves the choice to the engine.
         :param attempts: ``None`` takes ``options.attempts``.
-        :param meeting: For an engine that does but one half of a request. The answer of one that reads holds
-            at most the first token.
+        :param meeting: With an engine that has read the prompt.
         :param ends: Of the time for all attempts, as the event loop tells it; ``None`` begins it now.
         :raises RolloutError: The engine refuses the request, or failed in every attempt.
         :raises DeadlineError: No answer in ``options.request_timeout_s``.
@@ -87,14 +86,31 @@ class EngineClient:
             ends = asyncio.get_running_loop().time() + self.options.request_timeout_s
 
         async def attempt() -> Generation:
-            async with self._attempt(request, ends) as rid:
-                left_s = ends - asyncio.get_running_loop().time()
-                body = request_body(request, rid, rank=rank, meeting=meeting)
-                purpose = f"request {request.id}"
-                data = await self._channel.ask("/generate", body, timeout_s=left_s, purpose=purpose)
-                return read_answer(data, self.name)
+            return read_answer(await self._ask(request, rank, meeting, ends), self.name)
 
         return await self._repeat(attempt, attempts or self.options.attempts, ends)
+
+    async def read(self, request: GenerateRequest, meeting: Meeting, *, rank: int | None = None) -> None:
+        """Have the engine read the prompt for another one. Returns once that has fetched what was read.
+
+        What the answer says of the first token counts for nothing: the other engine says it too.
+
+        :raises EngineAwayError: It failed, or was told to end it.
+        :raises RolloutError: It refuses the request.
+        :raises DeadlineError: No answer in ``options.request_timeout_s``.
+        """
+        ends = asyncio.get_running_loop().time() + self.options.request_timeout_s
+        if was_aborted(await self._ask(request, rank, meeting, ends)):
+            raise EngineAwayError(f"{self.name} has ended request {request.id} before it was read.")
+
+    async def _ask(
+        self, request: GenerateRequest, rank: int | None, meeting: Meeting | None, ends: float
+    ) -> bytes:
+        async with self._attempt(request, ends) as rid:
+            left_s = ends - asyncio.get_running_loop().time()
+            body = request_body(request, rid, rank=rank, meeting=meeting)
+            purpose = f"request {request.id}"
+            return await self._channel.ask("/generate", body, timeout_s=left_s, purpose=purpose)
 
     async def stream(
         self, request: GenerateRequest, *, rank: int | None = None, meeting: Meeting | None = None

@@ -11,7 +11,7 @@ from anygauge_hooks.errors import RolloutError
 from anygauge_hooks.rl import FinishReason, SamplingParams
 from anygauge_hooks.rollout import GenerateRequest, Generation
 
-__all__ = ["Meeting", "Parts", "generation_of", "read_answer", "request_body", "version_of"]
+__all__ = ["Meeting", "Parts", "generation_of", "read_answer", "request_body", "version_of", "was_aborted"]
 
 _EXCERPT = 100
 _LARGEST_SEED = 2**63 - 1
@@ -96,6 +96,14 @@ def read_answer(data: bytes, engine: str) -> Generation:
             f"{engine} answered with what is no generation: {error!r}; it begins with {data[:_EXCERPT]!r}.",
             hint="Is there an SGLang server of a known version at this address, and nothing in between?",
         ) from error
+
+
+def was_aborted(data: bytes) -> bool:
+    """Return whether an answer says that somebody has ended its request."""
+    try:
+        return bool(orjson.loads(data)["meta_info"]["finish_reason"]["type"] == "abort")
+    except (ValueError, LookupError, TypeError):
+        return False
 
 
 def generation_of(answer: Mapping[str, Any], engine: str) -> Generation:
