@@ -152,9 +152,9 @@ class Worker:
         require_plugins(self._plugins, setup.plugins)
         found = self._plugins.named("register_backends")
         self._backend = find_backend(self._plugins, found, setup.backend)
-        self._plugins.prepare_worker(self._backend, setup.role, "before_vendor_import")
         if setup.accelerators and (visible := self._backend.visible_devices_env):
             os.environ[visible] = ",".join(setup.accelerators)  # the launcher has hidden what it did not give
+        self._plugins.prepare_worker(self._backend, setup.role, "before_vendor_import")
         set_threads(setup.config.placement.threads_per_worker, workers_on_host)
         index = self._backend.local_device(self.accelerator_ids(), os.environ)
         self._device = self._plugins.make_device(self._backend, index)
