@@ -15,6 +15,7 @@ import argparse
 import asyncio
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
@@ -127,10 +128,11 @@ class Bench:
     def across_an_update(self, tokens: int) -> list[Row]:
         """Compare long responses in whose middle the weights change from B to A."""
         asked = [self._request(1000 + number, tokens, 1.0) for number in range(8)]
-        begun: list[int] = []
+        begun: Counter[int] = Counter()
         running = [self._loop.start(self._long(each, begun)) for each in asked]
-        while len(set(begun)) < len(asked):
-            self._loop.run(_moment())
+        pairs = list(zip(asked, running, strict=True))
+        while any(begun[each.seed] < tokens // 4 and not answer.done() for each, answer in pairs):
+            self._loop.run(asyncio.sleep(0.01))
         self.send("A")
         answers = zip(asked, (each.result() for each in running), strict=True)
         said = [Said(each.tokens, answer) for each, answer in answers if len(set(answer.weight_versions)) > 1]
@@ -149,11 +151,11 @@ class Bench:
     async def _all(self, asked: Sequence[GenerateRequest]) -> list[Generation]:
         return await asyncio.gather(*map(self._client.generate, asked))
 
-    async def _long(self, request: GenerateRequest, begun: list[int]) -> Generation:
+    async def _long(self, request: GenerateRequest, begun: Counter[int]) -> Generation:
         parts = []
         async for part in self._client.stream(request):
             parts.append(part)
-            begun.append(request.seed)
+            begun[request.seed] += len(part.tokens)
         return Generation(
             tokens=tuple(token for part in parts for token in part.tokens),
             log_probs=tuple(each for part in parts for each in part.log_probs),
@@ -183,10 +185,6 @@ class Bench:
             for own, each in zip(right, said, strict=True)
             for ours, theirs in zip(own, each.answer.log_probs, strict=True)
         ]
-
-
-async def _moment() -> None:
-    """Let the loop go on."""
 
 
 def _picked(found: Sequence[float], late: Sequence[bool], *, wanted: bool) -> list[float]:
