@@ -34,7 +34,7 @@ from anygauge_hooks.rl import Group, Prompt, Sample, TrainSample
 PAGE = Path(__file__).parents[3] / "docs" / "metrics.md"
 ROW = re.compile(r"^\| `([a-z_]+/\S+)` \| (\S.*?) \| (.*?) ?\| ?(.*?) ?\|$", re.M)
 OF_THE_LOOP = {
-    *("train/grad_norm", "train/lr", "eval/<dataset>-loss", "perf/save_time"),
+    *("train/grad_norm", "train/lr", "eval/<dataset>-loss", "eval/<dataset>/versions", "perf/save_time"),
     *("train/critic_grad_norm", "train/critic_lr"),
     *("train/moe/load_max_over_mean", "train/moe/load_max_over_mean/layer_<n>"),
 }
@@ -123,7 +123,7 @@ def performance() -> dict[str, float]:
     seconds = dict.fromkeys((*phases, "weight_sync", "prefill"), 1.0)
     report = {"seconds": seconds, "memory": {"rss": 1.0, "device": 1.0}, "passes": {"log_probs": 1}}
     work = StepWork.of_groups(groups(), lambda length: 1e9)
-    return performance_metrics(work, [report], wall_s=9.0, driver_seconds={"reward": 1.0})
+    return performance_metrics(work, [report], wall_s=9.0, driver_seconds={"reward": 1.0, "turns": 1.0})
 
 
 def emitted() -> set[str]:
