@@ -40,25 +40,25 @@ def plan_arguments(config: Config, plan: ServerPlan) -> dict[str, Any]:
 
 def plan_devices(config: Config, plan: ServerPlan) -> int:
     """Return how many devices a server takes."""
-    tensor = _first(_plain(config, plan), _SIZES["tp_size"])
+    tensor = _last(_plain(config, plan), _SIZES["tp_size"])
     return tensor * plan_stages(config, plan) * plan_copies(config, plan)
 
 
 def plan_stages(config: Config, plan: ServerPlan) -> int:
     """Return in how many stages a server divides the layers."""
-    return _first(_plain(config, plan), _SIZES["pp_size"])
+    return _last(_plain(config, plan), _SIZES["pp_size"])
 
 
 def plan_copies(config: Config, plan: ServerPlan) -> int:
     """Return how many times a server holds the weights."""
     plain = _plain(config, plan)
-    return 1 if any(plain.get(name) for name in _WITHIN_TENSOR) else _first(plain, _SIZES["dp_size"])
+    return 1 if any(plain.get(name) for name in _WITHIN_TENSOR) else _last(plain, _SIZES["dp_size"])
 
 
 def plan_ranks(config: Config, plan: ServerPlan) -> int:
     """Return how many data-parallel ranks a server has, whether they share the weights or not."""
     plain = _plain(config, plan)
-    return max(_first(plain, _SIZES["dp_size"]), _first(plain, _ATTENTION_SIZES))
+    return max(_last(plain, _SIZES["dp_size"]), _last(plain, _ATTENTION_SIZES))
 
 
 def context_room(config: Config, longest: int | None) -> int | None:
@@ -73,9 +73,11 @@ def context_room(config: Config, longest: int | None) -> int | None:
 
 
 def _plain(config: Config, plan: ServerPlan) -> dict[str, Any]:
-    return {name.replace("-", "_"): value for name, value in plan_arguments(config, plan).items()}
+    arguments = plan_arguments(config, plan)
+    return {name.removeprefix("--").replace("-", "_"): value for name, value in arguments.items()}
 
 
-def _first(arguments: Mapping[str, Any], spellings: Sequence[str]) -> int:
-    found = [arguments[name] for name in spellings if isinstance(arguments.get(name), int)]
-    return found[0] if found else 1
+def _last(arguments: Mapping[str, Any], spellings: Sequence[str]) -> int:
+    """Return what a server takes of one argument: that of its group comes after that of all."""
+    found = [value for name, value in arguments.items() if name in spellings and isinstance(value, int)]
+    return found[-1] if found else 1

@@ -41,6 +41,12 @@ def test_a_group_lays_its_arguments_over_those_of_all(config: Make) -> None:
     assert [plan_devices(made, plan) for plan in plans] == [1, 4, 4]
 
 
+def test_a_group_may_spell_an_argument_otherwise(config: Make) -> None:
+    rollout = {"sglang": {"tp_size": 1}, "groups": [{"sglang": {"--tensor-parallel-size": 4}}]}
+    made = config(rollout)
+    assert [plan_devices(made, plan) for plan in plan_servers(made)] == [4]
+
+
 @pytest.mark.parametrize(
     ("arguments", "devices", "ranks"),
     [
