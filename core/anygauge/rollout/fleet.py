@@ -197,6 +197,11 @@ class Fleet:
         """Return how many requests wait for an engine with room."""
         return len(self._room) + len(self._readers_room)
 
+    @property
+    def serves(self) -> bool:
+        """Return whether requests are answered, by one engine or by the two halves of one."""
+        return not self._room.outage
+
     def _changed(self, engine: Member) -> None:
         """Let the state of an engine take effect."""
         reads = any(each.state == "serving" for each in self._of_kind("prefill"))

@@ -35,7 +35,11 @@ class WaitingRoom:
         self._queue: deque[_Waiting] = deque()
         self._timer: asyncio.TimerHandle | None = None
         self._outage = True
+
+    @property
+    def outage(self) -> bool:
         """Whether no engine serves."""
+        return self._outage
 
     def __len__(self) -> int:
         return len(self._queue)

@@ -148,8 +148,8 @@ class Servers:
                 self._source.end(lost)
 
     def is_serving(self) -> bool:
-        """Return whether any server gets requests."""
-        return any(each.state == "serving" for each in self._loop.run(_reports([self.fleet])).values())
+        """Return whether there are servers that answer requests."""
+        return self._loop.run(_serves(self.fleet))
 
     def mark(self, ranks: Collection[int], state: EngineState) -> None:
         """Let servers serve, or pause them; one that is lost meanwhile stays lost."""
@@ -207,6 +207,10 @@ async def _join(
 
 async def _reports(fleets: Iterable[Fleet]) -> Mapping[str, EngineReport]:
     return {name: report for fleet in fleets for name, report in fleet.report().items()}
+
+
+async def _serves(fleet: Fleet) -> bool:
+    return fleet.serves
 
 
 async def _mark(fleet: Fleet, ranks: Collection[int], state: EngineState) -> None:

@@ -128,6 +128,19 @@ def test_regular_engines_may_serve_beside_divided_ones(servers: list[FakeServer]
     run(work())
 
 
+def test_halves_serve_together_alone() -> None:
+    async def work() -> None:
+        async with fleet_of() as fleet:
+            for kind in ("prefill", "decode"):
+                assert not fleet.serves
+                fleet.add(kind, "http://127.0.0.1:9", kind=kind)  # type: ignore[arg-type]
+            assert fleet.serves
+            fleet.mark("prefill", "paused")
+            assert not fleet.serves, "the one that writes is of no use"
+
+    run(work())
+
+
 @pytest.mark.parametrize("lost", [0, 2], ids=["reads", "writes"])
 def test_what_was_half_done_when_an_engine_is_killed_is_generated_elsewhere(
     lost: int, servers: list[FakeServer]
