@@ -134,8 +134,9 @@ class ServedEngines:
         refused = self._send(trainers, ranks)
         if refused and len(ranks) > 1:  # one that fails may have taken others with it
             refused = {rank: why for each in refused for rank, why in self._send(trainers, [each]).items()}
-        self._servers.distrust(refused)
-        self._servers.mark(set(ranks) - refused.keys(), "serving")
+        asked = set(ranks) - self._servers.behind  # one that is behind has come back meanwhile
+        self._servers.distrust({rank: refused[rank] for rank in asked & refused.keys()})
+        self._servers.mark(asked - refused.keys(), "serving")
 
     def _send(self, trainers: WorkerGroup, ranks: Sequence[int]) -> dict[int, str]:
         """Send the weights to paused servers, and return which did not take them, and why."""

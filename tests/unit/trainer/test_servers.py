@@ -167,6 +167,28 @@ def test_a_server_that_takes_no_weights_does_not_cost_the_others_theirs(
     assert caplog.text.count("4 parameters of engines were not verified: a, b, c\n") == 1
 
 
+def test_a_server_that_comes_back_during_an_update_gets_no_request_without_the_weights(
+    opened: Opened,
+) -> None:
+    call = opened.trainers.call
+
+    def call_late(method: str, **given: Any) -> list[Any]:
+        sent = call(method, **given)
+        if len(opened.trainers.pushes) == 1:
+            opened.servers.distrust({1: "it is lost once it has the weights"})
+            opened.servers.look()
+            until(lambda: opened.starts() == [1, 2])
+            until(lambda: not (opened.servers.look() or opened.servers.lost()))
+        return sent
+
+    opened.trainers.call = call_late  # type: ignore[method-assign]
+    opened.engines.sync(1)
+    states = [each.state for each in opened.servers._reports().values()]
+    assert states == ["serving", "paused"]
+    opened.engines.wait(opened.ask(), "responses")
+    assert opened.trainers.pushes[1:] == [(1, [(opened.servers.serving[1].address, 1)])]
+
+
 def test_a_sync_does_not_wait_for_a_server_that_starts(opened: Opened) -> None:
     release = threading.Event()
     start = opened.fakes[1].start
