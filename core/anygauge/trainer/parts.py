@@ -33,7 +33,8 @@ def evaluation_parts(config: Config, *, loads: bool) -> Parts:
 
     :param loads: Whether it reads a checkpoint, which only train engines can.
     """
-    return Parts(trains=loads or config.run.task == "sft", generates=_samples(config))
+    given = bool(config.rollout.external)  # they have whatever weights they have, until they are sent others
+    return Parts(trains=loads or given or config.run.task == "sft", generates=_samples(config))
 
 
 def _samples(config: Config) -> bool:

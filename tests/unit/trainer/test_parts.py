@@ -43,6 +43,9 @@ def test_an_evaluation_trains_nothing_and_loads_what_only_a_train_engine_can() -
     alone = config_of(mode=REPLAY)
     assert evaluation_parts(alone, loads=False) == Parts(trains=False, generates=True)
     assert evaluation_parts(alone, loads=True) == Parts(trains=True, generates=True)
+    external = alone.rollout.model_copy(update={"external": ("http://127.0.0.1:1",)})
+    given = alone.model_copy(update={"rollout": external})
+    assert evaluation_parts(given, loads=False).trains, "engines of others are sent the weights of the model"
     assert evaluation_parts(config_of("sft", scored=False), loads=False) == Parts(
         trains=True, generates=False
     )
