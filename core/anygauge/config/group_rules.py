@@ -98,11 +98,19 @@ def external_rule(config: Config, user_keys: Collection[str]) -> Problems:
 
 
 def _of_address(address: str, all_of_them: Sequence[str]) -> str | None:
+    place = _place(address)
+    if place is None:
+        return "write http://HOST:PORT"
+    places = [_place(each) for each in all_of_them]
+    return "is listed twice; list it once" if places.count(place) > 1 else None
+
+
+def _place(address: str) -> tuple[str, int] | None:
+    """Return host and port, or ``None`` if that is not all that an address says."""
     try:
         parts = urlsplit(address)
-        is_address = parts.scheme == "http" and parts.hostname and parts.port and parts.path in ("", "/")
+        host, port = parts.hostname, parts.port
     except ValueError:
-        is_address = False
-    if not is_address:
-        return "write http://HOST:PORT"
-    return "is listed twice; list it once" if all_of_them.count(address) > 1 else None
+        return None
+    more = "@" in parts.netloc or parts.path not in ("", "/") or parts.query or parts.fragment
+    return (host, port) if parts.scheme == "http" and host and port and not more else None

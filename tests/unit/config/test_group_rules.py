@@ -71,7 +71,9 @@ def test_nobody_is_asked_for_engines_of_others_before_the_run(load: Load) -> Non
     [
         (external("127.0.0.1:30000"), "write http://HOST:PORT"),
         (external("http://127.0.0.1"), "write http://HOST:PORT"),
+        (external(f"{NEAR}?x=1"), "write http://HOST:PORT"),
         (external(NEAR, NEAR), "is listed twice"),
+        (external(NEAR, f"{NEAR}/"), "is listed twice"),
         (external(NEAR, engine="plain"), "cannot be attached to"),
         (external(NEAR, engine="transformers"), "cannot be attached to"),
         ([*external(NEAR), "--placement.rollout_workers=1"], "nothing is started beside rollout.external"),
