@@ -124,6 +124,18 @@ def test_what_is_given_up_is_released(make: Make, dtype: str) -> None:
     assert on_device(engine) == whole
 
 
+def test_scratch_of_sequence_parallelism_is_given_up(make: Make) -> None:
+    engine = make("float32")
+    from megatron.core import parallel_state
+
+    scratch = parallel_state.get_global_memory_buffer().buffer
+    scratch["mpu", torch.float32] = torch.empty(8)
+    engine.hold("everything")
+    assert scratch
+    engine.hold("weights")
+    assert not scratch
+
+
 def test_an_engine_asleep_says_so(make: Make, tmp_path: Path) -> None:
     engine = make("float32")
     wanted = {

@@ -106,6 +106,8 @@ class MegatronEngine:
             if self._memory.holds != "nothing":
                 self._synchronize_parameters()
             self._biases_before = []
+            if what != "everything":
+                parallel_state.get_global_memory_buffer().buffer.clear()  # scratch of sequence parallelism
             self._memory.hold(what)
 
     def _check_saving(self) -> None:
