@@ -36,7 +36,7 @@ def engines_rule(config: Config, user_keys: Collection[str]) -> Iterator[ConfigP
 def colocation_rules(config: Config, plugins: Plugins) -> Iterator[ConfigProblem]:
     """Yield what keeps trainers and engines from having the same devices in turns."""
     placement = config.placement
-    if not placement.colocated:
+    if not placement.colocated or config.debug.mode == "train_only":
         return
     if not placement.rollout_workers:
         hint = "needs engines that are servers: set placement.rollout_workers and rollout.engine"

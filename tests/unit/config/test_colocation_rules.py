@@ -51,6 +51,11 @@ def test_what_fits_is_taken(load: Load) -> None:
     assert load({}, [*SLEEPS, *TWO, "--weight_sync.transport=ring"]), "the host is no accelerator"
 
 
+def test_a_replay_shares_devices_with_nobody(load: Load) -> None:
+    replay = ["--debug.mode=train_only", "--debug.replay_rollouts=dumps", "--placement.rollout_workers=0"]
+    assert load({}, [*SLEEPS, *replay], check_files=False).config.placement.colocated
+
+
 @pytest.mark.parametrize(
     ("overrides", "text"),
     [

@@ -32,7 +32,7 @@ def sglang_problems(config: Config, backend: BackendSpec) -> Iterator[ConfigProb
     if config.rollout.external:
         yield from _of_others(config)
         return
-    if not config.placement.rollout_workers:
+    if not config.placement.rollout_workers and config.debug.mode != "train_only":
         hint = f"a server has a process of its own: write {_servers(config)}"
         yield ConfigProblem(path="placement.rollout_workers", found=0, hint=hint)
     installed = installed_sglang()
@@ -134,7 +134,9 @@ def _api(config: Config, installed: Installed | None) -> ServerApi | None:
 
 def _without_tokenizer(config: Config) -> Iterator[ConfigProblem]:
     """Yield the strings that a server which knows tokens alone cannot look for."""
-    if not any(config.rollout.sglang.get(name) for name in ("skip_tokenizer_init", "skip-tokenizer-init")):
+    tables = (config.rollout.sglang, *(group.sglang for group in config.rollout.groups))
+    keys = {key.removeprefix("--").replace("-", "_") for table in tables for key in table if table[key]}
+    if "skip_tokenizer_init" not in keys:
         return
     for path, stop in (
         ("rollout.stop", config.rollout.stop),

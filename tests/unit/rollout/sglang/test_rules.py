@@ -49,6 +49,11 @@ def test_a_server_needs_a_worker_of_its_own(config: Make, cpu: BackendSpec) -> N
     assert found(config(groups, placement={}), cpu)["placement.rollout_workers"].endswith("write 3")
 
 
+def test_a_replay_without_engines_keeps_the_servers_of_its_config(config: Make, cpu: BackendSpec) -> None:
+    mode = {"mode": "train_only", "replay_rollouts": "dumps"}
+    assert found(config(placement={}, debug=mode), cpu) == {}
+
+
 def test_arguments_of_all_and_of_a_group_are_checked(config: Make, cpu: BackendSpec) -> None:
     rollout = {"sglang": {"tp_sise": 2}, "groups": [{"sglang": {"port": 1}}]}
     assert set(found(config(rollout), cpu)) == {"rollout.sglang.tp_sise", "rollout.groups[0].sglang.port"}
@@ -89,8 +94,9 @@ def test_an_unlisted_version_needs_the_switch(
 
 
 def test_a_server_without_a_tokenizer_finds_no_strings(config: Make, cpu: BackendSpec) -> None:
-    rollout = {"stop": ["\n"], "sglang": {"skip_tokenizer_init": True}}
-    assert "use stop_token_ids" in found(config(rollout), cpu)["rollout.stop"]
+    arguments = {"sglang": {"skip_tokenizer_init": True}}
+    for rollout in (arguments, {"groups": [arguments]}):
+        assert "use stop_token_ids" in found(config({"stop": ["\n"], **rollout}), cpu)["rollout.stop"]
 
 
 @pytest.mark.parametrize(
