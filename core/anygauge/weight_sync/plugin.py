@@ -66,7 +66,7 @@ def _tensor(config: Config, context: WorkerContext) -> WeightTransport:
 def _delta(config: Config, context: WorkerContext) -> WeightTransport:
     from anygauge.weight_sync.transports.delta import DeltaTransport
 
-    return DeltaTransport(deadline_s=config.weight_sync.deadline_s)
+    return DeltaTransport(deadline_s=config.weight_sync.deadline_s, forgets=config.placement.colocated)
 
 
 def _distributed(config: Config, context: WorkerContext) -> WeightTransport:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import httpx2
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from anygauge.config.schema import WeightSync
+from anygauge.plugins import load_plugins
 from anygauge.testing.fake_engine import FakeServer
 from anygauge.weight_sync import receiver as receiving
 from anygauge.weight_sync.buckets import Buffers
@@ -102,6 +104,23 @@ def test_everything_once_and_then_what_changed(
     assert nothing.wire_bytes < 500
     assert updates(server) == before + 1, "one small tensor, for the version"
     assert httpx2.get(f"{server.address}/model_info").json()["weight_version"] == "3"
+
+
+def test_a_server_that_sleeps_between_updates_gets_everything_from_its_receiver(
+    server: FakeServer, receiver: Receiver
+) -> None:
+    options = WeightSync(transport="delta", deadline_s=20)
+    config = SimpleNamespace(weight_sync=options, placement=SimpleNamespace(colocated=True))
+    transport = load_plugins(only=()).get("register_weight_transports", "delta").make(config, None)
+    pusher = WeightPusher(options, transport, Buffers(partial(torch.empty, dtype=torch.uint8)))
+    weights = first_weights()
+    assert not pusher.push(weights.items(), 1, [peer(server, receiver)]).failed
+    before, few = updates(server), changed_rows(weights)
+    report = pusher.push(weights.items(), 2, [peer(server, receiver)])
+    assert not report.failed, report
+    assert updates(server) > before + 2, "also the tensors that are as they were"
+    assert report.wire_bytes <= 1.1 * few
+    pusher.close()
 
 
 def test_a_server_that_was_started_again_gets_everything_from_its_receiver(

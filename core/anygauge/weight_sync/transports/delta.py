@@ -31,13 +31,16 @@ class DeltaTransport:
     load, gets everything from its receiver.
 
     :param deadline_s: Longest wait for a receiver, in seconds.
+    :param forgets: Whether servers give their weights up between updates, so that each needs everything from
+        its receiver.
     """
 
     stages = True
     opens_session = False
 
-    def __init__(self, *, deadline_s: float) -> None:
+    def __init__(self, *, deadline_s: float, forgets: bool = False) -> None:
         self._deadline_s = deadline_s
+        self._forgets = forgets
         self._copy: list[tuple[WeightTensor, Tensor]] = []
         self._sums: list[str] = []
         self._version: int | None = None
@@ -122,7 +125,7 @@ class DeltaTransport:
         """Have each receiver give its server what changed, or everything where that has other weights."""
 
         def load(peer: WeightPeer) -> None:
-            everything = self._loaded.pop(peer.address, None) != peer.incarnation
+            everything = self._loaded.pop(peer.address, None) != peer.incarnation or self._forgets
             body = {"version": update.version, "everything": everything, "flushes": update.flushes}
             self._post(peer, "/load", json.dumps(body).encode(), f"to load version {update.version}")
             self._loaded[peer.address] = peer.incarnation
