@@ -63,6 +63,7 @@ RL_ONLY = (
     "algorithm.correction",
     "algorithm.mask_stale",
     "rollout.samples_per_prompt",
+    "rollout.schedule",
     "rollout.function",
     "rollout.after_sample",
     "rollout.filters",

@@ -28,7 +28,8 @@ def control_rule(config: Config, user_keys: Collection[str]) -> Problems:
     for name, count in Counter(rollout.filters).items():
         if count > 1:
             yield ConfigProblem(path="rollout.filters", found=name, hint="is listed twice; list it once")
-    if rollout.schedule != "sync" and not config.has_engines_apart:
+    is_made = config.debug.mode != "train_only"
+    if rollout.schedule != "sync" and is_made and not config.has_engines_apart:
         hint = "trainer and engine cannot work at the same time in one process; set placement.rollout_workers"
         yield ConfigProblem(path="rollout.schedule", found=rollout.schedule, hint=hint)
     # A resolved config holds every key.

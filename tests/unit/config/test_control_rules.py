@@ -95,7 +95,7 @@ def test_right_control(load: Load) -> None:
 
 
 @pytest.mark.parametrize(
-    "key", ["over_sampling=1", "filters=['zero_variance']", "after_sample=['json:loads']"]
+    "key", ["over_sampling=1", "filters=['zero_variance']", "after_sample=['json:loads']", "schedule=async"]
 )
 def test_control_means_nothing_to_sft(load: Load, key: str) -> None:
     with pytest.raises(ConfigError, match=r'has no effect with run\.task = "sft"'):

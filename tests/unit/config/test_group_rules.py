@@ -112,6 +112,11 @@ def test_any_server_may_have_groups_and_other_models(load: Load) -> None:
     load({}, groups({"kind": "prefill"}, {"kind": "decode"}))
 
 
+def test_a_replay_of_an_asynchronous_run_needs_no_engines(load: Load) -> None:
+    replay = ["--debug.mode=train_only", "--debug.replay_rollouts=dumps"]
+    load({}, ["--rollout.engine=all", "--rollout.schedule=async", *replay], check_files=False)
+
+
 DOCS = Path(__file__).parents[3] / "docs"
 EXAMPLES = [
     (page, text)
