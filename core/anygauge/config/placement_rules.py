@@ -26,7 +26,7 @@ def engines_rule(config: Config, user_keys: Collection[str]) -> Iterator[ConfigP
         return
     if config.debug.mode == "train_only":
         hint = 'there is nothing to generate with debug.mode = "train_only"; leave it out'
-    elif engines > prompts:
+    elif engines > prompts and not config.rollout.groups:  # one prompt may need two of these
         hint = f"leaves engines without a prompt: at most rollout.prompts_per_step = {prompts}"
     else:
         return

@@ -109,7 +109,7 @@ def test_groups_that_a_run_cannot_have(load: Load, overrides: list[str], text: s
 def test_any_server_may_have_groups_and_other_models(load: Load) -> None:
     loaded = load({}, groups({}, {"model": "judge", "path": "/j"}, engine="plain"))
     assert [group.model for group in loaded.config.rollout.groups] == ["policy", "judge"]
-    load({}, groups({"kind": "prefill"}, {"kind": "decode"}))
+    load({}, [*groups({"kind": "prefill"}, {"kind": "decode"}), "--rollout.prompts_per_step=1"])
 
 
 def test_a_replay_of_an_asynchronous_run_needs_no_engines(load: Load) -> None:
