@@ -91,6 +91,7 @@ def test_a_run_over_all_kinds_of_servers_and_another_model(
     faults = ["", "die@generate:20", "", ""]
     monkeypatch.syspath_prepend(str(install_fake_engine(tmp_path / "plugin", faults, options)))
     (tmp_path / "plugin" / "asks_a_judge.py").write_text(FUNCTION)
+    (tmp_path / "judge").mkdir()
     monkeypatch.delitem(sys.modules, "asks_a_judge", raising=False)
     observer = Observer()
     keys = {

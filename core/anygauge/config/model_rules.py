@@ -43,6 +43,10 @@ def model_rules(config: Config, plugins: Plugins, *, trains: bool) -> Problems:
         yield from _architecture("model.path", config, policy, plugins)
         yield from _stop_tokens(config, policy)
         yield from _chat_template(config)
+    for index, group in enumerate(config.rollout.groups):
+        if group.path is not None and not os.path.isdir(group.path):
+            hint = f"no such directory{from_here(group.path)}"
+            yield ConfigProblem(path=f"rollout.groups[{index}].path", found=str(group.path), hint=hint)
     for path, directory in _other_models(config) if trains else ():
         other, problems = _read_model(path, directory, plugins, trusted)
         yield from problems

@@ -95,6 +95,10 @@ def test_what_does_not_go_with_engines_of_others(load: Load, overrides: list[str
         (groups({}, {}, engine="transformers"), "which is no server"),
         (groups({}, {"model": "judge", "path": "/j"}, workers=3), "2 servers together"),
         (
+            groups({}, {"model": "judge", "path": "/j"}),
+            "rollout.groups[1].path: found '/j' on the command line; no",
+        ),
+        (
             [*groups({}, {"kind": "encoder"}), "--placement.colocated=true", "--train.engine=other"],
             "would come back from nowhere",
         ),
@@ -106,8 +110,8 @@ def test_groups_that_a_run_cannot_have(load: Load, overrides: list[str], text: s
     assert text in str(caught.value)
 
 
-def test_any_server_may_have_groups_and_other_models(load: Load) -> None:
-    loaded = load({}, groups({}, {"model": "judge", "path": "/j"}, engine="plain"))
+def test_any_server_may_have_groups_and_other_models(load: Load, tmp_path: Path) -> None:
+    loaded = load({}, groups({}, {"model": "judge", "path": str(tmp_path)}, engine="plain"))
     assert [group.model for group in loaded.config.rollout.groups] == ["policy", "judge"]
     load({}, [*groups({"kind": "prefill"}, {"kind": "decode"}), "--rollout.prompts_per_step=1"])
 
