@@ -221,7 +221,13 @@ RULES = (
     Check(groups_rule, ("rollout.groups", "placement.rollout_workers")),
     Check(
         external_rule,
-        ("rollout.external", "rollout.groups", "placement.rollout_workers", "weight_sync.transport"),
+        (
+            "rollout.external",
+            "rollout.groups",
+            "placement.rollout_workers",
+            "weight_sync.transport",
+            "debug.mode",
+        ),
     ),
     Check(engines_rule, ("placement.rollout_workers", "rollout.prompts_per_step", "debug")),
     Check(cluster_rule, ("cluster.address", "placement.launcher")),

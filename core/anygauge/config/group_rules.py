@@ -95,6 +95,9 @@ def external_rule(config: Config, user_keys: Collection[str]) -> Problems:
     if rollout.groups:
         hint = "has no effect with rollout.external, whose engines somebody else starts; leave it out"
         yield ConfigProblem(path="rollout.groups", found=len(rollout.groups), hint=hint)
+    if config.debug.mode == "rollout_only":
+        hint = "trains nothing, so nobody sends the engines of rollout.external the model's weights"
+        yield ConfigProblem(path="debug.mode", found=config.debug.mode, hint=hint)
 
 
 def _of_address(address: str, all_of_them: Sequence[str]) -> str | None:

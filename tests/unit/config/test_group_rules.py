@@ -80,6 +80,7 @@ def test_nobody_is_asked_for_engines_of_others_before_the_run(load: Load) -> Non
         ([*external(NEAR), "--weight_sync.transport=delta"], "a run starts with engines of its own alone"),
         ([*external(FAR), "--weight_sync.transport=tensor"], "rollout.external names others"),
         ([*external(NEAR), "--rollout.groups=[{servers = 1}]"], "whose engines somebody else starts"),
+        ([*external(NEAR), "--debug.mode=rollout_only"], "nobody sends the engines of rollout.external"),
     ],
 )
 def test_what_does_not_go_with_engines_of_others(load: Load, overrides: list[str], text: str) -> None:

@@ -79,7 +79,7 @@ def check_config(config: Any, backend: BackendSpec) -> Iterable[ConfigProblem] |
         return problems
     from anygauge.engines.megatron.fields import option_problems
 
-    return [*option_problems(config.train.megatron), *_unsaved(config), *problems]
+    return [*option_problems(config.train.megatron), *_unsaved(config), *_recorded(config), *problems]
 
 
 def _unsaved(config: Any) -> Iterator[ConfigProblem]:
@@ -88,6 +88,15 @@ def _unsaved(config: Any) -> Iterator[ConfigProblem]:
         if config.train.megatron.get(name) and config.save.every is not None:
             hint = 'no checkpoint can be made with it; leave it out, or set save.every = "none"'
             yield ConfigProblem(path=f"train.megatron.{name}", found=True, hint=hint)
+
+
+def _recorded(config: Any) -> Iterator[ConfigProblem]:
+    """Yield the options that keep addresses of memory which a sleeping engine gives up."""
+    for name in ("enable_cuda_graph", "external_cuda_graph", "cuda_graph_impl", "nccl_ub"):
+        value = config.train.megatron.get(name)
+        if value not in (None, False, "none") and config.placement.colocated:
+            hint = "with placement.colocated memory comes back at other addresses; leave it out"
+            yield ConfigProblem(path=f"train.megatron.{name}", found=value, hint=hint)
 
 
 def _unequal_gathers(config: Any, backend: BackendSpec) -> Iterator[ConfigProblem]:
