@@ -23,6 +23,14 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).parents[1]
 RECIPE = ROOT / "examples" / "arithmetic_grpo.toml"
 MAKE_INPUTS = ROOT / "examples" / "arithmetic" / "make_inputs.py"
+PREPARED = """
+import runpy, sys
+from anygauge_cpu.torchvision_operators import declare_missing_operators
+declare_missing_operators()
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+"""Runs a script where torchvision is a build for another torch, as it is beside SGLang on a CPU."""
 APART = 0.08
 """What the rewards of the demo's seeds differ by, at most: ``bench/demo.py``."""
 GAIN = 0.1
@@ -50,7 +58,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     inputs = f"runs/arithmetic-inputs-{options.seed}"
-    _run([str(MAKE_INPUTS), "--seed", str(options.seed), "--out", inputs])
+    _run(["-c", PREPARED, str(MAKE_INPUTS), "--seed", str(options.seed), "--out", inputs])
     schedules = {
         "sync": [],
         "async": ["--rollout.schedule=async", f"--rollout.max_staleness={options.staleness}"],
