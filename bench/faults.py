@@ -20,12 +20,9 @@ import argparse
 import sys
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from anygauge.testing.answered import Answered
 from anygauge.testing.storm import Outcome, storm
-
-if TYPE_CHECKING:
-    from anygauge.testing.served_storm import ServedOutcome
 
 
 def main() -> int:
@@ -42,7 +39,7 @@ def main() -> int:
     for seed in found.seeds:
         outcome = storm(seed, found.strikes, engines=found.engines)
         _print(seed, outcome)
-        well = well and not (outcome.problems or outcome.lost or outcome.doubled)
+        well = well and outcome.is_well
     return 0 if well else 1
 
 
@@ -60,7 +57,7 @@ def _served(seed: int) -> bool:
     for blow in outcome.blows:
         print(f"  {blow.fault:<13} {blow.seconds:20.1f} s {blow.answered:19} {blow.restarts:9}")
     _totals(outcome)
-    return not (outcome.problems or outcome.lost or outcome.doubled)
+    return outcome.is_well
 
 
 def _print(seed: int, outcome: Outcome) -> None:
@@ -70,7 +67,7 @@ def _print(seed: int, outcome: Outcome) -> None:
     _totals(outcome)
 
 
-def _totals(outcome: Outcome | ServedOutcome) -> None:
+def _totals(outcome: Answered) -> None:
     print(
         f"  {outcome.asked} requests asked, {len(outcome.answers)} answered; {outcome.lost} lost, "
         f"{outcome.doubled} doubled, {outcome.mixed} made by several versions"

@@ -7,10 +7,10 @@ import itertools
 import os
 import signal
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from random import Random
@@ -21,6 +21,7 @@ import psutil
 from anygauge.config import Config
 from anygauge.config.validate import validate
 from anygauge.plugins import load_plugins
+from anygauge.testing.answered import Answered
 from anygauge.testing.tiny import tiny_qwen3
 from anygauge.trainer.event_loop import EventLoop
 from anygauge.trainer.served_engines import ServedEngines
@@ -60,26 +61,11 @@ class Blow(NamedTuple):
     restarts: int
 
 
-class ServedOutcome:
+@dataclass
+class ServedOutcome(Answered):
     """What was left of it."""
 
-    def __init__(self) -> None:
-        self.blows: list[Blow] = []
-        self.asked = 0
-        self.answers: Counter[int] = Counter()
-        self.mixed = 0
-        """Responses that several versions of the weights made, each of its own tokens."""
-        self.problems: list[str] = []
-
-    @property
-    def lost(self) -> int:
-        """Return how many requests were never answered."""
-        return self.asked - len(self.answers)
-
-    @property
-    def doubled(self) -> int:
-        """Return how many answers came a second time."""
-        return sum(self.answers.values()) - len(self.answers)
+    blows: list[Blow] = field(default_factory=list)
 
 
 def served_storm(seed: int, folder: Path) -> ServedOutcome:

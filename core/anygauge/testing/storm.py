@@ -16,6 +16,7 @@ from typing import Any, Literal, get_args
 from anygauge.config.schema import RolloutClient
 from anygauge.rollout.client import EngineAwayError
 from anygauge.rollout.fleet import Fleet
+from anygauge.testing.answered import Answered
 from anygauge.testing.fake_engine import EOS, FakeServer, Options, expected
 from anygauge.testing.fake_engine.process import MODULE
 from anygauge.testing.warm import WarmProcesses
@@ -56,28 +57,12 @@ _LAST_S = 60.0
 
 
 @dataclass
-class Outcome:
+class Outcome(Answered):
     """What was left of it."""
 
     strikes: Counter[Strike] = field(default_factory=Counter)
-    answers: Counter[int] = field(default_factory=Counter)
-    """By the number of the request."""
-    asked: int = 0
     restarts: int = 0
-    mixed: int = 0
-    """Responses that several versions of the weights made, each of its own tokens."""
     seconds: float = 0.0
-    problems: list[str] = field(default_factory=list)
-
-    @property
-    def lost(self) -> int:
-        """Return how many requests were never answered."""
-        return self.asked - len(self.answers)
-
-    @property
-    def doubled(self) -> int:
-        """Return how many answers came a second time."""
-        return sum(self.answers.values()) - len(self.answers)
 
 
 def storm(seed: int, strikes: int, *, engines: int = 4, under_way: int = 12) -> Outcome:
