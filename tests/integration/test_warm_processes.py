@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -127,3 +128,11 @@ def test_a_script_imports_what_lies_beside_it(start_script: StartScript, tmp_pat
     process, output = start_script(script)
     assert process.wait(60) == 0
     assert output.read_text() == "it __main__\n"
+
+
+def test_several_threads_may_wait_for_one_process() -> None:
+    for _ in range(50):
+        process = WarmProcess(os.posix_spawn("/bin/true", ["true"], {}))
+        with ThreadPoolExecutor(8) as threads:
+            codes = [threads.submit(process.wait, 60) for _ in range(8)]
+        assert {code.result() for code in codes} == {0}

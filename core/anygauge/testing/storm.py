@@ -127,6 +127,12 @@ class _Storm:
         self.outcome.restarts += 1
         self._restarts[name] = asyncio.get_running_loop().create_task(self._start(name))
 
+    def _check_restarts(self) -> None:
+        """Raise what kept an engine from starting again: nobody would wait for it in vain."""
+        for task in self._restarts.values():
+            if task.done():
+                task.result()
+
     def _serving(self) -> list[str]:
         return [name for name, report in self._fleet.report().items() if report.state == "serving"]
 
@@ -180,6 +186,7 @@ class _Storm:
     async def _strike_one(self) -> None:
         """Let something happen to an engine that serves, once there are two."""
         while len(self._serving()) < 2:
+            self._check_restarts()
             await asyncio.sleep(0.01)
         name = self._draw.choice(sorted(self._serving()))
         (kind,) = self._kinds.choices(list(_WEIGHTS), list(_WEIGHTS.values()))

@@ -87,9 +87,15 @@ class WarmProcess:
     def __init__(self, pid: int) -> None:
         self.pid = pid
         self.returncode: int | None = None
+        self._lock = threading.Lock()
+        """Only one thread may wait for the process: the exit code can be had once."""
 
     def poll(self) -> int | None:
         """Return the exit code, negative for a signal, or ``None`` while the process runs."""
+        with self._lock:
+            return self._poll()
+
+    def _poll(self) -> int | None:
         if self.returncode is None:
             pid, status = os.waitpid(self.pid, os.WNOHANG)
             self.returncode = os.waitstatus_to_exitcode(status) if pid else None
@@ -109,8 +115,9 @@ class WarmProcess:
 
     def send_signal(self, number: int) -> None:
         """Send a signal, unless the process has ended."""
-        if self.poll() is None:
-            os.kill(self.pid, number)
+        with self._lock:
+            if self._poll() is None:
+                os.kill(self.pid, number)
 
     def kill(self) -> None:
         """Kill the process."""
