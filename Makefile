@@ -44,8 +44,7 @@ test-parallel: $(VENV)/.dev ## models that are divided among processes, and comp
 	$(BIN)/python -m pytest -m parallel tests/distributed $(PYTEST_ARGS)
 
 test-npu-sim: $(SIM_VENV)/.installed ## the tests that need the simulated NPU, in an environment of their own
-	PYTHONPATH=core:hooks:models:backends/cpu:backends/npu TORCH_DEVICE_BACKEND_AUTOLOAD=0 \
-	  $(SIM_VENV)/bin/python -m pytest -m npu_sim tests/backends/npu $(PYTEST_ARGS)
+	TORCH_DEVICE_BACKEND_AUTOLOAD=0 $(SIM_VENV)/bin/python -m pytest -m npu_sim tests/backends/npu $(PYTEST_ARGS)
 
 test-sglang: $(SGLANG_VENV)/.installed ## the tests that start real SGLang servers, in an environment of their own
 	$(SGLANG_VENV)/bin/python -m pytest -m "sglang and not soak" tests/sglang $(PYTEST_ARGS)
@@ -99,8 +98,9 @@ $(SIM_VENV)/.python:
 	$(install_torch)
 	@touch $@
 
-$(SIM_VENV)/.installed: requirements/npu-sim.txt | $(SIM_VENV)/.python
+$(SIM_VENV)/.installed: requirements/npu-sim.txt requirements/cpu.txt pyproject.toml | $(SIM_VENV)/.python
 	$(SIM_VENV)/bin/python $(PIP) install --quiet -r requirements/npu-sim.txt
+	TORCH_DEVICE_BACKEND_AUTOLOAD=0 $(SIM_VENV)/bin/python $(PIP) install $(EDITABLE) -e . -e backends/npu
 	@touch $@
 
 $(SGLANG_VENV)/.python:
