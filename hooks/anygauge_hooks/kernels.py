@@ -63,6 +63,9 @@ class KernelImpl:
     """By dtype name; ``None`` takes the conformance suite's own."""
     priority: int = 0
     """Where several plugins serve an op, the highest that accepts the static facts is taken."""
+    requires: Sequence[str] = ()
+    """Top-level modules that its function imports. Where one is not installed the kernel is left out, and
+    ``anygauge hooks`` says so."""
     tiles: bool = False
     """Only for ``linear_logprob``: ``fn()`` returns a :class:`anygauge_hooks.tiles.TileMath`, and the core
     does the rest."""

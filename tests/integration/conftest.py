@@ -1,9 +1,15 @@
-"""Actors whose processes are started once for all tests that are about training, not about starting."""
+"""Actors whose processes are started once for all tests that train; environments for those that install."""
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+import sysconfig
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -16,6 +22,7 @@ from anygauge.trainer.launch import launch_workers
 from anygauge.trainer.worker_group import WorkerGroup
 from anygauge_hooks.types import BackendSpec
 
+ROOT = Path(__file__).resolve().parents[2]
 ACTORS = "anygauge.testing.actors:SuccessiveActors"
 LaunchActors = Callable[..., "Borrowed"]
 
@@ -77,3 +84,108 @@ def launch_actors(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LaunchAc
 def warm_actors(launch_actors: LaunchActors, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the runs of a test train in processes that are there already."""
     monkeypatch.setattr(run, "launch_workers", launch_actors)
+
+
+# -------------------------------------------------------------------------
+# What a user installs
+# -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Environment:
+    """A virtual environment that has the project's dependencies."""
+
+    path: Path
+
+    @property
+    def python(self) -> Path:
+        return self.path / "bin" / "python"
+
+    def pip_install(self, *arguments: str | Path) -> None:
+        options = (
+            "--no-deps",
+            "--no-index",
+            "--no-build-isolation",
+            "--disable-pip-version-check",
+            "--quiet",
+        )
+        run_command(sys.executable, "-m", "pip", "--python", self.python, "install", *options, *arguments)
+
+    def run_python(self, code: str) -> str:
+        return run_command(self.python, "-I", "-c", code, cwd=self.path)
+
+    def run_module(self, *arguments: str) -> str:
+        return run_command(self.python, "-I", "-m", *arguments, cwd=self.path)
+
+    def run_script(self, script: Path, *arguments: str | Path) -> str:
+        return run_command(self.python, "-I", script, *arguments, cwd=self.path)
+
+    def run_anygauge(self, *arguments: str) -> str:
+        return run_command(self.path / "bin" / "anygauge", *arguments, cwd=self.path)
+
+
+def run_command(*command: str | Path, cwd: Path = ROOT) -> str:
+    """Run a command that sees nothing of this checkout through the environment; return what it prints."""
+    done = subprocess.run(
+        [str(part) for part in command],
+        cwd=cwd,
+        env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+@pytest.fixture(scope="session")
+def dependencies(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a directory with links to all that is installed here but the project."""
+    links = tmp_path_factory.mktemp("dependencies")
+    for folder in {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}:
+        for item in Path(folder).iterdir():
+            if "anygauge" not in item.name and item.suffix != ".pth":
+                (links / item.name).symlink_to(item)
+    return links
+
+
+@pytest.fixture(scope="session")
+def make_environment(
+    tmp_path_factory: pytest.TempPathFactory, dependencies: Path
+) -> Callable[[], Environment]:
+    """Return a function that makes a fresh environment.
+
+    It sees this one's third-party packages through links, and nothing of the project itself.
+    """
+
+    def make() -> Environment:
+        environment = Environment(tmp_path_factory.mktemp("venv"))
+        run_command(sys.executable, "-m", "venv", "--without-pip", environment.path)
+        version = f"python{sys.version_info.major}.{sys.version_info.minor}"
+        site_packages = environment.path / "lib" / version / "site-packages"
+        (site_packages / "dependencies.pth").write_text(f"{dependencies}\n", encoding="utf-8")
+        return environment
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def artefacts(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Build the sdist, and from it the wheel; return both."""
+    out = tmp_path_factory.mktemp("dist")
+    run_command(sys.executable, "-m", "build", "--no-isolation", "--outdir", out, ROOT)
+    (wheel,), (sdist,) = out.glob("*.whl"), out.glob("*.tar.gz")
+    return wheel, sdist
+
+
+@pytest.fixture(scope="session")
+def build_wheel(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Path], Path]:
+    """Return a function that builds the wheel of a project."""
+
+    def build(project: Path) -> Path:
+        out = tmp_path_factory.mktemp("wheel")
+        run_command(sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", out, project)
+        (wheel,) = out.glob("*.whl")
+        return wheel
+
+    return build

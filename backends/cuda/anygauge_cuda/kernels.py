@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from importlib.util import find_spec
 
 from anygauge_hooks.kernels import KernelImpl
 from anygauge_hooks.tiles import TileMath
@@ -12,15 +11,14 @@ __all__ = ["kernels", "tile_math"]
 
 
 def kernels() -> Iterable[KernelImpl]:
-    """Return what can run here: torch for CUDA comes with Triton, torch for the CPU without."""
-    if find_spec("triton") is None:
-        return []
+    """Return the kernels of this backend. Torch for CUDA comes with Triton, torch for the CPU without."""
     return [
         KernelImpl(
             op="linear_logprob",
             fn=tile_math,
             source="anygauge_cuda.triton.tile_math",
             dtypes=("float32", "bfloat16", "float16"),
+            requires=("triton",),
             tiles=True,
         )
     ]

@@ -51,6 +51,9 @@ def _rendered(report: Mapping[str, Any]) -> str:
     kernels = [("OPERATION", "SERVED BY", "DTYPES", "PACKAGE", "WHERE"), *map(_kernel, report["kernels"])]
     hooks = [("HOOK", "PLUGIN", "PACKAGE", "WHERE"), *map(_hook, report["hooks"])]
     lines = [f"Kernels on {report['backend']}", columns(kernels), "", "Hooks", columns(hooks)]
+    for kernel in report["left_out"]:
+        missing = ", ".join(kernel["missing"])
+        lines += ["", f"Left out: {kernel['source']} for {kernel['op']}; not installed: {missing}"]
     for name, error in sorted(report["plugin_errors"].items()):
         lines += ["", f"Plugin {name!r} failed to load: {error}"]
     return "\n".join(lines)

@@ -10,6 +10,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from importlib.util import find_spec
 from itertools import combinations
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +24,15 @@ if TYPE_CHECKING:
 
     from anygauge_hooks.types import BackendSpec
 
-__all__ = ["KernelRow", "KernelTable", "reference_kernel", "resolve_kernels"]
+__all__ = [
+    "REFERENCE_DTYPES",
+    "KernelRow",
+    "KernelTable",
+    "LeftOutKernel",
+    "core_kernels",
+    "reference_kernel",
+    "resolve_kernels",
+]
 
 REFERENCE_DTYPES = ("float32", "bfloat16")
 """The dtypes that a run may have; the reference serves those that no plugin does."""
@@ -64,6 +73,17 @@ class KernelRow:
     is_reference: bool
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeftOutKernel:
+    """A kernel that a plugin has and this environment cannot run."""
+
+    op: KernelOp
+    source: str
+    owner: str
+    missing: tuple[str, ...]
+    """Modules that are not installed."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Owned:
     owner: str
@@ -79,6 +99,7 @@ class KernelTable:
 
     backend: str
     kernels: Mapping[KernelOp, Sequence[_Owned]]
+    left_out: Sequence[LeftOutKernel] = ()
 
     def resolve(self, op: KernelOp, *, dtype: str | torch.dtype, **facts: Any) -> Callable[..., Any]:
         """Return the function that serves an op.
@@ -122,15 +143,21 @@ def resolve_kernels(plugins: Plugins, backend: BackendSpec) -> KernelTable:
     :raises DuplicateNameError: Two kernels of one op and priority accept the same facts.
     """
     answers = plugins.answers("register_kernels", backend=backend)
-    found = [_Owned(owner, _whole(kernel)) for owner, kernels in answers for kernel in kernels]
-    found.append(_Owned(_CORE, _tiled_kernel()))
+    declared = [_Owned(owner, kernel) for owner, kernels in answers for kernel in kernels]
+    found = [replace(o, kernel=_whole(o.kernel)) for o in declared if not _missing(o.kernel)]
+    found += [_Owned(_CORE, kernel) for kernel in core_kernels()]
     for owned in found:
         _check_kernel(owned)
     by_op = {op: [owned for owned in found if owned.kernel.op == op] for op in KERNEL_OPS}
     for group in by_op.values():
         _check_unique(group)
         group.sort(key=lambda owned: -owned.kernel.priority)
-    return KernelTable(backend.name, by_op)
+    left_out = [
+        LeftOutKernel(op=o.kernel.op, source=o.kernel.source, owner=o.owner, missing=missing)
+        for o in declared
+        if (missing := _missing(o.kernel))
+    ]
+    return KernelTable(backend.name, by_op, left_out)
 
 
 def reference_kernel(op: KernelOp, dtypes: Sequence[str] = REFERENCE_DTYPES) -> KernelImpl:
@@ -141,17 +168,23 @@ def reference_kernel(op: KernelOp, dtypes: Sequence[str] = REFERENCE_DTYPES) -> 
     return KernelImpl(op=op, fn=fn, source=f"{fn.__module__}.{op}", dtypes=dtypes)
 
 
-def _tiled_kernel() -> KernelImpl:
+def core_kernels() -> list[KernelImpl]:
     """Return the op that no backend can do without: its reference has the logits of all tokens."""
     from anygauge.kernels.linear_logprob import linear_logprob
 
-    return KernelImpl(
-        op="linear_logprob",
-        fn=linear_logprob,
-        source=f"{linear_logprob.__module__}.linear_logprob",
-        dtypes=REFERENCE_DTYPES,
-        priority=_LAST,
-    )
+    return [
+        KernelImpl(
+            op="linear_logprob",
+            fn=linear_logprob,
+            source=f"{linear_logprob.__module__}.linear_logprob",
+            dtypes=REFERENCE_DTYPES,
+            priority=_LAST,
+        )
+    ]
+
+
+def _missing(kernel: KernelImpl) -> tuple[str, ...]:
+    return tuple(module for module in kernel.requires if find_spec(module) is None)
 
 
 def _whole(kernel: KernelImpl) -> KernelImpl:

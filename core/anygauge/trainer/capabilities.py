@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +27,12 @@ def capabilities(plugins: Plugins, backend: BackendSpec) -> dict[str, Any]:
     :raises PluginError: A kernel names an unknown op, or has not the signature of its op.
     :raises DuplicateNameError: Two kernels of one op and priority accept the same facts.
     """
+    table = resolve_kernels(plugins, backend)
     return {
         "backend": backend.name,
         "hooks": list(_hook_rows(plugins)),
-        "kernels": [_kernel_row(row) for row in resolve_kernels(plugins, backend).rows()],
+        "kernels": [_kernel_row(row) for row in table.rows()],
+        "left_out": [asdict(kernel) for kernel in table.left_out],
         "plugin_errors": {name: repr(error) for name, error in plugins.load_errors.items()},
     }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pluggy
 import pytest
@@ -14,7 +15,7 @@ from anygauge.cli import main
 from anygauge.cli.text import columns
 from anygauge.plugins import Plugins
 from anygauge_hooks import PROJECT, hookimpl, specs
-from anygauge_hooks.kernels import KERNEL_OPS
+from anygauge_hooks.kernels import KERNEL_OPS, KernelImpl
 from anygauge_hooks.types import Availability, BackendSpec
 
 
@@ -79,3 +80,14 @@ def test_strict_fails_where_the_reference_serves(bare: object, capsys: pytest.Ca
 
 def test_columns_are_aligned() -> None:
     assert columns([("a", "bb", "c"), ("aaa", "b", "c")], indent=1) == " a    bb  c\n aaa  b   c"
+
+
+def test_a_kernel_that_is_left_out_is_named_with_what_is_missing(
+    bare: Callable[..., Plugins], capsys: pytest.CaptureFixture[str]
+) -> None:
+    kernel = KernelImpl(op="swiglu", fn=print, source="x.swiglu", requires=("no_such_library",))
+    answer = hookimpl(lambda backend: [kernel])
+    bare().register(SimpleNamespace(register_kernels=answer), "tiles")
+    assert main(["hooks", "--backend", "cpu"]) == 0
+    printed = capsys.readouterr().out
+    assert "Left out: x.swiglu for swiglu; not installed: no_such_library" in printed

@@ -221,3 +221,11 @@ def test_passes_over_a_tile_become_a_whole_kernel(plugins: Plugins) -> None:
 def test_no_other_op_is_made_of_tiles(plugins: Plugins) -> None:
     with pytest.raises(PluginError, match="'toy' of swiglu is said to be made of tiles"):
         table(plugins, kernel(tiles=True))
+
+
+def test_a_kernel_whose_library_is_missing_is_left_out_and_reported(plugins: Plugins) -> None:
+    missing, there = "no_such_library", "torch"
+    kernels = table(plugins, kernel(requires=(there, missing), priority=1), kernel(requires=(there,)))
+    assert [one.priority for one in kernels.candidates("swiglu", dtype="float32")] == [0]
+    (left_out,) = kernels.left_out
+    assert (left_out.op, left_out.owner, left_out.missing) == ("swiglu", "toy", (missing,))

@@ -1,0 +1,55 @@
+from anygauge_abacus import env
+from anygauge_abacus.probe import probe
+from anygauge_hooks import hookimpl
+from anygauge_hooks.types import BackendSpec, ConfigChange
+
+ABACUS = BackendSpec(
+    name="abacus",
+    device_type="cpu",  # the torch.device type; "privateuseone", or what your vendor renames it to
+    dist_backend="gloo",  # the torch.distributed backend
+    probe=probe,
+    ray_options=env.ray_options,
+    local_device=env.local_device,
+    cluster_resources=env.cluster_resources,
+)
+
+
+@hookimpl
+def register_backends():
+    return [ABACUS]
+
+
+@hookimpl
+def worker_env(backend):
+    return env.WORKER if backend.name == "abacus" else None
+
+
+@hookimpl
+def prepare_worker(backend, phase):
+    if backend.name == "abacus" and phase == "before_vendor_import":
+        import torch  # noqa: F401 - yours: import torch_abacus, which registers the device with torch
+
+
+@hookimpl
+def make_device(backend, index):
+    if backend.name != "abacus":
+        return None
+    from anygauge_abacus.device import AbacusDevice
+
+    return AbacusDevice(index)
+
+
+@hookimpl
+def adjust_config(backend):
+    if backend.name != "abacus":
+        return None
+    return [ConfigChange(path="train.dtype", value="float32", reason="beads hold no bfloat16")]
+
+
+@hookimpl
+def register_kernels(backend):
+    if backend.name != "abacus":
+        return None
+    from anygauge_abacus.kernels import kernels
+
+    return kernels()

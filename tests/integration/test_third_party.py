@@ -1,0 +1,127 @@
+"""An outside backend: built, installed and run as a stranger would, who has nothing of this checkout."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from anygauge.engines.megatron.scope import REDIRECTED
+from anygauge_hooks.kernels import KERNEL_OPS
+
+ROOT = Path(__file__).resolve().parents[2]
+PROJECT = ROOT / "tests/backends/third_party"
+DOCUMENT = ROOT / "docs/backends.md"
+BLOCK = re.compile(r"^```(?:python|toml)\n# (\S+)\n(.*?)^```", re.M | re.S)
+OWN_KERNELS = {"rms_norm": ["float32", "bfloat16"], "swiglu": ["float32"]}
+OWN_HOOKS = {
+    "adjust_config",
+    "make_device",
+    "prepare_worker",
+    "register_backends",
+    "register_kernels",
+    "worker_env",
+}
+SHORT = ("--batch-size", "32", "--check-interval", "2", "--max-steps", "2", "--stop-score", "0")
+ORIGINS = """
+import json, sys
+from importlib.metadata import entry_points
+from anygauge.plugins import load_plugins
+import anygauge.engines.megatron.engine, anygauge_abacus.device
+load_plugins()
+files = [getattr(module, "__file__", None) for module in list(sys.modules.values())]
+(found,) = entry_points(group="anygauge.backends", name="abacus")
+print(json.dumps({"path": sys.path, "files": list(filter(None, files)), "distribution": found.dist.name}))
+"""
+
+
+def files() -> dict[str, str]:
+    """Return the text of every file of the outside project."""
+    paths = [path for path in PROJECT.rglob("*") if path.is_file() and "__pycache__" not in path.parts]
+    return {str(path.relative_to(PROJECT)): path.read_text() for path in paths}
+
+
+@pytest.fixture(scope="module")
+def environment(
+    make_environment: Callable[[], Any],
+    artefacts: tuple[Path, Path],
+    build_wheel: Callable[[Path], Path],
+) -> Any:
+    """Install the wheels of anygauge and of the outside backend, and no more."""
+    environment = make_environment()
+    environment.pip_install(artefacts[0], build_wheel(PROJECT))
+    return environment
+
+
+def test_it_is_small() -> None:
+    assert sum(len(text.splitlines()) for text in files().values()) < 200
+
+
+def test_the_document_shows_every_file_of_it() -> None:
+    shown = BLOCK.findall(DOCUMENT.read_text())
+    assert sorted(shown) == sorted((name, text) for name, text in files().items() if text)
+
+
+def test_nothing_of_this_checkout_is_imported(environment: Any) -> None:
+    found = json.loads(environment.run_python(ORIGINS))
+    assert found["distribution"] == "anygauge-abacus"
+    ours = [Path(file) for file in found["files"] if "/anygauge" in file]
+    assert len(ours) > 50
+    assert all(file.is_relative_to(environment.path) for file in ours)
+    sources = [ROOT / name for name in ("core", "hooks", "models", "backends", "tests")]
+    seen = [Path(path) for path in (*found["path"], *found["files"])]
+    assert not [path for path in seen if any(path.is_relative_to(source) for source in sources)]
+    assert str(ROOT) not in found["path"]
+
+
+def test_it_passes_the_suite(environment: Any) -> None:
+    suite = ["--pyargs", "anygauge.testing.conformance", "--backend", "abacus"]
+    printed = environment.run_module("pytest", "-q", "-W", "error", "-p", "no:cacheprovider", *suite)
+    assert re.search(r"^\d{3} passed", printed, re.M), printed
+    assert "skipped" not in printed
+
+
+def test_doctor_finds_it(environment: Any) -> None:
+    report = json.loads(environment.run_anygauge("doctor", "--json"))
+    assert report["backends"]["abacus"]["status"] == "PASS"
+    assert not report["plugin_errors"]
+
+
+def test_hooks_tells_what_is_its_own(environment: Any) -> None:
+    report = json.loads(environment.run_anygauge("hooks", "--backend", "abacus", "--json"))
+    own = [row for row in report["kernels"] if row["owner"] == "abacus"]
+    assert {row["op"]: row["dtypes"] for row in own} == OWN_KERNELS
+    assert {row["package"] for row in own} == {"anygauge-abacus"}
+    assert {row["op"] for row in report["kernels"]} == set(KERNEL_OPS)
+    hooks = {row["hook"] for row in report["hooks"] if row["package"] == "anygauge-abacus"}
+    assert hooks == OWN_HOOKS
+
+
+def test_its_scope_map_has_exactly_what_the_scope_redirects(environment: Any) -> None:
+    """The suite checks the names that a step needs; the scope takes neither fewer nor more."""
+    code = "from anygauge_abacus.device import scope_map; print(sorted(scope_map().functions))"
+    assert environment.run_python(code).strip() == str(sorted(REDIRECTED))
+
+
+def test_it_trains(environment: Any, tmp_path: Path) -> None:
+    """Two steps of the demo, in processes of their own: what the suite does not do."""
+    inputs = tmp_path / "inputs"
+    environment.run_script(ROOT / "examples/arithmetic/make_inputs.py", "--out", inputs, *SHORT)
+    overrides = {
+        "model.path": inputs / "model",
+        "data.train": f'["{inputs / "train.jsonl"}"]',
+        "eval.data": "[]",
+        "run.directory": tmp_path,
+        "run.steps": 2,
+        "rollout.prompts_per_step": 16,
+        "placement.threads_per_worker": 1,
+    }
+    arguments = [str(part) for key, value in overrides.items() for part in (f"--{key}", value)]
+    recipe = str(ROOT / "examples/arithmetic_grpo.toml")
+    environment.run_anygauge("train", recipe, "--backend", "abacus", *arguments)
+    lines = (tmp_path / "arithmetic-grpo/metrics.jsonl").read_text().splitlines()
+    assert [row["rollout/step"] for row in map(json.loads, lines) if "rollout/step" in row] == [1, 2]
