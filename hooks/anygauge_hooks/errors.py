@@ -29,6 +29,7 @@ __all__ = [
     "RolloutError",
     "RouterReplayError",
     "ScopeError",
+    "TorchImportError",
     "UnknownBackendError",
     "UnknownNameError",
     "WeightMappingError",
@@ -81,6 +82,12 @@ class UnknownNameError(AnygaugeError, ValueError):
     """No plugin provides the engine, loss, reward or model that the config names."""
 
     code = "AG105"
+
+
+class TorchImportError(AnygaugeError, RuntimeError):
+    """Torch cannot be imported because an extension that it loads by itself fails."""
+
+    code = "AG106"
 
 
 class ConfigError(AnygaugeError, ValueError):

@@ -68,7 +68,12 @@ def make_device(backend: BackendSpec, index: int) -> Device | None:
 
 @hookspec
 def worker_env(
-    backend: BackendSpec, role: str, deterministic: bool, interface: str | None, ip_version: str
+    backend: BackendSpec,
+    role: str,
+    deterministic: bool,
+    interface: str | None,
+    ip_version: str,
+    timeout_s: float,
 ) -> Mapping[str, str] | None:
     """Return environment variables for a worker process.
 
@@ -79,6 +84,7 @@ def worker_env(
     :param deterministic: Whether two runs must give the same bits (``run.deterministic``).
     :param interface: Network interface of collectives (``cluster.interface``); ``None`` leaves the choice.
     :param ip_version: Which addresses collectives use: ``"any"``, ``"4"`` or ``"6"``.
+    :param timeout_s: Longest wait for a collective (``run.timeout_s``), in seconds.
     :returns: The variables, or ``None``.
 
     Collecting: the union. Two values for one variable are an error that names both plugins (AG202).

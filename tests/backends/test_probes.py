@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import importlib.util
+import os
 import sys
 from collections.abc import Callable, Mapping
 from importlib.metadata import PackageNotFoundError
@@ -163,11 +165,20 @@ def test_missing_torch_is_named(spec: BackendSpec, monkeypatch: pytest.MonkeyPat
 
 @pytest.fixture
 def fake_npu(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Simulate an installed torch-npu of a version, and what importing it does."""
+    """Simulate an installed torch-npu of a version, CANN, and what importing torch-npu does."""
 
     def install(
-        *, versions: Mapping[str, str] | None = None, error: Exception | None = None, count: int = 0
+        *,
+        versions: Mapping[str, str] | None = None,
+        cann: bool = True,
+        error: Exception | None = None,
+        count: int = 0,
     ) -> None:
+        def library(name: str) -> None:
+            if not cann:
+                raise OSError(f"{name}: cannot open shared object file: No such file or directory")
+
+        monkeypatch.setattr(ctypes, "CDLL", library)
         found = versions or {"torch": "2.13.0+cpu", "torch-npu": "2.13.0"}
         monkeypatch.setattr(anygauge_npu.probe, "version", lambda name: found[name])
         monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
@@ -178,6 +189,9 @@ def fake_npu(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
         def load(name: str) -> ModuleType:
             if error is not None:
+                os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = (
+                    "0"  # which the real one takes back once it is loaded
+                )
                 raise error
             return module
 
@@ -203,16 +217,37 @@ def test_npu_without_a_device(fake_npu: Callable[..., None], monkeypatch: pytest
     assert "ASCEND_RT_VISIBLE_DEVICES='' hides" in probe_backend(NPU).reason
 
 
-def test_npu_without_cann(fake_npu: Callable[..., None]) -> None:
-    cause = ImportError("libhccl.so: cannot open shared object file: No such file or directory")
+def test_npu_without_cann(fake_npu: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_npu(cann=False)
+    state = probe_backend(NPU)
+    missing = "libascendcl.so: cannot open shared object file: No such file or directory"
+    assert (state.ok, state.reason) == (False, f"CANN is missing or too old ({missing})")
+    assert "set_env.sh" in str(state.hint)
+
+
+def test_npu_with_an_older_cann(fake_npu: Callable[..., None]) -> None:
+    cause = ImportError("libtorch_npu.so: undefined symbol: aclrtSomethingNew")
     error = RuntimeError("Failed to load the backend extension: torch_npu")
     error.__cause__ = cause
     for raised in (cause, error):
         fake_npu(error=raised)
         state = probe_backend(NPU)
-        assert not state.ok
-        assert state.reason.startswith("CANN is missing or too old (libhccl.so: cannot open")
+        assert state.reason == f"CANN is missing or too old ({cause})"
         assert "set_env.sh" in str(state.hint)
+
+
+@pytest.mark.parametrize("before", [None, "1"])
+def test_a_probe_leaves_no_trace_in_the_environment(
+    before: str | None, fake_npu: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = "TORCH_DEVICE_BACKEND_AUTOLOAD"
+    monkeypatch.delenv(name, raising=False)
+    if before is not None:
+        monkeypatch.setenv(name, before)
+    for error in (None, ImportError("no")):
+        fake_npu(error=error)
+        probe_backend(NPU)
+        assert os.environ.get(name) == before
 
 
 def test_npu_that_does_not_load_for_another_reason(fake_npu: Callable[..., None]) -> None:
@@ -253,14 +288,17 @@ def test_npu_workers_load_the_vendor_library(plugins: Plugins, monkeypatch: pyte
 # -------------------------------------------------------------------------
 
 
-def worker_env(plugins: Plugins, backend: BackendSpec, *, deterministic: bool = False) -> Mapping[str, str]:
+def worker_env(
+    plugins: Plugins, backend: BackendSpec, *, role: str = "actor", deterministic: bool = False
+) -> Mapping[str, str]:
     return plugins.merged(
         "worker_env",
         backend=backend,
-        role="actor",
+        role=role,
         deterministic=deterministic,
         interface=None,
         ip_version="any",
+        timeout_s=1800.0,
     )
 
 
@@ -296,6 +334,33 @@ def test_a_deterministic_run_adds_what_its_backend_needs(plugins: Plugins) -> No
     assert added["cpu"] == set()
     assert added["cuda"] == set(anygauge_cuda.env.DETERMINISTIC.items())
     assert added["npu"] == set(anygauge_npu.env.DETERMINISTIC.items())
+
+
+def test_npu_workers_agree_on_ports_buffers_and_limits(
+    plugins: Plugins, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = ("HCCL_BUFFSIZE", "HCCL_EXEC_TIMEOUT", "PYTORCH_NPU_ALLOC_CONF")
+    for name in names:
+        monkeypatch.delenv(name, raising=False)
+    trainer, server = (worker_env(plugins, NPU, role=role) for role in ("actor", "sglang"))
+    assert trainer.items() - server.items() == {("PYTORCH_NPU_ALLOC_CONF", "expandable_segments:True")}
+    assert (server["HCCL_HOST_SOCKET_PORT_RANGE"], server["HCCL_NPU_SOCKET_PORT_RANGE"]) == ("auto", "auto")
+    assert server["HCCL_BUFFSIZE"] == "200"
+    for name, value in zip(names, ("64", "60", "max_split_size_mb:512"), strict=True):
+        monkeypatch.setenv(name, value)
+    assert [worker_env(plugins, NPU)[name] for name in names] == ["64", "60", "max_split_size_mb:512"]
+
+
+@pytest.mark.parametrize(
+    ("timeout_s", "connects", "executes", "event"),
+    [(1800.0, "1800", "1800", "1832"), (0.5, "120", "1", "33"), (90_000, "7200", "90000", "90032")],
+)
+def test_hccl_waits_no_longer_than_a_run(timeout_s: float, connects: str, executes: str, event: str) -> None:
+    assert anygauge_npu.env.timeouts(timeout_s) == {
+        "HCCL_CONNECT_TIMEOUT": connects,
+        "HCCL_EXEC_TIMEOUT": executes,
+        "HCCL_EVENT_TIMEOUT": event,
+    }
 
 
 def test_ray_reserves_devices_and_no_cores() -> None:

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from anygauge import device
+from anygauge.cli.torch_extensions import extension_failure
 from anygauge.config.load import load_config
 from anygauge.config.schema import Config, Data, DataFile, Reward
 from anygauge.data.source import FileSource
@@ -119,6 +120,15 @@ def broken_plugin() -> None:
 
 def unknown_name() -> None:
     load_plugins(only=["cpu"]).get("register_rollout_engines", "transformer")
+
+
+def broken_extension() -> None:
+    cause = ImportError("libabacus.so: cannot open shared object file: No such file or directory")
+    error = RuntimeError("Failed to load the backend extension: torch_abacus. You can disable extension ...")
+    error.__cause__ = cause
+    failure = extension_failure(error)
+    assert failure is not None
+    raise failure
 
 
 def load(plugins: Plugins, *overrides: str, extra: str = "") -> Config:
@@ -278,6 +288,7 @@ PROVOKED: Mapping[str, Callable[[], None]] = {
     "AG103": duplicate_name,
     "AG104": broken_plugin,
     "AG105": unknown_name,
+    "AG106": broken_extension,
     "AG201": wrong_config,
     "AG202": conflicting_plugins,
     "AG301": wrong_row,

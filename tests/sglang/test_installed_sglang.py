@@ -137,5 +137,6 @@ def test_the_launchers_variables_choose_the_host_platform(plugins: Plugins) -> N
         deterministic=False,
         interface=None,
         ip_version="any",
+        timeout_s=1800.0,
     )
     assert run(PLATFORM, **asked) == "anygauge_cpu.sglang_platform HostPlatform"

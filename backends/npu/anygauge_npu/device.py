@@ -46,8 +46,7 @@ class NpuDevice:
         self.index = index
         self.torch_device = torch.device("npu", index)
         self._npu.set_device(index)
-        # kernels compiled ahead of time: compiling on first use costs minutes and refuses many operators
-        self._npu.set_compile_mode(jit_compile=False)
+        _choose_operators(self._npu)
         self.scope_map: ScopeMap | None = npu_scope_map()
 
     def seed(self, seed: int) -> None:
@@ -85,8 +84,20 @@ class NpuDevice:
         return peak
 
     def empty_cache(self) -> None:
-        """Give cached blocks back to the driver."""
+        """Give cached blocks back to the driver, also those of pinned host memory and of dead processes."""
+        self._npu.ipc_collect()
         self._npu.empty_cache()
+        torch.accelerator.empty_host_cache()
+
+
+def _choose_operators(npu: Any) -> None:
+    """Choose, for this process, how torch-npu runs what it could run in several ways."""
+    # kernels compiled ahead of time: compiling on first use costs minutes and refuses many operators
+    npu.set_compile_mode(jit_compile=False)
+    # tensors are laid out as torch says: whoever reads a weight's bytes finds them there
+    npu.config.allow_internal_format = False
+    # float32 is float32: with HF32, which convolutions have by default, it keeps 11 bits of the mantissa
+    npu.matmul.allow_hf32 = npu.conv.allow_hf32 = False
 
 
 def vendor_module() -> Any:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import math
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,6 +12,8 @@ from anygauge_hooks.errors import PlacementError
 from anygauge_hooks.types import AcceleratorIds, ConfigChange
 
 __all__ = [
+    "ALLOCATOR",
+    "AUTOLOAD",
     "DETERMINISTIC",
     "HIDDEN",
     "VISIBLE_DEVICES",
@@ -19,15 +23,27 @@ __all__ = [
     "local_device",
     "network",
     "ray_options",
+    "timeouts",
+    "users_choice",
 ]
 
 VISIBLE_DEVICES = "ASCEND_RT_VISIBLE_DEVICES"
+AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
+"""Whether ``import torch`` loads torch-npu too. This backend imports it by name, so either will do."""
 
 WORKER: Mapping[str, str] = {
-    # several processes on one NPU or host must not ask for the same listening ports
+    # several processes on one NPU or host must not ask for the same listening ports; all members of a group
+    # need the same setting, so trainers and servers get it
     "HCCL_HOST_SOCKET_PORT_RANGE": "auto",
     "HCCL_NPU_SOCKET_PORT_RANGE": "auto",
+    # megabytes that each end of a communicator holds twice, for sending and for receiving: HCCL's own
+    # default, written down because trainers and servers must not differ
+    "HCCL_BUFFSIZE": "200",
 }
+ALLOCATOR: Mapping[str, str] = {"PYTORCH_NPU_ALLOC_CONF": "expandable_segments:True"}
+"""Of trainers: sequences of all lengths fragment fixed segments. A server's memory saver has its own
+allocator, so servers are left as they are. With ``max_split_size_mb`` or ``garbage_collection_threshold``
+torch-npu refuses it."""
 FAMILIES: Mapping[str, str] = {"4": "AF_INET", "6": "AF_INET6"}
 """Address families by IP version, as HCCL names them."""
 DETERMINISTIC: Mapping[str, str] = {
@@ -40,7 +56,12 @@ DETERMINISTIC: Mapping[str, str] = {
     "ATB_LLM_LCOC_ENABLE": "0",
 }
 """Added in a deterministic run."""
-HIDDEN: Mapping[str, str] = {VISIBLE_DEVICES: "", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+HIDDEN: Mapping[str, str] = {VISIBLE_DEVICES: "", AUTOLOAD: "0"}
+CONNECT_S = (120, 7200)
+"""Range of ``HCCL_CONNECT_TIMEOUT``, which bounds how long the members of a group wait for one another."""
+EVENT_MARGIN_S = 32
+"""By how much torch-npu's wait for the device outlasts HCCL's, as their defaults of 1868 and 1836 s do: the
+message of HCCL names the collective."""
 
 
 def ray_options(count: int) -> Mapping[str, Any]:
@@ -88,6 +109,26 @@ def network(interface: str | None, ip_version: str) -> Mapping[str, str]:
         "HCCL_SOCKET_FAMILY": FAMILIES.get(ip_version),
     }
     return {name: value for name, value in chosen.items() if value is not None}
+
+
+def timeouts(timeout_s: float) -> Mapping[str, str]:
+    """Return the variables that end a collective that never comes, where HCCL waits for it on the device.
+
+    :param timeout_s: Longest wait for a collective. The shortest that HCCL takes for a connection is longer
+        than that of a short run, which torch's own timeout of the group then ends.
+    """
+    waits = max(1, math.ceil(timeout_s))
+    connects = min(max(waits, CONNECT_S[0]), CONNECT_S[1])
+    return {
+        "HCCL_CONNECT_TIMEOUT": str(connects),
+        "HCCL_EXEC_TIMEOUT": str(waits),
+        "HCCL_EVENT_TIMEOUT": str(waits + EVENT_MARGIN_S),
+    }
+
+
+def users_choice(defaults: Mapping[str, str]) -> Mapping[str, str]:
+    """Return defaults, with the values of this process's environment where it has some, for every node."""
+    return {name: os.environ.get(name, value) for name, value in defaults.items()}
 
 
 def config_defaults() -> Sequence[ConfigChange]:

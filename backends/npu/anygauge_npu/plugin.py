@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from anygauge_hooks import hookimpl
@@ -47,14 +47,44 @@ def make_device(backend: BackendSpec, index: int) -> Device | None:
 
 
 @hookimpl
+def make_process_group_options(backend: BackendSpec, group_name: str, timeout_s: float) -> Any | None:
+    """Make the options of an HCCL group."""
+    return comm.group_options(group_name, timeout_s) if backend.name == NPU.name else None
+
+
+@hookimpl
+def make_optimizer(
+    backend: BackendSpec,
+    param_groups: Sequence[Mapping[str, Any]],
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+) -> Any | None:
+    """Make torch's fused AdamW."""
+    if backend.name != NPU.name:
+        return None
+    from anygauge_npu.optimizer import fused_adamw
+
+    return fused_adamw(param_groups, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
+
+
+@hookimpl
 def worker_env(
-    backend: BackendSpec, deterministic: bool, interface: str | None, ip_version: str
+    backend: BackendSpec,
+    role: str,
+    deterministic: bool,
+    interface: str | None,
+    ip_version: str,
+    timeout_s: float,
 ) -> Mapping[str, str]:
     """Set up NPU workers; hide every NPU from the workers of another backend."""
     if backend.name != NPU.name:
         return env.HIDDEN
+    memory = {} if role == "sglang" else env.ALLOCATOR
+    chosen = env.users_choice({**env.WORKER, **memory, **env.timeouts(timeout_s)})
     exact = env.DETERMINISTIC if deterministic else {}
-    return {**env.WORKER, **exact, **env.network(interface, ip_version)}
+    return {**chosen, **exact, **env.network(interface, ip_version)}
 
 
 @hookimpl

@@ -2,27 +2,36 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import importlib.util
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 
 from anygauge_hooks.types import Availability
-from anygauge_npu.env import VISIBLE_DEVICES
+from anygauge_npu.env import AUTOLOAD, VISIBLE_DEVICES
 
 __all__ = ["probe"]
 
+CANN_LIBRARIES = ("libascendcl.so", "libhccl.so")
+"""Without any of them torch-npu does not load, and neither does torch while torch-npu is installed."""
+_INSTALL = "pip install 'anygauge[npu]'"
 _CANN_HINT = (
     "Install CANN and source its set_env.sh in this shell. To use another backend meanwhile, "
-    "set TORCH_DEVICE_BACKEND_AUTOLOAD=0 or uninstall torch-npu: it breaks `import torch` without CANN."
+    f"set {AUTOLOAD}=0 or uninstall torch-npu: it breaks `import torch` without CANN."
 )
 
 
 def probe() -> Availability:
-    """Return whether torch-npu is installed, fits torch, loads, and finds an NPU."""
+    """Return whether torch-npu is installed, fits torch, finds CANN, loads, and sees an NPU.
+
+    What can be told without importing torch is told first: an import that fails leaves half of torch behind.
+    """
     if importlib.util.find_spec("torch_npu") is None:
-        return Availability(ok=False, reason="torch-npu is not installed", hint="pip install 'anygauge[npu]'")
-    return _mismatch() or _load_failure() or _devices()
+        return Availability(ok=False, reason="torch-npu is not installed", hint=_INSTALL)
+    return _mismatch() or _no_cann() or _load_failure() or _devices()
 
 
 def _mismatch() -> Availability | None:
@@ -30,9 +39,7 @@ def _mismatch() -> Availability | None:
     try:
         torch_version, npu_version = version("torch"), version("torch-npu")
     except PackageNotFoundError as error:
-        return Availability(
-            ok=False, reason=f"{error.name} is not installed", hint="pip install 'anygauge[npu]'"
-        )
+        return Availability(ok=False, reason=f"{error.name} is not installed", hint=_INSTALL)
     if _minor(torch_version) == _minor(npu_version):
         return None
     return Availability(
@@ -46,10 +53,21 @@ def _minor(text: str) -> str:
     return ".".join(text.split("+")[0].split(".")[:2])
 
 
+def _no_cann() -> Availability | None:
+    """Load what torch-npu needs of CANN first."""
+    for name in CANN_LIBRARIES:
+        try:
+            ctypes.CDLL(name)
+        except OSError as error:
+            return Availability(ok=False, reason=f"CANN is missing or too old ({error})", hint=_CANN_HINT)
+    return None
+
+
 def _load_failure() -> Availability | None:
-    """Import torch-npu, which loads CANN's libraries (and is loaded by ``import torch`` itself)."""
+    """Import torch-npu, which loads the rest of CANN."""
     try:
-        importlib.import_module("torch_npu")
+        with _autoload_restored():
+            importlib.import_module("torch_npu")
     except (ImportError, OSError, RuntimeError) as error:
         text = " ".join(_root_cause(error).split())
         if "cannot open shared object file" in text or "undefined symbol" in text:
@@ -57,6 +75,19 @@ def _load_failure() -> Availability | None:
         hint = "Reinstall torch and torch-npu together: pip install --force-reinstall 'anygauge[npu]'"
         return Availability(ok=False, reason=f"torch-npu does not load ({text})", hint=hint)
     return None
+
+
+@contextmanager
+def _autoload_restored() -> Iterator[None]:
+    """Undo what torch-npu leaves behind where its import fails: torch then loads no extension any more."""
+    before = os.environ.get(AUTOLOAD)
+    try:
+        yield
+    finally:
+        if before is None:
+            os.environ.pop(AUTOLOAD, None)
+        else:
+            os.environ[AUTOLOAD] = before
 
 
 def _root_cause(error: BaseException) -> str:

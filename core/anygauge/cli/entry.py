@@ -13,6 +13,7 @@ from anygauge import __version__
 from anygauge.cli import convert, doctor, hooks, init, launch, report, train
 from anygauge.cli import eval as evaluate
 from anygauge.cli.arguments import split_arguments
+from anygauge.cli.torch_extensions import extension_failure
 from anygauge_hooks.errors import AnygaugeError, WorkerFailedError
 
 __all__ = ["COMMANDS", "make_parser", "run"]
@@ -102,11 +103,21 @@ def _run(args: argparse.Namespace) -> int:
     try:
         return int(COMMANDS[args.command].run(args))
     except AnygaugeError as error:
-        if os.environ.get("ANYGAUGE_DEBUG") == "1":
-            traceback.print_exception(error)
-        else:
-            print(f"anygauge: error: {_text(error)}", file=sys.stderr)
-        return 1
+        _report(error)
+    except RuntimeError as error:
+        failure = extension_failure(error)
+        if failure is None:
+            raise
+        failure.__cause__ = error
+        _report(failure)
+    return 1
+
+
+def _report(error: AnygaugeError) -> None:
+    if os.environ.get("ANYGAUGE_DEBUG") == "1":
+        traceback.print_exception(error)
+    else:
+        print(f"anygauge: error: {_text(error)}", file=sys.stderr)
 
 
 def _text(error: AnygaugeError) -> str:

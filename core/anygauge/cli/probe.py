@@ -11,9 +11,9 @@ import dataclasses
 import json
 import os
 import sys
-from importlib.metadata import entry_points
 from typing import Any
 
+from anygauge.cli.torch_extensions import AUTOLOAD, extension_failure
 from anygauge.plugins import load_plugins, probe_backend
 from anygauge_hooks.types import Availability, BackendSpec
 
@@ -52,10 +52,10 @@ def _torch_failure() -> Availability | None:
     try:
         import torch
     except Exception as error:  # noqa: BLE001 - importing torch loads the extensions of vendors
-        extensions = sorted(entry.name for entry in entry_points(group="torch.backends"))
+        if (failure := extension_failure(error)) is not None:
+            hint = f"export {AUTOLOAD}=0, or do what the row of the extension's backend says"
+            return Availability(ok=False, reason=failure.args[0].rstrip("."), hint=hint)
         hint = "Reinstall torch: pip install --force-reinstall torch"
-        if extensions:
-            hint = f"export TORCH_DEVICE_BACKEND_AUTOLOAD=0, or uninstall {' or '.join(extensions)}"
         return Availability(ok=False, reason=f"`import torch` raised {error!r}", hint=hint)
     del torch
     return None

@@ -54,6 +54,8 @@ _MODULES = (
 )
 """What workers import, not counting what these import."""
 _ROLE = "actor"
+_TIMEOUT_S = 1800.0
+"""Of collectives, unless the run that takes a process says otherwise."""
 _WORKER = "anygauge.trainer.worker_main"
 _ABOVE = 1000
 """Descriptors are moved out of the way to here before each gets its number."""
@@ -317,7 +319,7 @@ def _serve(connection: socket.socket) -> NoReturn:
 def _prepare(name: str) -> None:
     plugins = load_plugins()
     backend = plugins.get("register_backends", name)
-    network = {"interface": "", "ip_version": "any"}
+    network = {"interface": None, "ip_version": "any", "timeout_s": _TIMEOUT_S}
     env = plugins.merged("worker_env", backend=backend, role=_ROLE, deterministic=False, **network)
     os.environ.update(env)
     plugins.prepare_worker(backend, _ROLE, "before_vendor_import")

@@ -98,6 +98,7 @@ def worker_environment(
         deterministic=config.run.deterministic,
         interface=config.cluster.interface,
         ip_version=config.cluster.ip_version,
+        timeout_s=config.run.timeout_s,
     )
     interface = config.cluster.interface
     return {

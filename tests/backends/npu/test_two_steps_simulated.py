@@ -64,9 +64,3 @@ def test_two_optimizer_steps_equal_the_hosts(tmp_path: Path) -> None:
     for key in ("losses", "norms", "weights"):
         assert simulated[key] == host[key], key
     assert simulated["losses"][1] < simulated["losses"][0]
-
-
-def test_probe_names_what_cann_is_missing() -> None:
-    code = "from anygauge_npu.probe import probe; print(probe())"
-    done = run("-c", code, LD_LIBRARY_PATH="")
-    assert "ok=False, reason='CANN is missing or too old (libhccl.so: cannot open" in done.stdout, done.stderr

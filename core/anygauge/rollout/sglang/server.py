@@ -301,6 +301,7 @@ def _environment(config: Config, context: WorkerContext) -> dict[str, str]:
         deterministic=config.run.deterministic,
         interface=config.cluster.interface,
         ip_version=config.cluster.ip_version,
+        timeout_s=config.run.timeout_s,
     )
     visible = {}
     if backend.visible_devices_env and context.accelerators:

@@ -1,0 +1,82 @@
+"""Commands on a host where torch-npu is installed and CANN is not: there, `import torch` itself fails.
+
+Runs in an environment of its own: ``make test-npu-sim``.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLE = Path(__file__).parents[3] / "examples" / "arithmetic_grpo.toml"
+AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
+MISSING = "cannot open shared object file"
+
+pytestmark = [
+    pytest.mark.npu_sim,
+    pytest.mark.skipif(
+        importlib.util.find_spec("torch_npu") is None, reason="needs torch-npu: run `make test-npu-sim`"
+    ),
+]
+
+
+def anygauge(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    inherited = {name: each for name, each in os.environ.items() if name not in (AUTOLOAD, "LD_LIBRARY_PATH")}
+    return subprocess.run(
+        [sys.executable, "-m", "anygauge", *arguments],
+        env=inherited | environ,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("hooks", "--backend", "npu"),
+        ("train", str(EXAMPLE), "--backend", "npu", "--dry-run", "--no-file-check"),
+        ("train", str(EXAMPLE), "--dry-run", "--no-file-check"),
+        ("eval", str(EXAMPLE), "--backend", "cpu"),
+    ],
+    ids=["hooks", "train --dry-run", "train --dry-run, chosen by probe", "eval"],
+)
+def test_a_command_that_needs_torch_says_what_to_do(arguments: tuple[str, ...]) -> None:
+    done = anygauge(*arguments)
+    assert done.returncode == 1
+    assert f"its extension torch_npu does not load (libhccl.so: {MISSING}" in done.stderr
+    assert f"export {AUTOLOAD}=0" in done.stderr
+    assert "[AG106]" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_the_backend_that_was_asked_for_says_what_it_lacks() -> None:
+    done = anygauge("train", str(EXAMPLE), "--backend", "npu")
+    assert done.returncode == 1
+    assert f"CANN is missing or too old (libascendcl.so: {MISSING}" in done.stderr
+    assert "source its set_env.sh" in done.stderr
+
+
+def test_doctor_tells_the_cause_from_the_consequence() -> None:
+    done = anygauge("doctor")
+    assert done.returncode == 1, "the cpu backend cannot run like this"
+    _, _, rows = done.stdout.partition("Backends\n")
+    cpu, npu = (row for row in rows.splitlines() if row.split()[1:2] in (["cpu"], ["npu"]))
+    assert "its extension torch_npu does not load" in cpu
+    assert "CANN is missing or too old" in npu
+
+
+def test_with_the_variable_the_cpu_backend_works() -> None:
+    assert "PASS          cpu" in anygauge("doctor", **{AUTOLOAD: "0"}).stdout
+    done = anygauge("hooks", "--backend", "cpu", **{AUTOLOAD: "0"})
+    assert done.returncode == 0, done.stderr
+    done = anygauge("train", str(EXAMPLE), "--dry-run", "--no-file-check", **{AUTOLOAD: "0"})
+    assert done.returncode == 0, done.stderr
+    assert "backend: cpu (no accelerator backend is usable (" in done.stderr
+    assert "npu: CANN is missing or too old" in done.stderr
