@@ -19,6 +19,7 @@ __all__ = [
     "DeadlineError",
     "DuplicateNameError",
     "HubError",
+    "KernelInputError",
     "MissedRedirectionError",
     "NonFiniteError",
     "OutOfMemoryError",
@@ -182,6 +183,12 @@ class AsleepError(AnygaugeError, RuntimeError):
     """A train engine was asked for what is not on its device, which the rollout engines have."""
 
     code = "AG607"
+
+
+class KernelInputError(AnygaugeError, ValueError):
+    """A fused kernel was called with what its operator does not take."""
+
+    code = "AG608"
 
 
 class WorkerDiedError(AnygaugeError, RuntimeError):

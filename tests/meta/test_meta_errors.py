@@ -36,6 +36,7 @@ from anygauge_hooks import PROJECT, errors, hookimpl, specs
 from anygauge_hooks.errors import AnygaugeError
 from anygauge_hooks.rl import Group, Prompt, Sample, SamplingParams
 from anygauge_hooks.types import Availability, BackendSpec, ConfigChange, NamedFunction
+from anygauge_npu import guards
 
 CLASSES: list[type[AnygaugeError]] = [getattr(errors, name) for name in errors.__all__]
 BY_CODE = {cls.code: cls for cls in CLASSES}
@@ -246,6 +247,10 @@ def full_memory() -> None:
             raise
 
 
+def lengths_of_other_tokens() -> None:
+    guards.check_lengths("varlen_attention", "lengths", (40, 7), 48, "q")
+
+
 WORKERS = {rank: WorkerId(role="actor", rank=rank, pid=4711 + rank, host="node-1") for rank in range(2)}
 TRACEBACK = """\
 Traceback (most recent call last):
@@ -299,6 +304,7 @@ PROVOKED: Mapping[str, Callable[[], None]] = {
     "AG601": device_in_use,
     "AG602": missed_redirection,
     "AG605": full_memory,
+    "AG608": lengths_of_other_tokens,
     "AG701": dead_worker,
     "AG702": failed_worker,
     "AG703": slow_worker,

@@ -1,0 +1,164 @@
+"""Attention over packed sequences, by one call of Ascend's fused operator for up to 1024 of them.
+
+The operator's layout is TND: tokens of all sequences back to back, with the cumulative lengths, without a 0 in
+front, as host integers. Its softmax statistics have another order: head by head within each sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from itertools import accumulate
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from anygauge_npu.guards import check_dtypes, check_lengths, check_shape, check_size, refuse
+
+__all__ = ["HEAD_SIZES", "varlen_attention"]
+
+OP = "varlen_attention"
+HEAD_SIZES = range(1, 769)
+HEADS = 256
+TOKENS = 1 << 20
+SEQUENCES = 1024
+"""In one call; the documentation gives 1024 in one place and 2048 in another."""
+
+MASK = 2048
+"""Rows and columns of the compressed mask, for sequences of any length."""
+
+RIGHT_DOWN_CAUSAL = 3
+"""Sparse mode: the last query of a sequence sees its last key. The other causal mode aligns the first ones."""
+
+
+def varlen_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lengths: Sequence[int],
+    scale: float,
+    *,
+    causal: bool,
+    key_lengths: Sequence[int] | None = None,
+) -> Tensor:
+    """Attend within each packed sequence.
+
+    :param q: ``[T, H, D]``.
+    :param k: ``[S, K, D]``.
+    :param v: ``[S, K, E]``.
+    :param lengths: Sum to ``T``.
+    :param scale: Multiplies the scores.
+    :param causal: Whether a token sees only itself and what is before it.
+    :param key_lengths: Sum to ``S``; the queries of a sequence are its last tokens. ``None``: ``lengths``.
+    :returns: ``[T, H, E]``.
+    :raises KernelInputError: The operator does not take these tensors or lengths.
+    """
+    sizes, key_sizes = _checked(q, k, v, lengths, key_lengths)
+    width = v.shape[-1]
+    outputs = [
+        _attend(*part, scale, causal)[0] for part in _calls(*_even(q, k, v), sizes, key_sizes)
+    ]
+    if not outputs:
+        return _nothing(q, k, v)
+    return (outputs[0] if len(outputs) == 1 else torch.cat(outputs))[..., :width]
+
+
+def _checked(
+    q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], key_lengths: Sequence[int] | None
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the lengths of queries and keys, after refusing what the operator does not take."""
+    check_dtypes(OP, q=q, k=k, v=v)
+    check_shape(OP, "q", q, (None, None, None), "[T, H, D]")
+    check_shape(OP, "k", k, (None, None, q.shape[2]), "[S, K, D]")
+    check_shape(OP, "v", v, (*k.shape[:2], None), "[S, K, E]")
+    for what, size in (("a head size of", q.shape[2]), ("a value size of", v.shape[2])):
+        check_size(OP, what, size, HEAD_SIZES[0], HEAD_SIZES[-1])
+    check_size(OP, "a number of heads of", q.shape[1], 1, HEADS)
+    if k.shape[1] == 0 or q.shape[1] % k.shape[1]:
+        refuse(OP, f"{q.shape[1]} query heads and {k.shape[1]} key heads", "Key heads divide query heads.")
+    sizes = check_lengths(OP, "lengths", lengths, len(q), "q")
+    given = ("lengths", lengths) if key_lengths is None else ("key_lengths", key_lengths)
+    key_sizes = check_lengths(OP, *given, len(k), "k")
+    if len(key_sizes) != len(sizes) or any(seen < n for n, seen in zip(sizes, key_sizes, strict=True)):
+        refuse(
+            OP,
+            f"lengths {list(sizes)} and key_lengths {list(key_sizes)}",
+            "The queries of a sequence are its last tokens: none has fewer keys than queries.",
+        )
+    check_size(OP, "a sequence of", max(key_sizes, default=0), 0, TOKENS)
+    return sizes, key_sizes
+
+
+def _even(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return queries and keys as wide as the values: the operator takes no wider values. Zeros add no score."""
+    missing = max(0, v.shape[-1] - q.shape[-1])
+    return (F.pad(q, (0, missing)), F.pad(k, (0, missing)), v) if missing else (q, k, v)
+
+
+def _calls(
+    q: Tensor, k: Tensor, v: Tensor, lengths: tuple[int, ...], key_lengths: tuple[int, ...]
+) -> Iterator[tuple[Tensor, Tensor, Tensor, list[int], list[int]]]:
+    """Yield the tensors and the cumulative lengths of each call, without the sequences that ask nothing."""
+    k, v = (_asked(x, lengths, key_lengths) for x in (k, v))
+    pairs = [pair for pair in zip(lengths, key_lengths, strict=True) if pair[0]]
+    first, first_key = 0, 0
+    for group in _groups(pairs):
+        ends, key_ends = (list(accumulate(column)) for column in zip(*group, strict=True))
+        rows, key_rows = slice(first, first + ends[-1]), slice(first_key, first_key + key_ends[-1])
+        yield q[rows], k[key_rows], v[key_rows], ends, key_ends
+        first, first_key = rows.stop, key_rows.stop
+
+
+def _asked(x: Tensor, lengths: tuple[int, ...], key_lengths: tuple[int, ...]) -> Tensor:
+    """Return the keys without those of sequences that have no queries."""
+    if all(n or not seen for n, seen in zip(lengths, key_lengths, strict=True)):
+        return x
+    parts = torch.split(x, list(key_lengths))
+    return torch.cat([x[:0], *(part for part, n in zip(parts, lengths, strict=True) if n)])
+
+
+def _groups(pairs: list[tuple[int, int]]) -> Iterator[list[tuple[int, int]]]:
+    """Yield as many sequences at a time as one call takes."""
+    group: list[tuple[int, int]] = []
+    tokens = 0
+    for pair in pairs:
+        if group and (len(group) == SEQUENCES or tokens + pair[1] > TOKENS):
+            yield group
+            group, tokens = [], 0
+        group.append(pair)
+        tokens += pair[1]
+    if group:
+        yield group
+
+
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, ends: list[int], key_ends: list[int], scale: float, causal: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return what one call does: the output, and the largest score and the sum of exponentials of each row."""
+    found = torch.ops.npu.npu_fusion_attention(
+        q,
+        k,
+        v,
+        q.shape[1],
+        "TND",
+        atten_mask=_future(q.device) if causal else None,
+        scale=scale,
+        actual_seq_qlen=ends,
+        actual_seq_kvlen=key_ends,
+        sparse_mode=RIGHT_DOWN_CAUSAL if causal else 0,
+    )
+    output, peak, total = found[:3]
+    return output, peak, total
+
+
+@lru_cache(maxsize=8)
+def _future(device: torch.device) -> Tensor:
+    """Return the compressed mask, where True is what a query must not see."""
+    return torch.ones(MASK, MASK, dtype=torch.bool, device=device).triu_(1)
+
+
+def _nothing(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Return the attention of no queries, with gradients of zero."""
+    parts = torch.cat([x.flatten()[:0] for x in (q, k, v)])
+    return parts.view(0, q.shape[1], v.shape[-1])

@@ -1,0 +1,51 @@
+"""Norms and the gated activation: torch-npu's fused operators, whose gradients torch-npu has too."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from anygauge_npu.guards import check_dtypes, check_shape, check_size, refuse
+
+__all__ = ["rms_norm", "swiglu"]
+
+WIDEST = (1 << 31) - 1
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Return ``x / rms(x) * weight``, reduced in float32.
+
+    :param x: ``[..., D]``.
+    :param weight: ``[D]``.
+    :param eps: Added to the mean square.
+    :returns: ``[..., D]``, the dtype of ``x``.
+    :raises KernelInputError: The operator does not take these tensors.
+    """
+    check_dtypes("rms_norm", x=x, weight=weight)
+    if x.dim() == 0:
+        refuse("rms_norm", "x without a dimension", "x is [..., D].")
+    check_size("rms_norm", "rows of", x.shape[-1], 1, WIDEST)
+    check_shape("rms_norm", "weight", weight, x.shape[-1:], "[D]")
+    if not x.numel():
+        return x * weight
+    # the operator takes 2 to 8 dimensions, and its documentation says nothing of strides
+    rows = x.reshape(-1, x.shape[-1]).contiguous()
+    normed: Tensor = torch.ops.npu.npu_rms_norm(rows, weight.contiguous(), epsilon=eps)[0]
+    return normed.view(x.shape)
+
+
+def swiglu(gate_up: Tensor) -> Tensor:
+    """Return ``silu(gate) * up``.
+
+    :param gate_up: ``[..., 2 F]``.
+    :returns: ``[..., F]``.
+    :raises KernelInputError: The operator does not take this tensor.
+    """
+    check_dtypes("swiglu", gate_up=gate_up)
+    if gate_up.dim() == 0 or gate_up.shape[-1] % 2:
+        refuse("swiglu", f"gate_up of shape {list(gate_up.shape)}", "Its last dimension is gate and up, 2 F.")
+    if not gate_up.numel():
+        return gate_up.chunk(2, dim=-1)[0]
+    rows = gate_up.reshape(-1, gate_up.shape[-1]).contiguous()
+    product: Tensor = torch.ops.npu.npu_swiglu(rows, dim=-1)
+    return product.view(*gate_up.shape[:-1], -1)
