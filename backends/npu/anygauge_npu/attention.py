@@ -1,7 +1,7 @@
 """Attention over packed sequences, by one call of Ascend's fused operator for up to 1024 of them.
 
-The operator's layout is TND: tokens of all sequences back to back, with the cumulative lengths, without a 0 in
-front, as host integers. Its softmax statistics have another order: head by head within each sequence.
+The operator's layout is TND: the tokens of all sequences back to back, and cumulative lengths as host integers,
+without a 0 in front. Its softmax statistics have another order: head by head within each sequence.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MASK = 2048
 """Rows and columns of the compressed mask, for sequences of any length."""
 
 RIGHT_DOWN_CAUSAL = 3
-"""Sparse mode: the last query of a sequence sees its last key. The other causal mode aligns the first ones."""
+"""Sparse mode: the last query of a sequence sees its last key. The other causal mode aligns the first two."""
 
 
 def varlen_attention(
@@ -56,9 +56,7 @@ def varlen_attention(
     """
     sizes, key_sizes = _checked(q, k, v, lengths, key_lengths)
     width = v.shape[-1]
-    outputs = [
-        _attend(*part, scale, causal)[0] for part in _calls(*_even(q, k, v), sizes, key_sizes)
-    ]
+    outputs = [_attend(*part, scale, causal)[0] for part in _calls(*_even(q, k, v), sizes, key_sizes)]
     if not outputs:
         return _nothing(q, k, v)
     return (outputs[0] if len(outputs) == 1 else torch.cat(outputs))[..., :width]
@@ -91,7 +89,7 @@ def _checked(
 
 
 def _even(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return queries and keys as wide as the values: the operator takes no wider values. Zeros add no score."""
+    """Return queries and keys at least as wide as the values, as the operator wants. Zeros add no score."""
     missing = max(0, v.shape[-1] - q.shape[-1])
     return (F.pad(q, (0, missing)), F.pad(k, (0, missing)), v) if missing else (q, k, v)
 
@@ -135,7 +133,7 @@ def _groups(pairs: list[tuple[int, int]]) -> Iterator[list[tuple[int, int]]]:
 def _attend(
     q: Tensor, k: Tensor, v: Tensor, ends: list[int], key_ends: list[int], scale: float, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return what one call does: the output, and the largest score and the sum of exponentials of each row."""
+    """Return what one call does: the output, and the largest score and the sum of each row's exponentials."""
     found = torch.ops.npu.npu_fusion_attention(
         q,
         k,

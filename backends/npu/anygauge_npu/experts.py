@@ -83,14 +83,12 @@ def _outer(grad: Tensor, x: Tensor, ends: Tensor) -> Tensor:
     shape = len(ends), grad.shape[1], x.shape[1]
     if not len(x):
         return x.new_zeros(shape)
-    product = _grouped(grad.t(), x.contiguous(), ends, INNER)
-    # nothing says that a group without tokens is written at all
-    counts = ends.diff(prepend=ends.new_zeros(1))
-    return product.masked_fill((counts == 0)[:, None, None], 0)
+    # a group without tokens is filled with zeros: CANN's kernel does so for groups along what is summed
+    return _grouped(grad.t(), x.contiguous(), ends, INNER)
 
 
 def _dense(weight: Tensor) -> Tensor:
-    """Return weights ``[E, K, N]`` in memory, or transposed as a whole; the operator takes no other strides."""
+    """Return weights ``[E, K, N]`` that are contiguous, or the transpose of what is."""
     return weight if weight.mT.is_contiguous() else weight.contiguous()
 
 

@@ -1,13 +1,13 @@
 """What the operators of torch-npu take, checked before they are called.
 
-The wheel's own host code lets most wrong calls through to CANN, which answers with a number or not at all. The
-limits are those of torch-npu's documentation and of CANN's for the kernel that is reached; see docs/npu.md.
+The wheel's own host code lets most wrong calls through to CANN, which answers with a number or not at all.
+The limits are those of torch-npu's documentation, and of CANN's for the kernel that is reached.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -47,9 +47,7 @@ def check_shape(op: str, name: str, tensor: Tensor, wanted: Sequence[int | None]
     :param meaning: The shape in the words of the op: ``"[T, H, D]"``.
     """
     sizes = tuple(tensor.shape)
-    fits = len(sizes) == len(wanted) and all(
-        w is None or w == s for w, s in zip(wanted, sizes, strict=True)
-    )
+    fits = len(sizes) == len(wanted) and all(w is None or w == s for w, s in zip(wanted, sizes, strict=True))
     if not fits:
         shown = ", ".join("any" if size is None else str(size) for size in wanted)
         refuse(op, f"{name} of shape {list(sizes)}", f"{name} is {meaning}: here [{shown}].")
@@ -61,7 +59,7 @@ def check_size(op: str, what: str, size: int, least: int, most: int) -> None:
         refuse(op, f"{what} {size}", f"The NPU's operator takes {least} to {most}.")
 
 
-def check_lengths(op: str, name: str, lengths: Sequence[int], tokens: int, tensor: str) -> tuple[int, ...]:
+def check_lengths(op: str, name: str, lengths: Any, tokens: int, tensor: str) -> tuple[int, ...]:
     """Return the lengths of packed sequences, after refusing those that do not make up the tokens.
 
     :param tensor: Name of the tensor that has the tokens.
@@ -69,8 +67,8 @@ def check_lengths(op: str, name: str, lengths: Sequence[int], tokens: int, tenso
     if isinstance(lengths, Tensor):
         refuse(op, f"{name} as a tensor", "Pass host integers: reading a tensor would wait for the device.")
     sizes = tuple(lengths)
-    if any(isinstance(size, bool) or not isinstance(size, int) or size < 0 for size in sizes):
-        refuse(op, f"{name} {list(sizes)}", "Each is the length of one sequence, an integer that is not below 0.")
+    if any(type(size) is not int or size < 0 for size in sizes):
+        refuse(op, f"{name} {list(sizes)}", "Each is the length of one sequence, an integer of at least 0.")
     if sum(sizes) != tokens:
         refuse(
             op,

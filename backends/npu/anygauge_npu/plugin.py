@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from anygauge_hooks import hookimpl
+from anygauge_hooks.kernels import KernelImpl
 from anygauge_hooks.types import BackendSpec, ConfigChange, Device, Phase
 from anygauge_npu import comm, env, probe, rollout
 
@@ -91,6 +92,16 @@ def worker_env(
 def adjust_config(backend: BackendSpec) -> Iterable[ConfigChange] | None:
     """Choose the precision of the weights."""
     return env.config_defaults() if backend.name == NPU.name else None
+
+
+@hookimpl
+def register_kernels(backend: BackendSpec) -> Iterable[KernelImpl] | None:
+    """Provide torch-npu's fused operators."""
+    if backend.name != NPU.name:
+        return None
+    from anygauge_npu.kernels import npu_kernels
+
+    return npu_kernels()
 
 
 @hookimpl
