@@ -1,7 +1,7 @@
 """Attention over packed sequences, by one call of Ascend's fused operator for up to 1024 of them.
 
-The operator's layout is TND: the tokens of all sequences back to back, and cumulative lengths as host integers,
-without a 0 in front. Its softmax statistics have another order: head by head within each sequence.
+The operator's layout is TND: the tokens of all sequences back to back, and cumulative lengths as host
+integers, without a 0 in front. Its softmax statistics lie otherwise: head by head within each sequence.
 """
 
 from __future__ import annotations

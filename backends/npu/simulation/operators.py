@@ -1,8 +1,8 @@
 """Host versions of torch-npu's fused operators, for the **simulated** device.
 
-Written from the operators' documentation (``torch_npu/_op_plugin_docs.py`` in the wheel, and CANN's of aclnn),
-not from the kernels that call them. What it demands of a call is asserted: a wrong call fails here. They show
-that a call means what its caller thinks. They never show an Ascend's numerics.
+Written from the operators' documentation (``torch_npu/_op_plugin_docs.py`` in the wheel, and CANN's of
+aclnn), not from the kernels that call them. What it demands of a call is asserted: a wrong call fails here.
+They show that a call means what its caller thinks. They never show an Ascend's numerics.
 
 Each has the arguments of its operator's schema, takes host tensors and returns host tensors.
 """
