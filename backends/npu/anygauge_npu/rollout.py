@@ -1,4 +1,8 @@
-"""Rollout engines on Ascend NPUs."""
+"""Rollout engines on Ascend NPUs.
+
+SGLang has an NPU platform of its own, which it finds by ``torch.npu``: ``prepare_worker`` loads torch-npu in every
+process of a server, so nothing is registered with SGLang.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +14,8 @@ __all__ = ["engine_args"]
 SGLANG: Mapping[str, Any] = {
     "device": "npu",
     "attention_backend": "ascend",
+    "mm_attention_backend": "ascend_attn",
+    # samples from logits and tells log-probs of the whole vocabulary at the temperature
     "sampling_backend": "ascend",
 }
 

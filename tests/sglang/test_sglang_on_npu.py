@@ -1,0 +1,124 @@
+"""What this project takes for granted of SGLang on NPUs, looked up in the source of the installed SGLang.
+
+No NPU and no torch-npu is needed. docs/npu-patches.md says of each finding which change of a patch it stands for.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import runpy
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from anygauge.rollout.sglang.arguments import argument_problems, command_line
+from anygauge.rollout.sglang.installed import Installed, installed_sglang
+
+pytestmark = [pytest.mark.sglang, pytest.mark.timeout(600)]
+
+ROOT = Path(__file__).parents[2]
+MASK = r"disable=_is_npu\)\s*def get_masked_input_and_mask"
+FUSED_HEADS = r"split_qkv_rmsnorm_rope\(\s*qkv,.*?eps=.*?q_weight=.*?k_weight="
+FINDINGS: Mapping[str, tuple[str, str]] = {
+    "R1": (
+        "hardware_backend/npu/attention/ascend_backend.py",
+        r"def forward_decode_graph\(.*?npu_fused_infer_attention_score\.out\(.*?def forward_decode\(",
+    ),
+    "R3": (
+        "hardware_backend/npu/graph_runner/npu_graph_runner.py",
+        r"def _get_update_attr_name\(self\):.*?return self\.attr_name\[AttentionArch\.MLA\]",
+    ),
+    "R6": (
+        "layers/rotary_embedding/base.py",
+        r"and not \(_is_npu\).*?from sgl_kernel import rotary_embedding",
+    ),
+    "R7": (
+        "layers/rotary_embedding/base.py",
+        r"def forward_npu\(.*?torch\.bfloat16\s+and self\.cos_sin_cache\.dtype == torch\.float.*?forward_native\(",
+    ),
+    "R8": ("layers/vocab_parallel_embedding.py", MASK),
+    "R11": ("models/llama.py", r"def forward_prepare_npu\(.*?split_qkv_rmsnorm_rope\("),
+    "R13": ("models/qwen3.py", FUSED_HEADS),
+    "R14": ("models/qwen3.py", r"ParallelLMHead\([^)]*use_attn_tp_group=get_parallel\(\)\.enable_dp_lm_head"),
+    "R15": ("models/qwen3_moe.py", FUSED_HEADS),
+    "R17": ("models/qwen3_vl.py", r"np\.linspace\(.*?def fast_pos_embed_interpolate"),
+    "R18": ("models/qwen3_vl.py", r"use_hf_deepstack_order = \(.*?rl_on_policy_target is not None"),
+    "R21": (
+        "models/qwen3_vl.py",
+        r'"model\.embed_tokens\.weight" in name\s+and self\.config\.tie_word_embeddings',
+    ),
+    "the platform": ("platforms/__init__.py", r"if _is_npu_available\(\):.*?return NPUSRTPlatform\(\)"),
+    "the group of weights": (
+        "model_executor/model_runner_components/weight_updater.py",
+        r"def init_weights_update_group\(.*?init_custom_process_group\(\s*backend=backend,",
+    ),
+    "weights are finished": (
+        "model_executor/model_runner_components/weight_updater.py",
+        r"def begin_weight_update\(.*?restore_weights_before_loading\(.*?"
+        r"def end_weight_update\(.*?postprocess_weights\(",
+    ),
+    "log-probs": (
+        "layers/sampler.py",
+        r"def _forward_ascend_backend\(.*?logits\.div_\(sampling_info\.temperatures\).*?"
+        r"logprobs = torch\.log_softmax\(logits, dim=-1\)",
+    ),
+}
+PARSE = """
+import argparse, json, sys
+from anygauge_cpu.torchvision_operators import declare_missing_operators
+declare_missing_operators()
+from sglang.srt.server_args import ServerArgs
+parser = argparse.ArgumentParser()
+ServerArgs.add_cli_args(parser)
+print(json.dumps(vars(parser.parse_args(sys.argv[1:])), default=str))
+"""
+
+
+@pytest.fixture(scope="module")
+def installed() -> Installed:
+    found = installed_sglang()
+    assert found is not None
+    return found
+
+
+@pytest.fixture(scope="module")
+def arguments() -> Mapping[str, Any]:
+    """Return the arguments of a server that shares its NPU; the backend's package is not installed here."""
+    rollout = runpy.run_path(str(ROOT / "backends/npu/anygauge_npu/rollout.py"))
+    given: Mapping[str, Any] = rollout["engine_args"]("sglang", sleeps=True)
+    return given
+
+
+@pytest.mark.parametrize("finding", FINDINGS)
+def test_the_installed_source_does_it(finding: str) -> None:
+    spec = importlib.util.find_spec("sglang")
+    assert spec is not None
+    assert spec.submodule_search_locations
+    name, pattern = FINDINGS[finding]
+    source = (Path(spec.submodule_search_locations[0]) / "srt" / name).read_text()
+    assert re.search(pattern, source, re.S), f"{finding}: {name}"
+
+
+def test_the_backends_arguments_exist_with_these_values(
+    arguments: Mapping[str, Any], installed: Installed
+) -> None:
+    owned = {"device", "enable_memory_saver"}  # no user may write them
+    table = {name: value for name, value in arguments.items() if name not in owned}
+    assert list(argument_problems(table, "rollout.sglang", installed)) == []
+    assert arguments.keys() <= installed.arguments.keys()
+
+
+def test_sglangs_parser_takes_them(arguments: Mapping[str, Any], installed: Installed) -> None:
+    line = command_line({**arguments, "model_path": "model"}, installed)
+    done = subprocess.run(
+        [sys.executable, "-c", PARSE, *line], capture_output=True, text=True, check=False, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    parsed = json.loads(done.stdout.splitlines()[-1])
+    assert {name: parsed[name] for name in arguments} == dict(arguments)
