@@ -1,6 +1,6 @@
 """What this project takes for granted of SGLang on NPUs, looked up in the source of the installed SGLang.
 
-No NPU and no torch-npu is needed. docs/npu-patches.md says of each finding which change of a patch it stands for.
+No NPU and no torch-npu is needed. docs/npu-patches.md says of which change of a patch each finding is.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ FINDINGS: Mapping[str, tuple[str, str]] = {
     ),
     "R7": (
         "layers/rotary_embedding/base.py",
-        r"def forward_npu\(.*?torch\.bfloat16\s+and self\.cos_sin_cache\.dtype == torch\.float.*?forward_native\(",
+        r"def forward_npu\(.*?torch\.bfloat16\s+and self\.cos_sin_cache\.dtype == torch\.float.*?"
+        r"forward_native\(",
     ),
     "R8": ("layers/vocab_parallel_embedding.py", MASK),
     "R11": ("models/llama.py", r"def forward_prepare_npu\(.*?split_qkv_rmsnorm_rope\("),

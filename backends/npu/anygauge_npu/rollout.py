@@ -1,7 +1,7 @@
 """Rollout engines on Ascend NPUs.
 
-SGLang has an NPU platform of its own, which it finds by ``torch.npu``: ``prepare_worker`` loads torch-npu in every
-process of a server, so nothing is registered with SGLang.
+SGLang has an NPU platform of its own, which it finds by ``torch.npu``: ``prepare_worker`` loads torch-npu in
+every process of a server, so nothing is registered with SGLang.
 """
 
 from __future__ import annotations
