@@ -116,7 +116,7 @@ def make(name: str, directory: Path, bucket_bytes: int) -> WeightPusher:
     transports: dict[str, Callable[[], WeightTransport]] = {
         "tensor": TensorTransport,
         "disk": lambda: DiskTransport(directory, directory / "none"),
-        "distributed": lambda: DistributedTransport("gloo", deadline_s=DEADLINE_S),
+        "distributed": lambda: DistributedTransport("cpu", {"cpu": "gloo"}, deadline_s=DEADLINE_S),
         "delta": lambda: DeltaTransport(deadline_s=DEADLINE_S),
     }
     allocate = shared_memory if name == "tensor" else partial(torch.empty, dtype=torch.uint8)

@@ -75,6 +75,8 @@ class WeightPeer:
     tensor_parallel: int = 1
     """Processes that split its model; each is given the whole weights and takes its part."""
     api: WeightApi = WeightApi()
+    device: str | None = None
+    """The ``torch.device`` type that the server says it runs on, if it says so."""
     dtype: str | None = None
     """Of the model's parameters, as torch names it; ``None`` if they are of the dtype that is sent."""
     incarnation: int = 0

@@ -99,7 +99,7 @@ def pusher(request: pytest.FixtureRequest, tmp_path: Path, tiny_model: Path) -> 
     makers: dict[str, Callable[[], WeightTransport]] = {
         "tensor": TensorTransport,
         "disk": lambda: DiskTransport(tmp_path, tiny_model),
-        "distributed": lambda: DistributedTransport("gloo", deadline_s=120),
+        "distributed": lambda: DistributedTransport("cpu", {"cpu": "gloo"}, deadline_s=120),
         "delta": lambda: DeltaTransport(deadline_s=120),
     }
     name: str = request.param

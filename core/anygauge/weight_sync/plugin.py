@@ -72,7 +72,12 @@ def _delta(config: Config, context: WorkerContext) -> WeightTransport:
 def _distributed(config: Config, context: WorkerContext) -> WeightTransport:
     from anygauge.weight_sync.transports.distributed import DistributedTransport
 
-    return DistributedTransport(context.backend.dist_backend, deadline_s=config.weight_sync.deadline_s)
+    backends = context.plugins.named("register_backends").values()
+    return DistributedTransport(
+        context.backend.device_type,
+        {each.device_type: each.dist_backend for each in backends},
+        deadline_s=config.weight_sync.deadline_s,
+    )
 
 
 def _disk(config: Config, context: WorkerContext) -> WeightTransport:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import os
+import socket
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
+from pathlib import Path
 
 import pytest
 from aiohttp import web
@@ -20,8 +22,9 @@ os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 class ThreadServer(FakeServer):
     """A fake engine on an event loop of its own in this process; a start forgets what it held."""
 
-    def __init__(self, options: Options | None = None) -> None:
+    def __init__(self, options: Options | None = None, *, host: str = "127.0.0.1") -> None:
         super().__init__(options)
+        self._host = host
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
 
@@ -37,7 +40,8 @@ class ThreadServer(FakeServer):
     def _run(self, loop: asyncio.AbstractEventLoop, address: Future[str]) -> None:
         asyncio.set_event_loop(loop)
         runner = loop.run_until_complete(self._serve())
-        address.set_result(f"http://127.0.0.1:{runner.addresses[0][1]}")
+        host = f"[{self._host}]" if ":" in self._host else self._host
+        address.set_result(f"http://{host}:{runner.addresses[0][1]}")
         loop.run_forever()
         loop.run_until_complete(runner.cleanup())
         loop.close()
@@ -45,7 +49,7 @@ class ThreadServer(FakeServer):
     async def _serve(self) -> web.AppRunner:
         runner = web.AppRunner(application(self.options), shutdown_timeout=0.1)
         await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        await web.TCPSite(runner, self._host, 0).start()
         return runner
 
     def close(self) -> None:
@@ -59,6 +63,15 @@ class ThreadServer(FakeServer):
 def short_lived() -> Iterator[FakeServer]:
     """Return a server for a test that ends it."""
     with ThreadServer() as running:
+        yield running
+
+
+@pytest.fixture
+def ipv6_server() -> Iterator[FakeServer]:
+    """Return a server that is reached over IPv6 alone."""
+    if not socket.has_ipv6 or not Path("/proc/net/if_inet6").exists():
+        pytest.skip("no IPv6")
+    with ThreadServer(host="::1") as running:
         yield running
 
 

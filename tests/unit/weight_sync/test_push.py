@@ -22,6 +22,7 @@ from anygauge.weight_sync.sharing import shared_memory
 from anygauge.weight_sync.transports.disk import DiskTransport
 from anygauge.weight_sync.transports.distributed import DistributedTransport
 from anygauge.weight_sync.transports.tensor import TensorTransport
+from anygauge_hooks.errors import RolloutError
 from anygauge_hooks.weights import WeightApi, WeightPeer, WeightTransport
 
 BUCKET = 4096
@@ -51,7 +52,7 @@ def make(transport: str, directory: Path, **options: Any) -> WeightPusher:
     makers: dict[str, Callable[[], WeightTransport]] = {
         "tensor": TensorTransport,
         "disk": lambda: DiskTransport(directory, directory / "model"),
-        "distributed": lambda: DistributedTransport("gloo", deadline_s=deadline_s),
+        "distributed": lambda: DistributedTransport("cpu", {"cpu": "gloo"}, deadline_s=deadline_s),
     }
     allocate = shared_memory if transport == "tensor" else partial(torch.empty, dtype=torch.uint8)
     given = WeightSync(transport=transport, bucket_bytes=BUCKET, **options)
@@ -229,6 +230,32 @@ def test_a_process_maps_the_memory_and_joins_the_group(tmp_path: Path) -> None:
         (failed,) = pusher.push(weights(4).items(), 4, [peer(server)]).failed
         assert "cannot be asked" in (failed.error or "")
         pusher.close()
+
+
+def test_the_group_is_formed_over_ipv6(ipv6_server: FakeServer, tmp_path: Path) -> None:
+    pusher = make("distributed", tmp_path, verify="always")
+    report = pusher.push(weights(1).items(), 1, [peer(ipv6_server)])
+    assert not report.failed, report
+    assert held(ipv6_server) == [expected(1)]
+    pusher.close()
+
+
+def test_ends_that_would_form_groups_of_another_kind_are_both_named(server: FakeServer) -> None:
+    backends = {"cpu": "gloo", "abacus": "beads"}
+    transport = DistributedTransport("cpu", backends, deadline_s=20.0)
+    for device, theirs in (("abacus", "beads"), ("sundial", "a library that is not known here")):
+        with pytest.raises(RolloutError) as caught:
+            transport.connect([peer(server), peer(server, device=device)])
+        text = str(caught.value)
+        assert f"{server.address} runs on {device!r} and forms groups with {theirs};" in text
+        assert "training rank 0 runs on 'cpu' and forms groups with gloo." in text
+
+
+def test_a_server_that_forms_groups_of_another_kind_refuses_and_names_both(server: FakeServer) -> None:
+    control = EngineControl(peer(server), deadline_s=20.0)
+    with pytest.raises(RolloutError, match="asked for a group over beads; on cpu it is over gloo"):
+        control.post("/init_weights_update_group", {"backend": "beads"}, what="the group for weights")
+    control.close()
 
 
 def test_without_flattened_broadcasts_and_sessions_tensors_go_one_by_one(

@@ -53,7 +53,7 @@ class AttachedServer:
         finally:
             await client.close()
         self._api = find_api(self._facts["version"], treat_as=self._config.rollout.sglang_version)
-        self._device_type = str(info.get("device"))
+        self._device_type = str(info.get("device") or "")
         self._facts |= {
             "installed": self._facts["version"],
             "version": self._api.version,
@@ -82,6 +82,7 @@ class AttachedServer:
         return WeightPeer(
             address=self._address,
             tensor_parallel=int(self._facts["tensor_parallel"]),
+            device=self._device_type or None,
             api=self._api.weights(self._device_type),
         )
 

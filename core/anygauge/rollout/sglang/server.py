@@ -144,6 +144,7 @@ class SGLangServer:
         return WeightPeer(
             address=self._address,
             tensor_parallel=int(self._arguments.get("tp_size", 1)),
+            device=self._device_type,
             api=self.api.weights(self._device_type),
         )
 

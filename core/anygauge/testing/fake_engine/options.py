@@ -32,6 +32,8 @@ class Options:
     """Prompt and response together, in tokens."""
     weight_version: str = "default"
     """Before the first update."""
+    device: str = "cpu"
+    """Type of the device that weights are broadcast to."""
     tp_size: int = 1
     """Processes that split the model; each has a store of weights of its own."""
     dp_size: int = 1

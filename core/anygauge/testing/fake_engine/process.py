@@ -143,7 +143,12 @@ class FakeServer:
         """Return how its version takes weights."""
         is_old = self.options.sglang == "0.5.17"
         api = WeightApi(has_session=not is_old, retracted_survive_flush=not is_old, checksums="sha256")
-        return WeightPeer(address=self.address, tensor_parallel=self.options.tp_size, api=api)
+        return WeightPeer(
+            address=self.address,
+            tensor_parallel=self.options.tp_size,
+            api=api,
+            device=self.options.device,
+        )
 
     def kill(self) -> None:
         """Kill the process, as a lack of memory would."""

@@ -255,7 +255,7 @@ async def _server_info(http: web.Request) -> web.Response:
             "tokenizer_path": options.tokenizer_path or options.model_path,
             "dp_size": options.dp_size,
             "tp_size": options.tp_size,
-            "device": "cpu",
+            "device": options.device,
             "context_length": options.context_length,
             "max_running_requests": options.slots,
             "skip_tokenizer_init": options.skip_tokenizer,

@@ -9,7 +9,6 @@ import base64
 import math
 import pickle
 from collections.abc import Mapping, Sequence
-from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,23 +16,24 @@ from anygauge.weight_sync.buckets import dtype_of
 from anygauge.weight_sync.checksum import checksum
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
+    from anygauge.testing.fake_engine.weight_device import WeightDevice
     from anygauge.weight_sync.broadcast import Membership
 
 __all__ = ["WeightStore"]
-
-_GROUP_S = 30.0
-"""Longest time for a group to form, and for one broadcast."""
 
 
 class WeightStore:
     """Named tensors, replaced one by one. Each method takes the body of SGLang's endpoint of that name.
 
+    :param device: Type of the device that broadcasts arrive on.
     :param rank: Of the process among those that split the model.
     """
 
-    def __init__(self, *, rank: int = 0) -> None:
+    def __init__(self, device: str = "cpu", *, rank: int = 0) -> None:
+        self._device = device
         self.tensors: dict[str, Tensor] = {}
         self._rank = rank
         self._groups: dict[str, Membership] = {}
@@ -41,6 +41,12 @@ class WeightStore:
         """Memory of broadcast buckets, by the names of their tensors."""
         self._changed = ""
         """The tensor that the last update changed first."""
+
+    @property
+    def _on(self) -> WeightDevice:
+        from anygauge.testing.fake_engine.weight_device import weight_device
+
+        return weight_device(self._device)
 
     def update_weights_from_tensor(self, body: Mapping[str, Any]) -> None:
         """Copy the tensors of a bucket out of the sender's memory."""
@@ -64,19 +70,7 @@ class WeightStore:
 
     def init_weights_update_group(self, body: Mapping[str, Any]) -> None:
         """Join the group that weights are broadcast in."""
-        from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore  # type: ignore[attr-defined]
-
-        from anygauge.weight_sync.broadcast import Membership
-
-        # torch registers a group once per process, and here all ranks of an engine are threads of one.
-        assert body["backend"] == "gloo", body["backend"]
-        name, timeout = body["group_name"], timedelta(seconds=_GROUP_S)
-        world = int(body["world_size"])
-        store: Any = TCPStore(body["master_address"], int(body["master_port"]), world, timeout=timeout)
-        for prefix in (name, f"{name}/", "cpu/"):
-            store = PrefixStore(prefix, store)
-        group = ProcessGroupGloo(store, int(body["rank_offset"]) + self._rank, world, timeout)
-        self._groups[name] = Membership(group, _GROUP_S)
+        self._groups[body["group_name"]] = self._on.join(body, self._rank)
 
     def destroy_weights_update_group(self, body: Mapping[str, Any]) -> None:
         """Leave a group."""
@@ -91,7 +85,7 @@ class WeightStore:
             self._receive_bucket(group, places)
             return
         for name, dtype, shape in places:
-            self.tensors[name] = group.receive(_empty(shape, dtype))
+            self.tensors[name] = group.receive(self._empty(shape, dtype_of(dtype)))
 
     def _receive_bucket(self, group: Membership, places: Sequence[tuple[str, str, Sequence[int]]]) -> None:
         """Take a bucket into the memory of the last one of these tensors: parameters stay where they are."""
@@ -101,11 +95,16 @@ class WeightStore:
         sizes = [math.prod(shape) * dtype_of(dtype).itemsize for _, dtype, shape in places]
         data = self._received.get(names)
         if data is None or data.numel() != sum(sizes):
-            data = self._received[names] = torch.empty(sum(sizes), dtype=torch.uint8)
+            data = self._received[names] = self._empty([sum(sizes)], torch.uint8)
         group.receive(data)
         parts = torch.split(data, sizes)
         for (name, dtype, shape), part in zip(places, parts, strict=True):
             self.tensors[name] = part.view(dtype_of(dtype)).reshape(tuple(shape))
+
+    def _empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        import torch
+
+        return torch.empty(tuple(shape), dtype=dtype, device=self._on.torch_device)
 
     def checksums(self) -> dict[str, str]:
         """Return the checksum of each tensor."""
@@ -118,9 +117,3 @@ class WeightStore:
         damaged = self.tensors[self._changed].clone()
         damaged.reshape(-1).view(torch.uint8)[0] ^= 1
         self.tensors[self._changed] = damaged
-
-
-def _empty(shape: Sequence[int], dtype: str) -> Tensor:
-    import torch
-
-    return torch.empty(tuple(shape), dtype=dtype_of(dtype))

@@ -34,7 +34,7 @@ class Weights:
         self._needs_session = options.sglang != "0.5.17"
         self._session = False
         self._changed = changed
-        self._stores = [WeightStore(rank=rank) for rank in range(options.tp_size)]
+        self._stores = [WeightStore(options.device, rank=rank) for rank in range(options.tp_size)]
 
     def begin(self, body: Mapping[str, Any]) -> Answer:
         """Open an update."""

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import secrets
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from anygauge.weight_sync.broadcast import Membership, Rendezvous, address_towards, join_group
+from anygauge.weight_sync.broadcast import Membership, Rendezvous, address_towards, in_url, join_group
 from anygauge.weight_sync.buckets import unpack
 from anygauge.weight_sync.control import EngineControl
 from anygauge.weight_sync.transports.tensor import last_words
@@ -30,15 +30,17 @@ FAREWELL_S = 5.0
 class DistributedTransport:
     """A process group with the servers, made anew when one of them has been started again.
 
-    :param backend: Of ``torch.distributed``.
+    :param device_type: Of the buckets; the servers must run on such devices too.
+    :param backends: The ``torch.distributed`` backend of each type of device that is known here.
     :param deadline_s: Longest time for the group to form, and for one broadcast, in seconds.
     """
 
     stages = False
     opens_session = True
 
-    def __init__(self, backend: str, *, deadline_s: float) -> None:
-        self._backend = backend
+    def __init__(self, device_type: str, backends: Mapping[str, str], *, deadline_s: float) -> None:
+        self._device_type, self._backends = device_type, backends
+        self._backend = backends[device_type]
         self._deadline_s = deadline_s
         self._members: tuple[WeightPeer, ...] = ()
         self._name = ""
@@ -49,12 +51,13 @@ class DistributedTransport:
     def connect(self, peers: Sequence[WeightPeer]) -> None:
         """Have a group with exactly these servers, as they were started last.
 
-        :raises RolloutError: One refuses to join.
+        :raises RolloutError: One refuses to join, or would form groups of another kind.
         :raises DeadlineError: One does not come.
         """
         if self._group is not None and self._members == tuple(peers):
             return
         self.abandon()
+        self._check_devices(peers)
         self._members, self._name = tuple(peers), f"anygauge-{secrets.token_hex(4)}"
         refusals: list[BaseException] = []
         rendezvous = Rendezvous(address_towards(peers[0].address), timeout_s=self._deadline_s)
@@ -86,12 +89,24 @@ class DistributedTransport:
             self.abandon()
             raise refusals[0]
 
+    def _check_devices(self, peers: Sequence[WeightPeer]) -> None:
+        """Refuse ends that no library connects: each would wait for the other until a deadline."""
+        for peer in peers:
+            if peer.device not in (None, self._device_type):
+                theirs = self._backends.get(peer.device or "", "a library that is not known here")
+                raise RolloutError(
+                    f"{peer.address} runs on {peer.device!r} and forms groups with {theirs}; "
+                    f"training rank 0 runs on {self._device_type!r} and forms groups with {self._backend}.",
+                    hint="Start the server on the same kind of device, or "
+                    'set weight_sync.transport = "disk".',
+                )
+
     def _invite(self, rendezvous: Rendezvous, refusals: list[BaseException]) -> list[threading.Thread]:
         """Ask every server to join, each in a thread: it answers once all have come."""
         threads, rank = [], 1
         for peer in self._members:
             body = {
-                "master_address": rendezvous.host,
+                "master_address": in_url(rendezvous.host),
                 "master_port": rendezvous.port,
                 "rank_offset": rank,
                 "world_size": _size(self._members),

@@ -117,7 +117,9 @@ def test_a_server_starts_answers_and_ends_with_all_that_it_made(make: Make) -> N
     facts = server.facts()
     assert server.is_alive()
     assert (facts["address"], facts["version"]) == (address, "0.5.23")
-    assert server.weight_peer() == WeightPeer(address=address, api=WeightApi(checksums="sha256"))
+    assert server.weight_peer() == WeightPeer(
+        address=address, device="cpu", api=WeightApi(checksums="sha256")
+    )
     assert f"--port {address.rpartition(':')[2]}" in facts["command"]
     assert "--nccl-port" in facts["command"]
     processes, files = family(server), traces(facts["pid"])
