@@ -1,35 +1,63 @@
-"""Build the libraries that torch-npu loads from CANN, for a simulated NPU on a host without CANN.
+"""Build the libraries that torch-npu loads from CANN, for simulated NPUs on a host without CANN.
 
 The names come from the installed torch-npu wheel: every symbol that it leaves undefined and that neither
 torch nor the C libraries define. ``acl.c`` and ``hccl.c`` implement those that matter; the rest return 0.
 Needs a C compiler, ``nm`` and ``readelf``.
-
-    python build.py DIRECTORY
 """
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
+import os
+import platform
 import re
+import shutil
 import subprocess
-import sys
+import tempfile
+from importlib.metadata import version
 from pathlib import Path
 
-__all__ = ["build"]
+__all__ = ["DEVICE", "RECORD", "build", "built"]
 
-_SOURCES = [Path(__file__).with_name(name) for name in ("acl.c", "hccl.c")]
+DEVICE, RECORD = "device", "record"
+"""Folders of libraries for ``LD_LIBRARY_PATH``: kernels that are missing fail; kernels are written down."""
+
+_HERE = Path(__file__).parent
+_SOURCES = [_HERE / name for name in ("acl.c", "hccl.c")]
+_KERNELS = _HERE / "opapi.c"
+_INPUTS = [*_SOURCES, _KERNELS, _HERE / "simulated.h", Path(__file__)]
 _LIBRARY = "libsimulated_cann.so"
 _TOOLCHAIN = re.compile(r"^(_ITM_|__gmon_start__|_ZTH|__cxa_|_Py|Py)")
 """Undefined symbols that the interpreter and the compiler's run time provide."""
+_KERNEL = re.compile(rb"(?<=\0)(aclnn[A-Z]\w*?)(?:GetWorkspaceSize)?(?=\0)")
+"""Names of kernels, which the wheel looks up while it runs."""
 
 
-def build(directory: Path) -> Path:
-    """Compile the libraries into a directory for ``LD_LIBRARY_PATH``.
+def built(cache: Path) -> Path:
+    """Return the folder of libraries for the sources and the wheels that are here; build it if it is missing.
 
-    :param directory: Made if it is missing.
-    :returns: The directory.
+    :param cache: Holds one folder for each state of the sources and version of torch-npu.
     """
-    directory.mkdir(parents=True, exist_ok=True)
+    parts = [path.read_bytes() for path in _INPUTS]
+    parts += [text.encode() for text in (version("torch"), version("torch-npu"), platform.machine())]
+    folder = cache / hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
+    if not folder.is_dir():
+        cache.mkdir(parents=True, exist_ok=True)
+        unfinished = Path(tempfile.mkdtemp(dir=cache))
+        try:
+            build(unfinished)
+            os.replace(unfinished, folder)
+        except OSError:
+            if not folder.is_dir():  # another process may have been first
+                raise
+        finally:
+            shutil.rmtree(unfinished, ignore_errors=True)
+    return folder
+
+
+def build(directory: Path) -> None:
+    """Compile the libraries into the folders :data:`DEVICE` and :data:`RECORD` of a directory."""
     package = _package("torch_npu")
     users = [*package.glob("_C*.so"), *(package / "lib").glob("lib*.so")]
     users = [path for path in users if path.name != "libop_plugin_atb.so"]
@@ -39,18 +67,20 @@ def build(directory: Path) -> Path:
     rest = directory / "rest.c"
     rest.write_text("".join(f"long {name}(void) {{ return 0; }}\n" for name in sorted(missing)))
     _compile(directory / _LIBRARY, [*_SOURCES, rest])
-    for name in _needed(users):
-        link = directory / name
-        link.unlink(missing_ok=True)
-        link.symlink_to(_LIBRARY)
-    return directory
+    kernels = sorted(_kernels(users) - {"aclnnConstantPadNd"})
+    (directory / "kernels.inc").write_text("".join(f"KERNEL({name})\n" for name in kernels))
+    for folder, options in ((DEVICE, []), (RECORD, ["-DRECORD", f"-I{directory}"])):
+        (directory / folder).mkdir()
+        _compile(directory / folder / "libopapi.so", [_KERNELS], *options)
+        for name in _needed(users):
+            (directory / folder / name).symlink_to(Path("..") / _LIBRARY)
 
 
 def _package(name: str) -> Path:
     """Return a package's folder without importing it: torch-npu cannot be imported yet."""
     spec = importlib.util.find_spec(name)
-    assert spec is not None, f"{name} is not installed"
-    assert spec.origin is not None
+    if spec is None or spec.origin is None:
+        raise ModuleNotFoundError(f"{name} is not installed: run `make test-npu-sim` once for an environment")
     return Path(spec.origin).parent
 
 
@@ -90,13 +120,16 @@ def _needed(paths: list[Path]) -> set[str]:
     return {name for name in names - present if not name.startswith("ld-linux")}
 
 
-def _compile(target: Path, sources: list[Path]) -> None:
-    _run("cc", "-O1", "-fPIC", "-shared", "-w", "-o", str(target), *map(str, sources))
+def _kernels(paths: list[Path]) -> set[str]:
+    return {match[1].decode() for path in paths for match in _KERNEL.finditer(path.read_bytes())}
+
+
+def _compile(target: Path, sources: list[Path], *options: str) -> None:
+    _run("cc", "-O2", "-fPIC", "-shared", "-w", *options, "-o", str(target), *map(str, sources))
 
 
 def _run(*command: str) -> str:
-    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
-
-
-if __name__ == "__main__":
-    build(Path(sys.argv[1]))
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    if done.returncode != 0:
+        raise RuntimeError(f"{' '.join(command)}: {done.stderr.strip()}")
+    return done.stdout

@@ -5,20 +5,17 @@ python two_steps.py {cpu,npu}
 
 from __future__ import annotations
 
-import importlib
 import json
 import sys
 from typing import Any
 
-import pluggy
 import torch
 import torch.distributed as dist
 
 from anygauge.device import seed_everything
 from anygauge.engines.megatron.prepare import prepare_megatron
 from anygauge.engines.megatron.scope import make_scope
-from anygauge.plugins import Plugins, select_backend
-from anygauge_hooks import PROJECT, specs
+from anygauge.plugins import load_plugins, select_backend
 from anygauge_hooks.types import BackendSpec
 
 STEPS = 2
@@ -27,11 +24,7 @@ WIDTH = 16
 
 def main(name: str) -> None:
     """Select the backend, train inside its scope, and report."""
-    plugins = Plugins(pluggy.PluginManager(PROJECT))
-    plugins.manager.add_hookspecs(specs)
-    plugins.register(importlib.import_module(f"anygauge_{name}.plugin"), name)
-    if name == "npu":
-        importlib.import_module("simulated").install()
+    plugins = load_plugins()
     backend, _ = select_backend(plugins, name)
     plugins.prepare_worker(backend, "actor", "before_vendor_import")
     device = plugins.make_device(backend, 0)

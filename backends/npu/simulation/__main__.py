@@ -1,0 +1,138 @@
+"""Run a command on simulated NPUs: ``python backends/npu/simulation --devices 2 -- COMMAND...``."""
+
+from __future__ import annotations
+
+import argparse
+import glob
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+sys.path[0] = str(HERE.parent)  # the package by its name, and no module of it by a bare one
+
+from simulation.build import DEVICE, RECORD, built  # noqa: E402
+
+CACHE = "SIMULATED_NPU_CACHE"
+METADATA = {
+    "METADATA": "Metadata-Version: 2.1\nName: anygauge-npu-simulation\nVersion: 0.1.0\n",
+    "entry_points.txt": "[anygauge.plugins]\nnpu_simulation = simulation.plugin\n",
+}
+"""What makes the plugin found by the processes of a run, and by no others."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit status."""
+    options = _parser().parse_args(arguments)
+    command = options.command[1:] if options.command[:1] == ["--"] else options.command
+    if not command:
+        _parser().error("no command: python backends/npu/simulation -- COMMAND...")
+    refusal = _refusal()
+    if refusal is not None:
+        sys.stderr.write(f"The simulation does not start here: {refusal}.\n")
+        return 2
+    libraries = built(options.cache)
+    scratch = Path(tempfile.mkdtemp(prefix="simulated-npu-"))
+    try:
+        environ = _environment(options, libraries, scratch)
+        sys.stderr.write(f"{_banner(options)}\n")
+        sys.stderr.flush()
+        return _run(command, {**os.environ, **environ})
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python backends/npu/simulation",
+        description="Run a command on SIMULATED Ascend NPUs: plumbing and contracts, no numerics, no speed.",
+    )
+    parser.add_argument("--devices", type=int, default=1, metavar="N", help="how many (1)")
+    parser.add_argument(
+        "--soc", default="Ascend910B3", metavar="NAME", help="what they say they are (%(default)s)"
+    )
+    parser.add_argument(
+        "--memory-mib", type=int, default=8192, metavar="N", help="memory of each (%(default)s)"
+    )
+    parser.add_argument(
+        "--timeout", type=int, default=60, metavar="SECONDS", help="deadline of a collective (%(default)s)"
+    )
+    parser.add_argument(
+        "--record",
+        type=Path,
+        metavar="FILE",
+        help="compute NOTHING, and write every kernel's name and tensors here",
+    )
+    parser.add_argument(
+        "--cache", type=Path, default=_cache(), metavar="DIR", help="built libraries (%(default)s)"
+    )
+    parser.add_argument("command", nargs=argparse.REMAINDER, help="what to run")
+    return parser
+
+
+def _cache() -> Path:
+    given = os.environ.get(CACHE)
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(given) if given else Path(base) / "anygauge" / "npu-simulation"
+
+
+def _refusal() -> str | None:
+    """Return why nothing is simulated on this host, where it could be taken for the real thing."""
+    devices = glob.glob("/dev/davinci[0-9]*")
+    if devices:
+        return f"it has an NPU ({devices[0]})"
+    for name in ("ASCEND_HOME_PATH", "ASCEND_TOOLKIT_HOME"):
+        if os.environ.get(name):
+            return f"CANN is set up ({name}={os.environ[name]})"
+    return None
+
+
+def _environment(options: argparse.Namespace, libraries: Path, scratch: Path) -> Mapping[str, str]:
+    plugin = scratch / "plugin"
+    metadata = plugin / "anygauge_npu_simulation-0.1.0.dist-info"
+    metadata.mkdir(parents=True)
+    for name, text in METADATA.items():
+        (metadata / name).write_text(text)
+    path = [] if options.record else [str(plugin)]
+    path += [str(HERE.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    folder = libraries / (RECORD if options.record else DEVICE)
+    environ = {
+        "LD_LIBRARY_PATH": os.pathsep.join(filter(None, [str(folder), os.environ.get("LD_LIBRARY_PATH")])),
+        "PYTHONPATH": os.pathsep.join(path),
+        "SIMULATED_NPU_DEVICES": str(options.devices),
+        "SIMULATED_NPU_SOC": options.soc,
+        "SIMULATED_NPU_MEMORY_MIB": str(options.memory_mib),
+        "SIMULATED_NPU_SCRATCH": str(scratch),
+        "SIMULATED_NPU_TIMEOUT_S": str(options.timeout),
+        "TASK_QUEUE_ENABLE": "0",  # operators run when they are called: the host reads finished results
+        "TORCH_NPU_FALLBACK_CPU_DISABLE": "1",  # an operator without a kernel is an error
+        "TORCH_DEVICE_BACKEND_AUTOLOAD": "1",
+    }
+    if options.record:
+        options.record.unlink(missing_ok=True)
+        environ["SIMULATED_NPU_RECORD"] = str(options.record.resolve())
+    return environ
+
+
+def _banner(options: argparse.Namespace) -> str:
+    what = "kernels are recorded and compute NOTHING" if options.record else "kernels run on the host"
+    return f"SIMULATED: {options.devices} x {options.soc}, no hardware, no CANN; {what}."
+
+
+def _run(command: Sequence[str], environ: Mapping[str, str]) -> int:
+    """Run until the command ends; hand on what would end this process, so that the scratch is removed."""
+    child = subprocess.Popen(command, env=environ)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda received, _: child.send_signal(received))
+    signal.signal(signal.SIGINT, lambda *_: None)  # a terminal sends it to the command as well
+    status = child.wait()
+    return status if status >= 0 else 128 - status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

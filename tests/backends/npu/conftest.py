@@ -1,0 +1,62 @@
+"""Programs on simulated NPUs: plumbing and contracts, never an Ascend's numerics.
+
+They need an environment of their own: ``make test-npu-sim``.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+SIMULATION = ROOT / "backends" / "npu" / "simulation"
+SOURCES = ("core", "hooks", "models", "backends/cpu", "backends/npu")
+
+Run = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+def run(*command: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    """Run a command in a fresh process: the loader reads its search path once."""
+    path = os.pathsep.join(str(ROOT / source) for source in SOURCES)
+    return subprocess.run(
+        command,
+        env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"} | environ,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+
+
+@pytest.fixture(scope="session")
+def simulated() -> Run:
+    """Return a function that runs Python with its arguments on simulated NPUs.
+
+    ``simulated("program.py", "argument", options=["--devices", "2"], NAME="variable")``
+    """
+    if importlib.util.find_spec("torch_npu") is None:
+        pytest.skip("needs torch-npu: run `make test-npu-sim`")
+
+    def simulate(
+        *arguments: str, options: tuple[str, ...] | list[str] = (), **environ: str
+    ) -> subprocess.CompletedProcess[str]:
+        launcher = [sys.executable, str(SIMULATION), *options, "--", sys.executable, *arguments]
+        return run(*launcher, **environ)
+
+    return simulate
+
+
+@pytest.fixture(scope="session")
+def on_host() -> Run:
+    """Return a function that runs Python with its arguments without torch-npu, on the same wheels."""
+
+    def execute(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
+        return run(sys.executable, *arguments, TORCH_DEVICE_BACKEND_AUTOLOAD="0", **environ)
+
+    return execute
