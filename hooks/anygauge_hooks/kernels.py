@@ -20,11 +20,15 @@ __all__ = [
     "GroupedMatmul",
     "KernelImpl",
     "KernelOp",
+    "LayerNorm",
     "LinearLogprob",
     "RmsNorm",
     "RotaryEmbedding",
     "Swiglu",
+    "TokenPermute",
+    "TokenUnpermute",
     "Tolerance",
+    "TopkRouter",
     "VarlenAttention",
     "VocabParallelLogprob",
 ]
@@ -33,10 +37,14 @@ KernelOp = Literal[
     "causal_conv1d",
     "gated_delta_rule",
     "grouped_matmul",
+    "layer_norm",
     "linear_logprob",
     "rms_norm",
     "rotary_embedding",
     "swiglu",
+    "token_permute",
+    "token_unpermute",
+    "topk_router",
     "varlen_attention",
     "vocab_parallel_logprob",
 ]
@@ -83,6 +91,19 @@ class RmsNorm(Protocol):
         """
 
 
+class LayerNorm(Protocol):
+    """Layer norm over the last dimension, https://arxiv.org/abs/1607.06450 equation 4."""
+
+    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+        """Return ``(x - mean(x)) / sqrt(var(x) + eps) * weight + bias``, the mean and variance in float32.
+
+        :param x: ``[..., D]``, float32 or bfloat16.
+        :param weight: ``[D]``, the dtype of ``x``.
+        :param bias: ``[D]``, the dtype of ``x``.
+        :returns: ``[..., D]``, the dtype of ``x``.
+        """
+
+
 class RotaryEmbedding(Protocol):
     """Rotary position embedding, https://arxiv.org/abs/2104.09864 section 3.4, in the half-rotated layout."""
 
@@ -121,8 +142,12 @@ class VarlenAttention(Protocol):
         *,
         causal: bool,
         key_lengths: Sequence[int] | None = None,
-    ) -> Tensor:
+        return_lse: bool = False,
+    ) -> Tensor | tuple[Tensor, Tensor]:
         """Attend within each packed sequence.
+
+        Where the keys of a query are attended to in parts, the parts' outputs, each times the exponential of
+        its log-sum-exp, add up to the whole.
 
         :param q: ``[T, H, D]``.
         :param k: ``[S, K, D]`` with ``H % K == 0``; query head ``h`` reads key head ``h // (H / K)``.
@@ -130,10 +155,12 @@ class VarlenAttention(Protocol):
         :param lengths: Host integers, each >= 0, that sum to ``T``.
         :param scale: Multiplies the scores.
         :param causal: Whether a token sees only itself and what is before it in its sequence.
-        :param key_lengths: Host integers that sum to ``S``, none below its entry in ``lengths``; the queries
-            of a sequence are then its last tokens, as they are for a part of it under context parallelism.
-            ``None`` says that they are ``lengths``.
-        :returns: ``[T, H, E]``.
+        :param key_lengths: Host integers that sum to ``S``. ``None`` says that they are ``lengths``. If
+            causal, none is below its entry in ``lengths``, and the queries of a sequence are its last tokens,
+            as they are for a part of it under context parallelism. If not, a sequence with queries has a key.
+        :param return_lse: Whether the log-sum-exp of the scaled scores of each query is a second output,
+            ``[T, H]``, float32, in nats. It carries no gradient.
+        :returns: ``[T, H, E]``, the dtype of ``q``.
         """
 
 
@@ -207,6 +234,79 @@ class GroupedMatmul(Protocol):
         :param weight: ``[E, N, K]``, the dtype of ``x``.
         :param tokens_per_expert: ``[E]``, int64, on any device; sums to ``T``. An expert may have none.
         :returns: ``[T, N]``, the dtype of ``x``.
+        """
+
+
+class TopkRouter(Protocol):
+    """The choice of experts and their weights, https://arxiv.org/abs/2101.03961 section 2.1.
+
+    Groups and a bias are those of DeepSeek-V3, https://arxiv.org/abs/2412.19437 section 2.1.2.
+    """
+
+    def __call__(
+        self,
+        logits: Tensor,
+        topk: int,
+        *,
+        score_function: Literal["softmax", "sigmoid"],
+        pre_softmax: bool = False,
+        num_groups: int | None = None,
+        group_topk: int | None = None,
+        scaling_factor: float | None = None,
+        expert_bias: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Return the weights of the experts of each token, and which they are.
+
+        The experts with the highest scores are chosen. For ``sigmoid`` a score is the sigmoid of the logit,
+        and the weights are the scores of the chosen over their sum plus 1e-20, or the score itself if
+        ``topk`` is 1. For ``softmax`` the weights are the softmax over the logits of the chosen, or, with
+        ``pre_softmax``, the softmax over all logits as it is.
+
+        Which of experts with equal scores is chosen, and in which order the chosen come, is not said.
+
+        :param logits: ``[T, E]``, float32 or bfloat16; computed in float32.
+        :param topk: Experts per token, ``K``.
+        :param pre_softmax: Of ``softmax`` alone.
+        :param num_groups: Divides ``E``: so many groups of neighbouring experts are there.
+        :param group_topk: Divides ``K`` and is at most ``num_groups``: the experts of a token are chosen from
+            so many groups. A group counts the sum of its ``K / group_topk`` highest scores. Both or neither
+            are given.
+        :param scaling_factor: Multiplies the weights.
+        :param expert_bias: ``[E]``, float32, of ``sigmoid`` alone: added to the scores for the choice, of
+            groups too, and not in the weights. It gets no gradient.
+        :returns: Weights ``[T, K]``, the dtype of ``logits``, and expert numbers ``[T, K]``, int64.
+        """
+
+
+class TokenPermute(Protocol):
+    """Copies of tokens, one for each of their experts, sorted by expert: what comes before the experts."""
+
+    def __call__(
+        self, tokens: Tensor, probs: Tensor, routing_map: Tensor, topk: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the copies, their weights, and where each token's copies went.
+
+        The rows of an expert are in the order of the tokens. The gradient of a token is the sum over its
+        copies, in float32.
+
+        :param tokens: ``[T, H]``.
+        :param probs: ``[T, E]``, float32 or the dtype of ``tokens``. What is not chosen gets gradient 0.
+        :param routing_map: ``[T, E]``, bool, with exactly ``topk`` experts per token.
+        :param topk: ``K``, a host integer, so that the number of rows needs no look at the map.
+        :returns: The tokens ``[T K, H]`` and their weights ``[T K]``, in the dtypes that they had, and
+            ``rows [T, K]``, int32 or int64: which rows a token's copies are, in ascending order.
+        """
+
+
+class TokenUnpermute(Protocol):
+    """The sum of what the experts made of each token: what comes after the experts."""
+
+    def __call__(self, permuted: Tensor, rows: Tensor) -> Tensor:
+        """Return ``sum_k permuted[rows[t, k]]`` for each token ``t``, summed in float32.
+
+        :param permuted: ``[T K, H]``.
+        :param rows: ``[T, K]``, int32 or int64, of :class:`TokenPermute`: each row once.
+        :returns: ``[T, H]``, the dtype of ``permuted``.
         """
 
 

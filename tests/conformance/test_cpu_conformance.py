@@ -38,6 +38,11 @@ def grouped_matmul(x, weight, tokens_per_expert):
     return reference.grouped_matmul(x, weight, tokens_per_expert)
 
 
+def layer_norm(x, weight, bias, eps):
+    """Divides by the root mean square of what it does not centre."""
+    return reference.rms_norm(x, weight, eps) + bias
+
+
 def rms_norm(x, weight, eps):
     """Forgets epsilon."""
     return reference.rms_norm(x, weight, 0.0)
@@ -55,10 +60,28 @@ def swiglu(gate_up):
     return torch.sigmoid(gate).detach() * gate * up
 
 
-def varlen_attention(q, k, v, lengths, scale, *, causal, key_lengths=None):
+def token_permute(tokens, probs, routing_map, topk):
+    """Gives weights that are not chosen a gradient."""
+    permuted, weights, rows = reference.token_permute(tokens, probs, routing_map, topk)
+    return permuted, weights + 0.1 * (probs.sum() - probs.sum().detach()), rows
+
+
+def token_unpermute(permuted, rows):
+    """Leaves out the last copy of each token, if there are several."""
+    return reference.token_unpermute(permuted, rows[:, :-1] if rows.shape[1] > 1 else rows)
+
+
+def topk_router(logits, topk, *, expert_bias=None, **options):
+    """Forgets the bias."""
+    return reference.topk_router(logits, topk, **options)
+
+
+def varlen_attention(q, k, v, lengths, scale, *, causal, key_lengths=None, return_lse=False):
     """Gives query heads the wrong key heads."""
     k, v = (x.repeat(1, q.shape[1] // x.shape[1], 1) for x in (k, v))
-    return reference.varlen_attention(q, k, v, lengths, scale, causal=causal, key_lengths=key_lengths)
+    return reference.varlen_attention(
+        q, k, v, lengths, scale, causal=causal, key_lengths=key_lengths, return_lse=return_lse
+    )
 
 
 def vocab_parallel_logprob(logits, targets, temperature, group, *, entropy_grad):

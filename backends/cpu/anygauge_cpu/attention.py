@@ -37,7 +37,8 @@ def varlen_attention(
     *,
     causal: bool,
     key_lengths: Sequence[int] | None = None,
-) -> Tensor:
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
     """Attend within each packed sequence, computed in float32.
 
     :param q: ``[T, H, D]``.
@@ -46,15 +47,39 @@ def varlen_attention(
     :param lengths: Sum to ``T``.
     :param scale: Multiplies the scores.
     :param causal: Whether a token sees only itself and what is before it.
-    :param key_lengths: Sum to ``S``; the queries of a sequence are its last tokens. ``None``: ``lengths``.
-    :returns: ``[T, H, E]``.
+    :param key_lengths: Sum to ``S``; if causal, the queries of a sequence are its last tokens. ``None``:
+        ``lengths``.
+    :param return_lse: Whether the log-sum-exp of the scaled scores, ``[T, H]``, is a second output. It
+        carries no gradient.
+    :returns: ``[T, H, E]``, the dtype of ``q``.
     """
     sizes = tuple(lengths)
     key_sizes = sizes if key_lengths is None else tuple(key_lengths)
     wide = q.float(), k.float(), v.float()
     if sizes == key_sizes and sizes and min(sizes) == max(sizes) > 0:
-        return _attend_equal(*wide, sizes, scale, causal).to(q.dtype)
-    return _attend_ragged(*wide, sizes, key_sizes, scale, causal).to(q.dtype)
+        output = _attend_equal(*wide, sizes, scale, causal).to(q.dtype)
+    else:
+        output = _attend_ragged(*wide, sizes, key_sizes, scale, causal).to(q.dtype)
+    if not return_lse:
+        return output
+    return output, _log_sum_exp(*wide[:2], sizes, key_sizes, scale, causal)
+
+
+@torch.no_grad()
+def _log_sum_exp(
+    q: Tensor, k: Tensor, lengths: Sequence[int], key_lengths: Sequence[int], scale: float, causal: bool
+) -> Tensor:
+    """Return the log-sum-exp ``[T, H]`` of the scores, which torch's attention keeps to itself."""
+    key_heads = k.shape[1]
+    shared = q.shape[1] // key_heads
+    sums = []
+    for queries, keys in zip(torch.split(q, [*lengths, 0]), torch.split(k, [*key_lengths, 0]), strict=True):
+        grouped = queries.reshape(len(queries), key_heads, shared, q.shape[2])
+        scores = torch.einsum("qkrd,skd->qkrs", grouped, keys).mul_(scale).flatten(1, 2)
+        if causal:
+            scores += _future(len(queries), len(keys), 1).unsqueeze(1)
+        sums.append(scores.logsumexp(-1))
+    return torch.cat(sums)
 
 
 def _attend_equal(

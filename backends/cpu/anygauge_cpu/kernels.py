@@ -17,7 +17,7 @@ from anygauge_cpu.logprob import vocab_parallel_logprob
 from anygauge_cpu.recurrence import causal_conv1d, gated_delta_rule
 from anygauge_hooks.kernels import KernelImpl, KernelOp
 
-__all__ = ["cpu_kernels", "rms_norm", "rotary_embedding", "swiglu"]
+__all__ = ["cpu_kernels", "layer_norm", "rms_norm", "rotary_embedding", "swiglu"]
 
 
 def cpu_kernels() -> list[KernelImpl]:
@@ -26,6 +26,7 @@ def cpu_kernels() -> list[KernelImpl]:
         "causal_conv1d": causal_conv1d,
         "gated_delta_rule": gated_delta_rule,
         "grouped_matmul": grouped_matmul,
+        "layer_norm": layer_norm,
         "rms_norm": rms_norm,
         "rotary_embedding": rotary_embedding,
         "swiglu": swiglu,
@@ -33,6 +34,18 @@ def cpu_kernels() -> list[KernelImpl]:
         "vocab_parallel_logprob": vocab_parallel_logprob,
     }
     return [KernelImpl(op=op, fn=fn, source=f"{fn.__module__}.{fn.__name__}") for op, fn in functions.items()]
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    """Return the layer norm of ``x``: torch's own, in float32, because it rounds the mean of a bfloat16 row.
+
+    :param x: ``[..., D]``.
+    :param weight: ``[D]``.
+    :param bias: ``[D]``.
+    :param eps: Added to the variance.
+    :returns: ``[..., D]``, the dtype of ``x``.
+    """
+    return F.layer_norm(x.float(), weight.shape, weight.float(), bias.float(), eps).to(x.dtype)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -7,7 +7,7 @@ measures a backend's kernels against.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -18,13 +18,18 @@ from anygauge_hooks.kernels import VocabParallelLogprob
 
 __all__ = [
     "causal_conv1d",
+    "expert_weights",
     "gated_delta_rule",
     "grouped_matmul",
+    "layer_norm",
     "linear_logprob",
     "rms_norm",
     "rotary_embedding",
     "swiglu",
     "through_logits",
+    "token_permute",
+    "token_unpermute",
+    "topk_router",
     "varlen_attention",
     "vocab_parallel_logprob",
 ]
@@ -151,6 +156,21 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return (normed * weight).to(x.dtype)
 
 
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    """Return the layer norm of ``x``, https://arxiv.org/abs/1607.06450 equation 4.
+
+    :param x: ``[..., D]``.
+    :param weight: ``[D]``.
+    :param bias: ``[D]``.
+    :param eps: Added to the variance.
+    :returns: ``[..., D]``, the dtype of ``x``.
+    """
+    wide = _widen(x)
+    centred = wide - wide.mean(-1, keepdim=True)
+    normed = centred * torch.rsqrt(centred.square().mean(-1, keepdim=True) + eps)
+    return (normed * weight + bias).to(x.dtype)
+
+
 def rotary_embedding(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     """Rotate queries and keys, https://arxiv.org/abs/2104.09864 equation 34 in the half-rotated layout.
 
@@ -181,6 +201,159 @@ def swiglu(gate_up: Tensor) -> Tensor:
     return (F.silu(_widen(gate)) * up).to(gate_up.dtype)
 
 
+def topk_router(
+    logits: Tensor,
+    topk: int,
+    *,
+    score_function: Literal["softmax", "sigmoid"],
+    pre_softmax: bool = False,
+    num_groups: int | None = None,
+    group_topk: int | None = None,
+    scaling_factor: float | None = None,
+    expert_bias: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return the weights of the experts of each token, and which they are.
+
+    :param logits: ``[T, E]``.
+    :param topk: Experts per token, ``K``.
+    :param score_function: What is chosen by, and weighed with.
+    :param pre_softmax: Whether the softmax is over all experts instead of the chosen.
+    :param num_groups: So many groups of neighbouring experts are there.
+    :param group_topk: The experts of a token are chosen from so many groups.
+    :param scaling_factor: Multiplies the weights.
+    :param expert_bias: ``[E]``, added to the sigmoid for the choice alone.
+    :returns: Weights ``[T, K]``, the dtype of ``logits``, and expert numbers ``[T, K]``, int64.
+    """
+    scores = _widen(logits.detach())
+    if score_function == "sigmoid":
+        scores = scores.sigmoid() if expert_bias is None else scores.sigmoid() + expert_bias
+    elif pre_softmax:
+        scores = scores.softmax(1)
+    if num_groups and group_topk:
+        scores = _of_the_best_groups(scores, topk, num_groups, group_topk)
+    chosen = scores.topk(topk, dim=1).indices
+    weights = expert_weights(
+        logits,
+        chosen,
+        score_function=score_function,
+        pre_softmax=pre_softmax,
+        scaling_factor=scaling_factor,
+    )
+    return weights, chosen
+
+
+def _of_the_best_groups(scores: Tensor, topk: int, num_groups: int, group_topk: int) -> Tensor:
+    """Return the scores ``[T, E]``, minus infinity outside the groups of each token."""
+    grouped = scores.view(len(scores), num_groups, scores.shape[1] // num_groups)
+    best = grouped.topk(topk // group_topk, dim=2).values.sum(2).topk(group_topk, dim=1).indices
+    outside = torch.ones(grouped.shape[:2], dtype=torch.bool, device=scores.device).scatter(
+        1, best, value=False
+    )
+    return grouped.masked_fill(outside.unsqueeze(2), -torch.inf).flatten(1)
+
+
+def expert_weights(
+    logits: Tensor,
+    chosen: Tensor,
+    *,
+    score_function: Literal["softmax", "sigmoid"],
+    pre_softmax: bool = False,
+    scaling_factor: float | None = None,
+) -> Tensor:
+    """Return how much each chosen expert counts: what :func:`topk_router` makes of its own choice.
+
+    :param logits: ``[T, E]``.
+    :param chosen: ``[T, K]``, int64, expert numbers.
+    :returns: ``[T, K]``, the dtype of ``logits``.
+    """
+    wide = _widen(logits)
+    if score_function == "sigmoid":
+        scores = wide.sigmoid().gather(1, chosen)
+        weights = scores / (scores.sum(1, keepdim=True) + 1e-20) if chosen.shape[1] > 1 else scores
+    elif pre_softmax:
+        weights = wide.softmax(1).gather(1, chosen)
+    else:
+        weights = wide.gather(1, chosen).softmax(1)
+    return (weights if scaling_factor is None else weights * scaling_factor).to(logits.dtype)
+
+
+def token_permute(
+    tokens: Tensor, probs: Tensor, routing_map: Tensor, topk: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return a copy of each token for each of its experts, sorted by expert.
+
+    :param tokens: ``[T, H]``.
+    :param probs: ``[T, E]``.
+    :param routing_map: ``[T, E]``, bool, with ``topk`` experts per token.
+    :param topk: ``K``.
+    :returns: The tokens ``[T K, H]``, their weights ``[T K]``, and ``rows [T, K]``, int64: which rows a
+        token's copies are, in ascending order.
+    """
+    count, experts = routing_map.shape
+    by_expert = routing_map.t()
+    places = by_expert.flatten().cumsum(0).view(experts, count).t() - 1
+    rows = places.masked_select(routing_map).view(count, topk)
+    permuted: Tensor = _Spread.apply(tokens, rows)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+    return permuted, probs.t().masked_select(by_expert), rows
+
+
+def token_unpermute(permuted: Tensor, rows: Tensor) -> Tensor:
+    """Return ``sum_k permuted[rows[t, k]]`` for each token ``t``, summed in float32.
+
+    :param permuted: ``[T K, H]``.
+    :param rows: ``[T, K]``, each row once.
+    :returns: ``[T, H]``, the dtype of ``permuted``.
+    """
+    total: Tensor = _Collect.apply(permuted, rows)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+    return total
+
+
+class _Spread(torch.autograd.Function):
+    """Copy each token to its rows; the gradient is their sum."""
+
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, rows: Tensor) -> Tensor:
+        """Return the copies."""
+        ctx.save_for_backward(rows)
+        return _spread(tokens, rows)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        """Return the sum of the gradients of the copies."""
+        return _collect(grads[0], *ctx.saved_tensors), None
+
+
+class _Collect(torch.autograd.Function):
+    """Sum the rows of each token; the gradient is a copy for each."""
+
+    @staticmethod
+    def forward(ctx: Any, permuted: Tensor, rows: Tensor) -> Tensor:
+        """Return the sums."""
+        ctx.save_for_backward(rows)
+        return _collect(permuted, rows)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        """Return the copies of the gradient."""
+        return _spread(grads[0], *ctx.saved_tensors), None
+
+
+def _spread(tokens: Tensor, rows: Tensor) -> Tensor:
+    """Return ``[T K, H]``."""
+    copies = tokens.new_empty(rows.numel(), tokens.shape[1])
+    for column in rows.long().unbind(1):
+        copies[column] = tokens
+    return copies
+
+
+def _collect(permuted: Tensor, rows: Tensor) -> Tensor:
+    """Return ``[T, H]``."""
+    total = _widen(permuted.new_zeros(len(rows), permuted.shape[1]))
+    for column in rows.unbind(1):
+        total += permuted.index_select(0, column)
+    return total.to(permuted.dtype)
+
+
 def varlen_attention(
     q: Tensor,
     k: Tensor,
@@ -190,7 +363,8 @@ def varlen_attention(
     *,
     causal: bool,
     key_lengths: Sequence[int] | None = None,
-) -> Tensor:
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
     """Attend within each packed sequence.
 
     :param q: ``[T, H, D]``.
@@ -199,25 +373,30 @@ def varlen_attention(
     :param lengths: Sum to ``T``.
     :param scale: Multiplies the scores.
     :param causal: Whether a token sees only itself and what is before it.
-    :param key_lengths: Sum to ``S``; the queries of a sequence are its last tokens. ``None``: ``lengths``.
-    :returns: ``[T, H, E]``.
+    :param key_lengths: Sum to ``S``; if causal, the queries of a sequence are its last tokens. ``None``:
+        ``lengths``.
+    :param return_lse: Whether the log-sum-exp of the scaled scores, ``[T, H]``, is a second output. It
+        carries no gradient.
+    :returns: ``[T, H, E]``, the dtype of ``q``.
     """
     repeats = q.shape[1] // k.shape[1]
     keys, values = (_widen(x).repeat_interleave(repeats, dim=1) for x in (k, v))
     sizes = lengths if key_lengths is None else key_lengths
     # one empty sequence at the end, so that there is at least one
     parts = (torch.split(x, [*n, 0]) for x, n in ((_widen(q), lengths), (keys, sizes), (values, sizes)))
-    outputs = [_attend(qs, ks, vs, scale, causal) for qs, ks, vs in zip(*parts, strict=True)]
-    return torch.cat(outputs).to(q.dtype)
+    results = [_attend(qs, ks, vs, scale, causal) for qs, ks, vs in zip(*parts, strict=True)]
+    outputs, sums = (torch.cat(x) for x in zip(*results, strict=True))
+    return (outputs.to(q.dtype), sums) if return_lse else outputs.to(q.dtype)
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> Tensor:
+def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
+    """Return the output and the log-sum-exp of one sequence."""
     scores = torch.einsum("qhd,khd->hqk", q, k) * scale
     if causal:
         before = k.shape[0] - q.shape[0]
         future = torch.ones(scores.shape[1:], dtype=torch.bool, device=q.device).triu(1 + before)
         scores = scores.masked_fill(future, -torch.inf)
-    return torch.einsum("hqk,khd->qhd", scores.softmax(-1), v)
+    return torch.einsum("hqk,khd->qhd", scores.softmax(-1), v), scores.detach().logsumexp(-1).t()
 
 
 def linear_logprob(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -32,6 +32,12 @@ class Case:
     facts: Mapping[str, Any] = field(default_factory=dict)
     wide: tuple[int, ...] = ()
     """Which tensors are float32 whatever the dtype under test."""
+    wide_outputs: tuple[int, ...] = ()
+    """The same of the outputs."""
+    keyword: str | None = None
+    """The name of the last tensor, where the op takes that by keyword."""
+    settle: Callable[..., tuple[Tensor, ...]] = lambda *outputs: outputs
+    """Makes outputs that the op leaves some freedom comparable."""
 
     def __str__(self) -> str:
         return f"{self.op}-{self.name}"
@@ -84,6 +90,16 @@ def rms_norm_case(*shape: int, magnitude: float = 1.0) -> Case:
     )
 
 
+def layer_norm_case(*shape: int, magnitude: float = 1.0, shift: float = 0.0) -> Case:
+    return Case(
+        "layer_norm",
+        f"{'x'.join(map(str, shape))}-{magnitude:g}-{shift:g}",
+        lambda: (magnitude * normal(*shape) + shift, normal(shape[-1]), normal(shape[-1])),
+        3,
+        (1e-6,),
+    )
+
+
 def rotary_case(tokens: int, heads: int, key_heads: int, width: int, rotary: int) -> Case:
     def tensors() -> tuple[Tensor, ...]:
         angles = 6 * torch.rand(tokens, rotary, dtype=torch.float64)
@@ -112,7 +128,7 @@ def attention_case(
         3,
         (tuple(lengths), width**-0.5),
         {"causal": causal},
-        {"head_dim": width, "value_dim": width, "causal": causal},
+        {"head_dim": width, "value_dim": width, "causal": causal, "return_lse": False},
     )
 
 
@@ -173,8 +189,110 @@ def prefix_case(
         3,
         (tuple(lengths), width**-0.5),
         {"causal": causal, "key_lengths": tuple(key_lengths)},
-        {"head_dim": width, "value_dim": value_width, "causal": causal},
+        {"head_dim": width, "value_dim": value_width, "causal": causal, "return_lse": False},
     )
+
+
+def with_lse(case: Case) -> Case:
+    """Return a case of attention that asks for the log-sum-exp too."""
+    return replace(
+        case,
+        name=f"{case.name}-lse",
+        options={**case.options, "return_lse": True},
+        facts={**case.facts, "return_lse": True},
+        wide_outputs=(1,),
+    )
+
+
+def router_case(
+    name: str, tokens: int, experts: int, topk: int, *, biased: bool = False, **options: Any
+) -> Case:
+    """Return a case in which no choice is close in any dtype."""
+
+    def tensors() -> tuple[Tensor, ...]:
+        logits = 2 * normal(50 * tokens + 1, experts).bfloat16().double()
+        bias = normal(experts).float().double() if biased else logits.new_zeros(experts)
+        is_clear = router_margin(logits, bias, topk, **options) > 1e-3
+        clear = logits[is_clear][:tokens]
+        assert len(clear) == tokens
+        return (clear, bias) if biased else (clear,)
+
+    def settle(weights: Tensor, chosen: Tensor) -> tuple[Tensor, ...]:
+        assert chosen.dtype == torch.int64
+        dense = weights.new_zeros(tokens, experts)
+        return dense.scatter(1, chosen, weights), torch.zeros_like(dense, dtype=torch.bool).scatter(
+            1, chosen, True
+        )
+
+    facts = {"experts": experts, "topk": topk, "biased": biased, **options}
+    keyword = "expert_bias" if biased else None
+    return Case("topk_router", name, tensors, 1, (topk,), options, facts, keyword=keyword, settle=settle)
+
+
+def router_margin(
+    logits: Tensor,
+    bias: Tensor,
+    topk: int,
+    *,
+    score_function: str,
+    pre_softmax: bool = False,
+    num_groups: int = 1,
+    group_topk: int = 1,
+    scaling_factor: float = 1.0,
+) -> Tensor:
+    """Return by how much, at least, each token's choice of groups and of experts was made: ``[T]``."""
+
+    def gap(x: Tensor, count: int) -> Tensor:
+        best = torch.nn.functional.pad(x, (0, 1), value=-torch.inf).sort(1, descending=True).values
+        return best[:, count - 1] - best[:, count]
+
+    scores = logits.softmax(1) if pre_softmax else logits
+    if score_function == "sigmoid":
+        scores = logits.sigmoid() + bias
+    grouped = scores.view(len(scores), num_groups, scores.shape[1] // num_groups)
+    totals = grouped.topk(topk // group_topk, dim=2).values.sum(2)
+    worst = totals.topk(group_topk, dim=1).values[:, -1:]
+    allowed = grouped.masked_fill((totals < worst).unsqueeze(2), -torch.inf).flatten(1)
+    return torch.minimum(gap(totals, group_topk), gap(allowed, topk))
+
+
+def routing_map(tokens: int, experts: int, topk: int) -> Tensor:
+    chosen = torch.rand(tokens, experts).topk(topk, dim=1).indices
+    return torch.zeros(tokens, experts, dtype=torch.bool).scatter(1, chosen, value=True)
+
+
+def permute_case(
+    tokens: int, experts: int, topk: int, width: int = 16, *, wide: bool = True, unused: int = 0
+) -> Case:
+    """Return a case in which nobody chooses the first ``unused`` experts."""
+
+    def tensors() -> tuple[Tensor, ...]:
+        chosen = torch.nn.functional.pad(routing_map(tokens, experts - unused, topk), (unused, 0))
+        return normal(tokens, width), torch.rand(tokens, experts, dtype=torch.float64), chosen
+
+    name = f"{tokens}x{width}-{topk}of{experts}-{unused}-{'wide' if wide else 'narrow'}"
+    wide_one = (1,) if wide else ()
+    facts = {"experts": experts, "topk": topk}
+    return Case(
+        "token_permute",
+        name,
+        tensors,
+        2,
+        (topk,),
+        facts=facts,
+        wide=wide_one,
+        wide_outputs=wide_one,
+        settle=lambda permuted, probs, rows: (permuted, probs, rows.long()),
+    )
+
+
+def unpermute_case(tokens: int, topk: int, width: int = 16, rows: torch.dtype = torch.int64) -> Case:
+    def tensors() -> tuple[Tensor, ...]:
+        places = torch.randperm(tokens * topk).view(tokens, topk).sort(1).values
+        return normal(tokens * topk, width), places.to(rows)
+
+    name = f"{tokens}x{width}-{topk}-{str(rows).removeprefix('torch.')}"
+    return Case("token_unpermute", name, tensors, 1, facts={"topk": topk})
 
 
 def logprob_case(
@@ -189,7 +307,8 @@ def logprob_case(
 
     name = f"{tokens}x{vocab}-{temperature}-{masked}-{offset:g}-{'grad' if entropy_grad else 'plain'}"
     options = {"entropy_grad": entropy_grad}
-    return Case("vocab_parallel_logprob", name, tensors, 1, (temperature, None), options)
+    arguments = (temperature, None)
+    return Case("vocab_parallel_logprob", name, tensors, 1, arguments, options, wide_outputs=(0, 1))
 
 
 def linear_logprob_case(
@@ -219,14 +338,29 @@ def linear_logprob_case(
     options = {"entropy_grad": entropy_grad, "vocab_size": vocab if padding else None}
     if rest:
         name, options = f"{name}-rest", {**options, "rest": True}
-    return Case("linear_logprob", name, tensors, 2, (temperature, None), options)
+    return Case("linear_logprob", name, tensors, 2, (temperature, None), options, wide_outputs=(0, 1))
 
 
+ROUTERS: Mapping[str, Mapping[str, Any]] = {
+    "softmax": {"score_function": "softmax"},
+    "pre-softmax": {"score_function": "softmax", "pre_softmax": True},
+    "sigmoid": {"score_function": "sigmoid"},
+    "bias": {"score_function": "sigmoid", "biased": True},
+    "groups": {"score_function": "softmax", "pre_softmax": True, "num_groups": 4, "group_topk": 2},
+    "groups-of-logits": {"score_function": "softmax", "num_groups": 2, "group_topk": 1},
+    "groups-bias": {
+        **{"score_function": "sigmoid", "biased": True},
+        **{"num_groups": 4, "group_topk": 2, "scaling_factor": 2.5},
+    },
+}
 RAGGED = (3, 1, 0, 7, 12, 1, 33, 0, 8, 5)
 CASES = [
     *(rms_norm_case(*shape) for shape in [(0, 8), (1, 8), (7, 64), (5, 3, 33), (300, 128)]),
     rms_norm_case(16, 64, magnitude=1e-3),  # as large as the root of epsilon
     rms_norm_case(16, 64, magnitude=1e3),
+    *(layer_norm_case(*shape) for shape in [(0, 8), (1, 8), (7, 64), (5, 3, 33), (300, 128)]),
+    layer_norm_case(16, 64, magnitude=1e-3),
+    layer_norm_case(16, 64, shift=8.0),
     rotary_case(0, 2, 2, 8, 8),
     rotary_case(1, 2, 1, 8, 8),
     rotary_case(19, 4, 2, 32, 32),
@@ -254,6 +388,28 @@ CASES = [
             "prefix-long": ((70, 10, 70), (70, 130, 210)),
         }.items()
     ),
+    *(
+        with_lse(attention_case(name, lengths, causal=causal))
+        for causal in (True, False)
+        for name, lengths in {"empty": (0, 0), "one": (1,), "ragged": RAGGED, "long": (150, 3, 200)}.items()
+    ),
+    with_lse(prefix_case("prefix", (3, 3, 1, 0, 5, 5), (3, 9, 4, 0, 5, 10), causal=True)),
+    with_lse(prefix_case("fewer-keys", (3, 9, 1, 0, 5), (1, 4, 7, 2, 5), causal=False)),
+    with_lse(prefix_case("few-keys-long", (200, 9), (130, 3), causal=False)),
+    with_lse(prefix_case("narrow-values", RAGGED, RAGGED, causal=True, value_width=24)),
+    *(
+        router_case(f"{name}-{tokens}", tokens, 16, 4, **options)
+        for tokens in (0, 1, 60)
+        for name, options in ROUTERS.items()
+    ),
+    router_case("one-of-many", 33, 64, 1, score_function="sigmoid", scaling_factor=1.5),
+    router_case("one-of-many", 33, 64, 1, score_function="softmax", pre_softmax=True),
+    router_case("all", 9, 8, 8, score_function="softmax"),
+    *(permute_case(*sizes) for sizes in [(0, 4, 2), (1, 4, 2), (1, 1, 1), (37, 8, 2), (300, 16, 8)]),
+    permute_case(37, 8, 3, wide=False),
+    permute_case(37, 8, 2, 33, unused=3),
+    *(unpermute_case(*sizes) for sizes in [(0, 2), (1, 1), (1, 4), (37, 2), (300, 8)]),
+    unpermute_case(37, 3, rows=torch.int32),
     *(
         grouped_case(name, tokens, 16, 24)
         for name, tokens in {
@@ -308,13 +464,24 @@ CASES = [
 # -------------------------------------------------------------------------
 
 
+def call(fn: Callable[..., Any], case: Case, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    named = {} if case.keyword is None else {case.keyword: tensors[-1]}
+    given = tensors[: len(tensors) - len(named)]
+    found = fn(*given, *case.arguments, **case.options, **named)
+    outputs = found if isinstance(found, tuple) else (found,)
+    for index, output in enumerate(outputs):
+        if output.is_floating_point() and output.dtype != torch.float64:
+            wanted = torch.float32 if index in case.wide_outputs else tensors[0].dtype
+            assert output.dtype == wanted, f"output {index} of {case} has dtype {output.dtype}"
+    return case.settle(*outputs)
+
+
 def evaluate(fn: Callable[..., Any], case: Case, tensors: Sequence[Tensor]) -> Result:
     """Return outputs and gradients, on the host in float64, for cotangents that depend on the case alone."""
     inputs = [x.detach() for x in tensors]
     for x in inputs[: case.differentiable]:
         x.requires_grad_()
-    found = fn(*inputs, *case.arguments, **case.options)
-    outputs = found if isinstance(found, tuple) else (found,)
+    outputs = call(fn, case, inputs)
     generator = torch.Generator().manual_seed(1)
     cotangents = [torch.randn(out.shape, generator=generator, dtype=torch.float64) for out in outputs]
     wanted = [(o, c.to(o)) for o, c in zip(outputs, cotangents, strict=True) if o.requires_grad]
@@ -356,11 +523,12 @@ def assert_close(
     """
     assert actual.shape == expected.shape, f"{what}: {tuple(actual.shape)} is not {tuple(expected.shape)}"
     relative, absolute = tolerance
+    actual, expected = (x.detach().cpu().double() for x in (actual, expected))
     largest = _largest(expected)
     largest = beside if largest <= VANISHING * beside else largest
     torch.testing.assert_close(
-        actual.detach().cpu().double(),
-        expected.detach(),
+        actual,
+        expected,
         rtol=relative,
         atol=absolute * largest,
         msg=lambda text: f"{what}\n{text}",
@@ -368,7 +536,7 @@ def assert_close(
 
 
 def _largest(x: Tensor) -> float:
-    return x.abs().max().item() if x.numel() else 0.0
+    return x.double().abs().max().item() if x.numel() else 0.0
 
 
 def check_kernel(
@@ -385,8 +553,6 @@ def check_kernel(
         beside = max(map(_largest, getattr(expected, kind)), default=0.0)
         for index, (found, wanted) in enumerate(pairs):
             assert_close(found, wanted, tolerance, f"{kernel.source}: {kind[:-1]} {index} of {case}", beside)
-    wide = case.op in ("linear_logprob", "vocab_parallel_logprob")
-    assert {out.dtype for out in actual.outputs} == {torch.float32 if wide else getattr(torch, dtype)}
     if case.op != "vocab_parallel_logprob":  # logits may be overwritten
         for index, (now, then) in enumerate(zip(inputs, before, strict=True)):
             assert torch.equal(now, then), f"{kernel.source} overwrites argument {index} in {case}"
@@ -411,10 +577,43 @@ def test_without_a_gradient_the_output_is_the_same(
     inputs = inputs_of(case, dtype, contiguous, device)
     for kernel in kernels.candidates(case.op, dtype=dtype, **case.facts):
         with torch.no_grad():
-            silent = kernel.fn(*inputs, *case.arguments, **case.options)
+            silent = call(kernel.fn, case, inputs)
         loud = evaluate(kernel.fn, case, inputs).outputs
-        for one, other in zip(silent if isinstance(silent, tuple) else (silent,), loud, strict=True):
+        for one, other in zip(silent, loud, strict=True):
             assert torch.equal(one, other)
+
+
+def cut(x: Tensor, before: Sequence[int], own: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """Return the first part of every packed sequence, and the rest."""
+    parts = torch.split(x, [size for pair in zip(before, own, strict=True) for size in pair])
+    return torch.cat(parts[::2]), torch.cat(parts[1::2])
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES)
+def test_attention_to_parts_of_the_keys_merges_into_the_whole(
+    kernels: KernelTable, device: Device, dtype: str
+) -> None:
+    """The rest of each sequence attends to its first part and to itself, one after the other."""
+    before, own, width = (5, 1, 140), (7, 1, 60), 32
+    lengths = tuple(map(sum, zip(before, own, strict=True)))
+    case = attention_case("whole", lengths, width=width, causal=True)
+    q, k, v = inputs_of(case, dtype, contiguous, device)
+    _, expected = cut(expect(case, (q, k, v)).outputs[0], before, own)
+    (_, queries), (far_keys, near_keys), (far_values, near_values) = (cut(x, before, own) for x in (q, k, v))
+    facts = {"head_dim": width, "value_dim": width, "return_lse": True}
+    far, near = (
+        kernels.resolve("varlen_attention", dtype=dtype, causal=causal, **facts) for causal in (False, True)
+    )
+    outputs, sums = zip(
+        far(
+            queries, far_keys, far_values, own, width**-0.5, causal=False, key_lengths=before, return_lse=True
+        ),
+        near(queries, near_keys, near_values, own, width**-0.5, causal=True, return_lse=True),
+        strict=True,
+    )
+    shares = torch.stack(sums).softmax(0).unsqueeze(-1)
+    merged = (torch.stack(outputs).float() * shares).sum(0)
+    assert_close(merged, expected, TOLERANCES[dtype], "merged attention")
 
 
 @pytest.mark.parametrize("entropy_grad", [False, True])
