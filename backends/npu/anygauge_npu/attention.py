@@ -41,6 +41,7 @@ def varlen_attention(
     *,
     causal: bool,
     key_lengths: Sequence[int] | None = None,
+    return_lse: bool = False,
 ) -> Tensor:
     """Attend within each packed sequence.
 
@@ -51,9 +52,12 @@ def varlen_attention(
     :param scale: Multiplies the scores.
     :param causal: Whether a token sees only itself and what is before it.
     :param key_lengths: Sum to ``S``; the queries of a sequence are its last tokens. ``None``: ``lengths``.
+    :param return_lse: Refused.
     :returns: ``[T, H, E]``.
     :raises KernelInputError: The operator does not take these tensors or lengths.
     """
+    if return_lse:
+        refuse(OP, "return_lse", "Resolve the op with the fact return_lse=True, and the reference serves it.")
     sizes, key_sizes = _checked(q, k, v, lengths, key_lengths)
     width = v.shape[-1]
     outputs = [_attend(*part, scale, causal)[0] for part in _calls(*_even(q, k, v), sizes, key_sizes)]

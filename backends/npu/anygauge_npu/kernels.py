@@ -6,6 +6,7 @@ says so.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from anygauge_hooks.kernels import KernelImpl, KernelOp
@@ -16,6 +17,8 @@ from anygauge_npu.norms import rms_norm, swiglu
 from anygauge_npu.rotary import rotary_embedding
 
 __all__ = ["npu_kernels"]
+
+LIMITS: Mapping[KernelOp, Mapping[str, Sequence[Any]]] = {"varlen_attention": {"return_lse": (False,)}}
 
 
 def npu_kernels() -> list[KernelImpl]:
@@ -28,6 +31,6 @@ def npu_kernels() -> list[KernelImpl]:
         "varlen_attention": (varlen_attention, "npu_fusion_attention"),
     }
     return [
-        KernelImpl(op=op, fn=fn, source=f"torch_npu.{operator}", dtypes=DTYPES)
+        KernelImpl(op=op, fn=fn, source=f"torch_npu.{operator}", dtypes=DTYPES, limits=LIMITS.get(op))
         for op, (fn, operator) in functions.items()
     ]

@@ -103,7 +103,9 @@ class CoreAttention(nn.Module):
         head_dim = k_channels or config.kv_channels
         facts = {"dtype": config.params_dtype, "head_dim": head_dim}
         value_dim = v_channels or head_dim
-        self.attend = kernels.resolve("varlen_attention", causal=True, value_dim=value_dim, **facts)
+        self.attend = kernels.resolve(
+            "varlen_attention", causal=True, value_dim=value_dim, return_lse=False, **facts
+        )
         self.rotate = kernels.resolve("rotary_embedding", **facts)
         self.interleaved = config.rotary_interleaved
         self.scale = softmax_scale if softmax_scale is not None else head_dim**-0.5
