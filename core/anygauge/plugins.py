@@ -200,9 +200,21 @@ class Plugins:
             )
         return cast(Device, device)
 
-    def prepare_worker(self, backend: BackendSpec, role: str, phase: Phase) -> None:
-        """Prepare this process for its vendor libraries."""
-        self.notify("prepare_worker", backend=backend, role=role, phase=phase)
+    def prepare_worker(
+        self,
+        backend: BackendSpec,
+        role: str,
+        phase: Phase,
+        *,
+        config: Any | None = None,
+        log: str | None = None,
+    ) -> None:
+        """Prepare this process for its vendor libraries.
+
+        :param config: Of the run, if the process belongs to one.
+        :param log: File of the process's output.
+        """
+        self.notify("prepare_worker", backend=backend, role=role, phase=phase, config=config, log=log)
 
     def answers(self, hook: str, **arguments: Any) -> Iterable[tuple[str, Any]]:
         """Yield plugin name and answer of every implementation that answers, in registration order."""

@@ -274,6 +274,9 @@ class TrainEngineSpec:
     """The same for a model that is asked for log-probs alone, and has no optimizer."""
     holds_memory: bool = False
     """Whether its engines are :class:`HoldsMemory`, which ``placement.colocated`` needs."""
+    prepare: Callable[[Any, BackendSpec], None] | None = None
+    """Called with the process's ``Plugins`` and its backend where a run has a ``train.provider``, before
+    ``prepare_worker``: a provider may import the engine's libraries, and this must not."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -25,6 +25,7 @@ __all__ = [
     "OutOfMemoryError",
     "PlacementError",
     "PluginError",
+    "ProviderError",
     "RankMismatchError",
     "RewardError",
     "RolloutError",
@@ -89,6 +90,12 @@ class TorchImportError(AnygaugeError, RuntimeError):
     """Torch cannot be imported because an extension that it loads by itself fails."""
 
     code = "AG106"
+
+
+class ProviderError(AnygaugeError, RuntimeError):
+    """The library of ``train.provider`` cannot be used, or does what the config does not allow."""
+
+    code = "AG107"
 
 
 class ConfigError(AnygaugeError, ValueError):

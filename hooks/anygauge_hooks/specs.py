@@ -94,7 +94,9 @@ def worker_env(
 
 
 @hookspec
-def prepare_worker(backend: BackendSpec, role: str, phase: Phase) -> None:
+def prepare_worker(
+    backend: BackendSpec, role: str, phase: Phase, config: Any | None, log: str | None
+) -> None:
     """Prepare a process for its vendor libraries.
 
     Called in every worker and every spawned engine process, once for each phase.
@@ -103,6 +105,9 @@ def prepare_worker(backend: BackendSpec, role: str, phase: Phase) -> None:
     :param role: ``"actor"`` for the processes that train; an engine launched by a worker has its own role.
     :param phase: ``"before_vendor_import"`` comes before torch is used and before the first megatron import,
         ``"after_config"`` once the config is known and before the first process group.
+    :param config: The ``anygauge.config.Config``, read-only; ``None`` in a process of no run or of a server.
+    :param log: File of the process's output; what a plugin has to write down it writes beside that, under
+        the same name with another suffix. ``None`` where there is none.
 
     Observer: results are ignored; an error stops the worker.
 
@@ -168,17 +173,18 @@ def register_kernels(backend: BackendSpec) -> Iterable[KernelImpl] | None:
 
 
 @hookspec(firstresult=True)
-def get_spec_provider(backend: BackendSpec, kernels: Any) -> Any | None:
+def get_spec_provider(backend: BackendSpec, kernels: Any, config: Any) -> Any | None:
     """Return the provider of Megatron module classes.
 
     Called once per process, when the engine is built.
 
     :param backend: The backend of the run; a plugin of another backend returns ``None``.
     :param kernels: The resolved ``anygauge.kernels.table.KernelTable``.
-    :returns: An object with the methods of ``anygauge.engines.megatron.layers.provider.SpecProvider``; or
-        ``None``.
+    :param config: The ``anygauge.config.Config``, read-only; ``train.provider`` names what the user chose.
+    :returns: An object with methods of ``anygauge.engines.megatron.layers.provider.SpecProvider``, all of
+        them or some; or ``None``.
 
-    First result: without an answer the engine's own modules are used, bound to the kernel table.
+    First result: the engine's own modules, bound to the kernel table, stand for what is not answered.
 
     .. versionadded:: 0.1
     """

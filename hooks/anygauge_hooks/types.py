@@ -16,6 +16,7 @@ __all__ = [
     "ConfigChange",
     "ConfigProblem",
     "Device",
+    "HostCheck",
     "NamedFunction",
     "Phase",
     "RunInfo",
@@ -40,6 +41,19 @@ class Availability:
     reason: str = ""
     """What was found, as a clause: ``"torch_npu is not installed"``."""
     hint: str | None = None
+    """What the user can do about it, as a command where there is one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostCheck:
+    """One thing that a backend needs of its host, or can use: a driver, a library, a device file."""
+
+    name: str
+    status: Literal["PASS", "FAIL", "NOT INSTALLED"]
+    """``FAIL`` is there but wrong; ``NOT INSTALLED`` is not there, which may be fine."""
+    found: str = ""
+    """As a clause: ``"9.1.0"``, ``"2.13.0 does not fit torch 2.10.0"``."""
+    fix: str | None = None
     """What the user can do about it, as a command where there is one."""
 
 
@@ -74,6 +88,12 @@ class BackendSpec:
     groups give their memory up where trainers and engines share devices; without, they keep it."""
     visible_devices_env: str | None = None
     """The environment variable that hides devices, or ``None`` if there is none."""
+    providers: Sequence[str] = ()
+    """Libraries that a run may choose to bring modules in the place of the kernel table's, or to replace
+    functions of the engine's libraries: what ``train.provider`` takes."""
+    host_checks: Callable[[], Sequence[HostCheck]] | None = None
+    """What ``anygauge doctor`` looks at beyond the probe. Must import neither torch nor a vendor library, so
+    that it says what is wrong with them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -36,7 +36,7 @@ from anygauge_hooks import PROJECT, errors, hookimpl, specs
 from anygauge_hooks.errors import AnygaugeError
 from anygauge_hooks.rl import Group, Prompt, Sample, SamplingParams
 from anygauge_hooks.types import Availability, BackendSpec, ConfigChange, NamedFunction
-from anygauge_npu import guards
+from anygauge_npu import guards, mindspeed
 
 CLASSES: list[type[AnygaugeError]] = [getattr(errors, name) for name in errors.__all__]
 BY_CODE = {cls.code: cls for cls in CLASSES}
@@ -130,6 +130,10 @@ def broken_extension() -> None:
     failure = extension_failure(error)
     assert failure is not None
     raise failure
+
+
+def missing_provider() -> None:
+    mindspeed.load(load(load_plugins(only=["cpu"])), None)
 
 
 def load(plugins: Plugins, *overrides: str, extra: str = "") -> Config:
@@ -294,6 +298,7 @@ PROVOKED: Mapping[str, Callable[[], None]] = {
     "AG104": broken_plugin,
     "AG105": unknown_name,
     "AG106": broken_extension,
+    "AG107": missing_provider,
     "AG201": wrong_config,
     "AG202": conflicting_plugins,
     "AG301": wrong_row,

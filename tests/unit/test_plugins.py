@@ -205,7 +205,7 @@ def test_mappings_are_merged_and_a_conflict_names_both(plugins: Plugins) -> None
     ("hook", "arguments"),
     [
         ("make_process_group_options", {"group_name": "default", "timeout_s": 9.0}),
-        ("get_spec_provider", {"kernels": None}),
+        ("get_spec_provider", {"kernels": None, "config": None}),
         ("make_jit_fuser", {}),
         (
             "make_optimizer",

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from anygauge_hooks.types import ScopeMap
+from anygauge_npu import mindspeed
 
 __all__ = ["NpuDevice", "npu_scope_map", "vendor_module"]
 
@@ -47,7 +48,8 @@ class NpuDevice:
         self.torch_device = torch.device("npu", index)
         self._npu.set_device(index)
         _choose_operators(self._npu)
-        self.scope_map: ScopeMap | None = npu_scope_map()
+        # a library may have made the literal names mean the NPU in the whole process
+        self.scope_map: ScopeMap | None = None if mindspeed.means_the_npu() else npu_scope_map()
 
     def seed(self, seed: int) -> None:
         """Seed the host's generator and those of every NPU."""

@@ -7,8 +7,8 @@ from typing import Any
 
 from anygauge_hooks import hookimpl
 from anygauge_hooks.kernels import KernelImpl
-from anygauge_hooks.types import BackendSpec, ConfigChange, Device, Phase
-from anygauge_npu import comm, env, probe, rollout
+from anygauge_hooks.types import BackendSpec, ConfigChange, ConfigProblem, Device, Phase
+from anygauge_npu import comm, env, mindspeed, probe, rollout
 
 __all__ = ["NPU"]
 
@@ -21,6 +21,7 @@ NPU = BackendSpec(
     local_device=env.local_device,
     visible_devices_env=env.VISIBLE_DEVICES,
     make_communicator=comm.communicator,
+    providers=(mindspeed.NAME,),
 )
 
 
@@ -31,10 +32,14 @@ def register_backends() -> Iterable[BackendSpec]:
 
 
 @hookimpl
-def prepare_worker(backend: BackendSpec, phase: Phase) -> None:
-    """Load torch-npu, which registers the device with torch."""
-    if backend.name == NPU.name and phase == "before_vendor_import":
+def prepare_worker(backend: BackendSpec, role: str, phase: Phase, config: Any, log: str | None) -> None:
+    """Load torch-npu, which registers the device with torch, and then what the run chooses."""
+    if backend.name != NPU.name:
+        return
+    if phase == "before_vendor_import":
         env.import_vendor()
+    if mindspeed.is_chosen(config, role):
+        (mindspeed.load if phase == "before_vendor_import" else mindspeed.reapply)(config, log)
 
 
 @hookimpl
@@ -102,6 +107,20 @@ def register_kernels(backend: BackendSpec) -> Iterable[KernelImpl] | None:
     from anygauge_npu.kernels import npu_kernels
 
     return npu_kernels()
+
+
+@hookimpl
+def check_config(config: Any, backend: BackendSpec) -> Iterable[ConfigProblem] | None:
+    """Check what the provider is given."""
+    return mindspeed.option_problems(config) if backend.name == NPU.name else None
+
+
+@hookimpl
+def get_spec_provider(backend: BackendSpec, config: Any) -> Any | None:
+    """Name MindSpeed's linears where the run asks for them."""
+    if backend.name != NPU.name or config.train.provider != mindspeed.NAME:
+        return None
+    return mindspeed.Modules() if config.train.provider_options.get("linears") else None
 
 
 @hookimpl

@@ -116,6 +116,7 @@ def check(
         control_functions(config, plugins),
         colocation_rules(config, plugins),
         weight_sync_rules(config, backend, plugins),
+        _provider(config, backend),
         engine_kinds(config, plugins),
         model_rules(config, plugins, trains=trains) if check_files else (),
         plugins.collect("check_config", config=config, backend=backend),
@@ -265,6 +266,17 @@ def _names(config: Config, plugins: Plugins) -> Problems:
             if name not in (known := plugins.named(hook)):
                 hint = f"no plugin provides it; available: {', '.join(sorted(known)) or 'none'}"
                 yield ConfigProblem(path=path, found=name, hint=hint + failed_plugins(plugins))
+
+
+def _provider(config: Config, backend: BackendSpec) -> Problems:
+    name, options = config.train.provider, config.train.provider_options
+    if name is not None and name not in backend.providers:
+        known = f"it knows {', '.join(backend.providers)}" if backend.providers else "it knows none"
+        hint = f"no provider of backend {backend.name}: {known}; write the key in the table of its backend"
+        yield ConfigProblem(path="train.provider", found=name, hint=hint)
+    if options and name is None:
+        hint = "has no effect without train.provider; leave it out"
+        yield ConfigProblem(path="train.provider_options", found=options, hint=hint)
 
 
 def _advantage_options(config: Config, plugins: Plugins) -> Problems:

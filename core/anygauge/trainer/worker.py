@@ -25,9 +25,9 @@ from anygauge.plugins import Plugins, find_backend, load_plugins, require_plugin
 from anygauge.trainer.calls import Request, Returned, capture, decode, encode
 from anygauge.trainer.cluster import Meeting, NodeFacts, address_of, node_facts
 from anygauge.trainer.memory_advice import advise
-from anygauge_hooks.engines import WorkerContext
+from anygauge_hooks.engines import TrainEngineSpec, WorkerContext
 from anygauge_hooks.errors import PlacementError
-from anygauge_hooks.types import BackendSpec, Device
+from anygauge_hooks.types import BackendSpec, Device, Phase
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]  # documented, but not listed
@@ -154,14 +154,22 @@ class Worker:
         self._backend = find_backend(self._plugins, found, setup.backend)
         if setup.accelerators and (visible := self._backend.visible_devices_env):
             os.environ[visible] = ",".join(setup.accelerators)  # the launcher has hidden what it did not give
-        self._plugins.prepare_worker(self._backend, setup.role, "before_vendor_import")
+        self._prepare("before_vendor_import")
         set_threads(setup.config.placement.threads_per_worker, workers_on_host)
         index = self._backend.local_device(self.accelerator_ids(), os.environ)
         self._device = self._plugins.make_device(self._backend, index)
         if setup.config.run.deterministic:
             set_deterministic()
-        self._plugins.prepare_worker(self._backend, setup.role, "after_config")
+        self._prepare("after_config")
         return self._host_store(meeting) if meeting is not None and setup.rank == 0 else None
+
+    def _prepare(self, phase: Phase) -> None:
+        setup, config = self.setup, self.setup.config
+        if phase == "before_vendor_import" and config.train.provider is not None:
+            engine: TrainEngineSpec = self._plugins.get("register_train_engines", config.train.engine)
+            if engine.prepare:
+                engine.prepare(self._plugins, self._backend)
+        self._plugins.prepare_worker(self._backend, setup.role, phase, config=config, log=setup.log)
 
     def _host_store(self, meeting: Meeting) -> int:
         from anygauge.distributed.rendezvous import host_store

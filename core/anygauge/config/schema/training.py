@@ -88,6 +88,11 @@ class Train(Section):
     """Activation recompute: none, core attention, or every layer."""
     router_replay: bool = False
     """Send tokens to the experts that the log-prob pass before the step chose for them."""
+    provider: str | None = None
+    """Library that brings modules of layers, or replaces functions of the engine, in the place of the
+    backend's own kernels; which there are, the backend says. ``None`` takes none."""
+    provider_options: dict[str, Any] = {}
+    """What the provider takes."""
     fused_loss: bool = True
     """Compute log-probs a tile of the logits at a time; ``false`` keeps those of a whole micro-batch."""
     parallel: Parallel = Parallel()

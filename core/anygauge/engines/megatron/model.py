@@ -20,7 +20,7 @@ from anygauge.config.schema import Parallel
 from anygauge.distributed.layout import Layout
 from anygauge.engines.megatron.fields import unknown_values
 from anygauge.engines.megatron.layers.output import HiddenOutput, replace_output_layer
-from anygauge.engines.megatron.layers.provider import KernelSpecProvider, SpecProvider
+from anygauge.engines.megatron.layers.provider import KernelSpecProvider, SpecProvider, complete
 from anygauge.engines.megatron.layers.spec import decoder_spec
 from anygauge.engines.megatron.layers.value_head import SCORE, ValueHead, ZeroFilled, value_model
 from anygauge.engines.megatron.options import MegatronOptions, megatron_options
@@ -178,8 +178,8 @@ def build_policy(
         _check_known(spec.name, architecture)
     options = megatron_options(config, architecture)
     kernels = resolve_kernels(plugins, backend)
-    provider = plugins.first("get_spec_provider", backend=backend, kernels=kernels)
-    build = partial(_build, spec, hf, options, provider or KernelSpecProvider(kernels))
+    provided = plugins.first("get_spec_provider", backend=backend, kernels=kernels, config=config)
+    build = partial(_build, spec, hf, options, complete(provided, KernelSpecProvider(kernels)))
     stages = _chunks_per_rank(config.train.parallel)
     policy = Policy(
         chunks=[build(vp_stage) for vp_stage in ([None] if stages is None else range(stages))],
@@ -254,5 +254,8 @@ def _mark_split(tensors: Mapping[str, Tensor], rules: Iterable[TensorRule]) -> N
     """
     for rule in rules:
         tensor, dim = tensors.get(rule.canonical), rule.declared.split_dim
-        if dim is not None and isinstance(tensor, nn.Parameter) and not hasattr(tensor, "partition_dim"):
+        if dim is None or not isinstance(tensor, nn.Parameter):
+            continue
+        if not hasattr(tensor, "partition_dim"):
             set_tensor_model_parallel_attributes(tensor, is_parallel=True, dim=dim, stride=1)
+        vars(tensor).update(tensor_model_parallel=True, partition_dim=dim)  # whatever a library's linear says

@@ -21,28 +21,28 @@ if TYPE_CHECKING:
 Engine = TypeVar("Engine")
 
 
-def _make(config: Any, context: WorkerContext) -> MegatronEngine:
+def _prepare(plugins: Any, backend: BackendSpec) -> None:
     from anygauge.engines.megatron.prepare import prepare_megatron
 
-    prepare_megatron(context.plugins, context.backend)
+    prepare_megatron(plugins, backend)
+
+
+def _make(config: Any, context: WorkerContext) -> MegatronEngine:
+    _prepare(context.plugins, context.backend)
     from anygauge.engines.megatron.engine import MegatronEngine
 
     return MegatronEngine(config, context)
 
 
 def _make_critic(config: Any, context: WorkerContext) -> CriticEngine | SeparateEngine:
-    from anygauge.engines.megatron.prepare import prepare_megatron
-
-    prepare_megatron(context.plugins, context.backend)
+    _prepare(context.plugins, context.backend)
     from anygauge.engines.megatron.critic import CriticEngine
 
     return _divided(config, lambda: CriticEngine(config, context))
 
 
 def _make_frozen(config: Any, context: WorkerContext) -> FrozenEngine | SeparateEngine:
-    from anygauge.engines.megatron.prepare import prepare_megatron
-
-    prepare_megatron(context.plugins, context.backend)
+    _prepare(context.plugins, context.backend)
     from anygauge.engines.megatron.frozen import FrozenEngine
 
     return _divided(config, lambda: FrozenEngine(config, context))
@@ -65,6 +65,7 @@ def register_train_engines() -> list[TrainEngineSpec]:
             make_critic=_make_critic,
             make_frozen=_make_frozen,
             holds_memory=True,
+            prepare=_prepare,
         )
     ]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, Protocol
 
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
@@ -12,8 +13,9 @@ from anygauge.engines.megatron.layers.gated_delta import DeltaRule, GatedNorm
 from anygauge.engines.megatron.layers.modules import CoreAttention, RmsNorm, Swiglu
 from anygauge.engines.megatron.layers.moe import GroupedExperts, Router
 from anygauge.kernels.table import KernelTable
+from anygauge_hooks.errors import PluginError
 
-__all__ = ["KernelSpecProvider", "SpecProvider"]
+__all__ = ["KernelSpecProvider", "SpecProvider", "complete"]
 
 
 class SpecProvider(Protocol):
@@ -88,3 +90,20 @@ class KernelSpecProvider:
     def experts(self) -> ModuleSpec:
         """Return :class:`GroupedExperts`."""
         return ModuleSpec(module=GroupedExperts, params={"kernels": self.kernels})
+
+
+def complete(provided: Any | None, default: SpecProvider) -> Any:
+    """Return a provider of all parts: those that a plugin's names are its own, the others the default's.
+
+    :raises PluginError: It names something that is no part of a layer.
+    """
+    if provided is None:
+        return default
+    names = {name for name in dir(provided) if not name.startswith("_") and callable(getattr(provided, name))}
+    parts = {name for name in vars(SpecProvider) if not name.startswith("_")}
+    if unknown := sorted(names - parts):
+        raise PluginError(
+            f"get_spec_provider names {', '.join(unknown)}, of which no layer is made.",
+            hint=f"The parts are {', '.join(sorted(parts))}.",
+        )
+    return SimpleNamespace(**{part: getattr(provided if part in names else default, part) for part in parts})

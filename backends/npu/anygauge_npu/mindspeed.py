@@ -1,0 +1,256 @@
+"""MindSpeed, where a run chooses it: loaded first, applied again once the config is known, and audited.
+
+It works by replacing functions of torch, Megatron and others while it is imported. Names and signatures are
+those of its public branch core_r0.16.0, commit e4772499f7eb9fa9a68919dd1eaddef00e915b2d; it has never run
+here.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+import logging
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from importlib.metadata import PackageNotFoundError, version
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from anygauge_hooks.errors import ProviderError
+from anygauge_hooks.types import ConfigProblem
+from anygauge_npu.audit import Audit, Change, unknown_changes
+
+__all__ = [
+    "INSTALL",
+    "NAME",
+    "Modules",
+    "arguments",
+    "expected",
+    "is_chosen",
+    "load",
+    "means_the_npu",
+    "option_problems",
+    "reapply",
+]
+
+NAME = "mindspeed"
+ADAPTOR = "mindspeed.megatron_adaptor"
+LINEARS = "mindspeed.te.pytorch.module.linear"
+INSTALL = (
+    "git clone --branch core_r0.16.0 https://gitcode.com/Ascend/MindSpeed.git && "
+    "pip install --no-deps ./MindSpeed; what PyPI calls mindspeed is a placeholder"
+)
+WATCHED = (
+    *("torch", "megatron", "transformers", "safetensors", "accelerate", "importlib", "math"),
+    *("anygauge", "anygauge_hooks", "anygauge_models", "anygauge_npu"),
+)
+"""Packages whose attributes are compared."""
+TRANSFER = "torch_npu.contrib.transfer_to_npu"
+"""What the adaptor imports first: it makes torch's literal CUDA names mean the NPU."""
+AUTHORS = ("torch_npu",)
+"""Packages that may replace anything: that function is in torch-npu, which changes much of torch."""
+OPTIONS: Mapping[str, tuple[type, str]] = {
+    "strict": (bool, "true or false"),
+    "allow": (list, "a list of names, in which * stands for anything"),
+    "linears": (bool, "true or false"),
+    "arguments": (dict, "a table of MindSpeed's command-line arguments, spelt with _"),
+}
+_ROLES_WITHOUT = ("rollout",)
+
+_log = logging.getLogger(__name__)
+
+
+class _State:
+    """Of this process: what was there before the library."""
+
+    audit: Audit | None = None
+
+
+def is_chosen(config: Any, role: str) -> bool:
+    """Return whether a worker loads the library: it trains, and its run names it."""
+    return config is not None and config.train.provider == NAME and role not in _ROLES_WITHOUT
+
+
+def means_the_npu() -> bool:
+    """Return whether torch's literal CUDA names already mean the NPU in this process."""
+    return TRANSFER in sys.modules
+
+
+def load(config: Any, log: str | None) -> None:
+    """Import the library, and write down what that replaced.
+
+    :param log: File of the process's output; the list goes beside it.
+    :raises ProviderError: It is not installed, does not load, or replaced what the config does not allow.
+    """
+    _check_installed()
+    _State.audit = audit = Audit(WATCHED)
+    try:
+        with audit.watching(), _no_arguments():
+            importlib.import_module(ADAPTOR)
+    except Exception as error:
+        raise ProviderError(
+            f"MindSpeed {_version()} does not load: {error!r}.",
+            hint="It is made for one version of Megatron and of torch-npu: `anygauge doctor --backend npu`.",
+        ) from error
+    _report(config, log, "import")
+
+
+def reapply(config: Any, log: str | None) -> None:
+    """Apply the library again with the arguments of the run, and write down what is replaced now.
+
+    :raises ProviderError: It was not loaded before, or replaced what the config does not allow.
+    """
+    if _State.audit is None:
+        raise ProviderError(
+            "MindSpeed was not loaded before the config was applied.",
+            hint="prepare_worker is called with before_vendor_import first, then with after_config.",
+        )
+    with _State.audit.watching():
+        sys.modules[ADAPTOR].repatch(arguments(config))  # it takes a mapping, though it says args
+    _report(config, log, "config")
+
+
+def arguments(config: Any) -> dict[str, Any]:
+    """Return what MindSpeed calls its arguments, by the names of Megatron's command line.
+
+    They say how the run is divided and how it computes. MindSpeed also gives those that are fields of
+    ``TransformerConfig`` to every such config that does not set them, so none is here that a model decides.
+    """
+    train, sizes = config.train, config.train.parallel
+    return {
+        "tensor_model_parallel_size": sizes.tensor,
+        "pipeline_model_parallel_size": sizes.pipeline,
+        "context_parallel_size": sizes.context,
+        "expert_model_parallel_size": sizes.expert,
+        "sequence_parallel": sizes.tensor > 1 if sizes.sequence is None else sizes.sequence,
+        "moe_token_dispatcher_type": "alltoall",
+        "moe_grouped_gemm": False,  # the experts are modules of ours, on the kernel table
+        "use_distributed_optimizer": True,
+        "bf16": train.dtype == "bfloat16",
+        "tokenizer_type": None,
+        "use_legacy_models": False,
+        **train.megatron,
+        **train.provider_options.get("arguments", {}),
+    }
+
+
+def option_problems(config: Any) -> Iterator[ConfigProblem]:
+    """Yield what is wrong with ``train.provider_options``."""
+    if config.train.provider != NAME:
+        return
+    for name, value in config.train.provider_options.items():
+        path = f"train.provider_options.{name}"
+        if name not in OPTIONS:
+            hint = f"unknown to {NAME}; known: {', '.join(OPTIONS)}"
+            yield ConfigProblem(path=path, found=value, hint=hint)
+        elif not isinstance(value, OPTIONS[name][0]):
+            yield ConfigProblem(path=path, found=value, hint=f"must be {OPTIONS[name][1]}")
+
+
+class Modules:
+    """MindSpeed's linears, in the place of Megatron's. All other parts of a layer stay as they are."""
+
+    def column_parallel_linear(self) -> Any:
+        """Return the linear whose output is split."""
+        return importlib.import_module(LINEARS).TEColumnParallelLinear
+
+    def row_parallel_linear(self) -> Any:
+        """Return the linear whose input is split."""
+        return importlib.import_module(LINEARS).TERowParallelLinear
+
+
+def expected() -> frozenset[str]:
+    """Return the names that the branch is known to replace."""
+    text = files("anygauge_npu").joinpath("mindspeed_replaces.txt").read_text(encoding="utf-8")
+    return frozenset(text.split())
+
+
+# -------------------------------------------------------------------------
+# Loading
+# -------------------------------------------------------------------------
+
+
+def _check_installed() -> None:
+    try:
+        found = importlib.util.find_spec(ADAPTOR)
+    except ModuleNotFoundError:
+        found = None
+    if found is None:
+        raise ProviderError(
+            "train.provider is 'mindspeed', which is not installed in this environment.",
+            hint=f"{INSTALL}. Without the key the backend's own kernels are used.",
+        )
+
+
+def _version() -> str:
+    try:
+        return version(NAME)
+    except PackageNotFoundError:
+        return "of no known version"
+
+
+@contextmanager
+def _no_arguments() -> Iterator[None]:
+    """Hide the command line: the adaptor parses it as its own."""
+    before = sys.argv
+    sys.argv = before[:1]
+    try:
+        yield
+    finally:
+        sys.argv = before
+
+
+# -------------------------------------------------------------------------
+# The audit
+# -------------------------------------------------------------------------
+
+Phase = Literal["import", "config"]
+
+
+def _report(config: Any, log: str | None, phase: Phase) -> None:
+    """Write the list and say how long it is; in a strict run refuse what is not expected.
+
+    :param phase: After which the list is taken; the later one takes the place of the earlier.
+    """
+    assert phase in get_args(Phase)
+    assert _State.audit is not None
+    options = config.train.provider_options
+    changes = _State.audit.changes()
+    unknown = unknown_changes(changes, {*expected(), *options.get("allow", ())}, AUTHORS)
+    path = Path(log).with_suffix(f".{NAME}.json") if log else None
+    if path is not None:
+        path.write_text(json.dumps(_listed(changes, unknown, phase), indent=1) + "\n", encoding="utf-8")
+    where = f", listed in {path}" if path else ""
+    _log.info(
+        "MindSpeed %s replaced %d attributes (%d unexpected) after %s%s",
+        *(_version(), len(changes), len(unknown), phase, where),
+    )
+    if unknown and options.get("strict", False):
+        names = ", ".join(change.name for change in unknown[:5])
+        more = f" and {len(unknown) - 5} more" if len(unknown) > 5 else ""
+        raise ProviderError(
+            f"MindSpeed {_version()} replaced what its list does not have: {names}{more}.",
+            hint="Add them to train.provider_options.allow once you know what they do"
+            + (f"; all are in {path}." if path else "."),
+        )
+
+
+def _listed(changes: list[Change], unknown: list[Change], phase: Phase) -> dict[str, Any]:
+    unexpected = {change.name for change in unknown}
+    return {
+        "library": NAME,
+        "version": _version(),
+        "after": phase,
+        "replaced": [
+            {
+                "name": change.name,
+                "kind": change.kind,
+                "by": change.by,
+                "expected": change.name not in unexpected,
+            }
+            for change in changes
+        ],
+    }

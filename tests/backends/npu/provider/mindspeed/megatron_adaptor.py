@@ -1,0 +1,72 @@
+"""Replaces a few functions when it is imported, and more when it is told the config. Simulated.
+
+Like the real one it patches before and after it imports Megatron, makes up modules, puts a function under
+every name that it was imported under, and takes a mapping where it says args.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import json
+import os
+import sys
+import types
+from importlib.machinery import ModuleSpec
+from typing import Any
+
+FIRST = {"argv": sys.argv[1:], "megatron_before": "megatron.core" in sys.modules}
+SEEN: list[dict[str, Any]] = []
+
+if os.environ.get("FAKE_MINDSPEED_TRANSFER"):
+    importlib.import_module("torch_npu.contrib.transfer_to_npu")
+
+
+def put(dotted: str, value: Any) -> None:
+    """Replace an attribute, and everything that holds the same object under the same name."""
+    path, _, name = dotted.rpartition(".")
+    try:
+        owner: Any = importlib.import_module(path)
+    except ModuleNotFoundError:
+        module, _, cls = path.rpartition(".")
+        owner = getattr(importlib.import_module(module), cls)
+    old = getattr(owner, name, None)
+    setattr(owner, name, value)
+    for module in list(sys.modules.values()):
+        if old is not None and vars(module).get(name) is old:
+            setattr(module, name, value)
+
+
+def made_up(name: str) -> None:
+    module = types.ModuleType(name)
+    module.__spec__ = ModuleSpec(name, None)
+    sys.modules[name] = module
+
+
+def wrapper(function: Any) -> Any:
+    @functools.wraps(function)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+    return wrapped
+
+
+def dummy_compile(function: Any = None, *args: Any, **kwargs: Any) -> Any:
+    return function
+
+
+def repatch(args: Any) -> None:
+    SEEN.append(dict(args.items()))
+    core = importlib.import_module("megatron.core.transformer.moe.moe_utils")
+    put("megatron.core.transformer.moe.moe_utils.permute", wrapper(core.permute))
+
+
+put("torch.jit.script", dummy_compile)
+made_up("fused_weight_gradient_mlp_cuda")
+config = importlib.import_module("megatron.core.transformer.transformer_config")
+put(
+    "megatron.core.transformer.transformer_config.TransformerConfig.__post_init__",
+    wrapper(config.TransformerConfig.__post_init__),
+)
+for extra in json.loads(os.environ.get("FAKE_MINDSPEED_EXTRA", "[]")):
+    put(extra, wrapper(getattr(importlib.import_module(extra.rpartition(".")[0]), extra.rpartition(".")[2])))
