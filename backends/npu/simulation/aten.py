@@ -56,7 +56,7 @@ def matmul_backward(
     return dx if mask[0] else None, dother if mask[1] else None
 
 
-@operator("aten::l1_loss_backward")
+@operator("npu::l1_loss_backward")
 def l1_loss_backward(grad: Tensor, x: Tensor, target: Tensor, reduction: int) -> Tensor:
     """Return the gradient of the input; torch-npu differentiates the loss as one operator."""
     names = ("none", "mean", "sum")
@@ -67,19 +67,51 @@ def l1_loss_backward(grad: Tensor, x: Tensor, target: Tensor, reduction: int) ->
     return gradients(loss, [x], grad)[0]
 
 
-@operator("aten::mm.dtype", "aten::bmm.dtype")
-def matmul_to(x: Tensor, other: Tensor, out_dtype: torch.dtype) -> Tensor:
+@operator("aten::mm.dtype", "aten::bmm.dtype", "aten::mm.dtype_out", "aten::bmm.dtype_out")
+def matmul_to(x: Tensor, other: Tensor, dtype: torch.dtype, *, out: Tensor | None = None) -> Tensor:
     """Multiply with sums in the dtype of the result."""
-    return torch.matmul(x.to(out_dtype), other.to(out_dtype))
+    return _written(torch.matmul(x.to(dtype), other.to(dtype)), out)
 
 
-@operator("aten::repeat_interleave_backward_int")
+@operator("aten::addmm.dtype", "aten::baddbmm.dtype", "aten::addmm.dtype_out", "aten::baddbmm.dtype_out")
+def add_matmul_to(
+    x: Tensor,
+    first: Tensor,
+    second: Tensor,
+    dtype: torch.dtype,
+    *,
+    beta: float = 1,
+    alpha: float = 1,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Multiply and add with sums in the dtype of the result."""
+    add = torch.addmm if first.dim() == 2 else torch.baddbmm
+    return _written(add(x.to(dtype), first.to(dtype), second.to(dtype), beta=beta, alpha=alpha), out)
+
+
+def _written(result: Tensor, out: Tensor | None) -> Tensor:
+    return result if out is None else out.copy_(result)
+
+
+@operator("npu::kl_div_backward")
+def kl_div_backward(
+    grad: Tensor, x: Tensor, target: Tensor, reduction: int = 1, *, log_target: bool = False
+) -> Tensor:
+    """Return the gradient of the input; torch-npu differentiates the divergence as one operator."""
+
+    def divergence(value: Tensor) -> Tensor:
+        return torch.ops.aten.kl_div(value, target, reduction, log_target=log_target)
+
+    return gradients(divergence, [x], grad)[0]
+
+
+@operator("npu::repeat_interleave_backward_int")
 def repeat_interleave_backward(grad: Tensor, x: Tensor, repeats: int, dim: int | None) -> Tensor:
     """Return the gradient of what was repeated; torch-npu differentiates it as one operator."""
     return gradients(lambda value: value.repeat_interleave(int(repeats), dim), [x], grad)[0]
 
 
-@operator("aten::repeat_interleave_backward_tensor")
+@operator("npu::repeat_interleave_backward_tensor")
 def repeat_interleave_backward_tensor(grad: Tensor, x: Tensor, repeats: Tensor, dim: int | None) -> Tensor:
     """Return the gradient of what was repeated; torch-npu differentiates it as one operator."""
     return gradients(lambda value: value.repeat_interleave(repeats, dim), [x], grad)[0]
