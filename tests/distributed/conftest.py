@@ -8,9 +8,10 @@ import os
 import pickle
 import signal
 import subprocess
+import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -28,17 +29,30 @@ CASES_PER_START = 12
 """Megatron's gradient hooks hold the model that holds them, and so every process group with its threads."""
 
 MakeModel = Callable[..., Path]
+Process = WarmProcess | subprocess.Popen[bytes]
 
 
 class Crew:
-    """Ranks that wait for cases."""
+    """Ranks that wait for cases.
 
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
+    :param backend: That they run on. Only those of the host are forked from warm processes.
+    :param environ: Of the processes, beside what is set here.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        backend: str = "cpu",
+        *,
+        size: int = SIZE,
+        environ: Mapping[str, str] = os.environ,
+    ) -> None:
+        self._directory, self._backend, self._size = directory, backend, size
+        self._environ = {**environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
         self._numbers = itertools.count()
-        self._ranks: list[tuple[WarmProcess, Connection]] = []
+        self._ranks: list[tuple[Process, Connection]] = []
         # one for each rank: they differ in the seed of their hashes, as the processes of a run do
-        self._warm = [WarmProcesses("cpu") for _ in range(SIZE)]
+        self._warm = [WarmProcesses("cpu") for _ in range(size)] if backend == "cpu" else []
         self._cases = 0
         """Since the processes were started."""
 
@@ -69,18 +83,23 @@ class Crew:
         store = self._directory / f"store-{number}"
         for warm in self._warm:
             warm.prepare()
-        env = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-        for rank, warm in enumerate(self._warm):
+        for rank in range(self._size):
             ours, theirs = Pipe()
-            arguments = [*map(str, (theirs.fileno(), rank, SIZE, store, os.getpid()))]
+            given = (theirs.fileno(), rank, self._size, store, os.getpid(), self._backend)
             with (self._directory / f"rank-{rank}.log").open("ab") as log, theirs:
-                process = warm.start(
-                    str(WORKER), arguments, output=log.fileno(), pass_fds=[theirs.fileno()], env=env
-                )
+                process = self._start_rank(rank, [*map(str, given)], log.fileno(), theirs.fileno())
             self._ranks.append((process, ours))
         self._answers(self._ranks, START_S)
 
-    def _answers(self, ranks: Sequence[tuple[WarmProcess, Connection]], limit_s: float) -> list[Any]:
+    def _start_rank(self, rank: int, arguments: list[str], log: int, pipe: int) -> Process:
+        if self._warm:
+            return self._warm[rank].start(
+                str(WORKER), arguments, output=log, pass_fds=[pipe], env=self._environ
+            )
+        command = [sys.executable, str(WORKER), *arguments]
+        return subprocess.Popen(command, stdout=log, stderr=log, pass_fds=[pipe], env=self._environ)
+
+    def _answers(self, ranks: Sequence[tuple[Process, Connection]], limit_s: float) -> list[Any]:
         deadline = time.monotonic() + limit_s
         found, problem = [], ""
         for rank, (process, pipe) in enumerate(ranks):
@@ -128,7 +147,7 @@ class CaseError:
         self.text = text
 
 
-def with_limit(process: WarmProcess, limit_s: float) -> None:
+def with_limit(process: Process, limit_s: float) -> None:
     """Give a process time to print."""
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(limit_s)

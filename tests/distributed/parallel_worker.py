@@ -14,27 +14,34 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils._pytree import tree_map
 
 from anygauge.config import Config
 from anygauge.distributed.layout import layout_of
 from anygauge.distributed.lifetime import die_with
 from anygauge.distributed.process_groups import destroy_process_group, init_process_group
 from anygauge.engines.megatron.prepare import prepare_megatron
+from anygauge.kernels.table import reference_kernel
 from anygauge.plugins import Plugins, load_plugins
 from anygauge.trainer.actors import ActorWorker
 from anygauge.trainer.plan import plan_steps
+from anygauge_hooks import hookimpl
 from anygauge_hooks.engines import WorkerContext
 from anygauge_hooks.errors import AnygaugeError
+from anygauge_hooks.kernels import KERNEL_OPS, KernelImpl
 from anygauge_hooks.rl import TrainSample
+from anygauge_hooks.types import BackendSpec, Device
 
 COLLECTIVE_TIMEOUT_S = 60.0
 Action = Callable[[Config, WorkerContext, dict[str, Any]], Any]
+Place = tuple[BackendSpec, Device]
 
 
 def make_config(case: dict[str, Any]) -> Config:
@@ -102,6 +109,29 @@ def train(config: Config, context: WorkerContext, case: dict[str, Any]) -> dict[
         "after": dict(zip(tokens, after, strict=True)),
         "weights": weights,
         "division": division(actor.trainer),
+        "whereabouts": whereabouts(actor.trainer),
+    }
+
+
+def whereabouts(engine: Any) -> dict[str, Any]:
+    """Return where this rank has its tensors, and over what its groups communicate."""
+    from megatron.core import parallel_state as state
+
+    buffers = [buffer for chunk in engine.chunks for buffer in chunk.buffers]
+    held = [
+        *engine.policy.tensors.values(),
+        *(
+            tensor
+            for buffer in buffers
+            for tensor in (buffer.grad_data, buffer.param_data)
+            if tensor is not None
+        ),
+        *(tensor for group in engine.optimizer.param_groups for tensor in group["params"]),
+    ]
+    groups = (state.get_data_parallel_group(), state.get_tensor_model_parallel_group(), None)
+    return {
+        "devices": {str(tensor.device) for tensor in held},
+        "backends": {dist.get_backend(group) for group in groups},
     }
 
 
@@ -166,10 +196,20 @@ ACTIONS: dict[str, Action] = {"train": train, "disagree": disagree, "hang": hang
 # -------------------------------------------------------------------------
 
 
-def run_case(case: dict[str, Any], rank: int, store: Any, plugins: Plugins) -> Any:
+class References:
+    """A plugin whose kernels are the core's references, for digits that are the same on every backend."""
+
+    @hookimpl
+    def register_kernels(self) -> list[KernelImpl]:
+        return [replace(reference_kernel(op), priority=1000) for op in KERNEL_OPS]
+
+
+def run_case(case: dict[str, Any], rank: int, store: Any, plugins: Plugins, on: Place) -> Any:
     from megatron.core import parallel_state
 
-    backend = plugins.get("register_backends", "cpu")
+    backend, device = on
+    if case.get("references"):
+        plugins.register(References(), "references")
     init_process_group(
         plugins,
         backend,
@@ -185,13 +225,19 @@ def run_case(case: dict[str, Any], rank: int, store: Any, plugins: Plugins) -> A
             rank=rank,
             world_size=case["world"],
             backend=backend,
-            device=plugins.make_device(backend, 0),
+            device=device,
             plugins=plugins,
         )
         return find_action(case["action"])(make_config(case), context, case)
     finally:
         parallel_state.destroy_model_parallel()
         destroy_process_group()
+        if case.get("references"):
+            plugins.manager.unregister(name="references")
+
+
+def on_host(value: Any) -> Any:
+    return value.cpu() if isinstance(value, torch.Tensor) else value
 
 
 def find_action(name: str) -> Action:
@@ -205,26 +251,30 @@ def find_action(name: str) -> Action:
     return action
 
 
-def main(descriptor: int, rank: int, size: int, store_path: str, parent: int) -> None:
+def main(descriptor: int, rank: int, size: int, store_path: str, parent: int, name: str) -> None:
     die_with(parent)
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(1)
     plugins = load_plugins()
-    prepare_megatron(plugins, plugins.get("register_backends", "cpu"))
+    backend = plugins.get("register_backends", name)
+    plugins.prepare_worker(backend, "actor", "before_vendor_import")
+    device = plugins.make_device(backend, backend.local_device([str(rank)], os.environ))
+    prepare_megatron(plugins, backend)
     import anygauge.engines.megatron.engine  # noqa: F401  # now, not within the deadline of a case
 
     store = dist.FileStore(store_path, size)
     with Connection(descriptor) as pipe:
         pipe.send_bytes(pickle.dumps("ready"))
         while True:
-            pipe.send_bytes(pickle.dumps(outcome(pickle.loads(pipe.recv_bytes()), rank, store, plugins)))
+            case = pickle.loads(pipe.recv_bytes())
+            pipe.send_bytes(pickle.dumps(outcome(case, rank, store, plugins, (backend, device))))
 
 
-def outcome(case: dict[str, Any], rank: int, store: Any, plugins: Plugins) -> tuple[str, Any]:
-    """Return what a case returned, or how it failed."""
+def outcome(case: dict[str, Any], rank: int, store: Any, plugins: Plugins, on: Place) -> tuple[str, Any]:
+    """Return what a case returned, its tensors on the host, or how it failed."""
     try:
-        return "value", run_case(case, rank, store, plugins)
+        return "value", tree_map(on_host, run_case(case, rank, store, plugins, on))
     except AnygaugeError as error:
         return "error", f"{type(error).__name__}: {error}"
     except BaseException:  # noqa: BLE001 - the boundary of the process: the test shows it
@@ -232,4 +282,4 @@ def outcome(case: dict[str, Any], rank: int, store: Any, plugins: Plugins) -> tu
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:4]), sys.argv[4], int(sys.argv[5]))
+    main(*map(int, sys.argv[1:4]), sys.argv[4], int(sys.argv[5]), sys.argv[6])

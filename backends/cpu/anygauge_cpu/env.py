@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -9,9 +10,11 @@ from anygauge_hooks.types import AcceleratorIds, ConfigChange
 
 __all__ = [
     "HIDDEN_ACCELERATORS",
+    "HIDDEN_EXTENSIONS",
     "RAY_RESOURCE",
     "cluster_resources",
     "config_defaults",
+    "hide_extensions",
     "local_device",
     "ray_options",
 ]
@@ -27,6 +30,21 @@ HIDDEN_ACCELERATORS: Mapping[str, str] = {
 }
 """Hides the accelerators of a host that has some, whether or not their backend plugins are installed: device
 names that Megatron writes literally must find no device that they could land on."""
+
+
+HIDDEN_EXTENSIONS = ("torch_npu",)
+"""Packages that other libraries import wherever they are installed, and that fail without their driver or
+change torch with it. Transformers imports this one with every model."""
+
+
+def hide_extensions() -> None:
+    """Let this process take vendors' extensions of torch for packages that are not installed.
+
+    One that has been imported already stays.
+    """
+    for name in HIDDEN_EXTENSIONS:
+        absent: Any = None  # what the import system takes for a module that cannot be found
+        sys.modules.setdefault(name, absent)
 
 
 def ray_options(count: int) -> Mapping[str, Any]:

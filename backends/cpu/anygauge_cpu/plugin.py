@@ -51,8 +51,9 @@ def worker_env(backend: BackendSpec, role: str) -> Mapping[str, str] | None:
 
 @hookimpl
 def prepare_worker(backend: BackendSpec, phase: Phase) -> None:
-    """Make a torchvision importable that was built for another torch."""
+    """Hide vendors' extensions of torch; make a torchvision importable that was built for another torch."""
     if backend.name == CPU.name and phase == "before_vendor_import":
+        env.hide_extensions()
         from anygauge_cpu.torchvision_operators import declare_missing_operators
 
         declare_missing_operators()

@@ -6,10 +6,11 @@ They need an environment of their own: ``make test-npu-sim``.
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -21,12 +22,16 @@ SOURCES = ("core", "hooks", "models", "backends/cpu", "backends/npu")
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
+def python_path() -> str:
+    """Return where this checkout's packages are."""
+    return os.pathsep.join(str(ROOT / source) for source in SOURCES)
+
+
 def run(*command: str, **environ: str) -> subprocess.CompletedProcess[str]:
     """Run a command in a fresh process: the loader reads its search path once."""
-    path = os.pathsep.join(str(ROOT / source) for source in SOURCES)
     return subprocess.run(
         command,
-        env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"} | environ,
+        env=os.environ | {"PYTHONPATH": python_path(), "OMP_NUM_THREADS": "1"} | environ,
         capture_output=True,
         text=True,
         timeout=200,
@@ -50,6 +55,26 @@ def simulated() -> Run:
         return run(*launcher, **environ)
 
     return simulate
+
+
+@pytest.fixture(scope="session")
+def two_devices() -> Iterator[Mapping[str, str]]:
+    """Return the environment of processes that share two simulated NPUs, which stay for the session."""
+    if importlib.util.find_spec("torch_npu") is None:
+        pytest.skip("needs torch-npu: run `make test-npu-sim`")
+    show = "import json, os, sys; print(json.dumps(dict(os.environ)), flush=True); sys.stdin.read()"
+    command = [sys.executable, str(SIMULATION), "--devices", "2", "--", sys.executable, "-c", show]
+    with subprocess.Popen(
+        command,
+        env=os.environ | {"PYTHONPATH": python_path(), "OMP_NUM_THREADS": "1"},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as launcher:
+        assert launcher.stdin is not None
+        assert launcher.stdout is not None
+        yield json.loads(launcher.stdout.readline())
+        launcher.stdin.close()
 
 
 @pytest.fixture(scope="session")

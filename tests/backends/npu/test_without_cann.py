@@ -26,9 +26,13 @@ pytestmark = [
 
 
 def anygauge(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    return python("-m", "anygauge", *arguments, **environ)
+
+
+def python(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
     inherited = {name: each for name, each in os.environ.items() if name not in (AUTOLOAD, "LD_LIBRARY_PATH")}
     return subprocess.run(
-        [sys.executable, "-m", "anygauge", *arguments],
+        [sys.executable, *arguments],
         env=inherited | environ,
         capture_output=True,
         text=True,
@@ -70,6 +74,18 @@ def test_doctor_tells_the_cause_from_the_consequence() -> None:
     cpu, npu = (row for row in rows.splitlines() if row.split()[1:2] in (["cpu"], ["npu"]))
     assert "its extension torch_npu does not load" in cpu
     assert "CANN is missing or too old" in npu
+
+
+def test_a_cpu_worker_can_import_the_models_of_transformers() -> None:
+    code = (
+        "from anygauge.plugins import load_plugins\n"
+        "plugins = load_plugins()\n"
+        "cpu = plugins.get('register_backends', 'cpu')\n"
+        "plugins.prepare_worker(cpu, 'actor', 'before_vendor_import')\n"
+        "import transformers.models.qwen3.modeling_qwen3\n"
+    )
+    done = python("-c", code, **{AUTOLOAD: "0"})
+    assert done.returncode == 0, done.stderr
 
 
 def test_with_the_variable_the_cpu_backend_works() -> None:
