@@ -43,13 +43,14 @@ FINDINGS: Mapping[str, tuple[str, str]] = {
         r"def forward_npu\(.*?torch\.bfloat16\s+and self\.cos_sin_cache\.dtype == torch\.float.*?"
         r"forward_native\(",
     ),
-    "R8": ("layers/vocab_parallel_embedding.py", MASK),
-    "R11": ("models/llama.py", r"def forward_prepare_npu\(.*?split_qkv_rmsnorm_rope\("),
+    "R10": ("layers/vocab_parallel_embedding.py", MASK),
+    "R12": ("models/llama.py", r"def forward_prepare_npu\(.*?split_qkv_rmsnorm_rope\("),
     "R13": ("models/qwen3.py", FUSED_HEADS),
     "R14": ("models/qwen3.py", r"ParallelLMHead\([^)]*use_attn_tp_group=get_parallel\(\)\.enable_dp_lm_head"),
     "R15": ("models/qwen3_moe.py", FUSED_HEADS),
     "R17": ("models/qwen3_vl.py", r"np\.linspace\(.*?def fast_pos_embed_interpolate"),
     "R18": ("models/qwen3_vl.py", r"use_hf_deepstack_order = \(.*?rl_on_policy_target is not None"),
+    "R20": ("arg_groups/fields/mm.py", r"mm_enable_dp_encoder: A\[.*?fallback=False"),
     "R21": (
         "models/qwen3_vl.py",
         r'"model\.embed_tokens\.weight" in name\s+and self\.config\.tie_word_embeddings',

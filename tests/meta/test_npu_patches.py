@@ -1,0 +1,178 @@
+"""docs/npu-patches.md: a row for each hunk of five patches, with code that is there and tests that pass."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+from xml.etree import ElementTree as ET
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs/npu-patches.md"
+HUNKS = {"S": 41, "G": 45, "R": 22, "M": 8, "P": 4}
+ROW = re.compile(r"^\| ([SGRMP]\d+) \| (.+) \| (.+) \| (.+) \| (.+) \| (.+) \|$", re.M)
+SECTION = re.compile(r"^## [^\n]+ \((\d+)\)$(.*?)(?=^## |\Z)", re.M | re.S)
+REFERENCE = re.compile(r"`([\w./]+\.py)::([\w.]+)`")
+STATES = ("replaced", "upstream", "not needed", "open")
+TARGETS = {
+    "parallel": ("test-parallel", "tests/distributed"),
+    "sglang": ("test-sglang", "tests/sglang"),
+    "npu_sim": ("test-npu-sim", "tests/backends/npu"),
+}
+"""Of the Makefile, and the folder where it looks, by the marker of its tests."""
+
+
+class Row(NamedTuple):
+    """One hunk."""
+
+    hunk: str
+    where: str
+    change: str
+    state: str
+    here: str
+    test: str
+
+
+def rows() -> list[Row]:
+    return [Row(*cells) for cells in ROW.findall(PAGE.read_text())]
+
+
+def symbols(row: Row) -> list[tuple[str, str]]:
+    return REFERENCE.findall(row.here)
+
+
+def named_tests() -> list[tuple[str, str]]:
+    return sorted({found for row in rows() for found in REFERENCE.findall(row.test)})
+
+
+@cache
+def tree(path: str) -> ast.Module:
+    return ast.parse((ROOT / path).read_text(encoding="utf-8"))
+
+
+def defined(body: Sequence[ast.stmt]) -> Iterator[tuple[str, Sequence[ast.stmt]]]:
+    """Yield every name that statements bind, with what is inside it."""
+    for node in body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield node.name, node.body
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            yield from ((ast.unparse(target), []) for target in targets)
+
+
+def is_defined(path: str, name: str) -> bool:
+    body: Sequence[ast.stmt] | None = tree(path).body if (ROOT / path).is_file() else None
+    for part in name.split("."):
+        body = dict(defined(body)).get(part) if body is not None else None
+    return body is not None
+
+
+def markers(path: str, name: str) -> set[str]:
+    """Return the markers of a test: its own, and those of its file."""
+    found = [
+        node.value
+        for node in tree(path).body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "pytestmark"
+    ]
+    for node in tree(path).body:
+        if isinstance(node, ast.FunctionDef) and node.name == name:
+            found += node.decorator_list
+    return set(re.findall(r"pytest\.mark\.(\w+)", " ".join(map(ast.unparse, found))))
+
+
+def target(path: str, name: str) -> str | None:
+    """Return the marker that keeps a test out of ``make test``."""
+    left_out = markers(path, name) & {*TARGETS, "soak", "gpu_host"}
+    return min(left_out) if left_out else None
+
+
+def test_every_hunk_has_one_row() -> None:
+    expected = [f"{letter}{number}" for letter, count in HUNKS.items() for number in range(1, count + 1)]
+    assert [row.hunk for row in rows()] == expected
+    assert len(expected) == 120
+
+
+def test_the_figures_of_the_page_are_those_of_its_tables() -> None:
+    page = PAGE.read_text()
+    found = [(int(count), len(ROW.findall(text))) for count, text in SECTION.findall(page)]
+    assert found == [(count, count) for count in HUNKS.values()]
+    states = Counter(row.state for row in rows())
+    assert {*states} <= {*STATES}
+    for state in STATES:
+        (count,) = re.findall(rf"^\| {state} \| (\d+) \|", page, re.M)
+        assert int(count) == states[state], state
+
+
+@pytest.mark.parametrize("row", rows(), ids=lambda row: row.hunk)
+def test_a_row_says_what_takes_the_place_and_what_covers_it(row: Row) -> None:
+    missing = [name for name in symbols(row) if not is_defined(*name)]
+    assert not missing
+    if row.state == "replaced":
+        assert symbols(row)
+    if row.state in ("replaced", "upstream"):
+        assert REFERENCE.search(row.test)
+    assert len(row.change) > 5
+    assert len(row.here) > 5
+
+
+@pytest.mark.parametrize(("path", "name"), named_tests(), ids=lambda part: str(part).rpartition("/")[2])
+def test_a_named_test_is_there_and_one_target_runs_it(path: str, name: str) -> None:
+    assert is_defined(path, name)
+    marker = target(path, name)
+    if marker is not None:
+        rule, folder = TARGETS[marker]
+        recipe = re.search(rf"^{rule}:.*\n\t(.+)", (ROOT / "Makefile").read_text(), re.M)
+        assert recipe is not None
+        assert re.search(rf"-m \"?{marker}\b.* {folder}\b", recipe[1])
+        assert path.startswith(f"{folder}/")
+
+
+def test_the_named_tests_pass(tmp_path: Path) -> None:
+    """Those of ``make test``, in one process; a test that is only skipped proves nothing."""
+    wanted = [f"{path}::{name}" for path, name in named_tests() if target(path, name) is None]
+    result = tmp_path / "result.xml"
+    options = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist", f"--junitxml={result}"]
+    outer = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", *options, *wanted],
+        cwd=ROOT,
+        env=outer,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    passed = {
+        f"{case.get('classname', '').replace('.', '/')}.py::{case.get('name', '').partition('[')[0]}"
+        for case in ET.parse(result).iter("testcase")
+        if len(case) == 0
+    }
+    assert passed == set(wanted)
+
+
+def test_there_is_no_patch_file() -> None:
+    own = (
+        "core",
+        "hooks",
+        "models",
+        "backends",
+        "docker",
+        "docs",
+        "examples",
+        "bench",
+        "tests",
+        "requirements",
+    )
+    found = [
+        path for folder in own for path in (ROOT / folder).rglob("*") if path.suffix in (".patch", ".diff")
+    ]
+    assert not [*found, *ROOT.glob("*.patch"), *ROOT.glob("*.diff")]
