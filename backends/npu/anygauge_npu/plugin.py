@@ -8,7 +8,7 @@ from typing import Any
 from anygauge_hooks import hookimpl
 from anygauge_hooks.kernels import KernelImpl
 from anygauge_hooks.types import BackendSpec, ConfigChange, ConfigProblem, Device, Phase
-from anygauge_npu import comm, env, mindspeed, probe, rollout
+from anygauge_npu import comm, env, host, mindspeed, probe, rollout
 
 __all__ = ["NPU"]
 
@@ -22,6 +22,7 @@ NPU = BackendSpec(
     visible_devices_env=env.VISIBLE_DEVICES,
     make_communicator=comm.communicator,
     providers=(mindspeed.NAME,),
+    host_checks=host.host_checks,
 )
 
 
@@ -129,3 +130,9 @@ def rollout_engine_args(config: Any, backend: BackendSpec, engine: str) -> Mappi
     if backend.name != NPU.name:
         return None
     return rollout.engine_args(engine, sleeps=config.placement.colocated)
+
+
+@hookimpl
+def report_environment() -> Mapping[str, str]:
+    """Report the versions of driver, firmware and CANN, where they are installed."""
+    return host.facts()

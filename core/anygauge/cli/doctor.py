@@ -21,6 +21,7 @@ from importlib.metadata import entry_points
 from typing import Any, Literal
 
 from anygauge import __version__
+from anygauge_hooks.errors import UnknownBackendError
 
 __all__ = ["HELP", "Row", "add_arguments", "run"]
 
@@ -42,6 +43,11 @@ class Row:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
+    parser.add_argument(
+        "--backend",
+        metavar="NAME",
+        help="show all that this backend needs of the host, and pass only if none of it fails",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument(
         "--timeout",
@@ -63,10 +69,24 @@ def _seconds(text: str) -> float:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the report; the status is 0 if the cpu backend passes."""
+    """Print the report; the status is 0 if the cpu backend passes, or all of the one that was asked for.
+
+    :raises UnknownBackendError: No backend of that name is installed or published.
+    """
     report = examine(args.timeout)
-    print(json.dumps(report, indent=2) if args.json else _rendered(report))
-    return 0 if {"name": "cpu", "status": "PASS"}.items() <= report["backends"].get("cpu", {}).items() else 1
+    if args.backend not in (None, *report["backends"]):
+        known = ", ".join(report["backends"])
+        raise UnknownBackendError(
+            f"Unknown backend {args.backend!r}; known: {known}.", hint="Choose one of these."
+        )
+    print(json.dumps(report, indent=2) if args.json else _rendered(report, args.backend))
+    return 0 if _passes(report, args.backend) else 1
+
+
+def _passes(report: Mapping[str, Any], asked: str | None) -> bool:
+    backend = report["backends"].get(asked or "cpu", {})
+    checks = report["checks"].get(asked, ())
+    return backend.get("status") == "PASS" and all(check["status"] != "FAIL" for check in checks)
 
 
 def examine(timeout_s: float) -> dict[str, Any]:
@@ -91,6 +111,7 @@ def examine(timeout_s: float) -> dict[str, Any]:
         "backends": {name: dataclasses.asdict(row) for name, row in rows.items()},
         "plugin_errors": {"loading": loaded["failed"]} if "failed" in loaded else loaded["errors"],
         "environment": loaded.get("environment", {}),
+        "checks": loaded.get("checks", {}),
         "installed": [{**dataclasses.asdict(row), "fix": row.fix} for row in read_installed()],
     }
 
@@ -165,12 +186,13 @@ def _rows(entries: Sequence[str], answers: Sequence[Mapping[str, Any]]) -> Itera
 # -------------------------------------------------------------------------
 
 
-def _rendered(report: Mapping[str, Any]) -> str:
+def _rendered(report: Mapping[str, Any], asked: str | None = None) -> str:
     parts = [
         *_host(report),
         "",
         "Backends",
         *_backends(report["backends"]),
+        *(line for name in report["checks"] for line in _host_of(report, name, asked)),
         "",
         "Installed set",
         *_installed(report["installed"]),
@@ -201,6 +223,22 @@ def _backends(rows: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
         yield f"  {row['status']:<14}{row['name']:<8}{row['reason']}"
         if row["status"] != "PASS" and row["fix"]:
             yield f"  {'':<14}{'':<8}fix: {row['fix']}"
+
+
+def _host_of(report: Mapping[str, Any], name: str, asked: str | None) -> Iterator[str]:
+    """Yield what a backend finds, if it was asked for, or if it is of use here or nearly."""
+    checks = report["checks"][name]
+    is_told = report["backends"].get(name, {}).get("status") == "PASS" or any(
+        check["status"] == "FAIL" for check in checks
+    )
+    if not checks or not (asked == name if asked else is_told):
+        return
+    yield from ("", f"Host of {name}")
+    width = max(len(check["name"]) for check in checks) + 2
+    for check in checks:
+        yield f"  {check['status']:<14}{check['name']:<{width}}{check['found']}"
+        if check["fix"]:
+            yield f"  {'':<14}{'':<{width}}fix: {check['fix']}"
 
 
 def _installed(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:

@@ -15,7 +15,7 @@ from typing import Any
 
 from anygauge.cli.torch_extensions import AUTOLOAD, extension_failure
 from anygauge.plugins import load_plugins, probe_backend
-from anygauge_hooks.types import Availability, BackendSpec
+from anygauge_hooks.types import Availability, BackendSpec, HostCheck
 
 __all__ = ["main"]
 
@@ -70,7 +70,19 @@ def _plugins() -> dict[str, Any]:
     return {
         "errors": {name: repr(error) for name, error in plugins.load_errors.items()},
         "environment": plugins.environment(),
+        "checks": {spec.name: _checks(spec) for spec in plugins.collect("register_backends")},
     }
+
+
+def _checks(spec: BackendSpec) -> list[dict[str, Any]]:
+    """Return what a backend finds on the host; a check that raises is a row of its own."""
+    if spec.host_checks is None:
+        return []
+    try:
+        return [dataclasses.asdict(check) for check in spec.host_checks()]
+    except Exception as error:  # noqa: BLE001 - a backend's own code
+        fix = "Report this to the backend."
+        return [dataclasses.asdict(HostCheck(name="checks", status="FAIL", found=repr(error), fix=fix))]
 
 
 if __name__ == "__main__":

@@ -96,6 +96,7 @@ def report(**changes: Any) -> dict[str, Any]:
         "plugin_errors": {},
         "environment": {"platform": "again", "driver": "5.1"},
         "installed": [],
+        "checks": {},
         **changes,
     }
 

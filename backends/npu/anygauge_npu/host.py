@@ -1,0 +1,411 @@
+"""What an Ascend host has of all that a run needs, read from files: nothing here is imported.
+
+``ANYGAUGE_NPU_ROOT`` is the directory that the files are looked for in, ``/`` by default.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import re
+import resource
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.metadata import Distribution, PackageNotFoundError, distribution
+from pathlib import Path
+
+from anygauge_hooks.types import HostCheck
+from anygauge_npu.mindspeed import INSTALL as INSTALL_MINDSPEED
+from anygauge_npu.releases import CANN_OF_TORCH_NPU, MEGATRON_OF_MINDSPEED, fits, number
+
+__all__ = ["ROOT", "Host", "facts", "host_checks"]
+
+ROOT = "ANYGAUGE_NPU_ROOT"
+MACHINES = ("aarch64", "x86_64")
+OLDEST_LIBC = (2, 28)
+"""Of the wheels of torch-npu: manylinux_2_28."""
+DEVICE_FILES = ("davinci_manager", "devmm_svm", "hisi_hdc")
+"""Beside one davinciN for each NPU."""
+CANN_HOMES = ("ASCEND_TOOLKIT_HOME", "ASCEND_HOME_PATH")
+"""Set by CANN's set_env.sh."""
+CANN_PLACES = ("usr/local/Ascend/ascend-toolkit/latest", "usr/local/Ascend/cann", "usr/local/Ascend/cann-*")
+CANN_FILES = (
+    "{machine}-linux/ascend_toolkit_install.info",
+    "ascend_toolkit_install.info",
+    "compiler/version.info",
+    "runtime/version.info",
+    "opp/version.info",
+)
+SHARED_MEMORY = 1 << 30
+"""Bytes of /dev/shm that Ray's object store and torch's data loaders want at least; Docker gives 64 MiB."""
+OPEN_FILES = 4096
+_GUIDE = "docs/npu.md"
+_RELEASE = re.compile(r"\d+\.\d+(\.(RC|alpha|beta)?\d+)*", re.IGNORECASE)
+
+Checks = Iterator[HostCheck]
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """Where to look."""
+
+    root: Path = Path("/")
+    environ: Mapping[str, str] = field(default_factory=lambda: os.environ)
+    machine: str = field(default_factory=platform.machine)
+    libc: tuple[str, str] = field(default_factory=platform.libc_ver)
+
+    def named(self, variable: str) -> Path | None:
+        """Return the directory that a variable names, inside the root."""
+        text = self.environ.get(variable)
+        return self.root / text.lstrip("/") if text else None
+
+
+def here() -> Host:
+    """Return this host, or the tree that a test has made up."""
+    return Host(root=Path(os.environ.get(ROOT, "/")))
+
+
+def host_checks(host: Host | None = None) -> Sequence[HostCheck]:
+    """Return everything, from the machine up to what serves."""
+    host = host or here()
+    return [
+        *_machine(host),
+        *_devices(host),
+        *_driver(host),
+        *_cann(host),
+        *_torch(host),
+        *_mindspeed(),
+        *_serving(),
+        *_network(host),
+        *_limits(host),
+    ]
+
+
+def facts(host: Host | None = None) -> dict[str, str]:
+    """Return the versions that a run's log should have, of what is there."""
+    host = host or here()
+    found = {
+        "Ascend driver": _version(_ascend(host) / "driver/version.info"),
+        "Ascend firmware": _version(_ascend(host) / "firmware/version.info"),
+        "CANN": _cann_version(host)[1],
+    }
+    return {name: version for name, version in found.items() if version}
+
+
+def _passed(name: str, found: str) -> HostCheck:
+    return HostCheck(name=name, status="PASS", found=found)
+
+
+def _failed(name: str, found: str, fix: str) -> HostCheck:
+    return HostCheck(name=name, status="FAIL", found=found, fix=fix)
+
+
+def _absent(name: str, found: str, fix: str) -> HostCheck:
+    return HostCheck(name=name, status="NOT INSTALLED", found=found, fix=fix)
+
+
+# -------------------------------------------------------------------------
+# The machine
+# -------------------------------------------------------------------------
+
+
+def _machine(host: Host) -> Checks:
+    if host.machine in MACHINES:
+        yield _passed("architecture", host.machine)
+    else:
+        yield _failed(
+            "architecture", host.machine, f"torch-npu has wheels for {' and '.join(MACHINES)} alone"
+        )
+    name, version = host.libc
+    if name == "glibc" and tuple(map(int, version.split(".")[:2])) >= OLDEST_LIBC:
+        yield _passed("libc", f"{name} {version}")
+    else:
+        wanted = ".".join(map(str, OLDEST_LIBC))
+        yield _failed("libc", f"{name or 'unknown'} {version}", f"use a Linux with glibc {wanted} or newer")
+
+
+def _devices(host: Host) -> Checks:
+    devices = _device_names(host)
+    if not devices:
+        fix = f"install the driver; in a container pass --device=/dev/davinci0 and so on ({_GUIDE})"
+        yield _absent("NPUs", "no /dev/davinci0", fix)
+        return
+    missing = [name for name in DEVICE_FILES if not (host.root / "dev" / name).exists()]
+    locked = [name for name in devices if not os.access(host.root / "dev" / name, os.R_OK | os.W_OK)]
+    if missing:
+        fix = " ".join(f"--device=/dev/{name}" for name in missing)
+        yield _failed("NPUs", f"no /dev/{missing[0]}", f"give the container {fix}, or reload the driver")
+    elif locked:
+        fix = "add the user to the group that owns the device: usermod -aG HwHiAiUser $USER, and log in again"
+        yield _failed("NPUs", f"/dev/{locked[0]} may not be opened by this user", fix)
+    else:
+        yield _passed("NPUs", f"{len(devices)}: /dev/{devices[0]} to /dev/{devices[-1]}")
+
+
+def _device_names(host: Host) -> list[str]:
+    numbers = sorted(
+        int(path.name[7:]) for path in (host.root / "dev").glob("davinci*") if path.name[7:].isdecimal()
+    )
+    return [f"davinci{number}" for number in numbers]
+
+
+def _driver(host: Host) -> Checks:
+    for name in ("driver", "firmware"):
+        version = _version(_ascend(host) / name / "version.info")
+        if version:
+            yield _passed(name, version)
+        else:
+            place = f"/usr/local/Ascend/{name}"
+            fix = f"install the {name} of the product's HDK on the host; in a container mount {place}:ro"
+            yield _absent(name, f"no {place}/version.info", fix)
+    tools = [host.root / folder / "npu-smi" for folder in ("usr/local/bin", "usr/local/sbin", "usr/bin")]
+    if any(tool.exists() for tool in tools):
+        yield _passed("npu-smi", "there")
+    else:
+        fix = "it comes with the driver; in a container mount /usr/local/bin/npu-smi and /usr/local/dcmi"
+        yield _absent("npu-smi", "not found", fix)
+
+
+def _ascend(host: Host) -> Path:
+    """Return where the driver is installed, as its installer wrote it down."""
+    place = _values(host.root / "etc/ascend_install.info").get("driver_install_path_param")
+    return host.root / (place or "usr/local/Ascend").lstrip("/")
+
+
+# -------------------------------------------------------------------------
+# CANN and torch
+# -------------------------------------------------------------------------
+
+
+def _cann(host: Host) -> Checks:
+    home, version = _cann_version(host)
+    if home is None:
+        fix = f"install CANN, or use an image that has it ({_GUIDE}), and source its set_env.sh"
+        yield _absent("CANN", "not found", fix)
+        return
+    shown = f"/{home.relative_to(host.root)}"
+    if version is None:
+        fix = "install the toolkit again; its version is in compiler/version.info"
+        yield _failed("CANN", f"{shown} has no version file", fix)
+    elif not any(host.environ.get(name) for name in CANN_HOMES):
+        fix = f"source {shown}/set_env.sh, or the one beside it, in the shell that starts the run"
+        yield _failed("CANN", f"{version} in {shown}, but its environment is not set", fix)
+    else:
+        yield _passed("CANN", f"{version} in {shown}")
+    atb = host.root / "usr/local/Ascend/nnal/atb/set_env.sh"
+    if atb.exists():
+        yield _passed("NNAL", "there")
+    else:
+        yield _absent(
+            "NNAL", "no /usr/local/Ascend/nnal", "install CANN's nnal package: SGLang's kernels use it"
+        )
+
+
+def _cann_version(host: Host) -> tuple[Path | None, str | None]:
+    """Return the toolkit's directory and its version, where each is known."""
+    named = [home for name in CANN_HOMES if (home := host.named(name)) is not None]
+    usual = [path for place in CANN_PLACES for path in sorted(host.root.glob(place))]
+    for home in [*named, *usual]:
+        if home.is_dir():
+            files = [home / each.format(machine=host.machine) for each in CANN_FILES]
+            versions = [version for file in files if (version := _version(file))]
+            own_name = _RELEASE.search(home.resolve().name)
+            return home, versions[0] if versions else own_name[0] if own_name else None
+    return None, None
+
+
+def _torch(host: Host) -> Checks:
+    torch, npu = _installed("torch"), _installed("torch-npu")
+    if torch is None:
+        yield _absent("torch", "not installed", "pip install 'anygauge[npu]'")
+    else:
+        yield _passed("torch", torch.version)
+    if npu is None:
+        yield _absent("torch-npu", "not installed", "pip install 'anygauge[npu]'")
+        return
+    if torch is not None and number(torch.version) != number(npu.version):
+        fix = f"pip install 'torch=={number(npu.version)}.*' 'torch-npu=={npu.version}'"
+        yield _failed("torch-npu", f"{npu.version} does not fit torch {torch.version}", fix)
+    elif _cann_version(host)[0] is None:
+        fix = "install CANN; until then `import torch` needs TORCH_DEVICE_BACKEND_AUTOLOAD=0, or uninstall it"
+        yield _failed("torch-npu", f"{npu.version} without CANN: it breaks `import torch`", fix)
+    else:
+        yield _passed("torch-npu", npu.version)
+    yield from _cann_of(host, npu.version)
+
+
+def _cann_of(host: Host, npu: str) -> Checks:
+    cann = _cann_version(host)[1]
+    if cann is None:
+        return
+    name, known = "CANN of torch-npu", CANN_OF_TORCH_NPU.get(number(npu), ())
+    match fits(cann, npu):
+        case True:
+            yield _passed(name, f"{cann} serves torch-npu {npu}")
+        case False:
+            fix = f"torch-npu {npu} wants CANN {' or '.join(known)}: install that, or another torch-npu"
+            yield _failed(name, f"{cann} does not serve torch-npu {npu}", fix)
+        case _:
+            yield _passed(name, f"torch-npu {npu} is in no published table; CANN is {cann}")
+
+
+# -------------------------------------------------------------------------
+# What a run may use
+# -------------------------------------------------------------------------
+
+
+def _mindspeed() -> Checks:
+    found = _installed("mindspeed")
+    if found is None:
+        yield _absent("MindSpeed", "not installed; optional", INSTALL_MINDSPEED)
+        return
+    wanted, megatron = MEGATRON_OF_MINDSPEED.get(number(found.version)), _installed("megatron-core")
+    source = _source(found)
+    if found.version.startswith("0.0."):
+        yield _failed(
+            "MindSpeed", f"{found.version} is a placeholder", f"pip uninstall mindspeed; {INSTALL_MINDSPEED}"
+        )
+    elif megatron is not None and wanted != number(megatron.version):
+        text = f"{found.version}{source} does not fit megatron-core {megatron.version}"
+        yield _failed("MindSpeed", text, INSTALL_MINDSPEED)
+    else:
+        yield _passed("MindSpeed", f"{found.version}{source}")
+
+
+def _serving() -> Checks:
+    yield from _sglang()
+    kernels = "a wheel of its releases page, for this torch, CANN, Python and product"
+    yield from _simple("sgl-kernel-npu", f"SGLang's kernels: {kernels}")
+    triton = _installed("triton-ascend")
+    if triton is not None and _installed("triton") is not None:
+        fix = "pip uninstall -y triton triton-ascend, then install triton-ascend again: both are `triton`"
+        yield _failed("triton-ascend", f"{triton.version} beside triton", fix)
+    else:
+        yield from _simple("triton-ascend", "a wheel of its releases page; docker/versions.env has the pin")
+
+
+def _simple(name: str, fix: str) -> Checks:
+    found = _installed(name)
+    yield _passed(name, found.version) if found else _absent(name, "not installed; optional", fix)
+
+
+def _sglang() -> Checks:
+    found, torch = _installed("sglang"), _installed("torch")
+    fix = "install it from source with its pyproject_npu.toml, as docker/Dockerfile.npu does"
+    if found is None:
+        yield _absent("SGLang", "not installed; optional", fix)
+    elif torch is not None and (wanted := _refused(found, torch)):
+        yield _failed("SGLang", f"{found.version} is the wheel that wants torch{wanted}", fix)
+    else:
+        yield _passed("SGLang", f"{found.version}{_source(found)}")
+
+
+def _refused(owner: Distribution, needed: Distribution) -> str | None:
+    """Return what a distribution asks of another that is installed in a release that it refuses."""
+    from packaging.requirements import Requirement
+
+    for text in owner.requires or ():
+        requirement = Requirement(text)
+        applies = requirement.marker is None or requirement.marker.evaluate({"extra": ""})
+        if requirement.name == needed.name and applies:
+            specifier = requirement.specifier
+            return None if specifier.contains(needed.version, prereleases=True) else str(specifier)
+    return None
+
+
+# -------------------------------------------------------------------------
+# The network and limits
+# -------------------------------------------------------------------------
+
+
+def _network(host: Host) -> Checks:
+    file = host.root / "etc/hccn.conf"
+    devices = _device_names(host)
+    if not file.is_file():
+        fix = "for several hosts: hccn_tool -i N -ip -s address ADDRESS netmask MASK; a container: mount it"
+        yield _absent("HCCN", "no /etc/hccn.conf; one host does without", fix)
+        return
+    addresses = [value for key, value in _values(file).items() if re.fullmatch(r"address_\d+", key)]
+    if len(addresses) < max(1, len(devices)):
+        text = f"/etc/hccn.conf has {len(addresses)} addresses for {len(devices)} NPUs"
+        yield _failed("HCCN", text, "hccn_tool -i N -ip -s address ADDRESS netmask MASK, for each NPU")
+    else:
+        yield _passed("HCCN", f"{len(addresses)} addresses in /etc/hccn.conf")
+
+
+def _limits(host: Host) -> Checks:
+    if not _device_names(host):
+        return
+    shared = host.root / "dev/shm"
+    if shared.is_dir():
+        stats = os.statvfs(shared)
+        size = stats.f_frsize * stats.f_blocks
+        if size < SHARED_MEMORY:
+            fix = "start the container with --shm-size=64g, or --ipc=host"
+            yield _failed("shared memory", f"/dev/shm has {size >> 20} MiB", fix)
+        else:
+            yield _passed("shared memory", f"{size >> 30} GiB")
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if 0 <= soft < OPEN_FILES:
+        yield _failed("open files", f"at most {soft}", "ulimit -n 65536; a container: --ulimit nofile=65536")
+    else:
+        yield _passed("open files", "unlimited" if soft < 0 else f"at most {soft}")
+
+
+# -------------------------------------------------------------------------
+# Files
+# -------------------------------------------------------------------------
+
+
+def _values(file: Path) -> dict[str, str]:
+    """Return the ``key=value`` lines of a file, by key in lower case; nothing if it cannot be read."""
+    try:
+        lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return {}
+    pairs = (line.partition("=") for line in lines if "=" in line)
+    return {key.strip().lower(): value.strip().strip('"') for key, _, value in pairs}
+
+
+def _version(file: Path) -> str | None:
+    """Return the release that a version file names: of the package, or of the directory that it is in."""
+    values = _values(file)
+    for key in ("version_dir", "version"):
+        found = _RELEASE.search(values.get(key, ""))
+        if found:
+            return found[0]
+    return None
+
+
+def _installed(name: str) -> Distribution | None:
+    try:
+        return distribution(name)
+    except PackageNotFoundError:
+        return None
+
+
+def _source(found: Distribution) -> str:
+    """Return the branch and commit that a distribution was installed from, as far as pip or git tell."""
+    text = found.read_text("direct_url.json")
+    origin = json.loads(text) if text else {}
+    git = origin.get("vcs_info", {})
+    if git:
+        return f" ({git.get('requested_revision', 'no branch')} at {git['commit_id'][:12]})"
+    folder = Path(origin.get("url", "").removeprefix("file://"))
+    return _checkout(folder) if origin.get("dir_info") is not None else ""
+
+
+def _checkout(folder: Path) -> str:
+    try:
+        head = (folder / ".git/HEAD").read_text(encoding="utf-8").strip()
+    except OSError:
+        return f" ({folder})"
+    reference = head.removeprefix("ref: ")
+    if reference == head:
+        return f" ({folder} at {head[:12]})"
+    try:
+        commit = (folder / ".git" / reference).read_text(encoding="utf-8").strip()[:12]
+    except OSError:
+        commit = "unknown"
+    return f" ({reference.removeprefix('refs/heads/')} at {commit})"

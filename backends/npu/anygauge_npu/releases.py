@@ -1,0 +1,43 @@
+"""Which releases of the Ascend stack belong together."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+__all__ = ["CANN_OF_TORCH_NPU", "MEGATRON_OF_MINDSPEED", "fits", "number"]
+
+CANN_OF_TORCH_NPU: Mapping[str, tuple[str, ...]] = {
+    "2.12": ("9.1",),
+    "2.11": ("9.1",),
+    "2.10": ("9.1",),
+    "2.9": ("8.5", "9.0", "9.1"),
+    "2.8": ("8.3", "8.5", "9.0"),
+    "2.7": ("8.3", "8.5", "9.0", "9.1"),
+}
+"""Releases of CANN by release of torch-npu; a later build of one may want a later CANN.
+
+From COMPATIBILITY.md of Ascend/pytorch at commit 031eec5ca64bd2a5a02de212f5f0c30dfb392213, which has neither
+2.13 nor 2.14.
+"""
+MEGATRON_OF_MINDSPEED: Mapping[str, str] = {"0.16": "0.16"}
+"""Release of megatron-core by release of MindSpeed: setup.py and README.md of its branch core_r0.16.0."""
+
+
+def number(text: str, parts: int = 2) -> str:
+    """Return the first numbers of a release.
+
+    >>> number("2.10.0.post4+cpu"), number("9.1.0", 3), number("8.3.RC1"), number("9")
+    ('2.10', '9.1.0', '8.3', '9')
+    """
+    return ".".join(re.findall(r"\d+", text)[:parts])
+
+
+def fits(cann: str, torch_npu: str) -> bool | None:
+    """Return whether a release of CANN serves one of torch-npu; ``None`` if the table does not have it.
+
+    >>> fits("9.1.0", "2.10.0.post4"), fits("8.5.0", "2.10.0"), fits("9.1.0", "2.13.0")
+    (True, False, None)
+    """
+    known = CANN_OF_TORCH_NPU.get(number(torch_npu))
+    return None if known is None else number(cann) in known
