@@ -124,6 +124,16 @@ def test_a_row_says_what_takes_the_place_and_what_covers_it(row: Row) -> None:
     assert len(row.here) > 5
 
 
+def test_the_source_of_sglang_is_searched_for_what_upstream_has() -> None:
+    """A row that only belongs to another one's change says to which."""
+    source = (ROOT / "tests/sglang/test_sglang_on_npu.py").read_text()
+    findings = set(re.findall(r'^    "(R\d+)": \(', source, re.M))
+    for row in rows():
+        if row.state == "upstream":
+            other = re.match(r"(?:With|For|As) (R\d+)\b", row.here)
+            assert (other[1] if other else row.hunk) in findings, row.hunk
+
+
 @pytest.mark.parametrize(("path", "name"), named_tests(), ids=lambda part: str(part).rpartition("/")[2])
 def test_a_named_test_is_there_and_one_target_runs_it(path: str, name: str) -> None:
     assert is_defined(path, name)
@@ -136,6 +146,7 @@ def test_a_named_test_is_there_and_one_target_runs_it(path: str, name: str) -> N
         assert path.startswith(f"{folder}/")
 
 
+@pytest.mark.timeout(900)  # dozens of tests, in a process that may have to share the processor
 def test_the_named_tests_pass(tmp_path: Path) -> None:
     """Those of ``make test``, in one process; a test that is only skipped proves nothing."""
     wanted = [f"{path}::{name}" for path, name in named_tests() if target(path, name) is None]
