@@ -12,7 +12,7 @@ SURFACE = {
     "eval": ["config", "--checkpoint", "--backend", "--out"],
     "launch": ["config", "--nodes", "--devices", "--head", "--backend", "--run", "--print-head"],
     "report": ["directory", "--out"],
-    "doctor": ["--json", "--timeout"],
+    "doctor": ["--backend", "--json", "--timeout"],
     "hooks": ["--backend", "--json", "--strict"],
     "convert": ["--to-megatron", "--to-hf", "--model", "--workers", "--check"],
 }
