@@ -105,14 +105,40 @@ def kl_div_backward(
     return gradients(divergence, [x], grad)[0]
 
 
+@operator("npu::kl_div_target_backward")
+def kl_div_target_backward(
+    grad: Tensor, x: Tensor, target: Tensor, reduction: int = 1, *, log_target: bool = False
+) -> Tensor:
+    """Return the gradient of the target."""
+
+    def divergence(value: Tensor) -> Tensor:
+        return torch.ops.aten.kl_div(x, value, reduction, log_target=log_target)
+
+    return gradients(divergence, [target], grad)[0]
+
+
+@operator("npu::npu_binary_cross_entropy_with_logits_backward")
+def binary_cross_entropy_with_logits_backward(
+    grad: Tensor, x: Tensor, target: Tensor, weight: Tensor | None, pos_weight: Tensor | None, reduction: int
+) -> Tensor:
+    """Return the gradient of the logits; torch-npu differentiates the loss as one operator."""
+
+    def loss(value: Tensor) -> Tensor:
+        return torch.ops.aten.binary_cross_entropy_with_logits(value, target, weight, pos_weight, reduction)
+
+    return gradients(loss, [x], grad)[0]
+
+
 @operator("npu::repeat_interleave_backward_int")
-def repeat_interleave_backward(grad: Tensor, x: Tensor, repeats: int, dim: int | None) -> Tensor:
+def repeat_interleave_backward(grad: Tensor, x: Tensor, repeats: int, dim: int | None = None) -> Tensor:
     """Return the gradient of what was repeated; torch-npu differentiates it as one operator."""
     return gradients(lambda value: value.repeat_interleave(int(repeats), dim), [x], grad)[0]
 
 
 @operator("npu::repeat_interleave_backward_tensor")
-def repeat_interleave_backward_tensor(grad: Tensor, x: Tensor, repeats: Tensor, dim: int | None) -> Tensor:
+def repeat_interleave_backward_tensor(
+    grad: Tensor, x: Tensor, repeats: Tensor, dim: int | None = None
+) -> Tensor:
     """Return the gradient of what was repeated; torch-npu differentiates it as one operator."""
     return gradients(lambda value: value.repeat_interleave(repeats, dim), [x], grad)[0]
 

@@ -12,7 +12,7 @@ import functools
 import importlib
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -58,6 +58,20 @@ _NATIVE = frozenset(
 )
 """Operators that only make tensors or views: torch-npu's own kernels do that without the device."""
 
+_MOVING = frozenset(
+    {
+        "_copy_from",
+        "_copy_from_and_resize",
+        "_index_put_impl_",
+        "_to_copy",
+        "copy_",
+        "index",
+        "index_put",
+        "index_put_",
+    }
+)
+"""Operators that take tensors of several devices."""
+
 _HOST_KEYS = (
     "CPU",
     "CompositeExplicitAutograd",
@@ -94,7 +108,7 @@ def install() -> int:
     importlib.import_module("torch_npu")
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*verriding a previously registered kernel.*")
-        return _install("aten", _host_kernel) + _install("npu", lambda name, op: None) + _install_attention()
+        return _install("aten", _host_kernel) + _install("npu", lambda name, op: None) + _install_composites()
 
 
 def _install(namespace: str, otherwise: Callable[[str, Any], Any]) -> int:
@@ -119,17 +133,25 @@ def _reference(name: str) -> Any:
     return fused or aten.OPERATORS.get(name) or aten.OPERATORS.get(base)
 
 
-def _install_attention() -> int:
-    """Make attention of simple operators: torch-npu's goes to a kernel past the dispatcher."""
-    kernel = torch.ops.aten.scaled_dot_product_attention.default
-    for key in ("AutogradPrivateUse1", "PrivateUse1"):
-        _libraries[0].impl(kernel, _attention, key, allow_override=True)
-    return 1
+def _install_composites() -> int:
+    """Make of simple operators what torch-npu makes by kernels of the device, past the dispatcher."""
+    for name, function in _COMPOSITES.items():
+        for key in ("AutogradPrivateUse1", "PrivateUse1"):
+            _libraries[0].impl(name, function, key, allow_override=True)
+    return len(_COMPOSITES)
 
 
 def _attention(*args: Any, **kwargs: Any) -> torch.Tensor:
     attended: torch.Tensor = torch.ops.aten._scaled_dot_product_attention_math(*args, **kwargs)[0]
     return attended
+
+
+def _one_hot(x: torch.Tensor, classes: int = -1) -> torch.Tensor:
+    count = int(x.max()) + 1 if classes == -1 else classes
+    return (x.unsqueeze(-1) == torch.arange(count, device=x.device)).long()
+
+
+_COMPOSITES = {"scaled_dot_product_attention": _attention, "one_hot": _one_hot}
 
 
 def _has_kernel(name: str, key: str) -> bool:
@@ -154,32 +176,58 @@ def _host_kernel(name: str, op: Any) -> Any:
 
 def _run(op: Any, function: Any, *args: Any, **kwargs: Any) -> Any:
     """Call a function on host views of an operator's arguments, and return its results on the device."""
-    given = [value for value in tree_leaves((args, kwargs)) if _on_device(value)]
-    views = {id(tensor): _host_view(tensor) for tensor in given}
-    device = _target(kwargs.get("device"), given)
+    given: list[torch.Tensor] = []
+    views: list[torch.Tensor] = []
+    storages: dict[int, torch.UntypedStorage] = {}
 
     def down(value: Any) -> Any:
-        if isinstance(value, torch.device):
-            return torch.device("cpu") if value.type == "npu" else value
-        return views.get(id(value), value)
+        if isinstance(value, torch.Tensor):
+            given.append(value)
+            views.append(_host_view(value, storages) if value.device.type == "npu" else value)
+            return views[-1]
+        if isinstance(value, torch.device) and value.type == "npu":
+            return torch.device("cpu")
+        return value
 
+    host_args, host_kwargs = _mapped(down, args), {name: _mapped(down, each) for name, each in kwargs.items()}
+    _check_devices(op, given)
+    device = _target(kwargs.get("device"), given)
+    if host_kwargs.get("pin_memory"):
+        host_kwargs["pin_memory"] = False
     with contextlib.ExitStack() as stack:
         if torch.Tag.nondeterministic_seeded in op.tags:
-            args, kwargs = stack.enter_context(_drawing(device, args, kwargs))
+            stack.enter_context(_drawing(device, (*args, *kwargs.values())))
+            host_args = _mapped(_without_generator, host_args)
+            host_kwargs = {name: _without_generator(each) for name, each in host_kwargs.items()}
         if function is not op:
             stack.enter_context(_autograd())
-        host_args, host_kwargs = tree_map(down, args), tree_map(down, kwargs)
-        if device.type == "npu" and host_kwargs.get("pin_memory") is not None:
-            host_kwargs["pin_memory"] = False
         result = function(*host_args, **host_kwargs)
     if function is not op:
         _check_results(op, args, kwargs, result)
-    return _returned(result, [(tensor, views[id(tensor)]) for tensor in given], device)
+    return _returned(result, list(zip(given, views, strict=True)), device)
+
+
+def _mapped(function: Callable[[Any], Any], value: Any) -> Any:
+    """Apply a function to a value, or to what a list or tuple of an operator's arguments or results holds."""
+    if type(value) in (list, tuple):
+        return type(value)([_mapped(function, each) for each in value])
+    return function(value)
+
+
+def _check_devices(op: Any, given: list[torch.Tensor]) -> None:
+    """Refuse tensors of several devices, as kernels of a device do and those of the host cannot."""
+    devices = {str(tensor.device): None for tensor in given if tensor.dim() > 0}
+    if len(devices) > 1 and op.overloadpacket.__name__ not in _MOVING:
+        if op.overloadpacket.__name__.startswith("_foreach_"):
+            return  # each tensor of a list is an operator of its own
+        found = " and ".join(devices)
+        raise RuntimeError(f"{op.name()}: expected all tensors to be on the same device, but found {found}!")
 
 
 def _target(asked: Any, given: list[torch.Tensor]) -> torch.device:
     """Return where results go: the device that is asked for, that of the arguments, or the current one."""
-    device = torch.device(asked) if asked is not None else given[0].device if given else torch.device("npu")
+    on_device = [tensor.device for tensor in given if tensor.device.type == "npu"]
+    device = torch.device(asked) if asked is not None else on_device[0] if on_device else torch.device("npu")
     if device.type == "npu" and device.index is None:
         return torch.device("npu", torch.npu.current_device())
     return device
@@ -188,10 +236,11 @@ def _target(asked: Any, given: list[torch.Tensor]) -> torch.device:
 def _returned(result: Any, pairs: list[tuple[torch.Tensor, torch.Tensor]], device: torch.device) -> Any:
     """Return what an operator returns, with device tensors in the place of host tensors.
 
-    :param pairs: The device tensors that it was given, with their host views.
+    :param pairs: The tensors that it was given, with their host views.
     """
     for tensor, view in pairs:
-        _follow(tensor, view)
+        if view is not tensor:
+            _follow(tensor, view)
     owners = {id(view): tensor for tensor, view in pairs}
     storages = {tensor.untyped_storage().data_ptr(): tensor for tensor, _ in pairs}
 
@@ -201,34 +250,31 @@ def _returned(result: Any, pairs: list[tuple[torch.Tensor, torch.Tensor]], devic
         if id(value) in owners:
             return owners[id(value)]
         owner = storages.get(value.untyped_storage().data_ptr())
-        if owner is None or value.numel() == 0:
+        if owner is None or value.numel() == 0 or owner.device.type != "npu":
             return _to_device(value, device)
         return _alias(value, owner)
 
-    return tree_map(up, result)
+    return _mapped(up, result)
 
 
 def _follow(tensor: torch.Tensor, view: torch.Tensor) -> None:
     """Give an output that the host has resized its new shape, and bytes of its own."""
-    if view.shape == tensor.shape and view.untyped_storage().nbytes() <= tensor.untyped_storage().nbytes():
-        return
-    tensor.resize_(view.shape)
-    _host_view(tensor).copy_(view)
+    if view.shape != tensor.shape or view.untyped_storage().nbytes() > tensor.untyped_storage().nbytes():
+        tensor.resize_(view.shape)
+        _host_view(tensor, {}).copy_(view)
 
 
 def _alias(value: torch.Tensor, owner: torch.Tensor) -> torch.Tensor:
     """Return a device tensor over the owner's storage, as a host tensor lies over the same bytes."""
     empty = torch.empty(0, dtype=value.dtype, device=owner.device)
-    return empty.set_(owner.untyped_storage(), value.storage_offset(), value.shape, value.stride())
+    empty.set_(owner.untyped_storage(), value.storage_offset(), value.shape, value.stride())
+    return _with_lazy_signs(empty, value)
 
 
 @contextlib.contextmanager
-def _drawing(device: torch.device, args: Any, kwargs: Any) -> Iterator[tuple[Any, Any]]:
-    """Seed the host's generator from the device's, and move that on, as a random operator does.
-
-    Yields the arguments without the generator.
-    """
-    given = [value for value in tree_leaves((args, kwargs)) if isinstance(value, torch.Generator)]
+def _drawing(device: torch.device, arguments: Sequence[Any]) -> Iterator[None]:
+    """Seed the host's generator from the device's, and move that on, as a random operator does."""
+    given = [value for value in arguments if isinstance(value, torch.Generator)]
     generator = given[0] if given else _default_generator(device)
     state = generator.get_state()
     words = state.view(torch.int64)  # seed and offset
@@ -237,7 +283,7 @@ def _drawing(device: torch.device, args: Any, kwargs: Any) -> Iterator[tuple[Any
         before = torch.default_generator.get_state()
         torch.default_generator.manual_seed((seed * 6364136223846793005 + offset) % (1 << 63))
         try:
-            yield tree_map(_without_generator, (args, kwargs))
+            yield
         finally:
             torch.default_generator.set_state(before)
     words[1] = offset + _DRAWS_PER_CALL
@@ -282,23 +328,33 @@ def _described(value: Any) -> Any:
 
 
 def _to_meta(value: Any) -> Any:
-    return torch.empty_like(value, device="meta") if _on_device(value) else value
+    is_tensor = isinstance(value, torch.Tensor)
+    return torch.empty_like(value, device="meta") if is_tensor and value.device.type == "npu" else value
 
 
-def _on_device(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.device.type == "npu"
+def _host_view(tensor: torch.Tensor, storages: dict[int, torch.UntypedStorage]) -> torch.Tensor:
+    """Return a host tensor over the same bytes.
 
-
-def _host_view(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a host tensor over the same bytes."""
+    :param storages: Host storages by address, so that tensors that overlap do so for the host as well.
+    """
     storage = tensor.untyped_storage()
+    address = storage.data_ptr()
     with torch.no_grad():
-        if storage.nbytes() == 0:
-            return torch.empty(0, dtype=tensor.dtype).as_strided(tensor.shape, tensor.stride())
-        data = (ctypes.c_uint8 * storage.nbytes()).from_address(storage.data_ptr())
-        raw = torch.frombuffer(data, dtype=torch.uint8).untyped_storage()
         empty = torch.empty(0, dtype=tensor.dtype)
-        return empty.set_(raw, tensor.storage_offset(), tensor.shape, tensor.stride())
+        if storage.nbytes() == 0:
+            return empty.as_strided(tensor.shape, tensor.stride())
+        if address not in storages:
+            data = (ctypes.c_uint8 * storage.nbytes()).from_address(address)
+            storages[address] = torch.frombuffer(data, dtype=torch.uint8).untyped_storage()
+        empty.set_(storages[address], tensor.storage_offset(), tensor.shape, tensor.stride())
+        return _with_lazy_signs(empty, tensor)
+
+
+def _with_lazy_signs(new: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    """Mark a tensor over a copy of another's bytes as conjugated or negated where that is put off."""
+    torch._C._set_conj(new, tensor.is_conj())
+    torch._C._set_neg(new, tensor.is_neg())
+    return new
 
 
 def _to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -307,4 +363,4 @@ def _to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     if tensor.numel():
         span = 1 + sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
         ctypes.memmove(new.data_ptr(), tensor.data_ptr(), span * tensor.element_size())
-    return new
+    return _with_lazy_signs(new, tensor)
