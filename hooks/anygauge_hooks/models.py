@@ -122,7 +122,9 @@ class ModelSpec:
     weight_rules: Callable[[Mapping[str, Any]], Sequence[WeightRule]]
     """From the Hugging Face config to the mapping of every weight."""
     rotary: Callable[[Mapping[str, Any], Tensor], tuple[Tensor, Tensor]]
-    """From the Hugging Face config and positions ``[T]`` (int64) to ``cos, sin`` ``[T, R]``, float32."""
+    """From the Hugging Face config and positions ``[T]`` (int64) to ``cos, sin`` ``[T, R]``, float32.
+
+    A model with images takes positions ``[3, T]`` of time, height and width too."""
     flops_per_token: Callable[[Mapping[str, Any], int], float]
     """Floating-point operations of one forward pass per token, given the sequence length."""
     tiny: Callable[[], Mapping[str, Any]]

@@ -1,4 +1,4 @@
-"""Rotary angles, default and scaled."""
+"""Rotary angles: default and scaled, of positions in one dimension and in three."""
 
 from __future__ import annotations
 
@@ -36,11 +36,16 @@ def half_rotary(size: Callable[[Mapping[str, Any]], int]) -> Rotary:
     def rotary(hf: Mapping[str, Any], positions: Tensor) -> tuple[Tensor, Tensor]:
         """Return the cosines and sines of each position's angles (https://arxiv.org/abs/2104.09864 eq. 15).
 
-        :param positions: ``[T]``, int64.
+        :param positions: ``[T]``, int64; or ``[3, T]`` of time, height and width, where the checkpoint says
+            by which of them each pair of dimensions turns (https://arxiv.org/abs/2409.12191 section 2.1).
         :returns: Two ``[T, size]`` float32 tensors.
         :raises ConfigError: The checkpoint scales its angles in a way that is not implemented.
         """
         frequencies = _scaled_frequencies(hf, size(hf), positions)
+        if positions.dim() == 2:
+            positions = positions[_axes(rope_parameters(hf), len(frequencies))].t()
+        else:
+            positions = positions.unsqueeze(1)
         return _half_rotated(frequencies, positions, _yarn_magnitude(hf))
 
     return rotary
@@ -55,6 +60,8 @@ def rope_parameters(hf: Mapping[str, Any]) -> dict[str, Any]:
     """
     found = dict(hf.get("rope_scaling") or hf.get("rope_parameters") or {})
     found.setdefault("rope_type", found.get("type", "default"))
+    if found["rope_type"] == "mrope":  # which scales nothing: mrope_section says the same
+        found["rope_type"] = "default"
     for name, default in (("rope_theta", 10_000.0), ("partial_rotary_factor", None)):
         found.setdefault(name, hf.get(name, default))
     if found["rope_type"] in _KNOW_TRAINED_LENGTH:
@@ -94,15 +101,35 @@ def _half_rotated(frequencies: Tensor, positions: Tensor, length: float) -> tupl
     """Return cosines and sines of the half-rotated layout, whose two halves are alike.
 
     :param frequencies: ``[R / 2]``.
-    :param positions: ``[T]``, int64.
+    :param positions: ``[T, R / 2]`` or ``[T, 1]``, int64.
     :param length: What multiplies both.
     :returns: Two ``[T, R]`` float32 tensors.
     """
     import torch
 
-    angles = torch.outer(positions.float(), frequencies)
+    angles = positions.float() * frequencies
     angles = torch.cat((angles, angles), dim=-1)
     return angles.cos() * length, angles.sin() * length
+
+
+def _axes(parameters: Mapping[str, Any], pairs: int) -> list[int]:
+    """Return by which axis each pair turns: 0 is time, 1 height, 2 width.
+
+    ``mrope_section`` has the number of pairs of each. They follow one another, as in Qwen2-VL, or take turns
+    from the first pair on, as in Qwen3-VL, where time takes those that are left.
+
+    :raises ConfigError: The checkpoint does not say it, or not for all pairs.
+    """
+    sections = parameters.get("mrope_section")
+    if sections is None or len(sections) != 3 or sum(sections) != pairs:
+        raise ConfigError(
+            f"The checkpoint has mrope_section {sections} for positions in time, height and width, "
+            f"and {pairs} pairs of dimensions that turn.",
+            hint=f"It has three numbers that add up to {pairs}.",
+        )
+    if parameters.get("mrope_interleaved"):
+        return [pair % 3 if pair < 3 * sections[pair % 3] else 0 for pair in range(pairs)]
+    return [axis for axis, size in enumerate(sections) for _ in range(size)]
 
 
 def _scaled_frequencies(hf: Mapping[str, Any], size: int, positions: Tensor) -> Tensor:
