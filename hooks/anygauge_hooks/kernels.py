@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 __all__ = [
+    "KERNEL_FACTS",
     "KERNEL_OPS",
     "CausalConv1d",
     "GatedDeltaRule",
@@ -50,6 +51,22 @@ KernelOp = Literal[
 ]
 KERNEL_OPS: tuple[KernelOp, ...] = get_args(KernelOp)
 
+KERNEL_FACTS: Mapping[KernelOp, Sequence[str]] = {
+    **dict.fromkeys(KERNEL_OPS, ()),
+    "causal_conv1d": ("width",),
+    "gated_delta_rule": ("head_dim", "value_dim"),
+    "rotary_embedding": ("head_dim",),
+    "token_permute": ("experts", "topk"),
+    "token_unpermute": ("topk",),
+    "topk_router": (
+        *("experts", "topk", "score_function", "pre_softmax"),
+        *("num_groups", "group_topk", "has_expert_bias"),
+    ),
+    "varlen_attention": ("head_dim", "value_dim", "causal", "return_lse"),
+}
+"""What is known of each op, beside its dtype, when a module is built: what ``KernelImpl.limits`` may name.
+Tensors come with any strides, so there is no fact of a layout."""
+
 Tolerance = tuple[float, float]
 """Relative and absolute tolerance against the float64 reference."""
 
@@ -65,8 +82,8 @@ class KernelImpl:
     dtypes: Sequence[str] = ("float32", "bfloat16")
     """Names of the torch dtypes that it accepts."""
     limits: Mapping[str, Sequence[Any]] | None = None
-    """Allowed values of static facts: ``{"head_dim": (64, 128), "causal": (True,)}``. A fact that is not
-    listed is not limited."""
+    """Allowed values of facts that ``KERNEL_FACTS`` has for the op: ``{"head_dim": range(1, 257), "causal":
+    (True,)}``. A fact that is not listed is not limited."""
     tolerance: Mapping[str, Tolerance] | None = None
     """By dtype name; ``None`` takes the conformance suite's own."""
     priority: int = 0

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from anygauge.plugins import Plugins, plugin_distribution, source_location
 from anygauge_hooks import kernels as contract
 from anygauge_hooks.errors import DuplicateNameError, PluginError
-from anygauge_hooks.kernels import KERNEL_OPS, KernelImpl, KernelOp
+from anygauge_hooks.kernels import KERNEL_FACTS, KERNEL_OPS, KernelImpl, KernelOp
 
 if TYPE_CHECKING:
     import torch
@@ -110,7 +110,7 @@ class KernelTable:
 
         :param op: A name of ``KERNEL_OPS``.
         :param dtype: The dtype of the activations.
-        :param facts: What else is known when the module is built: ``head_dim=64``, ``causal=True``.
+        :param facts: What else is known when the module is built, of ``KERNEL_FACTS``: ``head_dim=64``.
         :returns: A function with the signature of the op's Protocol; the reference where nothing else serves.
         """
         found = self.candidates(op, dtype=dtype, **facts)
@@ -118,7 +118,7 @@ class KernelTable:
 
     def candidates(self, op: KernelOp, *, dtype: str | torch.dtype, **facts: Any) -> list[KernelImpl]:
         """Return every implementation that accepts the dtype and the facts, the one to use first."""
-        assert op in KERNEL_OPS, op
+        assert set(facts) <= set(KERNEL_FACTS[op]), f"{op} has no fact {set(facts) - set(KERNEL_FACTS[op])}"
         name = _dtype_name(dtype)
         return [o.kernel for o in self.kernels.get(op, ()) if _accepts(o.kernel, name, facts)]
 
@@ -220,6 +220,13 @@ def _check_kernel(owned: _Owned) -> None:
     if op not in KERNEL_OPS:
         raise PluginError(
             f"Unknown kernel op {op!r} ({owned}).", hint=f"The ops are: {', '.join(KERNEL_OPS)}."
+        )
+    unknown = sorted(set(owned.kernel.limits or ()) - set(KERNEL_FACTS[op]))
+    if unknown:
+        known = ", ".join(KERNEL_FACTS[op]) or "none"
+        raise PluginError(
+            f"Kernel {owned} of {op} limits {', '.join(unknown)}, which no module states.",
+            hint=f"The facts of {op} are: {known}.",
         )
     wanted = list(inspect.signature(vars(_PROTOCOLS[op])["__call__"]).parameters.values())[1:]
     problem = _signature_problem(owned.kernel.fn, wanted)

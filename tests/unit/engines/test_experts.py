@@ -6,7 +6,9 @@ import json
 import math
 import shutil
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,11 +18,14 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from anygauge.config import Config
 from anygauge.config.check import check
-from anygauge.plugins import Plugins
+from anygauge.plugins import Plugins, load_plugins
 from anygauge.testing.tiny import tiny_qwen3
+from anygauge_hooks import hookimpl
 from anygauge_hooks.engines import LossInputs, WorkerContext
 from anygauge_hooks.errors import ConfigError, NonFiniteError, RouterReplayError
+from anygauge_hooks.kernels import KernelImpl, KernelOp
 from anygauge_hooks.rl import TrainSample
+from anygauge_hooks.types import BackendSpec
 
 MakeEngine = Callable[..., Any]
 LENGTHS = ((17, 5), (5, 1), (40, 20), (2, 1), (33, 30))
@@ -97,6 +102,39 @@ def routers_of(engine: Any) -> list[Any]:
     from anygauge.engines.megatron.layers.moe import routers
 
     return list(routers(engine.policy.chunks))
+
+
+# -------------------------------------------------------------------------
+# Kernels
+# -------------------------------------------------------------------------
+
+
+def test_routers_and_dispatchers_run_the_kernels_of_the_table(
+    context: WorkerContext, checkpoint: Path, samples: list[TrainSample]
+) -> None:
+    from anygauge.kernels import reference
+
+    called: list[str] = []
+
+    def recorded(op: KernelOp) -> KernelImpl:
+        def fn(*args: Any, **options: Any) -> Any:
+            called.append(op)
+            return getattr(reference, op)(*args, **options)
+
+        return KernelImpl(op=op, fn=fn, source="recorded", priority=1)
+
+    def register_kernels(backend: BackendSpec) -> list[KernelImpl]:
+        return [recorded("topk_router"), recorded("token_permute"), recorded("token_unpermute")]
+
+    plugins = load_plugins()
+    make = plugins.get("register_train_engines", "megatron").make
+    expected = make(config_of(checkpoint), replace(context, plugins=plugins))
+    plugins.register(SimpleNamespace(register_kernels=hookimpl(register_kernels)), name="recorded")
+    engine = make(config_of(checkpoint), replace(context, plugins=plugins))
+    assert take_step(engine, samples) == take_step(expected, samples)
+    passes = ["topk_router", "token_permute", "token_unpermute"]
+    assert called == passes * (len(called) // 3)
+    assert called
 
 
 # -------------------------------------------------------------------------

@@ -36,6 +36,14 @@ def kernel(fn: Any = silu, **fields: Any) -> KernelImpl:
     return KernelImpl(**{"op": "swiglu", "fn": fn, "source": "toy", **fields})
 
 
+def delta(*tensors: Any) -> torch.Tensor:
+    return reference.gated_delta_rule(*tensors)
+
+
+def rule(fn: Any = delta, **fields: Any) -> KernelImpl:
+    return KernelImpl(**{"op": "gated_delta_rule", "fn": fn, "source": "toy", **fields})
+
+
 def plugin(*kernels: KernelImpl) -> object:
     def register_kernels(backend: BackendSpec) -> list[KernelImpl]:
         return list(kernels)
@@ -71,22 +79,42 @@ def test_a_kernel_serves_the_dtypes_that_it_declares(plugins: Plugins) -> None:
 
 
 def test_limits_are_compared_with_the_facts_of_the_module(plugins: Plugins) -> None:
-    kernels = table(plugins, kernel(limits={"width": (64, 128)}))
-    assert kernels.resolve("swiglu", dtype="float32", width=64) is silu
-    assert kernels.resolve("swiglu", dtype="float32", width=64, causal=True) is silu
-    assert kernels.resolve("swiglu", dtype="float32", width=72) is reference.swiglu
-    assert kernels.resolve("swiglu", dtype="float32") is reference.swiglu
+    kernels = table(plugins, rule(limits={"head_dim": (64, 128)}))
+    assert kernels.resolve("gated_delta_rule", dtype="float32", head_dim=64) is delta
+    assert kernels.resolve("gated_delta_rule", dtype="float32", head_dim=64, value_dim=8) is delta
+    assert kernels.resolve("gated_delta_rule", dtype="float32", head_dim=72) is reference.gated_delta_rule
+    assert kernels.resolve("gated_delta_rule", dtype="float32") is reference.gated_delta_rule
+
+
+def test_a_limit_may_be_that_a_fact_is_absent(plugins: Plugins) -> None:
+    def choose(logits: Any, topk: Any, **options: Any) -> Any:
+        return reference.topk_router(logits, topk, **options)
+
+    limits = {"num_groups": (None,), "score_function": ("softmax",), "topk": range(1, 9)}
+    kernels = table(plugins, KernelImpl(op="topk_router", fn=choose, source="toy", limits=limits))
+    facts = {"dtype": "float32", "topk": 8, "score_function": "softmax", "num_groups": None}
+    assert kernels.resolve("topk_router", **facts) is choose
+    for other in ({"num_groups": 4}, {"score_function": "sigmoid"}, {"topk": 9}):
+        assert kernels.resolve("topk_router", **{**facts, **other}) is reference.topk_router
+
+
+def test_a_limit_on_what_no_module_states_is_refused(plugins: Plugins) -> None:
+    with pytest.raises(
+        PluginError, match="'toy' of toy of gated_delta_rule limits head_size, which"
+    ) as raised:
+        table(plugins, rule(limits={"head_size": (64,)}))
+    assert raised.value.hint == "The facts of gated_delta_rule are: head_dim, value_dim."
 
 
 def test_the_highest_priority_that_accepts_is_taken(plugins: Plugins) -> None:
-    def better(gate_up: torch.Tensor) -> torch.Tensor:
-        return reference.swiglu(gate_up)
+    def better(*tensors: Any) -> torch.Tensor:
+        return reference.gated_delta_rule(*tensors)
 
-    kernels = table(plugins, kernel(), kernel(better, priority=1, limits={"width": (64,)}))
-    assert kernels.resolve("swiglu", dtype="float32", width=64) is better
-    assert kernels.resolve("swiglu", dtype="float32", width=65) is silu
-    found = kernels.candidates("swiglu", dtype="float32", width=64)
-    assert [candidate.fn for candidate in found] == [better, silu]
+    kernels = table(plugins, rule(), rule(better, priority=1, limits={"head_dim": (64,)}))
+    assert kernels.resolve("gated_delta_rule", dtype="float32", head_dim=64) is better
+    assert kernels.resolve("gated_delta_rule", dtype="float32", head_dim=65) is delta
+    found = kernels.candidates("gated_delta_rule", dtype="float32", head_dim=64)
+    assert [candidate.fn for candidate in found] == [better, delta]
 
 
 def test_two_kernels_that_accept_the_same_facts_are_an_error(plugins: Plugins) -> None:
@@ -99,7 +127,7 @@ def test_two_kernels_that_accept_the_same_facts_are_an_error(plugins: Plugins) -
     ("one", "other"),
     [
         ({"dtypes": ("float32",)}, {"dtypes": ("bfloat16",)}),
-        ({"limits": {"width": (64,)}}, {"limits": {"width": (128,)}}),
+        ({"limits": {"head_dim": (64,)}}, {"limits": {"head_dim": (128,)}}),
         ({"priority": 1}, {}),
     ],
     ids=["dtypes", "limits", "priority"],
@@ -107,13 +135,13 @@ def test_two_kernels_that_accept_the_same_facts_are_an_error(plugins: Plugins) -
 def test_kernels_that_do_not_overlap_live_together(
     plugins: Plugins, one: dict[str, Any], other: dict[str, Any]
 ) -> None:
-    kernels = table(plugins, kernel(**one), kernel(**other))
-    assert len([row for row in kernels.rows() if row.op == "swiglu" and not row.is_reference]) == 2
+    kernels = table(plugins, rule(**one), rule(**other))
+    assert len([row for row in kernels.rows() if row.op == "gated_delta_rule" and not row.is_reference]) == 2
 
 
 def test_limits_on_different_facts_overlap(plugins: Plugins) -> None:
     with pytest.raises(DuplicateNameError):
-        table(plugins, kernel(limits={"width": (64,)}), kernel(limits={"causal": (True,)}))
+        table(plugins, rule(limits={"head_dim": (64,)}), rule(limits={"value_dim": (64,)}))
 
 
 def test_an_unknown_op_is_refused(plugins: Plugins) -> None:
@@ -192,8 +220,8 @@ def test_the_reference_row_lists_what_nothing_else_serves(plugins: Plugins) -> N
 
 
 def test_a_kernel_with_limits_does_not_replace_the_reference(plugins: Plugins) -> None:
-    rows = table(plugins, kernel(limits={"width": (8,)})).rows()
-    found = [(row.dtypes, row.is_reference) for row in rows if row.op == "swiglu"]
+    rows = table(plugins, rule(limits={"head_dim": (8,)})).rows()
+    found = [(row.dtypes, row.is_reference) for row in rows if row.op == "gated_delta_rule"]
     assert (("float32", "bfloat16"), True) in found
 
 

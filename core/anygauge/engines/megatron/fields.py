@@ -43,6 +43,7 @@ _PARALLEL = {
 }
 _REPEATABLE = "Use run.deterministic."
 _ROUTES = "Training would send tokens to other experts than the rollout did, or drop them."
+_KERNELS = "Routers and permutations take the kernels that anygauge hooks shows."
 _AUXILIARY = "The loss is a mean over the step's tokens, which an auxiliary loss would not be."
 _SUM = "Gradients are summed: the loss carries each token's weight in the mean of the whole step."
 
@@ -84,6 +85,7 @@ _REFUSED = {
         ),
         _ROUTES,
     ),
+    **dict.fromkeys(("moe_router_fusion", "moe_permute_fusion"), _KERNELS),
     "moe_expert_capacity_factor": "Dropped tokens have other log-probs than in the rollout.",
     **dict.fromkeys(("moe_aux_loss_coeff", "moe_z_loss_coeff"), _AUXILIARY),
     "moe_enable_routing_replay": "Use train.router_replay, which reads routes by layer and micro-batch.",

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from anygauge.kernels.table import KernelTable, reference_kernel
 from anygauge.testing.conformance.tolerances import TOLERANCES
-from anygauge_hooks.kernels import KernelImpl, KernelOp, Tolerance
+from anygauge_hooks.kernels import KERNEL_FACTS, KERNEL_OPS, KernelImpl, KernelOp, Tolerance
 from anygauge_hooks.types import Device
 
 pytestmark = pytest.mark.conformance
@@ -149,6 +149,7 @@ def convolution_case(name: str, lengths: Sequence[int], channels: int = 24, widt
         lambda: (normal(sum(lengths), channels), normal(channels, width)),
         2,
         arguments=(tuple(lengths),),
+        facts={"width": width},
     )
 
 
@@ -169,7 +170,9 @@ def delta_case(
         beta = torch.rand(tokens, heads, dtype=torch.float64)
         return q, k, normal(tokens, heads, value_width), g, beta
 
-    return Case("gated_delta_rule", name, tensors, 5, (tuple(lengths), width**-0.5), wide=(3, 4))
+    facts = {"head_dim": width, "value_dim": value_width}
+    arguments = (tuple(lengths), width**-0.5)
+    return Case("gated_delta_rule", name, tensors, 5, arguments, facts=facts, wide=(3, 4))
 
 
 def prefix_case(
@@ -224,7 +227,11 @@ def router_case(
             1, chosen, True
         )
 
-    facts = {"experts": experts, "topk": topk, "biased": biased, **options}
+    facts: dict[str, Any] = {
+        **{"experts": experts, "topk": topk, "has_expert_bias": biased},
+        **{"pre_softmax": False, "num_groups": None, "group_topk": None},
+        **{name: value for name, value in options.items() if name != "scaling_factor"},
+    }
     keyword = "expert_bias" if biased else None
     return Case("topk_router", name, tensors, 1, (topk,), options, facts, keyword=keyword, settle=settle)
 
@@ -556,6 +563,12 @@ def check_kernel(
     if case.op != "vocab_parallel_logprob":  # logits may be overwritten
         for index, (now, then) in enumerate(zip(inputs, before, strict=True)):
             assert torch.equal(now, then), f"{kernel.source} overwrites argument {index} in {case}"
+
+
+def test_cases_state_every_fact_of_their_op() -> None:
+    """A kernel that limits a fact would else never be tried."""
+    assert not [str(case) for case in CASES if set(case.facts) != set(KERNEL_FACTS[case.op])]
+    assert {case.op for case in CASES} == set(KERNEL_OPS)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

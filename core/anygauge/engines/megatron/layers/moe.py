@@ -6,8 +6,7 @@ all-to-all dispatcher hands sizes to the host only from that vendor's tensors.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from types import SimpleNamespace
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,9 +25,18 @@ from torch import Tensor, nn
 from anygauge.engines.megatron.conversion.sharded_experts import sharded_experts
 from anygauge.engines.megatron.layers.modules import PackedSequences, Swiglu
 from anygauge.engines.megatron.weights.sharding import global_expert
+from anygauge.kernels.reference import expert_weights
 from anygauge.kernels.table import KernelTable
 
-__all__ = ["ExpertLayer", "GroupedExperts", "GroupedLinear", "Router", "expert_load", "routers"]
+__all__ = [
+    "Dispatcher",
+    "ExpertLayer",
+    "GroupedExperts",
+    "GroupedLinear",
+    "Router",
+    "expert_load",
+    "routers",
+]
 
 
 class GroupedLinear(nn.Module):
@@ -124,52 +132,76 @@ class GroupedExperts(MegatronModule):
 class Router(TopKRouter):
     """Chooses the experts of each token; counts how many tokens each expert gets in training."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(self, config: TransformerConfig, kernels: KernelTable, **kwargs: Any) -> None:
+        super().__init__(config, **kwargs)
         counts = torch.zeros(self.num_experts, dtype=torch.int64)
         self.register_buffer("load", counts, persistent=False)
         self.packed: PackedSequences | None = None
+        self.weighing: dict[str, Any] = {
+            "score_function": config.moe_router_score_function,
+            "pre_softmax": config.moe_router_pre_softmax,
+            "scaling_factor": config.moe_router_topk_scaling_factor,
+        }
+        self.groups: dict[str, Any] = {
+            "num_groups": config.moe_router_num_groups,
+            "group_topk": config.moe_router_group_topk,
+        }
+        self.kernel = kernels.resolve(
+            "topk_router",
+            dtype=_router_dtype(config, config.params_dtype),
+            experts=self.num_experts,
+            topk=self.topk,
+            score_function=config.moe_router_score_function,
+            pre_softmax=config.moe_router_pre_softmax,
+            has_expert_bias=self.enable_expert_bias,
+            **self.groups,
+        )
 
     def gating(self, input: Tensor) -> Tensor:
         """Return the logits ``[..., E]`` in the dtype of the router."""
-        dtype = {"fp32": torch.float32, "fp64": torch.float64}.get(self.config.moe_router_dtype, input.dtype)
+        dtype = _router_dtype(self.config, input.dtype)
         bias = None if self.bias is None else self.bias.to(dtype)
         return F.linear(input.to(dtype), self.weight.to(dtype), bias)
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Return the weight of each expert ``[T, E]``, and which experts a token goes to, ``[T, E]`` bool."""
-        routes = None if self.packed is None else self.packed.routes
-        # Megatron asks this attribute for the choice, where it is not None.
-        self.router_replay = None if routes is None else SimpleNamespace(get_replay_topk=self._choose)
-        return super().routing(logits, padding_mask)
+        """Return the weight of each expert ``[T, E]``, and which experts a token goes to, ``[T, E]`` bool.
 
-    def _apply_expert_bias(self, routing_map: Tensor, padding_mask: Tensor | None = None) -> None:
+        Megatron's own would also drop tokens and attach auxiliary losses; the engine refuses configs that
+        ask for these.
+        """
+        logits = logits.view(-1, self.num_experts)
+        weights, chosen = self._choose(logits)
+        probs = torch.zeros_like(logits).scatter(1, chosen, weights)
+        routing_map = torch.zeros_like(logits, dtype=torch.bool).scatter(1, chosen, value=True)
+        self._count(routing_map)
+        return probs, routing_map
+
+    def _choose(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the weights and indices of each token's experts, from or into the micro-batch's routes."""
+        routes = None if self.packed is None else self.packed.routes
+        assert self.layer_number is not None
+        layer = self.layer_number - 1
+        if routes is not None and routes.is_replay:
+            chosen = routes.take(layer)[self._rows(len(logits))].to(logits.device, torch.int64)
+            return expert_weights(logits, chosen, **self.weighing), chosen
+        weights, chosen = self.kernel(
+            logits, self.topk, **self.weighing, **self.groups, expert_bias=self.expert_bias
+        )
+        if routes is not None:
+            routes.put(layer, self._of_all_rows(chosen))
+        return weights, chosen
+
+    def _count(self, routing_map: Tensor) -> None:
         """Count the tokens of each expert, in training alone, each token once and padding never."""
         if not torch.is_grad_enabled():
             return
         padding = None if self.packed is None else self.packed.padding
         if padding is not None:
             routing_map = routing_map & ~padding[self._rows(len(routing_map))].unsqueeze(1)
-        counts = routing_map.detach().sum(0)
+        counts = routing_map.sum(0)
         self.load += counts
         if self.enable_expert_bias:
             self.local_tokens_per_expert += counts
-
-    def _choose(
-        self, scores: Tensor, topk: int, num_groups: int | None, group_topk: int | None, default: Any
-    ) -> tuple[Tensor, Tensor]:
-        """Return the scores and indices of each token's experts, from or into the micro-batch's routes."""
-        assert self.packed is not None
-        routes = self.packed.routes
-        assert routes is not None
-        assert self.layer_number is not None
-        layer = self.layer_number - 1
-        if routes.is_replay:
-            chosen = routes.take(layer)[self._rows(len(scores))].to(scores.device, torch.int64)
-            return scores.gather(1, chosen), chosen
-        values, chosen = default(scores, topk, num_groups=num_groups, group_topk=group_topk)
-        routes.put(layer, self._of_all_rows(chosen))
-        return values, chosen
 
     def _of_all_rows(self, chosen: Tensor) -> Tensor:
         """Return what was chosen for all tokens of this rank, of which the router sees a part."""
@@ -185,8 +217,48 @@ class Router(TopKRouter):
         return slice(first, first + count)
 
 
-class _AlltoAllDispatcher(MoEAlltoAllTokenDispatcher):
-    """Megatron's, with sizes on the host on every device: it fetches those of CUDA tensors only."""
+def _router_dtype(config: TransformerConfig, otherwise: torch.dtype) -> torch.dtype:
+    return {"fp32": torch.float32, "fp64": torch.float64}.get(config.moe_router_dtype, otherwise)
+
+
+class Dispatcher(MoEAlltoAllTokenDispatcher):
+    """Brings tokens to their experts and back: Megatron's, with the permutations of the kernel table.
+
+    Sizes are on the host on every device; Megatron's own fetches those of CUDA tensors only.
+    """
+
+    def __init__(self, *args: Any, config: TransformerConfig, kernels: KernelTable, **kwargs: Any) -> None:
+        super().__init__(*args, config=config, **kwargs)
+        facts = {"dtype": config.params_dtype, "topk": config.moe_router_topk}
+        self.permute = kernels.resolve("token_permute", experts=self.num_experts, **facts)
+        self.unpermute = kernels.resolve("token_unpermute", **facts)
+
+    def dispatch_preprocess(
+        self, hidden_states: Tensor, routing_map: Tensor, probs: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Return the tokens ``[T K, H]`` and their weights ``[T K]``, sorted by expert.
+
+        :param hidden_states: ``[T, 1, H]``.
+        :param routing_map: ``[T, E]``, bool.
+        :param probs: ``[T, E]``.
+        """
+        self.hidden_shape = hidden_states.shape
+        self.probs, self.routing_map = probs, routing_map
+        counts = self.preprocess(routing_map)
+        if self.shared_experts is not None:
+            self.shared_experts.pre_forward_comm(hidden_states)
+        self.tokens_per_expert = self._maybe_dtoh_and_synchronize("before_permutation_1", counts)
+        tokens = hidden_states.view(-1, hidden_states.shape[-1])
+        permuted, weights, self.rows = self.permute(tokens, probs, routing_map, self.config.moe_router_topk)
+        return permuted, weights
+
+    def combine_postprocess(self, permutated_local_input_tokens: Tensor) -> Tensor:
+        """Return the sum ``[T, 1, H]`` of what each token's experts made of it, and the shared ones."""
+        if self.shared_experts is not None:
+            self.shared_experts.linear_fc2_forward(permutated_local_input_tokens)
+            self.shared_experts.post_forward_comm()
+        output = self.unpermute(permutated_local_input_tokens, self.rows).view(self.hidden_shape)
+        return output if self.shared_experts is None else output + self.shared_experts.get_output()
 
     def _maybe_dtoh_and_synchronize(
         self, point: str, tokens_per_expert: Tensor | None = None
@@ -205,17 +277,19 @@ class ExpertLayer(MoELayer):
     moe_layer_recompute: bool
     token_dispatcher: Any
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, dispatcher: Callable[..., Any], **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.packed: PackedSequences | None = None
         """The micro-batch of the forward pass that comes next."""
         self._recompute, self.moe_layer_recompute = self.moe_layer_recompute, False
-        if type(self.token_dispatcher) is MoEAlltoAllTokenDispatcher:
-            self.token_dispatcher = _AlltoAllDispatcher(
-                self.num_local_experts, self.local_expert_indices, self.config, get_default_pg_collection()
-            )
-            if self.shared_expert_overlap:
-                self.token_dispatcher.set_shared_experts(self.shared_experts)
+        self.token_dispatcher = dispatcher(
+            self.num_local_experts,
+            self.local_expert_indices,
+            config=self.config,
+            pg_collection=get_default_pg_collection(),
+        )
+        if self.shared_expert_overlap:
+            self.token_dispatcher.set_shared_experts(self.shared_experts)
 
     def forward(
         self,

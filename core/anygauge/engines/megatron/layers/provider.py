@@ -11,7 +11,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 
 from anygauge.engines.megatron.layers.gated_delta import DeltaRule, GatedNorm
 from anygauge.engines.megatron.layers.modules import CoreAttention, RmsNorm, Swiglu
-from anygauge.engines.megatron.layers.moe import GroupedExperts, Router
+from anygauge.engines.megatron.layers.moe import Dispatcher, GroupedExperts, Router
 from anygauge.kernels.table import KernelTable
 from anygauge_hooks.errors import PluginError
 
@@ -44,6 +44,9 @@ class SpecProvider(Protocol):
 
     def router(self) -> Any:
         """Return the builder of what chooses the experts of each token."""
+
+    def dispatcher(self) -> Any:
+        """Return the builder of what brings tokens to their experts and back."""
 
     def experts(self) -> Any:
         """Return the builder of the experts of a rank."""
@@ -83,9 +86,13 @@ class KernelSpecProvider:
         """Return :class:`GatedNorm`."""
         return ModuleSpec(module=GatedNorm, params={"kernels": self.kernels})
 
-    def router(self) -> type:
+    def router(self) -> Any:
         """Return :class:`Router`."""
-        return Router
+        return partial(Router, kernels=self.kernels)
+
+    def dispatcher(self) -> Any:
+        """Return :class:`Dispatcher`."""
+        return partial(Dispatcher, kernels=self.kernels)
 
     def experts(self) -> ModuleSpec:
         """Return :class:`GroupedExperts`."""

@@ -82,7 +82,7 @@ def expert_mlp(provider: SpecProvider) -> MlpSpec:
         experts=provider.experts(),
         shared_experts=ModuleSpec(module=SharedExpertMLP, submodules=_linears(provider)),
     )
-    return MlpSpec(module=ExpertLayer, submodules=submodules, params={})
+    return MlpSpec(module=ExpertLayer, submodules=submodules, params={"dispatcher": provider.dispatcher()})
 
 
 _MLP: dict[str, tuple[Callable[[SpecProvider], Any], str]] = {
