@@ -81,7 +81,7 @@ def test_nothing_of_this_checkout_is_imported(environment: Any) -> None:
 def test_it_passes_the_suite(environment: Any) -> None:
     suite = ["--pyargs", "anygauge.testing.conformance", "--backend", "abacus"]
     printed = environment.run_module("pytest", "-q", "-W", "error", "-p", "no:cacheprovider", *suite)
-    assert re.search(r"^\d{3} passed", printed, re.M), printed
+    assert re.search(r"^\d{3,} passed", printed, re.M), printed
     assert "skipped" not in printed
 
 

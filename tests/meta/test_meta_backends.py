@@ -53,6 +53,15 @@ def test_every_hook_of_a_backend_and_every_operation_has_a_row(rows: Mapping[str
     assert all(len(cells) == 3 for cells in rows.values())
 
 
+def test_the_page_says_of_each_hook_of_a_device_when_to_implement_it(root: Path) -> None:
+    table = (root / "docs/backends.md").read_text().partition("## Every hook of a device")[2]
+    told = re.findall(r"^\| `(\w+)` \|", table.partition("\n## ")[0], re.M)
+    hooks = {name for name, value in vars(specs).items() if hasattr(value, "anygauge_spec")}
+    called = {name for name in hooks if "backend" in inspect.signature(getattr(specs, name)).parameters}
+    assert len(told) == len(set(told))
+    assert called <= set(told) <= hooks
+
+
 def test_what_cuda_implements_npu_implements_or_names_what_stands_in(
     rows: Mapping[str, Sequence[str]],
 ) -> None:

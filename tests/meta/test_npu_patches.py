@@ -124,6 +124,12 @@ def test_a_row_says_what_takes_the_place_and_what_covers_it(row: Row) -> None:
     assert len(row.here) > 5
 
 
+def test_every_symbol_of_the_page_is_there() -> None:
+    """Those of the settings below the tables of hunks too."""
+    missing = [found for found in REFERENCE.findall(PAGE.read_text()) if not is_defined(*found)]
+    assert not missing
+
+
 def test_the_source_of_sglang_is_searched_for_what_upstream_has() -> None:
     """A row that only belongs to another one's change says to which."""
     source = (ROOT / "tests/sglang/test_sglang_on_npu.py").read_text()
