@@ -141,8 +141,19 @@ def _install_composites() -> int:
     return len(_COMPOSITES)
 
 
-def _attention(*args: Any, **kwargs: Any) -> torch.Tensor:
-    attended: torch.Tensor = torch.ops.aten._scaled_dot_product_attention_math(*args, **kwargs)[0]
+def _attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    *args: Any,
+    **kwargs: Any,
+) -> torch.Tensor:
+    if attn_mask is not None and attn_mask.dtype == torch.bool:  # which the operator below would add as 1
+        added = torch.zeros_like(attn_mask, dtype=query.dtype)
+        attn_mask = added.masked_fill_(attn_mask.logical_not(), float("-inf"))
+    operator = torch.ops.aten._scaled_dot_product_attention_math
+    attended: torch.Tensor = operator(query, key, value, attn_mask, *args, **kwargs)[0]
     return attended
 
 
