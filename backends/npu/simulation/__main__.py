@@ -19,6 +19,8 @@ sys.path[0] = str(HERE.parent)  # the package by its name, and no module of it b
 from simulation.build import DEVICE, RECORD, built  # noqa: E402
 
 CACHE = "SIMULATED_NPU_CACHE"
+SCRATCH = "simulated-npu-"
+"""What the names of scratch directories begin with; the launcher's process id follows."""
 METADATA = {
     "METADATA": "Metadata-Version: 2.1\nName: anygauge-npu-simulation\nVersion: 0.1.0\n",
     "entry_points.txt": "[anygauge.plugins]\nnpu_simulation = simulation.plugin\n",
@@ -37,7 +39,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stderr.write(f"The simulation does not start here: {refusal}.\n")
         return 2
     libraries = built(options.cache)
-    scratch = Path(tempfile.mkdtemp(prefix="simulated-npu-"))
+    _remove_unfinished()
+    scratch = Path(tempfile.mkdtemp(prefix=f"{SCRATCH}{os.getpid()}-"))
     try:
         environ = _environment(options, libraries, scratch)
         sys.stderr.write(f"{_banner(options)}\n")
@@ -90,6 +93,14 @@ def _refusal() -> str | None:
         if os.environ.get(name):
             return f"CANN is set up ({name}={os.environ[name]})"
     return None
+
+
+def _remove_unfinished() -> None:
+    """Remove what launchers left behind that were killed."""
+    for path in Path(tempfile.gettempdir()).glob(f"{SCRATCH}*-*"):
+        owner = path.name.removeprefix(SCRATCH).partition("-")[0]
+        if owner.isdecimal() and not Path("/proc", owner).exists():
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def _environment(options: argparse.Namespace, libraries: Path, scratch: Path) -> Mapping[str, str]:

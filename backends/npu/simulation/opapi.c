@@ -4,22 +4,18 @@
    Declares its own prototypes; no CANN header or code is used. */
 
 #define _GNU_SOURCE
-#include <pthread.h>
-#include <stdarg.h>
+#include <fcntl.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
 #define EXPORT __attribute__((visibility("default")))
 
 enum { WRONG_ARGUMENT = 561103, MOST_DIMENSIONS = 16, TYPES = 28 };
 
 /* By ACL's number of the data type. */
-static const char *type_names[TYPES] = {
-    "float32", "float16", "int8",    "int32", "uint8", NULL, "int16", "uint16", "uint32", "int64", "uint64", "float64",
-    "bool",    NULL,      NULL,      NULL,    "complex64", "complex128", NULL,  NULL,     NULL,    NULL,     NULL,
-    NULL,      NULL,      NULL,      NULL,    "bfloat16"};
 static const uint8_t type_bytes[TYPES] = {4, 2, 1, 4, 1, 0, 2, 2, 4, 8, 8, 8, 1, 0, 0, 0, 8, 16, 0, 0, 0, 0, 0, 0, 0, 0, 0, 2};
 
 typedef struct {
@@ -30,79 +26,91 @@ typedef struct {
 
 typedef struct { uint64_t count; int64_t values[]; } integers;
 
-/* ---- what the next kernel of this thread is called with, as text ---- */
+/* ---- what the next kernel of this thread is called with, as text, in the order in which it is described ---- */
 
-typedef struct { char *text; size_t length; } list;
+#ifdef RECORD
+static const char *type_names[TYPES] = {
+    "float32", "float16", "int8",    "int32", "uint8", NULL, "int16", "uint16", "uint32", "int64", "uint64", "float64",
+    "bool",    NULL,      NULL,      NULL,    "complex64", "complex128", NULL,  NULL,     NULL,    NULL,     NULL,
+    NULL,      NULL,      NULL,      NULL,    "bfloat16"};
+
+typedef struct { char **texts; int count; } list;
 
 static __thread list tensors, arrays;
 
-#ifdef RECORD
-static void add(list *items, const char *format, ...) {
-  char text[1024];
-  va_list values;
-  va_start(values, format);
-  size_t length = vsnprintf(text, sizeof text, format, values);
-  va_end(values);
-  if (length >= sizeof text) length = sizeof text - 1;
-  items->text = realloc(items->text, items->length + length + 1);
-  memcpy(items->text + items->length, text, length + 1);
-  items->length += length;
+static void add(list *items, char *text) {
+  items->texts = realloc(items->texts, (items->count + 1) * sizeof text);
+  items->texts[items->count++] = text;
 }
 
-static void add_integers(list *items, const int64_t *values, uint64_t count) {
-  add(items, "[");
-  for (uint64_t i = 0; i < count; i++) add(items, i ? ", %ld" : "%ld", (long)values[i]);
-  add(items, "]");
+/* Put the texts from the first on behind one another, or the last before the others, and take them off the list. */
+static char *joined(list *items, int first, int backwards) {
+  char *all = calloc(1, 1);
+  for (int i = first; i < items->count; i++) {
+    char *longer, *text = items->texts[i];
+    const char *comma = i > first ? ", " : "";
+    asprintf(&longer, "%s%s%s", backwards ? text : all, comma, backwards ? all : text);
+    free(all);
+    free(text);
+    all = longer;
+  }
+  items->count = first;
+  return all;
+}
+
+static char *integers_as_text(const int64_t *values, uint64_t count) {
+  list numbers = {NULL, 0};
+  char *text;
+  for (uint64_t i = 0; i < count && asprintf(&text, "%ld", (long)values[i]) >= 0; i++) add(&numbers, text);
+  char *all = joined(&numbers, 0, 0);
+  asprintf(&text, "[%s]", all);
+  free(all);
+  free(numbers.texts);
+  return text;
 }
 
 static void add_tensor(const tensor *t) {
-  const char *name = t->type >= 0 && t->type < TYPES ? type_names[t->type] : NULL;
-  add(&tensors, "%s{\"dtype\": \"%s", tensors.length ? ", " : "", name ? name : "");
-  if (name == NULL) add(&tensors, "number %d", t->type);
-  add(&tensors, "\", \"shape\": ");
-  add_integers(&tensors, t->shape, t->dimensions);
-  add(&tensors, "}");
+  const char *name = t->type >= 0 && t->type < TYPES && type_names[t->type] ? type_names[t->type] : "unknown";
+  char *text, *shape = integers_as_text(t->shape, t->dimensions);
+  asprintf(&text, "{\"dtype\": \"%s\", \"shape\": %s}", name, shape);
+  free(shape);
+  add(&tensors, text);
 }
 
-static void add_array(const int64_t *values, uint64_t count) {
-  if (arrays.length) add(&arrays, ", ");
-  add_integers(&arrays, values, count);
+static void add_array(const int64_t *values, uint64_t count) { add(&arrays, integers_as_text(values, count)); }
+
+/* Make one item of the last ones: a list of tensors is described after its members. */
+static void add_tensor_list(uint64_t count) {
+  char *text, *members = joined(&tensors, tensors.count - (int)count, 0);
+  asprintf(&text, "[%s]", members);
+  free(members);
+  add(&tensors, text);
 }
 
-static void clear(list *items) {
-  free(items->text);
-  *items = (list){NULL, 0};
-}
-
-/* Write one line; lines of several processes do not mix, for each is written at once. */
+/* Write one line, in one piece, so that lines of several processes do not mix. torch-npu describes the last argument
+   first. */
 static int record(const char *kernel) {
-  static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+  char *described = joined(&tensors, 0, 1), *integers = joined(&arrays, 0, 1), *line;
   const char *path = getenv("SIMULATED_NPU_RECORD");
-  pthread_mutex_lock(&lock);
-  FILE *file = path == NULL ? NULL : fopen(path, "a");
-  if (file != NULL) {
-    char *line;
-    int length = asprintf(&line, "{\"kernel\": \"%s\", \"tensors\": [%s], \"integers\": [%s]}\n", kernel,
-                          tensors.length ? tensors.text : "", arrays.length ? arrays.text : "");
-    setvbuf(file, NULL, _IOFBF, length + 1);
-    fwrite(line, 1, length, file);
-    fclose(file);
-    free(line);
-  }
-  pthread_mutex_unlock(&lock);
-  clear(&tensors);
-  clear(&arrays);
-  return 0;
+  int length = asprintf(&line, "{\"kernel\": \"%s\", \"tensors\": [%s], \"integers\": [%s]}\n", kernel, described,
+                        integers);
+  int file = path == NULL ? -1 : open(path, O_WRONLY | O_APPEND | O_CREAT | O_CLOEXEC, 0644);
+  int written = file >= 0 && write(file, line, length) == length;
+  if (file >= 0) close(file);
+  free(described);
+  free(integers);
+  free(line);
+  return written ? 0 : WRONG_ARGUMENT;
 }
 
-#define KERNEL(name)                                                         \
-  EXPORT int name##GetWorkspaceSize(void) { return record(#name); }          \
+#define KERNEL(name)                                                \
+  EXPORT int name##GetWorkspaceSize(void) { return record(#name); } \
   EXPORT int name(void *work, uint64_t size, void *plan, void *stream) { return 0; }
 #include "kernels.inc"
 #else
 static void add_tensor(const tensor *t) {}
 static void add_array(const int64_t *values, uint64_t count) {}
-static int record(const char *kernel) { return 0; }
+static void add_tensor_list(uint64_t count) {}
 #endif
 
 /* ---- descriptions ---- */
@@ -133,7 +141,12 @@ EXPORT void *aclCreateIntArray(const int64_t *values, uint64_t n) {
 EXPORT void *aclCreateScalar(void *value, int type) { return malloc(1); }
 EXPORT void *aclCreateFloatArray(const float *values, uint64_t n) { return malloc(1); }
 EXPORT void *aclCreateBoolArray(const char *values, uint64_t n) { return malloc(1); }
-EXPORT void *aclCreateTensorList(void **values, uint64_t n) { return malloc(1); }
+
+EXPORT void *aclCreateTensorList(void **values, uint64_t n) {
+  add_tensor_list(n);
+  return malloc(1);
+}
+
 EXPORT void *aclCreateScalarList(void **values, uint64_t n) { return malloc(1); }
 EXPORT int aclDestroyTensor(void *made) { free(made); return 0; }
 EXPORT int aclDestroyScalar(void *made) { free(made); return 0; }

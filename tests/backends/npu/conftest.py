@@ -10,7 +10,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -27,14 +27,14 @@ def python_path() -> str:
     return os.pathsep.join(str(ROOT / source) for source in SOURCES)
 
 
-def run(*command: str, **environ: str) -> subprocess.CompletedProcess[str]:
+def run(*command: str, limit_s: float = 200, **environ: str) -> subprocess.CompletedProcess[str]:
     """Run a command in a fresh process: the loader reads its search path once."""
     return subprocess.run(
         command,
         env=os.environ | {"PYTHONPATH": python_path(), "OMP_NUM_THREADS": "1"} | environ,
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=limit_s,
         check=False,
     )
 
@@ -49,10 +49,10 @@ def simulated() -> Run:
         pytest.skip("needs torch-npu: run `make test-npu-sim`")
 
     def simulate(
-        *arguments: str, options: tuple[str, ...] | list[str] = (), **environ: str
+        *arguments: str, options: Sequence[str] = (), limit_s: float = 200, **environ: str
     ) -> subprocess.CompletedProcess[str]:
         launcher = [sys.executable, str(SIMULATION), *options, "--", sys.executable, *arguments]
-        return run(*launcher, **environ)
+        return run(*launcher, limit_s=limit_s, **environ)
 
     return simulate
 
