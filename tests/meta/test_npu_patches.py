@@ -176,6 +176,25 @@ def test_the_named_tests_pass(tmp_path: Path) -> None:
     assert passed == set(wanted)
 
 
+@pytest.mark.parametrize(
+    ("path", "name", "found"),
+    [
+        ("backends/npu/anygauge_npu/device.py", "NpuDevice", True),
+        ("backends/npu/anygauge_npu/device.py", "NpuDevice.tensor_types", True),
+        ("backends/npu/anygauge_npu/device.py", "NpuDevice.colour", False),
+        ("backends/npu/anygauge_npu/plugin.py", "NPU", True),
+        ("backends/npu/anygauge_npu/nowhere.py", "NPU", False),
+    ],
+)
+def test_a_symbol_is_looked_up(path: str, name: str, found: bool) -> None:
+    assert is_defined(path, name) is found
+
+
+def test_the_target_of_a_test_is_told_by_its_markers() -> None:
+    assert target("tests/sglang/test_sglang_on_npu.py", "test_sglangs_parser_takes_them") == "sglang"
+    assert target("tests/meta/test_npu_patches.py", "test_every_hunk_has_one_row") is None
+
+
 def test_there_is_no_patch_file() -> None:
     own = (
         "core",
