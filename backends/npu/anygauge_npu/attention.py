@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import torch
 import torch.nn.functional as F
@@ -42,7 +42,7 @@ def varlen_attention(
     causal: bool,
     key_lengths: Sequence[int] | None = None,
     return_lse: bool = False,
-) -> Tensor:
+) -> Tensor | tuple[Tensor, Tensor]:
     """Attend within each packed sequence.
 
     :param q: ``[T, H, D]``.
@@ -51,23 +51,31 @@ def varlen_attention(
     :param lengths: Sum to ``T``.
     :param scale: Multiplies the scores.
     :param causal: Whether a token sees only itself and what is before it.
-    :param key_lengths: Sum to ``S``; the queries of a sequence are its last tokens. ``None``: ``lengths``.
-    :param return_lse: Refused.
+    :param key_lengths: Sum to ``S``; if causal, the queries of a sequence are its last tokens. ``None``:
+        ``lengths``.
+    :param return_lse: Whether the log-sum-exp of the scaled scores, ``[T, H]``, is a second output. It
+        carries no gradient.
     :returns: ``[T, H, E]``.
     :raises KernelInputError: The operator does not take these tensors or lengths.
     """
-    if return_lse:
-        refuse(OP, "return_lse", "Resolve the op with the fact return_lse=True, and the reference serves it.")
-    sizes, key_sizes = _checked(q, k, v, lengths, key_lengths)
-    width = v.shape[-1]
-    outputs = [_attend(*part, scale, causal)[0] for part in _calls(*_even(q, k, v), sizes, key_sizes)]
-    if not outputs:
-        return _nothing(q, k, v)
-    return (outputs[0] if len(outputs) == 1 else torch.cat(outputs))[..., :width]
+    sizes, key_sizes = _checked(q, k, v, lengths, key_lengths, causal)
+    if not len(q):
+        output = _nothing(q, k, v)
+        return (output, q.new_zeros(q.shape[:2], dtype=torch.float32)) if return_lse else output
+    calls = _calls(*_even(q, k, v), sizes, key_sizes)
+    results = [_attend(*call, scale, causal, return_lse) for call in calls]
+    outputs, sums = zip(*results, strict=True)
+    output = _joined(outputs)[..., : v.shape[-1]]
+    return (output, _joined(sums)) if return_lse else output
 
 
 def _checked(
-    q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], key_lengths: Sequence[int] | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lengths: Sequence[int],
+    key_lengths: Sequence[int] | None,
+    causal: bool,
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return the lengths of queries and keys, after refusing what the operator does not take."""
     check_dtypes(OP, q=q, k=k, v=v)
@@ -82,12 +90,12 @@ def _checked(
     sizes = check_lengths(OP, "lengths", lengths, len(q), "q")
     given = ("lengths", lengths) if key_lengths is None else ("key_lengths", key_lengths)
     key_sizes = check_lengths(OP, *given, len(k), "k")
-    if len(key_sizes) != len(sizes) or any(seen < n for n, seen in zip(sizes, key_sizes, strict=True)):
-        refuse(
-            OP,
-            f"lengths {list(sizes)} and key_lengths {list(key_sizes)}",
-            "The queries of a sequence are its last tokens: none has fewer keys than queries.",
-        )
+    if len(key_sizes) != len(sizes):
+        refuse(OP, f"{len(sizes)} lengths and {len(key_sizes)} key_lengths", "Each sequence has one of both.")
+    for asked, seen in zip(sizes, key_sizes, strict=True):
+        if seen < (asked if causal else min(asked, 1)):
+            rule = "the queries are its last tokens" if causal else "queries have a key"
+            refuse(OP, f"a sequence of {asked} queries and {seen} keys", f"In a sequence {rule}.")
     check_size(OP, "a sequence of", max(key_sizes, default=0), 0, TOKENS)
     return sizes, key_sizes
 
@@ -135,10 +143,17 @@ def _groups(pairs: list[tuple[int, int]]) -> Iterator[list[tuple[int, int]]]:
 
 
 def _attend(
-    q: Tensor, k: Tensor, v: Tensor, ends: list[int], key_ends: list[int], scale: float, causal: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return what one call does: the output, and the largest score and the sum of each row's exponentials."""
-    found = torch.ops.npu.npu_fusion_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    ends: list[int],
+    key_ends: list[int],
+    scale: float,
+    causal: bool,
+    return_lse: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """Return the output of one call, and the log-sum-exp ``[T, H]`` where it is wanted."""
+    output, peak, total, *_ = torch.ops.npu.npu_fusion_attention(
         q,
         k,
         v,
@@ -150,8 +165,33 @@ def _attend(
         actual_seq_kvlen=key_ends,
         sparse_mode=RIGHT_DOWN_CAUSAL if causal else 0,
     )
-    output, peak, total = found[:3]
-    return output, peak, total
+    return output, _log_sum_exp(peak.detach(), total.detach(), ends) if return_lse else None
+
+
+def _log_sum_exp(peak: Tensor, total: Tensor, ends: list[int]) -> Tensor:
+    """Return ``[T, H]`` from the largest score and the sum of exponentials of each row.
+
+    Both are ``[T, H, 8]``, where a number is repeated. In memory they are the ``[H, L, 8]`` of one sequence
+    after the other.
+    """
+    rows = _rows(tuple(ends), peak.shape[1]).to(peak.device)
+    flat = (x.reshape(-1, x.shape[-1])[:, 0] for x in (peak, total))
+    largest, added = (x.index_select(0, rows).view(peak.shape[:2]) for x in flat)
+    return largest + added.log()
+
+
+@lru_cache(maxsize=4)  # every layer of a micro-batch asks for the same
+def _rows(ends: tuple[int, ...], heads: int) -> Tensor:
+    """Return where the number of each token and head lies, ``[T H]``."""
+    rows = [
+        (first * heads + torch.arange((last - first) * heads)).view(heads, -1).t().flatten()
+        for first, last in pairwise((0, *ends))
+    ]
+    return torch.cat(rows)
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(tuple(parts))
 
 
 @lru_cache(maxsize=8)

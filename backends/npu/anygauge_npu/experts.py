@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from anygauge_npu.guards import check_dtypes, check_shape, check_size, refuse
+from anygauge_npu.guards import check_dtypes, check_shape, check_size, dtype_name, refuse
 
 __all__ = ["grouped_matmul"]
 
@@ -45,7 +45,7 @@ def _check(x: Tensor, weight: Tensor, counts: Tensor) -> None:
     for what, size in (("K", x.shape[1]), ("N", weight.shape[1])):
         check_size(OP, f"{what} of", size, 1, WIDEST)
     if counts.dtype != torch.int64:
-        refuse(OP, f"tokens_per_expert in {str(counts.dtype).removeprefix('torch.')}", "Give it in int64.")
+        refuse(OP, f"tokens_per_expert in {dtype_name(counts)}", "Give it in int64.")
     if counts.device.type == "cpu":
         given = counts.tolist()
         if min(given) < 0 or sum(given) != len(x):

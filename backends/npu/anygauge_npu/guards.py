@@ -9,12 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-import torch
 from torch import Tensor
 
 from anygauge_hooks.errors import KernelInputError
 
-__all__ = ["DTYPES", "check_dtypes", "check_lengths", "check_shape", "check_size", "refuse"]
+__all__ = ["DTYPES", "check_dtypes", "check_lengths", "check_shape", "check_size", "dtype_name", "refuse"]
 
 DTYPES: tuple[str, ...] = ("float32", "bfloat16", "float16")
 """What every fused floating-point operator computes in."""
@@ -33,12 +32,12 @@ def refuse(op: str, found: str, hint: str) -> NoReturn:
 def check_dtypes(op: str, **tensors: Tensor) -> None:
     """Refuse a dtype that no operator has, and tensors of different dtypes."""
     first = next(iter(tensors))
-    dtype = _name(tensors[first].dtype)
+    dtype = dtype_name(tensors[first])
     if dtype not in DTYPES:
         refuse(op, f"{first} in {dtype}", f"The NPU's operator takes {', '.join(DTYPES)}.")
     for name, tensor in tensors.items():
         if tensor.dtype != tensors[first].dtype:
-            refuse(op, f"{first} in {dtype} and {name} in {_name(tensor.dtype)}", "Give both one dtype.")
+            refuse(op, f"{first} in {dtype} and {name} in {dtype_name(tensor)}", "Give both one dtype.")
 
 
 def check_shape(op: str, name: str, tensor: Tensor, wanted: Sequence[int | None], meaning: str) -> None:
@@ -78,5 +77,6 @@ def check_lengths(op: str, name: str, lengths: Any, tokens: int, tensor: str) ->
     return sizes
 
 
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+def dtype_name(tensor: Tensor) -> str:
+    """Return the name of a tensor's dtype without ``torch.`` before it."""
+    return str(tensor.dtype).removeprefix("torch.")

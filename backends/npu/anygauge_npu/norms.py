@@ -1,13 +1,14 @@
-"""Norms and the gated activation: torch-npu's fused operators, whose gradients torch-npu has too."""
+"""Norms and the gated activation: fused operators whose gradients torch-npu has too."""
 
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from anygauge_npu.guards import check_dtypes, check_shape, check_size, refuse
 
-__all__ = ["rms_norm", "swiglu"]
+__all__ = ["layer_norm", "rms_norm", "swiglu"]
 
 WIDEST = (1 << 31) - 1
 
@@ -21,17 +22,37 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     :returns: ``[..., D]``, the dtype of ``x``.
     :raises KernelInputError: The operator does not take these tensors.
     """
-    check_dtypes("rms_norm", x=x, weight=weight)
-    if x.dim() == 0:
-        refuse("rms_norm", "x without a dimension", "x is [..., D].")
-    check_size("rms_norm", "rows of", x.shape[-1], 1, WIDEST)
-    check_shape("rms_norm", "weight", weight, x.shape[-1:], "[D]")
+    _check("rms_norm", x, weight=weight)
     if not x.numel():
         return x * weight
     # the operator takes 2 to 8 dimensions, and its documentation says nothing of strides
     rows = x.reshape(-1, x.shape[-1]).contiguous()
     normed: Tensor = torch.ops.npu.npu_rms_norm(rows, weight.contiguous(), epsilon=eps)[0]
     return normed.view(x.shape)
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    """Return the layer norm of ``x``: torch's own, fused here; in float32, as the contract has it.
+
+    :param x: ``[..., D]``.
+    :param weight: ``[D]``.
+    :param bias: ``[D]``.
+    :param eps: Added to the variance.
+    :returns: ``[..., D]``, the dtype of ``x``.
+    :raises KernelInputError: The operator does not take these tensors.
+    """
+    _check("layer_norm", x, weight=weight, bias=bias)
+    return F.layer_norm(x.float(), weight.shape, weight.float(), bias.float(), eps).to(x.dtype)
+
+
+def _check(op: str, x: Tensor, **parameters: Tensor) -> None:
+    """Refuse what a norm over the last dimension does not take."""
+    check_dtypes(op, x=x, **parameters)
+    if x.dim() == 0:
+        refuse(op, "x without a dimension", "x is [..., D].")
+    check_size(op, "rows of", x.shape[-1], 1, WIDEST)
+    for name, parameter in parameters.items():
+        check_shape(op, name, parameter, x.shape[-1:], "[D]")
 
 
 def swiglu(gate_up: Tensor) -> Tensor:

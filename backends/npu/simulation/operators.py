@@ -311,8 +311,8 @@ def npu_fusion_attention_grad(
     sync: bool = False,
     softmax_layout: str = "",
     sink: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients of query, key and value, and two that nobody asked for.
+) -> tuple[Tensor, Tensor, Tensor, None, Tensor]:
+    """Return the gradients of query, key and value; the bias, which was not given, has none.
 
     Probabilities come from the statistics that forward kept, as on the device.
     """
@@ -344,7 +344,7 @@ def npu_fusion_attention_grad(
         ):
             target[c:d] = found.unflatten(1, (-1, shared)).sum(2)
     grads = dq.to(query.dtype), dk.to(key.dtype), dv.to(value.dtype)
-    return *grads, query.new_empty(0), torch.empty(0)
+    return *grads, None, torch.empty(0)
 
 
 # -------------------------------------------------------------------------
@@ -411,3 +411,152 @@ def _along_inner(x: Tensor, weight: Tensor, groups: list[slice]) -> Tensor:
     assert x.shape[1] == len(weight) == groups[-1].stop, (x.shape, weight.shape, groups[-1])
     assert max(x.shape[0], weight.shape[1]) < 65536
     return torch.stack([x[:, part].float() @ weight[part].float() for part in groups])
+
+
+# -------------------------------------------------------------------------
+# Routing and permutation of tokens
+# -------------------------------------------------------------------------
+
+
+@_operator
+def npu_moe_gating_top_k_softmax(
+    x: Tensor, finished: Tensor | None = None, k: int = 1
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the largest ``k`` of the softmax, their indices, and where each comes in another order."""
+    _floats(x)
+    _dense(x)
+    assert finished is None, "finished rows are not simulated"
+    assert x.dim() == 2, x.shape
+    assert x.numel(), "no empty tensor"
+    assert 0 < k <= min(x.shape[-1], 1024), k
+    values, indices = x.float().softmax(-1).topk(k)
+    rows = torch.arange(len(x) * k, dtype=torch.int32).view(k, len(x)).t().contiguous()
+    return values.to(x.dtype), indices.int(), rows
+
+
+@_operator
+def npu_moe_gating_top_k(
+    x: Tensor,
+    k: int,
+    *,
+    bias: Tensor | None = None,
+    input_ids: Tensor | None = None,
+    tid2eid: Tensor | None = None,
+    k_group: int = 1,
+    group_count: int = 1,
+    group_select_mode: int = 0,
+    renorm: int = 0,
+    norm_type: int = 0,
+    out_flag: bool = False,
+    routed_scaling_factor: float = 1.0,
+    eps: float = 1e-20,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return weights and indices of the ``k`` largest of sigmoid and bias, and the sigmoids."""
+    _floats(x)
+    assert norm_type == 1, "softmax is not simulated here"
+    assert (input_ids, tid2eid, k_group, group_count, renorm) == (None, None, 1, 1, 0)
+    assert x.dim() == 2, x.shape
+    assert x.numel(), "no empty tensor"
+    assert 2 < x.shape[1] <= 2048, x.shape
+    assert 1 <= k <= x.shape[1], k
+    scores = x.float().sigmoid()
+    ranked = scores
+    if bias is not None:
+        _floats(x, bias)
+        assert bias.shape == x.shape[1:], bias.shape
+        ranked = scores + bias.float()
+    indices = ranked.topk(k).indices
+    chosen = scores.gather(1, indices)
+    weights = routed_scaling_factor * chosen / (chosen.sum(-1, keepdim=True) + eps)
+    return weights.to(x.dtype), indices.int(), scores if out_flag else torch.empty_like(scores)
+
+
+@_operator
+def npu_moe_token_permute_with_routing_map(
+    tokens: Tensor,
+    routing_map: Tensor,
+    *,
+    probs: Tensor | None = None,
+    num_out_tokens: int | None = None,
+    drop_and_pad: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return tokens by expert, their probabilities, and where each token's copies went, in int32."""
+    _floats(tokens)
+    assert tokens.dim() == routing_map.dim() == 2
+    assert not drop_and_pad, "capacity is not simulated"
+    assert probs is not None
+    assert routing_map.dtype in (torch.bool, torch.int8), routing_map.dtype
+    assert probs.shape == routing_map.shape, (probs.shape, routing_map.shape)
+    assert probs.dtype == tokens.dtype or (tokens.dtype, probs.dtype) == (torch.bfloat16, torch.float32)
+    assert num_out_tokens is not None
+    count = len(tokens)
+    assert count, "no empty tensor"
+    chosen = routing_map.bool()
+    topk = num_out_tokens // count
+    assert 0 < topk < 512, topk
+    assert (chosen.sum(1) == topk).all(), "each token has as many experts"
+    expert, token = chosen.t().nonzero().unbind(1)
+    place = torch.zeros(routing_map.shape, dtype=torch.int64)
+    place[token, expert] = torch.arange(len(token))
+    return tokens[token], probs[token, expert], place[chosen].int()
+
+
+@_operator
+def npu_moe_token_permute_with_routing_map_grad(
+    permuted_token_out_grad: Tensor,
+    probs_grad: Tensor | None,
+    sorted_indices: Tensor,
+    routing_map: Tensor,
+    experts_num: int,
+    tokens_num: int,
+    drop_and_pad: bool,
+) -> tuple[Tensor, Tensor]:
+    """Return the gradients of tokens and probabilities, of which those not chosen have none."""
+    _floats(permuted_token_out_grad)
+    assert not drop_and_pad
+    assert routing_map.shape == (tokens_num, experts_num)
+    assert sorted_indices.dtype == torch.int32
+    assert probs_grad is not None
+    places = sorted_indices.long()
+    tokens = permuted_token_out_grad[places].float().view(tokens_num, -1, permuted_token_out_grad.shape[1])
+    probs = torch.zeros(routing_map.shape, dtype=probs_grad.dtype)
+    probs[routing_map.bool()] = probs_grad[places]
+    return tokens.sum(1).to(permuted_token_out_grad.dtype), probs
+
+
+@_operator
+def npu_moe_token_unpermute(
+    permuted_tokens: Tensor,
+    sorted_indices: Tensor,
+    probs: Tensor | None = None,
+    padded_mode: bool = False,
+    restore_shape: Sequence[int] | None = None,
+) -> Tensor:
+    """Return the weighted sum of each token's rows; without weights, each row is a token's only one."""
+    _floats(permuted_tokens)
+    assert not padded_mode
+    assert restore_shape is None
+    assert permuted_tokens.dim() == 2
+    assert sorted_indices.dim() == 1
+    assert sorted_indices.dtype == torch.int32, sorted_indices.dtype
+    assert len(sorted_indices) == len(permuted_tokens)
+    assert torch.equal(sorted_indices.sort().values.long(), torch.arange(len(permuted_tokens)))
+    weights = torch.ones(len(permuted_tokens), 1) if probs is None else probs
+    assert weights.dim() == 2
+    assert 0 < weights.shape[1] <= 512, weights.shape
+    assert weights.numel() == len(permuted_tokens), weights.shape
+    rows = permuted_tokens[sorted_indices.long()].float().view(*weights.shape, -1)
+    return (rows * weights.float().unsqueeze(-1)).sum(1).to(permuted_tokens.dtype)
+
+
+@_operator
+def _npu_moe_token_unpermute(
+    permuted_tokens: Tensor,
+    sorted_indices: Tensor,
+    probs: Tensor | None = None,
+    padded_mode: bool = False,
+    restore_shape: Sequence[int] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return the sum, and what the gradient of weights would need."""
+    total = npu_moe_token_unpermute(permuted_tokens, sorted_indices, probs, padded_mode, restore_shape)
+    return total, permuted_tokens.clone()
