@@ -1,0 +1,104 @@
+"""The commands of docs/npu.md: what needs no Ascend is run, what does is listed here with the reason."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = (ROOT / "docs/npu.md").read_text(encoding="utf-8")
+BLOCKS = re.findall(r"^```bash\n(.*?)^```", PAGE, re.M | re.S)
+COMMANDS = [
+    re.sub(r"\s+#.*$", "", line).strip()
+    for block in BLOCKS
+    for line in block.replace("\\\n", " ").splitlines()
+    if line.strip()
+]
+ASCEND, DOWNLOADS, INSTALLS = "needs an Ascend", "downloads", "installs packages"
+NOT_RUN = {
+    "npu-smi info": ASCEND,
+    "ls /dev/davinci*": ASCEND,
+    "hccn_tool": ASCEND,
+    "docker run": ASCEND,
+    "source /usr/local/Ascend": ASCEND,
+    "python3 -m venv": INSTALLS,
+    ".venv/bin/pip install": INSTALLS,
+    "pip install": INSTALLS,
+    "git clone": DOWNLOADS,
+    "git -C MindSpeed checkout": "of the clone that the line before makes",
+    "python bench/resolve_extras.py": "asks the package index; run by hand",
+    "pytest --pyargs anygauge.testing.conformance --backend npu": ASCEND,
+    "python -m pytest -m npu_hw": ASCEND,
+    "python examples/arithmetic/make_inputs.py": "run by the tests of the tutorials",
+    "anygauge train examples/arithmetic_grpo.toml --backend npu": ASCEND,
+    "anygauge train examples/qwen3_8b_grpo.toml --backend npu": ASCEND,
+    "anygauge train examples/qwen3_8b_ppo.toml --backend npu": ASCEND,
+    "hf download": DOWNLOADS,
+    "modelscope download": DOWNLOADS,
+}
+"""Beginnings of commands; one with ``--dry-run`` is run all the same."""
+
+
+def reason(command: str) -> str | None:
+    if "--dry-run" in command:
+        return None
+    return next((why for begin, why in NOT_RUN.items() if command.startswith(begin)), None)
+
+
+RUN = sorted({command for command in COMMANDS if reason(command) is None})
+
+
+def run(command: str) -> subprocess.CompletedProcess[str]:
+    """Run a line as it is written, with programs of this environment, and a docker that only echoes."""
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    return subprocess.run(
+        ["bash", "-c", command],
+        cwd=ROOT,
+        env={**os.environ, "PATH": path, "DOCKER": "echo"},
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+
+
+def test_the_page_has_commands_of_both_kinds() -> None:
+    assert len(RUN) > 8
+    assert {begin for begin in NOT_RUN if not any(line.startswith(begin) for line in COMMANDS)} == set()
+
+
+@pytest.mark.parametrize("command", RUN)
+def test_a_command_that_needs_no_ascend_does_what_it_says(command: str) -> None:
+    done = run(command)
+    if command.startswith("anygauge doctor"):
+        assert "Traceback" not in done.stderr
+        assert done.returncode == 1  # there is no Ascend
+        if "--json" in command:
+            assert {"driver", "CANN", "torch-npu", "HCCN"} <= {
+                check["name"] for check in json.loads(done.stdout)["checks"]["npu"]
+            }
+    else:
+        assert done.returncode == 0, done.stderr
+
+
+def test_every_command_is_bash() -> None:
+    for block in BLOCKS:
+        done = subprocess.run(["bash", "-n", "-c", block], capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+
+
+def test_the_page_says_what_was_never_run() -> None:
+    assert "**No line of this page has run on Ascend hardware.**" in PAGE
+    assert "*simulated*" in PAGE
+    assert "None of them has ever passed" in PAGE
+
+
+def test_the_table_of_hardware_tests_is_complete() -> None:
+    named = set(re.findall(r"^\| `(test_\w+\.py)` \|", PAGE, re.M))
+    assert named == {path.name for path in (ROOT / "tests/backends/npu/hardware").glob("test_*.py")}
