@@ -8,10 +8,13 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import runpy
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,7 +22,11 @@ ROOT = Path(__file__).parents[3]
 SIMULATION = ROOT / "backends" / "npu" / "simulation"
 SOURCES = ("core", "hooks", "models", "backends/cpu", "backends/npu")
 
+PARALLEL = runpy.run_path(str(ROOT / "tests" / "distributed" / "conftest.py"))
+RANKS, VOCAB = 2, 63
+
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
+Train = Callable[..., list[Any]]
 
 
 def python_path() -> str:
@@ -75,6 +82,48 @@ def two_devices() -> Iterator[Mapping[str, str]]:
         assert launcher.stdout is not None
         yield json.loads(launcher.stdout.readline())
         launcher.stdin.close()
+
+
+@pytest.fixture(scope="session")
+def crews(two_devices: Mapping[str, str]) -> Iterator[Mapping[str, Any]]:
+    """Return two ranks on the host and two on simulated NPUs; they take the cases of tests/distributed."""
+    assert two_devices["TORCH_NPU_FALLBACK_CPU_DISABLE"] == "1", "an operator without a kernel is an error"
+    Crew = PARALLEL["Crew"]
+    with tempfile.TemporaryDirectory() as host, tempfile.TemporaryDirectory() as npu:
+        found = {
+            "cpu": Crew(Path(host), size=RANKS),
+            "npu": Crew(Path(npu), "npu", size=RANKS, environ=two_devices),
+        }
+        yield found
+        for crew in found.values():
+            crew.close()
+            crew.cool()
+
+
+@pytest.fixture(scope="session")
+def train(crews: Mapping[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Train:
+    """Return a function that runs a case with a tiny model, by its name among those of the parallel tests.
+
+    ``train("npu", "tied", action="train", parallel={"tensor": 2})``
+    """
+    models = runpy.run_path(str(ROOT / "tests/distributed/test_parallel_modes.py"))["MODELS"]
+    made: dict[str, Path] = {}
+
+    def run(backend: str, name: str, **case: Any) -> list[Any]:
+        if name not in made:
+            family, changes = models[name]
+            made[name] = tmp_path_factory.mktemp(name)
+            shape = {"vocab_size": VOCAB, "num_hidden_layers": 4, **changes}
+            with pytest.MonkeyPatch.context() as patch:  # transformers imports torch-npu wherever it is
+                patch.setitem(sys.modules, "torch_npu", None)  # type: ignore[arg-type]
+                PARALLEL["write_model"](made[name], family, shape, 0)
+        case = {"world": RANKS, "action": "train", "model": str(made[name]), "vocab": VOCAB, **case}
+        found: list[Any] = crews[backend].run(**case)
+        for rank, result in enumerate(found):
+            assert not hasattr(result, "text"), f"rank {rank}: {getattr(result, 'text', '')}"
+        return found
+
+    return run
 
 
 @pytest.fixture(scope="session")

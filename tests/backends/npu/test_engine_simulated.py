@@ -8,9 +8,7 @@ an Ascend's numerics. The cases are those of ``tests/distributed``.
 from __future__ import annotations
 
 import runpy
-import sys
-import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +18,8 @@ import torch
 pytestmark = [pytest.mark.npu_sim, pytest.mark.timeout(300)]
 
 DISTRIBUTED = Path(__file__).parents[2] / "distributed"
-FIXTURES = runpy.run_path(str(DISTRIBUTED / "conftest.py"))
 MODES = runpy.run_path(str(DISTRIBUTED / "test_parallel_modes.py"))
 CHECKPOINTS = str(DISTRIBUTED / "checkpoint_cases.py")
-RANKS = 2
-VOCAB = 63
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "dp2": ("tied", {}, {}),
     "dp2-overlap-recompute": ("tied", {}, {**MODES["OVERLAP"], "recompute": "full"}),
@@ -38,55 +33,6 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 Train = Callable[..., list[Any]]
 
 
-@pytest.fixture(scope="module")
-def crews(two_devices: Mapping[str, str]) -> Iterator[Mapping[str, Any]]:
-    """Return ranks on the host and on simulated NPUs, which take one case after the other."""
-    assert two_devices["TORCH_NPU_FALLBACK_CPU_DISABLE"] == "1", "an operator without a kernel is an error"
-    Crew = FIXTURES["Crew"]
-    with tempfile.TemporaryDirectory() as host, tempfile.TemporaryDirectory() as npu:
-        found = {
-            "cpu": Crew(Path(host), size=RANKS),
-            "npu": Crew(Path(npu), "npu", size=RANKS, environ=two_devices),
-        }
-        yield found
-        for crew in found.values():
-            crew.close()
-            crew.cool()
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Return the directory of a tiny model by its name among those of the parallel tests."""
-    made: dict[str, Path] = {}
-
-    def make(name: str) -> Path:
-        if name not in made:
-            family, changes = MODES["MODELS"][name]
-            made[name] = tmp_path_factory.mktemp(name)
-            shape = {"vocab_size": VOCAB, "num_hidden_layers": 4, **changes}
-            with pytest.MonkeyPatch.context() as patch:
-                hide_torch_npu(patch)
-                FIXTURES["write_model"](made[name], family, shape, 0)
-        return made[name]
-
-    return make
-
-
-def hide_torch_npu(patch: pytest.MonkeyPatch) -> None:
-    """Let transformers, which this process needs without a device, take torch-npu for absent."""
-    patch.setitem(sys.modules, "torch_npu", None)  # type: ignore[arg-type]
-
-
-@pytest.fixture(scope="module")
-def train(crews: Mapping[str, Any], model: Callable[[str], Path]) -> Train:
-    def run(backend: str, name: str, **case: Any) -> list[Any]:
-        case = {"world": RANKS, "action": "train", **case}
-        found: list[Any] = crews[backend].run(model=str(model(name)), vocab=VOCAB, **case)
-        return found
-
-    return run
-
-
 @pytest.mark.parametrize("mode", CASES)
 def test_every_digit_is_the_hosts(train: Train, mode: str) -> None:
     name, parallel, settings = CASES[mode]
@@ -94,7 +40,6 @@ def test_every_digit_is_the_hosts(train: Train, mode: str) -> None:
         train(backend, name, parallel=parallel, train=settings, references=True) for backend in ("cpu", "npu")
     )
     for rank, (one, other) in enumerate(zip(host, npu, strict=True)):
-        assert not hasattr(other, "text"), other.text
         assert other["whereabouts"] == {"devices": {f"npu:{rank}"}, "backends": {"hccl"}}
         assert one["whereabouts"] == {"devices": {"cpu"}, "backends": {"gloo"}}
         assert other["division"] == one["division"]
@@ -106,3 +51,37 @@ def test_every_digit_is_the_hosts(train: Train, mode: str) -> None:
 def assert_same_bits(found: Mapping[Any, torch.Tensor], expected: Mapping[Any, torch.Tensor]) -> None:
     assert found.keys() == expected.keys()
     assert [name for name, value in expected.items() if not torch.equal(found[name], value)] == []
+
+
+@pytest.mark.parametrize(("name", "parallel"), [("tied", {}), ("experts", {"expert": 2})])
+def test_fused_kernels_change_the_rounding_alone(train: Train, name: str, parallel: dict[str, Any]) -> None:
+    """What the backend takes by itself, beside what the host takes by itself: other orders of sums."""
+    host, npu = (train(backend, name, parallel=parallel) for backend in ("cpu", "npu"))
+    whole = {**host[0], **{when: {**host[0][when], **host[1][when]} for when in ("before", "after")}}
+    MODES["assert_same"](npu, whole)
+
+
+def test_a_checkpoint_goes_on_in_another_layout_and_on_another_device(train: Train, tmp_path: Path) -> None:
+    def run(backend: str, action: str, parallel: dict[str, int], **paths: str) -> list[Any]:
+        given = {name: str(tmp_path / path) for name, path in paths.items()}
+        return train(
+            backend, "tied", action=f"{CHECKPOINTS}:{action}", parallel=parallel, references=True, **given
+        )
+
+    tensor, pipeline = {"tensor": 2}, {"pipeline": 2}
+    of_host = run("cpu", "saved", tensor, target="cpu")
+    of_npu = run("npu", "saved", tensor, target="npu")
+    assert_same_step(of_npu, of_host)
+    on_host = run("cpu", "resumed", pipeline, source="cpu", target="cpu-cpu")
+    for source in ("cpu", "npu"):
+        assert_same_step(run("npu", "resumed", pipeline, source=source, target=f"{source}-npu"), on_host)
+    assert_same_step(run("cpu", "resumed", pipeline, source="npu", target="npu-cpu"), on_host)
+    assert_same_bits(on_host[0]["before"], of_host[0]["before"])
+
+
+def assert_same_step(found: list[Any], expected: list[Any]) -> None:
+    """Compare weights before and after a step, and its metrics, to the bit on each rank."""
+    for one, other in zip(found, expected, strict=True):
+        assert one["metrics"] == other["metrics"]
+        assert_same_bits(one["before"], other["before"])
+        assert_same_bits(one["after"], other["after"])
