@@ -111,6 +111,12 @@ class Environment:
         )
         run_command(sys.executable, "-m", "pip", "--python", self.python, "install", *options, *arguments)
 
+    def pip_resolve(self, name: str, *wheels: Path) -> None:
+        """Install a distribution as its metadata asks: from wheels, beside what is there already."""
+        folders = (part for wheel in wheels for part in ("--find-links", wheel.parent))
+        options = ("--no-index", "--disable-pip-version-check", "--quiet")
+        run_command(sys.executable, "-m", "pip", "--python", self.python, "install", *options, *folders, name)
+
     def run_python(self, code: str) -> str:
         return run_command(self.python, "-I", "-c", code, cwd=self.path)
 
