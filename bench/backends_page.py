@@ -26,7 +26,11 @@ PROJECT = ROOT / "tests/backends/third_party"
 BACKENDS = ("cpu", "cuda", "npu")
 BLOCK = re.compile(r"(?<=^```)(python|toml)\n# (\S+)\n.*?(?=^```)", re.M | re.S)
 MADE = re.compile(r"(?<=^<!-- made: )(hooks|kernels)( -->\n).*?(?=^<!-- end -->)", re.M | re.S)
-NO_ANSWER = re.compile(r"(?:(?:no|without an) answer (?:means )?|, else )(.+?)\.$", re.M | re.S)
+NO_ANSWER = re.compile(
+    r"(?:(?:no|without an) answer (?:means )?|, else |First result: (?=[^.]*not answered))"
+    r"(.+?)(?:,? stand for what is not answered)?\.$",
+    re.M | re.S,
+)
 
 
 def with_files(text: str) -> str:
@@ -80,24 +84,31 @@ def declared(plugins: Plugins, backend: BackendSpec) -> list[KernelImpl]:
 
 
 def sources(op: KernelOp, kernels: Iterable[KernelImpl]) -> Iterator[str]:
-    """Yield who serves an operation and where, and the reference if that leaves a case."""
+    """Yield who serves an operation and where; the reference if a case is left with all modules installed."""
     missing = set(REFERENCE_DTYPES)
     for kernel in kernels:
         if kernel.op == op:
             yield " ".join([f"`{kernel.source}`", *conditions(kernel)])
-            missing -= set() if kernel.limits or kernel.requires else set(kernel.dtypes)
+            missing -= set() if kernel.limits else set(kernel.dtypes)
     if missing:
         yield "reference"
 
 
 def conditions(kernel: KernelImpl) -> Iterator[str]:
-    """Yield what a kernel does not serve."""
+    """Yield where a kernel serves, if not everywhere."""
     if not set(kernel.dtypes) >= set(REFERENCE_DTYPES):
         yield f"({', '.join(kernel.dtypes)})"
     for name, values in (kernel.limits or {}).items():
-        yield f"({name} {' or '.join(map(str, values))})"
+        yield f"({name}: {listed(values)})"
     if kernel.requires:
         yield f"(needs {', '.join(kernel.requires)})"
+
+
+def listed(values: Sequence[object]) -> str:
+    """Return the values of a fact, and numbers without a gap by the first and the last."""
+    if isinstance(values, range) and values.step == 1 and len(values) > 2:
+        return f"{values[0]} to {values[-1]}"
+    return ", ".join("none" if value is None else str(value) for value in values)
 
 
 if __name__ == "__main__":
