@@ -1,0 +1,108 @@
+"""The AdamW that a backend makes agrees with one in float64, and keeps its state under the names of torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from copy import deepcopy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.optim import AdamW, Optimizer
+
+from anygauge.plugins import Plugins
+from anygauge.testing.conformance.tolerances import TOLERANCES
+from anygauge_hooks.types import BackendSpec, Device
+
+pytestmark = pytest.mark.conformance
+
+SIZES = (1, 7, 64, 1031)
+SETTINGS: dict[str, Any] = {"lr": 0.1, "betas": (0.9, 0.98), "eps": 1e-8, "weight_decay": 0.3}
+RATES = (0.1, 0.05, 0.2)
+"""Of each step, as a schedule sets them."""
+
+
+@pytest.fixture
+def weights(device: Device) -> list[Tensor]:
+    """Return shards of one buffer, which are views that start anywhere."""
+    generator = torch.Generator().manual_seed(0)
+    buffer = torch.randn(sum(SIZES), generator=generator).to(device.torch_device)
+    return list(torch.split(buffer, list(SIZES)))
+
+
+@pytest.fixture
+def optimizer(plugins: Plugins, backend: BackendSpec, weights: list[Tensor]) -> Optimizer:
+    """Return the backend's optimizer, or torch's where it makes none."""
+    return build(plugins, backend, weights)
+
+
+def two_groups(weights: list[Tensor]) -> list[dict[str, Any]]:
+    """Return parameter groups of which the second does not decay."""
+    return [{"params": weights[:2]}, {"params": weights[2:], "weight_decay": 0.0}]
+
+
+def build(plugins: Plugins, backend: BackendSpec, weights: list[Tensor]) -> Optimizer:
+    groups = two_groups(weights)
+    made: Optimizer | None = plugins.first("make_optimizer", backend=backend, param_groups=groups, **SETTINGS)
+    return AdamW(groups, **SETTINGS) if made is None else made
+
+
+def in_float64(weights: list[Tensor]) -> tuple[list[Tensor], AdamW]:
+    wide = [weight.cpu().double() for weight in weights]
+    return wide, AdamW(two_groups(wide), **SETTINGS, foreach=False, fused=False)
+
+
+def take_step(optimizer: Optimizer, step: int) -> None:
+    """Step with gradients that depend on the number of the step alone, some of which are tiny."""
+    generator = torch.Generator().manual_seed(step)
+    for group in optimizer.param_groups:
+        group["lr"] = RATES[step]
+        for weight in group["params"]:
+            gradient = torch.randn(weight.shape, generator=generator) ** 5
+            weight.grad = gradient.to(weight)
+    optimizer.step()
+
+
+def assert_alike(found: Tensor, expected: Tensor) -> None:
+    relative, absolute = TOLERANCES["float32"]
+    scale = expected.abs().max().item()
+    torch.testing.assert_close(found.cpu().double(), expected, rtol=relative, atol=absolute * scale)
+
+
+def test_steps_are_those_of_adamw_in_float64(optimizer: Optimizer, weights: list[Tensor]) -> None:
+    wide, expected = in_float64(weights)
+    for step in range(len(RATES)):
+        take_step(optimizer, step)
+        take_step(expected, step)
+        for weight, other in zip(weights, wide, strict=True):
+            assert_alike(weight, other)
+            for name in ("exp_avg", "exp_avg_sq"):
+                assert_alike(optimizer.state[weight][name], expected.state[other][name])
+
+
+def test_state_has_the_names_of_torch_and_lies_on_the_device(
+    optimizer: Optimizer, weights: list[Tensor], device: Device
+) -> None:
+    take_step(optimizer, 0)
+    take_step(optimizer, 1)
+    for weight in weights:
+        state: Mapping[str, Any] = optimizer.state[weight]
+        assert set(state) == {"step", "exp_avg", "exp_avg_sq"}
+        assert float(state["step"]) == 2
+        for name in ("exp_avg", "exp_avg_sq"):
+            assert state[name].shape == weight.shape
+            assert state[name].dtype == torch.float32
+            assert state[name].device.type == device.type
+
+
+def test_an_optimizer_goes_on_from_the_state_of_another(
+    plugins: Plugins, backend: BackendSpec, optimizer: Optimizer, weights: list[Tensor]
+) -> None:
+    take_step(optimizer, 0)
+    copies = [weight.clone() for weight in weights]
+    resumed = build(plugins, backend, copies)
+    resumed.load_state_dict(deepcopy(optimizer.state_dict()))  # it would share the tensors
+    take_step(optimizer, 1)
+    take_step(resumed, 1)
+    assert all(torch.equal(a, b) for a, b in zip(weights, copies, strict=True))
