@@ -23,6 +23,7 @@ from anygauge_cpu.kernels import cpu_kernels
 from anygauge_hooks.kernels import KernelOp
 
 OURS: Mapping[KernelOp, Callable[..., Any]] = {kernel.op: kernel.fn for kernel in cpu_kernels()}
+"""An op that is not here is served by its reference."""
 
 
 @dataclass
@@ -38,7 +39,8 @@ class Case:
 
 def time_case(case: Case, runs: int) -> dict[str, float]:
     """Return the median time of each candidate in milliseconds."""
-    candidates = {"ours": OURS[case.op], "reference": reference_kernel(case.op).fn, "torch": case.torch_own}
+    reference = reference_kernel(case.op).fn
+    candidates = {"ours": OURS.get(case.op, reference), "reference": reference, "torch": case.torch_own}
     times: dict[str, list[float]] = {name: [] for name in candidates}
     order = list(candidates.items())
     for run in range(runs + 2):
@@ -94,6 +96,35 @@ def cases(dtype: torch.dtype) -> Iterator[Case]:
             _torch_logprob,
             {"entropy_grad": False},
         )
+        yield Case(
+            "layer_norm",
+            size,
+            lambda t=tokens, h=hidden, r=random_: (*r((t, h), (h,), (h,)), 1e-6),
+            _torch_layer_norm,
+        )
+        yield from expert_cases(size, tokens, hidden, random_)
+
+
+def expert_cases(size: str, tokens: int, hidden: int, random_: Callable[..., Any]) -> Iterator[Case]:
+    """Yield the way to 8 of 64 experts and back."""
+    experts, topk = 64, 8
+    chosen = torch.rand(tokens, experts).topk(topk, dim=1).indices
+    is_chosen = torch.zeros(tokens, experts, dtype=torch.bool).scatter(1, chosen, value=True)
+    rows = reference_kernel("token_permute").fn(torch.zeros(tokens, 1), is_chosen.float(), is_chosen, topk)[2]
+    yield Case(
+        "topk_router",
+        size,
+        lambda: (torch.randn(tokens, experts).requires_grad_(), topk),
+        _torch_router,
+        {"score_function": "softmax"},
+    )
+    yield Case(
+        "token_permute",
+        size,
+        lambda: (*random_((tokens, hidden)), torch.rand(tokens, experts).requires_grad_(), is_chosen, topk),
+        _torch_permute,
+    )
+    yield Case("token_unpermute", size, lambda: (*random_((tokens * topk, hidden)), rows), _torch_unpermute)
 
 
 def _random(dtype: torch.dtype) -> Callable[..., tuple[Tensor, ...]]:
@@ -105,6 +136,27 @@ def _random(dtype: torch.dtype) -> Callable[..., tuple[Tensor, ...]]:
 
 def _torch_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return F.rms_norm(x, weight.shape, weight, eps)
+
+
+def _torch_layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    return F.layer_norm(x, weight.shape, weight, bias, eps)
+
+
+def _torch_router(logits: Tensor, topk: int, *, score_function: str) -> Tensor:
+    return logits.topk(topk, dim=1).values.softmax(1)
+
+
+def _torch_permute(tokens: Tensor, probs: Tensor, routing_map: Tensor, topk: int) -> tuple[Tensor, Tensor]:
+    """Return the copies by torch's selection, whose gradient is a sum in the dtype of the tokens."""
+    by_expert = routing_map.t()
+    return tokens.index_select(0, by_expert.nonzero()[:, 1]), probs.t().masked_select(by_expert)
+
+
+def _torch_unpermute(permuted: Tensor, rows: Tensor) -> Tensor:
+    """Return the sums in the dtype of the rows."""
+    of_row = torch.empty(rows.numel(), dtype=torch.int64)
+    of_row[rows.flatten()] = torch.arange(len(rows)).repeat_interleave(rows.shape[1])
+    return permuted.new_zeros(len(rows), permuted.shape[1]).index_add(0, of_row, permuted)
 
 
 def _eager_rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:

@@ -17,6 +17,7 @@ import pytest
 
 from anygauge.plugins import Plugins
 from anygauge_hooks import PROJECT, specs
+from anygauge_hooks.kernels import KERNEL_FACTS
 
 ROOT = Path(__file__).parents[2]
 HOOKS = [name for name, value in vars(specs).items() if hasattr(value, "anygauge_spec")]
@@ -114,3 +115,11 @@ def test_an_example_is_a_plugin_that_loads(source: str) -> None:
     for name in implemented:
         if not arguments(name):
             assert plugins.collect(name)
+
+
+def test_the_document_has_every_kernel_op_and_what_is_known_of_it() -> None:
+    text = doc_sections()["`register_kernels(backend)`"]
+    rows = dict(re.findall(r"^\| `(\w+)` \| (.+) \|$", text, re.MULTILINE))
+    assert rows == {
+        op: ", ".join(f"`{fact}`" for fact in facts) or "none" for op, facts in KERNEL_FACTS.items()
+    }

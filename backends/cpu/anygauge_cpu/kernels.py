@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from anygauge_cpu.attention import varlen_attention
-from anygauge_cpu.experts import grouped_matmul
+from anygauge_cpu.experts import grouped_matmul, token_permute, token_unpermute
 from anygauge_cpu.logprob import vocab_parallel_logprob
 from anygauge_cpu.recurrence import causal_conv1d, gated_delta_rule
 from anygauge_hooks.kernels import KernelImpl, KernelOp
@@ -30,6 +30,8 @@ def cpu_kernels() -> list[KernelImpl]:
         "rms_norm": rms_norm,
         "rotary_embedding": rotary_embedding,
         "swiglu": swiglu,
+        "token_permute": token_permute,
+        "token_unpermute": token_unpermute,
         "varlen_attention": varlen_attention,
         "vocab_parallel_logprob": vocab_parallel_logprob,
     }

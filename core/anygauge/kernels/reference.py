@@ -340,18 +340,15 @@ class _Collect(torch.autograd.Function):
 
 def _spread(tokens: Tensor, rows: Tensor) -> Tensor:
     """Return ``[T K, H]``."""
-    copies = tokens.new_empty(rows.numel(), tokens.shape[1])
-    for column in rows.long().unbind(1):
-        copies[column] = tokens
-    return copies
+    numbers = torch.arange(len(rows), device=rows.device).repeat_interleave(rows.shape[1])
+    of_row = torch.empty_like(numbers).scatter(0, rows.flatten().long(), numbers)
+    return tokens.index_select(0, of_row)
 
 
 def _collect(permuted: Tensor, rows: Tensor) -> Tensor:
     """Return ``[T, H]``."""
-    total = _widen(permuted.new_zeros(len(rows), permuted.shape[1]))
-    for column in rows.unbind(1):
-        total += permuted.index_select(0, column)
-    return total.to(permuted.dtype)
+    copies = permuted.index_select(0, rows.flatten()).view(*rows.shape, permuted.shape[1])
+    return copies.sum(1, dtype=torch.promote_types(permuted.dtype, torch.float32)).to(permuted.dtype)
 
 
 def varlen_attention(

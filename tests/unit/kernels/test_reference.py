@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import Qwen3Config
+from transformers import DeepseekV3Config, Qwen3Config
+from transformers.models.deepseek_v3 import modeling_deepseek_v3 as deepseek_v3
 from transformers.models.qwen3 import modeling_qwen3 as qwen3
 from transformers.models.qwen3_5 import modeling_qwen3_5 as qwen3_5
 
+from anygauge.engines.megatron.prepare import prepare_megatron
 from anygauge.kernels import reference
+from anygauge.plugins import load_plugins
 
 DTYPES = [torch.float64, torch.float32]
 
@@ -40,6 +44,13 @@ def test_rms_norm_of_bfloat16_is_rounded_once() -> None:
     x, weight = torch.randn(64, 32).bfloat16(), torch.randn(32).bfloat16()
     exact = reference.rms_norm(x.double(), weight.double(), 1e-6)
     torch.testing.assert_close(reference.rms_norm(x, weight, 1e-6).double(), exact, rtol=2**-8, atol=0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_layer_norm_is_torchs(dtype: torch.dtype) -> None:
+    x, weight, bias = 3 + torch.randn(7, 3, 16, dtype=dtype), *torch.randn(2, 16, dtype=dtype)
+    expected = F.layer_norm(x, (16,), weight, bias, 1e-5)
+    torch.testing.assert_close(reference.layer_norm(x, weight, bias, 1e-5), expected)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -90,6 +101,127 @@ def test_a_sequence_sees_nothing_of_its_neighbours() -> None:
     after = reference.varlen_attention(q, k, v, (4, 5), 1.0, causal=True)
     assert torch.equal(before[:4], after[:4])
     assert not torch.equal(before[4:], after[4:])
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_log_sum_exp_is_that_of_the_scores(causal: bool) -> None:
+    q, k, v = (torch.randn(n, 4, 8, requires_grad=True) for n in (3, 5, 5))
+    output, sums = reference.varlen_attention(
+        q, k, v, (3,), 0.3, causal=causal, key_lengths=(5,), return_lse=True
+    )
+    scores = 0.3 * torch.einsum("qhd,khd->qhk", q, k)
+    if causal:
+        scores = scores.masked_fill(torch.ones(3, 5, dtype=torch.bool).triu(3).unsqueeze(1), -torch.inf)
+    torch.testing.assert_close(sums, scores.logsumexp(-1).detach())
+    assert not sums.requires_grad
+    assert torch.equal(
+        output, reference.varlen_attention(q, k, v, (3,), 0.3, causal=causal, key_lengths=(5,))
+    )
+
+
+# -------------------------------------------------------------------------
+# Experts
+# -------------------------------------------------------------------------
+
+ROUTERS: dict[str, dict[str, Any]] = {
+    "softmax": {"score_function": "softmax"},
+    "pre-softmax": {"score_function": "softmax", "pre_softmax": True},
+    "sigmoid": {"score_function": "sigmoid"},
+    "sigmoid-of-one": {"score_function": "sigmoid", "topk": 1},
+    "bias": {"score_function": "sigmoid", "expert_bias": torch.linspace(-1, 1, 16)},
+    "groups-of-logits": {"score_function": "softmax", "num_groups": 4, "group_topk": 2},
+    "deepseek": {
+        **{"score_function": "sigmoid", "num_groups": 4, "group_topk": 2, "scaling_factor": 2.5},
+        "expert_bias": torch.linspace(-1, 1, 16),
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def megatron() -> Any:
+    plugins = load_plugins()
+    prepare_megatron(plugins, plugins.get("register_backends", "cpu"))
+    from megatron.core.transformer.moe import moe_utils
+
+    return moe_utils
+
+
+def dense(weights: Tensor, chosen: Tensor, experts: int) -> tuple[Tensor, Tensor]:
+    probs = weights.new_zeros(len(weights), experts)
+    return probs.scatter(1, chosen, weights), torch.zeros_like(probs, dtype=torch.bool).scatter(
+        1, chosen, True
+    )
+
+
+@pytest.mark.parametrize("name", ROUTERS)
+def test_topk_router_is_megatrons(megatron: Any, name: str) -> None:
+    options = {"topk": 4, **ROUTERS[name]}
+    logits = torch.randn(60, 16, requires_grad=True)
+    found = dense(*reference.topk_router(logits, **options), 16)
+    named = {"use_pre_softmax" if key == "pre_softmax" else key: value for key, value in options.items()}
+    expected = megatron.topk_routing_with_score_function(logits, **named)
+    assert torch.equal(found[1], expected[1])
+    torch.testing.assert_close(found[0], expected[0])
+    cotangent = torch.randn(60, 16)
+    gradients = [torch.autograd.grad(probs, logits, cotangent)[0] for probs in (found[0], expected[0])]
+    torch.testing.assert_close(*gradients)
+
+
+def test_topk_router_is_deepseeks() -> None:
+    """The bias decides who is chosen, and weighs nothing."""
+    config = DeepseekV3Config(
+        **{"hidden_size": 16, "n_routed_experts": 16, "num_experts_per_tok": 4},
+        **{"n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5},
+    )
+    router = deepseek_v3.DeepseekV3TopkRouter(config)
+    router.weight.data = torch.eye(16)
+    router.e_score_correction_bias.copy_(torch.linspace(-1, 1, 16))
+    logits, weights, chosen = router(torch.randn(50, 16))
+    found = reference.topk_router(logits, 4, **ROUTERS["deepseek"])
+    torch.testing.assert_close(dense(*found, 16), dense(weights, chosen, 16))
+
+
+@pytest.mark.parametrize("name", ROUTERS)
+def test_a_choice_that_was_made_before_is_weighed_alike(name: str) -> None:
+    options = {"topk": 4, **ROUTERS[name]}
+    logits = torch.randn(20, 16)
+    weights, chosen = reference.topk_router(logits, **options)
+    weighing = ("score_function", "pre_softmax", "scaling_factor")
+    again = reference.expert_weights(logits, chosen, **{k: options[k] for k in weighing if k in options})
+    assert torch.equal(weights, again)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_way_to_experts_and_back_is_megatrons(megatron: Any, dtype: torch.dtype) -> None:
+    tokens = torch.randn(30, 12, dtype=dtype, requires_grad=True)
+    probs, chosen = dense(*reference.topk_router(torch.randn(30, 8), 3, score_function="softmax"), 8)
+    probs.requires_grad_()
+
+    def there_and_back(permute: Any, unpermute: Any) -> list[Tensor]:
+        permuted, weights, places = permute()
+        back = unpermute(permuted.tanh() * weights.unsqueeze(1), places)
+        return [permuted, weights, back, *torch.autograd.grad(back.square().sum(), (tokens, probs))]
+
+    found = there_and_back(
+        lambda: reference.token_permute(tokens, probs, chosen, 3), reference.token_unpermute
+    )
+    expected = there_and_back(
+        lambda: megatron.permute(tokens, chosen, probs=probs, num_out_tokens=90),
+        lambda permuted, places: megatron.unpermute(permuted, places, tokens.shape),
+    )
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_copies_of_a_token_are_summed_in_float32() -> None:
+    """In bfloat16 each of the ones is lost beside the 256."""
+    permuted = torch.tensor([256.0, 1.0, 1.0, 1.0]).bfloat16().unsqueeze(1)
+    rows = torch.arange(4).unsqueeze(0)
+    assert reference.token_unpermute(permuted, rows).item() == 260
+    token = torch.zeros(1, 1, dtype=torch.bfloat16, requires_grad=True)
+    everyone = torch.ones(1, 4, dtype=torch.bool)
+    copies, *_ = reference.token_permute(token, torch.ones(1, 4), everyone, 4)
+    assert torch.autograd.grad(copies, token, permuted)[0].item() == 260
 
 
 def logprob(logits: Tensor, targets: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:

@@ -202,8 +202,8 @@ def test_rows_tell_who_serves_what_and_where_it_is() -> None:
     plugins = load_plugins(only=["cpu"])
     rows = resolve_kernels(plugins, plugins.get("register_backends", "cpu")).rows()
     assert {row.op for row in rows} == set(KERNEL_OPS)
-    by_core = {"linear_logprob", "token_permute", "token_unpermute", "topk_router"}
-    assert {row.op for row in rows if row.is_reference} == by_core - {"linear_logprob"}
+    by_core = {"linear_logprob", "topk_router"}
+    assert {row.op for row in rows if row.is_reference} == {"topk_router"}
     for row in rows:
         owner = "anygauge" if row.op in by_core else "cpu"
         assert (row.owner, row.package) == (owner, "anygauge")

@@ -19,7 +19,7 @@ from anygauge.engines.megatron.layers.context_parallel import SequenceParts, gat
 from anygauge.engines.megatron.layers.routing import Routes
 from anygauge.kernels.table import KernelTable
 
-__all__ = ["CoreAttention", "PackedSequences", "RmsNorm", "Swiglu"]
+__all__ = ["CoreAttention", "LayerNorm", "PackedSequences", "RmsNorm", "Swiglu"]
 
 
 @dataclass
@@ -66,6 +66,25 @@ class RmsNorm(nn.Module):
         if self.is_zero_centered:
             return self.kernel(x.float(), 1 + self.weight.float(), self.eps).to(x.dtype)
         return self.kernel(x, self.weight, self.eps)
+
+
+class LayerNorm(nn.Module):
+    """Layer norm, for parts of a model that were trained with it, such as a vision tower."""
+
+    def __init__(
+        self, config: TransformerConfig, hidden_size: int, eps: float, kernels: KernelTable, **_: Any
+    ) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
+        self.bias = nn.Parameter(torch.zeros(hidden_size, dtype=config.params_dtype))
+        for parameter in self.parameters():
+            parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]  # as above
+        self.kernel = kernels.resolve("layer_norm", dtype=config.params_dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise the last dimension of ``x``."""
+        return self.kernel(x, self.weight, self.bias, self.eps)
 
 
 class Swiglu(MegatronModule):

@@ -10,7 +10,7 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 from megatron.core.transformer.spec_utils import ModuleSpec
 
 from anygauge.engines.megatron.layers.gated_delta import DeltaRule, GatedNorm
-from anygauge.engines.megatron.layers.modules import CoreAttention, RmsNorm, Swiglu
+from anygauge.engines.megatron.layers.modules import CoreAttention, LayerNorm, RmsNorm, Swiglu
 from anygauge.engines.megatron.layers.moe import Dispatcher, GroupedExperts, Router
 from anygauge.kernels.table import KernelTable
 from anygauge_hooks.errors import PluginError
@@ -23,6 +23,9 @@ class SpecProvider(Protocol):
 
     def norm(self) -> Any:
         """Return the norm of hidden states, queries and keys."""
+
+    def layer_norm(self) -> Any:
+        """Return the norm with a mean and a bias. No decoder has one."""
 
     def core_attention(self) -> Any:
         """Return the builder of rotary embedding and attention."""
@@ -61,6 +64,10 @@ class KernelSpecProvider:
     def norm(self) -> ModuleSpec:
         """Return :class:`RmsNorm`."""
         return ModuleSpec(module=RmsNorm, params={"kernels": self.kernels})
+
+    def layer_norm(self) -> ModuleSpec:
+        """Return :class:`LayerNorm`."""
+        return ModuleSpec(module=LayerNorm, params={"kernels": self.kernels})
 
     def core_attention(self) -> Any:
         """Return :class:`CoreAttention`."""
