@@ -55,6 +55,10 @@ FINDINGS: Mapping[str, tuple[str, str]] = {
         "models/qwen3_vl.py",
         r'"model\.embed_tokens\.weight" in name\s+and self\.config\.tie_word_embeddings',
     ),
+    "prompts in pieces": (
+        "hardware_backend/npu/attention/ascend_backend.py",
+        r"if self\.use_fia:\s+if self\._can_use_tnd\(layer\):.{0,900}key=k_cache\.view\(",
+    ),
     "the platform": ("platforms/__init__.py", r"if _is_npu_available\(\):.*?return NPUSRTPlatform\(\)"),
     "the group of weights": (
         "model_executor/model_runner_components/weight_updater.py",
