@@ -44,7 +44,8 @@ test-parallel: $(VENV)/.dev ## models that are divided among processes, and comp
 	$(BIN)/python -m pytest -m parallel tests/distributed $(PYTEST_ARGS)
 
 test-npu-sim: $(SIM_VENV)/.installed ## the tests that need the simulated NPU, in an environment of their own
-	TORCH_DEVICE_BACKEND_AUTOLOAD=0 $(SIM_VENV)/bin/python -m pytest -m npu_sim tests/backends/npu $(PYTEST_ARGS)
+	TORCH_DEVICE_BACKEND_AUTOLOAD=0 SIMULATED_NPU_CACHE=$(CURDIR)/$(SIM_VENV)/simulation \
+	  $(SIM_VENV)/bin/python -m pytest -m npu_sim tests/backends/npu $(PYTEST_ARGS)
 
 test-sglang: $(SGLANG_VENV)/.installed ## the tests that start real SGLang servers, in an environment of their own
 	$(SGLANG_VENV)/bin/python -m pytest -m "sglang and not soak" tests/sglang $(PYTEST_ARGS)

@@ -2,7 +2,7 @@
    its header says which operation it is for, so that ranks that disagree, or never come, get an error.
    Declares its own prototypes; no CANN header or code is used.
 
-   SIMULATED_NPU_SCRATCH    the directory; the launcher makes and removes it
+   SIMULATED_NPU_SCRATCH    the directory; the launcher makes and removes it. groups.jsonl lists what groups are asked
    SIMULATED_NPU_TIMEOUT_S  how long a rank waits for the others (60) */
 
 #define _GNU_SOURCE
@@ -439,7 +439,25 @@ EXPORT int HcclGroupEnd(void) { return 0; }
 
 /* ---- groups ---- */
 
-static int join(uint32_t size, const char *name, uint32_t rank, group **made) {
+/* What torch-npu asks of a group, where it asks for something. Its other fields are not looked at. */
+typedef struct { char unused[24]; uint32_t buffer_mib, deterministic; char names[NAME_BYTES], title[NAME_BYTES]; } options;
+
+/* Write down, for tests, what a rank has asked for. */
+static int note(const group *g, const options *o) {
+  char path[PATH_MAX], line[2 * NAME_BYTES + 200];
+  const char *scratch = getenv("SIMULATED_NPU_SCRATCH");
+  if (o == NULL || scratch == NULL) return 0;
+  snprintf(path, sizeof path, "%s/groups.jsonl", scratch);
+  int length = snprintf(line, sizeof line,
+                        "{\"pid\": %d, \"rank\": %d, \"size\": %d, \"title\": \"%.*s\", \"buffer_mib\": %u}\n", getpid(),
+                        g->rank, g->size, NAME_BYTES - 1, o->title, o->buffer_mib);
+  int file = open(path, O_WRONLY | O_APPEND | O_CREAT | O_CLOEXEC, 0644);
+  int written = file >= 0 && write(file, line, length) == length;
+  if (file >= 0) close(file);
+  return written ? 0 : failure(SYSTEM_CALL, "cannot write %s", path);
+}
+
+static int join(uint32_t size, const char *name, uint32_t rank, const options *asked, group **made) {
   header h;
   if (size > MOST_RANKS || rank >= size) return failure(WRONG_ARGUMENT, "rank %u of %u", rank, size);
   group *g = calloc(1, sizeof *g);
@@ -447,6 +465,8 @@ static int join(uint32_t size, const char *name, uint32_t rank, group **made) {
   g->size = size;
   g->rank = rank;
   *made = g;
+  int status = note(g, asked);
+  if (status != 0) return status;
   checked(&h, "join", size, INT8, 0);
   return exchange(g, &h, NULL, NULL, NULL); /* as HCCL does, wait until all are there */
 }
@@ -459,23 +479,23 @@ EXPORT int HcclGetRootInfo(char *info) {
 }
 
 EXPORT int HcclCommInitRootInfo(uint32_t size, const char *info, uint32_t rank, group **made) {
-  return join(size, info, rank, made);
+  return join(size, info, rank, NULL, made);
 }
 
-EXPORT int HcclCommInitRootInfoConfig(uint32_t size, const char *info, uint32_t rank, const void *config,
+EXPORT int HcclCommInitRootInfoConfig(uint32_t size, const char *info, uint32_t rank, const options *config,
                                       group **made) {
-  return join(size, info, rank, made);
+  return join(size, info, rank, config, made);
 }
 
 /* Ranks of the parent that are no members call this as well, with a number that means none. */
 EXPORT int HcclCreateSubCommConfig(group **parent, uint32_t size, uint32_t *ranks, uint64_t id, uint32_t rank,
-                                   void *config, group **made) {
+                                   const options *config, group **made) {
   char name[NAME_BYTES];
   *made = NULL;
   if (ranks == NULL || (int32_t)id == NO_GROUP) return 0;
   if (snprintf(name, sizeof name, "%s-%lx", (*parent)->name, (unsigned long)id) >= (int)sizeof name)
     return failure(NOT_SUPPORTED, "groups of groups this deep");
-  return join(size, name, rank, made);
+  return join(size, name, rank, config, made);
 }
 
 /* The last contribution stays for those who still read it; the launcher removes it. */

@@ -100,6 +100,12 @@ def test_collectives_give_the_bits_of_gloo(simulated: Run) -> None:
     assert first["equal"] == second["equal"]
 
 
+def test_options_of_a_group_reach_hccl(simulated: Run) -> None:
+    for rank, asked in enumerate(collectives(simulated, "options")):
+        expected = {"pid": None, "rank": rank, "size": 2, "title": "weights", "buffer_mib": 123}
+        assert asked == [expected]
+
+
 def test_ranks_that_cannot_go_on_get_an_error(simulated: Run) -> None:
     first, second = collectives(simulated, "errors", (*TWO[:-1], "3"))
     for rank, report in enumerate((first, second)):

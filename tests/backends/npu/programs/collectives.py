@@ -1,6 +1,6 @@
 """Collectives of two ranks on two simulated NPUs. Run by ``test_simulation.py``, inside the launcher.
 
-python two_ranks.py collectives.py {compare,errors}    each rank prints a line with what it found
+python two_ranks.py collectives.py {compare,options,errors}    each rank prints a line with what it found
 """
 
 from __future__ import annotations
@@ -10,12 +10,14 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ReduceOp
+from torch_npu._C._distributed_c10d import ProcessGroupHCCL
 
 from simulation.simulated import install
 
@@ -37,7 +39,7 @@ def main(case: str) -> None:
         world_size=RANKS,
         timeout=timedelta(seconds=30),
     )
-    report = {"compare": compare, "errors": errors}[case](rank)
+    report = {"compare": compare, "options": options, "errors": errors}[case](rank)
     sys.stdout.write(f"REPORT {json.dumps([rank, report])}\n")
     sys.stdout.flush()
     os._exit(0)  # a group that has failed is not waited for
@@ -187,6 +189,17 @@ COPIES = {
     "send and recv": passed_on,
 }
 SUMS = {"reduce_scatter": scattered_sums, "reduce": reduced_to_one, "groups": in_a_group}
+
+
+def options(rank: int) -> list[dict[str, Any]]:
+    """Return what HCCL was asked for by this process when it made a group with options."""
+    chosen = ProcessGroupHCCL.Options()
+    chosen.hccl_config = {"hccl_buffer_size": 123, "group_name": "weights"}
+    group = dist.new_group([0, 1], backend="hccl", pg_options=chosen)
+    dist.all_reduce(torch.ones(4, device="npu"), group=group)
+    lines = Path(os.environ["SIMULATED_NPU_SCRATCH"], "groups.jsonl").read_text().splitlines()
+    found = [json.loads(line) for line in lines]
+    return [{**each, "pid": None} for each in found if each["pid"] == os.getpid()]
 
 
 def errors(rank: int) -> dict[str, str]:
