@@ -76,7 +76,8 @@ class Audit:
 
     def _look(self, name: str) -> None:
         module = sys.modules.get(name)
-        if self._covers(name) and isinstance(module, ModuleType):
+        # torch-npu's own module is there as torch.npu too
+        if isinstance(module, ModuleType) and self._covers(name) and self._covers(module.__name__):
             self._classes[name] = classes = frozenset(_classes(name, module))
             self._before[name] = dict(_attributes(name, module, classes))
 

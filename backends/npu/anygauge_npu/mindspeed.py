@@ -50,6 +50,8 @@ WATCHED = (
 """Packages whose attributes are compared."""
 TRANSFER = "torch_npu.contrib.transfer_to_npu"
 """What the adaptor imports first: it makes torch's literal CUDA names mean the NPU."""
+TRANSFERRED = ("torch.cuda.*",)
+"""What that puts modules of torch-npu in the place of, with all that they imported."""
 AUTHORS = ("torch_npu",)
 """Packages that may replace anything: that function is in torch-npu, which changes much of torch."""
 OPTIONS: Mapping[str, tuple[type, str]] = {
@@ -163,9 +165,9 @@ class Modules:
 
 
 def expected() -> frozenset[str]:
-    """Return the names that the branch is known to replace."""
+    """Return the names that the branch is known to replace, and patterns of them."""
     text = files("anygauge_npu").joinpath("mindspeed_replaces.txt").read_text(encoding="utf-8")
-    return frozenset(text.split())
+    return frozenset([*text.split(), *TRANSFERRED])
 
 
 # -------------------------------------------------------------------------

@@ -51,6 +51,17 @@ def wrapper(function: Any) -> Any:
     return wrapped
 
 
+def cuda_type(function: Any) -> Any:
+    """Let Megatron, which compares names of types, take an NPU's tensors for CUDA's: the transfer does not."""
+
+    @functools.wraps(function)
+    def named(*args: Any, **kwargs: Any) -> Any:
+        found = function(*args, **kwargs)
+        return f"torch.cuda.{found.rpartition('.')[2]}" if str(found).startswith("torch.npu.") else found
+
+    return named
+
+
 def dummy_compile(function: Any = None, *args: Any, **kwargs: Any) -> Any:
     return function
 
@@ -61,6 +72,10 @@ def repatch(args: Any) -> None:
     put("megatron.core.transformer.moe.moe_utils.permute", wrapper(core.permute))
 
 
+if os.environ.get("FAKE_MINDSPEED_TRANSFER"):
+    tensor: Any = importlib.import_module("torch").Tensor
+    for owner_of_type in ("torch.Tensor", "torch.nn.parameter.Parameter"):
+        put(f"{owner_of_type}.type", cuda_type(tensor.type))
 put("torch.jit.script", dummy_compile)
 made_up("fused_weight_gradient_mlp_cuda")
 config = importlib.import_module("megatron.core.transformer.transformer_config")
