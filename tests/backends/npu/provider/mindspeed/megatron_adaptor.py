@@ -52,7 +52,7 @@ def wrapper(function: Any) -> Any:
 
 
 def cuda_type(function: Any) -> Any:
-    """Let Megatron, which compares names of types, take an NPU's tensors for CUDA's: the transfer does not."""
+    """Let Megatron, which compares names of types, take NPU tensors for CUDA's: the transfer does not."""
 
     @functools.wraps(function)
     def named(*args: Any, **kwargs: Any) -> Any:
