@@ -18,6 +18,7 @@ sys.path[0] = str(HERE.parent)  # the package by its name, and no module of it b
 
 from simulation.build import DEVICE, RECORD, built  # noqa: E402
 
+MOST_DEVICES = 64
 CACHE = "SIMULATED_NPU_CACHE"
 SCRATCH = "simulated-npu-"
 """What the names of scratch directories begin with; the launcher's process id follows."""
@@ -32,6 +33,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit status."""
     options = _parser().parse_args(arguments)
     command = options.command[1:] if options.command[:1] == ["--"] else options.command
+    if not 0 <= options.devices <= MOST_DEVICES:
+        _parser().error(f"--devices {options.devices}: 0 to {MOST_DEVICES} can be simulated")
     if not command:
         _parser().error("no command: python backends/npu/simulation -- COMMAND...")
     refusal = _refusal()

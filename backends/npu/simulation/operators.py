@@ -271,12 +271,12 @@ def npu_fusion_attention(
     assert softmax_layout == "", "another order of the statistics is not simulated"
     _check_attention(query, key, value, head_num, atten_mask, sparse_mode)
     queries, keys = _bounds(actual_seq_qlen, len(query)), _bounds(actual_seq_kvlen, len(key))
-    wide = (x.float() for x in (query, key, value))
+    wide = query.float(), key.float(), value.float()
     output, peak, total = _attention(*wide, scale, queries, keys, sparse_mode)
-    statistics = [
+    peaks, totals = (
         x[:, None].expand(-1, 8).reshape(len(query), head_num, 8).contiguous() for x in (peak, total)
-    ]
-    return output.to(query.dtype), *statistics, query.new_empty(0), 0, 0, 0
+    )
+    return output.to(query.dtype), peaks, totals, query.new_empty(0), 0, 0, 0
 
 
 @_operator

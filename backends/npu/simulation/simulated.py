@@ -237,10 +237,10 @@ def _check_devices(op: Any, given: list[torch.Tensor]) -> None:
 
 def _target(asked: Any, given: list[torch.Tensor]) -> torch.device:
     """Return where results go: the device that is asked for, that of the arguments, or the current one."""
-    on_device = [tensor.device for tensor in given if tensor.device.type == "npu"]
-    device = torch.device(asked) if asked is not None else on_device[0] if on_device else torch.device("npu")
-    if device.type == "npu" and device.index is None:
-        return torch.device("npu", torch.npu.current_device())
+    places = [tensor.device for tensor in given if tensor.device.type == "npu"]
+    device = torch.device(asked) if asked is not None else places[0] if places else torch.device("npu")
+    if str(device) == "npu":
+        return torch.device("npu", torch.accelerator.current_device_index())
     return device
 
 
@@ -306,8 +306,8 @@ def _without_generator(value: Any) -> Any:
 
 
 def _default_generator(device: torch.device) -> torch.Generator:
-    generator: torch.Generator = torch.npu.default_generators[device.index]
-    return generator
+    generators: Sequence[torch.Generator] = importlib.import_module("torch_npu").npu.default_generators
+    return generators[device.index]
 
 
 @contextlib.contextmanager
