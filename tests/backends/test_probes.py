@@ -342,7 +342,9 @@ def test_npu_workers_agree_on_ports_buffers_and_limits(
     names = ("HCCL_BUFFSIZE", "HCCL_EXEC_TIMEOUT", "PYTORCH_NPU_ALLOC_CONF")
     for name in names:
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
     trainer, server = (worker_env(plugins, NPU, role=role) for role in ("actor", "sglang"))
+    assert server["TORCH_DEVICE_BACKEND_AUTOLOAD"] == "1"
     assert trainer.items() - server.items() == {("PYTORCH_NPU_ALLOC_CONF", "expandable_segments:True")}
     assert (server["HCCL_HOST_SOCKET_PORT_RANGE"], server["HCCL_NPU_SOCKET_PORT_RANGE"]) == ("auto", "auto")
     assert server["HCCL_BUFFSIZE"] == "200"
@@ -452,10 +454,12 @@ def test_seeding_reaches_python_and_numpy() -> None:
     assert first == (random.random(), np.random.random())
 
 
-def test_host_optimizer_equals_torchs(plugins: Plugins) -> None:
+@pytest.mark.parametrize("spec", [CPU, NPU])
+def test_fused_optimizer_equals_torchs(spec: BackendSpec, plugins: Plugins) -> None:
+    """On host tensors: what differs is the kernel that the device's tensors lead to."""
     weights = [torch.nn.Parameter(torch.linspace(-1, 1, 8)) for _ in range(2)]
     settings: dict[str, Any] = {"lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1}
-    fused = plugins.first("make_optimizer", backend=CPU, param_groups=[{"params": [weights[0]]}], **settings)
+    fused = plugins.first("make_optimizer", backend=spec, param_groups=[{"params": [weights[0]]}], **settings)
     plain = torch.optim.AdamW([weights[1]], **settings)
     for _ in range(3):
         for weight, optimizer in zip(weights, (fused, plain), strict=True):

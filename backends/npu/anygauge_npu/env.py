@@ -16,6 +16,7 @@ __all__ = [
     "AUTOLOAD",
     "DETERMINISTIC",
     "HIDDEN",
+    "LOADED",
     "VISIBLE_DEVICES",
     "WORKER",
     "config_defaults",
@@ -56,6 +57,8 @@ DETERMINISTIC: Mapping[str, str] = {
     "ATB_LLM_LCOC_ENABLE": "0",
 }
 """Added in a deterministic run."""
+LOADED: Mapping[str, str] = {AUTOLOAD: "1"}
+"""Whatever the shell of the driver says: SGLang takes torch-npu for loaded."""
 HIDDEN: Mapping[str, str] = {VISIBLE_DEVICES: "", AUTOLOAD: "0"}
 CONNECT_S = (120, 7200)
 """Range of ``HCCL_CONNECT_TIMEOUT``, which bounds how long the members of a group wait for one another."""

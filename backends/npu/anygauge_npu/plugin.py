@@ -91,7 +91,7 @@ def worker_env(
     memory = {} if role == "sglang" else env.ALLOCATOR
     chosen = env.users_choice({**env.WORKER, **memory, **env.timeouts(timeout_s)})
     exact = env.DETERMINISTIC if deterministic else {}
-    return {**chosen, **exact, **env.network(interface, ip_version)}
+    return {**env.LOADED, **chosen, **exact, **env.network(interface, ip_version)}
 
 
 @hookimpl

@@ -1,8 +1,9 @@
-"""What a rank does for the tests of communication."""
+"""What a rank does for the tests of devices and communication."""
 
 from __future__ import annotations
 
 import os
+from datetime import timedelta
 from functools import partial
 from typing import Any
 from unittest.mock import patch
@@ -13,20 +14,49 @@ import torch.distributed as dist
 
 from anygauge.config import Config
 from anygauge.config.schema import WeightSync
+from anygauge.device import memory_phase
 from anygauge.testing.fake_engine import FakeServer, Options
 from anygauge.weight_sync.broadcast import Rendezvous, join_group
 from anygauge.weight_sync.buckets import Buffers
 from anygauge.weight_sync.plugin import register_weight_transports
 from anygauge.weight_sync.pusher import WeightPusher
 from anygauge_hooks.engines import WorkerContext
+from anygauge_hooks.errors import OutOfMemoryError
 
 LIMIT_S = 60.0
 
 
+def device(config: Config, context: WorkerContext, case: dict[str, Any]) -> dict[str, Any]:
+    """Return how operators are chosen, what the optimizer is, and what is said of too little memory."""
+    npu: Any = vars(torch)["npu"]
+    weight = torch.nn.Parameter(torch.ones(3, device=context.device.torch_device))
+    weight.grad = torch.ones_like(weight)
+    settings: dict[str, Any] = {"lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.0}
+    groups = [{"params": [weight]}]
+    made = context.plugins.first("make_optimizer", backend=context.backend, param_groups=groups, **settings)
+    made.step()
+    try:
+        with memory_phase(context.device, "load"):
+            torch.empty(1 << 50, dtype=torch.uint8, device=context.device.torch_device)
+        full = ""
+    except OutOfMemoryError as error:
+        full = str(error)
+    return {
+        "hf32": (npu.matmul.allow_hf32, npu.conv.allow_hf32),
+        "compiles": not npu.is_jit_compile_false(),
+        "fused": made.defaults["fused"],
+        "state": {name: str(value.device) for name, value in made.state[weight].items()},
+        "full": full,
+        "pinned": torch.ones(3).pin_memory().is_pinned(),
+        "accelerator": str(torch.accelerator.current_accelerator()),
+    }
+
+
 def options(config: Config, context: WorkerContext, case: dict[str, Any]) -> dict[str, Any]:
-    """Return what the default group was made with, and what a group beside it was."""
+    """Return what the default group was made with, and what a group like Megatron's was."""
     found = {}
-    for name, group in (("default", dist.group.WORLD), ("other", dist.new_group())):
+    other = dist.new_group(timeout=timedelta(seconds=LIMIT_S / 2))
+    for name, group in (("default", dist.group.WORLD), ("other", other)):
         assert group is not None
         dist.barrier(group)
         own: Any = group._get_backend(context.device.torch_device).options

@@ -1,4 +1,4 @@
-"""Groups and weights over ProcessGroupHCCL on two simulated NPUs: plumbing, never HCCL's own behaviour."""
+"""Devices, groups and weights over HCCL on two simulated NPUs: plumbing, never HCCL's own behaviour."""
 
 from __future__ import annotations
 
@@ -18,6 +18,18 @@ TURNS = ("weights", "nothing", "everything")
 Train = Callable[..., list[Any]]
 
 
+def test_a_device_is_set_up_as_documented(crews: Mapping[str, Any]) -> None:
+    for rank, found in enumerate(crews["npu"].run(world=2, action=f"{CASES}:device")):
+        assert found["hf32"] == (False, False)
+        assert not found["compiles"]
+        assert found["fused"]
+        assert found["state"] == dict.fromkeys(("step", "exp_avg", "exp_avg_sq"), f"npu:{rank}")
+        assert "Out of memory in phase load" in found["full"]
+        assert f"Memory of npu:{rank} in GiB" in found["full"]
+        assert found["pinned"]
+        assert found["accelerator"] == "npu"
+
+
 def test_options_reach_the_default_group(crews: Mapping[str, Any]) -> None:
     for found in crews["npu"].run(world=2, action=f"{CASES}:options"):
         assert found["default"] == {
@@ -25,7 +37,7 @@ def test_options_reach_the_default_group(crews: Mapping[str, Any]) -> None:
             "config": {"hccl_buffer_size": 32},
             "timeout_s": 60.0,
         }
-        assert (found["other"]["config"], found["other"]["timeout_s"]) == ({}, 60.0)
+        assert (found["other"]["config"], found["other"]["timeout_s"]) == ({}, 30.0)
 
 
 def test_a_group_of_trainer_and_server_is_formed_over_ipv6(crews: Mapping[str, Any]) -> None:
