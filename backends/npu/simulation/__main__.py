@@ -41,7 +41,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if refusal is not None:
         sys.stderr.write(f"The simulation does not start here: {refusal}.\n")
         return 2
-    libraries = built(options.cache)
+    try:
+        libraries = built(options.cache)
+    except (ImportError, OSError, RuntimeError) as error:
+        sys.stderr.write(
+            f"The simulation cannot be built: {error}. It needs torch, torch-npu, cc, nm and readelf.\n"
+        )
+        return 2
     _remove_unfinished()
     scratch = Path(tempfile.mkdtemp(prefix=f"{SCRATCH}{os.getpid()}-"))
     try:

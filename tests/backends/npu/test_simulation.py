@@ -154,6 +154,13 @@ def test_a_host_with_cann_is_refused(simulated: Run) -> None:
     assert "does not start here: CANN is set up (ASCEND_HOME_PATH=/usr/local/Ascend)" in done.stderr
 
 
+def test_what_it_is_built_with_is_named(simulated: Run, tmp_path: Path) -> None:
+    done = simulated("-c", "print('ran')", PATH="", SIMULATED_NPU_CACHE=str(tmp_path))
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "cannot be built: [Errno 2] No such file or directory: 'cc'" in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_nothing_is_simulated_without_the_launcher(on_host: Run) -> None:
     code = "from anygauge.plugins import load_plugins; print(load_plugins().installed)"
     done = on_host("-c", code)
