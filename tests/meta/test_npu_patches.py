@@ -146,7 +146,7 @@ def test_a_named_test_is_there_and_one_target_runs_it(path: str, name: str) -> N
     marker = target(path, name)
     if marker is not None:
         rule, folder = TARGETS[marker]
-        recipe = re.search(rf"^{rule}:.*\n\t(.+)", (ROOT / "Makefile").read_text(), re.M)
+        recipe = re.search(rf"^{rule}:.*((?:\n\t.+)+)", (ROOT / "Makefile").read_text(), re.M)
         assert recipe is not None
         assert re.search(rf"-m \"?{marker}\b.* {folder}\b", recipe[1])
         assert path.startswith(f"{folder}/")
