@@ -65,7 +65,7 @@ def varlen_attention(
     calls = _calls(*_even(q, k, v), sizes, key_sizes)
     results = [_attend(*call, scale, causal, return_lse) for call in calls]
     outputs, sums = zip(*results, strict=True)
-    output = _joined(outputs)[..., : v.shape[-1]]
+    output = _joined(outputs)
     return (output, _joined(sums)) if return_lse else output
 
 
@@ -115,9 +115,15 @@ def _calls(
     first, first_key = 0, 0
     for group in _groups(pairs):
         ends, key_ends = (list(accumulate(column)) for column in zip(*group, strict=True))
-        rows, key_rows = slice(first, first + ends[-1]), slice(first_key, first_key + key_ends[-1])
-        yield q[rows], k[key_rows], v[key_rows], ends, key_ends
-        first, first_key = rows.stop, key_rows.stop
+        after, after_key = first + ends[-1], first_key + key_ends[-1]
+        keys, values = (_part(x, first_key, after_key) for x in (k, v))
+        yield _part(q, first, after), keys, values, ends, key_ends
+        first, first_key = after, after_key
+
+
+def _part(x: Tensor, start: int, end: int) -> Tensor:
+    """Return some rows; all of them as they are, for the gradient of a slice is a copy."""
+    return x if (start, end) == (0, len(x)) else x[start:end]
 
 
 def _asked(x: Tensor, lengths: tuple[int, ...], key_lengths: tuple[int, ...]) -> Tensor:

@@ -59,10 +59,11 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     if not x.numel():
         return x.clone()
     rotary = cos.shape[-1]
-    part = x[..., :rotary].contiguous().unsqueeze(0)
+    whole = rotary == x.shape[-1]
+    part = (x if whole else x[..., :rotary]).contiguous().unsqueeze(0)
     # torch leaves apply() untyped
-    turned: Tensor = _Rotate.apply(part, cos, sin)[0]  # type: ignore[no-untyped-call]
-    return turned if rotary == x.shape[-1] else torch.cat((turned, x[..., rotary:]), dim=-1)
+    turned: Tensor = _Rotate.apply(part, cos, sin).squeeze(0)  # type: ignore[no-untyped-call]
+    return turned if whole else torch.cat((turned, x[..., rotary:]), dim=-1)
 
 
 class _Rotate(torch.autograd.Function):

@@ -50,16 +50,26 @@ SETTINGS = {"config", "conv", "matmul", "version"}
 
 def operators(package: Path) -> dict[str, str]:
     """Return the schema of each operator that a package's library declares, by name with overload."""
-    text = (package / "lib" / "libtorch_npu.so").read_bytes()
     found: dict[str, str] = {}
-    for match in re.finditer(rb"_?[a-z]\w*(\.\w+)?\([\x20-\x7e]*\) -> [\x20-\x7e]+", text):
+    for text in _texts((package / "lib" / "libtorch_npu.so").read_bytes(), b") -> "):
         try:
-            schema = torch._C.parse_schema(f"{NAMESPACE}::{match[0].decode()}")
+            schema = torch._C.parse_schema(f"{NAMESPACE}::{text}")
         except RuntimeError:
             continue  # a text that only looks like one
         name = schema.name.removeprefix(f"{NAMESPACE}::")
         found[f"{name}.{schema.overload_name}" if schema.overload_name else name] = str(schema)
     return found
+
+
+def _texts(library: bytes, part: bytes) -> Iterator[str]:
+    """Yield each text of a library, which ends with a zero byte, that has a part."""
+    place = library.find(part)
+    while place >= 0:
+        start, end = library.rfind(b"\0", 0, place) + 1, library.find(b"\0", place)
+        text = library[start:end]
+        if re.fullmatch(rb"[\x20-\x7e]+", text):
+            yield text.decode()
+        place = library.find(part, end)
 
 
 def functions(package: Path) -> dict[str, str]:

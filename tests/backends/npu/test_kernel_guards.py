@@ -216,7 +216,7 @@ BAD: dict[str, tuple[Callable[[], Any], str]] = {
         r"tokens_per_expert \[2, 3\]; x has 6 tokens",
     ),
     "experts negative": (
-        lambda: multiply(ones(5, 4), ones(2, 3, 4), torch.tensor([6, -1])),
+        lambda: multiply(ones(5, 4), ones(2, 3, 4), torch.tensor([6, -1], device="cpu")),
         r"tokens_per_expert \[6, -1\]",
     ),
     "layer_norm float64": (lambda: normalise(ones(2, 8, dtype=torch.float64)), "x in float64"),
