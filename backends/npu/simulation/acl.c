@@ -8,6 +8,7 @@
 
 #define _GNU_SOURCE
 #include "simulated.h"
+#include <fcntl.h>
 #include <pthread.h>
 #include <stdarg.h>
 #include <stdint.h>
@@ -16,6 +17,7 @@
 #include <string.h>
 #include <sys/mman.h>
 #include <time.h>
+#include <unistd.h>
 
 #define SUCCEEDS(name) EXPORT int name(void) { return 0; }
 #define FAILS(name) EXPORT int name(void) { return failure(INTERNAL_ERROR, #name " is not simulated"); }
@@ -23,7 +25,7 @@
 enum { INVALID_ARGUMENT = 107000, INVALID_DEVICE = 107001, NO_CONTEXT = 107002 };
 enum { OUT_OF_MEMORY = 207001, INTERNAL_ERROR = 507899 };
 enum { EVENT_NOT_RECORDED = 0, EVENT_RECORDED = 1, CAPTURE_NONE = 0 };
-enum { CORES = 24, PAGE = 4096, MOST_DEVICES = 64, POISON = 0xA5 };
+enum { CORES = 24, PAGE = 4096, MOST_DEVICES = 64, POISON = 0xA5, NOT_SHARED = -1 };
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static __thread int current = -1; /* of a thread that has chosen none */
@@ -53,22 +55,35 @@ EXPORT int simulated_npu(void) { return 1; }
 
 /* ---- devices ---- */
 
-/* The list of visible devices ends, as CANN's does, at the first entry that names none. */
-static int device_count(void) {
+/* The list of visible devices ends, as CANN's does, at the first entry that names none. Return the entry of an index
+   among those that are seen, and with an index that is too high -1 and the number of them. */
+static int seen(int index, int *count) {
   long devices = setting("SIMULATED_NPU_DEVICES", 1);
   const char *visible = getenv("ASCEND_RT_VISIBLE_DEVICES");
-  int count = 0;
   if (devices > MOST_DEVICES) devices = MOST_DEVICES;
-  if (visible == NULL) return devices;
-  while (*visible != 0) {
+  *count = visible == NULL ? devices : 0;
+  if (visible == NULL) return index < devices ? index : -1;
+  while (*visible != 0 && *count < devices) {
     char *end;
     long id = strtol(visible, &end, 10);
     if (end == visible || id < 0 || id >= devices) break;
-    count++;
+    if (*count == index) return id;
+    (*count)++;
     if (*end != ',') break;
     visible = end + 1;
   }
-  return count < devices ? count : devices;
+  return -1;
+}
+
+static int device_count(void) {
+  int count;
+  seen(MOST_DEVICES, &count);
+  return count;
+}
+
+static int physical(int device) {
+  int count;
+  return seen(device, &count);
 }
 
 static int initialized, chip_was_asked;
@@ -124,6 +139,15 @@ EXPORT int aclrtGetPrimaryCtxState(int32_t device, uint32_t *flags, int32_t *act
 
 EXPORT int aclGetDeviceCapability(uint32_t device, int kind, int64_t *value) { *value = CORES; return 0; }
 EXPORT int aclrtGetDeviceInfo(uint32_t device, int kind, int64_t *value) { *value = CORES; return 0; }
+
+/* Each device of the host has an id; the processes of a run, which number devices differently, share it. */
+EXPORT int aclrtDeviceGetUuid(int32_t device, char *id) {
+  memset(id, 0, 16);
+  id[0] = 'S';
+  id[15] = physical(device);
+  return 0;
+}
+
 EXPORT int aclrtGetSysParamOpt(int option, int64_t *value) { *value = 0; return 0; }
 EXPORT int aclrtDeviceCanAccessPeer(int32_t *can, int32_t device, int32_t peer) { *can = 1; return 0; }
 EXPORT size_t aclGetCompileoptSize(int option) { return 64; }
@@ -164,19 +188,19 @@ EXPORT int aclrtGetMemInfo(int kind, size_t *free_bytes, size_t *total) {
 }
 
 /* Each block is preceded by a page that says what it is, so that blocks stay aligned to pages. */
-typedef struct { size_t size; int device; } owner;
+typedef struct { size_t size; int device, shared; } owner;
 typedef union { owner owner; char page[PAGE]; } block;
 
 EXPORT int aclrtMallocAlign32(void **pointer, size_t size, int policy) {
-  block *new_block;
   *pointer = NULL;
   int status = take(size);
   if (status != 0) return status;
-  if (posix_memalign((void **)&new_block, PAGE, sizeof(block) + size) != 0) {
+  block *new_block = mmap(NULL, sizeof(block) + size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (new_block == MAP_FAILED) {
     give(current, size);
     return failure(OUT_OF_MEMORY, "the host has no %zu bytes", size);
   }
-  new_block->owner = (owner){size, current};
+  new_block->owner = (owner){size, current, NOT_SHARED};
   *pointer = new_block + 1;
   memset(*pointer, POISON, size); /* so that memory read before it is written shows */
   return 0;
@@ -190,7 +214,8 @@ EXPORT int aclrtFree(void *pointer) {
   block *old_block = (block *)pointer - 1;
   if (pointer == NULL) return 0;
   give(old_block->owner.device, old_block->owner.size);
-  free(old_block);
+  if (old_block->owner.shared != NOT_SHARED) close(old_block->owner.shared);
+  munmap(old_block, sizeof(block) + old_block->owner.size);
   return 0;
 }
 
@@ -227,6 +252,44 @@ EXPORT int aclrtMemset(void *pointer, size_t room, int32_t value, size_t size) {
 EXPORT int aclrtMemsetAsync(void *pointer, size_t room, int32_t value, size_t size, void *stream) {
   return aclrtMemset(pointer, room, value, size);
 }
+
+/* ---- memory of another process: a key says where its file is, and how large ---- */
+
+/* Put a file in the place of a block's memory, with the same bytes. */
+static int share(block *shared) {
+  char *start = (char *)(shared + 1);
+  int file = memfd_create("simulated NPU", MFD_CLOEXEC);
+  if (file < 0 || ftruncate(file, shared->owner.size) != 0 ||
+      pwrite(file, start, shared->owner.size, 0) != (ssize_t)shared->owner.size ||
+      mmap(start, shared->owner.size, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, file, 0) == MAP_FAILED)
+    return failure(INTERNAL_ERROR, "the memory cannot be shared");
+  shared->owner.shared = file;
+  return 0;
+}
+
+EXPORT int aclrtIpcMemGetExportKey(void *start, size_t size, char *key, size_t room, uint64_t flags) {
+  block *exported = (block *)start - 1;
+  int status = exported->owner.shared == NOT_SHARED ? share(exported) : 0;
+  if (status == 0) snprintf(key, room, "%d %d %zu", getpid(), exported->owner.shared, exported->owner.size);
+  return status;
+}
+
+EXPORT int aclrtIpcMemImportByKey(void **start, const char *key, uint64_t flags) {
+  char path[64];
+  int process, shared;
+  size_t size;
+  if (sscanf(key, "%d %d %zu", &process, &shared, &size) != 3) return failure(INVALID_ARGUMENT, "no key of memory");
+  snprintf(path, sizeof path, "/proc/%d/fd/%d", process, shared);
+  int file = open(path, O_RDWR | O_CLOEXEC);
+  if (file < 0) return failure(INVALID_ARGUMENT, "process %d shares no such memory", process);
+  *start = mmap(NULL, size, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
+  close(file);
+  return *start == MAP_FAILED ? failure(INTERNAL_ERROR, "the memory cannot be mapped") : 0;
+}
+
+EXPORT int aclrtIpcMemClose(const char *key) { return 0; }
+EXPORT int aclrtIpcMemSetImportPid(const char *key, int32_t *processes, size_t n) { return 0; }
+EXPORT int aclrtDeviceGetBareTgid(int32_t *process) { *process = getpid(); return 0; }
 
 /* ---- virtual memory (expandable segments): addresses first, memory later ---- */
 
@@ -277,7 +340,7 @@ EXPORT int aclrtMallocPhysical(void **handle, size_t size, const void *propertie
   int status = take(size);
   if (status != 0) return status;
   owner *memory = malloc(sizeof *memory);
-  *memory = (owner){size, current};
+  *memory = (owner){size, current, NOT_SHARED};
   *handle = memory;
   return 0;
 }

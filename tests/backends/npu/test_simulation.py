@@ -100,6 +100,12 @@ def test_collectives_give_the_bits_of_gloo(simulated: Run) -> None:
     assert first["equal"] == second["equal"]
 
 
+def test_processes_share_memory_of_a_device(simulated: Run) -> None:
+    done = simulated("-W", "ignore", str(PROGRAMS / "shared_memory.py"), options=TWO)
+    passes(done)
+    assert done.stdout.splitlines()[-2:] == ["[2.0, 3.0, 4.0, 5.0] npu:0", "[20.0, 30.0, 40.0, 50.0]"]
+
+
 def test_options_of_a_group_reach_hccl(simulated: Run) -> None:
     for rank, asked in enumerate(collectives(simulated, "options")):
         expected = {"pid": None, "rank": rank, "size": 2, "title": "weights", "buffer_mib": 123}

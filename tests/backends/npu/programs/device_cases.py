@@ -303,7 +303,7 @@ def test_gradients_of_what_torch_npu_differentiates_itself(loss: Any) -> None:
         (torch.lgamma, "would execute its main computation on CPU"),
         (lambda x: x.log_normal_(), "would execute its main computation on CPU"),
         (lambda x: torch.npu.graph(torch.npu.NPUGraph()).__enter__(), "aclmdlRICaptureBegin"),
-        (lambda x: x.untyped_storage()._share_npu_(), "aclrtIpcMemGetExportKey"),
+        (lambda x: torch.npu.Event(interprocess=True).ipc_handle(), "aclrtIpcGetEventHandle"),
     ],
 )
 def test_what_is_not_simulated_raises(call: Any, message: str) -> None:
