@@ -19,7 +19,7 @@ pytestmark = pytest.mark.npu_sim
 
 Run = Callable[..., CompletedProcess[str]]
 PROGRAMS = Path(__file__).parent / "programs"
-TWO = ("--devices", "2", "--memory-mib", "256", "--timeout", "20")
+TWO = ("--devices", "2", "--memory-mib", "256")
 
 COUNT = """
 import ctypes
@@ -85,42 +85,42 @@ def test_visible_devices_end_at_the_first_bad_one(simulated: Run, visible: str, 
     assert done.stdout.split() == [str(count)], done.stderr
 
 
-def collectives(simulated: Run, case: str, options: tuple[str, ...] = TWO) -> list[Any]:
-    """Return what each rank reports."""
-    done = simulated(str(PROGRAMS / "two_ranks.py"), str(PROGRAMS / "collectives.py"), case, options=options)
+@pytest.fixture(scope="module")
+def ranks(simulated: Run) -> list[dict[str, Any]]:
+    """Return what each of two ranks reports of its collectives."""
+    done = simulated(str(PROGRAMS / "two_ranks.py"), str(PROGRAMS / "collectives.py"), options=TWO)
     passes(done)
     lines = [line.partition("REPORT ")[2] for line in done.stdout.splitlines() if "REPORT " in line]
     return [report for _, report in sorted(json.loads(line) for line in lines)]
 
 
-def test_collectives_give_the_bits_of_gloo(simulated: Run) -> None:
-    first, second = collectives(simulated, "compare")
+def test_collectives_give_the_bits_of_gloo(ranks: list[dict[str, Any]]) -> None:
+    first, second = (report["compared"] for report in ranks)
     assert first["differ"] == second["differ"] == []
     assert len(first["equal"]) > 60
     assert first["equal"] == second["equal"]
+
+
+def test_options_of_a_group_reach_hccl(ranks: list[dict[str, Any]]) -> None:
+    for rank, report in enumerate(ranks):
+        expected = {"pid": None, "rank": rank, "size": 2, "title": "weights", "buffer_mib": 123}
+        assert report["asked"][-1] == expected
+
+
+def test_ranks_that_cannot_go_on_get_an_error(ranks: list[dict[str, Any]]) -> None:
+    for rank, report in enumerate(each["errors"] for each in ranks):
+        assert "Unsupported data type at::kDouble" in report["float64"]
+        assert "all_reduce of bfloat16: HCCL has no such reduction on Atlas A2" in report["product"]
+        for name in ("sizes", "types", "operations", "roots", "parts"):
+            assert f"SIMULATED NPU: {DISAGREEMENTS[name][rank]}" in report[name]
+        assert report["none"] == "no error"  # they agree again
+    assert "SIMULATED NPU: rank 0 of 2 waited 2 s for all_reduce of rank 1" in ranks[0]["errors"]["absent"]
 
 
 def test_processes_share_memory_of_a_device(simulated: Run) -> None:
     done = simulated("-W", "ignore", str(PROGRAMS / "shared_memory.py"), options=TWO)
     passes(done)
     assert done.stdout.splitlines()[-2:] == ["[2.0, 3.0, 4.0, 5.0] npu:0", "[20.0, 30.0, 40.0, 50.0]"]
-
-
-def test_options_of_a_group_reach_hccl(simulated: Run) -> None:
-    for rank, asked in enumerate(collectives(simulated, "options")):
-        expected = {"pid": None, "rank": rank, "size": 2, "title": "weights", "buffer_mib": 123}
-        assert asked == [expected]
-
-
-def test_ranks_that_cannot_go_on_get_an_error(simulated: Run) -> None:
-    first, second = collectives(simulated, "errors", (*TWO[:-1], "3"))
-    for rank, report in enumerate((first, second)):
-        assert "Unsupported data type at::kDouble" in report["float64"]
-        assert "all_reduce of bfloat16: HCCL has no such reduction on Atlas A2" in report["product"]
-        for name in ("sizes", "types", "operations", "roots", "parts"):
-            assert f"SIMULATED NPU: {DISAGREEMENTS[name][rank]}" in report[name]
-        assert report["none"] == "no error"  # they agree again
-    assert "SIMULATED NPU: rank 0 of 2 waited 3 s for all_reduce of rank 1" in first["absent"]
 
 
 def test_record_writes_kernels_down_and_computes_nothing(simulated: Run, tmp_path: Path) -> None:
