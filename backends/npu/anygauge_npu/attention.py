@@ -203,7 +203,8 @@ def _joined(parts: Sequence[Tensor]) -> Tensor:
 @lru_cache(maxsize=8)
 def _future(device: torch.device) -> Tensor:
     """Return the compressed mask, where True is what a query must not see."""
-    return torch.ones(MASK, MASK, dtype=torch.bool, device=device).triu_(1)
+    with torch.inference_mode(mode=False):  # a later pass may keep it for its gradient
+        return torch.ones(MASK, MASK, dtype=torch.bool, device=device).triu_(1)
 
 
 def _nothing(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from anygauge_hooks.kernels import KernelImpl, KernelOp
 from anygauge_npu.attention import varlen_attention
 from anygauge_npu.experts import grouped_matmul
 from anygauge_npu.guards import DTYPES
+from anygauge_npu.liger import liger_kernels
 from anygauge_npu.norms import layer_norm, rms_norm, swiglu
 from anygauge_npu.rotary import rotary_embedding
 from anygauge_npu.router import SIGMOID_EXPERTS, SIGMOID_TOPK, topk_router
@@ -45,6 +46,7 @@ def npu_kernels() -> list[KernelImpl]:
         ),
         replace(_kernel("topk_router", topk_router, "npu_moe_gating_top_k"), limits={**sigmoid, **UNGROUPED}),
         _kernel("varlen_attention", varlen_attention, "npu_fusion_attention"),
+        *liger_kernels(),
     ]
 
 

@@ -7,7 +7,15 @@ from typing import Any
 import pytest
 import torch
 
+from anygauge_npu import attention
 from anygauge_npu.attention import varlen_attention
+
+
+def test_a_mask_of_an_inference_pass_serves_a_training_pass() -> None:
+    attention._future.cache_clear()
+    with torch.inference_mode():
+        mask = attention._future(torch.device("cpu"))
+    assert not mask.is_inference()
 
 
 @pytest.mark.parametrize("causal", [True, False])
