@@ -1,4 +1,4 @@
-"""Check that every extra resolves on every supported Python, and print a dated table.
+"""Check that every extra, and the set of the Ascend image, resolves on every Python, and print a dated table.
 
 Builds the three wheels, then lets pip resolve them without installing or downloading what the index describes
 by metadata alone. Needs the network and a ``pip`` newer than 24. Run by hand, from the root of the project:
@@ -22,6 +22,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 PYTHONS = ("3.11", "3.12")
 PLATFORMS = {"x86-64": "x86_64", "aarch64": "aarch64"}
+IMAGE = "docker/Dockerfile.npu"
+"""Stands for what that installs from the index, with its pins; not for SGLang, whose file is elsewhere."""
 SHOWN = ("torch", "torch-npu", "megatron-core", "transformers", "ray")
 
 
@@ -51,13 +53,21 @@ def build_wheels(folder: str) -> None:
 
 
 def resolve(extra: str, python: str, platform: str, *, wheels: str) -> Resolution:
-    """Resolve one extra as pip would install it into an empty environment."""
+    """Resolve one extra as pip would install it into an empty environment.
+
+    :param extra: Its name, empty for none, or :data:`IMAGE`.
+    """
     name = f"anygauge[{extra}]" if extra else "anygauge"
+    names = image_set() if extra == IMAGE else [name]
     command = [
         *(sys.executable, "-m", "pip", "install", "--dry-run", "--ignore-installed", "--no-input"),
         *("--disable-pip-version-check", "--only-binary=:all:", "--python-version", python),
         *(option for glibc in range(17, 36) for option in ("--platform", f"manylinux_2_{glibc}_{platform}")),
-        *("--platform", f"manylinux2014_{platform}", "--find-links", wheels, name),
+        *("--platform", f"manylinux2014_{platform}", "--find-links", wheels, *names),
+        *(
+            "--target",
+            f"{wheels}/nothing",
+        ),  # pip takes a platform only with one; a dry run writes nothing there
     ]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     found = re.search(r"^Would install (.*)$", done.stdout, re.MULTILINE)
@@ -73,14 +83,32 @@ def extras() -> list[str]:
     return ["", *project["optional-dependencies"]]
 
 
+def versions() -> dict[str, str]:
+    """Return the pins of the images."""
+    lines = (ROOT / "docker/versions.env").read_text(encoding="utf-8").splitlines()
+    return dict(line.split("=", 1) for line in lines if line and not line.startswith("#"))
+
+
+def image_set() -> list[str]:
+    """Return the requirements of the Ascend image."""
+    pins = versions()
+    exact = {"torch": "TORCH", "torchvision": "TORCHVISION", "torch-npu": "TORCH_NPU", "numpy": "NUMPY"}
+    constraints = [f"{name}=={pins[key]}" for name, key in exact.items()]
+    return [*constraints, f"pyarrow<{pins['PYARROW_BELOW']}", "anygauge", "anygauge-npu"]
+
+
 def main() -> int:
     """Print the table; the exit status is 1 if anything does not resolve."""
     parser = argparse.ArgumentParser(description="Check that every extra resolves.")
     parser.add_argument("--jobs", type=int, default=2, help="resolutions at a time")
     parser.add_argument("--platform", choices=sorted(PLATFORMS), action="append", help="default: all")
+    parser.add_argument("--image", action="store_true", help="the set of the Ascend image alone")
     args = parser.parse_args()
     platforms = [PLATFORMS[name] for name in args.platform or PLATFORMS]
     cases = [(e, p, a) for a in platforms for e in extras() for p in PYTHONS]
+    cases += [(IMAGE, versions()["PYTHON"], a) for a in platforms]
+    if args.image:
+        cases = [case for case in cases if case[0] == IMAGE]
     with tempfile.TemporaryDirectory() as wheels, ThreadPoolExecutor(args.jobs) as pool:
         build_wheels(wheels)
         rows = list(pool.map(lambda case: resolve(*case, wheels=wheels), cases))

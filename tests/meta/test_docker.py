@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import runpy
 import subprocess
 import tomllib
 from collections.abc import Iterator, Mapping
@@ -82,6 +83,17 @@ def test_they_agree_with_each_other_and_with_the_project() -> None:
     branch = found["MINDSPEED_BRANCH"].removeprefix("core_r")
     assert releases.MEGATRON_OF_MINDSPEED[releases.number(branch)] == releases.number(megatron)
     assert found["SGLANG"].removeprefix("v") in LISTED
+
+
+def test_what_is_resolved_by_hand_is_what_the_image_installs() -> None:
+    found = runpy.run_path(str(ROOT / "bench/resolve_extras.py"))["image_set"]()
+    constraints = next(
+        rest
+        for _, rest in instructions(DOCKER / "Dockerfile.npu")
+        if "constraints.txt" in rest and "printf" in rest
+    )
+    named = re.findall(r'"([\w-]+[=<]+)\$\{(\w+)\}"', constraints)
+    assert found == [*(f"{name}{versions()[key]}" for name, key in named), "anygauge", "anygauge-npu"]
 
 
 def test_mindspeed_is_the_one_that_the_provider_was_written_for() -> None:

@@ -37,6 +37,8 @@ CANN_FILES = (
     "runtime/version.info",
     "opp/version.info",
 )
+CPU_INDEX = "https://download.pytorch.org/whl/cpu"
+"""Where torch with the suffix that some wheels of torch-npu for x86-64 ask for is."""
 SHARED_MEMORY = 1 << 30
 """Bytes of /dev/shm that Ray's object store and torch's data loaders want at least; Docker gives 64 MiB."""
 OPEN_FILES = 4096
@@ -224,8 +226,11 @@ def _torch(host: Host) -> Checks:
     if npu is None:
         yield _absent("torch-npu", "not installed", "pip install 'anygauge[npu]'")
         return
-    if torch is not None and number(torch.version) != number(npu.version):
-        fix = f"pip install 'torch=={number(npu.version)}.*' 'torch-npu=={npu.version}'"
+    refused = torch is not None and _refused(npu, torch)
+    if torch is not None and (refused or number(torch.version) != number(npu.version)):
+        wanted = refused or f"=={number(npu.version)}.*"
+        index = f" --extra-index-url {CPU_INDEX}" if "+cpu" in wanted else ""
+        fix = f"pip install 'torch{wanted}' 'torch-npu=={npu.version}'{index}"
         yield _failed("torch-npu", f"{npu.version} does not fit torch {torch.version}", fix)
     elif _cann_version(host)[0] is None:
         fix = "install CANN; until then `import torch` needs TORCH_DEVICE_BACKEND_AUTOLOAD=0, or uninstall it"

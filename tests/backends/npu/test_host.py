@@ -78,6 +78,8 @@ def found(name: str, installed: Mapping[str, str | None]) -> Any:
     if installed.get(name) is None:
         raise PackageNotFoundError(name)
     requires = ["torch==2.14.1"] if name == "sglang" and installed.get("wheel") else []
+    if name == "torch-npu" and installed.get("suffix"):
+        requires = ["torch==2.10.0+cpu"]
     return SimpleNamespace(name=name, version=installed[name], requires=requires, read_text=lambda file: None)
 
 
@@ -156,6 +158,14 @@ def test_a_host_lacks_something(
             "'torch==2.10.*' 'torch-npu==2.10.0.post4'",
             {"torch": "2.13.0"},
         ),
+        (
+            "torch-npu",
+            "FAIL",
+            "2.10.0.post4 does not fit torch 2.10.0",
+            "'torch==2.10.0+cpu' 'torch-npu==2.10.0.post4' --extra-index-url https://download.pytorch.org",
+            {"suffix": "yes"},
+        ),
+        ("torch-npu", "PASS", "2.10.0.post4", "", {"suffix": "yes", "torch": "2.10.0+cpu"}),
         (
             "CANN of torch-npu",
             "FAIL",
