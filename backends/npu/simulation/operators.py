@@ -162,6 +162,7 @@ COMPRESSED = (2048, 2048)
 
 def _bounds(ends: Sequence[int] | None, tokens: int) -> list[tuple[int, int]]:
     """Return start and end of each sequence, from cumulative lengths that have no 0 in front."""
+    assert not isinstance(ends, Tensor), "lengths are host integers"
     assert ends, "varlen attention wants cumulative lengths"
     assert all(type(end) is int for end in ends), ends
     assert 1 <= len(ends) <= 1024, len(ends)
@@ -385,7 +386,8 @@ def npu_grouped_matmul(
     starts = [0, *ends[:-1]]
     assert all(0 <= a <= b for a, b in zip(starts, ends, strict=True)), ends
     groups = [slice(a, b) for a, b in zip(starts, ends, strict=True)]
-    product = {0: _along_rows, 2: _along_inner}[group_type or 0](left, right, groups)
+    assert group_type in (0, 2), f"group type {group_type} is not simulated"
+    product = (_along_inner if group_type else _along_rows)(left, right, groups)
     return [product.to(left.dtype)]
 
 
