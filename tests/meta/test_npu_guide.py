@@ -11,6 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from anygauge.config.load import load_config
+from anygauge.plugins import load_plugins
+
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs/npu.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"^```bash\n(.*?)^```", PAGE, re.M | re.S)
@@ -85,6 +88,15 @@ def test_a_command_that_needs_no_ascend_does_what_it_says(command: str) -> None:
             }
     else:
         assert done.returncode == 0, done.stderr
+
+
+def test_the_config_of_the_page_loads(tmp_path: Path) -> None:
+    (block,) = re.findall(r"^```toml\n(.*?)^```", PAGE, re.M | re.S)
+    path = tmp_path / "run.toml"
+    path.write_text((ROOT / "examples/qwen3_8b_grpo.toml").read_text() + "\n" + block)
+    loaded = load_config(path, backend="npu", plugins=load_plugins(), check_files=False)
+    assert loaded.config.train.provider == "mindspeed"
+    assert loaded.config.train.provider_options["arguments"] == {"optimization_level": 1}
 
 
 def test_every_command_is_bash() -> None:

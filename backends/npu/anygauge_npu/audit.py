@@ -121,17 +121,22 @@ def unknown_changes(
 def _classes(name: str, module: ModuleType) -> Iterator[str]:
     """Yield the names of the classes that a module defines."""
     for key, value in list(vars(module).items()):
-        if isinstance(value, type) and value.__module__ == name and value.__name__ == key:
+        if _is_a(value, type) and value.__module__ == name and value.__name__ == key:
             yield key
+
+
+def _is_a(value: Any, kind: type) -> bool:
+    """Return what ``isinstance`` does, but ask the value itself for nothing: some then warn that they go."""
+    return issubclass(type(value), kind)
 
 
 def _attributes(name: str, module: ModuleType, classes: Collection[str]) -> Iterator[tuple[str, Any]]:
     """Yield the attributes of a module and of its classes of these names."""
     for key, value in list(vars(module).items()):
-        if isinstance(value, ModuleType) or key.startswith("__"):
+        if _is_a(value, ModuleType) or key.startswith("__"):
             continue
         yield f"{name}.{key}", value
-        if isinstance(value, type) and key in classes:
+        if key in classes and _is_a(value, type):
             for attribute, inside in list(vars(value).items()):
                 if attribute not in _OF_THE_LANGUAGE:
                     yield f"{name}.{key}.{attribute}", inside
@@ -151,7 +156,7 @@ def _compared(name: str, before: dict[str, Any], classes: frozenset[str]) -> Ite
 
 
 def _counts(value: Any) -> bool:
-    return callable(value) or isinstance(value, property | classmethod | staticmethod)
+    return callable(value) or any(_is_a(value, kind) for kind in (property, classmethod, staticmethod))
 
 
 def _kind(old: Any, new: Any) -> Literal["replaced", "added", "removed"]:

@@ -60,8 +60,9 @@ def log_worker(role: str, rank: int) -> None:
         _Lines(f"%(asctime)s.%(msecs)03d %(levelname)s [{role}-{rank}] %(name)s: %(message)s", TIME)
     )
     handler.addFilter(_wanted)
-    logging.getLogger().addHandler(handler)
-    logging.getLogger(OURS).setLevel(logging.INFO)
+    root = logging.getLogger()
+    root.addHandler(handler)
+    root.setLevel(logging.INFO)  # the loggers of backends and models are no children of the core's
 
 
 @contextmanager

@@ -107,7 +107,10 @@ def test_the_line_of_an_evaluation_has_its_results_alone() -> None:
 def test_a_worker_says_when_and_who() -> None:
     code = (
         "import logging; from anygauge.observability.logs import log_worker; log_worker('actor', 3);"
-        "logging.getLogger('anygauge.engines').info('ready')"
+        "logging.getLogger('anygauge.engines').info('ready');"
+        "logging.getLogger('anygauge_npu.device').info('ready');"  # a backend's, which is no child of the core's
+        "logging.getLogger('another.library').info('noise')"
     )
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
-    assert re.fullmatch(r"[-\d]+ [:\d]+\.\d{3} INFO \[actor-3\] anygauge\.engines: ready\n", done.stderr)
+    line = r"[-\d]+ [:\d]+\.\d{3} INFO \[actor-3\] anygauge%s: ready\n"
+    assert re.fullmatch(line % r"\.engines" + line % r"_npu\.device", done.stderr)
