@@ -108,7 +108,7 @@ def test_a_worker_says_when_and_who() -> None:
     code = (
         "import logging; from anygauge.observability.logs import log_worker; log_worker('actor', 3);"
         "logging.getLogger('anygauge.engines').info('ready');"
-        "logging.getLogger('anygauge_npu.device').info('ready');"  # a backend's, which is no child of the core's
+        "logging.getLogger('anygauge_npu.device').info('ready');"  # a backend's: no child of the core's
         "logging.getLogger('another.library').info('noise')"
     )
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
