@@ -45,9 +45,11 @@ class Crew:
         backend: str = "cpu",
         *,
         size: int = SIZE,
+        cases_per_start: int = CASES_PER_START,
         environ: Mapping[str, str] = os.environ,
     ) -> None:
         self._directory, self._backend, self._size = directory, backend, size
+        self._cases_per_start = cases_per_start
         self._environ = {**environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
         self._numbers = itertools.count()
         self._ranks: list[tuple[Process, Connection]] = []
@@ -62,7 +64,7 @@ class Crew:
         A rank that does not answer in time fails the test with the stacks of all ranks, and the processes are
         started anew for the next case. What is no error of the project fails it with its traceback.
         """
-        if self._cases >= CASES_PER_START:
+        if self._cases >= self._cases_per_start:
             self.close()
         if not self._ranks:
             self._start()

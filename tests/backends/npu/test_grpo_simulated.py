@@ -23,7 +23,7 @@ DEMO = ROOT / "examples" / "arithmetic_grpo.toml"
 STEPS = 5
 SAME = (
     *("--run.steps", str(STEPS), "--placement.num_workers", "2"),
-    *("--train.micro_batch_tokens", "8192", "--train.dtype", "float32"),
+    *("--train.micro_batch_tokens", "8192", "--train.dtype", "float32", "--eval.data", "[]"),
 )
 """What the demo has in another way on each backend."""
 
@@ -33,7 +33,7 @@ class Demo:
 
     def __init__(self, directory: Path, environ: Mapping[str, str]) -> None:
         self.directory, self._environ = directory, environ
-        self._python(str(INPUTS), "--out", "runs/arithmetic-inputs", "--stop-score", "0.05")
+        self._python(str(INPUTS), "--out", "runs/arithmetic-inputs", "--stop-score", "0.03")
 
     def train(self, backend: str, name: str, *arguments: str, **environ: str) -> list[dict[str, Any]]:
         """Return the metrics of each training step."""
@@ -65,7 +65,7 @@ def on_cpu(demo: Demo) -> list[dict[str, Any]]:
     """Return what the host's run gives, whose rollouts are kept."""
     found = demo.train("cpu", "cpu", "--debug.dump_rollouts", "true")
     assert len(found) == STEPS
-    assert all(abs(row["train/loss"]) > 1e-4 for row in found), "a loss of 0 would equal any other"
+    assert all(abs(row["train/loss"]) > 1e-5 for row in found), "a loss of 0 would equal any other"
     return found
 
 
