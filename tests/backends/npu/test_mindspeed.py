@@ -335,7 +335,7 @@ def test_a_linear_of_any_class_name_is_loaded_divided_and_exported_alike(report:
     }
 
 
-def test_a_provider_may_bring_some_parts_alone(context: Any) -> None:
+def test_a_provider_may_bring_some_parts_alone(context: Any, caplog: pytest.LogCaptureFixture) -> None:
     from anygauge.engines.megatron.layers.provider import KernelSpecProvider, complete
 
     default = KernelSpecProvider(kernels="table")  # type: ignore[arg-type]
@@ -345,7 +345,9 @@ def test_a_provider_may_bring_some_parts_alone(context: Any) -> None:
         def column_parallel_linear(self) -> str:
             return "column"
 
-    whole = complete(Linears(), default)
+    with caplog.at_level("INFO"):
+        whole = complete(Linears(), default)
+    assert "layers take column_parallel_linear from" in caplog.text
     assert whole.column_parallel_linear() == "column"
     assert whole.row_parallel_linear() is default.row_parallel_linear()
     assert whole.norm().params == {"kernels": "table"}

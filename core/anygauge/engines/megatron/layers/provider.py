@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, Protocol
@@ -16,6 +17,9 @@ from anygauge.kernels.table import KernelTable
 from anygauge_hooks.errors import PluginError
 
 __all__ = ["KernelSpecProvider", "SpecProvider", "complete"]
+
+
+_log = logging.getLogger(__name__)
 
 
 class SpecProvider(Protocol):
@@ -120,4 +124,5 @@ def complete(provided: Any | None, default: SpecProvider) -> Any:
             f"get_spec_provider names {', '.join(unknown)}, of which no layer is made.",
             hint=f"The parts are {', '.join(sorted(parts))}.",
         )
+    _log.info("layers take %s from %s", ", ".join(sorted(names)), type(provided).__module__)
     return SimpleNamespace(**{part: getattr(provided if part in names else default, part) for part in parts})
