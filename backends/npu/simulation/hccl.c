@@ -37,8 +37,8 @@ typedef struct {
 /* What a rank says of its contribution. Ranks must agree on all but the parts. */
 typedef struct {
   char operation[24];
-  uint64_t count, detail; /* detail: the reduction, or the root */
-  uint32_t type;
+  uint64_t count;
+  uint32_t type, reduction, root;
   uint64_t parts[MOST_RANKS + 1]; /* where the elements for each rank begin; the last is where they end */
 } header;
 
@@ -100,13 +100,15 @@ static void release(contribution *c) { munmap(c->header, c->size); }
 /* ---- the one step that all collectives are made of ---- */
 
 static int agrees(const group *g, int other, const header *mine, const header *theirs) {
+  const header *both[2] = {mine, theirs};
+  char texts[2][128];
   if (strcmp(mine->operation, theirs->operation) == 0 && mine->count == theirs->count &&
-      mine->type == theirs->type && mine->detail == theirs->detail)
+      mine->type == theirs->type && mine->reduction == theirs->reduction && mine->root == theirs->root)
     return 0;
-  return failure(WRONG_ARGUMENT, "rank %d calls %s (%lu of %s, %lu), rank %d calls %s (%lu of %s, %lu)", g->rank,
-                 mine->operation, (unsigned long)mine->count, type_names[mine->type], (unsigned long)mine->detail,
-                 other, theirs->operation, (unsigned long)theirs->count, type_names[theirs->type],
-                 (unsigned long)theirs->detail);
+  for (int i = 0; i < 2; i++)
+    snprintf(texts[i], sizeof texts[i], "%s of %lu %s (reduction %u, root %u)", both[i]->operation,
+             (unsigned long)both[i]->count, type_names[both[i]->type], both[i]->reduction, both[i]->root);
+  return failure(WRONG_ARGUMENT, "rank %d calls %s, rank %d calls %s", g->rank, texts[0], other, texts[1]);
 }
 
 /* Takes the contribution of one rank; called in the order of ranks. */
@@ -142,13 +144,14 @@ static int exchange(group *g, const header *mine, const void *data, visitor visi
   return status;
 }
 
-static int checked(header *h, const char *operation, uint64_t count, int type, uint64_t detail) {
+static int checked(header *h, const char *operation, uint64_t count, int type, int reduction, uint32_t root) {
   if (type < 0 || type >= TYPES) return failure(NOT_SUPPORTED, "%s of data type number %d", operation, type);
   memset(h, 0, sizeof *h);
   strncpy(h->operation, operation, sizeof h->operation - 1);
   h->count = count;
   h->type = type;
-  h->detail = detail;
+  h->reduction = reduction;
+  h->root = root;
   return 0;
 }
 
@@ -225,7 +228,7 @@ static int add_rank(void *state, const group *g, int rank, const contribution *c
   if (rank == 0)
     memcpy(r->result, values, r->count * type_bytes[c->header->type]);
   else
-    reduce(r->result, values, r->count, c->header->type, c->header->detail >> 32);
+    reduce(r->result, values, r->count, c->header->type, c->header->reduction);
   return 0;
 }
 
@@ -235,12 +238,10 @@ static int reduced(group *g, const header *h, const void *from, void *to, uint64
   return exchange(g, h, from, add_rank, &state);
 }
 
-static uint64_t reduction_detail(int op, uint32_t root) { return (uint64_t)op << 32 | root; }
-
 EXPORT int HcclAllReduce(void *from, void *to, uint64_t n, int type, int op, group *g, void *stream) {
   header h;
   int status = reducible("all_reduce", type, op);
-  if (status == 0) status = checked(&h, "all_reduce", n, type, reduction_detail(op, 0));
+  if (status == 0) status = checked(&h, "all_reduce", n, type, op, 0);
   if (status != 0) return status;
   whole(&h, n);
   return reduced(g, &h, from, to, 0, n);
@@ -249,7 +250,7 @@ EXPORT int HcclAllReduce(void *from, void *to, uint64_t n, int type, int op, gro
 EXPORT int HcclReduce(void *from, void *to, uint64_t n, int type, int op, uint32_t root, group *g, void *stream) {
   header h;
   int status = reducible("reduce", type, op);
-  if (status == 0) status = checked(&h, "reduce", n, type, reduction_detail(op, root));
+  if (status == 0) status = checked(&h, "reduce", n, type, op, root);
   if (status != 0) return status;
   whole(&h, n);
   return reduced(g, &h, from, to, 0, (int)root == g->rank ? n : 0);
@@ -258,7 +259,7 @@ EXPORT int HcclReduce(void *from, void *to, uint64_t n, int type, int op, uint32
 EXPORT int HcclReduceScatter(void *from, void *to, uint64_t n, int type, int op, group *g, void *stream) {
   header h;
   int status = reducible("reduce_scatter", type, op);
-  if (status == 0) status = checked(&h, "reduce_scatter", n, type, reduction_detail(op, 0));
+  if (status == 0) status = checked(&h, "reduce_scatter", n, type, op, 0);
   if (status != 0) return status;
   divide(&h, g, NULL, n);
   return reduced(g, &h, from, to, h.parts[g->rank], n);
@@ -268,7 +269,7 @@ EXPORT int HcclReduceScatterV(void *from, const uint64_t *counts, const uint64_t
                               int type, int op, group *g, void *stream) {
   header h;
   int status = reducible("reduce_scatter_v", type, op);
-  if (status == 0) status = checked(&h, "reduce_scatter_v", 0, type, reduction_detail(op, 0));
+  if (status == 0) status = checked(&h, "reduce_scatter_v", 0, type, op, 0);
   if (status != 0) return status;
   divide(&h, g, counts, 0);
   h.count = h.parts[MOST_RANKS];
@@ -311,7 +312,7 @@ static int take_whole(void *state, const group *g, int rank, const contribution 
 static int take_root(void *state, const group *g, int rank, const contribution *c) {
   destination *d = state;
   size_t bytes = type_bytes[c->header->type];
-  if (rank == (int)(uint32_t)c->header->detail)
+  if (rank == (int)c->header->root)
     memcpy(d->to, c->data + c->header->parts[g->rank] * bytes, d->each * bytes);
   return 0;
 }
@@ -319,7 +320,7 @@ static int take_root(void *state, const group *g, int rank, const contribution *
 EXPORT int HcclAllGather(void *from, void *to, uint64_t n, int type, group *g, void *stream) {
   header h;
   destination d = {.to = to, .each = n};
-  int status = checked(&h, "all_gather", n, type, 0);
+  int status = checked(&h, "all_gather", n, type, 0, 0);
   if (status != 0) return status;
   whole(&h, n);
   return exchange(g, &h, from, take_whole, &d);
@@ -329,7 +330,7 @@ EXPORT int HcclAllGatherV(void *from, uint64_t n, void *to, const uint64_t *coun
                           group *g, void *stream) {
   header h;
   destination d = {.to = to, .starts = starts, .counts = counts};
-  int status = checked(&h, "all_gather_v", 0, type, 0);
+  int status = checked(&h, "all_gather_v", 0, type, 0, 0);
   if (status != 0) return status;
   whole(&h, n);
   return exchange(g, &h, from, take_whole, &d);
@@ -338,7 +339,7 @@ EXPORT int HcclAllGatherV(void *from, uint64_t n, void *to, const uint64_t *coun
 EXPORT int HcclBroadcast(void *data, uint64_t n, int type, uint32_t root, group *g, void *stream) {
   header h;
   destination d = {.to = data, .each = (int)root == g->rank ? 0 : n};
-  int status = checked(&h, "broadcast", n, type, root);
+  int status = checked(&h, "broadcast", n, type, 0, root);
   if (status != 0) return status;
   if ((int)root == g->rank) whole(&h, n);
   return exchange(g, &h, data, take_root, &d);
@@ -347,7 +348,7 @@ EXPORT int HcclBroadcast(void *data, uint64_t n, int type, uint32_t root, group 
 EXPORT int HcclScatter(void *from, void *to, uint64_t n, int type, uint32_t root, group *g, void *stream) {
   header h;
   destination d = {.to = to, .each = n};
-  int status = checked(&h, "scatter", n, type, root);
+  int status = checked(&h, "scatter", n, type, 0, root);
   if (status != 0) return status;
   if ((int)root == g->rank) divide(&h, g, NULL, n);
   return exchange(g, &h, from, take_root, &d);
@@ -357,7 +358,7 @@ EXPORT int HcclAlltoAll(const void *from, uint64_t n, int type, const void *to, 
                         group *g, void *stream) {
   header h;
   destination d = {.to = (char *)to, .each = taken};
-  int status = checked(&h, "all_to_all", n, type, 0);
+  int status = checked(&h, "all_to_all", n, type, 0, 0);
   if (status != 0) return status;
   if (type != taken_type) return failure(WRONG_ARGUMENT, "all_to_all of two data types");
   divide(&h, g, NULL, n);
@@ -377,7 +378,7 @@ EXPORT int HcclAlltoAllV(const void *from, const uint64_t *counts, const uint64_
                          const uint64_t *taken, const uint64_t *taken_starts, int taken_type, group *g, void *stream) {
   header h;
   destination d = {.to = (char *)to, .starts = taken_starts, .counts = taken};
-  int status = checked(&h, "all_to_all_v", 0, type, 0);
+  int status = checked(&h, "all_to_all_v", 0, type, 0, 0);
   if (status != 0) return status;
   if (type != taken_type) return failure(WRONG_ARGUMENT, "all_to_all_v of two data types");
   divide(&h, g, counts, 0);
@@ -389,7 +390,7 @@ EXPORT int HcclAlltoAllV(const void *from, const uint64_t *counts, const uint64_
 
 EXPORT int HcclBarrier(group *g, void *stream) {
   header h;
-  checked(&h, "barrier", 0, INT8, 0);
+  checked(&h, "barrier", 0, INT8, 0, 0);
   return exchange(g, &h, NULL, NULL, NULL);
 }
 
@@ -398,7 +399,7 @@ EXPORT int HcclBarrier(group *g, void *stream) {
 EXPORT int HcclSend(void *from, uint64_t n, int type, uint32_t to, group *g, void *stream) {
   char path[PATH_MAX];
   header h;
-  int status = checked(&h, "send", n, type, 0);
+  int status = checked(&h, "send", n, type, 0, 0);
   if ((int)to >= g->size) return failure(WRONG_ARGUMENT, "send to rank %u of %d", to, g->size);
   if (status == 0) status = path_of(path, g, "pair", g->sent[to]++, g->rank, to);
   if (status != 0) return status;
@@ -410,7 +411,7 @@ EXPORT int HcclRecv(void *to, uint64_t n, int type, uint32_t from, group *g, voi
   char path[PATH_MAX];
   header h;
   contribution sent;
-  int status = checked(&h, "send", n, type, 0);
+  int status = checked(&h, "send", n, type, 0, 0);
   if ((int)from >= g->size) return failure(WRONG_ARGUMENT, "receive from rank %u of %d", from, g->size);
   if (status == 0) status = path_of(path, g, "pair", g->received[from]++, from, g->rank);
   if (status == 0) status = await(path, &sent, g, from, h.operation);
@@ -467,7 +468,7 @@ static int join(uint32_t size, const char *name, uint32_t rank, const options *a
   *made = g;
   int status = note(g, asked);
   if (status != 0) return status;
-  checked(&h, "join", size, INT8, 0);
+  checked(&h, "join", size, INT8, 0, 0);
   return exchange(g, &h, NULL, NULL, NULL); /* as HCCL does, wait until all are there */
 }
 

@@ -32,14 +32,17 @@ import os, sys
 os.environ |= {"LD_LIBRARY_PATH": sys.argv[1], "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
 os.execv(sys.executable, [sys.executable, "-c", "from simulation.simulated import install; install()"])
 """
-SUM = "all_reduce (1024 of float32, 0)"
+SUM = "all_reduce of 1024 float32 (reduction 0, root 0)"
 DISAGREEMENTS = {
-    "sizes": (f"rank 0 calls {SUM}, rank 1 calls all_reduce (2048", "rank 1 calls all_reduce (2048"),
-    "types": (f"rank 0 calls {SUM}, rank 1 calls all_reduce (1024 of int32", "rank 1 calls all_reduce (1024"),
-    "operations": (f"rank 0 calls {SUM}, rank 1 calls broadcast", "rank 1 calls broadcast"),
+    "sizes": (f"rank 0 calls {SUM}, rank 1 calls all_reduce of 2048", "rank 1 calls all_reduce of 2048"),
+    "types": (
+        f"rank 0 calls {SUM}, rank 1 calls all_reduce of 1024 int32",
+        "rank 1 calls all_reduce of 1024",
+    ),
+    "operations": (f"rank 0 calls {SUM}, rank 1 calls broadcast", "rank 1 calls broadcast of 1024"),
     "roots": (
-        "rank 0 calls broadcast (1024 of float32, 0), rank 1",
-        "rank 1 calls broadcast (1024 of float32, 1)",
+        "rank 0 calls broadcast of 1024 float32 (reduction 0, root 0), rank 1 calls broadcast",
+        "rank 1 calls broadcast of 1024 float32 (reduction 0, root 1)",
     ),
     "parts": (
         "all_to_all_v: rank 0 takes 512 elements from rank 1, which gives 1000",
