@@ -127,6 +127,9 @@ class RotaryEmbedding(Protocol):
     def __call__(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         """Rotate queries and keys by the angles of their positions.
 
+        There is one layout for every model: where the pairs of a model are neighbours, the engine has moved
+        them into halves, and positions of images are in the angles already.
+
         :param q: ``[T, H, D]``.
         :param k: ``[T, K, D]``.
         :param cos: ``[T, R]``, float32, with ``R <= D``; the dimensions past ``R`` are left as they are.

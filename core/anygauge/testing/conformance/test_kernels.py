@@ -372,6 +372,7 @@ CASES = [
     rotary_case(1, 2, 1, 8, 8),
     rotary_case(19, 4, 2, 32, 32),
     rotary_case(19, 4, 4, 24, 16),
+    rotary_case(7, 3, 1, 128, 64),
     *(swiglu_case(*shape) for shape in [(0, 4), (1, 2), (7, 66), (2, 5, 128)]),
     *(
         attention_case(name, lengths, causal=causal)
