@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import fcntl
 import glob
 import os
 import shutil
@@ -10,7 +12,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -21,7 +23,8 @@ from simulation.build import DEVICE, RECORD, built  # noqa: E402
 MOST_DEVICES = 64
 CACHE = "SIMULATED_NPU_CACHE"
 SCRATCH = "simulated-npu-"
-"""What the names of scratch directories begin with; the launcher's process id follows."""
+"""What the names of scratch directories begin with."""
+LOCK = "lock"
 METADATA = {
     "METADATA": "Metadata-Version: 2.1\nName: anygauge-npu-simulation\nVersion: 0.1.0\n",
     "entry_points.txt": "[anygauge.plugins]\nnpu_simulation = simulation.plugin\n",
@@ -49,14 +52,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
         return 2
     _remove_unfinished()
-    scratch = Path(tempfile.mkdtemp(prefix=f"{SCRATCH}{os.getpid()}-"))
-    try:
+    with _scratch() as scratch:
         environ = _environment(options, libraries, scratch)
         sys.stderr.write(f"{_banner(options)}\n")
         sys.stderr.flush()
         return _run(command, {**os.environ, **environ})
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -104,12 +104,24 @@ def _refusal() -> str | None:
     return None
 
 
+@contextlib.contextmanager
+def _scratch() -> Iterator[Path]:
+    """Make a directory that lasts as long as the block, with a lock that this process holds."""
+    path = Path(tempfile.mkdtemp(prefix=SCRATCH))
+    try:
+        with (path / LOCK).open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield path
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
+
+
 def _remove_unfinished() -> None:
-    """Remove what launchers left behind that were killed."""
-    for path in Path(tempfile.gettempdir()).glob(f"{SCRATCH}*-*"):
-        owner = path.name.removeprefix(SCRATCH).partition("-")[0]
-        if owner.isdecimal() and not Path("/proc", owner).exists():
-            shutil.rmtree(path, ignore_errors=True)
+    """Remove what launchers left behind that were killed: nobody holds its lock."""
+    for lock in Path(tempfile.gettempdir()).glob(f"{SCRATCH}*/{LOCK}"):
+        with contextlib.suppress(OSError), lock.open() as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(lock.parent, ignore_errors=True)
 
 
 def _environment(options: argparse.Namespace, libraries: Path, scratch: Path) -> Mapping[str, str]:

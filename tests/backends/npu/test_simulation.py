@@ -191,6 +191,8 @@ def test_the_scratch_goes_with_the_run(simulated: Run, tmp_path: Path) -> None:
     assert not scratch.exists()
     with started(wait, tmp_path) as launcher:
         scratch = Path(line(launcher))
+        passes(simulated("-c", "pass", TMPDIR=str(tmp_path)))
+        assert scratch.exists()  # another run leaves it alone
         launcher.kill()  # nobody can clean up now
         launcher.wait()
     assert scratch.exists()
