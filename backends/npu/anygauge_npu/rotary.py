@@ -23,7 +23,8 @@ HEADS = 999
 def rotary_embedding(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     """Rotate queries and keys by the angles of their positions.
 
-    Cosines and sines are rounded to the dtype of ``q``, the only one that the operator takes beside it.
+    Cosines and sines are rounded to the dtype of ``q``, the only one that the operator takes beside it. It is
+    documented for values in [-1, 1]; YaRN's factor goes beyond, which is linear and not checked.
 
     :param q: ``[T, H, D]``.
     :param k: ``[T, K, D]``.
