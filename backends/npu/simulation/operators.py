@@ -115,7 +115,7 @@ def npu_rotary_mul(
 ) -> Tensor:
     """Return ``r1 * input + r2 * turned(input)`` for a 4-dimensional input.
 
-    The documentation has angles in [-1, 1]; YaRN's, times its factor, go a little beyond, and are let through.
+    The documentation has r1 and r2 in [-1, 1]; those of YaRN go a little beyond, and are let through.
     """
     _floats(input, r1, r2)
     _dense(input, r1, r2)
