@@ -118,3 +118,17 @@ def test_what_the_root_distribution_imports_is_declared(folder: str) -> None:
         and not {canonicalize_name(owner) for owner in owners.get(module, [])} & names
     }
     assert not undeclared
+
+
+OF_THE_OLDEST_TORCH = {
+    *("current_accelerator", "current_device_index", "current_stream", "device_count", "device_index"),
+    *("empty_cache", "is_available", "set_device_index", "set_stream", "synchronize"),
+}
+"""Functions of ``torch.accelerator`` in torch 2.10. Later ones have more, such as ``empty_host_cache``."""
+
+
+@pytest.mark.parametrize("folder", ["core", "models", "backends"])
+def test_nothing_is_called_that_the_oldest_torch_has_not(folder: str) -> None:
+    texts = (path.read_text(encoding="utf-8") for path in (ROOT / folder).rglob("*.py"))
+    found = {name for text in texts for name in re.findall(r"torch\.accelerator\.(\w+)\(", text)}
+    assert found <= OF_THE_OLDEST_TORCH

@@ -89,7 +89,7 @@ class NpuDevice:
         """Give cached blocks back to the driver, also those of pinned host memory and of dead processes."""
         self._npu.ipc_collect()
         self._npu.empty_cache()
-        torch.accelerator.empty_host_cache()
+        self._npu.host_empty_cache()
 
 
 def _choose_operators(npu: Any) -> None:
