@@ -22,6 +22,7 @@ CPU = BackendSpec(
     local_device=env.local_device,
     cluster_resources=env.cluster_resources,
     make_communicator=comm.communicator,
+    engine_installs=rollout.INSTALLS,
 )
 
 

@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["PLATFORM", "PLATFORM_ENV", "activate_platform", "engine_args"]
+__all__ = ["INSTALLS", "PLATFORM", "PLATFORM_ENV", "activate_platform", "engine_args"]
 
 PLATFORM = "anygauge_cpu"
 """Entry point of the group ``sglang.srt.platforms``."""
@@ -14,6 +14,8 @@ ASKED = "ANYGAUGE_SGLANG_PLATFORM"
 """Environment variable: who asks for this platform. Without it SGLang never hears of it."""
 PLATFORM_ENV: Mapping[str, str] = {ASKED: PLATFORM, "SGLANG_PLATFORM": PLATFORM}
 """Of the processes of a server that our launcher starts."""
+INSTALLS: Mapping[str, str] = {"sglang": "pip install --no-deps -r requirements/sglang-cpu.txt"}
+"""Its own requirements are those of a GPU, a torch that fits them included."""
 
 SGLANG: Mapping[str, Any] = {
     "device": "cpu",

@@ -18,6 +18,7 @@ from pathlib import Path
 from anygauge_hooks.types import HostCheck
 from anygauge_npu.mindspeed import INSTALL as INSTALL_MINDSPEED
 from anygauge_npu.releases import CANN_OF_TORCH_NPU, MEGATRON_OF_MINDSPEED, fits, number
+from anygauge_npu.rollout import INSTALLS
 
 __all__ = ["ROOT", "Host", "facts", "host_checks"]
 
@@ -297,7 +298,7 @@ def _simple(name: str, fix: str) -> Checks:
 
 def _sglang() -> Checks:
     found, torch = _installed("sglang"), _installed("torch")
-    fix = "install it from source with its pyproject_npu.toml, as docker/Dockerfile.npu does"
+    fix = f"install it {INSTALLS['sglang']}"
     if found is None:
         yield _absent("SGLang", "not installed; optional", fix)
     elif torch is not None and (wanted := _refused(found, torch)):

@@ -22,6 +22,7 @@ NPU = BackendSpec(
     visible_devices_env=env.VISIBLE_DEVICES,
     make_communicator=comm.communicator,
     providers=(mindspeed.NAME,),
+    engine_installs=rollout.INSTALLS,
     host_checks=host.host_checks,
 )
 

@@ -9,7 +9,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["engine_args"]
+__all__ = ["INSTALLS", "engine_args"]
+
+INSTALLS: Mapping[str, str] = {
+    "sglang": "from source with its pyproject_npu.toml, as docker/Dockerfile.npu does"
+}
+"""The wheel of SGLang asks for a torch that no torch-npu fits."""
 
 SGLANG: Mapping[str, Any] = {
     "device": "npu",

@@ -16,12 +16,13 @@ from typing import Any, Literal, NamedTuple
 
 from anygauge.rollout.sglang.versions import LISTED
 from anygauge_hooks.errors import RolloutError
+from anygauge_hooks.types import BackendSpec
 
 __all__ = [
     "Argument",
     "Installed",
     "Kind",
-    "install_command",
+    "how_to_install",
     "installed_sglang",
     "missing",
     "read_arguments",
@@ -77,19 +78,17 @@ def installed_sglang() -> Installed | None:
         return None
 
 
-def missing(device_type: str) -> RolloutError:
+def missing(backend: BackendSpec) -> RolloutError:
     """Return the error to raise where SGLang is not installed."""
     return RolloutError(
         'rollout.engine = "sglang" needs SGLang, which this Python does not have.',
-        hint=f"Install it: {install_command(device_type)}. docs/sglang.md says more.",
+        hint=f"Install it: {how_to_install(backend)}. docs/sglang.md says more.",
     )
 
 
-def install_command(device_type: str) -> str:
-    """Return the command that installs a listed version."""
-    if device_type == "cpu":  # its own requirements are those of a GPU, a torch that fits them included
-        return "pip install --no-deps -r requirements/sglang-cpu.txt"
-    return f"pip install sglang=={NEWEST}"
+def how_to_install(backend: BackendSpec) -> str:
+    """Return how a listed version is installed beside a backend."""
+    return backend.engine_installs.get("sglang", f"pip install sglang=={NEWEST}")
 
 
 def read_arguments(sources: Iterable[str]) -> dict[str, Argument]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from anygauge.plugins import probe_backend
 from anygauge.rollout.deployment import plan_servers
 from anygauge.rollout.sglang.arguments import argument_problems
-from anygauge.rollout.sglang.installed import Installed, install_command, installed_sglang
+from anygauge.rollout.sglang.installed import Installed, how_to_install, installed_sglang
 from anygauge.rollout.sglang.kinds import SPARE, context_room, plan_copies, plan_stages
 from anygauge.rollout.sglang.versions import LISTED, ServerApi, find_api
 from anygauge_hooks.errors import RolloutError
@@ -80,7 +80,7 @@ def _installation(
             hint = f"{error.args[0]} {error.hint}"
             yield ConfigProblem(path="rollout.sglang_version", found=treat_as, hint=hint)
     elif probe_backend(backend).ok:  # a host without the backend only checks the config, for another
-        hint = f"SGLang is not installed: {install_command(backend.device_type)}"
+        hint = f"SGLang is not installed; install it: {how_to_install(backend)}"
         yield ConfigProblem(path="rollout.engine", found=ENGINE, hint=hint)
 
 

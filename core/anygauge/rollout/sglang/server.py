@@ -263,7 +263,7 @@ def make_server(config: Config, context: WorkerContext) -> SGLangServer:
     """
     installed = installed_sglang()
     if installed is None:
-        raise missing(context.backend.device_type)
+        raise missing(context.backend)
     plan = plan_servers(config)[context.rank]
     return SGLangServer(
         arguments=_arguments(config, context, plan, installed),

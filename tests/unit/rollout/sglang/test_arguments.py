@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,7 +16,8 @@ from anygauge.rollout.sglang.arguments import (
     command_line,
     run_arguments,
 )
-from anygauge.rollout.sglang.installed import Installed, install_command, read_arguments
+from anygauge.rollout.sglang.installed import Installed, how_to_install, missing, read_arguments
+from anygauge.plugins import load_plugins
 
 
 def hints(table: dict[str, Any], installed: Installed | None) -> dict[str, str]:
@@ -115,6 +117,17 @@ def test_what_the_config_decides_becomes_arguments(config: Callable[..., Config]
     assert "max_total_tokens" not in run_arguments(config())
 
 
-def test_the_command_that_installs_fits_the_device() -> None:
-    assert install_command("cpu") == "pip install --no-deps -r requirements/sglang-cpu.txt"
-    assert install_command("accelerator") == "pip install sglang==0.5.23"
+def test_a_backend_says_how_sglang_is_installed_beside_it() -> None:
+    found = {name: how_to_install(each) for name, each in load_plugins().named("register_backends").items()}
+    assert found["cpu"] == "pip install --no-deps -r requirements/sglang-cpu.txt"
+    if "cuda" in found:
+        assert found["cuda"] == "pip install sglang==0.5.23"
+    if "npu" in found:  # the wheel would replace its torch
+        assert "pyproject_npu.toml" in found["npu"]
+        assert "pip install sglang" not in found["npu"]
+
+
+def test_where_sglang_is_missing_the_error_has_the_backends_words() -> None:
+    cpu = load_plugins().named("register_backends")["cpu"]
+    other = replace(cpu, engine_installs={"sglang": "from source, with a file of its own"})
+    assert missing(other).hint == "Install it: from source, with a file of its own. docs/sglang.md says more."
