@@ -92,8 +92,8 @@ class BackendSpec:
     """Libraries that a run may choose to bring modules in the place of the kernel table's, or to replace
     functions of the engine's libraries: what ``train.provider`` takes."""
     engine_installs: Mapping[str, str] = field(default_factory=dict)
-    """How a rollout engine is installed here, as a clause, by the engine's name; without an answer the engine's
-    usual command is what a user is told."""
+    """How a rollout engine is installed here, as a clause, by the engine's name; without it a user is told
+    the engine's usual command."""
     host_checks: Callable[[], Sequence[HostCheck]] | None = None
     """What ``anygauge doctor`` looks at beyond the probe. Must import neither torch nor a vendor library, so
     that it says what is wrong with them."""

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from anygauge_hooks.types import HostCheck
 from anygauge_npu.mindspeed import INSTALL as INSTALL_MINDSPEED
-from anygauge_npu.releases import CANN_OF_TORCH_NPU, MEGATRON_OF_MINDSPEED, fits, number
+from anygauge_npu.releases import CANN_OF_TORCH_NPU, INSTALL, MEGATRON_OF_MINDSPEED, fits, number, pair
 from anygauge_npu.rollout import INSTALLS
 
 __all__ = ["ROOT", "Host", "facts", "host_checks"]
@@ -38,8 +38,6 @@ CANN_FILES = (
     "runtime/version.info",
     "opp/version.info",
 )
-CPU_INDEX = "https://download.pytorch.org/whl/cpu"
-"""Where torch with the suffix that some wheels of torch-npu for x86-64 ask for is."""
 SHARED_MEMORY = 1 << 30
 """Bytes of /dev/shm that Ray's object store and torch's data loaders want at least; Docker gives 64 MiB."""
 OPEN_FILES = 4096
@@ -221,18 +219,17 @@ def _cann_version(host: Host) -> tuple[Path | None, str | None]:
 def _torch(host: Host) -> Checks:
     torch, npu = _installed("torch"), _installed("torch-npu")
     if torch is None:
-        yield _absent("torch", "not installed", "pip install 'anygauge[npu]'")
+        yield _absent("torch", "not installed", INSTALL)
     else:
         yield _passed("torch", torch.version)
     if npu is None:
-        yield _absent("torch-npu", "not installed", "pip install 'anygauge[npu]'")
+        yield _absent("torch-npu", "not installed", INSTALL)
         return
     refused = torch is not None and _refused(npu, torch)
     if torch is not None and (refused or number(torch.version) != number(npu.version)):
         wanted = refused or f"=={number(npu.version)}.*"
-        index = f" --extra-index-url {CPU_INDEX}" if "+cpu" in wanted else ""
-        fix = f"pip install 'torch{wanted}' 'torch-npu=={npu.version}'{index}"
-        yield _failed("torch-npu", f"{npu.version} does not fit torch {torch.version}", fix)
+        text = f"{npu.version} does not fit torch {torch.version}"
+        yield _failed("torch-npu", text, pair(wanted, npu.version))
     elif _cann_version(host)[0] is None:
         fix = "install CANN; until then `import torch` needs TORCH_DEVICE_BACKEND_AUTOLOAD=0, or uninstall it"
         yield _failed("torch-npu", f"{npu.version} without CANN: it breaks `import torch`", fix)

@@ -12,12 +12,12 @@ from importlib.metadata import PackageNotFoundError, version
 
 from anygauge_hooks.types import Availability
 from anygauge_npu.env import AUTOLOAD, VISIBLE_DEVICES
+from anygauge_npu.releases import INSTALL, pair
 
 __all__ = ["probe"]
 
 CANN_LIBRARIES = ("libascendcl.so", "libhccl.so")
 """Without any of them torch-npu does not load, and neither does torch while torch-npu is installed."""
-_INSTALL = "pip install 'anygauge[npu]'"
 _CANN_HINT = (
     "Install CANN and source its set_env.sh in this shell. To use another backend meanwhile, "
     f"set {AUTOLOAD}=0 or uninstall torch-npu: it breaks `import torch` without CANN."
@@ -30,7 +30,7 @@ def probe() -> Availability:
     What can be told without importing torch is told first: an import that fails leaves half of torch behind.
     """
     if importlib.util.find_spec("torch_npu") is None:
-        return Availability(ok=False, reason="torch-npu is not installed", hint=_INSTALL)
+        return Availability(ok=False, reason="torch-npu is not installed", hint=INSTALL)
     return _mismatch() or _no_cann() or _load_failure() or _devices()
 
 
@@ -39,13 +39,13 @@ def _mismatch() -> Availability | None:
     try:
         torch_version, npu_version = version("torch"), version("torch-npu")
     except PackageNotFoundError as error:
-        return Availability(ok=False, reason=f"{error.name} is not installed", hint=_INSTALL)
+        return Availability(ok=False, reason=f"{error.name} is not installed", hint=INSTALL)
     if _minor(torch_version) == _minor(npu_version):
         return None
     return Availability(
         ok=False,
         reason=f"torch-npu {npu_version} does not fit torch {torch_version}",
-        hint=f"pip install 'torch=={_minor(npu_version)}.*' 'torch-npu=={npu_version}'",
+        hint=pair(f"=={_minor(npu_version)}.*", npu_version),
     )
 
 
@@ -72,7 +72,7 @@ def _load_failure() -> Availability | None:
         text = " ".join(_root_cause(error).split())
         if "cannot open shared object file" in text or "undefined symbol" in text:
             return Availability(ok=False, reason=f"CANN is missing or too old ({text})", hint=_CANN_HINT)
-        hint = "Reinstall torch and torch-npu together: pip install --force-reinstall 'anygauge[npu]'"
+        hint = f"Install torch and torch-npu again, both at once: {INSTALL}"
         return Availability(ok=False, reason=f"torch-npu does not load ({text})", hint=hint)
     return None
 

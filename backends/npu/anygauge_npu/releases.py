@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-__all__ = ["CANN_OF_TORCH_NPU", "MEGATRON_OF_MINDSPEED", "fits", "number"]
+__all__ = ["CANN_OF_TORCH_NPU", "INSTALL", "MEGATRON_OF_MINDSPEED", "PAIR", "fits", "number", "pair"]
 
 CANN_OF_TORCH_NPU: Mapping[str, tuple[str, ...]] = {
     "2.12": ("9.1",),
@@ -23,6 +23,11 @@ From COMPATIBILITY.md of Ascend/pytorch at commit 031eec5ca64bd2a5a02de212f5f0c3
 MEGATRON_OF_MINDSPEED: Mapping[str, str] = {"0.16": "0.16"}
 """Release of megatron-core by release of MindSpeed: setup.py and README.md of its branch core_r0.16.0."""
 
+PAIR = ("2.10.0", "2.10.0.post4")
+"""torch and torch-npu of docker/versions.env, for which there is a CANN."""
+CPU_INDEX = "https://download.pytorch.org/whl/cpu"
+"""Where torch with the suffix is that wheels of torch-npu for x86-64 ask for."""
+
 
 def number(text: str, parts: int = 2) -> str:
     """Return the first numbers of a release.
@@ -33,6 +38,15 @@ def number(text: str, parts: int = 2) -> str:
     return ".".join(re.findall(r"\d+", text)[:parts])
 
 
+def pair(torch: str, npu: str) -> str:
+    """Return the command that installs a torch-npu with its torch, on both architectures.
+
+    >>> pair("==2.9.*", "2.9.0")
+    "pip install 'torch==2.9.*' 'torch-npu==2.9.0' --extra-index-url https://download.pytorch.org/whl/cpu"
+    """
+    return f"pip install 'torch{torch}' 'torch-npu=={npu}' --extra-index-url {CPU_INDEX}"
+
+
 def fits(cann: str, torch_npu: str) -> bool | None:
     """Return whether a release of CANN serves one of torch-npu; ``None`` if the table does not have it.
 
@@ -41,3 +55,9 @@ def fits(cann: str, torch_npu: str) -> bool | None:
     """
     known = CANN_OF_TORCH_NPU.get(number(torch_npu))
     return None if known is None else number(cann) in known
+
+
+INSTALL = (
+    f"{pair(f'=={PAIR[0]}', PAIR[1])}, beside CANN {CANN_OF_TORCH_NPU[number(PAIR[1])][-1]} "
+    '(docs/npu.md, "Without a container")'
+)

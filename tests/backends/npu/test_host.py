@@ -9,6 +9,7 @@ import json
 import os
 import subprocess
 import sys
+import tomllib
 from collections.abc import Callable, Mapping
 from importlib.metadata import Distribution, PackageNotFoundError
 from pathlib import Path
@@ -18,6 +19,7 @@ from typing import Any
 import pytest
 
 from anygauge.cli import doctor
+from anygauge.cli.installed import _direct
 from anygauge.cli.probe import _checks
 from anygauge_hooks.errors import UnknownBackendError
 from anygauge_hooks.types import HostCheck
@@ -50,6 +52,7 @@ INSTALLED = {
 }
 
 COMMIT = "e4772499f7eb9fa9a68919dd1eaddef00e915b2d"
+INSTALL = "'torch==2.10.0' 'torch-npu==2.10.0.post4' --extra-index-url https://download.pytorch.org/whl/cpu"
 
 Look = Callable[..., dict[str, HostCheck]]
 
@@ -149,13 +152,13 @@ def test_a_host_lacks_something(
 @pytest.mark.parametrize(
     ("name", "status", "reason", "fix", "change"),
     [
-        ("torch", "NOT INSTALLED", "not installed", "anygauge[npu]", {"torch": None}),
-        ("torch-npu", "NOT INSTALLED", "not installed", "anygauge[npu]", {"torch-npu": None}),
+        ("torch", "NOT INSTALLED", "not installed", INSTALL, {"torch": None}),
+        ("torch-npu", "NOT INSTALLED", "not installed", INSTALL, {"torch-npu": None}),
         (
             "torch-npu",
             "FAIL",
             "2.10.0.post4 does not fit torch 2.13.0",
-            "'torch==2.10.*' 'torch-npu==2.10.0.post4'",
+            "'torch==2.10.*' 'torch-npu==2.10.0.post4' --extra-index-url https://download.pytorch.org",
             {"torch": "2.13.0"},
         ),
         (
@@ -373,6 +376,28 @@ def test_doctor_works_where_torch_npu_breaks_torch(tmp_path: Path) -> None:
     assert "torch-npu" in done.stdout
     assert "2.10.0.post4 without CANN: it breaks `import torch`" in done.stdout
     assert "TORCH_DEVICE_BACKEND_AUTOLOAD=0" in done.stdout
+
+
+@pytest.mark.parametrize(("torch", "npu", "is_met"), [(*releases.PAIR, True), ("2.9.0", "2.9.0", False)])
+def test_the_extra_of_the_package_holds_nothing_against_the_pair_of_the_image(
+    torch: str, npu: str, is_met: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Doctor compares what an extra asks for with what is installed, whoever installed it."""
+    source = Path(__file__).parents[3] / "backends/npu/pyproject.toml"
+    extra = tomllib.loads(source.read_text())["project"]["optional-dependencies"]["vendor"]
+    requires = [f"Requires-Dist: {each}; extra == 'vendor'\n" for each in extra]
+    versions = {"torch": f"{torch}+cpu", "torch_npu": npu, "anygauge_npu": "0.1.0"}
+    for name, version in versions.items():
+        info = tmp_path / f"{name}-{version}.dist-info"
+        info.mkdir()
+        text = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
+        own = f"Provides-Extra: vendor\n{''.join(requires)}" if name == "anygauge_npu" else ""
+        (info / "METADATA").write_text(text + own)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert {row.name: row.ok for row in _direct("anygauge-npu", optional=True)} == {
+        "torch": is_met,
+        "torch-npu": is_met,
+    }
 
 
 def test_an_unknown_backend_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from anygauge.config import Config
+from anygauge.plugins import load_plugins
 from anygauge.rollout.sglang.arguments import (
     OWNED,
     argument_problems,
@@ -17,7 +18,6 @@ from anygauge.rollout.sglang.arguments import (
     run_arguments,
 )
 from anygauge.rollout.sglang.installed import Installed, how_to_install, missing, read_arguments
-from anygauge.plugins import load_plugins
 
 
 def hints(table: dict[str, Any], installed: Installed | None) -> dict[str, str]:
