@@ -7,6 +7,9 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
 import pytest
@@ -31,7 +34,7 @@ NOT_RUN = {
     "docker run": ASCEND,
     "source /usr/local/Ascend": ASCEND,
     "python3 -m venv": INSTALLS,
-    ".venv/bin/pip install": INSTALLS,
+    "source .venv/bin/activate": "of the environment that the line before makes",
     "pip install": INSTALLS,
     "git clone": DOWNLOADS,
     "git -C MindSpeed checkout": "of the clone that the line before makes",
@@ -103,6 +106,79 @@ def test_every_command_is_bash() -> None:
     for block in BLOCKS:
         done = subprocess.run(["bash", "-n", "-c", block], capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
+
+
+# -------------------------------------------------------------------------
+# Where the programs of the page come from
+# -------------------------------------------------------------------------
+
+HOST = {"docker", "git", "hccn_tool", "ls", "npu-smi", "python3", "source"}
+"""What a host with the driver has, and the shell."""
+IMAGE = {"git", "pip", "python", "python3", "source"}
+"""What the image of CANN has, and the shell. Unchecked."""
+DECLARED = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+PLUGINS = {"pytest": {"pytest-timeout"}}
+"""Packages without which a program refuses this project's settings."""
+
+
+def scripts(requirement: str) -> Iterator[str]:
+    """Yield the programs that a requirement brings, and the names of the distributions that do."""
+    name, extra = re.fullmatch(r"([\w.-]+)(?:\[(\w+)\])?.*", requirement).groups()  # type: ignore[union-attr]
+    if name in (".", "anygauge"):
+        wanted = DECLARED["optional-dependencies"][extra] if extra else DECLARED["dependencies"]
+        yield from ("anygauge", *(script for each in wanted for script in scripts(each)))
+        return
+    yield name
+    try:
+        entries = distribution(name).entry_points
+    except PackageNotFoundError:  # of a vendor: it brings nothing that the page calls
+        return
+    yield from (entry.name for entry in entries if entry.group == "console_scripts")
+
+
+def installed_by(command: str) -> Iterator[str]:
+    if command == "source .venv/bin/activate":
+        yield from ("python", "pip")
+    for words in re.findall(r"\bpip install ([^&]*)", command):
+        named = (word.strip("'\"") for word in re.sub(r"--index-url \S+|-e \S+", "", words).split())
+        yield from (
+            script for word in named if not word.startswith(("-", "./", "/", "$")) for script in scripts(word)
+        )
+
+
+def called_by(command: str) -> Iterator[str]:
+    for part in command.split(" && "):
+        program, *arguments = part.split()
+        if not (ROOT / program).is_file():
+            yield program
+        module = arguments[1] if arguments[:1] == ["-m"] else None
+        called = {program, module} & {*PLUGINS}
+        yield from (needed for name in called for needed in (name, *PLUGINS[name]))
+
+
+def missing(commands: list[str], there: set[str]) -> list[tuple[str, str]]:
+    """Return the programs that no command before has installed, each with the line that calls it."""
+    found = []
+    for command in commands:
+        found += [(command, program) for program in called_by(command) if program not in there]
+        there = there | {*installed_by(command)}
+    return found
+
+
+def test_every_program_is_installed_by_an_earlier_line() -> None:
+    assert missing(COMMANDS, HOST) == []
+
+
+def test_the_image_has_every_program_that_is_called_in_it() -> None:
+    text = (ROOT / "docker/Dockerfile.npu").read_text(encoding="utf-8").replace("\\\n", " ")
+    there = {script for line in text.splitlines() for script in installed_by(line)}
+    inside = COMMANDS[COMMANDS.index("anygauge doctor --backend npu") :]
+    assert missing(inside, IMAGE | there) == []
+
+
+@pytest.mark.parametrize("line", ["pip install pytest pytest-timeout", "source .venv/bin/activate"])
+def test_a_line_that_is_left_out_is_missed(line: str) -> None:
+    assert missing([command for command in COMMANDS if command != line], HOST)
 
 
 def test_the_page_says_what_was_never_run() -> None:

@@ -15,7 +15,7 @@ from anygauge_hooks.types import BackendSpec
 __all__ = ["JIT_MODULE", "prepare_megatron"]
 
 JIT_MODULE = "megatron.core.jit"
-"""The module that Megatron takes its fuser from. It decides on ``torch.compile`` while it is imported, and 45
+"""The module that Megatron takes its fuser from. It decides on ``torch.compile`` while it is imported, and 41
 functions are decorated before anything else could change that: it must be there first."""
 
 _UPSTREAM_WARNINGS = (
