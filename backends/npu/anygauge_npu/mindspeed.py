@@ -8,6 +8,7 @@ here.
 from __future__ import annotations
 
 import importlib
+import importlib.machinery
 import importlib.util
 import json
 import logging
@@ -32,6 +33,7 @@ __all__ = [
     "is_chosen",
     "load",
     "means_the_npu",
+    "missing",
     "option_problems",
     "reapply",
 ]
@@ -152,6 +154,12 @@ def option_problems(config: Any) -> Iterator[ConfigProblem]:
             yield ConfigProblem(path=path, found=value, hint=f"must be {OPTIONS[name][1]}")
 
 
+def missing(config: Any) -> Iterator[ConfigProblem]:
+    """Yield that the library was chosen and is not installed; nothing of it is imported."""
+    if config.train.provider == NAME and not _is_installed():
+        yield ConfigProblem(path="train.provider", found=NAME, hint=f"it is not installed: {INSTALL}")
+
+
 class Modules:
     """MindSpeed's linears, in the place of Megatron's. All other parts of a layer stay as they are."""
 
@@ -175,12 +183,15 @@ def expected() -> frozenset[str]:
 # -------------------------------------------------------------------------
 
 
+def _is_installed() -> bool:
+    """Return whether the package has the adaptor: the placeholder on PyPI has none."""
+    package = importlib.util.find_spec(NAME)
+    folders = package.submodule_search_locations if package is not None else None
+    return folders is not None and importlib.machinery.PathFinder.find_spec(ADAPTOR, folders) is not None
+
+
 def _check_installed() -> None:
-    try:
-        found = importlib.util.find_spec(ADAPTOR)
-    except ModuleNotFoundError:
-        found = None
-    if found is None:
+    if not _is_installed():
         raise ProviderError(
             "train.provider is 'mindspeed', which is not installed in this environment.",
             hint=f"{INSTALL}. Without the key the backend's own kernels are used.",

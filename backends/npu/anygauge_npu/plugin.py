@@ -113,8 +113,11 @@ def register_kernels(backend: BackendSpec) -> Iterable[KernelImpl] | None:
 
 @hookimpl
 def check_config(config: Any, backend: BackendSpec) -> Iterable[ConfigProblem] | None:
-    """Check what the provider is given."""
-    return mindspeed.option_problems(config) if backend.name == NPU.name else None
+    """Check what the provider is given, and that it is there; without an NPU it may be so elsewhere."""
+    if backend.name != NPU.name:
+        return None
+    absent = mindspeed.missing(config) if backend.probe().ok else ()
+    return [*mindspeed.option_problems(config), *absent]
 
 
 @hookimpl

@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -21,6 +22,7 @@ from anygauge.trainer.worker import Worker, WorkerSetup
 from anygauge_cpu.plugin import CPU
 from anygauge_hooks import hookimpl
 from anygauge_hooks.errors import ConfigError, PluginError, ProviderError
+from anygauge_hooks.types import Availability
 from anygauge_npu import mindspeed
 from anygauge_npu.audit import Audit, Change, unknown_changes
 from anygauge_npu.plugin import NPU
@@ -186,6 +188,22 @@ def test_where_it_is_not_installed_the_error_says_how_to_install_it(tmp_path: Pa
         mindspeed.load(npu_config(tmp_path), None)
     assert "core_r0.16.0" in str(caught.value)
     assert "placeholder" in str(caught.value)
+
+
+def test_a_host_with_an_npu_says_at_once_that_it_is_not_installed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = replace(NPU, probe=lambda: Availability(ok=True))
+    with pytest.raises(ConfigError, match=r"train.provider: found 'mindspeed'.*not installed: git clone"):
+        npu_config(tmp_path, backend=here)
+    package = tmp_path / "placeholder" / "mindspeed"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("raise AssertionError('imported by a check')\n")
+    monkeypatch.syspath_prepend(package.parent)
+    with pytest.raises(ConfigError, match="placeholder"):
+        npu_config(tmp_path, backend=here)
+    (package / "megatron_adaptor.py").touch()
+    assert npu_config(tmp_path, backend=here).train.provider == "mindspeed"
 
 
 def test_one_that_does_not_load_is_named_with_its_error(

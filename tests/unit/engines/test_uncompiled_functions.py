@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import importlib
 import importlib.util
+import re
 from collections.abc import Iterator, Mapping
 from importlib import metadata
 from pathlib import Path
@@ -16,6 +17,8 @@ import pytest
 
 from anygauge.engines.megatron.prepare import prepare_megatron
 from anygauge.plugins import find_backend, load_plugins
+
+ROOT = Path(__file__).resolve().parents[3]
 
 GEGLU = "fusions.fused_bias_geglu"
 SWIGLU = "fusions.fused_bias_swiglu"
@@ -101,6 +104,9 @@ def test_every_function_that_megatron_compiles_has_a_hunk() -> None:
     listed = {(source(module), name) for module, names in HUNKS.values() for name in names}
     assert there == listed
     assert len(there) == 41
+    for told in ("docs/seams.md", "core/anygauge/engines/megatron/prepare.py"):
+        text = " ".join((ROOT / told).read_text(encoding="utf-8").split())
+        assert re.search(r"\b41 functions", text), told
 
 
 def test_the_legacy_tree_of_megatron_is_not_installed() -> None:
