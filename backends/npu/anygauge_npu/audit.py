@@ -83,8 +83,10 @@ class Audit:
 
     def _made_up(self) -> Iterator[Change]:
         for name in sys.modules.keys() - self._names:
-            module, spec = sys.modules[name], getattr(sys.modules[name], "__spec__", None)
-            if type(module) is ModuleType and spec is not None and spec.loader is None:
+            module = sys.modules[name]
+            # a lazy module that is asked for what it lacks imports what it stands for
+            spec = vars(module).get("__spec__") if type(module) is ModuleType else None
+            if spec is not None and spec.loader is None:
                 yield Change(name, "made up", "", module)
 
 

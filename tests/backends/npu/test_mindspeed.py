@@ -286,6 +286,18 @@ def test_an_audit_sees_functions_methods_and_new_ones_but_not_state(scratch: Any
     assert {change.kind for change in audit.changes() if change.name.endswith(".fn")} == {"removed"}
 
 
+def test_an_audit_asks_a_lazy_module_for_nothing() -> None:
+    class Lazy(ModuleType):
+        def __getattr__(self, name: str) -> Any:
+            raise ImportError(name)
+
+    audit, lazy = Audit(["scratch_of_audit"]), Lazy("lazy_of_audit")
+    del lazy.__spec__
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, lazy.__name__, lazy)
+        assert audit.changes() == []
+
+
 def test_a_class_that_was_replaced_is_one_change(scratch: Any) -> None:
     audit = Audit([scratch.__name__])
     scratch.Thing = type("Thing", (), {"work": len, "more": len})
