@@ -613,7 +613,8 @@ def report_environment() -> Mapping[str, str] | None:
 
     Called by ``anygauge doctor`` and when a run starts. Must not import torch.
 
-    :returns: Facts by name, or ``None``.
+    :returns: Facts by name, or ``None``. One with the name of a backend is about its devices: a run on that
+        backend has it in its first line, the first line of its log and the header of its report.
 
     Collecting: the union; the first value of a name is kept.
 

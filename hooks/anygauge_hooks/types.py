@@ -151,6 +151,13 @@ class RunInfo:
     """The resolved config (``anygauge.config.Config``)."""
     step: int = 0
     """Steps finished so far."""
+    devices: str = ""
+    """What a plugin reports of the backend's devices (``report_environment``), if one does."""
+
+    @property
+    def where(self) -> str:
+        """The backend and what is known of its devices, for people."""
+        return f"{self.backend} ({self.devices})" if self.devices else self.backend
 
 
 class Tracker(Protocol):

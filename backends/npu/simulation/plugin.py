@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from anygauge_hooks import hookimpl
 from anygauge_hooks.types import BackendSpec, Phase
 
 __all__ = ["LAUNCHED"]
 
-LAUNCHED = "SIMULATED_NPU_DEVICES"
-"""The launcher sets it: the number of simulated devices."""
+LAUNCHED, SOC = "SIMULATED_NPU_DEVICES", "SIMULATED_NPU_SOC"
+"""The launcher sets them: the number of simulated devices, and what they say they are."""
+
+_log = logging.getLogger("anygauge_npu.simulation")
 
 
-@hookimpl(trylast=True)
-def prepare_worker(backend: BackendSpec, phase: Phase) -> None:
-    """Install the kernels after the NPU backend has loaded torch-npu; refuse a real one."""
-    if LAUNCHED in os.environ and backend.name == "npu" and phase == "before_vendor_import":
+@hookimpl(wrapper=True)
+def prepare_worker(backend: BackendSpec, phase: Phase) -> Iterator[None]:
+    """Say what this is; install the kernels once the NPU backend has loaded torch-npu, or refuse a real one."""
+    is_ours = LAUNCHED in os.environ and backend.name == "npu" and phase == "before_vendor_import"
+    if is_ours:
+        _log.warning(_devices())
+    yield
+    if is_ours:
         from simulation.simulated import install
 
         install()
@@ -26,5 +33,8 @@ def prepare_worker(backend: BackendSpec, phase: Phase) -> None:
 @hookimpl
 def report_environment() -> Mapping[str, str] | None:
     """Say that NPUs are simulated."""
-    count = os.environ.get(LAUNCHED)
-    return None if count is None else {"npu": f"SIMULATED: {count} devices without hardware or CANN"}
+    return {"npu": _devices()} if LAUNCHED in os.environ else None
+
+
+def _devices() -> str:
+    return f"SIMULATED: {os.environ[LAUNCHED]} x {os.environ[SOC]}, no hardware, no CANN"

@@ -74,7 +74,7 @@ def driver_log(directory: Path, *, backend: str) -> Iterator[Path]:
     SIGUSR1 adds the stack of every thread.
 
     :param directory: Of the run; exists.
-    :param backend: Named in the first line.
+    :param backend: What the first line says of it.
     :returns: The file.
     """
     path = directory / DRIVER_LOG

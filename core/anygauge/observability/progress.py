@@ -71,7 +71,7 @@ class RunProgress:
         self._first_step = self._saved_step = run.step
         self._started = self._step_started = self._clock()
         if console.is_terminal and run.config.run.progress:
-            if run.step:
+            if run.step or run.devices:
                 self._print(_first_line(run))
             self._start_live(run, console)
         else:
@@ -220,7 +220,7 @@ def _saved(run: RunInfo) -> str:
 
 def _first_line(run: RunInfo) -> str:
     begun = f"resumed at step {run.step} of {run.total_steps}" if run.step else f"{run.total_steps} steps"
-    return f"run {run.name}: {begun} on backend {run.backend}"
+    return f"run {run.name}: {begun} on backend {run.where}"
 
 
 def _steps(first: int, last: int) -> str:

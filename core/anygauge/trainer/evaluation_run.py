@@ -100,7 +100,7 @@ def evaluate_checkpoint(
     eval_sets = read_evaluation(localized(loaded.config), plugins)
     parts = evaluation_parts(loaded.config, loads=checkpoint is not None)
     with terminate_as_exception(), logs_of_failures() as directory, ExitStack() as stack:
-        state = RunState(run_info(loaded, directory), version=1)
+        state = RunState(run_info(loaded, directory, plugins.environment()), version=1)
         if checkpoint is not None:
             state.finish_step(checkpoint.step)
         path = None if checkpoint is None else checkpoint.path.absolute()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 
@@ -50,12 +50,13 @@ def train(loaded: LoadedConfig, plugins: Plugins) -> RunInfo:
     """
     config = loaded.config
     inputs = read_inputs(config, plugins)
-    with terminate_as_exception(), open_run_directory(config, plugins.environment()) as directory:
-        state = RunState(run_info(loaded, directory.path), source=inputs.source.state_dict())
+    facts = plugins.environment()
+    with terminate_as_exception(), open_run_directory(config, facts) as directory:
+        state = RunState(run_info(loaded, directory.path, facts), source=inputs.source.state_dict())
         if directory.checkpoint is not None:
             state.restore(directory.checkpoint.state)
             inputs.source.load_state_dict(state.source)
-        log = driver_log(directory.path, backend=loaded.backend.name)
+        log = driver_log(directory.path, backend=state.info.where)
         with log, ExitStack() as stack, observed(plugins, state):
             loop = open_loop(loaded, plugins, inputs, directory, state, stack)
             with salvaged(loop):
@@ -68,14 +69,18 @@ def train(loaded: LoadedConfig, plugins: Plugins) -> RunInfo:
         return state.info
 
 
-def run_info(loaded: LoadedConfig, directory: Path) -> RunInfo:
-    """Return what observers are told of a run before its first step."""
+def run_info(loaded: LoadedConfig, directory: Path, facts: Mapping[str, str]) -> RunInfo:
+    """Return what observers are told of a run before its first step.
+
+    :param facts: What plugins report about this host.
+    """
     return RunInfo(
         name=loaded.config.run.name,
         directory=str(directory),
         backend=loaded.backend.name,
         total_steps=loaded.config.run.steps,
         config=loaded.config,
+        devices=facts.get(loaded.backend.name, ""),
     )
 
 

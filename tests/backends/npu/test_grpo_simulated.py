@@ -7,6 +7,7 @@ take the host versions of the NPU's kernels, whose sums have another order: the 
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -21,6 +22,7 @@ ROOT = Path(__file__).parents[3]
 INPUTS = ROOT / "examples" / "arithmetic" / "make_inputs.py"
 DEMO = ROOT / "examples" / "arithmetic_grpo.toml"
 STEPS = 5
+SIMULATED = "SIMULATED: 2 x Ascend910B3, no hardware, no CANN"
 SAME = (
     *("--run.steps", str(STEPS), "--placement.num_workers", "2"),
     *("--train.micro_batch_tokens", "8192", "--train.dtype", "float32", "--eval.data", "[]"),
@@ -33,16 +35,17 @@ class Demo:
 
     def __init__(self, directory: Path, environ: Mapping[str, str]) -> None:
         self.directory, self._environ = directory, environ
+        self.printed: dict[str, str] = {}
         self._python(str(INPUTS), "--out", "runs/arithmetic-inputs", "--stop-score", "0.03")
 
     def train(self, backend: str, name: str, *arguments: str, **environ: str) -> list[dict[str, Any]]:
         """Return the metrics of each training step."""
         given = ("--backend", backend, "--run.name", name, *SAME, *arguments)
-        self._python("-m", "anygauge", "train", str(DEMO), *given, **environ)
+        self.printed[name] = self._python("-m", "anygauge", "train", str(DEMO), *given, **environ)
         rows = map(json.loads, (self.directory / "runs" / name / "metrics.jsonl").read_text().splitlines())
         return [row for row in rows if "train/loss" in row]
 
-    def _python(self, *arguments: str, **environ: str) -> None:
+    def _python(self, *arguments: str, **environ: str) -> str:
         done = subprocess.run(
             [sys.executable, *arguments],
             cwd=self.directory,
@@ -53,6 +56,7 @@ class Demo:
             check=False,
         )
         assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-6000:]}"
+        return done.stdout + done.stderr
 
 
 @pytest.fixture(scope="module")
@@ -78,16 +82,37 @@ def assert_close(found: list[dict[str, Any]], expected: list[dict[str, Any]]) ->
         assert row["train/grad_norm"] == pytest.approx(wanted["train/grad_norm"], rel=1e-4)
 
 
-def test_replayed_rollouts_give_the_losses_of_the_host(demo: Demo, on_cpu: list[dict[str, Any]]) -> None:
+@pytest.fixture(scope="module")
+def replayed(demo: Demo, on_cpu: object) -> list[dict[str, Any]]:
+    """Return what two NPUs give for the rollouts of the host."""
     replay = ("--debug.mode", "train_only", "--debug.replay_rollouts", "runs/cpu/dumps")
-    assert_close(demo.train("npu", "replayed", *replay), on_cpu)
+    return demo.train("npu", "replayed", *replay)
+
+
+def test_replayed_rollouts_give_the_losses_of_the_host(
+    demo: Demo, on_cpu: list[dict[str, Any]], replayed: list[dict[str, Any]]
+) -> None:
+    assert_close(replayed, on_cpu)
     capabilities = json.loads((demo.directory / "runs/replayed/capabilities.json").read_text())
     assert capabilities["backend"] == "npu"
     served = {row["op"]: row["source"] for row in capabilities["kernels"] if not row["is_reference"]}
     assert served["varlen_attention"] == "torch_npu.npu_fusion_attention"
     assert served["rms_norm"] == "torch_npu.npu_rms_norm"
     said = json.loads((demo.directory / "runs/replayed/environment.json").read_text())
-    assert said["npu"].startswith("SIMULATED: 2 devices")
+    assert said["npu"] == SIMULATED
+
+
+def test_what_a_run_writes_says_that_it_is_simulated(demo: Demo, replayed: object) -> None:
+    """And what the host's run writes does not."""
+    for name, backend in (("replayed", f"npu ({SIMULATED})"), ("cpu", "cpu")):
+        run = demo.directory / "runs" / name
+        report = re.sub(r"<[^>]+>", " ", (run / "report.html").read_text())
+        assert re.search(rf"\bbackend\s+{re.escape(backend)}\s", report)
+        assert f", backend {backend}, pid" in (run / "logs/driver.log").read_text().splitlines()[0]
+        for rank in range(2):
+            first = (run / f"logs/actor-{rank}.log").read_text().partition("\n")[0]
+            assert (SIMULATED in first) == (name == "replayed"), first
+    assert f"run replayed: {STEPS} steps on backend npu ({SIMULATED})\n" in demo.printed["replayed"]
 
 
 def test_rollouts_of_npus_that_ray_gave_out_are_those_of_the_host(

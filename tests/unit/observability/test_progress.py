@@ -97,6 +97,16 @@ def test_lines_without_a_terminal(run: RunInfo, output: io.StringIO) -> None:
     ]
 
 
+@pytest.mark.parametrize("terminal", [False, True])
+def test_the_first_line_has_what_is_known_of_the_devices(
+    run: RunInfo, output: io.StringIO, threads: None, terminal: bool
+) -> None:
+    progress = progress_on(output, 0, 1, terminal=terminal)
+    progress.before_train(run=replace(run, devices="2 x abacus"))
+    progress.after_train(run=run)
+    assert "run demo: 4 steps on backend cpu (2 x abacus)\n" in output.getvalue()
+
+
 def test_evaluations_have_a_line_and_are_not_in_the_step_time(run: RunInfo, output: io.StringIO) -> None:
     progress = progress_on(output, 0.0, 50.0, 60.0)
     progress.before_train(run)

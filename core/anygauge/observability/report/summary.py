@@ -107,7 +107,7 @@ def facts(files: RunFiles, now: datetime) -> list[tuple[str, str]]:
         "reward": _value(config, "reward", "function") or " + ".join(_reward_parts(config)),
         "algorithm": _value(config, "algorithm", "advantage"),
         "task": _value(config, "run", "task"),
-        "backend": (files.record or {}).get("backend") or files.capabilities.get("backend"),
+        "backend": _backend(files),
         "workers": _value(config, "placement", "num_workers"),
         "started": _started(files),
         "took": _duration_text(files, now),
@@ -116,6 +116,13 @@ def facts(files: RunFiles, now: datetime) -> list[tuple[str, str]]:
     if found["task"] == "sft":
         found["reward"] = found["algorithm"] = None
     return [(name, str(value)) for name, value in found.items() if value]
+
+
+def _backend(files: RunFiles) -> str | None:
+    """Return its name, and what the host that began the run told of its devices."""
+    name = (files.record or {}).get("backend") or files.capabilities.get("backend")
+    devices = files.environment.get(name) if isinstance(name, str) else None
+    return f"{name} ({devices})" if devices else name
 
 
 def _value(config: Mapping[str, Any], section: str, key: str) -> Any:
