@@ -416,6 +416,18 @@ def test_device_that_is_not_visible(spec: BackendSpec, ids: list[str], environ: 
     assert caught.value.hint
 
 
+def test_more_workers_than_devices(plugins: Plugins, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing limits what a process sees, so that the vendor's library would be asked."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setitem(
+        sys.modules, "torch_npu", SimpleNamespace(npu=SimpleNamespace(device_count=lambda: 1))
+    )
+    for spec, kind in ((anygauge_cuda.plugin.CUDA, "GPU"), (anygauge_npu.plugin.NPU, "NPU")):
+        with pytest.raises(PlacementError, match=rf"{kind} 1, counted from 0.* sees 1\.") as error:
+            plugins.make_device(spec, 1)
+        assert "placement.num_workers" in str(error.value.hint)
+
+
 @pytest.mark.parametrize("spec", [CUDA, NPU])
 def test_worker_without_a_device(spec: BackendSpec) -> None:
     with pytest.raises(PlacementError, match="assigned no"):

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from anygauge_hooks.errors import PlacementError
 from anygauge_hooks.types import ScopeMap
 
 __all__ = ["CudaDevice"]
@@ -23,6 +24,7 @@ class CudaDevice:
     }
 
     def __init__(self, index: int = 0) -> None:
+        _require(index, torch.cuda.device_count())
         self.index = index
         self.torch_device = torch.device("cuda", index)
         torch.cuda.set_device(index)
@@ -64,3 +66,12 @@ class CudaDevice:
         """Give cached blocks back to the driver, also those that other processes have done with."""
         torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]
         torch.cuda.empty_cache()
+
+
+def _require(index: int, count: int) -> None:
+    """Refuse a number that the vendor's library would only call invalid."""
+    if index >= count:
+        raise PlacementError(
+            f"This worker is to take GPU {index}, counted from 0, and its process sees {count}.",
+            hint="Lower placement.num_workers to the number of GPUs that it may take.",
+        )

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from anygauge_hooks.errors import PlacementError
 from anygauge_hooks.types import ScopeMap
 from anygauge_npu import mindspeed
 
@@ -44,6 +45,7 @@ class NpuDevice:
 
     def __init__(self, index: int = 0) -> None:
         self._npu = vendor_module()
+        _require(index, self._npu.device_count())
         self.index = index
         self.torch_device = torch.device("npu", index)
         self._npu.set_device(index)
@@ -90,6 +92,15 @@ class NpuDevice:
         self._npu.ipc_collect()
         self._npu.empty_cache()
         self._npu.host_empty_cache()
+
+
+def _require(index: int, count: int) -> None:
+    """Refuse a number that the vendor's library would only call invalid."""
+    if index >= count:
+        raise PlacementError(
+            f"This worker is to take NPU {index}, counted from 0, and its process sees {count}.",
+            hint="Lower placement.num_workers to the number of NPUs that it may take.",
+        )
 
 
 def _choose_operators(npu: Any) -> None:
