@@ -19,7 +19,7 @@ _log = logging.getLogger("anygauge_npu.simulation")
 
 @hookimpl(wrapper=True)
 def prepare_worker(backend: BackendSpec, phase: Phase) -> Iterator[None]:
-    """Say what this is; install the kernels once the NPU backend has loaded torch-npu, or refuse a real one."""
+    """Say what this is; install kernels once the NPU backend has loaded torch-npu, or refuse a real one."""
     is_ours = LAUNCHED in os.environ and backend.name == "npu" and phase == "before_vendor_import"
     if is_ours:
         _log.warning(_devices())

@@ -449,6 +449,11 @@ def test_a_run_of_which_nothing_is_there_but_its_config(make_run: MakeRun) -> No
     assert "not known to have ended" in text
 
 
+def test_the_header_has_what_is_known_of_the_devices(make_run: MakeRun) -> None:
+    run = make_run(record={"backend": "abacus"}, environment={"abacus": "2 x beads", "cpu": "8"})
+    assert "abacus (2 x beads)" in Page(write_report(run)).text()
+
+
 def test_a_run_without_its_config(make_run: MakeRun) -> None:
     directory = make_run(rows(3))
     (directory / "config.toml").unlink()
