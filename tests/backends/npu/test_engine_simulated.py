@@ -28,6 +28,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "vpp2-overlap": ("tied", {"pipeline": 2, "virtual_pipeline": 2}, MODES["OVERLAP"]),
     "cp2": ("tied", {"context": 2}, {"recompute": "full"}),
     "ep2": ("experts", {"expert": 2}, {}),
+    "angles-of-neighbours-tp2": ("post-norms", {"tensor": 2}, {}),
 }
 
 Train = Callable[..., list[Any]]
@@ -53,7 +54,7 @@ def assert_same_bits(found: Mapping[Any, torch.Tensor], expected: Mapping[Any, t
     assert [name for name, value in expected.items() if not torch.equal(found[name], value)] == []
 
 
-@pytest.mark.parametrize(("name", "parallel"), [("tied", {}), ("experts", {"expert": 2})])
+@pytest.mark.parametrize(("name", "parallel"), [("tied", {}), ("experts", {"expert": 2}), ("post-norms", {})])
 def test_fused_kernels_change_the_rounding_alone(train: Train, name: str, parallel: dict[str, Any]) -> None:
     """What the backend takes by itself, beside what the host takes by itself: other orders of sums."""
     host, npu = (train(backend, name, parallel=parallel) for backend in ("cpu", "npu"))
