@@ -450,7 +450,7 @@ def test_a_run_of_which_nothing_is_there_but_its_config(make_run: MakeRun) -> No
 
 
 def test_the_header_has_what_is_known_of_the_devices(make_run: MakeRun) -> None:
-    run = make_run(record={"backend": "abacus"}, environment={"abacus": "2 x beads", "cpu": "8"})
+    run = make_run(record={"backend": "abacus", "parts": []}, environment={"abacus": "2 x beads", "cpu": "8"})
     assert "abacus (2 x beads)" in Page(write_report(run)).text()
 
 
