@@ -6,7 +6,7 @@ The limits are those of torch-npu's documentation, and of CANN's for the kernel 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
 from torch import Tensor
@@ -31,6 +31,8 @@ def refuse(op: str, found: str, hint: str) -> NoReturn:
 
 def check_dtypes(op: str, **tensors: Tensor) -> None:
     """Refuse a dtype that no operator has, and tensors of different dtypes."""
+    for name, tensor in tensors.items():
+        _check_tensor(op, name, tensor)
     first = next(iter(tensors))
     dtype = dtype_name(tensors[first])
     if dtype not in DTYPES:
@@ -45,6 +47,7 @@ def check_shape(op: str, name: str, tensor: Tensor, wanted: Sequence[int | None]
 
     :param meaning: The shape in the words of the op: ``"[T, H, D]"``.
     """
+    _check_tensor(op, name, tensor)
     sizes = tuple(tensor.shape)
     fits = len(sizes) == len(wanted) and all(w is None or w == s for w, s in zip(wanted, sizes, strict=True))
     if not fits:
@@ -65,6 +68,8 @@ def check_lengths(op: str, name: str, lengths: Any, tokens: int, tensor: str) ->
     """
     if isinstance(lengths, Tensor):
         refuse(op, f"{name} as a tensor", "Pass host integers: reading a tensor would wait for the device.")
+    if not isinstance(lengths, Iterable):
+        refuse(op, f"{name} {lengths!r}", "Pass one length per sequence, host integers.")
     sizes = tuple(lengths)
     if any(type(size) is not int or size < 0 for size in sizes):
         refuse(op, f"{name} {list(sizes)}", "Each is the length of one sequence, an integer of at least 0.")
@@ -75,6 +80,11 @@ def check_lengths(op: str, name: str, lengths: Any, tokens: int, tensor: str) ->
             "Every token belongs to one sequence: pass one length per sequence.",
         )
     return sizes
+
+
+def _check_tensor(op: str, name: str, value: Any) -> None:
+    if not isinstance(value, Tensor):
+        refuse(op, f"{name} of type {type(value).__name__}", "Pass a tensor.")
 
 
 def dtype_name(tensor: Tensor) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -167,6 +167,12 @@ BAD: dict[str, tuple[Callable[[], Any], str]] = {
     "lengths as a tensor": (
         lambda: attend(None, None, None, COUNTS),
         r"lengths as a tensor\.\n.*host integers",
+    ),
+    "lengths of nothing": (lambda: attend(None, None, None, None), r"lengths None\.\n.*one length per seq"),
+    "queries as a list": (lambda: attend(cast("Tensor", [[1.0]])), r"q of type list\.\n.*Pass a tensor"),
+    "experts counts as a list": (
+        lambda: multiply(ones(4, 4), ones(3, 3, 4), cast("Tensor", [1, 1, 2])),
+        r"tokens_per_expert of type list\.\n.*Pass a tensor",
     ),
     "key lengths too few": (
         lambda: attend(key_lengths=(3, 3)),
