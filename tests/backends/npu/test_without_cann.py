@@ -86,6 +86,14 @@ def test_a_cpu_worker_can_import_the_models_of_transformers() -> None:
     assert done.returncode == 0, done.stderr
 
 
+def test_with_the_variable_the_inputs_of_the_examples_are_made(tmp_path: Path) -> None:
+    script, out = EXAMPLE.parent / "arithmetic/make_inputs.py", tmp_path / "inputs"
+    one_step = ("--stop-score", "0", "--check-interval", "1", "--max-steps", "1")
+    done = python(str(script), "--out", str(out), *one_step, **{AUTOLOAD: "0"})
+    assert done.returncode == 0, done.stderr
+    assert (out / "model/model.safetensors").is_file()
+
+
 def test_with_the_variable_the_cpu_backend_works() -> None:
     assert "PASS          cpu" in anygauge("doctor", **{AUTOLOAD: "0"}).stdout
     done = anygauge("hooks", "--backend", "cpu", **{AUTOLOAD: "0"})
