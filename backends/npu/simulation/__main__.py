@@ -18,10 +18,14 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 sys.path[0] = str(HERE.parent)  # the package by its name, and no module of it by a bare one
 
-from simulation.build import DEVICE, RECORD, built  # noqa: E402
+from simulation.build import DEVICE, RECORD, built, chips  # noqa: E402
 
 MOST_DEVICES = 64
 CACHE = "SIMULATED_NPU_CACHE"
+ROOT = "ANYGAUGE_NPU_ROOT"
+"""The directory that an NPU's and CANN's files are looked for in, as in the backend's own checks; ``/``."""
+CANN = ("usr/local/Ascend/ascend-toolkit", "usr/local/Ascend/cann*")
+SOC = "Ascend910B3"
 SCRATCH = "simulated-npu-"
 """What the names of scratch directories begin with."""
 LOCK = "lock"
@@ -40,11 +44,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _parser().error(f"--devices {options.devices}: 0 to {MOST_DEVICES} can be simulated")
     if not command:
         _parser().error("no command: python backends/npu/simulation -- COMMAND...")
+    if shutil.which(command[0]) is None:
+        _parser().error(f"{command[0]}: no such program")
     refusal = _refusal()
     if refusal is not None:
         sys.stderr.write(f"The simulation does not start here: {refusal}.\n")
         return 2
     try:
+        if options.soc != SOC and options.soc not in (known := chips()):
+            _parser().error(f"--soc {options.soc}: torch-npu knows {', '.join(known)}")
         libraries = built(options.cache)
     except (ImportError, OSError, RuntimeError) as error:
         sys.stderr.write(
@@ -65,9 +73,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Run a command on SIMULATED Ascend NPUs: plumbing and contracts, no numerics, no speed.",
     )
     parser.add_argument("--devices", type=int, default=1, metavar="N", help="how many (1)")
-    parser.add_argument(
-        "--soc", default="Ascend910B3", metavar="NAME", help="what they say they are (%(default)s)"
-    )
+    parser.add_argument("--soc", default=SOC, metavar="NAME", help="what they say they are (%(default)s)")
     parser.add_argument(
         "--memory-mib", type=int, default=8192, metavar="N", help="memory of each (%(default)s)"
     )
@@ -95,12 +101,14 @@ def _cache() -> Path:
 
 def _refusal() -> str | None:
     """Return why nothing is simulated on this host, where it could be taken for the real thing."""
-    devices = glob.glob("/dev/davinci[0-9]*")
-    if devices:
-        return f"it has an NPU ({devices[0]})"
+    root = os.environ.get(ROOT, "/")
+    for device in glob.iglob("dev/davinci[0-9]*", root_dir=root):
+        return f"it has an NPU (/{device})"
     for name in ("ASCEND_HOME_PATH", "ASCEND_TOOLKIT_HOME"):
         if os.environ.get(name):
             return f"CANN is set up ({name}={os.environ[name]})"
+    for place in (place for pattern in CANN for place in glob.iglob(pattern, root_dir=root)):
+        return f"CANN is installed (/{place})"
     return None
 
 

@@ -18,7 +18,7 @@ import tempfile
 from importlib.metadata import version
 from pathlib import Path
 
-__all__ = ["DEVICE", "RECORD", "build", "built"]
+__all__ = ["DEVICE", "RECORD", "build", "built", "chips"]
 
 DEVICE, RECORD = "device", "record"
 """Folders of libraries for ``LD_LIBRARY_PATH``: kernels that are missing fail; kernels are written down."""
@@ -54,6 +54,12 @@ def built(cache: Path) -> Path:
         finally:
             shutil.rmtree(unfinished, ignore_errors=True)
     return folder
+
+
+def chips() -> list[str]:
+    """Return the names of chips that torch-npu knows: of any other it says much later that it does not."""
+    library = (_package("torch_npu") / "lib/libtorch_npu.so").read_bytes()
+    return sorted({name.decode() for name in re.findall(rb"(?<=\0)Ascend[39]\d\d[\w-]+(?=\0)", library)})
 
 
 def build(directory: Path) -> None:

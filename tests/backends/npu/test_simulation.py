@@ -19,6 +19,7 @@ pytestmark = pytest.mark.npu_sim
 
 Run = Callable[..., CompletedProcess[str]]
 PROGRAMS = Path(__file__).parent / "programs"
+LAUNCHER = Path(__file__).parents[3] / "backends/npu/simulation"
 TWO = ("--devices", "2", "--memory-mib", "256")
 
 COUNT = """
@@ -161,6 +162,47 @@ def test_a_host_with_cann_is_refused(simulated: Run) -> None:
     done = simulated("-c", "print('ran')", ASCEND_HOME_PATH="/usr/local/Ascend")
     assert (done.returncode, done.stdout) == (2, "")
     assert "does not start here: CANN is set up (ASCEND_HOME_PATH=/usr/local/Ascend)" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("file", "said"),
+    [
+        ("usr/local/Ascend/cann-9.1.0/set_env.sh", "CANN is installed (/usr/local/Ascend/cann-9.1.0)"),
+        (
+            "usr/local/Ascend/ascend-toolkit/set_env.sh",
+            "CANN is installed (/usr/local/Ascend/ascend-toolkit)",
+        ),
+        ("dev/davinci3", "it has an NPU (/dev/davinci3)"),
+    ],
+)
+def test_a_host_with_files_of_the_real_thing_is_refused(
+    simulated: Run, tmp_path: Path, file: str, said: str
+) -> None:
+    (tmp_path / file).parent.mkdir(parents=True)
+    (tmp_path / file).touch()
+    done = simulated("-c", "print('ran')", ANYGAUGE_NPU_ROOT=str(tmp_path))
+    assert (done.returncode, done.stdout) == (2, "")
+    assert f"does not start here: {said}" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--", "no-such-program"), "error: no-such-program: no such program"),
+        (("--soc", "Foo", "--", "true"), "error: --soc Foo: torch-npu knows Ascend310B1, "),
+    ],
+)
+def test_what_cannot_be_started_is_one_line(on_host: Run, arguments: tuple[str, ...], said: str) -> None:
+    done = on_host(str(LAUNCHER), *arguments)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_another_chip_that_torch_npu_knows_is_taken(on_host: Run) -> None:
+    done = on_host(str(LAUNCHER), "--soc", "Ascend910_9391", "--", "true")
+    assert done.returncode == 0, done.stderr
+    assert "SIMULATED: 1 x Ascend910_9391" in done.stderr
 
 
 def test_what_it_is_built_with_is_named(simulated: Run, tmp_path: Path) -> None:
