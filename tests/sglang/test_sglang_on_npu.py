@@ -48,7 +48,7 @@ FINDINGS: Mapping[str, tuple[str, str]] = {
     "R13": ("models/qwen3.py", FUSED_HEADS),
     "R14": ("models/qwen3.py", r"ParallelLMHead\([^)]*use_attn_tp_group=get_parallel\(\)\.enable_dp_lm_head"),
     "R15": ("models/qwen3_moe.py", FUSED_HEADS),
-    "R17": ("models/qwen3_vl.py", r"np\.linspace\(.*?def fast_pos_embed_interpolate"),
+    "R17": ("models/qwen3_vl.py", r"np\.linspace\([^)]*dtype=np\.float32.*?def fast_pos_embed_interpolate"),
     "R18": ("models/qwen3_vl.py", r"use_hf_deepstack_order = \(.*?rl_on_policy_target is not None"),
     "R20": ("arg_groups/fields/mm.py", r"mm_enable_dp_encoder: A\[.*?fallback=False"),
     "R21": (
