@@ -13,7 +13,7 @@ import pytest
 from anygauge.engines.megatron.scope import REDIRECTED
 from anygauge_hooks.kernels import KERNEL_OPS
 
-pytestmark = pytest.mark.timeout(600)  # the suite has more than a thousand cases
+pytestmark = pytest.mark.timeout(600)  # the whole suite has more than a thousand cases
 
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = ROOT / "tests/backends/third_party"
@@ -80,8 +80,16 @@ def test_nothing_of_this_checkout_is_imported(environment: Any) -> None:
     assert str(ROOT) not in found["path"]
 
 
-def test_it_passes_the_suite(environment: Any) -> None:
-    suite = ["--pyargs", "anygauge.testing.conformance", "--backend", "abacus"]
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        pytest.param(f"{' or '.join(OWN_KERNELS)} or not test_kernels", id="what is its own"),
+        pytest.param("", id="whole", marks=pytest.mark.soak),
+    ],
+)
+def test_it_passes_the_suite(environment: Any, chosen: str) -> None:
+    """Kernels that it does not bring are the references, which have tests of their own."""
+    suite = ["--pyargs", "anygauge.testing.conformance", "--backend", "abacus", "-k", chosen]
     printed = environment.run_module("pytest", "-q", "-W", "error", "-p", "no:cacheprovider", *suite)
     assert re.search(r"^\d{3,} passed", printed, re.M), printed
     assert "skipped" not in printed
