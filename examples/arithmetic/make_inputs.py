@@ -171,9 +171,6 @@ def make_policy(directory: Path, seed: int) -> tuple[Any, Any]:
 
 def make_inputs(args: argparse.Namespace, out: Path) -> dict[str, Any]:
     """Write every input into ``out`` and return what is known of them."""
-    from anygauge_cpu.env import hide_extensions
-
-    hide_extensions()  # transformers imports them, and without their driver they fail
     import torch
     from transformers.utils.logging import disable_progress_bar
 
@@ -248,4 +245,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
+    from anygauge_cpu.env import hide_extensions
+
+    hide_extensions()  # transformers imports them, and without their driver they fail
     main()
