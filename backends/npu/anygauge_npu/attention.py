@@ -1,14 +1,14 @@
 """Attention over packed sequences, by one call of Ascend's fused operator for up to 1024 of them.
 
 The operator's layout is TND: the tokens of all sequences back to back, and cumulative lengths as host
-integers, without a 0 in front. Its softmax statistics lie otherwise: head by head within each sequence.
+integers, without a 0 in front. Its softmax statistics lie so where it is told, and head by head where not.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
-from itertools import accumulate, pairwise
+from itertools import accumulate
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +22,8 @@ OP = "varlen_attention"
 HEAD_SIZES = range(1, 769)
 HEADS = 256
 TOKENS = 1 << 20
+"""In one call, of queries and of keys."""
+
 SEQUENCES = 1024
 """In one call; the documentation gives 1024 in one place and 2048 in another."""
 
@@ -96,7 +98,7 @@ def _checked(
         if seen < (asked if causal else min(asked, 1)):
             rule = "the queries are its last tokens" if causal else "queries have a key"
             refuse(OP, f"a sequence of {asked} queries and {seen} keys", f"In a sequence {rule}.")
-    check_size(OP, "a sequence of", max(key_sizes, default=0), 0, TOKENS)
+    check_size(OP, "a sequence of", max((*sizes, *key_sizes), default=0), 0, TOKENS)
     return sizes, key_sizes
 
 
@@ -139,11 +141,11 @@ def _groups(pairs: list[tuple[int, int]]) -> Iterator[list[tuple[int, int]]]:
     group: list[tuple[int, int]] = []
     tokens = 0
     for pair in pairs:
-        if group and (len(group) == SEQUENCES or tokens + pair[1] > TOKENS):
+        if group and (len(group) == SEQUENCES or tokens + max(pair) > TOKENS):
             yield group
             group, tokens = [], 0
         group.append(pair)
-        tokens += pair[1]
+        tokens += max(pair)
     if group:
         yield group
 
@@ -170,30 +172,10 @@ def _attend(
         actual_seq_qlen=ends,
         actual_seq_kvlen=key_ends,
         sparse_mode=RIGHT_DOWN_CAUSAL if causal else 0,
+        softmax_layout="TND" if return_lse else "",
     )
-    return output, _log_sum_exp(peak.detach(), total.detach(), ends) if return_lse else None
-
-
-def _log_sum_exp(peak: Tensor, total: Tensor, ends: list[int]) -> Tensor:
-    """Return ``[T, H]`` from the largest score and the sum of exponentials of each row.
-
-    Both are ``[T, H, 8]``, where a number is repeated. In memory they are the ``[H, L, 8]`` of one sequence
-    after the other.
-    """
-    rows = _rows(tuple(ends), peak.shape[1]).to(peak.device)
-    flat = (x.reshape(-1, x.shape[-1])[:, 0] for x in (peak, total))
-    largest, added = (x.index_select(0, rows).view(peak.shape[:2]) for x in flat)
-    return largest + added.log()
-
-
-@lru_cache(maxsize=4)  # every layer of a micro-batch asks for the same
-def _rows(ends: tuple[int, ...], heads: int) -> Tensor:
-    """Return where the number of each token and head lies, ``[T H]``."""
-    rows = [
-        (first * heads + torch.arange((last - first) * heads)).view(heads, -1).t().flatten()
-        for first, last in pairwise((0, *ends))
-    ]
-    return torch.cat(rows)
+    # [T, H, 8], where a number is repeated
+    return output, (peak + total.log())[..., 0].detach() if return_lse else None
 
 
 def _joined(parts: Sequence[Tensor]) -> Tensor:

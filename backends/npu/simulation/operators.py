@@ -222,17 +222,24 @@ def _attention(
     queries: Sequence[tuple[int, int]],
     keys: Sequence[tuple[int, int]],
     sparse_mode: int,
+    softmax_layout: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return output ``[T, N, D]`` and the statistics ``[N, S]`` of each sequence, back to back."""
-    outputs, peaks, totals = [], [], []
+    """Return output ``[T, N, D]`` and, of all sequences back to back, the statistics ``[N, S]`` of each.
+
+    In the layout TND the statistics of each are ``[S, N]``.
+    """
+    outputs: list[Tensor] = []
+    statistics: tuple[list[Tensor], list[Tensor]] = ([], [])
     for (a, b), (c, d) in zip(queries, keys, strict=True):
         scores = _scores(query[a:b], key[c:d], scale, sparse_mode)
         values = value[c:d].repeat_interleave(query.shape[1] // value.shape[1], 1)
         outputs.append(torch.einsum("nqk,knd->qnd", scores.softmax(-1), values))
         peak = scores.amax(-1)
-        peaks.append(peak.flatten())
-        totals.append((scores - peak[..., None]).exp().sum(-1).flatten())
-    return torch.cat(outputs), torch.cat(peaks), torch.cat(totals)
+        total = (scores - peak[..., None]).exp().sum(-1)
+        for found, rows in zip(statistics, (peak, total), strict=True):
+            found.append((rows.t() if softmax_layout == "TND" else rows).flatten())
+    peaks, totals = map(torch.cat, statistics)
+    return torch.cat(outputs), peaks, totals
 
 
 @_operator
@@ -264,17 +271,17 @@ def npu_fusion_attention(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, int, int, int]:
     """Return output, largest scores, sums of exponentials, a reserved tensor and three numbers of dropout.
 
-    Statistics have the shape ``[T, N, 8]``, where a number is repeated eight times, and in memory the
-    ``[N, S, 8]`` of one sequence after the other.
+    Statistics have the shape ``[T, N, 8]``, where a number is repeated eight times. They lie so in memory if
+    their layout is TND, and else are the ``[N, S, 8]`` of one sequence after the other.
     """
     assert input_layout == "TND", f"layout {input_layout} is not simulated"
     assert (pse, padding_mask, prefix, sink, dropout_mask) == (None,) * 5
     assert keep_prob == 1
-    assert softmax_layout == "", "another order of the statistics is not simulated"
+    assert softmax_layout in ("", "TND"), softmax_layout
     _check_attention(query, key, value, head_num, atten_mask, sparse_mode)
     queries, keys = _bounds(actual_seq_qlen, len(query)), _bounds(actual_seq_kvlen, len(key))
     wide = query.float(), key.float(), value.float()
-    output, peak, total = _attention(*wide, scale, queries, keys, sparse_mode)
+    output, peak, total = _attention(*wide, scale, queries, keys, sparse_mode, softmax_layout)
     peaks, totals = (
         x[:, None].expand(-1, 8).reshape(len(query), head_num, 8).contiguous() for x in (peak, total)
     )
@@ -322,6 +329,7 @@ def npu_fusion_attention_grad(
     assert softmax_max is not None
     assert softmax_sum is not None
     assert attention_in is not None
+    assert softmax_layout in ("", "TND"), softmax_layout
     _check_attention(query, key, value, head_num, atten_mask, sparse_mode)
     assert dy.dtype == query.dtype, (dy.dtype, query.dtype)
     assert dy.shape == (*query.shape[:2], value.shape[2]), dy.shape
@@ -331,9 +339,10 @@ def npu_fusion_attention_grad(
     dq, dk, dv = (torch.zeros_like(x) for x in (q, k, v))
     delta = (grad * output).sum(-1)
     for (a, b), (c, d) in zip(queries, keys, strict=True):
-        part = slice(a * head_num, b * head_num)
+        flat = (x.reshape(-1, 8)[a * head_num : b * head_num, 0] for x in (softmax_max, softmax_sum))
         peak, total = (
-            x.reshape(-1, 8)[part, 0].reshape(head_num, b - a, 1) for x in (softmax_max, softmax_sum)
+            (x.view(b - a, head_num).t() if softmax_layout == "TND" else x.view(head_num, b - a))[..., None]
+            for x in flat
         )
         weights = (_scores(q[a:b], k[c:d], scale_value, sparse_mode) - peak).exp() / total
         values = v[c:d].repeat_interleave(shared, 1)

@@ -86,6 +86,7 @@ def collect(permuted: Tensor | None = None, rows: Tensor | None = None) -> Tenso
 
 FLOAT = torch.float32
 COUNTS = torch.tensor([2, 3])
+LONG = (1 << 20) + 1
 BAD: dict[str, tuple[Callable[[], Any], str]] = {
     "rms_norm float64": (
         lambda: rms_norm(ones(2, 8, dtype=torch.float64), ones(8, dtype=torch.float64), 1e-6),
@@ -187,6 +188,18 @@ BAD: dict[str, tuple[Callable[[], Any], str]] = {
         r"a sequence of 3 queries and 0 keys\.\n.*have a key",
     ),
     "key lengths of other sequences": (lambda: attend(key_lengths=(5,)), "2 lengths and 1 key_lengths"),
+    "a long sequence of queries": (
+        lambda: attend(
+            ones(LONG, 1, 1), ones(1, 1, 1), ones(1, 1, 1), (LONG,), causal=False, key_lengths=(1,)
+        ),
+        r"a sequence of 1048577\.\n.*takes 0 to 1048576",
+    ),
+    "a long sequence of keys": (
+        lambda: attend(
+            ones(1, 1, 1), ones(LONG, 1, 1), ones(LONG, 1, 1), (1,), causal=False, key_lengths=(LONG,)
+        ),
+        r"a sequence of 1048577\.\n.*takes 0 to 1048576",
+    ),
     "experts float64": (
         lambda: multiply(ones(5, 4, dtype=torch.float64), ones(2, 3, 4, dtype=torch.float64), COUNTS),
         "x in float64",

@@ -405,6 +405,7 @@ CASES = [
     with_lse(prefix_case("fewer-keys", (3, 9, 1, 0, 5), (1, 4, 7, 2, 5), causal=False)),
     with_lse(prefix_case("few-keys-long", (200, 9), (130, 3), causal=False)),
     with_lse(prefix_case("narrow-values", RAGGED, RAGGED, causal=True, value_width=24)),
+    with_lse(prefix_case("wide-values", RAGGED, RAGGED, causal=False, value_width=48)),
     *(
         router_case(f"{name}-{tokens}", tokens, 16, 4, **options)
         for tokens in (0, 1, 60)
@@ -445,6 +446,7 @@ CASES = [
     delta_case("keeps", (64, 65), decay=1e-3),
     delta_case("narrow-values", (5, 0, 17), width=32, value_width=8),
     prefix_case("narrow-values", RAGGED, RAGGED, causal=True, value_width=24),
+    prefix_case("wide-values", RAGGED, RAGGED, causal=True, value_width=48),
     attention_case("multi-head", RAGGED, 3, 3, 16, causal=True),
     attention_case("multi-query", RAGGED, 6, 1, 64, causal=True),
     *(
