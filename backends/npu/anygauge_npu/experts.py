@@ -17,7 +17,8 @@ WIDEST = 65535
 """Of the inner dimension of each operand."""
 
 ROWS, INNER = 0, 2
-"""What the groups divide: the rows of the first operand, or what is summed over."""
+"""What the groups divide: the rows of the first operand, or what is summed over. For Atlas A2 torch-npu's
+documentation has the first alone, and CANN's of aclnnGroupedMatmulV5, which is reached, has both."""
 
 
 def grouped_matmul(x: Tensor, weight: Tensor, tokens_per_expert: Tensor) -> Tensor:
@@ -83,7 +84,8 @@ def _outer(grad: Tensor, x: Tensor, ends: Tensor) -> Tensor:
     shape = len(ends), grad.shape[1], x.shape[1]
     if not len(x):
         return x.new_zeros(shape)
-    # a group without tokens is filled with zeros: CANN's kernel does so for groups along what is summed
+    # groups of no tokens are filled with zeros: EmptyTensorCompute in cann/ops-transformer's
+    # gmm/grouped_matmul/op_kernel/grouped_matmul_vector.h; not verified on an NPU
     return _grouped(grad.t(), x.contiguous(), ends, INNER)
 
 

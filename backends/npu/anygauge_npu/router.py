@@ -1,4 +1,8 @@
-"""The choice of experts by torch-npu's fused gates, made for inference; the gradients are ours.
+"""The choice of experts by torch-npu's fused gates, with gradients of our own.
+
+Torch-npu has no gradient of the softmax gate. That of the sigmoid gate is aclnnMoeGatingTopKBackward, which
+by cann/ops-transformer the Ascend 950 lacks; that every CANN for torch-npu has it is not verified. Ours is
+the same formula.
 
 Groups of experts are left to the reference: the documentation does not say what becomes of those not chosen.
 """

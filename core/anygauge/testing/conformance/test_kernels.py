@@ -353,6 +353,7 @@ ROUTERS: Mapping[str, Mapping[str, Any]] = {
     "pre-softmax": {"score_function": "softmax", "pre_softmax": True},
     "sigmoid": {"score_function": "sigmoid"},
     "bias": {"score_function": "sigmoid", "biased": True},
+    "bias-scaled": {"score_function": "sigmoid", "biased": True, "scaling_factor": 2.5},
     "groups": {"score_function": "softmax", "pre_softmax": True, "num_groups": 4, "group_topk": 2},
     "groups-of-logits": {"score_function": "softmax", "num_groups": 2, "group_topk": 1},
     "groups-bias": {
