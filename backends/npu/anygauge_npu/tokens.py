@@ -21,7 +21,9 @@ PERMUTED_DTYPES = ("float32", "bfloat16")
 MOST = (1 << 24) - 2
 """Tokens, experts and rows: the operator counts them in float32."""
 
-EXPERTS_PER_TOKEN = 511
+PERMUTED_PER_TOKEN = 511
+COLLECTED_PER_TOKEN = 512
+"""Rows of a token: the first operator is documented for less than 512, the second for at most 512."""
 
 
 def token_permute(
@@ -60,7 +62,7 @@ def _check_permute(tokens: Tensor, probs: Tensor, routing_map: Tensor, topk: int
     check_shape(op, "probs", probs, routing_map.shape, "[T, E]")
     experts = routing_map.shape[1]
     check_size(op, "a number of experts of", experts, 1, MOST)
-    check_size(op, "a topk of", topk, 1, min(experts, EXPERTS_PER_TOKEN))
+    check_size(op, "a topk of", topk, 1, min(experts, PERMUTED_PER_TOKEN))
     check_size(op, "a number of rows of", len(tokens) * topk, 0, MOST)
 
 
@@ -76,7 +78,7 @@ def token_unpermute(permuted: Tensor, rows: Tensor) -> Tensor:
     check_dtypes(op, permuted=permuted)
     check_shape(op, "rows", rows, (None, None), "[T, K]")
     check_shape(op, "permuted", permuted, (rows.numel(), None), "[T K, H]")
-    check_size(op, "a topk of", rows.shape[1], 1, EXPERTS_PER_TOKEN)
+    check_size(op, "a topk of", rows.shape[1], 1, COLLECTED_PER_TOKEN)
     check_size(op, "a number of rows of", rows.numel(), 0, MOST)
     if rows.dtype not in (torch.int32, torch.int64):
         refuse(op, f"rows in {dtype_name(rows)}", "Give them in int32 or int64.")
