@@ -55,7 +55,7 @@ KERNEL_FACTS: Mapping[KernelOp, Sequence[str]] = {
     **dict.fromkeys(KERNEL_OPS, ()),
     "causal_conv1d": ("width",),
     "gated_delta_rule": ("head_dim", "value_dim"),
-    "rotary_embedding": ("head_dim",),
+    "rotary_embedding": ("head_dim", "unit_angles"),
     "token_permute": ("experts", "topk"),
     "token_unpermute": ("topk",),
     "topk_router": (
@@ -65,7 +65,8 @@ KERNEL_FACTS: Mapping[KernelOp, Sequence[str]] = {
     "varlen_attention": ("head_dim", "value_dim", "causal", "return_lse"),
 }
 """What is known of each op, beside its dtype, when a module is built: what ``KernelImpl.limits`` may name.
-Tensors come with any strides, so there is no fact of a layout."""
+Tensors come with any strides, so there is no fact of a layout. ``unit_angles`` says whether cosines and sines
+are within [-1, 1], as they are but for YaRN's factor."""
 
 Tolerance = tuple[float, float]
 """Relative and absolute tolerance against the float64 reference."""
@@ -132,7 +133,8 @@ class RotaryEmbedding(Protocol):
 
         :param q: ``[T, H, D]``.
         :param k: ``[T, K, D]``.
-        :param cos: ``[T, R]``, float32, with ``R <= D``; the dimensions past ``R`` are left as they are.
+        :param cos: ``[T, R]``, float32, with ``R <= D``; the dimensions past ``R`` are left as they are. A
+            family may have multiplied cosines and sines, as YaRN does.
         :param sin: ``[T, R]``, float32.
         :returns: The rotated ``q`` and ``k``, in their dtypes.
         """

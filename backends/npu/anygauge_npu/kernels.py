@@ -33,7 +33,9 @@ def npu_kernels() -> list[KernelImpl]:
         _kernel("grouped_matmul", grouped_matmul, "npu_grouped_matmul"),
         replace(_kernel("layer_norm", layer_norm, ""), source="torch.nn.functional.layer_norm"),
         _kernel("rms_norm", rms_norm, "npu_rms_norm"),
-        _kernel("rotary_embedding", rotary_embedding, "npu_rotary_mul"),
+        replace(
+            _kernel("rotary_embedding", rotary_embedding, "npu_rotary_mul"), limits={"unit_angles": (True,)}
+        ),
         _kernel("swiglu", swiglu, "npu_swiglu"),
         replace(
             _kernel("token_permute", token_permute, "npu_moe_token_permute_with_routing_map"),

@@ -23,12 +23,12 @@ HEADS = 999
 def rotary_embedding(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     """Rotate queries and keys by the angles of their positions.
 
-    Cosines and sines are rounded to the dtype of ``q``, the only one that the operator takes beside it. It is
-    documented for values in [-1, 1]; YaRN's factor goes beyond, which is linear and not checked.
+    Cosines and sines are rounded to the dtype of ``q``, the only one that the operator takes beside it.
 
     :param q: ``[T, H, D]``.
     :param k: ``[T, K, D]``.
-    :param cos: ``[T, R]`` with ``R <= D``.
+    :param cos: ``[T, R]`` with ``R <= D``, in [-1, 1], as is said when the kernel is resolved: a look at the
+        values would wait for the device.
     :param sin: ``[T, R]``.
     :returns: The rotated ``q`` and ``k``.
     :raises KernelInputError: The operator does not take these tensors.

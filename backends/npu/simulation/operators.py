@@ -113,10 +113,7 @@ def npu_swiglu_backward(grad_output: Tensor, input: Tensor, dim: int = -1) -> Te
 def npu_rotary_mul(
     input: Tensor, r1: Tensor, r2: Tensor, rotary_mode: str = "half", rotate: Tensor | None = None
 ) -> Tensor:
-    """Return ``r1 * input + r2 * turned(input)`` for a 4-dimensional input.
-
-    The documentation has r1 and r2 in [-1, 1]; those of YaRN go a little beyond, and are let through.
-    """
+    """Return ``r1 * input + r2 * turned(input)`` for a 4-dimensional input."""
     _floats(input, r1, r2)
     _dense(input, r1, r2)
     assert input.dim() == r1.dim() == r2.dim() == 4
@@ -126,6 +123,8 @@ def npu_rotary_mul(
     assert width < 896, width
     assert width % 2 == 0, width
     assert r1.shape[-1] == width, (r1.shape, input.shape)
+    assert r1.abs().max() <= 1, "outside of [-1, 1]"
+    assert r2.abs().max() <= 1, "outside of [-1, 1]"
     _check_rotary_layout(input, r1)
     return (r1.float() * input.float() + r2.float() * _turned(input.float(), rotary_mode)).to(input.dtype)
 

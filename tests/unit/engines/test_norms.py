@@ -15,7 +15,7 @@ def test_layer_norm_is_torchs_and_its_gradients_are_summed_like_a_norms(context:
 
     from anygauge.engines.megatron.layers.provider import KernelSpecProvider
 
-    provider = KernelSpecProvider(resolve_kernels(context.plugins, context.backend))
+    provider = KernelSpecProvider(resolve_kernels(context.plugins, context.backend), unit_angles=True)
     config = SimpleNamespace(params_dtype=torch.float32, sequence_parallel=True)
     norm = build_module(provider.layer_norm(), config=config, hidden_size=16, eps=1e-6)
     expected = torch.nn.LayerNorm(16, eps=1e-6)

@@ -21,9 +21,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 from anygauge.config import Config
 from anygauge.config.architecture_rules import read_architecture
 from anygauge.engines.megatron.prepare import prepare_megatron
+from anygauge.kernels.table import KernelTable
 from anygauge.plugins import Plugins, load_plugins
 from anygauge.testing.tiny import tiny_tokenizer
 from anygauge_hooks.errors import ConfigError, WeightMappingError
+from anygauge_hooks.kernels import KernelOp
 from anygauge_hooks.models import ModelSpec
 from anygauge_hooks.rl import Prompt, SamplingParams
 from anygauge_hooks.types import BackendSpec, Device
@@ -510,6 +512,39 @@ def test_angles_are_read_in_the_order_of_transformers(
 ) -> None:
     path = write_tiny(FAMILIES[family], tmp_path)
     compare_logits(host, edited(path, **keys), sequences)
+
+
+ANGLES = [
+    ("qwen3", {}, True),
+    ("qwen3", {"rope_scaling": YARN}, False),
+    ("qwen3", {"rope_scaling": {**YARN, "attention_factor": 1.0}}, True),
+    ("deepseek_v3", {"rope_scaling": {**YARN, "mscale_all_dim": 1.0}}, False),
+    ("deepseek_v3", {"rope_scaling": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0}}, True),
+]
+
+
+@pytest.mark.parametrize(("family", "keys", "are_unit"), ANGLES)
+def test_a_kernel_is_chosen_by_whether_angles_are_multiplied(
+    host: Host,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    family: str,
+    keys: dict[str, Any],
+    are_unit: bool,
+) -> None:
+    told: set[bool] = set()
+    resolve = KernelTable.resolve
+
+    def spy(table: KernelTable, op: KernelOp, **facts: Any) -> Any:
+        if op == "rotary_embedding":
+            told.add(facts["unit_angles"])
+        return resolve(table, op, **facts)
+
+    monkeypatch.setattr(KernelTable, "resolve", spy)
+    policy = host.build(edited(write_tiny(FAMILIES[family], tmp_path), **keys))
+    cos, _ = policy.rotary(torch.arange(99))
+    assert (cos.abs().max() <= 1) == are_unit
+    assert told == {are_unit}
 
 
 def edited(path: Path, **keys: Any) -> Path:

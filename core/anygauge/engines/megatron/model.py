@@ -8,6 +8,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.models.gpt import GPTModel
@@ -179,7 +180,8 @@ def build_policy(
     options = megatron_options(config, architecture)
     kernels = resolve_kernels(plugins, backend)
     provided = plugins.first("get_spec_provider", backend=backend, kernels=kernels, config=config)
-    build = partial(_build, spec, hf, options, complete(provided, KernelSpecProvider(kernels)))
+    default = KernelSpecProvider(kernels, unit_angles=_has_unit_angles(spec, hf))
+    build = partial(_build, spec, hf, options, complete(provided, default))
     stages = _chunks_per_rank(config.train.parallel)
     policy = Policy(
         chunks=[build(vp_stage) for vp_stage in ([None] if stages is None else range(stages))],
@@ -202,6 +204,12 @@ def build_policy(
     for chunk in policy.chunks:
         chunk.to(device.torch_device)
     return policy
+
+
+def _has_unit_angles(spec: ModelSpec, hf: Mapping[str, Any]) -> bool:
+    """Return whether cosines and sines are within [-1, 1]: the cosine of 0 is what multiplies both."""
+    cos, _ = spec.rotary(hf, torch.zeros(1, dtype=torch.int64))
+    return bool(cos.abs().max() <= 1)
 
 
 def _check_known(family: str, architecture: Mapping[str, Any]) -> None:

@@ -100,13 +100,19 @@ def layer_norm_case(*shape: int, magnitude: float = 1.0, shift: float = 0.0) -> 
     )
 
 
-def rotary_case(tokens: int, heads: int, key_heads: int, width: int, rotary: int) -> Case:
+def rotary_case(
+    tokens: int, heads: int, key_heads: int, width: int, rotary: int, magnitude: float = 1.0
+) -> Case:
+    """Return a case whose cosines and sines are multiplied as YaRN does."""
+
     def tensors() -> tuple[Tensor, ...]:
         angles = 6 * torch.rand(tokens, rotary, dtype=torch.float64)
-        return normal(tokens, heads, width), normal(tokens, key_heads, width), angles.cos(), angles.sin()
+        cos, sin = magnitude * angles.cos(), magnitude * angles.sin()
+        return normal(tokens, heads, width), normal(tokens, key_heads, width), cos, sin
 
-    name = f"{tokens}-{heads}-{key_heads}-{width}-{rotary}"
-    return Case("rotary_embedding", name, tensors, 2, facts={"head_dim": width})
+    name = f"{tokens}-{heads}-{key_heads}-{width}-{rotary}" + (f"-{magnitude:g}" if magnitude != 1 else "")
+    facts = {"head_dim": width, "unit_angles": magnitude <= 1}
+    return Case("rotary_embedding", name, tensors, 2, facts=facts)
 
 
 def swiglu_case(*shape: int) -> Case:
@@ -374,6 +380,7 @@ CASES = [
     rotary_case(19, 4, 2, 32, 32),
     rotary_case(19, 4, 4, 24, 16),
     rotary_case(7, 3, 1, 128, 64),
+    rotary_case(19, 4, 2, 32, 32, magnitude=1.35),
     *(swiglu_case(*shape) for shape in [(0, 4), (1, 2), (7, 66), (2, 5, 128)]),
     *(
         attention_case(name, lengths, causal=causal)

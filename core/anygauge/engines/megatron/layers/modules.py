@@ -113,6 +113,7 @@ class CoreAttention(nn.Module):
         self,
         config: TransformerConfig,
         kernels: KernelTable,
+        unit_angles: bool,
         softmax_scale: float | None = None,
         k_channels: int | None = None,
         v_channels: int | None = None,
@@ -125,7 +126,7 @@ class CoreAttention(nn.Module):
         self.attend = kernels.resolve(
             "varlen_attention", causal=True, value_dim=value_dim, return_lse=False, **facts
         )
-        self.rotate = kernels.resolve("rotary_embedding", **facts)
+        self.rotate = kernels.resolve("rotary_embedding", unit_angles=unit_angles, **facts)
         self.interleaved = config.rotary_interleaved
         self.scale = softmax_scale if softmax_scale is not None else head_dim**-0.5
         self.context_group = parallel_state.get_context_parallel_group()

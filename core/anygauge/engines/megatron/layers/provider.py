@@ -62,8 +62,10 @@ class SpecProvider(Protocol):
 class KernelSpecProvider:
     """The default: Megatron's linears, our modules bound to the kernel table."""
 
-    def __init__(self, kernels: KernelTable) -> None:
+    def __init__(self, kernels: KernelTable, *, unit_angles: bool) -> None:
         self.kernels = kernels
+        self.unit_angles = unit_angles
+        """Whether the model's cosines and sines are within [-1, 1]."""
 
     def norm(self) -> ModuleSpec:
         """Return :class:`RmsNorm`."""
@@ -75,7 +77,7 @@ class KernelSpecProvider:
 
     def core_attention(self) -> Any:
         """Return :class:`CoreAttention`."""
-        return partial(CoreAttention, kernels=self.kernels)
+        return partial(CoreAttention, kernels=self.kernels, unit_angles=self.unit_angles)
 
     def column_parallel_linear(self) -> type:
         """Return Megatron's own."""
