@@ -15,7 +15,6 @@ from anygauge_hooks.kernels import KernelImpl, KernelOp
 from anygauge_npu.attention import varlen_attention
 from anygauge_npu.experts import grouped_matmul
 from anygauge_npu.guards import DTYPES
-from anygauge_npu.liger import liger_kernels
 from anygauge_npu.norms import layer_norm, rms_norm, swiglu
 from anygauge_npu.rotary import rotary_embedding
 from anygauge_npu.router import SIGMOID_EXPERTS, SIGMOID_TOPK, topk_router
@@ -48,7 +47,6 @@ def npu_kernels() -> list[KernelImpl]:
         ),
         replace(_kernel("topk_router", topk_router, "npu_moe_gating_top_k"), limits={**sigmoid, **UNGROUPED}),
         _kernel("varlen_attention", varlen_attention, "npu_fusion_attention"),
-        *liger_kernels(),
     ]
 
 
