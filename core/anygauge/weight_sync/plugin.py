@@ -72,10 +72,12 @@ def _delta(config: Config, context: WorkerContext) -> WeightTransport:
 def _distributed(config: Config, context: WorkerContext) -> WeightTransport:
     from anygauge.weight_sync.transports.distributed import DistributedTransport
 
-    backends = context.plugins.named("register_backends").values()
+    own = context.backend
+    others = context.plugins.named("register_backends").values()
+    backends = {each.device_type: each.dist_backend for each in others}
     return DistributedTransport(
-        context.backend.device_type,
-        {each.device_type: each.dist_backend for each in backends},
+        own.device_type,
+        {**backends, own.device_type: own.dist_backend},  # of its type of device there may be others
         deadline_s=config.weight_sync.deadline_s,
     )
 

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
 import pluggy
 import pytest
 
 from anygauge.plugins import Plugins, load_plugins
 from anygauge.weight_sync import plugin
+from anygauge_cpu.plugin import CPU
 from anygauge_hooks import PROJECT, hookimpl, specs
 from anygauge_hooks.errors import DuplicateNameError
 from anygauge_hooks.weights import WeightTransportSpec
@@ -30,3 +35,14 @@ def test_two_transports_of_one_name_are_an_error() -> None:
     plugins.register(Other(), "other")
     with pytest.raises(DuplicateNameError, match="'disk' is registered by"):
         plugins.named("register_weight_transports")
+
+
+def test_the_group_for_weights_is_of_the_runs_own_backend() -> None:
+    other = replace(CPU, name="other", dist_backend="another")
+    backends = {"cpu": CPU, "other": other}
+    config: Any = SimpleNamespace(weight_sync=SimpleNamespace(deadline_s=1.0))
+    for own in (CPU, other):
+        plugins = SimpleNamespace(named=lambda hook: backends)
+        context: Any = SimpleNamespace(backend=own, plugins=plugins)
+        transport: Any = plugin._distributed(config, context)
+        assert transport._backend == own.dist_backend
