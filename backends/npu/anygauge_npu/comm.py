@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from datetime import timedelta
 from typing import Any
+
+from anygauge_npu.env import BUFFER, WORKER
 
 __all__ = ["communicator", "group_options"]
 
@@ -25,14 +28,22 @@ def communicator(options: Any, own: Any) -> Any:
 def group_options(group_name: str, timeout_s: float) -> Any:
     """Return the options of a group, ``ProcessGroupHCCL.Options``.
 
-    :param group_name: ``"default"`` gets less memory for each of its two buffers than ``HCCL_BUFFSIZE`` gives
-        the others, unless the environment says otherwise for all of them.
-    :param timeout_s: Seconds until torch-npu gives a collective up on the host.
+    :param group_name: ``"default"`` gets for each of its two buffers 32 MB, or what ``HCCL_BUFFSIZE`` gives the
+        other groups if that is less.
+    :param timeout_s: Seconds until torch-npu gives a collective up on the host. ``op_timeout``, the other limit
+        that the options have, is read by nothing: every work takes the first (``ProcessGroupHCCL.cpp`` of
+        Ascend/pytorch at commit 9e73e708ab93).
     """
     from torch_npu._C._distributed_c10d import ProcessGroupHCCL
 
     options = ProcessGroupHCCL.Options()
     options._timeout = timedelta(seconds=timeout_s)
-    if group_name == "default":
+    if group_name == "default" and _others_buffer_mb() > SMALL_BUFFER_MB:
         options.hccl_config = {"hccl_buffer_size": SMALL_BUFFER_MB}
     return options
+
+
+def _others_buffer_mb() -> int:
+    """Return the megabytes of each buffer of the groups without options of their own."""
+    text = os.environ.get(BUFFER, "").strip()
+    return int(text) if text.isdecimal() else int(WORKER[BUFFER])

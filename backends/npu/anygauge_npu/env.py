@@ -14,6 +14,7 @@ from anygauge_hooks.types import AcceleratorIds, ConfigChange
 __all__ = [
     "ALLOCATOR",
     "AUTOLOAD",
+    "BUFFER",
     "DETERMINISTIC",
     "HIDDEN",
     "LOADED",
@@ -31,6 +32,7 @@ __all__ = [
 VISIBLE_DEVICES = "ASCEND_RT_VISIBLE_DEVICES"
 AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 """Whether ``import torch`` loads torch-npu too. This backend imports it by name, so either will do."""
+BUFFER = "HCCL_BUFFSIZE"
 
 WORKER: Mapping[str, str] = {
     # several processes on one NPU or host must not ask for the same listening ports; all members of a group
@@ -39,7 +41,7 @@ WORKER: Mapping[str, str] = {
     "HCCL_NPU_SOCKET_PORT_RANGE": "auto",
     # megabytes that each end of a communicator holds twice, for sending and for receiving: HCCL's own
     # default, written down because trainers and servers must not differ
-    "HCCL_BUFFSIZE": "200",
+    BUFFER: "200",
 }
 ALLOCATOR: Mapping[str, str] = {"PYTORCH_NPU_ALLOC_CONF": "expandable_segments:True"}
 """Of trainers: sequences of all lengths fragment fixed segments. A server's memory saver has its own
