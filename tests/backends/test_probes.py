@@ -341,8 +341,18 @@ def test_a_deterministic_run_adds_what_its_backend_needs(plugins: Plugins) -> No
         for spec in (CPU, CUDA, NPU)
     }
     assert added["cpu"] == set()
-    assert added["cuda"] == set(anygauge_cuda.env.DETERMINISTIC.items())
-    assert added["npu"] == set(anygauge_npu.env.DETERMINISTIC.items())
+    assert added["cuda"] == {
+        ("CUBLAS_WORKSPACE_CONFIG", ":4096:8"),
+        ("NCCL_ALGO", "Ring"),
+        ("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0"),
+    }
+    assert added["npu"] == {
+        ("HCCL_DETERMINISTIC", "true"),
+        ("LCCL_DETERMINISTIC", "1"),
+        ("CLOSE_MATMUL_K_SHIFT", "1"),
+        ("ATB_MATMUL_SHUFFLE_K_ENABLE", "0"),
+        ("ATB_LLM_LCOC_ENABLE", "0"),
+    }
 
 
 def test_npu_workers_agree_on_ports_buffers_and_limits(
