@@ -180,7 +180,12 @@ def fake_npu(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
         monkeypatch.setattr(ctypes, "CDLL", library)
         found = versions or {"torch": "2.13.0+cpu", "torch-npu": "2.13.0"}
-        monkeypatch.setattr(anygauge_npu.probe, "version", lambda name: found[name])
+        requires = {"torch-npu": ["torch==2.10.0"]} if found["torch-npu"] == "2.10.0" else {}
+        monkeypatch.setattr(
+            anygauge_npu.probe,
+            "distribution",
+            lambda name: SimpleNamespace(name=name, version=found[name], requires=requires.get(name)),
+        )
         monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
         module = ModuleType("torch_npu")
         vars(module)["npu"] = SimpleNamespace(
@@ -273,12 +278,19 @@ def test_npu_without_torch_npu_names_the_pair_that_has_a_cann(monkeypatch: pytes
     assert 'beside CANN 9.1 (docs/npu.md, "Without a container")' in str(state.hint)
 
 
+def test_npu_built_for_another_patch_of_torch(fake_npu: Callable[..., None]) -> None:
+    fake_npu(versions={"torch": "2.10.1", "torch-npu": "2.10.0"}, count=8)
+    state = probe_backend(NPU)
+    assert (state.ok, state.reason) == (False, "torch-npu 2.10.0 does not fit torch 2.10.1")
+    assert "'torch==2.10.0' 'torch-npu==2.10.0'" in str(state.hint)
+
+
 def test_npu_without_metadata(fake_npu: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(name: str) -> str:
         raise PackageNotFoundError(name)
 
     fake_npu()
-    monkeypatch.setattr(anygauge_npu.probe, "version", missing)
+    monkeypatch.setattr(anygauge_npu.probe, "distribution", missing)
     assert probe_backend(NPU).reason == "torch is not installed"
 
 

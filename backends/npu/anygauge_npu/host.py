@@ -17,7 +17,16 @@ from pathlib import Path
 
 from anygauge_hooks.types import HostCheck
 from anygauge_npu.mindspeed import INSTALL as INSTALL_MINDSPEED
-from anygauge_npu.releases import CANN_OF_TORCH_NPU, INSTALL, MEGATRON_OF_MINDSPEED, fits, number, pair
+from anygauge_npu.releases import (
+    CANN_OF_TORCH_NPU,
+    INSTALL,
+    MEGATRON_OF_MINDSPEED,
+    fits,
+    number,
+    pair,
+    refused,
+    torch_wanted,
+)
 from anygauge_npu.rollout import INSTALLS
 
 __all__ = ["ROOT", "Host", "facts", "host_checks"]
@@ -225,9 +234,7 @@ def _torch(host: Host) -> Checks:
     if npu is None:
         yield _absent("torch-npu", "not installed", INSTALL)
         return
-    refused = torch is not None and _refused(npu, torch)
-    if torch is not None and (refused or number(torch.version) != number(npu.version)):
-        wanted = refused or f"=={number(npu.version)}.*"
+    if torch is not None and (wanted := torch_wanted(npu, torch)):
         text = f"{npu.version} does not fit torch {torch.version}"
         yield _failed("torch-npu", text, pair(wanted, npu.version))
     elif _cann_version(host)[0] is None:
@@ -298,23 +305,10 @@ def _sglang() -> Checks:
     fix = f"install it {INSTALLS['sglang']}"
     if found is None:
         yield _absent("SGLang", "not installed; optional", fix)
-    elif torch is not None and (wanted := _refused(found, torch)):
+    elif torch is not None and (wanted := refused(found, torch)):
         yield _failed("SGLang", f"{found.version} is the wheel that wants torch{wanted}", fix)
     else:
         yield _passed("SGLang", f"{found.version}{_source(found)}")
-
-
-def _refused(owner: Distribution, needed: Distribution) -> str | None:
-    """Return what a distribution asks of another that is installed in a release that it refuses."""
-    from packaging.requirements import Requirement
-
-    for text in owner.requires or ():
-        requirement = Requirement(text)
-        applies = requirement.marker is None or requirement.marker.evaluate({"extra": ""})
-        if requirement.name == needed.name and applies:
-            specifier = requirement.specifier
-            return None if specifier.contains(needed.version, prereleases=True) else str(specifier)
-    return None
 
 
 # -------------------------------------------------------------------------

@@ -8,11 +8,11 @@ import importlib.util
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import PackageNotFoundError, distribution
 
 from anygauge_hooks.types import Availability
 from anygauge_npu.env import AUTOLOAD, VISIBLE_DEVICES
-from anygauge_npu.releases import INSTALL, pair
+from anygauge_npu.releases import INSTALL, pair, torch_wanted
 
 __all__ = ["probe"]
 
@@ -35,22 +35,16 @@ def probe() -> Availability:
 
 
 def _mismatch() -> Availability | None:
-    """Compare the releases: torch-npu is built against one minor release of torch."""
+    """Compare the releases: torch-npu is built against one release of torch."""
     try:
-        torch_version, npu_version = version("torch"), version("torch-npu")
+        torch, npu = distribution("torch"), distribution("torch-npu")
     except PackageNotFoundError as error:
         return Availability(ok=False, reason=f"{error.name} is not installed", hint=INSTALL)
-    if _minor(torch_version) == _minor(npu_version):
+    wanted = torch_wanted(npu, torch)
+    if wanted is None:
         return None
-    return Availability(
-        ok=False,
-        reason=f"torch-npu {npu_version} does not fit torch {torch_version}",
-        hint=pair(f"=={_minor(npu_version)}.*", npu_version),
-    )
-
-
-def _minor(text: str) -> str:
-    return ".".join(text.split("+")[0].split(".")[:2])
+    reason = f"torch-npu {npu.version} does not fit torch {torch.version}"
+    return Availability(ok=False, reason=reason, hint=pair(wanted, npu.version))
 
 
 def _no_cann() -> Availability | None:

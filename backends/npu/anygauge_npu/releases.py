@@ -4,8 +4,19 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from importlib.metadata import Distribution
 
-__all__ = ["CANN_OF_TORCH_NPU", "INSTALL", "MEGATRON_OF_MINDSPEED", "PAIR", "fits", "number", "pair"]
+__all__ = [
+    "CANN_OF_TORCH_NPU",
+    "INSTALL",
+    "MEGATRON_OF_MINDSPEED",
+    "PAIR",
+    "fits",
+    "number",
+    "pair",
+    "refused",
+    "torch_wanted",
+]
 
 CANN_OF_TORCH_NPU: Mapping[str, tuple[str, ...]] = {
     "2.12": ("9.1",),
@@ -55,6 +66,25 @@ def fits(cann: str, torch_npu: str) -> bool | None:
     """
     known = CANN_OF_TORCH_NPU.get(number(torch_npu))
     return None if known is None else number(cann) in known
+
+
+def refused(owner: Distribution, needed: Distribution) -> str | None:
+    """Return what a distribution asks of another that is installed in a release that it refuses."""
+    from packaging.requirements import Requirement
+
+    for text in owner.requires or ():
+        requirement = Requirement(text)
+        applies = requirement.marker is None or requirement.marker.evaluate({"extra": ""})
+        if requirement.name == needed.name and applies:
+            specifier = requirement.specifier
+            return None if specifier.contains(needed.version, prereleases=True) else str(specifier)
+    return None
+
+
+def torch_wanted(npu: Distribution, torch: Distribution) -> str | None:
+    """Return which torch a torch-npu is built against, ``"==2.10.*"``, if it is not the one that is there."""
+    minor = number(npu.version)
+    return refused(npu, torch) or (None if number(torch.version) == minor else f"=={minor}.*")
 
 
 INSTALL = (
