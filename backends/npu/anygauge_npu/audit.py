@@ -170,9 +170,11 @@ def _kind(old: Any, new: Any) -> Literal["replaced", "added", "removed"]:
 def _author(value: Any) -> str:
     """Return the module of the code of a value: a wrapper has the name of what it wraps, but own globals."""
     for attribute in ("__func__", "fget", "func"):
-        value = getattr(value, attribute, None) or value
+        inner = getattr(value, attribute, None)
+        value = value if inner is None else inner  # a foreign object need not be true or false
     its_globals = getattr(value, "__globals__", None)
-    return str(its_globals["__name__"] if its_globals else getattr(value, "__module__", None) or "")
+    name = getattr(value, "__module__", None) if its_globals is None else its_globals.get("__name__")
+    return name if isinstance(name, str) else ""
 
 
 class _Finder(MetaPathFinder):

@@ -63,6 +63,7 @@ OPTIONS: Mapping[str, tuple[type, str]] = {
     "arguments": (dict, "a table of MindSpeed's command-line arguments, spelt with _"),
 }
 _ROLES_WITHOUT = ("rollout",)
+_VERSIONS = "It is made for one version of Megatron and of torch-npu: `anygauge doctor --backend npu`."
 
 _log = logging.getLogger(__name__)
 
@@ -95,25 +96,27 @@ def load(config: Any, log: str | None) -> None:
         with audit.watching(), _no_arguments():
             importlib.import_module(ADAPTOR)
     except Exception as error:
-        raise ProviderError(
-            f"MindSpeed {_version()} does not load: {error!r}.",
-            hint="It is made for one version of Megatron and of torch-npu: `anygauge doctor --backend npu`.",
-        ) from error
+        raise ProviderError(f"MindSpeed {_version()} does not load: {error!r}.", hint=_VERSIONS) from error
     _report(config, log, "import")
 
 
 def reapply(config: Any, log: str | None) -> None:
     """Apply the library again with the arguments of the run, and write down what is replaced now.
 
-    :raises ProviderError: It was not loaded before, or replaced what the config does not allow.
+    :raises ProviderError: It was not loaded before, fails, or replaced what the config does not allow.
     """
     if _State.audit is None:
         raise ProviderError(
             "MindSpeed was not loaded before the config was applied.",
             hint="prepare_worker is called with before_vendor_import first, then with after_config.",
         )
-    with _State.audit.watching():
-        sys.modules[ADAPTOR].repatch(arguments(config))  # it takes a mapping, though it says args
+    try:
+        with _State.audit.watching():
+            sys.modules[ADAPTOR].repatch(arguments(config))  # it takes a mapping, though it says args
+    except Exception as error:
+        raise ProviderError(
+            f"MindSpeed {_version()} does not take the arguments of the run: {error!r}.", hint=_VERSIONS
+        ) from error
     _report(config, log, "config")
 
 
@@ -150,7 +153,7 @@ def option_problems(config: Any) -> Iterator[ConfigProblem]:
         if name not in OPTIONS:
             hint = f"unknown to {NAME}; known: {', '.join(OPTIONS)}"
             yield ConfigProblem(path=path, found=value, hint=hint)
-        elif not isinstance(value, OPTIONS[name][0]):
+        elif not (isinstance(value, OPTIONS[name][0]) and _has_names(value)):
             yield ConfigProblem(path=path, found=value, hint=f"must be {OPTIONS[name][1]}")
 
 
@@ -158,6 +161,11 @@ def missing(config: Any) -> Iterator[ConfigProblem]:
     """Yield that the library was chosen and is not installed; nothing of it is imported."""
     if config.train.provider == NAME and not _is_installed():
         yield ConfigProblem(path="train.provider", found=NAME, hint=f"it is not installed: {INSTALL}")
+
+
+def _has_names(value: Any) -> bool:
+    """Return whether the elements of a list, or the keys of a table, are strings."""
+    return isinstance(value, bool) or all(isinstance(each, str) for each in value)
 
 
 class Modules:

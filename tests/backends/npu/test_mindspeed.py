@@ -170,6 +170,7 @@ def test_an_unknown_name_says_what_there_is(tmp_path: Path) -> None:
         ("train.provider_options={strikt = true}", "unknown to mindspeed; known: strict, allow"),
         ("train.provider_options={strict = 1}", "must be true or false"),
         ("train.provider_options={allow = 'torch.*'}", "must be a list of names"),
+        ("train.provider_options={allow = [3]}", "must be a list of names"),
     ],
 )
 def test_wrong_options_are_named(tmp_path: Path, override: str, expected: str) -> None:
@@ -217,6 +218,16 @@ def test_one_that_does_not_load_is_named_with_its_error(
     with pytest.raises(ProviderError, match="does not load: ModuleNotFoundError"):
         mindspeed.load(npu_config(tmp_path), None)
     sys.modules.pop("mindspeed", None)
+
+
+@pytest.mark.parametrize("contents", [{}, {"repatch": lambda args: args["unheard_of"]}])
+def test_one_that_is_not_applied_again_is_named_with_its_error(
+    contents: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mindspeed._State, "audit", Audit([]))
+    monkeypatch.setitem(sys.modules, mindspeed.ADAPTOR, SimpleNamespace(**contents))
+    with pytest.raises(ProviderError, match="does not take the arguments of the run: (Attribute|Key)Error"):
+        mindspeed.reapply(npu_config(tmp_path), None)
 
 
 # -------------------------------------------------------------------------
@@ -296,6 +307,21 @@ def test_an_audit_asks_a_lazy_module_for_nothing() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, lazy.__name__, lazy)
         assert audit.changes() == []
+
+
+def test_an_audit_asks_no_value_whether_it_is_true(scratch: Any) -> None:
+    class Array:
+        def __bool__(self) -> bool:
+            raise ValueError("of which element?")
+
+    class Wrapper:
+        func = Array()
+
+        def __call__(self) -> None: ...
+
+    audit = Audit([scratch.__name__])
+    scratch.fn = Wrapper()
+    assert [change.by for change in audit.changes()] == [Array.__module__]
 
 
 def test_a_class_that_was_replaced_is_one_change(scratch: Any) -> None:
