@@ -28,11 +28,11 @@ def communicator(options: Any, own: Any) -> Any:
 def group_options(group_name: str, timeout_s: float) -> Any:
     """Return the options of a group, ``ProcessGroupHCCL.Options``.
 
-    :param group_name: ``"default"`` gets for each of its two buffers 32 MB, or what ``HCCL_BUFFSIZE`` gives the
-        other groups if that is less.
-    :param timeout_s: Seconds until torch-npu gives a collective up on the host. ``op_timeout``, the other limit
-        that the options have, is read by nothing: every work takes the first (``ProcessGroupHCCL.cpp`` of
-        Ascend/pytorch at commit 9e73e708ab93).
+    :param group_name: ``"default"`` gets for each of its two buffers 32 MB, or what ``HCCL_BUFFSIZE`` gives
+        the other groups if that is less.
+    :param timeout_s: Seconds until torch-npu gives a collective up on the host. Nothing reads ``op_timeout``,
+        the other limit that the options have: work takes this one (``ProcessGroupHCCL.cpp`` of Ascend/pytorch
+        at commit 9e73e708ab9350d203475609f36f8a43f6a0c2ab and on branch v2.10.0).
     """
     from torch_npu._C._distributed_c10d import ProcessGroupHCCL
 
