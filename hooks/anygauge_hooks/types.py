@@ -49,8 +49,9 @@ class HostCheck:
     """One thing that a backend needs of its host, or can use: a driver, a library, a device file."""
 
     name: str
-    status: Literal["PASS", "FAIL", "NOT INSTALLED"]
-    """``FAIL`` is there but wrong; ``NOT INSTALLED`` is not there, which may be fine."""
+    status: Literal["PASS", "FAIL", "NOT INSTALLED", "UNKNOWN"]
+    """``FAIL`` is there but wrong; ``NOT INSTALLED`` is not there, which may be fine; ``UNKNOWN`` is there,
+    and nothing tells whether it is right."""
     found: str = ""
     """As a clause: ``"9.1.0"``, ``"2.13.0 does not fit torch 2.10.0"``."""
     fix: str | None = None

@@ -257,7 +257,8 @@ def _cann_of(host: Host, npu: str) -> Checks:
             fix = f"torch-npu {npu} wants CANN {' or '.join(known)}: install that, or another torch-npu"
             yield _failed(name, f"{cann} does not serve torch-npu {npu}", fix)
         case _:
-            yield _passed(name, f"torch-npu {npu} is in no published table; CANN is {cann}")
+            found = f"torch-npu {npu} is in no published table; CANN is {cann}"
+            yield HostCheck(name=name, status="UNKNOWN", found=found)
 
 
 # -------------------------------------------------------------------------

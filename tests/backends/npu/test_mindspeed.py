@@ -226,7 +226,7 @@ def test_one_that_is_not_applied_again_is_named_with_its_error(
 ) -> None:
     monkeypatch.setattr(mindspeed._State, "audit", Audit([]))
     monkeypatch.setitem(sys.modules, mindspeed.ADAPTOR, SimpleNamespace(**contents))
-    with pytest.raises(ProviderError, match="does not take the arguments of the run: (Attribute|Key)Error"):
+    with pytest.raises(ProviderError, match=r"does not take the arguments of the run: (Attribute|Key)Error"):
         mindspeed.reapply(npu_config(tmp_path), None)
 
 
