@@ -188,7 +188,14 @@ def core_kernels() -> list[KernelImpl]:
 
 
 def _missing(kernel: KernelImpl) -> tuple[str, ...]:
-    return tuple(module for module in kernel.requires if find_spec(module) is None)
+    return tuple(module for module in kernel.requires if not _is_installed(module))
+
+
+def _is_installed(module: str) -> bool:
+    try:
+        return find_spec(module) is not None
+    except ValueError:  # somebody's stand-in, which has no spec
+        return False
 
 
 def _whole(kernel: KernelImpl) -> KernelImpl:

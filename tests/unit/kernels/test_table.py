@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+import sys
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -258,3 +259,11 @@ def test_a_kernel_whose_library_is_missing_is_left_out_and_reported(plugins: Plu
     assert [one.priority for one in kernels.candidates("swiglu", dtype="float32")] == [0]
     (left_out,) = kernels.left_out
     assert (left_out.op, left_out.owner, left_out.missing) == ("swiglu", "toy", (missing,))
+
+
+def test_a_kernel_whose_library_is_a_stand_in_is_left_out_too(
+    plugins: Plugins, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "a_stand_in", ModuleType("a_stand_in"))  # which has no spec
+    kernels = table(plugins, kernel(requires=("a_stand_in",)))
+    assert [each.missing for each in kernels.left_out] == [("a_stand_in",)]
