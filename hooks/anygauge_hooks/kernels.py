@@ -115,6 +115,8 @@ class LayerNorm(Protocol):
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
         """Return ``(x - mean(x)) / sqrt(var(x) + eps) * weight + bias``, the mean and variance in float32.
 
+        It is for vision towers; none of the text models has one.
+
         :param x: ``[..., D]``, float32 or bfloat16.
         :param weight: ``[D]``, the dtype of ``x``.
         :param bias: ``[D]``, the dtype of ``x``.
@@ -181,7 +183,8 @@ class VarlenAttention(Protocol):
             causal, none is below its entry in ``lengths``, and the queries of a sequence are its last tokens,
             as they are for a part of it under context parallelism. If not, a sequence with queries has a key.
         :param return_lse: Whether the log-sum-exp of the scaled scores of each query is a second output,
-            ``[T, H]``, float32, in nats. It carries no gradient.
+            ``[T, H]``, float32, in nats. It carries no gradient. The engine does not ask for it: it is for
+            context parallelism by parts, and for use outside of the engine.
         :returns: ``[T, H, E]``, the dtype of ``q``.
         """
 

@@ -29,7 +29,7 @@ class SpecProvider(Protocol):
         """Return the norm of hidden states, queries and keys."""
 
     def layer_norm(self) -> Any:
-        """Return the norm with a mean and a bias. No decoder has one."""
+        """Return the norm with a mean and a bias: for vision towers, none of the text models has one."""
 
     def core_attention(self) -> Any:
         """Return the builder of rotary embedding and attention."""
