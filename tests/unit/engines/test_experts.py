@@ -108,6 +108,21 @@ def routers_of(engine: Any) -> list[Any]:
 # Kernels
 # -------------------------------------------------------------------------
 
+FACTS: dict[KernelOp, dict[str, tuple[Any, ...]]] = {
+    "topk_router": {
+        "experts": (8,),
+        "topk": (2,),
+        "score_function": ("sigmoid",),
+        "pre_softmax": (False,),
+        "num_groups": (None,),
+        "group_topk": (None,),
+        "has_expert_bias": (True,),
+    },
+    "token_permute": {"experts": (8,), "topk": (2,)},
+    "token_unpermute": {"topk": (2,)},
+}
+"""Of the model of these tests. A kernel that is limited to them serves no module that states others."""
+
 
 def test_routers_and_dispatchers_run_the_kernels_of_the_table(
     context: WorkerContext, checkpoint: Path, samples: list[TrainSample]
@@ -121,10 +136,10 @@ def test_routers_and_dispatchers_run_the_kernels_of_the_table(
             called.append(op)
             return getattr(reference, op)(*args, **options)
 
-        return KernelImpl(op=op, fn=fn, source="recorded", priority=1)
+        return KernelImpl(op=op, fn=fn, source="recorded", limits=FACTS[op], priority=1)
 
     def register_kernels(backend: BackendSpec) -> list[KernelImpl]:
-        return [recorded("topk_router"), recorded("token_permute"), recorded("token_unpermute")]
+        return [recorded(op) for op in FACTS]
 
     plugins = load_plugins()
     make = plugins.get("register_train_engines", "megatron").make
@@ -135,6 +150,29 @@ def test_routers_and_dispatchers_run_the_kernels_of_the_table(
     passes = ["topk_router", "token_permute", "token_unpermute"]
     assert called == passes * (len(called) // 3)
     assert called
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "fp64"])
+def test_weights_of_a_router_in_float64_reach_kernels_in_float32(
+    context: WorkerContext, checkpoint: Path, samples: list[TrainSample], dtype: str
+) -> None:
+    from anygauge.kernels import reference
+
+    found: set[torch.dtype] = set()
+
+    def permute(tokens: Any, probs: torch.Tensor, routing_map: Any, topk: int) -> Any:
+        found.add(probs.dtype)
+        return reference.token_permute(tokens, probs, routing_map, topk)
+
+    def register_kernels(backend: BackendSpec) -> list[KernelImpl]:
+        return [KernelImpl(op="token_permute", fn=permute, source="recorded", priority=1)]
+
+    plugins = load_plugins()
+    plugins.register(SimpleNamespace(register_kernels=hookimpl(register_kernels)), name="recorded")
+    make = plugins.get("register_train_engines", "megatron").make
+    config = config_of(checkpoint, megatron={"moe_router_dtype": dtype})
+    take_step(make(config, replace(context, plugins=plugins)), samples)
+    assert found == {torch.float32}
 
 
 # -------------------------------------------------------------------------

@@ -55,6 +55,7 @@ def test_fields_are_read_without_importing_megatron() -> None:
         ({"num_distributed_optimizer_instances": 2}, "divided over all ranks"),
         ({"moe_aux_loss_coeff": 0.1}, "which an auxiliary loss would not be"),
         ({"moe_router_fusion": True}, "anygauge hooks shows"),
+        ({"moe_shared_expert_overlap": True}, "one vendor's devices alone"),
         ({"moe_expert_capacity_factor": 1.0}, "Dropped tokens"),
         ({"mtp_num_layers": 1}, "multi-token prediction"),
         ({"overlap_p2p_comm_warmup_flush": True}, "without end"),

@@ -86,6 +86,7 @@ _REFUSED = {
         _ROUTES,
     ),
     **dict.fromkeys(("moe_router_fusion", "moe_permute_fusion"), _KERNELS),
+    "moe_shared_expert_overlap": "Megatron overlaps them on streams of one vendor's devices alone.",
     "moe_expert_capacity_factor": "Dropped tokens have other log-probs than in the rollout.",
     **dict.fromkeys(("moe_aux_loss_coeff", "moe_z_loss_coeff"), _AUXILIARY),
     "moe_enable_routing_replay": "Use train.router_replay, which reads routes by layer and micro-batch.",
@@ -132,6 +133,7 @@ _KNOWN_VALUES: Mapping[str, tuple[Any, ...]] = {
         (
             *("qk_l2_norm", "apply_residual_connection_post_layernorm", "apply_query_key_layer_scaling"),
             *("multi_latent_attention", "heterogeneous_block_specs", "is_hybrid_model", "mtp_standalone"),
+            "moe_shared_expert_overlap",
             *("moe_apply_probs_on_input", "moe_token_dropping", "moe_pad_expert_input_to_capacity"),
             "moe_router_force_load_balancing",
         ),

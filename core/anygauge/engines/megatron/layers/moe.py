@@ -243,22 +243,18 @@ class Dispatcher(MoEAlltoAllTokenDispatcher):
         :param probs: ``[T, E]``.
         """
         self.hidden_shape = hidden_states.shape
+        if probs.dtype == torch.float64:  # of a router in float64; kernels take no such weights
+            probs = probs.float()
         self.probs, self.routing_map = probs, routing_map
         counts = self.preprocess(routing_map)
-        if self.shared_experts is not None:
-            self.shared_experts.pre_forward_comm(hidden_states)
         self.tokens_per_expert = self._maybe_dtoh_and_synchronize("before_permutation_1", counts)
         tokens = hidden_states.view(-1, hidden_states.shape[-1])
         permuted, weights, self.rows = self.permute(tokens, probs, routing_map, self.config.moe_router_topk)
         return permuted, weights
 
     def combine_postprocess(self, permutated_local_input_tokens: Tensor) -> Tensor:
-        """Return the sum ``[T, 1, H]`` of what each token's experts made of it, and the shared ones."""
-        if self.shared_experts is not None:
-            self.shared_experts.linear_fc2_forward(permutated_local_input_tokens)
-            self.shared_experts.post_forward_comm()
-        output = self.unpermute(permutated_local_input_tokens, self.rows).view(self.hidden_shape)
-        return output if self.shared_experts is None else output + self.shared_experts.get_output()
+        """Return the sum ``[T, 1, H]`` of what each token's experts made of it."""
+        return self.unpermute(permutated_local_input_tokens, self.rows).view(self.hidden_shape)
 
     def _maybe_dtoh_and_synchronize(
         self, point: str, tokens_per_expert: Tensor | None = None
@@ -288,8 +284,6 @@ class ExpertLayer(MoELayer):
             config=self.config,
             pg_collection=get_default_pg_collection(),
         )
-        if self.shared_expert_overlap:
-            self.token_dispatcher.set_shared_experts(self.shared_experts)
 
     def forward(
         self,
