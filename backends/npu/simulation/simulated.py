@@ -58,19 +58,11 @@ _NATIVE = frozenset(
 )
 """Operators that only make tensors or views: torch-npu's own kernels do that without the device."""
 
-_MOVING = frozenset(
-    {
-        "_copy_from",
-        "_copy_from_and_resize",
-        "_index_put_impl_",
-        "_to_copy",
-        "copy_",
-        "index",
-        "index_put",
-        "index_put_",
-    }
-)
-"""Operators that take tensors of several devices."""
+_COPIES = frozenset({"_copy_from", "_copy_from_and_resize", "_foreach_copy_", "_to_copy", "copy_"})
+"""Operators that take tensors of any devices."""
+
+_ASSIGNMENTS = frozenset({"_index_put_impl_", "index_put", "index_put_"})
+"""Operators that take indices of any device, and bring them to the tensor's."""
 
 _HOST_KEYS = (
     "CPU",
@@ -201,8 +193,10 @@ def _run(op: Any, function: Any, *args: Any, **kwargs: Any) -> Any:
         return value
 
     host_args, host_kwargs = _mapped(down, args), {name: _mapped(down, each) for name, each in kwargs.items()}
-    _check_devices(op, given)
-    device = _target(kwargs.get("device"), given)
+    if len({tensor.device for tensor in given}) > 1:
+        _check_devices(op, args, kwargs)
+    name = op.overloadpacket.__name__
+    device = args[0].device if name in _ASSIGNMENTS else _target(kwargs.get("device"), given)
     if host_kwargs.get("pin_memory"):
         host_kwargs["pin_memory"] = False
     with contextlib.ExitStack() as stack:
@@ -225,14 +219,53 @@ def _mapped(function: Callable[[Any], Any], value: Any) -> Any:
     return function(value)
 
 
-def _check_devices(op: Any, given: list[torch.Tensor]) -> None:
-    """Refuse tensors of several devices, as kernels of a device do and those of the host cannot."""
-    devices = {str(tensor.device): None for tensor in given if tensor.dim() > 0}
-    if len(devices) > 1 and op.overloadpacket.__name__ not in _MOVING:
-        if op.overloadpacket.__name__.startswith("_foreach_"):
-            return  # each tensor of a list is an operator of its own
-        found = " and ".join(devices)
-        raise RuntimeError(f"{op.name()}: expected all tensors to be on the same device, but found {found}!")
+def _check_devices(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+    """Refuse tensors of several devices, as kernels of a device do and those of the host cannot.
+
+    Measured of CUDA, torch 2.11: a 0-dim tensor of the CPU goes with a device's where it is only read.
+    """
+    name = op.overloadpacket.__name__
+    if name in _COPIES:
+        return
+    schema = op._schema.arguments
+    written = {each.name for each in schema if each.alias_info is not None and each.alias_info.is_write}
+    values = dict(zip((each.name for each in schema), args, strict=False)) | kwargs
+    if name == "index" or name in _ASSIGNMENTS:
+        indices = values.pop("indices")
+        if name == "index":
+            _check_indices(op, values["self"].device, indices)
+    for row in _rows(values) if name.startswith("_foreach_") else [values]:
+        devices = {
+            str(each.device): None
+            for key, value in row.items()
+            for each in tree_leaves(value)
+            if isinstance(each, torch.Tensor) and (key in written or not _is_host_number(each))
+        }
+        if len(devices) > 1:
+            found = " and ".join(devices)
+            raise RuntimeError(
+                f"{op.name()}: expected all tensors to be on the same device, but found {found}!"
+            )
+
+
+def _check_indices(op: Any, device: torch.device, indices: Sequence[torch.Tensor | None]) -> None:
+    for index in indices:
+        if index is not None and index.device.type != "cpu" and index.device != device:
+            raise RuntimeError(
+                f"{op.name()}: indices must be on the CPU or on the same device as the tensor, {device}, "
+                f"but are on {index.device}!"
+            )
+
+
+def _rows(values: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield the arguments for each element of the lists: each is an operator of its own."""
+    count = min(len(value) for value in values.values() if isinstance(value, list | tuple))
+    for i in range(count):
+        yield {name: value[i] if isinstance(value, list | tuple) else value for name, value in values.items()}
+
+
+def _is_host_number(tensor: torch.Tensor) -> bool:
+    return tensor.dim() == 0 and tensor.device.type == "cpu"
 
 
 def _target(asked: Any, given: list[torch.Tensor]) -> torch.device:

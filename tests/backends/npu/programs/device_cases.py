@@ -222,10 +222,70 @@ def test_overlaps_are_refused(call: Any) -> None:
         call(FEW.to("npu"))
 
 
-@pytest.mark.parametrize("other", ["npu:1", "cpu"])
-def test_tensors_of_two_devices_are_refused(other: str) -> None:
-    with pytest.raises(RuntimeError, match=f"on the same device, but found npu:0 and {other}"):
-        FEW.to("npu:0") + FEW.to(other)
+def row(device: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return a row of numbers, a number and two indices on a device."""
+    place = torch.device(device)
+    return (
+        torch.arange(6.0, device=place),
+        torch.tensor(2.0, device=place),
+        torch.tensor([0, 3], device=place),
+    )
+
+
+@pytest.mark.parametrize(
+    ("call", "found"),
+    [
+        (lambda npu, other, cpu: npu[0] + other[0], "npu:0 and npu:1"),
+        (lambda npu, other, cpu: npu[0] + cpu[0], "npu:0 and cpu"),
+        (lambda npu, other, cpu: npu[0] + other[1], "npu:0 and npu:1"),
+        (lambda npu, other, cpu: other[1] + npu[0], "npu:1 and npu:0"),
+        (lambda npu, other, cpu: npu[1] + other[1], "npu:0 and npu:1"),
+        (lambda npu, other, cpu: cpu[1].add_(npu[1]), "cpu and npu:0"),
+        (lambda npu, other, cpu: torch.where(npu[0] > 2, other[1], npu[0]), "npu:0 and npu:1"),
+        (lambda npu, other, cpu: npu[0][other[2]], "the tensor, npu:0, but are on npu:1"),
+        (lambda npu, other, cpu: cpu[0][npu[2]], "the tensor, cpu, but are on npu:0"),
+        (lambda npu, other, cpu: npu[0].index_put((npu[2],), other[0][:2]), "npu:0 and npu:1"),
+        (lambda npu, other, cpu: npu[0].index_put((npu[2],), other[1]), "npu:0 and npu:1"),
+        (lambda npu, other, cpu: npu[0].index_put_((npu[2],), cpu[0][:2]), "npu:0 and cpu"),
+        (lambda npu, other, cpu: cpu[0].index_put_((cpu[2],), npu[0][:2]), "cpu and npu:0"),
+        (lambda npu, other, cpu: torch._foreach_add([npu[0]], [other[0]]), "npu:0 and npu:1"),
+        (lambda npu, other, cpu: torch._foreach_add([npu[0]], [cpu[0]]), "npu:0 and cpu"),
+        (lambda npu, other, cpu: torch._foreach_add([npu[0], other[0]], [npu[0]] * 2), "npu:1 and npu:0"),
+        (lambda npu, other, cpu: torch._foreach_mul([npu[0], other[0]], npu[1]), "npu:1 and npu:0"),
+    ],
+)
+def test_tensors_of_two_devices_are_refused(call: Any, found: str) -> None:
+    with pytest.raises(RuntimeError, match=f"on the same device.* {found}!"):
+        call(row("npu:0"), row("npu:1"), row("cpu"))
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda npu, other, cpu: npu[0] + cpu[1],
+        lambda npu, other, cpu: cpu[1] - npu[0],
+        lambda npu, other, cpu: torch.where(npu[0] > 2, cpu[1], npu[0]),
+        lambda npu, other, cpu: npu[0][cpu[2]],
+        lambda npu, other, cpu: npu[0].index_put((cpu[2],), cpu[1]),
+        lambda npu, other, cpu: npu[0].index_put((other[2],), npu[0][:2], accumulate=True),
+        lambda npu, other, cpu: cpu[0].index_put((npu[2],), cpu[0][:2]),
+        lambda npu, other, cpu: torch._foreach_add([npu[0], cpu[0]], [cpu[1], cpu[0]])[0],
+        lambda npu, other, cpu: torch._foreach_add([npu[0], other[0]], [npu[0], other[0]])[1],
+        lambda npu, other, cpu: torch._foreach_mul([npu[0], other[0]], cpu[1])[1],
+    ],
+)
+def test_what_torch_takes_of_two_devices(call: Any) -> None:
+    found = call(row("npu:0"), row("npu:1"), row("cpu"))
+    assert torch.equal(found.cpu(), call(*[row("cpu")] * 3))
+
+
+@pytest.mark.parametrize("device", ["npu:0", "cpu"])
+def test_assignment_by_index_stays_where_it_is(device: str) -> None:
+    values, number, _ = row(device)
+    indices = row("npu:0")[2]
+    assert values.index_put((indices,), number).device == values.device
+    values[indices] = number
+    assert values.tolist() == [2.0, 1.0, 2.0, 2.0, 4.0, 5.0]
 
 
 def test_copies_between_devices_and_files() -> None:
