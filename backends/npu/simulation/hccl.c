@@ -9,6 +9,7 @@
 #include "simulated.h"
 #include <fcntl.h>
 #include <limits.h>
+#include <pthread.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -21,6 +22,7 @@
 enum { WRONG_ARGUMENT = 1, NOT_SUPPORTED = 5, SYSTEM_CALL = 8, TIMED_OUT = 9 };
 enum { ROOT_INFO_BYTES = 4108, NAME_BYTES = 128, MOST_RANKS = 64, NO_GROUP = -1 };
 enum { SUM, PRODUCT, MAXIMUM, MINIMUM };
+static const char *reduction_names[] = {"sum", "product", "max", "min"}; /* copies have the first */
 
 /* HCCL's numbers of the data types that can be reduced on Atlas A2, and the names of all for messages. */
 enum { INT8, INT16, INT32, FLOAT16, FLOAT32, INT64, UINT64, UINT8, UINT16, UINT32, FLOAT64, BFLOAT16, TYPES };
@@ -106,8 +108,9 @@ static int agrees(const group *g, int other, const header *mine, const header *t
       mine->type == theirs->type && mine->reduction == theirs->reduction && mine->root == theirs->root)
     return 0;
   for (int i = 0; i < 2; i++)
-    snprintf(texts[i], sizeof texts[i], "%s of %lu %s (reduction %u, root %u)", both[i]->operation,
-             (unsigned long)both[i]->count, type_names[both[i]->type], both[i]->reduction, both[i]->root);
+    snprintf(texts[i], sizeof texts[i], "%s of %lu %s (reduction %s, root %u)", both[i]->operation,
+             (unsigned long)both[i]->count, type_names[both[i]->type], reduction_names[both[i]->reduction],
+             both[i]->root);
   return failure(WRONG_ARGUMENT, "rank %d calls %s, rank %d calls %s", g->rank, texts[0], other, texts[1]);
 }
 
@@ -179,8 +182,11 @@ static uint16_t to_bfloat16(float value) {
   return (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16; /* to the nearest, ties to even */
 }
 
+/* What is not a number stays: which rank has it, and where, makes no difference. */
+#define LARGER(a, b) ((a) > (b) || (a) != (a) ? (a) : (b))
+#define SMALLER(a, b) ((a) < (b) || (a) != (a) ? (a) : (b))
 #define REDUCED(a, b) \
-  (op == SUM ? (a) + (b) : op == PRODUCT ? (a) * (b) : op == MAXIMUM ? ((a) > (b) ? (a) : (b)) : ((a) < (b) ? (a) : (b)))
+  (op == SUM ? (a) + (b) : op == PRODUCT ? (a) * (b) : op == MAXIMUM ? LARGER(a, b) : SMALLER(a, b))
 
 #define REDUCE_AS(type)                                                     \
   do {                                                                      \
@@ -488,14 +494,33 @@ EXPORT int HcclCommInitRootInfoConfig(uint32_t size, const char *info, uint32_t 
   return join(size, info, rank, config, made);
 }
 
+/* Count the groups of one name that this process has made: a later one must not find the files of an earlier. */
+static unsigned made_before(const char *name) {
+  static struct made { struct made *next; unsigned times; char name[NAME_BYTES]; } *all;
+  static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+  pthread_mutex_lock(&lock);
+  struct made *each = all;
+  while (each != NULL && strcmp(each->name, name) != 0) each = each->next;
+  if (each == NULL) {
+    each = calloc(1, sizeof *each);
+    strcpy(each->name, name);
+    each->next = all;
+    all = each;
+  }
+  unsigned times = each->times++;
+  pthread_mutex_unlock(&lock);
+  return times;
+}
+
 /* Ranks of the parent that are no members call this as well, with a number that means none. */
 EXPORT int HcclCreateSubCommConfig(group **parent, uint32_t size, uint32_t *ranks, uint64_t id, uint32_t rank,
                                    const options *config, group **made) {
   char name[NAME_BYTES];
   *made = NULL;
   if (ranks == NULL || (int32_t)id == NO_GROUP) return 0;
-  if (snprintf(name, sizeof name, "%s-%lx", (*parent)->name, (unsigned long)id) >= (int)sizeof name)
-    return failure(NOT_SUPPORTED, "groups of groups this deep");
+  int length = snprintf(name, sizeof name, "%s-%lx", (*parent)->name, (unsigned long)id);
+  if (length + 12 >= (int)sizeof name) return failure(NOT_SUPPORTED, "groups of groups this deep");
+  snprintf(name + length, sizeof name - length, "-%u", made_before(name));
   return join(size, name, rank, config, made);
 }
 

@@ -33,7 +33,7 @@ import os, sys
 os.environ |= {"LD_LIBRARY_PATH": sys.argv[1], "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
 os.execv(sys.executable, [sys.executable, "-c", "from simulation.simulated import install; install()"])
 """
-SUM = "all_reduce of 1024 float32 (reduction 0, root 0)"
+SUM = "all_reduce of 1024 float32 (reduction sum, root 0)"
 DISAGREEMENTS = {
     "sizes": (f"rank 0 calls {SUM}, rank 1 calls all_reduce of 2048", "rank 1 calls all_reduce of 2048"),
     "types": (
@@ -41,9 +41,13 @@ DISAGREEMENTS = {
         "rank 1 calls all_reduce of 1024",
     ),
     "operations": (f"rank 0 calls {SUM}, rank 1 calls broadcast", "rank 1 calls broadcast of 1024"),
+    "reductions": (
+        f"rank 0 calls {SUM}, rank 1 calls all_reduce of 1024 float32 (reduction max, root 0)",
+        "rank 1 calls all_reduce of 1024 float32 (reduction max, root 0), rank 0 calls all_reduce",
+    ),
     "roots": (
-        "rank 0 calls broadcast of 1024 float32 (reduction 0, root 0), rank 1 calls broadcast",
-        "rank 1 calls broadcast of 1024 float32 (reduction 0, root 1)",
+        "rank 0 calls broadcast of 1024 float32 (reduction sum, root 0), rank 1 calls broadcast",
+        "rank 1 calls broadcast of 1024 float32 (reduction sum, root 1)",
     ),
     "parts": (
         "all_to_all_v: rank 0 takes 512 elements from rank 1, which gives 1000",
@@ -105,6 +109,14 @@ def test_collectives_give_the_bits_of_gloo(ranks: list[dict[str, Any]]) -> None:
     assert first["equal"] == second["equal"]
 
 
+def test_what_is_not_a_number_stays_whichever_rank_has_it(ranks: list[dict[str, Any]]) -> None:
+    assert [report["not numbers"] for report in ranks] == [[], []]
+
+
+def test_a_group_finds_nothing_of_an_earlier_one_of_its_name(ranks: list[dict[str, Any]]) -> None:
+    assert [report["again"] for report in ranks] == [[2.0, 20.0]] * 2
+
+
 def test_options_of_a_group_reach_hccl(ranks: list[dict[str, Any]]) -> None:
     for rank, report in enumerate(ranks):
         expected = {"pid": None, "rank": rank, "size": 2, "title": "weights", "buffer_mib": 123}
@@ -115,8 +127,8 @@ def test_ranks_that_cannot_go_on_get_an_error(ranks: list[dict[str, Any]]) -> No
     for rank, report in enumerate(each["errors"] for each in ranks):
         assert "Unsupported data type at::kDouble" in report["float64"]
         assert "all_reduce of bfloat16: HCCL has no such reduction on Atlas A2" in report["product"]
-        for name in ("sizes", "types", "operations", "roots", "parts"):
-            assert f"SIMULATED NPU: {DISAGREEMENTS[name][rank]}" in report[name]
+        for name, messages in DISAGREEMENTS.items():
+            assert f"SIMULATED NPU: {messages[rank]}" in report[name]
         assert report["none"] == "no error"  # they agree again
     assert "SIMULATED NPU: rank 0 of 2 waited 2 s for all_reduce of rank 1" in ranks[0]["errors"]["absent"]
 

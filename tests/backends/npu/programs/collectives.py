@@ -5,9 +5,11 @@ python two_ranks.py collectives.py    each rank prints a line with what it found
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -22,6 +24,10 @@ from torch_npu._C._distributed_c10d import ProcessGroupHCCL
 from simulation.simulated import install
 
 RANKS = 2
+ROOT_INFO_BYTES = 4108
+SUM, FLOAT32 = 0, 4
+"""HCCL's numbers."""
+
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 TYPES = (*FLOATS, torch.int64, torch.int32, torch.int8, torch.uint8)
 Case = Callable[[str, int], list[Tensor]]
@@ -39,7 +45,13 @@ def main() -> None:
         world_size=RANKS,
         timeout=timedelta(seconds=30),
     )
-    report = {"compared": compare(rank), "asked": options(rank), "errors": errors(rank)}
+    report = {
+        "compared": compare(rank),
+        "not numbers": not_numbers(rank),
+        "again": made_again(rank),
+        "asked": options(rank),
+        "errors": errors(rank),
+    }
     sys.stdout.write(f"REPORT {json.dumps([rank, report])}\n")
     sys.stdout.flush()
     os._exit(0)  # a group that has failed is not waited for
@@ -191,6 +203,46 @@ COPIES = {
 SUMS = {"reduce_scatter": scattered_sums, "reduce": reduced_to_one, "groups": in_a_group}
 
 
+def not_numbers(rank: int) -> list[str]:
+    """Name the reductions that lose what is not a number, whichever rank has it."""
+    lost = []
+    for dtype in FLOATS:
+        for op in (ReduceOp.MAX, ReduceOp.MIN, ReduceOp.SUM):
+            values = torch.ones(2, dtype=dtype)
+            values[rank] = torch.nan
+            reduced = values.to("npu")
+            dist.all_reduce(reduced, op)
+            if not reduced.isnan().all():
+                lost.append(f"{op} {dtype}: {reduced.tolist()}")
+    return lost
+
+
+def made_again(rank: int) -> list[float]:
+    """Return the sums of two groups with one id, of which the second is made when the first has gone.
+
+    HCCL is called itself: torch-npu chooses ids that differ.
+    """
+    hccl = ctypes.CDLL("libhccl.so")
+    info = ctypes.create_string_buffer(ROOT_INFO_BYTES)
+    if rank == 0:
+        hccl.HcclGetRootInfo(info)
+    sent = [info.raw]
+    dist.broadcast_object_list(sent, 0, device=torch.device("cpu"))
+    parent, group = ctypes.c_void_p(), ctypes.c_void_p()
+    assert hccl.HcclCommInitRootInfo(RANKS, sent[0], rank, ctypes.byref(parent)) == 0
+    members, found = (ctypes.c_uint32 * RANKS)(*range(RANKS)), []
+    for value in (1.0, 10.0):
+        made = (ctypes.c_uint64(7), rank, None, ctypes.byref(group))
+        assert hccl.HcclCreateSubCommConfig(ctypes.byref(parent), RANKS, members, *made) == 0
+        time.sleep(0.3 * rank)  # the first rank must wait for this one, not find what it gave to the other
+        given, summed = torch.tensor(value), torch.tensor(0.0)
+        addresses = (ctypes.c_void_p(x.data_ptr()) for x in (given, summed))
+        assert hccl.HcclAllReduce(*addresses, ctypes.c_uint64(1), FLOAT32, SUM, group, None) == 0
+        found.append(summed.item())
+        hccl.HcclCommDestroy(group)
+    return found
+
+
 def options(rank: int) -> list[dict[str, Any]]:
     """Return what HCCL was asked for by this process when it made a group with options."""
     chosen = ProcessGroupHCCL.Options()
@@ -211,6 +263,7 @@ def errors(rank: int) -> dict[str, str]:
         "sizes": lambda: dist.all_reduce(large if rank else small),
         "types": lambda: dist.all_reduce(small.int() if rank else small),
         "operations": lambda: dist.broadcast(small, 0) if rank else dist.all_reduce(small),
+        "reductions": lambda: dist.all_reduce(small, ReduceOp.MAX if rank else ReduceOp.SUM),
         "roots": lambda: dist.broadcast(small, rank),
         "parts": lambda: dist.all_to_all_single(small, small, None, [1000, 24] if rank else [512, 512]),
         "none": lambda: dist.all_reduce(small),
