@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["OPERATORS"]
+__all__ = ["OPERATORS", "gradients"]
 
 OPERATORS: dict[str, Callable[..., Any]] = {}
 """By qualified name, as ``aten::mm.dtype``; without an overload, for all of them."""

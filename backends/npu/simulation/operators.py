@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from simulation.aten import gradients
+
 __all__ = ["OPERATORS"]
 
 OPERATORS: dict[str, Callable[..., Any]] = {}
@@ -41,13 +43,6 @@ def _floats(*tensors: Tensor) -> None:
 def _dense(*tensors: Tensor) -> None:
     """Demand contiguous memory where the documentation does not say that strides are taken."""
     assert all(x.is_contiguous() for x in tensors), [x.stride() for x in tensors]
-
-
-def _gradients(function: Callable[..., Tensor], inputs: Sequence[Tensor], grad: Tensor) -> tuple[Tensor, ...]:
-    """Return the gradients of the inputs, by torch's own rules."""
-    with torch.enable_grad():
-        leaves = [x.detach().requires_grad_() for x in inputs]
-        return torch.autograd.grad(function(*leaves), leaves, grad)
 
 
 # -------------------------------------------------------------------------
@@ -100,7 +95,7 @@ def npu_swiglu(input: Tensor, dim: int = -1) -> Tensor:
 def npu_swiglu_backward(grad_output: Tensor, input: Tensor, dim: int = -1) -> Tensor:
     """Return the gradient of the input."""
     _floats(grad_output, input)
-    (grad,) = _gradients(lambda x: _swiglu(x, dim), [input.float()], grad_output.float())
+    (grad,) = gradients(lambda x: _swiglu(x, dim), [input.float()], grad_output.float())
     return grad.to(input.dtype)
 
 
