@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -22,11 +23,13 @@ __all__ = [
 RAY_RESOURCE = "anygauge_cpu"
 """Custom Ray resource: one unit is the slot of one worker."""
 
+AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
+
 HIDDEN_ACCELERATORS: Mapping[str, str] = {
     "CUDA_VISIBLE_DEVICES": "",
     "ASCEND_RT_VISIBLE_DEVICES": "",
     # torch must not load an accelerator's extension either: one without its driver breaks ``import torch``
-    "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
+    AUTOLOAD: "0",
 }
 """Hides the accelerators of a host that has some, whether or not their backend plugins are installed: device
 names that Megatron writes literally must find no device that they could land on."""
@@ -42,6 +45,8 @@ def hide_extensions() -> None:
 
     One that has been imported already stays.
     """
+    # otherwise ``import torch`` looks for them and fails, since they are not to be found
+    os.environ[AUTOLOAD] = HIDDEN_ACCELERATORS[AUTOLOAD]
     for name in HIDDEN_EXTENSIONS:
         absent: Any = None  # what the import system takes for a module that cannot be found
         sys.modules.setdefault(name, absent)
