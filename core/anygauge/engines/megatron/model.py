@@ -208,7 +208,8 @@ def build_policy(
 
 def _has_unit_angles(spec: ModelSpec, hf: Mapping[str, Any]) -> bool:
     """Return whether cosines and sines are within [-1, 1]: the cosine of 0 is what multiplies both."""
-    cos, _ = spec.rotary(hf, torch.zeros(1, dtype=torch.int64))
+    with torch.device("cpu"):  # values are needed, also where the model is built without any
+        cos, _ = spec.rotary(hf, torch.zeros(1, dtype=torch.int64))
     return bool(cos.abs().max() <= 1)
 
 
