@@ -6,6 +6,7 @@ import json
 import socket
 from collections.abc import Sequence
 
+from anygauge.distributed.addresses import in_url
 from anygauge.trainer.placement import bundle_of
 from anygauge_hooks.types import BackendSpec
 
@@ -41,7 +42,7 @@ def worker_command(backend: BackendSpec, devices: int, *, head: str, host: str |
 
 def join_address(host: str, port: int) -> str:
     """Return ``HOST:PORT``, with brackets around an IPv6 address."""
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    return f"{in_url(host)}:{port}"
 
 
 def free_port(host: str) -> int:

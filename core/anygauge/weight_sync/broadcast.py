@@ -19,7 +19,7 @@ from torch.distributed import distributed_c10d as c10d
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Membership", "Rendezvous", "address_towards", "in_url", "join_group"]
+__all__ = ["Membership", "Rendezvous", "address_towards", "join_group"]
 
 
 class Rendezvous:
@@ -108,11 +108,6 @@ def join_group(
     )
     c10d._world.pg_group_ranks[group] = {each: each for each in range(world_size)}
     return Membership(group, timeout_s)
-
-
-def in_url(host: str) -> str:
-    """Return an address as it stands in a URL: one of IPv6 in brackets."""
-    return f"[{host}]" if ":" in host else host
 
 
 def address_towards(address: str) -> str:

@@ -17,6 +17,7 @@ from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
 import psutil
 
+from anygauge.distributed.addresses import in_url
 from anygauge.rollout.deployment import plan_servers
 from anygauge.rollout.sglang.arguments import by_name, command_line, run_arguments
 from anygauge.rollout.sglang.installed import Installed, installed_sglang, missing
@@ -170,7 +171,7 @@ class SGLangServer:
     def _start(self, deadline: float) -> str:
         ports = _free_ports(self._host, self._earlier_port())
         self._command = self._command_for(ports)
-        self._address = f"http://{_bracketed(self._host)}:{ports.http}"
+        self._address = f"http://{in_url(self._host)}:{ports.http}"
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with self.log.open("ab") as log:
             self._note(log)
@@ -339,10 +340,6 @@ def _free_ports(host: str, http: int = 0) -> _Ports:
             held = [hold(0)]
         held += [hold(0) for _ in _Ports._fields[1:]]
         return _Ports(*(each.getsockname()[1] for each in held))
-
-
-def _bracketed(host: str) -> str:
-    return f"[{host}]" if ":" in host else host
 
 
 def _answers(host: str, port: int) -> bool:

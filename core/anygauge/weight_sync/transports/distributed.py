@@ -10,7 +10,8 @@ from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from anygauge.weight_sync.broadcast import Membership, Rendezvous, address_towards, in_url, join_group
+from anygauge.distributed.addresses import in_url
+from anygauge.weight_sync.broadcast import Membership, Rendezvous, address_towards, join_group
 from anygauge.weight_sync.buckets import unpack
 from anygauge.weight_sync.control import EngineControl
 from anygauge.weight_sync.transports.tensor import last_words
