@@ -79,6 +79,14 @@ async def gather(response):
     if arrived == int(response): everybody.set()
     await everybody.wait()
     return 1.0
+waiting = most = 0
+async def overlap(response):
+    global waiting, most
+    waiting += 1
+    most = max(most, waiting)
+    await asyncio.sleep(0.01)
+    waiting -= 1
+    return float(most)
 async def misbehave_later(response):
     if response == "wait": await asyncio.Event().wait()
     if response == "block": re.match(r"(a+)+$", CATASTROPHE)

@@ -86,10 +86,9 @@ def test_async_calls_overlap(user_module: str) -> None:
 
 
 def test_async_calls_are_bounded(user_module: str) -> None:
-    """As above, but of three calls only two may wait at once: these do so in vain, and the third."""
-    with scorer({"function": f"{user_module}:gather", "concurrency": 2, "timeout_s": 0.5}) as made:
-        (scored,) = made.score([group("3", "3", "3")])
-    assert [sample.reward for sample in scored.samples] == [None, None, 1.0]
+    """Each call returns how many have been under way at once so far."""
+    with scorer({"function": f"{user_module}:overlap", "concurrency": 2}) as made:
+        assert max(rewards(made.score([group(*"12345678")]))) == 2
 
 
 def test_a_call_is_made_once(user_module: str, tmp_path: Path) -> None:
