@@ -1,0 +1,303 @@
+"""Attention as graphs of cuDNN, through its Python frontend.
+
+Torch reaches cuDNN for batches of equal lengths alone. A graph here is built for sizes that are rounded up,
+and serves every packing within them: a build takes a tenth of a second, and no two micro-batches are alike.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from anygauge_cuda.packing import Packing
+
+__all__ = ["backward", "forward"]
+
+Q, K, V, OUT, SUMS, GRAD, GRAD_Q, GRAD_K, GRAD_V = range(1, 10)
+"""Names of a graph's tensors."""
+
+LENGTHS, KEY_LENGTHS = 20, 21
+
+OFFSETS = 30
+"""Added to a tensor's name: that of where its sequences begin, counted in its elements."""
+
+TOKEN_STEP = 2048
+"""Numbers of tokens are rounded up to a power of two below this, and to a multiple of it above."""
+
+FEWEST_TOKENS = 64
+"""CuDNN has nothing for sequences of one token; more blocks than are needed end at once."""
+
+ROW = 32
+"""Numbers of a row of offsets: its start is aligned as cuDNN wants."""
+
+_per_thread = threading.local()
+
+
+@dataclass(frozen=True, slots=True)
+class _Case:
+    """What a graph is built for."""
+
+    device: int
+    dtype: torch.dtype
+    heads: int
+    key_heads: int
+    head_dim: int
+    value_dim: int
+    steps: tuple[tuple[int, int], ...]
+    """Of queries, keys and values: elements from a token to the next, and from a head to the next."""
+    sequences: int
+    longest: int
+    longest_key: int
+    tokens: int
+    key_tokens: int
+    scale: float
+    causal: bool
+    is_square: bool
+    deterministic: bool
+
+    @classmethod
+    def of(cls, q: Tensor, k: Tensor, v: Tensor, packing: Packing, scale: float, causal: bool) -> _Case:
+        return cls(
+            device=q.device.index,
+            dtype=q.dtype,
+            heads=q.shape[1],
+            key_heads=k.shape[1],
+            head_dim=q.shape[2],
+            value_dim=v.shape[2],
+            steps=tuple((x.stride(0), x.stride(1)) for x in (q, k, v)),
+            sequences=_power_of_two(len(packing.queries)),
+            longest=_rounded(max(packing.queries)),
+            longest_key=_rounded(max(packing.keys)),
+            tokens=_rounded(len(q)),
+            key_tokens=_rounded(len(k)),
+            scale=scale,
+            causal=causal,
+            is_square=packing.is_square,
+            deterministic=torch.are_deterministic_algorithms_enabled(),
+        )
+
+    def layouts(self) -> dict[int, tuple[int, int, int, int, bool]]:
+        """Return heads, head size, both steps, and whether it is of keys, of each tensor."""
+        (q, q_head), (k, k_head), (v, v_head) = self.steps
+        rows = {
+            Q: (self.heads, self.head_dim, q, q_head, False),
+            K: (self.key_heads, self.head_dim, k, k_head, True),
+            V: (self.key_heads, self.value_dim, v, v_head, True),
+            OUT: (self.heads, self.value_dim, self.heads * self.value_dim, self.value_dim, False),
+            SUMS: (self.heads, 1, self.heads, 1, False),
+            GRAD_Q: (self.heads, self.head_dim, self.heads * self.head_dim, self.head_dim, False),
+            GRAD_K: (self.key_heads, self.head_dim, self.key_heads * self.head_dim, self.head_dim, True),
+            GRAD_V: (self.key_heads, self.value_dim, self.key_heads * self.value_dim, self.value_dim, True),
+        }
+        return {**rows, GRAD: rows[OUT]}
+
+
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, packing: Packing, scale: float, causal: bool
+) -> tuple[Tensor, Tensor]:
+    """Return the output ``[T, H, E]`` and the log-sum-exp ``[T, H]``, float32.
+
+    :param q: ``[T, H, D]``, bfloat16 or float16, elements of a head side by side; as the next two.
+    """
+    case = _Case.of(q, k, v, packing, scale, causal)
+    output = q.new_empty(*q.shape[:2], v.shape[2])
+    sums = q.new_empty(q.shape[:2], dtype=torch.float32)
+    _run(_forward_graph(case), {Q: q, K: k, V: v, OUT: output, SUMS: sums}, case, packing)
+    return output, sums
+
+
+def backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    output: Tensor,
+    sums: Tensor,
+    packing: Packing,
+    scale: float,
+    causal: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of queries, keys and values.
+
+    :param grad: ``[T, H, E]``, contiguous.
+    """
+    case = _Case.of(q, k, v, packing, scale, causal)
+    found = tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+    given = {Q: q, K: k, V: v, OUT: output, SUMS: sums, GRAD: grad}
+    grads = dict(zip((GRAD_Q, GRAD_K, GRAD_V), found, strict=True))
+    _run(_backward_graph(case), given | grads, case, packing)
+    return found[0], found[1], found[2]
+
+
+# -------------------------------------------------------------------------
+# Graphs
+# -------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=256)
+def _forward_graph(case: _Case) -> tuple[Any, int]:
+    graph, tensors, options = _begun(case, (Q, K, V))
+    output, sums = graph.sdpa(**_named(tensors, q=Q, k=K, v=V), generate_stats=True, **options)
+    _declare(graph, case, OUT, output)
+    _declare(graph, case, SUMS, sums)
+    return _built(graph)
+
+
+@lru_cache(maxsize=256)
+def _backward_graph(case: _Case) -> tuple[Any, int]:
+    graph, tensors, options = _begun(case, (Q, K, V, OUT, GRAD, SUMS))
+    grads = graph.sdpa_backward(
+        **_named(tensors, q=Q, k=K, v=V, o=OUT, dO=GRAD, stats=SUMS),
+        max_total_seq_len_q=case.tokens,
+        max_total_seq_len_kv=case.key_tokens,
+        use_deterministic_algorithm=case.deterministic,
+        **options,
+    )
+    for name, grad in zip((GRAD_Q, GRAD_K, GRAD_V), grads, strict=True):
+        _declare(graph, case, name, grad)
+    return _built(graph)
+
+
+def _begun(case: _Case, names: tuple[int, ...]) -> tuple[Any, dict[int, Any], dict[str, Any]]:
+    """Return a graph with its inputs, and the options that forward and backward share."""
+    import cudnn
+
+    graph = cudnn.pygraph(
+        io_data_type=_io_type(case.dtype),
+        intermediate_data_type=cudnn.data_type.FLOAT,
+        compute_data_type=cudnn.data_type.FLOAT,
+        handle=_handle(case.device),
+    )
+    tensors = {name: _declare(graph, case, name) for name in names}
+    row = {"dim": (case.sequences, 1, 1, 1), "stride": (1, 1, 1, 1), "data_type": cudnn.data_type.INT32}
+    counts = [graph.tensor(**row, uid=uid) for uid in (LENGTHS, KEY_LENGTHS)]
+    # Of as many queries as keys the first sees the first; elsewhere the last sees the last.
+    options = {
+        "attn_scale": case.scale,
+        "use_padding_mask": True,
+        "seq_len_q": counts[0],
+        "seq_len_kv": counts[1],
+        "use_causal_mask": case.causal and case.is_square,
+        "use_causal_mask_bottom_right": case.causal and not case.is_square,
+    }
+    return graph, tensors, options
+
+
+def _named(tensors: dict[int, Any], **names: int) -> dict[str, Any]:
+    return {parameter: tensors[name] for parameter, name in names.items()}
+
+
+def _declare(graph: Any, case: _Case, name: int, output: Any = None) -> Any:
+    """Make an input of a graph, or say where an output goes."""
+    import cudnn
+
+    heads, size, token, head, is_key = case.layouts()[name]
+    longest = case.longest_key if is_key else case.longest
+    layout = {
+        "dim": (case.sequences, heads, longest, size),
+        "stride": (longest * token, head, token, 1),
+        "data_type": cudnn.data_type.FLOAT if name == SUMS else _io_type(case.dtype),
+    }
+    offsets = graph.tensor(
+        dim=(case.sequences + 1, 1, 1, 1),
+        stride=(1, 1, 1, 1),
+        data_type=cudnn.data_type.INT64,
+        uid=OFFSETS + name,
+    )
+    if output is None:
+        return graph.tensor(**layout, ragged_offset=offsets, uid=name)
+    output.set_output(True).set_dim(layout["dim"]).set_stride(layout["stride"])
+    output.set_data_type(layout["data_type"])
+    return output.set_ragged_offset(offsets).set_uid(name)
+
+
+def _io_type(dtype: torch.dtype) -> Any:
+    import cudnn
+
+    return {torch.bfloat16: cudnn.data_type.BFLOAT16, torch.float16: cudnn.data_type.HALF}[dtype]
+
+
+def _built(graph: Any) -> tuple[Any, int]:
+    """Return a graph that can run, and the bytes of memory that it needs to."""
+    import cudnn
+
+    graph.validate()
+    graph.build_operation_graph()
+    graph.create_execution_plans([cudnn.heur_mode.A, cudnn.heur_mode.FALLBACK])
+    graph.check_support()
+    graph.build_plans()
+    return graph, graph.get_workspace_size()
+
+
+# -------------------------------------------------------------------------
+# Runs
+# -------------------------------------------------------------------------
+
+
+def _run(built: tuple[Any, int], tensors: dict[int, Tensor], case: _Case, packing: Packing) -> None:
+    graph, size = built
+    pointers = {name: tensor.data_ptr() for name, tensor in tensors.items()}
+    counts, offsets = _on_device(case, packing)
+    pointers[LENGTHS], pointers[KEY_LENGTHS] = (row.data_ptr() for row in counts)
+    for name in tensors:
+        pointers[OFFSETS + name] = offsets[name - 1].data_ptr()
+    workspace = torch.empty(size, dtype=torch.uint8, device=counts.device)
+    graph.execute(pointers, workspace.data_ptr(), handle=_handle(case.device))
+
+
+@lru_cache(maxsize=64)
+def _on_device(case: _Case, packing: Packing) -> tuple[Tensor, Tensor]:
+    """Return lengths ``[2, N]``, int32, and a row of offsets for each tensor, int64.
+
+    Made once for all layers of a micro-batch, and without waiting for the device.
+    """
+    counts = [_filled(lengths, case.sequences, 0) for lengths in packing]
+    return (
+        _moved(counts, torch.int32, case.device),
+        _moved(_offsets(case, packing), torch.int64, case.device),
+    )
+
+
+def _offsets(case: _Case, packing: Packing) -> list[list[int]]:
+    """Return for each tensor, in the order of their names, the element at which each sequence begins."""
+    bounds = [_filled([0, *accumulate(lengths)], case.sequences + 1, sum(lengths)) for lengths in packing]
+    layouts = case.layouts()
+    return [[bound * layouts[name][2] for bound in bounds[layouts[name][4]]] for name in range(Q, GRAD_V + 1)]
+
+
+def _moved(rows: list[list[int]], dtype: torch.dtype, device: int) -> Tensor:
+    width = -(-len(rows[0]) // ROW) * ROW
+    host = torch.tensor([_filled(row, width, 0) for row in rows], dtype=dtype).pin_memory()
+    return host.to(torch.device("cuda", device), non_blocking=True)
+
+
+def _filled(values: Any, size: int, value: int) -> list[int]:
+    return [*values, *[value] * (size - len(values))]
+
+
+def _handle(device: int) -> Any:
+    """Return this thread's handle for a device, on the stream that is current."""
+    import cudnn
+
+    handles: dict[int, Any] = _per_thread.__dict__.setdefault("handles", {})
+    if device not in handles:
+        with torch.cuda.device(device):
+            handles[device] = cudnn.create_handle()
+    cudnn.set_stream(handle=handles[device], stream=torch.cuda.current_stream(device).cuda_stream)
+    return handles[device]
+
+
+def _rounded(tokens: int) -> int:
+    if tokens < TOKEN_STEP:
+        return max(FEWEST_TOKENS, _power_of_two(tokens))
+    return -(-tokens // TOKEN_STEP) * TOKEN_STEP
+
+
+def _power_of_two(number: int) -> int:
+    return 1 << max(0, number - 1).bit_length()
