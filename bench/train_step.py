@@ -1,0 +1,363 @@
+"""A train step of a real size on one accelerator, beside transformers with and without Liger's kernels.
+
+    python bench/train_step.py --backend cuda                          # the shape of Qwen3-4B, 2 x 4096 tokens
+    python bench/train_step.py --backend cuda --lengths 4096 4096 4096 4096
+    python bench/train_step.py --backend cuda --shape 0.6b --sides anygauge liger
+    python bench/train_step.py --backend cuda --sides anygauge --profile   # where the time goes
+    python bench/train_step.py --shape tiny --lengths 64 32            # that it runs, on the host
+
+Weights and tokens are random. Every side computes the mean likelihood of all tokens, clips the gradient at 1 and
+takes a step of AdamW, without recomputing anything. anygauge trains in bfloat16 with float32 main gradients and
+master weights; the others hold everything in bfloat16, with torch's fused AdamW. They get sequences of unequal
+lengths as rows that are filled up. Each side has a process of its own; the ceiling is a product of two matrices
+of 8192 x 8192 in it. Operations are those of the model, three times its forward pass.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+SIDES = ("anygauge", "liger", "transformers")
+WARM_UP = 3
+GIB = 1 << 30
+
+DENSE = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "head_dim": 128,
+    "vocab_size": 151_936,
+    "tie_word_embeddings": True,
+    "max_position_embeddings": 40_960,
+    "rms_norm_eps": 1e-6,
+    "attention_bias": False,
+    "hidden_act": "silu",
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+}
+
+
+def shape(hidden: int, layers: int, heads: int, key_heads: int, mlp: int, **others: Any) -> dict[str, Any]:
+    """Return a ``config.json``."""
+    return {
+        **DENSE,
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": key_heads,
+        "intermediate_size": mlp,
+        **others,
+    }
+
+
+EXPERTS = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "tie_word_embeddings": False,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "output_router_logits": False,
+    "router_aux_loss_coef": 0.0,
+}
+SHAPES = {
+    "4b": shape(2560, 36, 32, 8, 9728),
+    "1.7b": shape(2048, 28, 16, 8, 6144),
+    "0.6b": shape(1024, 28, 16, 8, 3072),
+    "30b-a3b": shape(2048, 6, 32, 4, 6144, **EXPERTS),
+    "tiny": shape(64, 2, 4, 2, 128, head_dim=16, vocab_size=512),
+}
+"""``30b-a3b`` has 6 of its 48 layers."""
+
+
+# -------------------------------------------------------------------------
+# Sides
+# -------------------------------------------------------------------------
+
+
+@contextmanager
+def anygauge_step(args: argparse.Namespace, folder: Path) -> Iterator[Callable[[], object]]:
+    """Yield a step of the train engine, packing included."""
+    import torch
+    import torch.distributed as dist
+
+    from anygauge.config import Config
+    from anygauge.engines.megatron.prepare import prepare_megatron
+    from anygauge.plugins import load_plugins
+    from anygauge_hooks.engines import LossInputs, WorkerContext
+    from anygauge_hooks.rl import TrainSample
+
+    plugins = load_plugins()
+    backend = plugins.get("register_backends", args.backend)
+    prepare_megatron(plugins, backend)
+    device = plugins.make_device(backend, 0)
+    dist.init_process_group(backend.dist_backend, store=dist.HashStore(), rank=0, world_size=1)
+    from anygauge.engines.megatron.engine import MegatronEngine
+
+    train = {"lr": 1e-5, "dtype": args.dtype, "micro_batch_tokens": args.micro_batch or sum(args.lengths)}
+    config = Config.model_validate(
+        {
+            "run": {"name": "bench", "steps": 1000},
+            "model": {"path": str(folder)},
+            "data": {"train": []},
+            "reward": {"function": "none"},
+            "train": train | {"megatron": json.loads(args.megatron)},
+        }
+    )
+    context = WorkerContext(rank=0, world_size=1, backend=backend, device=device, plugins=plugins)
+    engine = MegatronEngine(config, context, build=random_policy)
+    samples = [sample_of(TrainSample, row) for row in token_rows(args)]
+    count = sum(sample.response_length for sample in samples)
+
+    def likelihood(inputs: LossInputs) -> tuple[Any, dict[str, Any]]:
+        loss = -(inputs.log_probs * inputs.weights).sum()
+        return loss, {"loss": loss.detach()}
+
+    yield partial(
+        engine.train_step,
+        samples,
+        likelihood,
+        temperature=1.0,
+        weights=[[1 / count] * sample.response_length for sample in samples],
+        old_log_probs=[torch.zeros(sample.response_length) for sample in samples],
+        reference_log_probs=None,
+        entropy_grad=False,
+    )
+    dist.destroy_process_group()
+
+
+def random_policy(*args: Any) -> Any:
+    """Build a model with random weights, of which there is no file."""
+    import torch
+
+    from anygauge.engines.megatron.model import build_policy
+
+    policy = build_policy(*args, load=False)
+    torch.manual_seed(0)
+    for chunk in policy.chunks:
+        for parameter in chunk.parameters():
+            if parameter.dim() > 1:
+                torch.nn.init.normal_(parameter, std=0.02)
+    return policy
+
+
+def sample_of(kind: Any, tokens: list[int]) -> Any:
+    """Return a sample of whose tokens all but the first are a response."""
+    length = len(tokens) - 1
+    return kind(
+        tokens=tokens,
+        response_length=length,
+        loss_mask=[1] * length,
+        rollout_log_probs=[0.0] * length,
+        advantages=[1.0] * length,
+    )
+
+
+@contextmanager
+def transformers_step(args: argparse.Namespace, folder: Path) -> Iterator[Callable[[], object]]:
+    """Yield a step as one writes it with transformers, with Liger's kernels or without."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    if args.sides == ["liger"]:
+        from liger_kernel.transformers import apply_liger_kernel_to_qwen3, apply_liger_kernel_to_qwen3_moe
+
+        apply_liger_kernel_to_qwen3()
+        apply_liger_kernel_to_qwen3_moe()
+    device = torch.device("cuda" if args.backend == "cuda" else "cpu")
+    with device:
+        model = AutoModelForCausalLM.from_config(
+            AutoConfig.from_pretrained(folder),
+            dtype=getattr(torch, args.dtype),
+            attn_implementation="sdpa",
+        )
+    model.train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, weight_decay=0.0, fused=True)
+    inputs, labels = filled_rows(token_rows(args), device)
+
+    def step() -> None:
+        model(**inputs, labels=labels, use_cache=False).loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    yield step
+
+
+def filled_rows(rows: Sequence[list[int]], device: Any) -> tuple[dict[str, Any], Any]:
+    """Return ids, and a mask where rows differ in length, and labels."""
+    import torch
+
+    longest = max(map(len, rows))
+    ids = torch.tensor([row + [0] * (longest - len(row)) for row in rows], device=device)
+    mask = torch.tensor([[1] * len(row) + [0] * (longest - len(row)) for row in rows], device=device)
+    inputs = {"input_ids": ids} | ({} if mask.all() else {"attention_mask": mask})
+    return inputs, ids.masked_fill(mask == 0, -100)
+
+
+def token_rows(args: argparse.Namespace) -> list[list[int]]:
+    """Return the same random tokens to every side."""
+    import torch
+
+    generator = torch.Generator().manual_seed(0)
+    vocabulary = SHAPES[args.shape]["vocab_size"]
+    return [torch.randint(vocabulary, (length,), generator=generator).tolist() for length in args.lengths]
+
+
+# -------------------------------------------------------------------------
+# Measuring
+# -------------------------------------------------------------------------
+
+
+def measure(args: argparse.Namespace) -> dict[str, float]:
+    """Return milliseconds, GiB and the ceiling of one side, in this process."""
+    side = anygauge_step if args.sides == ["anygauge"] else transformers_step
+    with tempfile.TemporaryDirectory() as name:
+        Path(name, "config.json").write_text(json.dumps(SHAPES[args.shape]))
+        with side(args, Path(name)) as step:
+            times = [seconds(step) for _ in range(WARM_UP + args.runs)][WARM_UP:]
+            found = {"ms": statistics.median(times) * 1e3, "gib": peak_gib(), "ceiling": ceiling()}
+            if args.profile:
+                profile(step)
+    return found
+
+
+def seconds(step: Callable[[], object]) -> float:
+    """Return how long a call takes until the device is done."""
+    synchronize()
+    start = time.perf_counter()
+    step()
+    synchronize()
+    return time.perf_counter() - start
+
+
+def synchronize() -> None:
+    """Wait for the accelerator, if there is one."""
+    import torch
+
+    if torch.accelerator.is_available():
+        torch.accelerator.synchronize()
+
+
+def peak_gib() -> float:
+    """Return the most memory that was allocated on the device."""
+    import torch
+
+    return torch.accelerator.max_memory_allocated() / GIB if torch.accelerator.is_available() else 0.0
+
+
+def ceiling() -> float:
+    """Return the operations per second of a large product in bfloat16."""
+    import torch
+
+    if not torch.accelerator.is_available():
+        return 0.0
+    device = torch.accelerator.current_accelerator()
+    a, b = torch.randn(2, 8192, 8192, device=device, dtype=torch.bfloat16)
+    times = [seconds(lambda: a @ b) for _ in range(30)]
+    return 2 * 8192**3 / statistics.median(times)
+
+
+def profile(step: Callable[[], object]) -> None:
+    """Print the kernels that take most of a step."""
+    import torch
+
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as seen:
+        step()
+        synchronize()
+    rows = [row for row in seen.key_averages() if row.self_device_time_total]
+    kernels = [row for row in rows if row.device_type == torch.autograd.DeviceType.CUDA]
+    total = sum(row.self_device_time_total for row in kernels)
+    print(f"kernels {total / 1e3:.1f} ms", file=sys.stderr)
+    for row in sorted(kernels, key=lambda row: -row.self_device_time_total)[:45]:
+        print(f"{row.self_device_time_total / 1e3:9.2f} ms {row.count:6} {row.key[:110]}", file=sys.stderr)
+
+
+def operations(config: dict[str, Any], lengths: Sequence[int]) -> float:
+    """Return the operations of a step: products of matrices, and attention to half of each square."""
+    hidden, heads, size = config["hidden_size"], config["num_attention_heads"], config["head_dim"]
+    attention = hidden * size * (2 * heads + 2 * config["num_key_value_heads"])
+    chosen = config.get("num_experts_per_tok")
+    mlp = 3 * hidden * (chosen * config["moe_intermediate_size"] if chosen else config["intermediate_size"])
+    router = hidden * config["num_experts"] if chosen else 0
+    layer = attention + mlp + router
+    weights = config["num_hidden_layers"] * layer + config["vocab_size"] * hidden
+    scores = config["num_hidden_layers"] * heads * size * 2 * sum(length**2 for length in lengths)
+    return 3.0 * (2 * weights * sum(lengths) + scores)
+
+
+def in_own_process(side: str, args: argparse.Namespace) -> dict[str, float] | None:
+    """Return the figures of one side, or ``None`` where it failed; its last words are printed."""
+    if side == "liger" and importlib.util.find_spec("liger_kernel") is None:
+        print("liger is not installed", file=sys.stderr)
+        return None
+    command = [sys.executable, __file__, "--alone", "--sides", side, "--shape", args.shape]
+    for name in ("backend", "dtype", "runs", "megatron", "micro_batch"):
+        command += [f"--{name.replace('_', '-')}", str(getattr(args, name))]
+    command += ["--lengths", *map(str, args.lengths), *["--profile"] * args.profile]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if args.profile:
+        print(done.stderr, file=sys.stderr)
+    if done.returncode:
+        print(f"{side} failed:\n{done.stderr[-1500:]}", file=sys.stderr)
+        return None
+    found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def report(args: argparse.Namespace, side: str, found: dict[str, float], ours: dict[str, float]) -> None:
+    """Print one row."""
+    tokens = sum(args.lengths)
+    rate = operations(SHAPES[args.shape], args.lengths) / found["ms"] * 1e3
+    share = f"{rate / found['ceiling']:8.1%}" if found["ceiling"] else "       -"
+    ratio = found["ms"] / ours["ms"]
+    print(
+        f"{side:14}{found['ms']:10.1f}{tokens / found['ms'] * 1e3:12.0f}{rate / 1e12:10.0f}{share}"
+        f"{found['gib']:10.1f}{ratio:10.2f}"
+    )
+
+
+def main() -> int:
+    """Measure one side, or print the table of all."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--shape", choices=SHAPES, default="4b")
+    parser.add_argument("--lengths", type=int, nargs="+", default=[4096, 4096])
+    parser.add_argument("--sides", choices=SIDES, nargs="+", default=list(SIDES))
+    parser.add_argument("--backend", default="cpu")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--micro-batch", type=int, default=0, help="tokens; all at once by default")
+    parser.add_argument("--megatron", default="{}", help="train.megatron of the engine, as JSON")
+    parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--alone", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.alone:
+        print(json.dumps(measure(args)))
+        return 0
+    lengths = " + ".join(map(str, args.lengths))
+    print(f"{args.shape}, {lengths} tokens, {args.backend}, {args.dtype}, median of {args.runs}")
+    print(f"{'side':14}{'ms':>10}{'tokens/s':>12}{'TFLOP/s':>10}{'ceiling':>8}{'GiB':>10}{'time/ours':>10}")
+    found = {side: in_own_process(side, args) for side in args.sides}
+    first = next((each for each in found.values() if each), None)
+    for side, each in found.items():
+        if each and first:
+            report(args, side, each, found["anygauge"] or first if "anygauge" in found else first)
+    return 0 if all(found.values()) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
