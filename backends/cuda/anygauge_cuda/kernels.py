@@ -1,19 +1,34 @@
-"""The kernels of the CUDA backend."""
+"""The kernels of the CUDA backend: Triton's where they are faster than what torch brings or nothing else is.
+
+``bench/kernels.py --backend cuda`` measures each beside every other source that is installed. Torch for CUDA
+comes with Triton, torch for the CPU without: nothing here imports it before it is known to be there.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
 
-from anygauge_hooks.kernels import KernelImpl
+from anygauge_hooks.kernels import KernelImpl, KernelOp
 from anygauge_hooks.tiles import TileMath
 
 __all__ = ["kernels", "tile_math"]
 
+MODULES: Mapping[KernelOp, str] = {
+    "rms_norm": "norms",
+    "rotary_embedding": "rotary",
+    "swiglu": "swiglu",
+}
+"""Where each kernel in Triton is, below ``anygauge_cuda.triton``."""
+
 
 def kernels() -> Iterable[KernelImpl]:
-    """Return the kernels of this backend. Torch for CUDA comes with Triton, torch for the CPU without."""
+    """Return the kernels of this backend."""
     return [
         *_attention(),
+        *(_in_triton(op, module) for op, module in MODULES.items()),
         KernelImpl(
             op="linear_logprob",
             fn=tile_math,
@@ -42,6 +57,17 @@ def _attention() -> Iterable[KernelImpl]:
             requires=requires,
             priority=priority,
         )
+
+
+def _in_triton(op: KernelOp, module: str) -> KernelImpl:
+    """Return a kernel whose function is there only if Triton is; it is left out otherwise."""
+    name = f"anygauge_cuda.triton.{module}"
+    fn: Callable[..., Any] = _absent if find_spec("triton") is None else getattr(import_module(name), op)
+    return KernelImpl(op=op, fn=fn, source=f"{name}.{op}", requires=("triton",))
+
+
+def _absent() -> None:
+    """Stand for a kernel that is left out."""
 
 
 def tile_math() -> TileMath:
