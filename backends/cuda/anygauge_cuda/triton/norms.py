@@ -9,7 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from anygauge_cuda.triton.rows import processors, rows_of, warps_for
+from anygauge_cuda.triton import rows as gpu
+from anygauge_cuda.triton.rows import rows_of, warps_for
 
 __all__ = ["rms_norm"]
 
@@ -45,7 +46,7 @@ class _RmsNorm(torch.autograd.Function):
         y = torch.empty_like(x, memory_format=torch.contiguous_format)
         columns = triton.next_power_of_2(width)
         height = max(1, FORWARD_TILE // columns)
-        _normalise[(triton.cdiv(rows.count, height),)](
+        _normalise[(triton.cdiv(rows.number, height),)](
             *rows, weight.contiguous(), y, eps, width, height, columns,
             num_warps=warps_for(height * columns),
         )  # fmt: skip
@@ -59,7 +60,7 @@ class _RmsNorm(torch.autograd.Function):
         dx = torch.empty_like(x, memory_format=torch.contiguous_format)
         columns = triton.next_power_of_2(width)
         height = max(1, BACKWARD_TILE // columns)
-        programs = min(PROGRAMS_PER_PROCESSOR * processors(x.device), triton.cdiv(rows.count, height))
+        programs = min(PROGRAMS_PER_PROCESSOR * gpu.processors(x.device), triton.cdiv(rows.number, height))
         parts = torch.empty(programs, width, device=x.device, dtype=torch.float32)
         _derive[(programs,)](
             *rows, weight.contiguous(), grads[0].contiguous(), dx, parts, ctx.eps, width, height, columns,

@@ -15,10 +15,10 @@ WARP = 32
 
 
 class Rows(NamedTuple):
-    """Rows whose numbers are contiguous; row ``i`` begins at ``i // inner * outer_step + i % inner * step``."""
+    """Rows of contiguous numbers. Row ``i`` begins at ``i // inner * outer_step + i % inner * step``."""
 
     memory: Tensor
-    count: int
+    number: int
     inner: int
     outer_step: int
     step: int
@@ -38,10 +38,12 @@ def rows_of(x: Tensor) -> Rows:
 
 def warps_for(elements: int, each: int = 16) -> int:
     """Return how many warps a program of so many elements takes, with about ``each`` of them per thread."""
-    return min(16, max(1, triton.next_power_of_2(elements) // (WARP * each)))
+    warps: int = min(16, max(1, triton.next_power_of_2(elements) // (WARP * each)))
+    return warps
 
 
 @lru_cache
 def processors(device: torch.device) -> int:
     """Return how many multiprocessors a GPU has."""
-    return torch.cuda.get_device_properties(device).multi_processor_count
+    number: int = torch.cuda.get_device_properties(device).multi_processor_count
+    return number

@@ -55,7 +55,7 @@ def _launch(kernel: Any, gate_up: Tensor, *others: Tensor) -> None:
     rows, tile = rows_of(gate_up), min(TILE, triton.next_power_of_2(max(1, width)))
     tiles = triton.cdiv(width, tile)
     warps = warps_for(tile, EACH)
-    kernel[(rows.count * tiles,)](*rows, *others, width, tile, tiles, num_warps=warps)
+    kernel[(rows.number * tiles,)](*rows, *others, width, tile, tiles, num_warps=warps)
 
 
 @triton.jit

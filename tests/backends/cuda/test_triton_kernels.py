@@ -1,0 +1,50 @@
+"""The kernels in Triton pass the cases of the conformance suite in Triton's interpreter, without a GPU.
+
+``TRITON_INTERPRET=1 pytest tests/backends/cuda/test_triton_kernels.py`` takes a minute.
+"""
+
+from __future__ import annotations
+
+import os
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+
+from anygauge.testing.conformance.test_kernels import CASES, LAYOUTS, Case, check_kernel
+from anygauge_cuda.kernels import MODULES, kernels
+from anygauge_hooks.types import Device
+
+pytest.importorskip("triton")
+pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs TRITON_INTERPRET=1")
+
+HOST = cast(Device, SimpleNamespace(torch_device=torch.device("cpu")))
+PROCESSORS = 2
+
+
+@pytest.fixture(autouse=True)
+def host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give the host two processors, and the interpreter loops up to a number that is an argument."""
+    from triton.runtime import interpreter
+
+    from anygauge_cuda.triton import rows
+
+    patch = interpreter._patch_lang_tensor
+
+    def patched(tensor: Any, scope: Any) -> None:
+        patch(tensor, scope)
+        # triton 3.6 makes an int of an array of one, which numpy no longer does
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patched)
+    monkeypatch.setattr(rows, "processors", lambda device: PROCESSORS)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("case", [case for case in CASES if case.op in MODULES], ids=str)
+def test_agrees_with_the_reference(case: Case, dtype: str, layout: str) -> None:
+    (kernel,) = (kernel for kernel in kernels() if kernel.op == case.op)
+    check_kernel(kernel, case, dtype, LAYOUTS[layout], HOST)
