@@ -33,7 +33,7 @@ MODES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "cp2-recompute": (2, {"context": 2}, {"recompute": "full"}),
     "cp2-selective": (2, {"context": 2}, {"recompute": "selective"}),
     "materialised-tp2-cp2": (4, {"tensor": 2, "context": 2}, {"fused_loss": False}),
-    "tp2-dp2": (4, {"tensor": 2}, {}),
+    "tp2-dp2": (4, {"tensor": 2}, {"recompute": "elementwise"}),
     "tp2-pp2": (4, {"tensor": 2, "pipeline": 2}, {}),
     "cp2-dp2": (4, {"context": 2}, {}),
     "cp2-vpp2": (4, {"context": 2, "pipeline": 2, "virtual_pipeline": 2}, {"recompute": "full"}),

@@ -7,7 +7,6 @@ is read and written, and the fewer rows, the better it stays in a cache.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from anygauge.kernels.main_grad import add_product, handed_back
 from anygauge_hooks.tiles import Tile, TileMath, narrowed
 
 __all__ = ["linear_logprob", "linear_topk"]
@@ -156,7 +156,7 @@ def _tiles(hidden: Tensor, part: _Part, scale: float) -> Iterator[Tile]:
             weight = part.weight[left : left + width]
             shape = len(x), len(weight)
             logits, spare = (buffer[: len(x) * len(weight)].view(shape) for buffer in (first, second))
-            _add_product(logits, x, weight.t(), beta=0)
+            add_product(logits, x, weight.t(), beta=0)
             parts = slice(top, top + len(x)), slice(left, left + len(weight))
             yield Tile(*parts, logits, spare, hidden.dtype, scale)
 
@@ -168,33 +168,6 @@ def _tile_shape(tokens: int, rows: int, device: torch.device) -> tuple[int, int]
     height = max(1, min(tokens, max(height, size // max(1, rows))))
     width = size // height
     return height, max(1, min(rows, width - width % ALIGNMENT if width > ALIGNMENT else width))
-
-
-def _add_product(out: Tensor, a: Tensor, b: Tensor, *, beta: int = 1) -> None:
-    """Write ``beta * out + a @ b`` to ``out``, which is of the dtype of ``a`` or wider.
-
-    :param beta: 0 or 1.
-    """
-    if a.dtype == out.dtype:
-        torch.addmm(out, a, b, beta=beta, out=out)
-    elif _widens(a.dtype, a.device):
-        torch.addmm(out, a, b, beta=beta, out_dtype=out.dtype, out=out)
-    elif beta:
-        out.add_(a @ b)
-    else:
-        out.copy_(a @ b)
-
-
-@functools.cache
-def _widens(dtype: torch.dtype, device: torch.device) -> bool:
-    """Return whether the device adds a product of this dtype to float32 without rounding it first."""
-    a = torch.ones(16, 16, dtype=dtype, device=device)
-    out = torch.ones(16, 16, device=device)
-    try:
-        torch.addmm(out, a, a, out_dtype=out.dtype, out=out)
-    except RuntimeError:
-        return False
-    return True
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
@@ -356,7 +329,7 @@ class _LinearLogprob(torch.autograd.Function):
         return (
             None,
             _sum_over(grad_hidden.to(hidden.dtype), ctx.group),
-            None if grad_weight is None else _handed_back(weight, grad_weight),
+            None if grad_weight is None else _for_autograd(weight, grad_weight),
             *[None] * 6,
         )
 
@@ -440,9 +413,9 @@ def _backward(ctx: Any, grads: tuple[Tensor, ...], grad_hidden: Tensor, grad_wei
     for tile in _tiles(hidden, part, ctx.scale):
         factor = slopes.factor(ctx.math, tile)
         _put(factor, *part.column(targets[tile.tokens], tile.rows), slopes.chosen[tile.tokens])
-        _add_product(grad_hidden[tile.tokens], factor, part.weight[tile.rows])
+        add_product(grad_hidden[tile.tokens], factor, part.weight[tile.rows])
         if grad_weight is not None:
-            _add_product(grad_weight[tile.rows], factor.t(), hidden[tile.tokens])
+            add_product(grad_weight[tile.rows], factor.t(), hidden[tile.tokens])
 
 
 def _weight_gradient(weight: Tensor) -> Tensor:
@@ -451,17 +424,9 @@ def _weight_gradient(weight: Tensor) -> Tensor:
     return weight.new_zeros(weight.shape, dtype=_wide(weight.dtype)) if main is None else main
 
 
-def _handed_back(weight: Tensor, gradient: Tensor) -> Tensor:
-    """Return what autograd gets for the weight.
-
-    Megatron's hook on the weight starts the reduction of a bucket that is complete. It wants a gradient to be
-    there, on the thread of the device, and leaves it alone because of the mark. A sparse one has no memory,
-    and adds nothing to that of an embedding that shares the weight.
-    """
-    if getattr(weight, "main_grad", None) is None:
-        return gradient.to(weight.dtype)
-    weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]  # Megatron's, which torch does not declare
-    return torch.zeros(weight.shape, dtype=weight.dtype, device=weight.device, layout=torch.sparse_coo)
+def _for_autograd(weight: Tensor, gradient: Tensor) -> Tensor:
+    """Return what autograd gets for the weight."""
+    return gradient.to(weight.dtype) if getattr(weight, "main_grad", None) is None else handed_back(weight)
 
 
 def _sum_over(x: Tensor, group: Any | None) -> Tensor:

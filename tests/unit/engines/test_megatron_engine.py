@@ -164,7 +164,7 @@ def test_logits_equal_transformers(make_engine: MakeEngine, checkpoint: Path) ->
     assert expected.std() > 0.1
 
 
-@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize("recompute", ["none", "elementwise", "selective", "full"])
 def test_gradients_equal_transformers(make_engine: MakeEngine, checkpoint: Path, recompute: str) -> None:
     samples = make_samples()
     engine: Any = make_engine(checkpoint, recompute=recompute, clip_grad=0.0)

@@ -84,8 +84,8 @@ class Train(Section):
     """Added to Adam's denominator."""
     clip_grad: Annotated[float, Field(ge=0)] = 1.0
     """Largest global gradient norm; 0 does not clip."""
-    recompute: Literal["none", "selective", "full"] = "none"
-    """Activation recompute: none, core attention, or every layer."""
+    recompute: Literal["none", "elementwise", "selective", "full"] = "none"
+    """Activation recompute: none; norms and gated activations; core attention too; or every layer."""
     router_replay: bool = False
     """Send tokens to the experts that the log-prob pass before the step chose for them."""
     provider: str | None = None

@@ -21,6 +21,7 @@ from anygauge.config import Config
 from anygauge.device import memory_phase, seed_everything
 from anygauge.engines.megatron.agreement import check_configs_agree, check_ranks_agree
 from anygauge.engines.megatron.checkpoints.checkpoint import Checkpointer
+from anygauge.engines.megatron.gradients import begin_gradients
 from anygauge.engines.megatron.inputs import MicroBatches, micro_batches, per_sample
 from anygauge.engines.megatron.layers.moe import expert_load, routers
 from anygauge.engines.megatron.layers.output import output_logprob
@@ -217,7 +218,7 @@ class MegatronEngine:
         self._biases_before = [bias.clone() for bias in self._biases]
         for chunk in self.chunks:
             chunk.train()
-            chunk.zero_grad_buffer()
+        begin_gradients(self.chunks)
         self.optimizer.zero_grad()
         return self._run_schedule(step, batches, forward_only=False)
 

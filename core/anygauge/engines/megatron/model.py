@@ -180,7 +180,11 @@ def build_policy(
     options = megatron_options(config, architecture)
     kernels = resolve_kernels(plugins, backend)
     provided = plugins.first("get_spec_provider", backend=backend, kernels=kernels, config=config)
-    default = KernelSpecProvider(kernels, unit_angles=_has_unit_angles(spec, hf))
+    default = KernelSpecProvider(
+        kernels,
+        unit_angles=_has_unit_angles(spec, hf),
+        remakes=config.train.recompute in ("elementwise", "selective"),
+    )
     build = partial(_build, spec, hf, options, complete(provided, default))
     stages = _chunks_per_rank(config.train.parallel)
     policy = Policy(

@@ -13,6 +13,7 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from anygauge.config import Config
+from anygauge.engines.megatron.gradients import complete_gradients
 from anygauge.engines.megatron.options import MegatronOptions, refusal
 from anygauge.plugins import Plugins
 from anygauge_hooks.types import BackendSpec
@@ -52,6 +53,7 @@ def _one_or_all(functions: Sequence[Any]) -> Any:
 
 
 def _sum_gradients(model: list[Any], num_tokens: Any, **options: Any) -> None:
+    complete_gradients(model)
     finalize_model_grads(model, None, **options)
 
 

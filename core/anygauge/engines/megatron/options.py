@@ -105,6 +105,7 @@ def torch_dtype(config: Config) -> torch.dtype:
 def _transformer(config: Config, architecture: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
     recompute: dict[str, dict[str, Any]] = {
         "none": {},
+        "elementwise": {},  # the layers' own
         "selective": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
         "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
     }

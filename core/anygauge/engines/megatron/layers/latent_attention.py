@@ -11,7 +11,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.nn.functional as F
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
@@ -21,6 +20,9 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from torch import Tensor, nn
+
+from anygauge.engines.megatron.gradients import replace_first
+from anygauge.engines.megatron.layers.linear import linear
 
 if TYPE_CHECKING:
     from anygauge.engines.megatron.layers.provider import SpecProvider
@@ -82,10 +84,11 @@ class ReplicatedLinear(nn.Module):
         if config.perform_initialization:
             config.init_method(self.weight)
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        replace_first(self.weight)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return ``x @ weight.T``."""
-        return F.linear(x, self.weight)
+        return linear(x, self.weight)
 
 
 class LatentAttention(Attention):

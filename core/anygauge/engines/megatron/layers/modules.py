@@ -16,6 +16,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from anygauge.engines.megatron.layers.context_parallel import SequenceParts, gather_together
+from anygauge.engines.megatron.layers.recompute import can_be_made
 from anygauge.engines.megatron.layers.routing import Routes
 from anygauge.kernels.table import KernelTable
 
@@ -48,10 +49,18 @@ class RmsNorm(nn.Module):
     """Root mean square norm; also the norm of queries and keys."""
 
     def __init__(
-        self, config: TransformerConfig, hidden_size: int, eps: float, kernels: KernelTable, **_: Any
+        self,
+        config: TransformerConfig,
+        hidden_size: int,
+        eps: float,
+        kernels: KernelTable,
+        remade: bool = False,
+        **_: Any,
     ) -> None:
         super().__init__()
         self.eps = eps
+        self.remade = remade
+        """Whether a linear makes the output again in its backward pass."""
         self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
         # Megatron all-reduces the gradients of weights with this mark, an attribute that torch does not
         # declare, over the tensor-parallel group.
@@ -63,6 +72,10 @@ class RmsNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise the last dimension of ``x``."""
+        output = self._normalise(x)
+        return can_be_made(output, self._normalise, x) if self.remade else output
+
+    def _normalise(self, x: Tensor) -> Tensor:
         if self.is_zero_centered:
             return self.kernel(x.float(), 1 + self.weight.float(), self.eps).to(x.dtype)
         return self.kernel(x, self.weight, self.eps)
@@ -93,13 +106,16 @@ class Swiglu(MegatronModule):
     A module of Megatron's, because its MLP asks every child for a sharded state.
     """
 
-    def __init__(self, config: TransformerConfig, kernels: KernelTable) -> None:
+    def __init__(self, config: TransformerConfig, kernels: KernelTable, remade: bool = False) -> None:
         super().__init__(config)
+        self.remade = remade
+        """Whether a linear makes the output again in its backward pass."""
         self.kernel = kernels.resolve("swiglu", dtype=config.params_dtype)
 
     def forward(self, gate_up: Tensor) -> Tensor:
         """Return ``silu(gate) * up``: ``[..., 2 F]`` to ``[..., F]``."""
-        return self.kernel(gate_up)
+        output = self.kernel(gate_up)
+        return can_be_made(output, self.kernel, gate_up) if self.remade else output
 
 
 class CoreAttention(nn.Module):

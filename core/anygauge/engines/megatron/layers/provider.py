@@ -7,10 +7,10 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any, Protocol
 
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.spec_utils import ModuleSpec
 
 from anygauge.engines.megatron.layers.gated_delta import DeltaRule, GatedNorm
+from anygauge.engines.megatron.layers.linear import ColumnLinear, RowLinear
 from anygauge.engines.megatron.layers.modules import CoreAttention, LayerNorm, RmsNorm, Swiglu
 from anygauge.engines.megatron.layers.moe import Dispatcher, GroupedExperts, Router
 from anygauge.kernels.table import KernelTable
@@ -60,16 +60,18 @@ class SpecProvider(Protocol):
 
 
 class KernelSpecProvider:
-    """The default: Megatron's linears, our modules bound to the kernel table."""
+    """The default: our modules, bound to the kernel table."""
 
-    def __init__(self, kernels: KernelTable, *, unit_angles: bool) -> None:
+    def __init__(self, kernels: KernelTable, *, unit_angles: bool, remakes: bool = False) -> None:
         self.kernels = kernels
+        self.remakes = remakes
+        """Whether linears make the outputs of norms and activations again in their backward passes."""
         self.unit_angles = unit_angles
         """Whether the model's cosines and sines are within [-1, 1]."""
 
     def norm(self) -> ModuleSpec:
         """Return :class:`RmsNorm`."""
-        return ModuleSpec(module=RmsNorm, params={"kernels": self.kernels})
+        return ModuleSpec(module=RmsNorm, params={"kernels": self.kernels, "remade": self.remakes})
 
     def layer_norm(self) -> ModuleSpec:
         """Return :class:`LayerNorm`."""
@@ -80,16 +82,16 @@ class KernelSpecProvider:
         return partial(CoreAttention, kernels=self.kernels, unit_angles=self.unit_angles)
 
     def column_parallel_linear(self) -> type:
-        """Return Megatron's own."""
-        return ColumnParallelLinear
+        """Return :class:`ColumnLinear`."""
+        return ColumnLinear
 
     def row_parallel_linear(self) -> type:
-        """Return Megatron's own."""
-        return RowParallelLinear
+        """Return :class:`RowLinear`."""
+        return RowLinear
 
     def gated_activation(self) -> ModuleSpec:
         """Return :class:`Swiglu`."""
-        return ModuleSpec(module=Swiglu, params={"kernels": self.kernels})
+        return ModuleSpec(module=Swiglu, params={"kernels": self.kernels, "remade": self.remakes})
 
     def delta_rule(self) -> ModuleSpec:
         """Return :class:`DeltaRule`."""

@@ -1,0 +1,48 @@
+"""What the main gradients hold before a step's first backward pass, and after its last.
+
+Megatron writes zeros to all of them. The gradient of a linear's weight comes from products alone, of which
+the first can take the place of what is there: zeros would be written and read for nothing, 8 bytes of traffic
+for each number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from anygauge.kernels.main_grad import FIRST
+
+__all__ = ["begin_gradients", "complete_gradients", "replace_first"]
+
+_REPLACES = "main_grad_is_replaced"
+
+
+def replace_first(weight: Tensor) -> None:
+    """Declare that all of a weight's gradient comes from ``weight_gradient``."""
+    setattr(weight, _REPLACES, True)
+
+
+def begin_gradients(chunks: Iterable[Any]) -> None:
+    """Forget the gradients of the step before, as ``zero_grad_buffer`` of each wrapped chunk does."""
+    for chunk in chunks:
+        zeroed: list[Tensor] = []
+        for weight in chunk.params_with_grad:
+            weight.grad_added_to_main_grad = False
+            if hasattr(weight, _REPLACES):
+                setattr(weight, FIRST, True)
+            else:
+                zeroed.append(weight.main_grad)
+        torch._foreach_zero_(zeroed)
+        for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
+            group.reset()
+
+
+def complete_gradients(chunks: Iterable[Any]) -> None:
+    """Write zeros to the gradients of weights that took part in nothing."""
+    for chunk in chunks:
+        for weight in chunk.params_with_grad:
+            if vars(weight).pop(FIRST, False):
+                weight.main_grad.zero_()

@@ -1,0 +1,71 @@
+"""Gradients of weights that are added to the buffer that the engine has for them: Megatron's ``main_grad``.
+
+The product is added where it is made: it is never rounded to the type of the weight, nor kept until it is
+added.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+__all__ = ["FIRST", "add_product", "handed_back", "weight_gradient"]
+
+FIRST = "main_grad_comes_first"
+"""Attribute of a weight: its ``main_grad`` is of the step before, and the next product takes its place."""
+
+
+def weight_gradient(weight: Tensor, grad: Tensor, x: Tensor) -> Tensor:
+    """Return what autograd gets for the weight of ``x @ weight.T``, and give its ``main_grad`` the gradient.
+
+    Without one, autograd gets the gradient itself.
+
+    :param weight: ``[N, K]``.
+    :param grad: ``[T, N]``, of the product.
+    :param x: ``[T, K]``.
+    """
+    main: Tensor | None = getattr(weight, "main_grad", None)
+    if main is None:
+        return grad.t() @ x
+    add_product(main, grad.t(), x, beta=0 if vars(weight).pop(FIRST, False) else 1)
+    return handed_back(weight)
+
+
+def handed_back(weight: Tensor) -> Tensor:
+    """Return what autograd gets for a weight whose gradient is in its ``main_grad``.
+
+    Megatron's hook on the weight starts the reduction of a bucket that is complete. It wants a gradient to be
+    there, on the thread of the device, and leaves it alone because of the mark. A sparse one has no memory,
+    and adds nothing to that of an embedding that shares the weight.
+    """
+    weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]  # Megatron's, which torch does not declare
+    return torch.zeros(weight.shape, dtype=weight.dtype, device=weight.device, layout=torch.sparse_coo)
+
+
+def add_product(out: Tensor, a: Tensor, b: Tensor, *, beta: int = 1) -> None:
+    """Write ``beta * out + a @ b`` to ``out``, which is of the dtype of ``a`` or wider.
+
+    :param beta: 0 or 1.
+    """
+    if a.dtype == out.dtype:
+        torch.addmm(out, a, b, beta=beta, out=out)
+    elif _widens(a.dtype, a.device):
+        torch.addmm(out, a, b, beta=beta, out_dtype=out.dtype, out=out)
+    elif beta:
+        out.add_(a @ b)
+    else:
+        out.copy_(a @ b)
+
+
+@functools.cache
+def _widens(dtype: torch.dtype, device: torch.device) -> bool:
+    """Return whether the device adds a product of this dtype to float32 without rounding it first."""
+    a = torch.ones(16, 16, dtype=dtype, device=device)
+    out = torch.ones(16, 16, device=device)
+    try:
+        torch.addmm(out, a, a, out_dtype=out.dtype, out=out)
+    except RuntimeError:
+        return False
+    return True

@@ -1,0 +1,230 @@
+"""Linears that add to the main gradient, and what is kept for them: against Megatron's own and autograd's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from anygauge.config import Config
+from anygauge.plugins import Plugins, load_plugins
+from anygauge.testing.tiny import tiny_qwen3
+from anygauge_hooks.engines import LossInputs, WorkerContext
+from anygauge_hooks.rl import TrainSample
+
+VOCAB = 64
+Seed = Callable[..., Tensor]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def prepared() -> None:
+    from anygauge.engines.megatron.prepare import prepare_megatron
+
+    plugins = load_plugins()
+    prepare_megatron(plugins, plugins.get("register_backends", "cpu"))
+
+
+@pytest.fixture
+def draw() -> Seed:
+    generator = torch.Generator().manual_seed(3)
+
+    def make(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.randn(shape, generator=generator).to(dtype)
+
+    return make
+
+
+def test_without_a_main_gradient_it_is_an_ordinary_linear(draw: Seed) -> None:
+    from anygauge.engines.megatron.layers.linear import linear
+
+    x, weight, grad = draw(5, 1, 8).requires_grad_(), nn.Parameter(draw(6, 8)), draw(5, 1, 6)
+    expected = torch.autograd.grad(torch.matmul(x, weight.t()), (x, weight), grad)
+    output = linear(x, weight)
+    assert output.equal(torch.matmul(x, weight.t()))
+    for one, other in zip(torch.autograd.grad(output, (x, weight), grad), expected, strict=True):
+        assert one.equal(other)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_first_product_replaces_and_others_add(draw: Seed, dtype: torch.dtype) -> None:
+    from anygauge.engines.megatron.gradients import begin_gradients, complete_gradients, replace_first
+    from anygauge.engines.megatron.layers.linear import linear
+
+    weights = [nn.Parameter(draw(6, 8, dtype=dtype)) for _ in range(3)]
+    used, unused, other = weights
+    for weight in weights:
+        weight.main_grad = torch.full((6, 8), torch.nan)  # type: ignore[attr-defined]
+    replace_first(used)
+    replace_first(unused)
+    reset: list[str] = []
+    group = SimpleNamespace(reset=lambda: reset.append("group"))
+    chunk = SimpleNamespace(
+        params_with_grad=weights, bucket_groups=[group], expert_parallel_bucket_groups=[group]
+    )
+    begin_gradients([chunk])
+    assert reset == ["group", "group"]
+    assert used.main_grad.isnan().all(), "nothing is written twice"
+    assert other.main_grad.eq(0).all()
+    expected = torch.zeros(6, 8)
+    for _ in range(2):
+        x, grad = draw(5, 1, 8, dtype=dtype), draw(5, 1, 6, dtype=dtype)
+        linear(x, used).backward(grad)
+        expected += grad.flatten(0, 1).t() @ x.flatten(0, 1)
+        assert used.grad is not None
+        assert used.grad.is_sparse
+        assert used.grad._nnz() == 0, "what autograd has takes no memory"
+        assert used.grad_added_to_main_grad
+    complete_gradients([chunk])
+    torch.testing.assert_close(used.main_grad, expected)
+    assert unused.main_grad.eq(0).all()
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_what_is_kept(draw: Seed, frozen: bool) -> None:
+    """The input, or what it is made from; of a frozen weight's linear neither."""
+    from anygauge.engines.megatron.layers.linear import linear
+    from anygauge.engines.megatron.layers.recompute import can_be_made
+
+    weight, source = nn.Parameter(draw(6, 8), requires_grad=not frozen), draw(5, 8).requires_grad_()
+    grads, made = [], []
+
+    def sine(x: Tensor) -> Tensor:
+        made.append(x)
+        return x.sin()
+
+    for remade in (False, True):
+        x = source.sin()
+        x = can_be_made(x, sine, source) if remade else x
+        kept: list[Tensor] = []
+
+        def keep(tensor: Tensor, kept: list[Tensor] = kept) -> Tensor:
+            kept.append(tensor)
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            output = linear(x, weight)
+        expected = [weight] if frozen else [weight, source if remade else x]
+        assert [each.data_ptr() for each in kept] == [each.data_ptr() for each in expected]
+        inputs = [source] if frozen else [source, weight]
+        grads.append(torch.autograd.grad(output.sin().sum(), inputs))
+    assert len(made) == (0 if frozen else 1)
+    for one, other in zip(*grads, strict=True):
+        assert one.equal(other)
+
+
+def test_what_is_looked_at_alone_keeps_nothing(draw: Seed) -> None:
+    from anygauge.engines.megatron.layers.recompute import can_be_made, recipe_of
+
+    with torch.no_grad():
+        assert recipe_of(can_be_made(draw(2), torch.sin, draw(2))) is None
+
+
+# -------------------------------------------------------------------------
+# In the engine
+# -------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_qwen3(tmp_path_factory.mktemp("model"), vocab_size=VOCAB, head_dim=32, init_std=0.2)
+
+
+@pytest.fixture
+def make_engine(context: WorkerContext, plugins: Plugins, checkpoint: Path) -> Callable[..., Any]:
+    def make(**train: Any) -> Any:
+        config = Config.model_validate(
+            {
+                "run": {"name": "test", "steps": 10},
+                "model": {"path": checkpoint},
+                "data": {"train": []},
+                "reward": {"function": "none"},
+                "train": {"lr": 1e-3, "micro_batch_tokens": 48, "clip_grad": 0.0, **train},
+            }
+        )
+        return plugins.get("register_train_engines", "megatron").make(config, context)
+
+    return make
+
+
+def loss(inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
+    value = -(inputs.log_probs * inputs.weights).sum()
+    return value, {"loss": value.detach()}
+
+
+def two_steps(engine: Any) -> dict[str, Tensor]:
+    """Return the main gradients of the second step, of several micro-batches."""
+    generator = torch.Generator().manual_seed(1)
+    samples = [
+        TrainSample(
+            tokens=torch.randint(18, VOCAB, (length,), generator=generator).tolist(),
+            response_length=length - 2,
+            loss_mask=[1] * (length - 2),
+            rollout_log_probs=[-0.5] * (length - 2),
+            advantages=[1.0] * (length - 2),
+        )
+        for length in (17, 40, 33)
+    ]
+    for _ in range(2):
+        engine.train_step(
+            samples,
+            loss,
+            temperature=1.0,
+            weights=[[0.01] * sample.response_length for sample in samples],
+            old_log_probs=[sample.rollout_log_probs for sample in samples],
+            reference_log_probs=None,
+            entropy_grad=False,
+        )
+    return {name: weight.main_grad.clone() for name, weight in engine.chunks[0].named_parameters()}
+
+
+@pytest.fixture
+def megatron_linears(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Let the engine take Megatron's own linears."""
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+
+    from anygauge.engines.megatron.layers.provider import KernelSpecProvider
+
+    with monkeypatch.context() as patch:
+        patch.setattr(KernelSpecProvider, "column_parallel_linear", lambda _: ColumnParallelLinear)
+        patch.setattr(KernelSpecProvider, "row_parallel_linear", lambda _: RowParallelLinear)
+        yield
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_gradients_equal_those_of_megatrons_linears(
+    make_engine: Callable[..., Any], request: pytest.FixtureRequest, dtype: str
+) -> None:
+    actual = two_steps(make_engine(dtype=dtype))
+    remade = two_steps(make_engine(dtype=dtype, recompute="elementwise"))
+    request.getfixturevalue("megatron_linears")
+    expected = two_steps(make_engine(dtype=dtype))
+    assert actual.keys() == expected.keys()
+    for name, grad in actual.items():
+        assert grad.equal(remade[name]), f"{name}: made again, it is not the same"
+        torch.testing.assert_close(grad, expected[name], rtol=1e-5, atol=1e-6, msg=name)
+
+
+def test_norms_and_activations_are_kept_once(make_engine: Callable[..., Any]) -> None:
+    """Each layer keeps 2 H + F numbers of a token less."""
+    kept = {}
+    for recompute in ("none", "elementwise"):
+        engine = make_engine(recompute=recompute)
+        found: dict[int, int] = {}
+
+        def keep(tensor: Tensor, found: dict[int, int] = found) -> Tensor:
+            found[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        config = engine.policy.options.transformer
+        layer = engine.policy.chunks[0].decoder.layers[0]
+        hidden = torch.randn(7, 1, config.hidden_size, requires_grad=True)
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            output = layer.mlp(layer.pre_mlp_layernorm(hidden))[0]
+        kept[recompute] = sum(found.values())
+        output.sum().backward()
+    assert kept["none"] - kept["elementwise"] == 7 * 4 * (config.hidden_size + config.ffn_hidden_size)
