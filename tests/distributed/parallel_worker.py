@@ -140,6 +140,7 @@ def division(engine: Any) -> dict[str, Any]:
     from megatron.core import parallel_state as state
 
     transformer, ddp = engine.policy.options.transformer, engine.policy.options.ddp
+    remade = any(getattr(module, "remade", False) for chunk in engine.chunks for module in chunk.modules())
     return {
         "chunks": len(engine.chunks),
         "shapes": {name: tuple(tensor.shape) for name, tensor in engine.policy.tensors.items()},
@@ -151,7 +152,7 @@ def division(engine: Any) -> dict[str, Any]:
             "expert": state.get_expert_model_parallel_world_size(),
         },
         "sequence": transformer.sequence_parallel,
-        "recompute": transformer.recompute_granularity,
+        "recompute": transformer.recompute_granularity or ("elementwise" if remade else None),
         "overlap": [
             ddp.overlap_grad_reduce and transformer.grad_sync_func is not None,
             ddp.overlap_param_gather and transformer.param_sync_func is not None,
