@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -235,3 +236,17 @@ class Device(Protocol):
 
     def empty_cache(self) -> None:
         """Give cached blocks back to the system."""
+
+    def shareable(self) -> AbstractContextManager[None]:
+        """Return a context in which memory is allocated that any process of the user can map.
+
+        A null context where all memory is so, or none.
+        """
+
+    def meters(self) -> Mapping[str, float]:
+        """Return what the device's own meters say; those that there are, none on many devices.
+
+        Called once in each step. ``utilization`` (0 to 1), ``power`` (watts), ``power_capped`` and
+        ``thermal_slowed`` (shares of the time in which clocks were lowered) are means since the last call,
+        ``temperature`` (degrees Celsius) and ``clock`` (MHz) are read now.
+        """

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import resource
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,14 @@ class CpuDevice:
 
     def empty_cache(self) -> None:
         """Do nothing: the allocator of the C library keeps no cache that torch could give back."""
+
+    def shareable(self) -> AbstractContextManager[None]:
+        """Return a null context: memory that is shared is allocated apart."""
+        return contextlib.nullcontext()
+
+    def meters(self) -> Mapping[str, float]:
+        """Return nothing: the host's load and memory are the driver's to report."""
+        return {}
 
 
 class HostStream:

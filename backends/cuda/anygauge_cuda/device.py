@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 
 import torch
 
+from anygauge_cuda.allocator import shareable
+from anygauge_cuda.nvml import Meters, find_gpu
 from anygauge_hooks.errors import PlacementError
 from anygauge_hooks.types import ScopeMap
 
@@ -28,6 +31,7 @@ class CudaDevice:
         self.index = index
         self.torch_device = torch.device("cuda", index)
         torch.cuda.set_device(index)
+        self._meters: Meters | None = None
 
     def seed(self, seed: int) -> None:
         """Seed the host's generator and those of every GPU."""
@@ -66,6 +70,17 @@ class CudaDevice:
         """Give cached blocks back to the driver, also those that other processes have done with."""
         torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]
         torch.cuda.empty_cache()
+
+    def shareable(self) -> AbstractContextManager[None]:
+        """Inside it, torch takes memory that any process of the user can map."""
+        return shareable()
+
+    def meters(self) -> Mapping[str, float]:
+        """Return what NVML says of the GPU since the last call; nothing without ``nvidia-ml-py``."""
+        if self._meters is None:
+            found = find_gpu(str(torch.cuda.get_device_properties(self.index).uuid))
+            self._meters = Meters(*found) if found else None
+        return self._meters.read() if self._meters else {}
 
 
 def _require(index: int, count: int) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -9,24 +11,46 @@ from anygauge_hooks.errors import PlacementError
 from anygauge_hooks.types import AcceleratorIds, ConfigChange
 
 __all__ = [
+    "CUMEM",
     "DETERMINISTIC",
+    "ENGINES",
     "HIDDEN",
     "VISIBLE_DEVICES",
     "WORKER",
+    "allocator",
     "config_defaults",
+    "expands",
     "local_device",
     "network",
     "ray_options",
+    "users_choice",
 ]
 
 VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
+CUMEM = "NCCL_CUMEM_ENABLE"
+ENGINES = ("rollout", "sglang")
+"""Roles of processes that generate, or own a server that does."""
 
 WORKER: Mapping[str, str] = {
     # tensor and sequence parallel overlap relies on kernels that start in the order they were launched in
     "CUDA_DEVICE_MAX_CONNECTIONS": "1",
-    # SGLang sets the same in its processes, and communicators of unlike memory cannot be made
-    "NCCL_CUMEM_ENABLE": "0",
+    # SGLang sets the same in its processes; between communicators of unlike memory the first broadcast hangs
+    CUMEM: "0",
+    # NVLink multicast, of NCCL and of torch's symmetric memory: it needs a fabric manager that grants it,
+    # which containers and shared hosts often lack, and then the first collective fails
+    "NCCL_NVLS_ENABLE": "0",
+    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+    # what each rank waits for when a collective exceeds its limit is written down before the process ends
+    "TORCH_FR_BUFFER_SIZE": "2000",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
 }
+"""Trainers and servers must not differ in these."""
+ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+"""Of trainers: sequences of all lengths fragment segments of a fixed size."""
+ALLOCATOR_NAMES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+"""Where torch looks for settings of its allocator; the first that is set counts."""
+FORWARDED = ("NCCL_", "TORCH_NCCL_", "TORCH_FR_", "TORCH_SYMM_MEM_", "ANYGAUGE_CUDA_")
+"""Beginnings of the user's own variables that reach the workers of every node."""
 FAMILIES: Mapping[str, str] = {"4": "AF_INET", "6": "AF_INET6"}
 """Address families by IP version, as NCCL names them."""
 DETERMINISTIC: Mapping[str, str] = {
@@ -83,9 +107,39 @@ def network(interface: str | None, ip_version: str) -> Mapping[str, str]:
     return {name: value for name, value in chosen.items() if value is not None}
 
 
+def users_choice(defaults: Mapping[str, str]) -> Mapping[str, str]:
+    """Return defaults, in their place or beside them what this process's environment has, for every node."""
+    own = {name: value for name, value in os.environ.items() if name.startswith(FORWARDED)}
+    return {**{name: os.environ.get(name, value) for name, value in defaults.items()}, **own}
+
+
+def allocator(role: str) -> Mapping[str, str]:
+    """Return the settings of torch's allocator in the processes of a role.
+
+    Trainers expand segments unless the user has set something else. Processes that generate never do:
+    the memory saver with which a server sleeps refuses to start beside them.
+    """
+    given = {name: os.environ[name] for name in ALLOCATOR_NAMES if name in os.environ}
+    if role not in ENGINES:
+        return given or dict((ALLOCATOR,))
+    return {name: _unexpanded(value) for name, value in given.items()}
+
+
+def expands(settings: str) -> bool:
+    """Return whether settings of torch's allocator ask for segments that expand."""
+    return _EXPANDABLE.search(settings) is not None
+
+
 def config_defaults() -> Sequence[ConfigChange]:
     """Return the keys that this backend fills in."""
     return [ConfigChange(path="train.dtype", value="bfloat16", reason="tensor cores")]
+
+
+_EXPANDABLE = re.compile(r"\s*expandable_segments\s*:\s*true\s*", re.IGNORECASE)
+
+
+def _unexpanded(settings: str) -> str:
+    return ",".join(each for each in settings.split(",") if not _EXPANDABLE.fullmatch(each))
 
 
 def _listed(text: str) -> list[str]:

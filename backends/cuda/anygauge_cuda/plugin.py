@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from anygauge_cuda import comm, env, probe, rollout
+from anygauge_cuda import comm, env, host, probe, rollout
 from anygauge_hooks import hookimpl
 from anygauge_hooks.kernels import KernelImpl
-from anygauge_hooks.types import BackendSpec, ConfigChange, Device
+from anygauge_hooks.types import BackendSpec, ConfigChange, ConfigProblem, Device, Phase
 
 __all__ = ["CUDA"]
 
@@ -21,6 +21,7 @@ CUDA = BackendSpec(
     local_device=env.local_device,
     visible_devices_env=env.VISIBLE_DEVICES,
     make_communicator=comm.communicator,
+    host_checks=host.host_checks,
 )
 
 
@@ -28,6 +29,19 @@ CUDA = BackendSpec(
 def register_backends() -> Iterable[BackendSpec]:
     """Provide NVIDIA GPUs."""
     return [CUDA]
+
+
+@hookimpl
+def prepare_worker(backend: BackendSpec, role: str, phase: Phase, config: Any, log: str | None) -> None:
+    """Say where torch writes what explains a hang or a lack of memory, and bind trainers to near cores."""
+    if backend.name != CUDA.name or phase != "after_config" or config is None:
+        return
+    from anygauge_cuda import diagnosis, numa
+
+    if log is not None:
+        diagnosis.write_beside(log)
+    if role not in env.ENGINES:
+        numa.bind_to_device()
 
 
 @hookimpl
@@ -51,14 +65,21 @@ def register_kernels(backend: BackendSpec) -> Iterable[KernelImpl] | None:
 
 
 @hookimpl
+def make_process_group_options(backend: BackendSpec, group_name: str, timeout_s: float) -> Any | None:
+    """Make the options of an NCCL group."""
+    return comm.group_options(group_name, timeout_s) if backend.name == CUDA.name else None
+
+
+@hookimpl
 def worker_env(
-    backend: BackendSpec, deterministic: bool, interface: str | None, ip_version: str
+    backend: BackendSpec, role: str, deterministic: bool, interface: str | None, ip_version: str
 ) -> Mapping[str, str]:
     """Set up CUDA workers; hide every GPU from the workers of another backend."""
     if backend.name != CUDA.name:
         return env.HIDDEN
+    chosen = {**env.users_choice(env.WORKER), **env.allocator(role)}
     exact = env.DETERMINISTIC if deterministic else {}
-    return {**env.WORKER, **exact, **env.network(interface, ip_version)}
+    return {**chosen, **exact, **env.network(interface, ip_version)}
 
 
 @hookimpl
@@ -68,8 +89,23 @@ def adjust_config(backend: BackendSpec) -> Iterable[ConfigChange] | None:
 
 
 @hookimpl
+def check_config(config: Any, backend: BackendSpec) -> Iterable[ConfigProblem] | None:
+    """Check what a server needs to sleep, and that both ends of the weights' way have one kind of memory."""
+    if backend.name != CUDA.name or config.rollout.engine != "sglang":
+        return None
+    absent = rollout.missing(config) if backend.probe().ok else ()
+    return [*rollout.unlike_memory(config), *absent]
+
+
+@hookimpl
 def rollout_engine_args(config: Any, backend: BackendSpec, engine: str) -> Mapping[str, Any] | None:
     """Name the device to a server, and let it sleep where it shares that with trainers."""
     if backend.name != CUDA.name:
         return None
     return rollout.engine_args(engine, sleeps=config.placement.colocated)
+
+
+@hookimpl
+def report_environment() -> Mapping[str, str]:
+    """Report the versions of the driver and of NCCL, where they are installed."""
+    return host.facts()

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import importlib.util
+import os
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-__all__ = ["engine_args"]
+from anygauge_cuda.env import CUMEM
+from anygauge_hooks.types import ConfigProblem
+
+__all__ = ["MEMORY_SAVER", "engine_args", "missing", "unlike_memory"]
 
 SGLANG: Mapping[str, Any] = {"device": "cuda"}
+MEMORY_SAVER = "torch_memory_saver"
+SYMMETRIC = "enable_symm_mem"
+"""An argument of SGLang that lets NCCL make memory in another way."""
 
 
 def engine_args(engine: str, *, sleeps: bool) -> Mapping[str, Any] | None:
@@ -16,3 +24,18 @@ def engine_args(engine: str, *, sleeps: bool) -> Mapping[str, Any] | None:
     :param sleeps: Whether it is to give its memory back and take it again.
     """
     return {**SGLANG, "enable_memory_saver": sleeps} if engine == "sglang" else None
+
+
+def missing(config: Any) -> Iterator[ConfigProblem]:
+    """Yield what a server cannot sleep without."""
+    if config.placement.colocated and importlib.util.find_spec(MEMORY_SAVER) is None:
+        hint = f"servers that share their GPUs give memory back through a package: pip install {MEMORY_SAVER}"
+        yield ConfigProblem(path="placement.colocated", found=True, hint=hint)
+
+
+def unlike_memory(config: Any) -> Iterator[ConfigProblem]:
+    """Yield a server's argument that gives NCCL other memory than the trainers' has."""
+    arguments = {name.replace("-", "_"): value for name, value in config.rollout.sglang.items()}
+    if arguments.get(SYMMETRIC) and os.environ.get(CUMEM) != "1":
+        hint = f"leave it out, or export {CUMEM}=1: unlike ends of a broadcast hang"
+        yield ConfigProblem(path=f"rollout.sglang.{SYMMETRIC}", found=arguments[SYMMETRIC], hint=hint)

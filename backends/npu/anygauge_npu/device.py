@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -92,6 +93,14 @@ class NpuDevice:
         self._npu.ipc_collect()
         self._npu.empty_cache()
         self._npu.host_empty_cache()
+
+    def shareable(self) -> AbstractContextManager[None]:
+        """Return a null context: the allocator is left as it is."""
+        return nullcontext()
+
+    def meters(self) -> Mapping[str, float]:
+        """Return nothing: no meter of an NPU is read yet."""
+        return {}
 
 
 def _require(index: int, count: int) -> None:

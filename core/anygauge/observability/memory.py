@@ -1,10 +1,11 @@
-"""Memory of the host, of the processes and of the devices, cheap enough to read in every step."""
+"""Memory of the host, of the processes and of the devices, and their meters, cheap enough for every step."""
 
 from __future__ import annotations
 
 import resource
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from statistics import fmean
 
 from anygauge.device import take_peak_memory
 from anygauge.observability.host import read_memory
@@ -15,25 +16,43 @@ __all__ = ["driver_memory", "memory_metrics", "resident_bytes", "worker_memory"]
 GIB = float(1 << 30)
 STATM = Path("/proc/self/statm")
 
+METERS: Mapping[str, tuple[str, Callable[[list[float]], float]]] = {
+    "utilization": ("perf/device_utilization", fmean),
+    "power": ("perf/device_power_w", fmean),
+    "temperature": ("perf/device_temperature_c", max),
+    "clock": ("perf/device_clock_mhz", min),
+    "power_capped": ("perf/device_power_capped", max),
+    "thermal_slowed": ("perf/device_thermal_slowed", max),
+}
+"""Name of the metric, and what is told of all devices, by what :meth:`Device.meters` calls it."""
+
 
 def worker_memory(device: Device) -> dict[str, float]:
-    """Return what a worker reports of a step, in bytes.
+    """Return what a worker reports of a step, in bytes, and what the meters of its device say.
 
     ``rss`` is the resident memory of the process. ``device`` is the most that was allocated on its device at
     once in the phases since the last call, or what is allocated now where the device does not know.
     """
     used = take_peak_memory() or device.memory().get("allocated")
-    return {"rss": float(resident_bytes()), **({} if used is None else {"device": float(used)})}
+    known = {} if used is None else {"device": float(used)}
+    return {"rss": float(resident_bytes()), **known, **device.meters()}
 
 
 def memory_metrics(reports: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Return ``perf/*_gib`` of the worker that uses most of each.
+    """Return ``perf/*_gib`` of the worker that uses most of each, and ``perf/device_*`` of their meters.
 
     :param reports: One for each worker, from :func:`worker_memory`.
     """
     names = {"rss": "perf/worker_rss_gib", "device": "perf/device_memory_gib"}
-    found = {name: [report[key] for report in reports if key in report] for key, name in names.items()}
-    return {name: max(values) / GIB for name, values in found.items() if values}
+    memory = {name: max(values) / GIB for key, name in names.items() if (values := _of_all(reports, key))}
+    meters = {
+        name: float(of(values)) for key, (name, of) in METERS.items() if (values := _of_all(reports, key))
+    }
+    return memory | meters
+
+
+def _of_all(reports: Sequence[Mapping[str, float]], key: str) -> list[float]:
+    return [report[key] for report in reports if key in report]
 
 
 def driver_memory() -> dict[str, float]:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from anygauge.config import Config
     from anygauge.config.schema import WeightSync
     from anygauge_hooks.engines import WorkerContext
+    from anygauge_hooks.types import Device
     from anygauge_hooks.weights import WeightBucket, WeightPeer, WeightTransport, WeightTransportSpec
 
 __all__ = ["WeightPusher", "make_pusher"]
@@ -221,7 +222,17 @@ def make_pusher(config: Config, context: WorkerContext) -> WeightPusher:
     spec: WeightTransportSpec = context.plugins.get("register_weight_transports", options.transport)
     if spec.shares_buffers and context.device.type == "cpu":
         buffers = Buffers(shared_memory)
+    elif spec.shares_buffers:
+        buffers = Buffers(partial(_mappable, context.device))
     else:
         device = spec.buffer_device(context) if spec.buffer_device is not None else "cpu"
         buffers = Buffers(partial(torch.empty, dtype=torch.uint8, device=device))
     return WeightPusher(options, spec.make(config, context), buffers)
+
+
+def _mappable(device: Device, size: int) -> Tensor:
+    """Return bytes on a device that its other processes can map, uint8."""
+    import torch
+
+    with device.shareable():
+        return torch.empty(size, dtype=torch.uint8, device=device.torch_device)

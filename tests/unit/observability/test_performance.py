@@ -123,6 +123,22 @@ def test_memory_is_that_of_the_largest_worker() -> None:
     assert performance_metrics(WORK, with_seconds, wall_s=2.0)["perf/device_memory_gib"] == 8.0
 
 
+def test_meters_of_all_devices_become_one_metric_each() -> None:
+    reports = [
+        {"utilization": 0.5, "power": 600.0, "temperature": 60.0, "clock": 1980.0, "thermal_slowed": 0.0},
+        {"utilization": 1.0, "power": 700.0, "temperature": 70.0, "clock": 1500.0, "power_capped": 0.5},
+        {},
+    ]
+    assert memory_metrics(reports) == {
+        "perf/device_utilization": 0.75,
+        "perf/device_power_w": 650.0,
+        "perf/device_temperature_c": 70.0,
+        "perf/device_clock_mhz": 1500.0,
+        "perf/device_power_capped": 0.5,
+        "perf/device_thermal_slowed": 0.0,
+    }
+
+
 def test_a_worker_reports_its_memory() -> None:
     from anygauge.device import memory_phase
     from anygauge_cpu.device import CpuDevice

@@ -10,6 +10,7 @@ from anygauge_hooks.types import BackendSpec, Device, ScopeMap
 pytestmark = pytest.mark.conformance
 
 BYTE_COUNTS = {"allocated", "reserved", "free", "total"}
+METERS = {"utilization", "power", "temperature", "clock", "power_capped", "thermal_slowed"}
 NEEDED_FUNCTIONS = {
     "current_device",
     "device_count",
@@ -82,6 +83,20 @@ def test_synchronize_and_empty_cache_keep_tensors(device: Device) -> None:
     device.synchronize()
     device.empty_cache()
     assert ones.sum().item() == 16
+
+
+def test_memory_that_can_be_shared_is_as_good_as_other(device: Device) -> None:
+    with device.shareable():
+        held = torch.ones(1 << 20, device=device.torch_device)
+    assert held.sum().item() == 1 << 20
+    assert torch.ones(16, device=device.torch_device).sum().item() == 16
+
+
+def test_meters_are_of_known_names_and_ranges(device: Device) -> None:
+    for found in (device.meters(), device.meters()):
+        assert found.keys() <= METERS
+        assert all(value >= 0 for value in found.values())
+        assert found.get("utilization", 0) <= 1
 
 
 def test_tensor_types_name_the_types_of_tensors(device: Device) -> None:

@@ -40,6 +40,12 @@ class AbacusDevice:
     def empty_cache(self):
         pass
 
+    def shareable(self):
+        return contextlib.nullcontext()  # yours: if some memory alone can be mapped by other processes
+
+    def meters(self):
+        return {}  # yours: power, temperature and so on, where the vendor's library tells them
+
 
 def nothing(*args, **kwargs):
     pass
