@@ -74,7 +74,7 @@ def local_device(ray_ids: AcceleratorIds, environ: Mapping[str, str]) -> int:
 
     :param ray_ids: Indices or UUIDs (``GPU-...``, ``MIG-...``), the first of which counts.
     :param environ: The environment of the process; its visible-devices list gives the numbering.
-    :raises PlacementError: There is none, or the process cannot see it.
+    :raises PlacementError: There is none, the process cannot see it, or CUDA will refuse the list.
     """
     text = environ.get(VISIBLE_DEVICES)
     visible = None if text is None else _listed(text)
@@ -82,6 +82,11 @@ def local_device(ray_ids: AcceleratorIds, environ: Mapping[str, str]) -> int:
         raise PlacementError(
             "This worker was assigned no GPU.",
             hint="Report this to whoever placed it: its actor reserved none.",
+        )
+    if visible and len({*visible}) < len(visible):
+        raise PlacementError(
+            f"A GPU is named twice: {VISIBLE_DEVICES} is {text!r}, with which CUDA finds none.",
+            hint=f"Name each GPU once in {VISIBLE_DEVICES}, or leave the variable to Ray.",
         )
     wanted = str(ray_ids[0])
     if visible is None and wanted.isdecimal():

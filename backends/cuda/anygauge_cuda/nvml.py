@@ -74,7 +74,9 @@ class Meters:
         self._at, self._counts = now, counts
         if now <= before:
             return {}
-        return {name: (counts[name] - last[name]) / (now - before) for name in counts if name in last}
+        rates = {name: (counts[name] - last[name]) / (now - before) for name in counts if name in last}
+        # the driver adds to its counts in steps, which may be longer than the time since the last reading
+        return {name: min(rate, 1.0) if name in _POLICIES else rate for name, rate in rates.items()}
 
     def _totals(self) -> dict[str, float]:
         """Return joules and seconds since the driver was loaded."""

@@ -25,7 +25,7 @@ _CONTAINER = (
 )
 CODES: Mapping[int, tuple[str, str]] = {
     101: (
-        "the GPU that is asked for does not exist",
+        "a GPU is asked for twice, or does not exist",
         f"unset {VISIBLE_DEVICES}, or name a GPU of `nvidia-smi -L`",
     ),
     802: (

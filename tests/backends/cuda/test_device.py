@@ -108,7 +108,10 @@ def test_meters_tell_means_since_the_last_reading() -> None:
         **{"utilization": 0.1, "temperature": 61.0, "clock": 1980.0},
         **{"power": 500.0, "power_capped": 0.0, "thermal_slowed": 0.25},
     }
-    assert "utilization" not in meters.read(), "no sample since"
+    seconds[0], slowed_ns[0] = 14.5, 2 * 10**9
+    found = meters.read()
+    assert "utilization" not in found, "no sample since"
+    assert found["thermal_slowed"] == 1.0, "the driver counts in steps"
 
 
 def test_meters_that_are_not_there_are_left_out() -> None:

@@ -126,7 +126,7 @@ def test_it_reports_its_gpus(ask: Ask) -> None:
         ({"answer": 802}, "wait for their NVSwitches (cuInit: 802)", "nvidia-fabricmanager"),
         ({"answer": 803}, "of another release than its kernel module", "reboot"),
         ({"answer": 804}, "compatibility package", "LD_LIBRARY_PATH"),
-        ({"answer": 101, "visible": "7"}, "does not exist", "unset CUDA_VISIBLE_DEVICES"),
+        ({"answer": 101, "visible": "7"}, "asked for twice, or does not exist", "unset CUDA_VISIBLE_DEVICES"),
         ({"answer": 999}, "does not know (cuInit: 999)", "dmesg"),
         ({"count": 0, "answer": 100}, "the NVIDIA driver reports no GPU", "nvidia-smi"),
         ({"count": 0, "visible": ""}, "CUDA_VISIBLE_DEVICES='' hides every GPU", "unset CUDA_VISIBLE"),

@@ -1,0 +1,56 @@
+"""Tests that need a GPU are marked ``cuda``: skipped without one, failed where CUDA was asked for.
+
+``python -m pytest -m cuda --anygauge-backend cuda tests/backends/cuda`` asks for it.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import pytest
+
+PROGRAMS = Path(__file__).with_name("programs")
+
+Run = Callable[..., str]
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Compare the GPUs that a test needs, ``cuda(gpus=2)``, with those that there are."""
+    marker = item.get_closest_marker("cuda")
+    if marker is None:
+        return
+    import torch
+
+    needed, there = marker.kwargs.get("gpus", 1), torch.cuda.device_count()
+    if there >= needed:
+        return
+    reason = f"needs {needed} GPUs that torch can use; it sees {there}"
+    if item.config.getoption("anygauge_backend") == "cuda":
+        pytest.fail(f"--anygauge-backend cuda was asked for, and this test {reason}.", pytrace=False)
+    pytest.skip(reason)
+
+
+@pytest.fixture
+def run() -> Run:
+    """Return a function that runs one of ``programs/`` and returns its output, or fails with it."""
+
+    def run(
+        program: str, *arguments: str, environ: Mapping[str, str] | None = None, succeeds: bool = True
+    ) -> str:
+        done = subprocess.run(
+            [sys.executable, str(PROGRAMS / program), *arguments],
+            env={**os.environ, **(environ or {})},
+            capture_output=True,
+            text=True,
+            timeout=100,
+            check=False,
+        )
+        output = done.stdout + done.stderr
+        assert (done.returncode == 0) is succeeds, output[-6000:]
+        return output
+
+    return run
