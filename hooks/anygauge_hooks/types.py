@@ -14,9 +14,11 @@ __all__ = [
     "AcceleratorIds",
     "Availability",
     "BackendSpec",
+    "CaptureGraph",
     "ConfigChange",
     "ConfigProblem",
     "Device",
+    "Graph",
     "HostCheck",
     "NamedFunction",
     "Phase",
@@ -196,6 +198,20 @@ class ScopeMap:
     """Whether tensors on this device answer that they are on the accelerator."""
 
 
+class Graph(Protocol):
+    """Work that a device has recorded. It holds the memory that this uses until it is dropped."""
+
+    def replay(self) -> None:
+        """Queue all of it again: the same kernels, on the same addresses."""
+
+
+CaptureGraph = Callable[[Callable[[], None]], Graph]
+"""Records what a function queues. The function may be called more than once, must not wait for the device,
+and leaves its results where it finds them again. By when it returns, the work may or may not have been done.
+
+:raises RuntimeError: Some of the work cannot be recorded; the device goes on as before."""
+
+
 class Device(Protocol):
     """What ``torch.accelerator`` lacks, for one device of one process.
 
@@ -210,6 +226,8 @@ class Device(Protocol):
     """How Megatron's literal device names are redirected, or ``None`` if they already mean this device."""
     tensor_types: Mapping[str, Sequence[str]]
     """Legacy tensor type names by dtype (``fp32``, ``fp16``, ``bf16``), for Megatron's type tests."""
+    capture_graph: CaptureGraph | None
+    """How work is recorded to be queued again as a whole, or ``None`` if the device cannot."""
 
     def seed(self, seed: int) -> None:
         """Seed the host generator and the device's."""

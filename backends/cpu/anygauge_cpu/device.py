@@ -12,7 +12,7 @@ from typing import Any
 import psutil
 import torch
 
-from anygauge_hooks.types import ScopeMap
+from anygauge_hooks.types import CaptureGraph, ScopeMap
 
 __all__ = ["CpuDevice", "HostEvent", "HostStream"]
 
@@ -30,6 +30,7 @@ class CpuDevice:
         "fp16": ("torch.HalfTensor",),
         "bf16": ("torch.BFloat16Tensor",),
     }
+    capture_graph: CaptureGraph | None = None
 
     def __init__(self, index: int = 0) -> None:
         self.index = index

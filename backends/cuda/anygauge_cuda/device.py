@@ -8,9 +8,10 @@ from contextlib import AbstractContextManager
 import torch
 
 from anygauge_cuda.allocator import shareable
+from anygauge_cuda.graphs import capture_graph
 from anygauge_cuda.nvml import Meters, find_gpu
 from anygauge_hooks.errors import PlacementError
-from anygauge_hooks.types import ScopeMap
+from anygauge_hooks.types import CaptureGraph, ScopeMap
 
 __all__ = ["CudaDevice"]
 
@@ -25,6 +26,7 @@ class CudaDevice:
         "fp16": ("torch.HalfTensor", "torch.cuda.HalfTensor"),
         "bf16": ("torch.BFloat16Tensor", "torch.cuda.BFloat16Tensor"),
     }
+    capture_graph: CaptureGraph | None = staticmethod(capture_graph)
 
     def __init__(self, index: int = 0) -> None:
         _require(index, torch.cuda.device_count())

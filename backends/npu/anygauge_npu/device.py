@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from anygauge_hooks.errors import PlacementError
-from anygauge_hooks.types import ScopeMap
+from anygauge_hooks.types import CaptureGraph, ScopeMap
 from anygauge_npu import mindspeed
 
 __all__ = ["NpuDevice", "npu_scope_map", "vendor_module"]
@@ -43,6 +43,7 @@ class NpuDevice:
         "fp16": ("torch.HalfTensor", "torch.npu.HalfTensor"),
         "bf16": ("torch.BFloat16Tensor", "torch.npu.BFloat16Tensor"),
     }
+    capture_graph: CaptureGraph | None = None
 
     def __init__(self, index: int = 0) -> None:
         self._npu = vendor_module()

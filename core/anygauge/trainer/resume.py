@@ -33,7 +33,8 @@ HARMLESS = (
 )
 """Sections and keys that change nothing of what a step computes, unless :func:`_effect` says so."""
 ROUNDING = (
-    *("train.micro_batch_tokens", "train.recompute", "train.fused_loss", "rollout.max_batch_tokens"),
+    *("train.micro_batch_tokens", "train.recompute", "train.fused_loss"),
+    *("rollout.max_batch_tokens", "rollout.graphs"),
     *("placement.num_workers", "placement.threads_per_worker", "placement.rollout_workers"),
     "placement.colocated",
     *("run.deterministic", "train.parallel", "critic.parallel", "teacher.parallel"),

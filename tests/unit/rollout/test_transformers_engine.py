@@ -608,7 +608,7 @@ def test_the_engine_is_made_from_a_config(path: Path, sections: dict[str, Any], 
         rank=0,
         world_size=1,
         backend=cast(Any, None),
-        device=cast(Any, SimpleNamespace(type="cpu", torch_device=torch.device("cpu"))),
+        device=cast(Any, SimpleNamespace(type="cpu", torch_device=torch.device("cpu"), capture_graph=None)),
         plugins=plugins,
     )
     engine = plugins.get("register_rollout_engines", "transformers").make(

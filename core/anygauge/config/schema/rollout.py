@@ -114,6 +114,9 @@ class Rollout(Section):
     """Prompt and response tokens that one engine holds in its cache at once."""
     dtype: DType | None = None
     """Precision of the engine; ``None`` takes ``train.dtype``."""
+    graphs: Literal["auto", False] = "auto"
+    """For ``transformers``: have the device record the pass of a token and replay it, where it and the model
+    can; ``false`` queues every pass anew. Servers have arguments of their own for it."""
     schedule: Literal["sync", "one_step_off", "async"] = "sync"
     """When samples are generated: before each step with its weights; while the step before trains; or all the
     time, through updates of the weights. All but ``sync`` need engines that are servers."""

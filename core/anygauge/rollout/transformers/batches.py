@@ -15,6 +15,7 @@ from anygauge_hooks.errors import RolloutError
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from anygauge.rollout.transformers.decoding import Recorder
     from anygauge.rollout.transformers.stopping import Stopper
     from anygauge_hooks.rl import FinishReason, SamplingParams
 
@@ -63,12 +64,18 @@ def plan_batches(rows: Sequence[Row], max_new_tokens: int, max_batch_tokens: int
 
 @torch.inference_mode()
 def generate_batch(
-    model: Any, rows: Sequence[Row], params: SamplingParams, stopper: Stopper, aborted: Callable[[], bool]
+    model: Any,
+    rows: Sequence[Row],
+    params: SamplingParams,
+    stopper: Stopper,
+    aborted: Callable[[], bool],
+    recorder: Recorder,
 ) -> list[Response]:
     """Generate a batch of samples, one forward pass for each token position.
 
     :param model: A causal language model of transformers, in eval mode.
     :param aborted: Asked once per position; when it says so, the responses so far are returned.
+    :param recorder: What the passes are recorded with, where that is possible.
     :returns: One response per row.
     """
     device = model.device
@@ -77,7 +84,7 @@ def generate_batch(
     seeds = seed_tensor([row.seed for row in rows], device)
     active = torch.arange(len(rows), device=device)
     prefix = torch.tensor([prompts[row.tokens] for row in rows], device=device)
-    prefixes = Prefixes(model, list(prompts), params.max_new_tokens)
+    prefixes = Prefixes(model, list(prompts), params.max_new_tokens, recorder)
     logits = prefixes.prefill()
     for position in range(params.max_new_tokens):
         drawn, log_probs = draw(logits, prefix, seeds[active], position, params)

@@ -10,7 +10,7 @@ from transformers.cache_utils import DynamicLayer, LinearAttentionCacheLayerMixi
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["ReservedLayer", "make_cache", "select_rows"]
+__all__ = ["FixedLayer", "ReservedLayer", "fixed_cache", "make_cache", "select_rows"]
 
 
 class ReservedLayer(DynamicLayer):
@@ -49,6 +49,24 @@ class ReservedLayer(DynamicLayer):
         """Keep the given rows, in this order; a row may be taken more than once."""
         self._reserve(self.keys.index_select(0, indices), self.values.index_select(0, indices))
 
+    @property
+    def is_reserved(self) -> bool:
+        """Whether the buffers exist: from the first token after the prompts."""
+        return self._buffers is not None
+
+    def fixed(self, length: int, place: Tensor) -> FixedLayer:
+        """Return the first ``length`` places of the buffers, all at once, written at ``place``."""
+        assert self._buffers is not None
+        keys, values = self._buffers
+        for unwritten in (keys[:, :, self.keys.shape[-2] :], values[:, :, self.keys.shape[-2] :]):
+            unwritten.zero_()  # what is masked still enters the sum, times zero
+        return FixedLayer(keys[:, :, :length], values[:, :, :length], place)
+
+    def set_length(self, length: int) -> None:
+        """Count tokens that were written into the buffers through :meth:`fixed`."""
+        assert self._buffers is not None
+        self.keys, self.values = (buffer[:, :, :length] for buffer in self._buffers)
+
     def _reserve(self, keys: Tensor, values: Tensor) -> None:
         buffers = []
         for filled in (keys, values):
@@ -59,6 +77,26 @@ class ReservedLayer(DynamicLayer):
         length = keys.shape[-2]
         self._buffers = (buffers[0], buffers[1])
         self.keys, self.values = (buffer[:, :, :length] for buffer in buffers)
+
+
+class FixedLayer(DynamicLayer):
+    """Keys and values ``[B, K, S, D]`` at fixed addresses, unwritten places included.
+
+    :param place: ``[1]``, int64, on the device: where the next token is written. Its value may change.
+    """
+
+    def __init__(self, keys: Tensor, values: Tensor, place: Tensor) -> None:
+        super().__init__()
+        self.keys, self.values, self._place = keys, values, place
+        self.is_initialized = True
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Write the keys and values of one token and return all."""
+        self.keys.index_copy_(2, self._place, key_states)
+        self.values.index_copy_(2, self._place, value_states)
+        return self.keys, self.values
 
 
 def make_cache(config: Any, capacity: int) -> DynamicCache:
@@ -73,6 +111,14 @@ def make_cache(config: Any, capacity: int) -> DynamicCache:
         ReservedLayer(capacity) if type(layer) is DynamicLayer else layer for layer in cache.layers
     ]
     return cache
+
+
+def fixed_cache(cache: DynamicCache, length: int, place: Tensor) -> DynamicCache:
+    """Return the buffers of a cache of :class:`ReservedLayer`, cut to a length; see :class:`FixedLayer`."""
+    fixed = DynamicCache()
+    fixed.layers = [layer.fixed(length, place) for layer in cache.layers]
+    fixed.layer_class_to_replicate = None
+    return fixed
 
 
 def select_rows(cache: DynamicCache, rows: Tensor) -> None:

@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 from transformers.initialization import no_init_weights
 
 from anygauge.rollout.transformers.batches import Response, Row, generate_batch, plan_batches
+from anygauge.rollout.transformers.decoding import Recorder
 from anygauge.rollout.transformers.stopping import StopRules, decode
 from anygauge.rollout.transformers.weights import copy_weights, read_weights
 from anygauge_hooks.errors import CheckpointError, RolloutError
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from anygauge.config import Config
     from anygauge_hooks.engines import WeightStream, WorkerContext
     from anygauge_hooks.rl import Prompt, SamplingParams
+    from anygauge_hooks.types import CaptureGraph
 
 __all__ = ["TransformersEngine", "make_engine"]
 
@@ -36,6 +38,7 @@ def make_engine(config: Config, context: WorkerContext) -> TransformersEngine:
         device=context.device.torch_device,
         max_batch_tokens=config.rollout.max_batch_tokens,
         trust_remote_code=config.model.trust_remote_code,
+        capture=context.device.capture_graph if config.rollout.graphs == "auto" else None,
     )
 
 
@@ -51,6 +54,7 @@ class TransformersEngine:
     :param device: Where the model lives.
     :param max_batch_tokens: Prompt and response tokens held in the cache at once.
     :param trust_remote_code: Let Python files of the directory run.
+    :param capture: Records the device's work, for decoding; ``None`` where every pass is queued anew.
     :raises CheckpointError: The directory is not complete, or needs Python files that may not run.
     """
 
@@ -62,6 +66,7 @@ class TransformersEngine:
         device: torch.device,
         max_batch_tokens: int,
         trust_remote_code: bool = False,
+        capture: CaptureGraph | None = None,
     ) -> None:
         if not (path / "config.json").is_file():
             raise CheckpointError(
@@ -73,6 +78,7 @@ class TransformersEngine:
         self._aborted = threading.Event()
         self._lock = threading.Lock()
         self._refusal: str | None = None
+        self._recorder = Recorder(capture)
         self._tokenizer, self._model = _load(path, dtype, device, trust_remote_code)
         text = self._model.config.get_text_config()
         self._vocab_size: int = text.vocab_size
@@ -172,7 +178,9 @@ class TransformersEngine:
         for batch in plan_batches(rows, params.max_new_tokens, self._max_batch_tokens):
             if self._aborted.is_set():
                 break
-            results = generate_batch(self._model, batch, params, stopper, self._aborted.is_set)
+            results = generate_batch(
+                self._model, batch, params, stopper, self._aborted.is_set, self._recorder
+            )
             for row, response in zip(batch, results, strict=True):
                 responses[row.index] = response
         return responses

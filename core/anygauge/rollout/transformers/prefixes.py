@@ -13,12 +13,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from anygauge.rollout.transformers.cache import make_cache, select_rows
+from anygauge.rollout.transformers.decoding import RecordedStep, Recorder, covers
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 __all__ = ["Prefixes"]
 
+_STEADY = 4
+"""Tokens after which rows that were neither split nor dropped are taken to stay, and a step is recorded."""
 _KEEP_SHARE = 0.75
 """Ended rows stay in the cache while at least this share is alive: dropping them copies the others."""
 
@@ -30,10 +33,17 @@ class Prefixes:
 
     :param model: A causal language model of transformers, in eval mode.
     :param max_new_tokens: Tokens that can follow a prompt.
+    :param recorder: Records the pass of a token where the rows stay the same from one to the next.
     """
 
-    def __init__(self, model: Any, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:
+    def __init__(
+        self, model: Any, prompts: Sequence[Sequence[int]], max_new_tokens: int, recorder: Recorder
+    ) -> None:
         self._model = model
+        self._recorder = recorder
+        self._recorded: RecordedStep | None = None
+        self._kept = 0
+        self._apart = False
         self._prompts = prompts
         self._length = max(map(len, prompts))
         capacity = self._length + max_new_tokens
@@ -62,30 +72,62 @@ class Prefixes:
         :param tokens: ``[A]``, int64: what it drew.
         :returns: Logits of the next token ``[P', V]``, and the row ``[A]`` of each sample in them.
         """
-        vocab_size = self._model.config.get_text_config().vocab_size
-        branches, branch = torch.unique(prefix * vocab_size + tokens, return_inverse=True)
-        parents, inputs = branches // vocab_size, branches % vocab_size
-        if self._keeps(parents):
+        apart = self._apart
+        parents, inputs, branch = self._branches(prefix, tokens)
+        if len(parents) >= _KEEP_SHARE * len(self._positions) and (apart or _ascends(parents)):
             inputs = torch.zeros_like(self._positions).index_copy_(0, parents, inputs)
             branch = parents[branch]
+            self._kept += 1
         else:
             self._select(parents)
+            self._kept = 0
         self._length += 1
-        logits = self._forward(inputs[:, None], self._positions[:, None])
+        logits = self._step(inputs)
         self._positions = self._positions + 1
         return logits, branch
 
-    def _keeps(self, parents: Tensor) -> bool:
-        """Return whether each row goes on at most once, and enough of them do."""
-        if len(parents) < _KEEP_SHARE * len(self._positions):
-            return False
-        return bool((parents[1:] > parents[:-1]).all())
+    def _branches(self, prefix: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return row and token of each distinct continuation, and which of them each sample has."""
+        if self._apart:
+            return prefix, tokens, torch.arange(len(prefix), device=prefix.device)
+        vocab_size = self._model.config.get_text_config().vocab_size
+        branches, branch = torch.unique(prefix * vocab_size + tokens, return_inverse=True)
+        # samples that have parted never meet again, and are not compared again, for which the host would wait
+        self._apart = len(branches) == len(prefix)
+        return branches // vocab_size, branches % vocab_size, branch
 
     def _select(self, rows: Tensor) -> None:
+        self._forget_recording(self._length)
         select_rows(self._cache, rows)
         self._positions = self._positions[rows]
         if self._mask is not None:
             self._mask = self._mask[rows]
+
+    def _step(self, inputs: Tensor) -> Tensor:
+        """Run one token of each row."""
+        if self._recorded is not None and self._length > self._recorded.width:
+            self._forget_recording(self._length - 1)
+        if self._recorded is None:
+            self._recorded = self._record(inputs)
+        if self._recorded is None:
+            return self._forward(inputs[:, None], self._positions[:, None])
+        self._recorded.load(inputs, self._positions, self._length)
+        return self._recorded.replay()
+
+    def _record(self, inputs: Tensor) -> RecordedStep | None:
+        """Return a recording that goes from here, if the rows are steady and the device can make one."""
+        if self._kept < _STEADY or not self._recorder.able or not covers(self._cache):
+            return None
+        step = RecordedStep(self._model, self._cache, self._mask, len(inputs), self._length)
+        step.load(inputs, self._positions, self._length)
+        return step if self._recorder.record(step) else None
+
+    def _forget_recording(self, length: int) -> None:
+        """Give a recording back, and let the cache count the tokens that it wrote."""
+        if self._recorded is not None:
+            self._recorded = None
+            for layer in self._cache.layers:
+                layer.set_length(length)
 
     def _forward(self, ids: Tensor, positions: Tensor) -> Tensor:
         output = self._model(
@@ -98,3 +140,8 @@ class Prefixes:
         )
         logits: Tensor = output.logits[:, -1]
         return logits
+
+
+def _ascends(parents: Tensor) -> bool:
+    """Return whether each row, of sorted ones, goes on at most once. The host waits for the answer."""
+    return bool((parents[1:] > parents[:-1]).all())

@@ -99,6 +99,37 @@ def test_meters_are_of_known_names_and_ranges(device: Device) -> None:
         assert found.get("utilization", 0) <= 1
 
 
+def test_a_recorded_graph_does_its_work_again(device: Device) -> None:
+    if device.capture_graph is None:
+        return  # the device records nothing
+    x, weight = (torch.rand(8, 8, device=device.torch_device) for _ in range(2))
+    kept = {}
+
+    def work() -> None:
+        kept["y"] = x @ weight
+
+    graph = device.capture_graph(work)
+    for scale in (1, 2):
+        x.fill_(scale)
+        weight.fill_(scale)  # weights are replaced in place between two replays
+        graph.replay()
+        assert bool((kept["y"] == 8 * scale**2).all())
+
+
+def test_a_device_goes_on_where_work_cannot_be_recorded(device: Device) -> None:
+    if device.capture_graph is None:
+        return
+    x = torch.ones(4, device=device.torch_device)
+
+    def waits() -> None:
+        x.tolist()
+
+    with pytest.raises(RuntimeError):
+        device.capture_graph(waits)
+    test_a_recorded_graph_does_its_work_again(device)
+    assert (x + torch.ones_like(x)).tolist() == [2.0] * 4
+
+
 def test_tensor_types_name_the_types_of_tensors(device: Device) -> None:
     for name, dtype in (("fp32", torch.float32), ("fp16", torch.float16), ("bf16", torch.bfloat16)):
         tensor = torch.zeros(1, dtype=dtype, device=device.torch_device)

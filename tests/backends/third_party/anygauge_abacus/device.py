@@ -13,6 +13,7 @@ class AbacusDevice:
         "fp16": ("torch.HalfTensor",),
         "bf16": ("torch.BFloat16Tensor",),
     }
+    capture_graph = None  # yours: how work is recorded to be replayed, if the device can
 
     def __init__(self, index):
         self.index = index
