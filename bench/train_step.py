@@ -1,16 +1,16 @@
-"""A train step of a real size on one accelerator, beside transformers with and without Liger's kernels.
+"""A train step of a real size on one accelerator, beside transformers with and without Liger.
 
-    python bench/train_step.py --backend cuda                          # the shape of Qwen3-4B, 2 x 4096 tokens
+    python bench/train_step.py --backend cuda                       # the shape of Qwen3-4B, 2 x 4096 tokens
     python bench/train_step.py --backend cuda --lengths 4096 4096 4096 4096
     python bench/train_step.py --backend cuda --shape 0.6b --sides anygauge liger
     python bench/train_step.py --backend cuda --sides anygauge --profile   # where the time goes
     python bench/train_step.py --shape tiny --lengths 64 32            # that it runs, on the host
 
-Weights and tokens are random. Every side computes the mean likelihood of all tokens, clips the gradient at 1 and
-takes a step of AdamW, without recomputing anything. anygauge trains in bfloat16 with float32 main gradients and
-master weights; the others hold everything in bfloat16, with torch's fused AdamW. They get sequences of unequal
-lengths as rows that are filled up. Each side has a process of its own; the ceiling is a product of two matrices
-of 8192 x 8192 in it. Operations are those of the model, three times its forward pass.
+Weights and tokens are random. Every side computes the mean likelihood of all tokens, clips the gradient at 1
+and takes a step of AdamW, without recomputing anything. anygauge trains in bfloat16 with float32 main
+gradients and master weights; the others hold everything in bfloat16, with torch's fused AdamW. They get
+sequences of unequal lengths as rows that are filled up. Each side has a process of its own; the ceiling is a
+product of two matrices of 8192 x 8192 in it. Operations are those of the model, three times its forward pass.
 """
 
 from __future__ import annotations

@@ -23,6 +23,7 @@ __all__ = [
     "KernelOp",
     "LayerNorm",
     "LinearLogprob",
+    "QkNormRotary",
     "RmsNorm",
     "RotaryEmbedding",
     "Swiglu",
@@ -40,6 +41,7 @@ KernelOp = Literal[
     "grouped_matmul",
     "layer_norm",
     "linear_logprob",
+    "qk_norm_rotary",
     "rms_norm",
     "rotary_embedding",
     "swiglu",
@@ -55,6 +57,7 @@ KERNEL_FACTS: Mapping[KernelOp, Sequence[str]] = {
     **dict.fromkeys(KERNEL_OPS, ()),
     "causal_conv1d": ("width",),
     "gated_delta_rule": ("head_dim", "value_dim"),
+    "qk_norm_rotary": ("head_dim", "unit_angles"),
     "rotary_embedding": ("head_dim", "unit_angles"),
     "token_permute": ("experts", "topk"),
     "token_unpermute": ("topk",),
@@ -139,6 +142,27 @@ class RotaryEmbedding(Protocol):
             family may have multiplied cosines and sines, as YaRN does.
         :param sin: ``[T, R]``, float32.
         :returns: The rotated ``q`` and ``k``, in their dtypes.
+        """
+
+
+class QkNormRotary(Protocol):
+    """What is between a layer's projection and its attention: split, norms of queries and keys, rotation.
+
+    Where nobody serves it, it is made of ``rms_norm`` and ``rotary_embedding`` of the same table.
+    """
+
+    def __call__(
+        self, qkv: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return queries and keys, normalised and then rotated, and values.
+
+        :param qkv: ``[T, K, G + 2, D]``: for each key head its ``G`` query heads, itself and its values.
+        :param q_weight: ``[D]``, the dtype of ``qkv``, of :class:`RmsNorm`.
+        :param k_weight: ``[D]``.
+        :param cos: ``[T, R]``, float32, with ``R <= D``, as for :class:`RotaryEmbedding`.
+        :param sin: ``[T, R]``, float32.
+        :param eps: Of the norms.
+        :returns: ``[T, K G, D]``, ``[T, K, D]`` and ``[T, K, D]``. The last may share the memory of ``qkv``.
         """
 
 

@@ -17,6 +17,7 @@ from anygauge_hooks.tiles import TileMath
 __all__ = ["kernels", "tile_math"]
 
 MODULES: Mapping[KernelOp, str] = {
+    "qk_norm_rotary": "qkv",
     "rms_norm": "norms",
     "rotary_embedding": "rotary",
     "swiglu": "swiglu",

@@ -14,15 +14,17 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from anygauge_hooks.kernels import VocabParallelLogprob
+from anygauge_hooks.kernels import RmsNorm, RotaryEmbedding, VocabParallelLogprob
 
 __all__ = [
+    "by_parts",
     "causal_conv1d",
     "expert_weights",
     "gated_delta_rule",
     "grouped_matmul",
     "layer_norm",
     "linear_logprob",
+    "qk_norm_rotary",
     "rms_norm",
     "rotary_embedding",
     "swiglu",
@@ -189,6 +191,38 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     first, second = turned.chunk(2, dim=-1)
     turned = turned * cos.unsqueeze(1) + torch.cat((-second, first), dim=-1) * sin.unsqueeze(1)
     return torch.cat((turned.to(x.dtype), kept), dim=-1)
+
+
+def qk_norm_rotary(
+    qkv: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Split a projection into queries, keys and values; normalise the first two, and rotate them.
+
+    :param qkv: ``[T, K, G + 2, D]``.
+    :param q_weight: ``[D]``.
+    :param k_weight: ``[D]``.
+    :param cos: ``[T, R]``.
+    :param sin: ``[T, R]``.
+    :param eps: Added to the mean square.
+    :returns: ``[T, K G, D]``, ``[T, K, D]``, ``[T, K, D]``.
+    """
+    return by_parts(rms_norm, rotary_embedding, qkv, q_weight, k_weight, cos, sin, eps)
+
+
+def by_parts(
+    norm: RmsNorm,
+    rotate: RotaryEmbedding,
+    qkv: Tensor,
+    q_weight: Tensor,
+    k_weight: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return what :func:`qk_norm_rotary` returns, by two other ops."""
+    queries, key, value = qkv.split((qkv.shape[2] - 2, 1, 1), 2)
+    query, key = norm(queries.flatten(1, 2), q_weight, eps), norm(key.squeeze(2), k_weight, eps)
+    return *rotate(query, key, cos, sin), value.squeeze(2)
 
 
 def swiglu(gate_up: Tensor) -> Tensor:

@@ -47,6 +47,7 @@ _PROTOCOLS: Mapping[KernelOp, type] = {
     "grouped_matmul": contract.GroupedMatmul,
     "layer_norm": contract.LayerNorm,
     "linear_logprob": contract.LinearLogprob,
+    "qk_norm_rotary": contract.QkNormRotary,
     "rms_norm": contract.RmsNorm,
     "rotary_embedding": contract.RotaryEmbedding,
     "swiglu": contract.Swiglu,
@@ -114,7 +115,19 @@ class KernelTable:
         :returns: A function with the signature of the op's Protocol; the reference where nothing else serves.
         """
         found = self.candidates(op, dtype=dtype, **facts)
+        if op == "qk_norm_rotary" and found[0].priority == _LAST:
+            return self._by_parts(dtype, **facts)
         return found[0].fn if found else reference_kernel(op).fn
+
+    def _by_parts(
+        self, dtype: str | torch.dtype, head_dim: int, unit_angles: bool, **_: Any
+    ) -> Callable[..., Any]:
+        """Return ``qk_norm_rotary`` as made of what serves its parts."""
+        from anygauge.kernels.reference import by_parts
+
+        norm = self.resolve("rms_norm", dtype=dtype)
+        rotate = self.resolve("rotary_embedding", dtype=dtype, head_dim=head_dim, unit_angles=unit_angles)
+        return partial(by_parts, norm, rotate)
 
     def candidates(self, op: KernelOp, *, dtype: str | torch.dtype, **facts: Any) -> list[KernelImpl]:
         """Return every implementation that accepts the dtype and the facts, the one to use first."""
@@ -173,17 +186,16 @@ def reference_kernel(op: KernelOp, dtypes: Sequence[str] = REFERENCE_DTYPES) -> 
 
 
 def core_kernels() -> list[KernelImpl]:
-    """Return the op that no backend can do without: its reference has the logits of all tokens."""
+    """Return the op whose reference has the logits of all tokens, and the one that is made of others."""
     from anygauge.kernels.linear_logprob import linear_logprob
+    from anygauge.kernels.reference import qk_norm_rotary
+
+    def core(op: KernelOp, fn: Callable[..., Any], source: str) -> KernelImpl:
+        return KernelImpl(op=op, fn=fn, source=source, dtypes=REFERENCE_DTYPES, priority=_LAST)
 
     return [
-        KernelImpl(
-            op="linear_logprob",
-            fn=linear_logprob,
-            source=f"{linear_logprob.__module__}.linear_logprob",
-            dtypes=REFERENCE_DTYPES,
-            priority=_LAST,
-        )
+        core("linear_logprob", linear_logprob, f"{linear_logprob.__module__}.linear_logprob"),
+        core("qk_norm_rotary", qk_norm_rotary, "rms_norm and rotary_embedding"),
     ]
 
 

@@ -115,6 +115,17 @@ def rotary_case(
     return Case("rotary_embedding", name, tensors, 2, facts=facts)
 
 
+def qkv_case(tokens: int, groups: int, group: int, width: int, rotary: int) -> Case:
+    def tensors() -> tuple[Tensor, ...]:
+        angles = 6 * torch.rand(tokens, rotary, dtype=torch.float64)
+        qkv = normal(tokens, groups, group + 2, width)
+        return qkv, normal(width), normal(width), angles.cos(), angles.sin()
+
+    name = f"{tokens}-{groups}-{group}-{width}-{rotary}"
+    facts = {"head_dim": width, "unit_angles": True}
+    return Case("qk_norm_rotary", name, tensors, 3, (1e-6,), facts=facts)
+
+
 def swiglu_case(*shape: int) -> Case:
     return Case("swiglu", "x".join(map(str, shape)), lambda: (2 * normal(*shape),), 1)
 
@@ -381,6 +392,16 @@ CASES = [
     rotary_case(19, 4, 4, 24, 16),
     rotary_case(7, 3, 1, 128, 64),
     rotary_case(19, 4, 2, 32, 32, magnitude=1.35),
+    *(
+        qkv_case(*sizes)
+        for sizes in [
+            (0, 1, 1, 8, 8),
+            (1, 2, 1, 8, 8),
+            (19, 2, 4, 32, 32),
+            (19, 3, 2, 24, 16),
+            (40, 1, 5, 128, 128),
+        ]
+    ),
     *(swiglu_case(*shape) for shape in [(0, 4), (1, 2), (7, 66), (2, 5, 128)]),
     *(
         attention_case(name, lengths, causal=causal)

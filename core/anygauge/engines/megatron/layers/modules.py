@@ -143,6 +143,7 @@ class CoreAttention(nn.Module):
             "varlen_attention", causal=True, value_dim=value_dim, return_lse=False, **facts
         )
         self.rotate = kernels.resolve("rotary_embedding", unit_angles=unit_angles, **facts)
+        self.prepare = kernels.resolve("qk_norm_rotary", unit_angles=unit_angles, **facts)
         self.interleaved = config.rotary_interleaved
         self.scale = softmax_scale if softmax_scale is not None else head_dim**-0.5
         self.context_group = parallel_state.get_context_parallel_group()
@@ -170,6 +171,10 @@ class CoreAttention(nn.Module):
         if self.interleaved:
             query, key = (_halves(x, packed.cos.shape[-1]) for x in (query, key))
         query, key = self.rotate(query, key, packed.cos, packed.sin)
+        return self.attend_to(query, key, value, packed)
+
+    def attend_to(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences) -> Tensor:
+        """Return the attention ``[T, H E]`` of rotated queries to rotated keys."""
         if packed.key_rows is not None:
             key, value = gather_together((key, value), packed.key_rows, self.context_group)
         output = self.attend(

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
-from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.attention import SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.moe.moe_layer import MoESubmodules
@@ -20,6 +20,7 @@ from anygauge.engines.megatron.layers import gated_attention, gated_delta, laten
 from anygauge.engines.megatron.layers.layer import DecoderLayer, DecoderLayerSubmodules, MlpSpec
 from anygauge.engines.megatron.layers.moe import ExpertLayer
 from anygauge.engines.megatron.layers.provider import SpecProvider
+from anygauge.engines.megatron.layers.self_attention import SelfAttention
 from anygauge_hooks.models import LayerKind
 
 __all__ = ["decoder_spec", "layer_spec", "stage_layers"]

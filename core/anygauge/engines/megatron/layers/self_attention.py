@@ -1,0 +1,63 @@
+"""Megatron's attention with grouped queries, and a shorter way from its projection to its kernel.
+
+Megatron imports happen here at module level: import this file only after ``prepare_megatron``.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from megatron.core.tensor_parallel import checkpoint
+from megatron.core.transformer.attention import SelfAttention as MegatronSelfAttention
+from torch import Tensor
+
+from anygauge.engines.megatron.layers.modules import CoreAttention, PackedSequences, RmsNorm
+
+__all__ = ["SelfAttention"]
+
+
+class SelfAttention(MegatronSelfAttention):
+    """Splits, normalises and rotates in one op where all of these are ours; else it does as Megatron does."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.is_short = (
+            isinstance(self.core_attention, CoreAttention)
+            and all(_is_plain(norm) for norm in (self.q_layernorm, self.k_layernorm))
+            and not self.config.rotary_interleaved
+            and not self.config.fine_grained_activation_offloading
+            and self.config.num_query_groups >= self.world_size
+        )
+
+    def forward(
+        self, hidden_states: Tensor, attention_mask: Tensor | None, **inputs: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the output ``[T, 1, H]`` and its bias.
+
+        :param hidden_states: ``[T, 1, H]``, or this rank's part of it under sequence parallelism.
+        """
+        packed = inputs.get("packed_seq_params")
+        if not self.is_short or packed is None:
+            outputs: tuple[Tensor, Tensor | None] = super().forward(hidden_states, attention_mask, **inputs)
+            return outputs
+        return self._short(hidden_states, packed)
+
+    def _short(self, hidden: Tensor, packed: PackedSequences) -> tuple[Tensor, Tensor | None]:
+        qkv = self.linear_qkv(hidden)[0]
+        heads = qkv.view(
+            len(qkv), self.num_query_groups_per_partition, -1, self.hidden_size_per_attention_head
+        )
+        norms = self.q_layernorm, self.k_layernorm
+        qkv = self.core_attention.prepare(
+            heads, norms[0].weight, norms[1].weight, packed.cos, packed.sin, norms[0].eps
+        )
+        attend = partial(self.core_attention.attend_to, packed=packed)
+        is_recomputed = self.checkpoint_core_attention and self.training
+        found = checkpoint(attend, False, *qkv) if is_recomputed else attend(*qkv)
+        output: tuple[Tensor, Tensor | None] = self.linear_proj(found.unsqueeze(1))
+        return output
+
+
+def _is_plain(norm: Any) -> bool:
+    return isinstance(norm, RmsNorm) and not norm.is_zero_centered
