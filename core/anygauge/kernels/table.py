@@ -119,15 +119,12 @@ class KernelTable:
             return self._by_parts(dtype, **facts)
         return found[0].fn if found else reference_kernel(op).fn
 
-    def _by_parts(
-        self, dtype: str | torch.dtype, head_dim: int, unit_angles: bool, **_: Any
-    ) -> Callable[..., Any]:
+    def _by_parts(self, dtype: str | torch.dtype, **facts: Any) -> Callable[..., Any]:
         """Return ``qk_norm_rotary`` as made of what serves its parts."""
         from anygauge.kernels.reference import by_parts
 
         norm = self.resolve("rms_norm", dtype=dtype)
-        rotate = self.resolve("rotary_embedding", dtype=dtype, head_dim=head_dim, unit_angles=unit_angles)
-        return partial(by_parts, norm, rotate)
+        return partial(by_parts, norm, self.resolve("rotary_embedding", dtype=dtype, **facts))
 
     def candidates(self, op: KernelOp, *, dtype: str | torch.dtype, **facts: Any) -> list[KernelImpl]:
         """Return every implementation that accepts the dtype and the facts, the one to use first."""
