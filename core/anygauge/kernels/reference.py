@@ -220,7 +220,7 @@ def by_parts(
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return what :func:`qk_norm_rotary` returns, by two other ops."""
-    queries, key, value = torch.split(qkv, (qkv.shape[2] - 2, 1, 1), 2)
+    queries, key, value = torch.split(qkv, [qkv.shape[2] - 2, 1, 1], 2)
     query, key = norm(queries.flatten(1, 2), q_weight, eps), norm(key.squeeze(2), k_weight, eps)
     return *rotate(query, key, cos, sin), value.squeeze(2)
 
