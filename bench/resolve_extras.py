@@ -1,4 +1,4 @@
-"""Check that every extra, and the set of the Ascend image, resolves on every Python, and print a dated table.
+"""Check that every extra, and the sets of the images, resolve on every Python, and print a dated table.
 
 Builds the three wheels, then lets pip resolve them without installing or downloading what the index describes
 by metadata alone. Needs the network and a ``pip`` newer than 24. Run by hand, from the root of the project:
@@ -22,9 +22,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 PYTHONS = ("3.11", "3.12")
 PLATFORMS = {"x86-64": "x86_64", "aarch64": "aarch64"}
-IMAGE = "docker/Dockerfile.npu"
-"""Stands for what that installs from the index, with its pins; not for SGLang, whose file is elsewhere."""
-SHOWN = ("torch", "torch-npu", "megatron-core", "transformers", "ray")
+IMAGES = ("docker/Dockerfile.npu", "docker/Dockerfile.cuda")
+"""Each stands for what that installs from the index, with its pins; SGLang's set for Ascend is elsewhere."""
+SHOWN = ("torch", "torch-npu", "sglang", "megatron-core", "transformers", "ray")
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,10 +55,10 @@ def build_wheels(folder: str) -> None:
 def resolve(extra: str, python: str, platform: str, *, wheels: str) -> Resolution:
     """Resolve one extra as pip would install it into an empty environment.
 
-    :param extra: Its name, empty for none, or :data:`IMAGE`.
+    :param extra: Its name, empty for none, or one of :data:`IMAGES`.
     """
     name = f"anygauge[{extra}]" if extra else "anygauge"
-    names = image_set() if extra == IMAGE else [name]
+    names = image_sets()[extra] if extra in IMAGES else [name]
     command = [
         *(sys.executable, "-m", "pip", "install", "--dry-run", "--ignore-installed", "--no-input"),
         *("--disable-pip-version-check", "--only-binary=:all:", "--python-version", python),
@@ -89,12 +89,21 @@ def versions() -> dict[str, str]:
     return dict(line.split("=", 1) for line in lines if line and not line.startswith("#"))
 
 
-def image_set() -> list[str]:
-    """Return the requirements of the Ascend image."""
+def image_sets() -> dict[str, list[str]]:
+    """Return the requirements of each image."""
     pins = versions()
-    exact = {"torch": "TORCH", "torchvision": "TORCHVISION", "torch-npu": "TORCH_NPU", "numpy": "NUMPY"}
-    constraints = [f"{name}=={pins[key]}" for name, key in exact.items()]
-    return [*constraints, f"pyarrow<{pins['PYARROW_BELOW']}", "anygauge", "anygauge-npu"]
+    npu = {"torch": "TORCH", "torchvision": "TORCHVISION", "torch-npu": "TORCH_NPU", "numpy": "NUMPY"}
+    cuda = {
+        **{name: f"CUDA_{name.upper()}" for name in ("torch", "torchvision", "torchaudio", "sglang")},
+        "torch_memory_saver": "TORCH_MEMORY_SAVER",
+        "liger-kernel": "LIGER_KERNEL",
+        "nvidia-ml-py": "NVIDIA_ML_PY",
+        "nvidia-cudnn-frontend": "CUDNN_FRONTEND",
+    }
+    of_npu, of_cuda = ([f"{name}=={pins[key]}" for name, key in each.items()] for each in (npu, cuda))
+    ours = (["anygauge", "anygauge-npu"], ["anygauge", "anygauge-cuda[vendor]"])
+    sets = ([*of_npu, f"pyarrow<{pins['PYARROW_BELOW']}", *ours[0]], [*of_cuda, *ours[1]])
+    return dict(zip(IMAGES, sets, strict=True))
 
 
 def main() -> int:
@@ -102,13 +111,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Check that every extra resolves.")
     parser.add_argument("--jobs", type=int, default=2, help="resolutions at a time")
     parser.add_argument("--platform", choices=sorted(PLATFORMS), action="append", help="default: all")
-    parser.add_argument("--image", action="store_true", help="the set of the Ascend image alone")
+    parser.add_argument("--image", action="store_true", help="the sets of the images alone")
     args = parser.parse_args()
     platforms = [PLATFORMS[name] for name in args.platform or PLATFORMS]
     cases = [(e, p, a) for a in platforms for e in extras() for p in PYTHONS]
-    cases += [(IMAGE, versions()["PYTHON"], a) for a in platforms]
+    cases += [(image, versions()["PYTHON"], a) for a in platforms for image in IMAGES]
     if args.image:
-        cases = [case for case in cases if case[0] == IMAGE]
+        cases = [case for case in cases if case[0] in IMAGES]
     with tempfile.TemporaryDirectory() as wheels, ThreadPoolExecutor(args.jobs) as pool:
         build_wheels(wheels)
         rows = list(pool.map(lambda case: resolve(*case, wheels=wheels), cases))

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
 from anygauge.rollout.sglang.versions import LISTED
@@ -20,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 DOCKER = ROOT / "docker"
 DOCKERFILES = sorted(path for path in DOCKER.glob("Dockerfile.*") if path.suffix != ".dockerignore")
 SCRIPTS = sorted(DOCKER.glob("*.sh"))
-HOSTS = {"quay.io", "download.pytorch.org", "github.com", "gitcode.com"}
+HOSTS = {"quay.io", "docker.io", "download.pytorch.org", "github.com", "gitcode.com"}
 """Public hosts that the images are made from. A mirror is an argument of whoever builds them."""
 INSTRUCTIONS = {
     *("ARG", "CMD", "COPY", "ENTRYPOINT", "ENV", "FROM", "RUN", "SHELL", "USER", "WORKDIR"),
@@ -62,7 +63,9 @@ def test_every_argument_has_its_value_there_and_every_value_a_user() -> None:
     assert used == set(versions())
 
 
-@pytest.mark.parametrize("path", [*DOCKERFILES, *SCRIPTS, ROOT / "docs/npu.md"], ids=lambda path: path.name)
+@pytest.mark.parametrize(
+    "path", [*DOCKERFILES, *SCRIPTS, ROOT / "docs/npu.md", ROOT / "docs/cuda.md"], ids=lambda path: path.name
+)
 def test_no_version_is_written_a_second_time(path: Path) -> None:
     numbers = [value for value in versions().values() if re.search(r"\d\.\d|[0-9a-f]{12}", value)]
     text = path.read_text()
@@ -87,15 +90,38 @@ def test_they_agree_with_each_other_and_with_the_project() -> None:
     assert found["SGLANG"].removeprefix("v") in LISTED
 
 
-def test_what_is_resolved_by_hand_is_what_the_image_installs() -> None:
-    found = runpy.run_path(str(ROOT / "bench/resolve_extras.py"))["image_set"]()
+@pytest.mark.parametrize(
+    ("kind", "ours"),
+    [("npu", ["anygauge", "anygauge-npu"]), ("cuda", ["anygauge", "anygauge-cuda[vendor]"])],
+)
+def test_what_is_resolved_by_hand_is_what_the_image_installs(kind: str, ours: list[str]) -> None:
+    found = runpy.run_path(str(ROOT / "bench/resolve_extras.py"))["image_sets"]()
     constraints = next(
         rest
-        for _, rest in instructions(DOCKER / "Dockerfile.npu")
+        for _, rest in instructions(DOCKER / f"Dockerfile.{kind}")
         if "constraints.txt" in rest and "printf" in rest
     )
     named = re.findall(r'"([\w-]+[=<]+)\$\{(\w+)\}"', constraints)
-    assert found == [*(f"{name}{versions()[key]}" for name, key in named), "anygauge", "anygauge-npu"]
+    assert found[f"docker/Dockerfile.{kind}"] == [*(f"{name}{versions()[key]}" for name, key in named), *ours]
+
+
+def test_the_image_of_cuda_agrees_with_the_project() -> None:
+    found = versions()
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    vendor = tomllib.loads((ROOT / "backends/cuda/pyproject.toml").read_text())["project"]
+    texts = [*project["dependencies"], *vendor["optional-dependencies"]["vendor"]]
+    wanted = {Requirement(text).name: Requirement(text).specifier for text in texts}
+    pinned = {
+        "torch": "CUDA_TORCH",
+        "nvidia-ml-py": "NVIDIA_ML_PY",
+        "nvidia-cudnn-frontend": "CUDNN_FRONTEND",
+        "liger-kernel": "LIGER_KERNEL",
+    }
+    assert all(wanted[name].contains(found[key]) for name, key in pinned.items())
+    assert found["CUDA_SGLANG"] in LISTED
+    major, minor, *_ = found["CUDA"].split(".")
+    assert found["CUDA_TORCH_INDEX"].endswith(f"/cu{major}{minor}"), "kernels made at run time fit torch's"
+    assert found["CUDA_TORCHAUDIO"] == found["CUDA_TORCH"]
 
 
 def test_mindspeed_is_the_one_that_the_provider_was_written_for() -> None:
