@@ -225,6 +225,10 @@ def make_optimizer(
     :param eps: Added to the denominator.
     :param weight_decay: Decoupled decay.
     :returns: A ``torch.optim.Optimizer`` with ``exp_avg``, ``exp_avg_sq`` and ``step`` as state, or ``None``.
+        It may have a method ``step_from(gradients, scale, copies)``, which takes a step with ``scale`` times
+        these gradients instead of those of its weights, leaves them as they are, and writes each new weight
+        to its copy, rounded. Both are given for each weight of each group: a gradient is flat and float32, a
+        copy flat and bfloat16, or ``None``. Without it the engine scales and copies itself.
 
     First result: no answer means ``torch.optim.AdamW`` with its defaults.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from anygauge_cuda import comm, env, host, probe, rollout
@@ -68,6 +68,23 @@ def register_kernels(backend: BackendSpec) -> Iterable[KernelImpl] | None:
 def make_process_group_options(backend: BackendSpec, group_name: str, timeout_s: float) -> Any | None:
     """Make the options of an NCCL group."""
     return comm.group_options(group_name, timeout_s) if backend.name == CUDA.name else None
+
+
+@hookimpl
+def make_optimizer(
+    backend: BackendSpec,
+    param_groups: Sequence[Mapping[str, Any]],
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+) -> Any | None:
+    """Make AdamW in one kernel."""
+    if backend.name != CUDA.name:
+        return None
+    from anygauge_cuda.optimizer import adamw
+
+    return adamw(param_groups, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
 
 
 @hookimpl

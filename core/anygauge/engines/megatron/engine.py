@@ -27,12 +27,13 @@ from anygauge.engines.megatron.layers.moe import expert_load, routers
 from anygauge.engines.megatron.layers.output import output_logprob
 from anygauge.engines.megatron.layers.routing import RoutingStore, attach_routes, keep_routes
 from anygauge.engines.megatron.model import Policy, build_policy, initialize_parallel
-from anygauge.engines.megatron.optimizer import clip_gradients, make_optimizer, make_schedule, wrap_model
+from anygauge.engines.megatron.optimizer import make_optimizer, make_schedule, wrap_model
 from anygauge.engines.megatron.passes import LikeliestPass, LogProbPass, StepData, TrainPass
 from anygauge.engines.megatron.ranks import common_count, from_last_stage, sum_metrics, token_cut
 from anygauge.engines.megatron.residency import DeviceMemory, gradients, optimizer_state
 from anygauge.engines.megatron.roles import ACTOR, RoleWeights
 from anygauge.engines.megatron.scope import make_scope
+from anygauge.engines.megatron.update import Update
 from anygauge.engines.megatron.weights.hf import write_directory
 from anygauge_hooks.engines import Likeliest, LossFunction, Residency, WorkerContext
 from anygauge_hooks.errors import ConfigError, NonFiniteError
@@ -85,6 +86,7 @@ class MegatronEngine:
         policy, context = self.policy, self.context
         self.chunks: list[Any] = [*wrap_model(policy.chunks, policy.options)]
         self.optimizer = make_optimizer(self.chunks, policy.options, context.plugins, context.backend)
+        self._weight_update = Update(self.optimizer, policy.options.optimizer.clip_grad, self.device)
         self.schedule = make_schedule(self.optimizer, self.config)
         self._checkpoint = Checkpointer(policy, self.optimizer, self.schedule, context)
         self._check_saving()
@@ -241,9 +243,7 @@ class MegatronEngine:
         return outputs
 
     def _update(self, loss: float) -> dict[str, float]:
-        self.optimizer.prepare_grads()
-        clip = self.policy.options.optimizer.clip_grad
-        norm = clip_gradients(self.optimizer, clip)
+        norm = self._weight_update.norm()
         if not (math.isfinite(loss) and math.isfinite(norm)):
             # Megatron has moved these with the gradients, before the loss is known.
             for bias, before in zip(self._biases, self._biases_before, strict=True):
@@ -254,7 +254,7 @@ class MegatronEngine:
                 hint="Lower train.lr, check the rewards, or use train.dtype = 'float32'.",
             )
         self.schedule.step(1)
-        self.optimizer.step_with_ready_grads()
+        self._weight_update.step(norm)
         if self.schedule.num_steps == 1:  # the optimizer has a state from here on
             self._check_saving()
         return {"grad_norm": norm, "lr": float(self.optimizer.param_groups[0]["lr"])}

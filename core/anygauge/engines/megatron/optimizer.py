@@ -9,7 +9,6 @@ from typing import Any
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
-from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from anygauge.config import Config
@@ -18,7 +17,7 @@ from anygauge.engines.megatron.options import MegatronOptions, refusal
 from anygauge.plugins import Plugins
 from anygauge_hooks.types import BackendSpec
 
-__all__ = ["clip_gradients", "make_optimizer", "make_schedule", "wrap_model"]
+__all__ = ["make_optimizer", "make_schedule", "wrap_model"]
 
 
 def wrap_model(chunks: Sequence[GPTModel], options: MegatronOptions) -> list[DistributedDataParallel]:
@@ -114,21 +113,6 @@ def _bare(group: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, An
     """
     own = {name: value for name, value in group.items() if name not in defaults}
     return own | {"params": [shard.detach() for shard in group["params"]]}
-
-
-def clip_gradients(optimizer: MegatronOptimizer, limit: float) -> float:
-    """Return the norm of all gradients, after they were scaled down to a limit. A collective.
-
-    Megatron's own method knows one optimizer; experts that other ranks hold than the rest have a second.
-
-    :param limit: 0 leaves them as they are.
-    """
-    norm = float(optimizer.get_grad_norm())
-    for part in getattr(optimizer, "chained_optimizers", [optimizer]) if limit > 0 else ():
-        if parameters := part.get_parameters():
-            decoupled = part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
-            clip_grad_by_total_norm_fp32(parameters, limit, norm, use_decoupled_grad=decoupled)
-    return norm
 
 
 def make_schedule(optimizer: MegatronOptimizer, config: Config) -> OptimizerParamScheduler:

@@ -94,7 +94,7 @@ class _Linear(torch.autograd.Function):
             ctx.save_for_backward(weight, *((x,) if make is None else kept))
         if gather_over is not None:
             x = _gather(x, gather_over)[0]
-        return torch.matmul(x, weight.t())
+        return _product(x, weight.t())
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -107,7 +107,7 @@ class _Linear(torch.autograd.Function):
             if ctx.gather_over is not None:
                 x, gathered = _gather(x, ctx.gather_over, wait=False)
         if needs_x:
-            grad_x = grad.matmul(weight)
+            grad_x = _product(grad, weight)
             # a gathered input and the gradient are sent in this order by every rank
             if gathered is not None:
                 gathered.wait()
@@ -119,6 +119,14 @@ class _Linear(torch.autograd.Function):
         if work is not None:
             work.wait()
         return grad_x, grad_weight, *[None] * (len(ctx.needs_input_grad) - 2)
+
+
+def _product(x: Tensor, matrix: Tensor) -> Tensor:
+    """Return ``x @ matrix`` as one product, where ``torch.matmul`` may take a small one for each token.
+
+    It does so where a dimension of size 1 has another stride than it expects.
+    """
+    return torch.mm(x.flatten(0, -2), matrix).view(*x.shape[:-1], matrix.shape[1])
 
 
 def _gather(x: Tensor, group: Any, *, wait: bool = True) -> tuple[Tensor, Any]:

@@ -1,0 +1,118 @@
+"""The optimizer of the CUDA backend."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["FusedAdamW", "adamw"]
+
+
+def adamw(
+    param_groups: Sequence[Mapping[str, Any]],
+    *,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+) -> torch.optim.AdamW:
+    """Return AdamW (https://arxiv.org/abs/1711.05101 algorithm 2): in one kernel, or torch's without Triton.
+
+    :param param_groups: float32 tensors on the GPU.
+    :param lr: Learning rate of the first step.
+    :param betas: Decay rates of the two moments.
+    :param eps: Added to the denominator.
+    :param weight_decay: Decoupled decay.
+    :returns: An optimizer whose state is ``exp_avg``, ``exp_avg_sq`` and ``step`` (a float32 scalar tensor).
+    """
+    groups = [dict(group) for group in param_groups]
+    settings: dict[str, Any] = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+    if find_spec("triton") is None:
+        return torch.optim.AdamW(groups, **settings, fused=True)
+    return FusedAdamW(groups, **settings)
+
+
+class FusedAdamW(torch.optim.AdamW):
+    """AdamW whose step reads and writes each number once: gradient, weight, moments and the model's copy.
+
+    The count of steps is on the host, where what depends on it is computed.
+    """
+
+    def __init__(self, groups: Sequence[dict[str, Any]], **settings: Any) -> None:
+        super().__init__(groups, **settings, foreach=False)
+        self._plans: dict[int, tuple[tuple[int, ...], Any]] = {}
+        """By number of the launch: the addresses that a plan is of, and the plan."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Take a step with the gradients of the weights that have one."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        gradients = [[weight.grad for weight in group["params"]] for group in self.param_groups]
+        self.step_from(gradients, 1.0, [[None] * len(each) for each in gradients])
+        return loss
+
+    @torch.no_grad()
+    def step_from(
+        self,
+        gradients: Sequence[Sequence[Tensor | None]],
+        scale: float,
+        copies: Sequence[Sequence[Tensor | None]],
+    ) -> None:
+        """Take a step; see ``make_optimizer`` in :mod:`anygauge_hooks.specs`."""
+        launches: defaultdict[tuple[int, float, bool], list[Any]] = defaultdict(list)
+        counts = []
+        for number, group in enumerate(self.param_groups):
+            for weight, gradient, copy in zip(
+                group["params"], gradients[number], copies[number], strict=True
+            ):
+                if gradient is not None and weight.numel():
+                    update, step = self._update(weight, gradient, copy)
+                    launches[number, step, copy is not None].append(update)
+                    counts.append(self.state[weight]["step"])
+        for number, ((of, step, has_copies), updates) in enumerate(launches.items()):
+            self._launch(number, updates, self._rates(self.param_groups[of], step, scale), has_copies)
+        torch._foreach_add_(counts, 1)
+
+    def _update(self, weight: Tensor, gradient: Tensor, copy: Tensor | None) -> tuple[Any, float]:
+        """Return the tensors of a weight, and the number of the step that it takes."""
+        from anygauge_cuda.triton.adamw import Update
+
+        state = self.state[weight]
+        if not state:
+            state["step"] = torch.zeros((), dtype=torch.float32)
+            state["exp_avg"] = torch.zeros_like(weight, memory_format=torch.contiguous_format)
+            state["exp_avg_sq"] = torch.zeros_like(state["exp_avg"])
+        update = Update(weight, gradient.contiguous(), state["exp_avg"], state["exp_avg_sq"], copy)
+        return update, state["step"].item() + 1
+
+    def _rates(self, group: Mapping[str, Any], step: float, scale: float) -> Any:
+        from anygauge_cuda.triton.adamw import Rates
+
+        (beta1, beta2), lr = group["betas"], float(group["lr"])
+        return Rates(
+            fresh1=1 - beta1,
+            beta2=beta2,
+            fresh2=1 - beta2,
+            eps=group["eps"],
+            decay=1 - lr * group["weight_decay"],
+            rate=lr / (1 - beta1**step),
+            root=(1 - beta2**step) ** 0.5,
+            scale=scale,
+        )
+
+    def _launch(self, number: int, updates: Sequence[Any], rates: Any, has_copies: bool) -> None:
+        from anygauge_cuda.triton import adamw as kernel
+
+        addresses = tuple(0 if each is None else each.data_ptr() for update in updates for each in update)
+        known = self._plans.get(number)
+        if known is None or known[0] != addresses:
+            known = self._plans[number] = addresses, kernel.plan(updates)
+        kernel.launch(known[1], rates, copies=has_copies)

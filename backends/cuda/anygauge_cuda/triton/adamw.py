@@ -1,0 +1,187 @@
+"""AdamW over many tensors in one launch: each number is read and written once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+__all__ = ["Plan", "Rates", "Update", "launch", "plan"]
+
+BLOCK = 1024
+CHUNK = 32 * BLOCK
+"""Numbers of one tensor that a program updates, a block at a time."""
+
+WARPS = 8
+ALIGNMENT = 16
+"""Bytes at whose multiples every tensor must start for loads of several numbers at once."""
+
+
+class Rates(NamedTuple):
+    """What is the same for every number of a launch."""
+
+    fresh1: float
+    """``1 - beta1``, which rounded numbers would not give."""
+    beta2: float
+    fresh2: float
+    eps: float
+    decay: float
+    """What a weight is multiplied by."""
+    rate: float
+    """The learning rate over ``1 - beta1 ** step``."""
+    root: float
+    """``sqrt(1 - beta2 ** step)``"""
+    scale: float
+    """What a gradient is multiplied by."""
+
+
+class Update(NamedTuple):
+    """The tensors of one weight, each with the same number of elements, contiguous."""
+
+    weight: Tensor
+    gradient: Tensor
+    average: Tensor
+    square: Tensor
+    copy: Tensor | None
+    """Gets the weight in bfloat16."""
+
+
+@triton.jit
+def _adamw(  # type: ignore[no-untyped-def]  # noqa: ANN202
+    addresses: tl.tensor,
+    sizes: tl.tensor,
+    owners: tl.tensor,
+    places: tl.tensor,
+    fresh1: float,
+    beta2: float,
+    fresh2: float,
+    eps: float,
+    decay: float,
+    rate: float,
+    root: float,
+    scale: float,
+    ALIGNED: tl.constexpr,
+    COPIES: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Update a chunk of one tensor. ``addresses`` has five numbers of each, as in :class:`Update`."""
+    owner = tl.load(owners + tl.program_id(0)).to(tl.int64)
+    first = tl.load(places + tl.program_id(0)).to(tl.int64) * CHUNK
+    size = tl.load(sizes + owner) - first
+    table = addresses + owner * 5
+    weights = _pointer(table, tl.float32, ALIGNED) + first
+    gradients = _pointer(table + 1, tl.float32, ALIGNED) + first
+    averages = _pointer(table + 2, tl.float32, ALIGNED) + first
+    squares = _pointer(table + 3, tl.float32, ALIGNED) + first
+    copies = _pointer(table + 4, tl.bfloat16, ALIGNED) + first
+    for start in range(0, CHUNK, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        if start + BLOCK <= size:  # without a mask, several numbers are moved at once
+            gradient = tl.load(gradients + at) * scale
+            average = _average(tl.load(averages + at), gradient, fresh1)
+            square = _square(tl.load(squares + at), gradient, beta2, fresh2)
+            weight = _weight(tl.load(weights + at), average, square, eps, decay, rate, root)
+            tl.store(averages + at, average)
+            tl.store(squares + at, square)
+            tl.store(weights + at, weight)
+            if COPIES:
+                tl.store(copies + at, weight.to(tl.bfloat16))
+        elif start < size:
+            here = at < size
+            gradient = tl.load(gradients + at, mask=here) * scale
+            average = _average(tl.load(averages + at, mask=here), gradient, fresh1)
+            square = _square(tl.load(squares + at, mask=here), gradient, beta2, fresh2)
+            weight = _weight(tl.load(weights + at, mask=here), average, square, eps, decay, rate, root)
+            tl.store(averages + at, average, mask=here)
+            tl.store(squares + at, square, mask=here)
+            tl.store(weights + at, weight, mask=here)
+            if COPIES:
+                tl.store(copies + at, weight.to(tl.bfloat16), mask=here)
+
+
+@triton.jit
+def _pointer(  # type: ignore[no-untyped-def]  # noqa: ANN202
+    place: tl.tensor, dtype: tl.constexpr, ALIGNED: tl.constexpr
+):
+    found = tl.load(place).to(tl.pointer_type(dtype))
+    if ALIGNED:
+        found = tl.multiple_of(found, 16)
+    return found
+
+
+@triton.jit
+def _average(average: tl.tensor, gradient: tl.tensor, fresh: float):  # type: ignore[no-untyped-def]  # noqa: ANN202
+    return average + fresh * (gradient - average)
+
+
+@triton.jit
+def _square(  # type: ignore[no-untyped-def]  # noqa: ANN202
+    square: tl.tensor, gradient: tl.tensor, beta: float, fresh: float
+):
+    return beta * square + fresh * gradient * gradient
+
+
+@triton.jit
+def _weight(  # type: ignore[no-untyped-def]  # noqa: ANN202
+    weight: tl.tensor,
+    average: tl.tensor,
+    square: tl.tensor,
+    eps: float,
+    decay: float,
+    rate: float,
+    root: float,
+):
+    return weight * decay - rate * average / (tl.sqrt_rn(square) / root + eps)
+
+
+class Plan(NamedTuple):
+    """What a launch reads of its tensors, on the device."""
+
+    addresses: Tensor
+    sizes: Tensor
+    owners: Tensor
+    """Of each program, which tensor it has a chunk of."""
+    places: Tensor
+    """Which chunk of that."""
+    is_aligned: bool
+
+
+def plan(updates: Sequence[Update]) -> Plan:
+    """Return what a launch over these tensors reads, as long as none of them moves."""
+    device = updates[0].weight.device
+    addresses = [0 if each is None else each.data_ptr() for update in updates for each in update]
+    sizes = torch.tensor([update.weight.numel() for update in updates])
+    counts = -(-sizes // CHUNK)
+    owners = torch.repeat_interleave(torch.arange(len(updates)), counts)
+    places = torch.arange(len(owners)) - torch.repeat_interleave(counts.cumsum(0) - counts, counts)
+    return Plan(
+        torch.tensor(addresses).to(device),
+        sizes.to(device),
+        owners.int().to(device),
+        places.int().to(device),
+        all(address % ALIGNMENT == 0 for address in addresses),
+    )
+
+
+def launch(plan: Plan, rates: Rates, *, copies: bool) -> None:
+    """Update the tensors of a plan.
+
+    :param copies: Whether each has a copy; either all have one or none.
+    """
+    _adamw[(len(plan.owners),)](
+        plan.addresses,
+        plan.sizes,
+        plan.owners,
+        plan.places,
+        *rates,
+        ALIGNED=plan.is_aligned,
+        COPIES=copies,
+        CHUNK=CHUNK,
+        BLOCK=BLOCK,
+        num_warps=WARPS,
+    )

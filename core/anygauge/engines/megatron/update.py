@@ -1,0 +1,135 @@
+"""The update of the weights: norm of all gradients, clipping, AdamW, and the copies that the model has.
+
+Megatron does each of these over one tensor after another, and reads every norm back to the host. Here the
+norms are taken together and read once. An optimizer that takes gradients and copies with its step
+(``make_optimizer`` in the hooks) does all the rest in it, and then no gradient is written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
+from megatron.core.transformer.module import param_is_not_shared
+from torch import Tensor
+
+__all__ = ["Update"]
+
+_TINY = 1e-6
+"""Added to the norm that a limit is divided by, as Megatron does."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Shards:
+    """What a part of Megatron's optimizer updates, by parameter group."""
+
+    gradients: Sequence[Sequence[Tensor]]
+    copies: Sequence[Sequence[Tensor | None]]
+    """Where the model has the weights, if what is updated is no view of that."""
+    counted: Sequence[Tensor]
+    """The gradients of which the norm is."""
+
+
+class Update:
+    """Updates the weights of a rank from its main gradients.
+
+    :param limit: Of the norm of all gradients; 0 clips nothing.
+    """
+
+    def __init__(self, optimizer: MegatronOptimizer, limit: float, device: torch.device) -> None:
+        self._optimizer = optimizer
+        self._limit = limit
+        self._device = device
+        self._parts: list[Any] = list(getattr(optimizer, "chained_optimizers", [optimizer]))
+        found = [_shards(part) for part in self._parts]
+        self._shards = [each for each in found if each is not None]
+        self._takes_all = bool(found) and len(self._shards) == len(found)
+
+    def norm(self) -> float:
+        """Return the norm of all gradients. A collective; the gradients are all there."""
+        if not self._takes_all:
+            self._optimizer.prepare_grads()
+        total = torch.zeros((), device=self._device)
+        for part, counted in zip(self._parts, self._counted(), strict=True):
+            squares = torch.zeros((), device=self._device)
+            if counted:
+                squares += torch.stack(torch._foreach_norm(list(counted))).square().sum()
+            dist.all_reduce(squares, group=part.get_grad_stats_parallel_group())
+            total += squares
+        return float(total.sqrt())
+
+    def _counted(self) -> Iterator[Sequence[Tensor]]:
+        if self._takes_all:
+            yield from (shards.counted for shards in self._shards)
+        else:
+            yield from (part.get_main_grads_for_grad_norm() for part in self._parts)
+
+    def step(self, norm: float) -> None:
+        """Update the weights.
+
+        :param norm: That of :meth:`norm`.
+        """
+        scale = min(1.0, self._limit / (norm + _TINY)) if self._limit > 0 else 1.0
+        if not self._takes_all:
+            self._scale(scale)
+            self._optimizer.step_with_ready_grads()
+            return
+        for part, shards in zip(self._parts, self._shards, strict=True):
+            part.optimizer.step_from(shards.gradients, scale, shards.copies)
+            if not part.ddp_config.overlap_param_gather:
+                for chunk in part.model_chunks:
+                    chunk.start_param_sync()
+
+    def _scale(self, scale: float) -> None:
+        for part in self._parts if scale < 1 else ():
+            apart = part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
+            name = "decoupled_grad" if apart else "grad"
+            found = [getattr(weight, name, None) for weight in part.get_parameters()]
+            if gradients := [each.detach() for each in found if each is not None]:
+                torch._foreach_mul_(gradients, scale)
+
+
+def _shards(part: Any) -> _Shards | None:
+    """Return what the inner optimizer of a part takes with its step; ``None`` if it does not."""
+    if not hasattr(getattr(part, "optimizer", None), "step_from") or not hasattr(part, "shard_fp32_groups"):
+        return None
+    if part.grad_scaler is not None or part.config.overlap_param_gather_with_optimizer_step:
+        return None
+    gradients: list[list[Tensor]] = []
+    copies: list[list[Tensor | None]] = []
+    counted: list[Tensor] = []
+    kinds = zip(part.model_fp32_groups, part.model_float16_groups, part.optimizer.param_groups, strict=True)
+    for wide, narrow, group in kinds:
+        mine = [_gradient(part, parameter) for parameter in (*wide, *narrow)]
+        gradients.append(mine)
+        copies.append([*[None] * len(wide), *(_copy(part, parameter) for parameter in narrow)])
+        counted += [each for main, each in zip(group["params"], mine, strict=True) if _is_counted(part, main)]
+    if any(each.dtype != torch.float32 for group in gradients for each in group):
+        return None
+    return _Shards(gradients, copies, counted)
+
+
+def _gradient(part: Any, parameter: Any) -> Tensor:
+    own = part._get_model_param_range_map(parameter)["param"]
+    found: Tensor = parameter.main_grad.view(-1)[own.start : own.end]
+    return found
+
+
+def _copy(part: Any, parameter: Any) -> Tensor:
+    """Return this rank's part of what the ranks gather after a step."""
+    own = part._get_model_param_range_map(parameter)["gbuf_world_in_bucket"]
+    buffer, _, bucket = part.model_param_gbuf_map[parameter]
+    found: Tensor = part.buffers[buffer].buckets[bucket].param_data.view(-1)[own.start : own.end]
+    return found
+
+
+def _is_counted(part: Any, main: Tensor) -> bool:
+    """Return whether no other rank or tensor has the same gradient."""
+    return bool(param_is_not_shared(main)) and bool(
+        param_is_not_tensor_parallel_duplicate(main, part.tp_group)
+    )
