@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-__all__ = ["Tile", "TileMath", "narrowed"]
+__all__ = ["Slopes", "Sums", "Tile", "TileMath"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,37 +22,65 @@ class Tile:
 
     tokens: slice
     rows: slice
+    first: int
+    """The id in the whole vocabulary of the first row."""
+    targets: Tensor
+    """``[t, N]``, int64, contiguous: ids in the whole vocabulary, of which some are in the tile."""
     logits: Tensor
-    """``[t, v]``, float32 at least; may be overwritten."""
-    spare: Tensor
-    """Other memory of the same shape and dtype."""
+    """``[t, v]``, float32 at least; each row is contiguous."""
+    spare: Tensor | None
+    """Other memory of the same shape and dtype, or ``None`` for passes that work in place."""
     dtype: torch.dtype
     """That of the hidden states."""
     scale: float
     """One over the temperature."""
 
 
+@dataclass(frozen=True, slots=True)
+class Sums:
+    """What the tiles so far say of each token, with ``z = (logit - peak) * scale``. Contiguous."""
+
+    peak: Tensor
+    """``[t]``: the largest logit, -1e30 before the first tile."""
+    total: Tensor
+    """``[t]``: sum of ``exp z``."""
+    mean: Tensor
+    """``[t]``: sum of ``z exp z``."""
+    chosen: Tensor
+    """``[t, N]``: the logit of each target that was there, else 0."""
+
+
+@dataclass(frozen=True, slots=True)
+class Slopes:
+    """What the derivatives by the logits of a token are made of. Contiguous."""
+
+    base: Tensor
+    """``[t]``: the logit whose probability is 1."""
+    entropy: Tensor
+    """``[t]``"""
+    total: Tensor
+    """``[t]``"""
+    slope: Tensor | None
+    """``[t]``, or ``None`` for 0."""
+    chosen: Tensor
+    """``[t, N]``: the derivative by the logit of each target; equal targets have equal ones."""
+
+
 class TileMath(Protocol):
     """The passes over a tile. A kernel does each in one."""
 
-    def summarise(self, tile: Tile) -> tuple[Tensor, Tensor, Tensor]:
-        """Return numbers of each token; may overwrite the tile.
+    @property
+    def in_place(self) -> bool:
+        """Whether a tile needs no spare memory and ``summarise`` leaves the logits as they are."""
 
-        :returns: The largest logit, and for ``z = (logits - largest) * scale`` the sums of ``exp z`` and of
-            ``z exp z``. All ``[t]`` and float32 at least.
+    def summarise(self, tile: Tile, sums: Sums) -> None:
+        """Bring the sums up to date; may overwrite the tile, unless ``in_place``."""
+
+    def derive(self, tile: Tile, slopes: Slopes) -> Tensor:
+        """Return the derivative by each logit, rounded once.
+
+        It is ``chosen`` for a target, else ``-exp(l) (total + slope (l + entropy))`` for
+        ``l = (logit - base) * scale``.
+
+        :returns: ``[t, v]``, in the dtype of the hidden states, in memory of the tile; rows are contiguous.
         """
-
-    def derive(
-        self, tile: Tile, base: Tensor, entropy: Tensor, total: Tensor, slope: Tensor | None
-    ) -> Tensor:
-        """Return ``-exp(l) (total + slope (l + entropy))`` for ``l = (logits - base) * scale``.
-
-        :param base: ``[t, 1]``, as the next two.
-        :param slope: The same, or ``None`` for 0.
-        :returns: ``[t, v]``, in the dtype of the hidden states, in memory of the tile.
-        """
-
-
-def narrowed(memory: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a tensor of the shape of another one, and of this dtype, at the start of its memory."""
-    return memory.view(-1).view(dtype)[: memory.numel()].view(memory.shape)

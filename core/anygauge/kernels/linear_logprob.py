@@ -1,13 +1,13 @@
 """The output layer, log-probability and entropy in one, a tile of the logits at a time.
 
-Forward keeps the logarithm of each token's normaliser; backward computes each tile of logits again. A tile
-is some tokens by some rows of the weight. The more tokens it has, the fewer times the gradient of the weight
-is read and written, and the fewer rows, the better it stays in a cache.
+Forward keeps the logarithm of each token's normaliser; backward computes each tile of logits again, from the
+last one on, which may still be there. A tile is some tokens by some rows of the weight. The more tokens it
+has, the fewer times the gradient of the weight is read and written, and the more rows, the fewer times that
+of the hidden states.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,24 +16,31 @@ import torch.distributed as dist
 from torch import Tensor
 
 from anygauge.kernels.main_grad import add_product, handed_back
-from anygauge_hooks.tiles import Tile, TileMath, narrowed
+from anygauge_hooks.tiles import Slopes, Sums, Tile, TileMath
 
 __all__ = ["linear_logprob", "linear_topk"]
 
 HOST_TILE = (512, 4096)
 """Tokens and vocabulary rows of a tile on the host: two float32 buffers, 8 MiB each."""
 
-DEVICE_TILE = (8192, 16384)
-"""The same on an accelerator, where a larger product is a faster one: two buffers of 512 MiB."""
+DEVICE_TILE = (8192, 16896)
+"""The same on an accelerator, where a larger product is a faster one: a buffer or two of 528 MiB. This many
+rows, and quarters of it, are whole rounds of 128 x 128 for 132 processors, and nearly so for others."""
 
-LARGEST_SHARE = 32
-"""A tile is at most this part of all logits, so that its memory stays small beside theirs ..."""
+LARGEST_SHARE = 8
+"""The memory of a tile is at most this part of that of all logits, to stay small beside theirs ..."""
 
-SMALLEST_TILE = 1 << 20
+SMALLEST_HOST_TILE = 1 << 20
 """... unless it has this many, whose memory is not worth saving."""
+
+SMALLEST_DEVICE_TILE = 1 << 24
+"""The same on an accelerator, where few tokens cost the time that it takes to start kernels."""
 
 ALIGNMENT = 256
 """Rows of a tile come in these steps: a product whose rows lie across boundaries takes twice as long."""
+
+PITCH = 32
+"""Rows of a tile in which passes work in place lie in memory at multiples of this, for wide loads."""
 
 LEAST_EXPONENT = -1e4
 """Its exponential is 0."""
@@ -74,7 +81,15 @@ def linear_logprob(
     """
     columns = targets if targets.dim() == 2 else targets.unsqueeze(1)
     result: tuple[Tensor, Tensor] = _LinearLogprob.apply(  # type: ignore[no-untyped-call]  # torch leaves it so
-        math or _EAGER, hidden, weight, columns, temperature, group, entropy_grad, vocab_size, rest
+        math or _EAGER,
+        hidden,
+        weight,
+        columns.contiguous(),
+        temperature,
+        group,
+        entropy_grad,
+        vocab_size,
+        rest,
     )
     return (result[0] if targets.dim() == 2 else result[0].squeeze(1)), result[1]
 
@@ -95,14 +110,15 @@ def linear_topk(
     :param count: Tokens per row, at most the size of the vocabulary.
     :returns: Their ids ``[T, count]``, int64, likeliest first.
     """
-    part = _Part.of(weight, group, vocab_size)
     best = torch.full((len(hidden), count), -torch.inf, dtype=_wide(hidden.dtype), device=hidden.device)
     ids = torch.zeros_like(best, dtype=torch.int64)
-    for tile in _tiles(hidden, part, 1.0):
-        found, column = tile.logits.topk(min(count, tile.logits.shape[1]), dim=1)
-        column += part.start + tile.rows.start
-        known = (best[tile.tokens], found), (ids[tile.tokens], column)
-        best[tile.tokens], ids[tile.tokens] = _merge(*known, count)
+    tiles = _Tiles(hidden, _Part.of(weight, group, vocab_size), ids, 1.0, in_place=True)
+    for block in tiles.blocks:
+        for tile in block:
+            tiles.fill(tile)
+            found, column = tile.logits.topk(min(count, tile.logits.shape[1]), dim=1)
+            known = (best[tile.tokens], found), (ids[tile.tokens], column + tile.first)
+            best[tile.tokens], ids[tile.tokens] = _merge(*known, count)
     return ids if group is None else _merge(_gather(best, group), _gather(ids, group), count)[1]
 
 
@@ -138,36 +154,82 @@ class _Part:
         kept = width if vocab_size is None else min(width, max(0, vocab_size - start))
         return cls(weight[:kept], start)
 
-    def column(self, targets: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
-        """Return the column of each target in a tile, and whether it is there at all."""
-        column = targets - (self.start + rows.start)
-        count = rows.stop - rows.start
-        return column.clamp(0, count - 1), (column >= 0) & (column < count)
+
+class _Tiles:
+    """The tiles of ``hidden @ weight.T``, in the same memory one after the other.
+
+    :param targets: ``[T, N]``, int64, contiguous.
+    :param scale: One over the temperature.
+    :param in_place: Whether none has spare memory.
+    :param memory: That of the tiles of an earlier call of the same shapes, or ``None``.
+    """
+
+    def __init__(
+        self,
+        hidden: Tensor,
+        part: _Part,
+        targets: Tensor,
+        scale: float,
+        *,
+        in_place: bool,
+        memory: Tensor | None = None,
+    ) -> None:
+        self.hidden, self.part, self.targets, self.scale = hidden, part, targets, scale
+        shape = len(hidden), len(part.weight)
+        self._height, self._width = _tile_shape(*shape, hidden.device, in_place=in_place)
+        self._step = PITCH if in_place else 1
+        if memory is None:
+            size = 1 if in_place else 2, self._height * _up(self._width, self._step)
+            memory = torch.empty(size, dtype=_wide(hidden.dtype), device=hidden.device)
+        self.memory = memory
+
+    @property
+    def blocks(self) -> list[list[Tile]]:
+        """All tiles, those of the same tokens together."""
+        rows = _cut(len(self.part.weight), self._width)
+        return [
+            [self._tile(tokens, part) for part in rows] for tokens in _cut(len(self.hidden), self._height)
+        ]
+
+    def fill(self, tile: Tile) -> None:
+        """Compute its logits."""
+        weight = self.part.weight[tile.rows]
+        add_product(tile.logits, self.hidden[tile.tokens], weight.t(), beta=0)
+
+    def _tile(self, tokens: slice, rows: slice) -> Tile:
+        shape = tokens.stop - tokens.start, rows.stop - rows.start
+        pitch = _up(shape[1], self._step)
+        logits, *spare = (x[: shape[0] * pitch].view(-1, pitch)[:, : shape[1]] for x in self.memory)
+        return Tile(
+            tokens,
+            rows,
+            self.part.start + rows.start,
+            self.targets[tokens],
+            logits,
+            spare[0] if spare else None,
+            self.hidden.dtype,
+            self.scale,
+        )
 
 
-def _tiles(hidden: Tensor, part: _Part, scale: float) -> Iterator[Tile]:
-    """Yield the tiles of ``hidden @ weight.T``, in the same memory every time."""
-    tokens, rows = len(hidden), len(part.weight)
-    height, width = _tile_shape(tokens, rows, hidden.device)
-    first, second = torch.empty(2, height * width, dtype=_wide(hidden.dtype), device=hidden.device)
-    for top in range(0, tokens, height):
-        x = hidden[top : top + height]
-        for left in range(0, rows, width):
-            weight = part.weight[left : left + width]
-            shape = len(x), len(weight)
-            logits, spare = (buffer[: len(x) * len(weight)].view(shape) for buffer in (first, second))
-            add_product(logits, x, weight.t(), beta=0)
-            parts = slice(top, top + len(x)), slice(left, left + len(weight))
-            yield Tile(*parts, logits, spare, hidden.dtype, scale)
-
-
-def _tile_shape(tokens: int, rows: int, device: torch.device) -> tuple[int, int]:
+def _tile_shape(tokens: int, rows: int, device: torch.device, *, in_place: bool) -> tuple[int, int]:
     """Return how many tokens and rows a tile has; of the one more where there is less of the other."""
-    height, width = HOST_TILE if device.type == "cpu" else DEVICE_TILE
-    size = min(height * width, max(SMALLEST_TILE, tokens * rows // LARGEST_SHARE))
-    height = max(1, min(tokens, max(height, size // max(1, rows))))
-    width = size // height
-    return height, max(1, min(rows, width - width % ALIGNMENT if width > ALIGNMENT else width))
+    host, buffers = device.type == "cpu", 1 if in_place else 2
+    height, width = HOST_TILE if host else DEVICE_TILE
+    smallest = SMALLEST_HOST_TILE if host else SMALLEST_DEVICE_TILE
+    size = min(height * width, max(smallest, tokens * rows // (LARGEST_SHARE * buffers)))
+    height = max(height, size // max(1, rows))
+    height = max(1, -(-tokens // max(1, round(tokens / height))))  # no part is much smaller than the others
+    width, step = size // height, ALIGNMENT if host or size // height < width // 4 else width // 4
+    return height, max(1, min(rows, width - width % step if width > step else width))
+
+
+def _cut(count: int, size: int) -> list[slice]:
+    return [slice(start, min(start + size, count)) for start in range(0, count, size)]
+
+
+def _up(count: int, step: int) -> int:
+    return -(-count // step) * step
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
@@ -183,73 +245,97 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 class _Eager:
     """By operators of torch."""
 
-    def summarise(self, tile: Tile) -> tuple[Tensor, Tensor, Tensor]:
-        peak = tile.logits.amax(1)
-        shifted = self._shift(tile, peak[:, None])
-        weights = torch.exp(shifted, out=tile.spare)
-        return peak, weights.sum(1), shifted.mul_(weights).sum(1)
+    in_place = False
 
-    def derive(
-        self, tile: Tile, base: Tensor, entropy: Tensor, total: Tensor, slope: Tensor | None
-    ) -> Tensor:
-        log_softmax = self._shift(tile, base)
+    def summarise(self, tile: Tile, sums: Sums) -> None:
+        column, present = _columns(tile)
+        sums.chosen.add_(tile.logits.gather(1, column).masked_fill_(~present, 0))
+        peak = tile.logits.amax(1)
+        joint = torch.maximum(sums.peak, peak)
+        _move(sums, joint, tile.scale)
+        shifted = self._shift(tile, peak)
+        weights = torch.exp(shifted, out=tile.spare)
+        total, mean = weights.sum(1), shifted.mul_(weights).sum(1)
+        shift = (peak - joint) * tile.scale
+        weight = shift.exp()
+        sums.total.add_(weight * total)
+        sums.mean.add_(weight * (mean + shift * total))
+
+    def derive(self, tile: Tile, slopes: Slopes) -> Tensor:
+        log_softmax = self._shift(tile, slopes.base)
+        assert tile.spare is not None
         softmax = torch.exp(log_softmax, out=tile.spare)
-        if slope is None:
-            return torch.mul(softmax, -total, out=narrowed(tile.logits, tile.dtype))
-        factor = log_softmax.add_(entropy).mul_(-slope).sub_(total).mul_(softmax)
-        return factor if factor.dtype == tile.dtype else narrowed(tile.spare, tile.dtype).copy_(factor)
+        total = slopes.total[:, None]
+        if slopes.slope is None:
+            factor = torch.mul(softmax, -total, out=_narrowed(tile.logits, tile.dtype))
+        else:
+            factor = log_softmax.add_(slopes.entropy[:, None]).mul_(-slopes.slope[:, None])
+            factor = factor.sub_(total).mul_(softmax)
+            if factor.dtype != tile.dtype:
+                factor = _narrowed(tile.spare, tile.dtype).copy_(factor)
+        _put(factor, *_columns(tile), slopes.chosen)
+        return factor
 
     def _shift(self, tile: Tile, base: Tensor) -> Tensor:
-        shifted = tile.logits.sub_(base)
+        shifted = tile.logits.sub_(base[:, None])
         return shifted if tile.scale == 1 else shifted.mul_(tile.scale)
 
 
 _EAGER = _Eager()
 
 
+def _columns(tile: Tile) -> tuple[Tensor, Tensor]:
+    """Return the column of each target in a tile, and whether it is there at all."""
+    column, count = tile.targets - tile.first, tile.logits.shape[1]
+    return column.clamp(0, count - 1), (column >= 0) & (column < count)
+
+
+def _put(out: Tensor, column: Tensor, present: Tensor, values: Tensor) -> None:
+    """Put the values that are present at their columns, where equal columns have equal values."""
+    first = present.byte().argmax(1, keepdim=True)
+    # what is not here does again what another one does, or else nothing
+    column = torch.where(present, column, column.gather(1, first))
+    values = torch.where(present, values, values.gather(1, first)).to(out.dtype)
+    out.scatter_(1, column, torch.where(present.any(1, keepdim=True), values, out.gather(1, column)))
+
+
+def _narrowed(memory: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a tensor of the shape of another one, and of this dtype, at the start of its memory."""
+    return memory.view(-1).view(dtype)[: memory.numel()].view(memory.shape)
+
+
+def _move(sums: Sums, peak: Tensor, scale: float) -> None:
+    """Express sums in terms of a new peak."""
+    # bounded, because the first peak is no logit, and 0 times infinity is no number
+    shift = ((sums.peak - peak) * scale).clamp_(min=LEAST_EXPONENT)
+    factor = shift.exp()
+    sums.mean.copy_(factor * (sums.mean + shift * sums.total))
+    sums.total.mul_(factor)
+    sums.peak.copy_(peak)
+
+
 @dataclass(slots=True)
 class _Statistics:
-    """What is known of each token's distribution, with ``z = (logit - peak) / temperature``.
-
-    Differences are taken before they are scaled.
-    """
+    """What is known of each token's distribution. Differences are taken before they are scaled."""
 
     scale: float
     """One over the temperature."""
     peak: Tensor
-    """``[T]``: the largest logit so far."""
     total: Tensor
-    """``[T]``: sum of ``exp z``."""
     mean: Tensor
-    """``[T]``: sum of ``z exp z``."""
     chosen: Tensor
-    """``[T, N]``: the logit of each target, 0 where another rank has it."""
 
     @classmethod
     def start(cls, hidden: Tensor, targets: int, scale: float) -> _Statistics:
         """Return what is known before the first tile."""
         dtype = _wide(hidden.dtype)
         total, mean = torch.zeros(2, len(hidden), dtype=dtype, device=hidden.device)
-        peak = torch.full_like(total, torch.finfo(dtype).min)
+        peak = torch.full_like(total, NOTHING)
         return cls(scale, peak, total, mean, total.new_zeros(len(hidden), targets))
 
-    def add(self, tokens: slice, peak: Tensor, total: Tensor, mean: Tensor) -> None:
-        """Take in what is known of a tile."""
-        joint = torch.maximum(self.peak[tokens], peak)
-        self._move(tokens, joint)
-        shift = (peak - joint) * self.scale
-        weight = shift.exp()
-        self.total[tokens] += weight * total
-        self.mean[tokens] += weight * (mean + shift * total)
-
-    def _move(self, tokens: slice, peak: Tensor) -> None:
-        """Express the sums in terms of a new peak."""
-        # bounded, because the first peak is no logit, and 0 times infinity is no number
-        shift = ((self.peak[tokens] - peak) * self.scale).clamp_(min=LEAST_EXPONENT)
-        factor = shift.exp()
-        self.mean[tokens] = factor * (self.mean[tokens] + shift * self.total[tokens])
-        self.total[tokens] *= factor
-        self.peak[tokens] = peak
+    def sums(self, tokens: slice) -> Sums:
+        """Return those of some tokens, to add to."""
+        return Sums(self.peak[tokens], self.total[tokens], self.mean[tokens], self.chosen[tokens])
 
     def combine(self, group: Any | None) -> None:
         """Sum over the ranks, in two collectives."""
@@ -257,7 +343,7 @@ class _Statistics:
             return
         peak = self.peak.clone()
         dist.all_reduce(peak, dist.ReduceOp.MAX, group)
-        self._move(slice(None), peak)
+        _move(self.sums(slice(None)), peak, self.scale)
         sums = torch.cat((self.total[:, None], self.mean[:, None], self.chosen), dim=1)
         dist.all_reduce(sums, group=group)
         self.total, self.mean, self.chosen = sums[:, 0], sums[:, 1], sums[:, 2:]
@@ -297,16 +383,17 @@ class _LinearLogprob(torch.autograd.Function):
         rest: bool,
     ) -> tuple[Tensor, Tensor]:
         """Return log-probabilities ``[T, N]``, or ``[T, N + 1]`` with the rest, and entropies ``[T]``."""
-        part = _Part.of(weight, group, vocab_size)
         statistics = _Statistics.start(hidden, targets.shape[1], 1 / temperature)
         others = _Statistics.start(hidden, 0, 1 / temperature) if rest else None
-        for tile in _tiles(hidden, part, 1 / temperature):
-            column, present = part.column(targets[tile.tokens], tile.rows)
-            statistics.chosen[tile.tokens] += tile.logits.gather(1, column).masked_fill_(~present, 0)
-            without = _without(tile, column, present) if rest else None
-            statistics.add(tile.tokens, *math.summarise(tile))
-            if others is not None and without is not None:
-                others.add(tile.tokens, *math.summarise(without))
+        part = _Part.of(weight, group, vocab_size)
+        tiles = _Tiles(hidden, part, targets, 1 / temperature, in_place=math.in_place)
+        for block in tiles.blocks:
+            for tile in block:
+                tiles.fill(tile)
+                without = _without_targets(tile) if rest else None
+                math.summarise(tile, statistics.sums(tile.tokens))
+                if others is not None and without is not None:
+                    math.summarise(without, others.sums(tile.tokens))
         statistics.combine(group)
         logprobs, entropy = statistics.logprobs(statistics.chosen), statistics.entropy()
         if others is not None:
@@ -314,6 +401,7 @@ class _LinearLogprob(torch.autograd.Function):
             logprobs = torch.cat((logprobs, others.log_share(statistics)[:, None]), 1)
         ctx.save_for_backward(hidden, weight, targets, statistics.base(), entropy, logprobs)
         ctx.math, ctx.entropy_grad = math, entropy_grad
+        ctx.kept = tiles.memory if math.in_place and any(ctx.needs_input_grad) else None
         ctx.scale, ctx.group, ctx.vocab_size = statistics.scale, group, vocab_size
         if not entropy_grad:
             ctx.mark_non_differentiable(entropy)
@@ -323,12 +411,12 @@ class _LinearLogprob(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of ``hidden`` and ``weight``."""
         hidden, weight, *_ = ctx.saved_tensors
-        grad_hidden = torch.zeros_like(hidden, dtype=_wide(hidden.dtype))
+        grad_hidden = torch.zeros_like(hidden, memory_format=torch.contiguous_format)
         grad_weight = _weight_gradient(weight) if ctx.needs_input_grad[2] else None
         _backward(ctx, grads, grad_hidden, grad_weight)
         return (
             None,
-            _sum_over(grad_hidden.to(hidden.dtype), ctx.group),
+            _sum_over(grad_hidden, ctx.group),
             None if grad_weight is None else _for_autograd(weight, grad_weight),
             *[None] * 6,
         )
@@ -339,44 +427,30 @@ class _LinearLogprob(torch.autograd.Function):
 # -------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class _Slopes:
-    """Derivatives of the loss by the logits, with ``l = log softmax``.
+def _slopes(ctx: Any, grads: tuple[Tensor, ...]) -> Slopes:
+    """Return the derivatives of the loss by the logits, with ``l = log softmax``.
 
     ``d logprob = onehot - exp(l)`` and ``d entropy = -exp(l) (l + entropy)``. That of the rest, whose
     probability is ``r``, is ``exp(l) / r - exp(l)``, without the first for a target.
     """
+    targets, base, entropy, logprobs = ctx.saved_tensors[2:]
+    grad = grads[0] * ctx.scale
+    logprobs, log_rest = logprobs.tensor_split((targets.shape[1],), dim=1)
+    grad, of_rest = grad.tensor_split((targets.shape[1],), dim=1)
+    of_rest = of_rest.masked_fill(log_rest <= LEAST_EXPONENT, 0)  # there is none
+    total = torch.cat((grad, of_rest), 1).sum(1, keepdim=True)
+    slope = grads[1] * ctx.scale if ctx.entropy_grad else None
+    level = total if slope is None else total + slope[:, None] * (logprobs + entropy[:, None])
+    chosen = _by_target(grad, targets) - logprobs.exp() * level
+    inverse = (-log_rest.clamp(min=RAREST)).exp()
+    total = total - (of_rest * inverse).sum(1, keepdim=True)
+    return Slopes(base, entropy, total.squeeze(1), slope, chosen)
 
-    total: Tensor
-    """``[T, 1]``: sum of the gradients of a token's log-probabilities, less that of the rest over ``r``."""
-    slope: Tensor | None
-    """``[T, 1]``: gradient of the entropy."""
-    base: Tensor
-    """``[T, 1]``: the logit whose probability is 1."""
-    entropy: Tensor
-    """``[T, 1]``"""
-    chosen: Tensor
-    """``[T, N]``: the derivative by the logit of each target, before it is rounded."""
 
-    @classmethod
-    def of(cls, ctx: Any, grads: tuple[Tensor, ...]) -> _Slopes:
-        targets, base, entropy, logprobs = ctx.saved_tensors[2:]
-        base, entropy, grad = base[:, None], entropy[:, None], grads[0] * ctx.scale
-        logprobs, log_rest = logprobs.tensor_split((targets.shape[1],), dim=1)
-        grad, of_rest = grad.tensor_split((targets.shape[1],), dim=1)
-        of_rest = of_rest.masked_fill(log_rest <= LEAST_EXPONENT, 0)  # there is none
-        total = torch.cat((grad, of_rest), 1).sum(1, keepdim=True)
-        slope = grads[1][:, None] * ctx.scale if ctx.entropy_grad else None
-        level = total if slope is None else total + slope * (logprobs + entropy)
-        chosen = _by_target(grad, targets) - logprobs.exp() * level
-        inverse = (-log_rest.clamp(min=RAREST)).exp()
-        return cls(total - (of_rest * inverse).sum(1, keepdim=True), slope, base, entropy, chosen)
-
-    def factor(self, math: TileMath, tile: Tile) -> Tensor:
-        """Return the derivatives by a tile's logits, but for targets."""
-        rows = [x[tile.tokens] for x in (self.base, self.entropy, self.total)]
-        slope = None if self.slope is None else self.slope[tile.tokens]
-        return math.derive(tile, rows[0], rows[1], rows[2], slope)
+def _of(slopes: Slopes, tokens: slice) -> Slopes:
+    slope = None if slopes.slope is None else slopes.slope[tokens]
+    base, entropy, total = (x[tokens] for x in (slopes.base, slopes.entropy, slopes.total))
+    return Slopes(base, entropy, total, slope, slopes.chosen[tokens])
 
 
 def _by_target(grad: Tensor, targets: Tensor) -> Tensor:
@@ -389,33 +463,39 @@ def _by_target(grad: Tensor, targets: Tensor) -> Tensor:
     return total
 
 
-def _without(tile: Tile, column: Tensor, present: Tensor) -> Tile:
-    """Return a copy of a tile in which the targets that are there have no probability."""
+def _without_targets(tile: Tile) -> Tile:
+    """Return a copy of a tile in which the targets have no probability."""
     logits = tile.logits.clone()
-    _put(logits, column, present, torch.full_like(column, NOTHING, dtype=logits.dtype))
-    return replace(tile, logits=logits)
-
-
-def _put(out: Tensor, column: Tensor, present: Tensor, values: Tensor) -> None:
-    """Put the values that are present at their columns, where equal columns have equal values."""
-    first = present.byte().argmax(1, keepdim=True)
-    # what is not here does again what another one does, or else nothing
-    column = torch.where(present, column, column.gather(1, first))
-    values = torch.where(present, values, values.gather(1, first)).to(out.dtype)
-    out.scatter_(1, column, torch.where(present.any(1, keepdim=True), values, out.gather(1, column)))
+    _put(logits, *_columns(tile), torch.full_like(tile.targets, NOTHING, dtype=logits.dtype))
+    return replace(tile, logits=logits, targets=tile.targets[:, :0])
 
 
 def _backward(ctx: Any, grads: tuple[Tensor, ...], grad_hidden: Tensor, grad_weight: Tensor | None) -> None:
-    """Add to the two gradients."""
+    """Write the gradient of the hidden states, and add to that of the weight."""
     hidden, weight, targets = ctx.saved_tensors[:3]
     part = _Part.of(weight, ctx.group, ctx.vocab_size)
-    slopes = _Slopes.of(ctx, grads)
-    for tile in _tiles(hidden, part, ctx.scale):
-        factor = slopes.factor(ctx.math, tile)
-        _put(factor, *part.column(targets[tile.tokens], tile.rows), slopes.chosen[tile.tokens])
-        add_product(grad_hidden[tile.tokens], factor, part.weight[tile.rows])
-        if grad_weight is not None:
-            add_product(grad_weight[tile.rows], factor.t(), hidden[tile.tokens])
+    kept, ctx.kept = ctx.kept, None  # is overwritten
+    tiles = _Tiles(hidden, part, targets, ctx.scale, in_place=ctx.math.in_place, memory=kept)
+    slopes = _slopes(ctx, grads)
+    for block in reversed(tiles.blocks):
+        total = _accumulator(grad_hidden, block)
+        for index, tile in enumerate(reversed(block)):
+            if kept is None:
+                tiles.fill(tile)
+            kept = None
+            factor = ctx.math.derive(tile, _of(slopes, tile.tokens))
+            add_product(total, factor, part.weight[tile.rows], beta=int(index > 0))
+            if grad_weight is not None:
+                add_product(grad_weight[tile.rows], factor.t(), hidden[tile.tokens])
+        if block and total.dtype != grad_hidden.dtype:
+            grad_hidden[block[0].tokens] = total
+
+
+def _accumulator(grad_hidden: Tensor, block: list[Tile]) -> Tensor:
+    """Return where the gradient of some tokens is added up: in place, where that is not to round it."""
+    part = grad_hidden[block[0].tokens if block else slice(0, 0)]
+    wide = _wide(part.dtype)
+    return part if part.dtype == wide else torch.empty_like(part, dtype=wide)
 
 
 def _weight_gradient(weight: Tensor) -> Tensor:

@@ -25,7 +25,7 @@ Pair = tuple[Tensor, Tensor]
 def tile(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> tuple[int, int]:
     """Set the shape of a tile: some do not divide what the tests use, and the last one holds it all."""
     monkeypatch.setattr(module, "HOST_TILE", request.param)
-    monkeypatch.setattr(module, "SMALLEST_TILE", 1 << 20)
+    monkeypatch.setattr(module, "SMALLEST_HOST_TILE", 1 << 20)
     shape: tuple[int, int] = request.param
     return shape
 

@@ -17,7 +17,7 @@ from anygauge.plugins import Plugins, load_plugins
 from anygauge_hooks import hookimpl
 from anygauge_hooks.errors import DuplicateNameError, PluginError
 from anygauge_hooks.kernels import KERNEL_OPS, KernelImpl
-from anygauge_hooks.tiles import Tile
+from anygauge_hooks.tiles import Sums, Tile
 from anygauge_hooks.types import Availability, BackendSpec
 
 BACKEND = BackendSpec(
@@ -251,9 +251,9 @@ def test_passes_over_a_tile_become_a_whole_kernel(plugins: Plugins) -> None:
     seen: list[Tile] = []
 
     class Counting(_Eager):
-        def summarise(self, tile: Tile) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        def summarise(self, tile: Tile, sums: Sums) -> None:
             seen.append(tile)
-            return super().summarise(tile)
+            super().summarise(tile, sums)
 
     made = table(plugins, KernelImpl(op="linear_logprob", fn=Counting, source="toy", tiles=True))
     hidden, weight = torch.randn(5, 4), torch.randn(7, 4)

@@ -1,98 +1,170 @@
-"""The passes over a tile of logits in ``linear_logprob``, each in one kernel that reads the tile once."""
+"""The passes over a tile of logits in ``linear_logprob``, each in one kernel that reads the tile once.
+
+A program has one row, so that it can write derivatives over the logits that it has read.
+"""
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from anygauge_hooks.tiles import Tile, narrowed
+from anygauge_hooks.tiles import Slopes, Sums, Tile
 
 __all__ = ["TritonTileMath"]
 
-BLOCK = 4096
+BLOCK = 2048
 """Logits of a row that a program has at a time."""
 
-WARPS = 8
+WARPS = 4
 
 
 @triton.jit
 def _summarise(  # type: ignore[no-untyped-def]  # noqa: ANN202
     logits: tl.tensor,
+    targets: tl.tensor,
     peaks: tl.tensor,
     totals: tl.tensor,
     means: tl.tensor,
+    chosen: tl.tensor,
+    stride: int,
     width: int,
+    first: int,
+    count: int,
     scale: float,
+    COUNT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Of one row: the peak, and the sums of ``exp z`` and of ``z exp z``."""
-    # -1e30 is below every logit, and finite
+    """Add a row to the peak, to the sums of ``exp z`` and of ``z exp z``, and to the logits of targets."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
-    peak, total, mean = -1e30, 0.0, 0.0
+    before = tl.load(peaks + row)
+    peak = before
+    total = tl.zeros([BLOCK], tl.float32)
+    mean = tl.zeros([BLOCK], tl.float32)
     for start in range(0, width, BLOCK):
         here = start + column < width
-        x = tl.load(logits + row * width + start + column, mask=here, other=-1e30)
+        x = tl.load(logits + row * stride + start + column, mask=here, other=float("-inf"))
         joint = tl.maximum(peak, tl.max(x, 0))
-        shift = (peak - joint) * scale
+        # bounded, because the first peak is no logit, and 0 times infinity is no number
+        shift = tl.maximum((peak - joint) * scale, -1e4)
         factor = tl.exp(shift)
         z = (x - joint) * scale
         weight = tl.exp(z)
-        mean = factor * (mean + shift * total) + tl.sum(tl.where(here, z * weight, 0.0), 0)
-        total = factor * total + tl.sum(weight, 0)
+        mean = factor * (mean + shift * total) + tl.where(here, z, 0.0) * weight
+        total = factor * total + weight
         peak = joint
+    shift = tl.maximum((before - peak) * scale, -1e4)
+    factor = tl.exp(shift)
+    earlier = tl.load(totals + row)
+    tl.store(means + row, factor * (tl.load(means + row) + shift * earlier) + tl.sum(mean, 0))
+    tl.store(totals + row, factor * earlier + tl.sum(total, 0))
     tl.store(peaks + row, peak)
-    tl.store(totals + row, total)
-    tl.store(means + row, mean)
+    index = tl.arange(0, COUNT)
+    at = tl.load(targets + row * count + index, mask=index < count, other=-1) - first
+    there = (index < count) & (at >= 0) & (at < width)
+    tl.store(chosen + row * count + index, tl.load(logits + row * stride + at, mask=there), mask=there)
 
 
 @triton.jit
 def _derive(  # type: ignore[no-untyped-def]  # noqa: ANN202
     logits: tl.tensor,
     factor: tl.tensor,
+    targets: tl.tensor,
     bases: tl.tensor,
     entropies: tl.tensor,
     totals: tl.tensor,
     slopes: tl.tensor,
+    chosen: tl.tensor,
+    stride: int,
+    factor_stride: int,
     width: int,
+    first: int,
+    count: int,
     scale: float,
     HAS_SLOPE: tl.constexpr,
+    COUNT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Of a part of one row: ``-exp(l) (total + slope (l + entropy))``."""
+    """Overwrite a row, which ``factor`` may narrow, with ``-exp(l) (total + slope (l + entropy))``."""
     row = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    here = column < width
-    x = tl.load(logits + row * width + column, mask=here, other=0.0)
-    log_softmax = (x - tl.load(bases + row)) * scale
-    level = tl.load(totals + row)
-    if HAS_SLOPE:
-        level += tl.load(slopes + row) * (log_softmax + tl.load(entropies + row))
-    tl.store(factor + row * width + column, -tl.exp(log_softmax) * level, mask=here)
+    column = tl.arange(0, BLOCK)
+    base = tl.load(bases + row)
+    total = tl.load(totals + row)
+    entropy = tl.load(entropies + row)
+    slope = tl.load(slopes + row)
+    for start in range(0, width, BLOCK):
+        here = start + column < width
+        x = tl.load(logits + row * stride + start + column, mask=here, other=0.0)
+        tl.debug_barrier()  # what is written lies over what other threads read
+        log_softmax = (x - base) * scale
+        level = total
+        if HAS_SLOPE:
+            level += slope * (log_softmax + entropy)
+        tl.store(factor + row * factor_stride + start + column, -tl.exp(log_softmax) * level, mask=here)
+    tl.debug_barrier()
+    index = tl.arange(0, COUNT)
+    at = tl.load(targets + row * count + index, mask=index < count, other=-1) - first
+    there = (index < count) & (at >= 0) & (at < width)
+    value = tl.load(chosen + row * count + index, mask=there)
+    tl.store(factor + row * factor_stride + at, value, mask=there)
 
 
 class TritonTileMath:
     """``anygauge_hooks.tiles.TileMath`` for float32 logits."""
 
-    def summarise(self, tile: Tile) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the largest logit and two sums of each token."""
-        height, width = tile.logits.shape
-        peak, total, mean = torch.empty(3, height, device=tile.logits.device)
-        if height:
-            _summarise[(height,)](tile.logits, peak, total, mean, width, tile.scale, BLOCK, num_warps=WARPS)
-        return peak, total, mean
+    in_place = True
 
-    def derive(
-        self, tile: Tile, base: Tensor, entropy: Tensor, total: Tensor, slope: Tensor | None
-    ) -> Tensor:
-        """Return the derivatives by the logits, in the other memory of the tile."""
+    def summarise(self, tile: Tile, sums: Sums) -> None:
+        """Bring the sums up to date."""
         height, width = tile.logits.shape
-        factor = narrowed(tile.spare, tile.dtype)
-        rows = [x.contiguous() for x in (base, entropy, total, total if slope is None else slope)]
         if height:
-            _derive[(height, triton.cdiv(width, BLOCK))](
-                tile.logits, factor, *rows, width, tile.scale, slope is not None, BLOCK, num_warps=WARPS
+            _summarise[(height,)](
+                tile.logits,
+                tile.targets,
+                sums.peak,
+                sums.total,
+                sums.mean,
+                sums.chosen,
+                tile.logits.stride(0),
+                width,
+                tile.first,
+                tile.targets.shape[1],
+                tile.scale,
+                _padded(tile.targets.shape[1]),
+                BLOCK,
+                num_warps=WARPS,
+            )
+
+    def derive(self, tile: Tile, slopes: Slopes) -> Tensor:
+        """Return the derivatives by the logits, over them."""
+        height, width = tile.logits.shape
+        factor = tile.logits.view(tile.dtype)[:, :width]
+        if height:
+            _derive[(height,)](
+                tile.logits,
+                factor,
+                tile.targets,
+                slopes.base,
+                slopes.entropy,
+                slopes.total,
+                slopes.total if slopes.slope is None else slopes.slope,
+                slopes.chosen,
+                tile.logits.stride(0),
+                factor.stride(0),
+                width,
+                tile.first,
+                tile.targets.shape[1],
+                tile.scale,
+                slopes.slope is not None,
+                _padded(tile.targets.shape[1]),
+                BLOCK,
+                num_warps=WARPS,
             )
         return factor
+
+
+def _padded(count: int) -> int:
+    """Return the next power of two."""
+    padded: int = triton.next_power_of_2(max(1, count))
+    return padded
