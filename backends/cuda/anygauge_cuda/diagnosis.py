@@ -6,6 +6,8 @@ import os
 from pathlib import Path
 from typing import Any
 
+from anygauge_hooks.errors import ConfigError
+
 __all__ = ["HISTORY", "write_beside"]
 
 HISTORY = "ANYGAUGE_CUDA_MEMORY_HISTORY"
@@ -15,12 +17,17 @@ DUMP = "TORCH_FR_DUMP_TEMP_FILE"
 
 
 def write_beside(log: str) -> None:
-    """Have torch write what a hang, or a lack of memory, leaves behind beside the log of this process."""
+    """Have torch write what a hang, or a lack of memory, leaves behind beside the log of this process.
+
+    :raises ConfigError: What :data:`HISTORY` holds is no number.
+    """
     stem = Path(log).with_suffix("")
     os.environ.setdefault(DUMP, f"{stem}.collectives-")
-    entries = int(os.environ.get(HISTORY) or 0)
-    if entries:
-        _record_memory(entries, stem.with_suffix(".memory.pickle"))
+    entries = os.environ.get(HISTORY, "0").strip() or "0"
+    if not entries.isdecimal():
+        raise ConfigError(f"{HISTORY} is {entries!r}, no number of allocations.", hint=f"{HISTORY}=100000")
+    if int(entries):
+        _record_memory(int(entries), stem.with_suffix(".memory.pickle"))
 
 
 def _record_memory(entries: int, file: Path) -> None:

@@ -35,7 +35,11 @@ def missing(config: Any) -> Iterator[ConfigProblem]:
 
 def unlike_memory(config: Any) -> Iterator[ConfigProblem]:
     """Yield a server's argument that gives NCCL other memory than the trainers' has."""
-    arguments = {name.replace("-", "_"): value for name, value in config.rollout.sglang.items()}
-    if arguments.get(SYMMETRIC) and os.environ.get(CUMEM) != "1":
-        hint = f"leave it out, or export {CUMEM}=1: unlike ends of a broadcast hang"
-        yield ConfigProblem(path=f"rollout.sglang.{SYMMETRIC}", found=arguments[SYMMETRIC], hint=hint)
+    if os.environ.get(CUMEM) == "1":
+        return
+    groups = {f"rollout.groups[{index}]": group for index, group in enumerate(config.rollout.groups)}
+    for path, servers in {"rollout": config.rollout, **groups}.items():
+        arguments = {name.replace("-", "_"): value for name, value in servers.sglang.items()}
+        if arguments.get(SYMMETRIC):
+            hint = f"leave it out, or export {CUMEM}=1: unlike ends of a broadcast hang"
+            yield ConfigProblem(path=f"{path}.sglang.{SYMMETRIC}", found=arguments[SYMMETRIC], hint=hint)

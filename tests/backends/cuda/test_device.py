@@ -16,6 +16,7 @@ import torch
 from anygauge_cuda import allocator, comm, diagnosis, numa, nvml
 from anygauge_cuda.nvml import Meters
 from anygauge_cuda.plugin import CUDA, prepare_worker
+from anygauge_hooks.errors import ConfigError
 
 ALLOC = "PYTORCH_CUDA_ALLOC_CONF"
 
@@ -226,6 +227,9 @@ def test_a_lack_of_memory_writes_down_what_was_asked_to_be_remembered(
     assert (recorded, os.environ[diagnosis.DUMP]) == ([1000], "mine-")
     observers[0](0, 1, 2, 3)
     assert (tmp_path / "actor-0.memory.pickle").exists()
+    monkeypatch.setenv(diagnosis.HISTORY, "many")
+    with pytest.raises(ConfigError, match="is 'many', no number"):
+        diagnosis.write_beside(str(tmp_path / "actor-0.log"))
 
 
 # -------------------------------------------------------------------------

@@ -162,7 +162,8 @@ def test_a_device_that_is_not_visible(ids: list[str], visible: str | None) -> No
 
 
 def config(*, colocated: bool = False, engine: str = "sglang", **sglang: Any) -> Any:
-    rollout = SimpleNamespace(engine=engine, sglang={name.replace("_", "-"): v for name, v in sglang.items()})
+    arguments = {name.replace("_", "-"): value for name, value in sglang.items()}
+    rollout = SimpleNamespace(engine=engine, sglang=arguments, groups=())
     return SimpleNamespace(rollout=rollout, placement=SimpleNamespace(colocated=colocated))
 
 
@@ -182,5 +183,8 @@ def test_servers_that_sleep_need_the_memory_saver() -> None:
 def test_both_ends_have_one_kind_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     assert problems(config(enable_symm_mem=True)) == ["rollout.sglang.enable_symm_mem"]
     assert problems(config(enable_symm_mem=False)) == []
+    given = config()
+    given.rollout.groups = (SimpleNamespace(sglang={}), SimpleNamespace(sglang={"enable_symm_mem": True}))
+    assert problems(given) == ["rollout.groups[1].sglang.enable_symm_mem"]
     monkeypatch.setenv("NCCL_CUMEM_ENABLE", "1")
     assert problems(config(enable_symm_mem=True)) == []
