@@ -30,6 +30,7 @@ from anygauge.distributed.process_groups import destroy_process_group, init_proc
 from anygauge.engines.megatron.prepare import prepare_megatron
 from anygauge.kernels.table import reference_kernel
 from anygauge.plugins import Plugins, load_plugins
+from anygauge.testing.optimizers import taking
 from anygauge.trainer.actors import ActorWorker
 from anygauge.trainer.plan import plan_steps
 from anygauge_hooks import hookimpl
@@ -205,12 +206,27 @@ class References:
         return [replace(reference_kernel(op), priority=1000) for op in KERNEL_OPS]
 
 
+class TakingOptimizer:
+    """A plugin whose optimizer takes gradients and copies with its step."""
+
+    @hookimpl
+    def make_optimizer(
+        self, param_groups: Any, lr: float, betas: Any, eps: float, weight_decay: float
+    ) -> torch.optim.Optimizer:
+        return taking(param_groups, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
+
+
+OWN_PLUGINS: dict[str, Callable[[], Any]] = {"references": References, "takes": TakingOptimizer}
+"""By the key of the case that asks for them."""
+
+
 def run_case(case: dict[str, Any], rank: int, store: Any, plugins: Plugins, on: Place) -> Any:
     from megatron.core import parallel_state
 
     backend, device = on
-    if case.get("references"):
-        plugins.register(References(), "references")
+    own = [name for name in OWN_PLUGINS if case.get(name)]
+    for name in own:
+        plugins.register(OWN_PLUGINS[name](), name)
     init_process_group(
         plugins,
         backend,
@@ -233,8 +249,8 @@ def run_case(case: dict[str, Any], rank: int, store: Any, plugins: Plugins, on: 
     finally:
         parallel_state.destroy_model_parallel()
         destroy_process_group()
-        if case.get("references"):
-            plugins.manager.unregister(name="references")
+        for name in own:
+            plugins.manager.unregister(name=name)
 
 
 def on_host(value: Any) -> Any:

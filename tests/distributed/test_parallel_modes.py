@@ -217,6 +217,21 @@ def test_division_adds_little_to_the_rounding_of_bfloat16(
     assert_divided(found, exact, parallel, train)
 
 
+@pytest.mark.parametrize("mode", ["dp2-overlap", "tp2", "ep2-pp2"])
+def test_an_optimizer_that_takes_all_with_its_step_gives_the_same_weights(
+    crew: Any, make_model: Any, mode: str
+) -> None:
+    world, parallel, train = (MODES | EXPERT_MODES)[mode]
+    model = "experts" if "expert" in parallel else "untied"
+    case: dict[str, Any] = {"parallel": parallel, "train": train | {"dtype": "bfloat16", "clip_grad": 0.1}}
+    expected, found = (
+        train_model(crew, make_model, model, world, takes=takes, **case) for takes in (False, True)
+    )
+    for one, other in zip(found, expected, strict=True):
+        assert one["metrics"] == other["metrics"]
+        assert all(weight.equal(other["weights"][name]) for name, weight in one["weights"].items())
+
+
 def error(found: dict[Any, torch.Tensor], expected: dict[Any, torch.Tensor]) -> float:
     """Return the root of the mean squared difference of all log-probs."""
     differences = [found[key] - values for key, values in expected.items()]

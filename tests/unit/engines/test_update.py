@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,37 +13,13 @@ from torch import Tensor
 import anygauge_cpu.optimizer
 from anygauge.config import Config
 from anygauge.plugins import Plugins
+from anygauge.testing.optimizers import taking
 from anygauge.testing.tiny import tiny_qwen3
 from anygauge_hooks.engines import LossInputs, WorkerContext
 from anygauge_hooks.rl import TrainSample
 
 VOCAB = 64
 MakeEngine = Callable[..., Any]
-
-
-class Taking(torch.optim.AdamW):
-    """The CPU's optimizer with the method of the contract."""
-
-    steps = 0
-
-    def step_from(
-        self, gradients: Sequence[Sequence[Tensor]], scale: float, copies: Sequence[Sequence[Tensor | None]]
-    ) -> None:
-        """Take a step."""
-        self.steps += 1
-        for group, mine in zip(self.param_groups, gradients, strict=True):
-            for weight, gradient in zip(group["params"], mine, strict=True):
-                weight.grad = gradient * scale
-        self.step()
-        for group, mine in zip(self.param_groups, copies, strict=True):
-            for weight, copy in zip(group["params"], mine, strict=True):
-                weight.grad = None
-                if copy is not None:
-                    copy.copy_(weight)
-
-
-def taking(param_groups: Any, **settings: Any) -> Taking:
-    return Taking([dict(group) for group in param_groups], **settings, fused=True)
 
 
 @pytest.fixture(scope="module")

@@ -35,6 +35,7 @@ __all__ = [
     "PlannedBatch",
     "micro_batches",
     "model_inputs",
+    "on_device",
     "per_sample",
     "response_values",
     "response_weights",
@@ -150,9 +151,9 @@ def _micro_batch(
         indices=plan.indices,
         response_lengths=plan.response_lengths,
         inputs=inputs,
-        rows=rows.to(device),
-        targets=targets.to(device),
-        own=None if own is None else own.to(device),
+        rows=on_device(rows, device),
+        targets=on_device(targets, device),
+        own=None if own is None else on_device(own, device),
         is_idle=plan.is_idle,
     )
 
@@ -210,9 +211,9 @@ def model_inputs(
     real = ranges(_starts(parts.lengths)[: len(lengths)], lengths)
     padded = tokens.new_zeros(sum(parts.lengths))
     padded[real] = tokens
-    positions = positions.to(device)
+    positions = on_device(positions, device)
     cos, sin = rotary(positions)
-    boundaries = torch.tensor([0, *accumulate(parts.lengths)], dtype=torch.int32, device=device)
+    boundaries = on_device(torch.tensor([0, *accumulate(parts.lengths)], dtype=torch.int32), device)
     packing = PackedSequences(
         qkv_format="thd",
         cu_seqlens_q=boundaries,
@@ -221,14 +222,14 @@ def model_inputs(
         max_seqlen_kv=max(parts.lengths),
         lengths=parts.own_lengths,
         key_lengths=None if parts.is_whole else parts.key_lengths,
-        key_rows=None if parts.is_whole else parts.key_rows.to(device),
+        key_rows=None if parts.is_whole else on_device(parts.key_rows, device),
         parts=parts,
         padding=_padding(lengths, parts, learnt, device),
         cos=cos,
         sin=sin,
     )
     return {
-        "input_ids": padded[parts.own_rows][None].to(device),
+        "input_ids": on_device(padded[parts.own_rows][None], device),
         "position_ids": positions[None],
         "attention_mask": None,
         "packed_seq_params": packing,
@@ -244,7 +245,18 @@ def _padding(
         return None
     padding = torch.ones(sum(parts.lengths), dtype=torch.bool)
     padding[ranges(_starts(parts.lengths)[: len(lengths)], tuple(counted))] = False
-    return padding[parts.own_rows].to(device)
+    return on_device(padding[parts.own_rows], device)
+
+
+def on_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return a copy of a host tensor on a device, which is on its way while the host goes on.
+
+    Memory that is not pinned is copied when all that the device has to do before is done: between forward
+    and backward it would stand still for as long as the host takes for what comes next.
+    """
+    if device.type == tensor.device.type:
+        return tensor
+    return tensor.pin_memory().to(device, non_blocking=True)
 
 
 def whole_responses(values: Tensor, batch: MicroBatch) -> Tensor:
@@ -277,8 +289,8 @@ def response_values(
     """
     chosen = [values[i] for i in batch.indices]
     if isinstance(chosen[0], Tensor):
-        return torch.cat(cast(list[Tensor], chosen)).float().to(device)
-    return torch.tensor(list(chain.from_iterable(chosen)), dtype=torch.float32, device=device)
+        return on_device(torch.cat(cast(list[Tensor], chosen)).float(), device)
+    return on_device(torch.tensor(list(chain.from_iterable(chosen)), dtype=torch.float32), device)
 
 
 def per_sample(batches: Sequence[PlannedBatch], outputs: Sequence[Tensor], count: int) -> list[Tensor]:

@@ -9,7 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from anygauge.engines.megatron.inputs import MicroBatch, response_values, response_weights, whole_responses
+from anygauge.engines.megatron.inputs import (
+    MicroBatch,
+    on_device,
+    response_values,
+    response_weights,
+    whole_responses,
+)
 from anygauge.engines.megatron.layers.output import OutputLogprob, response_output
 from anygauge_hooks.engines import Likeliest, LossFunction, LossInputs
 from anygauge_hooks.rl import TrainSample
@@ -171,5 +177,5 @@ class TrainPass(_Pass):
 
     def _teacher_ids(self, batch: MicroBatch, teacher: Sequence[Likeliest]) -> Tensor:
         """Return the teacher's likeliest tokens ``[r, K]`` in the places of this rank."""
-        ids = torch.cat([teacher[index].ids for index in batch.indices]).to(self.device)
+        ids = on_device(torch.cat([teacher[index].ids for index in batch.indices]), self.device)
         return ids if batch.own is None else ids[batch.own]
