@@ -17,7 +17,7 @@ from torch import Tensor
 from anygauge_cuda import cudnn_attention
 from anygauge_cuda.packing import Packing
 
-__all__ = ["CUDNN_HEAD_SIZES", "FLASH_HEAD_SIZES", "by_cudnn", "by_flash"]
+__all__ = ["CUDNN_HEAD_SIZES", "FLASH_HEAD_SIZES", "by_cudnn", "by_flash", "cumulative"]
 
 STEP = 8
 """Head sizes that there are kernels for are multiples of this."""
@@ -123,7 +123,7 @@ class _Flash(torch.autograd.Function):
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, packing: Packing, scale: float, causal: bool
     ) -> tuple[Tensor, Tensor]:
         q, k, v = (_dense(x) for x in (q, k, v))
-        bounds = [_bounds(lengths, q.device) for lengths in (packing.queries, packing.keys)]
+        bounds = [cumulative(lengths, q.device) for lengths in (packing.queries, packing.keys)]
         longest = max(packing.queries), max(packing.keys)
         output, sums, state, unused, _ = torch.ops.aten._flash_attention_forward(
             q, k, v, *bounds, *longest, 0.0, causal, False, scale=scale
@@ -145,7 +145,7 @@ class _Flash(torch.autograd.Function):
 
 
 @lru_cache(maxsize=64)
-def _bounds(lengths: tuple[int, ...], device: torch.device) -> Tensor:
+def cumulative(lengths: tuple[int, ...], device: torch.device) -> Tensor:
     """Return where sequences begin and end, ``[N + 1]``, int32; without waiting for the device."""
     bounds = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, pin_memory=device.type == "cuda")
     return bounds.to(device, non_blocking=True)

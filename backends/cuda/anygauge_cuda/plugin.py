@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from anygauge_cuda import comm, env, host, probe, rollout
+from anygauge_cuda import comm, env, host, probe, rollout, transformer_engine
 from anygauge_hooks import hookimpl
 from anygauge_hooks.kernels import KernelImpl
 from anygauge_hooks.types import BackendSpec, ConfigChange, ConfigProblem, Device, Phase
@@ -22,6 +22,7 @@ CUDA = BackendSpec(
     visible_devices_env=env.VISIBLE_DEVICES,
     make_communicator=comm.communicator,
     host_checks=host.host_checks,
+    providers=(transformer_engine.NAME,),
 )
 
 
@@ -88,6 +89,14 @@ def make_optimizer(
 
 
 @hookimpl
+def get_spec_provider(backend: BackendSpec, config: Any) -> Any | None:
+    """Name Transformer Engine's modules where the run asks for them."""
+    if backend.name != CUDA.name or config.train.provider != transformer_engine.NAME:
+        return None
+    return transformer_engine.provide()
+
+
+@hookimpl
 def worker_env(
     backend: BackendSpec, role: str, deterministic: bool, interface: str | None, ip_version: str
 ) -> Mapping[str, str]:
@@ -107,11 +116,19 @@ def adjust_config(backend: BackendSpec) -> Iterable[ConfigChange] | None:
 
 @hookimpl
 def check_config(config: Any, backend: BackendSpec) -> Iterable[ConfigProblem] | None:
-    """Check what a server needs to sleep, and that both ends of the weights' way have one kind of memory."""
-    if backend.name != CUDA.name or config.rollout.engine != "sglang":
+    """Check the provider; what a server needs to sleep; that both ends of the weights' way have one memory.
+
+    What is not installed here may be so where the run goes: it is missed where there is a GPU.
+    """
+    if backend.name != CUDA.name:
         return None
-    absent = rollout.missing(config) if backend.probe().ok else ()
-    return [*rollout.unlike_memory(config), *absent]
+    served = (rollout,) if config.rollout.engine == "sglang" else ()
+    absent = (transformer_engine, *served) if backend.probe().ok else ()
+    return [
+        *transformer_engine.option_problems(config),
+        *(problem for each in served for problem in each.unlike_memory(config)),
+        *(problem for each in absent for problem in each.missing(config)),
+    ]
 
 
 @hookimpl

@@ -7,7 +7,7 @@ nobody serves is the reference, or an error where the run is strict.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
@@ -131,6 +131,18 @@ class KernelTable:
         assert set(facts) <= set(KERNEL_FACTS[op]), f"{op} has no fact {set(facts) - set(KERNEL_FACTS[op])}"
         name = _dtype_name(dtype)
         return [o.kernel for o in self.kernels.get(op, ()) if _accepts(o.kernel, name, facts)]
+
+    def preferring(self, owner: str, kernels: Iterable[KernelImpl]) -> KernelTable:
+        """Return a table in which these kernels come before all others, whatever their priority.
+
+        :param owner: Who brings them, for messages.
+        :raises PluginError: A kernel names an unknown op, or has not the signature of its op.
+        """
+        by_op = dict(self.kernels)
+        for owned in (_Owned(owner, kernel) for kernel in kernels):
+            _check_kernel(owned)
+            by_op[owned.kernel.op] = (owned, *by_op.get(owned.kernel.op, ()))
+        return replace(self, kernels=by_op)
 
     def rows(self) -> list[KernelRow]:
         """Return the capability table: a row per implementation.

@@ -180,6 +180,8 @@ def build_policy(
     options = megatron_options(config, architecture)
     kernels = resolve_kernels(plugins, backend)
     provided = plugins.first("get_spec_provider", backend=backend, kernels=kernels, config=config)
+    if hasattr(provided, "preferred_kernels"):
+        kernels = kernels.preferring(config.train.provider or backend.name, provided.preferred_kernels())
     default = KernelSpecProvider(
         kernels,
         unit_angles=_has_unit_angles(spec, hf),

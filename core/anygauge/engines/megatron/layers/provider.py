@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, Protocol
@@ -15,6 +16,7 @@ from anygauge.engines.megatron.layers.modules import CoreAttention, LayerNorm, R
 from anygauge.engines.megatron.layers.moe import Dispatcher, GroupedExperts, Router
 from anygauge.kernels.table import KernelTable
 from anygauge_hooks.errors import PluginError
+from anygauge_hooks.kernels import KernelImpl
 
 __all__ = ["KernelSpecProvider", "SpecProvider", "complete"]
 
@@ -57,6 +59,9 @@ class SpecProvider(Protocol):
 
     def experts(self) -> Any:
         """Return the builder of the experts of a rank."""
+
+    def preferred_kernels(self) -> Iterable[KernelImpl]:
+        """Return kernels that our modules take before those of the table."""
 
 
 class KernelSpecProvider:
@@ -112,6 +117,10 @@ class KernelSpecProvider:
     def experts(self) -> ModuleSpec:
         """Return :class:`GroupedExperts`."""
         return ModuleSpec(module=GroupedExperts, params={"kernels": self.kernels})
+
+    def preferred_kernels(self) -> Iterable[KernelImpl]:
+        """Return none."""
+        return ()
 
 
 def complete(provided: Any | None, default: SpecProvider) -> Any:

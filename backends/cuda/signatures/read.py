@@ -1,0 +1,82 @@
+"""Signatures of Transformer Engine, read from its sources without importing or building them.
+
+The sources of a release are those of its tag at https://github.com/NVIDIA/TransformerEngine.
+
+    python read.py DIRECTORY_WITH_transformer_engine VERSION COMMIT   # writes transformer_engine-VERSION.json
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+__all__ = ["CALLED", "FOLDER", "signatures"]
+
+FOLDER = Path(__file__).parent
+CALLED: Mapping[str, tuple[str, tuple[str, ...]]] = {
+    "Linear": ("pytorch/module/linear.py", ("__init__", "forward")),
+    "GroupedLinear": ("pytorch/module/grouped_linear.py", ("__init__", "forward")),
+    "RMSNorm": ("pytorch/module/rmsnorm.py", ("__init__",)),
+    "DotProductAttention": (
+        "pytorch/attention/dot_product_attention/dot_product_attention.py",
+        ("__init__", "forward"),
+    ),
+    "ops.RMSNorm": ("pytorch/ops/basic/rmsnorm.py", ("__init__",)),
+    "ops.SwiGLU": ("pytorch/ops/basic/activation.py", ("__init__",)),
+}
+"""By name below ``transformer_engine.pytorch``: the file of a class, and which of its methods are called."""
+
+
+def signatures(package: Path) -> dict[str, str]:
+    """Return the parameters of each method, as its source has them, annotations left out.
+
+    :raises LookupError: A class or a method is not where it was.
+    """
+    found = {}
+    for name, (file, methods) in CALLED.items():
+        tree = ast.parse((package / file).read_text(encoding="utf-8"))
+        for method in methods:
+            found[f"{name}.{method}"] = _parameters(tree, name.rpartition(".")[2], method)
+    return found
+
+
+def _parameters(tree: ast.Module, name: str, method: str) -> str:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef) and node.name == name:
+            for each in node.body:
+                if isinstance(each, ast.FunctionDef) and each.name == method:
+                    return ast.unparse(_bare(each.args))
+            base = next((n for n in ast.walk(tree) if _defines(n, node.bases, method)), None)
+            if isinstance(base, ast.ClassDef):
+                return _parameters(tree, base.name, method)
+    raise LookupError(f"{name}.{method} is not in the source")
+
+
+def _defines(node: ast.AST, bases: list[ast.expr], method: str) -> bool:
+    """Return whether a class is one of the bases and has the method."""
+    return isinstance(node, ast.ClassDef) and node.name in {ast.unparse(base) for base in bases}
+
+
+def _bare(arguments: ast.arguments) -> ast.arguments:
+    for node in ast.walk(arguments):
+        if isinstance(node, ast.arg):
+            node.annotation = None
+    return arguments
+
+
+def main(directory: str, version: str, commit: str) -> None:
+    """Write the contract of a version."""
+    found = {
+        "version": version,
+        "commit": commit,
+        "signatures": signatures(Path(directory) / "transformer_engine"),
+    }
+    text = json.dumps(found, indent=1) + "\n"
+    (FOLDER / f"transformer_engine-{version}.json").write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
