@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ def chi_square(observed: torch.Tensor, expected: torch.Tensor) -> float:
 def draw_many(logits: torch.Tensor, count: int, params: SamplingParams) -> tuple[torch.Tensor, torch.Tensor]:
     """Draw ``count`` times from one distribution ``[V]``, each time with another seed."""
     prefix = torch.zeros(count, dtype=torch.int64)
-    return draw(logits[None], prefix, seed_tensor(range(count), HOST), 0, params)
+    return draw(logits[None], prefix, numbers_of(range(count), 0), params)
 
 
 def splitmix64(state: int) -> int:
@@ -30,17 +31,24 @@ def splitmix64(state: int) -> int:
     return state ^ (state >> 31)
 
 
+def numbers_of(seeds: Iterable[int], position: int) -> torch.Tensor:
+    """Return the number of each seed at a position."""
+    return uniforms(seed_tensor(list(seeds), HOST), position)[0]
+
+
 @pytest.mark.parametrize("seed", [0, 1, -1, 2**31, 2**63, 2**64 - 1, 12345678901234567890])
 @pytest.mark.parametrize("position", [0, 1, 1000])
 def test_uniforms_are_splitmix64(seed: int, position: int) -> None:
     bits = splitmix64((splitmix64(seed % 2**64) + (position + 1) * 0x9E3779B97F4A7C15) % 2**64)
-    assert uniforms(seed_tensor([seed], HOST), position).item() == (bits >> 40) / 2**24
+    number = (bits >> 40) / 2**24
+    assert uniforms(seed_tensor([seed], HOST), position).item() == number
+    assert uniforms(seed_tensor([seed], HOST), position - 3, 8)[3].item() == number
 
 
 def test_uniforms_are_uniform_over_seeds_and_over_positions() -> None:
-    over_seeds = uniforms(seed_tensor(range(65536), HOST), 3)
+    over_seeds = numbers_of(range(65536), 3)
     one = seed_tensor([7], HOST)
-    over_positions = torch.cat([uniforms(one, position) for position in range(4096)])
+    over_positions = uniforms(one, 0, 4096)[:, 0]
     for numbers in (over_seeds, over_positions):
         counts = torch.histc(numbers, bins=64, min=0, max=1)
         # 63 degrees of freedom: 120 is exceeded with a probability of 2e-5.
@@ -50,8 +58,7 @@ def test_uniforms_are_uniform_over_seeds_and_over_positions() -> None:
 
 
 def test_uniforms_of_neighbouring_seeds_and_positions_are_unrelated() -> None:
-    seeds = seed_tensor(range(4096), HOST)
-    table = torch.stack([uniforms(seeds, position) for position in range(4)])
+    table = uniforms(seed_tensor(range(4096), HOST), 0, 4)
     for other in (table[1], table[0].roll(1), table[3].roll(-1)):
         correlation = torch.corrcoef(torch.stack([table[0], other]))[0, 1]
         assert abs(correlation) < 5 / math.sqrt(4096)
@@ -125,14 +132,14 @@ def test_the_ends_of_the_unit_interval_stay_inside(number: float) -> None:
 def test_samples_that_share_a_prefix_share_its_distribution() -> None:
     logits = torch.tensor([[0.0, -50.0], [-50.0, 0.0]])
     tokens, _ = draw(
-        logits, torch.tensor([1, 0, 1, 1]), seed_tensor(range(4), HOST), 0, SamplingParams(max_new_tokens=1)
+        logits, torch.tensor([1, 0, 1, 1]), numbers_of(range(4), 0), SamplingParams(max_new_tokens=1)
     )
     assert tokens.tolist() == [1, 0, 1, 1]
 
 
 def test_a_large_vocabulary_is_drawn_from_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     logits = torch.randn(5, 40, generator=torch.Generator().manual_seed(1))
-    arguments = (logits, torch.arange(100) % 5, seed_tensor(range(100), HOST), 2)
+    arguments = (logits, torch.arange(100) % 5, numbers_of(range(100), 2))
     whole = draw(*arguments, SamplingParams(max_new_tokens=1, top_p=0.9))
     monkeypatch.setattr(sampling, "_MAX_ELEMENTS", 40 * 7)
     parts = draw(*arguments, SamplingParams(max_new_tokens=1, top_p=0.9))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from anygauge.rollout.transformers.prefixes import Prefixes
-from anygauge.rollout.transformers.sampling import draw, seed_tensor
+from anygauge.rollout.transformers.sampling import draw, seed_tensor, uniforms
 from anygauge_hooks.errors import RolloutError
 
 if TYPE_CHECKING:
@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     from anygauge_hooks.rl import FinishReason, SamplingParams
 
 __all__ = ["Response", "Row", "generate_batch", "plan_batches"]
+
+
+_BLOCK = 64
+"""Positions for which random numbers are made at once: thirty operations, however few the numbers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,12 +91,15 @@ def generate_batch(
     prefixes = Prefixes(model, list(prompts), params.max_new_tokens, recorder)
     logits = prefixes.prefill()
     for position in range(params.max_new_tokens):
-        drawn, log_probs = draw(logits, prefix, seeds[active], position, params)
+        if position % _BLOCK == 0:
+            numbers = uniforms(seeds, position, _BLOCK)
+        drawn, log_probs = draw(logits, prefix, numbers[position % _BLOCK].index_select(0, active), params)
         going = output.append(active, drawn, log_probs, position, stopper)
         if len(going) == 0 or aborted():
             break
-        active = active[going]
-        logits, prefix = prefixes.extend(prefix[going], drawn[going])
+        if len(going) < len(active):
+            active, prefix, drawn = (kept.index_select(0, going) for kept in (active, prefix, drawn))
+        logits, prefix = prefixes.extend(prefix, drawn)
     return output.responses()
 
 
@@ -110,12 +117,12 @@ class _Output:
         self, active: Tensor, drawn: Tensor, log_probs: Tensor, position: int, stopper: Stopper
     ) -> Tensor:
         """Record a token of each active row and return the indices into ``active`` that go on."""
-        self._tokens[active, position] = drawn
-        self._log_probs[active, position] = log_probs
-        self._lengths[active] = position + 1
+        self._tokens[:, position].index_copy_(0, active, drawn)
+        self._log_probs[:, position].index_copy_(0, active, log_probs)
+        self._lengths.index_fill_(0, active, position + 1)
         stopped = stopper.ended(self._tokens, active, position + 1)
-        self._stopped[active] = stopped
-        return (~stopped & (self._limits[active] > position + 1)).nonzero()[:, 0]
+        self._stopped.index_copy_(0, active, stopped)
+        return (~stopped & (self._limits.index_select(0, active) > position + 1)).nonzero()[:, 0]
 
     def responses(self) -> list[Response]:
         if not bool(torch.isfinite(self._log_probs).all()):

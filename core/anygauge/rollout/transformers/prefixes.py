@@ -76,7 +76,7 @@ class Prefixes:
         parents, inputs, branch = self._branches(prefix, tokens)
         if len(parents) >= _KEEP_SHARE * len(self._positions) and (apart or _ascends(parents)):
             inputs = torch.zeros_like(self._positions).index_copy_(0, parents, inputs)
-            branch = parents[branch]
+            branch = prefix if apart else parents[branch]
             self._kept += 1
         else:
             self._select(parents)

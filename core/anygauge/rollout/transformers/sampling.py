@@ -36,17 +36,19 @@ def seed_tensor(seeds: Sequence[int], device: torch.device) -> Tensor:
     return torch.tensor([_signed(seed) for seed in seeds], dtype=torch.int64, device=device)
 
 
-def uniforms(seeds: Tensor, position: int) -> Tensor:
-    """Return one number in ``[0, 1)`` per seed, a pure function of the seed and the position.
+def uniforms(seeds: Tensor, position: int, count: int = 1) -> Tensor:
+    """Return numbers in ``[0, 1)`` for each seed, pure functions of the seed and the position.
 
     SplitMix64 (Steele, Lea, Flood 2014, https://doi.org/10.1145/2660193.2660195, figure 17), with the mixed
     seed as its state so that the streams of neighbouring seeds share nothing.
 
     :param seeds: ``[B]``, int64.
-    :param position: Index of the token within its response.
-    :returns: ``[B]``, float32, multiples of ``2 ** -24``.
+    :param position: Index of the first token within its response.
+    :param count: Of how many tokens, ``N``.
+    :returns: ``[N, B]``, float32, multiples of ``2 ** -24``.
     """
-    bits = _mix(_mix(seeds) + _signed((position + 1) * _GAMMA))
+    steps = [_signed((position + 1 + index) * _GAMMA) for index in range(count)]
+    bits = _mix(_mix(seeds) + torch.tensor(steps, device=seeds.device)[:, None])
     return _shift_right(bits, 40).to(torch.float32) * 2.0**-24
 
 
@@ -61,21 +63,17 @@ def _shift_right(x: Tensor, bits: int) -> Tensor:
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
-def draw(
-    logits: Tensor, prefix: Tensor, seeds: Tensor, position: int, params: SamplingParams
-) -> tuple[Tensor, Tensor]:
+def draw(logits: Tensor, prefix: Tensor, numbers: Tensor, params: SamplingParams) -> tuple[Tensor, Tensor]:
     """Draw the next token of every sample.
 
     :param logits: ``[P, V]``, one row for each distinct prefix, any floating dtype.
     :param prefix: ``[B]``, int64: the row of ``logits`` that each sample draws from.
-    :param seeds: ``[B]``, int64, see :func:`seed_tensor`.
-    :param position: Index of the token within its response.
+    :param numbers: ``[B]``, float32, those of the samples at this position, see :func:`uniforms`.
     :param params: Temperature 0 takes the likeliest token.
     :returns: Tokens ``[B]``, int64, and their log-probabilities ``[B]``, float32, under the whole
         distribution at the sampling temperature: truncation by ``top_k`` and ``top_p`` does not enter. At
         temperature 0 they are those of temperature 1.
     """
-    numbers = uniforms(seeds, position)
     rows = max(1, _MAX_ELEMENTS // logits.shape[-1])
     parts = [
         _draw(logits.index_select(0, some), u, params)

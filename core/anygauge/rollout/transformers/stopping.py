@@ -107,7 +107,7 @@ class Stopper:
         :param length: Tokens that each of these rows has by now.
         :returns: ``[A]``, bool.
         """
-        newest = responses[rows, length - 1]
+        newest = responses[:, length - 1].index_select(0, rows)
         ended = self._stop_ids[newest]
         if self._completing is not None:
             candidates = (self._completing[newest] & ~ended).nonzero()[:, 0]
