@@ -27,7 +27,7 @@ DEVICE_TILE = (8192, 16896)
 """The same on an accelerator, where a larger product is a faster one: a buffer or two of 528 MiB. This many
 rows, and quarters of it, are whole rounds of 128 x 128 for 132 processors, and nearly so for others."""
 
-LARGEST_SHARE = 8
+HOST_SHARE, DEVICE_SHARE = 16, 8
 """The memory of a tile is at most this part of that of all logits, to stay small beside theirs ..."""
 
 SMALLEST_HOST_TILE = 1 << 20
@@ -217,7 +217,8 @@ def _tile_shape(tokens: int, rows: int, device: torch.device, *, in_place: bool)
     host, buffers = device.type == "cpu", 1 if in_place else 2
     height, width = HOST_TILE if host else DEVICE_TILE
     smallest = SMALLEST_HOST_TILE if host else SMALLEST_DEVICE_TILE
-    size = min(height * width, max(smallest, tokens * rows // (LARGEST_SHARE * buffers)))
+    share = tokens * rows // ((HOST_SHARE if host else DEVICE_SHARE) * buffers)
+    size = min(height * width, max(smallest, share))
     height = max(height, size // max(1, rows))
     height = max(1, -(-tokens // max(1, round(tokens / height))))  # no part is much smaller than the others
     width, step = size // height, ALIGNMENT if host or size // height < width // 4 else width // 4
@@ -434,17 +435,19 @@ def _slopes(ctx: Any, grads: tuple[Tensor, ...]) -> Slopes:
     probability is ``r``, is ``exp(l) / r - exp(l)``, without the first for a target.
     """
     targets, base, entropy, logprobs = ctx.saved_tensors[2:]
-    grad = grads[0] * ctx.scale
-    logprobs, log_rest = logprobs.tensor_split((targets.shape[1],), dim=1)
-    grad, of_rest = grad.tensor_split((targets.shape[1],), dim=1)
-    of_rest = of_rest.masked_fill(log_rest <= LEAST_EXPONENT, 0)  # there is none
-    total = torch.cat((grad, of_rest), 1).sum(1, keepdim=True)
+    count = targets.shape[1]
     slope = grads[1] * ctx.scale if ctx.entropy_grad else None
-    level = total if slope is None else total + slope[:, None] * (logprobs + entropy[:, None])
-    chosen = _by_target(grad, targets) - logprobs.exp() * level
-    inverse = (-log_rest.clamp(min=RAREST)).exp()
-    total = total - (of_rest * inverse).sum(1, keepdim=True)
-    return Slopes(base, entropy, total.squeeze(1), slope, chosen)
+    grad = grads[0].contiguous() * ctx.scale
+    total, from_rest = grad[:, :count].sum(1), None
+    if grad.shape[1] > count:
+        log_rest = logprobs[:, count]
+        of_rest = grad[:, count].masked_fill(log_rest <= LEAST_EXPONENT, 0)  # there is none
+        total, from_rest = total + of_rest, of_rest * (-log_rest.clamp(min=RAREST)).exp()
+    level = total[:, None]
+    if slope is not None:
+        level = level + slope[:, None] * (logprobs[:, :count] + entropy[:, None])
+    chosen = _by_target(grad[:, :count], targets) - logprobs[:, :count].exp() * level
+    return Slopes(base, entropy, total if from_rest is None else total - from_rest, slope, chosen)
 
 
 def _of(slopes: Slopes, tokens: slice) -> Slopes:

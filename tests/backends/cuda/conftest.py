@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -32,6 +33,21 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.config.getoption("anygauge_backend") == "cuda":
         pytest.fail(f"--anygauge-backend cuda was asked for, and this test {reason}.", pytrace=False)
     pytest.skip(reason)
+
+
+@pytest.fixture
+def interpreter_loops(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give Triton's interpreter loops up to a number that is an argument."""
+    from triton.runtime import interpreter
+
+    patch = interpreter._patch_lang_tensor
+
+    def patched(tensor: Any, scope: Any) -> None:
+        patch(tensor, scope)
+        # triton 3.6 makes an int of an array of one, which numpy no longer does
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patched)
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import cast
 
 import pytest
 import torch
@@ -24,20 +24,10 @@ PROCESSORS = 2
 
 
 @pytest.fixture(autouse=True)
-def host(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Give the host two processors, and the interpreter loops up to a number that is an argument."""
-    from triton.runtime import interpreter
-
+def host(monkeypatch: pytest.MonkeyPatch, interpreter_loops: None) -> None:
+    """Give the host two processors."""
     from anygauge_cuda.triton import rows
 
-    patch = interpreter._patch_lang_tensor
-
-    def patched(tensor: Any, scope: Any) -> None:
-        patch(tensor, scope)
-        # triton 3.6 makes an int of an array of one, which numpy no longer does
-        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
-
-    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patched)
     monkeypatch.setattr(rows, "processors", lambda device: PROCESSORS)
 
 

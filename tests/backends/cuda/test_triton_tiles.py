@@ -1,7 +1,6 @@
 """The Triton passes over a tile give what torch's operators give, on a GPU or in Triton's interpreter.
 
-``TRITON_INTERPRET=1 pytest tests/backends/cuda/test_triton_tiles.py`` needs no GPU. For some of it numpy must
-be older than 2.4: with others the interpreter of Triton 3.6 has no loop up to a number that is an argument.
+``TRITON_INTERPRET=1 pytest tests/backends/cuda/test_triton_tiles.py`` needs no GPU.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from anygauge_hooks.tiles import Slopes, Sums, Tile
 pytest.importorskip("triton")
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
-pytestmark = pytest.mark.skipif(not (INTERPRETED or torch.cuda.is_available()), reason="needs a GPU")
+pytestmark = pytest.mark.usefixtures("interpreter_loops") if INTERPRETED else pytest.mark.cuda
 
 SHAPES = [(1, 1), (3, 100), (5, 4096), (4, 4097), (2, 9000), (0, 7)]
 FIRST = 50
@@ -115,7 +114,7 @@ def test_the_whole_is_that_of_all_logits(
         else:
             logprobs, entropy = linear_logprob(*leaves, targets, 0.7, None, math=math, **options)
         columns = torch.arange(1, logprobs.shape[1] + 1, device=DEVICE)
-        loss = (logprobs * columns).sum() + entropy.square().sum()
+        loss = (logprobs.t() * columns[:, None]).sum() + entropy.square().sum()  # a gradient by columns
         first, second = (torch.autograd.grad(loss, leaves, retain_graph=True) for _ in range(2))
         for one, other in zip(first, second, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
