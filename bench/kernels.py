@@ -1,7 +1,8 @@
-"""Measure the CPU backend's kernels, forward and backward, beside their references and torch's own operators.
+"""Measure a backend's kernels, forward and backward, beside their references and torch's own operators.
 
-Run as ``python bench/kernels.py [--threads 2] [--runs 15] [--dtype float32]``. Candidates take turns, so that
-a slow moment of the machine hits all of them; the table shows medians in milliseconds.
+Run as ``python bench/kernels.py [--threads 2] [--runs 15] [--dtype float32]`` for those of the host.
+Candidates take turns, so that a slow moment of the machine hits all of them; the table shows medians in
+milliseconds. With ``--backend cuda [--op NAME ...]`` it is a table of its own, which ``gpu_kernels.py`` makes.
 """
 
 from __future__ import annotations
@@ -193,12 +194,19 @@ def _torch_logprob(
 
 
 def main() -> None:
-    """Print the table."""
+    """Print a table."""
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--backend", default="cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--op", nargs="*", default=(), help="of --backend cuda")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--runs", type=int, default=15)
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
     args = parser.parse_args()
+    if args.backend == "cuda":
+        import gpu_kernels
+
+        gpu_kernels.show(args.op)
+        return
     torch.set_num_threads(args.threads)
     print(f"{'op':24}{'size':6}{'ours ms':>10}{'reference':>12}{'torch':>10}{'torch/ours':>12}")
     for case in cases(getattr(torch, args.dtype)):

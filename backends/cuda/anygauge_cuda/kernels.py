@@ -6,7 +6,7 @@ comes with Triton, torch for the CPU without: nothing here imports it before it 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
@@ -17,18 +17,29 @@ from anygauge_hooks.tiles import TileMath
 __all__ = ["kernels", "tile_math"]
 
 MODULES: Mapping[KernelOp, str] = {
+    "causal_conv1d": "convolution",
+    "gated_delta_rule": "recurrence",
     "qk_norm_rotary": "qkv",
     "rms_norm": "norms",
     "rotary_embedding": "rotary",
     "swiglu": "swiglu",
+    "token_permute": "tokens",
+    "token_unpermute": "tokens",
+    "topk_router": "router",
+    "vocab_parallel_logprob": "logprob",
 }
 """Where each kernel in Triton is, below ``anygauge_cuda.triton``."""
+
+LIMITS: Mapping[KernelOp, Mapping[str, Sequence[Any]]] = {
+    "gated_delta_rule": {"head_dim": range(1, 129)},  # what a multiprocessor has memory for
+}
 
 
 def kernels() -> Iterable[KernelImpl]:
     """Return the kernels of this backend."""
     return [
         *_attention(),
+        *_by_torch(),
         *(_in_triton(op, module) for op, module in MODULES.items()),
         KernelImpl(
             op="linear_logprob",
@@ -60,11 +71,19 @@ def _attention() -> Iterable[KernelImpl]:
         )
 
 
+def _by_torch() -> Iterable[KernelImpl]:
+    """Return torch's own fused operators."""
+    from anygauge_cuda import experts, norms
+
+    yield KernelImpl(op="grouped_matmul", fn=experts.grouped_matmul, source="torch.nn.functional.grouped_mm")
+    yield KernelImpl(op="layer_norm", fn=norms.layer_norm, source="torch.nn.functional.layer_norm")
+
+
 def _in_triton(op: KernelOp, module: str) -> KernelImpl:
     """Return a kernel whose function is there only if Triton is; it is left out otherwise."""
     name = f"anygauge_cuda.triton.{module}"
     fn: Callable[..., Any] = _absent if find_spec("triton") is None else getattr(import_module(name), op)
-    return KernelImpl(op=op, fn=fn, source=f"{name}.{op}", requires=("triton",))
+    return KernelImpl(op=op, fn=fn, source=f"{name}.{op}", limits=LIMITS.get(op), requires=("triton",))
 
 
 def _absent() -> None:

@@ -14,9 +14,11 @@ from anygauge_cuda.triton.rows import rows_of, warps_for
 
 __all__ = ["rms_norm"]
 
-FORWARD_TILE = 4096
-BACKWARD_TILE = 2048
+TILE = 4096
 """Numbers that a program has at a time, where rows are that short."""
+
+EACH = 32
+"""Of them per thread."""
 
 PROGRAMS_PER_PROCESSOR = 4
 """Of the backward pass; each leaves one row of partial sums for the weight."""
@@ -45,10 +47,10 @@ class _RmsNorm(torch.autograd.Function):
         rows, width = rows_of(x), x.shape[-1]
         y = torch.empty_like(x, memory_format=torch.contiguous_format)
         columns = triton.next_power_of_2(width)
-        height = max(1, FORWARD_TILE // columns)
+        height = max(1, TILE // columns)
         _normalise[(triton.cdiv(rows.number, height),)](
             *rows, weight.contiguous(), y, eps, width, height, columns,
-            num_warps=warps_for(height * columns),
+            num_warps=warps_for(height * columns, EACH),
         )  # fmt: skip
         return y
 
@@ -59,12 +61,12 @@ class _RmsNorm(torch.autograd.Function):
         rows, width = rows_of(x), x.shape[-1]
         dx = torch.empty_like(x, memory_format=torch.contiguous_format)
         columns = triton.next_power_of_2(width)
-        height = max(1, BACKWARD_TILE // columns)
+        height = max(1, TILE // columns)
         programs = min(PROGRAMS_PER_PROCESSOR * gpu.processors(x.device), triton.cdiv(rows.number, height))
         parts = torch.empty(programs, width, device=x.device, dtype=torch.float32)
         _derive[(programs,)](
             *rows, weight.contiguous(), grads[0].contiguous(), dx, parts, ctx.eps, width, height, columns,
-            num_warps=warps_for(height * columns),
+            num_warps=warps_for(height * columns, EACH),
         )  # fmt: skip
         return dx, parts.sum(0).to(weight.dtype), None
 

@@ -16,6 +16,9 @@ __all__ = ["rotary_embedding"]
 TILE = 2048
 """Pairs that a program has at a time."""
 
+EACH = 16
+"""Of them per thread."""
+
 
 def rotary_embedding(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     """Rotate queries and keys by the angles of their positions, computed in float32.
@@ -56,7 +59,7 @@ def _rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, back: bool) -> tu
     _turn_token[(len(q),)](
         q, k, *turned, cos, sin, q.stride(0), q.stride(1), k.stride(0), k.stride(1),
         q.shape[1], k.shape[1], width, rotary, columns, triton.next_power_of_2(max(1, width - rotary)),
-        *heads, back, num_warps=warps_for(max(heads) * columns),
+        *heads, back, num_warps=warps_for(max(heads) * columns, EACH),
     )  # fmt: skip
     return turned[0], turned[1]
 
