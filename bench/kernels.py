@@ -2,7 +2,7 @@
 
 Run as ``python bench/kernels.py [--threads 2] [--runs 15] [--dtype float32]`` for those of the host.
 Candidates take turns, so that a slow moment of the machine hits all of them; the table shows medians in
-milliseconds. With ``--backend cuda [--op NAME ...]`` it is a table of its own, which ``gpu_kernels.py`` makes.
+milliseconds. With ``--backend cuda [--op NAME ...]`` it is a table of its own: ``gpu_kernels.py``.
 """
 
 from __future__ import annotations

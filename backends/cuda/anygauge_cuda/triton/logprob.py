@@ -11,6 +11,8 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
+from anygauge_cuda.guards import check_shape
+
 __all__ = ["vocab_parallel_logprob"]
 
 TILE = 8192
@@ -35,7 +37,9 @@ def vocab_parallel_logprob(
     :param group: The process group that splits the vocabulary in rank order, or ``None``.
     :param entropy_grad: Whether the entropy carries a gradient.
     :returns: Log-probabilities ``[T]`` and entropies ``[T]`` in nats, float32.
+    :raises KernelInputError: There is not a target for each token.
     """
+    check_shape("vocab_parallel_logprob", "targets", targets, logits.shape[:1], "[T]")
     # torch leaves apply() untyped
     result: tuple[Tensor, Tensor] = _LogProb.apply(  # type: ignore[no-untyped-call]
         logits, targets, 1 / temperature, group, entropy_grad

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from anygauge_cuda.guards import check_shape
 from anygauge_cuda.triton import rows as gpu
 from anygauge_cuda.triton.rows import rows_of, warps_for
 
@@ -31,7 +32,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     :param weight: ``[D]``.
     :param eps: Added to the mean square.
     :returns: ``[..., D]``, the dtype of ``x``.
+    :raises KernelInputError: The weight has another size.
     """
+    check_shape("rms_norm", "weight", weight, x.shape[-1:], "[D]")
     y: Tensor = _RmsNorm.apply(x, weight, eps)  # type: ignore[no-untyped-call]  # torch leaves it untyped
     return y
 

@@ -1,8 +1,9 @@
 """The gated delta rule in chunks: batched matrix products, and one kernel for what goes from chunk to chunk.
 
-What the tokens of a chunk do to each other and to the state is computed for all chunks of all sequences at
-once. A chunk then turns the state ``S`` before it into ``A S + B``, and a kernel goes from chunk to chunk, all
-sequences, heads and parts of the state abreast. The gradient of that goes the other way with ``A`` transposed.
+What the tokens of a chunk do to each other and to the state is computed for all chunks of all sequences
+at once. A chunk then turns the state ``S`` before it into ``A S + B``, and a kernel goes from chunk to chunk,
+all sequences, heads and parts of the state abreast. The gradient of that goes the other way with ``A``
+transposed.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from anygauge_cuda.guards import check_lengths, check_shape
 
 __all__ = ["gated_delta_rule"]
 
@@ -44,7 +47,12 @@ def gated_delta_rule(
     :param lengths: Sum to ``T``.
     :param scale: Multiplies the output.
     :returns: ``[T, H, E]``, the dtype of ``v``.
+    :raises KernelInputError: The shapes do not fit.
     """
+    op = "gated_delta_rule"
+    for name, x, last in (("q", q, k.shape[2:]), ("v", v, v.shape[2:]), ("g", g, ()), ("beta", beta, ())):
+        check_shape(op, name, x, (*k.shape[:2], *last), "[T, H] and what belongs to a head")
+    check_lengths(op, lengths, len(k))
     chunks = _chunks(tuple(lengths), v.device)
     tensors = (x.unsqueeze(-1) if x.dim() == 2 else x for x in (q, k, v, g, beta))
     output = _in_chunks(chunks, *(_cut(x, chunks).float() for x in tensors))
@@ -115,7 +123,7 @@ def _padded(x: Tensor) -> Tensor:
 def _cut(x: Tensor, chunks: _Chunks) -> Tensor:
     """Return ``[N, H, C, D]`` of the chunks from ``[T, H, D]``."""
     rows: Tensor = _Into.apply(x, chunks)  # type: ignore[no-untyped-call]  # as above
-    return rows.unflatten(0, (-1, chunks.size)).transpose(1, 2)
+    return rows.view(-1, chunks.size, *x.shape[1:]).transpose(1, 2)
 
 
 def _in_chunks(chunks: _Chunks, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
@@ -131,16 +139,19 @@ def _in_chunks(chunks: _Chunks, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta
     fresh, taken = solved.split((v.shape[-1], k.shape[-1]), dim=-1)
     kept = (decay[:, :, -1].unsqueeze(-1) * k).mT
     left = before[:, :, -1:] * torch.eye(k.shape[-1], device=k.device)
-    states: Tensor = _Scan.apply(left - kept @ taken, kept @ fresh, chunks.starts)  # type: ignore[no-untyped-call]
+    states: Tensor = _Scan.apply(  # type: ignore[no-untyped-call]  # as above
+        left - kept @ taken, kept @ fresh, chunks.starts
+    )
     mixing = (q @ k.mT) * decay
-    return mixing @ fresh + (before * q - mixing @ taken) @ states
+    output: Tensor = mixing @ fresh + (before * q - mixing @ taken) @ states
+    return output
 
 
 def _decay(g: Tensor) -> tuple[Tensor, Tensor]:
     """Return what is left at each token of what each token added, 0 for what comes later; and of the state.
 
-    Every sum of logarithms is taken by itself, as a product with ones: differences of their running sum would
-    cancel.
+    Every sum of logarithms is taken by itself, as a product with ones: differences of their running sum
+    would cancel.
 
     :param g: ``[N, H, C, 1]``.
     :returns: ``[N, H, C, C]`` and ``[N, H, C, 1]``.
@@ -168,7 +179,7 @@ class _Scan(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
-        """Return the gradients of ``A`` and ``B``: that of the state after each chunk, which is scanned for."""
+        """Return the gradients of ``A`` and ``B``, from that of the state after each chunk."""
         factor, states, starts = ctx.saved_tensors
         after = _scan(factor, grads[0], starts, back=True)
         return after @ states.mT, after, None

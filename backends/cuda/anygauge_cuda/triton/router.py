@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from anygauge_cuda.guards import check_shape, refuse
 from anygauge_cuda.triton.rows import warps_for
 
 __all__ = ["topk_router"]
@@ -41,9 +42,17 @@ def topk_router(
     :param scaling_factor: Multiplies the weights.
     :param expert_bias: ``[E]``, added to the sigmoid for the choice alone.
     :returns: Weights ``[T, K]``, the dtype of ``logits``, and expert numbers ``[T, K]``, int64.
+    :raises KernelInputError: The numbers do not fit.
     """
-    kind = SIGMOID if score_function == "sigmoid" else PRE_SOFTMAX if pre_softmax else SOFTMAX
+    op, experts = "topk_router", logits.shape[1]
+    if not 1 <= topk <= experts:
+        refuse(op, f"a topk of {topk}", f"There are {experts} experts.")
+    if expert_bias is not None:
+        check_shape(op, "expert_bias", expert_bias, (experts,), "[E]")
     groups = (num_groups, group_topk) if num_groups and group_topk else (1, 1)
+    if experts % groups[0] or topk % groups[1] or groups[1] > groups[0]:
+        refuse(op, f"{groups[1]} of {groups[0]} groups", f"They divide {experts} experts and {topk} choices.")
+    kind = SIGMOID if score_function == "sigmoid" else PRE_SOFTMAX if pre_softmax else SOFTMAX
     scale = 1.0 if scaling_factor is None else scaling_factor
     # torch leaves apply() untyped
     routed: tuple[Tensor, Tensor] = _Route.apply(  # type: ignore[no-untyped-call]
@@ -112,7 +121,10 @@ def _route(  # type: ignore[no-untyped-def]  # noqa: ANN202
     KIND: tl.constexpr,
     HAS_BIAS: tl.constexpr,
 ):
-    """Choose for one token. Its scores are a row for each group; what is out of the choice is -inf."""
+    """Choose for one token. Its scores are a row for each group; what is out of the choice is -inf.
+
+    What is no number is as low as can be chosen: no expert is chosen twice, whatever the logits are.
+    """
     row = tl.program_id(0).to(tl.int64) * EXPERTS
     group = tl.arange(0, HEIGHT)[:, None]
     member = tl.arange(0, WIDTH)[None, :]
@@ -128,7 +140,7 @@ def _route(  # type: ignore[no-untyped-def]  # noqa: ANN202
         score = tl.sigmoid(logit)
         if HAS_BIAS:
             score += tl.load(bias + expert, mask=here, other=0.0)
-    score = tl.where(here, tl.maximum(score, -3e38), float("-inf"))
+    score = tl.where(here, tl.maximum(score, -1e30), float("-inf"))
     if GROUPS > 1:
         score = _in_the_best_groups(score, group, expert, TOPK // GROUP_TOPK, GROUPS, GROUP_TOPK, EXPERTS)
     copy = tl.arange(0, COPIES)

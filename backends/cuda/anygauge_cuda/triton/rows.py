@@ -36,7 +36,7 @@ def rows_of(x: Tensor) -> Rows:
     return Rows(x, x.numel() // max(1, width), 1, width, 0)
 
 
-def warps_for(elements: int, each: int) -> int:
+def warps_for(elements: int, each: int = 16) -> int:
     """Return how many warps a program of so many elements takes, ``each`` of them per thread."""
     warps: int = min(16, max(1, triton.next_power_of_2(elements) // (WARP * each)))
     return warps

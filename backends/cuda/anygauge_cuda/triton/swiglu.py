@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from anygauge_cuda.guards import refuse
 from anygauge_cuda.triton.rows import rows_of, warps_for
 
 __all__ = ["swiglu"]
@@ -25,7 +26,10 @@ def swiglu(gate_up: Tensor) -> Tensor:
 
     :param gate_up: ``[..., 2 F]``, read where it is if its last dimension is contiguous.
     :returns: ``[..., F]``.
+    :raises KernelInputError: The last dimension is odd.
     """
+    if gate_up.shape[-1] % 2:
+        refuse("swiglu", f"rows of {gate_up.shape[-1]}", "They are gate and up, 2 F.")
     y: Tensor = _Swiglu.apply(gate_up)  # type: ignore[no-untyped-call]  # torch leaves it untyped
     return y
 

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from anygauge_cuda.guards import check_shape, refuse
 from anygauge_cuda.triton.rows import warps_for
 
 __all__ = ["token_permute", "token_unpermute"]
@@ -38,7 +39,14 @@ def token_permute(
     :param topk: ``K``.
     :returns: The tokens ``[T K, H]``, their weights ``[T K]``, and ``rows [T, K]``, int32: which rows a
         token's copies are, in ascending order.
+    :raises KernelInputError: The shapes do not fit.
     """
+    op, (count, experts) = "token_permute", routing_map.shape
+    check_shape(op, "tokens", tokens, (count, tokens.shape[1]), "[T, H]")
+    check_shape(op, "probs", probs, (count, experts), "[T, E]")
+    if routing_map.dtype != torch.bool or not 1 <= topk <= experts:
+        found = f"a map in {routing_map.dtype} and {topk} of {experts} experts"
+        refuse(op, found, "The map is of booleans, with as many experts at least.")
     routing_map = routing_map.contiguous()
     rows = _number(routing_map, topk)
     permuted: Tensor = _Spread.apply(tokens, rows)  # type: ignore[no-untyped-call]  # torch leaves it untyped
@@ -52,7 +60,9 @@ def token_unpermute(permuted: Tensor, rows: Tensor) -> Tensor:
     :param permuted: ``[T K, H]``.
     :param rows: ``[T, K]``, each row once.
     :returns: ``[T, H]``, the dtype of ``permuted``.
+    :raises KernelInputError: The shapes do not fit.
     """
+    check_shape("token_unpermute", "permuted", permuted, (rows.numel(), permuted.shape[1]), "[T K, H]")
     total: Tensor = _Collect.apply(permuted, rows.contiguous())  # type: ignore[no-untyped-call]  # as above
     return total
 
@@ -114,14 +124,15 @@ def _number(routing_map: Tensor, topk: int) -> Tensor:
     sums = torch.empty(experts, triton.cdiv(count, height), dtype=torch.int32, device=routing_map.device)
     _launch(_count, routing_map, topk, sums)
     ends = sums.view(-1).cumsum(0, dtype=torch.int32)
-    rows = torch.empty(count, topk, dtype=torch.int32, device=routing_map.device)
+    rows = torch.zeros(count, topk, dtype=torch.int32, device=routing_map.device)
     _launch(_enumerate, routing_map, topk, ends, rows)
     return rows
 
 
 def _height(experts: int) -> int:
     """Return how many tokens of the routing map a program has."""
-    return max(1, MAP_TILE // triton.next_power_of_2(experts))
+    height: int = max(1, MAP_TILE // triton.next_power_of_2(experts))
+    return height
 
 
 def _launch(kernel: Any, routing_map: Tensor, topk: int, *others: Tensor) -> None:
@@ -223,7 +234,7 @@ def _enumerate(  # type: ignore[no-untyped-def]  # noqa: ANN202
     start = (end - tl.sum(is_chosen, 0))[None, :]
     row = start + tl.cumsum(is_chosen, 0) - is_chosen
     place = tl.cumsum(is_chosen, 1) - is_chosen
-    tl.store(rows + token * TOPK + place, row, mask=is_chosen > 0)
+    tl.store(rows + token * TOPK + place, row, mask=(is_chosen > 0) & (place < TOPK))
 
 
 @triton.jit

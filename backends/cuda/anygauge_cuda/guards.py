@@ -1,0 +1,42 @@
+"""What a kernel in Triton takes, checked before it runs: it would read and write past the end of a tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NoReturn
+
+import torch
+from torch import Tensor
+
+from anygauge_hooks.errors import KernelInputError
+
+__all__ = ["check_lengths", "check_shape", "refuse"]
+
+
+def refuse(op: str, found: str, hint: str) -> NoReturn:
+    """Raise the error of a call.
+
+    :param op: Name of the kernel op.
+    :param found: What it got, as the rest of a sentence.
+    :raises KernelInputError: Always.
+    """
+    raise KernelInputError(f"{op} got {found}.", hint=hint)
+
+
+def check_shape(op: str, name: str, tensor: Tensor, shape: Sequence[int], meaning: str) -> None:
+    """Refuse a tensor of another shape.
+
+    :param meaning: The shape in words of the contract: ``"[T, H]"``.
+    :raises KernelInputError: It has another shape.
+    """
+    if tensor.shape != torch.Size(shape):
+        refuse(op, f"{name} of shape {list(tensor.shape)}, not {list(shape)}", f"{name} is {meaning}.")
+
+
+def check_lengths(op: str, lengths: Sequence[int], tokens: int) -> None:
+    """Refuse lengths of sequences that are not those of the tokens.
+
+    :raises KernelInputError: One is negative, or they do not sum to the tokens.
+    """
+    if sum(lengths) != tokens or min(lengths, default=0) < 0:
+        refuse(op, f"lengths that sum to {sum(lengths)}, and {tokens} tokens", "They sum to the tokens.")
