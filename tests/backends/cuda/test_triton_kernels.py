@@ -1,7 +1,7 @@
 """The kernels in Triton pass the cases of the conformance suite in Triton's interpreter, without a GPU.
 
-``TRITON_INTERPRET=1 pytest tests/backends/cuda/test_triton_kernels.py -k rms_norm`` takes a minute; the whole file,
-with a program for every token of a router, takes many.
+``TRITON_INTERPRET=1 pytest tests/backends/cuda/test_triton_kernels.py -k rms_norm`` takes a minute; the
+whole file, with a program for every token of a router, takes many.
 """
 
 from __future__ import annotations
