@@ -101,9 +101,10 @@ def image_sets() -> dict[str, list[str]]:
         "nvidia-cudnn-frontend": "CUDNN_FRONTEND",
     }
     of_npu, of_cuda = ([f"{name}=={pins[key]}" for name, key in each.items()] for each in (npu, cuda))
-    ours = (["anygauge", "anygauge-npu"], ["anygauge", "anygauge-cuda[vendor]"])
-    sets = ([*of_npu, f"pyarrow<{pins['PYARROW_BELOW']}", *ours[0]], [*of_cuda, *ours[1]])
-    return dict(zip(IMAGES, sets, strict=True))
+    return {
+        "docker/Dockerfile.npu": [*of_npu, f"pyarrow<{pins['PYARROW_BELOW']}", "anygauge", "anygauge-npu"],
+        "docker/Dockerfile.cuda": [*of_cuda, "anygauge", "anygauge-cuda[vendor]"],
+    }
 
 
 def main() -> int:
