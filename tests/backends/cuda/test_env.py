@@ -164,7 +164,11 @@ def test_a_device_that_is_not_visible(ids: list[str], visible: str | None) -> No
 def config(*, colocated: bool = False, engine: str = "sglang", **sglang: Any) -> Any:
     arguments = {name.replace("_", "-"): value for name, value in sglang.items()}
     rollout = SimpleNamespace(engine=engine, sglang=arguments, groups=())
-    return SimpleNamespace(rollout=rollout, placement=SimpleNamespace(colocated=colocated))
+    return SimpleNamespace(
+        rollout=rollout,
+        placement=SimpleNamespace(colocated=colocated),
+        train=SimpleNamespace(provider=None, provider_options={}),
+    )
 
 
 def problems(given: Any, *, ok: bool = True) -> list[str]:
