@@ -78,9 +78,10 @@ SHAPES = {
     "1.7b": shape(2048, 28, 16, 8, 6144),
     "0.6b": shape(1024, 28, 16, 8, 3072),
     "30b-a3b": shape(2048, 6, 32, 4, 6144, **EXPERTS),
+    "thin": shape(128, 36, 4, 2, 256, head_dim=32, vocab_size=512),
     "tiny": shape(64, 2, 4, 2, 128, head_dim=16, vocab_size=512),
 }
-"""``30b-a3b`` has 6 of its 48 layers."""
+"""``30b-a3b`` has 6 of its 48 layers; a step of ``thin`` takes as long as the host needs for 36."""
 
 
 # -------------------------------------------------------------------------
@@ -272,19 +273,43 @@ def ceiling() -> float:
 
 
 def profile(step: Callable[[], object]) -> None:
-    """Print the kernels that take most of a step."""
+    """Print the kernels that take most of a step, and when none runs; the profiler warms up first."""
     import torch
 
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
-    with torch.profiler.profile(activities=activities) as seen:
-        step()
-        synchronize()
+    schedule = torch.profiler.schedule(wait=0, warmup=2, active=1)
+    with torch.profiler.profile(activities=activities, schedule=schedule, acc_events=True) as seen:
+        for _ in range(3):
+            took = seconds(step)
+            seen.step()
     rows = [row for row in seen.key_averages() if row.self_device_time_total]
     kernels = [row for row in rows if row.device_type == torch.autograd.DeviceType.CUDA]
     total = sum(row.self_device_time_total for row in kernels)
-    print(f"kernels {total / 1e3:.1f} ms", file=sys.stderr)
+    print(f"{took * 1e3:.1f} ms, kernels {total / 1e3:.1f} ms", file=sys.stderr)
+    for gap, start, before, after in gaps(seen.events())[:12]:
+        print(
+            f"{gap / 1e3:8.2f} ms idle at {start / 1e3:7.1f}: {before[:48]} | {after[:48]}", file=sys.stderr
+        )
     for row in sorted(kernels, key=lambda row: -row.self_device_time_total)[:45]:
         print(f"{row.self_device_time_total / 1e3:9.2f} ms {row.count:6} {row.key[:110]}", file=sys.stderr)
+
+
+def gaps(events: Any) -> list[tuple[float, float, str, str]]:
+    """Return for how many microseconds no kernel ran, since when, and between which two; the longest first."""
+    import torch
+
+    kernels = [each for each in events if each.device_type == torch.autograd.DeviceType.CUDA]
+    kernels.sort(key=lambda each: each.time_range.start)
+    first = last = kernels[0]
+    found = []
+    for each in kernels:
+        since = last.time_range.end
+        if each.time_range.start > since:
+            gap = each.time_range.start - since
+            found.append((gap, since - first.time_range.start, last.name, each.name))
+        if each.time_range.end > since:
+            last = each
+    return sorted(found, reverse=True)
 
 
 def operations(config: dict[str, Any], lengths: Sequence[int]) -> float:

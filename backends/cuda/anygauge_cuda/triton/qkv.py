@@ -14,7 +14,7 @@ from anygauge_cuda.triton.rows import warps_for
 
 __all__ = ["qk_norm_rotary"]
 
-TILE = 1024
+TILE = 512
 """Numbers of a half of some heads that a program has at a time."""
 
 PROGRAMS_PER_PROCESSOR = 8
@@ -284,9 +284,9 @@ def _join_heads(  # type: ignore[no-untyped-def]  # noqa: ANN202
     every = tl.full((1, 1), 1, tl.int1)
     nought = tl.full((1, 1), 0, tl.int64)
     g_first, g_second, g_kept = _load(weight, every, WIDTH, ROTARY, COLUMNS, REST)
-    w_first = tl.zeros((1, COLUMNS), tl.float32)
-    w_second = tl.zeros((1, COLUMNS), tl.float32)
-    w_kept = tl.zeros((1, REST), tl.float32)
+    w_first = tl.zeros((HEIGHT, COLUMNS), tl.float32)
+    w_second = tl.zeros((HEIGHT, COLUMNS), tl.float32)
+    w_kept = tl.zeros((HEIGHT, REST), tl.float32)
     for number in range(tl.program_id(0), tokens, tl.num_programs(0)):
         token = nought + number
         c_first, c_second, s_first, s_second = _angles(cos, sin, token, ROTARY, COLUMNS)
@@ -302,13 +302,15 @@ def _join_heads(  # type: ignore[no-untyped-def]  # noqa: ANN202
             x_first, x_second, x_kept = x_first * scale, x_second * scale, x_kept * scale
             d_first = y_first * c_first + y_second * s_second
             d_second = y_second * c_second - y_first * s_first
-            w_first += tl.sum(d_first * x_first, 0)[None, :]
-            w_second += tl.sum(d_second * x_second, 0)[None, :]
-            w_kept += tl.sum(y_kept * x_kept, 0)[None, :]
+            w_first += d_first * x_first
+            w_second += d_second * x_second
+            w_kept += y_kept * x_kept
             d_first, d_second, d_kept = d_first * g_first, d_second * g_second, y_kept * g_kept
             along = tl.sum(d_first * x_first + d_second * x_second, 1) + tl.sum(d_kept * x_kept, 1)
             along = (along / WIDTH)[:, None]
             first, second = (d_first - x_first * along) * scale, (d_second - x_second * along) * scale
             kept = (d_kept - x_kept * along) * scale
             _store(grad + slot * WIDTH, is_head, first, second, kept, WIDTH, ROTARY, COLUMNS, REST)
-    _store(part, every, w_first, w_second, w_kept, WIDTH, ROTARY, COLUMNS, REST)
+    # added up once: a sum over heads is one over warps
+    sums = tl.sum(w_first, 0)[None, :], tl.sum(w_second, 0)[None, :], tl.sum(w_kept, 0)[None, :]
+    _store(part, every, sums[0], sums[1], sums[2], WIDTH, ROTARY, COLUMNS, REST)
