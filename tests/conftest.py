@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,24 @@ PROBE = "anygauge.testing.workers:ProbeWorker"
 os.environ["HF_ENDPOINT"] = "http://127.0.0.1:9"
 # A shell without job control lets what it starts in the background ignore interrupts, and so its children.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+RAY_FILES = re.compile(
+    r"tests/integration/test_(cluster_two_nodes|launch|launch_endings|launch_ray|train_run)\.py"
+)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Let one of the processes have all files with Ray, whose cluster costs as much as many tests."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class Scheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file: str = super()._split_scope(nodeid)
+            return "ray" if RAY_FILES.fullmatch(file) else file
+
+    return Scheduling(config, log) if config.option.dist == "loadfile" else None
 
 
 @pytest.fixture(scope="module")
@@ -64,25 +83,38 @@ def index_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 
 @pytest.fixture(scope="session")
-def ray_cluster() -> Iterator[str]:
+def ray_cluster(warm_processes: WarmProcesses, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """Start a Ray cluster of this host, once for all tests, and return its address."""
     import ray
 
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     # Ray warns that it hides the devices of a host with some from workers without any.
     os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"
-    context = ray.init(
-        address="local",
-        num_cpus=2,
-        resources={"anygauge_cpu": 8},
-        object_store_memory=128 * 2**20,
-        include_dashboard=False,
-        log_to_driver=False,
-        logging_level=logging.ERROR,
-        namespace="anygauge",
-    )
-    yield context.address_info["address"]
-    ray.shutdown()
+    with forked_ray_workers(warm_processes, tmp_path_factory):
+        context = ray.init(
+            address="local",
+            num_cpus=2,
+            resources={"anygauge_cpu": 8},
+            object_store_memory=128 * 2**20,
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+            namespace="anygauge",
+            # Those that wait for work have another environment than ours, and wait in vain.
+            _system_config={"enable_worker_prestart": False, "prestart_worker_first_driver": False},
+        )
+        yield context.address_info["address"]
+        ray.shutdown()
+
+
+def forked_ray_workers(
+    processes: WarmProcesses, tmp_path_factory: pytest.TempPathFactory
+) -> AbstractContextManager[None]:
+    if sys.platform != "linux":
+        return nullcontext()
+    from anygauge.testing.warm_ray import warm_ray_workers
+
+    return warm_ray_workers(processes, tmp_path_factory.mktemp("ray"))
 
 
 @pytest.fixture(scope="session")

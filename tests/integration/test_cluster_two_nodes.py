@@ -154,6 +154,7 @@ def lost(inputs: Path, second_node: psutil.Process) -> Lost:
     return Lost(observer, used, caught.value, time.monotonic() - killed[0])
 
 
+@pytest.mark.soak
 def test_ranks_on_two_nodes_share_a_process_group(launch: Launch, second_node: psutil.Process) -> None:
     with launch("ray", 2) as group:
         assert free_slots() == [0.0, 0.0]

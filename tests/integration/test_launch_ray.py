@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import socket
+import sys
 import time
 from collections.abc import Callable, Iterator
 
+import psutil
 import pytest
 import ray
 
@@ -30,6 +33,11 @@ def group(launch: Launch, ray_cluster: str) -> Iterator[WorkerGroup]:
 
 def test_more_workers_than_cores_start(group: WorkerGroup) -> None:
     assert group.call("sum_ranks") == [6.0, 6.0, 6.0]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="processes are forked on Linux alone")
+def test_workers_of_the_tests_are_forked(group: WorkerGroup) -> None:
+    assert {psutil.Process(worker.pid).ppid() for worker in group.workers} == {os.getpid()}
 
 
 @pytest.mark.usefixtures("group")

@@ -6,10 +6,9 @@ import json
 import os
 import random
 import signal
-import subprocess
-import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 import pytest
@@ -19,6 +18,7 @@ from safetensors.torch import load_file
 from anygauge.config.load import load_config
 from anygauge.plugins import load_plugins
 from anygauge.testing.recipe import tiny_recipe
+from anygauge.testing.warm import WarmProcesses
 from anygauge.trainer.run import train
 from anygauge_hooks import hookimpl
 from anygauge_hooks.types import NamedFunction
@@ -29,6 +29,7 @@ STEPS, EVERY = 6, 2
 SEED = 3
 KILLED = -signal.SIGKILL
 Rows = list[dict[str, Any]]
+Run = Callable[..., str]
 
 
 @pytest.fixture(scope="module")
@@ -53,23 +54,29 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ).parent
 
 
-def run(root: Path, name: str, *options: str, kill: tuple[str, int] | None = None) -> str:
-    """Run it and return its output; with ``kill``, until it has come to a point so many times."""
-    env = {key: value for key, value in os.environ.items() if not key.startswith("RESUME_TEST")}
-    if kill:
-        env |= {"RESUME_TEST_POINT": kill[0], "RESUME_TEST_COUNT": str(kill[1])}
-    command = [sys.executable, str(DRIVER), str(root / "run.toml"), "--run.name", name, *options]
-    done = subprocess.run(
-        command,
-        env=env,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=200,
-        check=False,
-    )
-    assert done.returncode == (KILLED if kill else 0), done.stdout
-    return done.stdout
+@pytest.fixture(scope="module")
+def run(inputs: Path, warm_processes: WarmProcesses) -> Run:
+    """Return a function that runs the driver and returns its output.
+
+    With ``kill``, until it has come to a point so many times.
+    """
+
+    def run(name: str, *options: str, kill: tuple[str, int] | None = None) -> str:
+        env = {key: value for key, value in os.environ.items() if not key.startswith("RESUME_TEST")}
+        if kill:
+            env |= {"RESUME_TEST_POINT": kill[0], "RESUME_TEST_COUNT": str(kill[1])}
+        arguments = [str(inputs / "run.toml"), "--run.name", name, *options]
+        with TemporaryFile() as output:
+            driver = warm_processes.start(
+                str(DRIVER), arguments, output=output.fileno(), env=env, has_own=True
+            )
+            code = driver.wait(200)
+            output.seek(0)
+            text = output.read().decode()
+        assert code == (KILLED if kill else 0), text
+        return text
+
+    return run
 
 
 def metrics(root: Path, name: str) -> Rows:
@@ -114,15 +121,15 @@ def digits(response: str) -> float:
 
 
 @pytest.mark.usefixtures("warm_actors")
-def test_killed_inside_a_save(inputs: Path) -> None:
+def test_killed_inside_a_save(inputs: Path, run: Run) -> None:
     plugins = load_plugins(only=["cpu", "models"])
     plugins.register(Digits(), "digits")
     train(load_config(inputs / "run.toml", [("run.name", "whole")], backend="cpu", plugins=plugins), plugins)
     # By then the checkpoint of step 2 is there, and half of that of step 4.
-    run(inputs, "torn", kill=("between files", 2))
+    run("torn", kill=("between files", 2))
     left = os.listdir(inputs / "runs/torn/checkpoints")
     assert sorted(left) == [".step-00000004.partial", "step-00000002"]
-    output = run(inputs, "torn", "--run.resume", "true")
+    output = run("torn", "--run.resume", "true")
     assert "nothing to resume" not in output
     assert (inputs / "runs/torn/metrics.superseded.jsonl").is_file()
     assert_same(inputs, "torn", "whole")
@@ -139,10 +146,10 @@ OCCURRENCES = {
 
 
 @pytest.fixture(scope="module")
-def whole(inputs: Path) -> Mapping[int, str]:
+def whole(run: Run) -> Mapping[int, str]:
     """Return runs that nobody disturbs, with one worker and with two."""
     for count in (1, 2):
-        run(inputs, f"whole-{count}", "--placement.num_workers", str(count))
+        run(f"whole-{count}", "--placement.num_workers", str(count))
     return {count: f"whole-{count}" for count in (1, 2)}
 
 
@@ -156,29 +163,31 @@ def whole(inputs: Path) -> Mapping[int, str]:
         *("renaming", "retention", "removal", "boundary"),
     ],
 )
-def test_killed_at_a_point(inputs: Path, whole: Mapping[int, str], point: str, workers: int) -> None:
+def test_killed_at_a_point(
+    inputs: Path, run: Run, whole: Mapping[int, str], point: str, workers: int
+) -> None:
     draw = random.Random(f"{SEED}/{point}/{workers}")
     count = draw.choice(OCCURRENCES.get(point, range(1, 4)))
     name = f"{point}-{workers}".replace(" ", "-")
     options = ("--placement.num_workers", str(workers))
-    run(inputs, name, *options, kill=(point, count))
-    run(inputs, name, *options, "--run.resume", "true")
+    run(name, *options, kill=(point, count))
+    run(name, *options, "--run.resume", "true")
     assert_same(inputs, name, whole[workers])
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(600)
-def test_killed_again_and_again(inputs: Path, whole: Mapping[int, str]) -> None:
+def test_killed_again_and_again(inputs: Path, run: Run, whole: Mapping[int, str]) -> None:
     for kill in (("training", 6), ("removal", 1), ("between files", 1), ("generation", 3)):
-        run(inputs, "again", "--run.resume", "true", kill=kill)
-    run(inputs, "again", "--run.resume", "true")
+        run("again", "--run.resume", "true", kill=kill)
+    run("again", "--run.resume", "true")
     assert_same(inputs, "again", whole[1])
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(600)
-def test_killed_on_ray(inputs: Path, whole: Mapping[int, str]) -> None:
+def test_killed_on_ray(inputs: Path, run: Run, whole: Mapping[int, str]) -> None:
     options = ("--placement.launcher", "ray", "--placement.num_workers", "2")
-    run(inputs, "ray", *options, kill=("boundary", 5))
-    run(inputs, "ray", *options, "--run.resume", "true")
+    run("ray", *options, kill=("boundary", 5))
+    run("ray", *options, "--run.resume", "true")
     assert_same(inputs, "ray", whole[2])

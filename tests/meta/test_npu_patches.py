@@ -155,6 +155,26 @@ def test_a_named_test_is_there_and_one_target_runs_it(path: str, name: str) -> N
         assert path.startswith(f"{folder}/")
 
 
+def excuses(path: str, name: str) -> set[str]:
+    """Return what may skip a test or expect it to fail: markers, also of its file, and calls."""
+    (test,) = [node for node in tree(path).body if getattr(node, "name", None) == name]
+    called = re.findall(r"\bpytest\.(\w+)\(", ast.unparse(test))
+    return {each for each in {*markers(path, name), *called} if re.search("skip|xfail", each)}
+
+
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [found for found in named_tests() if target(*found) is None],
+    ids=lambda part: str(part).rpartition("/")[2],
+)
+def test_a_named_test_of_make_test_is_collected_and_not_skipped(path: str, name: str) -> None:
+    """That it passes is told by the very run that this test is part of."""
+    assert name.startswith("test_")
+    assert Path(path).name.startswith("test_")
+    assert not excuses(path, name)
+
+
+@pytest.mark.soak
 @pytest.mark.timeout(900)  # dozens of tests, in a process that may have to share the processor
 def test_the_named_tests_pass(tmp_path: Path) -> None:
     """Those of ``make test``, in one process; a test that is only skipped proves nothing."""

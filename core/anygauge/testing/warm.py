@@ -155,6 +155,7 @@ class WarmProcesses:
         errors: int | None = None,
         pass_fds: Sequence[int] = (),
         env: Mapping[str, str] | None = None,
+        directory: str | None = None,
         new_session: bool = True,
         has_own: bool = False,
     ) -> WarmProcess:
@@ -165,6 +166,7 @@ class WarmProcesses:
         :param errors: That standard error goes to; ``None`` is the same.
         :param pass_fds: Further descriptors that it gets, under the same numbers.
         :param env: Its whole environment; ``None`` is that of this process.
+        :param directory: That it starts in; ``None`` is that of this process.
         :param new_session: Whether it leads a session of its own.
         :param has_own: Whether it gets a warm process too, for those that it starts itself.
         """
@@ -177,7 +179,7 @@ class WarmProcesses:
                 module=module,
                 arguments=arguments,
                 env=dict(os.environ if env is None else env),
-                directory=str(Path.cwd()),
+                directory=str(Path.cwd()) if directory is None else directory,
                 path=[entry for entry in sys.path if entry],
                 numbers=[0, 1, 2, *pass_fds],
                 new_session=new_session,

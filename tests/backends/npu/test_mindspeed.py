@@ -270,10 +270,15 @@ def test_something_unexpected_is_an_error_in_a_strict_run(tmp_path: Path) -> Non
     assert extra[0] in names(listed, expected=False)
 
 
-def test_something_unexpected_can_be_allowed_or_only_listed(tmp_path: Path) -> None:
-    extra = ["megatron.core.utils.get_attr_wrapped_model"]
-    assert "error" not in chosen(tmp_path, extra=extra)
-    assert "error" not in chosen(tmp_path, strict=True, allow=["megatron.core.utils.get_attr_*"], extra=extra)
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({"strict": True, "allow": ["megatron.core.utils.get_attr_*"]}, id="allowed"),
+        pytest.param({}, id="listed", marks=pytest.mark.soak),
+    ],
+)
+def test_something_unexpected_can_be_allowed_or_only_listed(tmp_path: Path, options: dict[str, Any]) -> None:
+    assert "error" not in chosen(tmp_path, extra=["megatron.core.utils.get_attr_wrapped_model"], **options)
 
 
 @pytest.fixture

@@ -191,7 +191,11 @@ def test_the_deadline_names_bucket_tensor_and_server(
     transport: str, servers: tuple[FakeServer, FakeServer], tmp_path: Path
 ) -> None:
     server = servers[0]
-    pusher = make(transport, tmp_path, deadline_s=0.6)
+    pusher = make(transport, tmp_path)
+    assert not pusher.push(weights(13).items(), 13, [peer(server)]).failed  # to form a group takes longer
+    pusher._options = pusher._options.model_copy(update={"deadline_s": 0.6})
+    if isinstance(pusher._transport, DistributedTransport):
+        pusher._transport._deadline_s = 0.6
     server.fault("stall", "update", 2, 1.5)
     (failed,) = pusher.push(weights(14).items(), 14, [peer(server)]).failed
     assert failed.state == "unusable"
