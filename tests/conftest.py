@@ -112,9 +112,11 @@ def forked_ray_workers(
 ) -> AbstractContextManager[None]:
     if sys.platform != "linux":
         return nullcontext()
+    from ray._private import ray_constants
+
     from anygauge.testing.warm_ray import warm_ray_workers
 
-    return warm_ray_workers(processes, tmp_path_factory.mktemp("ray"))
+    return warm_ray_workers(processes, tmp_path_factory.mktemp("ray"), ray_constants)
 
 
 @pytest.fixture(scope="session")

@@ -19,7 +19,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from anygauge.testing.warm import WarmProcesses
@@ -32,13 +32,12 @@ _LOOK_S = 0.05
 
 
 @contextmanager
-def warm_ray_workers(processes: WarmProcesses, directory: Path) -> Iterator[None]:
+def warm_ray_workers(processes: WarmProcesses, directory: Path, ray_constants: Any) -> Iterator[None]:
     """Let the workers of a cluster be forked that this process starts, and ends, meanwhile.
 
     :param directory: For a socket.
+    :param ray_constants: The module of Ray that names the script.
     """
-    from ray._private import ray_constants
-
     processes.prepare()  # by a thread that stays: what a thread has started can die with it
     path, script = str(directory / "workers"), ray_constants.SETUP_WORKER_FILENAME
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listening:
