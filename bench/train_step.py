@@ -295,7 +295,7 @@ def profile(step: Callable[[], object]) -> None:
 
 
 def gaps(events: Any) -> list[tuple[float, float, str, str]]:
-    """Return for how many microseconds no kernel ran, since when, and between which two; the longest first."""
+    """Return how many microseconds no kernel ran, since when, and between which two; the longest first."""
     import torch
 
     kernels = [each for each in events if each.device_type == torch.autograd.DeviceType.CUDA]

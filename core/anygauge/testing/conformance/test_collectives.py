@@ -80,6 +80,7 @@ def test_asynchronous_work_completes(numbers: torch.Tensor) -> None:
     assert torch.equal(reduced, numbers)
 
 
+@pytest.mark.filterwarnings("ignore:barrier:UserWarning")  # the device is the current one, as it guesses
 def test_barrier_and_objects(world: None) -> None:
     dist.barrier()
     found: list[object] = [None]
