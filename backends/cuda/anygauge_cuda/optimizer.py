@@ -55,7 +55,10 @@ class FusedAdamW(torch.optim.AdamW):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        gradients = [[weight.grad for weight in group["params"]] for group in self.param_groups]
+        gradients = [
+            [None if weight.grad is None else weight.grad.contiguous() for weight in group["params"]]
+            for group in self.param_groups
+        ]
         self.step_from(gradients, 1.0, [[None] * len(each) for each in gradients])
         return loss
 
@@ -67,31 +70,32 @@ class FusedAdamW(torch.optim.AdamW):
         copies: Sequence[Sequence[Tensor | None]],
     ) -> None:
         """Take a step; see ``make_optimizer`` in :mod:`anygauge_hooks.specs`."""
+        # The device waits for this loop, of some hundred weights.
         launches: defaultdict[tuple[int, float, bool], list[Any]] = defaultdict(list)
         counts = []
         for number, group in enumerate(self.param_groups):
             for weight, gradient, copy in zip(
                 group["params"], gradients[number], copies[number], strict=True
             ):
-                if gradient is not None and weight.numel():
-                    update, step = self._update(weight, gradient, copy)
-                    launches[number, step, copy is not None].append(update)
-                    counts.append(self.state[weight]["step"])
+                if gradient is None or not weight.numel():
+                    continue
+                state = self.state[weight] or self._begin(weight)
+                count = state["step"]
+                tensors = weight, gradient, state["exp_avg"], state["exp_avg_sq"], copy
+                launches[number, count.item() + 1, copy is not None].append(tensors)
+                counts.append(count)
         for number, ((of, step, has_copies), updates) in enumerate(launches.items()):
             self._launch(number, updates, self._rates(self.param_groups[of], step, scale), has_copies)
-        torch._foreach_add_(counts, 1)
+        if counts:
+            torch._foreach_add_(counts, 1)
 
-    def _update(self, weight: Tensor, gradient: Tensor, copy: Tensor | None) -> tuple[Any, float]:
-        """Return the tensors of a weight, and the number of the step that it takes."""
-        from anygauge_cuda.triton.adamw import Update
-
+    def _begin(self, weight: Tensor) -> Any:
+        """Return the state before the first step."""
         state = self.state[weight]
-        if not state:
-            state["step"] = torch.zeros((), dtype=torch.float32)
-            state["exp_avg"] = torch.zeros_like(weight, memory_format=torch.contiguous_format)
-            state["exp_avg_sq"] = torch.zeros_like(state["exp_avg"])
-        update = Update(weight, gradient.contiguous(), state["exp_avg"], state["exp_avg_sq"], copy)
-        return update, state["step"].item() + 1
+        state["step"] = torch.zeros((), dtype=torch.float32)
+        for name in ("exp_avg", "exp_avg_sq"):
+            state[name] = torch.zeros_like(weight, memory_format=torch.contiguous_format)
+        return state
 
     def _rates(self, group: Mapping[str, Any], step: float, scale: float) -> Any:
         from anygauge_cuda.triton.adamw import Rates
@@ -108,11 +112,13 @@ class FusedAdamW(torch.optim.AdamW):
             scale=scale,
         )
 
-    def _launch(self, number: int, updates: Sequence[Any], rates: Any, has_copies: bool) -> None:
+    def _launch(
+        self, number: int, updates: Sequence[tuple[Tensor | None, ...]], rates: Any, has_copies: bool
+    ) -> None:
         from anygauge_cuda.triton import adamw as kernel
 
         addresses = tuple(0 if each is None else each.data_ptr() for update in updates for each in update)
         known = self._plans.get(number)
         if known is None or known[0] != addresses:
-            known = self._plans[number] = addresses, kernel.plan(updates)
+            known = self._plans[number] = addresses, kernel.plan(updates, addresses)
         kernel.launch(known[1], rates, copies=has_copies)

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-__all__ = ["Plan", "Rates", "Update", "launch", "plan"]
+__all__ = ["Plan", "Rates", "launch", "plan"]
 
 BLOCK = 1024
 CHUNK = 32 * BLOCK
@@ -39,17 +39,6 @@ class Rates(NamedTuple):
     """What a gradient is multiplied by."""
 
 
-class Update(NamedTuple):
-    """The tensors of one weight, each with the same number of elements, contiguous."""
-
-    weight: Tensor
-    gradient: Tensor
-    average: Tensor
-    square: Tensor
-    copy: Tensor | None
-    """Gets the weight in bfloat16."""
-
-
 @triton.jit
 def _adamw(  # type: ignore[no-untyped-def]  # noqa: ANN202
     addresses: tl.tensor,
@@ -69,7 +58,7 @@ def _adamw(  # type: ignore[no-untyped-def]  # noqa: ANN202
     CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Update a chunk of one tensor. ``addresses`` has five numbers of each, as in :class:`Update`."""
+    """Update a chunk of one tensor. ``addresses`` has five numbers of each."""
     owner = tl.load(owners + tl.program_id(0)).to(tl.int64)
     first = tl.load(places + tl.program_id(0)).to(tl.int64) * CHUNK
     size = tl.load(sizes + owner) - first
@@ -151,13 +140,18 @@ class Plan(NamedTuple):
     is_aligned: bool
 
 
-def plan(updates: Sequence[Update]) -> Plan:
-    """Return what a launch over these tensors reads, as long as none of them moves."""
-    device = updates[0].weight.device
-    addresses = [0 if each is None else each.data_ptr() for update in updates for each in update]
-    sizes = torch.tensor([update.weight.numel() for update in updates])
+def plan(updates: Sequence[Sequence[Tensor | None]], addresses: Sequence[int]) -> Plan:
+    """Return what a launch over these tensors reads, as long as none of them moves.
+
+    :param updates: The weight, its gradient, both moments and the copy, contiguous, of so many numbers each.
+        The copy is bfloat16 or ``None``, the others are float32.
+    :param addresses: Of each of these, 0 for none.
+    """
+    weights = [update[0] for update in updates if update[0] is not None]
+    device = weights[0].device
+    sizes = torch.tensor([weight.numel() for weight in weights])
     counts = -(-sizes // CHUNK)
-    owners = torch.repeat_interleave(torch.arange(len(updates)), counts)
+    owners = torch.repeat_interleave(torch.arange(len(weights)), counts)
     places = torch.arange(len(owners)) - torch.repeat_interleave(counts.cumsum(0) - counts, counts)
     return Plan(
         torch.tensor(addresses).to(device),

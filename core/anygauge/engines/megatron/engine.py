@@ -209,8 +209,7 @@ class MegatronEngine:
         :param shape: Of what it collects of each token.
         """
         self._memory.need("everything", "a forward pass")
-        for chunk in self.chunks:
-            chunk.eval()
+        self._set_training(False)
         outputs = self._run_schedule(step, batches, forward_only=True)
         whole = from_last_stage(outputs, batches.plans, self.device, shape)
         return per_sample(batches.plans, whole, count)
@@ -218,11 +217,15 @@ class MegatronEngine:
     def _forward_backward(self, step: Any, batches: MicroBatches) -> list[Any]:
         self._memory.need("everything", "an optimizer step")
         self._biases_before = [bias.clone() for bias in self._biases]
-        for chunk in self.chunks:
-            chunk.train()
+        self._set_training(True)
         begin_gradients(self.chunks)
-        self.optimizer.zero_grad()
+        self._weight_update.begin()
         return self._run_schedule(step, batches, forward_only=False)
+
+    def _set_training(self, training: bool) -> None:
+        for chunk in self.chunks:
+            if chunk.training != training:  # there are hundreds of modules, and the device waits
+                chunk.train(training)
 
     def _run_schedule(self, step: Any, batches: MicroBatches, *, forward_only: bool) -> list[Any]:
         """Run Megatron's schedule and return what the step collected of each micro-batch.

@@ -50,6 +50,11 @@ class Update:
         self._shards = [each for each in found if each is not None]
         self._takes_all = bool(found) and len(self._shards) == len(found)
 
+    def begin(self) -> None:
+        """Let go of the gradients of the step before, where Megatron holds them."""
+        if not self._takes_all:
+            self._optimizer.zero_grad()
+
     def norm(self) -> float:
         """Return the norm of all gradients. A collective; the gradients are all there."""
         if not self._takes_all:
