@@ -44,7 +44,8 @@ class WeightBucket:
     """From 0."""
     tensors: tuple[WeightTensor, ...]
     data: Tensor
-    """``[bytes]``, uint8, in memory that is used again: valid until the transport's :meth:`send` returns."""
+    """``[bytes]``, uint8, in memory that is used again: valid until the transport's :meth:`send` returns, for
+    what it has asked the memory's device to do until then."""
     last: bool
 
 

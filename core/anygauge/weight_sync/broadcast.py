@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ipaddress
 import socket
+from contextlib import suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -19,7 +20,7 @@ from torch.distributed import distributed_c10d as c10d
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Membership", "Rendezvous", "address_towards", "join_group"]
+__all__ = ["Membership", "Rendezvous", "address_towards", "finish", "join_group"]
 
 
 class Rendezvous:
@@ -48,32 +49,50 @@ class Membership:
         self._group = group
         self._timeout = timedelta(seconds=timeout_s)
 
-    def send(self, tensor: Tensor) -> None:
-        """Broadcast a tensor, and return once it has gone.
+    def start(self, tensor: Tensor) -> None:
+        """Broadcast a tensor.
+
+        On an accelerator it is under way when this returns, and what the device is asked to do from then on
+        comes after it, such as to write to the tensor; :func:`finish` waits for it here.
 
         :raises RuntimeError: A process has left the group, or takes longer than the group's time.
         """
-        self._broadcast(tensor)
-
-    def receive(self, tensor: Tensor) -> Tensor:
-        """Fill a tensor with what rank 0 broadcasts, and return it."""
-        self._broadcast(tensor)
-        return tensor
-
-    def _broadcast(self, tensor: Tensor) -> None:
         options = torch.distributed.BroadcastOptions()
         options.rootRank = 0
         options.timeout = self._timeout
         assert self._group is not None, "the group was left"
         self._group.broadcast([tensor], options).wait()
-        if tensor.device.type != "cpu":
-            torch.accelerator.synchronize(tensor.device)
 
-    def close(self) -> None:
-        """Leave the group, so that collectives of the others fail. One that this process is in goes on."""
+    def send(self, tensor: Tensor) -> None:
+        """Broadcast a tensor, and return once it has gone."""
+        self.start(tensor)
+        finish(tensor.device)
+
+    def receive(self, tensor: Tensor) -> Tensor:
+        """Fill a tensor with what rank 0 broadcasts, and return it."""
+        self.send(tensor)
+        return tensor
+
+    def close(self, *, broken: bool = False) -> None:
+        """Leave the group, so that collectives of the others fail.
+
+        :param broken: End what this process has under way in it, too: where a device does that, leaving waits
+            for it.
+        """
         group, self._group = self._group, None
-        if group in c10d._world.pg_map:
-            torch.distributed.destroy_process_group(group)
+        if group not in c10d._world.pg_map:
+            return
+        if broken:
+            with suppress(RuntimeError):  # not every library can
+                c10d._abort_process_group(group)  # type: ignore[no-untyped-call]
+                return
+        torch.distributed.destroy_process_group(group)
+
+
+def finish(device: torch.device) -> None:
+    """Wait for what was started on a device."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
 
 
 def join_group(

@@ -43,10 +43,14 @@ class Buffers:
     """Two pieces of memory, used in turns, that grow to what the largest bucket takes.
 
     :param allocate: Returns that many bytes, uint8.
+    :param lends: Type of device of the tensors that may be sent from where they lie, if any may.
     """
 
-    def __init__(self, allocate: Callable[[int], Tensor], *, count: int = 2) -> None:
+    def __init__(
+        self, allocate: Callable[[int], Tensor], *, count: int = 2, lends: str | None = None
+    ) -> None:
         self._allocate = allocate
+        self.lends = lends
         self._held: list[Tensor | None] = [None] * count
         self._next = 0
 
@@ -104,10 +108,13 @@ class _Packer:
 
         start = self._size
         end = start + tensor.nbytes
-        if self._data is None:
-            self._data = self._buffers.take(max(self._max_bytes, end), self._max_bytes)
         source = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-        self._data[start:end].copy_(source)
+        if end >= self._max_bytes and not start and tensor.device.type == self._buffers.lends:
+            self._data = source  # it fills a bucket by itself
+        else:
+            if self._data is None:
+                self._data = self._buffers.take(max(self._max_bytes, end), self._max_bytes)
+            self._data[start:end].copy_(source)
         dtype = str(tensor.dtype).removeprefix("torch.")
         self._tensors.append(WeightTensor(name, tuple(tensor.shape), dtype, start, end))
 

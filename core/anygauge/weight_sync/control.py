@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ssl
 from collections.abc import Mapping
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import httpx2
@@ -15,6 +17,12 @@ if TYPE_CHECKING:
 __all__ = ["EngineControl", "RefusedError", "message_of"]
 
 EXCERPT = 300
+
+
+@cache
+def _certificates() -> ssl.SSLContext:
+    """Return what a client reads when it is made, which takes longer than a small update: once for all."""
+    return httpx2.create_ssl_context(trust_env=False)
 
 
 class RefusedError(RolloutError):
@@ -31,7 +39,9 @@ class EngineControl:
         self.peer = peer
         self._deadline_s = deadline_s
         # A proxy of the environment is for the hub, not for servers of the run.
-        self._client = httpx2.Client(base_url=peer.address, timeout=deadline_s, trust_env=False)
+        self._client = httpx2.Client(
+            base_url=peer.address, timeout=deadline_s, trust_env=False, verify=_certificates()
+        )
 
     def post(self, path: str, body: Mapping[str, Any], *, what: str) -> Mapping[str, Any]:
         """Post and return the answer.

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING
 
+import torch
+
 from anygauge.weight_sync.buckets import Buffers, cut, overlapped, unpack
-from anygauge.weight_sync.checksum import checksum
+from anygauge.weight_sync.checksum import checksum, digest
 from anygauge.weight_sync.parameters import ExpectedParameters
 from anygauge.weight_sync.protocol import RunningUpdate, started
 from anygauge.weight_sync.report import PeerOutcome, SyncReport
@@ -29,6 +31,9 @@ if TYPE_CHECKING:
 __all__ = ["WeightPusher", "make_pusher"]
 
 Weights = Iterable[tuple[str, "Tensor"]]
+SPARE = 32
+"""One part of so many of a bucket is left for a tensor that is being converted: a push takes no more than two
+buckets."""
 
 
 class WeightPusher:
@@ -101,7 +106,11 @@ class _Push:
             deadline_s=self._options.deadline_s,
         )
         self._seconds: defaultdict[str, float] = defaultdict(float)
-        self._expected = ExpectedParameters(_dtypes(peers)) if pusher._verifies(peers) else None
+        verifies = pusher._verifies(peers)
+        tells = any(peer.api.checksums != "none" for peer in peers)
+        self._expected = ExpectedParameters(_dtypes(peers)) if verifies and tells else None
+        self._digests: dict[str, list[Tensor]] | None = {} if verifies and not tells else None
+        """Of each tensor as it was gathered and as it lay in its bucket, where servers tell no checksums."""
         self._sent = [0, 0, 0]
         """Bytes, buckets, tensors."""
 
@@ -133,12 +142,16 @@ class _Push:
         if not transport.stages:
             self._open()
         with self._timed("move"):
-            buckets = cut(self._noted(stream), self._options.bucket_bytes, self._pusher._buffers)
+            room = self._options.bucket_bytes - self._options.bucket_bytes // SPARE
+            buckets = cut(self._noted(stream), room, self._pusher._buffers)
             overlapped(buckets, self._send)
         if transport.stages:
             self._open()
         with self._timed("load"):
             transport.commit(self._update)
+        if self._digests:
+            with self._timed("verify"):
+                self._compare_digests(self._digests)
         with self._timed("end"):
             self._update.end(session=transport.opens_session)
         if self._expected is not None:
@@ -154,26 +167,37 @@ class _Push:
         for name, tensor in stream:
             if self._expected is not None:
                 self._expected.add(name, tensor)
+            elif self._digests is not None:
+                self._digests[name] = [digest(tensor)]
             yield name, tensor
 
     def _send(self, bucket: WeightBucket) -> None:
         self._someone_left()
         self._transport.send(bucket, self._update)
-        if self._expected is not None:
-            self._check_sent(bucket)
+        self._check_sent(bucket)
         self._sent[0] += bucket.data.numel()
         self._sent[1] += 1
         self._sent[2] += len(bucket.tensors)
 
     def _check_sent(self, bucket: WeightBucket) -> None:
         """Check that what lay ready for the servers is what the trainer has, once they have taken it."""
-        assert self._expected is not None
         for name, tensor in unpack(bucket.tensors, bucket.data):
-            if checksum(tensor) != self._expected.checksums[name]:
-                raise WeightMappingError(
-                    f"{name} was damaged on its way into bucket {bucket.index} of version {self._version}.",
-                    hint="If it happens again, look for faulty memory on the host of training rank 0.",
-                )
+            if self._expected is not None and checksum(tensor) != self._expected.checksums[name]:
+                raise self._damaged(name)
+            if self._digests is not None:
+                self._digests[name].append(digest(tensor))  # compared later: that waits for a device
+
+    def _compare_digests(self, digests: Mapping[str, Sequence[Tensor]]) -> None:
+        numbers = [torch.stack([pair[side] for pair in digests.values()]).tolist() for side in (0, 1)]
+        for name, gathered, sent in zip(digests, *numbers, strict=True):
+            if gathered != sent:
+                raise self._damaged(name)
+
+    def _damaged(self, name: str) -> WeightMappingError:
+        return WeightMappingError(
+            f"{name} was damaged on its way into a bucket of version {self._version}.",
+            hint="If it happens again, look for faulty memory on the host of training rank 0.",
+        )
 
     def _someone_left(self) -> None:
         if not self._update.peers:
@@ -182,7 +206,8 @@ class _Push:
     def _remember(self) -> None:
         for peer, outcome in zip(self._all, self._update.outcomes(), strict=True):
             self._pusher._outcomes[started(peer)] = outcome
-            if self._expected is not None and outcome.version == self._version:
+            verified = self._expected is not None or self._digests is not None
+            if verified and outcome.version == self._version:
                 self._pusher._verified.add(started(peer))
 
     def _report(self) -> SyncReport:
@@ -216,8 +241,6 @@ def _dtypes(peers: Sequence[WeightPeer]) -> set[str]:
 
 def make_pusher(config: Config, context: WorkerContext) -> WeightPusher:
     """Return the sender that the config asks for."""
-    import torch
-
     options = config.weight_sync
     spec: WeightTransportSpec = context.plugins.get("register_weight_transports", options.transport)
     if spec.shares_buffers and context.device.type == "cpu":
@@ -225,8 +248,10 @@ def make_pusher(config: Config, context: WorkerContext) -> WeightPusher:
     elif spec.shares_buffers:
         buffers = Buffers(partial(_mappable, context.device))
     else:
-        device = spec.buffer_device(context) if spec.buffer_device is not None else "cpu"
-        buffers = Buffers(partial(torch.empty, dtype=torch.uint8, device=device))
+        device = torch.device(spec.buffer_device(context) if spec.buffer_device is not None else "cpu")
+        # others read a copy of their own, at any time
+        lends = None if spec.shares_buffers or device.type == "cpu" else device.type
+        buffers = Buffers(partial(torch.empty, dtype=torch.uint8, device=device), lends=lends)
     return WeightPusher(options, spec.make(config, context), buffers)
 
 

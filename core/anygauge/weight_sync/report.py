@@ -39,7 +39,7 @@ class SyncReport:
     seconds: Mapping[str, float] = field(default_factory=dict)
     """By phase: ``pause``, ``begin``, ``move``, ``end``, ``verify``, ``resume``, ``total``."""
     checksums: Mapping[str, str] = field(default_factory=dict)
-    """Of each tensor that was sent, where the update was verified."""
+    """Of each tensor that was sent, where servers tell theirs and the update was verified."""
     unverified: tuple[str, ...] = ()
     """Parameters of engines that nothing sent could be compared with."""
     peers: tuple[PeerOutcome, ...] = ()

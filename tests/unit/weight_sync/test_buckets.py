@@ -71,6 +71,22 @@ def test_two_buffers_are_used_in_turns_and_grow_for_a_tensor_that_needs_it() -> 
     assert large.data.numel() == 4000
 
 
+def test_a_tensor_that_fills_a_bucket_is_sent_from_where_it_lies_if_its_device_lends() -> None:
+    held = Buffers(partial(torch.empty, dtype=torch.uint8), lends="cpu")
+    large, small = torch.arange(100.0), torch.ones(4)
+    first, second, third = (
+        (bucket.data.data_ptr(), [each.name for each in bucket.tensors])
+        for bucket in cut([("large", large), ("small", small), ("turned", large.view(10, 10).T)], 64, held)
+    )
+    assert first == (large.data_ptr(), ["large"])
+    assert second[1] == ["small"]
+    assert second[0] != small.data_ptr(), "others may lie behind it"
+    assert third[1] == ["turned"]
+    (whole,) = cut([("turned", large.view(10, 10).T)], 64, held)
+    (sent,) = unpack(whole.tensors, whole.data)
+    assert torch.equal(sent[1], large.view(10, 10).T)
+
+
 def test_the_next_bucket_is_made_while_one_is_on_its_way_and_never_over_it() -> None:
     gathered = [threading.Event() for _ in range(6)]
     sent: list[int] = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ssl
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -19,11 +20,12 @@ from anygauge.weight_sync.checksum import checksum
 from anygauge.weight_sync.control import EngineControl
 from anygauge.weight_sync.pusher import WeightPusher
 from anygauge.weight_sync.sharing import shared_memory
+from anygauge.weight_sync.transports import distributed
 from anygauge.weight_sync.transports.disk import DiskTransport
 from anygauge.weight_sync.transports.distributed import DistributedTransport
 from anygauge.weight_sync.transports.tensor import TensorTransport
 from anygauge_hooks.errors import RolloutError
-from anygauge_hooks.weights import WeightApi, WeightPeer, WeightTransport
+from anygauge_hooks.weights import WeightApi, WeightBucket, WeightPeer, WeightTransport, WeightUpdate
 
 BUCKET = 4096
 TRANSPORTS = ("tensor", "disk", "distributed")
@@ -310,6 +312,56 @@ def test_verification_can_be_of_the_first_update_of_each_server_or_of_none(
     ]
     assert [bool(report.checksums) for report in reports] == [True, False, True]
     pusher.close()
+
+
+@pytest.mark.parametrize("transport", ["tensor", "distributed"])
+def test_where_servers_tell_no_checksums_what_lay_ready_is_compared_with_what_was_gathered(
+    server: FakeServer, tmp_path: Path, transport: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pusher = make(transport, tmp_path, verify="always")
+    quiet = [peer(server, api=WeightApi(checksums="none"))]
+    assert not pusher.push(weights(1).items(), 1, quiet).failed
+    send = pusher._transport.send
+
+    def damaged(bucket: WeightBucket, update: WeightUpdate) -> None:
+        send(bucket, update)
+        if bucket.index == 1:
+            bucket.data[5] += 1
+
+    monkeypatch.setattr(pusher._transport, "send", damaged)
+    (failed,) = pusher.push(weights(2).items(), 2, quiet).failed
+    assert failed.state == "unusable"
+    assert "model.layers.1.mlp.down_proj.weight was damaged on its way" in (failed.error or "")
+    monkeypatch.undo()
+    assert not pusher.push(weights(3).items(), 3, quiet).failed
+    pusher.close()
+
+
+def test_broadcasts_are_waited_for_once_and_buckets_leave_room_for_what_is_converted(
+    server: FakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pusher = make("distributed", tmp_path, verify="none")
+    happened: list[Any] = []
+    send = pusher._transport.send
+
+    def noted(bucket: WeightBucket, update: WeightUpdate) -> None:
+        send(bucket, update)
+        happened.append((bucket.data.numel(), len(bucket.tensors)))
+
+    monkeypatch.setattr(pusher._transport, "send", noted)
+    monkeypatch.setattr(distributed, "finish", lambda device: happened.append(device.type))
+    assert not pusher.push(weights(1).items(), 1, [peer(server)]).failed
+    assert happened[-1] == "cpu", "the end waits"
+    assert all(size <= BUCKET * 31 // 32 or count == 1 for size, count in happened[:-1])
+    pusher.close()
+
+
+def test_a_client_of_a_server_is_made_without_reading_certificates_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    EngineControl(WeightPeer(address="http://127.0.0.1:1"), deadline_s=1).close()
+    monkeypatch.setattr(ssl, "SSLContext", None)
+    EngineControl(WeightPeer(address="http://127.0.0.1:2"), deadline_s=1).close()
 
 
 @pytest.mark.parametrize("answer", [{}, {"ranks": None}, {"ranks": []}, {"ranks": [{"checksums": {}}]}])

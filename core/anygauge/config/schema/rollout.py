@@ -173,8 +173,9 @@ class WeightSync(Section):
     """Way to the servers, by registered name: ``tensor`` (memory that processes of one host share, or one
     accelerator), ``distributed`` (broadcast), ``disk`` (a directory that all see), ``delta`` (changed bytes
     alone). Servers with devices of their own, or on other hosts, get ``distributed`` if nothing is said."""
-    bucket_bytes: Annotated[int, Field(ge=4096)] = 512 * 2**20
-    """Bytes that are sent at once. Two such buffers are held; a larger tensor has a bucket for itself."""
+    bucket_bytes: Annotated[int, Field(ge=4096)] = 2**30
+    """Memory for what is sent at once, which is a little less. Two such buffers are held; a larger tensor has a
+    bucket for itself. Each bucket costs a request, so larger ones are faster."""
     verify: Literal["none", "first", "always"] = "first"
     """Compare the checksums of what the servers hold with what was sent, tensor by tensor: never, after the
     first update of each server, or after every one."""

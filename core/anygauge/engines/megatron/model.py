@@ -101,8 +101,13 @@ class Policy:
     def _gathering(self) -> Gathering:
         return plan_gathering(self._detached(), self.rules, self.place, _replica_group(self.place))
 
+    @cached_property
+    def _sent(self) -> dict[str, Tensor]:
+        """What :attr:`tensors` returns, looked up once: that takes longer than many a push."""
+        return self.tensors
+
     def _detached(self) -> dict[str, Tensor]:
-        return {name: tensor.detach() for name, tensor in self.tensors.items()}
+        return {name: tensor.detach() for name, tensor in self._sent.items()}
 
 
 def rank_place() -> Place:

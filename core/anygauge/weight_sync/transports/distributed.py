@@ -11,7 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from anygauge.distributed.addresses import in_url
-from anygauge.weight_sync.broadcast import Membership, Rendezvous, address_towards, join_group
+from anygauge.weight_sync.broadcast import Membership, Rendezvous, address_towards, finish, join_group
 from anygauge.weight_sync.buckets import unpack
 from anygauge.weight_sync.control import EngineControl
 from anygauge.weight_sync.transports.tensor import last_words
@@ -19,6 +19,8 @@ from anygauge.weight_sync.watchdog import describe, within
 from anygauge_hooks.errors import AnygaugeError, RolloutError
 
 if TYPE_CHECKING:
+    import torch
+
     from anygauge_hooks.weights import WeightBucket, WeightPeer, WeightUpdate
 
 __all__ = ["DistributedTransport"]
@@ -26,6 +28,8 @@ __all__ = ["DistributedTransport"]
 FLATTENED = "flattened_bucket"
 FAREWELL_S = 5.0
 """Longest wait for a server to leave a group that is no longer used."""
+SPARE_S = 30.0
+"""That a library waits beyond the deadline: some of them end the process then."""
 
 
 class DistributedTransport:
@@ -48,6 +52,8 @@ class DistributedTransport:
         self._group: Membership | None = None
         self._at = ""
         """The tensor that is being broadcast."""
+        self._device: torch.device | None = None
+        """On which broadcasts were started."""
 
     def connect(self, peers: Sequence[WeightPeer]) -> None:
         """Have a group with exactly these servers, as they were started last.
@@ -74,7 +80,7 @@ class DistributedTransport:
                     world_size=_size(peers),
                     name=self._name,
                     backend=self._backend,
-                    timeout_s=self._deadline_s,
+                    timeout_s=self._deadline_s + SPARE_S,
                     store=rendezvous.store,
                 ),
                 what=f"The group of training rank 0 and {_addresses(peers)}",
@@ -133,8 +139,9 @@ class DistributedTransport:
     def send(self, bucket: WeightBucket, update: WeightUpdate) -> None:
         """Broadcast a bucket, while the servers are asked to receive it.
 
-        One that refuses ends the group, and so the update: the others may wait for bytes that it would have
-        passed on.
+        On an accelerator both ends go on once their devices have been asked: while the bytes of a bucket
+        move, the servers are told of the next. One that refuses ends the group, and so the update: the others
+        may wait for bytes that it would have passed on.
         """
         group, asked = self._group, update.peers
         assert group is not None, "connect comes first"
@@ -160,6 +167,10 @@ class DistributedTransport:
             where = f" at {self._at}" if self._at else ""
             raise _as_ours(error, f"The broadcast of {what} to {_addresses(asked)} broke{where}") from error
         asking.join()
+        if refusal := _refusal(asked, update, what):
+            self.abandon()
+            raise refusal
+        self._device = bucket.data.device
 
     def _ask(self, bucket: WeightBucket, update: WeightUpdate) -> None:
         flattened = {"load_format": FLATTENED} if _flattened(update.peers) else {}
@@ -175,11 +186,11 @@ class DistributedTransport:
 
     def _broadcast(self, group: Membership, bucket: WeightBucket, *, by_tensor: bool) -> None:
         if not by_tensor:
-            group.send(bucket.data)
+            group.start(bucket.data)
             return
         for name, tensor in unpack(bucket.tensors, bucket.data):
             self._at = name
-            group.send(tensor)
+            group.start(tensor)
         self._at = ""
 
     def wire_bytes(self) -> int | None:
@@ -187,16 +198,27 @@ class DistributedTransport:
         return None
 
     def commit(self, update: WeightUpdate) -> None:
-        """Do nothing: the servers have loaded it."""
+        """Wait until all has gone: the servers load it as it comes."""
+        if self._device is None:
+            return
+        within(
+            self._deadline_s,
+            partial(finish, self._device),
+            what=f"The broadcast of {describe(None, update.version)} to {_addresses(update.peers)}",
+            release=self.abandon,
+        )
 
     def abandon(self) -> None:
         """Leave the group and have every server leave it, which ends a broadcast that one still waits in."""
+        self._leave(broken=True)
+
+    def _leave(self, *, broken: bool) -> None:
         group, self._group = self._group, None
         members, self._members = self._members, ()
         if members:
             self._dismiss(members)
         if group is not None:
-            group.close()
+            group.close(broken=broken)
 
     def _dismiss(self, members: Sequence[WeightPeer]) -> None:
         with ThreadPoolExecutor(len(members)) as threads:
@@ -210,7 +232,7 @@ class DistributedTransport:
 
     def close(self) -> None:
         """Leave the group."""
-        self.abandon()
+        self._leave(broken=False)
 
 
 def _size(peers: Sequence[WeightPeer]) -> int:
