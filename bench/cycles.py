@@ -3,11 +3,10 @@
     python bench/cycles.py --backend cuda                                # 300 with a real SGLang
     python bench/cycles.py --backend cpu --engine fake --cycles 40      # the order alone
 
-A run of the product with a tiny model and trainers and servers on the same device: in every step the servers
-sleep while the trainer works, and take its weights when they wake. Every so many steps it prints the memory
-of the device as its driver sees it, and what the driver of the run, its worker and the server's processes have
-of the host's. Ends with status 1 if any of them is larger at the end than after the first of these, by more
-than what allocators keep.
+A tiny model, and trainers and servers on the same device: in every cycle the servers sleep while the trainer
+works, and take its weights when they wake. Every so many cycles it prints the memory of the device as its
+driver sees it, and what this process, the workers and the servers have of the host's. Ends with status 1 if
+one of them is larger at the end than after the first of these, by more than what allocators keep.
 """
 
 from __future__ import annotations
@@ -92,7 +91,9 @@ def run(arguments: argparse.Namespace, directory: Path, stack: ExitStack) -> boo
     groups = config.rollout.samples_per_prompt
 
     def cycle(number: int) -> float:
-        seeds = [[number * 1000 + row * groups + each for each in range(groups)] for row in range(len(prompts))]
+        seeds = [
+            [number * 1000 + row * groups + each for each in range(groups)] for row in range(len(prompts))
+        ]
         samples = maker.generate(prompts, params, seeds)
         turns.take("train")
         difference = train(workers, loaded, samples, prompts)
@@ -105,8 +106,10 @@ def run(arguments: argparse.Namespace, directory: Path, stack: ExitStack) -> boo
 
     found = cycles(arguments.cycles, arguments.every, cycle, device_mib)
     (_, device, host), (_, last_device, last_host) = found[0], found[-1]
-    print(f"from cycle {found[0][0]} to {found[-1][0]}: device {last_device - device:+.1f} MiB, "
-          f"host {last_host - host:+.1f} MiB")
+    print(
+        f"from cycle {found[0][0]} to {found[-1][0]}: device {last_device - device:+.1f} MiB, "
+        f"host {last_host - host:+.1f} MiB"
+    )
     is_host = arguments.backend == "cpu"
     return (is_host or last_device - device <= GROWTH["device"]) and last_host - host <= GROWTH["host"]
 

@@ -5,16 +5,17 @@
     .venv-sglang/bin/python bench/engine_sync.py --backend cpu --size tiny --place shared
 
 A worker holds Megatron's model with random weights; the server begins with others. After the first push it
-prints, for each size of bucket, the median seconds of some more, and beside them a bare broadcast of the same
-bytes in pieces of that size, in a group of the same kind (`apart`). Memory is what torch's allocator took
-beyond what it had before the first push.
+prints, for each size of bucket, the median seconds of some more; `apart`, beside a bare broadcast of the same
+bytes, in pieces of the first size and in a group of the same kind. Memory is the most that torch's allocator
+had beyond what it had before.
 
-Then the log-probs of what the server says are compared with the trainer's: in the trainer's own type, the
-differences between that and the trainer in float32 (what such numbers are worth), and with the wrong prompt.
-Last, weights change in the middle of long responses: the way of a run (`abort`: what there is comes back, and
-is gone on from), and `retract`, where the server computes the beginning anew. `shared` also puts the server to
-sleep and wakes it.
+Then the log-probs of what the server says are compared with the trainer's; the trainer's with its own in
+float32, which tells what such numbers are worth; and those of wrong prompts. Last, weights change in the
+middle of long responses: `abort` gives back what there is, which is gone on from, and `retract` has the
+server compute the beginning anew. `shared` also puts the server to sleep and wakes it, and `--broken` ends it
+in the middle of an update.
 
+On one H200 `--size 4b --place shared` takes two minutes, of which the server's start is one.
 Ends with status 1 where a goal is missed.
 """
 
@@ -98,9 +99,7 @@ def listen(host: str, port: int, backend: str, pieces: Sequence[int], rounds: in
 
     where = torch.accelerator.current_accelerator() if backend != "gloo" else torch.device("cpu")
     device = torch.device(where or "cpu", 0) if backend != "gloo" else torch.device("cpu")
-    group = join_group(
-        host, port, rank=1, world_size=2, name="bare", backend=backend, timeout_s=BARE_S
-    )
+    group = join_group(host, port, rank=1, world_size=2, name="bare", backend=backend, timeout_s=BARE_S)
     data = torch.empty(max(pieces), dtype=torch.uint8, device=device)
     for _ in range(rounds):
         for piece in pieces:
@@ -288,7 +287,9 @@ class Sender:
         )
         is_right = extra < GOAL["buckets"]
         if self._place == "apart":
-            is_right &= self._bytes / seconds / 1e9 >= GOAL["rate"] and (not bare or bare / seconds >= GOAL["bare"])
+            is_right &= self._bytes / seconds / 1e9 >= GOAL["rate"] and (
+                not bare or bare / seconds >= GOAL["bare"]
+            )
         else:
             is_right &= seconds < GOAL["shared_s"]
         how = ", by tensor" if by_tensor else ""
@@ -349,7 +350,11 @@ class Sender:
             ),
             Row("trainer against itself in float32", spread(noise)),
             Row("server against trainer in float32", spread((theirs - exact).abs())),
-            Row("control: wrong prompt", f"mean {control:.4f}  {distance:.0f} times", distance >= GOAL["control"]),
+            Row(
+                "control: wrong prompt",
+                f"mean {control:.4f}  {distance:.0f} times",
+                distance >= GOAL["control"],
+            ),
         ]
 
     def _log_probs(self, engine: Any, said: Sequence[tuple[tuple[int, ...], Any]]) -> Any:
@@ -489,7 +494,7 @@ class Sender:
     # ---- memory, and the end ----
 
     def sleep(self) -> list[Row]:
-        """Have the server give its memory up and take it back, and check that it serves again after a push."""
+        """Have the server give its memory up and take it back, part by part."""
         rows = []
         for verb, parts in (("release", PARTS), ("regain", PARTS[::-1])):
             for part in parts:
@@ -497,7 +502,9 @@ class Sender:
                 started = time.perf_counter()
                 self._loop.run(getattr(self._client, verb)([part]), timeout_s=DEADLINE_S)
                 seconds = time.perf_counter() - started
-                rows.append(Row(f"{verb} {part}", f"{seconds * 1e3:6.1f} ms  {self._used() - before:+8.2f} GiB"))
+                rows.append(
+                    Row(f"{verb} {part}", f"{seconds * 1e3:6.1f} ms  {self._used() - before:+8.2f} GiB")
+                )
         return rows
 
     def _used(self) -> float:
@@ -526,7 +533,9 @@ class Sender:
         self._synchronize()
         (failed,) = report.failed
         text = (failed.error or "").splitlines()[0][:110]
-        return [Row("server killed in an update", f"{failed.state} after {seconds:.1f} s: {text}", seconds < 60)]
+        return [
+            Row("server killed in an update", f"{failed.state} after {seconds:.1f} s: {text}", seconds < 60)
+        ]
 
     def close(self) -> None:
         """End the server."""
@@ -663,13 +672,15 @@ def main() -> int:
     parser.add_argument("--server", action="append", default=[], help="an argument of SGLang's: NAME=VALUE")
     arguments = parser.parse_args()
     rows: list[Row] = []
-    with tempfile.TemporaryDirectory(prefix="anygauge-bench-") as directory:
-        with opened(arguments, Path(directory)) as call:
-            for method, options in steps(arguments):
-                found = call(method, **options)
-                rows += found
-                for row in found:
-                    print(f"{row.what:<36} {row.figures}{'' if row.is_right else '   MISSED'}", flush=True)
+    with (
+        tempfile.TemporaryDirectory(prefix="anygauge-bench-") as directory,
+        opened(arguments, Path(directory)) as call,
+    ):
+        for method, options in steps(arguments):
+            found = call(method, **options)
+            rows += found
+            for row in found:
+                print(f"{row.what:<36} {row.figures}{'' if row.is_right else '   MISSED'}", flush=True)
     return 0 if all(row.is_right for row in rows) else 1
 
 

@@ -84,7 +84,7 @@ class Membership:
             return
         if broken:
             with suppress(RuntimeError):  # not every library can
-                c10d._abort_process_group(group)  # type: ignore[no-untyped-call]
+                c10d._abort_process_group(group)
                 return
         torch.distributed.destroy_process_group(group)
 

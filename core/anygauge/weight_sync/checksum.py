@@ -47,7 +47,7 @@ def digest(tensor: Tensor) -> Tensor:
     word = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.itemsize]
     words = tensor.detach().contiguous().view(word).reshape(-1)
     # a sum in a wider type copies what it adds up
-    return torch.stack([part.sum(dtype=torch.int64) for part in words.split(_SUMMED)]).sum()
+    return torch.stack([part.sum(dtype=torch.int64) for part in torch.split(words, _SUMMED)]).sum()
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:

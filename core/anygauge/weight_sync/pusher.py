@@ -249,15 +249,12 @@ def make_pusher(config: Config, context: WorkerContext) -> WeightPusher:
         buffers = Buffers(partial(_mappable, context.device))
     else:
         device = torch.device(spec.buffer_device(context) if spec.buffer_device is not None else "cpu")
-        # others read a copy of their own, at any time
-        lends = None if spec.shares_buffers or device.type == "cpu" else device.type
+        lends = None if device.type == "cpu" else device.type
         buffers = Buffers(partial(torch.empty, dtype=torch.uint8, device=device), lends=lends)
     return WeightPusher(options, spec.make(config, context), buffers)
 
 
 def _mappable(device: Device, size: int) -> Tensor:
     """Return bytes on a device that its other processes can map, uint8."""
-    import torch
-
     with device.shareable():
         return torch.empty(size, dtype=torch.uint8, device=device.torch_device)

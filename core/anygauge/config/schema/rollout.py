@@ -174,8 +174,8 @@ class WeightSync(Section):
     accelerator), ``distributed`` (broadcast), ``disk`` (a directory that all see), ``delta`` (changed bytes
     alone). Servers with devices of their own, or on other hosts, get ``distributed`` if nothing is said."""
     bucket_bytes: Annotated[int, Field(ge=4096)] = 2**30
-    """Memory for what is sent at once, which is a little less. Two such buffers are held; a larger tensor has a
-    bucket for itself. Each bucket costs a request, so larger ones are faster."""
+    """Memory for what is sent at once, which is a little less. Two such buffers are held; a larger tensor has
+    a bucket for itself. Each bucket costs a request, so larger ones are faster."""
     verify: Literal["none", "first", "always"] = "first"
     """Compare the checksums of what the servers hold with what was sent, tensor by tensor: never, after the
     first update of each server, or after every one."""
