@@ -32,15 +32,26 @@ def capture_graph(work: Callable[[], None]) -> torch.cuda.CUDAGraph:
 
 @contextlib.contextmanager
 def _recording(graph: torch.cuda.CUDAGraph) -> Iterator[None]:
+    pool = torch.cuda.graph_pool_handle()
     # other threads, NCCL's watchdog among them, go on to ask the driver what a recording must not
-    graph.capture_begin(capture_error_mode="thread_local")
+    graph.capture_begin(pool=pool, capture_error_mode="thread_local")
     try:
         yield
     except BaseException:
-        with contextlib.suppress(RuntimeError):  # that the recording failed is known
-            graph.capture_end()
+        _give_up(graph, pool)
         raise
     graph.capture_end()
+
+
+def _give_up(graph: torch.cuda.CUDAGraph, pool: tuple[int, int]) -> None:
+    """End a recording that failed; why is known."""
+    try:
+        graph.capture_end()
+    except RuntimeError:
+        # torch raises before its allocator has left the recording, during which it takes nothing back of what
+        # several streams have used
+        with contextlib.suppress(RuntimeError):
+            torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), pool)
 
 
 @cache
