@@ -12,18 +12,22 @@ from torch import Tensor
 
 __all__ = ["grouped_matmul"]
 
-ALIGNED = 8
-"""What the operator wants the sizes of a weight to divide by: 16 bytes of bfloat16."""
+BYTES = 16
+"""What addresses and strides that the operator takes divide by."""
 
-GROUPED_CAPABILITIES = (9, 10)
-"""First numbers of the compute capabilities that it has a kernel for. On others it looks at every group."""
+ALIGNED = BYTES // torch.bfloat16.itemsize
+"""The same of the sizes of a weight."""
+
+GROUPED_CAPABILITY = 9
+"""First number of the compute capability whose kernel is used. On 8 and before the operator looks at every
+group, and on 10 an expert without tokens gets a gradient that is not 0: pytorch/pytorch issue 172439."""
 
 
 def grouped_matmul(x: Tensor, weight: Tensor, tokens_per_expert: Tensor) -> Tensor:
     """Return ``x[i] @ weight[e].T`` for the tokens ``i`` of each expert ``e``.
 
-    In bfloat16 the host never waits for the counts, which may be on either side. In float32, or where a size
-    of the weight does not divide by 8, there is a product for each expert and the host waits once.
+    In bfloat16 on Hopper the host never waits for the counts, which may be on either side. Elsewhere, or
+    where a size of the weight does not divide by 8, there is a product for each expert and the host waits.
 
     :param x: ``[T, K]``, sorted by expert.
     :param weight: ``[E, N, K]``.
@@ -42,7 +46,7 @@ def grouped_matmul(x: Tensor, weight: Tensor, tokens_per_expert: Tensor) -> Tens
 
 @lru_cache
 def _has_grouped(device: torch.device, dtype: torch.dtype) -> bool:
-    return dtype == torch.bfloat16 and torch.cuda.get_device_capability(device)[0] in GROUPED_CAPABILITIES
+    return dtype == torch.bfloat16 and torch.cuda.get_device_capability(device)[0] == GROUPED_CAPABILITY
 
 
 class _Grouped(torch.autograd.Function):
@@ -51,7 +55,7 @@ class _Grouped(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
         """Return the products."""
-        x, weight = x.contiguous(), weight.contiguous()
+        x, weight = _aligned(x), _aligned(weight)
         ctx.save_for_backward(x, weight, ends)
         return F.grouped_mm(x, weight.mT, offs=ends)
 
@@ -59,10 +63,19 @@ class _Grouped(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         """Return the gradients of ``x`` and ``weight``."""
         x, weight, ends = ctx.saved_tensors
-        grad = grads[0].contiguous()
+        grad = _aligned(grads[0])
         dx = F.grouped_mm(grad, weight, offs=ends) if ctx.needs_input_grad[0] else None
         dweight = F.grouped_mm(grad.t(), x, offs=ends) if ctx.needs_input_grad[1] else None
         return dx, dweight, None
+
+
+def _aligned(x: Tensor) -> Tensor:
+    """Return a tensor whose memory is where the operator takes it, copied if need be.
+
+    It looks at the strides of dimensions of size 1 too, which no other operator does.
+    """
+    dense = x.contiguous().view(-1).view(x.shape)
+    return dense if dense.data_ptr() % BYTES == 0 else dense.clone()
 
 
 class _OneByOne(torch.autograd.Function):
