@@ -282,8 +282,7 @@ def profile(step: Callable[[], object]) -> None:
         for _ in range(3):
             took = seconds(step)
             seen.step()
-    rows = [row for row in seen.key_averages() if row.self_device_time_total]
-    kernels = [row for row in rows if row.device_type == torch.autograd.DeviceType.CUDA]
+    kernels = [row for row in seen.key_averages() if is_kernel(row)]
     total = sum(row.self_device_time_total for row in kernels)
     print(f"{took * 1e3:.1f} ms, kernels {total / 1e3:.1f} ms", file=sys.stderr)
     for gap, start, before, after in gaps(seen.events())[:12]:
@@ -294,11 +293,16 @@ def profile(step: Callable[[], object]) -> None:
         print(f"{row.self_device_time_total / 1e3:9.2f} ms {row.count:6} {row.key[:110]}", file=sys.stderr)
 
 
-def gaps(events: Any) -> list[tuple[float, float, str, str]]:
-    """Return how many microseconds no kernel ran, since when, and between which two; the longest first."""
+def is_kernel(event: Any) -> bool:
+    """Return whether an event, or a row of them, is work of the device, and no mark over it."""
     import torch
 
-    kernels = [each for each in events if each.device_type == torch.autograd.DeviceType.CUDA]
+    return event.device_type == torch.autograd.DeviceType.CUDA and not event.is_user_annotation
+
+
+def gaps(events: Any) -> list[tuple[float, float, str, str]]:
+    """Return how many microseconds no kernel ran, since when, and between which two; the longest first."""
+    kernels = [each for each in events if is_kernel(each)]
     kernels.sort(key=lambda each: each.time_range.start)
     first = last = kernels[0]
     found = []
