@@ -304,8 +304,8 @@ def gaps(events: Any) -> list[tuple[float, float, str, str]]:
     """Return how many microseconds no kernel ran, since when, and between which two; the longest first."""
     kernels = [each for each in events if is_kernel(each)]
     kernels.sort(key=lambda each: each.time_range.start)
-    first = last = kernels[0]
-    found = []
+    found: list[tuple[float, float, str, str]] = []
+    first = last = kernels[0] if kernels else None
     for each in kernels:
         since = last.time_range.end
         if each.time_range.start > since:
