@@ -56,6 +56,8 @@ def measure(args: argparse.Namespace, path: str, tokens: int) -> dict[str, float
     if device.type == "cpu":
         small = [x[:64].detach().clone().requires_grad_() for x in (hidden, weight)]
         logprob(*small, targets[:64] % 64, 1.0, None, entropy_grad=args.entropy_grad)[0].sum().backward()
+    elif args.trace:
+        trace(step)
     else:
         step()
     return clock(step, args, device)
@@ -130,6 +132,19 @@ def clock(run: Any, args: argparse.Namespace, device: Any) -> dict[str, float]:
         else torch.accelerator.max_memory_allocated()
     )
     return {"ms": min(times) * 1e3, "mib": (peak - before) / MIB}
+
+
+def trace(run: Any) -> None:
+    """Print what the accelerator does most of the time."""
+    import torch
+
+    run()
+    with torch.profiler.profile() as found:
+        run()
+        synchronize(host=False)
+    print(
+        found.key_averages().table(sort_by="self_device_time_total", row_limit=12, max_name_column_width=80)
+    )
 
 
 def synchronize(host: bool) -> None:
@@ -406,6 +421,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--entropy-grad", action="store_true")
     parser.add_argument("--paths", nargs="+", choices=PATHS)
     parser.add_argument("--ranks", type=int, nargs="+", help="processes that divide the vocabulary")
+    parser.add_argument("--trace", action="store_true", help="print an accelerator's longest kernels")
     parser.add_argument("--path", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.path is None:

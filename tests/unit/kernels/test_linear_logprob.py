@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,6 +18,7 @@ from anygauge.kernels import linear_logprob as module
 from anygauge.kernels import reference
 from anygauge.kernels.linear_logprob import linear_logprob, linear_topk
 from anygauge.kernels.reference import vocab_parallel_logprob
+from anygauge_hooks.tiles import Slopes, Sums, Tile
 
 TEMPERATURE = 0.7
 Pair = tuple[Tensor, Tensor]
@@ -209,6 +212,71 @@ def test_what_is_frozen_gets_no_gradient() -> None:
     with torch.no_grad():
         silent = linear_logprob(hidden, weight, targets, TEMPERATURE, None, entropy_grad=False)
     assert torch.equal(silent[0], found[0])
+
+
+# -------------------------------------------------------------------------
+# Passes in place
+# -------------------------------------------------------------------------
+
+
+class InPlace:
+    """Passes that need no other memory than the logits', which ``summarise`` leaves as they are."""
+
+    in_place = True
+
+    def summarise(self, tile: Tile, sums: Sums) -> None:
+        module._EAGER.summarise(self._copy(tile), sums)
+
+    def derive(self, tile: Tile, slopes: Slopes) -> Tensor:
+        factor = module._EAGER.derive(self._copy(tile), slopes)
+        return tile.logits.view(tile.dtype)[:, : factor.shape[1]].copy_(factor)
+
+    def _copy(self, tile: Tile) -> Tile:
+        assert tile.spare is None
+        logits = tile.logits.clone(memory_format=torch.contiguous_format)
+        return replace(tile, logits=logits, spare=torch.empty_like(logits))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rest", [False, True])
+def test_the_last_tile_is_computed_once(
+    monkeypatch: pytest.MonkeyPatch, rest: bool, dtype: torch.dtype
+) -> None:
+    monkeypatch.setattr(module, "HOST_TILE", (5, 16))
+    monkeypatch.setattr(module, "SMALLEST_HOST_TILE", 1)
+    computed: list[tuple[slice, slice]] = []
+    fill = module._Tiles.fill
+
+    def counting(tiles: Any, tile: Tile) -> None:
+        computed.append((tile.tokens, tile.rows))
+        fill(tiles, tile)
+
+    monkeypatch.setattr(module._Tiles, "fill", counting)
+    hidden, weight, _ = make_inputs(dtype=dtype)
+    targets = torch.randint(30, (13, 4), generator=torch.Generator().manual_seed(1))
+    options: dict[str, Any] = {"entropy_grad": True, "rest": rest}
+    found = linear_logprob(hidden, weight, targets, TEMPERATURE, None, math=InPlace(), **options)
+    once = len(computed)
+    loss = found[0].sum() + found[1].sum()
+    first = torch.autograd.grad(loss, (hidden, weight), retain_graph=True)
+    assert len(computed) == 2 * once - 1
+    assert once > 2
+    assert all(map(torch.equal, first, torch.autograd.grad(loss, (hidden, weight))))
+    assert len(computed) == 3 * once - 1, "what was overwritten is not used again"
+    plain = linear_logprob(hidden, weight, targets, TEMPERATURE, None, **options)
+    expected = torch.autograd.grad(plain[0].sum() + plain[1].sum(), (hidden, weight))
+    assert_all_close((*found, *first), (*plain, *expected), 1e-5 if dtype == torch.float32 else 1.6e-2)
+
+
+@pytest.mark.parametrize("tokens", [1, 64, 512, 8200, 12_000, 131_072])
+@pytest.mark.parametrize("rows", [100, 37_984, 151_936])
+def test_a_tile_of_an_accelerator_is_bounded(tokens: int, rows: int) -> None:
+    height, width = module._tile_shape(tokens, rows, torch.device("meta"), in_place=True)
+    assert 0 < height <= tokens
+    assert 0 < width <= rows
+    smallest, largest = module.SMALLEST_DEVICE_TILE, math.prod(module.DEVICE_TILE)
+    assert height * width <= min(largest, max(smallest, tokens * rows // module.DEVICE_SHARE))
+    assert (height, width) == (tokens, rows) or height * width > smallest / 4, "no sliver"
 
 
 # -------------------------------------------------------------------------
