@@ -35,7 +35,8 @@ def begin_gradients(chunks: Iterable[Any]) -> None:
                 setattr(weight, FIRST, True)
             else:
                 zeroed.append(weight.main_grad)
-        torch._foreach_zero_(zeroed)
+        if zeroed:
+            torch._foreach_zero_(zeroed)
         for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
             group.reset()
 
