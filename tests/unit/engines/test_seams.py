@@ -412,7 +412,13 @@ def test_ledger_lists_the_warning_filters(plugins: Plugins) -> None:
     with warnings.catch_warnings():
         warnings.resetwarnings()
         prepare.prepare_megatron(plugins, plugins.get("register_backends", "cpu"))
-        assert len(warnings.filters) == 4
+        assert len(warnings.filters) == 5
     assert ledger("Per process") == {"warnings.filters"}
-    for words in ("four filters", "`.grad`", "`torch.distributed`", "`Please use DTensor instead`"):
+    for words in (
+        "five filters",
+        "`barrier()`",
+        "`.grad`",
+        "`torch.distributed`",
+        "`Please use DTensor instead`",
+    ):
         assert words in text
