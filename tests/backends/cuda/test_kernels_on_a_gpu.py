@@ -1,0 +1,61 @@
+"""On a GPU kernels give the same bits twice, and the host waits for none but what brings lengths there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import cast
+
+import pytest
+import torch
+
+from anygauge.testing.conformance.test_kernels import CASES, Case, contiguous, evaluate, inputs_of
+from anygauge_cuda.kernels import kernels
+from anygauge_hooks.kernels import KERNEL_OPS, KernelImpl
+from anygauge_hooks.types import Device
+
+pytestmark = pytest.mark.cuda
+
+GPU = cast(Device, SimpleNamespace(torch_device=torch.device("cuda")))
+OPS = sorted(set(KERNEL_OPS) - {"linear_logprob", "varlen_attention"})
+"""Those whose function is the whole of the op, in every dtype."""
+LENGTHS = {"causal_conv1d", "gated_delta_rule"}
+"""Ops that are given lengths on the host."""
+
+
+def biggest_case(op: str) -> Case:
+    return max((case for case in CASES if case.op == op), key=lambda case: case.tensors()[0].numel())
+
+
+def kernel_of(case: Case) -> KernelImpl:
+    return next(kernel for kernel in kernels() if kernel.op == case.op)
+
+
+@pytest.fixture
+def no_waiting() -> Iterator[None]:
+    """Fail where the host waits for the GPU."""
+    torch.cuda.set_sync_debug_mode("error")
+    yield
+    torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_the_same_bits_twice(op: str) -> None:
+    case = biggest_case(op)
+    inputs = inputs_of(case, "bfloat16", contiguous, GPU)
+    one, other = (evaluate(kernel_of(case).fn, case, [x.clone() for x in inputs]) for _ in range(2))
+    for first, second in zip(one.outputs + one.gradients, other.outputs + other.gradients, strict=True):
+        assert torch.equal(first, second)
+
+
+@pytest.mark.parametrize("op", [op for op in OPS if op not in LENGTHS])
+def test_the_host_does_not_wait(op: str, request: pytest.FixtureRequest) -> None:
+    case = biggest_case(op)
+    inputs = inputs_of(case, "bfloat16", contiguous, GPU)
+    leaves = [x.detach().requires_grad_() for x in inputs[: case.differentiable]]
+    named = {} if case.keyword is None else {case.keyword: inputs[-1]}
+    given = [*leaves, *inputs[case.differentiable : len(inputs) - len(named)]]
+    request.getfixturevalue("no_waiting")
+    found = kernel_of(case).fn(*given, *case.arguments, **case.options, **named)
+    outputs = [x for x in (found if isinstance(found, tuple) else (found,)) if x.requires_grad]
+    torch.autograd.grad(outputs, leaves, [torch.ones_like(x) for x in outputs])
