@@ -115,7 +115,7 @@ def anygauge_step(args: argparse.Namespace, folder: Path) -> Iterator[Callable[[
             "model": {"path": str(folder)},
             "data": {"train": []},
             "reward": {"function": "none"},
-            "train": train | {"megatron": json.loads(args.megatron)},
+            "train": train | {"megatron": json.loads(args.megatron), "recompute": args.recompute},
         }
     )
     context = WorkerContext(rank=0, world_size=1, backend=backend, device=device, plugins=plugins)
@@ -335,7 +335,7 @@ def in_own_process(side: str, args: argparse.Namespace) -> dict[str, float] | No
         print("liger is not installed", file=sys.stderr)
         return None
     command = [sys.executable, __file__, "--alone", "--sides", side, "--shape", args.shape]
-    for name in ("backend", "dtype", "runs", "megatron", "micro_batch"):
+    for name in ("backend", "dtype", "runs", "megatron", "recompute", "micro_batch"):
         command += [f"--{name.replace('_', '-')}", str(getattr(args, name))]
     command += ["--lengths", *map(str, args.lengths), *["--profile"] * args.profile]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -371,6 +371,7 @@ def main() -> int:
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--micro-batch", type=int, default=0, help="tokens; all at once by default")
     parser.add_argument("--megatron", default="{}", help="train.megatron of the engine, as JSON")
+    parser.add_argument("--recompute", default="none", help="train.recompute of the engine")
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--alone", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
