@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -223,8 +224,15 @@ def test_norms_and_activations_are_kept_once(make_engine: Callable[..., Any]) ->
         config = engine.policy.options.transformer
         layer = engine.policy.chunks[0].decoder.layers[0]
         hidden = torch.randn(7, 1, config.hidden_size, requires_grad=True)
+        made: list[Any] = []
+        for module in (layer.pre_mlp_layernorm, layer.mlp.activation_func):
+            module.register_forward_hook(
+                lambda _, inputs, output, made=made: made.append(weakref.ref(output))
+            )
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
             output = layer.mlp(layer.pre_mlp_layernorm(hidden))[0]
         kept[recompute] = sum(found.values())
+        assert len(made) == 2
+        assert all((each() is None) == (recompute == "elementwise") for each in made), "it is held elsewhere"
         output.sum().backward()
     assert kept["none"] - kept["elementwise"] == 7 * 4 * (config.hidden_size + config.ffn_hidden_size)
