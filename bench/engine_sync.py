@@ -15,8 +15,8 @@ middle of long responses: `abort` gives back what there is, which is gone on fro
 server compute the beginning anew. `shared` also puts the server to sleep and wakes it, and `--broken` ends it
 in the middle of an update.
 
-With `--size 4b` and three sizes of bucket `shared` took two minutes on an H200, the start of the server one of
-them; `apart` should not take longer, also with `--by-tensor --broken`. A server starts sooner with
+With `--size 4b` and three sizes of bucket `shared` took two minutes on an H200, one of them the server's
+start; `apart` should not take longer, also with `--by-tensor --broken`. A server starts sooner with
 `--server cuda_graph_max_bs_decode=16 --server disable_prefill_cuda_graph=true`.
 Ends with status 1 where a goal is missed.
 """
