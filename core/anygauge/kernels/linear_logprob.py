@@ -1,9 +1,9 @@
 """The output layer, log-probability and entropy in one, a tile of the logits at a time.
 
 Forward keeps the logarithm of each token's normaliser; backward computes each tile of logits again, from the
-last one on, which may still be there. A tile is some tokens by some rows of the weight. The more tokens it
-has, the fewer times the gradient of the weight is read and written, and the more rows, the fewer times that
-of the hidden states.
+last one on, but for a few that are still there. A tile is some tokens by some rows of the weight. The more
+tokens it has, the fewer times the gradient of the weight is read and written, and the more rows, the fewer
+times that of the hidden states.
 """
 
 from __future__ import annotations
@@ -29,6 +29,12 @@ rows, and quarters of it, are whole rounds of 128 x 128 for 132 processors, and 
 
 HOST_SHARE, DEVICE_SHARE = 16, 8
 """The memory of a tile is at most this part of that of all logits, to stay small beside theirs ..."""
+
+KEPT_SHARE = 6
+"""Passes that work in place leave so much of all logits for backward, in whole tiles and one at least ..."""
+
+MOST_KEPT = 3 << 28
+"""... and at most this many: 3 GiB."""
 
 SMALLEST_HOST_TILE = 1 << 20
 """... unless it has this many, whose memory is not worth saving."""
@@ -156,12 +162,13 @@ class _Part:
 
 
 class _Tiles:
-    """The tiles of ``hidden @ weight.T``, in the same memory one after the other.
+    """The tiles of ``hidden @ weight.T``, in the same memory one after the other, but for the last ones.
 
     :param targets: ``[T, N]``, int64, contiguous.
     :param scale: One over the temperature.
     :param in_place: Whether none has spare memory.
-    :param memory: That of the tiles of an earlier call of the same shapes, or ``None``.
+    :param keep: Whether the last ones are wanted later; if so and ``in_place``, each has memory of its own.
+    :param memory: That of earlier tiles of the same shapes, or ``None``.
     """
 
     def __init__(
@@ -172,23 +179,37 @@ class _Tiles:
         scale: float,
         *,
         in_place: bool,
+        keep: bool = False,
         memory: Tensor | None = None,
     ) -> None:
         self.hidden, self.part, self.targets, self.scale = hidden, part, targets, scale
         shape = len(hidden), len(part.weight)
-        self._height, self._width = _tile_shape(*shape, hidden.device, in_place=in_place)
-        self._step = PITCH if in_place else 1
+        height, width = _tile_shape(*shape, hidden.device, in_place=in_place)
+        self._in_place, self._step = in_place, PITCH if in_place else 1
+        self._tokens, self._rows = _cut(shape[0], height), _cut(shape[1], width)
         if memory is None:
-            size = 1 if in_place else 2, self._height * _up(self._width, self._step)
-            memory = torch.empty(size, dtype=_wide(hidden.dtype), device=hidden.device)
+            size = height * _up(width, self._step)
+            places = min(self.count, _places(*shape, size)) if in_place and keep else 1 if in_place else 2
+            memory = torch.empty(max(1, places), size, dtype=_wide(hidden.dtype), device=hidden.device)
         self.memory = memory
+
+    @property
+    def count(self) -> int:
+        """How many there are."""
+        return len(self._tokens) * len(self._rows)
+
+    @property
+    def kept(self) -> int:
+        """How many of the last ones are in memory together."""
+        return min(self.count, len(self.memory)) if self._in_place else 0
 
     @property
     def blocks(self) -> list[list[Tile]]:
         """All tiles, those of the same tokens together."""
-        rows = _cut(len(self.part.weight), self._width)
+        width = len(self._rows)
         return [
-            [self._tile(tokens, part) for part in rows] for tokens in _cut(len(self.hidden), self._height)
+            [self._tile(tokens, rows, block * width + number) for number, rows in enumerate(self._rows)]
+            for block, tokens in enumerate(self._tokens)
         ]
 
     def fill(self, tile: Tile) -> None:
@@ -196,10 +217,12 @@ class _Tiles:
         weight = self.part.weight[tile.rows]
         add_product(tile.logits, self.hidden[tile.tokens], weight.t(), beta=0)
 
-    def _tile(self, tokens: slice, rows: slice) -> Tile:
+    def _tile(self, tokens: slice, rows: slice, number: int) -> Tile:
         shape = tokens.stop - tokens.start, rows.stop - rows.start
         pitch = _up(shape[1], self._step)
-        logits, *spare = (x[: shape[0] * pitch].view(-1, pitch)[:, : shape[1]] for x in self.memory)
+        place = max(0, number + self.kept - self.count)
+        memory = self.memory[place : place + 1] if self._in_place else self.memory
+        logits, *spare = (x[: shape[0] * pitch].view(-1, pitch)[:, : shape[1]] for x in memory)
         return Tile(
             tokens,
             rows,
@@ -223,6 +246,11 @@ def _tile_shape(tokens: int, rows: int, device: torch.device, *, in_place: bool)
     height = max(1, -(-tokens // max(1, round(tokens / height))))  # no part is much smaller than the others
     width, step = size // height, ALIGNMENT if host or size // height < width // 4 else width // 4
     return height, max(1, min(rows, width - width % step if width > step else width))
+
+
+def _places(tokens: int, rows: int, size: int) -> int:
+    """Return how many tiles of this size are kept of all logits."""
+    return max(1, min(tokens * rows // KEPT_SHARE, MOST_KEPT) // size)
 
 
 def _cut(count: int, size: int) -> list[slice]:
@@ -387,7 +415,8 @@ class _LinearLogprob(torch.autograd.Function):
         statistics = _Statistics.start(hidden, targets.shape[1], 1 / temperature)
         others = _Statistics.start(hidden, 0, 1 / temperature) if rest else None
         part = _Part.of(weight, group, vocab_size)
-        tiles = _Tiles(hidden, part, targets, 1 / temperature, in_place=math.in_place)
+        keep = any(ctx.needs_input_grad)
+        tiles = _Tiles(hidden, part, targets, 1 / temperature, in_place=math.in_place, keep=keep)
         for block in tiles.blocks:
             for tile in block:
                 tiles.fill(tile)
@@ -402,7 +431,7 @@ class _LinearLogprob(torch.autograd.Function):
             logprobs = torch.cat((logprobs, others.log_share(statistics)[:, None]), 1)
         ctx.save_for_backward(hidden, weight, targets, statistics.base(), entropy, logprobs)
         ctx.math, ctx.entropy_grad = math, entropy_grad
-        ctx.kept = tiles.memory if math.in_place and any(ctx.needs_input_grad) else None
+        ctx.kept = tiles.memory if math.in_place and keep else None
         ctx.scale, ctx.group, ctx.vocab_size = statistics.scale, group, vocab_size
         if not entropy_grad:
             ctx.mark_non_differentiable(entropy)
@@ -477,15 +506,16 @@ def _backward(ctx: Any, grads: tuple[Tensor, ...], grad_hidden: Tensor, grad_wei
     """Write the gradient of the hidden states, and add to that of the weight."""
     hidden, weight, targets = ctx.saved_tensors[:3]
     part = _Part.of(weight, ctx.group, ctx.vocab_size)
-    kept, ctx.kept = ctx.kept, None  # is overwritten
-    tiles = _Tiles(hidden, part, targets, ctx.scale, in_place=ctx.math.in_place, memory=kept)
-    slopes = _slopes(ctx, grads)
+    memory, ctx.kept = ctx.kept, None  # is overwritten
+    tiles = _Tiles(hidden, part, targets, ctx.scale, in_place=ctx.math.in_place, memory=memory)
+    missing = tiles.count - (0 if memory is None else tiles.kept)
+    slopes, left = _slopes(ctx, grads), tiles.count
     for block in reversed(tiles.blocks):
         total = _accumulator(grad_hidden, block)
         for index, tile in enumerate(reversed(block)):
-            if kept is None:
+            left -= 1
+            if left < missing:
                 tiles.fill(tile)
-            kept = None
             factor = ctx.math.derive(tile, _of(slopes, tile.tokens))
             add_product(total, factor, part.weight[tile.rows], beta=int(index > 0))
             if grad_weight is not None:

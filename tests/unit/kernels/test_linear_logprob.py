@@ -239,11 +239,13 @@ class InPlace:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("rest", [False, True])
-def test_the_last_tile_is_computed_once(
-    monkeypatch: pytest.MonkeyPatch, rest: bool, dtype: torch.dtype
+@pytest.mark.parametrize("kept", [1, 5, 24])
+def test_the_last_tiles_are_computed_once(
+    monkeypatch: pytest.MonkeyPatch, kept: int, rest: bool, dtype: torch.dtype
 ) -> None:
     monkeypatch.setattr(module, "HOST_TILE", (5, 16))
     monkeypatch.setattr(module, "SMALLEST_HOST_TILE", 1)
+    monkeypatch.setattr(module, "_places", lambda *_: kept)
     computed: list[tuple[slice, slice]] = []
     fill = module._Tiles.fill
 
@@ -259,10 +261,10 @@ def test_the_last_tile_is_computed_once(
     once = len(computed)
     loss = found[0].sum() + found[1].sum()
     first = torch.autograd.grad(loss, (hidden, weight), retain_graph=True)
-    assert len(computed) == 2 * once - 1
-    assert once > 2
+    assert once == 24
+    assert len(computed) == 2 * once - kept
     assert all(map(torch.equal, first, torch.autograd.grad(loss, (hidden, weight))))
-    assert len(computed) == 3 * once - 1, "what was overwritten is not used again"
+    assert len(computed) == 3 * once - kept, "what was overwritten is not used again"
     plain = linear_logprob(hidden, weight, targets, TEMPERATURE, None, **options)
     expected = torch.autograd.grad(plain[0].sum() + plain[1].sum(), (hidden, weight))
     assert_all_close((*found, *first), (*plain, *expected), 1e-5 if dtype == torch.float32 else 1.6e-2)
@@ -277,6 +279,16 @@ def test_a_tile_of_an_accelerator_is_bounded(tokens: int, rows: int) -> None:
     smallest, largest = module.SMALLEST_DEVICE_TILE, math.prod(module.DEVICE_TILE)
     assert height * width <= min(largest, max(smallest, tokens * rows // module.DEVICE_SHARE))
     assert (height, width) == (tokens, rows) or height * width > smallest / 4, "no sliver"
+
+
+@pytest.mark.parametrize(
+    ("tokens", "gib"), [(64, 0.04), (8192, 0.8), (16_384, 1.6), (32_768, 3.0), (131_072, 3.0)]
+)
+def test_what_is_kept_is_bounded(tokens: int, gib: float) -> None:
+    rows = 151_936
+    size = math.prod(module._tile_shape(tokens, rows, torch.device("meta"), in_place=True))
+    kept = module._places(tokens, rows, size) * size
+    assert 0 < kept * 4 <= gib * 2**30
 
 
 # -------------------------------------------------------------------------
