@@ -254,10 +254,14 @@ def synchronize() -> None:
 
 
 def peak_gib() -> float:
-    """Return the most memory that was allocated on the device."""
+    """Return the most memory that was allocated on the device, also where the engine counts it by phase."""
     import torch
 
-    return torch.accelerator.max_memory_allocated() / GIB if torch.accelerator.is_available() else 0.0
+    from anygauge.device import peak_memory_by_phase
+
+    if not torch.accelerator.is_available():
+        return 0.0
+    return max(torch.accelerator.max_memory_allocated(), *peak_memory_by_phase().values(), 0) / GIB
 
 
 def ceiling() -> float:
