@@ -22,6 +22,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -229,11 +230,37 @@ def measure(args: argparse.Namespace) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as name:
         Path(name, "config.json").write_text(json.dumps(SHAPES[args.shape]))
         with side(args, Path(name)) as step:
-            times = [seconds(step) for _ in range(WARM_UP + args.runs)][WARM_UP:]
-            found = {"ms": statistics.median(times) * 1e3, "gib": peak_gib(), "ceiling": ceiling()}
+            for _ in range(WARM_UP):
+                step()
+            with watched() as state:
+                times = [seconds(step) for _ in range(args.runs)]
+            found = {"ms": statistics.median(times) * 1e3, "gib": peak_gib(), **state, "ceiling": ceiling()}
             if args.profile:
                 profile(step)
     return found
+
+
+@contextmanager
+def watched() -> Iterator[dict[str, float]]:
+    """Yield what becomes the mean power and clock of a GPU in the meantime; 0 where nobody tells."""
+    import torch
+
+    seen: list[tuple[float, float]] = []
+    done = threading.Event()
+
+    def watch() -> None:
+        while not done.wait(0.02):
+            seen.append((torch.cuda.power_draw() / 1e3, torch.cuda.clock_rate()))
+
+    thread = threading.Thread(target=watch)
+    state = {"watts": 0.0, "mhz": 0.0}
+    if torch.cuda.is_available() and importlib.util.find_spec("pynvml") is not None:
+        thread.start()
+    yield state
+    done.set()
+    if seen:
+        thread.join()
+        state["watts"], state["mhz"] = (statistics.mean(column) for column in zip(*seen, strict=True))
 
 
 def seconds(step: Callable[[], object]) -> float:
@@ -360,7 +387,7 @@ def report(args: argparse.Namespace, side: str, found: dict[str, float], ours: d
     ratio = found["ms"] / ours["ms"]
     print(
         f"{side:14}{found['ms']:10.1f}{tokens / found['ms'] * 1e3:12.0f}{rate / 1e12:10.0f}{share}"
-        f"{found['gib']:10.1f}{ratio:10.2f}"
+        f"{found['gib']:8.1f}{found['watts']:7.0f}{found['mhz']:7.0f}{ratio:10.2f}"
     )
 
 
@@ -384,7 +411,9 @@ def main() -> int:
         return 0
     lengths = " + ".join(map(str, args.lengths))
     print(f"{args.shape}, {lengths} tokens, {args.backend}, {args.dtype}, median of {args.runs}")
-    print(f"{'side':14}{'ms':>10}{'tokens/s':>12}{'TFLOP/s':>10}{'ceiling':>8}{'GiB':>10}{'time/ours':>10}")
+    print(
+        f"{'side':14}{'ms':>10}{'tokens/s':>12}{'TFLOP/s':>10}{'ceiling':>8}{'GiB':>8}{'W':>7}{'MHz':>7}{'time/ours':>10}"
+    )
     found = {side: in_own_process(side, args) for side in args.sides}
     first = next((each for each in found.values() if each), None)
     for side, each in found.items():
