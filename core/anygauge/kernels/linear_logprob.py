@@ -96,6 +96,7 @@ def linear_logprob(
         entropy_grad,
         vocab_size,
         rest,
+        torch.is_grad_enabled(),  # which forward cannot ask: it is off in there
     )
     return (result[0] if targets.dim() == 2 else result[0].squeeze(1)), result[1]
 
@@ -410,12 +411,13 @@ class _LinearLogprob(torch.autograd.Function):
         entropy_grad: bool,
         vocab_size: int | None,
         rest: bool,
+        is_recorded: bool,
     ) -> tuple[Tensor, Tensor]:
         """Return log-probabilities ``[T, N]``, or ``[T, N + 1]`` with the rest, and entropies ``[T]``."""
         statistics = _Statistics.start(hidden, targets.shape[1], 1 / temperature)
         others = _Statistics.start(hidden, 0, 1 / temperature) if rest else None
         part = _Part.of(weight, group, vocab_size)
-        keep = any(ctx.needs_input_grad)
+        keep = is_recorded and any(ctx.needs_input_grad)
         tiles = _Tiles(hidden, part, targets, 1 / temperature, in_place=math.in_place, keep=keep)
         for block in tiles.blocks:
             for tile in block:
@@ -448,7 +450,7 @@ class _LinearLogprob(torch.autograd.Function):
             None,
             _sum_over(grad_hidden, ctx.group),
             None if grad_weight is None else _for_autograd(weight, grad_weight),
-            *[None] * 6,
+            *[None] * 7,
         )
 
 

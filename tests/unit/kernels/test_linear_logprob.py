@@ -270,6 +270,23 @@ def test_the_last_tiles_are_computed_once(
     assert_all_close((*found, *first), (*plain, *expected), 1e-5 if dtype == torch.float32 else 1.6e-2)
 
 
+def test_without_a_gradient_no_tile_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights that are trained want a gradient even where torch records nothing."""
+    asked: list[bool] = []
+    tiles = module._Tiles
+
+    def recorded(*args: Any, keep: bool = False, **options: Any) -> Any:
+        asked.append(keep)
+        return tiles(*args, keep=keep, **options)
+
+    monkeypatch.setattr(module, "_Tiles", recorded)
+    hidden, weight, targets = make_inputs()
+    for enabled in (False, True):
+        with torch.set_grad_enabled(enabled):
+            linear_logprob(hidden, weight, targets, TEMPERATURE, None, entropy_grad=False, math=InPlace())
+    assert asked == [False, True]
+
+
 @pytest.mark.parametrize("tokens", [1, 64, 512, 8200, 12_000, 131_072])
 @pytest.mark.parametrize("rows", [100, 37_984, 151_936])
 def test_a_tile_of_an_accelerator_is_bounded(tokens: int, rows: int) -> None:
