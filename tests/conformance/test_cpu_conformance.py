@@ -43,6 +43,11 @@ def layer_norm(x, weight, bias, eps):
     return reference.rms_norm(x, weight, eps) + bias
 
 
+def qk_norm_rotary(qkv, q_weight, k_weight, cos, sin, eps):
+    """Normalises keys with the weight of queries."""
+    return reference.qk_norm_rotary(qkv, q_weight, q_weight + 0 * k_weight, cos, sin, eps)
+
+
 def rms_norm(x, weight, eps):
     """Forgets epsilon."""
     return reference.rms_norm(x, weight, 0.0)

@@ -14,7 +14,7 @@ from anygauge.algorithms.losses import policy_objective, ppo_clip
 from anygauge.algorithms.plugin import register_advantage_estimators
 from anygauge.algorithms.values import value_loss
 from anygauge.config.schema import Algorithm
-from anygauge.observability.memory import driver_memory
+from anygauge.observability.memory import METERS, driver_memory
 from anygauge.observability.metrics import (
     StepWork,
     conversation_metrics,
@@ -121,7 +121,11 @@ def division() -> dict[str, float]:
 def performance() -> dict[str, float]:
     phases = ("generate", "log_probs", "teacher", "values", "train_values", "forward_backward", "optimizer")
     seconds = dict.fromkeys((*phases, "weight_sync", "prefill"), 1.0)
-    report = {"seconds": seconds, "memory": {"rss": 1.0, "device": 1.0}, "passes": {"log_probs": 1}}
+    report = {
+        "seconds": seconds,
+        "memory": {"rss": 1.0, "device": 1.0, **dict.fromkeys(METERS, 1.0)},
+        "passes": {"log_probs": 1},
+    }
     work = StepWork.of_groups(groups(), lambda length: 1e9)
     return performance_metrics(work, [report], wall_s=9.0, driver_seconds={"reward": 1.0, "turns": 1.0})
 
