@@ -2,7 +2,7 @@
 
 The modules are those that Megatron derives from Transformer Engine's. Attention is Transformer Engine's own:
 rotary embedding, packing and context parallelism stay with the engine, and what Megatron derives from it
-would do them once more. Names and signatures are those of release 2.11 (``contract/`` beside this package);
+would do them once more. Names and signatures are those of release 2.11 (``signatures/`` beside this package);
 it has never run here.
 """
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, FalconConfig, FalconForCausalLM
 
 from anygauge.config.schema.rollout import Rollout
 from anygauge.rollout.transformers import decoding, prefixes
@@ -124,6 +124,21 @@ def test_a_model_that_cannot_be_recorded_is_asked_once(path: Path, caplog: pytes
     sampled(refused, ignore_eos=True)
     assert len(asked) == 1
     assert "cannot be recorded: operation not permitted" in caplog.text
+
+
+def test_a_model_that_reads_masks_in_its_own_way_is_decoded_all_the_same(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Falcon's linear biases are made of a mask of truth values ``[B, S]``."""
+    tiny_tokenizer(tmp_path, alphabet=ALPHABET)
+    shape = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "alibi": True}
+    torch.manual_seed(0)
+    FalconForCausalLM(FalconConfig(vocab_size=16, **shape)).save_pretrained(tmp_path)
+    recording = Recording()
+    found = sampled(engine(tmp_path, recording), ignore_eos=True)
+    assert_same(found, sampled(engine(tmp_path), ignore_eos=True))
+    assert not recording.graphs
+    assert "this model cannot be recorded" in caplog.text
 
 
 def test_memory_that_is_not_enough_is_no_reason_to_go_on(path: Path) -> None:
