@@ -1,7 +1,7 @@
 """Some hundred turns of generate, train, sleep, wake and sync on one device leave nothing behind.
 
     python bench/cycles.py --backend cuda                                # 300 with a real SGLang
-    python bench/cycles.py --backend cpu --engine fake --cycles 40      # the order alone
+    python bench/cycles.py --backend cpu --engine fake --cycles 40 --every 10   # the order alone
 
 A tiny model, and trainers and servers on the same device: in every cycle the servers sleep while the trainer
 works, and take its weights when they wake. Every so many cycles it prints the memory of the device as its
@@ -129,6 +129,8 @@ def main() -> int:
         "--server", action="append", default=[], help="an argument of SGLang's server: NAME=VALUE"
     )
     arguments = parser.parse_args()
+    if arguments.cycles < 2 * arguments.every:
+        parser.error("--cycles must be twice --every at least: the memory is compared")
     with tempfile.TemporaryDirectory(prefix="anygauge-bench-") as directory, ExitStack() as stack:
         return 0 if run(arguments, Path(directory), stack) else 1
 

@@ -52,11 +52,10 @@ class Recorder:
         assert self._capture is not None
         try:
             step.graph = self._capture(step.forward)
-        except Exception as error:  # noqa: BLE001 - what a model makes of a mask of numbers is its own affair
-            if is_out_of_memory(
-                error
-            ):  # a fault of the model comes again, from the pass that is not recorded
+        except Exception as error:
+            if is_out_of_memory(error):
                 raise
+            # not every model takes the mask; what else is wrong, the pass that is queued anew raises
             _log.warning("Tokens are decoded without graphs: this model cannot be recorded: %s", error)
             self._capture = None
         return self._capture is not None
