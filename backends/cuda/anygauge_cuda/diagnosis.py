@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from anygauge_cuda.env import FORMER
 from anygauge_hooks.errors import ConfigError
 
 __all__ = ["HISTORY", "write_beside"]
@@ -22,7 +23,8 @@ def write_beside(log: str) -> None:
     :raises ConfigError: What :data:`HISTORY` holds is no number.
     """
     stem = Path(log).with_suffix("")
-    os.environ.setdefault(DUMP, f"{stem}.collectives-")
+    if FORMER[DUMP] not in os.environ:
+        os.environ.setdefault(DUMP, f"{stem}.collectives-")
     entries = os.environ.get(HISTORY, "0").strip() or "0"
     if not entries.isdecimal():
         raise ConfigError(f"{HISTORY} is {entries!r}, no number of allocations.", hint=f"{HISTORY}=100000")

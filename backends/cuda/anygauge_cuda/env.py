@@ -14,6 +14,7 @@ __all__ = [
     "CUMEM",
     "DETERMINISTIC",
     "ENGINES",
+    "FORMER",
     "HIDDEN",
     "VISIBLE_DEVICES",
     "WORKER",
@@ -45,6 +46,11 @@ WORKER: Mapping[str, str] = {
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
 }
 """Trainers and servers must not differ in these."""
+FORMER: Mapping[str, str] = {
+    "TORCH_FR_BUFFER_SIZE": "TORCH_NCCL_TRACE_BUFFER_SIZE",
+    "TORCH_FR_DUMP_TEMP_FILE": "TORCH_NCCL_DEBUG_INFO_TEMP_FILE",
+}
+"""Older names of torch's variables, which it reads where the newer one is not set."""
 ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 """Of trainers: sequences of all lengths fragment segments of a fixed size."""
 ALLOCATOR_NAMES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
@@ -115,7 +121,8 @@ def network(interface: str | None, ip_version: str) -> Mapping[str, str]:
 def users_choice(defaults: Mapping[str, str]) -> Mapping[str, str]:
     """Return defaults, in their place or beside them what this process's environment has, for every node."""
     own = {name: value for name, value in os.environ.items() if name.startswith(FORWARDED)}
-    return {**{name: os.environ.get(name, value) for name, value in defaults.items()}, **own}
+    left = {name: value for name, value in defaults.items() if FORMER.get(name) not in own}
+    return {**{name: os.environ.get(name, value) for name, value in left.items()}, **own}
 
 
 def allocator(role: str) -> Mapping[str, str]:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from anygauge.plugins import Plugins, load_plugins
-from anygauge_cuda import env
+from anygauge_cuda import diagnosis, env
 from anygauge_cuda.plugin import CUDA, check_config
 from anygauge_hooks.errors import PlacementError
 
@@ -63,6 +64,19 @@ def test_what_the_user_set_wins_at_both_ends(plugins: Plugins, monkeypatch: pyte
         monkeypatch.setenv(name, value)
     for role in ("actor", "sglang"):
         assert environment(plugins, role).items() >= own.items()
+
+
+def test_what_the_user_set_by_an_older_name_wins(
+    plugins: Plugins, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Torch reads it only where the newer name is not set."""
+    monkeypatch.setenv("TORCH_NCCL_TRACE_BUFFER_SIZE", "20000")
+    found = environment(plugins)
+    assert found["TORCH_NCCL_TRACE_BUFFER_SIZE"] == "20000"
+    assert "TORCH_FR_BUFFER_SIZE" not in found
+    monkeypatch.setenv("TORCH_NCCL_DEBUG_INFO_TEMP_FILE", str(tmp_path / "trace-"))
+    diagnosis.write_beside(str(tmp_path / "actor-0.log"))
+    assert "TORCH_FR_DUMP_TEMP_FILE" not in os.environ
 
 
 def test_the_config_counts_more_than_the_shell(plugins: Plugins, monkeypatch: pytest.MonkeyPatch) -> None:
