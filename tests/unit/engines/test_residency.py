@@ -12,7 +12,7 @@ from torch import Tensor
 
 from anygauge.config import Config
 from anygauge.engines.megatron.plugin import check_config
-from anygauge.engines.megatron.residency import HostCopies
+from anygauge.engines.megatron.residency import DeviceMemory, HostCopies
 from anygauge.plugins import Plugins
 from anygauge.testing.tiny import tiny_qwen3
 from anygauge.weight_sync.checksum import checksum
@@ -123,6 +123,16 @@ def test_what_is_given_up_is_released(make: Make, dtype: str) -> None:
     assert all(torch.equal(tensor, before[name]) for name, tensor in weights(engine).items())
     engine.hold("everything")
     assert on_device(engine) == whole
+
+
+def test_what_is_not_kept_comes_back_as_zeros(context: WorkerContext) -> None:
+    """A step does not write what lies between gradients, and Megatron's checks look at that too."""
+    gradients = [torch.full((size,), torch.nan) for size in range(48, 80)]
+    memory = DeviceMemory(context.device, weights=list, rest=list, temporary=lambda: gradients)
+    memory.hold("weights")
+    assert all(gradient.untyped_storage().nbytes() == 0 for gradient in gradients)
+    memory.hold("everything")
+    assert all(gradient.eq(0).all() for gradient in gradients)
 
 
 def test_scratch_of_sequence_parallelism_is_given_up(make: Make) -> None:

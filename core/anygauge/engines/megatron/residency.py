@@ -32,7 +32,7 @@ class DeviceMemory:
 
     :param weights: Finds the tensors of the model.
     :param rest: Finds what else a step changes.
-    :param temporary: Finds what each step fills anew; its bytes are not kept.
+    :param temporary: Finds what each step fills anew; its bytes are not kept, and are zeros afterwards.
     """
 
     def __init__(self, device: Device, *, weights: Find, rest: Find, temporary: Find) -> None:
@@ -84,6 +84,7 @@ class DeviceMemory:
         while self._dropped:
             storage, size = self._dropped.pop()
             storage.resize_(size)
+            _bytes(storage).zero_()
 
     def _storages(self, tensors: Iterable[Tensor], without: Collection[int] = ()) -> list[Storage]:
         """Return what tensors on the device lie in, each once.
@@ -132,8 +133,7 @@ class HostCopies:
         """Yield host memory and the bytes on the device that belong there."""
         at = 0
         for storage, size in self._held:
-            own = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-            done = 0
+            own, done = _bytes(storage), 0
             while done < size:
                 number, offset = divmod(at + done, self._chunk_bytes)
                 length = min(self._chunk_bytes - offset, size - done)
@@ -145,6 +145,10 @@ class HostCopies:
         while len(self._chunks) <= number:
             self._chunks.append(torch.empty(self._chunk_bytes, dtype=torch.uint8, pin_memory=self._pinned))
         return self._chunks[number]
+
+
+def _bytes(storage: Storage) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
 def optimizer_state(optimizer: Any) -> Iterator[Tensor]:
