@@ -32,6 +32,8 @@ def bind_to_device() -> None:
     for task in _TASKS.iterdir():
         with suppress(OSError):  # a thread that has ended meanwhile
             os.sched_setaffinity(int(task.name), chosen)
+    # threads beyond the cores would have those of one operation wait for each other
+    torch.set_num_threads(min(torch.get_num_threads(), len(chosen)))
 
 
 def near_cores(uuid: str, devices: Path = _DEVICES) -> set[int]:

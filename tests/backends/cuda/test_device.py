@@ -177,11 +177,15 @@ def test_a_trainer_keeps_to_those_of_its_cores_that_are_near(
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(uuid="8932"))
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1, 2, 3})
     monkeypatch.setattr(os, "sched_setaffinity", seen.__setitem__)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    threads: list[int] = []
+    monkeypatch.setattr(torch, "set_num_threads", threads.append)
     monkeypatch.delenv("ANYGAUGE_CUDA_BIND", raising=False)
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
     numa.bind_to_device()
     assert set(map(frozenset, seen.values())) == ({frozenset(bound)} if bound else set())
+    assert threads == ([len(bound)] if bound else []), "no more threads than cores"
     if bound:
         assert os.getpid() in seen, "of every thread that there is"
 
