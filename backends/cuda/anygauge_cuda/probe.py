@@ -82,9 +82,12 @@ def _no_driver(root: Path) -> Availability | None:
         return None
     if not (root / _DRIVER).exists():
         return _no("no NVIDIA driver is loaded", f"Install the driver and run nvidia-smi; or {_CONTAINER}.")
-    if not any((root / "dev").glob("nvidia[0-9]*")):
+    gpus = {f"/dev/{path.name}" for path in (root / "dev").glob("nvidia[0-9]*")}
+    if not gpus:
         return _no("the driver is loaded, and there is no /dev/nvidia0", f"In a container: {_CONTAINER}.")
     locked = locked_files(root)
+    if gpus.difference(locked):  # a host may give each user some: what these are worth the driver says
+        locked = [file for file in locked if file not in gpus]
     if locked:
         hint = f"ls -l {locked[0]} shows whose it is: join that group, or chmod 0666 it on the host."
         return _no(f"this user may not open {', '.join(locked)}", hint)

@@ -164,6 +164,15 @@ def test_a_file_that_may_not_be_opened_is_named(ask: Ask, monkeypatch: pytest.Mo
     assert "chmod 0666" in str(found.hint)
 
 
+def test_one_gpu_that_may_be_opened_is_enough(ask: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
+    closed = {"nvidia1"}
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path).name not in closed)
+    files = (*FILES, "dev/nvidia1")
+    assert ask(files=files).ok
+    closed.add("nvidia0")
+    assert ask(files=files).reason == "this user may not open /dev/nvidia0, /dev/nvidia1"
+
+
 def test_linux_inside_windows_has_another_driver(ask: Ask) -> None:
     assert ask(files=("dev/dxg",)).ok
 
