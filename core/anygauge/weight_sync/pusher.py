@@ -32,8 +32,8 @@ __all__ = ["WeightPusher", "make_pusher"]
 
 Weights = Iterable[tuple[str, "Tensor"]]
 SPARE = 32
-"""One part of so many of a bucket is left for a tensor that is being converted: a push takes no more than two
-buckets."""
+"""One part of so many of a bucket is left for a tensor that is being converted: a push that makes no larger
+copies takes no more than two buckets."""
 
 
 class WeightPusher:
