@@ -17,7 +17,7 @@ import socket
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -69,6 +69,8 @@ def _start(connection: socket.socket, processes: WarmProcesses) -> None:
     """Start a worker and tell how it ends. It does not outlive who asked for it."""
     with connection:
         message, given, _, _ = socket.recv_fds(connection, _MESSAGE_BYTES, 2)
+        if not message:
+            return
         asked = json.loads(message)
         worker = processes.start(**asked, output=given[0], errors=given[1])
         for each in given:
@@ -78,7 +80,8 @@ def _start(connection: socket.socket, processes: WarmProcesses) -> None:
                 worker.kill()
                 worker.wait()
                 return
-        connection.send(str(worker.returncode).encode())
+        with suppress(OSError):  # Ray has killed who asked
+            connection.send(str(worker.returncode).encode())
 
 
 # -------------------------------------------------------------------------
