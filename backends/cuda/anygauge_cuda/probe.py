@@ -124,10 +124,10 @@ def _no_cuda(torch: Any) -> Availability | None:
 
 def _no_device(torch: Any) -> Availability | None:
     """Tell hidden GPUs from those that are divided into no parts, and from none."""
-    if torch.cuda.device_count() and torch.cuda.is_available():
+    count, visible = torch.cuda.device_count(), os.environ.get(VISIBLE_DEVICES)
+    if count and torch.cuda.is_available():
         return None
-    visible = os.environ.get(VISIBLE_DEVICES)
-    if visible is not None:
+    if not count and visible is not None:
         listed = "names no GPU of this host" if visible.strip(", ") not in ("", "-1") else "hides every GPU"
         return _no(f"{VISIBLE_DEVICES}={visible!r} {listed}", f"unset {VISIBLE_DEVICES}")
     divided = _divided()
@@ -136,7 +136,7 @@ def _no_device(torch: Any) -> Availability | None:
             f"GPU {divided[0]} is in MIG mode, and no part of it is visible",
             f"Make one: nvidia-smi mig -i {divided[0]} -cgi 0 -C; or end it with -mig 0.",
         )
-    if torch.cuda.device_count():
+    if count:
         return _no(
             f"torch cannot use the GPU ({_failure(torch)})", "Run nvidia-smi, and look into dmesg for Xid."
         )

@@ -135,6 +135,7 @@ def test_it_reports_its_gpus(ask: Ask) -> None:
         ({"count": 0, "mig": [-1, 0, 1]}, "GPU 2 is in MIG mode", "nvidia-smi mig -i 2 -cgi 0 -C"),
         ({"count": 0, "mig": [0, -1]}, "the NVIDIA driver reports no GPU", "nvidia-smi"),
         ({"usable": False}, "cannot use the GPU (CUDA unknown error - this may be", "Xid"),
+        ({"usable": False, "visible": "0"}, "cannot use the GPU (CUDA unknown error", "Xid"),
         (
             {"capability": (12, 0)},
             "no code for NVIDIA H200 (compute capability 12.0), only sm_80, sm_90",
