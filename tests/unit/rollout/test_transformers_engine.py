@@ -15,7 +15,7 @@ import pluggy
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
 from anygauge.config import Config
 from anygauge.plugins import Plugins
@@ -355,6 +355,17 @@ def test_a_response_ends_where_the_context_is_full(tmp_path: Path) -> None:
         assert group[0].finish_reason == "length"
     with pytest.raises(RolloutError, match=r"Prompt 0 .* 12 tokens; the model's context is 10"):
         engine.generate(prompts_of("37+58=37+58="), params, [[0]])
+
+
+def test_a_row_that_has_filled_its_context_waits_for_the_others(tmp_path: Path) -> None:
+    """It stays in the cache, and some models have nothing at the position after the last."""
+    tiny_tokenizer(tmp_path, alphabet=ALPHABET)
+    shape = {"vocab_size": 16, "n_embd": 16, "n_layer": 1, "n_head": 2, "bos_token_id": None}
+    GPT2LMHeadModel(GPT2Config(n_positions=24, eos_token_id=15, **shape)).save_pretrained(tmp_path)
+    prompts = prompts_of("11111111+22222222=33", "1+2=", "37=", "9+")
+    params = SamplingParams(max_new_tokens=12, ignore_eos=True)
+    samples = flat(open_engine(tmp_path).generate(prompts, params, seeds_for(prompts, 1)))
+    assert [len(sample.response_tokens) for sample in samples] == [4, 12, 12, 12]
 
 
 def test_abort_from_another_thread_returns_what_there_is(engine: TransformersEngine) -> None:

@@ -7,6 +7,7 @@ are split where samples part, and dropped when all their samples have ended.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -51,6 +52,8 @@ class Prefixes:
         lengths = torch.tensor([len(prompt) for prompt in prompts])
         padding = self._length - lengths
         self._positions = lengths.to(model.device)
+        context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+        self._last_position = sys.maxsize if context is None else context - 1
         self._mask = None
         if bool(padding.any()):
             self._mask = (torch.arange(capacity) >= padding[:, None]).to(model.device)
@@ -83,7 +86,8 @@ class Prefixes:
             self._kept = 0
         self._length += 1
         logits = self._step(inputs)
-        self._positions = self._positions + 1
+        # rows that have ended, and are read no more, stay within what the model has positions for
+        self._positions = (self._positions + 1).clamp_(max=self._last_position)
         return logits, branch
 
     def _branches(self, prefix: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
