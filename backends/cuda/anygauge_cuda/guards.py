@@ -10,7 +10,7 @@ from torch import Tensor
 
 from anygauge_hooks.errors import KernelInputError
 
-__all__ = ["check_lengths", "check_shape", "refuse"]
+__all__ = ["check_angles", "check_lengths", "check_shape", "refuse"]
 
 
 def refuse(op: str, found: str, hint: str) -> NoReturn:
@@ -31,6 +31,19 @@ def check_shape(op: str, name: str, tensor: Tensor, shape: Sequence[int], meanin
     """
     if tensor.shape != torch.Size(shape):
         refuse(op, f"{name} of shape {list(tensor.shape)}, not {list(shape)}", f"{name} is {meaning}.")
+
+
+def check_angles(op: str, cos: Tensor, sin: Tensor, tokens: int, width: int) -> None:
+    """Refuse cosines and sines that are not those of the tokens, or that halves of a head do not have.
+
+    :param width: Size of a head.
+    :raises KernelInputError: They are so.
+    """
+    angles = cos.shape[-1]
+    check_shape(op, "cos", cos, (tokens, angles), "[T, R]")
+    check_shape(op, "sin", sin, cos.shape, "[T, R]")
+    if angles % 2 or angles > width:
+        refuse(op, f"{angles} angles", f"Give an even number, at most {width}.")
 
 
 def check_lengths(op: str, lengths: Sequence[int], tokens: int) -> None:

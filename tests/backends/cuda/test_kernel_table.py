@@ -83,6 +83,16 @@ REFUSED: list[tuple[KernelOp, tuple[Any, ...], Mapping[str, Any], str]] = [
     ("rotary_embedding", (ones(5, 4, 8), ones(5, 2, 8), ones(5, 8), ones(5, 6)), {}, "sin of shape"),
     ("rotary_embedding", (ones(5, 4, 8), ones(5, 2, 8), ones(5, 10), ones(5, 10)), {}, "10 angles"),
     ("rotary_embedding", (ones(5, 4, 8), ones(5, 2, 8), ones(5, 3), ones(5, 3)), {}, "3 angles"),
+    *(
+        ("qk_norm_rotary", (ones(5, 2, 3, 8), *(ones(*shape) for shape in shapes), 1e-6), {}, found)
+        for shapes, found in [
+            (((7,), (8,), (5, 8), (5, 8)), "q_weight of shape [7], not [8]"),
+            (((8,), (7,), (5, 8), (5, 8)), "k_weight of shape"),
+            (((8,), (8,), (4, 8), (4, 8)), "cos of shape [4, 8], not [5, 8]"),
+            (((8,), (8,), (5, 8), (5, 6)), "sin of shape"),
+            (((8,), (8,), (5, 10), (5, 10)), "10 angles"),
+        ]
+    ),
     ("swiglu", (ones(5, 7),), {}, "rows of 7"),
     (
         "token_permute",

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from anygauge_cuda.guards import check_angles, check_shape
 from anygauge_cuda.triton import rows as gpu
 from anygauge_cuda.triton.rows import warps_for
 
@@ -33,7 +34,12 @@ def qk_norm_rotary(
     :param sin: ``[T, R]``.
     :param eps: Added to the mean square.
     :returns: ``[T, K G, D]``, ``[T, K, D]`` and ``[T, K, D]``.
+    :raises KernelInputError: The shapes do not fit.
     """
+    op, width = "qk_norm_rotary", qkv.shape[-1]
+    check_shape(op, "q_weight", q_weight, (width,), "[D]")
+    check_shape(op, "k_weight", k_weight, (width,), "[D]")
+    check_angles(op, cos, sin, len(qkv), width)
     # torch leaves apply() untyped
     split: tuple[Tensor, Tensor, Tensor] = _Split.apply(qkv, q_weight, k_weight, cos, sin, eps)  # type: ignore[no-untyped-call]
     return split

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from anygauge_cuda.guards import check_shape, refuse
+from anygauge_cuda.guards import check_angles, check_shape
 from anygauge_cuda.triton.rows import warps_for
 
 __all__ = ["rotary_embedding"]
@@ -32,10 +32,7 @@ def rotary_embedding(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Te
     :raises KernelInputError: The shapes do not fit.
     """
     check_shape("rotary_embedding", "k", k, (len(q), k.shape[1], q.shape[2]), "[T, K, D]")
-    check_shape("rotary_embedding", "cos", cos, (len(q), cos.shape[1]), "[T, R]")
-    check_shape("rotary_embedding", "sin", sin, cos.shape, "[T, R]")
-    if cos.shape[1] % 2 or cos.shape[1] > q.shape[2]:
-        refuse("rotary_embedding", f"{cos.shape[1]} angles", f"Give an even number, at most {q.shape[2]}.")
+    check_angles("rotary_embedding", cos, sin, *q.shape[::2])
     # torch leaves apply() untyped
     turned: tuple[Tensor, Tensor] = _Rotate.apply(q, k, cos, sin)  # type: ignore[no-untyped-call]
     return turned
