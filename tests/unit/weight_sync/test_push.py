@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ssl
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -221,6 +222,26 @@ def test_the_group_is_made_again_for_a_server_that_was_started_again(
     (failed,) = push.push(weights(3).items(), 3, [peer(short_lived, incarnation=1)]).failed
     assert "cannot be asked" in (failed.error or "")
     assert not push.push(weights(4).items(), 4, [peer(server)]).failed
+
+
+def test_a_server_that_ends_within_a_broadcast_is_waited_for_until_the_deadline(
+    short_lived: FakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pusher = make("distributed", tmp_path, deadline_s=2.0)
+    assert not pusher.push(weights(1).items(), 1, [peer(short_lived)]).failed
+    send = pusher._transport.send
+
+    def fatal(bucket: WeightBucket, update: WeightUpdate) -> None:
+        if bucket.index == 1:
+            short_lived.close()
+        send(bucket, update)
+
+    monkeypatch.setattr(pusher._transport, "send", fatal)
+    started = time.monotonic()
+    (failed,) = pusher.push(weights(2).items(), 2, [peer(short_lived)]).failed
+    assert time.monotonic() - started < 10
+    assert "cannot be asked" in (failed.error or "")
+    pusher.close()
 
 
 def test_a_process_maps_the_memory_and_joins_the_group(tmp_path: Path) -> None:

@@ -29,7 +29,8 @@ FLATTENED = "flattened_bucket"
 FAREWELL_S = 5.0
 """Longest wait for a server to leave a group that is no longer used."""
 SPARE_S = 30.0
-"""That a library waits beyond the deadline: some of them end the process then."""
+"""That an accelerator's library waits beyond the deadline: some of them end the process then. Gloo does not,
+and its groups end no sooner than what is under way in them."""
 
 
 class DistributedTransport:
@@ -80,7 +81,7 @@ class DistributedTransport:
                     world_size=_size(peers),
                     name=self._name,
                     backend=self._backend,
-                    timeout_s=self._deadline_s + SPARE_S,
+                    timeout_s=self._deadline_s + (0.0 if self._device_type == "cpu" else SPARE_S),
                     store=rendezvous.store,
                 ),
                 what=f"The group of training rank 0 and {_addresses(peers)}",
