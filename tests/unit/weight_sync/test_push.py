@@ -196,13 +196,13 @@ def test_the_deadline_names_bucket_tensor_and_server(
     server = servers[0]
     pusher = make(transport, tmp_path)
     assert not pusher.push(weights(13).items(), 13, [peer(server)]).failed  # to form a group takes longer
-    pusher._options = pusher._options.model_copy(update={"deadline_s": 0.6})
+    pusher._options = pusher._options.model_copy(update={"deadline_s": 1.5})
     if isinstance(pusher._transport, DistributedTransport):
-        pusher._transport._deadline_s = 0.6
-    server.fault("stall", "update", 2, 1.5)
+        pusher._transport._deadline_s = 1.5
+    server.fault("stall", "update", 2, 3.0)
     (failed,) = pusher.push(weights(14).items(), 14, [peer(server)]).failed
     assert failed.state == "unusable"
-    for words in ("bucket 1 of version 14", "model.layers.1.mlp.down_proj.weight", server.address, "0.6 s"):
+    for words in ("bucket 1 of version 14", "model.layers.1.mlp.down_proj.weight", server.address, "1.5 s"):
         assert words in (failed.error or "")
     pusher.close()
     again = make(transport, tmp_path)

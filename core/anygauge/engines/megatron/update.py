@@ -63,7 +63,7 @@ class Update:
         for part, counted in zip(self._parts, self._counted(), strict=True):
             squares = torch.zeros((), device=self._device)
             if counted:
-                squares += torch.stack(torch._foreach_norm(list(counted))).square().sum()
+                squares += torch.stack(torch._foreach_norm(list(counted), 2, torch.float32)).square().sum()
             dist.all_reduce(squares, group=part.get_grad_stats_parallel_group())
             total += squares
         return float(total.sqrt())

@@ -193,10 +193,16 @@ def delta_case(
 
 
 def prefix_case(
-    name: str, lengths: Sequence[int], key_lengths: Sequence[int], *, causal: bool, value_width: int = 32
+    name: str,
+    lengths: Sequence[int],
+    key_lengths: Sequence[int],
+    *,
+    causal: bool,
+    value_width: int = 32,
+    width: int = 32,
 ) -> Case:
     """Return a case whose queries are the last tokens of each sequence, as under context parallelism."""
-    heads, key_heads, width = 4, 2, 32
+    heads, key_heads = 4, 2
     tokens, seen = sum(lengths), sum(key_lengths)
     return Case(
         "varlen_attention",
@@ -476,6 +482,18 @@ CASES = [
     delta_case("narrow-values", (5, 0, 17), width=32, value_width=8),
     prefix_case("narrow-values", RAGGED, RAGGED, causal=True, value_width=24),
     prefix_case("wide-values", RAGGED, RAGGED, causal=True, value_width=48),
+    *(
+        prefix_case(
+            f"heads-{width}-{values}",
+            (70, 0, 9),
+            (70, 30, 40),
+            causal=causal,
+            value_width=values,
+            width=width,
+        )
+        for causal in (True, False)
+        for width, values in ((128, 128), (192, 128), (256, 256))
+    ),
     attention_case("multi-head", RAGGED, 3, 3, 16, causal=True),
     attention_case("multi-query", RAGGED, 6, 1, 64, causal=True),
     *(
