@@ -25,6 +25,14 @@ STEP = 8
 CUDNN_HEAD_SIZES = range(STEP, 257, STEP)
 FLASH_HEAD_SIZES = range(1, 257)
 
+HOPPER = 9
+"""First number of the compute capability from which on cuDNN has all of its head sizes, and is faster."""
+
+
+def is_for_cudnn() -> bool:
+    """Return whether the GPU of this process is one that cuDNN is taken for, as of a host without any."""
+    return not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] >= HOPPER
+
 
 def by_cudnn(
     q: Tensor,

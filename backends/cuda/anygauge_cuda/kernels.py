@@ -7,6 +7,7 @@ comes with Triton, torch for the CPU without: nothing here imports it before it 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
@@ -53,22 +54,21 @@ def kernels() -> Iterable[KernelImpl]:
 
 
 def _attention() -> Iterable[KernelImpl]:
-    """Return cuDNN's attention where its frontend is installed, and before it torch's own."""
+    """Return cuDNN's attention where it is the faster one and its frontend is there, and torch's own."""
     from anygauge_cuda import attention
 
-    for fn, source, sizes, requires, priority in (
-        (attention.by_cudnn, "cudnn.pygraph.sdpa", attention.CUDNN_HEAD_SIZES, ("cudnn",), 10),
-        (attention.by_flash, "torch.ops.aten._flash_attention_forward", attention.FLASH_HEAD_SIZES, (), 0),
-    ):
-        yield KernelImpl(
-            op="varlen_attention",
-            fn=fn,
-            source=source,
-            dtypes=("bfloat16", "float16"),
-            limits={"head_dim": sizes, "value_dim": sizes},
-            requires=requires,
-            priority=priority,
-        )
+    flash = "torch.ops.aten._flash_attention_forward"
+    yield _of_heads(attention.by_flash, flash, attention.FLASH_HEAD_SIZES)
+    if attention.is_for_cudnn():
+        cudnn = _of_heads(attention.by_cudnn, "cudnn.pygraph.sdpa", attention.CUDNN_HEAD_SIZES)
+        yield replace(cudnn, requires=("cudnn",), priority=10)
+
+
+def _of_heads(fn: Callable[..., Any], source: str, sizes: range) -> KernelImpl:
+    limits = {"head_dim": sizes, "value_dim": sizes}
+    return KernelImpl(
+        op="varlen_attention", fn=fn, source=source, dtypes=("bfloat16", "float16"), limits=limits
+    )
 
 
 def _by_torch() -> Iterable[KernelImpl]:

@@ -69,3 +69,14 @@ def test_cudnn_serves_where_its_frontend_is_installed(
     facts = {"head_dim": 128, "value_dim": 128, "causal": True, "return_lse": False}
     assert table.resolve("varlen_attention", dtype=torch.bfloat16, **facts) is found
     assert table.resolve("varlen_attention", dtype=torch.float32, **facts).__module__.endswith("reference")
+
+
+@pytest.mark.parametrize(("capability", "is_for_it"), [((8, 0), False), ((9, 0), True), ((10, 0), True)])
+def test_older_gpus_take_torchs_attention(
+    capability: tuple[int, int], is_for_it: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    sources = {kernel.source for kernel in kernels._attention()}
+    assert ("cudnn.pygraph.sdpa" in sources) is is_for_it
+    assert "torch.ops.aten._flash_attention_forward" in sources
