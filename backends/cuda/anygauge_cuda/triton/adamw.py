@@ -40,7 +40,7 @@ class Rates(NamedTuple):
 
 
 @triton.jit
-def _adamw(  # type: ignore[no-untyped-def]  # noqa: ANN202
+def _adamw(
     addresses: tl.tensor,
     sizes: tl.tensor,
     owners: tl.tensor,
@@ -94,9 +94,7 @@ def _adamw(  # type: ignore[no-untyped-def]  # noqa: ANN202
 
 
 @triton.jit
-def _pointer(  # type: ignore[no-untyped-def]  # noqa: ANN202
-    place: tl.tensor, dtype: tl.constexpr, ALIGNED: tl.constexpr
-):
+def _pointer(place: tl.tensor, dtype: tl.constexpr, ALIGNED: tl.constexpr):
     found = tl.load(place).to(tl.pointer_type(dtype))
     if ALIGNED:
         found = tl.multiple_of(found, 16)
@@ -104,19 +102,17 @@ def _pointer(  # type: ignore[no-untyped-def]  # noqa: ANN202
 
 
 @triton.jit
-def _average(average: tl.tensor, gradient: tl.tensor, fresh: float):  # type: ignore[no-untyped-def]  # noqa: ANN202
+def _average(average: tl.tensor, gradient: tl.tensor, fresh: float):
     return average + fresh * (gradient - average)
 
 
 @triton.jit
-def _square(  # type: ignore[no-untyped-def]  # noqa: ANN202
-    square: tl.tensor, gradient: tl.tensor, beta: float, fresh: float
-):
+def _square(square: tl.tensor, gradient: tl.tensor, beta: float, fresh: float):
     return beta * square + fresh * gradient * gradient
 
 
 @triton.jit
-def _weight(  # type: ignore[no-untyped-def]  # noqa: ANN202
+def _weight(
     weight: tl.tensor,
     average: tl.tensor,
     square: tl.tensor,

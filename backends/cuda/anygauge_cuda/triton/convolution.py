@@ -91,9 +91,7 @@ def _sizes(x: Tensor, weight: Tensor) -> tuple[int, int, int, int, int]:
 
 
 @triton.jit
-def _tile(  # type: ignore[no-untyped-def]  # noqa: ANN202
-    number: tl.tensor, count: int, CHANNELS: tl.constexpr, HEIGHT: tl.constexpr, COLUMNS: tl.constexpr
-):
+def _tile(number: tl.tensor, count: int, CHANNELS: tl.constexpr, HEIGHT: tl.constexpr, COLUMNS: tl.constexpr):
     """Return a tile: its first token, its lines, its channels, which lines and which places are inside.
 
     Places in a tile are 32 bits wide, for which there are registers; only its start is not.
@@ -106,7 +104,7 @@ def _tile(  # type: ignore[no-untyped-def]  # noqa: ANN202
 
 
 @triton.jit
-def _sums(  # type: ignore[no-untyped-def]  # noqa: ANN202
+def _sums(
     number: tl.tensor,
     x: tl.tensor,
     step: int,
@@ -131,7 +129,7 @@ def _sums(  # type: ignore[no-untyped-def]  # noqa: ANN202
 
 
 @triton.jit
-def _convolve(  # type: ignore[no-untyped-def]  # noqa: ANN202
+def _convolve(
     x: tl.tensor,
     step: int,
     weight: tl.tensor,
@@ -151,7 +149,7 @@ def _convolve(  # type: ignore[no-untyped-def]  # noqa: ANN202
 
 
 @triton.jit
-def _derive_sums(  # type: ignore[no-untyped-def]  # noqa: ANN202
+def _derive_sums(
     x: tl.tensor,
     step: int,
     weight: tl.tensor,
@@ -191,7 +189,7 @@ def _derive_sums(  # type: ignore[no-untyped-def]  # noqa: ANN202
 
 
 @triton.jit
-def _derive(  # type: ignore[no-untyped-def]  # noqa: ANN202
+def _derive(
     slope: tl.tensor,
     weight: tl.tensor,
     places: tl.tensor,

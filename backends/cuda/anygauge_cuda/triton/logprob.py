@@ -112,7 +112,7 @@ def _combine(numbers: Tensor, scale: float, group: Any | None) -> tuple[Tensor, 
 
 
 @triton.jit
-def _summarise(  # type: ignore[no-untyped-def]  # noqa: ANN202
+def _summarise(
     logits: tl.tensor,
     columns: tl.tensor,
     peaks: tl.tensor,
@@ -150,7 +150,7 @@ def _summarise(  # type: ignore[no-untyped-def]  # noqa: ANN202
 
 
 @triton.jit
-def _derive(  # type: ignore[no-untyped-def]  # noqa: ANN202
+def _derive(
     logits: tl.tensor,
     columns: tl.tensor,
     bases: tl.tensor,
@@ -183,7 +183,7 @@ def _derive(  # type: ignore[no-untyped-def]  # noqa: ANN202
 
 
 @triton.jit
-def _without(l: tl.tensor, share: tl.tensor):  # type: ignore[no-untyped-def]  # noqa: ANN202, E741
+def _without(l: tl.tensor, share: tl.tensor):  # noqa: E741
     """Return ``1 - exp(l)``."""
     series = -l * (1 + l * (0.5 + l * (1 / 6 + l * (1 / 24 + l / 120))))
     return tl.where(l > -0.1, series, 1 - share)

@@ -75,7 +75,7 @@ class _RmsNorm(torch.autograd.Function):
 
 
 @triton.jit
-def _normalise(  # type: ignore[no-untyped-def]  # noqa: ANN202
+def _normalise(
     x: tl.tensor,
     count: int,
     inner: int,
@@ -100,7 +100,7 @@ def _normalise(  # type: ignore[no-untyped-def]  # noqa: ANN202
 
 
 @triton.jit
-def _derive(  # type: ignore[no-untyped-def]  # noqa: ANN202
+def _derive(
     x: tl.tensor,
     count: int,
     inner: int,

@@ -96,9 +96,7 @@ def _shape(qkv: Tensor, cos: Tensor) -> tuple[tuple[int, ...], int]:
 
 
 @triton.jit
-def _angles(  # type: ignore[no-untyped-def]  # noqa: ANN202
-    cos: tl.tensor, sin: tl.tensor, token: tl.tensor, ROTARY: tl.constexpr, COLUMNS: tl.constexpr
-):
+def _angles(cos: tl.tensor, sin: tl.tensor, token: tl.tensor, ROTARY: tl.constexpr, COLUMNS: tl.constexpr):
     """Return cosines and sines of both halves of a token."""
     column = tl.arange(0, COLUMNS)[None, :]
     here = column < ROTARY // 2
@@ -112,7 +110,7 @@ def _angles(  # type: ignore[no-untyped-def]  # noqa: ANN202
 
 
 @triton.jit
-def _load(  # type: ignore[no-untyped-def]  # noqa: ANN202
+def _load(
     source: tl.tensor,
     is_head: tl.tensor,
     WIDTH: tl.constexpr,
@@ -131,7 +129,7 @@ def _load(  # type: ignore[no-untyped-def]  # noqa: ANN202
 
 
 @triton.jit
-def _store(  # type: ignore[no-untyped-def]  # noqa: ANN202
+def _store(
     target: tl.tensor,
     is_head: tl.tensor,
     first: tl.tensor,
@@ -153,7 +151,7 @@ def _store(  # type: ignore[no-untyped-def]  # noqa: ANN202
 
 
 @triton.jit
-def _split(  # type: ignore[no-untyped-def]  # noqa: ANN202
+def _split(
     qkv: tl.tensor,
     q: tl.tensor,
     k: tl.tensor,
@@ -185,7 +183,7 @@ def _split(  # type: ignore[no-untyped-def]  # noqa: ANN202
 
 
 @triton.jit
-def _split_heads(  # type: ignore[no-untyped-def]  # noqa: ANN202
+def _split_heads(
     source: tl.tensor,
     out: tl.tensor,
     weight: tl.tensor,
@@ -221,7 +219,7 @@ def _split_heads(  # type: ignore[no-untyped-def]  # noqa: ANN202
 
 
 @triton.jit
-def _join(  # type: ignore[no-untyped-def]  # noqa: ANN202
+def _join(
     qkv: tl.tensor,
     q_grad: tl.tensor,
     k_grad: tl.tensor,
@@ -265,7 +263,7 @@ def _join(  # type: ignore[no-untyped-def]  # noqa: ANN202
 
 
 @triton.jit
-def _join_heads(  # type: ignore[no-untyped-def]  # noqa: ANN202
+def _join_heads(
     qkv: tl.tensor,
     given: tl.tensor,
     grad: tl.tensor,

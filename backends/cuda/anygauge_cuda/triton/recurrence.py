@@ -198,7 +198,7 @@ def _scan(factor: Tensor, term: Tensor, starts: Tensor, *, back: bool) -> Tensor
 
 
 @triton.jit
-def _go_on(  # type: ignore[no-untyped-def]  # noqa: ANN202
+def _go_on(
     factor: tl.tensor,
     term: tl.tensor,
     result: tl.tensor,

@@ -69,7 +69,7 @@ def _rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, back: bool) -> tu
 
 
 @triton.jit
-def _turn_token(  # type: ignore[no-untyped-def]  # noqa: ANN202
+def _turn_token(
     q: tl.tensor,
     k: tl.tensor,
     q_out: tl.tensor,
@@ -114,7 +114,7 @@ def _turn_token(  # type: ignore[no-untyped-def]  # noqa: ANN202
 
 
 @triton.jit
-def _turn_heads(  # type: ignore[no-untyped-def]  # noqa: ANN202
+def _turn_heads(
     x: tl.tensor,
     out: tl.tensor,
     head_step: int,

@@ -104,7 +104,7 @@ class _Route(torch.autograd.Function):
 
 
 @triton.jit
-def _route(  # type: ignore[no-untyped-def]  # noqa: ANN202
+def _route(
     logits: tl.tensor,
     bias: tl.tensor,
     weights: tl.tensor,
@@ -158,7 +158,7 @@ def _route(  # type: ignore[no-untyped-def]  # noqa: ANN202
 
 
 @triton.jit
-def _in_the_best_groups(  # type: ignore[no-untyped-def]  # noqa: ANN202
+def _in_the_best_groups(
     score: tl.tensor,
     group: tl.tensor,
     expert: tl.tensor,
@@ -186,9 +186,7 @@ def _in_the_best_groups(  # type: ignore[no-untyped-def]  # noqa: ANN202
 
 
 @triton.jit
-def _weigh(  # type: ignore[no-untyped-def]  # noqa: ANN202
-    taken: tl.tensor, peak: tl.tensor, total: tl.tensor, TOPK: tl.constexpr, KIND: tl.constexpr
-):
+def _weigh(taken: tl.tensor, peak: tl.tensor, total: tl.tensor, TOPK: tl.constexpr, KIND: tl.constexpr):
     """Return the weights of the chosen, whose logits these are; past them they are -inf."""
     if KIND == 0:
         share = tl.exp(taken - tl.max(taken, 0))
@@ -202,7 +200,7 @@ def _weigh(  # type: ignore[no-untyped-def]  # noqa: ANN202
 
 
 @triton.jit
-def _derive(  # type: ignore[no-untyped-def]  # noqa: ANN202
+def _derive(
     logits: tl.tensor,
     chosen: tl.tensor,
     grad: tl.tensor,

@@ -63,7 +63,7 @@ def _launch(kernel: Any, gate_up: Tensor, *others: Tensor) -> None:
 
 
 @triton.jit
-def _gate(  # type: ignore[no-untyped-def]  # noqa: ANN202
+def _gate(
     x: tl.tensor,
     count: int,
     inner: int,
@@ -85,7 +85,7 @@ def _gate(  # type: ignore[no-untyped-def]  # noqa: ANN202
 
 
 @triton.jit
-def _derive(  # type: ignore[no-untyped-def]  # noqa: ANN202
+def _derive(
     x: tl.tensor,
     count: int,
     inner: int,

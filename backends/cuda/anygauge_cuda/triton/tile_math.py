@@ -20,7 +20,7 @@ WARPS = 4
 
 
 @triton.jit
-def _summarise(  # type: ignore[no-untyped-def]  # noqa: ANN202
+def _summarise(
     logits: tl.tensor,
     targets: tl.tensor,
     peaks: tl.tensor,
@@ -67,7 +67,7 @@ def _summarise(  # type: ignore[no-untyped-def]  # noqa: ANN202
 
 
 @triton.jit
-def _derive(  # type: ignore[no-untyped-def]  # noqa: ANN202
+def _derive(
     logits: tl.tensor,
     factor: tl.tensor,
     targets: tl.tensor,

@@ -172,9 +172,7 @@ def _by_token(kernel: Any, source: Tensor, target: Tensor, rows: Tensor) -> None
 
 
 @triton.jit
-def _tile(  # type: ignore[no-untyped-def]  # noqa: ANN202
-    chosen: tl.tensor, count: int, EXPERTS: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr
-):
+def _tile(chosen: tl.tensor, count: int, EXPERTS: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr):
     """Return a tile of the map: tokens, places in the map, 1 for what is chosen, and what is inside."""
     token = tl.program_id(0).to(tl.int64) * HEIGHT + tl.arange(0, HEIGHT)[:, None]
     expert = tl.arange(0, WIDTH)[None, :]
@@ -184,7 +182,7 @@ def _tile(  # type: ignore[no-untyped-def]  # noqa: ANN202
 
 
 @triton.jit
-def _rows_of(  # type: ignore[no-untyped-def]  # noqa: ANN202
+def _rows_of(
     chosen: tl.tensor,
     rows: tl.tensor,
     count: int,
@@ -201,7 +199,7 @@ def _rows_of(  # type: ignore[no-untyped-def]  # noqa: ANN202
 
 
 @triton.jit
-def _count(  # type: ignore[no-untyped-def]  # noqa: ANN202
+def _count(
     chosen: tl.tensor,
     sums: tl.tensor,
     count: int,
@@ -217,7 +215,7 @@ def _count(  # type: ignore[no-untyped-def]  # noqa: ANN202
 
 
 @triton.jit
-def _enumerate(  # type: ignore[no-untyped-def]  # noqa: ANN202
+def _enumerate(
     chosen: tl.tensor,
     ends: tl.tensor,
     rows: tl.tensor,
@@ -238,7 +236,7 @@ def _enumerate(  # type: ignore[no-untyped-def]  # noqa: ANN202
 
 
 @triton.jit
-def _take(  # type: ignore[no-untyped-def]  # noqa: ANN202
+def _take(
     chosen: tl.tensor,
     probs: tl.tensor,
     weights: tl.tensor,
@@ -255,7 +253,7 @@ def _take(  # type: ignore[no-untyped-def]  # noqa: ANN202
 
 
 @triton.jit
-def _put(  # type: ignore[no-untyped-def]  # noqa: ANN202
+def _put(
     chosen: tl.tensor,
     slope: tl.tensor,
     grad: tl.tensor,
@@ -272,7 +270,7 @@ def _put(  # type: ignore[no-untyped-def]  # noqa: ANN202
 
 
 @triton.jit
-def _copy(  # type: ignore[no-untyped-def]  # noqa: ANN202
+def _copy(
     source: tl.tensor,
     target: tl.tensor,
     rows: tl.tensor,
@@ -292,7 +290,7 @@ def _copy(  # type: ignore[no-untyped-def]  # noqa: ANN202
 
 
 @triton.jit
-def _add(  # type: ignore[no-untyped-def]  # noqa: ANN202
+def _add(
     source: tl.tensor,
     target: tl.tensor,
     rows: tl.tensor,

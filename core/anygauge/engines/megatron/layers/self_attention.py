@@ -49,12 +49,12 @@ class SelfAttention(MegatronSelfAttention):
             len(qkv), self.num_query_groups_per_partition, -1, self.hidden_size_per_attention_head
         )
         norms = self.q_layernorm, self.k_layernorm
-        qkv = self.core_attention.prepare(
+        split = self.core_attention.prepare(
             heads, norms[0].weight, norms[1].weight, packed.cos, packed.sin, norms[0].eps
         )
         attend = partial(self.core_attention.attend_to, packed=packed)
         is_recomputed = self.checkpoint_core_attention and self.training
-        found = checkpoint(attend, False, *qkv) if is_recomputed else attend(*qkv)
+        found = checkpoint(attend, False, *split) if is_recomputed else attend(*split)
         output: tuple[Tensor, Tensor | None] = self.linear_proj(found.unsqueeze(1))
         return output
 
