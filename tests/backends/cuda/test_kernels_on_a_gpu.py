@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import cast
@@ -34,7 +35,8 @@ def kernel_of(case: Case) -> KernelImpl:
 @pytest.fixture
 def no_waiting() -> Iterator[None]:
     """Fail where the host waits for the GPU."""
-    torch.cuda.set_sync_debug_mode("error")
+    with warnings.catch_warnings(action="ignore"):  # torch says that it does not see every wait
+        torch.cuda.set_sync_debug_mode("error")
     yield
     torch.cuda.set_sync_debug_mode("default")
 
