@@ -99,8 +99,8 @@ def listen(host: str, port: int, backend: str, pieces: Sequence[int], rounds: in
 
     from anygauge.weight_sync.broadcast import finish, join_group
 
-    where = torch.accelerator.current_accelerator() if backend != "gloo" else torch.device("cpu")
-    device = torch.device(where or "cpu", 0) if backend != "gloo" else torch.device("cpu")
+    own = None if backend == "gloo" else torch.accelerator.current_accelerator()
+    device = torch.device("cpu") if own is None else torch.device(own.type, 0)
     group = join_group(host, port, rank=1, world_size=2, name="bare", backend=backend, timeout_s=BARE_S)
     data = torch.empty(max(pieces), dtype=torch.uint8, device=device)
     for _ in range(rounds):
@@ -135,6 +135,8 @@ class Bare:
 
         from anygauge.weight_sync.broadcast import finish, join_group
 
+        if not self._process.is_alive():
+            raise SystemExit(f"The other side of the bare broadcast ended with {self._process.exitcode}.")
         device = self._device.torch_device
         group = join_group(
             *self._address,
