@@ -62,7 +62,7 @@ def by_cudnn(
         return _nothing(q, k, v, return_lse)
     packing = Packing.of(lengths, key_lengths)
     output, sums = _Cudnn.apply(q, k, v, packing, scale, causal)  # type: ignore[no-untyped-call]  # torch leaves it so
-    return (output, sums) if return_lse else output
+    return (output, cudnn_attention.by_token(sums)) if return_lse else output
 
 
 def by_flash(

@@ -1,7 +1,8 @@
 """Attention as graphs of cuDNN, through its Python frontend.
 
-Torch reaches cuDNN for batches of equal lengths alone. A graph here is built for sizes that are rounded up,
-and serves every packing within them: a build takes a tenth of a second, and no two micro-batches are alike.
+A build takes a tenth of a second, and no two micro-batches are alike: a ragged graph is built for sizes that
+are rounded up, and serves every packing within them. CuDNN is faster with plain batches: sequences of one
+length that will come again are one, with a graph of their exact sizes.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from anygauge_cuda.packing import Packing
 
-__all__ = ["backward", "forward"]
+__all__ = ["backward", "by_token", "forward"]
 
 Q, K, V, OUT, SUMS, GRAD, GRAD_Q, GRAD_K, GRAD_V = range(1, 10)
 """Names of a graph's tensors."""
@@ -29,6 +30,13 @@ OFFSETS = 30
 
 TOKEN_STEP = 2048
 """Numbers of tokens are rounded up to a power of two below this, and to a multiple of it above."""
+
+BATCH_STEP = 512
+"""Sequences are a batch if their length is a multiple of this: then somebody chose it, and it comes again. Of
+lengths that come by chance one in so many pays for a build, and a context of 32,768 tokens has 64 of them."""
+
+BATCH_SEQUENCES = 8
+"""Up to so many there may be any number in a batch, and above it a power of two."""
 
 FEWEST_TOKENS = 64
 """CuDNN has nothing for sequences of one token; more blocks than are needed end at once."""
@@ -49,6 +57,8 @@ class _Case:
     key_heads: int
     head_dim: int
     value_dim: int
+    is_batch: bool
+    """Whether sizes are exact: a plain batch, or else ragged sequences with lengths and offsets."""
     steps: tuple[tuple[int, int], ...]
     """Of queries, keys and values: elements from a token to the next, and from a head to the next."""
     sequences: int
@@ -63,6 +73,8 @@ class _Case:
 
     @classmethod
     def of(cls, q: Tensor, k: Tensor, v: Tensor, packing: Packing, scale: float, causal: bool) -> _Case:
+        is_batch = _is_batch(packing)
+        count, longest = len(packing.queries), max(packing.queries)
         return cls(
             device=q.device.index,
             dtype=q.dtype,
@@ -70,10 +82,11 @@ class _Case:
             key_heads=k.shape[1],
             head_dim=q.shape[2],
             value_dim=v.shape[2],
+            is_batch=is_batch,
             steps=tuple((x.stride(0), x.stride(1)) for x in (q, k, v)),
-            sequences=_power_of_two(len(packing.queries)),
-            longest=_rounded(max(packing.queries)),
-            longest_key=_rounded(max(packing.keys)),
+            sequences=count if is_batch else _power_of_two(count),
+            longest=longest if is_batch else _rounded(longest),
+            longest_key=longest if is_batch else _rounded(max(packing.keys)),
             tokens=_rounded(len(q)),
             key_tokens=_rounded(len(k)),
             scale=scale,
@@ -101,13 +114,14 @@ class _Case:
 def forward(
     q: Tensor, k: Tensor, v: Tensor, packing: Packing, scale: float, causal: bool
 ) -> tuple[Tensor, Tensor]:
-    """Return the output ``[T, H, E]`` and the log-sum-exp ``[T, H]``, float32.
+    """Return the output ``[T, H, E]`` and what :func:`by_token` makes the log-sum-exp of.
 
     :param q: ``[T, H, D]``, bfloat16 or float16, elements of a head side by side; as the next two.
     """
     case = _Case.of(q, k, v, packing, scale, causal)
     output = q.new_empty(*q.shape[:2], v.shape[2])
-    sums = q.new_empty(q.shape[:2], dtype=torch.float32)
+    shape = (case.sequences, case.heads, case.longest) if case.is_batch else q.shape[:2]
+    sums = q.new_empty(shape, dtype=torch.float32)
     _run(_forward_graph(case), {Q: q, K: k, V: v, OUT: output, SUMS: sums}, case, packing)
     return output, sums
 
@@ -135,6 +149,11 @@ def backward(
     return found[0], found[1], found[2]
 
 
+def by_token(sums: Tensor) -> Tensor:
+    """Return the log-sum-exp ``[T, H]``, float32, of which a batch has ``[N, H, T / N]``."""
+    return sums if sums.ndim == 2 else sums.transpose(1, 2).flatten(0, 1)
+
+
 # -------------------------------------------------------------------------
 # Graphs
 # -------------------------------------------------------------------------
@@ -152,10 +171,10 @@ def _forward_graph(case: _Case) -> tuple[Any, int]:
 @lru_cache(maxsize=256)
 def _backward_graph(case: _Case) -> tuple[Any, int]:
     graph, tensors, options = _begun(case, (Q, K, V, OUT, GRAD, SUMS))
+    if not case.is_batch:
+        options |= {"max_total_seq_len_q": case.tokens, "max_total_seq_len_kv": case.key_tokens}
     grads = graph.sdpa_backward(
         **_named(tensors, q=Q, k=K, v=V, o=OUT, dO=GRAD, stats=SUMS),
-        max_total_seq_len_q=case.tokens,
-        max_total_seq_len_kv=case.key_tokens,
         use_deterministic_algorithm=case.deterministic,
         **options,
     )
@@ -175,17 +194,16 @@ def _begun(case: _Case, names: tuple[int, ...]) -> tuple[Any, dict[int, Any], di
         handle=_handle(case.device),
     )
     tensors = {name: _declare(graph, case, name) for name in names}
-    row = {"dim": (case.sequences, 1, 1, 1), "stride": (1, 1, 1, 1), "data_type": cudnn.data_type.INT32}
-    counts = [graph.tensor(**row, uid=uid) for uid in (LENGTHS, KEY_LENGTHS)]
     # Of as many queries as keys the first sees the first; elsewhere the last sees the last.
     options = {
         "attn_scale": case.scale,
-        "use_padding_mask": True,
-        "seq_len_q": counts[0],
-        "seq_len_kv": counts[1],
         "use_causal_mask": case.causal and case.is_square,
         "use_causal_mask_bottom_right": case.causal and not case.is_square,
     }
+    if not case.is_batch:
+        row = {"dim": (case.sequences, 1, 1, 1), "stride": (1, 1, 1, 1), "data_type": cudnn.data_type.INT32}
+        counts = [graph.tensor(**row, uid=uid) for uid in (LENGTHS, KEY_LENGTHS)]
+        options |= {"use_padding_mask": True, "seq_len_q": counts[0], "seq_len_kv": counts[1]}
     return graph, tensors, options
 
 
@@ -199,22 +217,31 @@ def _declare(graph: Any, case: _Case, name: int, output: Any = None) -> Any:
 
     heads, size, token, head, is_key = case.layouts()[name]
     longest = case.longest_key if is_key else case.longest
+    by_head = case.is_batch and name == SUMS
     layout = {
         "dim": (case.sequences, heads, longest, size),
-        "stride": (longest * token, head, token, 1),
+        "stride": (heads * longest, longest, 1, 1) if by_head else (longest * token, head, token, 1),
         "data_type": cudnn.data_type.FLOAT if name == SUMS else _io_type(case.dtype),
     }
-    offsets = graph.tensor(
+    begins = {} if case.is_batch else {"ragged_offset": _offsets_of(graph, case, name)}
+    if output is None:
+        return graph.tensor(**layout, **begins, uid=name)
+    output.set_output(True).set_dim(layout["dim"]).set_stride(layout["stride"])
+    output.set_data_type(layout["data_type"])
+    for offsets in begins.values():
+        output.set_ragged_offset(offsets)
+    return output.set_uid(name)
+
+
+def _offsets_of(graph: Any, case: _Case, name: int) -> Any:
+    import cudnn
+
+    return graph.tensor(
         dim=(case.sequences + 1, 1, 1, 1),
         stride=(1, 1, 1, 1),
         data_type=cudnn.data_type.INT64,
         uid=OFFSETS + name,
     )
-    if output is None:
-        return graph.tensor(**layout, ragged_offset=offsets, uid=name)
-    output.set_output(True).set_dim(layout["dim"]).set_stride(layout["stride"])
-    output.set_data_type(layout["data_type"])
-    return output.set_ragged_offset(offsets).set_uid(name)
 
 
 def _io_type(dtype: torch.dtype) -> Any:
@@ -243,11 +270,11 @@ def _built(graph: Any) -> tuple[Any, int]:
 def _run(built: tuple[Any, int], tensors: dict[int, Tensor], case: _Case, packing: Packing) -> None:
     graph, size = built
     pointers = {name: tensor.data_ptr() for name, tensor in tensors.items()}
-    counts, offsets = _on_device(case, packing)
-    pointers[LENGTHS], pointers[KEY_LENGTHS] = (row.data_ptr() for row in counts)
-    for name in tensors:
-        pointers[OFFSETS + name] = offsets[name - 1].data_ptr()
-    workspace = torch.empty(size, dtype=torch.uint8, device=counts.device)
+    if not case.is_batch:
+        counts, offsets = _on_device(case, packing)
+        pointers[LENGTHS], pointers[KEY_LENGTHS] = (row.data_ptr() for row in counts)
+        pointers |= {OFFSETS + name: offsets[name - 1].data_ptr() for name in tensors}
+    workspace = torch.empty(size, dtype=torch.uint8, device=tensors[Q].device)
     graph.execute(pointers, workspace.data_ptr(), handle=_handle(case.device))
 
 
@@ -291,6 +318,17 @@ def _handle(device: int) -> Any:
             handles[device] = cudnn.create_handle()
     cudnn.set_stream(handle=handles[device], stream=torch.cuda.current_stream(device).cuda_stream)
     return handles[device]
+
+
+def _is_batch(packing: Packing) -> bool:
+    """Return whether all sequences have one length, and a graph of exact sizes will be asked for again."""
+    count, length = len(packing.queries), packing.queries[0]
+    return (
+        packing.is_square
+        and length % BATCH_STEP == 0
+        and packing.queries.count(length) == count
+        and (count <= BATCH_SEQUENCES or count == _power_of_two(count))
+    )
 
 
 def _rounded(tokens: int) -> int:

@@ -2,13 +2,35 @@
 
 from __future__ import annotations
 
+import sys
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 
 from anygauge.kernels.table import resolve_kernels
 from anygauge.plugins import load_plugins
-from anygauge_cuda import attention, kernels
-from anygauge_cuda.cudnn_attention import GRAD_Q, OUT, SUMS, K, Q, V, _Case, _offsets, _rounded
+from anygauge_cuda import attention, cudnn_attention, kernels
+from anygauge_cuda.cudnn_attention import (
+    BATCH_STEP,
+    GRAD,
+    GRAD_K,
+    GRAD_Q,
+    GRAD_V,
+    LENGTHS,
+    OFFSETS,
+    OUT,
+    SUMS,
+    K,
+    Q,
+    V,
+    _backward_graph,
+    _Case,
+    _forward_graph,
+    _offsets,
+    _rounded,
+)
 from anygauge_cuda.packing import Packing
 
 
@@ -54,6 +76,173 @@ def test_a_deterministic_run_has_graphs_of_its_own() -> None:
     finally:
         torch.use_deterministic_algorithms(False)
     assert exact != make_case(packing)
+
+
+# -------------------------------------------------------------------------
+# Graphs
+# -------------------------------------------------------------------------
+
+
+class RecordedTensor:
+    """What a graph is told of one of its tensors, by argument or by setter."""
+
+    def __init__(self, **facts: Any) -> None:
+        self.facts = facts
+
+    def __getattr__(self, name: str) -> Any:
+        def keep(value: Any) -> RecordedTensor:
+            self.facts[name.removeprefix("set_")] = value
+            return self
+
+        return keep
+
+
+class RecordedGraph:
+    """A graph that is asked for; nothing is built."""
+
+    def __init__(self, **_: Any) -> None:
+        self.tensors: list[RecordedTensor] = []
+        self.options: dict[str, Any] = {}
+        self.pointers: dict[int, int] = {}
+
+    def tensor(self, **facts: Any) -> RecordedTensor:
+        self.tensors.append(RecordedTensor(**facts))
+        return self.tensors[-1]
+
+    def sdpa(self, **options: Any) -> list[RecordedTensor]:
+        self.options = options
+        return [self.tensor() for _ in range(2)]
+
+    def sdpa_backward(self, **options: Any) -> list[RecordedTensor]:
+        self.options = options
+        return [self.tensor() for _ in range(3)]
+
+    def execute(self, pointers: dict[int, int], workspace: int, handle: Any) -> None:
+        self.pointers = pointers
+
+    def facts(self, name: str) -> dict[int, Any]:
+        return {tensor.facts["uid"]: tensor.facts.get(name) for tensor in self.tensors}
+
+
+@pytest.fixture
+def recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    kinds = SimpleNamespace(FLOAT="float", INT32="int32", INT64="int64", BFLOAT16="bfloat16", HALF="half")
+    monkeypatch.setitem(sys.modules, "cudnn", SimpleNamespace(pygraph=RecordedGraph, data_type=kinds))
+    monkeypatch.setattr(cudnn_attention, "_handle", lambda device: None)
+    monkeypatch.setattr(cudnn_attention, "_built", lambda graph: (graph, 0))
+    monkeypatch.setattr(cudnn_attention, "_forward_graph", _forward_graph.__wrapped__)
+    monkeypatch.setattr(cudnn_attention, "_backward_graph", _backward_graph.__wrapped__)
+
+
+RAGGED_OPTIONS = {
+    "use_padding_mask",
+    "seq_len_q",
+    "seq_len_kv",
+    "max_total_seq_len_q",
+    "max_total_seq_len_kv",
+}
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.usefixtures("recorded")
+def test_sequences_of_one_length_are_a_plain_batch(causal: bool) -> None:
+    case = make_case(Packing.of((1536,) * 3, None), causal=causal)
+    forward, backward = (
+        make(case)[0] for make in (cudnn_attention._forward_graph, cudnn_attention._backward_graph)
+    )
+    for graph in (forward, backward):
+        assert not set(graph.facts("ragged_offset").values()) - {None}
+        assert not RAGGED_OPTIONS & set(graph.options)
+        assert graph.options["use_causal_mask"] is causal
+        assert graph.options["use_causal_mask_bottom_right"] is False
+    queries, keys, sums = (3, 8, 1536, 8), (3, 2, 1536, 8), (3, 8, 1536, 1)
+    assert forward.facts("dim") == {Q: queries, K: keys, V: keys, OUT: queries, SUMS: sums}
+    whole, shared = (1536 * 64, 8, 64, 1), (1536 * 96, 48, 96, 1)  # keys and values lie among queries
+    by_head = (8 * 1536, 1536, 1, 1)
+    assert forward.facts("stride") == {Q: whole, K: shared, V: shared, OUT: whole, SUMS: by_head}
+    own = (1536 * 16, 8, 16, 1)
+    grads = {GRAD: whole, GRAD_Q: whole, GRAD_K: own, GRAD_V: own}
+    assert backward.facts("stride") == {**forward.facts("stride"), **grads}
+    assert forward.facts("data_type")[SUMS] == backward.facts("data_type")[SUMS] == "float"
+    assert backward.options["use_deterministic_algorithm"] is False
+    names = ("q", "k", "v", "o", "dO", "stats")
+    given = [backward.options[name].facts["uid"] for name in names]
+    assert given == [Q, K, V, OUT, GRAD, SUMS]
+
+
+@pytest.mark.usefixtures("recorded")
+def test_other_sequences_are_ragged() -> None:
+    case = make_case(Packing.of((1536, 1536, 1024), None))
+    forward, backward = (
+        make(case)[0] for make in (cudnn_attention._forward_graph, cudnn_attention._backward_graph)
+    )
+    for graph in (forward, backward):
+        names = [name for name in graph.facts("dim") if name < LENGTHS]
+        offsets = graph.facts("ragged_offset")
+        assert [offsets[name].facts["uid"] for name in names] == [OFFSETS + name for name in names]
+        assert graph.options["use_padding_mask"] is True
+        assert graph.facts("dim")[Q] == (4, 8, 2048, 8)
+        assert graph.facts("stride")[SUMS] == (8 * 2048, 1, 8, 1)
+    assert set(backward.options) >= RAGGED_OPTIONS
+    assert backward.options["max_total_seq_len_q"] == 4096
+
+
+@pytest.mark.parametrize(
+    ("lengths", "key_lengths", "is_batch"),
+    [
+        ((BATCH_STEP,), None, True),
+        ((2 * BATCH_STEP,) * 3, None, True),
+        ((BATCH_STEP,) * 16, None, True),
+        ((BATCH_STEP,) * 15, None, False),
+        ((BATCH_STEP + 1,) * 2, None, False),
+        ((BATCH_STEP // 2,) * 2, None, False),
+        ((BATCH_STEP, 2 * BATCH_STEP), None, False),
+        ((BATCH_STEP, 0), None, False),
+        ((BATCH_STEP,), (2 * BATCH_STEP,), False),
+        ((BATCH_STEP, BATCH_STEP), (2 * BATCH_STEP, BATCH_STEP), False),
+    ],
+)
+def test_a_batch_is_of_sizes_that_come_again(
+    lengths: tuple[int, ...], key_lengths: tuple[int, ...] | None, is_batch: bool
+) -> None:
+    assert make_case(Packing.of(lengths, key_lengths)).is_batch is is_batch
+
+
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.usefixtures("recorded")
+def test_the_log_sum_exp_of_a_batch_is_handed_out_by_token(
+    count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokens = count * BATCH_STEP
+    seen: list[dict[int, int]] = []
+
+    def run(built: Any, tensors: dict[int, torch.Tensor], case: _Case, packing: Packing) -> None:
+        seen.append({name: tensor.data_ptr() for name, tensor in tensors.items()})
+        if SUMS in tensors and GRAD not in tensors:
+            tensors[SUMS].copy_(torch.arange(tokens * 2.0).view(count, BATCH_STEP, 2).transpose(1, 2))
+
+    monkeypatch.setattr(cudnn_attention, "_run", run)
+    q, k, v = (torch.ones(tokens, 2, 8, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+    output, sums = attention.by_cudnn(q, k, v, (BATCH_STEP,) * count, 1.0, causal=True, return_lse=True)
+    assert torch.equal(sums, torch.arange(tokens * 2.0).view(tokens, 2))
+    output.sum().backward()
+    forward, backward = seen
+    assert backward[SUMS] == forward[SUMS], "backward reads what forward wrote"
+
+
+@pytest.mark.usefixtures("recorded")
+def test_a_batch_brings_nothing_to_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cudnn_attention, "_on_device", None)
+    packing = Packing.of((BATCH_STEP,), None)
+    case, graph = make_case(packing), RecordedGraph()
+    tensors = {name: torch.empty(1) for name in (Q, K, V, OUT, SUMS)}
+    cudnn_attention._run((graph, 0), tensors, case, packing)
+    assert graph.pointers == {name: tensor.data_ptr() for name, tensor in tensors.items()}
+
+
+# -------------------------------------------------------------------------
+# Choice
+# -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("installed", "found"), [(True, attention.by_cudnn), (False, attention.by_flash)])

@@ -10,7 +10,20 @@ from typing import cast
 import pytest
 import torch
 
-from anygauge.testing.conformance.test_kernels import CASES, Case, contiguous, evaluate, inputs_of
+from anygauge.testing.conformance.test_kernels import (
+    CASES,
+    TOLERANCES,
+    Case,
+    Result,
+    assert_close,
+    attention_case,
+    contiguous,
+    evaluate,
+    inputs_of,
+    with_lse,
+)
+from anygauge_cuda import cudnn_attention
+from anygauge_cuda.attention import by_cudnn
 from anygauge_cuda.kernels import kernels
 from anygauge_hooks.kernels import KERNEL_OPS, KernelImpl
 from anygauge_hooks.types import Device
@@ -61,3 +74,46 @@ def test_the_host_does_not_wait(op: str, request: pytest.FixtureRequest) -> None
     found = kernel_of(case).fn(*given, *case.arguments, **case.options, **named)
     outputs = [x for x in (found if isinstance(found, tuple) else (found,)) if x.requires_grad]
     torch.autograd.grad(outputs, leaves, [torch.ones_like(x) for x in outputs])
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize(
+    ("lengths", "heads", "key_heads", "width"),
+    [((2048,) * 2, 32, 8, 128), ((1536,) * 3, 4, 4, 64), ((4096,), 8, 1, 256), ((512,) * 16, 4, 2, 80)],
+)
+def test_attention_of_a_batch_is_that_of_ragged_sequences(
+    lengths: tuple[int, ...],
+    heads: int,
+    key_heads: int,
+    width: int,
+    causal: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pytest.importorskip("cudnn")
+    case = with_lse(attention_case("batch", lengths, heads, key_heads, width, causal=causal))
+    inputs = inputs_of(case, "bfloat16", contiguous, GPU)
+
+    def attend() -> Result:
+        return evaluate(by_cudnn, case, [x.clone() for x in inputs])
+
+    batch = attend()
+    monkeypatch.setattr(cudnn_attention, "BATCH_STEP", 1 << 30)
+    ragged = attend()
+    for found, wanted in zip(batch.outputs + batch.gradients, ragged.outputs + ragged.gradients, strict=True):
+        assert_close(found, wanted, TOLERANCES["bfloat16"], str(case))
+
+
+@pytest.mark.parametrize("lengths", [(512, 512), (512, 3, 500)], ids=["batch", "ragged"])
+def test_the_host_does_not_wait_for_attention(
+    lengths: tuple[int, ...], request: pytest.FixtureRequest
+) -> None:
+    pytest.importorskip("cudnn")
+    leaves = [torch.ones(sum(lengths), 2, 64, device="cuda").bfloat16().requires_grad_() for _ in range(3)]
+
+    def attend() -> None:
+        found = by_cudnn(*leaves, lengths, 0.1, causal=True)
+        torch.autograd.grad(found, leaves, torch.ones_like(found))
+
+    attend()  # builds graphs
+    request.getfixturevalue("no_waiting")
+    attend()

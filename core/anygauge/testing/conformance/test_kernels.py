@@ -436,6 +436,8 @@ CASES = [
         for causal in (True, False)
         for name, lengths in {"empty": (0, 0), "one": (1,), "ragged": RAGGED, "long": (150, 3, 200)}.items()
     ),
+    # Of a length that is round enough for a kernel that takes such sequences for a batch.
+    with_lse(attention_case("batch", (512, 512), 2, 1, 16, causal=True)),
     with_lse(prefix_case("prefix", (3, 3, 1, 0, 5, 5), (3, 9, 4, 0, 5, 10), causal=True)),
     with_lse(prefix_case("fewer-keys", (3, 9, 1, 0, 5), (1, 4, 7, 2, 5), causal=False)),
     with_lse(prefix_case("few-keys-long", (200, 9), (130, 3), causal=False)),
