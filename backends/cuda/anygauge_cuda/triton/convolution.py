@@ -12,16 +12,18 @@ import triton.language as tl
 from torch import Tensor
 
 from anygauge_cuda.guards import check_lengths, check_shape
+from anygauge_cuda.triton.rows import total
 
 __all__ = ["causal_conv1d"]
 
-HEIGHT, COLUMNS = 16, 128
-"""Tokens and channels that a program has."""
+COLUMNS, WARPS = 256, 2
+"""Channels that a program has, and its warps: a thread goes through the tokens of a few channels alone."""
 
-TURNS = 8
-"""Tiles that a program goes through for the gradient of the weight, of which it leaves one partial sum."""
+AHEAD = 4
+"""Tokens that are read at once."""
 
-WARPS = 4
+FORWARD, BACKWARD = 64, 128
+"""Tokens that a program goes through."""
 
 
 def causal_conv1d(x: Tensor, weight: Tensor, lengths: Sequence[int]) -> Tensor:
@@ -59,73 +61,83 @@ class _Convolve(torch.autograd.Function):
         x = x if x.stride(-1) == 1 else x.contiguous()
         ctx.save_for_backward(x, weight, places)
         y = torch.empty_like(x, memory_format=torch.contiguous_format)
-        _convolve[_grid(x)](
-            x, x.stride(0), weight.contiguous(), places, y, *_sizes(x, weight), num_warps=WARPS
-        )
+        (tokens, channels), width = x.shape, weight.shape[1]
+        _convolve[triton.cdiv(channels, COLUMNS), triton.cdiv(tokens, FORWARD)](
+            x, x.stride(0), weight.contiguous(), places, y, tokens,
+            channels, width, FORWARD, AHEAD, COLUMNS, num_warps=WARPS,
+        )  # fmt: skip
         return y
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
         """Return the gradients of ``x`` and ``weight``."""
         x, weight, places = ctx.saved_tensors
-        weight_ = weight.contiguous()
-        slope = torch.empty(x.shape, device=x.device, dtype=torch.float32)
-        tiles, columns = _grid(x)
-        programs = triton.cdiv(tiles, TURNS)
-        parts = slope.new_empty(programs, weight.shape[1], len(weight))
-        _derive_sums[(programs, columns)](
-            x, x.stride(0), weight_, places, grads[0].contiguous(), slope, parts, *_sizes(x, weight),
-            TURNS, triton.next_power_of_2(weight.shape[1]), num_warps=WARPS,
-        )  # fmt: skip
         dx = torch.empty_like(x, memory_format=torch.contiguous_format)
-        _derive[_grid(x)](slope, weight_, places, dx, *_sizes(x, weight), num_warps=WARPS)
-        return dx, parts.sum(0).t().to(weight.dtype), None
-
-
-def _grid(x: Tensor) -> tuple[int, int]:
-    return triton.cdiv(len(x), HEIGHT), triton.cdiv(x.shape[1], COLUMNS)
-
-
-def _sizes(x: Tensor, weight: Tensor) -> tuple[int, int, int, int, int]:
-    return len(x), x.shape[1], weight.shape[1], HEIGHT, COLUMNS
-
-
-@triton.jit
-def _tile(number: tl.tensor, count: int, CHANNELS: tl.constexpr, HEIGHT: tl.constexpr, COLUMNS: tl.constexpr):
-    """Return a tile: its first token, its lines, its channels, which lines and which places are inside.
-
-    Places in a tile are 32 bits wide, for which there are registers; only its start is not.
-    """
-    first = number.to(tl.int64) * HEIGHT
-    line = tl.arange(0, HEIGHT)[:, None]
-    channel = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
-    is_token = line < count - number * HEIGHT
-    return first, line, channel, is_token, is_token & (channel < CHANNELS)
+        (tokens, channels), width = x.shape, weight.shape[1]
+        length = triton.cdiv(max(BACKWARD, 2 * width), AHEAD) * AHEAD
+        programs = triton.cdiv(tokens, length - width + 1)
+        parts = torch.empty(programs, width, channels, device=x.device, dtype=torch.float32)
+        _derive[triton.cdiv(channels, COLUMNS), programs](
+            x, x.stride(0), weight.contiguous(), places, grads[0].contiguous(), dx, parts, tokens,
+            channels, width, length, AHEAD, COLUMNS, num_warps=WARPS,
+        )  # fmt: skip
+        return dx, total(parts, weight.dtype).t(), None
 
 
 @triton.jit
-def _sums(
-    number: tl.tensor,
+def _read(
+    source: tl.tensor,
+    step: int,
+    first: tl.tensor,
+    end: tl.tensor,
+    channel: tl.tensor,
+    CHANNELS: tl.constexpr,
+    AHEAD: tl.constexpr,
+):
+    """Return a few tokens, all of them on their way before one is used."""
+    values: tl.tuple = ()
+    for i in tl.static_range(AHEAD):
+        here = (channel < CHANNELS) & (first + i < end)
+        values += (tl.load(source + (first + i) * step + channel, mask=here, other=0.0),)
+    return values
+
+
+@triton.jit
+def _start(
     x: tl.tensor,
     step: int,
     weight: tl.tensor,
     places: tl.tensor,
-    count: int,
+    first: tl.tensor,
+    channel: tl.tensor,
     CHANNELS: tl.constexpr,
     WIDTH: tl.constexpr,
-    HEIGHT: tl.constexpr,
-    COLUMNS: tl.constexpr,
 ):
-    """Return a tile of the sums before the activation."""
-    first, line, channel, is_token, here = _tile(number, count, CHANNELS, HEIGHT, COLUMNS)
-    place = tl.load(places + first + line, mask=is_token, other=-1)
-    total = tl.zeros((HEIGHT, COLUMNS), tl.float32)
+    """Return the taps and the tokens before the first one, the youngest first."""
+    place = tl.load(places + first)
+    taps: tl.tuple = ()
+    seen: tl.tuple = ()
     for back in tl.static_range(WIDTH):
         tap = tl.load(weight + channel * WIDTH + WIDTH - 1 - back, mask=channel < CHANNELS, other=0.0)
-        source = x + first * step + (line - back) * step + channel
-        value = tl.load(source, mask=here & (place >= back), other=0.0)
-        total += value.to(tl.float32) * tap.to(tl.float32)
-    return total
+        taps += (tap.to(tl.float32),)
+    for back in tl.static_range(1, WIDTH):
+        here = (channel < CHANNELS) & (place >= back)
+        value = tl.load(x + (first - back) * step + channel, mask=here, other=0.0)
+        seen += (value.to(tl.float32),)
+    return taps, seen
+
+
+@triton.jit
+def _sum(value: tl.tensor, seen: tl.tuple, taps: tl.tuple, place: tl.tensor, WIDTH: tl.constexpr):
+    """Return the sum for a token, before the activation, and the tokens that are in it."""
+    value = value.to(tl.float32)
+    window: tl.tuple = (value,)
+    result = value * taps[0]
+    for back in tl.static_range(1, WIDTH):
+        # what was seen before a sequence began is forgotten
+        window += (tl.where(place > 0, seen[back - 1], 0.0),)
+        result += window[back] * taps[back]
+    return result, window
 
 
 @triton.jit
@@ -138,77 +150,85 @@ def _convolve(
     count: int,
     CHANNELS: tl.constexpr,
     WIDTH: tl.constexpr,
-    HEIGHT: tl.constexpr,
+    LENGTH: tl.constexpr,
+    AHEAD: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Convolve a tile."""
-    total = _sums(tl.program_id(0), x, step, weight, places, count, CHANNELS, WIDTH, HEIGHT, COLUMNS)
-    first, line, channel, _, here = _tile(tl.program_id(0), count, CHANNELS, HEIGHT, COLUMNS)
-    target = y + first * CHANNELS + line * CHANNELS + channel
-    tl.store(target, total * tl.sigmoid(total), mask=here)
+    """Go through some tokens; what the next ones need of them is kept."""
+    channel = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    is_channel = channel < CHANNELS
+    first = tl.program_id(1).to(tl.int64) * LENGTH
+    end = tl.minimum(first + LENGTH, count)
+    taps, seen = _start(x, step, weight, places, first, channel, CHANNELS, WIDTH)
+    following = _read(x, step, first, end, channel, CHANNELS, AHEAD)
+    for turn in range(0, LENGTH, AHEAD):
+        token = first + turn
+        values = following
+        following = _read(x, step, token + AHEAD, end, channel, CHANNELS, AHEAD)
+        for i in tl.static_range(AHEAD):
+            place = tl.load(places + token + i, mask=token + i < count, other=0)
+            result, window = _sum(values[i], seen, taps, place, WIDTH)
+            seen = window[: WIDTH - 1]
+            target = y + (token + i) * CHANNELS + channel
+            tl.store(target, result * tl.sigmoid(result), mask=is_channel & (token + i < count))
 
 
 @triton.jit
-def _derive_sums(
+def _derive(
     x: tl.tensor,
     step: int,
     weight: tl.tensor,
     places: tl.tensor,
     grad: tl.tensor,
-    slope: tl.tensor,
+    dx: tl.tensor,
     parts: tl.tensor,
     count: int,
     CHANNELS: tl.constexpr,
     WIDTH: tl.constexpr,
-    HEIGHT: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    TURNS: tl.constexpr,
-    TAPS: tl.constexpr,
-):
-    """Write some tiles of the gradient of the sums, and what they give to that of the weight."""
-    tap = tl.arange(0, TAPS)[:, None]
-    gathered = tl.zeros((TAPS, COLUMNS), tl.float32)
-    for turn in range(TURNS):
-        number = tl.program_id(0) * TURNS + turn
-        total = _sums(number, x, step, weight, places, count, CHANNELS, WIDTH, HEIGHT, COLUMNS)
-        first, line, channel, is_token, here = _tile(number, count, CHANNELS, HEIGHT, COLUMNS)
-        place = tl.load(places + first + line, mask=is_token, other=-1)
-        start, inside = first * CHANNELS, line * CHANNELS + channel
-        given = tl.load(grad + start + inside, mask=here, other=0.0).to(tl.float32)
-        share = tl.sigmoid(total)
-        given *= share * (1 + total * (1 - share))
-        tl.store(slope + start + inside, given, mask=here)
-        for back in tl.static_range(WIDTH):
-            source = x + first * step + (line - back) * step + channel
-            value = tl.load(source, mask=here & (place >= back), other=0.0)
-            part = tl.sum(value.to(tl.float32) * given, 0, keep_dims=True)
-            gathered += tl.where(tap == WIDTH - 1 - back, part, 0.0)
-    channel = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
-    target = parts + (tl.program_id(0).to(tl.int64) * WIDTH + tap) * CHANNELS + channel
-    tl.store(target, gathered, mask=(tap < WIDTH) & (channel < CHANNELS))
-
-
-@triton.jit
-def _derive(
-    slope: tl.tensor,
-    weight: tl.tensor,
-    places: tl.tensor,
-    dx: tl.tensor,
-    count: int,
-    CHANNELS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    HEIGHT: tl.constexpr,
+    LENGTH: tl.constexpr,
+    AHEAD: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Write a tile of the gradient of the tokens: what the sums of the next ones of the sequence give."""
-    first, line, channel, _, here = _tile(tl.program_id(0), count, CHANNELS, HEIGHT, COLUMNS)
-    start, inside = first * CHANNELS, line * CHANNELS + channel
-    total = tl.zeros((HEIGHT, COLUMNS), tl.float32)
-    for ahead in tl.static_range(WIDTH):
-        is_token = line < count - tl.program_id(0) * HEIGHT - ahead
-        place = tl.load(places + first + ahead + line, mask=is_token, other=-1)
-        tap = tl.load(weight + channel * WIDTH + WIDTH - 1 - ahead, mask=channel < CHANNELS, other=0.0)
-        source = slope + start + ahead * CHANNELS + inside
-        value = tl.load(source, mask=here & (place >= ahead), other=0.0)
-        total += value * tap.to(tl.float32)
-    tl.store(dx + start + inside, total, mask=here)
+    """Go through some tokens; the gradient of one is whole when the last that saw it has been passed.
+
+    The last ``WIDTH - 1`` are there for those before them only. The program after this one has them first.
+    """
+    channel = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    is_channel = channel < CHANNELS
+    first = tl.program_id(1).to(tl.int64) * (LENGTH - WIDTH + 1)
+    end = tl.minimum(first + LENGTH, count)
+    taps, seen = _start(x, step, weight, places, first, channel, CHANNELS, WIDTH)
+    nought = tl.zeros((COLUMNS,), tl.float32)
+    sums: tl.tuple = (nought,)
+    due: tl.tuple = ()
+    for _ in tl.static_range(1, WIDTH):
+        sums += (nought,)
+        due += (nought,)
+    next_values = _read(x, step, first, end, channel, CHANNELS, AHEAD)
+    next_given = _read(grad, CHANNELS, first, end, channel, CHANNELS, AHEAD)
+    for turn in range(0, LENGTH, AHEAD):
+        token = first + turn
+        values = next_values
+        given = next_given
+        next_values = _read(x, step, token + AHEAD, end, channel, CHANNELS, AHEAD)
+        next_given = _read(grad, CHANNELS, token + AHEAD, end, channel, CHANNELS, AHEAD)
+        for i in tl.static_range(AHEAD):
+            place = tl.load(places + token + i, mask=token + i < count, other=0)
+            result, window = _sum(values[i], seen, taps, place, WIDTH)
+            seen = window[: WIDTH - 1]
+            share = tl.sigmoid(result)
+            slope = given[i].to(tl.float32) * share * (1 + result * (1 - share))
+            own = tl.where(turn + i < LENGTH - WIDTH + 1, slope, 0.0)
+            added: tl.tuple = (sums[0] + own * window[0],)
+            whole: tl.tuple = (slope * taps[0],)
+            for back in tl.static_range(1, WIDTH):
+                added += (sums[back] + own * window[back],)
+                whole += (due[back - 1] + tl.where(place >= back, slope, 0.0) * taps[back],)
+            sums = added
+            due = whole[: WIDTH - 1]
+            is_whole = (turn + i >= WIDTH - 1) & (token + i - WIDTH + 1 < count)
+            target = dx + (token + i - WIDTH + 1) * CHANNELS + channel
+            tl.store(target, whole[WIDTH - 1], mask=is_channel & is_whole)
+    for back in tl.static_range(WIDTH):
+        row = tl.program_id(1).to(tl.int64) * WIDTH + WIDTH - 1 - back
+        tl.store(parts + row * CHANNELS + channel, sums[back], mask=is_channel)

@@ -1,4 +1,4 @@
-"""How a kernel finds the rows of a tensor, and how many programs fill a GPU."""
+"""How a kernel finds the rows of a tensor, how many programs fill a GPU, and what they leave is added up."""
 
 from __future__ import annotations
 
@@ -7,11 +7,18 @@ from typing import NamedTuple
 
 import torch
 import triton
+import triton.language as tl
 from torch import Tensor
 
-__all__ = ["Rows", "processors", "rows_of", "warps_for"]
+__all__ = ["Rows", "processors", "rows_of", "total", "warps_for"]
 
 WARP = 32
+
+SECTOR = 8
+"""Numbers in float32 that are read together at least."""
+
+PARTS = 512
+"""Partial sums that a program has at a time."""
 
 
 class Rows(NamedTuple):
@@ -47,3 +54,31 @@ def processors(device: torch.device) -> int:
     """Return how many multiprocessors a GPU has."""
     number: int = torch.cuda.get_device_properties(device).multi_processor_count
     return number
+
+
+def total(parts: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the sum ``[...]`` of what programs left, ``[N, ...]`` in float32, always in the same order."""
+    result = torch.empty(parts.shape[1:], device=parts.device, dtype=dtype)
+    height = min(PARTS, triton.next_power_of_2(max(1, len(parts))))
+    _add_up[(triton.cdiv(result.numel(), SECTOR),)](
+        parts, len(parts), result, result.numel(), height, SECTOR, num_warps=warps_for(height * SECTOR)
+    )
+    return result
+
+
+@triton.jit
+def _add_up(
+    parts: tl.tensor,
+    count: int,
+    result: tl.tensor,
+    size: int,
+    HEIGHT: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Sum a few columns."""
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    sums = tl.zeros((HEIGHT, COLUMNS), tl.float32)
+    for first in range(0, count, HEIGHT):
+        row = first + tl.arange(0, HEIGHT).to(tl.int64)[:, None]
+        sums += tl.load(parts + row * size + column, mask=(row < count) & (column < size), other=0.0)
+    tl.store(result + column, tl.sum(sums, 0, keep_dims=True), mask=column < size)
