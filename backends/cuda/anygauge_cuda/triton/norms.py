@@ -11,7 +11,7 @@ from torch import Tensor
 
 from anygauge_cuda.guards import check_shape
 from anygauge_cuda.triton import rows as gpu
-from anygauge_cuda.triton.rows import rows_of, warps_for
+from anygauge_cuda.triton.rows import WARP, rows_of, total, warps_for
 
 __all__ = ["rms_norm"]
 
@@ -21,8 +21,15 @@ TILE = 4096
 EACH = 32
 """Of them per thread."""
 
-PROGRAMS_PER_PROCESSOR = 4
-"""Of the backward pass; each leaves one row of partial sums for the weight."""
+PIECES, PIECE_EACH = 5, 4
+"""Of a wide row in the backward pass: how many at most, and how much of each a thread has. With 20 numbers of
+a row, and those of the next one on their way, a thread has 128 registers."""
+
+WARPS_PER_PROCESSOR = 16
+"""Of the backward pass: what so many registers leave room for. Each program leaves a row of partial sums."""
+
+MOST_WARPS = 32
+"""Of a program."""
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -61,17 +68,30 @@ class _RmsNorm(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
         """Return the gradients of ``x`` and ``weight``."""
         x, weight = ctx.saved_tensors
-        rows, width = rows_of(x), x.shape[-1]
-        dx = torch.empty_like(x, memory_format=torch.contiguous_format)
-        columns = triton.next_power_of_2(width)
-        height = max(1, TILE // columns)
-        programs = min(PROGRAMS_PER_PROCESSOR * gpu.processors(x.device), triton.cdiv(rows.number, height))
-        parts = torch.empty(programs, width, device=x.device, dtype=torch.float32)
-        _derive[(programs,)](
-            *rows, weight.contiguous(), grads[0].contiguous(), dx, parts, ctx.eps, width, height, columns,
-            num_warps=warps_for(height * columns, EACH),
-        )  # fmt: skip
-        return dx, parts.sum(0).to(weight.dtype), None
+        return *_gradients(x, weight, grads[0], ctx.eps), None
+
+
+def _gradients(x: Tensor, weight: Tensor, grad: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Return the gradients of ``x`` and ``weight``."""
+    rows, width = rows_of(x), x.shape[-1]
+    dx = torch.empty_like(x, memory_format=torch.contiguous_format)
+    height, piece, warps = _shape(width)
+    most = max(1, WARPS_PER_PROCESSOR // warps) * gpu.processors(x.device)
+    programs = min(most, triton.cdiv(rows.number, height))
+    parts = torch.empty(programs, width, device=x.device, dtype=torch.float32)
+    _derive[(programs,)](
+        *rows, weight.contiguous(), grad.contiguous(), dx, parts, eps, width, height, piece, num_warps=warps
+    )
+    return dx, total(parts, weight.dtype)
+
+
+def _shape(width: int) -> tuple[int, int, int]:
+    """Return how many rows a program has at a time, the size of the pieces it has them in, and its warps."""
+    piece = triton.next_power_of_2(triton.cdiv(width, PIECES))
+    if piece >= WARP * PIECE_EACH:
+        return 1, piece, min(MOST_WARPS, piece // (WARP * PIECE_EACH))
+    columns = triton.next_power_of_2(width)
+    return TILE // columns, columns, warps_for(TILE, EACH)
 
 
 @triton.jit
@@ -100,6 +120,32 @@ def _normalise(
 
 
 @triton.jit
+def _read(
+    x: tl.tensor,
+    count: int,
+    inner: int,
+    outer_step: int,
+    step: int,
+    grad: tl.tensor,
+    first: tl.tensor,
+    WIDTH: tl.constexpr,
+    HEIGHT: tl.constexpr,
+    PIECE: tl.constexpr,
+):
+    """Return the pieces of some rows, and of their gradients."""
+    row = first + tl.arange(0, HEIGHT).to(tl.int64)[:, None]
+    start = row // inner * outer_step + row % inner * step
+    values: tl.tuple = ()
+    slopes: tl.tuple = ()
+    for lowest in tl.static_range(0, WIDTH, PIECE):
+        column = lowest + tl.arange(0, PIECE)[None, :]
+        here = (row < count) & (column < WIDTH)
+        values += (tl.load(x + start + column, mask=here, other=0.0),)
+        slopes += (tl.load(grad + row * WIDTH + column, mask=here, other=0.0),)
+    return values, slopes
+
+
+@triton.jit
 def _derive(
     x: tl.tensor,
     count: int,
@@ -113,23 +159,47 @@ def _derive(
     eps: float,
     WIDTH: tl.constexpr,
     HEIGHT: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    PIECE: tl.constexpr,
 ):
-    """Go over every so-manieth tile of rows: ``r (g w - x r mean(g w x r))``, and the sum of ``g x r``."""
-    column = tl.arange(0, COLUMNS)[None, :]
-    gain = tl.load(weight + column, mask=column < WIDTH, other=0.0).to(tl.float32)
-    total = tl.zeros((HEIGHT, COLUMNS), tl.float32)
-    for first in range(tl.program_id(0) * HEIGHT, count, tl.num_programs(0) * HEIGHT):
+    """Go over every so-manieth tile of rows: ``r (g w - x r mean(g w x r))``, and the sum of ``g x r``.
+
+    The next rows are on their way while these are added up.
+    """
+    nought = tl.zeros((HEIGHT, PIECE), tl.float32)
+    gains: tl.tuple = ()
+    totals: tl.tuple = ()
+    for lowest in tl.static_range(0, WIDTH, PIECE):
+        column = lowest + tl.arange(0, PIECE)[None, :]
+        gains += (tl.load(weight + column, mask=column < WIDTH, other=0.0),)
+        totals += (nought,)
+    start, stride = tl.program_id(0) * HEIGHT, tl.num_programs(0) * HEIGHT
+    next_values, next_slopes = _read(
+        x, count, inner, outer_step, step, grad, start, WIDTH, HEIGHT, PIECE
+    )  # fmt: skip
+    for first in range(start, count, stride):
+        values, slopes = next_values, next_slopes
+        next_values, next_slopes = _read(
+            x, count, inner, outer_step, step, grad, first + stride, WIDTH, HEIGHT, PIECE
+        )  # fmt: skip
+        square, along = nought, nought
+        for i in tl.static_range(len(gains)):
+            value = values[i].to(tl.float32)
+            square += value * value
+            # in this order, so that no product is kept in registers for what comes below
+            along += value * slopes[i].to(tl.float32) * gains[i].to(tl.float32)
+        scale = tl.rsqrt(tl.sum(square, 1, keep_dims=True) / WIDTH + eps)
+        mean = tl.sum(along, 1, keep_dims=True) * scale / WIDTH
         row = first + tl.arange(0, HEIGHT).to(tl.int64)[:, None]
-        here = (row < count) & (column < WIDTH)
-        start = row // inner * outer_step + row % inner * step
-        value = tl.load(x + start + column, mask=here, other=0.0).to(tl.float32)
-        slope = tl.load(grad + row * WIDTH + column, mask=here, other=0.0).to(tl.float32)
-        scale = tl.rsqrt(tl.sum(value * value, 1, keep_dims=True) / WIDTH + eps)
-        normed = value * scale
-        total += slope * normed
-        slope *= gain
-        along = tl.sum(slope * normed, 1, keep_dims=True) / WIDTH
-        tl.store(dx + row * WIDTH + column, scale * (slope - normed * along), mask=here)
-    place = parts + tl.program_id(0) * WIDTH + tl.arange(0, COLUMNS)
-    tl.store(place, tl.sum(total, 0), mask=tl.arange(0, COLUMNS) < WIDTH)
+        added: tl.tuple = ()
+        for i in tl.static_range(len(gains)):
+            normed = values[i].to(tl.float32) * scale
+            slope = slopes[i].to(tl.float32)
+            added += (totals[i] + slope * normed,)
+            column = i * PIECE + tl.arange(0, PIECE)[None, :]
+            result = scale * (slope * gains[i].to(tl.float32) - normed * mean)
+            tl.store(dx + row * WIDTH + column, result, mask=(row < count) & (column < WIDTH))
+        totals = added
+    for i in tl.static_range(len(gains)):
+        column = i * PIECE + tl.arange(0, PIECE)
+        target = parts + tl.program_id(0) * WIDTH + column
+        tl.store(target, tl.sum(totals[i], 0), mask=column < WIDTH)

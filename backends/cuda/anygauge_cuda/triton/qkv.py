@@ -11,7 +11,7 @@ from torch import Tensor
 
 from anygauge_cuda.guards import check_angles, check_shape
 from anygauge_cuda.triton import rows as gpu
-from anygauge_cuda.triton.rows import warps_for
+from anygauge_cuda.triton.rows import total, warps_for
 
 __all__ = ["qk_norm_rotary"]
 
@@ -79,7 +79,7 @@ class _Split(torch.autograd.Function):
             _join[(programs,)](
                 qkv, *given, grad, parts, *weights, cos, sin, ctx.eps, len(qkv), *shape, num_warps=warps
             )
-        sums = parts.sum(0).to(q_weight.dtype)
+        sums = total(parts, q_weight.dtype)
         return grad, sums[0], sums[1], None, None, None
 
 

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-__all__ = ["Rows", "processors", "rows_of", "total", "warps_for"]
+__all__ = ["WARP", "Rows", "processors", "rows_of", "total", "warps_for"]
 
 WARP = 32
 

@@ -386,7 +386,7 @@ ROUTERS: Mapping[str, Mapping[str, Any]] = {
 }
 RAGGED = (3, 1, 0, 7, 12, 1, 33, 0, 8, 5)
 CASES = [
-    *(rms_norm_case(*shape) for shape in [(0, 8), (1, 8), (7, 64), (5, 3, 33), (300, 128)]),
+    *(rms_norm_case(*shape) for shape in [(0, 8), (1, 8), (7, 64), (5, 3, 33), (300, 128), (40, 720)]),
     rms_norm_case(16, 64, magnitude=1e-3),  # as large as the root of epsilon
     rms_norm_case(16, 64, magnitude=1e3),
     *(layer_norm_case(*shape) for shape in [(0, 8), (1, 8), (7, 64), (5, 3, 33), (300, 128)]),
