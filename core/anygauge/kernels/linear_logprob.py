@@ -31,10 +31,10 @@ HOST_SHARE, DEVICE_SHARE = 16, 8
 """The memory of a tile is at most this part of that of all logits, to stay small beside theirs ..."""
 
 KEPT_SHARE = 6
-"""Passes that work in place leave so much of all logits for backward, in whole tiles and one at least ..."""
+"""Passes that work in place leave about so much of all logits for backward, in whole tiles, one at least ..."""
 
-MOST_KEPT = 3 << 28
-"""... and at most this many: 3 GiB."""
+MOST_KEPT = 13 << 26
+"""... and about this many at most: 3.25 GiB."""
 
 SMALLEST_HOST_TILE = 1 << 20
 """... unless it has this many, whose memory is not worth saving."""
@@ -251,7 +251,7 @@ def _tile_shape(tokens: int, rows: int, device: torch.device, *, in_place: bool)
 
 def _places(tokens: int, rows: int, size: int) -> int:
     """Return how many tiles of this size are kept of all logits."""
-    return max(1, min(tokens * rows // KEPT_SHARE, MOST_KEPT) // size)
+    return max(1, round(min(tokens * rows / KEPT_SHARE, MOST_KEPT) / size))
 
 
 def _cut(count: int, size: int) -> list[slice]:
