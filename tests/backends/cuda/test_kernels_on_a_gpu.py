@@ -10,6 +10,7 @@ from typing import cast
 import pytest
 import torch
 
+from anygauge.kernels.main_grad import ROWS, add_rows
 from anygauge.testing.conformance.test_kernels import (
     CASES,
     TOLERANCES,
@@ -117,3 +118,26 @@ def test_the_host_does_not_wait_for_attention(
     attend()  # builds graphs
     request.getfixturevalue("no_waiting")
     attend()
+
+
+def test_rows_of_a_main_gradient(request: pytest.FixtureRequest) -> None:
+    """To the bit, twice the same where sums are rounded, and without a wait; in two pieces."""
+    tokens, rows, width = ROWS + 1000, 151_936, 512
+    torch.manual_seed(0)
+    ids = torch.randint(0, rows, (tokens,), device="cuda")
+    ids[: tokens // 2] %= 50  # which come often
+    weight = torch.nn.Parameter(torch.zeros(rows, width, device="cuda", dtype=torch.bfloat16))
+    exact = torch.randint(-64, 64, (tokens, width), device="cuda").bfloat16()
+    rounded = torch.randn(tokens, width, device="cuda").bfloat16()
+
+    def added(grad: torch.Tensor) -> torch.Tensor:
+        weight.main_grad = torch.zeros(rows, width, device="cuda")  # type: ignore[attr-defined]
+        add_rows(weight, ids, grad)
+        return cast(torch.Tensor, weight.main_grad)
+
+    expected = torch.zeros(rows, width, device="cuda", dtype=torch.float64).index_add_(0, ids, exact.double())
+    assert torch.equal(added(exact).double(), expected)
+    request.getfixturevalue("no_waiting")
+    one, other = added(rounded), added(rounded)
+    torch.cuda.set_sync_debug_mode("default")
+    assert torch.equal(one, other)

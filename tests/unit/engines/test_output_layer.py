@@ -145,6 +145,29 @@ def test_gradients_are_those_of_all_logits(make_engine: Make, overlap: bool) -> 
         torch.testing.assert_close(gradient, results[1][1][name], rtol=1e-5, atol=1e-7, msg=name)
 
 
+@pytest.mark.parametrize("overlap", [False, True], ids=["plain", "overlap"])
+@pytest.mark.parametrize("fused", [True, False], ids=["tiles", "all-logits"])
+def test_gradients_are_those_of_megatrons_embedding(
+    make_engine: Make, monkeypatch: pytest.MonkeyPatch, fused: bool, overlap: bool
+) -> None:
+    """Of a second step, which finds those of the first; there are several micro-batches."""
+    from anygauge.engines.megatron import model
+
+    megatron = {"overlap_grad_reduce": overlap, "overlap_param_gather": overlap}
+
+    def second_step() -> tuple[float, dict[str, Tensor]]:
+        engine = make_engine(fused_loss=fused, megatron=megatron)
+        main_gradients(engine)
+        return main_gradients(engine)
+
+    found = second_step()
+    monkeypatch.setattr(model, "replace_embeddings", lambda chunk: None)
+    expected = second_step()
+    assert found[0] == pytest.approx(expected[0], rel=1e-6)
+    for name, gradient in found[1].items():
+        torch.testing.assert_close(gradient, expected[1][name], rtol=1e-5, atol=1e-7, msg=name)
+
+
 def test_log_probs_are_those_of_all_logits(make_engine: Make) -> None:
     found = [
         make_engine(fused_loss=fused).log_probs(make_samples(), temperature=0.7) for fused in (True, False)

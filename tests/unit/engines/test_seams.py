@@ -266,9 +266,11 @@ def test_before_inside_and_after_match_the_ledger(
 def test_instances_are_as_the_ledger_says(
     config: Config, context: WorkerContext, witness: Witness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    from anygauge.engines.megatron.layers.embedding import Embedding
     from anygauge.engines.megatron.layers.output import HiddenOutput
 
     engine = make_engine(config, context)
+    assert type(engine.policy.chunks[0].embedding.word_embeddings) is Embedding
     output = engine.policy.chunks[0].output_layer
     assert type(output) is HiddenOutput
     handed: list[torch.Size] = []
@@ -283,6 +285,7 @@ def test_instances_are_as_the_ledger_says(
     assert ledger("On instances") == {
         "megatron.core.optimizer.MegatronOptimizer.optimizer",
         "megatron.core.models.gpt.GPTModel.output_layer",
+        "megatron.core.models.common.embeddings.LanguageModelEmbedding.word_embeddings",
         "megatron.core.tensor_parallel.VocabParallelEmbedding.weight",
         "megatron.core.transformer.moe.moe_layer.MoELayer.token_dispatcher",
     }

@@ -20,6 +20,7 @@ from anygauge.config.roles import as_language_model
 from anygauge.config.schema import Parallel
 from anygauge.distributed.layout import Layout
 from anygauge.engines.megatron.fields import unknown_values
+from anygauge.engines.megatron.layers.embedding import replace_embeddings
 from anygauge.engines.megatron.layers.output import HiddenOutput, replace_output_layer
 from anygauge.engines.megatron.layers.provider import KernelSpecProvider, SpecProvider, complete
 from anygauge.engines.megatron.layers.spec import decoder_spec
@@ -206,6 +207,7 @@ def build_policy(
     )
     for chunk in policy.chunks:
         replace_output_layer(chunk, ValueHead if is_critic else HiddenOutput, spec.output_owner)
+        replace_embeddings(chunk)
     _mark_split(policy.tensors, policy.rules)
     if load:
         policy.load(directory)

@@ -167,9 +167,9 @@ def output_weight(owner: Any) -> Tensor:
 
 
 def _share_gradient(owner: Any) -> None:
-    """Tell Megatron's hook that a weight's gradient also comes from an embedding on the same stage.
+    """Tell Megatron's hook that a weight's gradient comes from an embedding and from an output layer.
 
-    It would drop what autograd has, since the output layer adds to the main gradient itself. Megatron sets
+    It would drop what autograd has of one, since the other adds to the main gradient itself. Megatron sets
     the mark without pipeline stages only.
     """
     embedding = getattr(owner, "embedding", None)
