@@ -158,6 +158,13 @@ def cases() -> Iterator[Case]:
             {"torch": _torch_rms_norm, **liger_only({"Liger": _liger_rms_norm})},
         )
     yield Case(
+        "add_rms_norm",
+        "hidden 2560",
+        lambda: (*random((TOKENS, 2560), (2560,)), EPS, *random((TOKENS, 2560))),
+        8 * TOKENS * 2560 * 2,
+        {"torch": _torch_add_norm, **liger_only({"Liger": _liger_add_norm})},
+    )
+    yield Case(
         "layer_norm",
         "hidden 2560",
         lambda: (*random((TOKENS, 2560), (2560,), (2560,)), EPS),
@@ -313,6 +320,18 @@ def _liger_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     from liger_kernel.ops.rms_norm import LigerRMSNormFunction
 
     return LigerRMSNormFunction.apply(x, weight, eps, 0.0, "llama", False)
+
+
+def _torch_add_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor) -> tuple[Tensor, Tensor]:
+    total = residual + x
+    return total, F.rms_norm(total, weight.shape, weight, eps)
+
+
+def _liger_add_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor) -> tuple[Tensor, Tensor]:
+    from liger_kernel.ops.fused_add_rms_norm import LigerFusedAddRMSNormFunction
+
+    normed, total = LigerFusedAddRMSNormFunction.apply(x, residual, weight, eps, 0.0, "llama", False)
+    return total, normed
 
 
 def _liger_layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 __all__ = [
     "KERNEL_FACTS",
     "KERNEL_OPS",
+    "AddRmsNorm",
     "CausalConv1d",
     "GatedDeltaRule",
     "GroupedMatmul",
@@ -36,6 +37,7 @@ __all__ = [
 ]
 
 KernelOp = Literal[
+    "add_rms_norm",
     "causal_conv1d",
     "gated_delta_rule",
     "grouped_matmul",
@@ -109,6 +111,25 @@ class RmsNorm(Protocol):
         :param x: ``[..., D]``, float32 or bfloat16.
         :param weight: ``[D]``, the dtype of ``x``.
         :returns: ``[..., D]``, the dtype of ``x``.
+        """
+
+
+class AddRmsNorm(Protocol):
+    """The residual stream of a layer and the norm of it, whose gradients meet in one.
+
+    Where nobody serves it, it is made of an addition and ``rms_norm`` of the same table.
+    """
+
+    def __call__(
+        self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Return ``residual + x``, rounded to its dtype, and what :class:`RmsNorm` returns for that.
+
+        :param x: ``[..., D]``, float32 or bfloat16.
+        :param weight: ``[D]``, the dtype of ``x``.
+        :param residual: Of the shape and dtype of ``x``. ``None`` adds nothing.
+        :returns: ``[..., D]`` twice, the dtype of ``x``. The first may share the
+            memory of ``x`` where there is no ``residual``.
         """
 
 

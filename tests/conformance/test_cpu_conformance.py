@@ -22,6 +22,12 @@ from anygauge_hooks import hookimpl
 from anygauge_hooks.kernels import KERNEL_OPS, KernelImpl
 
 
+def add_rms_norm(x, weight, eps, residual=None):
+    """Has no gradient around the norm."""
+    total, normed = reference.add_rms_norm(x, weight, eps, residual)
+    return total.detach() + 0 * normed, normed
+
+
 def causal_conv1d(x, weight, lengths):
     """Lets a sequence see the end of the one before it."""
     return reference.causal_conv1d(x, weight, (sum(lengths),))

@@ -18,6 +18,7 @@ from anygauge_hooks.tiles import TileMath
 __all__ = ["kernels", "tile_math"]
 
 MODULES: Mapping[KernelOp, str] = {
+    "add_rms_norm": "norms",
     "causal_conv1d": "convolution",
     "gated_delta_rule": "recurrence",
     "qk_norm_rotary": "qkv",

@@ -17,6 +17,8 @@ from torch import Tensor
 from anygauge_hooks.kernels import RmsNorm, RotaryEmbedding, VocabParallelLogprob
 
 __all__ = [
+    "add_and_norm",
+    "add_rms_norm",
     "by_parts",
     "causal_conv1d",
     "expert_weights",
@@ -156,6 +158,28 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     wide = _widen(x)
     normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     return (normed * weight).to(x.dtype)
+
+
+def add_rms_norm(
+    x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return ``residual + x`` and the norm of that.
+
+    :param x: ``[..., D]``.
+    :param weight: ``[D]``.
+    :param eps: Added to the mean square.
+    :param residual: ``[..., D]``, or ``None`` to add nothing.
+    :returns: ``[..., D]`` twice, the dtype of ``x``.
+    """
+    return add_and_norm(rms_norm, x, weight, eps, residual)
+
+
+def add_and_norm(
+    norm: RmsNorm, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return what :func:`add_rms_norm` returns, by another op."""
+    total = x if residual is None else residual + x
+    return total, norm(total, weight, eps)
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:

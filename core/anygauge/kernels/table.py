@@ -42,6 +42,7 @@ _LAST = -100
 """Priority of what the core brings: after whatever a plugin has."""
 
 _PROTOCOLS: Mapping[KernelOp, type] = {
+    "add_rms_norm": contract.AddRmsNorm,
     "causal_conv1d": contract.CausalConv1d,
     "gated_delta_rule": contract.GatedDeltaRule,
     "grouped_matmul": contract.GroupedMatmul,
@@ -115,15 +116,17 @@ class KernelTable:
         :returns: A function with the signature of the op's Protocol; the reference where nothing else serves.
         """
         found = self.candidates(op, dtype=dtype, **facts)
-        if op == "qk_norm_rotary" and found[0].priority == _LAST:
-            return self._by_parts(dtype, **facts)
+        if op in ("add_rms_norm", "qk_norm_rotary") and found[0].priority == _LAST:
+            return self._by_parts(op, dtype, **facts)
         return found[0].fn if found else reference_kernel(op).fn
 
-    def _by_parts(self, dtype: str | torch.dtype, **facts: Any) -> Callable[..., Any]:
-        """Return ``qk_norm_rotary`` as made of what serves its parts."""
-        from anygauge.kernels.reference import by_parts
+    def _by_parts(self, op: KernelOp, dtype: str | torch.dtype, **facts: Any) -> Callable[..., Any]:
+        """Return an op as made of what serves its parts."""
+        from anygauge.kernels.reference import add_and_norm, by_parts
 
         norm = self.resolve("rms_norm", dtype=dtype)
+        if op == "add_rms_norm":
+            return partial(add_and_norm, norm)
         return partial(by_parts, norm, self.resolve("rotary_embedding", dtype=dtype, **facts))
 
     def candidates(self, op: KernelOp, *, dtype: str | torch.dtype, **facts: Any) -> list[KernelImpl]:
@@ -195,15 +198,16 @@ def reference_kernel(op: KernelOp, dtypes: Sequence[str] = REFERENCE_DTYPES) -> 
 
 
 def core_kernels() -> list[KernelImpl]:
-    """Return the op whose reference has the logits of all tokens, and the one that is made of others."""
+    """Return the op whose reference has the logits of all tokens, and those that are made of others."""
     from anygauge.kernels.linear_logprob import linear_logprob
-    from anygauge.kernels.reference import qk_norm_rotary
+    from anygauge.kernels.reference import add_rms_norm, qk_norm_rotary
 
     def core(op: KernelOp, fn: Callable[..., Any], source: str) -> KernelImpl:
         return KernelImpl(op=op, fn=fn, source=source, dtypes=REFERENCE_DTYPES, priority=_LAST)
 
     return [
         core("linear_logprob", linear_logprob, f"{linear_logprob.__module__}.linear_logprob"),
+        core("add_rms_norm", add_rms_norm, "an addition and rms_norm"),
         core("qk_norm_rotary", qk_norm_rotary, "rms_norm and rotary_embedding"),
     ]
 

@@ -79,6 +79,8 @@ def ones(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
 SOFTMAX = {"score_function": "softmax"}
 REFUSED: list[tuple[KernelOp, tuple[Any, ...], Mapping[str, Any], str]] = [
     ("rms_norm", (ones(5, 8), ones(7), 1e-6), {}, "weight of shape [7], not [8]"),
+    ("add_rms_norm", (ones(5, 8), ones(7), 1e-6), {}, "weight of shape [7], not [8]"),
+    ("add_rms_norm", (ones(5, 8), ones(8), 1e-6, ones(4, 8)), {}, "residual of shape"),
     ("rotary_embedding", (ones(5, 4, 8), ones(4, 2, 8), ones(5, 8), ones(5, 8)), {}, "k of shape"),
     ("rotary_embedding", (ones(5, 4, 8), ones(5, 2, 8), ones(5, 8), ones(5, 6)), {}, "sin of shape"),
     ("rotary_embedding", (ones(5, 4, 8), ones(5, 2, 8), ones(5, 10), ones(5, 10)), {}, "10 angles"),

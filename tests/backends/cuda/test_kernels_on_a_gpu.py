@@ -55,6 +55,20 @@ def no_waiting() -> Iterator[None]:
     torch.cuda.set_sync_debug_mode("default")
 
 
+@pytest.mark.parametrize("width", [128, 1024, 2560, 4096, 8192])
+def test_a_sum_and_its_norm_have_the_bits_of_two_steps(width: int) -> None:
+    """A linear that makes its input again has the norm alone."""
+    found = {kernel.op: kernel.fn for kernel in kernels()}
+    generator = torch.Generator("cuda").manual_seed(0)
+    x, residual, weight = (
+        torch.randn(shape, device="cuda", generator=generator).bfloat16()
+        for shape in ((300, 1, width), (300, 1, width), (width,))
+    )
+    total, normed = found["add_rms_norm"](x, weight, 1e-6, residual)
+    assert total.equal(residual + x)
+    assert normed.equal(found["rms_norm"](total, weight, 1e-6))
+
+
 @pytest.mark.parametrize("op", OPS)
 def test_the_same_bits_twice(op: str) -> None:
     case = biggest_case(op)

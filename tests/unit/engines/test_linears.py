@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -208,6 +209,43 @@ def test_gradients_equal_those_of_megatrons_linears(
     for name, grad in actual.items():
         assert grad.equal(remade[name]), f"{name}: made again, it is not the same"
         torch.testing.assert_close(grad, expected[name], rtol=1e-5, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "recompute"),
+    [("float32", "none"), ("bfloat16", "none"), ("bfloat16", "elementwise"), ("bfloat16", "full")],
+)
+def test_the_short_way_of_a_layer_gives_the_bits_of_megatrons(
+    make_engine: Callable[..., Any], dtype: str, recompute: str
+) -> None:
+    found = []
+    for is_short in (True, False):
+        engine = make_engine(dtype=dtype, recompute=recompute)
+        calls: list[Any] = []
+        for layer in engine.policy.chunks[0].decoder.layers:
+            assert layer.is_short
+            layer.is_short = is_short
+            for norm in (layer.input_layernorm, layer.pre_mlp_layernorm):
+                norm.add = partial(noted, norm.add, calls)
+        found.append(two_steps(engine))
+        assert bool(calls) == is_short
+    for name, grad in found[0].items():
+        assert grad.equal(found[1][name]), name
+
+
+def test_a_layer_that_a_provider_replaced_does_not_go_past_it(
+    make_engine: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from megatron.core.transformer.transformer_layer import TransformerLayer
+
+    monkeypatch.setattr(TransformerLayer, "forward", lambda *_, **__: None)
+    layers = make_engine().policy.chunks[0].decoder.layers
+    assert not any(layer.is_short for layer in layers)
+
+
+def noted(fn: Callable[..., Any], calls: list[Any], *arguments: Any) -> Any:
+    calls.append(arguments)
+    return fn(*arguments)
 
 
 def test_norms_and_activations_are_kept_once(make_engine: Callable[..., Any]) -> None:

@@ -63,14 +63,15 @@ def table(plugins: Plugins, *kernels: KernelImpl) -> KernelTable:
     return resolve_kernels(plugins, BACKEND)
 
 
-def test_without_a_plugin_every_op_is_the_reference_but_two(plugins: Plugins) -> None:
-    """The reference of the loss has the logits of all tokens; the other op is made of two."""
+def test_without_a_plugin_every_op_is_the_reference_but_three(plugins: Plugins) -> None:
+    """The reference of the loss has the logits of all tokens; the other ops are made of two."""
     kernels = resolve_kernels(plugins, BACKEND)
-    for op in set(KERNEL_OPS) - {"qk_norm_rotary"}:
+    for op in set(KERNEL_OPS) - {"add_rms_norm", "qk_norm_rotary"}:
         own = linear_logprob if op == "linear_logprob" else getattr(reference, op)
         assert kernels.resolve(op, dtype="float32") is own
     found = {(row.op, row.is_reference) for row in kernels.rows()}
-    assert found == {(op, op not in {"linear_logprob", "qk_norm_rotary"}) for op in KERNEL_OPS}
+    by_core = {"add_rms_norm", "linear_logprob", "qk_norm_rotary"}
+    assert found == {(op, op not in by_core) for op in KERNEL_OPS}
 
 
 def test_an_op_that_nobody_serves_is_made_of_what_serves_its_parts(plugins: Plugins) -> None:
@@ -86,6 +87,10 @@ def test_an_op_that_nobody_serves_is_made_of_what_serves_its_parts(plugins: Plug
     query, key, value = split(torch.ones(3, 2, 5, 4), torch.ones(4), torch.ones(4), angles + 1, angles, 1e-6)
     assert (query.shape, key.shape, value.shape) == ((3, 6, 4), (3, 2, 4), (3, 2, 4))
     assert seen == ["norm"] * 2
+    total, normed = kernels.resolve("add_rms_norm", dtype="float32")(key, torch.ones(4), 1e-6, value)
+    assert total.equal(value + key)
+    assert normed.equal(reference.rms_norm(total, torch.ones(4), 1e-6))
+    assert seen == ["norm"] * 3
 
 
 def test_a_kernel_serves_the_dtypes_that_it_declares(plugins: Plugins) -> None:
@@ -219,7 +224,7 @@ def test_rows_tell_who_serves_what_and_where_it_is() -> None:
     plugins = load_plugins(only=["cpu"])
     rows = resolve_kernels(plugins, plugins.get("register_backends", "cpu")).rows()
     assert {row.op for row in rows} == set(KERNEL_OPS)
-    by_core = {"linear_logprob", "qk_norm_rotary", "topk_router"}
+    by_core = {"add_rms_norm", "linear_logprob", "qk_norm_rotary", "topk_router"}
     assert {row.op for row in rows if row.is_reference} == {"topk_router"}
     for row in rows:
         owner = "anygauge" if row.op in by_core else "cpu"

@@ -201,6 +201,12 @@ def policy_gradients(policy: Any) -> dict[str, torch.Tensor]:
     return found
 
 
+def test_the_short_way_is_of_plain_layers_alone(spec: ModelSpec, policy: Any) -> None:
+    found = {layer.is_short for layer in policy.chunks[0].decoder.layers}
+    mixed = {"glm4_moe": {True, False}, "qwen3_moe": {True, False}}  # a dense layer comes first
+    assert found == mixed.get(spec.name, {spec.name in {"llama", "qwen3"}})
+
+
 def test_weights_come_out_as_they_went_in(policy: Any, checkpoint: Path) -> None:
     expected = load_file(checkpoint / "model.safetensors")
     actual = dict(policy.weights())

@@ -13,7 +13,7 @@ from anygauge_cuda.guards import check_shape
 from anygauge_cuda.triton import rows as gpu
 from anygauge_cuda.triton.rows import WARP, rows_of, total, warps_for
 
-__all__ = ["rms_norm"]
+__all__ = ["add_rms_norm", "rms_norm"]
 
 TILE = 4096
 """Numbers that a program has at a time, where rows are that short."""
@@ -46,6 +46,26 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return y
 
 
+def add_rms_norm(
+    x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return ``residual + x``, rounded, and the norm of that; their gradients become one where they meet.
+
+    :param x: ``[..., D]``.
+    :param weight: ``[D]``.
+    :param eps: Added to the mean square.
+    :param residual: ``[..., D]``, or ``None`` to add nothing.
+    :returns: ``[..., D]`` twice, the dtype of ``x``; the first shares its memory where nothing is added.
+    :raises KernelInputError: The shapes do not fit.
+    """
+    check_shape("add_rms_norm", "weight", weight, x.shape[-1:], "[D]")
+    if residual is not None:
+        check_shape("add_rms_norm", "residual", residual, x.shape, "[..., D]")
+    # torch leaves apply() untyped
+    found: tuple[Tensor, Tensor] = _AddRmsNorm.apply(x, weight, eps, residual)  # type: ignore[no-untyped-call]
+    return found
+
+
 class _RmsNorm(torch.autograd.Function):
     """Nothing but the inputs is kept: backward has the whole row, and so its scale."""
 
@@ -54,15 +74,7 @@ class _RmsNorm(torch.autograd.Function):
         """Return the normalised ``x``."""
         ctx.save_for_backward(x, weight)
         ctx.eps = eps
-        rows, width = rows_of(x), x.shape[-1]
-        y = torch.empty_like(x, memory_format=torch.contiguous_format)
-        columns = triton.next_power_of_2(width)
-        height = max(1, TILE // columns)
-        _normalise[(triton.cdiv(rows.number, height),)](
-            *rows, weight.contiguous(), y, eps, width, height, columns,
-            num_warps=warps_for(height * columns, EACH),
-        )  # fmt: skip
-        return y
+        return _norm(x, weight, eps)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
@@ -71,17 +83,65 @@ class _RmsNorm(torch.autograd.Function):
         return *_gradients(x, weight, grads[0], ctx.eps), None
 
 
-def _gradients(x: Tensor, weight: Tensor, grad: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Return the gradients of ``x`` and ``weight``."""
+class _AddRmsNorm(torch.autograd.Function):
+    """Of the inputs the weight is kept, and the sum."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Return the sum and the norm of it."""
+        sums = x.detach()
+        if residual is not None:
+            sums = torch.empty_like(x, memory_format=torch.contiguous_format)
+        y = _norm(x, weight, eps, residual, sums)
+        ctx.save_for_backward(x if residual is None else sums, weight)
+        ctx.eps = eps
+        return sums, y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of ``x`` and ``weight``; that of ``residual`` is the former."""
+        x, weight = ctx.saved_tensors
+        dx, dweight = _gradients(x, weight, grads[1], ctx.eps, around=grads[0])
+        return dx, dweight, None, dx if ctx.needs_input_grad[3] else None
+
+
+def _norm(
+    x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None, sums: Tensor | None = None
+) -> Tensor:
+    """Return the norm of ``x``, or of what is written to ``sums`` if there is a residual."""
+    rows, width = rows_of(x), x.shape[-1]
+    y = torch.empty_like(x, memory_format=torch.contiguous_format)
+    columns = triton.next_power_of_2(width)
+    height = max(1, TILE // columns)
+    adds = residual is not None
+    _normalise[(triton.cdiv(rows.number, height),)](
+        *rows, residual.contiguous() if residual is not None else y, sums if adds else y,
+        weight.contiguous(), y, eps, width, height, columns, adds,
+        num_warps=warps_for(height * columns, EACH),
+    )  # fmt: skip
+    return y
+
+
+def _gradients(
+    x: Tensor, weight: Tensor, grad: Tensor, eps: float, around: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return the gradients of ``x`` and ``weight``.
+
+    :param around: The gradient of what goes around the norm, to be added to that of ``x``.
+    """
     rows, width = rows_of(x), x.shape[-1]
     dx = torch.empty_like(x, memory_format=torch.contiguous_format)
     height, piece, warps = _shape(width)
     most = max(1, WARPS_PER_PROCESSOR // warps) * gpu.processors(x.device)
     programs = min(most, triton.cdiv(rows.number, height))
     parts = torch.empty(programs, width, device=x.device, dtype=torch.float32)
+    grad = grad.contiguous()
     _derive[(programs,)](
-        *rows, weight.contiguous(), grad.contiguous(), dx, parts, eps, width, height, piece, num_warps=warps
-    )
+        *rows, weight.contiguous(), grad, grad if around is None else around.contiguous(), dx, parts, eps,
+        width, height, piece, around is not None, num_warps=warps,
+    )  # fmt: skip
     return dx, total(parts, weight.dtype)
 
 
@@ -101,19 +161,27 @@ def _normalise(
     inner: int,
     outer_step: int,
     step: int,
+    residual: tl.tensor,
+    sums: tl.tensor,
     weight: tl.tensor,
     y: tl.tensor,
     eps: float,
     WIDTH: tl.constexpr,
     HEIGHT: tl.constexpr,
     COLUMNS: tl.constexpr,
+    ADDS: tl.constexpr,
 ):
-    """Normalise some rows."""
+    """Normalise some rows, or their sums with a residual as they are written."""
     row = tl.program_id(0).to(tl.int64) * HEIGHT + tl.arange(0, HEIGHT)[:, None]
     column = tl.arange(0, COLUMNS)[None, :]
     here = (row < count) & (column < WIDTH)
     start = row // inner * outer_step + row % inner * step
     value = tl.load(x + start + column, mask=here, other=0.0).to(tl.float32)
+    if ADDS:
+        value += tl.load(residual + row * WIDTH + column, mask=here, other=0.0).to(tl.float32)
+        value = value.to(sums.dtype.element_ty)
+        tl.store(sums + row * WIDTH + column, value, mask=here)
+        value = value.to(tl.float32)
     gain = tl.load(weight + column, mask=column < WIDTH, other=0.0).to(tl.float32)
     scale = tl.rsqrt(tl.sum(value * value, 1, keep_dims=True) / WIDTH + eps)
     tl.store(y + row * WIDTH + column, value * scale * gain, mask=here)
@@ -154,16 +222,18 @@ def _derive(
     step: int,
     weight: tl.tensor,
     grad: tl.tensor,
+    around: tl.tensor,
     dx: tl.tensor,
     parts: tl.tensor,
     eps: float,
     WIDTH: tl.constexpr,
     HEIGHT: tl.constexpr,
     PIECE: tl.constexpr,
+    ADDS: tl.constexpr,
 ):
     """Go over every so-manieth tile of rows: ``r (g w - x r mean(g w x r))``, and the sum of ``g x r``.
 
-    The next rows are on their way while these are added up.
+    What comes around the norm is added to the former. The next rows are on their way meanwhile.
     """
     nought = tl.zeros((HEIGHT, PIECE), tl.float32)
     gains: tl.tuple = ()
@@ -181,6 +251,13 @@ def _derive(
         next_values, next_slopes = _read(
             x, count, inner, outer_step, step, grad, first + stride, WIDTH, HEIGHT, PIECE
         )  # fmt: skip
+        row = first + tl.arange(0, HEIGHT).to(tl.int64)[:, None]
+        past: tl.tuple = ()
+        if ADDS:
+            for lowest in tl.static_range(0, WIDTH, PIECE):
+                column = lowest + tl.arange(0, PIECE)[None, :]
+                here = (row < count) & (column < WIDTH)
+                past += (tl.load(around + row * WIDTH + column, mask=here, other=0.0),)
         square, along = nought, nought
         for i in tl.static_range(len(gains)):
             value = values[i].to(tl.float32)
@@ -189,7 +266,6 @@ def _derive(
             along += value * slopes[i].to(tl.float32) * gains[i].to(tl.float32)
         scale = tl.rsqrt(tl.sum(square, 1, keep_dims=True) / WIDTH + eps)
         mean = tl.sum(along, 1, keep_dims=True) * scale / WIDTH
-        row = first + tl.arange(0, HEIGHT).to(tl.int64)[:, None]
         added: tl.tuple = ()
         for i in tl.static_range(len(gains)):
             normed = values[i].to(tl.float32) * scale
@@ -197,6 +273,8 @@ def _derive(
             added += (totals[i] + slope * normed,)
             column = i * PIECE + tl.arange(0, PIECE)[None, :]
             result = scale * (slope * gains[i].to(tl.float32) - normed * mean)
+            if ADDS:
+                result += past[i].to(tl.float32)
             tl.store(dx + row * WIDTH + column, result, mask=(row < count) & (column < WIDTH))
         totals = added
     for i in tl.static_range(len(gains)):

@@ -90,6 +90,17 @@ def rms_norm_case(*shape: int, magnitude: float = 1.0) -> Case:
     )
 
 
+def add_norm_case(*shape: int, adds: bool = True) -> Case:
+    """Return a case that adds a residual, or that has the norm alone beside what it is of."""
+
+    def tensors() -> tuple[Tensor, ...]:
+        return (normal(*shape), normal(shape[-1]), *((normal(*shape),) if adds else ()))
+
+    name = f"{'x'.join(map(str, shape))}-{'sum' if adds else 'alone'}"
+    keyword = "residual" if adds else None
+    return Case("add_rms_norm", name, tensors, 2 + adds, (1e-6,), keyword=keyword)
+
+
 def layer_norm_case(*shape: int, magnitude: float = 1.0, shift: float = 0.0) -> Case:
     return Case(
         "layer_norm",
@@ -389,6 +400,11 @@ CASES = [
     *(rms_norm_case(*shape) for shape in [(0, 8), (1, 8), (7, 64), (5, 3, 33), (300, 128), (40, 720)]),
     rms_norm_case(16, 64, magnitude=1e-3),  # as large as the root of epsilon
     rms_norm_case(16, 64, magnitude=1e3),
+    *(
+        add_norm_case(*shape, adds=adds)
+        for adds in (True, False)
+        for shape in [(0, 8), (1, 8), (5, 3, 33), (40, 720)]
+    ),
     *(layer_norm_case(*shape) for shape in [(0, 8), (1, 8), (7, 64), (5, 3, 33), (300, 128)]),
     layer_norm_case(16, 64, magnitude=1e-3),
     layer_norm_case(16, 64, shift=8.0),

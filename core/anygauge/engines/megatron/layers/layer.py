@@ -5,14 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from inspect import getfile
 from typing import Any
 
+from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 from torch import Tensor, nn
 
+from anygauge.engines.megatron.layers.modules import PackedSequences, is_plain
 from anygauge.engines.megatron.layers.moe import ExpertLayer
+from anygauge.engines.megatron.layers.self_attention import SelfAttention
 
 __all__ = ["DecoderLayer", "DecoderLayerSubmodules", "MlpSpec"]
 
@@ -56,12 +60,38 @@ class DecoderLayer(TransformerLayer):
             self.post_mlp_layernorm = _build_norm(submodules.post_norm, config)
             self.self_attn_bda = _after(self.post_self_attn_layernorm, self.self_attn_bda)
             self.mlp_bda = _after(self.post_mlp_layernorm, self.mlp_bda)
+        self.is_short = submodules.post_norm is None and self._is_short()
+
+    def _is_short(self) -> bool:
+        """Return whether nothing but an addition is between attention and the norm after it."""
+        config = self.config
+        return (
+            all(is_plain(norm) for norm in (self.input_layernorm, self.pre_mlp_layernorm))
+            and type(self.self_attention) is SelfAttention
+            and type(self.mlp) is MLP
+            and not (config.add_bias_linear or config.hidden_dropout or config.fp32_residual_connection)
+            and not (self.recompute_input_layernorm or self.recompute_pre_mlp_layernorm or self.recompute_mlp)
+            and not config.fine_grained_activation_offloading
+            # a provider may have replaced it
+            and TransformerLayer.forward.__code__.co_filename == getfile(TransformerLayer)
+        )
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the layer; experts are told which micro-batch it is."""
+        packed = kwargs.get("packed_seq_params")
         if isinstance(self.mlp, ExpertLayer):
-            self.mlp.packed = kwargs.get("packed_seq_params")
-        return super().forward(*args, **kwargs)
+            self.mlp.packed = packed
+        if not self.is_short or args or packed is None:
+            return super().forward(*args, **kwargs)
+        return self._short(kwargs["hidden_states"], packed), None
+
+    def _short(self, hidden: Tensor, packed: PackedSequences) -> Tensor:
+        """Do as Megatron does, with one op where a norm and what goes around it part or meet."""
+        hidden, normed = self.input_layernorm(hidden, with_sum=True)
+        output, _ = self.self_attention(normed, attention_mask=None, packed_seq_params=packed)
+        hidden, normed = self.pre_mlp_layernorm(output, hidden, with_sum=True)
+        result: Tensor = self._forward_post_mlp(self.mlp(normed), hidden)
+        return result
 
 
 def _build_norm(spec: Any, config: TransformerConfig) -> nn.Module:

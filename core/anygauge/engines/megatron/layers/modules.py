@@ -20,7 +20,7 @@ from anygauge.engines.megatron.layers.recompute import can_be_made
 from anygauge.engines.megatron.layers.routing import Routes
 from anygauge.kernels.table import KernelTable
 
-__all__ = ["CoreAttention", "LayerNorm", "PackedSequences", "RmsNorm", "Swiglu"]
+__all__ = ["CoreAttention", "LayerNorm", "PackedSequences", "RmsNorm", "Swiglu", "is_plain"]
 
 
 @dataclass
@@ -69,16 +69,34 @@ class RmsNorm(nn.Module):
         # A weight is near 0 then, and 1 more of it in bfloat16 would be another one.
         dtype = torch.float32 if self.is_zero_centered else config.params_dtype
         self.kernel = kernels.resolve("rms_norm", dtype=dtype)
+        self.add = kernels.resolve("add_rms_norm", dtype=dtype)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Normalise the last dimension of ``x``."""
-        output = self._normalise(x)
-        return can_be_made(output, self._normalise, x) if self.remade else output
+    def forward(
+        self, x: Tensor, residual: Tensor | None = None, *, with_sum: bool = False
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Normalise the last dimension of ``x``, or of its sum with a residual.
+
+        :param residual: Only with the sum.
+        :param with_sum: Whether what is normalised is returned too, before its norm, for what goes around
+            that: their gradients meet in one kernel. Not of weights that are centred on 0.
+        """
+        if not with_sum:
+            assert residual is None
+            output = self._normalise(x)
+            return can_be_made(output, self._normalise, x) if self.remade else output
+        assert not self.is_zero_centered
+        total, output = self.add(x, self.weight, self.eps, residual)
+        return total, can_be_made(output, self._normalise, total) if self.remade else output
 
     def _normalise(self, x: Tensor) -> Tensor:
         if self.is_zero_centered:
             return self.kernel(x.float(), 1 + self.weight.float(), self.eps).to(x.dtype)
         return self.kernel(x, self.weight, self.eps)
+
+
+def is_plain(norm: Any) -> bool:
+    """Return whether a module of any provider is a norm that the kernels know as it is."""
+    return isinstance(norm, RmsNorm) and not norm.is_zero_centered
 
 
 class LayerNorm(nn.Module):

@@ -12,7 +12,7 @@ from megatron.core.tensor_parallel import checkpoint
 from megatron.core.transformer.attention import SelfAttention as MegatronSelfAttention
 from torch import Tensor
 
-from anygauge.engines.megatron.layers.modules import CoreAttention, PackedSequences, RmsNorm
+from anygauge.engines.megatron.layers.modules import CoreAttention, PackedSequences, is_plain
 
 __all__ = ["SelfAttention"]
 
@@ -24,7 +24,7 @@ class SelfAttention(MegatronSelfAttention):
         super().__init__(*args, **kwargs)
         self.is_short = (
             isinstance(self.core_attention, CoreAttention)
-            and all(_is_plain(norm) for norm in (self.q_layernorm, self.k_layernorm))
+            and all(is_plain(norm) for norm in (self.q_layernorm, self.k_layernorm))
             and not self.config.rotary_interleaved
             and not self.config.fine_grained_activation_offloading
             and self.config.num_query_groups >= self.world_size
@@ -57,7 +57,3 @@ class SelfAttention(MegatronSelfAttention):
         found = checkpoint(attend, False, *split) if is_recomputed else attend(*split)
         output: tuple[Tensor, Tensor | None] = self.linear_proj(found.unsqueeze(1))
         return output
-
-
-def _is_plain(norm: Any) -> bool:
-    return isinstance(norm, RmsNorm) and not norm.is_zero_centered
