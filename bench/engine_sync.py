@@ -165,10 +165,7 @@ class Sender:
     """The trainer's side, in a worker of its own."""
 
     def __init__(self, config: Any, context: Any, *, place: str, bucket_mib: int) -> None:
-        import torch
-
         from anygauge.engines.megatron.engine import MegatronEngine
-        from anygauge.engines.megatron.model import build_policy
         from anygauge.rollout.sglang.server import make_server
         from anygauge.trainer.event_loop import EventLoop
 
@@ -186,9 +183,8 @@ class Sender:
         self._failed: BaseException | None = None
         self._starting = threading.Thread(target=self._start, daemon=True)
         self._starting.start()
-        self._make = partial(MegatronEngine, context=context, build=partial(build_policy, load=False))
+        self._make = partial(MegatronEngine, context=context, build=self._random_policy)
         self._engine = self._make(config)
-        self._fill(torch.Generator(self._device).manual_seed(0))
         self._bytes = sum(tensor.nbytes for tensor in self._engine.policy.tensors.values())
         self._bare_s: float | None = None
         self._bare = Bare(context, self._bytes, bucket_mib * MIB) if place == "apart" else None
@@ -202,15 +198,21 @@ class Sender:
             self._failed = error
         self._up_s = time.perf_counter() - self._started
 
-    def _fill(self, generator: Any) -> None:
-        """Give the model random weights, with logits that differ."""
-        for name, tensor in self._engine.policy.tensors.items():
+    def _random_policy(self, *args: Any) -> Any:
+        """Build the model with random weights, with logits that differ."""
+        import torch
+
+        from anygauge.engines.megatron.model import build_policy
+
+        policy = build_policy(*args, load=False)
+        generator = torch.Generator(self._device).manual_seed(0)
+        for name, tensor in policy.tensors.items():
             data = tensor.detach()
             if data.dim() < 2:
                 data.fill_(1.0)
             else:
                 data.normal_(0, 0.05 if "output_layer" in name else 0.02, generator=generator)
-        self._engine.optimizer.reload_model_params()
+        return policy
 
     def ready(self) -> list[Row]:
         """Wait for the server."""

@@ -230,6 +230,12 @@ def make_optimizer(
         to its copy, rounded. Both are given for each weight of each group: a gradient is flat and float32, a
         copy flat and bfloat16, or ``None``. Without it the engine scales and copies itself.
 
+        Beside that method it may have ``takes_remainders = True``. The engine then turns each weight that has
+        a copy into int16 (``weight.data = ...``), and a step finds the float32 weight in both: its bits are
+        ``(bits of the copy << 16) + weight``. It writes both again. The copy is the new weight rounded to
+        nearest, ties away from zero, which leaves what int16 can hold; for a NaN it is a NaN. State and
+        results are those of float32 weights, to the bit.
+
     First result: no answer means ``torch.optim.AdamW`` with its defaults.
 
     .. versionadded:: 0.1

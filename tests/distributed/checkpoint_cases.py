@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,28 @@ def finished(
     if "after" in case:
         save(actor, Path(case["after"]))
     return found
+
+
+def saved_at_ties(config: Config, context: WorkerContext, case: dict[str, Any]) -> Weights:
+    """Save float32 weights that are each in the middle between two bfloat16 ones; the model has the even."""
+    actor = make_actor(config, context)
+    engine: Any = actor.trainer
+    for part in engine.optimizer.chained_optimizers:
+        for main in chain(*part.shard_fp32_from_float16_groups):
+            main.view(torch.int32).bitwise_and_(-0x10000).add_(0x8000)
+        part._copy_main_params_to_model_params()
+    for chunk in engine.chunks:
+        chunk.start_param_sync()
+    save(actor, Path(case["target"]))
+    return weights(actor)
+
+
+def loaded(config: Config, context: WorkerContext, case: dict[str, Any]) -> Weights:
+    """Load, and save what was loaded."""
+    actor = make_actor(config, context)
+    actor.load_checkpoint(case["source"])
+    save(actor, Path(case["target"]))
+    return weights(actor)
 
 
 def refused(config: Config, context: WorkerContext, case: dict[str, Any]) -> list[tuple[str, bool]]:

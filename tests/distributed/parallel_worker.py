@@ -15,6 +15,7 @@ import threading
 import traceback
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ from anygauge.distributed.process_groups import destroy_process_group, init_proc
 from anygauge.engines.megatron.prepare import prepare_megatron
 from anygauge.kernels.table import reference_kernel
 from anygauge.plugins import Plugins, load_plugins
-from anygauge.testing.optimizers import taking
+from anygauge.testing.optimizers import Joining, Rounding, Taking, taking
 from anygauge.trainer.actors import ActorWorker
 from anygauge.trainer.plan import plan_steps
 from anygauge_hooks import hookimpl
@@ -209,14 +210,23 @@ class References:
 class TakingOptimizer:
     """A plugin whose optimizer takes gradients and copies with its step."""
 
+    def __init__(self, kind: type[Taking]) -> None:
+        self._kind = kind
+
     @hookimpl
     def make_optimizer(
         self, param_groups: Any, lr: float, betas: Any, eps: float, weight_decay: float
     ) -> torch.optim.Optimizer:
-        return taking(param_groups, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
+        settings = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        return taking(param_groups, kind=self._kind, **settings)
 
 
-OWN_PLUGINS: dict[str, Callable[[], Any]] = {"references": References, "takes": TakingOptimizer}
+OWN_PLUGINS: dict[str, Callable[[], Any]] = {
+    "references": References,
+    "takes": partial(TakingOptimizer, Taking),
+    "rounds": partial(TakingOptimizer, Rounding),
+    "joins": partial(TakingOptimizer, Joining),
+}
 """By the key of the case that asks for them."""
 
 

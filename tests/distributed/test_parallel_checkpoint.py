@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 
 from anygauge.engines.megatron.checkpoints.files import Piece, PieceReader, Region, open_pieces
 from anygauge.engines.megatron.conversion.convert import hf_to_megatron, megatron_to_hf
+from anygauge.kernels.remainders import split
 from anygauge.plugins import load_plugins
 
 pytestmark = [pytest.mark.parallel, pytest.mark.timeout(300)]
@@ -211,6 +212,24 @@ def test_the_weights_of_the_optimizer_are_divided_anew(checkpoints: Checkpoints)
     target, _ = checkpoints.resumed("tied", "pp2", source, "bfloat16")
     assert any(name.startswith("main/") for name in whole_tensors(source))
     assert_same(whole_tensors(target), whole_tensors(source))
+
+
+def test_weights_beside_remainders_are_the_same_on_every_rank(
+    checkpoints: Checkpoints, tmp_path: Path
+) -> None:
+    """They are not those of the checkpoint, where its float32 weights are in the middle between two."""
+    source, target = tmp_path / "source", tmp_path / "target"
+    before = checkpoints.run("saved_at_ties", "tied", "dp2", dtype="bfloat16", target=str(source))
+    given = {"source": str(source), "target": str(target), "joins": True}
+    found = checkpoints.run("loaded", "tied", "tp2-dp2", dtype="bfloat16", **given)
+    wanted, again = (whole_tensors(each) for each in (source, target))
+    for name, tensor in wanted.items():
+        if name.startswith("main/"):
+            assert again[name].equal(tensor)
+            assert again[name.replace("main", "weight", 1)].equal(split(tensor)[0])
+    assert any(not weight.equal(before[0][name]) for name, weight in found[0].items())
+    for result in found:
+        assert_same(result, found[0])
 
 
 def test_a_critic_is_divided_anew(checkpoints: Checkpoints, tmp_path: Path) -> None:

@@ -227,6 +227,24 @@ def test_an_optimizer_that_takes_all_with_its_step_gives_the_same_weights(
     expected, found = (
         train_model(crew, make_model, model, world, takes=takes, **case) for takes in (False, True)
     )
+    assert_equal(found, expected)
+
+
+@pytest.mark.parametrize("mode", ["dp2", "dp2-overlap", "tp2", "ep2-pp2"])
+def test_an_optimizer_that_takes_remainders_gives_the_same_weights(
+    crew: Any, make_model: Any, mode: str
+) -> None:
+    world, parallel, train = (MODES | EXPERT_MODES)[mode]
+    model = "experts" if "expert" in parallel else "untied"
+    case: dict[str, Any] = {"parallel": parallel, "train": train | {"dtype": "bfloat16", "clip_grad": 0.1}}
+    expected, found = (
+        train_model(crew, make_model, model, world, **case, **{kind: True}) for kind in ("rounds", "joins")
+    )
+    assert_equal(found, expected)
+
+
+def assert_equal(found: list[Any], expected: list[Any]) -> None:
+    """Compare to the bit."""
     for one, other in zip(found, expected, strict=True):
         assert one["metrics"] == other["metrics"]
         assert all(weight.equal(other["weights"][name]) for name, weight in one["weights"].items())

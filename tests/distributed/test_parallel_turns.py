@@ -12,6 +12,7 @@ pytestmark = [pytest.mark.parallel, pytest.mark.timeout(300)]
 OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True, "bucket_size": 10_000}
 LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
     "dp2-overlap": ("qwen3", {"train": {"megatron": OVERLAP}}),
+    "dp2-remainders": ("qwen3", {"train": {"dtype": "bfloat16"}, "joins": True}),
     "tp2": ("qwen3", {"parallel": {"tensor": 2}}),
     "cp2": ("qwen3", {"parallel": {"context": 2}}),
     "ep2": ("qwen3_moe", {"parallel": {"expert": 2}}),

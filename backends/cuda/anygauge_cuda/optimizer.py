@@ -43,6 +43,9 @@ class FusedAdamW(torch.optim.AdamW):
     The count of steps is on the host, where what depends on it is computed.
     """
 
+    takes_remainders = True
+    """Of ``make_optimizer`` in :mod:`anygauge_hooks.specs`."""
+
     def __init__(self, groups: Sequence[dict[str, Any]], **settings: Any) -> None:
         super().__init__(groups, **settings, foreach=False)
         self._plans: dict[int, tuple[tuple[int, ...], Any]] = {}
@@ -71,21 +74,24 @@ class FusedAdamW(torch.optim.AdamW):
     ) -> None:
         """Take a step; see ``make_optimizer`` in :mod:`anygauge_hooks.specs`."""
         # The device waits for this loop, of some hundred weights.
-        launches: defaultdict[tuple[int, float, bool], list[Any]] = defaultdict(list)
+        launches: defaultdict[tuple[int, float, bool, torch.dtype], list[Any]] = defaultdict(list)
         counts = []
         for number, group in enumerate(self.param_groups):
             for weight, gradient, copy in zip(
                 group["params"], gradients[number], copies[number], strict=True
             ):
+                if copy is None and weight.dtype is torch.int16:
+                    raise ValueError("A remainder came without its copy: call step_from with it.")
                 if gradient is None or not weight.numel():
                     continue
                 state = self.state[weight] or self._begin(weight)
                 count = state["step"]
                 tensors = weight, gradient, state["exp_avg"], state["exp_avg_sq"], copy
-                launches[number, count.item() + 1, copy is not None].append(tensors)
+                launches[number, count.item() + 1, copy is not None, weight.dtype].append(tensors)
                 counts.append(count)
-        for number, ((of, step, has_copies), updates) in enumerate(launches.items()):
-            self._launch(number, updates, self._rates(self.param_groups[of], step, scale), has_copies)
+        for number, ((of, step, has_copies, dtype), updates) in enumerate(launches.items()):
+            rates = self._rates(self.param_groups[of], step, scale)
+            self._launch(number, updates, rates, copies=has_copies, remainders=dtype is torch.int16)
         if counts:
             torch._foreach_add_(counts, 1)
 
@@ -94,7 +100,7 @@ class FusedAdamW(torch.optim.AdamW):
         state = self.state[weight]
         state["step"] = torch.zeros((), dtype=torch.float32)
         for name in ("exp_avg", "exp_avg_sq"):
-            state[name] = torch.zeros_like(weight, memory_format=torch.contiguous_format)
+            state[name] = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
         return state
 
     def _rates(self, group: Mapping[str, Any], step: float, scale: float) -> Any:
@@ -113,7 +119,7 @@ class FusedAdamW(torch.optim.AdamW):
         )
 
     def _launch(
-        self, number: int, updates: Sequence[tuple[Tensor | None, ...]], rates: Any, has_copies: bool
+        self, number: int, updates: Sequence[tuple[Tensor | None, ...]], rates: Any, **kinds: bool
     ) -> None:
         from anygauge_cuda.triton import adamw as kernel
 
@@ -121,4 +127,4 @@ class FusedAdamW(torch.optim.AdamW):
         known = self._plans.get(number)
         if known is None or known[0] != addresses:
             known = self._plans[number] = addresses, kernel.plan(updates, addresses)
-        kernel.launch(known[1], rates, copies=has_copies)
+        kernel.launch(known[1], rates, **kinds)

@@ -1,4 +1,4 @@
-"""An optimizer of the host that takes gradients and copies with its step, as a backend may make one."""
+"""Optimizers of the host that take gradients and copies with their step, as a backend may make one."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["Taking", "taking"]
+from anygauge.kernels.remainders import join, split
+
+__all__ = ["Joining", "Rounding", "Taking", "taking"]
 
 
 class Taking(torch.optim.AdamW):
@@ -30,9 +32,44 @@ class Taking(torch.optim.AdamW):
             for weight, copy in zip(group["params"], theirs, strict=True):
                 weight.grad = None
                 if copy is not None:
-                    copy.copy_(weight)
+                    self.write(copy, weight)
+
+    def write(self, copy: Tensor, weight: Tensor) -> None:
+        """Write a new weight to the model."""
+        copy.copy_(weight)
 
 
-def taking(param_groups: Sequence[Mapping[str, Any]], **settings: Any) -> Taking:
-    """Return one with the signature of the hook."""
-    return Taking([dict(group) for group in param_groups], **settings, fused=True)
+class Rounding(Taking):
+    """One that rounds ties of the copies as if the weights were remainders."""
+
+    def write(self, copy: Tensor, weight: Tensor) -> None:
+        """Write a new weight to the model."""
+        copy.copy_(split(weight)[0])
+
+
+class Joining(Rounding):
+    """One whose weights may be remainders."""
+
+    takes_remainders = True
+
+    def step_from(
+        self, gradients: Sequence[Sequence[Tensor]], scale: float, copies: Sequence[Sequence[Tensor | None]]
+    ) -> None:
+        """Take a step on float32 weights, which are whole for as long as it takes."""
+        whole = []
+        for group, theirs in zip(self.param_groups, copies, strict=True):
+            for weight, copy in zip(group["params"], theirs, strict=True):
+                if weight.dtype == torch.int16:
+                    assert copy is not None
+                    weight.data = join(copy, weight)
+                    whole.append(weight)
+        super().step_from(gradients, scale, copies)
+        for weight in whole:
+            weight.data = split(weight.data)[1]
+
+
+def taking(
+    param_groups: Sequence[Mapping[str, Any]], *, kind: type[Taking] = Taking, **settings: Any
+) -> Taking:
+    """Return one of a kind, with the signature of the hook."""
+    return kind([dict(group) for group in param_groups], **settings, fused=True)

@@ -18,6 +18,7 @@ from anygauge.testing.conformance.test_optimizer import (
     SETTINGS,
     SIZES,
     assert_alike,
+    assert_remainders_do,
     in_float64,
     take_step,
     two_groups,
@@ -81,6 +82,32 @@ def test_gradients_are_scaled_and_left_as_they_are_and_copies_are_rounded(weight
         else:
             assert copy.equal(weight.bfloat16())
     assert all(one.equal(other) for one, other in zip(gradients, before, strict=True))
+
+
+def test_remainders_are_updated_like_whole_weights(weights: list[Tensor]) -> None:
+    assert_remainders_do(lambda each: FusedAdamW(two_groups(each), **SETTINGS), weights)
+
+
+def test_a_nan_with_all_bits_set_is_one_in_the_model(weights: list[Tensor]) -> None:
+    """A GPU makes no other; rounded as a number it would be -0, of which the remainder is -1."""
+    copies: list[Any] = [torch.full_like(weight, -0.0, dtype=torch.bfloat16) for weight in weights]
+    gradients: list[Any] = [torch.zeros_like(weight) for weight in weights]
+    optimizer = FusedAdamW(two_groups(weights), **SETTINGS)
+    for weight in weights:
+        weight.data = torch.full_like(weight, -1, dtype=torch.int16)
+    optimizer.step_from([gradients[:2], gradients[2:]], 1.0, [copies[:2], copies[2:]])
+    assert all(copy.isnan().all() for copy in copies)
+
+
+def test_a_remainder_without_its_copy_is_refused(weights: list[Tensor]) -> None:
+    optimizer = FusedAdamW(two_groups(weights), **SETTINGS)
+    before = [weight.clone() for weight in weights]
+    weights[-1].data = torch.zeros_like(weights[-1], dtype=torch.int16)
+    for weight in weights[:-1]:
+        weight.grad = torch.ones_like(weight)
+    with pytest.raises(ValueError, match="without its copy: call step_from"):
+        optimizer.step()
+    assert all(weight.equal(other) for weight, other in zip(weights[:-1], before, strict=False))
 
 
 def test_weights_that_moved_are_found(weights: list[Tensor]) -> None:

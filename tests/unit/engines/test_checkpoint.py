@@ -8,6 +8,7 @@ import random
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+import anygauge_cpu.optimizer
 from anygauge.config import Config
 from anygauge.engines.megatron.checkpoints import files as checkpoint_files
 from anygauge.engines.megatron.checkpoints.files import (
@@ -28,6 +30,7 @@ from anygauge.engines.megatron.checkpoints.files import (
     write_rank,
 )
 from anygauge.engines.megatron.conversion.convert import hf_to_megatron, megatron_to_hf
+from anygauge.testing.optimizers import Joining, Rounding, Taking, taking
 from anygauge.testing.tiny import tiny_qwen3
 from anygauge_hooks.engines import LossInputs, WorkerContext
 from anygauge_hooks.errors import CheckpointError, WeightMappingError
@@ -139,6 +142,34 @@ def test_the_steps_after_loading_are_those_that_would_have_come(
     other = make_engine(dtype=dtype, megatron=overlap)
     other.load_checkpoint(str(path))
     assert same_bits(train(other, range(3, 6)), expected)
+    assert_equal(weights(other), weights(engine))
+
+
+@pytest.mark.parametrize(
+    ("kinds", "overlap"),
+    [((Rounding, Joining), OVERLAP), ((Joining, Rounding), {}), ((Joining, Joining), OVERLAP)],
+    ids=["split", "joined", "both"],
+)
+def test_remainders_are_saved_as_float32_weights(
+    make_engine: MakeEngine,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    kinds: Sequence[type[Taking]],
+    overlap: dict[str, Any],
+) -> None:
+    engines = []
+    for kind in kinds:
+        monkeypatch.setattr(anygauge_cpu.optimizer, "fused_adamw", partial(taking, kind=kind))
+        engines.append(make_engine(dtype="bfloat16", megatron=overlap))
+    engine, other = engines
+    train(engine, range(3))
+    path = save(engine, tmp_path / "saved")
+    other.load_checkpoint(str(path))
+    again = save(other, tmp_path / "again")
+    stored, copied = (load_file(each / "rank-00000.safetensors") for each in (path, again))
+    assert {tensor.dtype for name, tensor in stored.items() if name.startswith("main/")} == {torch.float32}
+    assert_equal(copied, stored)
+    assert same_bits(train(other, range(3, 6)), train(engine, range(3, 6)))
     assert_equal(weights(other), weights(engine))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
+import anygauge_cpu.optimizer
 from anygauge.config import Config
 from anygauge.engines.megatron.plugin import check_config
 from anygauge.engines.megatron.residency import DeviceMemory, HostCopies
 from anygauge.plugins import Plugins
+from anygauge.testing.optimizers import Joining, taking
 from anygauge.testing.tiny import tiny_qwen3
 from anygauge.weight_sync.checksum import checksum
 from anygauge_hooks.engines import LossInputs, Residency, WorkerContext
@@ -21,12 +24,16 @@ from anygauge_hooks.errors import AsleepError
 from anygauge_hooks.rl import TrainSample
 
 Make = Callable[..., Any]
-DTYPES = ("float32", "bfloat16")
+DTYPES = ("float32", "bfloat16", "remainders")
+"""Of the weights; the last is bfloat16, with an optimizer that takes remainders."""
 
 
 @pytest.fixture
-def make(context: WorkerContext, plugins: Plugins, tmp_path: Path) -> Make:
+def make(context: WorkerContext, plugins: Plugins, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Make:
     def build(dtype: str, kind: str = "make") -> Any:
+        if dtype == "remainders":
+            dtype = "bfloat16"
+            monkeypatch.setattr(anygauge_cpu.optimizer, "fused_adamw", partial(taking, kind=Joining))
         path = tiny_qwen3(tmp_path / "model", vocab_size=64, head_dim=32, init_std=0.2)
         config = Config.model_validate(
             {

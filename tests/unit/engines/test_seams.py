@@ -284,6 +284,7 @@ def test_instances_are_as_the_ledger_says(
     assert engine.policy.chunks[0].shared_embedding_or_output_weight().zero_out_wgrad
     assert ledger("On instances") == {
         "megatron.core.optimizer.MegatronOptimizer.optimizer",
+        "megatron.core.optimizer.DistributedOptimizer.shard_fp32_from_float16_groups",
         "megatron.core.models.gpt.GPTModel.output_layer",
         "megatron.core.models.common.embeddings.LanguageModelEmbedding.word_embeddings",
         "megatron.core.tensor_parallel.VocabParallelEmbedding.weight",

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import gc
+from collections import Counter
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +15,10 @@ from torch import Tensor
 
 import anygauge_cpu.optimizer
 from anygauge.config import Config
+from anygauge.kernels.remainders import join
 from anygauge.plugins import Plugins
-from anygauge.testing.optimizers import taking
+from anygauge.testing.conformance.test_optimizer import SETTINGS, SIZES, assert_remainders_do, two_groups
+from anygauge.testing.optimizers import Joining, Rounding, Taking, taking
 from anygauge.testing.tiny import tiny_qwen3
 from anygauge_hooks.engines import LossInputs, WorkerContext
 from anygauge_hooks.rl import TrainSample
@@ -42,6 +47,24 @@ def make_engine(context: WorkerContext, plugins: Plugins, checkpoint: Path) -> M
         return plugins.get("register_train_engines", "megatron").make(config, context)
 
     return make
+
+
+@pytest.fixture
+def make_with(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> MakeEngine:
+    """Return a function that makes an engine with an optimizer of a kind."""
+
+    def make(kind: type[Taking], **train: Any) -> Any:
+        monkeypatch.setattr(anygauge_cpu.optimizer, "fused_adamw", partial(taking, kind=kind))
+        return make_engine(**{"dtype": "bfloat16", **train})
+
+    return make
+
+
+def masters(engine: Any) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield weights of the model, of one rank, and what the optimizer has of them."""
+    for part in engine.optimizer.chained_optimizers:
+        for parameter in (each for group in part.model_float16_groups for each in group):
+            yield parameter.detach().flatten(), parameter.main_param
 
 
 def loss(inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
@@ -104,3 +127,93 @@ def test_the_norm_is_that_of_all_gradients_and_clipping_keeps_to_it(
     (inner,) = (part.optimizer for part in engine.optimizer.chained_optimizers)
     averages = torch.cat([state["exp_avg"].flatten() for state in inner.state.values()])
     assert averages.norm().item() == pytest.approx(0.01 * (1 - 0.9), rel=1e-3)
+
+
+def test_the_optimizer_of_these_tests_keeps_to_the_contract() -> None:
+    buffer = torch.randn(sum(SIZES), generator=torch.Generator().manual_seed(0))
+    build = partial(Joining, **SETTINGS, fused=True)
+    assert_remainders_do(lambda each: build(two_groups(each)), list(torch.split(buffer, list(SIZES))))
+
+
+@pytest.mark.parametrize("clip", [0.0, 0.01])
+def test_remainders_and_weights_are_what_float32_weights_would_be(make_with: MakeEngine, clip: float) -> None:
+    engines = [make_with(kind, clip_grad=clip) for kind in (Rounding, Joining)]
+    for seed in range(4):
+        expected, actual = (take_step(engine, seed) for engine in engines)
+        assert actual == expected
+        for (wide, whole), (weight, remainder) in zip(*map(masters, engines), strict=True):
+            assert (whole.dtype, remainder.dtype) == (torch.float32, torch.int16)
+            assert weight.equal(wide)
+            assert join(weight, remainder).equal(whole)
+    assert sum(remainder.count_nonzero() for _, remainder in masters(engines[1]))
+
+
+@pytest.mark.parametrize(
+    "train",
+    [
+        {"dtype": "float32"},
+        {"megatron": {"grad_reduce_in_fp32": False}},
+        {"megatron": {"use_distributed_optimizer": False}},
+    ],
+    ids=["float32", "bfloat16-gradients", "replicated"],
+)
+def test_where_there_is_nothing_to_join_the_optimizer_has_whole_weights(
+    make_with: MakeEngine, train: dict[str, Any]
+) -> None:
+    engine = make_with(Joining, **train)
+    take_step(engine)
+    found = [weight for group in engine.optimizer.param_groups for weight in group["params"]]
+    assert found
+    assert {weight.dtype for weight in found} == {torch.float32}
+
+
+def storages() -> dict[int, tuple[torch.dtype, int]]:
+    """Return the type and bytes of what all tensors lie in, by address."""
+    gc.collect()
+    found = [each for each in gc.get_objects() if type(each) in (Tensor, torch.nn.Parameter)]
+    return {
+        each.untyped_storage().data_ptr(): (each.dtype, each.untyped_storage().nbytes()) for each in found
+    }
+
+
+def test_no_float32_weights_are_left(make_with: MakeEngine) -> None:
+    before = storages()
+    engine = make_with(Joining)
+    count = sum(weight.numel() for weight, _ in masters(engine))
+
+    def held() -> dict[torch.dtype, float]:
+        found: Counter[torch.dtype] = Counter()
+        for address, (dtype, size) in storages().items():
+            if address not in before:
+                found[dtype] += size
+        return {dtype: size / count for dtype, size in found.items()}
+
+    new = held()
+    assert new[torch.float32] == pytest.approx(4, rel=0.01), "gradients alone"
+    take_step(engine)
+    new = held()
+    assert new[torch.bfloat16] == pytest.approx(2, rel=0.01)
+    assert new[torch.int16] == pytest.approx(2, rel=0.01)
+    assert new[torch.float32] == pytest.approx(4 + 8, rel=0.01), "gradients and moments"
+
+
+def test_the_weights_of_another_role_leave_remainders_alone(make_with: MakeEngine, tmp_path: Path) -> None:
+    engines = [make_with(kind) for kind in (Rounding, Joining)]
+    other = tiny_qwen3(tmp_path / "other", vocab_size=VOCAB, head_dim=32, init_std=0.1)
+    for engine in engines:
+        engine.load_role("reference", str(other))
+    for seed in range(3):
+        for engine in engines:
+            with engine._roles.use("reference"):
+                pass
+        expected, actual = (take_step(engine, seed) for engine in engines)
+        assert actual == expected
+        for (_, whole), (weight, remainder) in zip(*map(masters, engines), strict=True):
+            assert join(weight, remainder).equal(whole)
+
+
+def test_megatron_does_not_take_remainders_for_weights(make_with: MakeEngine) -> None:
+    engine = make_with(Joining)
+    for method in ("reload_model_params", "step", "zero_grad"):
+        with pytest.raises(AttributeError, match="shard_fp32_from_float16_groups"):
+            getattr(engine.optimizer, method)()

@@ -55,6 +55,7 @@ def _adamw(
     scale: float,
     ALIGNED: tl.constexpr,
     COPIES: tl.constexpr,
+    REMAINDERS: tl.constexpr,
     CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -63,34 +64,32 @@ def _adamw(
     first = tl.load(places + tl.program_id(0)).to(tl.int64) * CHUNK
     size = tl.load(sizes + owner) - first
     table = addresses + owner * 5
-    weights = _pointer(table, tl.float32, ALIGNED) + first
+    weights = _pointer(table, tl.int16 if REMAINDERS else tl.float32, ALIGNED) + first
     gradients = _pointer(table + 1, tl.float32, ALIGNED) + first
     averages = _pointer(table + 2, tl.float32, ALIGNED) + first
     squares = _pointer(table + 3, tl.float32, ALIGNED) + first
-    copies = _pointer(table + 4, tl.bfloat16, ALIGNED) + first
+    copies = _pointer(table + 4, tl.int16 if REMAINDERS else tl.bfloat16, ALIGNED) + first
     for start in range(0, CHUNK, BLOCK):
         at = start + tl.arange(0, BLOCK)
         if start + BLOCK <= size:  # without a mask, several numbers are moved at once
             gradient = tl.load(gradients + at) * scale
             average = _average(tl.load(averages + at), gradient, fresh1)
             square = _square(tl.load(squares + at), gradient, beta2, fresh2)
-            weight = _weight(tl.load(weights + at), average, square, eps, decay, rate, root)
+            weight = _load(weights + at, copies + at, None, REMAINDERS)
+            weight = _weight(weight, average, square, eps, decay, rate, root)
             tl.store(averages + at, average)
             tl.store(squares + at, square)
-            tl.store(weights + at, weight)
-            if COPIES:
-                tl.store(copies + at, weight.to(tl.bfloat16))
+            _store(weights + at, copies + at, weight, None, COPIES, REMAINDERS)
         elif start < size:
             here = at < size
             gradient = tl.load(gradients + at, mask=here) * scale
             average = _average(tl.load(averages + at, mask=here), gradient, fresh1)
             square = _square(tl.load(squares + at, mask=here), gradient, beta2, fresh2)
-            weight = _weight(tl.load(weights + at, mask=here), average, square, eps, decay, rate, root)
+            weight = _load(weights + at, copies + at, here, REMAINDERS)
+            weight = _weight(weight, average, square, eps, decay, rate, root)
             tl.store(averages + at, average, mask=here)
             tl.store(squares + at, square, mask=here)
-            tl.store(weights + at, weight, mask=here)
-            if COPIES:
-                tl.store(copies + at, weight.to(tl.bfloat16), mask=here)
+            _store(weights + at, copies + at, weight, here, COPIES, REMAINDERS)
 
 
 @triton.jit
@@ -99,6 +98,35 @@ def _pointer(place: tl.tensor, dtype: tl.constexpr, ALIGNED: tl.constexpr):
     if ALIGNED:
         found = tl.multiple_of(found, 16)
     return found
+
+
+@triton.jit
+def _load(weights: tl.tensor, copies: tl.tensor, here: tl.tensor, REMAINDERS: tl.constexpr):
+    weight = tl.load(weights, mask=here)
+    if REMAINDERS:
+        upper = tl.load(copies, mask=here).to(tl.int32) << 16
+        weight = (upper + weight).to(tl.float32, bitcast=True)
+    return weight
+
+
+@triton.jit
+def _store(
+    weights: tl.tensor,
+    copies: tl.tensor,
+    weight: tl.tensor,
+    here: tl.tensor,
+    COPIES: tl.constexpr,
+    REMAINDERS: tl.constexpr,
+):
+    if REMAINDERS:
+        # A NaN that the device made has all bits set but the sign, and would round to -0.
+        bits = tl.where(weight == weight, weight.to(tl.int32, bitcast=True), 0x7FC00000)
+        tl.store(weights, bits.to(tl.int16), mask=here)
+        tl.store(copies, ((bits + 0x8000) >> 16).to(tl.int16), mask=here)
+    else:
+        tl.store(weights, weight, mask=here)
+        if COPIES:
+            tl.store(copies, weight.to(tl.bfloat16), mask=here)
 
 
 @triton.jit
@@ -140,7 +168,8 @@ def plan(updates: Sequence[Sequence[Tensor | None]], addresses: Sequence[int]) -
     """Return what a launch over these tensors reads, as long as none of them moves.
 
     :param updates: The weight, its gradient, both moments and the copy, contiguous, of so many numbers each.
-        The copy is bfloat16 or ``None``, the others are float32.
+        The copy is bfloat16 or ``None``; the others are float32, but for a weight that is int16, the lower
+        half of the number whose upper half, rounded, is the copy.
     :param addresses: Of each of these, 0 for none.
     """
     weights = [update[0] for update in updates if update[0] is not None]
@@ -158,10 +187,11 @@ def plan(updates: Sequence[Sequence[Tensor | None]], addresses: Sequence[int]) -
     )
 
 
-def launch(plan: Plan, rates: Rates, *, copies: bool) -> None:
+def launch(plan: Plan, rates: Rates, *, copies: bool, remainders: bool) -> None:
     """Update the tensors of a plan.
 
     :param copies: Whether each has a copy; either all have one or none.
+    :param remainders: Whether the weights are int16, what the copies lack; either all are or none.
     """
     _adamw[(len(plan.owners),)](
         plan.addresses,
@@ -171,6 +201,7 @@ def launch(plan: Plan, rates: Rates, *, copies: bool) -> None:
         *rates,
         ALIGNED=plan.is_aligned,
         COPIES=copies,
+        REMAINDERS=remainders,
         CHUNK=CHUNK,
         BLOCK=BLOCK,
         num_warps=WARPS,

@@ -100,7 +100,7 @@ class MegatronEngine:
         return optimizer_state(self.optimizer)
 
     def _gradients(self) -> Iterator[Tensor]:
-        self.optimizer.zero_grad()  # drops those that lie outside of what is found
+        self._weight_update.begin()  # drops those that lie outside of what is found
         return gradients(self.chunks)
 
     def hold(self, what: Residency) -> None:
@@ -306,14 +306,20 @@ class MegatronEngine:
         self._memory.need("everything", "the state of a checkpoint")
         self._synchronize_parameters()
         self._checkpoint.load(Path(path))
+        if self.policy.options.ddp.use_distributed_optimizer:
+            self._gather_parameters()  # some may be rounded otherwise than those of the checkpoint
         self._check_ranks_agree()
 
     def _synchronize_parameters(self) -> None:
         """Gather what the last optimizer step left on other ranks. A collective."""
         if self.policy.options.ddp.overlap_param_gather:
-            with make_scope(self.context.device):
-                for chunk in self.chunks:
-                    chunk.start_param_sync(force_sync=True)
+            self._gather_parameters()
+
+    def _gather_parameters(self) -> None:
+        """Give each rank the weights that other ranks update. A collective."""
+        with make_scope(self.context.device):
+            for chunk in self.chunks:
+                chunk.start_param_sync(force_sync=True)
 
     def sum_over_shares(self, values: Tensor) -> Tensor:
         """Return the sum over data-parallel ranks, with every bit the same on each. A collective."""

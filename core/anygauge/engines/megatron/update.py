@@ -2,7 +2,8 @@
 
 Megatron does each of these over one tensor after another, and reads every norm back to the host. Here the
 norms are taken together and read once. An optimizer that takes gradients and copies with its step
-(``make_optimizer`` in the hooks) does all the rest in it, and then no gradient is written.
+(``make_optimizer`` in the hooks) does all the rest in it, and then no gradient is written. One that takes
+remainders too has float32 weights without their upper halves, which the model has: 2 bytes for each, not 4.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
 from megatron.core.transformer.module import param_is_not_shared
 from torch import Tensor
+
+from anygauge.kernels.remainders import split
 
 __all__ = ["Update"]
 
@@ -49,6 +52,10 @@ class Update:
         found = [_shards(part) for part in self._parts]
         self._shards = [each for each in found if each is not None]
         self._takes_all = bool(found) and len(self._shards) == len(found)
+        if self._takes_all:
+            for part, shards in zip(self._parts, self._shards, strict=True):
+                if getattr(part.optimizer, "takes_remainders", False):
+                    _keep_remainders(part, shards.copies)
 
     def begin(self) -> None:
         """Let go of the gradients of the step before, where Megatron holds them."""
@@ -117,6 +124,22 @@ def _shards(part: Any) -> _Shards | None:
     if any(each.dtype != torch.float32 for group in gradients for each in group):
         return None
     return _Shards(gradients, copies, counted)
+
+
+def _keep_remainders(part: Any, copies: Sequence[Sequence[Tensor | None]]) -> None:
+    """Turn what a part updates into what its copies lack.
+
+    A tensor stays the same object, by which the optimizer and Megatron know it. Megatron would take its
+    numbers for weights: without the list of them, each of its methods that copies weights or gradients fails.
+    """
+    groups = zip(part.optimizer.param_groups, copies, strict=True)
+    pairs = [pair for group, theirs in groups for pair in zip(group["params"], theirs, strict=True)]
+    narrow = [(main, copy) for main, copy in pairs if copy is not None]
+    for main, copy in narrow:
+        weights, main.data = split(main.data)
+        copy.copy_(weights)
+    if narrow:
+        del part.shard_fp32_from_float16_groups
 
 
 def _gradient(part: Any, parameter: Any) -> Tensor:

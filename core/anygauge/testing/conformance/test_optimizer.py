@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from copy import deepcopy
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import AdamW, Optimizer
 
+from anygauge.kernels.remainders import join, split
 from anygauge.plugins import Plugins
 from anygauge.testing.conformance.tolerances import TOLERANCES
 from anygauge_hooks.types import BackendSpec, Device
@@ -22,6 +23,8 @@ SETTINGS: dict[str, Any] = {"lr": 0.1, "betas": (0.8, 0.98), "eps": 1e-3, "weigh
 """None is torch's default, so that an optimizer that forgets one differs."""
 RATES = (0.1, 0.05, 0.2)
 """Of each step, as a schedule sets them."""
+ODD = (0.0, -0.0, 1.00390625, -1.01171875, torch.inf, -torch.inf, torch.finfo(torch.float32).max, torch.nan)
+"""The third and the fourth are in the middle between two bfloat16 numbers."""
 
 
 @pytest.fixture
@@ -71,6 +74,39 @@ def assert_alike(found: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(found.cpu().double(), expected, rtol=relative, atol=absolute * scale)
 
 
+def assert_remainders_do(build: Callable[[list[Tensor]], Any], weights: list[Tensor]) -> None:
+    """Compare weights whose upper halves are the copies with whole ones, bit for bit.
+
+    :param build: Returns an optimizer of weights as :func:`two_groups` divides them.
+    """
+    still = weights[-1][: len(ODD)]  # of the group without decay
+    still.copy_(torch.tensor(ODD))
+    remainders = [weight.clone() for weight in weights]
+    whole, halves = build(weights), build(remainders)
+    room = torch.zeros(sum(map(len, weights)), dtype=torch.bfloat16, device=still.device)
+    copies: list[Any] = list(torch.split(room, [len(weight) for weight in weights]))
+    for copy, remainder in zip(copies, remainders, strict=True):
+        rounded, remainder.data = split(remainder.data)
+        copy.copy_(rounded)
+    generator = torch.Generator().manual_seed(0)
+    for rate in RATES:
+        gradients: list[Any] = [
+            (torch.randn(weight.shape, generator=generator) ** 5).to(weight) for weight in weights
+        ]
+        gradients[-1][: len(ODD)] = 0
+        for optimizer, other in ((whole, [torch.zeros_like(copy) for copy in copies]), (halves, copies)):
+            for group in optimizer.param_groups:
+                group["lr"] = rate
+            optimizer.step_from([gradients[:2], gradients[2:]], 0.5, [other[:2], other[2:]])
+        for weight, remainder, copy in zip(weights, remainders, copies, strict=True):
+            assert remainder.dtype == torch.int16
+            expected = split(weight)
+            assert copy.view(torch.int16).equal(expected[0].view(torch.int16))
+            assert join(copy, remainder).view(torch.int32).equal(join(*expected).view(torch.int32))
+            for name in ("exp_avg", "exp_avg_sq"):
+                assert halves.state[remainder][name].equal(whole.state[weight][name])
+
+
 def test_steps_are_those_of_adamw_in_float64(optimizer: Optimizer, weights: list[Tensor]) -> None:
     wide, expected = in_float64(weights)
     for step in range(len(RATES)):
@@ -107,3 +143,10 @@ def test_an_optimizer_goes_on_from_the_state_of_another(
     take_step(optimizer, 1)
     take_step(resumed, 1)
     assert all(torch.equal(a, b) for a, b in zip(weights, copies, strict=True))
+
+
+def test_remainders_where_they_are_taken_are_updated_like_whole_weights(
+    plugins: Plugins, backend: BackendSpec, optimizer: Optimizer, weights: list[Tensor]
+) -> None:
+    if getattr(optimizer, "takes_remainders", False):  # otherwise the engine gives it none
+        assert_remainders_do(lambda each: build(plugins, backend, each), weights)

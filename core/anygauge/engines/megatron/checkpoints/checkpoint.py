@@ -221,7 +221,7 @@ class Checkpointer:
                 for kind in _kinds(reader, part):
                     reader.dtype(kind, *part.key)
                 if shard.is_copy:
-                    _check_stored(reader, MAIN, part, shard.main.dtype)
+                    _check_stored(reader, MAIN, part, torch.float32)
 
     def _check_model(self, reader: PieceReader, held: Sequence[Held]) -> None:
         wanted = {each.name: each.region.shape for each in held}
@@ -265,7 +265,7 @@ class Checkpointer:
         for shard in optimizer_shards(held, self._optimizer):
             if shard.is_copy:
                 for part in shard.parts:
-                    shard.main.detach().view(-1)[part.inside].copy_(_needed(reader.read(MAIN, *part.key)))
+                    shard.restore(part, _needed(reader.read(MAIN, *part.key)))
             _restore(shard, reader)
         self._restore_settings(reader)
         self._restore_rng(reader)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from anygauge.engines.megatron.checkpoints.files import WEIGHT, Region
 from anygauge.engines.megatron.weights.mapping import TensorRule, is_embedding
 from anygauge.engines.megatron.weights.sharding import Place, stretches
+from anygauge.kernels.remainders import join, split
 from anygauge_hooks.errors import CheckpointError
 
 __all__ = [
@@ -84,9 +86,23 @@ class Shard:
     parts: Sequence[Part]
     """Of the canonical tensors that the parameter is made of."""
     main: Tensor
-    """What the optimizer updates: a view of the parameter, or a float32 copy of the part."""
+    """What the optimizer updates: a view of the parameter, a float32 copy of the part, or int16 remainders
+    that make one of it."""
     is_copy: bool
     inner: torch.optim.Optimizer
+
+    def copy_of(self, part: Part) -> Tensor:
+        """Return the float32 copy of one of the parts, flat."""
+        own = self.main.detach().view(-1)[part.inside]
+        return join(part.weight, own) if own.dtype == torch.int16 else own
+
+    def restore(self, part: Part, values: Tensor) -> None:
+        """Write the float32 copy of one of the parts, and beside remainders the model's weights."""
+        own = self.main.detach().view(-1)[part.inside]
+        if own.dtype == torch.int16:
+            weights, values = split(values)
+            part.weight.copy_(weights)
+        own.copy_(values)
 
 
 def held_tensors(
@@ -207,12 +223,11 @@ def _part(held: Held, start: int, end: int) -> Part:
 def _shards_of(part: Any) -> Iterator[tuple[Tensor, int, int, Tensor]]:
     """Yield parameter, first and last element, and what the inner optimizer holds for them."""
     if hasattr(part, "shard_fp32_groups"):
-        halves = zip(part.model_float16_groups, part.shard_fp32_from_float16_groups, strict=True)
-        wholes = zip(part.model_fp32_groups, part.shard_fp32_groups, strict=True)
-        for parameters, mains in (*halves, *wholes):
-            for parameter, main in zip(parameters, mains, strict=True):
-                own = part._get_model_param_range_map(parameter)["param"]
-                yield parameter, own.start, own.end, main
+        narrow = ((each, each.main_param) for each in chain(*part.model_float16_groups))
+        wide = zip(chain(*part.model_fp32_groups), chain(*part.shard_fp32_groups), strict=True)
+        for parameter, main in chain(narrow, wide):
+            own = part._get_model_param_range_map(parameter)["param"]
+            yield parameter, own.start, own.end, main
         return
     pairs = [(main, main) for group in part.optimizer.param_groups for main in group["params"]]
     if hasattr(part, "fp32_from_float16_groups"):
@@ -247,7 +262,7 @@ def part_state(part: Part, shard: Shard | None) -> tuple[dict[str, Tensor], dict
     if shard is None:
         return tensors, {}
     if shard.is_copy:
-        tensors[MAIN] = shard.main.detach().view(-1)[part.inside]
+        tensors[MAIN] = shard.copy_of(part)
     scalars: dict[str, float] = {}
     for name, value in shard.inner.state.get(shard.main, {}).items():
         if isinstance(value, Tensor) and value.dim() == 0:
