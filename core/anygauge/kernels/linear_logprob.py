@@ -31,7 +31,7 @@ HOST_SHARE, DEVICE_SHARE = 16, 8
 """The memory of a tile is at most this part of that of all logits, to stay small beside theirs ..."""
 
 KEPT_SHARE = 6
-"""Passes that work in place leave about so much of all logits for backward, in whole tiles, one at least ..."""
+"""Passes that work in place leave about so much of all logits for backward, one tile at least ..."""
 
 MOST_KEPT = 13 << 26
 """... and about this many at most: 3.25 GiB."""
