@@ -3,7 +3,7 @@
 Run it as ``python bench/kernels.py --backend cuda``. Every source runs on the same few sets of inputs in
 turns, captured in one graph, so that caches are cold and the host does not count. A source that makes the
 host wait is marked with ``*``: it cannot be captured, and its time has the waiting in it. The whole table
-should take about 90 s the first time, most of it compiling.
+takes a minute or two the first time, most of it compiling.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from anygauge.kernels.table import KernelTable, reference_kernel, resolve_kernels
 from anygauge.plugins import find_backend, load_plugins
@@ -30,6 +31,8 @@ REPLAYS = 8
 TOKENS = 8192
 EPS = 1e-6
 WAITING = "*"
+PRODUCTS = ("grouped_matmul", "varlen_attention")
+"""Operations whose rate is one of products."""
 
 
 @dataclass
@@ -46,6 +49,8 @@ class Case:
     facts: Mapping[str, Any] = field(default_factory=dict)
     waits: Sequence[str] = ()
     """The sources that make the host wait."""
+    has_reference: bool = True
+    """Whether the reference is taken too; that of attention writes all scores."""
 
 
 def show(only: Sequence[str]) -> None:
@@ -71,7 +76,8 @@ def rows(case: Case, table: KernelTable) -> Iterator[Sequence[str]]:
     sets = [case.inputs() for _ in range(SETS)]
     chosen = table.candidates(case.op, dtype="bfloat16", **case.facts)
     sources = {kernel.source: kernel.fn for kernel in chosen} | dict(case.others)
-    sources["reference"] = reference_kernel(case.op).fn
+    if case.has_reference:
+        sources["reference"] = reference_kernel(case.op).fn
     times = {}
     for name, fn in sources.items():
         is_captured = name not in case.waits
@@ -82,7 +88,7 @@ def rows(case: Case, table: KernelTable) -> Iterator[Sequence[str]]:
     fastest = min(both for _, both in times.values())
     for name, (one, both) in times.items():
         mark = WAITING if name in case.waits else ""
-        is_product = case.op == "grouped_matmul"
+        is_product = case.op in PRODUCTS
         rate = case.work / both / (1e6 if is_product else 1e3)
         unit = "TFLOP/s" if is_product else "GB/s"
         yield (
@@ -148,7 +154,9 @@ def random(*shapes: tuple[int, ...]) -> tuple[Tensor, ...]:
 
 
 def cases() -> Iterator[Case]:
-    """Yield every operation but attention and the output layer, which have scripts of their own."""
+    """Yield every operation but the output layer, which has a script of its own."""
+    for lengths in ((4096, 4096), (4096, 2048, 1024, 512, 512), (8192, 4096, 3000, 1096)):
+        yield attention_case(lengths)
     for name, rows_, width in (("hidden 2560", TOKENS, 2560), ("32 heads of 128", TOKENS * 32, 128)):
         yield Case(
             "rms_norm",
@@ -202,6 +210,21 @@ def cases() -> Iterator[Case]:
         facts={"width": 4},
     )
     yield delta_case(lengths)
+
+
+def attention_case(lengths: tuple[int, ...]) -> Case:
+    """Return the attention of Qwen3-4B; torch's own way to cuDNN is for a batch of equal lengths alone."""
+    count = sum(lengths)
+    return Case(
+        "varlen_attention",
+        " + ".join(map(str, lengths)),
+        lambda: (*random((count, 32, 128), (count, 8, 128), (count, 8, 128)), lengths, 128**-0.5),
+        3.5 * 2 * 32 * 128 * sum(length**2 for length in lengths),
+        {"torch, as a batch": _torch_attention} if len(set(lengths)) == 1 else {},
+        {"causal": True},
+        {"causal": True, "head_dim": 128, "value_dim": 128, "return_lse": False},
+        has_reference=False,
+    )
 
 
 def rotary_case() -> Case:
@@ -310,6 +333,14 @@ def expert_cases(hidden: int, experts: int, topk: int, ffn: int) -> Iterator[Cas
 def liger_only(sources: Mapping[str, Callable[..., Any]]) -> Mapping[str, Callable[..., Any]]:
     """Return them where Liger is installed."""
     return sources if find_spec("liger_kernel") else {}
+
+
+def _torch_attention(
+    q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], scale: float, *, causal: bool
+) -> Tensor:
+    batch = (x.unflatten(0, (len(lengths), -1)).transpose(1, 2) for x in (q, k, v))
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+        return F.scaled_dot_product_attention(*batch, is_causal=causal, scale=scale, enable_gqa=True)
 
 
 def _torch_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
