@@ -17,7 +17,8 @@ from anygauge.engines.megatron.weights.mapping import is_embedding
 
 pytestmark = [pytest.mark.parallel, pytest.mark.timeout(300)]
 
-OVERLAP = {"megatron": {"overlap_grad_reduce": True, "overlap_param_gather": True, "bucket_size": 10_000}}
+OVERLAP = {"megatron": {"overlap_grad_reduce": True, "overlap_param_gather": True, "bucket_size": 1}}
+"""A bucket for each weight: whoever reads one has to wait for it."""
 VOCAB = 63
 """No multiple of 2, so that tensor parallelism pads it."""
 MODES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
@@ -80,6 +81,8 @@ ATTENTION_MODES: dict[str, tuple[str, int, dict[str, Any], dict[str, Any]]] = {
     "latent-tp2": ("latent", 2, {"tensor": 2}, {}),
     "latent-cp2": ("latent", 2, {"context": 2}, {"recompute": "selective"}),
     "latent-tp2-pp2": ("latent", 4, {"tensor": 2, "pipeline": 2}, {}),
+    "latent-dp2-overlap": ("latent", 2, {}, OVERLAP),
+    "delta-dp2-overlap": ("delta", 2, {}, OVERLAP),
     "delta-tp2": ("delta", 2, {"tensor": 2, "sequence": False}, {}),
     "delta-tp2-sp": ("delta", 2, {"tensor": 2}, {"recompute": "selective"}),
     "delta-cp2": ("delta", 2, {"context": 2}, {"recompute": "selective"}),

@@ -62,8 +62,9 @@ class CriticEngine(MegatronEngine):
         step = _ValueTrainPass(self.policy.spec.output_owner, loss, data, self.device)
         with self._timed("train_values"), make_scope(self.context.device):
             batches = self._pack(samples)
-            metrics = sum_metrics(self._forward_backward(step, batches), self.device)
-            return {**metrics, **self._update(metrics["loss"])}
+            outputs, norm = self._forward_backward(step, batches)
+            metrics = sum_metrics(outputs, self.device)
+            return {**metrics, **self._update(metrics["loss"], norm)}
 
 
 @dataclass(frozen=True, slots=True)

@@ -195,10 +195,10 @@ class MegatronEngine:
             if self._routes is not None:
                 attach_routes(batches.plans, samples, self._routes.replay)
             with self._timed("forward_backward"):
-                outputs = self._forward_backward(step, batches)
+                outputs, norm = self._forward_backward(step, batches)
             metrics = sum_metrics(outputs, self.device)
             with self._timed("optimizer"):
-                update = self._update(metrics["loss"])
+                update = self._update(metrics["loss"], norm)
             return {**metrics, **update, **expert_load(self.policy.chunks, self.policy.options.transformer)}
 
     def _collect(
@@ -214,13 +214,14 @@ class MegatronEngine:
         whole = from_last_stage(outputs, batches.plans, self.device, shape)
         return per_sample(batches.plans, whole, count)
 
-    def _forward_backward(self, step: Any, batches: MicroBatches) -> list[Any]:
+    def _forward_backward(self, step: Any, batches: MicroBatches) -> tuple[list[Any], Tensor]:
+        """Return what the step collected, and the norm of the gradients, for which nobody has waited yet."""
         self._memory.need("everything", "an optimizer step")
         self._biases_before = [bias.clone() for bias in self._biases]
         self._set_training(True)
         begin_gradients(self.chunks)
         self._weight_update.begin()
-        return self._run_schedule(step, batches, forward_only=False)
+        return self._run_schedule(step, batches, forward_only=False), self._weight_update.norm()
 
     def _set_training(self, training: bool) -> None:
         for chunk in self.chunks:
@@ -245,8 +246,8 @@ class MegatronEngine:
         )
         return outputs
 
-    def _update(self, loss: float) -> dict[str, float]:
-        norm = self._weight_update.norm()
+    def _update(self, loss: float, found: Tensor) -> dict[str, float]:
+        norm = float(found)
         if not (math.isfinite(loss) and math.isfinite(norm)):
             # Megatron has moved these with the gradients, before the loss is known.
             for bias, before in zip(self._biases, self._biases_before, strict=True):

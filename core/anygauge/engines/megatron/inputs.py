@@ -1,6 +1,9 @@
 """Micro-batches: what the model gets, as one dictionary of keyword arguments built in one place.
 
 The log-prob pass and the training pass call :func:`model_inputs` alike, so neither can lose an argument.
+
+Rows are selected by ``index_select`` and its like, and not by brackets, for which torch wakes all of its
+threads, however few rows there are: the device waits for a micro-batch meanwhile.
 """
 
 from __future__ import annotations
@@ -164,13 +167,13 @@ def _responses(
     """Return rows, targets and own of a micro-batch, on the host."""
     responses, parts = plan.response_lengths, plan.parts
     before = torch.tensor([length - 1 - count for length, count in zip(lengths, responses, strict=True)])
-    targets = tokens[ranges(_starts(lengths) + before, responses) + 1]
+    targets = tokens.index_select(0, ranges(_starts(lengths) + before, responses) + 1)
     rows = ranges(_starts(parts.lengths)[: len(lengths)] + before, responses)
     if parts.is_whole:
         return rows, targets, None
     rows = parts.local(rows)
     own = (rows >= 0).nonzero().squeeze(1)
-    return rows[own], targets[own], own
+    return rows.index_select(0, own), targets.index_select(0, own), own
 
 
 def _check(sample: TrainSample, index: int) -> None:
@@ -207,11 +210,10 @@ def model_inputs(
         others count as padding.
     """
     parts = parts or cut_sequences(lengths, WHOLE)
-    positions = ranges(torch.zeros(len(parts.lengths), dtype=torch.int64), parts.lengths)[parts.own_rows]
+    positions = ranges(torch.zeros(len(parts.lengths), dtype=torch.int64), parts.lengths)
     real = ranges(_starts(parts.lengths)[: len(lengths)], lengths)
-    padded = tokens.new_zeros(sum(parts.lengths))
-    padded[real] = tokens
-    positions = on_device(positions, device)
+    padded = tokens.new_zeros(sum(parts.lengths)).index_copy_(0, real, tokens)
+    positions = on_device(positions.index_select(0, parts.own_rows), device)
     cos, sin = rotary(positions)
     boundaries = on_device(torch.tensor([0, *accumulate(parts.lengths)], dtype=torch.int32), device)
     packing = PackedSequences(
@@ -229,7 +231,7 @@ def model_inputs(
         sin=sin,
     )
     return {
-        "input_ids": on_device(padded[parts.own_rows][None], device),
+        "input_ids": on_device(padded.index_select(0, parts.own_rows)[None], device),
         "position_ids": positions[None],
         "attention_mask": None,
         "packed_seq_params": packing,
@@ -244,8 +246,8 @@ def _padding(
     if sum(counted) == sum(parts.lengths):
         return None
     padding = torch.ones(sum(parts.lengths), dtype=torch.bool)
-    padding[ranges(_starts(parts.lengths)[: len(lengths)], tuple(counted))] = False
-    return on_device(padding[parts.own_rows], device)
+    padding.index_fill_(0, ranges(_starts(parts.lengths)[: len(lengths)], tuple(counted)), 0)
+    return on_device(padding.index_select(0, parts.own_rows), device)
 
 
 def on_device(tensor: Tensor, device: torch.device) -> Tensor:

@@ -62,8 +62,8 @@ class Update:
         if not self._takes_all:
             self._optimizer.zero_grad()
 
-    def norm(self) -> float:
-        """Return the norm of all gradients. A collective; the gradients are all there."""
+    def norm(self) -> Tensor:
+        """Return the norm of all gradients, on the device. A collective; the gradients are all there."""
         if not self._takes_all:
             self._optimizer.prepare_grads()
         total = torch.zeros((), device=self._device)
@@ -73,7 +73,7 @@ class Update:
                 squares += torch.stack(torch._foreach_norm(list(counted), 2, torch.float32)).square().sum()
             dist.all_reduce(squares, group=part.get_grad_stats_parallel_group())
             total += squares
-        return float(total.sqrt())
+        return total.sqrt()
 
     def _counted(self) -> Iterator[Sequence[Tensor]]:
         if self._takes_all:
@@ -84,7 +84,7 @@ class Update:
     def step(self, norm: float) -> None:
         """Update the weights.
 
-        :param norm: That of :meth:`norm`.
+        :param norm: That of :meth:`norm`, on the host.
         """
         scale = min(1.0, self._limit / (norm + _TINY)) if self._limit > 0 else 1.0
         if not self._takes_all:

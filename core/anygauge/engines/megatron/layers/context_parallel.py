@@ -79,8 +79,8 @@ class SequenceParts:
     def local(self, rows: Tensor) -> Tensor:
         """Return which of this rank's tokens rows of the packed sequences are, -1 for those of others."""
         where = torch.full((sum(self.lengths),), -1, dtype=torch.int64)
-        where[self.own_rows] = torch.arange(len(self.own_rows))
-        return where[rows]
+        where.index_copy_(0, self.own_rows, torch.arange(len(self.own_rows)))
+        return where.index_select(0, rows)
 
 
 def cut_sequences(lengths: tuple[int, ...], cut: Cut) -> SequenceParts:
@@ -96,7 +96,7 @@ def cut_sequences(lengths: tuple[int, ...], cut: Cut) -> SequenceParts:
     size, own = torch.tensor(sizes) // (2 * cut.context), _own_lengths(sizes, cut)
     own_rows = [ranges(_starts(starts, size, _own_chunks(cut, rank)), own) for rank in range(cut.context)]
     whole_rows = torch.empty(sum(sizes), dtype=torch.int64)
-    whole_rows[torch.cat(own_rows)] = torch.arange(sum(sizes))
+    whole_rows.index_copy_(0, torch.cat(own_rows), torch.arange(sum(sizes)))
     ends = torch.stack([size * (chunk + 1) for chunk in _own_chunks(cut, cut.rank)], dim=1)
     key_lengths = tuple(ends.flatten().tolist())
     return SequenceParts(
@@ -105,7 +105,7 @@ def cut_sequences(lengths: tuple[int, ...], cut: Cut) -> SequenceParts:
         key_lengths=key_lengths,
         own_rows=own_rows[cut.rank],
         whole_rows=whole_rows,
-        key_rows=whole_rows[ranges(starts.repeat_interleave(2), key_lengths)],
+        key_rows=whole_rows.index_select(0, ranges(starts.repeat_interleave(2), key_lengths)),
     )
 
 

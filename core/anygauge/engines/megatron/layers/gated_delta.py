@@ -21,6 +21,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
+from anygauge.engines.megatron.layers.modules import weight_of
 from anygauge.kernels.table import KernelTable
 from anygauge_hooks.errors import ConfigError
 
@@ -197,7 +198,7 @@ class GatedDeltaNet(MegatronModule):
     def _mix(self, qkv: Tensor, beta: Tensor, decay: Tensor, packed: PackedSequences) -> Tensor:
         """Return ``[T, N, E]`` of this rank's tokens and heads."""
         ways, parts = self.context, packed.parts
-        weight: Tensor = self.conv1d.weight.squeeze(1)
+        weight = weight_of(self.conv1d).squeeze(1)
         bias: Tensor = self.dt_bias
         rate: Tensor = self.A_log
         lengths: Sequence[int] = packed.lengths

@@ -20,7 +20,7 @@ from anygauge.engines.megatron.layers.recompute import can_be_made
 from anygauge.engines.megatron.layers.routing import Routes
 from anygauge.kernels.table import KernelTable
 
-__all__ = ["CoreAttention", "LayerNorm", "PackedSequences", "RmsNorm", "Swiglu", "is_plain"]
+__all__ = ["CoreAttention", "LayerNorm", "PackedSequences", "RmsNorm", "Swiglu", "is_plain", "weight_of"]
 
 
 @dataclass
@@ -97,6 +97,14 @@ class RmsNorm(nn.Module):
 def is_plain(norm: Any) -> bool:
     """Return whether a module of any provider is a norm that the kernels know as it is."""
     return isinstance(norm, RmsNorm) and not norm.is_zero_centered
+
+
+def weight_of(module: nn.Module) -> Tensor:
+    """Return the weight of a module that is not called, once a hook of Megatron's has waited for it."""
+    for hook in module._forward_pre_hooks.values():
+        hook(module, ())
+    assert isinstance(module.weight, Tensor)
+    return module.weight
 
 
 class LayerNorm(nn.Module):

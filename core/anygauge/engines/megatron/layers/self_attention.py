@@ -12,7 +12,7 @@ from megatron.core.tensor_parallel import checkpoint
 from megatron.core.transformer.attention import SelfAttention as MegatronSelfAttention
 from torch import Tensor
 
-from anygauge.engines.megatron.layers.modules import CoreAttention, PackedSequences, is_plain
+from anygauge.engines.megatron.layers.modules import CoreAttention, PackedSequences, is_plain, weight_of
 
 __all__ = ["SelfAttention"]
 
@@ -48,10 +48,8 @@ class SelfAttention(MegatronSelfAttention):
         heads = qkv.view(
             len(qkv), self.num_query_groups_per_partition, -1, self.hidden_size_per_attention_head
         )
-        norms = self.q_layernorm, self.k_layernorm
-        split = self.core_attention.prepare(
-            heads, norms[0].weight, norms[1].weight, packed.cos, packed.sin, norms[0].eps
-        )
+        weights = (weight_of(norm) for norm in (self.q_layernorm, self.k_layernorm))
+        split = self.core_attention.prepare(heads, *weights, packed.cos, packed.sin, self.q_layernorm.eps)
         attend = partial(self.core_attention.attend_to, packed=packed)
         is_recomputed = self.checkpoint_core_attention and self.training
         found = checkpoint(attend, False, *split) if is_recomputed else attend(*split)
