@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 __all__ = ["WeightPusher", "make_pusher"]
 
 Weights = Iterable[tuple[str, "Tensor"]]
-SPARE = 32
+SPARE = 16
 """One part of so many of a bucket is left for a tensor that is being converted: a push that makes no larger
 copies takes no more than two buckets."""
 
