@@ -46,6 +46,8 @@ MODES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
 TIED_MODES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "dp2-pp2-overlap": (4, {"pipeline": 2}, OVERLAP),
     "dp2-vpp2-overlap": (4, {"pipeline": 2, "virtual_pipeline": 2}, OVERLAP),
+    "dp2-overlap-materialised": (2, {}, OVERLAP | {"fused_loss": False}),
+    "pp2-materialised": (2, {"pipeline": 2}, {"fused_loss": False}),
     "pp2-uneven": (2, {"pipeline": 2}, {"megatron": {"num_layers_in_first_pipeline_stage": 1}}),
 }
 """The last stage has a copy of the embedding, and its gradient."""
@@ -233,12 +235,12 @@ def test_an_optimizer_that_takes_all_with_its_step_gives_the_same_weights(
     assert_equal(found, expected)
 
 
-@pytest.mark.parametrize("mode", ["dp2", "dp2-overlap", "tp2", "ep2-pp2"])
+@pytest.mark.parametrize("mode", ["dp2", "dp2-overlap", "tp2", "ep2-pp2", "dp2-pp2-overlap"])
 def test_an_optimizer_that_takes_remainders_gives_the_same_weights(
     crew: Any, make_model: Any, mode: str
 ) -> None:
-    world, parallel, train = (MODES | EXPERT_MODES)[mode]
-    model = "experts" if "expert" in parallel else "untied"
+    world, parallel, train = (MODES | TIED_MODES | EXPERT_MODES)[mode]
+    model = "experts" if "expert" in parallel else "tied" if mode in TIED_MODES else "untied"
     case: dict[str, Any] = {"parallel": parallel, "train": train | {"dtype": "bfloat16", "clip_grad": 0.1}}
     expected, found = (
         train_model(crew, make_model, model, world, **case, **{kind: True}) for kind in ("rounds", "joins")

@@ -116,7 +116,7 @@ class KernelTable:
         :returns: A function with the signature of the op's Protocol; the reference where nothing else serves.
         """
         found = self.candidates(op, dtype=dtype, **facts)
-        if op in ("add_rms_norm", "qk_norm_rotary") and found[0].priority == _LAST:
+        if op in ("add_rms_norm", "qk_norm_rotary") and (not found or found[0].priority == _LAST):
             return self._by_parts(op, dtype, **facts)
         return found[0].fn if found else reference_kernel(op).fn
 

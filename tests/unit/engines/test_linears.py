@@ -243,6 +243,31 @@ def test_a_layer_that_a_provider_replaced_does_not_go_past_it(
     assert not any(layer.is_short for layer in layers)
 
 
+def test_an_embedding_that_a_provider_replaced_stays(
+    make_engine: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from megatron.core.tensor_parallel.layers import VocabParallelEmbedding
+
+    monkeypatch.setattr(VocabParallelEmbedding, "forward", lambda *_: None)
+    found = make_engine().policy.chunks[0].embedding.word_embeddings
+    assert type(found) is VocabParallelEmbedding
+
+
+def test_an_output_is_made_again_by_the_op_that_made_it(make_engine: Callable[..., Any]) -> None:
+    engine = make_engine(dtype="bfloat16", recompute="elementwise")
+    norm = engine.policy.chunks[0].decoder.layers[0].input_layernorm
+    calls: list[str] = []
+    for name in ("add", "kernel"):
+        setattr(norm, name, partial(noted_name, name, getattr(norm, name), calls))
+    two_steps(engine)
+    assert set(calls) == {"add"}, "forward and backward"
+
+
+def noted_name(name: str, fn: Callable[..., Any], calls: list[str], *arguments: Any) -> Any:
+    calls.append(name)
+    return fn(*arguments)
+
+
 def noted(fn: Callable[..., Any], calls: list[Any], *arguments: Any) -> Any:
     calls.append(arguments)
     return fn(*arguments)

@@ -21,6 +21,7 @@ from anygauge.testing.conformance.test_optimizer import SETTINGS, SIZES, assert_
 from anygauge.testing.optimizers import Joining, Rounding, Taking, taking
 from anygauge.testing.tiny import tiny_qwen3
 from anygauge_hooks.engines import LossInputs, WorkerContext
+from anygauge_hooks.errors import NonFiniteError
 from anygauge_hooks.rl import TrainSample
 
 VOCAB = 64
@@ -210,6 +211,20 @@ def test_the_weights_of_another_role_leave_remainders_alone(make_with: MakeEngin
         assert actual == expected
         for (_, whole), (weight, remainder) in zip(*map(masters, engines), strict=True):
             assert join(weight, remainder).equal(whole)
+
+
+def test_a_step_that_is_not_finite_leaves_every_bit(make_with: MakeEngine) -> None:
+    engine, other = make_with(Joining), make_with(Joining)
+    for each in (engine, other):
+        take_step(each)
+    norm = engine.chunks[0].module.decoder.final_layernorm
+    damage = norm.register_forward_hook(lambda *call: call[-1] * torch.nan)
+    with pytest.raises(NonFiniteError):
+        take_step(engine, 1)
+    damage.remove()
+    assert take_step(engine, 2) == take_step(other, 2)
+    for found, expected in zip(masters(engine), masters(other), strict=True):
+        assert all(one.equal(two) for one, two in zip(found, expected, strict=True))
 
 
 def test_megatron_does_not_take_remainders_for_weights(make_with: MakeEngine) -> None:

@@ -246,8 +246,8 @@ class MegatronEngine:
         )
         return outputs
 
-    def _update(self, loss: float, found: Tensor) -> dict[str, float]:
-        norm = float(found)
+    def _update(self, loss: float, gradient_norm: Tensor) -> dict[str, float]:
+        norm = float(gradient_norm)
         if not (math.isfinite(loss) and math.isfinite(norm)):
             # Megatron has moved these with the gradients, before the loss is known.
             for bias, before in zip(self._biases, self._biases_before, strict=True):

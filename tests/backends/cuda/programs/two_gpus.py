@@ -16,6 +16,7 @@ from anygauge.distributed.process_groups import init_process_group
 from anygauge.plugins import load_plugins
 
 LIMIT_S = 6.0
+os.environ["TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC"] = "5000"  # torch waits a minute for what others have to say
 
 rank, file = int(sys.argv[1]), sys.argv[2]
 plugins = load_plugins(only=["cpu", "cuda"])

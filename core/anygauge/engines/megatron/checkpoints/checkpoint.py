@@ -94,7 +94,7 @@ class Checkpointer:
         :raises CheckpointError: A tensor, or what the optimizer keeps, has a form that no file has.
         """
         for part, shard in kept_parts(self._held(), self._optimizer):
-            for kind, value in part_state(part, shard)[0].items():
+            for kind, value in part_state(part, shard, joined=False)[0].items():
                 check_dtype(key(kind, part.held.name), value)
 
     def save(self, directory: Path) -> None:

@@ -252,17 +252,20 @@ def kept_parts(held: Sequence[Held], optimizer: MegatronOptimizer) -> Iterator[t
             yield each.whole, None
 
 
-def part_state(part: Part, shard: Shard | None) -> tuple[dict[str, Tensor], dict[str, float]]:
+def part_state(
+    part: Part, shard: Shard | None, *, joined: bool = True
+) -> tuple[dict[str, Tensor], dict[str, float]]:
     """Return the tensors of a part by kind, flat, and the numbers that the optimizer keeps for it.
 
     :param shard: That it is of; ``None`` for what is not trained.
+    :param joined: Whether a float32 copy is made of remainders; else they are what they are, to look at.
     :raises CheckpointError: The optimizer keeps something else.
     """
     tensors = {WEIGHT: part.weight}
     if shard is None:
         return tensors, {}
     if shard.is_copy:
-        tensors[MAIN] = shard.copy_of(part)
+        tensors[MAIN] = shard.copy_of(part) if joined else shard.main
     scalars: dict[str, float] = {}
     for name, value in shard.inner.state.get(shard.main, {}).items():
         if isinstance(value, Tensor) and value.dim() == 0:

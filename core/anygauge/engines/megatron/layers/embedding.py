@@ -18,6 +18,7 @@ from megatron.core.tensor_parallel import (
 from megatron.core.tensor_parallel.layers import VocabParallelEmbedding
 from torch import Tensor, nn
 
+from anygauge.engines.megatron.layers.modules import is_megatrons
 from anygauge.kernels.main_grad import add_rows, handed_back
 
 __all__ = ["Embedding", "embedding", "replace_embeddings"]
@@ -47,8 +48,10 @@ class Embedding(VocabParallelEmbedding):
 
 
 def replace_embeddings(model: nn.Module) -> None:
-    """Make Megatron's embeddings in a model ours; what they hold, and their names, stay."""
-    for module in model.modules():
+    """Make Megatron's embeddings in a model ours, unless a provider has its own; what they hold, and their
+    names, stay.
+    """
+    for module in model.modules() if is_megatrons(VocabParallelEmbedding, "forward") else ():
         if type(module) is VocabParallelEmbedding:
             module.__class__ = Embedding
 

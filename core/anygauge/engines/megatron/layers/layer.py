@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from inspect import getfile
 from typing import Any
 
 from megatron.core.transformer.mlp import MLP
@@ -14,7 +13,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 from torch import Tensor, nn
 
-from anygauge.engines.megatron.layers.modules import PackedSequences, is_plain
+from anygauge.engines.megatron.layers.modules import PackedSequences, is_megatrons, is_plain
 from anygauge.engines.megatron.layers.moe import ExpertLayer
 from anygauge.engines.megatron.layers.self_attention import SelfAttention
 
@@ -66,14 +65,13 @@ class DecoderLayer(TransformerLayer):
         """Return whether nothing but an addition is between attention and the norm after it."""
         config = self.config
         return (
-            all(is_plain(norm) for norm in (self.input_layernorm, self.pre_mlp_layernorm))
+            all(is_megatrons(TransformerLayer, name) for name in ("__init__", "forward", "_forward_post_mlp"))
+            and all(is_plain(norm) for norm in (self.input_layernorm, self.pre_mlp_layernorm))
             and type(self.self_attention) is SelfAttention
             and type(self.mlp) is MLP
             and not (config.add_bias_linear or config.hidden_dropout or config.fp32_residual_connection)
             and not (self.recompute_input_layernorm or self.recompute_pre_mlp_layernorm or self.recompute_mlp)
             and not config.fine_grained_activation_offloading
-            # a provider may have replaced it
-            and TransformerLayer.forward.__code__.co_filename == getfile(TransformerLayer)
         )
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

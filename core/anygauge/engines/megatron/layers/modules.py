@@ -6,6 +6,7 @@ Megatron imports happen here at module level: import this file only after ``prep
 from __future__ import annotations
 
 from dataclasses import dataclass
+from inspect import getfile
 from typing import Any
 
 import torch
@@ -20,7 +21,16 @@ from anygauge.engines.megatron.layers.recompute import can_be_made
 from anygauge.engines.megatron.layers.routing import Routes
 from anygauge.kernels.table import KernelTable
 
-__all__ = ["CoreAttention", "LayerNorm", "PackedSequences", "RmsNorm", "Swiglu", "is_plain", "weight_of"]
+__all__ = [
+    "CoreAttention",
+    "LayerNorm",
+    "PackedSequences",
+    "RmsNorm",
+    "Swiglu",
+    "is_megatrons",
+    "is_plain",
+    "weight_of",
+]
 
 
 @dataclass
@@ -71,6 +81,7 @@ class RmsNorm(nn.Module):
         self.kernel = kernels.resolve("rms_norm", dtype=dtype)
         self.add = kernels.resolve("add_rms_norm", dtype=dtype)
 
+    # One method for both, since what hooks of Megatron's wait for hangs on a call of the module.
     def forward(
         self, x: Tensor, residual: Tensor | None = None, *, with_sum: bool = False
     ) -> Tensor | tuple[Tensor, Tensor]:
@@ -86,7 +97,11 @@ class RmsNorm(nn.Module):
             return can_be_made(output, self._normalise, x) if self.remade else output
         assert not self.is_zero_centered
         total, output = self.add(x, self.weight, self.eps, residual)
-        return total, can_be_made(output, self._normalise, total) if self.remade else output
+        return total, can_be_made(output, self._normalise_sum, total) if self.remade else output
+
+    def _normalise_sum(self, total: Tensor) -> Tensor:
+        """Make the output again by the op that made it: another source may give other bits."""
+        return self.add(total, self.weight, self.eps, None)[1]
 
     def _normalise(self, x: Tensor) -> Tensor:
         if self.is_zero_centered:
@@ -99,10 +114,16 @@ def is_plain(norm: Any) -> bool:
     return isinstance(norm, RmsNorm) and not norm.is_zero_centered
 
 
+def is_megatrons(module: type, name: str) -> bool:
+    """Return whether a method of one of Megatron's modules is its own, and none that a provider put there."""
+    code = getattr(getattr(module, name), "__code__", None)
+    return code is not None and code.co_filename == getfile(module)
+
+
 def weight_of(module: nn.Module) -> Tensor:
     """Return the weight of a module that is not called, once a hook of Megatron's has waited for it."""
-    for hook in module._forward_pre_hooks.values():
-        hook(module, ())
+    for number, hook in module._forward_pre_hooks.items():
+        hook(module, (), *([{}] if number in module._forward_pre_hooks_with_kwargs else []))
     assert isinstance(module.weight, Tensor)
     return module.weight
 

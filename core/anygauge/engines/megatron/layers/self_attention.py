@@ -48,8 +48,9 @@ class SelfAttention(MegatronSelfAttention):
         heads = qkv.view(
             len(qkv), self.num_query_groups_per_partition, -1, self.hidden_size_per_attention_head
         )
-        weights = (weight_of(norm) for norm in (self.q_layernorm, self.k_layernorm))
-        split = self.core_attention.prepare(heads, *weights, packed.cos, packed.sin, self.q_layernorm.eps)
+        norms = self.q_layernorm, self.k_layernorm
+        weights = [weight_of(norm) for norm in norms]
+        split = self.core_attention.prepare(heads, *weights, packed.cos, packed.sin, norms[0].eps)
         attend = partial(self.core_attention.attend_to, packed=packed)
         is_recomputed = self.checkpoint_core_attention and self.training
         found = checkpoint(attend, False, *split) if is_recomputed else attend(*split)
