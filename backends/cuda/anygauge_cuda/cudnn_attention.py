@@ -228,8 +228,8 @@ def _declare(graph: Any, case: _Case, name: int, output: Any = None) -> Any:
         return graph.tensor(**layout, **begins, uid=name)
     output.set_output(True).set_dim(layout["dim"]).set_stride(layout["stride"])
     output.set_data_type(layout["data_type"])
-    for offsets in begins.values():
-        output.set_ragged_offset(offsets)
+    if not case.is_batch:
+        output.set_ragged_offset(begins["ragged_offset"])
     return output.set_uid(name)
 
 

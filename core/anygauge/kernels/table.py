@@ -41,6 +41,13 @@ _CORE = "anygauge"
 _LAST = -100
 """Priority of what the core brings: after whatever a plugin has."""
 
+_PARTS: Mapping[KernelOp, tuple[str, Sequence[KernelOp]]] = {
+    "add_rms_norm": ("add_and_norm", ("rms_norm",)),
+    "qk_norm_rotary": ("by_parts", ("rms_norm", "rotary_embedding")),
+}
+"""Ops that are made of others where nobody serves them: the function of the references that does it, and the
+ops that it is given first."""
+
 _PROTOCOLS: Mapping[KernelOp, type] = {
     "add_rms_norm": contract.AddRmsNorm,
     "causal_conv1d": contract.CausalConv1d,
@@ -116,18 +123,18 @@ class KernelTable:
         :returns: A function with the signature of the op's Protocol; the reference where nothing else serves.
         """
         found = self.candidates(op, dtype=dtype, **facts)
-        if op in ("add_rms_norm", "qk_norm_rotary") and (not found or found[0].priority == _LAST):
+        if op in _PARTS and (not found or found[0].priority == _LAST):
             return self._by_parts(op, dtype, **facts)
         return found[0].fn if found else reference_kernel(op).fn
 
     def _by_parts(self, op: KernelOp, dtype: str | torch.dtype, **facts: Any) -> Callable[..., Any]:
         """Return an op as made of what serves its parts."""
-        from anygauge.kernels.reference import add_and_norm, by_parts
+        from anygauge.kernels import reference
 
-        norm = self.resolve("rms_norm", dtype=dtype)
-        if op == "add_rms_norm":
-            return partial(add_and_norm, norm)
-        return partial(by_parts, norm, self.resolve("rotary_embedding", dtype=dtype, **facts))
+        name, parts = _PARTS[op]
+        known = ({fact: facts[fact] for fact in KERNEL_FACTS[part] if fact in facts} for part in parts)
+        served = [self.resolve(part, dtype=dtype, **of) for part, of in zip(parts, known, strict=True)]
+        return partial(getattr(reference, name), *served)
 
     def candidates(self, op: KernelOp, *, dtype: str | torch.dtype, **facts: Any) -> list[KernelImpl]:
         """Return every implementation that accepts the dtype and the facts, the one to use first."""

@@ -145,7 +145,7 @@ def test_rows_of_a_main_gradient(request: pytest.FixtureRequest) -> None:
     rounded = torch.randn(tokens, width, device="cuda").bfloat16()
 
     def added(grad: torch.Tensor) -> torch.Tensor:
-        weight.main_grad = torch.zeros(rows, width, device="cuda")  # type: ignore[attr-defined]
+        weight.main_grad = torch.zeros(rows, width, device="cuda")  # type: ignore[attr-defined]  # Megatron's
         add_rows(weight, ids, grad)
         return cast(torch.Tensor, weight.main_grad)
 

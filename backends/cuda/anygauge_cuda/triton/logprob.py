@@ -183,7 +183,8 @@ def _derive(
 
 
 @triton.jit
-def _without(l: tl.tensor, share: tl.tensor):  # noqa: E741
-    """Return ``1 - exp(l)``."""
-    series = -l * (1 + l * (0.5 + l * (1 / 6 + l * (1 / 24 + l / 120))))
-    return tl.where(l > -0.1, series, 1 - share)
+def _without(log_share: tl.tensor, share: tl.tensor):
+    """Return ``1 - share``."""
+    x = log_share
+    series = -x * (1 + x * (0.5 + x * (1 / 6 + x * (1 / 24 + x / 120))))
+    return tl.where(x > -0.1, series, 1 - share)

@@ -116,6 +116,7 @@ def _norm(
     columns = triton.next_power_of_2(width)
     height = max(1, TILE // columns)
     adds = residual is not None
+    # where nothing is added, y stands for the residual and the sums, which are not touched then
     _normalise[(triton.cdiv(rows.number, height),)](
         *rows, residual.contiguous() if residual is not None else y, sums if adds else y,
         weight.contiguous(), y, eps, width, height, columns, adds,

@@ -48,10 +48,10 @@ class Embedding(VocabParallelEmbedding):
 
 
 def replace_embeddings(model: nn.Module) -> None:
-    """Make Megatron's embeddings in a model ours, unless a provider has its own; what they hold, and their
-    names, stay.
-    """
-    for module in model.modules() if is_megatrons(VocabParallelEmbedding, "forward") else ():
+    """Make Megatron's embeddings in a model ours, unless a provider has its own; what they hold stays."""
+    if not is_megatrons(VocabParallelEmbedding, "forward"):
+        return
+    for module in model.modules():
         if type(module) is VocabParallelEmbedding:
             module.__class__ = Embedding
 
