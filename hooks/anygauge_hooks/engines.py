@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from anygauge_hooks.algorithms import ValueLoss
+    from anygauge_hooks.media import MediaStore
     from anygauge_hooks.rl import Prompt, Sample, SamplingParams, TrainSample
     from anygauge_hooks.rollout import EngineServer, ServerKind
     from anygauge_hooks.types import BackendSpec, Device
@@ -52,6 +53,8 @@ class WorkerContext:
     """Of this node, for what listens on it and is asked by other nodes; loopback where there is one node."""
     logs: str | None = None
     """Directory for the logs of what the process starts; ``None`` takes that of the run."""
+    media: MediaStore | None = None
+    """Where contents of images, video and sound are; ``None`` in a run of text."""
 
 
 class Likeliest(NamedTuple):

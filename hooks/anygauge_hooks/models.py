@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any, Literal
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from anygauge_hooks.media import MediaSpec
+
 __all__ = ["AssistantTurns", "LayerKind", "ModelSpec", "Transform", "WeightRule", "text_config"]
 
 Transform = Literal["copy", "concat", "interleave"]
@@ -66,6 +68,8 @@ class WeightRule:
     experts: int = 0
     """Number of experts, where ``{expert}`` is in the canonical name. Where it is not in the Hugging Face
     names, those tensors are stacks ``[experts, ...]`` of what the rule describes."""
+    transposed: bool = False
+    """Whether the matrices of such stacks are transposed in checkpoints."""
     pads_vocab: bool = False
     """Whether dimension 0 is the vocabulary, which is padded to a multiple of the ranks that split it."""
 
@@ -145,3 +149,7 @@ class ModelSpec:
     ``language_model``; empty for the model itself. It has Megatron's ``post_process`` on every stage."""
     assistant_turns: AssistantTurns | None = None
     """For SFT on chats; ``None`` if the family has no chat template."""
+    media: MediaSpec | None = None
+    """What the family does with images, video and sound; ``None`` if it reads text alone. :attr:`build` of
+    a family that has one is called with ``compose=`` too, which makes a Megatron model of a decoder and
+    towers."""

@@ -11,7 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
+
+if TYPE_CHECKING:
+    from anygauge_hooks.media import Media
 
 __all__ = ["NO_VERSION", "FinishReason", "Group", "Prompt", "Sample", "SamplingParams", "TrainSample"]
 
@@ -36,6 +39,8 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     """Tokens that end a response, beside the model's own end-of-sequence tokens."""
     ignore_eos: bool = False
+    forbidden: tuple[int, ...] = ()
+    """Tokens that are never drawn; log-probabilities are those of what is left."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +66,8 @@ class Prompt:
     """For SFT: what follows ``tokens``, from the first assistant turn on."""
     loss_mask: tuple[int, ...] = ()
     """For SFT, one per token of ``response``: 1 in the assistant's turns."""
+    media: tuple[Media, ...] = ()
+    """Images, video and sound, in the order of their placeholders in ``tokens``."""
 
 
 class Sample(NamedTuple):
@@ -97,6 +104,8 @@ class Sample(NamedTuple):
     rollout: int | None = None
     """Which rollout of its group it is a part of, where one became several samples; ``None`` if it is one by
     itself. The samples of a rollout share its reward, and its weight in the loss."""
+    media: tuple[Media, ...] = ()
+    """Those of the prompt, and what tools showed; spans count from the prompt's first token."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,3 +135,5 @@ class TrainSample(NamedTuple):
     """The mean reward of the sample's group."""
     rollout: int | None = None
     """The same for all samples of one rollout of a step, where one became several; else ``None``."""
+    media: tuple[Media, ...] = ()
+    """In the order of their placeholders in ``tokens``."""

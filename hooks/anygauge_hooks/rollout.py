@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 if TYPE_CHECKING:
+    from anygauge_hooks.media import Media
     from anygauge_hooks.rl import FinishReason, Sample, SamplingParams
     from anygauge_hooks.weights import WeightPeer
 
@@ -36,6 +37,8 @@ class GenerateRequest(NamedTuple):
     """Requests of one session begin alike: they are sent to the engine that has read their beginning."""
     group: str | None = None
     """Sessions of one group begin alike: a new one is sent where another's beginning was read."""
+    media: tuple[Media, ...] = ()
+    """In the order of their placeholders in ``tokens``."""
 
 
 class Generation(NamedTuple):

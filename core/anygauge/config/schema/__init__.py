@@ -12,6 +12,7 @@ from pydantic import BeforeValidator
 
 from anygauge.config.schema.data import Data, DataFile
 from anygauge.config.schema.evaluation import Eval, EvalDataset
+from anygauge.config.schema.media import Media
 from anygauge.config.schema.models import Critic, Model, Parallel, Reference, Teacher
 from anygauge.config.schema.placement import Cluster, Placement
 from anygauge.config.schema.reward import Reward, RewardFunction, RewardPart
@@ -40,6 +41,7 @@ __all__ = [
     "Eval",
     "EvalDataset",
     "Hub",
+    "Media",
     "Model",
     "Parallel",
     "Placement",
@@ -66,6 +68,7 @@ class Config(Section):
     run: Run
     model: Annotated[Model, BeforeValidator(path_alone)]
     data: Data
+    media: Media = Media()
     reward: Reward = Reward()
     hub: Hub = Hub()
     reference: Reference = Reference()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
@@ -44,6 +44,10 @@ class Data(Section):
     """Field with an object for the reward function; ``None`` gives it all fields but input and label."""
     tools_key: str | None = None
     """Field with the tools of the chat template: a list of JSON schemas."""
+    multimodal_keys: dict[Literal["image", "video", "audio"], str] = {}
+    """Fields that hold media, by kind: ``{image = "images"}``. A value is one medium or a list: a path, a
+    ``data:`` address or base64, bytes in Parquet. Placeholders ``<image>``, ``<video>`` and ``<audio>`` in
+    the prompt say where they stand."""
     apply_chat_template: bool = False
     """Render the prompt with the tokenizer's chat template; a string becomes one user message."""
     chat_template_kwargs: dict[str, Any] = {}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -43,6 +43,9 @@ class Model(Section):
     """Branch, tag or commit of a name on the hub."""
     trust_remote_code: bool = False
     """Let Python files of the checkpoint run. Without, a checkpoint that needs them is refused."""
+    modalities: tuple[Literal["image", "video", "audio"], ...] | None = None
+    """What the model sees and hears; towers of other kinds are not built. ``None`` takes the kinds of
+    ``data.multimodal_keys`` and ``eval``; name them where tools alone show images."""
 
 
 class Reference(Section):

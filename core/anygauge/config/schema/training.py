@@ -86,6 +86,8 @@ class Train(Section):
     """Largest global gradient norm; 0 does not clip."""
     recompute: Literal["none", "elementwise", "selective", "full"] = "none"
     """Activation recompute: none; norms and gated activations; core attention too; or every layer."""
+    freeze: tuple[Literal["vision", "audio", "language"], ...] = ()
+    """Parts of a model with images or sound that are not trained."""
     router_replay: bool = False
     """Send tokens to the experts that the log-prob pass before the step chose for them."""
     provider: str | None = None

@@ -1,0 +1,44 @@
+"""Images, video and sound."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from anygauge.config.schema.section import Positive, Seconds, Section
+
+__all__ = ["Media"]
+
+
+class Media(Section):
+    """Images, video and sound of prompts; ``data.multimodal_keys`` says where rows have them."""
+
+    root: Path | None = None
+    """Directory that relative paths in rows start from; ``None`` takes that of the data file."""
+    allow_urls: bool = False
+    """Fetch what a row gives as an ``http`` or ``https`` address."""
+    timeout_s: Seconds = 10.0
+    """Longest wait for one address, in seconds."""
+    max_bytes: Positive = 64 * 2**20
+    """Largest file."""
+    max_per_sample: Positive = 16
+    """Most media in one row, and in one conversation with tools."""
+    min_pixels: Positive | None = None
+    """Smaller images are enlarged; ``None`` takes what the model's processor says."""
+    max_pixels: Positive | None = None
+    """Larger images are made smaller; ``None`` takes what the model's processor says."""
+    fps: Annotated[float, Field(gt=0)] = 2.0
+    """Frames that are taken of each second of a video."""
+    max_frames: Positive = 64
+    """Most frames of a video."""
+    max_seconds: Seconds = 30.0
+    """Longest recording, in seconds."""
+    on_error: Literal["stop", "drop"] = "stop"
+    """What a row does whose media cannot be read: stop the run, or be left out and counted."""
+    threads: Positive = 4
+    """Threads that decode."""
+    store: Literal["auto", "files", "ray"] = "auto"
+    """Where decoded media are held for all processes: files in shared memory, for a run on one host, or Ray's
+    object store; ``auto`` takes the one that fits."""
