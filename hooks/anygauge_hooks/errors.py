@@ -20,6 +20,7 @@ __all__ = [
     "DuplicateNameError",
     "HubError",
     "KernelInputError",
+    "MediaError",
     "MissedRedirectionError",
     "NonFiniteError",
     "OutOfMemoryError",
@@ -120,6 +121,12 @@ class RewardError(AnygaugeError, RuntimeError):
     """A reward function failed or returned something that is no number."""
 
     code = "AG302"
+
+
+class MediaError(DataError):
+    """An image, a video or a recording cannot be used; names row, number and file."""
+
+    code = "AG303"
 
 
 class RolloutError(AnygaugeError, RuntimeError):

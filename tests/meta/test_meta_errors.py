@@ -19,6 +19,8 @@ from anygauge import device
 from anygauge.cli.torch_extensions import extension_failure
 from anygauge.config.load import load_config
 from anygauge.config.schema import Config, Data, DataFile, Reward
+from anygauge.data.media.decode import decode_image
+from anygauge.data.media.problems import naming
 from anygauge.data.source import FileSource
 from anygauge.engines.megatron import scope
 from anygauge.hub import localized
@@ -190,6 +192,12 @@ def reward_without_a_number() -> None:
     scorer.score([Group(prompt=prompt, samples=(sample,))])
 
 
+def broken_image() -> None:
+    raw = bytes.fromhex("89504e470d0a1a0a") + bytes(100)
+    with naming("train.jsonl:4", "image", 2, "11.png"):
+        decode_image(raw)
+
+
 def long_prompt() -> None:
     tiny_tokenizer("model", alphabet="0123456789+=")
     path = tiny_qwen3("model", hidden=16, layers=1, head_dim=8, mlp=16, max_positions=32)
@@ -303,6 +311,7 @@ PROVOKED: Mapping[str, Callable[[], None]] = {
     "AG202": conflicting_plugins,
     "AG301": wrong_row,
     "AG302": reward_without_a_number,
+    "AG303": broken_image,
     "AG401": long_prompt,
     "AG501": occupied_directory,
     "AG503": name_not_in_the_cache,

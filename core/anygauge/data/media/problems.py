@@ -1,0 +1,25 @@
+"""What is wrong with a medium, and where it is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from anygauge_hooks.errors import MediaError
+from anygauge_hooks.media import MediaKind
+
+__all__ = ["naming"]
+
+
+@contextmanager
+def naming(place: str, kind: MediaKind, number: int, source: str) -> Iterator[None]:
+    """Put row, kind, number and source before the clause of a :class:`MediaError`.
+
+    :param place: File and line.
+    :param number: From 1, among the row's media of its kind.
+    """
+    try:
+        yield
+    except MediaError as error:
+        where = ": ".join(part for part in (place, f"{kind} {number} ({source})") if part)
+        raise MediaError(f"{where} {error.args[0]}", hint=error.hint) from error
