@@ -86,7 +86,7 @@ class BackgroundEvaluation:
         return metrics
 
     async def _of_set(self, eval_set: EvalSet, scorer: Scorer) -> dict[str, float]:
-        draw: Drawn = eval_draw(self._session.config, eval_set)
+        draw: Drawn = eval_draw(self._session, eval_set)
         samples = await sample_all(self._making, *draw, at_once=self._at_once)
         groups, scored = group_samples(eval_set.prompts, samples), list[Group]()
         for start in range(0, len(groups), SCORED):

@@ -105,13 +105,13 @@ class _Call(NamedTuple):
 
     params: SamplingParams
     groups: Sequence[Sequence[_Asked]]
-    """Those of a group go on from the same tokens."""
+    """Those of a group go on from the same tokens and media."""
 
     @property
     def prompts(self) -> list[Prompt]:
         return [
-            Prompt(index=index, tokens=group[0].request.tokens, text="")
-            for index, group in enumerate(self.groups)
+            Prompt(index=index, tokens=first.tokens, text="", media=first.media)
+            for index, first in enumerate(group[0].request for group in self.groups)
         ]
 
     @property
@@ -137,9 +137,10 @@ def _calls(batch: Sequence[_Asked]) -> list[_Call]:
 
 def _call(batch: Sequence[_Asked]) -> _Call:
     longest = max(asked.request.params.max_new_tokens for asked in batch)
-    groups: defaultdict[tuple[int, ...], list[_Asked]] = defaultdict(list)
+    groups: defaultdict[tuple[tuple[int, ...], tuple[str, ...]], list[_Asked]] = defaultdict(list)
     for asked in batch:
-        groups[asked.request.tokens].append(asked)
+        keys = tuple(medium.key for medium in asked.request.media)
+        groups[asked.request.tokens, keys].append(asked)
     return _Call(replace(batch[0].request.params, max_new_tokens=longest), list(groups.values()))
 
 

@@ -32,13 +32,22 @@ def is_controlled(config: Config) -> bool:
     return any(getattr(config.rollout, key) != fields[key].default for key in CONTROL)
 
 
-def rollout_work(config: Config, making: Making, source: DataSource, scorer: Scorer | None) -> Work:
-    """Return what a producer needs for the training samples of a run."""
+def rollout_work(
+    config: Config,
+    making: Making,
+    source: DataSource,
+    scorer: Scorer | None,
+    forbidden: tuple[int, ...] = (),
+) -> Work:
+    """Return what a producer needs for the training samples of a run.
+
+    :param forbidden: Tokens that are never drawn.
+    """
     return Work(
         making=making,
         source=source,
         seeds=partial(group_seeds, config),
-        params=rollout_params(config),
+        params=rollout_params(config, forbidden),
         scorer=None if scorer is None else GroupScorer(partial(scorer.score, tolerant=True)),
         max_unscored_ratio=config.reward.max_failed_ratio,
     )
@@ -126,7 +135,8 @@ def open_control(session: Session, source: DataSource) -> Iterator[Controlled | 
         yield None
         return
     requests = session.maker.requests
-    work = rollout_work(config, session.maker.making, source, session.scorers.get(TRAINING))
+    scorer = session.scorers.get(TRAINING)
+    work = rollout_work(config, session.maker.making, source, scorer, session.forbidden)
     drawn = state.info.step * config.rollout.prompts_per_step
     producer = Producer(work, version=state.version, drawn=drawn)
     if state.rollout:

@@ -64,17 +64,17 @@ def _evaluate_set(session: Session, eval_set: EvalSet, *, tolerant: bool) -> dic
 
 
 def _scored(session: Session, eval_set: EvalSet, scorer: Scorer, *, tolerant: bool) -> dict[str, float]:
-    samples = session.generate(*eval_draw(session.config, eval_set))
+    samples = session.generate(*eval_draw(session, eval_set))
     groups = scorer.score(group_samples(eval_set.prompts, samples), tolerant=tolerant)
     return score_metrics(session.config, eval_set, groups)
 
 
-def eval_draw(config: Config, eval_set: EvalSet) -> Drawn:
+def eval_draw(session: Session, eval_set: EvalSet) -> Drawn:
     """Return what is sampled for a data set."""
     settings = eval_set.settings
     assert settings.samples_per_prompt is not None
-    seeds = eval_seeds(config, len(eval_set.prompts), settings.samples_per_prompt)
-    return eval_set.prompts, eval_params(settings), seeds
+    seeds = eval_seeds(session.config, len(eval_set.prompts), settings.samples_per_prompt)
+    return eval_set.prompts, eval_params(settings, session.forbidden), seeds
 
 
 def score_metrics(config: Config, eval_set: EvalSet, groups: Sequence[Group]) -> dict[str, float]:

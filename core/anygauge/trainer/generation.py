@@ -32,8 +32,11 @@ def eval_seeds(config: Config, num_prompts: int, num_samples: int) -> list[list[
     return sample_seeds(config.run.seed, EVAL_STREAM, 0, num_prompts, num_samples)
 
 
-def rollout_params(config: Config) -> SamplingParams:
-    """Return how training samples are drawn."""
+def rollout_params(config: Config, forbidden: tuple[int, ...] = ()) -> SamplingParams:
+    """Return how training samples are drawn.
+
+    :param forbidden: Tokens that are never drawn; see :func:`anygauge.trainer.inputs.forbidden_tokens`.
+    """
     rollout = config.rollout
     return SamplingParams(
         max_new_tokens=rollout.max_new_tokens,
@@ -42,13 +45,15 @@ def rollout_params(config: Config) -> SamplingParams:
         top_k=rollout.top_k,
         stop=rollout.stop,
         stop_token_ids=rollout.stop_token_ids,
+        forbidden=forbidden,
     )
 
 
-def eval_params(dataset: EvalDataset) -> SamplingParams:
+def eval_params(dataset: EvalDataset, forbidden: tuple[int, ...] = ()) -> SamplingParams:
     """Return how the samples of an evaluation data set are drawn.
 
     :param dataset: With every field filled in but the reward's.
+    :param forbidden: As in :func:`rollout_params`.
     """
     assert dataset.max_new_tokens is not None
     assert dataset.temperature is not None
@@ -63,4 +68,5 @@ def eval_params(dataset: EvalDataset) -> SamplingParams:
         top_k=dataset.top_k,
         stop=dataset.stop,
         stop_token_ids=dataset.stop_token_ids,
+        forbidden=forbidden,
     )

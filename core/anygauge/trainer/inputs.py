@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from anygauge.config import Config
+from anygauge.config.modalities import modalities
 from anygauge.config.schema import Data, EvalDataset, Reward
 from anygauge.data.evaluation import eval_data, eval_datasets
 from anygauge.hub import localized
@@ -24,7 +25,7 @@ from anygauge_hooks.rl import Prompt
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["EvalSet", "Inputs", "read_eval_sets", "read_inputs"]
+__all__ = ["EvalSet", "Inputs", "forbidden_tokens", "read_eval_sets", "read_inputs"]
 
 NO_CHATS = AssistantTurns(start="", end="")
 """Stands for the turns of a family that has no chat template, in SFT on plain prompts."""
@@ -84,6 +85,17 @@ def read_model(config: Config, plugins: Plugins) -> tuple[Mapping[str, Any], Mod
     """Return the Hugging Face config of the text model, and its family."""
     hf = text_config(json.loads((config.model.path / "config.json").read_text(encoding="utf-8")))
     return hf, plugins.model(hf.get("architectures") or ())
+
+
+def forbidden_tokens(config: Config, plugins: Plugins) -> tuple[int, ...]:
+    """Return the tokens that the policy may not sample: those that hold the places of media.
+
+    Empty for a run of text.
+    """
+    if not modalities(config):
+        return ()
+    hf, spec = read_model(localized(config, data=False), plugins)
+    return () if spec.media is None else tuple(spec.media.forbidden(hf))
 
 
 def rewards(config: Config) -> list[Reward]:

@@ -217,7 +217,8 @@ def collect_groups(loop: Loop, step: int) -> tuple[list[Group], float]:
         return loop.control.collect(), 0.0  # each was scored while others were being generated
     prompts = loop.next_prompts or draw_prompts(loop)
     seeds = rollout_seeds(config, step, len(prompts))
-    groups = group_samples(prompts, loop.session.generate(prompts, rollout_params(config), seeds))
+    params = rollout_params(config, loop.session.forbidden)
+    groups = group_samples(prompts, loop.session.generate(prompts, params, seeds))
     scoring = time.perf_counter()
     groups = loop.session.scorers[TRAINING].score(groups)
     return groups, time.perf_counter() - scoring

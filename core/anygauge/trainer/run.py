@@ -20,7 +20,7 @@ from anygauge.trainer.checkpoints import CheckpointWriter, export_hf
 from anygauge.trainer.controlled import is_controlled, open_control
 from anygauge.trainer.directory import RunDirectory, open_run_directory
 from anygauge.trainer.engines import open_engines
-from anygauge.trainer.inputs import EvalSet, Inputs, read_inputs
+from anygauge.trainer.inputs import EvalSet, Inputs, forbidden_tokens, read_inputs
 from anygauge.trainer.launch import launch_workers
 from anygauge.trainer.loop import Loop, announce, run_loop
 from anygauge.trainer.parts import Parts, run_parts
@@ -160,7 +160,10 @@ def open_session(
     maker = None
     if parts.generates and (engines.generate is None or is_controlled(config)):
         maker = open_maker(config, plugins, stack.enter_context(engines.requests()))
-    return Session(config, plugins, parts, workers, engines, eval_sets, scorers, state, turns, maker)
+    forbidden = forbidden_tokens(config, plugins)
+    return Session(
+        config, plugins, parts, workers, engines, eval_sets, scorers, state, turns, maker, forbidden
+    )
 
 
 def devices_beside(config: Config, plugins: Plugins) -> int:

@@ -46,6 +46,8 @@ class Session:
     """Of trainers and engines on the same devices."""
     maker: SampleMaker | None = None
     """Of samples, each by itself; ``None`` where one call of the engines makes those of a step."""
+    forbidden: tuple[int, ...] = ()
+    """Tokens that are never drawn: those that hold the places of media."""
     trackers: Sequence[Tracker] = ()
 
     @property

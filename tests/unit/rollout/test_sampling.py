@@ -129,6 +129,26 @@ def test_the_ends_of_the_unit_interval_stay_inside(number: float) -> None:
     assert (weights.gather(1, index[:, None]) > 0).all()
 
 
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(max_new_tokens=1),
+        SamplingParams(max_new_tokens=1, temperature=0),
+        SamplingParams(max_new_tokens=1, top_k=3),
+        SamplingParams(max_new_tokens=1, temperature=0.7, top_p=0.9),
+    ],
+)
+def test_forbidden_tokens_are_not_drawn_however_likely(params: SamplingParams) -> None:
+    logits = torch.tensor([0.0, 30.0, 1.0, 2.0, 30.0])
+    forbidden = torch.tensor([1, 4])
+    prefix = torch.zeros(10_000, dtype=torch.int64)
+    tokens, log_probs = draw(logits[None], prefix, numbers_of(range(10_000), 0), params, forbidden)
+    assert set(tokens.tolist()) <= {0, 2, 3}
+    left = torch.log_softmax(logits[[0, 2, 3]] / (params.temperature or 1), -1)
+    expected = torch.full((5,), torch.nan).index_copy(0, torch.tensor([0, 2, 3]), left)
+    torch.testing.assert_close(log_probs, expected[tokens])
+
+
 def test_samples_that_share_a_prefix_share_its_distribution() -> None:
     logits = torch.tensor([[0.0, -50.0], [-50.0, 0.0]])
     tokens, _ = draw(

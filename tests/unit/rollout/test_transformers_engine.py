@@ -27,6 +27,7 @@ from anygauge.testing.tiny import tiny_qwen3, tiny_tokenizer
 from anygauge_hooks import PROJECT, specs
 from anygauge_hooks.engines import WorkerContext
 from anygauge_hooks.errors import CheckpointError, RolloutError, WeightMappingError
+from anygauge_hooks.media import Media
 from anygauge_hooks.rl import Prompt, Sample, SamplingParams
 
 ALPHABET = "0123456789+="
@@ -209,6 +210,31 @@ def test_each_distinct_prefix_is_computed_once(engine: TransformersEngine) -> No
     assert inputs[0].shape == (len(MIXED), max(len(prompt.tokens) for prompt in MIXED))
     for step, ids in enumerate(inputs[1:], start=1):
         assert ids.shape == (len({(s.prompt_tokens, s.response_tokens[:step]) for s in samples}), 1)
+
+
+def test_equal_tokens_of_different_images_are_prefixes_of_their_own() -> None:
+    def row(index: int, *keys: str) -> Row:
+        media = tuple(Media("image", key, ((0, 1),), (1, 2, 2)) for key in keys)
+        return Row(index=index, tokens=(1, 2, 3), seed=index, max_new_tokens=1, media=media)
+
+    rows = [row(0, "a"), row(1, "b"), row(2, "a"), row(3, "a", "b"), row(4)]
+    assert len({each.prompt for each in rows}) == 4
+    assert rows[0].prompt == rows[2].prompt
+
+
+def test_forbidden_tokens_are_never_drawn_and_the_rest_adds_up(
+    engine: TransformersEngine, path: Path
+) -> None:
+    forbidden = (3, 7)
+    params = SamplingParams(max_new_tokens=6, forbidden=forbidden)
+    samples = flat(engine.generate(MIXED, params, seeds_for(MIXED, 20)))
+    assert not {token for sample in samples for token in sample.response_tokens} & set(forbidden)
+    for sample in samples[::50]:
+        logits = reference_log_probs(path, sample, 1.0).index_fill(1, torch.tensor(forbidden), -torch.inf)
+        chosen = logits.log_softmax(-1).gather(1, torch.tensor(sample.response_tokens)[:, None])[:, 0]
+        torch.testing.assert_close(torch.tensor(sample.log_probs), chosen, rtol=0, atol=1e-5)
+    with pytest.raises(RolloutError, match=r"forbidden tokens \[14\] outside"):
+        engine.generate(MIXED, SamplingParams(max_new_tokens=1, forbidden=(3, 14)), seeds_for(MIXED, 1))
 
 
 def test_ended_samples_leave_the_batch(engine: TransformersEngine) -> None:

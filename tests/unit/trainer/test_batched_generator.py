@@ -10,6 +10,7 @@ import pytest
 
 from anygauge.trainer.batched_generator import BatchedGenerator
 from anygauge_hooks.errors import RolloutError
+from anygauge_hooks.media import Media
 from anygauge_hooks.rl import Prompt, Sample, SamplingParams
 from anygauge_hooks.rollout import GenerateRequest, Generation
 
@@ -19,6 +20,7 @@ class Engines:
 
     def __init__(self) -> None:
         self.calls: list[tuple[list[tuple[int, ...]], SamplingParams, list[list[int]]]] = []
+        self.media: list[tuple[Media, ...]] = []
         self.error: Exception | None = None
         self.entered, self.leave = threading.Event(), threading.Event()
         self.leave.set()
@@ -27,6 +29,7 @@ class Engines:
         self, prompts: Sequence[Prompt], params: SamplingParams, seeds: Sequence[Sequence[int]]
     ) -> list[list[Sample]]:
         self.calls.append(([prompt.tokens for prompt in prompts], params, [list(own) for own in seeds]))
+        self.media += [prompt.media for prompt in prompts]
         self.entered.set()
         assert self.leave.wait(20)
         if self.error is not None:
@@ -66,6 +69,21 @@ def test_what_is_asked_together_is_one_call_and_samples_of_a_prompt_stay_togethe
     answers = asyncio.run(ask())
     assert engines.calls == [([(1, 2), (3,)], SamplingParams(max_new_tokens=4), [[5, 7], [6]])]
     assert answers[2] == Generation((7,) * 4, (-1.0,) * 4, (3,) * 4, "length")
+
+
+def test_equal_tokens_of_different_images_are_prompts_of_their_own() -> None:
+    engines = Engines()
+
+    async def ask() -> None:
+        generator = BatchedGenerator(engines.generate)
+        images = [(Media("image", key, ((0, 1),), (1, 2, 2)),) for key in "aba"]
+        asked = [request((1, 2), seed, 4)._replace(media=media) for seed, media in enumerate(images)]
+        await asyncio.gather(*map(generator.generate, asked))
+
+    asyncio.run(ask())
+    [(prompts, _, seeds)] = engines.calls
+    assert (prompts, seeds) == ([(1, 2), (1, 2)], [[0, 2], [1]])
+    assert [[medium.key for medium in own] for own in engines.media] == [["a"], ["b"]]
 
 
 def test_lengths_share_a_call_within_a_factor_of_two_and_are_kept_exactly() -> None:

@@ -17,9 +17,12 @@ if TYPE_CHECKING:
 
     from anygauge.rollout.transformers.decoding import Recorder
     from anygauge.rollout.transformers.stopping import Stopper
+    from anygauge_hooks.media import Media
     from anygauge_hooks.rl import FinishReason, SamplingParams
 
 __all__ = ["Response", "Row", "generate_batch", "plan_batches"]
+
+PromptKey = tuple[tuple[int, ...], tuple[str, ...]]
 
 
 _BLOCK = 64
@@ -36,6 +39,13 @@ class Row:
     """The prompt."""
     seed: int
     max_new_tokens: int
+    media: tuple[Media, ...] = ()
+    """Of the prompt."""
+
+    @property
+    def prompt(self) -> PromptKey:
+        """What is the same for two rows that begin alike: equal tokens may stand for different images."""
+        return self.tokens, tuple(medium.key for medium in self.media)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,17 +93,22 @@ def generate_batch(
     :returns: One response per row.
     """
     device = model.device
-    prompts = {tokens: index for index, tokens in enumerate(dict.fromkeys(row.tokens for row in rows))}
+    firsts: dict[PromptKey, Row] = {}
+    for row in rows:
+        firsts.setdefault(row.prompt, row)
+    prompts = {key: index for index, key in enumerate(firsts)}
+    forbidden = torch.tensor(params.forbidden, device=device) if params.forbidden else None
     output = _Output(rows, params.max_new_tokens, device)
     seeds = seed_tensor([row.seed for row in rows], device)
     active = torch.arange(len(rows), device=device)
-    prefix = torch.tensor([prompts[row.tokens] for row in rows], device=device)
-    prefixes = Prefixes(model, list(prompts), params.max_new_tokens, recorder)
+    prefix = torch.tensor([prompts[row.prompt] for row in rows], device=device)
+    prefixes = Prefixes(model, [row.tokens for row in firsts.values()], params.max_new_tokens, recorder)
     logits = prefixes.prefill()
     for position in range(params.max_new_tokens):
         if position % _BLOCK == 0:
             numbers = uniforms(seeds, position, _BLOCK)
-        drawn, log_probs = draw(logits, prefix, numbers[position % _BLOCK].index_select(0, active), params)
+        own = numbers[position % _BLOCK].index_select(0, active)
+        drawn, log_probs = draw(logits, prefix, own, params, forbidden)
         going = output.append(active, drawn, log_probs, position, stopper)
         if len(going) == 0 or aborted():
             break

@@ -142,7 +142,7 @@ class TransformersEngine:
                 f"{len(prompts)} prompts came with seeds for {len(seeds)}.",
                 hint="Pass one sequence of seeds for each prompt.",
             )
-        _check_params(params)
+        _check_params(params, self._vocab_size)
         for prompt in prompts:
             name = f"Prompt {prompt.index} of {prompt.source or 'the request'}"
             if not prompt.tokens:
@@ -171,7 +171,13 @@ class TransformersEngine:
         stopper = self._stop_rules.stopper(params)
         pairs = [(prompt, seed) for prompt, some in zip(prompts, seeds, strict=True) for seed in some]
         rows = [
-            Row(index=index, tokens=prompt.tokens, seed=seed, max_new_tokens=self._room(prompt, params))
+            Row(
+                index=index,
+                tokens=prompt.tokens,
+                seed=seed,
+                max_new_tokens=self._room(prompt, params),
+                media=prompt.media,
+            )
             for index, (prompt, seed) in enumerate(pairs)
         ]
         responses = [Response()] * len(rows)
@@ -211,6 +217,7 @@ class TransformersEngine:
             text=texts[response.tokens],
             finish_reason=response.finish_reason,
             seed=seed,
+            media=prompt.media,
         )
 
 
@@ -250,7 +257,8 @@ def _eos_ids(path: Path, config: Any, tokenizer: Any) -> set[int]:
     return {token for token in ids | {tokenizer.eos_token_id} if token is not None}
 
 
-def _check_params(params: SamplingParams) -> None:
+def _check_params(params: SamplingParams, vocab_size: int) -> None:
+    outside = [token for token in params.forbidden if not 0 <= token < vocab_size]
     wrong = [
         text
         for text, ok in (
@@ -261,6 +269,7 @@ def _check_params(params: SamplingParams) -> None:
             (f"temperature = {params.temperature}, which must be at least 0", params.temperature >= 0),
             (f"top_p = {params.top_p}, which must be above 0 and at most 1", 0 < params.top_p <= 1),
             (f"top_k = {params.top_k}, which must be at least 0", params.top_k >= 0),
+            (f"forbidden tokens {outside} outside the vocabulary of {vocab_size}", not outside),
         )
         if not ok
     ]

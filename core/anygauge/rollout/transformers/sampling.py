@@ -63,28 +63,39 @@ def _shift_right(x: Tensor, bits: int) -> Tensor:
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
-def draw(logits: Tensor, prefix: Tensor, numbers: Tensor, params: SamplingParams) -> tuple[Tensor, Tensor]:
+def draw(
+    logits: Tensor,
+    prefix: Tensor,
+    numbers: Tensor,
+    params: SamplingParams,
+    forbidden: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
     """Draw the next token of every sample.
 
     :param logits: ``[P, V]``, one row for each distinct prefix, any floating dtype.
     :param prefix: ``[B]``, int64: the row of ``logits`` that each sample draws from.
     :param numbers: ``[B]``, float32, those of the samples at this position, see :func:`uniforms`.
     :param params: Temperature 0 takes the likeliest token.
+    :param forbidden: int64, ``params.forbidden`` on the device of the logits; ``None`` if it is empty.
     :returns: Tokens ``[B]``, int64, and their log-probabilities ``[B]``, float32, under the whole
-        distribution at the sampling temperature: truncation by ``top_k`` and ``top_p`` does not enter. At
-        temperature 0 they are those of temperature 1.
+        distribution at the sampling temperature: truncation by ``top_k`` and ``top_p`` does not enter, and
+        what is forbidden is no part of it. At temperature 0 they are those of temperature 1.
     """
     rows = max(1, _MAX_ELEMENTS // logits.shape[-1])
     parts = [
-        _draw(logits.index_select(0, some), u, params)
+        _draw(logits.index_select(0, some), u, params, forbidden)
         for some, u in zip(prefix.split(rows), numbers.split(rows), strict=True)
     ]
     tokens, log_probs = zip(*parts, strict=True)
     return torch.cat(tokens), torch.cat(log_probs)
 
 
-def _draw(logits: Tensor, u: Tensor, params: SamplingParams) -> tuple[Tensor, Tensor]:
+def _draw(
+    logits: Tensor, u: Tensor, params: SamplingParams, forbidden: Tensor | None
+) -> tuple[Tensor, Tensor]:
     scores = logits.to(torch.float32)
+    if forbidden is not None:
+        scores = scores.index_fill(-1, forbidden, -torch.inf)
     if params.temperature not in (0, 1):
         scores = scores / params.temperature
     log_probs = torch.log_softmax(scores, dim=-1)
