@@ -109,7 +109,8 @@ class Measured(NamedTuple):
     """Height and width to which frames are resized; 0, 0 for sound."""
     pieces: tuple[tuple[str, int], ...]
     """Text and the number of placeholders after it, in order: ``(("", 64),)`` for an image; a video's frames
-    may have their time between them."""
+    may have their time between them. Where there is text, the pieces stand in the place of the whole mark of
+    the template, and otherwise in that of its placeholder."""
     seconds: float = 0.0
     """As in :class:`Media`."""
     times: tuple[float, ...] = ()

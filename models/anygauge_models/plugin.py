@@ -21,5 +21,6 @@ def register_models() -> list[ModelSpec]:
     from anygauge_models.qwen3_5.spec import QWEN3_5
     from anygauge_models.qwen3_5_moe.spec import QWEN3_5_MOE
     from anygauge_models.qwen3_moe.spec import QWEN3_MOE
+    from anygauge_models.qwen3_vl.spec import QWEN3_VL
 
-    return [DEEPSEEK_V3, GLM4, GLM4_MOE, LLAMA, QWEN3, QWEN3_5, QWEN3_5_MOE, QWEN3_MOE]
+    return [DEEPSEEK_V3, GLM4, GLM4_MOE, LLAMA, QWEN3, QWEN3_5, QWEN3_5_MOE, QWEN3_MOE, QWEN3_VL]

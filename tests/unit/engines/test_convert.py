@@ -16,7 +16,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMultimodalLM, AutoTokenizer
 
 from anygauge.engines.megatron.conversion import convert as conversion
 from anygauge.engines.megatron.conversion.convert import hf_to_megatron, megatron_to_hf
@@ -44,7 +44,8 @@ def read(directory: Path) -> dict[str, Tensor]:
 def family_directory(spec: ModelSpec, directory: Path) -> Path:
     """Write a Hugging Face directory of a tiny model of random bits, with what it need not have."""
     hf = dict(spec.tiny())
-    AutoModelForCausalLM.from_config(AutoConfig.for_model(**hf)).save_pretrained(directory)
+    auto = AutoModelForCausalLM if "hidden_size" in hf else AutoModelForMultimodalLM
+    auto.from_config(AutoConfig.for_model(**hf)).save_pretrained(directory)
     generator = torch.Generator().manual_seed(0)
     tensors = {
         name: torch.randint(-(2**15), 2**15, each.shape, dtype=torch.int16, generator=generator).view(

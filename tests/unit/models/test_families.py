@@ -30,7 +30,10 @@ from anygauge_hooks.models import ModelSpec
 from anygauge_hooks.rl import Prompt, SamplingParams
 from anygauge_hooks.types import BackendSpec, Device
 
-FAMILIES = {spec.name: spec for spec in load_plugins().collect("register_models")}
+FAMILIES = {
+    spec.name: spec for spec in load_plugins().collect("register_models") if "hidden_size" in spec.tiny()
+}
+"""Those whose models may have text alone."""
 LENGTHS = (17, 5, 1, 40)
 ALPHABET = "".join(map(chr, range(0x4E00, 0x4E00 + 62)))
 """With the padding token and the end of a sequence as many tokens as the tiny models have."""

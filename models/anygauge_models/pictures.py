@@ -1,0 +1,161 @@
+"""Images and frames on the host: what a checkpoint says of their size, and how they are resized to it."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from anygauge_hooks.errors import ConfigError, MediaError
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from anygauge_hooks.media import MediaKind, MediaLimits
+
+__all__ = ["Budget", "fitting_size", "frame_times", "normalised_by", "resized", "settings"]
+
+LARGEST_RATIO = 200
+"""Of the sides of an image."""
+UNKNOWN_RATE = 24.0
+"""Frames a second of a video that does not say."""
+_FILES: Mapping[str, tuple[tuple[str, str | None], ...]] = {
+    "image": (("processor_config.json", "image_processor"), ("preprocessor_config.json", None)),
+    "video": (
+        ("processor_config.json", "video_processor"),
+        ("video_preprocessor_config.json", None),
+        ("preprocessor_config.json", None),
+    ),
+}
+"""Where transformers looks for settings, in its order."""
+
+
+class Budget(NamedTuple):
+    """How many pixels an image may have, or a video in all of its frames."""
+
+    smallest: int
+    largest: int
+
+    @classmethod
+    def of(cls, settings: Mapping[str, Any], default: Budget) -> Budget:
+        """Return what settings of a processor say; ``min_pixels`` and ``max_pixels`` go before ``size``."""
+        size = settings.get("size") or {}
+        low, high = settings.get("min_pixels"), settings.get("max_pixels")
+        low = size.get("shortest_edge", default.smallest) if low is None else low
+        high = size.get("longest_edge", default.largest) if high is None else high
+        return cls(int(low), int(high))
+
+    def within(self, limits: MediaLimits, frames: int = 1) -> Budget:
+        """Return it with a run's own limits, which are those of one frame."""
+        low = self.smallest if limits.min_pixels is None else limits.min_pixels * frames
+        high = self.largest if limits.max_pixels is None else limits.max_pixels * frames
+        return Budget(min(low, high), high)
+
+
+def settings(directory: Path, kind: MediaKind) -> dict[str, Any]:
+    """Return what a model's directory says of its processor for images or video; nothing if it has no file.
+
+    :raises ConfigError: A file is no JSON object.
+    """
+    for name, part in _FILES[kind]:
+        if (path := directory / name).is_file():
+            found = _read(path)
+            if part is None:
+                return found
+            if isinstance(inside := found.get(part), dict):
+                return inside
+    return {}
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ConfigError(f"{path} is no JSON: {error}.", hint="Download the file again.") from error
+    if not isinstance(found, dict):
+        raise ConfigError(
+            f"{path} holds {type(found).__name__}, not an object.", hint="Download the file again."
+        )
+    return found
+
+
+def normalised_by(
+    found: Mapping[str, Any], family: str, mean: Sequence[float], deviation: Sequence[float]
+) -> None:
+    """Refuse settings that normalise pixels otherwise than the family, which does it on the device.
+
+    :raises ConfigError: They do.
+    """
+    for key, needs in (("image_mean", mean), ("image_std", deviation)):
+        if (given := found.get(key)) is not None and not np.allclose(given, needs):
+            raise ConfigError(
+                f"The checkpoint's {key} = {given} is not supported by the {family} family, "
+                f"which needs {list(needs)}.",
+                hint=f"No published model of the {family} family has it; check preprocessor_config.json.",
+            )
+
+
+def fitting_size(
+    size: tuple[int, int], factor: int, budget: Budget, frames: int = 1, counted: int | None = None
+) -> tuple[int, int]:
+    """Return the size nearest to that of an image whose sides are whole patches, within a budget.
+
+    :param size: Height and width.
+    :param factor: What both sides of the result are multiples of.
+    :param frames: Of a video, which share the budget.
+    :param counted: As how many frames they count before they are found to be too large or too small.
+    :raises MediaError: No size keeps its proportions.
+    """
+    height, width = size
+    if min(size) < 1 or max(size) > LARGEST_RATIO * min(size):
+        raise MediaError(
+            f"It is {width}x{height} pixels, and one side may be {LARGEST_RATIO} times the other at most.",
+            hint="Crop it, or drop the row.",
+        )
+    fitted = [round(side / factor) * factor for side in size]
+    pixels = frames * height * width
+    total = (counted or frames) * fitted[0] * fitted[1]
+    if total > budget.largest:
+        shrink = math.sqrt(pixels / budget.largest)
+        fitted = [max(factor, math.floor(side / shrink / factor) * factor) for side in size]
+    elif total < budget.smallest:
+        grow = math.sqrt(budget.smallest / pixels)
+        fitted = [math.ceil(side * grow / factor) * factor for side in size]
+    return fitted[0], fitted[1]
+
+
+def frame_times(frames: int, rate: float, wanted: float, fewest: int, most: int) -> tuple[float, ...]:
+    """Return the seconds at which frames of a video are taken, evenly from its first to its last.
+
+    :param frames: That it has.
+    :param rate: Frames that it has a second; 0 if it does not say.
+    :param wanted: Frames that are taken of a second.
+    :param fewest: That are taken, if it has so many.
+    """
+    rate = rate or UNKNOWN_RATE
+    count = min(max(int(frames / rate * wanted), fewest), most, frames)
+    return tuple(float(index) / rate for index in np.linspace(0, frames - 1, count).round())
+
+
+def resized(frames: Iterable[NDArray[Any]], size: tuple[int, int]) -> NDArray[np.uint8]:
+    """Return frames as Pillow resizes them with cubic splines.
+
+    :param frames: RGB, uint8 ``[H, W, 3]`` each.
+    :param size: Height and width.
+    :returns: ``[frames, height, width, 3]``.
+    """
+    from PIL import Image
+
+    height, width = size
+    return np.stack(
+        [
+            frame
+            if frame.shape[:2] == size
+            else np.asarray(Image.fromarray(frame).resize((width, height), Image.Resampling.BICUBIC))
+            for frame in frames
+        ]
+    )

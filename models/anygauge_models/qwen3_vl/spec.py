@@ -1,0 +1,38 @@
+"""The family of Qwen3-VL's dense models."""
+
+from __future__ import annotations
+
+from anygauge_hooks.media import MediaSpec
+from anygauge_hooks.models import LayerKind, ModelSpec
+from anygauge_models.architecture import CHATML, inside_another
+from anygauge_models.positions import frame_by_frame
+from anygauge_models.qwen3_vl import config, vision
+from anygauge_models.qwen3_vl.processor import make_processor
+from anygauge_models.qwen3_vl.rotary import rotary
+from anygauge_models.qwen3_vl.weights import weight_rules
+
+__all__ = ["MEDIA", "QWEN3_VL"]
+
+MEDIA = MediaSpec(
+    make_processor=make_processor,
+    towers=vision.towers,
+    positions=frame_by_frame,
+    flops=vision.flops,
+    forbidden=config.forbidden,
+)
+
+QWEN3_VL = inside_another(
+    ModelSpec(
+        name="qwen3_vl",
+        architectures=("Qwen3VLForConditionalGeneration",),
+        transformer_config=config.transformer_config,
+        model_options=config.model_options,
+        weight_rules=weight_rules,
+        rotary=rotary,
+        layers=lambda hf: (LayerKind(),) * hf["num_hidden_layers"],
+        flops_per_token=config.flops_per_token,
+        tiny=config.tiny,
+        assistant_turns=CHATML,
+        media=MEDIA,
+    )
+)
