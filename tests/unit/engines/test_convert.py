@@ -83,6 +83,9 @@ def test_every_family_there_and_back_is_the_identity(
     if json.loads(said).get("num_nextn_predict_layers"):
         changed = {"num_nextn_predict_layers": 0, "dtype": "bfloat16"}
         assert json.loads(says) == json.loads(said) | changed
+    elif text := json.loads(said).get("text_config"):
+        changed = {"text_config": {**text, "dtype": "bfloat16"}, "dtype": "bfloat16"}
+        assert json.loads(says) == json.loads(said) | changed
     else:
         assert says == said
 

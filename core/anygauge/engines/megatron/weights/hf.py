@@ -36,6 +36,7 @@ FILE_BYTES = 5_000_000_000
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".gguf", ".onnx")
 _PREDICTION_HEADS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
 """Keys of ``config.json`` that count heads of multi-token prediction, which no family has."""
+_TYPE_KEYS = frozenset(("dtype", "torch_dtype"))
 _OF_SOURCE = ("quantization_config", "torch_dtype")
 """Keys that say how the source stores its weights; the second is what transformers 4 calls ``dtype``."""
 
@@ -184,12 +185,14 @@ def write_directory(
 def config_of_weights(source: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
     """Return what a ``config.json`` is to say of weights of one type that were made of a model.
 
-    They have no heads of multi-token prediction. A text model inside another says so itself.
+    They have no heads of multi-token prediction. A text model inside another says so itself, and so does
+    another part that has said it before.
     """
     config = {key: value for key, value in source.items() if key not in _OF_SOURCE}
     heads = {key: 0 for key in _PREDICTION_HEADS if key in config}
-    if isinstance(inside := config.get("text_config"), Mapping):
-        config["text_config"] = config_of_weights(inside, dtype)
+    for part, inside in config.items():
+        if isinstance(inside, Mapping) and (part == "text_config" or _TYPE_KEYS & inside.keys()):
+            config[part] = config_of_weights(inside, dtype)
     return {**config, **heads, "dtype": str(dtype).removeprefix("torch.")}
 
 
