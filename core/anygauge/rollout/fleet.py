@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TypeVar
 
 from anygauge.config.schema import RolloutClient
-from anygauge.rollout.client import EngineAwayError, EngineClient, PauseMode, retry_pause_s
+from anygauge.rollout.client import EngineAwayError, EngineClient, PauseMode, Pictures, retry_pause_s
 from anygauge.rollout.dispatch import Dispatcher, Ticket
 from anygauge.rollout.members import (
     DisplacedError,
@@ -34,6 +34,7 @@ from anygauge.rollout.reading import Reading
 from anygauge.rollout.waiting import WaitingRoom
 from anygauge_hooks.engines import Residency
 from anygauge_hooks.errors import AnygaugeError, DeadlineError, RolloutError
+from anygauge_hooks.media import MediaStore
 from anygauge_hooks.rollout import GenerateRequest, Generation, ServerKind
 
 __all__ = ["EngineReport", "EngineState", "Fleet"]
@@ -75,6 +76,7 @@ class Fleet:
 
     :param options: Limits of each engine's client and of the fleet.
     :param died: Called with the name of an engine and the reason, when it is found dead.
+    :param store: Where the media of requests are; ``None`` in a run of text.
 
     Example::
 
@@ -84,8 +86,15 @@ class Fleet:
         await fleet.close()
     """
 
-    def __init__(self, options: RolloutClient, *, died: Callable[[str, str], None] | None = None) -> None:
+    def __init__(
+        self,
+        options: RolloutClient,
+        *,
+        died: Callable[[str, str], None] | None = None,
+        store: MediaStore | None = None,
+    ) -> None:
         self._options, self._died = options, died
+        self._pictures = None if store is None else Pictures(store)
         self._dispatcher = Dispatcher(affinity=options.affinity)
         self._room = WaitingRoom(self._dispatcher, options.outage_timeout_s, self._describe)
         self._readers = Dispatcher(affinity=options.affinity)
@@ -122,7 +131,7 @@ class Fleet:
             self._forget(name, "it was replaced")
         limit = concurrency or self._options.concurrency
         options = self._options.model_copy(update={"concurrency": limit * ranks})
-        client = EngineClient(address, options, name=f"{name} ({address})")
+        client = EngineClient(address, options, name=f"{name} ({address})", pictures=self._pictures)
         engine = self._engines[name] = Member(name, client, ranks, kind, bootstrap, state)
         if (dispatcher := self._dispatcher_of(engine)) is not None:
             dispatcher.add(name, ranks=ranks, concurrency=limit)

@@ -43,7 +43,8 @@ class Model(Section):
     """Branch, tag or commit of a name on the hub."""
     trust_remote_code: bool = False
     """Let Python files of the checkpoint run. Without, a checkpoint that needs them is refused."""
-    modalities: tuple[Literal["image", "video", "audio"], ...] | None = None
+    # not strict: what comes by way of path_alone has lists where the type is a tuple
+    modalities: Annotated[tuple[Literal["image", "video", "audio"], ...] | None, Field(strict=False)] = None
     """What the model sees and hears; towers of other kinds are not built. ``None`` takes the kinds of
     ``data.multimodal_keys`` and ``eval``; name them where tools alone show images."""
 

@@ -3,6 +3,7 @@
 from anygauge.rollout.client.attach import Expected, check_engine
 from anygauge.rollout.client.channel import EngineAwayError
 from anygauge.rollout.client.engine import EngineClient, MemoryPart, PauseMode, retry_pause_s
+from anygauge.rollout.client.media import Pictures
 from anygauge.rollout.client.wire import Meeting
 
 __all__ = [
@@ -12,6 +13,7 @@ __all__ = [
     "Meeting",
     "MemoryPart",
     "PauseMode",
+    "Pictures",
     "check_engine",
     "retry_pause_s",
 ]

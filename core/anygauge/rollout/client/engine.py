@@ -14,7 +14,15 @@ import orjson
 
 from anygauge.config.schema import RolloutClient
 from anygauge.rollout.client.channel import Channel, EngineAwayError
-from anygauge.rollout.client.wire import Meeting, Parts, read_answer, request_body, was_aborted
+from anygauge.rollout.client.media import Pictures
+from anygauge.rollout.client.wire import (
+    Meeting,
+    Parts,
+    check_length,
+    read_answer,
+    request_body,
+    was_aborted,
+)
 from anygauge_hooks.errors import DeadlineError, RolloutError
 from anygauge_hooks.rollout import GenerateRequest, Generation
 
@@ -40,6 +48,7 @@ class EngineClient:
     :param address: ``http://host:port``.
     :param options: Limits; ``concurrency`` bounds what this client has under way.
     :param name: How errors call the engine.
+    :param pictures: Of requests that have media; ``None`` refuses them.
 
     Example::
 
@@ -48,10 +57,18 @@ class EngineClient:
         await client.close()
     """
 
-    def __init__(self, address: str, options: RolloutClient, *, name: str | None = None) -> None:
+    def __init__(
+        self,
+        address: str,
+        options: RolloutClient,
+        *,
+        name: str | None = None,
+        pictures: Pictures | None = None,
+    ) -> None:
         self.address = address.rstrip("/")
         self.name = name or f"the engine at {self.address}"
         self.options = options
+        self._pictures = pictures
         self._rids: set[str] = set()
         self._probes = 0
         self._channel = Channel(self.address, self.name)
@@ -86,7 +103,7 @@ class EngineClient:
             ends = asyncio.get_running_loop().time() + self.options.request_timeout_s
 
         async def attempt() -> Generation:
-            return read_answer(await self._ask(request, rank, meeting, ends), self.name)
+            return read_answer(await self._ask(request, rank, meeting, ends), self.name, request)
 
         return await self._repeat(attempt, attempts or self.options.attempts, ends)
 
@@ -107,8 +124,9 @@ class EngineClient:
         self, request: GenerateRequest, rank: int | None, meeting: Meeting | None, ends: float
     ) -> bytes:
         async with self._attempt(request, ends) as rid:
+            images = await self._images(request)
             left_s = ends - asyncio.get_running_loop().time()
-            body = request_body(request, rid, rank=rank, meeting=meeting)
+            body = request_body(request, rid, rank=rank, meeting=meeting, images=images)
             purpose = f"request {request.id}"
             return await self._channel.ask("/generate", body, timeout_s=left_s, purpose=purpose)
 
@@ -126,16 +144,29 @@ class EngineClient:
         async with self._attempt(request, ends) as rid:
             model = await self.command("/model_info", None, purpose=purpose, repeat=False)
             parts = Parts(self.name, model.get("weight_version"))
-            body = request_body(request, rid, rank=rank, stream=True, meeting=meeting)
+            images = await self._images(request)
+            body = request_body(request, rid, rank=rank, stream=True, meeting=meeting, images=images)
             pieces = self._channel.stream("/generate", body, timeout_s=limit_s, purpose=purpose)
             async with aclosing(pieces), aclosing(_events(pieces)) as events:
                 async for event in events:
-                    part = parts.next(self._chunk(event, purpose))
+                    chunk = self._chunk(event, purpose)
+                    check_length(chunk, request, self.name)
+                    part = parts.next(chunk)
                     if part.tokens or parts.finished:
                         yield part
                     if parts.finished:
                         return
             raise EngineAwayError(f"{self.name} broke off {purpose} after {parts.seen} tokens.")
+
+    async def _images(self, request: GenerateRequest) -> list[bytes]:
+        if not request.media:
+            return []
+        if self._pictures is None:
+            raise RolloutError(
+                f"Request {request.id} has media, and this run has no store of them.",
+                hint='Say what the model takes: model.modalities = ["image"].',
+            )
+        return await self._pictures.encoded(request.media)
 
     def _chunk(self, event: bytes, purpose: str) -> Mapping[str, Any]:
         chunk: Mapping[str, Any] = orjson.loads(event)

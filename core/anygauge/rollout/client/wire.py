@@ -7,12 +7,24 @@ from typing import Any, NamedTuple
 
 import orjson
 
+from anygauge.rollout.client.media import collapsed
 from anygauge_hooks.errors import RolloutError
 from anygauge_hooks.rl import FinishReason, SamplingParams
 from anygauge_hooks.rollout import GenerateRequest, Generation
 
-__all__ = ["Meeting", "Parts", "generation_of", "read_answer", "request_body", "version_of", "was_aborted"]
+__all__ = [
+    "Meeting",
+    "Parts",
+    "check_length",
+    "generation_of",
+    "read_answer",
+    "request_body",
+    "version_of",
+    "was_aborted",
+]
 
+NEVER = -1e9
+"""Added to the logits of a token that is not to be drawn; no probability is left of it."""
 _EXCERPT = 100
 _LARGEST_SEED = 2**63 - 1
 _REASONS: Mapping[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
@@ -37,6 +49,7 @@ def request_body(
     rank: int | None = None,
     stream: bool = False,
     meeting: Meeting | None = None,
+    images: Sequence[bytes] = (),
 ) -> bytes:
     """Return the body of a request.
 
@@ -44,14 +57,18 @@ def request_body(
         with the one it is given, so no id may begin with another.
     :param rank: Data-parallel rank of the engine that is to serve it; ``None`` lets the engine choose.
     :param meeting: For an engine that does but one half of it; the other is told the same.
+    :param images: Of the request's media, each as a JSON string.
+    :raises RolloutError: Its placeholders and media do not go together.
     """
     body: dict[str, Any] = {
         "rid": rid,
-        "input_ids": request.tokens,
+        "input_ids": collapsed(request) if request.media else request.tokens,
         "sampling_params": _sampling_params(request.params, request.seed),
         "return_logprob": True,
         "stream": stream,
     }
+    if images:
+        body["image_data"] = [orjson.Fragment(image) for image in images]
     if rank is not None:
         body["routed_dp_rank"] = rank
     if meeting is not None:
@@ -81,21 +98,43 @@ def _sampling_params(params: SamplingParams, seed: int) -> dict[str, Any]:
         found["stop"] = params.stop
     if params.stop_token_ids:
         found["stop_token_ids"] = params.stop_token_ids
+    if params.forbidden:
+        found["logit_bias"] = {str(token): NEVER for token in params.forbidden}
     return found
 
 
-def read_answer(data: bytes, engine: str) -> Generation:
+def read_answer(data: bytes, engine: str, request: GenerateRequest | None = None) -> Generation:
     """Return what an answer holds.
 
-    :raises RolloutError: It is none, or its parts contradict each other.
+    :param request: That was asked; with media, the engine must have read as many tokens as it has.
+    :raises RolloutError: It is none, or its parts contradict each other or the request.
     """
     try:
-        return generation_of(orjson.loads(data), engine)
+        answer = orjson.loads(data)
+        if request is not None:
+            check_length(answer, request, engine)
+        return generation_of(answer, engine)
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise RolloutError(
             f"{engine} answered with what is no generation: {error!r}; it begins with {data[:_EXCERPT]!r}.",
             hint="Is there an SGLang server of a known version at this address, and nothing in between?",
         ) from error
+
+
+def check_length(answer: Mapping[str, Any], request: GenerateRequest, engine: str) -> None:
+    """Compare how many tokens an engine has read with those of a request that has media.
+
+    :raises RolloutError: It made other numbers of tokens of the media.
+    """
+    meta = answer["meta_info"]
+    read = meta.get("prompt_tokens") if request.media else None
+    if read is not None and read != len(request.tokens):
+        raise RolloutError(
+            f"{engine} has read {read} tokens in request {request.id}, which has {len(request.tokens)} with "
+            f"{len(request.media)} images.",
+            hint="The server makes other sizes of images: start it with the run's model and its "
+            "preprocessor_config.json, without limits on pixels of its own.",
+        )
 
 
 def was_aborted(data: bytes) -> bool:

@@ -7,13 +7,14 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+from anygauge.config.modalities import modalities
 from anygauge.rollout.sglang.installed import Argument, Installed
 from anygauge_hooks.types import ConfigProblem
 
 if TYPE_CHECKING:
     from anygauge.config import Config
 
-__all__ = ["argument_problems", "by_name", "command_line", "run_arguments"]
+__all__ = ["argument_problems", "by_name", "command_line", "media_arguments", "run_arguments"]
 
 _BACKEND = "The backend decides it."
 _CLIENT = "The run's own requests would not be answered."
@@ -109,6 +110,15 @@ def run_arguments(config: Config, *, path: str | None = None) -> dict[str, Any]:
     if "max_batch_tokens" in rollout.model_fields_set:
         found["max_total_tokens"] = rollout.max_batch_tokens
     return found
+
+
+def media_arguments(config: Config, installed: Installed) -> dict[str, Any]:
+    """Return what a server of a run with images is told, where the user says nothing else."""
+    if not modalities(config):
+        return {}
+    # Pillow's pixels are the trainer's; versions that know no other library need no argument for it
+    wanted = {"enable_multimodal": True, "image_processor_backend": "pil"}
+    return {name: value for name, value in wanted.items() if name in installed.arguments}
 
 
 def command_line(arguments: Mapping[str, Any], installed: Installed) -> list[str]:

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
+from anygauge.config.modalities import modalities
+from anygauge.config.schema import POLICY
 from anygauge.plugins import probe_backend
 from anygauge.rollout.deployment import plan_servers
 from anygauge.rollout.sglang.arguments import argument_problems
@@ -29,6 +31,7 @@ def sglang_problems(config: Config, backend: BackendSpec) -> Iterator[ConfigProb
     if config.rollout.engine != ENGINE:
         yield from _without_effect(config)
         return
+    yield from _of_media(config)
     if config.rollout.external:
         yield from _of_others(config)
         return
@@ -61,6 +64,21 @@ def _of_others(config: Config) -> Iterator[ConfigProblem]:
         hint = "has no effect with rollout.external, whose engines somebody else starts; leave it out"
         yield ConfigProblem(path="rollout.sglang", found=config.rollout.sglang, hint=hint)
     yield from _treatment(config)
+
+
+def _of_media(config: Config) -> Iterator[ConfigProblem]:
+    """Yield what servers cannot be shown, and towers that would be trained here and stay old there."""
+    kinds = modalities(config)
+    if unserved := sorted(kinds - {"image"}):
+        hint = (
+            f"a server of SGLang tokenizes the text around {' and '.join(unserved)} anew, so that its tokens "
+        )
+        hint += 'are others than the run\'s; write rollout.engine = "transformers", or images alone'
+        yield ConfigProblem(path="model.modalities", found=unserved, hint=hint)
+    encodes = any(plan.kind == "encoder" and plan.model == POLICY for plan in plan_servers(config))
+    if encodes and "image" in kinds and "vision" not in config.train.freeze:
+        hint = 'servers of kind "encoder" take no new weights: add "vision", or leave their group out'
+        yield ConfigProblem(path="train.freeze", found=list(config.train.freeze), hint=hint)
 
 
 def _servers(config: Config) -> int:

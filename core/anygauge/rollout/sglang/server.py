@@ -19,7 +19,7 @@ import psutil
 
 from anygauge.distributed.addresses import in_url
 from anygauge.rollout.deployment import plan_servers
-from anygauge.rollout.sglang.arguments import by_name, command_line, run_arguments
+from anygauge.rollout.sglang.arguments import by_name, command_line, media_arguments, run_arguments
 from anygauge.rollout.sglang.installed import Installed, installed_sglang, missing
 from anygauge.rollout.sglang.keeper import LOOK, STOP, keeper_command
 from anygauge.rollout.sglang.kinds import plan_arguments, plan_ranks
@@ -288,6 +288,7 @@ def _arguments(
     )
     path = None if plan.path is None else str(plan.path)
     return {
+        **media_arguments(config, installed),
         **by_name(backend, installed),
         **by_name(plan_arguments(config, plan), installed),
         **run_arguments(config, path=path),

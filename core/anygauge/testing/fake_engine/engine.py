@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from anygauge.testing.fake_engine.faults import Faults, parse_faults
+from anygauge.testing.fake_engine.images import expanded
 from anygauge.testing.fake_engine.lengths import parse_lengths
 from anygauge.testing.fake_engine.options import Options
 from anygauge.testing.fake_engine.requests import Request
@@ -50,6 +51,7 @@ class Engine:
         """Return the request of a body.
 
         :raises ValueError: SGLang would refuse it.
+        :raises ImageCountError: SGLang would fail.
         """
         self._check_awake()
         params = body.get("sampling_params") or {}
@@ -80,7 +82,7 @@ class Engine:
         if (ids := body.get("input_ids")) is not None:
             if not ids:
                 raise ValueError("The input_ids should not be empty.")
-            return list(ids)
+            return expanded(ids, body, self.options)
         if isinstance(text := body.get("text"), str):
             return [byte % (self.options.vocab_size // 2) for byte in text.encode()]
         raise ValueError("Either text, input_ids or input_embeds should be provided.")

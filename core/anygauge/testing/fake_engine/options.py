@@ -64,6 +64,10 @@ class Options:
     """``prefill`` reads prompts for others, ``decode`` writes what follows those that others have read."""
     bootstrap_s: float = 5.0
     """How long one half of a request waits for the other."""
+    image_token: int = -1
+    """Token of a prompt that stands for one image."""
+    image_factor: int = 32
+    """Pixels, in height and in width, of what becomes one token."""
     faults: str = ""
     """What goes wrong by itself, such as ``die@generate:20,refuse@update:1``; see :class:`Faults`."""
 

@@ -13,6 +13,7 @@ from aiohttp import web
 
 from anygauge.testing.fake_engine.engine import Engine
 from anygauge.testing.fake_engine.faults import Fault, die
+from anygauge.testing.fake_engine.images import ImageCountError
 from anygauge.testing.fake_engine.options import Options
 from anygauge.testing.fake_engine.requests import Request
 from anygauge.testing.fake_engine.rooms import HANDOVER, RoomError
@@ -97,6 +98,8 @@ async def _generate(http: web.Request) -> web.StreamResponse:
         request = engine.new_request(body)
     except ValueError as error:
         return _error(str(error))
+    except ImageCountError:
+        return web.Response(status=500)
     half = engine.options.disaggregation
     try:
         if half == "decode":

@@ -34,6 +34,7 @@ class Model(msgspec.Struct):
     mem_fraction_static: A[Optional[float], "share"] = None
     attention_backend: A[Optional[str], Arg(help="kernels", choices=KNOWN_AT_RUN_TIME)] = None
     enable_metrics: A[bool, "metrics"] = False
+    enable_multimodal: A[Optional[bool], "images"] = None
     skip_tokenizer_init: A[bool, "tokens"] = False
     enable_tf32: A[bool, Arg(help="tf32", action=argparse.BooleanOptionalAction)] = True
     cuda_graph_bs: A[Optional[List[int]], "sizes"] = None

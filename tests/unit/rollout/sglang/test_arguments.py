@@ -15,6 +15,7 @@ from anygauge.rollout.sglang.arguments import (
     argument_problems,
     by_name,
     command_line,
+    media_arguments,
     run_arguments,
 )
 from anygauge.rollout.sglang.installed import Installed, how_to_install, missing, read_arguments
@@ -37,6 +38,18 @@ def test_the_source_tells_names_spellings_and_kinds(installed: Installed) -> Non
     assert "world" not in found
     assert installed.arguments["sampling_defaults"].choices == ("openai", "model")
     assert installed.arguments["attention_backend"].choices == ()  # known at run time alone
+
+
+def test_a_run_with_images_names_the_library_that_reads_them(
+    config: Callable[..., Config], installed: Installed
+) -> None:
+    model = {"path": "/models/tiny", "modalities": ["image"]}
+    assert media_arguments(config(), installed) == {}
+    assert media_arguments(config(model=model), installed) == {"enable_multimodal": True}
+    newer = read_arguments(['image_processor_backend: A[str, "library"] = "auto"'])
+    newer |= installed.arguments
+    wanted = {"enable_multimodal": True, "image_processor_backend": "pil"}
+    assert media_arguments(config(model=model), installed._replace(arguments=newer)) == wanted
 
 
 def test_a_word_in_a_source_that_is_no_argument_is_none() -> None:

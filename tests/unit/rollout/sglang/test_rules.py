@@ -59,6 +59,23 @@ def test_arguments_of_all_and_of_a_group_are_checked(config: Make, cpu: BackendS
     assert set(found(config(rollout), cpu)) == {"rollout.sglang.tp_sise", "rollout.groups[0].sglang.port"}
 
 
+def test_servers_are_shown_images_alone(config: Make, cpu: BackendSpec) -> None:
+    images = {"train": ["a.jsonl"], "multimodal_keys": {"image": "images"}}
+    assert found(config(data=images), cpu) == {}
+    both = {"train": ["a.jsonl"], "multimodal_keys": {"image": "images", "audio": "sound"}}
+    assert "text around audio anew" in found(config(data=both), cpu)["model.modalities"]
+
+
+def test_encoders_need_a_tower_that_is_not_trained(config: Make, cpu: BackendSpec) -> None:
+    rollout = {"groups": [{"kind": "encoder"}, {"kind": "regular"}]}
+    model = {"path": "/models/tiny", "modalities": ["image"]}
+    assert found(config(rollout), cpu) == {}, "in a run of text there is none"
+    hint = found(config(rollout, model=model), cpu)["train.freeze"]
+    assert hint.startswith('servers of kind "encoder" take no new weights: add "vision"')
+    frozen = {"dtype": "float32", "freeze": ["vision"]}
+    assert found(config(rollout, model=model, train=frozen), cpu) == {}
+
+
 def test_another_engine_makes_the_keys_void(config: Make, cpu: BackendSpec) -> None:
     rollout: dict[str, Any] = {
         "engine": "transformers",

@@ -1,0 +1,119 @@
+"""Images for SGLang: one placeholder each in the tokens, and their pixels as PNG beside them.
+
+The server gets each image as the run's own processor has made it, already of its final size, so that nothing
+is left for the server to resize and both sides see the same pixels.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import io
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from anygauge_hooks.errors import RolloutError
+from anygauge_hooks.rollout import GenerateRequest
+
+if TYPE_CHECKING:
+    from anygauge_hooks.media import Media, MediaStore
+
+__all__ = ["Pictures", "collapsed"]
+
+MAX_BYTES = 512 * 2**20
+"""Of encoded images that are kept for the next request."""
+
+
+def collapsed(request: GenerateRequest) -> list[int]:
+    """Return the tokens of a request with one placeholder for each image, as SGLang takes them.
+
+    :raises RolloutError: The placeholders and the media do not go together, or a medium is no image.
+    """
+    tokens, media = request.tokens, request.media
+    found: list[int] = []
+    end = 0
+    for medium in media:
+        if medium.kind != "image" or len(medium.spans) != 1:
+            raise _refused(request, f"it has {medium.kind}, and a server of SGLang reads its tokens anew")
+        [(start, count)] = medium.spans
+        if count < 1 or not end <= start <= start + count <= len(tokens):
+            raise _refused(request, f"the places {medium.spans} of an image are not in order")
+        if len(set(tokens[start : start + count])) != 1:
+            raise _refused(request, f"tokens {start} to {start + count} are not an image's alone")
+        found += tokens[end : start + 1]
+        end = start + count
+    found += tokens[end:]
+    pads = {tokens[medium.spans[0][0]] for medium in media}
+    if (count := sum(token in pads for token in found)) != len(media):
+        raise _refused(request, f"its tokens have {count} placeholders for {len(media)} images")
+    return found
+
+
+def _refused(request: GenerateRequest, why: str) -> RolloutError:
+    return RolloutError(
+        f"Request {request.id} cannot be sent to a server: {why}.",
+        hint="Show images with draft.observe(*await rollout.look(messages)), which keeps tokens and media "
+        "together; video and sound need the embedded engine.",
+    )
+
+
+class Pictures:
+    """PNG files of images, made once for the many requests that show them. Belongs to one event loop.
+
+    :param store: Where the images are.
+    :param max_bytes: Of PNG files that are kept.
+    """
+
+    def __init__(self, store: MediaStore, max_bytes: int = MAX_BYTES) -> None:
+        self._store = store
+        self._max_bytes = max_bytes
+        self._kept: OrderedDict[str, asyncio.Future[bytes]] = OrderedDict()
+        self._bytes = 0
+
+    async def encoded(self, media: Sequence[Media]) -> list[bytes]:
+        """Return each image as a JSON string: base64 of a PNG file.
+
+        :raises RolloutError: One is not in the store.
+        """
+        found = await asyncio.gather(*(self._one(medium) for medium in media))
+        self._forget_oldest()
+        return found
+
+    async def _one(self, medium: Media) -> bytes:
+        if (making := self._kept.get(medium.key)) is None:
+            making = asyncio.ensure_future(asyncio.to_thread(self._encode, medium))
+            self._kept[medium.key] = making
+            making.add_done_callback(lambda done: self._count(medium.key, done))
+        else:
+            self._kept.move_to_end(medium.key)
+        # a request that is cancelled leaves the others their image
+        return await asyncio.shield(making)
+
+    def _count(self, key: str, done: asyncio.Future[bytes]) -> None:
+        if done.cancelled() or done.exception() is not None:
+            del self._kept[key]  # the next request tries again
+        else:
+            self._bytes += len(done.result())
+
+    def _forget_oldest(self) -> None:
+        while self._bytes > self._max_bytes:
+            key, oldest = next(iter(self._kept.items()))
+            if not oldest.done():
+                return
+            self._bytes -= len(oldest.result())
+            del self._kept[key]
+
+    def _encode(self, medium: Media) -> bytes:
+        from PIL import Image
+
+        try:
+            pixels = self._store.get(medium.key).data
+        except KeyError as error:
+            raise RolloutError(
+                f"Image {medium.key} ({medium.source or 'unknown source'}) is not in the run's store.",
+                hint="Media are dropped when their prompt is done; keep nothing of it for later prompts.",
+            ) from error
+        file = io.BytesIO()
+        Image.fromarray(pixels).save(file, "PNG", compress_level=1)
+        return b'"' + base64.b64encode(file.getbuffer()) + b'"'
