@@ -5,11 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
-from anygauge.config.schema.section import DType, NonNegative, Positive, Section
+from anygauge.config.schema.section import DType, NonNegative, Positive, Section, list_as_tuple
 
 __all__ = ["Critic", "Model", "Parallel", "Reference", "Teacher"]
+
+Modality = Literal["image", "video", "audio"]
 
 
 class Parallel(Section):
@@ -43,8 +45,7 @@ class Model(Section):
     """Branch, tag or commit of a name on the hub."""
     trust_remote_code: bool = False
     """Let Python files of the checkpoint run. Without, a checkpoint that needs them is refused."""
-    # not strict: what comes by way of path_alone has lists where the type is a tuple
-    modalities: Annotated[tuple[Literal["image", "video", "audio"], ...] | None, Field(strict=False)] = None
+    modalities: Annotated[tuple[Modality, ...] | None, BeforeValidator(list_as_tuple)] = None
     """What the model sees and hears; towers of other kinds are not built. ``None`` takes the kinds of
     ``data.multimodal_keys`` and ``eval``; name them where tools alone show images."""
 

@@ -14,6 +14,7 @@ __all__ = [
     "Probability",
     "Seconds",
     "Section",
+    "list_as_tuple",
     "path_alone",
 ]
 
@@ -41,3 +42,8 @@ class Section(BaseModel):
 def path_alone(value: Any) -> Any:
     """Let a string stand for a table that needs nothing but its path."""
     return {"path": value} if isinstance(value, str) else value
+
+
+def list_as_tuple(value: Any) -> Any:
+    """Let a list stand for a tuple in a table that :func:`path_alone` hands on: the parser no longer does."""
+    return tuple(value) if isinstance(value, list) else value
