@@ -6,16 +6,22 @@ import random
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from anygauge_hooks.errors import OutOfMemoryError
 from anygauge_hooks.types import Device
 
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
 __all__ = [
     "DETERMINISTIC_ENV",
     "is_out_of_memory",
     "memory_phase",
+    "on_device",
     "peak_memory_by_phase",
     "seed_everything",
     "set_deterministic",
@@ -44,6 +50,17 @@ def seed_everything(device: Device, seed: int) -> None:
     random.seed(seed)
     np.random.seed(seed % 2**32)
     device.seed(seed)
+
+
+def on_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return a copy of a host tensor on a device, which is on its way while the host goes on.
+
+    Memory that is not pinned is copied when all that the device has to do before is done: between forward
+    and backward it would stand still for as long as the host takes for what comes next.
+    """
+    if device.type == tensor.device.type:
+        return tensor
+    return tensor.pin_memory().to(device, non_blocking=True)
 
 
 def set_deterministic() -> None:

@@ -21,6 +21,7 @@ __all__ = [
     "HubError",
     "KernelInputError",
     "MediaError",
+    "MediaMismatchError",
     "MissedRedirectionError",
     "NonFiniteError",
     "OutOfMemoryError",
@@ -203,6 +204,12 @@ class KernelInputError(AnygaugeError, ValueError):
     """A fused kernel was called with what its operator does not take."""
 
     code = "AG608"
+
+
+class MediaMismatchError(AnygaugeError, ValueError):
+    """The media of a sample and the placeholders in its tokens differ, or a content is not there."""
+
+    code = "AG609"
 
 
 class WorkerDiedError(AnygaugeError, RuntimeError):

@@ -324,7 +324,7 @@ PROVOKED: Mapping[str, Callable[[], None]] = {
     "AG703": slow_worker,
     "AG704": small_cluster,
 }
-FROM_SOURCE = ("AG502", "AG603", "AG604", "AG606", "AG607")
+FROM_SOURCE = ("AG502", "AG603", "AG604", "AG606", "AG607", "AG609")
 """Codes whose errors need Megatron: their text is compared with the source."""
 
 

@@ -7,12 +7,17 @@ compares every token with those before it; parts of equal token counts are there
 from __future__ import annotations
 
 import heapq
+from collections import Counter
 from collections.abc import Callable, Sequence
+from itertools import chain
 
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["alike", "balance", "divide", "imbalance", "sequence_costs"]
+from anygauge_hooks.media import Media
+from anygauge_hooks.rl import TrainSample
+
+__all__ = ["alike", "balance", "divide", "imbalance", "media_costs", "sequence_costs"]
 
 TOLERANCE = 1e-3
 """Of the mean: how much above it the largest part may stay."""
@@ -31,6 +36,19 @@ def sequence_costs(lengths: Sequence[int], flops_per_token: Callable[[int], floa
     distinct, which = np.unique(np.asarray(lengths, dtype=np.int64), return_inverse=True)
     costs = np.array([flops_per_token(length) * length for length in distinct.tolist()], dtype=np.float64)
     return costs[which]
+
+
+def media_costs(samples: Sequence[TrainSample], flops: Callable[[Media], float]) -> Numbers:
+    """Return the floating-point operations of a forward pass over the media of each sample, ``[N]``.
+
+    Samples that share a medium share its cost, since a micro-batch computes it once.
+
+    :param flops: Of one medium.
+    """
+    keys = [{media.key for media in sample.media} for sample in samples]
+    holders = Counter(chain.from_iterable(keys))
+    each = {media.key: flops(media) / holders[media.key] for sample in samples for media in sample.media}
+    return np.array([sum(each[key] for key in mine) for mine in keys], dtype=np.float64)
 
 
 def alike(length: int) -> float:
@@ -71,7 +89,7 @@ def divide(
     cheaper ones of the others, as long as that helps. Both look at costs and sizes alone, so the order of the
     samples decides only which of several equal ones goes where.
 
-    :param costs: ``[N]``, at least 0, and no smaller for a larger sample.
+    :param costs: ``[N]``, at least 0; the division is best where none is smaller for a larger sample.
     :param sizes: ``[N]``, at least 0; ``None`` for 0 everywhere.
     :param max_size: Of a bin with more than one sample.
     :param start: Bins within the limit to begin with.

@@ -26,10 +26,11 @@ from anygauge.engines.megatron.inputs import MicroBatches, micro_batches, per_sa
 from anygauge.engines.megatron.layers.moe import expert_load, routers
 from anygauge.engines.megatron.layers.output import output_logprob
 from anygauge.engines.megatron.layers.routing import RoutingStore, attach_routes, keep_routes
+from anygauge.engines.megatron.media.batch import MediaReader
 from anygauge.engines.megatron.model import Policy, build_policy, initialize_parallel
 from anygauge.engines.megatron.optimizer import make_optimizer, make_schedule, wrap_model
 from anygauge.engines.megatron.passes import LikeliestPass, LogProbPass, StepData, TrainPass
-from anygauge.engines.megatron.ranks import common_count, from_last_stage, sum_metrics, token_cut
+from anygauge.engines.megatron.ranks import common_count, from_last_stage, sum_metrics, token_cut, token_slice
 from anygauge.engines.megatron.residency import DeviceMemory, gradients, optimizer_state
 from anygauge.engines.megatron.roles import ACTOR, RoleWeights
 from anygauge.engines.megatron.scope import make_scope
@@ -344,6 +345,20 @@ class MegatronEngine:
             token_cut(self.policy.options.transformer),
             partial(common_count, config=self.policy.options.transformer, device=self.device),
             partial(self.policy.spec.flops_per_token, self.policy.hf),
+            self._media(),
+        )
+
+    def _media(self) -> MediaReader | None:
+        """Return what reads the media of samples, for a model that has towers."""
+        policy = self.policy
+        if policy.spec.media is None or not policy.sees:
+            return None
+        return MediaReader(
+            policy.spec.media,
+            policy.hf,
+            self.context.media,
+            parallel_state.is_pipeline_first_stage(ignore_virtual=True),
+            *token_slice(policy.options.transformer),
         )
 
     @contextmanager

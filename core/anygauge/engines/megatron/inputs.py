@@ -18,8 +18,9 @@ import torch
 from megatron.core import parallel_state
 from torch import Tensor
 
-from anygauge.data.balance import alike, sequence_costs
+from anygauge.data.balance import alike, media_costs, sequence_costs
 from anygauge.data.packing import pack_by_cost
+from anygauge.device import on_device
 from anygauge.engines.megatron.layers.context_parallel import (
     Cut,
     SequenceParts,
@@ -29,6 +30,7 @@ from anygauge.engines.megatron.layers.context_parallel import (
 )
 from anygauge.engines.megatron.layers.modules import PackedSequences
 from anygauge.engines.megatron.layers.routing import Routes
+from anygauge.engines.megatron.media.batch import MediaInputs, MediaReader, media_inputs
 from anygauge_hooks.errors import DataError
 from anygauge_hooks.rl import TrainSample
 
@@ -38,7 +40,6 @@ __all__ = [
     "PlannedBatch",
     "micro_batches",
     "model_inputs",
-    "on_device",
     "per_sample",
     "response_values",
     "response_weights",
@@ -112,6 +113,7 @@ def micro_batches(
     cut: Cut = WHOLE,
     count: Callable[[int], int] = int,
     flops_per_token: Callable[[int], float] = alike,
+    media: MediaReader | None = None,
 ) -> MicroBatches:
     """Pack samples into micro-batches of at most ``max_tokens`` tokens that take about the same time.
 
@@ -119,14 +121,18 @@ def micro_batches(
     :param cut: How their tokens are divided among ranks.
     :param count: From the number of micro-batches that this rank needs to the number that it must have.
     :param flops_per_token: From the length of a sequence to the forward operations of one of its tokens.
+    :param media: Where the model's media come from; ``None`` for a model of text.
     """
     for index, sample in enumerate(samples):
         _check(sample, index)
     lengths = [cut.padded(len(sample.tokens)) for sample in samples]
     shortest = min(range(len(samples)), key=lengths.__getitem__)
-    bins = pack_by_cost(lengths, sequence_costs(lengths, flops_per_token), max_tokens, count)
+    costs = sequence_costs(lengths, flops_per_token)
+    if media is not None:
+        costs = costs + media_costs(samples, partial(media.spec.flops, media.hf))
+    bins = pack_by_cost(lengths, costs, max_tokens, count)
     plans = [_plan(samples, tuple(indices) or (shortest,), cut, is_idle=not indices) for indices in bins]
-    return MicroBatches(plans, partial(_micro_batch, samples, rotary, device))
+    return MicroBatches(plans, partial(_micro_batch, samples, rotary, device, media))
 
 
 def _plan(
@@ -141,13 +147,18 @@ def _plan(
 
 
 def _micro_batch(
-    samples: Sequence[TrainSample], rotary: Rotary, device: torch.device, plan: PlannedBatch
+    samples: Sequence[TrainSample],
+    rotary: Rotary,
+    device: torch.device,
+    media: MediaReader | None,
+    plan: PlannedBatch,
 ) -> MicroBatch:
     chosen = [samples[i] for i in plan.indices]
     lengths = tuple(len(sample.tokens) for sample in chosen)
     tokens = torch.tensor([token for sample in chosen for token in sample.tokens], dtype=torch.int64)
     learnt = [not plan.is_idle and any(sample.loss_mask) for sample in chosen]
-    inputs = model_inputs(tokens, lengths, rotary, device, plan.parts, learnt)
+    seen = None if media is None else media_inputs(chosen, plan.parts, media, device)
+    inputs = model_inputs(tokens, lengths, rotary, device, plan.parts, learnt, seen)
     inputs["packed_seq_params"].routes = plan.routes
     rows, targets, own = _responses(tokens, lengths, plan)
     return MicroBatch(
@@ -200,6 +211,7 @@ def model_inputs(
     device: torch.device,
     parts: SequenceParts | None = None,
     learnt: Sequence[bool] = (),
+    seen: MediaInputs | None = None,
 ) -> dict[str, Any]:
     """Return the keyword arguments of the model for this rank's part of packed sequences.
 
@@ -208,12 +220,15 @@ def model_inputs(
     :param parts: How they are divided among ranks; not at all, if nothing is said.
     :param learnt: Of each sequence, whether anything is learnt from it; all are, if nothing is said. The
         others count as padding.
+    :param seen: What media add; ``None`` for a model of text.
     """
     parts = parts or cut_sequences(lengths, WHOLE)
     positions = ranges(torch.zeros(len(parts.lengths), dtype=torch.int64), parts.lengths)
     real = ranges(_starts(parts.lengths)[: len(lengths)], lengths)
     padded = tokens.new_zeros(sum(parts.lengths)).index_copy_(0, real, tokens)
-    positions = on_device(positions.index_select(0, parts.own_rows), device)
+    if seen is not None and seen.positions is not None:
+        positions = positions.repeat(3, 1).index_copy_(1, real, seen.positions)
+    positions = on_device(positions.index_select(-1, parts.own_rows), device)
     cos, sin = rotary(positions)
     boundaries = on_device(torch.tensor([0, *accumulate(parts.lengths)], dtype=torch.int32), device)
     packing = PackedSequences(
@@ -230,9 +245,11 @@ def model_inputs(
         cos=cos,
         sin=sin,
     )
+    own = {} if seen is None else {"media": seen.batch}
     return {
+        **own,
         "input_ids": on_device(padded.index_select(0, parts.own_rows)[None], device),
-        "position_ids": positions[None],
+        "position_ids": positions.unsqueeze(-2),
         "attention_mask": None,
         "packed_seq_params": packing,
     }
@@ -248,17 +265,6 @@ def _padding(
     padding = torch.ones(sum(parts.lengths), dtype=torch.bool)
     padding.index_fill_(0, ranges(_starts(parts.lengths)[: len(lengths)], tuple(counted)), 0)
     return on_device(padding.index_select(0, parts.own_rows), device)
-
-
-def on_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Return a copy of a host tensor on a device, which is on its way while the host goes on.
-
-    Memory that is not pinned is copied when all that the device has to do before is done: between forward
-    and backward it would stand still for as long as the host takes for what comes next.
-    """
-    if device.type == tensor.device.type:
-        return tensor
-    return tensor.pin_memory().to(device, non_blocking=True)
 
 
 def whole_responses(values: Tensor, batch: MicroBatch) -> Tensor:

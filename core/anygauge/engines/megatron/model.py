@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
@@ -16,6 +16,7 @@ from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attri
 from torch import Tensor, nn
 
 from anygauge.config import Config
+from anygauge.config.modalities import modalities
 from anygauge.config.roles import as_language_model
 from anygauge.config.schema import Parallel
 from anygauge.distributed.layout import Layout
@@ -25,6 +26,8 @@ from anygauge.engines.megatron.layers.output import HiddenOutput, replace_output
 from anygauge.engines.megatron.layers.provider import KernelSpecProvider, SpecProvider, complete
 from anygauge.engines.megatron.layers.spec import decoder_spec
 from anygauge.engines.megatron.layers.value_head import SCORE, ValueHead, ZeroFilled, value_model
+from anygauge.engines.megatron.media.model import Composer
+from anygauge.engines.megatron.media.towers import freeze, seeing
 from anygauge.engines.megatron.options import MegatronOptions, megatron_options
 from anygauge.engines.megatron.weights.canonical import canonical_tensors
 from anygauge.engines.megatron.weights.gathering import Gathering, plan_gathering
@@ -42,6 +45,7 @@ from anygauge.engines.megatron.weights.sharding import Place, padded_vocab
 from anygauge.kernels.table import KernelTable, resolve_kernels
 from anygauge.plugins import Plugins
 from anygauge_hooks.errors import ConfigError
+from anygauge_hooks.media import MediaKind, TowerSpec
 from anygauge_hooks.models import ModelSpec
 from anygauge_hooks.types import BackendSpec, Device
 
@@ -70,6 +74,11 @@ class Policy:
     def rotary(self) -> Any:
         """From positions ``[T]`` to cosines and sines."""
         return partial(self.spec.rotary, self.hf)
+
+    @property
+    def sees(self) -> bool:
+        """Return whether the model has towers, on its first stage."""
+        return bool(_towers(self.spec, self.hf))
 
     @property
     def tensors(self) -> dict[str, Tensor]:
@@ -177,7 +186,7 @@ def build_policy(
     directory = config.model.path
     hf = read_config(directory)
     hf = as_language_model(hf) if is_critic else hf
-    spec: ModelSpec = plugins.model(hf.get("architectures") or ())
+    spec: ModelSpec = _seeing(plugins.model(hf.get("architectures") or ()), hf, modalities(config))
     if is_critic:
         spec, hf = value_model(spec, hf)
     architecture = spec.transformer_config(hf)
@@ -193,7 +202,14 @@ def build_policy(
         unit_angles=_has_unit_angles(spec, hf),
         remakes=config.train.recompute in ("elementwise", "selective"),
     )
-    build = partial(_build, spec, hf, options, complete(provided, default))
+    together = Composer(
+        hf,
+        spec.model_options(hf),
+        kernels,
+        frozenset(tower.name for tower in _towers(spec, hf)),
+        config.train.recompute == "full",
+    )
+    build = partial(_build, spec, hf, options, complete(provided, default), together)
     stages = _chunks_per_rank(config.train.parallel)
     policy = Policy(
         chunks=[build(vp_stage) for vp_stage in ([None] if stages is None else range(stages))],
@@ -208,6 +224,7 @@ def build_policy(
     for chunk in policy.chunks:
         replace_output_layer(chunk, ValueHead if is_critic else HiddenOutput, spec.output_owner)
         replace_embeddings(chunk)
+        freeze(chunk, config.train.freeze, _towers(spec, hf))
     _mark_split(policy.tensors, policy.rules)
     if load:
         policy.load(directory)
@@ -244,6 +261,7 @@ def _build(
     hf: Mapping[str, Any],
     options: MegatronOptions,
     provider: SpecProvider,
+    together: Composer,
     vp_stage: int | None,
 ) -> Any:
     config = options.transformer
@@ -254,7 +272,10 @@ def _build(
     }
     decoder = decoder_spec(provider, spec.layers(hf), config, vp_stage)
     if spec.build is not None:
-        return spec.build(config=config, hf=hf, decoder=decoder, **ends)
+        composes = {} if spec.media is None else {"compose": together}
+        return spec.build(config=config, hf=hf, decoder=decoder, **composes, **ends)
+    if towers := _towers(spec, hf):
+        return together(towers, config, decoder, **ends)
     sizes = spec.model_options(hf)
     return GPTModel(
         config,
@@ -266,6 +287,23 @@ def _build(
         parallel_output=True,
         **ends,
     )
+
+
+def _towers(spec: ModelSpec, hf: Mapping[str, Any]) -> Sequence[TowerSpec]:
+    return () if spec.media is None else spec.media.towers(hf)
+
+
+def _seeing(spec: ModelSpec, hf: Mapping[str, Any], kinds: Collection[MediaKind]) -> ModelSpec:
+    """Return the family with the towers of a run alone.
+
+    :raises ConfigError: It has none for a kind.
+    """
+    if unseen := set(kinds).difference(*(tower.kinds for tower in _towers(spec, hf))):
+        raise ConfigError(
+            f"The run has {', '.join(sorted(unseen))}, and the {spec.name} model has no tower for it.",
+            hint="Take a model that sees it, or leave it out of data.multimodal_keys and model.modalities.",
+        )
+    return seeing(spec, kinds)
 
 
 def _mark_split(tensors: Mapping[str, Tensor], rules: Iterable[TensorRule]) -> None:

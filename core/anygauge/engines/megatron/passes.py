@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from anygauge.device import on_device
 from anygauge.engines.megatron.inputs import (
     MicroBatch,
-    on_device,
     response_values,
     response_weights,
     whole_responses,

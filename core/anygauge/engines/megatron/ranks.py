@@ -13,7 +13,7 @@ from torch import Tensor
 from anygauge.engines.megatron.inputs import PlannedBatch
 from anygauge.engines.megatron.layers.context_parallel import Cut
 
-__all__ = ["common_count", "from_last_stage", "sum_metrics", "token_cut"]
+__all__ = ["common_count", "from_last_stage", "sum_metrics", "token_cut", "token_slice"]
 
 
 def token_cut(config: TransformerConfig) -> Cut:
@@ -23,6 +23,13 @@ def token_cut(config: TransformerConfig) -> Cut:
         rank=parallel_state.get_context_parallel_rank(),
         tokens=config.tensor_model_parallel_size if config.sequence_parallel else 1,
     )
+
+
+def token_slice(config: TransformerConfig) -> tuple[int, int]:
+    """Return which of how many equal parts of its tokens a rank has in its hidden states."""
+    if not config.sequence_parallel:
+        return 0, 1
+    return parallel_state.get_tensor_model_parallel_rank(), config.tensor_model_parallel_size
 
 
 def common_count(count: int, *, config: TransformerConfig, device: torch.device) -> int:

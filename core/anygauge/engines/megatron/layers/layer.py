@@ -75,13 +75,17 @@ class DecoderLayer(TransformerLayer):
         )
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the layer; experts are told which micro-batch it is."""
+        """Run the layer; experts are told which micro-batch it is, and features of media are added."""
         packed = kwargs.get("packed_seq_params")
         if isinstance(self.mlp, ExpertLayer):
             self.mlp.packed = packed
         if not self.is_short or args or packed is None:
-            return super().forward(*args, **kwargs)
-        return self._short(kwargs["hidden_states"], packed), None
+            output = super().forward(*args, **kwargs)
+        else:
+            output = self._short(kwargs["hidden_states"], packed), None
+        for deposits in packed.deposits if packed is not None else ():
+            output = deposits.add_to(output[0], self.layer_number - 1), *output[1:]
+        return output
 
     def _short(self, hidden: Tensor, packed: PackedSequences) -> Tensor:
         """Do as Megatron does, with one op where a norm and what goes around it part or meet."""

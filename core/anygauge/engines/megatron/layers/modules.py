@@ -5,6 +5,7 @@ Megatron imports happen here at module level: import this file only after ``prep
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from inspect import getfile
 from typing import Any
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 from anygauge.engines.megatron.layers.context_parallel import SequenceParts, gather_together
 from anygauge.engines.megatron.layers.recompute import can_be_made
 from anygauge.engines.megatron.layers.routing import Routes
+from anygauge.engines.megatron.media.merge import Deposits
 from anygauge.kernels.table import KernelTable
 
 __all__ = [
@@ -53,6 +55,8 @@ class PackedSequences(PackedSeqParams):
     """``[T, R]``, float32."""
     routes: Routes | None = None
     """Which experts the tokens go to, where a pass captures or replays it."""
+    deposits: Sequence[Deposits] = ()
+    """What the first layers add; the first stage's forward pass sets it."""
 
 
 class RmsNorm(nn.Module):

@@ -1,0 +1,1 @@
+"""Images, video and sound in the train engine."""

@@ -1,0 +1,185 @@
+"""The media of a micro-batch: contents once each, packed, and the tokens whose places their features take."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from anygauge.device import on_device
+from anygauge.engines.megatron.layers.context_parallel import SequenceParts, ranges
+from anygauge_hooks.errors import MediaMismatchError
+from anygauge_hooks.media import Content, Media, MediaKind, MediaSpec, MediaStore, TowerSpec
+from anygauge_hooks.rl import TrainSample
+
+__all__ = ["MediaBatch", "MediaInputs", "MediaReader", "TowerBatch", "media_inputs"]
+
+
+@dataclass(frozen=True, slots=True)
+class TowerBatch:
+    """What a tower sees of a micro-batch. ``N`` features, ``n`` tokens of this rank."""
+
+    inputs: Mapping[str, Any]
+    """Keyword arguments, from ``TowerSpec.inputs``."""
+    count: int
+    """``N``."""
+    rows: Tensor
+    """``[n]``, int64: which of this rank's tokens get a feature."""
+    source: Tensor
+    """``[n]``, int64: which feature each of them gets."""
+
+
+@dataclass(frozen=True, slots=True)
+class MediaBatch:
+    """What the towers see of a micro-batch."""
+
+    parts: Mapping[str, TowerBatch]
+    """By name of the tower; those that see nothing are not there."""
+
+
+@dataclass(frozen=True, slots=True)
+class MediaInputs:
+    """What media add to the inputs of a micro-batch."""
+
+    positions: Tensor | None
+    """``[3, T]``, int64, on the host: of the packed tokens without padding; ``None`` for those of text."""
+    batch: MediaBatch | None
+    """``None`` for text, and on ranks without towers."""
+
+
+@dataclass(frozen=True, slots=True)
+class MediaReader:
+    """Where media come from, and what becomes of them on this rank."""
+
+    spec: MediaSpec
+    hf: Mapping[str, Any]
+    store: MediaStore | None
+    is_first_stage: bool
+    """Whether this rank has the towers."""
+    part: int = 0
+    parts: int = 1
+    """Under sequence parallelism, of how many equal parts of its tokens this rank has which."""
+
+    @property
+    def towers(self) -> Sequence[TowerSpec]:
+        """Return the towers of the model."""
+        return self.spec.towers(self.hf)
+
+    def content(self, media: Media) -> Content:
+        """Return a content.
+
+        :raises MediaMismatchError: It is not there.
+        """
+        try:
+            if self.store is not None:
+                return self.store.get(media.key)
+        except KeyError:
+            pass
+        raise MediaMismatchError(
+            f"The {media.kind} {media.source or media.key} of a sample is not in the store of the host.",
+            hint="Whoever made the sample dropped its media too early, or the worker has no store.",
+        )
+
+
+def media_inputs(
+    samples: Sequence[TrainSample], parts: SequenceParts, reader: MediaReader, device: torch.device
+) -> MediaInputs:
+    """Return what the media of packed samples add to the inputs of the model.
+
+    :param parts: How the tokens are divided among ranks.
+    :raises MediaMismatchError: Placeholders and media differ.
+    """
+    holders = np.array(reader.spec.forbidden(reader.hf), dtype=np.int64)
+    for sample in samples:
+        _check(sample, holders)
+    if not any(sample.media for sample in samples):
+        return MediaInputs(None, None)
+    positions = np.concatenate([_positions(sample, reader) for sample in samples], axis=1)
+    batch = _batch(samples, parts, reader, device) if reader.is_first_stage else None
+    return MediaInputs(torch.from_numpy(positions), batch)
+
+
+def _positions(sample: TrainSample, reader: MediaReader) -> Any:
+    length = len(sample.tokens)
+    if not sample.media:
+        return np.broadcast_to(np.arange(length, dtype=np.int64), (3, length))
+    return reader.spec.positions(reader.hf, length, sample.media)
+
+
+def _check(sample: TrainSample, holders: Any) -> None:
+    """Refuse a sample that has placeholders without media, or media elsewhere."""
+    held = np.isin(np.asarray(sample.tokens, dtype=np.int64), holders)
+    taken = np.zeros(len(held), dtype=np.int64)
+    for media in sample.media:
+        for start, count in media.spans:
+            taken[start : start + count] += 1
+    if np.array_equal(held.astype(np.int64), taken):
+        return
+    names = ", ".join(media.source or media.key for media in sample.media) or "none"
+    wanted = sum(media.num_tokens for media in sample.media)
+    elsewhere = ", in other places" if held.sum() == wanted else ""
+    raise MediaMismatchError(
+        f"A sample of {len(held)} tokens has {int(held.sum())} placeholders, and its media ({names}) have "
+        f"{wanted}{elsewhere}.",
+        hint="Each placeholder stands for one feature: what makes samples adds media with their tokens.",
+    )
+
+
+def _batch(
+    samples: Sequence[TrainSample], parts: SequenceParts, reader: MediaReader, device: torch.device
+) -> MediaBatch:
+    starts = accumulate(parts.lengths, initial=0)
+    placed = [media.moved(by) for sample, by in zip(samples, starts, strict=False) for media in sample.media]
+    _check_kinds({media.kind for media in placed}, reader.towers)
+    seen = {tower: [media for media in placed if media.kind in tower.kinds] for tower in reader.towers}
+    return MediaBatch(
+        {tower.name: _tower_batch(tower, each, parts, reader, device) for tower, each in seen.items() if each}
+    )
+
+
+def _check_kinds(kinds: set[MediaKind], towers: Sequence[TowerSpec]) -> None:
+    if unseen := kinds.difference(*(tower.kinds for tower in towers)):
+        raise MediaMismatchError(
+            f"Samples have {', '.join(sorted(unseen))}, for which the model has no tower.",
+            hint="Name the kind in model.modalities, if the model's family takes it.",
+        )
+
+
+def _tower_batch(
+    tower: TowerSpec,
+    placed: Sequence[Media],
+    parts: SequenceParts,
+    reader: MediaReader,
+    device: torch.device,
+) -> TowerBatch:
+    """Return the batch of a tower.
+
+    :param placed: Media with spans among the packed tokens.
+    """
+    distinct = list({media.key: media for media in placed}.values())
+    ends = list(accumulate(media.num_tokens for media in distinct))
+    first = {media.key: end - media.num_tokens for media, end in zip(distinct, ends, strict=True)}
+    spans = [span for media in placed for span in media.spans]
+    rows = ranges(torch.tensor([start for start, _ in spans]), tuple(count for _, count in spans))
+    counts = tuple(media.num_tokens for media in placed)
+    source = ranges(torch.tensor([first[media.key] for media in placed]), counts)
+    rows, source = _own(rows, source, parts, reader)
+    return TowerBatch(
+        inputs=tower.inputs(reader.hf, [reader.content(media) for media in distinct], device),
+        count=ends[-1],
+        rows=on_device(rows, device),
+        source=on_device(source, device),
+    )
+
+
+def _own(rows: Tensor, source: Tensor, parts: SequenceParts, reader: MediaReader) -> tuple[Tensor, Tensor]:
+    """Return those that are of this rank, whose tokens are a slice of its context-parallel part."""
+    size = len(parts.own_rows) // reader.parts
+    local = parts.local(rows) - reader.part * size
+    own = ((local >= 0) & (local < size) & (parts.local(rows) >= 0)).nonzero().squeeze(1)
+    return local.index_select(0, own), source.index_select(0, own)

@@ -1,0 +1,240 @@
+"""Towers: which of them a model has, what they compute with, and how they run over a micro-batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from anygauge.kernels.table import KernelTable
+from anygauge_hooks.errors import ConfigError, MediaMismatchError
+from anygauge_hooks.media import MediaKind, TowerSpec
+from anygauge_hooks.models import ModelSpec, WeightRule
+
+__all__ = ["Tower", "bind", "build_tower", "freeze", "recompute", "seeing"]
+
+ATTENTION = "anygauge_flash"
+"""The table's attention among those of transformers, which packs sequences for names with "flash" in them."""
+
+_PARTS: Mapping[str, frozenset[MediaKind]] = {
+    "vision": frozenset({"image", "video"}),
+    "audio": frozenset({"audio"}),
+}
+"""What ``train.freeze`` calls towers of these kinds."""
+
+_lengths: ContextVar[Sequence[int] | None] = ContextVar("lengths", default=None)
+"""Of the sequences that a tower attends within, while it runs."""
+
+
+# -------------------------------------------------------------------------
+# Which
+# -------------------------------------------------------------------------
+
+
+def seeing(spec: ModelSpec, kinds: Collection[MediaKind]) -> ModelSpec:
+    """Return a family without the towers that take nothing of these kinds.
+
+    Their tensors are then unused in checkpoints.
+    """
+    media = spec.media
+    if media is None:
+        return spec
+
+    def built(hf: Mapping[str, Any]) -> list[TowerSpec]:
+        return [tower for tower in media.towers(hf) if tower.kinds & set(kinds)]
+
+    def left_out(hf: Mapping[str, Any]) -> list[TowerSpec]:
+        return [tower for tower in media.towers(hf) if not tower.kinds & set(kinds)]
+
+    def weight_rules(hf: Mapping[str, Any]) -> list[WeightRule]:
+        names = tuple(f"{spec.output_owner}.{tower.name}.".lstrip(".") for tower in left_out(hf))
+        return [rule for rule in spec.weight_rules(hf) if not rule.canonical.startswith(names)]
+
+    def unused_weights(hf: Mapping[str, Any]) -> tuple[str, ...]:
+        return (*spec.unused_weights(hf), *(each for tower in left_out(hf) for each in tower.hf_prefixes))
+
+    return replace(
+        spec,
+        weight_rules=weight_rules,
+        unused_weights=unused_weights,
+        media=replace(media, towers=built),
+    )
+
+
+def freeze(model: nn.Module, parts: Collection[str], towers: Sequence[TowerSpec]) -> None:
+    """Let parts of a model learn nothing.
+
+    :param parts: Those of ``train.freeze``.
+    :raises ConfigError: Nothing is left that learns.
+    """
+    frozen = {
+        tower.name for tower in towers if any(tower.kinds & _PARTS[part] for part in _PARTS if part in parts)
+    }
+    names = {tower.name for tower in towers}
+    if "language" in parts and frozen == names:
+        raise ConfigError(
+            f"train.freeze = {sorted(parts)} leaves nothing to train.",
+            hint="Leave one of vision, audio and language out of it, or name its media in model.modalities.",
+        )
+    for name, parameter in model.named_parameters():
+        owners = names.intersection(name.split("."))
+        if owners & frozen or ("language" in parts and not owners):
+            parameter.requires_grad_(False)
+
+
+# -------------------------------------------------------------------------
+# What they compute with
+# -------------------------------------------------------------------------
+
+
+class TableLayerNorm(nn.LayerNorm):
+    """Torch's layer norm with the kernel of the table, which :func:`bind` sets."""
+
+    kernel: Callable[..., Tensor]
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Normalise the last dimension."""
+        return self.kernel(input, self.weight, self.bias, self.eps)
+
+
+class TableRmsNorm(nn.Module):
+    """The norm of transformers' models with the kernel of the table, which :func:`bind` sets."""
+
+    kernel: Callable[..., Tensor]
+    variance_epsilon: float
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """Normalise the last dimension."""
+        return self.kernel(hidden_states, self.weight, self.variance_epsilon)
+
+
+def bind(tower: nn.Module, kernels: KernelTable, dtype: torch.dtype) -> None:
+    """Let attention and norms of a module of transformers take their kernels from the table."""
+    for module in tower.modules():
+        if type(module) is nn.LayerNorm and module.elementwise_affine and module.bias is not None:
+            module.__class__ = TableLayerNorm
+            module.kernel = kernels.resolve("layer_norm", dtype=dtype)  # type: ignore[assignment]
+        elif type(module).__name__.endswith("RMSNorm") and hasattr(module, "variance_epsilon"):
+            module.__class__ = TableRmsNorm
+            module.kernel = kernels.resolve("rms_norm", dtype=dtype)  # type: ignore[assignment]
+        if isinstance(head_dim := getattr(module, "head_dim", None), int) and hasattr(module, "config"):
+            _register_attention()
+            module.config._attn_implementation = ATTENTION  # type: ignore[union-attr]
+            facts = {"head_dim": head_dim, "value_dim": head_dim, "return_lse": False}
+            module.attend = kernels.resolve("varlen_attention", dtype=dtype, causal=False, **facts)  # type: ignore[assignment]
+
+
+def _register_attention() -> None:
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(ATTENTION, _attention)
+
+
+def _attention(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """Attend within each packed sequence, or within each of a batch that is not packed.
+
+    :param query: ``[B, heads, T, D]``; as are the others, with heads of their own.
+    :returns: ``[B, T, heads, D]``, and no weights.
+    """
+    assert attention_mask is None, "a tower's sequences are packed"
+    batch, _heads, tokens, _size = query.shape
+    lengths = _lengths.get() if batch == 1 else None
+    packed = (each.transpose(1, 2).flatten(0, 1) for each in (query, key, value))
+    output: Tensor = module.attend(*packed, tuple(lengths or (tokens,) * batch), scaling, causal=False)
+    return output.unflatten(0, (batch, tokens)), None
+
+
+def recompute(tower: Any) -> None:
+    """Let a module of transformers compute its layers again in the backward pass."""
+    if hasattr(tower, "gradient_checkpointing_enable"):
+        tower.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": _same_lengths})
+
+
+def _same_lengths() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """Return what surrounds a layer now, and what surrounds it when it is computed again."""
+    return nullcontext(), _attending(_lengths.get())
+
+
+@contextmanager
+def _attending(lengths: Sequence[int] | None) -> Iterator[None]:
+    token = _lengths.set(lengths)
+    try:
+        yield
+    finally:
+        _lengths.reset(token)
+
+
+# -------------------------------------------------------------------------
+# How they run
+# -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Tower:
+    """A tower that was built."""
+
+    spec: TowerSpec
+    hf: Mapping[str, Any]
+    module: nn.Module
+
+    @property
+    def is_learning(self) -> bool:
+        """Return whether a pass over it leaves gradients."""
+        return torch.is_grad_enabled() and any(each.requires_grad for each in self.module.parameters())
+
+    def features(self, inputs: Mapping[str, Any], count: int) -> tuple[Tensor, Sequence[Tensor]]:
+        """Return the features of packed contents, and those of each level, ``[N, H]``.
+
+        :param inputs: What ``TowerSpec.inputs`` returned.
+        :param count: How many placeholders the contents have.
+        :raises MediaMismatchError: There are more features, or fewer.
+        """
+        given = dict(inputs)
+        lengths = given.pop("lengths", None)
+        with _attending(lengths), nullcontext() if self.is_learning else torch.no_grad():
+            main, levels = self.spec.outputs(self.module(**given))
+        if len(main) != count:
+            raise MediaMismatchError(
+                f"The tower {self.spec.name!r} made {len(main)} features, for {count} placeholders.",
+                hint="The processor of the model's family counts placeholders otherwise than its tower.",
+            )
+        return main, levels
+
+    def blank(self) -> tuple[Tensor, Sequence[Tensor]]:
+        """Return the features of the smallest content, so that all weights take part in a micro-batch."""
+        device = next(self.module.parameters()).device
+        inputs = dict(self.spec.inputs(self.hf, [self.spec.blank(self.hf)], device))
+        with _attending(inputs.pop("lengths", None)):
+            return self.spec.outputs(self.module(**inputs))
+
+
+def build_tower(
+    spec: TowerSpec, hf: Mapping[str, Any], kernels: KernelTable, dtype: torch.dtype, *, recomputes: bool
+) -> Tower:
+    """Build a tower, with kernels of the table.
+
+    :param recomputes: Whether its layers are computed again in the backward pass.
+    """
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        module = spec.build(hf)
+    finally:
+        torch.set_default_dtype(before)
+    bind(module, kernels, dtype)
+    if recomputes:
+        recompute(module)
+    return Tower(spec, hf, module)

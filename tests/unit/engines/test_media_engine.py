@@ -1,0 +1,287 @@
+"""Features among embeddings and after layers: gradients, shared images, text, freezing, what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from anygauge.config import Config
+from anygauge.plugins import load_plugins
+from anygauge.testing.toy_tower import Package, Store, image, sample, toy_model
+from anygauge_hooks.engines import LossInputs, WorkerContext
+from anygauge_hooks.errors import ConfigError, MediaMismatchError
+from anygauge_hooks.media import Media
+from anygauge_hooks.rl import TrainSample
+
+MakeEngine = Callable[..., Any]
+
+
+@pytest.fixture(scope="module")
+def store() -> Store:
+    return Store()
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return toy_model(tmp_path_factory.mktemp("toy"), tied=True)
+
+
+@pytest.fixture
+def make_engine(context: WorkerContext, checkpoint: Path, store: Store) -> MakeEngine:
+    plugins = load_plugins()
+    plugins.register(Package(), "toy")
+
+    def make(modalities: Sequence[str] = ("image",), **train: Any) -> Any:
+        config = Config.model_validate(
+            {
+                "run": {"name": "test", "steps": 10},
+                "model": {"path": checkpoint, "modalities": modalities},
+                "data": {"train": []},
+                "reward": {"function": "none"},
+                "train": {"lr": 1e-3, "micro_batch_tokens": 64, "clip_grad": 0.0, **train},
+            }
+        )
+        found = replace(context, plugins=plugins, media=store)
+        return plugins.get("register_train_engines", "megatron").make(config, found)
+
+    return make
+
+
+@pytest.fixture
+def mixed(store: Store) -> list[TrainSample]:
+    """Text alone, one image, the same image again, and two of other shapes."""
+    one, wide, tall = (image(store, *size, seed) for seed, size in enumerate(((2, 2), (1, 3), (3, 2))))
+    return [
+        sample([9], 4, 1),
+        sample([3, one, 6], 5, 2),
+        sample([2, one, 4], 3, 3),
+        sample([1, wide, 2, tall, 5], 4, 4),
+    ]
+
+
+def take_step(engine: Any, samples: Sequence[TrainSample]) -> tuple[dict[str, Tensor], dict[str, float]]:
+    """Return the gradients of a step on the mean log-probability, and its metrics."""
+    count = sum(each.response_length for each in samples)
+
+    def loss(given: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
+        value = -(given.log_probs * given.weights).sum()
+        return value, {}
+
+    metrics = engine.train_step(
+        samples,
+        loss,
+        temperature=1.0,
+        weights=[[1 / count] * each.response_length for each in samples],
+        old_log_probs=[each.rollout_log_probs for each in samples],
+        reference_log_probs=None,
+        entropy_grad=False,
+    )
+    stored = engine.policy.tensors
+    found = {name: each.main_grad.clone() for name, each in stored.items() if hasattr(each, "main_grad")}
+    return found, dict(metrics)
+
+
+def assert_alike(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert actual.keys() == expected.keys()
+    for name, each in expected.items():
+        assert each.abs().max() > 0, name
+        error = (actual[name] - each).norm() / each.norm()
+        assert error < 1e-5, f"{name}: {error}"
+
+
+@pytest.fixture
+def plain(
+    make_engine: MakeEngine, mixed: list[TrainSample], monkeypatch: pytest.MonkeyPatch
+) -> dict[str, Tensor]:
+    """Return gradients where autograd sees every path from the towers to the layers."""
+    from anygauge.engines.megatron.media import model
+    from anygauge.engines.megatron.media.merge import Deposits, Features
+
+    def merge(hidden: Tensor, features: Features, sum_over: Any = None) -> tuple[Tensor, Deposits]:
+        assert sum_over is None
+        merged = hidden.index_copy(0, features.rows, features.main[features.source].unsqueeze(1))
+        return merged, Deposits(features.levels, features.rows, features.source, is_learnt=False)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(model, "merge", merge)
+        return take_step(make_engine(), mixed)[0]
+
+
+@pytest.mark.parametrize("recompute", ["none", "elementwise", "selective", "full"])
+def test_gradients_are_those_of_plain_autograd(
+    make_engine: MakeEngine, mixed: list[TrainSample], plain: dict[str, Tensor], recompute: str
+) -> None:
+    engine = make_engine(recompute=recompute)
+    assert len(engine._pack(mixed).plans) == 1
+    assert_alike(take_step(engine, mixed)[0], plain)
+
+
+def test_a_micro_batch_has_each_image_once(make_engine: MakeEngine, mixed: list[TrainSample]) -> None:
+    engine = make_engine()
+    (batch,) = engine._pack(mixed).readers(1)[0]
+    part = batch.inputs["media"].parts["visual"]
+    assert part.count == 4 + 3 + 6
+    assert len(part.rows) == 4 + 4 + 3 + 6
+    assert batch.inputs["position_ids"].shape == (3, 1, sum(len(each.tokens) for each in mixed))
+
+
+def test_samples_together_are_as_samples_alone(make_engine: MakeEngine, mixed: list[TrainSample]) -> None:
+    engine = make_engine()
+    together = engine.log_probs(mixed, temperature=1.0)
+    alone = [engine.log_probs([each], temperature=1.0)[0] for each in mixed]
+    torch.testing.assert_close(torch.cat(together), torch.cat(alone), rtol=0, atol=1e-5)
+
+
+def test_another_image_gives_other_log_probs(
+    make_engine: MakeEngine, mixed: list[TrainSample], store: Store
+) -> None:
+    engine = make_engine()
+    other = image(store, 2, 2, 77)
+    swapped = mixed[1]._replace(media=(mixed[1].media[0]._replace(key=other.key),))
+    right, wrong = (engine.log_probs([each], temperature=1.0)[0] for each in (mixed[1], swapped))
+    assert (right - wrong).abs().max() > 0.01
+
+
+def test_an_image_changes_what_stands_for_it_alone(make_engine: MakeEngine, mixed: list[TrainSample]) -> None:
+    """Two samples of the same tokens in one micro-batch, of which each has its own image."""
+    engine = make_engine()
+    ones = image(engine.context.media, 2, 2, 0), image(engine.context.media, 2, 2, 5)
+    pair = [mixed[1]._replace(media=(each.moved(3),)) for each in ones]
+    first, second = engine.log_probs(pair, temperature=1.0)
+    torch.testing.assert_close(first, engine.log_probs(mixed[1:2], temperature=1.0)[0], rtol=0, atol=1e-5)
+    assert (first - second).abs().max() > 0.01
+
+
+def test_a_tower_that_learns_runs_without_images(make_engine: MakeEngine, mixed: list[TrainSample]) -> None:
+    """Its gradients are zeros, and there: ranks that sum gradients wait for each of them."""
+    engine = make_engine()
+    tower = engine.policy.chunks[0].visual
+    gradients, _ = take_step(engine, mixed[:1])
+    assert tower.passes == 1
+    assert all(each.grad_added_to_main_grad or each.main_grad is not None for each in tower.parameters())
+    assert not any(each.any() for name, each in gradients.items() if name.startswith("visual."))
+    engine.log_probs(mixed[:1], temperature=1.0)
+    assert tower.passes == 1, "nothing is learnt from a pass that only asks"
+
+
+@pytest.mark.parametrize(("frozen", "learning"), [("vision", "decoder"), ("language", "visual")])
+def test_frozen_parts_have_no_gradients(
+    make_engine: MakeEngine, mixed: list[TrainSample], frozen: str, learning: str
+) -> None:
+    everything, _ = take_step(make_engine(), mixed)
+    engine = make_engine(freeze=[frozen], recompute="full")
+    before = {name: each.clone() for name, each in engine.policy.tensors.items()}
+    some, _ = take_step(engine, mixed)
+    expected = {name for name in everything if name.startswith("visual.") == (frozen == "language")}
+    assert_alike(some, {name: everything[name] for name in expected})
+    changed = {name for name, each in engine.policy.tensors.items() if not each.equal(before[name])}
+    assert changed == expected
+    assert any(name.startswith(learning) for name in changed)
+
+
+def test_nothing_to_train_is_refused(make_engine: MakeEngine) -> None:
+    with pytest.raises(ConfigError, match="leaves nothing to train"):
+        make_engine(freeze=["vision", "language"])
+    with pytest.raises(ConfigError, match="leaves nothing to train"):
+        make_engine(modalities=(), freeze=["language"])
+
+
+def test_a_run_of_text_has_no_tower(make_engine: MakeEngine, mixed: list[TrainSample]) -> None:
+    engine = make_engine(modalities=())
+    assert not any("visual" in name for name in engine.policy.tensors)
+    assert not any("visual" in name for name, _ in engine.weights())
+    assert "media" not in next(engine._pack(mixed[:1]).readers(1)[0]).inputs
+    seeing = make_engine()
+    texts = [each.log_probs(mixed[:1], temperature=1.0)[0] for each in (engine, seeing)]
+    assert texts[0].equal(texts[1])
+
+
+def test_media_that_no_tower_takes_are_refused(make_engine: MakeEngine) -> None:
+    with pytest.raises(ConfigError, match="no tower for it"):
+        make_engine(modalities=("audio",))
+
+
+def test_the_weights_of_towers_are_saved_and_read(
+    make_engine: MakeEngine, checkpoint: Path, tmp_path: Path
+) -> None:
+    engine = make_engine()
+    engine.save_hf(str(tmp_path / "export"))
+    written, source = (all_tensors(path) for path in (tmp_path / "export", checkpoint))
+    assert written.keys() == source.keys()
+    assert all(written[name].equal(source[name]) for name in source)
+
+
+def all_tensors(directory: Path) -> dict[str, Tensor]:
+    from safetensors.torch import load_file
+
+    return {name: each for path in directory.glob("*.safetensors") for name, each in load_file(path).items()}
+
+
+BROKEN: dict[str, tuple[Callable[[TrainSample], TrainSample], str]] = {
+    "none": (lambda it: it._replace(media=()), r"has 4 placeholders, and its media \(none\) have 0"),
+    "elsewhere": (lambda it: it._replace(media=(it.media[0].moved(1),)), "have 4, in other places"),
+    "beyond": (lambda it: it._replace(media=(it.media[0].moved(99),)), "have 4, in other places"),
+    "fewer": (lambda it: it._replace(media=(_with_spans(it.media[0], (3, 3)),)), "have 3"),
+    "lost": (lambda it: it._replace(media=(it.media[0]._replace(key="gone"),)), "is not in the store"),
+}
+
+
+def _with_spans(media: Media, *spans: tuple[int, int]) -> Media:
+    return media._replace(spans=spans)
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_placeholders_without_features_are_refused(
+    make_engine: MakeEngine, mixed: list[TrainSample], name: str
+) -> None:
+    change, message = BROKEN[name]
+    with pytest.raises(MediaMismatchError, match=rf"(?s){message}.*AG609"):
+        make_engine().log_probs([change(mixed[1])], temperature=1.0)
+
+
+def test_a_tower_that_makes_fewer_features_is_refused(
+    make_engine: MakeEngine, mixed: list[TrainSample], store: Store
+) -> None:
+    small = image(store, 1, 2, 3)
+    wrong = mixed[1]._replace(media=(mixed[1].media[0]._replace(key=small.key),))
+    with pytest.raises(MediaMismatchError, match="made 2 features, for 4 placeholders"):
+        make_engine().log_probs([wrong], temperature=1.0)
+
+
+def test_both_passes_get_every_input(
+    make_engine: MakeEngine, mixed: list[TrainSample], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is put into the one dictionary reaches the model in either, whatever it is."""
+    from anygauge.engines.megatron import inputs
+
+    engine, canary, seen = make_engine(), object(), []
+    model, forward = engine.policy.chunks[0], type(engine.policy.chunks[0]).forward
+
+    def watched(*args: Any, make: Any = inputs.model_inputs, **options: Any) -> Any:
+        return {**make(*args, **options), "canary": canary}
+
+    def run(**given: Any) -> Tensor:
+        assert given.pop("canary") is canary
+        seen.append((given.keys(), torch.is_grad_enabled()))
+        output: Tensor = forward(model, **given)
+        return output
+
+    monkeypatch.setattr(inputs, "model_inputs", watched)
+    monkeypatch.setattr(model, "forward", run)
+    engine.log_probs(mixed, temperature=1.0)
+    take_step(engine, mixed)
+    assert [learns for _, learns in seen] == [False, True]
+    assert seen[0][0] == seen[1][0] >= {"input_ids", "position_ids", "packed_seq_params", "media"}
+
+
+def test_costs_of_samples_have_their_images(mixed: list[TrainSample]) -> None:
+    from anygauge.data.balance import media_costs
+
+    costs = media_costs(mixed, lambda media: float(media.num_tokens))
+    assert costs.tolist() == [0, 2, 2, 9]
