@@ -22,5 +22,17 @@ def register_models() -> list[ModelSpec]:
     from anygauge_models.qwen3_5_moe.spec import QWEN3_5_MOE
     from anygauge_models.qwen3_moe.spec import QWEN3_MOE
     from anygauge_models.qwen3_vl.spec import QWEN3_VL
+    from anygauge_models.qwen3_vl_moe.spec import QWEN3_VL_MOE
 
-    return [DEEPSEEK_V3, GLM4, GLM4_MOE, LLAMA, QWEN3, QWEN3_5, QWEN3_5_MOE, QWEN3_MOE, QWEN3_VL]
+    return [
+        DEEPSEEK_V3,
+        GLM4,
+        GLM4_MOE,
+        LLAMA,
+        QWEN3,
+        QWEN3_5,
+        QWEN3_5_MOE,
+        QWEN3_MOE,
+        QWEN3_VL,
+        QWEN3_VL_MOE,
+    ]

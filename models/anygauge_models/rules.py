@@ -125,7 +125,13 @@ def dense_mlp(width: int, *, fused: bool = False, layers: Layers = None) -> list
 
 
 def expert_mlp(
-    *, experts: int, width: int, bias: str | None = None, stacked: bool = False, layers: Layers = None
+    *,
+    experts: int,
+    width: int,
+    bias: str | None = None,
+    stacked: bool = False,
+    transposed: bool = False,
+    layers: Layers = None,
 ) -> list[WeightRule]:
     """Return the rules of a router, its experts, and the norm before them.
 
@@ -133,6 +139,7 @@ def expert_mlp(
     :param width: Rows of an expert's gate and of its up.
     :param bias: Name of the router's bias in a checkpoint, relative to the MLP.
     :param stacked: Whether checkpoints hold the tensors of all experts in one.
+    :param transposed: Whether the matrices of such stacks are transposed.
     """
     rules = [
         layer_rule("pre_mlp_layernorm.weight", "post_attention_layernorm.weight", layers=layers),
@@ -140,15 +147,17 @@ def expert_mlp(
     ]
     if bias is not None:
         rules.append(layer_rule("mlp.router.expert_bias", f"mlp.{bias}", layers=layers))
-    fc1 = {"sections": ((width, width),)} if stacked else _gate_above_up(width)
+    fc1: dict[str, Any] = {"sections": ((width, width),)} if stacked else _gate_above_up(width)
     hf1 = ("gate_up_proj",) if stacked else ("{expert}.gate_proj.weight", "{expert}.up_proj.weight")
     hf2 = "down_proj" if stacked else "{expert}.down_proj.weight"
-    each: dict[str, Any] = {"experts": experts, "layers": layers}
+    each: dict[str, Any] = {"experts": experts, "layers": layers, "transposed": transposed}
+    # How the matrices of a stack lie is told by their width.
+    fc2: dict[str, Any] = {"sections": ((width,),)} if transposed else {}
     names = (f"mlp.experts.{name}" for name in hf1)
     return [
         *rules,
         layer_rule("mlp.experts.linear_fc1.weight{expert}", *names, split_dim=0, **fc1, **each),
-        layer_rule("mlp.experts.linear_fc2.weight{expert}", f"mlp.experts.{hf2}", split_dim=1, **each),
+        layer_rule("mlp.experts.linear_fc2.weight{expert}", f"mlp.experts.{hf2}", split_dim=1, **fc2, **each),
     ]
 
 

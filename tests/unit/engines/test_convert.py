@@ -53,6 +53,9 @@ def family_directory(spec: ModelSpec, directory: Path) -> Path:
         )
         for name, each in load_file(directory / "model.safetensors").items()
     }
+    if any(rule.transposed for rule in spec.weight_rules(hf)):
+        stacks = [name for name in tensors if ".experts." in name]
+        tensors |= {name: tensors[name].mT.contiguous() for name in stacks}  # as it is published
     tensors |= {f"{prefix}extra": torch.zeros(1) for prefix in spec.unused_weights(hf)}
     (directory / "config.json").write_text(json.dumps(hf))
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})

@@ -36,6 +36,7 @@ from anygauge.engines.megatron.weights.sharding import (
     padded_vocab,
     shard,
 )
+from anygauge.engines.megatron.weights.stacks import straight
 from anygauge.plugins import load_plugins
 from anygauge_hooks.errors import WeightMappingError
 from anygauge_hooks.models import ModelSpec, WeightRule
@@ -208,7 +209,7 @@ class Part(Source):
 
 
 def canonical_of(rule: TensorRule, tensors: Mapping[str, Tensor]) -> tuple[int, ...]:
-    return canonical_shape(rule, [tensors[name].shape for name in rule.hf])
+    return canonical_shape(rule, [straight(Source(tensors), rule).shape(name) for name in rule.hf])
 
 
 def stored_tensor(rule: TensorRule, shapes: Mapping[str, Sequence[int]], place: Place) -> Tensor:
@@ -221,7 +222,8 @@ def test_loading_a_shard_is_cutting_the_whole(family: str) -> None:
     rules, tensors = checkpoint_of(family)
     for rule in rules:
         parts = [tensors[name] for name in rule.hf]
-        parts = [part[rule.expert] for part in parts] if rule.is_stacked else parts
+        if rule.is_stacked:
+            parts = [straight(Source(tensors), rule).read(name, (rule.expert or 0,)) for name in rule.hf]
         whole = to_canonical(rule.declared, parts)
         assert all(map(torch.equal, from_canonical(rule.declared, whole), parts))
         for ways in (2, 4):
@@ -231,6 +233,17 @@ def test_loading_a_shard_is_cutting_the_whole(family: str) -> None:
                 found = torch.full_like(wanted, float("nan"))
                 load_weights({rule.canonical: found}, [rule], Part(Source(tensors), [rule]), place)
                 assert torch.equal(found, wanted)
+
+
+def test_stacks_are_read_whichever_way_their_matrices_lie() -> None:
+    rules, published = checkpoint_of("qwen3_vl_moe")
+    turned = {rule.hf[0] for rule in rules if rule.declared.transposed}
+    assert {tuple(published[name].shape) for name in turned} == {(8, 96, 80), (8, 40, 96)}
+    saved = {name: tensor.mT.contiguous() if name in turned else tensor for name, tensor in published.items()}
+    for place in (Place(), Place(tensor=2, expert_tensor=2, expert=2)):
+        shapes = {rule.canonical: canonical_of(rule, saved) for rule in rules}
+        back = load_and_merge(rules, saved, shapes, place)
+        assert all(torch.equal(back[name], published[name]) for name in published)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

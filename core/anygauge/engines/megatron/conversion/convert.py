@@ -56,6 +56,7 @@ from anygauge.engines.megatron.weights.mapping import (
     unused_prefixes,
 )
 from anygauge.engines.megatron.weights.shapes import shape_problem
+from anygauge.engines.megatron.weights.stacks import straight
 from anygauge.plugins import Plugins
 from anygauge_hooks.errors import CheckpointError, WorkerDiedError
 from anygauge_hooks.models import ModelSpec
@@ -255,7 +256,7 @@ def _hf_size(rule: TensorRule, reader: TensorReader, family: _Family, problems: 
         problems.append(f"{names}: of several types, {', '.join(sorted(map(str, dtypes)))}")
     dtype = dtypes.pop()
     try:
-        shape = canonical_shape(rule, [reader.shape(name) for name in rule.hf])
+        shape = canonical_shape(rule, [straight(reader, rule).shape(name) for name in rule.hf])
     except ValueError as error:
         problems.append(f"{names}: {error}")
         return 0

@@ -20,6 +20,7 @@ from anygauge.engines.megatron.conversion.dist_checkpoint import DistReader
 from anygauge.engines.megatron.conversion.paths import is_of_run
 from anygauge.engines.megatron.weights.hf import TensorReader, open_tensors
 from anygauge.engines.megatron.weights.mapping import TensorRule, to_canonical
+from anygauge.engines.megatron.weights.stacks import straight
 
 __all__ = ["CanonicalSource", "RunReader", "WeightSource", "open_canonical", "open_weights"]
 
@@ -116,7 +117,7 @@ class _HuggingFace:
         """Return tensors that make up a canonical one, one under another."""
         reader = self._reader
         tensors = [
-            reader(name) if not rule.is_stacked else reader.read(name, (rule.expert or 0,))
+            reader(name) if not rule.is_stacked else straight(reader, rule).read(name, (rule.expert or 0,))
             for name in rule.hf
         ]
         if rule.declared.transform == "interleave":

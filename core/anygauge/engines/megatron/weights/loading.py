@@ -29,6 +29,7 @@ from anygauge.engines.megatron.weights.mapping import (
     to_canonical,
 )
 from anygauge.engines.megatron.weights.sharding import Place, hf_ranges, local_shape, ranks_of_group
+from anygauge.engines.megatron.weights.stacks import straight
 from anygauge_hooks.errors import CheckpointError
 
 __all__ = ["TensorSource", "from_every_rank", "load_weights", "open_on_every_rank", "read_shard"]
@@ -103,7 +104,7 @@ def _misfits(
             yield f"{' + '.join(rule.hf)}: of type {wrong}, and a weight has one of {right}"
             continue
         try:
-            whole = canonical_shape(rule, [source.shape(name) for name in rule.hf])
+            whole = canonical_shape(rule, [straight(source, rule).shape(name) for name in rule.hf])
         except ValueError as error:
             yield f"{' + '.join(rule.hf)}: {error}"
             continue
@@ -194,13 +195,14 @@ def read_shard(target: Tensor, rule: TensorRule, source: TensorSource, place: Pl
     declared = rule.declared
     ways, index, dim = place.ways(declared), place.index(declared), declared.split_dim or 0
     start = (rule.expert,) if rule.is_stacked else ()
+    stacks = straight(source, rule)
     sharing = ranks_of_group(declared, ways)
     ranges = [
-        hf_ranges(declared, number, source.shape(name)[dim + len(start)], ways // sharing, index // sharing)
+        hf_ranges(declared, number, stacks.shape(name)[dim + len(start)], ways // sharing, index // sharing)
         for number, name in enumerate(rule.hf)
     ]
     shares = [
-        [source.read(name, (*start, *[slice(None)] * dim, slice(*each))) for each in stretches]
+        [stacks.read(name, (*start, *[slice(None)] * dim, slice(*each))) for each in stretches]
         for name, stretches in zip(rule.hf, ranges, strict=True)
     ]
     if declared.transform == "interleave":

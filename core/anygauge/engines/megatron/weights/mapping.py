@@ -225,6 +225,8 @@ def hf_tensors(canonical: Iterable[tuple[TensorRule, Tensor]]) -> Iterator[tuple
         if not rule.is_stacked:
             yield from zip(rule.hf, parts, strict=True)
             continue
+        if rule.declared.transposed:
+            parts = [part.t() for part in parts]
         if rule.expert == 0:
             stacks = [part.new_empty(rule.declared.experts, *part.shape) for part in parts]
         for stack, part in zip(stacks, parts, strict=True):

@@ -1,0 +1,28 @@
+"""The family of Qwen3-VL's mixtures of experts."""
+
+from __future__ import annotations
+
+from anygauge_hooks.models import ModelSpec
+from anygauge_models.architecture import CHATML, inside_another, with_experts
+from anygauge_models.qwen3_vl.spec import MEDIA
+from anygauge_models.qwen3_vl_moe import config
+from anygauge_models.qwen3_vl_moe.rotary import rotary
+from anygauge_models.qwen3_vl_moe.weights import weight_rules
+
+__all__ = ["QWEN3_VL_MOE"]
+
+QWEN3_VL_MOE = inside_another(
+    ModelSpec(
+        name="qwen3_vl_moe",
+        architectures=("Qwen3VLMoeForConditionalGeneration",),
+        transformer_config=config.transformer_config,
+        model_options=config.model_options,
+        weight_rules=weight_rules,
+        rotary=rotary,
+        layers=lambda hf: with_experts(hf, config.expert_layers(hf)),
+        flops_per_token=config.flops_per_token,
+        tiny=config.tiny,
+        assistant_turns=CHATML,
+        media=MEDIA,
+    )
+)
