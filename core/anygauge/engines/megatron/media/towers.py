@@ -159,8 +159,10 @@ def _attention(
 
 def recompute(tower: Any) -> None:
     """Let a module of transformers compute its layers again in the backward pass."""
-    if hasattr(tower, "gradient_checkpointing_enable"):
-        tower.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": _same_lengths})
+    names = ("activation_checkpointing_enable", "gradient_checkpointing_enable")  # before transformers 5.23
+    enable = next((getattr(tower, name) for name in names if hasattr(tower, name)), None)
+    if enable is not None:
+        enable({"use_reentrant": False, "context_fn": _same_lengths})
 
 
 def _same_lengths() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:

@@ -1,0 +1,89 @@
+"""Tiny models that see, images for them, and samples of both."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from anygauge_hooks.media import Content, Media, MediaStore
+from anygauge_hooks.models import ModelSpec
+from anygauge_hooks.rl import TrainSample
+
+__all__ = ["mixed_samples", "picture", "seeing_sample", "write_seeing"]
+
+
+def write_seeing(spec: ModelSpec, path: Path, **changes: Any) -> Path:
+    """Write a tiny model of a family that sees, with weights that are far from uniform.
+
+    :param changes: Of the family's tiny config.
+    """
+    from transformers import AutoConfig, AutoModelForMultimodalLM
+
+    fields = {**spec.tiny(), **changes}
+    config = AutoConfig.for_model(fields.pop("model_type"), **fields)
+    for part in ("text_config", "vision_config"):
+        if hasattr(config, part):
+            getattr(config, part).initializer_range = 0.1
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = AutoModelForMultimodalLM.from_config(config, dtype=torch.float32)
+        with torch.no_grad():
+            for tensor in model.parameters():
+                if tensor.dim() == 1:
+                    tensor.add_(torch.randn_like(tensor) * 0.1)
+    model.save_pretrained(path)
+    return path
+
+
+def picture(store: MediaStore, hf: Mapping[str, Any], height: int, width: int, seed: int) -> Media:
+    """Draw an image of so many patches, put it into the store and return what samples have of it.
+
+    :param hf: The Hugging Face config; its tower merges squares of patches into features.
+    """
+    patch, merge = (hf["vision_config"][key] for key in ("patch_size", "spatial_merge_size"))
+    pixels = np.random.default_rng(seed).integers(0, 256, (height * patch, width * patch, 3), dtype=np.uint8)
+    key = f"{height}x{width}-{seed}"
+    store.put(key, Content("image", pixels))
+    return Media("image", key, ((0, height * width // merge**2),), (1, height, width))
+
+
+def seeing_sample(
+    hf: Mapping[str, Any], parts: Iterable[int | Media], response: int, seed: int = 0
+) -> TrainSample:
+    """Return a sample of so many tokens of text, or an image between its marks, one after another.
+
+    :param hf: The Hugging Face config, whose special tokens are its last.
+    """
+    holder, start, end = (hf[f"{key}_token_id"] for key in ("image", "vision_start", "vision_end"))
+    generator = torch.Generator().manual_seed(seed)
+    tokens: list[int] = []
+    media: list[Media] = []
+    for part in parts:
+        if isinstance(part, int):
+            tokens += torch.randint(0, min(holder, start), (part,), generator=generator).tolist()
+        else:
+            media.append(part.moved(len(tokens) + 1))
+            tokens += [start, *[holder] * part.num_tokens, end]
+    return TrainSample(
+        tokens=tokens,
+        response_length=response,
+        loss_mask=[1] * response,
+        rollout_log_probs=[-2.5] * response,
+        advantages=[float(seed % 3 - 1) or 0.5] * response,
+        media=tuple(media),
+    )
+
+
+def mixed_samples(hf: Mapping[str, Any], store: MediaStore) -> list[TrainSample]:
+    """Return text alone, one image, the same image again, and two images of other shapes in one sample."""
+    one, wide, tall = (picture(store, hf, *size, seed) for seed, size in enumerate(((4, 4), (2, 6), (6, 4))))
+    return [
+        seeing_sample(hf, [9], 4, 1),
+        seeing_sample(hf, [3, one, 6], 5, 2),
+        seeing_sample(hf, [2, one, 4], 3, 3),
+        seeing_sample(hf, [1, wide, 2, tall, 5], 4, 4),
+    ]

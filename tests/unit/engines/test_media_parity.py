@@ -1,0 +1,165 @@
+"""The trainer against transformers, with images: log-probabilities, and gradients of decoder and tower."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForMultimodalLM
+
+from anygauge.config import Config
+from anygauge.plugins import Plugins
+from anygauge.testing.media import DictStore
+from anygauge.testing.sights import mixed_samples, picture, write_seeing
+from anygauge_hooks.engines import LossInputs, WorkerContext
+from anygauge_hooks.rl import TrainSample
+
+MakeEngine = Callable[..., Any]
+
+
+@pytest.fixture(scope="module")
+def store() -> DictStore:
+    return DictStore()
+
+
+@pytest.fixture(scope="module")
+def checkpoint(plugins: Plugins, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    spec = plugins.get("register_models", "qwen3_vl")
+    text = {**spec.tiny()["text_config"], "num_hidden_layers": 3}  # what is added after the last is not seen
+    return write_seeing(spec, tmp_path_factory.mktemp("vl"), text_config=text)
+
+
+@pytest.fixture(scope="module")
+def hf(checkpoint: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((checkpoint / "config.json").read_text())
+    return found
+
+
+@pytest.fixture(scope="module")
+def samples(hf: dict[str, Any], store: DictStore) -> list[TrainSample]:
+    return mixed_samples(hf, store)
+
+
+@pytest.fixture
+def make_engine(context: WorkerContext, plugins: Plugins, checkpoint: Path, store: DictStore) -> MakeEngine:
+    def make(**train: Any) -> Any:
+        config = Config.model_validate(
+            {
+                "run": {"name": "test", "steps": 10},
+                "model": {"path": checkpoint, "modalities": ["image"]},
+                "data": {"train": []},
+                "reward": {"function": "none"},
+                "train": {"lr": 1e-3, "micro_batch_tokens": 96, "clip_grad": 0.0, **train},
+            }
+        )
+        found = replace(context, media=store)
+        return plugins.get("register_train_engines", "megatron").make(config, found)
+
+    return make
+
+
+def reference_log_probs(model: Any, hf: Any, sample: TrainSample, spec: Any, store: DictStore) -> Tensor:
+    """Return what transformers says, which counts positions itself and runs its own tower."""
+    ids = torch.tensor([sample.tokens])
+    given: dict[str, Any] = {}
+    if sample.media:
+        (tower,) = spec.media.towers(hf)
+        contents = [store.get(media.key) for media in sample.media]
+        given["pixel_values"] = tower.inputs(hf, contents, ids.device)["hidden_states"]
+        given["image_grid_thw"] = torch.tensor([media.grid for media in sample.media])
+        given["mm_token_type_ids"] = (ids == hf["image_token_id"]).int()
+    logits = model(input_ids=ids, **given).logits[0, -sample.response_length - 1 : -1]
+    answer = ids[0, -sample.response_length :]
+    return logits.log_softmax(-1).gather(1, answer[:, None])[:, 0]
+
+
+@pytest.fixture(scope="module")
+def expected(
+    checkpoint: Path, hf: dict[str, Any], samples: Sequence[TrainSample], plugins: Plugins, store: DictStore
+) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """Return log-probabilities, and the gradients of their mean, by transformers."""
+    model = AutoModelForMultimodalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
+    spec = plugins.get("register_models", "qwen3_vl")
+    found = [reference_log_probs(model, hf, sample, spec, store) for sample in samples]
+    (-torch.cat(found).mean()).backward()
+    gradients = {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
+    return [each.detach() for each in found], gradients
+
+
+def take_step(engine: Any, samples: Sequence[TrainSample]) -> dict[str, Tensor]:
+    """Return the gradients of a step on the mean log-probability, under Hugging Face names."""
+    from anygauge.engines.megatron.weights.mapping import hf_tensors
+
+    count = sum(each.response_length for each in samples)
+
+    def loss(given: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
+        return -(given.log_probs * given.weights).sum(), {}
+
+    engine.train_step(
+        samples,
+        loss,
+        temperature=1.0,
+        weights=[[1 / count] * each.response_length for each in samples],
+        old_log_probs=[each.rollout_log_probs for each in samples],
+        reference_log_probs=None,
+        entropy_grad=False,
+    )
+    stored = engine.policy.tensors
+    return dict(hf_tensors((rule, stored[rule.canonical].main_grad) for rule in engine.policy.rules))
+
+
+def test_log_probs_equal_transformers(
+    make_engine: MakeEngine, samples: list[TrainSample], expected: tuple[list[Tensor], Any]
+) -> None:
+    """Text, one image, and several, in one micro-batch and alone."""
+    engine = make_engine()
+    assert len(engine._pack(samples).plans) == 1
+    together = engine.log_probs(samples, temperature=1.0)
+    alone = [engine.log_probs([each], temperature=1.0)[0] for each in samples]
+    for found in (together, alone):
+        for actual, wanted in zip(found, expected[0], strict=True):
+            torch.testing.assert_close(actual, wanted, rtol=0, atol=1e-5)
+    assert torch.cat(together).std() > 0.1
+
+
+def test_another_image_is_another_answer(
+    make_engine: MakeEngine,
+    samples: list[TrainSample],
+    expected: tuple[list[Tensor], Any],
+    hf: dict[str, Any],
+    store: DictStore,
+) -> None:
+    (media,) = samples[1].media
+    swapped = media._replace(key=picture(store, hf, 4, 4, 99).key)
+    (wrong,) = make_engine().log_probs([samples[1]._replace(media=(swapped,))], temperature=1.0)
+    assert (wrong - expected[0][1]).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_gradients_equal_transformers(
+    make_engine: MakeEngine,
+    samples: list[TrainSample],
+    expected: tuple[Any, dict[str, Tensor]],
+    recompute: str,
+) -> None:
+    actual, wanted = take_step(make_engine(recompute=recompute), samples), expected[1]
+    assert actual.keys() == wanted.keys()
+    assert sum("visual" in name for name in wanted) > 30
+    for name, gradient in actual.items():
+        error = (gradient - wanted[name]).norm() / wanted[name].norm()
+        assert error < 1e-5, f"{name}: {error}"
+
+
+def test_the_kernels_of_the_table_are_in_the_tower(make_engine: MakeEngine) -> None:
+    from anygauge.engines.megatron.media.towers import ATTENTION, TableLayerNorm
+
+    tower = make_engine().policy.chunks[0].visual
+    assert tower.config._attn_implementation == ATTENTION
+    assert not any(type(module) is torch.nn.LayerNorm for module in tower.modules())
+    assert sum(isinstance(module, TableLayerNorm) for module in tower.modules()) == 7
