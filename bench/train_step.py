@@ -4,13 +4,19 @@
     python bench/train_step.py --backend cuda --lengths 4096 4096 4096 4096
     python bench/train_step.py --backend cuda --shape 0.6b --sides anygauge liger
     python bench/train_step.py --backend cuda --sides anygauge --profile   # where the time goes
+    python bench/train_step.py --backend cuda --sides anygauge images frozen   # 8 images of 1 megapixel
     python bench/train_step.py --shape tiny --lengths 64 32            # that it runs, on the host
+    python bench/train_step.py --shape tiny --lengths 64 32 --pixels 32 --sides anygauge images frozen
 
 Weights and tokens are random. Every side computes the mean likelihood of all tokens, clips the gradient at 1
 and takes a step of AdamW, without recomputing anything. anygauge trains in bfloat16 with float32 main
 gradients and master weights; the others hold everything in bfloat16, with torch's fused AdamW. They get
 sequences of unequal lengths as rows that are filled up. Each side has a process of its own; the ceiling is a
 product of two matrices of 8192 x 8192 in it. Operations are those of the model, three times its forward pass.
+
+`images` is a step of Qwen3-VL in anygauge, whose decoder has the same shape and as many tokens: most hold the
+places of images. `frozen` does not train the tower, whose operations are counted once. Every image is another
+one, and the likelihood is that of the text between them.
 """
 
 from __future__ import annotations
@@ -30,7 +36,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-SIDES = ("anygauge", "liger", "transformers")
+SIDES = ("anygauge", "liger", "transformers", "images", "frozen")
+SEEING = ("images", "frozen")
 WARM_UP = 3
 GIB = 1 << 30
 
@@ -83,6 +90,56 @@ SHAPES = {
     "tiny": shape(64, 2, 4, 2, 128, head_dim=16, vocab_size=512),
 }
 """``30b-a3b`` has 6 of its 48 layers; a step of ``thin`` takes as long as the host needs for 36."""
+TOWERS = {
+    "4b": {
+        "depth": 24,
+        "hidden_size": 1024,
+        "intermediate_size": 4096,
+        "num_heads": 16,
+        "patch_size": 16,
+        "out_hidden_size": 2560,
+        "num_position_embeddings": 2304,
+        "deepstack_visual_indexes": [5, 11, 17],
+    },
+    "tiny": {
+        "depth": 2,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_heads": 2,
+        "patch_size": 8,
+        "out_hidden_size": 64,
+        "num_position_embeddings": 64,
+        "deepstack_visual_indexes": [0],
+    },
+}
+"""Of Qwen3-VL-4B, and of a model that sees on the host."""
+SPECIAL = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
+
+
+def with_tower(name: str) -> dict[str, Any]:
+    """Return the ``config.json`` of a Qwen3-VL whose decoder is that of a shape."""
+    text = {key: value for key, value in SHAPES[name].items() if key != "architectures"}
+    half = text["head_dim"] // 2
+    sections = [half - 2 * (half * 5 // 16), *[half * 5 // 16] * 2]
+    rope = {**text["rope_parameters"], "mrope_section": sections, "mrope_interleaved": True}
+    return {
+        "architectures": ["Qwen3VLForConditionalGeneration"],
+        "model_type": "qwen3_vl",
+        "tie_word_embeddings": text["tie_word_embeddings"],
+        "text_config": {**text, "model_type": "qwen3_vl_text", "rope_parameters": rope},
+        "vision_config": {
+            "model_type": "qwen3_vl",
+            "spatial_merge_size": 2,
+            "temporal_patch_size": 2,
+            **TOWERS[name],
+        },
+        **{key: text["vocab_size"] - 1 - place for place, key in enumerate(SPECIAL)},
+    }
+
+
+def config_of(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the ``config.json`` of the one side of a process."""
+    return with_tower(args.shape) if args.sides[0] in SEEING else SHAPES[args.shape]
 
 
 # -------------------------------------------------------------------------
@@ -110,19 +167,31 @@ def anygauge_step(args: argparse.Namespace, folder: Path) -> Iterator[Callable[[
     from anygauge.engines.megatron.engine import MegatronEngine
 
     train = {"lr": 1e-5, "dtype": args.dtype, "micro_batch_tokens": args.micro_batch or sum(args.lengths)}
+    side = args.sides[0]
     config = Config.model_validate(
         {
             "run": {"name": "bench", "steps": 1000},
-            "model": {"path": str(folder)},
+            "model": {"path": str(folder), "modalities": ["image"] if side in SEEING else []},
             "data": {"train": []},
             "reward": {"function": "none"},
-            "train": train | {"megatron": json.loads(args.megatron), "recompute": args.recompute},
+            "train": {
+                **train,
+                "megatron": json.loads(args.megatron),
+                "recompute": args.recompute,
+                "freeze": ["vision"] if side == "frozen" else [],
+            },
         }
     )
-    context = WorkerContext(rank=0, world_size=1, backend=backend, device=device, plugins=plugins)
+    pictures = Pictures(args.pixels)
+    context = WorkerContext(
+        rank=0, world_size=1, backend=backend, device=device, plugins=plugins, media=pictures
+    )
     engine = MegatronEngine(config, context, build=random_policy)
-    samples = [sample_of(TrainSample, row) for row in token_rows(args)]
-    count = sum(sample.response_length for sample in samples)
+    if side in SEEING:
+        samples = [sample_of(TrainSample, *row) for row in seeing_rows(args)]
+    else:
+        samples = [sample_of(TrainSample, row) for row in token_rows(args)]
+    count = sum(sum(sample.loss_mask) for sample in samples)
 
     def likelihood(inputs: LossInputs) -> tuple[Any, dict[str, Any]]:
         loss = -(inputs.log_probs * inputs.weights).sum()
@@ -133,7 +202,7 @@ def anygauge_step(args: argparse.Namespace, folder: Path) -> Iterator[Callable[[
         samples,
         likelihood,
         temperature=1.0,
-        weights=[[1 / count] * sample.response_length for sample in samples],
+        weights=[[each / count for each in sample.loss_mask] for sample in samples],
         old_log_probs=[torch.zeros(sample.response_length) for sample in samples],
         reference_log_probs=None,
         entropy_grad=False,
@@ -156,16 +225,68 @@ def random_policy(*args: Any) -> Any:
     return policy
 
 
-def sample_of(kind: Any, tokens: list[int]) -> Any:
-    """Return a sample of whose tokens all but the first are a response."""
+def sample_of(kind: Any, tokens: list[int], media: Sequence[Any] = ()) -> Any:
+    """Return a sample of whose tokens all but the first are a response, without places of images."""
     length = len(tokens) - 1
+    mask = [1] * len(tokens)
+    for start, count in (span for each in media for span in each.spans):
+        mask[start : start + count] = [0] * count
     return kind(
         tokens=tokens,
         response_length=length,
-        loss_mask=[1] * length,
+        loss_mask=mask[1:],
         rollout_log_probs=[0.0] * length,
         advantages=[1.0] * length,
+        media=tuple(media),
     )
+
+
+class Pictures:
+    """A store that makes the image of a key when it is first asked for it.
+
+    :param side: In pixels.
+    """
+
+    def __init__(self, side: int) -> None:
+        self._side = side
+        self._made: dict[str, Any] = {}
+
+    def get(self, key: str) -> Any:
+        """Return an image of noise."""
+        import numpy as np
+
+        from anygauge_hooks.media import Content
+
+        if key not in self._made:
+            noise = np.random.default_rng(int(key)).integers(256, size=(self._side, self._side, 3))
+            self._made[key] = Content("image", noise.astype(np.uint8))
+        return self._made[key]
+
+
+def seeing_rows(args: argparse.Namespace) -> list[tuple[list[int], list[Any]]]:
+    """Return the tokens and images of each row: images first, then text to the row's length."""
+    config = with_tower(args.shape)
+    image, _, start, end = (config[key] for key in SPECIAL)
+    rows = []
+    for place, text in enumerate(token_rows(args)):
+        tokens, media = [text[0]], []
+        for number in range(place, args.images, len(args.lengths)):
+            media.append(picture_at(args, number, len(tokens) + 1))
+            tokens += [start, *[image] * media[-1].num_tokens, end]
+        if len(tokens) > len(text):
+            raise SystemExit(
+                f"{len(media)} images of {args.pixels} pixels take more than {len(text)} tokens."
+            )
+        rows.append((tokens + [min(token, end - 1) for token in text[len(tokens) :]], media))
+    return rows
+
+
+def picture_at(args: argparse.Namespace, number: int, start: int) -> Any:
+    """Return an image whose places begin at a token."""
+    from anygauge_hooks.media import Media
+
+    grid = args.pixels // TOWERS[args.shape]["patch_size"]
+    return Media(kind="image", key=str(number), spans=((start, (grid // 2) ** 2),), grid=(1, grid, grid))
 
 
 @contextmanager
@@ -226,9 +347,9 @@ def token_rows(args: argparse.Namespace) -> list[list[int]]:
 
 def measure(args: argparse.Namespace) -> dict[str, float]:
     """Return milliseconds, GiB and the ceiling of one side, in this process."""
-    side = anygauge_step if args.sides == ["anygauge"] else transformers_step
+    side = anygauge_step if args.sides[0] in ("anygauge", *SEEING) else transformers_step
     with tempfile.TemporaryDirectory() as name:
-        Path(name, "config.json").write_text(json.dumps(SHAPES[args.shape]))
+        Path(name, "config.json").write_text(json.dumps(config_of(args)))
         with side(args, Path(name)) as step:
             for _ in range(WARM_UP):
                 step()
@@ -360,13 +481,24 @@ def operations(config: dict[str, Any], lengths: Sequence[int]) -> float:
     return 3.0 * (2 * weights * sum(lengths) + scores)
 
 
+def operations_of(side: str, args: argparse.Namespace) -> float:
+    """Return the operations of a step of a side, with those of the tower where it has one."""
+    total = operations(SHAPES[args.shape], args.lengths)
+    if side not in SEEING:
+        return total
+    from anygauge_models.qwen3_vl.vision import flops
+
+    tower = args.images * flops(with_tower(args.shape), picture_at(args, 0, 0))
+    return total + tower * (1 if side == "frozen" else 3)
+
+
 def in_own_process(side: str, args: argparse.Namespace) -> dict[str, float] | None:
     """Return the figures of one side, or ``None`` where it failed; its last words are printed."""
     if side == "liger" and importlib.util.find_spec("liger_kernel") is None:
         print("liger is not installed", file=sys.stderr)
         return None
     command = [sys.executable, __file__, "--alone", "--sides", side, "--shape", args.shape]
-    for name in ("backend", "dtype", "runs", "megatron", "recompute", "micro_batch"):
+    for name in ("backend", "dtype", "runs", "megatron", "recompute", "micro_batch", "images", "pixels"):
         command += [f"--{name.replace('_', '-')}", str(getattr(args, name))]
     command += ["--lengths", *map(str, args.lengths), *["--profile"] * args.profile]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -382,12 +514,13 @@ def in_own_process(side: str, args: argparse.Namespace) -> dict[str, float] | No
 def report(args: argparse.Namespace, side: str, found: dict[str, float], ours: dict[str, float]) -> None:
     """Print one row."""
     tokens = sum(args.lengths)
-    rate = operations(SHAPES[args.shape], args.lengths) / found["ms"] * 1e3
+    rate = operations_of(side, args) / found["ms"] * 1e3
     share = f"{rate / found['ceiling']:8.1%}" if found["ceiling"] else "       -"
     ratio = found["ms"] / ours["ms"]
+    speed = rate / operations_of("anygauge", args) * ours["ms"] / 1e3
     print(
         f"{side:14}{found['ms']:10.1f}{tokens / found['ms'] * 1e3:12.0f}{rate / 1e12:10.0f}{share}"
-        f"{found['gib']:8.1f}{found['watts']:7.0f}{found['mhz']:7.0f}{ratio:10.2f}"
+        f"{found['gib']:8.1f}{found['watts']:7.0f}{found['mhz']:7.0f}{ratio:10.2f}{speed:12.2f}"
     )
 
 
@@ -396,13 +529,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shape", choices=SHAPES, default="4b")
     parser.add_argument("--lengths", type=int, nargs="+", default=[4096, 4096])
-    parser.add_argument("--sides", choices=SIDES, nargs="+", default=list(SIDES))
+    parser.add_argument("--sides", choices=SIDES, nargs="+", default=list(SIDES[:3]))
     parser.add_argument("--backend", default="cpu")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--micro-batch", type=int, default=0, help="tokens; all at once by default")
     parser.add_argument("--megatron", default="{}", help="train.megatron of the engine, as JSON")
     parser.add_argument("--recompute", default="none", help="train.recompute of the engine")
+    parser.add_argument("--images", type=int, default=8, help="of the sides that see, in all rows together")
+    parser.add_argument("--pixels", type=int, default=992, help="of each side of an image")
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--alone", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -412,7 +547,7 @@ def main() -> int:
     lengths = " + ".join(map(str, args.lengths))
     print(f"{args.shape}, {lengths} tokens, {args.backend}, {args.dtype}, median of {args.runs}")
     print(
-        f"{'side':14}{'ms':>10}{'tokens/s':>12}{'TFLOP/s':>10}{'ceiling':>8}{'GiB':>8}{'W':>7}{'MHz':>7}{'time/ours':>10}"
+        f"{'side':14}{'ms':>10}{'tokens/s':>12}{'TFLOP/s':>10}{'ceiling':>8}{'GiB':>8}{'W':>7}{'MHz':>7}{'time/ours':>10}{'FLOP/s/ours':>12}"
     )
     found = {side: in_own_process(side, args) for side in args.sides}
     first = next((each for each in found.values() if each), None)

@@ -75,7 +75,7 @@ def rows(seed: int, number: int) -> Iterator[dict[str, Any]]:
 
 
 def write_files(out: Path, files: dict[str, int]) -> None:
-    """Write the Parquet files. No picture is in two of them."""
+    """Write the Parquet files, of which no two share a picture, and the held-out rows with swapped ones."""
     from pyarrow import Table, parquet
 
     seen: set[bytes] = set()
@@ -85,6 +85,14 @@ def write_files(out: Path, files: dict[str, int]) -> None:
         assert not pictures & seen, f"{name} has a picture of another file"
         seen |= pictures
         parquet.write_table(Table.from_pylist(table), out / f"{name}.parquet")
+        if name == "held_out":
+            parquet.write_table(Table.from_pylist(swapped(table)), out / "swapped.parquet")
+
+
+def swapped(table: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return rows with the pictures of their neighbours: who does not look is as good there as anywhere."""
+    pictures = [row["images"] for row in table]
+    return [row | {"images": images} for row, images in zip(table, [*pictures[1:], pictures[0]], strict=True)]
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:

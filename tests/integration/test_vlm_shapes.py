@@ -80,6 +80,14 @@ def test_every_file_has_pictures_of_its_own(inputs: Path, script: ModuleType) ->
     assert len(set(pictures)) == len(pictures) == 64 * len(script.FILES)
 
 
+def test_swapped_rows_have_other_pictures(inputs: Path) -> None:
+    rows, swapped = (rows_of(inputs / f"{name}.parquet") for name in ("held_out", "swapped"))
+    assert [row["label"] for row in rows] == [row["label"] for row in swapped]
+    pairs = list(zip(rows, swapped, strict=True))
+    assert all(row["images"] != other["images"] for row, other in pairs)
+    assert sorted(str(row["images"]) for row in rows) == sorted(str(row["images"]) for row in swapped)
+
+
 def test_an_answer_is_two_tokens_and_an_end(inputs: Path) -> None:
     from transformers import AutoTokenizer
 
