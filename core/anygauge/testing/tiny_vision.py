@@ -47,6 +47,7 @@ def tiny_qwen3_vl(
     patch: int = 8,
     pixels: tuple[int, int] = (16 * 16, 48 * 48),
     max_positions: int = 4096,
+    init_std: float = 0.02,
     seed: int = 0,
 ) -> Path:
     """Write a complete Hugging Face directory of a randomly initialised Qwen3-VL in float32, return its path.
@@ -56,6 +57,7 @@ def tiny_qwen3_vl(
     :param levels: Layers of the tower whose features are added after the decoder's first layers.
     :param patch: Side of a patch in pixels; four of them become a token.
     :param pixels: Fewest and most of an image; others are resized.
+    :param init_std: Standard deviation of the weights; larger ones make the logits differ more.
     """
     path = Path(directory)
     tokenizer.save_pretrained(str(path))
@@ -70,6 +72,7 @@ def tiny_qwen3_vl(
             "num_key_value_heads": 2,
             "head_dim": 16,
             "max_position_embeddings": max_positions,
+            "initializer_range": init_std,
             "rms_norm_eps": 1e-6,
             "rope_parameters": {
                 "rope_type": "default",
@@ -92,6 +95,7 @@ def tiny_qwen3_vl(
             "temporal_patch_size": 2,
             "out_hidden_size": hidden,
             "num_position_embeddings": 36,
+            "initializer_range": init_std,
             "deepstack_visual_indexes": list(levels),
         },
         image_token_id=image,

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from anygauge.rollout.transformers.decoding import Recorder
+    from anygauge.rollout.transformers.sight import Sight
     from anygauge.rollout.transformers.stopping import Stopper
     from anygauge_hooks.media import Media
     from anygauge_hooks.rl import FinishReason, SamplingParams
@@ -84,12 +85,14 @@ def generate_batch(
     stopper: Stopper,
     aborted: Callable[[], bool],
     recorder: Recorder,
+    sight: Sight | None = None,
 ) -> list[Response]:
     """Generate a batch of samples, one forward pass for each token position.
 
     :param model: A causal language model of transformers, in eval mode.
     :param aborted: Asked once per position; when it says so, the responses so far are returned.
     :param recorder: What the passes are recorded with, where that is possible.
+    :param sight: Of a model that is shown media.
     :returns: One response per row.
     """
     device = model.device
@@ -102,7 +105,7 @@ def generate_batch(
     seeds = seed_tensor([row.seed for row in rows], device)
     active = torch.arange(len(rows), device=device)
     prefix = torch.tensor([prompts[row.prompt] for row in rows], device=device)
-    prefixes = Prefixes(model, [row.tokens for row in firsts.values()], params.max_new_tokens, recorder)
+    prefixes = Prefixes(model, list(firsts.values()), params.max_new_tokens, recorder, sight)
     logits = prefixes.prefill()
     for position in range(params.max_new_tokens):
         if position % _BLOCK == 0:

@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForMultimodalLM,
+    AutoTokenizer,
+    GenerationConfig,
+)
 from transformers.initialization import no_init_weights
 
+from anygauge.config.modalities import modalities
 from anygauge.rollout.transformers.batches import Response, Row, generate_batch, plan_batches
 from anygauge.rollout.transformers.decoding import Recorder
+from anygauge.rollout.transformers.sight import Senses, Sight
 from anygauge.rollout.transformers.stopping import StopRules, decode
 from anygauge.rollout.transformers.weights import copy_weights, read_weights
 from anygauge_hooks.errors import CheckpointError, RolloutError
+from anygauge_hooks.models import text_config
 from anygauge_hooks.rl import Sample
 
 if TYPE_CHECKING:
@@ -39,7 +49,17 @@ def make_engine(config: Config, context: WorkerContext) -> TransformersEngine:
         max_batch_tokens=config.rollout.max_batch_tokens,
         trust_remote_code=config.model.trust_remote_code,
         capture=context.device.capture_graph if config.rollout.graphs == "auto" else None,
+        senses=_senses(config, context),
     )
+
+
+def _senses(config: Config, context: WorkerContext) -> Senses | None:
+    """Return what the model of a run is shown, if it is shown anything."""
+    if not (kinds := modalities(config)) or context.media is None:
+        return None
+    hf = text_config(json.loads((config.model.path / "config.json").read_text(encoding="utf-8")))
+    media = context.plugins.model(hf.get("architectures") or ()).media
+    return None if media is None else Senses(media, hf, kinds, context.media)
 
 
 class TransformersEngine:
@@ -55,6 +75,7 @@ class TransformersEngine:
     :param max_batch_tokens: Prompt and response tokens held in the cache at once.
     :param trust_remote_code: Let Python files of the directory run.
     :param capture: Records the device's work, for decoding; ``None`` where every pass is queued anew.
+    :param senses: What the model is shown; ``None`` takes the class that reads text alone.
     :raises CheckpointError: The directory is not complete, or needs Python files that may not run.
     """
 
@@ -67,6 +88,7 @@ class TransformersEngine:
         max_batch_tokens: int,
         trust_remote_code: bool = False,
         capture: CaptureGraph | None = None,
+        senses: Senses | None = None,
     ) -> None:
         if not (path / "config.json").is_file():
             raise CheckpointError(
@@ -79,14 +101,16 @@ class TransformersEngine:
         self._lock = threading.Lock()
         self._refusal: str | None = None
         self._recorder = Recorder(capture)
-        self._tokenizer, self._model = _load(path, dtype, device, trust_remote_code)
+        self._tokenizer, self._model = _load(path, dtype, device, trust_remote_code, sees=senses is not None)
+        self._sight = None if senses is None else Sight(self._model, senses)
         text = self._model.config.get_text_config()
         self._vocab_size: int = text.vocab_size
         self._context_length: int | None = getattr(text, "max_position_embeddings", None)
         self._stop_rules = StopRules(
             self._tokenizer, _eos_ids(path, self._model.config, self._tokenizer), self._vocab_size, device
         )
-        copy_weights(self._model, read_weights(path))
+        left_out = [prefix for spec in senses.left_out() for prefix in spec.hf_prefixes] if senses else []
+        copy_weights(self._model, read_weights(path, without=tuple(left_out)))
 
     def generate(
         self, prompts: Sequence[Prompt], params: SamplingParams, seeds: Sequence[Sequence[int]]
@@ -127,7 +151,7 @@ class TransformersEngine:
         """Release the model; the engine serves nothing after it."""
         self.abort()
         with self._lock:
-            self._model = None
+            self._model = self._sight = None
 
     def _check_open(self) -> None:
         if self._model is None:
@@ -153,11 +177,21 @@ class TransformersEngine:
                         f"{name} has token {token}, outside the vocabulary of {self._vocab_size}.",
                         hint="Tokenize it with the tokenizer that the model in model.path was trained with.",
                     )
+            self._check_media(prompt, name)
             if self._room(prompt, params) < 1:
                 raise RolloutError(
                     f"{name} has {len(prompt.tokens)} tokens; the model's context is {self._context_length}.",
                     hint="Set data.max_prompt_tokens below it.",
                 )
+
+    def _check_media(self, prompt: Prompt, name: str) -> None:
+        if self._sight is not None:
+            self._sight.check(prompt.media, name)
+        elif prompt.media:
+            raise RolloutError(
+                f"{name} has {prompt.media[0].kind}, and the engine's model reads text alone.",
+                hint="Say what the model takes: model.modalities, or data.multimodal_keys.",
+            )
 
     def _room(self, prompt: Prompt, params: SamplingParams) -> int:
         if self._context_length is None:
@@ -185,7 +219,7 @@ class TransformersEngine:
             if self._aborted.is_set():
                 break
             results = generate_batch(
-                self._model, batch, params, stopper, self._aborted.is_set, self._recorder
+                self._model, batch, params, stopper, self._aborted.is_set, self._recorder, self._sight
             )
             for row, response in zip(batch, results, strict=True):
                 responses[row.index] = response
@@ -221,13 +255,18 @@ class TransformersEngine:
         )
 
 
-def _load(path: Path, dtype: torch.dtype, device: torch.device, trust_remote_code: bool) -> tuple[Any, Any]:
-    """Return the tokenizer, and the model with weights yet to be copied in."""
+def _load(
+    path: Path, dtype: torch.dtype, device: torch.device, trust_remote_code: bool, *, sees: bool
+) -> tuple[Any, Any]:
+    """Return the tokenizer, and the model with weights yet to be copied in.
+
+    :param sees: Whether the model has its towers.
+    """
     try:
         tokenizer = AutoTokenizer.from_pretrained(
             path, local_files_only=True, trust_remote_code=trust_remote_code
         )
-        return tokenizer, _build(path, dtype, device, trust_remote_code)
+        return tokenizer, _build(path, dtype, device, trust_remote_code, sees=sees)
     except (OSError, ValueError) as error:
         raise CheckpointError(
             f"transformers cannot load {path}: {error}",
@@ -236,11 +275,13 @@ def _load(path: Path, dtype: torch.dtype, device: torch.device, trust_remote_cod
         ) from error
 
 
-def _build(path: Path, dtype: torch.dtype, device: torch.device, trust_remote_code: bool) -> Any:
+def _build(
+    path: Path, dtype: torch.dtype, device: torch.device, trust_remote_code: bool, *, sees: bool
+) -> Any:
     config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=trust_remote_code)
     # Every weight is about to be copied in; drawing them first would take longer and move the random state.
     with no_init_weights(), device:
-        model = AutoModelForCausalLM.from_config(
+        model = (AutoModelForMultimodalLM if sees else AutoModelForCausalLM).from_config(
             config, dtype=dtype, attn_implementation="sdpa", trust_remote_code=trust_remote_code
         )
     model.tie_weights()

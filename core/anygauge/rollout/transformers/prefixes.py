@@ -19,6 +19,9 @@ from anygauge.rollout.transformers.decoding import RecordedStep, Recorder, cover
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from anygauge.rollout.transformers.batches import Row
+    from anygauge.rollout.transformers.sight import Sight
+
 __all__ = ["Prefixes"]
 
 _STEADY = 4
@@ -33,23 +36,31 @@ class Prefixes:
     Prompts of different lengths are padded on the left; padding is masked, and positions count without it.
 
     :param model: A causal language model of transformers, in eval mode.
+    :param rows: One for each prompt.
     :param max_new_tokens: Tokens that can follow a prompt.
     :param recorder: Records the pass of a token where the rows stay the same from one to the next.
+    :param sight: Of a model that is shown media.
     """
 
     def __init__(
-        self, model: Any, prompts: Sequence[Sequence[int]], max_new_tokens: int, recorder: Recorder
+        self,
+        model: Any,
+        rows: Sequence[Row],
+        max_new_tokens: int,
+        recorder: Recorder,
+        sight: Sight | None = None,
     ) -> None:
         self._model = model
         self._recorder = recorder
         self._recorded: RecordedStep | None = None
         self._kept = 0
         self._apart = False
-        self._prompts = prompts
-        self._length = max(map(len, prompts))
+        self._rows = rows
+        self._sight = sight if any(row.media for row in rows) else None
+        self._length = max(len(row.tokens) for row in rows)
         capacity = self._length + max_new_tokens
         self._cache = make_cache(model.config, capacity)
-        lengths = torch.tensor([len(prompt) for prompt in prompts])
+        lengths = torch.tensor([len(row.tokens) for row in rows])
         padding = self._length - lengths
         self._positions = lengths.to(model.device)
         context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
@@ -64,9 +75,26 @@ class Prefixes:
         :returns: Logits of the next token ``[P, V]``, one row per prompt.
         """
         width = self._length
-        ids = torch.tensor([[0] * (width - len(prompt)) + list(prompt) for prompt in self._prompts])
+        padded = [[0] * (width - len(row.tokens)) + list(row.tokens) for row in self._rows]
+        ids = torch.tensor(padded).to(self._model.device)
+        if self._sight is not None:
+            return self._look(self._sight, ids)
         steps = torch.arange(-width, 0, device=self._model.device)
-        return self._forward(ids.to(self._model.device), (self._positions[:, None] + steps).clamp(min=0))
+        return self._forward(ids, (self._positions[:, None] + steps).clamp(min=0))
+
+    def _look(self, sight: Sight, ids: Tensor) -> Tensor:
+        """Run prompts with media; what follows counts on from the largest of their positions."""
+        positions = torch.zeros(3, *ids.shape, dtype=torch.int64)
+        for number, row in enumerate(self._rows):
+            positions[:, number, self._length - len(row.tokens) :] = sight.positions(row)
+        self._positions = (positions.amax((0, 2)) + 1).to(ids.device)
+        return sight.logits(
+            self._rows,
+            ids,
+            position_ids=positions.to(ids.device),
+            attention_mask=self._visible(),
+            past_key_values=self._cache,
+        )
 
     def extend(self, prefix: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Append a token to every sample that goes on.
@@ -133,10 +161,13 @@ class Prefixes:
             for layer in self._cache.layers:
                 layer.set_length(length)
 
+    def _visible(self) -> Tensor | None:
+        return None if self._mask is None else self._mask[:, : self._length]
+
     def _forward(self, ids: Tensor, positions: Tensor) -> Tensor:
         output = self._model(
             input_ids=ids,
-            attention_mask=None if self._mask is None else self._mask[:, : self._length],
+            attention_mask=self._visible(),
             position_ids=positions,
             past_key_values=self._cache,
             use_cache=True,

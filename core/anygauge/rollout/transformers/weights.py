@@ -21,16 +21,18 @@ if TYPE_CHECKING:
 __all__ = ["CheckpointNames", "copy_weights", "read_weights"]
 
 
-def read_weights(directory: Path) -> Iterator[tuple[str, Tensor]]:
+def read_weights(directory: Path, *, without: tuple[str, ...] = ()) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors of a Hugging Face directory, under their names, on the host.
 
+    :param without: Names that begin so are passed over.
     :raises CheckpointError: There are none, one is torn or missing, or the index is malformed.
     """
     for path in weight_files(directory):
         try:
             with safe_open(path, framework="pt") as file:
                 for key in file.keys():  # noqa: SIM118 - not a mapping
-                    yield key, file.get_tensor(key)
+                    if not key.startswith(without):
+                        yield key, file.get_tensor(key)
         except (SafetensorError, OSError) as error:
             raise CheckpointError(
                 f"{path} cannot be read as safetensors: {error}.", hint="Download or copy the file again."
