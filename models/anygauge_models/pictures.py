@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from anygauge_hooks.media import MediaKind, MediaLimits
 
-__all__ = ["Budget", "fitting_size", "frame_times", "normalised_by", "resized", "settings"]
+__all__ = ["Budget", "at_least", "fitting_size", "frame_times", "normalised_by", "resized", "settings"]
 
 LARGEST_RATIO = 200
 """Of the sides of an image."""
@@ -97,6 +97,14 @@ def normalised_by(
                 f"which needs {list(needs)}.",
                 hint=f"No published model of the {family} family has it; check preprocessor_config.json.",
             )
+
+
+def at_least(size: tuple[int, int], side: int) -> tuple[int, int]:
+    """Return a size that has its proportions and no side below one."""
+    if min(size) < 1 or min(size) >= side:
+        return size
+    scale = max(side / size[0], side / size[1])
+    return int(size[0] * scale), int(size[1] * scale)
 
 
 def fitting_size(

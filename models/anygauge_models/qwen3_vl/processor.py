@@ -11,7 +11,15 @@ import numpy as np
 
 from anygauge_hooks.errors import MediaError
 from anygauge_hooks.media import Content, Measured
-from anygauge_models.pictures import Budget, fitting_size, frame_times, normalised_by, resized, settings
+from anygauge_models.pictures import (
+    Budget,
+    at_least,
+    fitting_size,
+    frame_times,
+    normalised_by,
+    resized,
+    settings,
+)
 from anygauge_models.qwen3_vl.config import token_of
 from anygauge_models.qwen3_vl.vision import DEVIATION, MEAN, vision_of
 
@@ -88,7 +96,7 @@ class Processor:
         factor = self.patch * self.merge
         # transformers rounds the frames before it compares, and takes those that there are to correct.
         size = fitting_size(
-            _at_least(header.size, factor),
+            at_least(header.size, factor),
             factor,
             self.video.within(limits, count),
             frames=count,
@@ -126,14 +134,6 @@ class Processor:
     def _features(self, size: tuple[int, int]) -> int:
         side = self.patch * self.merge
         return (size[0] // side) * (size[1] // side)
-
-
-def _at_least(size: tuple[int, int], side: int) -> tuple[int, int]:
-    """Return a size that has its proportions and no side below one."""
-    if min(size) < 1 or min(size) >= side:
-        return size
-    scale = max(side / size[0], side / size[1])
-    return int(size[0] * scale), int(size[1] * scale)
 
 
 def _with_times(times: list[float], count: int) -> tuple[tuple[str, int], ...]:

@@ -1,0 +1,127 @@
+"""Images and video of GLM-4.1V on the host: sizes, frames, and the text between frames."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from anygauge_hooks.media import Content, Measured
+from anygauge_models.glm4v.config import token_of
+from anygauge_models.glm4v.vision import IMAGE_DEVIATION, IMAGE_MEAN, patch_of
+from anygauge_models.pictures import (
+    Budget,
+    at_least,
+    fitting_size,
+    frame_times,
+    normalised_by,
+    resized,
+    settings,
+)
+
+if TYPE_CHECKING:
+    from anygauge_hooks.media import Decoded, Header, MediaKind, MediaLimits
+
+__all__ = ["Processor", "make_processor"]
+
+_IMAGE, _VIDEO = Budget(12_544, 11_760_000), Budget(12_544, 47_040_000)
+"""Pixels in transformers; those of an image are counted once for each frame of a patch."""
+_START, _END = "<|begin_of_image|>", "<|end_of_image|>"
+_MARKS: Mapping[MediaKind, str] = {
+    "image": f"{_START}<|image|>{_END}",
+    "video": "<|begin_of_video|><|video|><|end_of_video|>",
+}
+_TENTHS = "Glm46V"
+"""How the names of the processors begin that write the time of a frame in tenths of a second."""
+
+
+def make_processor(directory: Path, hf: Mapping[str, Any]) -> Processor:
+    """Return the processor of a model. Its directory says which of two ways to write times it has.
+
+    :raises ConfigError: Its settings are another family's.
+    """
+    image, video = settings(directory, "image"), settings(directory, "video")
+    for found in (image, video):
+        normalised_by(found, hf["model_type"], IMAGE_MEAN, IMAGE_DEVIATION)
+    named = image.get("processor_class") or image.get("image_processor_type")
+    patch, merge, temporal = patch_of(hf)
+    return Processor(
+        # The frames of a video are images to the model, and have their token.
+        kinds=dict.fromkeys(_MARKS, token_of(hf, "image")),
+        marks=_MARKS,
+        patch=patch,
+        merge=merge,
+        temporal=temporal,
+        image=Budget.of(image, _IMAGE),
+        video=Budget.of(video, _VIDEO),
+        in_tenths=named.startswith(_TENTHS) if named else hf["model_type"] == "glm46v",
+    )
+
+
+@dataclass(slots=True, kw_only=True)
+class Processor:
+    """A ``MediaProcessor``. A video is a row of images with their times after them."""
+
+    kinds: Mapping[MediaKind, int]
+    marks: Mapping[MediaKind, str]
+    patch: int
+    merge: int
+    temporal: int
+    image: Budget
+    video: Budget
+    in_tenths: bool
+    """Whether the times of frames are written in tenths of a second; else in whole seconds."""
+
+    def measure(self, kind: MediaKind, header: Header, limits: MediaLimits) -> Measured:
+        """Return what an image or a video of this header becomes.
+
+        :raises MediaError: The model cannot take it.
+        """
+        if kind == "image":
+            size = self._size(header, self.image.within(limits, self.temporal), self.temporal)
+            return Measured(self._grid(1, size), size, (("", self._features(size)),))
+        times = frame_times(header.frames, header.fps, limits.fps, 1, limits.max_frames)
+        count = len(times) + -len(times) % self.temporal
+        size = self._size(header, self.video.within(limits, count), count)
+        shown = times[:: self.temporal]
+        return Measured(
+            self._grid(len(shown), size),
+            size,
+            self._with_times(shown, self._features(size)),
+            seconds=shown[1] - shown[0] if len(shown) > 1 else 0.0,
+            times=times,
+        )
+
+    def load(self, kind: MediaKind, raw: Decoded, measured: Measured) -> Content:
+        """Return the content: resized, and whole patches in time."""
+        frames = resized(raw.frames, measured.size)
+        if kind == "image":
+            return Content("image", frames[0])
+        missing = -len(frames) % self.temporal
+        whole = np.concatenate([frames, np.repeat(frames[-1:], missing, 0)]) if missing else frames
+        return Content("video", whole, measured.seconds)
+
+    def fingerprint(self) -> str:
+        """Return what distinguishes this processor's contents from another's."""
+        return repr(self)
+
+    def _size(self, header: Header, budget: Budget, frames: int) -> tuple[int, int]:
+        side = self.patch * self.merge
+        return fitting_size(at_least(header.size, side), side, budget, frames=frames)
+
+    def _grid(self, time: int, size: tuple[int, int]) -> tuple[int, int, int]:
+        return time, size[0] // self.patch, size[1] // self.patch
+
+    def _features(self, size: tuple[int, int]) -> int:
+        side = self.patch * self.merge
+        return (size[0] // side) * (size[1] // side)
+
+    def _with_times(self, times: tuple[float, ...], count: int) -> tuple[tuple[str, int], ...]:
+        """Return the pieces of a video: after each frame comes its time."""
+        written = [f"{time:.1f} seconds" if self.in_tenths else str(int(time)) for time in times]
+        before = ["<|begin_of_video|>", *(f"{_END}{time}" for time in written[:-1])]
+        pieces = ((f"{text}{_START}", count) for text in before)
+        return (*pieces, (f"{_END}{written[-1]}<|end_of_video|>", 0))

@@ -1,0 +1,111 @@
+"""The vision tower of GLM-4.1V: transformers' module, and how it is fed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from anygauge_hooks.media import TowerSpec
+from anygauge_models.glm4v.config import vision_of
+from anygauge_models.glm4v.weights import HF_TOWER, TOWER
+from anygauge_models.vision import blank_image, grid_of, packed_patches, patch_places, tower_flops
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+
+    from anygauge_hooks.media import Content, Media
+
+__all__ = ["IMAGE_DEVIATION", "IMAGE_MEAN", "flops", "patch_of", "towers"]
+
+IMAGE_MEAN = (0.48145466, 0.4578275, 0.40821073)
+IMAGE_DEVIATION = (0.26862954, 0.26130258, 0.27577711)
+"""Of red, green and blue, from 0 to 1, in the images that CLIP was trained on
+(https://arxiv.org/abs/2103.00020)."""
+
+
+def towers(hf: Mapping[str, Any], *, model_type: str = "glm4v_vision") -> tuple[TowerSpec, ...]:
+    """Return the tower of images and video.
+
+    :param model_type: Of the module in transformers.
+    """
+    tower = TowerSpec(
+        name=TOWER,
+        kinds=frozenset({"image", "video"}),
+        build=partial(_build, model_type),
+        inputs=_inputs,
+        outputs=_outputs,
+        blank=lambda hf: blank_image(*patch_of(hf)[:2]),
+        hf_prefixes=(f"{HF_TOWER}.",),
+    )
+    return (tower,)
+
+
+def flops(hf: Mapping[str, Any], media: Media) -> float:
+    """Return the floating-point operations of the tower's forward pass over one image or video."""
+    vision = vision_of(hf)
+    patch, merge, temporal = patch_of(hf)
+    hidden, width = vision["hidden_size"], vision["out_hidden_size"]
+    downsample = merge * merge * hidden * width
+    merger = width * width + 3 * width * vision["intermediate_size"]
+    return tower_flops(
+        media,
+        hidden=hidden,
+        width=width,
+        depth=vision["depth"],
+        gates=2,
+        inputs=3 * temporal * patch * patch,
+        features=(downsample + merger) / (merge * merge),
+    )
+
+
+def patch_of(hf: Mapping[str, Any]) -> tuple[int, int, int]:
+    """Return the pixels of a patch's side, the patches of a feature's side, and the frames of a patch."""
+    vision = vision_of(hf)
+    return vision["patch_size"], vision["spatial_merge_size"], vision["temporal_patch_size"]
+
+
+def _build(model_type: str, hf: Mapping[str, Any]) -> nn.Module:
+    from transformers import AutoConfig, AutoModel
+
+    fields = {key: value for key, value in vision_of(hf).items() if key not in ("model_type", "dtype")}
+    module: nn.Module = AutoModel.from_config(AutoConfig.for_model(model_type, **fields))
+    return module
+
+
+def _inputs(hf: Mapping[str, Any], contents: Sequence[Content], device: torch.device) -> dict[str, Any]:
+    import torch
+
+    patch, merge, temporal = patch_of(hf)
+    # Attention stays within a frame, so that the frames of a video are as many images.
+    frames = [
+        (height, width)
+        for content in contents
+        for time, height, width in [grid_of(content, patch, temporal)]
+        for _ in range(time)
+    ]
+    places = np.concatenate([patch_places(height, width, merge, 1)[0] for height, width in frames])
+    lengths = [height * width for height, width in frames]
+    return {
+        "hidden_states": packed_patches(
+            contents,
+            device,
+            patch=patch,
+            merge=merge,
+            temporal=temporal,
+            mean=IMAGE_MEAN,
+            deviation=IMAGE_DEVIATION,
+        ),
+        "grid_thw": torch.tensor([(1, *frame) for frame in frames], device=device),
+        "position_ids": torch.from_numpy(places).to(device),
+        "cu_seqlens": torch.tensor(np.cumsum([0, *lengths]), dtype=torch.int32, device=device),
+        "max_seqlen": max(lengths),
+        "lengths": lengths,
+    }
+
+
+def _outputs(found: Any) -> tuple[Tensor, tuple[Tensor, ...]]:
+    return found.pooler_output, ()
