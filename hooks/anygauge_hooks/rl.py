@@ -11,10 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
+from typing import Any, Final, Literal, NamedTuple
 
-if TYPE_CHECKING:
-    from anygauge_hooks.media import Media
+from anygauge_hooks.media import Media  # dumps are read by the annotations
 
 __all__ = ["NO_VERSION", "FinishReason", "Group", "Prompt", "Sample", "SamplingParams", "TrainSample"]
 
