@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from anygauge_hooks.media import Media
 from anygauge_hooks.rl import TrainSample
 
-__all__ = ["alike", "balance", "divide", "imbalance", "media_costs", "sequence_costs"]
+__all__ = ["alike", "balance", "divide", "free", "imbalance", "media_costs", "sequence_costs"]
 
 TOLERANCE = 1e-3
 """Of the mean: how much above it the largest part may stay."""
@@ -45,10 +45,17 @@ def media_costs(samples: Sequence[TrainSample], flops: Callable[[Media], float])
 
     :param flops: Of one medium.
     """
+    if not any(sample.media for sample in samples):
+        return np.zeros(len(samples))
     keys = [{media.key for media in sample.media} for sample in samples]
     holders = Counter(chain.from_iterable(keys))
     each = {media.key: flops(media) / holders[media.key] for sample in samples for media in sample.media}
     return np.array([sum(each[key] for key in mine) for mine in keys], dtype=np.float64)
+
+
+def free(media: Media) -> float:
+    """Return what a medium costs where nobody counts it."""
+    return 0.0
 
 
 def alike(length: int) -> float:

@@ -7,7 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from anygauge.observability.memory import memory_metrics
-from anygauge_hooks.rl import Group, TrainSample
+from anygauge_hooks.media import Media
+from anygauge_hooks.rl import Group, Sample, TrainSample
 
 __all__ = ["StepWork", "WorkerReport", "performance_metrics"]
 
@@ -33,44 +34,65 @@ class StepWork:
     response_tokens: int
     longest_response: int
     forward_flops: float | None
-    """Of one forward pass over all samples; ``None`` if the model does not say."""
+    """Of one forward pass over all samples, and over each medium once; ``None`` if the model does not say."""
 
     @classmethod
     def of_groups(
-        cls, groups: Sequence[Group], flops_per_token: Callable[[int], float] | None = None
+        cls,
+        groups: Sequence[Group],
+        flops_per_token: Callable[[int], float] | None = None,
+        media_flops: Callable[[Media], float] | None = None,
     ) -> StepWork:
         """Return the work of a step that trains on rollouts.
 
         :param flops_per_token: From the length of a sequence to the forward operations of one of its tokens.
+        :param media_flops: The forward operations of a tower over a medium.
         """
         samples = [sample for group in groups for sample in group.samples]
         responses = [len(sample.response_tokens) for sample in samples]
         totals = [len(each.prompt_tokens) + own for each, own in zip(samples, responses, strict=True)]
-        return cls.of_lengths(totals, responses, flops_per_token)
+        return cls.of_lengths(totals, responses, flops_per_token, _media_flops(samples, media_flops))
 
     @classmethod
     def of_samples(
-        cls, samples: Sequence[TrainSample], flops_per_token: Callable[[int], float] | None = None
+        cls,
+        samples: Sequence[TrainSample],
+        flops_per_token: Callable[[int], float] | None = None,
+        media_flops: Callable[[Media], float] | None = None,
     ) -> StepWork:
         """Return the work of a step that trains on given responses."""
         totals = [len(sample.tokens) for sample in samples]
-        return cls.of_lengths(totals, [sample.response_length for sample in samples], flops_per_token)
+        responses = [sample.response_length for sample in samples]
+        return cls.of_lengths(totals, responses, flops_per_token, _media_flops(samples, media_flops))
 
     @classmethod
     def of_lengths(
-        cls, totals: Sequence[int], responses: Sequence[int], flops_per_token: Callable[[int], float] | None
+        cls,
+        totals: Sequence[int],
+        responses: Sequence[int],
+        flops_per_token: Callable[[int], float] | None,
+        further_flops: float = 0.0,
     ) -> StepWork:
         """Return the work of sequences of these lengths, of which the responses are a part."""
         return cls(
             tokens=sum(totals),
             response_tokens=sum(responses),
             longest_response=max(responses),
-            forward_flops=_forward_flops(totals, flops_per_token) if flops_per_token else None,
+            forward_flops=_forward_flops(totals, flops_per_token) + further_flops
+            if flops_per_token
+            else None,
         )
 
 
 def _forward_flops(totals: Sequence[int], flops_per_token: Callable[[int], float]) -> float:
     return sum(flops_per_token(length) * length * count for length, count in Counter(totals).items())
+
+
+def _media_flops(
+    samples: Sequence[Sample] | Sequence[TrainSample], flops: Callable[[Media], float] | None
+) -> float:
+    distinct = {media.key: media for sample in samples for media in sample.media}
+    return sum(map(flops, distinct.values())) if flops is not None else 0.0
 
 
 def performance_metrics(

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from anygauge.config import Config
 from anygauge.config.modalities import modalities
 from anygauge.config.schema import Data, EvalDataset, Reward
+from anygauge.data.balance import free
 from anygauge.data.evaluation import eval_data, eval_datasets
 from anygauge.hub import localized
 from anygauge.plugins import Plugins
@@ -19,6 +20,7 @@ from anygauge.rollout.rewards import check_reward
 from anygauge_hooks.data import DataSource
 from anygauge_hooks.engines import RolloutEngineSpec
 from anygauge_hooks.errors import CheckpointError
+from anygauge_hooks.media import Media
 from anygauge_hooks.models import AssistantTurns, ModelSpec, text_config
 from anygauge_hooks.rl import Prompt
 
@@ -51,6 +53,8 @@ class Inputs:
     """Advantages from the rewards of a group; ``None`` where the workers estimate those of tokens."""
     flops_per_token: Callable[[int], float]
     """Of the model's forward pass, from the length of a sequence."""
+    media_flops: Callable[[Media], float] = free
+    """Of a tower's forward pass over a medium."""
 
 
 def read_inputs(config: Config, plugins: Plugins) -> Inputs:
@@ -72,6 +76,7 @@ def read_inputs(config: Config, plugins: Plugins) -> Inputs:
         eval_sets=eval_sets,
         estimator=group_estimator(config, plugins),
         flops_per_token=partial(spec.flops_per_token, hf),
+        media_flops=free if spec.media is None else partial(spec.media.flops, hf),
     )
 
 

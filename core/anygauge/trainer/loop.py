@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from anygauge.config import Config
+from anygauge.data.balance import free
 from anygauge.hub import localized
 from anygauge.observability.logs import summary
 from anygauge.observability.memory import driver_memory
@@ -54,6 +55,7 @@ from anygauge.trainer.session import TRAINING, Session
 from anygauge.trainer.staleness import mask_stale
 from anygauge.trainer.worker_group import PendingCall
 from anygauge_hooks.data import DataSource
+from anygauge_hooks.media import Media
 from anygauge_hooks.rl import Group, Prompt, TrainSample
 from anygauge_hooks.types import RunInfo
 
@@ -80,6 +82,8 @@ class Loop:
     """``None`` where nothing is saved."""
     next_prompts: Sequence[Prompt] = ()
     """Read ahead of the next step."""
+    media_flops: Callable[[Media], float] = free
+    """Of a tower's forward pass over a medium."""
     save_s: float = 0.0
     """What saving took after the last step; 0 if there was nothing to save."""
     control: Controlled | None = None
@@ -190,7 +194,7 @@ def train_on_rollouts(loop: Loop, step: int) -> dict[str, float]:
     sampled = rollout_metrics(groups, raw, datasets=datasets, version=version) | driver_memory()
     if loop.control is not None:
         sampled |= loop.control.metrics()
-    work = StepWork.of_groups(groups, loop.flops_per_token)
+    work = StepWork.of_groups(groups, loop.flops_per_token, loop.media_flops)
     trained = {} if training is None else finish_training(loop, training)
     return {**trained, **sampled, **measure(loop, work, started, reward=reward_s)}
 
@@ -232,7 +236,7 @@ def train_on_conversations(loop: Loop, step: int) -> dict[str, float]:
     training = start_training(loop, step, samples)
     read_ahead(loop, step)
     read = conversation_metrics(rows, datasets=train_datasets(loop.config)) | driver_memory()
-    work = StepWork.of_samples(samples, loop.flops_per_token)
+    work = StepWork.of_samples(samples, loop.flops_per_token, loop.media_flops)
     return {**finish_training(loop, training), **read, **measure(loop, work, started)}
 
 
@@ -243,7 +247,8 @@ def train_on_batches(loop: Loop, step: int) -> dict[str, float]:
     shares = read_batch(loop.config.debug.replay_batches, step, loop.session.layout.data, loop.model)
     training = send_shares(loop, step, shares)
     samples = [sample for steps in shares for share in steps for sample in share.samples]
-    work, memory = StepWork.of_samples(samples, loop.flops_per_token), driver_memory()
+    work = StepWork.of_samples(samples, loop.flops_per_token, loop.media_flops)
+    memory = driver_memory()
     return {**finish_training(loop, training), **memory, **measure(loop, work, started)}
 
 
@@ -257,6 +262,7 @@ def start_training(loop: Loop, step: int, samples: Sequence[TrainSample]) -> Tra
         config.algorithm.aggregation,
         loop.flops_per_token,
         config.rollout.max_new_tokens,
+        loop.media_flops,
     )
     return send_shares(loop, step, shares)
 
@@ -271,7 +277,7 @@ def send_shares(loop: Loop, step: int, shares: Sequence[Sequence[TrainShare]]) -
     updates = step > loop.config.critic.only_steps
     loop.session.turns.take("train")
     answer = loop.session.workers.call_async("train", per_rank=per_rank, update_policy=updates)
-    return Training(answer, plan_metrics(shares, loop.flops_per_token), updates)
+    return Training(answer, plan_metrics(shares, loop.flops_per_token, loop.media_flops), updates)
 
 
 def finish_training(loop: Loop, training: Training) -> dict[str, float]:

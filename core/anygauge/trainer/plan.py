@@ -13,8 +13,9 @@ from typing import Any
 import torch
 
 from anygauge.algorithms.aggregation import Aggregation, split_steps, token_weights
-from anygauge.data.balance import alike, balance, imbalance, sequence_costs
+from anygauge.data.balance import Numbers, alike, balance, free, imbalance, media_costs, sequence_costs
 from anygauge_hooks.errors import PluginError, RolloutError
+from anygauge_hooks.media import Media
 from anygauge_hooks.rl import Group, Prompt, Sample, TrainSample
 
 __all__ = [
@@ -58,6 +59,7 @@ def conversation_samples(prompts: Sequence[Prompt]) -> list[TrainSample]:
             loss_mask=prompt.loss_mask,
             rollout_log_probs=(zeros := (0.0,) * len(prompt.response)),
             advantages=zeros,
+            media=prompt.media,
         )
         for prompt in prompts
     ]
@@ -161,6 +163,7 @@ def _train_sample(sample: Sample, advantage: float, baseline: float) -> TrainSam
         advantages=(advantage,) * length,
         reward=sample.reward or 0.0,
         baseline=baseline,
+        media=sample.media,
     )
 
 
@@ -171,6 +174,7 @@ def plan_steps(
     aggregation: Aggregation,
     flops_per_token: Callable[[int], float] = alike,
     max_length: int = 1,
+    media_flops: Callable[[Media], float] = free,
 ) -> list[list[TrainShare]]:
     """Divide samples among optimizer steps, and each step among ranks by what a model computes for them.
 
@@ -180,6 +184,7 @@ def plan_steps(
     :param aggregation: Says how tokens are averaged over a step.
     :param flops_per_token: From the length of a sequence to the forward operations of one of its tokens.
     :param max_length: Most tokens that a response may have, which ``"constant_length"`` divides by.
+    :param media_flops: The forward operations of a tower over a medium.
     :returns: For each rank, its share of each step; none is empty. There are fewer steps than asked for if
         there are fewer samples.
     :raises RolloutError: There is no sample.
@@ -198,8 +203,7 @@ def plan_steps(
             max_length,
             None if rollouts.count(None) == len(rollouts) else rollouts,
         )
-        costs = sequence_costs([len(sample.tokens) for sample in step], flops_per_token)
-        for rank, indices in enumerate(balance(costs, num_ranks)):
+        for rank, indices in enumerate(balance(_costs(step, flops_per_token, media_flops), num_ranks)):
             share = TrainShare(
                 tuple(step[i] for i in indices),
                 tuple(weights[i] for i in indices),
@@ -207,6 +211,15 @@ def plan_steps(
             )
             shares[rank].append(share)
     return shares
+
+
+def _costs(
+    samples: Sequence[TrainSample],
+    flops_per_token: Callable[[int], float],
+    media_flops: Callable[[Media], float],
+) -> Numbers:
+    lengths = [len(sample.tokens) for sample in samples]
+    return sequence_costs(lengths, flops_per_token) + media_costs(samples, media_flops)
 
 
 def _split(samples: Sequence[TrainSample], num_steps: int) -> list[list[TrainSample]]:
@@ -229,14 +242,15 @@ def _idle_samples(step: Sequence[TrainSample], count: int) -> list[TrainSample]:
 
 
 def plan_metrics(
-    shares: Sequence[Sequence[TrainShare]], flops_per_token: Callable[[int], float]
+    shares: Sequence[Sequence[TrainShare]],
+    flops_per_token: Callable[[int], float],
+    media_flops: Callable[[Media], float] = free,
 ) -> dict[str, float]:
     """Return how evenly the ranks work.
 
     :param shares: Of each rank, one for each optimizer step.
     """
-    lengths = [[[len(sample.tokens) for sample in share.samples] for share in rank] for rank in shares]
-    costs = [[sequence_costs(step, flops_per_token).sum() for step in rank] for rank in lengths]
+    costs = [[_costs(share.samples, flops_per_token, media_flops).sum() for share in rank] for rank in shares]
     return {
         "train/idle_samples": sum(share.idle for rank in shares for share in rank),
         "perf/train_imbalance": fmean(imbalance(step) for step in zip(*costs, strict=True)),

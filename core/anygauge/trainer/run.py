@@ -113,6 +113,7 @@ def open_loop(
         source=inputs.source,
         estimator=inputs.estimator,
         flops_per_token=inputs.flops_per_token,
+        media_flops=inputs.media_flops,
         checkpoints=checkpoints,
         control=control,
         background=background,

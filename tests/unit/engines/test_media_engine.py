@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from anygauge.config import Config
 from anygauge.plugins import load_plugins
-from anygauge.testing.toy_tower import Package, Store, image, sample, toy_model
+from anygauge.testing.toy_tower import HOLDER, Package, Store, image, sample, toy_model
 from anygauge_hooks.engines import LossInputs, WorkerContext
 from anygauge_hooks.errors import ConfigError, MediaMismatchError
 from anygauge_hooks.media import Media
@@ -198,6 +199,7 @@ def test_a_run_of_text_has_no_tower(make_engine: MakeEngine, mixed: list[TrainSa
     assert not any("visual" in name for name, _ in engine.weights())
     assert "media" not in next(engine._pack(mixed[:1]).readers(1)[0]).inputs
     seeing = make_engine()
+    seeing._logprob = replace(seeing._logprob, forbidden=())
     texts = [each.log_probs(mixed[:1], temperature=1.0)[0] for each in (engine, seeing)]
     assert texts[0].equal(texts[1])
 
@@ -285,3 +287,56 @@ def test_costs_of_samples_have_their_images(mixed: list[TrainSample]) -> None:
 
     costs = media_costs(mixed, lambda media: float(media.num_tokens))
     assert costs.tolist() == [0, 2, 2, 9]
+
+
+@pytest.mark.parametrize("entropy_grad", [True, False])
+@pytest.mark.parametrize("columns", [None, 3])
+def test_forbidden_tokens_have_no_share(entropy_grad: bool, columns: int | None) -> None:
+    """Log-probabilities, entropy and gradients are those of a softmax without them."""
+    from anygauge.engines.megatron.layers.output import OutputLogprob
+    from anygauge.kernels.linear_logprob import linear_logprob
+
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = (torch.randn(rows, 8, generator=generator) for rows in (5, 12))
+    allowed = torch.tensor([i for i in range(12) if i not in (3, 11)])
+    targets = allowed[torch.randint(10, (5,) if columns is None else (5, columns), generator=generator)]
+    options = {} if columns is None else {"rest": True}
+
+    def values(masks: bool) -> tuple[Tensor, Tensor]:
+        if not masks:
+            model = SimpleNamespace(
+                post_process=True,
+                share_embeddings_and_output_weights=False,
+                output_layer=SimpleNamespace(weight=leaves[1]),
+            )
+            ask = OutputLogprob(linear_logprob, None, 12, forbidden=(3, 11))
+            return ask(model, leaves[0], targets, 0.7, entropy_grad=entropy_grad, **options)
+        logits = (leaves[0] @ leaves[1].t() / 0.7).index_fill(1, torch.tensor([3, 11]), -1e9)
+        all_of = logits.log_softmax(1)
+        entropy = -(all_of.exp() * all_of).sum(1)
+        own = targets if columns else targets[:, None]
+        found = all_of.gather(1, own)
+        if columns:
+            left = all_of.scatter(1, own, -torch.inf).logsumexp(1, keepdim=True)
+            return torch.cat((found, left), 1), entropy if entropy_grad else entropy.detach()
+        return found[:, 0], entropy if entropy_grad else entropy.detach()
+
+    results = []
+    for masks in (False, True):
+        leaves = [hidden.clone().requires_grad_(), weight.clone().requires_grad_()]
+        log_probs, entropy = values(masks)
+        (log_probs.sum() + entropy.square().sum()).backward()
+        results.append((log_probs.detach(), entropy.detach(), leaves[0].grad, leaves[1].grad))
+    for actual, expected in zip(*results, strict=True):
+        assert actual is not None
+        torch.testing.assert_close(actual, expected, rtol=0, atol=1e-5)
+
+
+def test_the_trainer_leaves_placeholders_out(make_engine: MakeEngine, mixed: list[TrainSample]) -> None:
+    """All other tokens together have probability 1; a run of text knows no token that is forbidden."""
+    engine = make_engine()
+    found = engine.likeliest(mixed[1:2], 64, temperature=1.0)[0]
+    assert found.ids.shape[1] == 63
+    assert HOLDER not in found.ids
+    torch.testing.assert_close(found.log_probs[:, :-1].exp().sum(1), torch.ones(5), rtol=0, atol=1e-5)
+    assert make_engine(modalities=())._logprob.forbidden == ()

@@ -75,6 +75,7 @@ def reference_log_probs(model: Any, hf: Any, sample: TrainSample, spec: Any, sto
         given["image_grid_thw"] = torch.tensor([media.grid for media in sample.media])
         given["mm_token_type_ids"] = (ids == hf["image_token_id"]).int()
     logits = model(input_ids=ids, **given).logits[0, -sample.response_length - 1 : -1]
+    logits = logits.index_fill(1, torch.tensor(spec.media.forbidden(hf)), -torch.inf)
     answer = ids[0, -sample.response_length :]
     return logits.log_softmax(-1).gather(1, answer[:, None])[:, 0]
 

@@ -66,6 +66,7 @@ class MegatronEngine:
             self.policy.spec.model_options(self.policy.hf)["vocab_size"],
             fused=config.train.fused_loss,
             path=self.policy.spec.output_owner,
+            forbidden=self.policy.forbidden,
         )
         parameters = [parameter for chunk in self.policy.chunks for parameter in chunk.parameters()]
         self._biases = [r.expert_bias for r in routers(self.policy.chunks) if r.expert_bias is not None]
@@ -150,7 +151,7 @@ class MegatronEngine:
         self, samples: Sequence[TrainSample], count: int, *, temperature: float, role: str = "actor"
     ) -> list[Likeliest]:
         """Return the likeliest tokens in the place of each response token under a role's weights."""
-        count = min(count, self._logprob.vocab_size)
+        count = min(count, self._logprob.vocab_size - len(self._logprob.forbidden))
         step = LikeliestPass(self._logprob, temperature, count)
         with self._asking(role):
             found = self._collect(step, self._pack(samples), len(samples), (2 * count + 2,))

@@ -81,6 +81,11 @@ class Policy:
         return bool(_towers(self.spec, self.hf))
 
     @property
+    def forbidden(self) -> Sequence[int]:
+        """Return the tokens that are never sampled: those that hold the places of media."""
+        return self.spec.media.forbidden(self.hf) if self.spec.media is not None and self.sees else ()
+
+    @property
     def tensors(self) -> dict[str, Tensor]:
         """This rank's parameters and persistent buffers, by canonical name."""
         return canonical_tensors(self.chunks, self.place.expert_rank)

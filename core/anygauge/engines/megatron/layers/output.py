@@ -6,7 +6,7 @@ imports happen here at module level: import this file only after ``prepare_megat
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -193,6 +193,8 @@ class OutputLogprob:
     """Without padding."""
     path: str = ""
     """``ModelSpec.output_owner``."""
+    forbidden: tuple[int, ...] = ()
+    """Tokens that are never sampled: log-probabilities are those among the others."""
 
     def __call__(
         self,
@@ -212,16 +214,15 @@ class OutputLogprob:
         :param options: Further ones of the op.
         """
         weight = output_weight(output_owner(wrapped, self.path))
-        return self.fn(
-            hidden,
-            weight,
-            targets,
-            temperature,
-            self.group,
-            entropy_grad=entropy_grad,
-            vocab_size=self.vocab_size,
-            **options,
-        )
+        call: Any = partial(self.fn, entropy_grad=entropy_grad, vocab_size=self.vocab_size, **options)
+        if not self.forbidden:
+            result: tuple[Tensor, Tensor] = call(hidden, weight, targets, temperature, self.group)
+            return result
+        columns = targets if targets.dim() == 2 else targets.unsqueeze(1)
+        others = targets.new_tensor(self.forbidden).expand(len(targets), -1)
+        found, entropy = call(hidden, weight, torch.cat((columns, others), 1), temperature, self.group)
+        log_probs, entropy = _without(found, entropy, columns.shape[1], len(self.forbidden), entropy_grad)
+        return (log_probs if targets.dim() == 2 else log_probs.squeeze(1)), entropy
 
     def likeliest(self, wrapped: Any, hidden: Tensor, count: int) -> Tensor:
         """Return the ids ``[R, count]`` of the likeliest tokens.
@@ -230,15 +231,44 @@ class OutputLogprob:
         :param hidden: ``[R, H]``.
         """
         weight = output_weight(output_owner(wrapped, self.path))
-        return linear_topk(hidden, weight, count, self.group, vocab_size=self.vocab_size)
+        more = count + len(self.forbidden)
+        ids = linear_topk(hidden, weight, more, self.group, vocab_size=self.vocab_size)
+        if not self.forbidden:
+            return ids
+        is_forbidden = torch.isin(ids, ids.new_tensor(self.forbidden))
+        return ids.gather(1, is_forbidden.byte().argsort(stable=True, dim=1))[:, :count]
+
+
+def _without(
+    found: Tensor, entropy: Tensor, own: int, count: int, entropy_grad: bool
+) -> tuple[Tensor, Tensor]:
+    """Return log-probabilities and entropy of what is left when some tokens are never drawn.
+
+    :param found: ``[R, own + count, ...]``: of targets, of those tokens, and further ones.
+    :param entropy: ``[R]``, of all tokens.
+    """
+    gone = found[:, own : own + count]
+    share = gone.exp().sum(1)
+    left = torch.log1p(-share)
+    kept = torch.cat((found[:, :own], found[:, own + count :]), 1) - left.unsqueeze(1)
+    if not entropy_grad:
+        gone, share, left = gone.detach(), share.detach(), left.detach()
+    return kept, (entropy + (gone.exp() * gone).sum(1)) / (1 - share) + left
 
 
 def output_logprob(
-    kernels: KernelTable, dtype: torch.dtype, vocab_size: int, *, fused: bool, path: str = ""
+    kernels: KernelTable,
+    dtype: torch.dtype,
+    vocab_size: int,
+    *,
+    fused: bool,
+    path: str = "",
+    forbidden: Sequence[int] = (),
 ) -> OutputLogprob:
     """Return the op for the parallel layout of this process.
 
     :param fused: Or logits of a whole micro-batch at a time.
+    :param forbidden: Tokens that are never sampled.
     """
     group = parallel_state.get_tensor_model_parallel_group()
     fn: LinearLogprob = (
@@ -246,4 +276,5 @@ def output_logprob(
         if fused
         else partial(through_logits, kernels.resolve("vocab_parallel_logprob", dtype=dtype))
     )
-    return OutputLogprob(fn, group if dist.get_world_size(group) > 1 else None, vocab_size, path)
+    divided = group if dist.get_world_size(group) > 1 else None
+    return OutputLogprob(fn, divided, vocab_size, path, tuple(forbidden))
