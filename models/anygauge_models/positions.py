@@ -55,7 +55,7 @@ def frame_by_frame(hf: Mapping[str, Any], length: int, media: Sequence[Media]) -
     :param length: Of the sequence.
     :returns: ``[3, length]``.
     """
-    merge = int(hf["vision_config"]["spatial_merge_size"])
+    merge = int(hf["vision_config"].get("spatial_merge_size", 2))
     blocks = (
         Block(start, (1, each.grid[1] // merge, each.grid[2] // merge))
         for each in media
