@@ -27,6 +27,8 @@ from safetensors.torch import save
 from anygauge.hub.found import TOKENIZERS
 from anygauge.trainer.plan import TrainShare
 from anygauge_hooks.errors import DataError
+from anygauge_hooks.media import Media
+from anygauge_hooks.models import text_config
 from anygauge_hooks.rl import Group, TrainSample
 
 if TYPE_CHECKING:
@@ -92,7 +94,7 @@ def model_facts(directory: Path) -> ModelFacts:
     hf = json.loads((directory / "config.json").read_text(encoding="utf-8"))
     return {
         "architectures": list(hf.get("architectures") or ()),
-        "vocab_size": hf.get("vocab_size"),
+        "vocab_size": text_config(hf).get("vocab_size"),
         "tokens": _tokens(next(directory / name for name in TOKENIZERS if (directory / name).is_file())),
     }
 
@@ -244,6 +246,8 @@ def write_shares(
         **{PASSES + name: _flat(values, torch.float32) for name, values in log_probs.items()},
     }
     facts = {"format": FORMAT, "share": share, "num_shares": num_shares, "model": model}
+    if any(sample.media for sample in samples):
+        facts["media"] = [sample.media for sample in samples]
     _write(path, save(tensors, {FACTS: json.dumps(facts)}))
 
 
@@ -300,8 +304,8 @@ def _opened(path: Path, read: Callable[[Mapping[str, Any], Mapping[str, Tensor]]
         raise _missing(path) from error
     except KeyError as error:
         raise _unreadable(path, f"it has no tensor {error}") from error
-    # the last two are what torch raises where lengths do not add up, and json where it is none
-    except (OSError, SafetensorError, RuntimeError, json.JSONDecodeError) as error:
+    # the last two are what torch raises where lengths do not add up, and json and pydantic where it is none
+    except (OSError, SafetensorError, RuntimeError, ValueError) as error:
         raise _unreadable(path, str(error)) from error
 
 
@@ -320,18 +324,24 @@ def _shares(
             hint=f"Choose placement.num_workers and train.parallel so that it has {facts['num_shares']}, "
             "or replay the rollouts instead.",
         )
-    return list(_split_shares(tensors))
+    seen = _media_type().validate_python(facts.get("media") or [()] * len(tensors["lengths"]))
+    return list(_split_shares(tensors, seen))
 
 
-def _split_shares(tensors: Mapping[str, Tensor]) -> Iterator[TrainShare]:
+@cache
+def _media_type() -> TypeAdapter[list[tuple[Media, ...]]]:
+    return TypeAdapter(list[tuple[Media, ...]])
+
+
+def _split_shares(tensors: Mapping[str, Tensor], seen: Sequence[Any]) -> Iterator[TrainShare]:
     lengths, responses = tensors["lengths"].tolist(), tensors["response_lengths"].tolist()
 
     def per_sample(name: str, sizes: list[int]) -> list[list[Any]]:
         return [part.tolist() for part in torch.split(tensors[name], sizes)]
 
     samples = [
-        TrainSample(*values)
-        for values in zip(
+        TrainSample(*values)._replace(media=media)
+        for *values, media in zip(
             per_sample("tokens", lengths),
             responses,
             per_sample("loss_mask", responses),
@@ -339,6 +349,7 @@ def _split_shares(tensors: Mapping[str, Tensor]) -> Iterator[TrainShare]:
             per_sample("advantages", responses),
             tensors["rewards"].tolist(),
             tensors["baselines"].tolist(),
+            seen,
             strict=True,
         )
     ]

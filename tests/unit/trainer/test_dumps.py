@@ -20,16 +20,24 @@ from anygauge.trainer import dumps
 from anygauge.trainer.plan import TrainShare
 from anygauge_hooks.engines import LossInputs
 from anygauge_hooks.errors import DataError
+from anygauge_hooks.media import Media
 from anygauge_hooks.rl import Group, Prompt, Sample, TrainSample
 
 MODEL = {"architectures": ["TinyForCausalLM"], "vocab_size": 16, "tokens": "0123"}
 OTHER = MODEL | {"vocab_size": 8, "tokens": "4567"}
+IMAGE = Media("image", "5be1", ((1, 4),), (1, 4, 4), source="rows:3 image 1")
+VIDEO = Media("video", "77a0", ((0, 2), (4, 2)), (2, 2, 4), seconds=0.5)
 HARD = (0.1, -1 / 3, 1e-310, -0.0, math.pi * 1e17, -math.inf)
 
 
 def group(index: int = 0, **sample: Any) -> Group:
     prompt = Prompt(
-        index=index, tokens=(5, 11), text="3+4=\u2028\ud800", label="7", metadata={"a": [1, {"b": None}]}
+        index=index,
+        tokens=(5, 11),
+        text="3+4=\u2028\ud800",
+        label="7",
+        metadata={"a": [1, {"b": None}]},
+        media=(IMAGE,),
     )
     values: dict[str, Any] = {
         "prompt_index": index,
@@ -43,6 +51,7 @@ def group(index: int = 0, **sample: Any) -> Group:
         "seed": 2**63 - 1,
         "reward": 0.1 + 0.2,
         "raw_reward": {"math": 1.0, "form": {"score": 0.25}},
+        "media": (IMAGE, VIDEO),
     }
     return Group(prompt=prompt, samples=(Sample(**{**values, **sample}), Sample(**values)))
 
@@ -55,6 +64,7 @@ def shares() -> list[TrainShare]:
             loss_mask=[1, 1, 0, 1, 1, 1],
             rollout_log_probs=list(HARD),
             advantages=[1 / 7] * len(HARD),
+            media=(IMAGE, VIDEO)[: first - 1],
         )
 
     weights = [value / 3 for value in HARD]
@@ -81,6 +91,7 @@ def test_groups_come_back_the_same(tmp_path: Path) -> None:
     read = dumps.read_groups(path)
     assert read == groups
     assert isinstance(read[0].samples[0], Sample)
+    assert isinstance(read[0].samples[0].media[0], Media)
     assert bits(list(read[0].samples[0].log_probs)) == bits(list(HARD))
     assert [entry.name for entry in path.parent.iterdir()] == [path.name]
 

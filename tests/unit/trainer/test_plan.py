@@ -14,6 +14,7 @@ from anygauge.algorithms.advantages import grpo
 from anygauge.trainer.loop import are_any_scored
 from anygauge.trainer.plan import (
     TrainShare,
+    conversation_samples,
     plan_metrics,
     plan_steps,
     sample_seeds,
@@ -21,6 +22,7 @@ from anygauge.trainer.plan import (
     train_samples,
 )
 from anygauge_hooks.errors import PluginError, RolloutError
+from anygauge_hooks.media import Media
 from anygauge_hooks.rl import Group, Prompt, Sample, TrainSample
 
 
@@ -66,6 +68,15 @@ def test_advantages_are_of_the_group_and_reach_every_token() -> None:
     ]
     assert samples[1].tokens == (1, 2, 3, 7, 7, 7)
     assert samples[1].response_length == 3
+
+
+def test_media_reach_what_is_trained_on() -> None:
+    image = Media("image", "5be1", ((1, 2),), (1, 2, 4))
+    prompt = Prompt(index=0, tokens=(1, 2, 3), text="", response=(7,), loss_mask=(1,), media=(image,))
+    sample = make_sample(1.0, 2)._replace(media=(image,))
+    failed = sample._replace(reward=None, error="it raised")
+    trained = train_samples([Group(prompt=prompt, samples=(sample, failed))], grpo)
+    assert [each.media for each in (*conversation_samples([prompt]), *trained)] == [(image,)] * 3
 
 
 def test_a_sample_that_was_not_scored_moves_nothing() -> None:
