@@ -28,6 +28,7 @@ from transformers.models.qwen3_vl.video_processing_qwen3_vl import smart_resize 
 
 from anygauge.config import Config
 from anygauge.plugins import load_plugins
+from anygauge.rollout.transformers.weights import copy_weights
 from anygauge.testing.toy_tower import Store
 from anygauge_hooks.engines import WorkerContext
 from anygauge_hooks.errors import ConfigError, MediaError
@@ -294,8 +295,12 @@ def test_weights_come_out_as_they_went_in_and_transformers_reads_them(model: Mod
     assert all(torch.equal(actual[name], expected[name]) for name in expected)
     write_directory(tmp_path / "out", model.path, actual.items(), torch.float32)
     read = AutoModelForMultimodalLM.from_pretrained(tmp_path / "out", dtype=torch.float32).eval()
+    copied = AutoModelForMultimodalLM.from_config(read.config).eval()
+    copy_weights(copied, actual.items())
     with torch.no_grad():
-        assert torch.equal(replace(model, reference=read).expected(), model.expected())
+        wanted = model.expected()
+        for other in (read, copied):
+            assert torch.equal(replace(model, reference=other).expected(), wanted)
 
 
 def test_without_media_it_is_a_model_of_text(model: Model) -> None:

@@ -65,6 +65,9 @@ def copy_weights(model: Any, weights: WeightStream) -> None:
                 unknown.append(name)
             continue
         if target.shape != source.shape:
+            stored = stored or CheckpointNames(model, targets)
+            source = stored.turned(name, source)
+        if target.shape != source.shape:
             wrong.append(f"{name} is {list(source.shape)} and not {list(target.shape)}")
         elif first_names.get(id(target), name) == name or id(target) not in written:
             with torch.no_grad():
@@ -94,11 +97,15 @@ class CheckpointNames:
         self._targets = targets
         self._parts: dict[str, dict[str, Tensor]] = {}
         self._renamings: list[tuple[str, str]] = []
+        self._turned: list[tuple[str, tuple[int, int]]] = []
         self._ignored = model._keys_to_ignore_on_load_unexpected or ()
         for entry in get_model_conversion_mapping(model):
             operations = [type(each).__name__ for each in getattr(entry, "operations", ())]
             if operations in (["MergeModulelist"], ["MergeModulelist", "Concatenate"]):
                 self._add_stacks(entry.target_patterns[0], entry.source_patterns)
+            elif operations == ["Transpose"]:
+                turn = entry.operations[0]
+                self._turned.append((entry.source_patterns[0], (turn.dim0, turn.dim1)))
             elif not operations:
                 self._renamings += zip(entry.source_patterns, entry.target_patterns, strict=False)
         self._places = {name: part for parts in self._parts.values() for name, part in parts.items()}
@@ -121,6 +128,11 @@ class CheckpointNames:
             name = re.sub(pattern, replacement, name)
         found = self._targets.get(name)
         return found if found is not None else self._places.get(name)
+
+    def turned(self, name: str, tensor: Tensor) -> Tensor:
+        """Return a tensor of the checkpoint as the model has it, where its matrices may lie the other way."""
+        dims = next((dims for pattern, dims in self._turned if name.endswith(f".{pattern}")), None)
+        return tensor if dims is None or tensor.dim() <= max(dims) else tensor.transpose(*dims)
 
     def is_ignored(self, name: str) -> bool:
         """Return whether the model leaves a tensor of its checkpoints out."""
