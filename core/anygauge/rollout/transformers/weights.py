@@ -64,14 +64,15 @@ def copy_weights(model: Any, weights: WeightStream) -> None:
             if stored is not None and not stored.is_ignored(name):
                 unknown.append(name)
             continue
+        tensor = source
         if target.shape != source.shape:
             stored = stored or CheckpointNames(model, targets)
-            source = stored.turned(name, source)
-        if target.shape != source.shape:
+            tensor = stored.turned(name, source)
+        if target.shape != tensor.shape:
             wrong.append(f"{name} is {list(source.shape)} and not {list(target.shape)}")
         elif first_names.get(id(target), name) == name or id(target) not in written:
             with torch.no_grad():
-                target.copy_(source)
+                target.copy_(tensor)
         # One of the wrong shape is not missing too.
         written.add(id(target))
     missing = [
