@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForMultimodalLM
 from transformers.models.glm4v.image_processing_pil_glm4v import Glm4vImageProcessorPil
 from transformers.models.glm4v.processing_glm4v import Glm4vProcessor
@@ -19,9 +20,14 @@ from transformers.models.glm46v.processing_glm46v import Glm46VProcessor
 
 from anygauge.engines.megatron.weights.mapping import model_rules
 from anygauge.plugins import load_plugins
+from anygauge.testing.beside_transformers import Both, build, sample
+from anygauge.testing.media import DictStore
+from anygauge.testing.sights import write_seeing
+from anygauge_hooks.engines import WorkerContext
 from anygauge_hooks.errors import ConfigError, MediaError
 from anygauge_hooks.media import Content, Decoded, Header, Measured, Media, MediaLimits
 from anygauge_hooks.models import ModelSpec
+from anygauge_hooks.rl import TrainSample
 from anygauge_models.pictures import Budget
 
 FAMILIES = ("glm4v", "glm46v", "glm4v_moe")
@@ -260,3 +266,72 @@ def test_flops_of_a_tower_are_two_per_weight_that_a_patch_meets(spec: ModelSpec,
     attention = 2 * 2 * 32 * 16
     media = Media("image", "", ((0, 4),), (1, 4, 4))
     assert spec.media.flops(spec.tiny(), media) == 2 * 16 * (met + attention)
+
+
+# -------------------------------------------------------------------------
+# In the trainer
+# -------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def both(spec: ModelSpec, context: WorkerContext, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    path = write_seeing(spec, tmp_path_factory.mktemp(spec.name))
+    reference = AutoModelForMultimodalLM.from_pretrained(path, dtype=torch.float32).eval()
+    store = DictStore()
+    for key, content in zip("abc", CONTENTS, strict=True):
+        store.put(key, content)
+    tall, small = (Media("image", key, ((1, n),), (1, h, 2)) for key, n, h in (("a", 2, 4), ("c", 1, 2)))
+    video = Media("video", "b", ((2, 3), (7, 3)), (2, 2, 6))
+    framed = [62, 60, -1, -1, -1, 61, 60, -1, -1, -1, 61, 63]
+    holder = {"image": 58, "video": 58}
+    samples = [
+        sample([9], holder),
+        sample([3, (tall, [60, -1, -1, 61]), 5], holder),
+        sample([1, (tall, [60, -1, -1, 61]), 2, (small, [60, -1, 61]), 4], holder),
+        sample([2, (video, framed), 4], holder),  # transformers takes no image beside it
+    ]
+    policy = build(path, context, ("image", "video"))
+    return Both(spec, path, store, samples, policy, reference, given, context)
+
+
+def given(both: Both, sample: TrainSample) -> dict[str, Any]:
+    """Return what transformers is given of a sample; positions it counts itself."""
+    found: dict[str, Any] = {"mm_token_type_ids": torch.zeros(1, len(sample.tokens), dtype=torch.int64)}
+    for number, kind, pixels in ((1, "image", "pixel_values"), (2, "video", "pixel_values_videos")):
+        media = [each for each in sample.media if each.kind == kind]
+        if not media:
+            continue
+        for start, count in (span for each in media for span in each.spans):
+            found["mm_token_type_ids"][0, start : start + count] = number
+        found[f"{kind}_grid_thw"] = torch.tensor([each.grid for each in media])
+        found[pixels] = packed(both.spec, [both.store.get(each.key) for each in media])["hidden_states"]
+    return found
+
+
+def test_logits_and_gradients_equal_transformers(both: Any) -> None:
+    """Of text, an image that two samples share, two images in one, and a video, in one micro-batch."""
+    both.check(["visual.blocks.1", "visual.merger", "visual.embeddings"])
+
+
+def test_another_image_gives_other_logits(both: Any) -> None:
+    with torch.no_grad():
+        right = both.logits()
+        store = DictStore()
+        for key, content in zip("abc", CONTENTS, strict=True):
+            store.put(key, content._replace(data=255 - content.data))
+        wrong = replace(both, store=store).logits()
+    torch.testing.assert_close(right[:9], wrong[:9], rtol=0, atol=1e-5)  # of text
+    assert (right - wrong).abs().max() > 0.05
+
+
+def test_weights_come_out_as_they_went_in_and_transformers_reads_them(both: Any, tmp_path: Path) -> None:
+    from anygauge.engines.megatron.weights.hf import write_directory
+
+    expected = load_file(both.path / "model.safetensors")
+    actual = dict(both.policy.weights())
+    assert actual.keys() == expected.keys()
+    assert all(torch.equal(actual[name], expected[name]) for name in expected)
+    write_directory(tmp_path / "out", both.path, actual.items(), torch.float32)
+    read = AutoModelForMultimodalLM.from_pretrained(tmp_path / "out", dtype=torch.float32).eval()
+    with torch.no_grad():
+        assert torch.equal(replace(both, reference=read).expected(), both.expected())
