@@ -110,12 +110,22 @@ class Draft(Protocol):
     def tokens(self) -> tuple[int, ...]:
         """The prompt and all that follows it."""
 
+    @property
+    def media(self) -> tuple[Media, ...]:
+        """Those of the prompt, and what was shown since; spans count from the prompt's first token."""
+
     async def generate(self, *, max_new_tokens: int | None = None, stop: Sequence[str] = ()) -> Generation:
         """Let the policy go on, and return what it added; as :meth:`Rollout.generate`."""
 
-    def observe(self, tokens: Sequence[int]) -> bool:
+    def observe(self, tokens: Sequence[int], media: Sequence[Media] = ()) -> bool:
         """Add tokens that the policy did not sample, with a loss mask of 0, and take them off the budget.
 
+        Example::
+
+            seen = [{"type": "image", "image": png}]
+            draft.observe(*await rollout.look([{"role": "tool", "content": seen}]))
+
+        :param media: Shown among them; their spans count from the first of ``tokens``.
         :returns: Whether the budget had room for them; if not, nothing was added.
         """
 
@@ -155,7 +165,12 @@ class Rollout(Protocol):
         """Tokens that are left of ``params.max_new_tokens``, which counts those of the whole rollout."""
 
     async def generate(
-        self, tokens: Sequence[int], *, max_new_tokens: int | None = None, stop: Sequence[str] = ()
+        self,
+        tokens: Sequence[int],
+        *,
+        max_new_tokens: int | None = None,
+        stop: Sequence[str] = (),
+        media: Sequence[Media] = (),
     ) -> Generation:
         """Return what the policy says after some tokens.
 
@@ -166,12 +181,14 @@ class Rollout(Protocol):
         :param max_new_tokens: At most; never more than :attr:`remaining`. Calls that go on at the same time
             must name it, for each holds what it may need.
         :param stop: Strings that end it, beside those of :attr:`params`.
+        :param media: Shown among the tokens, in order.
         """
 
-    def draft(self, tokens: Sequence[int] | None = None) -> Draft:
+    def draft(self, tokens: Sequence[int] | None = None, media: Sequence[Media] = ()) -> Draft:
         """Return the beginning of a sample.
 
-        :param tokens: ``None`` takes the prompt's.
+        :param tokens: ``None`` takes the prompt's, with its media.
+        :param media: Shown among ``tokens``.
         """
 
     def encode(self, text: str) -> tuple[int, ...]:
@@ -190,4 +207,21 @@ class Rollout(Protocol):
 
         :param messages: Of a tool or the user. What was said before is not rendered again, so its tokens stay
             what they were.
+        """
+
+    async def look(
+        self, messages: Sequence[Mapping[str, Any]], *, chat: bool = True
+    ) -> tuple[tuple[int, ...], tuple[Media, ...]]:
+        """Return what follows an answer of the policy where messages show media, as :meth:`next_turn`.
+
+        The content of a message is a text, or a list of parts: ``{"type": "text", "text": ...}`` and
+        ``{"type": "image", "image": ...}``, where an image is a path, bytes, a ``data:`` address, an address
+        if ``media.allow_urls`` is set, or a ``PIL.Image``. What was shown is kept until the prompt's samples
+        are done.
+
+        :param chat: Whether the chat template puts them in words; else their texts follow one another, with
+            the template's mark for each medium.
+        :returns: Tokens, and media whose spans count from the first of them: what :meth:`Draft.observe`
+            takes.
+        :raises MediaError: A medium cannot be used.
         """

@@ -24,6 +24,8 @@ class Record:
     asked: tuple[int, ...]
     """The tokens to go on from."""
     stop: tuple[str, ...]
+    shown: tuple[str, ...] = ()
+    """Keys of the media among ``asked``, whose tokens alone do not tell one from another."""
     tokens: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
     weight_versions: list[int] = field(default_factory=list)
@@ -54,12 +56,12 @@ class Journal:
         self.records = list(records)
         self._unclaimed = list(records)
 
-    def claim(self, asked: tuple[int, ...], stop: tuple[str, ...]) -> Record:
+    def claim(self, asked: tuple[int, ...], stop: tuple[str, ...], shown: tuple[str, ...] = ()) -> Record:
         """Return the record of a generation: what is known of it, or an empty one."""
         for position, record in enumerate(self._unclaimed):
-            if record.asked == asked and record.stop == stop:
+            if (record.asked, record.stop, record.shown) == (asked, stop, shown):
                 return self._unclaimed.pop(position)
-        self.records.append(record := Record(asked, stop))
+        self.records.append(record := Record(asked, stop, shown))
         return record
 
     def rewind(self) -> None:
@@ -77,6 +79,7 @@ class Journal:
             {
                 "asked": list(record.asked),
                 "stop": list(record.stop),
+                "shown": list(record.shown),
                 "tokens": list(record.tokens),
                 "log_probs": list(record.log_probs),
                 "weight_versions": list(record.weight_versions),
@@ -93,6 +96,7 @@ class Journal:
                 Record(
                     asked=tuple(entry["asked"]),
                     stop=tuple(entry["stop"]),
+                    shown=tuple(entry.get("shown", ())),
                     tokens=list(entry["tokens"]),
                     log_probs=list(entry["log_probs"]),
                     weight_versions=list(entry["weight_versions"]),

@@ -13,6 +13,7 @@ from anygauge.rollout.control.journal import Journal, Record
 from anygauge.rollout.control.samples import SampleDraft
 from anygauge.rollout.control.text import TextTools
 from anygauge_hooks.errors import RolloutError
+from anygauge_hooks.media import Media
 from anygauge_hooks.rl import Prompt, Sample, SamplingParams
 from anygauge_hooks.rollout import GenerateRequest, Generation, Generator
 
@@ -80,11 +81,11 @@ class LiveRollout:
         """Tokens that are left."""
         return self._left
 
-    def draft(self, tokens: Sequence[int] | None = None) -> LiveDraft:
+    def draft(self, tokens: Sequence[int] | None = None, media: Sequence[Media] = ()) -> LiveDraft:
         """Return the beginning of a sample."""
-        return LiveDraft(
-            self, SampleDraft(self._prompt, self._prompt.tokens if tokens is None else tokens, self._seed)
-        )
+        if tokens is None:
+            tokens, media = self._prompt.tokens, self._prompt.media
+        return LiveDraft(self, SampleDraft(self._prompt, tokens, self._seed, media))
 
     def spend(self, count: int) -> bool:
         """Take tokens off the budget, if it has as many."""
@@ -111,24 +112,50 @@ class LiveRollout:
         """Return what follows an answer."""
         return self._text.next_turn(messages)
 
+    async def look(
+        self, messages: Sequence[Mapping[str, Any]], *, chat: bool = True
+    ) -> tuple[tuple[int, ...], tuple[Media, ...]]:
+        """Return what follows an answer where messages show media."""
+        return await asyncio.to_thread(self._text.look, messages, self._prompt, chat=chat)
+
+    def check_text(self, tokens: Sequence[int], media: Sequence[Media]) -> None:
+        """Refuse tokens that hold the place of a medium that is not there.
+
+        :raises RolloutError: There is one, as where a tool's text is that of such a token.
+        """
+        spans = [span for medium in media for span in medium.spans]
+        shown = {place for start, size in spans for place in range(start, start + size)}
+        held = {place for place, token in enumerate(tokens) if token in self.params.forbidden}
+        if stray := sorted(held - shown):
+            raise RolloutError(
+                f"Token {tokens[stray[0]]} of what the policy is told, at {stray[0]}, holds the place of a "
+                "medium, and none is there.",
+                hint="Show media with rollout.look(messages), and keep the token's text out of what tools say.",
+            )
+
     # -------------------------------------------------------------------------
     # Generation
     # -------------------------------------------------------------------------
 
     async def generate(
-        self, tokens: Sequence[int], *, max_new_tokens: int | None = None, stop: Sequence[str] = ()
+        self,
+        tokens: Sequence[int],
+        *,
+        max_new_tokens: int | None = None,
+        stop: Sequence[str] = (),
+        media: Sequence[Media] = (),
     ) -> Generation:
         """Return what the policy says after some tokens."""
-        asked = tuple(tokens)
+        asked, shown = tuple(tokens), tuple(media)
         call, self._calls = self._calls, self._calls + 1
         limit = self._room(asked, max_new_tokens)
         if limit < 1:
             return Generation((), (), (), "length")
         self._left -= limit
-        record = self._journal.claim(asked, tuple(stop))
+        record = self._journal.claim(asked, tuple(stop), tuple(medium.key for medium in shown))
         try:
             with _Generating(self):
-                await self._complete(record, call, limit)
+                await self._complete(record, call, limit, shown)
         finally:
             self._left += limit - min(limit, len(record.tokens))
         return record.whole()
@@ -146,7 +173,7 @@ class LiveRollout:
         wanted = self._left if max_new_tokens is None else min(max_new_tokens, self._left)
         return wanted if self._text.context is None else min(wanted, self._text.context - len(asked))
 
-    async def _complete(self, record: Record, call: int, limit: int) -> None:
+    async def _complete(self, record: Record, call: int, limit: int, shown: tuple[Media, ...]) -> None:
         """Let the engines go on until the record is done, within exactly ``limit`` tokens."""
         params = replace(self.params, stop=(*self.params.stop, *record.stop))
         if len(record.tokens) > limit:
@@ -158,9 +185,8 @@ class LiveRollout:
             if have == limit:
                 record.finish_reason = "length"
                 return
-            part = await self._gate.generate(
-                self._request(record, call, replace(params, max_new_tokens=limit - have))
-            )
+            left = replace(params, max_new_tokens=limit - have)
+            part = await self._gate.generate(self._request(record, call, left, shown))
             record.add(part)
             if have and self._text.cut_at_stop(record, have, params.stop):
                 record.finish_reason = "stop"
@@ -174,7 +200,9 @@ class LiveRollout:
                 )
                 raise self._gate.failure
 
-    def _request(self, record: Record, call: int, params: SamplingParams) -> GenerateRequest:
+    def _request(
+        self, record: Record, call: int, params: SamplingParams, shown: tuple[Media, ...]
+    ) -> GenerateRequest:
         have = len(record.tokens)
         return GenerateRequest(
             id=f"{self._name}-{self._gate.number()}",
@@ -183,6 +211,7 @@ class LiveRollout:
             seed=self._seed if not (call or have) else _derived(self._seed, call, have),
             session=self._name,
             group=self._group,
+            media=shown,
         )
 
     # -------------------------------------------------------------------------
@@ -230,17 +259,25 @@ class LiveDraft:
         """The prompt and all that follows it."""
         return self._draft.tokens
 
+    @property
+    def media(self) -> tuple[Media, ...]:
+        """All that was shown."""
+        return self._draft.media
+
     async def generate(self, *, max_new_tokens: int | None = None, stop: Sequence[str] = ()) -> Generation:
         """Let the policy go on, and return what it added."""
-        said = await self._rollout.generate(self.tokens, max_new_tokens=max_new_tokens, stop=stop)
+        said = await self._rollout.generate(
+            self.tokens, max_new_tokens=max_new_tokens, stop=stop, media=self.media
+        )
         self._draft.add(said)
         return said
 
-    def observe(self, tokens: Sequence[int]) -> bool:
-        """Add tokens that the policy did not sample."""
+    def observe(self, tokens: Sequence[int], media: Sequence[Media] = ()) -> bool:
+        """Add tokens that the policy did not sample, and what is shown among them."""
+        self._rollout.check_text(tokens, media)
         if not self._rollout.spend(len(tokens)):
             return False
-        self._draft.add_observation(tokens)
+        self._draft.add_observation(tokens, media)
         return True
 
     def sample(self, *, text: str | None = None, metadata: Mapping[str, Any] | None = None) -> Sample:

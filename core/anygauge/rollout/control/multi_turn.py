@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from anygauge.rollout.rewards.resolve import imported
+from anygauge_hooks.errors import RolloutError
 from anygauge_hooks.rl import Prompt, Sample
 from anygauge_hooks.rollout import Draft, Rollout
 
@@ -32,8 +33,10 @@ async def multi_turn(
     What is scored is what it says in its last turn. The tool's words have a loss mask of 0 and count for
     ``rollout.max_new_tokens``; the rollout ends where they find no room in it.
 
-    :param tool: ``package.module:function``, from the text of a call to the answer. It may be ``async``; if
-        not, it runs in a thread. A ``ValueError`` is told to the policy; any other error ends the rollout.
+    :param tool: ``package.module:function``, from the text of a call to the answer: a text, or
+        ``{"text": ..., "images": [...]}`` with images as :meth:`Rollout.look` takes them, which the policy
+        sees after the text. It may be ``async``; if not, it runs in a thread. A ``ValueError`` is told to the
+        policy; any other error ends the rollout.
     :param max_turns: Of the policy.
     :param start: Begins a call.
     :param end: Ends a call, and the turn.
@@ -48,7 +51,7 @@ async def multi_turn(
         wanted = _called(said, start, end)
         if wanted is None or turn == max_turns - 1:
             break
-        if not _tell(rollout, draft, answer.format(await _result(call, wanted)), chat=chat):
+        if not await _tell(rollout, draft, answer, await _result(call, wanted), chat=chat):
             break
     return draft.sample(text=said)
 
@@ -68,16 +71,39 @@ def _called(said: str, start: str, end: str) -> str | None:
     return asked if found else None
 
 
-async def _result(call: Callable[[str], Any], asked: str) -> str:
+class _Result(NamedTuple):
+    text: str
+    images: Sequence[Any] = ()
+
+
+async def _result(call: Callable[[str], Any], asked: str) -> _Result:
     try:
         if inspect.iscoroutinefunction(call):
-            return str(await call(asked))
-        return str(await asyncio.to_thread(call, asked))
+            return _read(await call(asked))
+        return _read(await asyncio.to_thread(call, asked))
     except ValueError as error:
-        return f"error: {error}"
+        return _Result(f"error: {error}")
 
 
-def _tell(rollout: Rollout, draft: Draft, text: str, *, chat: bool) -> bool:
-    """Tell the policy something, if there is room."""
+def _read(found: Any) -> _Result:
+    if not isinstance(found, Mapping):
+        return _Result(str(found))
+    if unknown := set(found) - {"text", "images"}:
+        raise RolloutError(
+            f"A tool returned {', '.join(map(repr, sorted(map(str, unknown))))} in its answer.",
+            hint="Return a text, or a dict with 'text' and 'images'.",
+        )
+    return _Result(str(found.get("text", "")), tuple(found.get("images", ())))
+
+
+async def _tell(rollout: Rollout, draft: Draft, answer: str, result: _Result, *, chat: bool) -> bool:
+    """Tell the policy something, and show it, if there is room."""
+    if result.images:
+        before, _, after = answer.partition("{}")
+        parts = [{"type": "text", "text": before + result.text}]
+        parts += [{"type": "image", "image": image} for image in result.images]
+        parts += [{"type": "text", "text": after}] * bool(after)
+        return draft.observe(*await rollout.look([{"role": "tool", "content": parts}], chat=chat))
+    text = answer.format(result.text)
     tokens = rollout.next_turn([{"role": "tool", "content": text}]) if chat else rollout.encode(text)
     return draft.observe(tokens)

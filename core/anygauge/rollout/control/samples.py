@@ -8,6 +8,7 @@ from numbers import Real
 from typing import Any
 
 from anygauge_hooks.errors import RolloutError
+from anygauge_hooks.media import Media
 from anygauge_hooks.rl import NO_VERSION, FinishReason, Prompt, Sample
 from anygauge_hooks.rollout import Generation
 
@@ -19,10 +20,13 @@ _PER_TOKEN = ("log_probs", "loss_mask", "weight_versions")
 class SampleDraft:
     """Tokens that follow a prompt: what the policy said, and what it was told."""
 
-    def __init__(self, prompt: Prompt, prompt_tokens: Sequence[int], seed: int) -> None:
+    def __init__(
+        self, prompt: Prompt, prompt_tokens: Sequence[int], seed: int, media: Sequence[Media] = ()
+    ) -> None:
         self._prompt = prompt
         self._prompt_tokens = tuple(prompt_tokens)
         self._seed = seed
+        self._media = list(media)
         self._tokens: list[int] = []
         self._log_probs: list[float] = []
         self._loss_mask: list[int] = []
@@ -33,6 +37,11 @@ class SampleDraft:
     def tokens(self) -> tuple[int, ...]:
         """The prompt and all that follows it."""
         return (*self._prompt_tokens, *self._tokens)
+
+    @property
+    def media(self) -> tuple[Media, ...]:
+        """All that was shown."""
+        return tuple(self._media)
 
     @property
     def response(self) -> tuple[int, ...]:
@@ -47,8 +56,10 @@ class SampleDraft:
         self._versions += said.weight_versions
         self._finish_reason = said.finish_reason
 
-    def add_observation(self, tokens: Sequence[int]) -> None:
-        """Add what the policy was told."""
+    def add_observation(self, tokens: Sequence[int], media: Sequence[Media] = ()) -> None:
+        """Add what the policy was told and shown."""
+        before = len(self._prompt_tokens) + len(self._tokens)
+        self._media += [medium.moved(before) for medium in media]
         self._tokens += tokens
         self._log_probs += [0.0] * len(tokens)
         self._loss_mask += [0] * len(tokens)
@@ -67,12 +78,13 @@ class SampleDraft:
             finish_reason=self._finish_reason,
             seed=self._seed,
             metadata=metadata,
+            media=self.media,
         )
 
 
 def failed_sample(prompt: Prompt, seed: int, why: str) -> Sample:
     """Return what stands for a rollout whose function failed: no token, and the reason."""
-    draft = SampleDraft(prompt, prompt.tokens, seed)
+    draft = SampleDraft(prompt, prompt.tokens, seed, prompt.media)
     return draft.finished("", {})._replace(error=why, finish_reason="abort")
 
 
@@ -154,6 +166,9 @@ def _problems(sample: Sample, prompt: Prompt) -> list[str]:
         found.append("prompt_tokens is empty")
     if sample.prompt_index != prompt.index:
         found.append(f"prompt_index is {sample.prompt_index}, and the prompt's {prompt.index}")
+    end = max((start + size for medium in sample.media for start, size in medium.spans), default=0)
+    if end > (length := len(sample.prompt_tokens) + count):
+        found.append(f"media end at token {end} of {length}")
     if not set(sample.loss_mask) <= {0, 1}:
         found.append("loss_mask has other values than 0 and 1")
     unmade = [

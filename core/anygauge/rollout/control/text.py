@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from anygauge.config.schema import Data
 from anygauge.data.template import render, require_template
 from anygauge.rollout.control.journal import Record
 from anygauge_hooks.errors import RolloutError
+from anygauge_hooks.media import Media
+from anygauge_hooks.rl import Prompt
 
-__all__ = ["TextTools"]
+__all__ = ["Show", "TextTools"]
+
+Rendered = Callable[[Sequence[Mapping[str, Any]]], tuple[int, ...]]
+"""From messages without media, whose places are marked, to their tokens."""
+Show = Callable[[Sequence[Mapping[str, Any]], Prompt, Rendered], tuple[tuple[int, ...], tuple[Media, ...]]]
+"""From messages with media, the prompt that they belong to and how messages become tokens, to the tokens
+and the media among them."""
 
 _EARLIER = ({"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"})
 """Stands for what was said before, in front of which a template may put more than in front of nothing."""
@@ -22,12 +30,16 @@ class TextTools:
     :param tokenizer: A Hugging Face tokenizer.
     :param data: The table of the config, for the arguments of the template.
     :param context: Most tokens that the model can take; ``None`` for any number.
+    :param show: Takes the media of messages into the run's store; ``None`` in a run of text.
     """
 
-    def __init__(self, tokenizer: Any, data: Data, context: int | None = None) -> None:
+    def __init__(
+        self, tokenizer: Any, data: Data, context: int | None = None, show: Show | None = None
+    ) -> None:
         self.tokenizer = tokenizer
         self.context = context
         self._data = data
+        self._show = show
 
     def encode(self, text: str) -> tuple[int, ...]:
         """Return the tokens of a text, without any around it."""
@@ -70,6 +82,24 @@ class TextTools:
         end = self.tokenizer.eos_token or ""
         closing = before.rpartition(end)[2] if end and end in before else ""
         return self.encode(closing + after.removeprefix(before))
+
+    def look(
+        self, messages: Sequence[Mapping[str, Any]], prompt: Prompt, *, chat: bool
+    ) -> tuple[tuple[int, ...], tuple[Media, ...]]:
+        """Return what follows an answer where messages show media; see :meth:`Rollout.look`.
+
+        :param prompt: As long as it lives, so do the media.
+        :raises RolloutError: The run has no media.
+        """
+        if self._show is None:
+            raise RolloutError(
+                "A rollout shows media, and this run's model takes none.",
+                hint='Set model.modalities = ["image"].',
+            )
+        return self._show(messages, prompt, self.next_turn if chat else self._plain)
+
+    def _plain(self, messages: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
+        return self.encode("".join(message["content"] for message in messages))
 
     def cut_at_stop(self, record: Record, joint: int, stop: Sequence[str]) -> bool:
         """Cut a generation of several parts where a stop string ends that lies across a joint.

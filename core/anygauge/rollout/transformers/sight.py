@@ -47,7 +47,7 @@ class _Placed(NamedTuple):
     """``[N]``: the feature that goes to each."""
     contents: list[Content]
     """What the features are made of, each once."""
-    count: int
+    total: int
     """Of the features."""
 
 
@@ -106,7 +106,7 @@ class Sight:
         levels: dict[str, Any] = {}
         for spec, module in self._towers:
             placed = self._placed(rows, ids.shape[1], spec.kinds)
-            if not placed.count:
+            if not placed.total:
                 continue
             features, deeper = self._features(spec, module, placed)
             flat.index_copy_(0, placed.places, features.to(flat.dtype))
@@ -147,9 +147,9 @@ class Sight:
         inputs = dict(spec.inputs(self._senses.hf, placed.contents, self._model.device))
         inputs.pop("lengths", None)
         features, levels = spec.outputs(module(**inputs))
-        if len(features) != placed.count:
+        if len(features) != placed.total:
             raise RolloutError(
-                f"The tower {spec.name!r} made {len(features)} features for {placed.count} placeholders.",
+                f"The tower {spec.name!r} made {len(features)} features for {placed.total} placeholders.",
                 hint="The processor of the model's family counts placeholders otherwise than its tower.",
             )
         source = placed.source

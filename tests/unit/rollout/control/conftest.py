@@ -62,6 +62,8 @@ def make_producer(text: TextTools, prompts: list[Prompt]) -> MakeProducer:
         version: int = 0,
         max_unscored_ratio: float = 0.0,
         source: Any = None,
+        tools: TextTools = text,
+        forbidden: tuple[int, ...] = (),
         **keys: Any,
     ) -> Producer:
         settings = {
@@ -82,11 +84,13 @@ def make_producer(text: TextTools, prompts: list[Prompt]) -> MakeProducer:
                 functions=UserFunctions(
                     named(function), [named(each) for each in after_sample], [named(each) for each in filters]
                 ),
-                text=text,
+                text=tools,
             ),
             source=source or ListSource(prompts, epochs),
             seeds=lambda number: [1000 * number + k for k in range(config.samples_per_prompt)],
-            params=SamplingParams(max_new_tokens=config.max_new_tokens, stop=config.stop),
+            params=SamplingParams(
+                max_new_tokens=config.max_new_tokens, stop=config.stop, forbidden=forbidden
+            ),
             scorer=None if score is None else GroupScorer(score),
             max_unscored_ratio=max_unscored_ratio,
         )
