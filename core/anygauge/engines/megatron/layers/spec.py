@@ -23,7 +23,7 @@ from anygauge.engines.megatron.layers.provider import SpecProvider
 from anygauge.engines.megatron.layers.self_attention import SelfAttention
 from anygauge_hooks.models import LayerKind
 
-__all__ = ["decoder_spec", "layer_spec", "stage_layers"]
+__all__ = ["decoder_spec", "first_stage_depth", "layer_spec", "stage_layers"]
 
 
 # -------------------------------------------------------------------------
@@ -121,6 +121,13 @@ def stage_layers(config: TransformerConfig, vp_stage: int | None = None) -> rang
     """Return the global indices of the layers of this pipeline rank, or of one of its model chunks."""
     first = get_transformer_layer_offset(config, vp_stage)
     return range(first, first + get_num_layers_to_build(config, vp_stage))
+
+
+def first_stage_depth(config: TransformerConfig) -> int:
+    """Return how many layers the first chunk of the first pipeline rank has; every rank may ask."""
+    chunk = None if config.virtual_pipeline_model_parallel_size is None else 0
+    depth: int = get_num_layers_to_build(config, chunk, pp_rank=0)
+    return depth
 
 
 def decoder_spec(

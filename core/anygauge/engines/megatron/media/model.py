@@ -18,7 +18,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from anygauge.engines.megatron.layers.modules import PackedSequences
-from anygauge.engines.megatron.layers.spec import stage_layers
+from anygauge.engines.megatron.layers.spec import first_stage_depth
 from anygauge.engines.megatron.media.batch import MediaBatch
 from anygauge.engines.megatron.media.merge import Features, merge
 from anygauge.engines.megatron.media.towers import Tower, build_tower
@@ -123,8 +123,8 @@ class Composer:
         :param ends: ``post_process`` and ``vp_stage``.
         :raises ConfigError: Layers that get further features are not all on the first stage.
         """
-        used = [tower for tower in towers if tower.name in self.built] if pre_process else []
-        _check_levels(self.hf, used, stage_layers(config, ends["vp_stage"]))
+        used = [tower for tower in towers if tower.name in self.built]
+        _check_levels(self.hf, used, first_stage_depth(config))
         return MultimodalModel(
             config,
             decoder,
@@ -134,7 +134,7 @@ class Composer:
             position_embedding_type="none",  # core attention applies positions
             parallel_output=True,
             pre_process=pre_process,
-            towers=[self._tower(each, config.params_dtype) for each in used],
+            towers=[self._tower(each, config.params_dtype) for each in used] if pre_process else [],
             **ends,
         )
 
@@ -142,12 +142,12 @@ class Composer:
         return build_tower(spec, self.hf, self.kernels, dtype, recomputes=self.recomputes)
 
 
-def _check_levels(hf: Mapping[str, Any], towers: Sequence[TowerSpec], layers: range) -> None:
+def _check_levels(hf: Mapping[str, Any], towers: Sequence[TowerSpec], depth: int) -> None:
     for tower in towers:
-        if (levels := tower.levels(hf)) > len(layers):
+        if (levels := tower.levels(hf)) > depth:
             raise ConfigError(
                 f"The tower {tower.name!r} adds features after the first {levels} layers, and the first "
-                f"pipeline stage has {len(layers)}.",
+                f"pipeline stage has {depth}.",
                 hint="Lower train.parallel.pipeline or virtual_pipeline, or give the first stage more layers "
                 "with train.megatron.pipeline_model_parallel_layout.",
             )

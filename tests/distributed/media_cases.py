@@ -1,0 +1,68 @@
+"""A model that sees: what a rank does for the tests of media."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import checkpoint_cases  # type: ignore[import-not-found]
+import parallel_worker  # type: ignore[import-not-found]
+
+from anygauge.config import Config
+from anygauge.testing.media import DictStore
+from anygauge.testing.sights import picture, seeing_sample
+from anygauge_hooks.engines import WorkerContext
+from anygauge_hooks.rl import TrainSample
+
+
+def samples(model: Path, store: DictStore) -> list[TrainSample]:
+    """Return three steps of three samples: one image, none, and several."""
+    hf = json.loads((model / "config.json").read_text())
+    one, wide, tall = (picture(store, hf, *size, seed) for seed, size in enumerate(((4, 4), (2, 6), (6, 4))))
+    parts = [
+        [7],
+        [3, one, 6],
+        [11],
+        *([9], [6], [13]),
+        [2, one, 4],
+        [1, one, 8],
+        [1, wide, 2, tall, 5],
+    ]
+    return [seeing_sample(hf, each, 3 + seed % 2, seed) for seed, each in enumerate(parts)]
+
+
+@contextmanager
+def seeing(config: Config, context: WorkerContext) -> Iterator[tuple[Config, WorkerContext]]:
+    """Let the actions of other files have samples with images."""
+    store, before = DictStore(), parallel_worker.make_samples
+    made = samples(config.model.path, store)
+    model = config.model.model_copy(update={"modalities": ("image",)})
+    for module in (parallel_worker, checkpoint_cases):
+        module.make_samples = lambda *_: made
+    try:
+        yield config.model_copy(update={"model": model}), replace(context, media=store)
+    finally:
+        for module in (parallel_worker, checkpoint_cases):
+            module.make_samples = before
+
+
+def train(config: Config, context: WorkerContext, case: dict[str, Any]) -> Any:
+    """Return what :func:`parallel_worker.train` does."""
+    with seeing(config, context) as (sees, where):
+        return parallel_worker.train(sees, where, case)
+
+
+def saved(config: Config, context: WorkerContext, case: dict[str, Any]) -> Any:
+    """Return what :func:`checkpoint_cases.saved` does."""
+    with seeing(config, context) as (sees, where):
+        return checkpoint_cases.saved(sees, where, case)
+
+
+def resumed(config: Config, context: WorkerContext, case: dict[str, Any]) -> Any:
+    """Return what :func:`checkpoint_cases.resumed` does."""
+    with seeing(config, context) as (sees, where):
+        return checkpoint_cases.resumed(sees, where, case)
