@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from anygauge.data.cache import IndexCache, no_place
 from anygauge.data.lines import Line, count_lines, file_identity, read_slice
 from anygauge.data.parquet import count_rows, is_parquet, read_parquet
-from anygauge.data.problems import BadRowError, Problems
+from anygauge.data.problems import BadMediaError, BadRowError, Problems
 from anygauge.data.rows import RowReader
 from anygauge_hooks.errors import DataError
 
@@ -32,10 +32,12 @@ __all__ = ["FileIndex", "open_index"]
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 2
+FORMAT = 3
 """Changes with what an index holds, and with what makes a row usable."""
 ROWS_AT_ONCE = 1000
 """Rows that are tokenized together."""
+ROWS_WITH_MEDIA = 50
+"""Rows that are read together where they may hold whole images."""
 ROW = np.dtype([("offset", "<u8"), ("length", "<u4"), ("number", "<u4"), ("crc", "<u4")])
 """Where a row is, its line or row number, and the checksum of its bytes."""
 _ROWS, _LINES, _SUMMARY = "rows.bin", "lines.jsonl", "index.json"
@@ -57,6 +59,8 @@ class FileIndex:
     """That were looked at."""
     num_dropped: int
     """That were too long."""
+    num_unreadable: int
+    """That were left out because their media cannot be read."""
     digest: str
     """Of the usable rows' bytes."""
     problems: Problems = field(default_factory=Problems)
@@ -144,6 +148,7 @@ def _load(directory: Path, path: Path, key: Mapping[str, Any]) -> FileIndex:
         rows=_map(directory / _ROWS),
         num_rows=summary["num_rows"],
         num_dropped=summary["num_dropped"],
+        num_unreadable=summary["num_unreadable"],
         digest=summary["digest"],
     )
 
@@ -196,7 +201,9 @@ def _make(path: Path, rows: slice, reader: RowReader, directory: Path, key: Mapp
         if is_parquet(path):
             copy = stack.enter_context((directory / _LINES).open("wb"))
             needed, only_needed = reader.columns()
-            lines = read_parquet(path, rows, copy, needed=needed, only_needed=only_needed)
+            lines = read_parquet(
+                path, rows, copy, needed=needed, only_needed=only_needed, media=reader.media_columns
+            )
         else:
             lines = read_slice(path, rows)
         counts, problems = _check_rows(path, lines, reader, output)
@@ -213,19 +220,25 @@ def _check_rows(
 ) -> tuple[dict[str, int], Problems]:
     """Write the usable rows, and return how many there are of each kind, and the bad ones."""
     problems = Problems()
-    num_rows = num_dropped = 0
-    while chunk := list(islice(lines, ROWS_AT_ONCE)):
+    num_rows = num_dropped = num_unreadable = 0
+    at_once = ROWS_WITH_MEDIA if reader.media_columns else ROWS_AT_ONCE
+    while chunk := list(islice(lines, at_once)):
         num_rows += len(chunk)
         usable = []
-        for line, row in zip(chunk, reader.read([line.content for line in chunk]), strict=True):
-            if isinstance(row, BadRowError):
+        found = reader.read([line.content for line in chunk], [path.parent] * len(chunk))
+        for line, row in zip(chunk, found, strict=True):
+            if isinstance(row, BadMediaError) and reader.drops_media:
+                num_unreadable += 1
+                logger.warning("%s is left out: %s", _place(path, line.number), row)
+            elif isinstance(row, BadRowError):
                 problems.append(_place(path, line.number), row)
             elif reader.is_too_long(row):
                 num_dropped += 1
             else:
                 usable.append((line.offset, len(line.content), line.number, zlib.crc32(line.content)))
         output.write(np.array(usable, ROW).tobytes())
-    return {"num_rows": num_rows, "num_dropped": num_dropped}, problems
+    counts = {"num_rows": num_rows, "num_dropped": num_dropped, "num_unreadable": num_unreadable}
+    return counts, problems
 
 
 def _write_summary(directory: Path, facts: Mapping[str, Any]) -> None:

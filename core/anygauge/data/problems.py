@@ -7,7 +7,7 @@ from typing import NoReturn
 
 from anygauge_hooks.errors import DataError
 
-__all__ = ["MAX_REPORTED", "BadRowError", "Problems"]
+__all__ = ["MAX_REPORTED", "BadMediaError", "BadRowError", "Problems"]
 
 MAX_REPORTED = 5
 """Bad rows that an error lists."""
@@ -22,6 +22,10 @@ class BadRowError(Exception):
     def __init__(self, problem: str, *, hint: str | None = None) -> None:
         super().__init__(problem)
         self.hint = hint
+
+
+class BadMediaError(BadRowError):
+    """What is wrong with a row's media, as a clause; ``media.on_error`` may leave such rows out."""
 
 
 @dataclass(slots=True)

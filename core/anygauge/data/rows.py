@@ -3,16 +3,27 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NoReturn
 
 from anygauge.config.schema import Data
 from anygauge.data.conversations import make_turn_finder
 from anygauge.data.fingerprint import tokenizer_fingerprint
-from anygauge.data.problems import BadRowError
-from anygauge.data.template import Message, as_messages, kind, prompt_problem, render, require_template
-from anygauge_hooks.errors import ConfigError
+from anygauge.data.media.reader import Found, MediaReader
+from anygauge.data.problems import BadMediaError, BadRowError
+from anygauge.data.template import (
+    Message,
+    as_messages,
+    kind,
+    prompt_problem,
+    render,
+    require_template,
+    takes_parts,
+)
+from anygauge_hooks.errors import ConfigError, MediaError
+from anygauge_hooks.media import Media
 from anygauge_hooks.models import AssistantTurns
 
 __all__ = ["Row", "RowReader"]
@@ -37,6 +48,9 @@ class Row:
     """For SFT, what follows ``tokens``."""
     loss_mask: tuple[int, ...] = ()
     """For SFT, one per token of ``response``."""
+    media: tuple[Media, ...] = ()
+    found: tuple[Found, ...] = ()
+    """Where each of ``media`` is."""
 
     @property
     def num_tokens(self) -> int:
@@ -51,6 +65,8 @@ class _Rendered:
     fields: dict[str, Any]
     pieces: Sequence[str]
     """The prompt; for SFT then by turns what is trained on and what is not."""
+    found: Sequence[Found] = ()
+    """Its media, in order."""
 
 
 class RowReader:
@@ -63,11 +79,17 @@ class RowReader:
     :param max_tokens: A prompt with more is bad, for SFT a conversation with more, unless
         ``max_prompt_tokens`` drops it; ``None`` for any number.
     :param turns: For SFT; ``None`` for prompts to generate from.
+    :param media: Finds the media of rows; ``None`` where they have none.
     :raises ConfigError: Tokenizer and settings do not go together.
     """
 
     def __init__(
-        self, config: Data, tokenizer: Any, max_tokens: int | None, turns: AssistantTurns | None = None
+        self,
+        config: Data,
+        tokenizer: Any,
+        max_tokens: int | None,
+        turns: AssistantTurns | None = None,
+        media: MediaReader | None = None,
     ) -> None:
         self._config = config
         self._tokenizer = tokenizer
@@ -83,6 +105,11 @@ class RowReader:
             )
         chats = config.apply_chat_template
         self._finder = make_turn_finder(turns, tokenizer, config) if chats and turns is not None else None
+        self._media = media
+        self._parts = False
+        if media is not None and chats:
+            known = media.processor.marks.items()
+            self._parts = all(takes_parts(tokenizer, config, {"type": name}, mark) for name, mark in known)
 
     def settings(self) -> dict[str, Any] | None:
         """Return all that decides which rows are usable, as JSON can write it; ``None`` if it is unknown."""
@@ -91,22 +118,43 @@ class RowReader:
             return None
         used = self._config.model_dump(mode="json", exclude=_NOT_OF_ROWS)
         turns = None if self._turns is None else [self._turns.start, self._turns.end]
-        return {"tokenizer": tokenizer, "max_tokens": self._max_tokens, "turns": turns, **used}
+        media = {} if self._media is None else {"media": self._media.facts()}
+        return {"tokenizer": tokenizer, "max_tokens": self._max_tokens, "turns": turns, **used, **media}
 
     def columns(self) -> tuple[list[str], bool]:
         """Return the fields that the config names, and whether no other is used."""
         config = self._config
         named = (config.input_key, config.label_key, config.metadata_key, config.tools_key)
-        return [key for key in named if key is not None], config.metadata_key is not None
+        media = () if self._media is None else self._media.fields.values()
+        return [key for key in (*named, *media) if key is not None], config.metadata_key is not None
+
+    @property
+    def media_columns(self) -> Collection[str]:
+        """Fields that hold media."""
+        return () if self._media is None else self._media.fields.values()
+
+    @property
+    def drops_media(self) -> bool:
+        """Whether rows whose media cannot be read are left out."""
+        return self._media is not None and self._media.settings.on_error == "drop"
 
     def is_too_long(self, row: Row) -> bool:
         """Return whether a row has more tokens than ``max_prompt_tokens``."""
         limit = self._config.max_prompt_tokens
         return limit is not None and row.num_tokens > limit
 
-    def read(self, contents: Sequence[bytes]) -> list[Row | BadRowError]:
-        """Return each row, or what is wrong with it. They are tokenized together."""
-        rendered = [self._try_render(content) for content in contents]
+    def read(
+        self, contents: Sequence[bytes], folders: Iterable[Path] | None = None, *, keyed: bool = False
+    ) -> list[Row | BadRowError]:
+        """Return each row, or what is wrong with it. They are tokenized together.
+
+        :param folders: Of the file of each row, where relative paths of media start from.
+        :param keyed: Whether the bytes of media are read, for their keys; else their headers alone.
+        """
+        places = [Path()] * len(contents) if folders is None else folders
+        rendered = [
+            self._try_render(content, folder, keyed) for content, folder in zip(contents, places, strict=True)
+        ]
         good = [row for row in rendered if not isinstance(row, BadRowError)]
         plain = not self._config.apply_chat_template
         field = self._config.input_key
@@ -125,34 +173,50 @@ class RowReader:
     # Text
     # -------------------------------------------------------------------------
 
-    def _try_render(self, content: bytes) -> _Rendered | BadRowError:
+    def _try_render(self, content: bytes, folder: Path, keyed: bool) -> _Rendered | BadRowError:
         try:
-            return self._render(_parse_object(content))
+            return self._render(_parse_object(content), folder, keyed)
         except BadRowError as problem:
             return problem.with_traceback(None)
+        except MediaError as error:
+            return BadMediaError(str(error.args[0]).removesuffix("."), hint=error.hint)
         except Exception as error:  # noqa: BLE001 - a chat template is anybody's program
             return self._bad_prompt(
                 f": the chat template refuses it: {error}",
                 hint="The template's rules are in the model directory's chat_template.jinja.",
             )
 
-    def _render(self, fields: dict[str, Any]) -> _Rendered:
+    def _render(self, fields: dict[str, Any], folder: Path, keyed: bool) -> _Rendered:
         config = self._config
         fields = self._decoded(fields)
         value = _required(fields, config.input_key)
-        problem = prompt_problem(value, apply_chat_template=config.apply_chat_template)
+        chats = config.apply_chat_template
+        problem = prompt_problem(value, apply_chat_template=chats, parts=self._media is not None)
         if problem:
             raise self._bad_prompt(f" {problem}")
         self._check_fields(fields, value)
+        prompt = as_messages(value, config.system_prompt) if chats else value
+        found: Sequence[Found] = ()
+        if self._media is not None:
+            placed = self._media.locate(fields, prompt, parts=self._parts)
+            prompt, found = placed.prompt, self._media.measure(placed.values, folder, keyed=keyed)
+        return _Rendered(fields, self._pieces(fields, prompt), found)
+
+    def _pieces(self, fields: dict[str, Any], prompt: Any) -> list[str]:
+        """Return a row as text: the prompt; for SFT then by turns what is trained on and what is not.
+
+        :param prompt: Text, or messages where there is a chat template.
+        """
+        config = self._config
         if not config.apply_chat_template:
-            return _Rendered(fields, [value, self._answer(fields)] if self._sft else [value])
-        messages, tools = as_messages(value, config.system_prompt), fields.get(config.tools_key or "")
+            return [prompt, self._answer(fields)] if self._sft else [prompt]
+        tools = fields.get(config.tools_key or "")
         if self._finder is None:
-            return _Rendered(fields, [render(messages, self._tokenizer, config, tools=tools, generate=True)])
-        messages = self._with_answer(messages, fields)
+            return [render(prompt, self._tokenizer, config, tools=tools, generate=True)]
+        messages = self._with_answer(prompt, fields)
         text = render(messages, self._tokenizer, config, tools=tools, generate=False)
         try:
-            return _Rendered(fields, self._finder.split(messages, text))
+            return self._finder.split(messages, text)
         except BadRowError as error:
             raise self._bad_prompt(f" {error}", hint=error.hint) from error
 
@@ -233,10 +297,38 @@ class RowReader:
             tokens.append(ids)
         if self._sft and self._finder is None:
             tokens[1] = [*tokens[1], self._tokenizer.eos_token_id]
+        media: list[Media] = []
+        if self._media is not None:
+            try:
+                tokens, media = self._expanded(self._media, tokens, row.found)
+            except BadMediaError as error:
+                return BadMediaError(f"field {self._config.input_key!r} {error}", hint=error.hint)
         response = tuple(token for ids in tokens[1:] for token in ids)
         mask = tuple(number % 2 for number, ids in enumerate(tokens[1:], 1) for _ in ids)
-        found = Row(row.fields, row.pieces[0], tuple(tokens[0]), response, mask)
+        found = Row(
+            row.fields, row.pieces[0], tuple(tokens[0]), response, mask, tuple(media), tuple(row.found)
+        )
         return found if self.is_too_long(found) else self._length_problem(found.num_tokens) or found
+
+    def _expanded(
+        self, reader: MediaReader, pieces: list[list[int]], found: Sequence[Found]
+    ) -> tuple[list[list[int]], list[Media]]:
+        """Return the tokens of each piece with room for its media, and these."""
+        waiting = (each.measurement() for each in found)
+        made: list[list[int]] = []
+        media: list[Media] = []
+        for number, ids in enumerate(pieces):
+            if number % 2 and reader.expander.holds_mark(ids):
+                raise BadMediaError("has media in a turn of the assistant, which is trained on")
+            tokens, own = reader.expander.expand(ids, waiting, start=sum(map(len, made)))
+            made.append(tokens)
+            media += own
+        if len(media) < len(found):
+            raise BadMediaError(
+                f"has {len(found)} media, of which the chat template writes {len(media)}",
+                hint="Does the template leave out messages, or know no content parts?",
+            )
+        return made, media
 
     def _length_problem(self, num_tokens: int) -> BadRowError | None:
         limit = self._max_tokens

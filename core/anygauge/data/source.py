@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,12 @@ from anygauge.config.data_files import dataset_name, split_slice
 from anygauge.config.schema import Data
 from anygauge.data.cache import IndexCache, cache_directory
 from anygauge.data.index import FileIndex, open_index
+from anygauge.data.media.reader import MediaReader
+from anygauge.data.media.sources import Source
 from anygauge.data.order import Epochs, Mixture, Order
-from anygauge.data.problems import BadRowError, Problems
+from anygauge.data.problems import BadMediaError, BadRowError, Problems
 from anygauge.data.rows import Row, RowReader
-from anygauge_hooks.errors import ConfigError, DataError
+from anygauge_hooks.errors import ConfigError, DataError, MediaError
 from anygauge_hooks.models import AssistantTurns
 from anygauge_hooks.rl import Prompt
 
@@ -38,6 +41,7 @@ class FileSource:
         number. Unlike one longer than ``max_prompt_tokens``, which is dropped, a longer one is bad.
     :param turns: For SFT: how the model's family marks the assistant's turns, or two empty strings if it has
         no chats. ``None`` for prompts to generate from.
+    :param media: Finds the media of rows, and remembers those that were drawn; ``None`` for rows without.
     :raises DataError: A file cannot be read, a row is bad, or no row is left; lists the first bad rows.
     :raises ConfigError: A slice cannot be read, or tokenizer and settings do not go together.
     """
@@ -50,12 +54,14 @@ class FileSource:
         *,
         max_tokens: int | None = None,
         turns: AssistantTurns | None = None,
+        media: MediaReader | None = None,
     ) -> None:
         if not config.train:
             raise DataError("No data file is given.", hint="List at least one in data.train.")
         self._config = config
         self._seed = seed
-        self._reader = RowReader(config, tokenizer, max_tokens, turns)
+        self._media = media
+        self._reader = RowReader(config, tokenizer, max_tokens, turns, media)
         self._names = [dataset_name(file) for file in config.train]
         # Kept with the source: it removes what it made outside of the cache.
         self._cache = IndexCache(cache_directory(config.cache))
@@ -68,13 +74,30 @@ class FileSource:
         return int(self._starts[-1])
 
     @property
+    def num_unreadable(self) -> int:
+        """Rows that are left out because the headers of their media cannot be read."""
+        return sum(file.num_unreadable for file in self._files)
+
+    @property
     def num_dropped(self) -> int:
         """Rows that are longer than ``max_prompt_tokens``."""
         return sum(file.num_dropped for file in self._files)
 
     def next(self, num_prompts: int) -> list[Prompt]:
         """Return the next prompts. At the end of an epoch the next one begins, in a new order."""
-        return self._read(self._order.next(num_prompts).tolist())
+        found: list[Prompt] = []
+        left_out = 0
+        while (missing := num_prompts - len(found)) > 0:
+            drawn = self._read(self._order.next(missing).tolist())
+            found += drawn
+            left_out = 0 if drawn else left_out + missing
+            if left_out > len(self):
+                raise MediaError("No row is left whose media can be read.", hint="The log names them.")
+        return found
+
+    def recall(self, prompts: Iterable[Prompt]) -> None:
+        """Find the media of prompts again that another source of the same files has drawn."""
+        self._read([prompt.index for prompt in prompts])
 
     def all(self, limit: int | None = None) -> list[Prompt]:
         """Return every prompt once, in the order of the files.
@@ -184,13 +207,46 @@ class FileSource:
             places = [place for place, owner in enumerate(owners) if owner == number]
             found = self._files[number].contents([local[place] for place in places])
             contents |= zip(places, found, strict=True)
-        rows = self._reader.read([contents[place] for place in range(len(owners))])
-        return [self._prompt(*each) for each in zip(positions, owners, local, rows, strict=True)]
+        folders = [self._files[owner].path.parent for owner in owners]
+        rows = self._reader.read([contents[place] for place in range(len(owners))], folders, keyed=True)
+        drawn = zip(positions, owners, local, rows, strict=True)
+        return [self._prompt(*each) for each in drawn if not self._is_left_out(*each[1:])]
+
+    def _is_left_out(self, owner: int, position: int, row: Row | BadRowError) -> bool:
+        """Return whether the media of a row cannot be read any more, and such rows are dropped.
+
+        :raises MediaError: They are not.
+        """
+        if not isinstance(row, BadMediaError):
+            return False
+        error = MediaError(f"{self._files[owner].place(position)}: {row}.", hint=row.hint)
+        if self._media is None or not self._reader.drops_media:
+            raise error
+        logger.warning("left out: %s", error.args[0])
+        self._media.num_dropped += 1
+        return True
+
+    def _remember(self, row: Row, owner: int, position: int) -> None:
+        """Tell the reader of media where those of a row are."""
+        if self._media is None:
+            return
+        place = self._files[owner].place(position)
+        for number, found in enumerate(row.found):
+            self._media.remember(found, place, partial(self._source_again, owner, position, number))
+
+    def _source_again(self, owner: int, position: int, number: int) -> Source:
+        """Read a row once more, and return where one of its media is."""
+        file = self._files[owner]
+        row = self._reader.read(file.contents([position]), [file.path.parent])[0]
+        if isinstance(row, BadRowError) or (source := row.found[number].source) is None:
+            raise file.changed(position, str(row))
+        return source
 
     def _prompt(self, index: int, owner: int, position: int, row: Row | BadRowError) -> Prompt:
         config, file = self._config, self._files[owner]
         if isinstance(row, BadRowError):
             raise file.changed(position, str(row))
+        self._remember(row, owner, position)
         return Prompt(
             index=index,
             tokens=row.tokens,
@@ -201,6 +257,7 @@ class FileSource:
             dataset=self._names[owner],
             response=row.response,
             loss_mask=row.loss_mask,
+            media=row.media,
         )
 
     def _metadata(self, fields: dict[str, Any]) -> Mapping[str, Any]:
@@ -208,7 +265,7 @@ class FileSource:
         if config.metadata_key is not None:
             metadata: dict[str, Any] = fields[config.metadata_key]
             return metadata
-        used = {config.input_key, config.label_key}
+        used = {config.input_key, config.label_key, *config.multimodal_keys.values()}
         return {key: value for key, value in fields.items() if key not in used}
 
 

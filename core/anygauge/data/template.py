@@ -8,16 +8,17 @@ from typing import Any
 from anygauge.config.schema import Data
 from anygauge_hooks.errors import ConfigError
 
-__all__ = ["Message", "as_messages", "kind", "prompt_problem", "render", "require_template"]
+__all__ = ["Message", "as_messages", "kind", "prompt_problem", "render", "require_template", "takes_parts"]
 
 Message = Mapping[str, Any]
 
 
-def prompt_problem(value: Any, *, apply_chat_template: bool) -> str | None:
+def prompt_problem(value: Any, *, apply_chat_template: bool, parts: bool = False) -> str | None:
     """Return what is wrong with the prompt field of a row, as a clause, or ``None``.
 
     :param value: A string, or a list of chat messages.
     :param apply_chat_template: Whether messages can be rendered.
+    :param parts: Whether the content of a message may be a list of parts, of which some are media.
     """
     if isinstance(value, str):
         return None if value.strip() else "is empty"
@@ -30,12 +31,12 @@ def prompt_problem(value: Any, *, apply_chat_template: bool) -> str | None:
     problems = (
         f"message {position}: {problem}"
         for position, message in enumerate(value)
-        for problem in _message_problems(message)
+        for problem in _message_problems(message, parts)
     )
     return next(problems, None)
 
 
-def _message_problems(message: Any) -> Iterator[str]:
+def _message_problems(message: Any, parts: bool) -> Iterator[str]:
     if not isinstance(message, dict):
         yield f"is {kind(message)}, not an object"
         return
@@ -46,7 +47,9 @@ def _message_problems(message: Any) -> Iterator[str]:
             continue
         if key not in message:
             yield f"has no {key!r}"
-        elif not isinstance(message[key], str):
+        elif not isinstance(message[key], str) and not (
+            parts and key == "content" and isinstance(message[key], list)
+        ):
             yield f"{key!r} is {kind(message[key])}, not a string"
     if not message.get("role"):
         yield "'role' is empty"
@@ -71,6 +74,19 @@ def require_template(tokenizer: Any) -> None:
             "data.apply_chat_template is true, but the tokenizer has no chat template.",
             hint="Add chat_template.jinja to the model directory, or set data.apply_chat_template = false.",
         )
+
+
+def takes_parts(tokenizer: Any, config: Data, part: Message, mark: str) -> bool:
+    """Return whether a chat template writes a mark for a content part; others know text alone.
+
+    :param tokenizer: A Hugging Face tokenizer with a chat template.
+    """
+    content = [part, {"type": "text", "text": "a"}]
+    try:
+        text = render([{"role": "user", "content": content}], tokenizer, config, generate=True)
+    except Exception:  # noqa: BLE001 - a chat template is anybody's program
+        return False
+    return mark in text
 
 
 def render(

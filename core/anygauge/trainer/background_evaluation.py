@@ -9,8 +9,10 @@ from __future__ import annotations
 import asyncio
 import logging
 from concurrent.futures import Future
+from contextlib import closing
 from typing import TYPE_CHECKING
 
+from anygauge.data.media.loader import windows
 from anygauge.rollout.control import Making, sample_all
 from anygauge.rollout.rewards import Scorer
 from anygauge.trainer.evaluation import Drawn, eval_draw, record, score_metrics
@@ -18,9 +20,12 @@ from anygauge.trainer.plan import group_samples
 from anygauge_hooks.rl import NO_VERSION, Group
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from anygauge.trainer.inputs import EvalSet
     from anygauge.trainer.requests import Requests
     from anygauge.trainer.session import Session
+    from anygauge_hooks.rl import Prompt, Sample, SamplingParams
     from anygauge_hooks.types import RunInfo
 
 __all__ = ["SHARE", "BackgroundEvaluation"]
@@ -87,7 +92,7 @@ class BackgroundEvaluation:
 
     async def _of_set(self, eval_set: EvalSet, scorer: Scorer) -> dict[str, float]:
         draw: Drawn = eval_draw(self._session, eval_set)
-        samples = await sample_all(self._making, *draw, at_once=self._at_once)
+        samples = await self._samples(*draw)
         groups, scored = group_samples(eval_set.prompts, samples), list[Group]()
         for start in range(0, len(groups), SCORED):
             some = groups[start : start + SCORED]
@@ -95,6 +100,18 @@ class BackgroundEvaluation:
         versions = {version for own in samples for each in own for version in each.weight_versions}
         found = score_metrics(self._session.config, eval_set, scored)
         return {**found, f"eval/{eval_set.name}/versions": len(versions - {NO_VERSION})}
+
+    async def _samples(
+        self, prompts: Sequence[Prompt], params: SamplingParams, seeds: Sequence[Sequence[int]]
+    ) -> list[list[Sample]]:
+        """Return one sample per seed for each prompt; what these show is decoded meanwhile."""
+        samples: list[list[Sample]] = []
+        parts = windows(self._session.media, prompts, self._session.config.rollout.prompts_per_step)
+        with closing(parts):
+            while (part := await asyncio.to_thread(next, parts, None)) is not None:
+                own = seeds[len(samples) : len(samples) + len(part)]
+                samples += await sample_all(self._making, part, params, own, at_once=self._at_once)
+        return samples
 
 
 async def _ended(answer: Future[dict[str, float]]) -> None:

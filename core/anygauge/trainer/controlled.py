@@ -9,6 +9,7 @@ from functools import partial
 
 from anygauge.config import Config
 from anygauge.config.schema import Rollout
+from anygauge.data.media.loader import LoadedSource
 from anygauge.rollout.control import Continuous, GroupScorer, Making, Producer, Staleness, Work
 from anygauge.rollout.rewards import Scorer
 from anygauge.trainer.generation import group_seeds, rollout_params
@@ -141,6 +142,8 @@ def open_control(session: Session, source: DataSource) -> Iterator[Controlled | 
     producer = Producer(work, version=state.version, drawn=drawn)
     if state.rollout:
         producer.load_state_dict(state.rollout)
+        if isinstance(source, LoadedSource):
+            source.adopt(producer.prompts())
     left = config.run.steps - state.info.step
     controlled = Controlled(producer, requests, config, steps=left)
     if config.rollout.schedule != "sync":

@@ -8,13 +8,14 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from anygauge.config import Config
+from anygauge.data.media.loader import windows
 from anygauge.observability.logs import summary
 from anygauge.observability.metrics import eval_metrics
 from anygauge.rollout.rewards import Scorer, raw_number
 from anygauge.trainer.generation import eval_params, eval_seeds
 from anygauge.trainer.plan import conversation_samples, group_samples, split_evenly
 from anygauge.trainer.worker_group import Arguments
-from anygauge_hooks.rl import Group, Prompt, SamplingParams
+from anygauge_hooks.rl import Group, Prompt, Sample, SamplingParams, TrainSample
 from anygauge_hooks.types import RunInfo
 
 if TYPE_CHECKING:
@@ -64,7 +65,10 @@ def _evaluate_set(session: Session, eval_set: EvalSet, *, tolerant: bool) -> dic
 
 
 def _scored(session: Session, eval_set: EvalSet, scorer: Scorer, *, tolerant: bool) -> dict[str, float]:
-    samples = session.generate(*eval_draw(session, eval_set))
+    _, params, seeds = eval_draw(session, eval_set)
+    samples: list[list[Sample]] = []
+    for prompts in windows(session.media, eval_set.prompts, session.config.rollout.prompts_per_step):
+        samples += session.generate(prompts, params, seeds[len(samples) : len(samples) + len(prompts)])
     groups = scorer.score(group_samples(eval_set.prompts, samples), tolerant=tolerant)
     return score_metrics(session.config, eval_set, groups)
 
@@ -85,7 +89,16 @@ def score_metrics(config: Config, eval_set: EvalSet, groups: Sequence[Group]) ->
 
 def _loss(session: Session, eval_set: EvalSet) -> dict[str, float]:
     """Return the mean negative log-likelihood of the assistant's tokens, in nats."""
-    samples = conversation_samples(eval_set.prompts)
+    total, tokens = 0.0, 0
+    for prompts in windows(session.media, eval_set.prompts, session.config.rollout.prompts_per_step):
+        samples = conversation_samples(prompts)
+        total += _negative_log_likelihood(session, samples)
+        tokens += sum(sum(sample.loss_mask) for sample in samples)
+    return {f"eval/{eval_set.name}-loss": total / tokens}
+
+
+def _negative_log_likelihood(session: Session, samples: Sequence[TrainSample]) -> float:
+    """Return the sum over the trained tokens of samples."""
     layout = session.layout
     parts = split_evenly(len(samples), layout.data)
     # A forward pass may be a collective, so a rank without samples of its own repeats the first.
@@ -93,5 +106,4 @@ def _loss(session: Session, eval_set: EvalSet) -> dict[str, float]:
     session.turns.take("save")
     totals = session.workers.call("negative_log_likelihood", per_rank=per_rank)
     spoken = (totals[rank] for rank in layout.speakers())
-    total = sum(value for value, part in zip(spoken, parts, strict=True) if samples[part])
-    return {f"eval/{eval_set.name}-loss": total / sum(sum(sample.loss_mask) for sample in samples)}
+    return float(sum(value for value, part in zip(spoken, parts, strict=True) if samples[part]))

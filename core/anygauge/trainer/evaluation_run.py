@@ -12,12 +12,13 @@ from typing import Any
 
 from anygauge.config import Config
 from anygauge.config.load import LoadedConfig
+from anygauge.data.media.reader import MediaReader
 from anygauge.hub import localized
 from anygauge.hub.names import model_name
 from anygauge.plugins import Plugins
 from anygauge.rollout.rewards import check_reward
 from anygauge.trainer.evaluation import evaluate
-from anygauge.trainer.inputs import EvalSet, read_eval_sets, rewards
+from anygauge.trainer.inputs import EvalSet, load_tokenizer, media_reader, read_eval_sets, rewards
 from anygauge.trainer.parts import evaluation_parts
 from anygauge.trainer.run import open_session, run_info
 from anygauge.trainer.saved import (
@@ -97,26 +98,29 @@ def evaluate_checkpoint(
     :param checkpoint: Loaded over the weights of ``model.path``.
     :raises ConfigError: The config names no evaluation data, or no reward to evaluate with.
     """
-    eval_sets = read_evaluation(localized(loaded.config), plugins)
+    eval_sets, media = read_evaluation(localized(loaded.config), plugins)
     parts = evaluation_parts(loaded.config, loads=checkpoint is not None)
     with terminate_as_exception(), logs_of_failures() as directory, ExitStack() as stack:
         state = RunState(run_info(loaded, directory, plugins.environment()), version=1)
         if checkpoint is not None:
             state.finish_step(checkpoint.step)
         path = None if checkpoint is None else checkpoint.path.absolute()
-        metrics = evaluate(open_session(loaded, plugins, parts, eval_sets, state, stack, checkpoint=path))
+        session = open_session(loaded, plugins, parts, eval_sets, state, stack, checkpoint=path, media=media)
+        metrics = evaluate(session)
     return metrics if checkpoint is None else {"eval/step": checkpoint.step, **metrics}
 
 
-def read_evaluation(config: Config, plugins: Plugins) -> list[EvalSet]:
-    """Read the data sets and check their rewards."""
+def read_evaluation(config: Config, plugins: Plugins) -> tuple[list[EvalSet], MediaReader | None]:
+    """Read the data sets and check their rewards; return what finds their media, too."""
     if not (config.eval.data or config.eval.datasets):
         raise ConfigError("The config has no evaluation data.", hint="Name files in eval.data.")
     if config.run.task != "sft" and not rewards(config):
         raise ConfigError("The config has no reward to evaluate with.", hint="Set reward.function.")
     for reward in rewards(config):
         check_reward(reward, plugins)
-    return read_eval_sets(config, plugins)
+    tokenizer = load_tokenizer(config)
+    media = media_reader(config, plugins, tokenizer)
+    return read_eval_sets(config, plugins, tokenizer, media), media
 
 
 @contextmanager

@@ -14,12 +14,13 @@ from anygauge.config.modalities import modalities
 from anygauge.config.schema import Data, EvalDataset, Reward
 from anygauge.data.balance import free
 from anygauge.data.evaluation import eval_data, eval_datasets
+from anygauge.data.media.reader import MediaReader
 from anygauge.hub import localized
 from anygauge.plugins import Plugins
 from anygauge.rollout.rewards import check_reward
 from anygauge_hooks.data import DataSource
 from anygauge_hooks.engines import RolloutEngineSpec
-from anygauge_hooks.errors import CheckpointError
+from anygauge_hooks.errors import CheckpointError, ConfigError
 from anygauge_hooks.media import Media
 from anygauge_hooks.models import AssistantTurns, ModelSpec, text_config
 from anygauge_hooks.rl import Prompt
@@ -55,6 +56,8 @@ class Inputs:
     """Of the model's forward pass, from the length of a sequence."""
     media_flops: Callable[[Media], float] = free
     """Of a tower's forward pass over a medium."""
+    media: MediaReader | None = None
+    """Of all of the run's data; ``None`` for a run of text."""
 
 
 def read_inputs(config: Config, plugins: Plugins) -> Inputs:
@@ -66,8 +69,9 @@ def read_inputs(config: Config, plugins: Plugins) -> Inputs:
     """
     config = localized(config)
     tokenizer = load_tokenizer(config)
-    source = _make_source(config, plugins, tokenizer, config.data, config.rollout.max_new_tokens)
-    eval_sets = read_eval_sets(config, plugins, tokenizer)
+    media = media_reader(config, plugins, tokenizer)
+    source = _make_source(config, plugins, tokenizer, config.data, config.rollout.max_new_tokens, media)
+    eval_sets = read_eval_sets(config, plugins, tokenizer, media)
     for reward in rewards(config):
         check_reward(reward, plugins)
     hf, spec = read_model(config, plugins)
@@ -77,6 +81,7 @@ def read_inputs(config: Config, plugins: Plugins) -> Inputs:
         estimator=group_estimator(config, plugins),
         flops_per_token=partial(spec.flops_per_token, hf),
         media_flops=free if spec.media is None else partial(spec.media.flops, hf),
+        media=media,
     )
 
 
@@ -109,28 +114,57 @@ def rewards(config: Config) -> list[Reward]:
     return [reward for reward in (config.reward, *own) if reward.function or reward.parts]
 
 
-def read_eval_sets(config: Config, plugins: Plugins, tokenizer: Any = None) -> list[EvalSet]:
+def read_eval_sets(
+    config: Config, plugins: Plugins, tokenizer: Any = None, media: MediaReader | None = None
+) -> list[EvalSet]:
     """Read the evaluation data sets.
 
     :param tokenizer: ``None`` loads that of the model.
+    :param media: Remembers the media of their rows; ``None`` for a run of text.
     """
     sets = []
     for name, dataset in eval_datasets(config).items():
         tokenizer = tokenizer or load_tokenizer(config)
         room = dataset.max_new_tokens or config.rollout.max_new_tokens
-        source = _make_source(config, plugins, tokenizer, eval_data(config, dataset), room)
+        source = _make_source(config, plugins, tokenizer, eval_data(config, dataset), room, media)
         sets.append(EvalSet(name, dataset, source.all(dataset.max_prompts)))
     return sets
 
 
+def media_reader(config: Config, plugins: Plugins, tokenizer: Any) -> MediaReader | None:
+    """Return what reads the media of rows, and of tools; ``None`` for a run of text.
+
+    :param config: Whose model is a directory.
+    :raises ConfigError: The model takes none, or its processor's settings are another family's.
+    """
+    if not modalities(config):
+        return None
+    hf = json.loads((config.model.path / "config.json").read_text(encoding="utf-8"))
+    _, spec = read_model(config, plugins)
+    if spec.media is None:
+        raise ConfigError(
+            f"The run has {', '.join(sorted(modalities(config)))}, and the model's family takes text alone.",
+            hint="Leave out data.multimodal_keys and model.modalities, or take another model.",
+        )
+    processor = spec.media.make_processor(config.model.path, hf)
+    return MediaReader(config.media, config.data.multimodal_keys, processor, tokenizer)
+
+
 def _make_source(
-    config: Config, plugins: Plugins, tokenizer: Any, data: Data, max_new_tokens: int
+    config: Config,
+    plugins: Plugins,
+    tokenizer: Any,
+    data: Data,
+    max_new_tokens: int,
+    media: MediaReader | None = None,
 ) -> DataSource:
     make = plugins.get("register_data_sources", data.source).fn
     hf, spec = read_model(config, plugins)
     room = prompt_room(longest_context(config, plugins, hf), config.run.task, max_new_tokens)
     turns = (spec.assistant_turns or NO_CHATS) if config.run.task == "sft" else None
-    source: DataSource = make(data, tokenizer, config.run.seed, max_tokens=room, turns=turns)
+    # A source that somebody wrote before there were media need not know of them.
+    more = {} if media is None else {"media": media}
+    source: DataSource = make(data, tokenizer, config.run.seed, max_tokens=room, turns=turns, **more)
     return source
 
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING
 
 from anygauge.config import Config
@@ -194,9 +195,17 @@ def train_on_rollouts(loop: Loop, step: int) -> dict[str, float]:
     sampled = rollout_metrics(groups, raw, datasets=datasets, version=version) | driver_memory()
     if loop.control is not None:
         sampled |= loop.control.metrics()
+    if loop.session.media is not None:
+        sampled |= {"rollout/media_tokens": media_tokens(groups)} | loop.session.media.metrics()
     work = StepWork.of_groups(groups, loop.flops_per_token, loop.media_flops)
     trained = {} if training is None else finish_training(loop, training)
     return {**trained, **sampled, **measure(loop, work, started, reward=reward_s)}
+
+
+def media_tokens(groups: Sequence[Group]) -> float:
+    """Return how many tokens of a sample hold places of media, on average."""
+    counts = [sum(each.num_tokens for each in sample.media) for group in groups for sample in group.samples]
+    return fmean(counts) if counts else 0.0
 
 
 def replays_rollouts(config: Config) -> bool:
@@ -236,6 +245,8 @@ def train_on_conversations(loop: Loop, step: int) -> dict[str, float]:
     training = start_training(loop, step, samples)
     read_ahead(loop, step)
     read = conversation_metrics(rows, datasets=train_datasets(loop.config)) | driver_memory()
+    if loop.session.media is not None:
+        read |= loop.session.media.metrics()
     work = StepWork.of_samples(samples, loop.flops_per_token, loop.media_flops)
     return {**finish_training(loop, training), **read, **measure(loop, work, started)}
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from anygauge.config import Config
+from anygauge.data.media.loader import MediaLoader
 from anygauge.hub import localized
 from anygauge.plugins import Plugins
 from anygauge.rollout.control import Making, TextTools, resolve_functions, sample_all
@@ -53,8 +54,13 @@ class SampleMaker:
         return found
 
 
-def open_maker(config: Config, plugins: Plugins, requests: Requests) -> SampleMaker:
-    """Return what makes the samples of a run on its engines."""
+def open_maker(
+    config: Config, plugins: Plugins, requests: Requests, media: MediaLoader | None = None
+) -> SampleMaker:
+    """Return what makes the samples of a run on its engines.
+
+    :param media: Takes what tools show; ``None`` in a run of text.
+    """
     local = localized(config, data=False)
     hf = text_config(json.loads((local.model.path / "config.json").read_text(encoding="utf-8")))
     making = Making(
@@ -62,6 +68,11 @@ def open_maker(config: Config, plugins: Plugins, requests: Requests) -> SampleMa
         generator=requests.generator,
         engines=requests.others,
         functions=resolve_functions(config.rollout, plugins),
-        text=TextTools(load_tokenizer(local), config.data, longest_context(config, plugins, hf)),
+        text=TextTools(
+            load_tokenizer(local),
+            config.data,
+            longest_context(config, plugins, hf),
+            None if media is None else media.show,
+        ),
     )
     return SampleMaker(requests, making)

@@ -9,6 +9,8 @@ from pathlib import Path
 
 from anygauge.config import Config
 from anygauge.config.load import LoadedConfig
+from anygauge.data.media.loader import LoadedSource, MediaLoader
+from anygauge.data.media.reader import MediaReader
 from anygauge.observability.logs import driver_log
 from anygauge.observability.trackers import open_tracker, tracker_names
 from anygauge.plugins import Plugins
@@ -23,6 +25,7 @@ from anygauge.trainer.engines import open_engines
 from anygauge.trainer.inputs import EvalSet, Inputs, forbidden_tokens, read_inputs
 from anygauge.trainer.launch import launch_workers
 from anygauge.trainer.loop import Loop, announce, run_loop
+from anygauge.trainer.media_stores import own_store
 from anygauge.trainer.parts import Parts, run_parts
 from anygauge.trainer.requests import open_maker
 from anygauge.trainer.served_engines import devices_of_server
@@ -95,7 +98,10 @@ def open_loop(
     """Start what the steps of a run share, and go to where an earlier part of it ended; the stack ends it."""
     config, parts = loaded.config, run_parts(loaded.config)
     checkpoint = None if directory.checkpoint is None else directory.checkpoint.path
-    session = open_session(loaded, plugins, parts, inputs.eval_sets, state, stack, checkpoint=checkpoint)
+    session = open_session(
+        loaded, plugins, parts, inputs.eval_sets, state, stack, checkpoint=checkpoint, media=inputs.media
+    )
+    source = inputs.source if session.media is None else LoadedSource(inputs.source, session.media)
     if directory.continues:
         directory.begin()
     write_capabilities(directory.path, plugins, loaded.backend)
@@ -103,14 +109,14 @@ def open_loop(
     if config.save.every is not None and parts.trains and not replays(config):
         checkpoints = stack.enter_context(closing(CheckpointWriter(directory.path, config, session.workers)))
     session.trackers = open_trackers(config, plugins, state.info, stack)
-    control = stack.enter_context(open_control(session, inputs.source))
+    control = stack.enter_context(open_control(session, source))
     background = None
     if control is not None and config.rollout.schedule != "sync" and not config.eval.wait:
         background = BackgroundEvaluation(session, rollouts=control.rollouts)
     return Loop(
         session=session,
         directory=directory,
-        source=inputs.source,
+        source=source,
         estimator=inputs.estimator,
         flops_per_token=inputs.flops_per_token,
         media_flops=inputs.media_flops,
@@ -129,14 +135,20 @@ def open_session(
     stack: ExitStack,
     *,
     checkpoint: Path | None,
+    media: MediaReader | None = None,
 ) -> Session:
     """Start the scorers, the workers and the engines; the stack ends them.
 
     :param parts: What is built.
     :param checkpoint: Loaded into the train engines, and from there into the rollout engines.
+    :param media: Of the run's data; ``None`` for a run of text.
     """
     config, directory = loaded.config, Path(state.info.directory)
     scorers = open_scorers(config, plugins, eval_sets, directory, stack) if parts.generates else {}
+    loader = None
+    if media is not None:
+        # Closed after the workers, which may be reading.
+        loader = stack.enter_context(closing(MediaLoader(own_store(config, directory), media)))
     workers = stack.enter_context(
         launch_workers(
             config,
@@ -160,10 +172,10 @@ def open_session(
         engines.sync(state.version)
     maker = None
     if parts.generates and (engines.generate is None or is_controlled(config)):
-        maker = open_maker(config, plugins, stack.enter_context(engines.requests()))
+        maker = open_maker(config, plugins, stack.enter_context(engines.requests()), loader)
     forbidden = forbidden_tokens(config, plugins)
     return Session(
-        config, plugins, parts, workers, engines, eval_sets, scorers, state, turns, maker, forbidden
+        config, plugins, parts, workers, engines, eval_sets, scorers, state, turns, maker, forbidden, loader
     )
 
 

@@ -20,6 +20,7 @@ from anygauge_hooks.rl import Prompt, Sample, SamplingParams
 from anygauge_hooks.types import RunInfo, Tracker
 
 if TYPE_CHECKING:
+    from anygauge.data.media.loader import MediaLoader
     from anygauge.trainer.inputs import EvalSet
 
 __all__ = ["TRAINING", "Session"]
@@ -48,6 +49,8 @@ class Session:
     """Of samples, each by itself; ``None`` where one call of the engines makes those of a step."""
     forbidden: tuple[int, ...] = ()
     """Tokens that are never drawn: those that hold the places of media."""
+    media: MediaLoader | None = None
+    """Decodes what prompts show; ``None`` for a run of text."""
     trackers: Sequence[Tracker] = ()
 
     @property

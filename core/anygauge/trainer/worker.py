@@ -14,6 +14,7 @@ import os
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from anygauge.config.schema import Config
@@ -24,6 +25,7 @@ from anygauge.observability.logs import log_worker
 from anygauge.plugins import Plugins, find_backend, load_plugins, require_plugins
 from anygauge.trainer.calls import Request, Returned, capture, decode, encode
 from anygauge.trainer.cluster import Meeting, NodeFacts, address_of, node_facts
+from anygauge.trainer.media_stores import open_store
 from anygauge.trainer.memory_advice import advise
 from anygauge_hooks.engines import TrainEngineSpec, WorkerContext
 from anygauge_hooks.errors import PlacementError
@@ -52,6 +54,7 @@ class WorkerSetup:
     world_size: int
     log: str
     """Where the process writes its output."""
+    run_directory: str = ""
     timeout_s: float
     """Of every collective."""
     plugins: Sequence[str] = ()
@@ -226,6 +229,7 @@ class Worker:
             plugins=self._plugins,
             accelerators=tuple(self.accelerator_ids()),
             address=self._address,
+            media=open_store(self.setup.config, Path(self.setup.run_directory)),
         )
 
     def close(self) -> None:

@@ -101,6 +101,7 @@ class LaunchSpec:
             rank=rank,
             world_size=self.num_workers,
             log=str(self.log(rank)),
+            run_directory=str(self.run_directory),
             timeout_s=self.config.run.timeout_s,
             plugins=self.plugins,
             first_device=self.first_device,

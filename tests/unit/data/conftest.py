@@ -46,3 +46,53 @@ def write_rows(tmp_path: Path) -> WriteRows:
         return path
 
     return write
+
+
+MARKS_TEMPLATE = (
+    "{% for message in messages %}<{{ message['role'] }}>"
+    "{% if message['content'] is string %}{{ message['content'] }}{% else %}"
+    "{% for part in message['content'] %}"
+    "{% if part['type'] == 'text' %}{{ part['text'] }}"
+    "{% else %}<|vision_start|><|{{ part['type'] }}_pad|><|vision_end|>{% endif %}"
+    "{% endfor %}{% endif %}</{{ message['role'] }}>{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+MEDIA_TOKENS = ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>")
+
+
+@pytest.fixture(scope="session")
+def sees(tokenizer: Any) -> Any:
+    """Return a tokenizer with the tokens and a template of a model that sees."""
+    from transformers import PreTrainedTokenizerFast
+
+    seeing = PreTrainedTokenizerFast(
+        tokenizer_object=type(tokenizer.backend_tokenizer).from_str(tokenizer.backend_tokenizer.to_str()),
+        bos_token="<s>",
+        eos_token="</assistant>",
+    )
+    seeing.add_special_tokens({"additional_special_tokens": list(MEDIA_TOKENS)})
+    seeing.chat_template = MARKS_TEMPLATE
+    return seeing
+
+
+@pytest.fixture(scope="session")
+def processor(sees: Any) -> Any:
+    """Return Qwen3-VL's processor with patches of 4 pixels, four to a token."""
+    from anygauge_models.pictures import Budget
+    from anygauge_models.qwen3_vl.processor import Processor
+
+    image, video = sees.convert_tokens_to_ids(["<|image_pad|>", "<|video_pad|>"])
+    return Processor(
+        kinds={"image": image, "video": video},
+        marks={
+            "image": "<|vision_start|><|image_pad|><|vision_end|>",
+            "video": "<|vision_start|><|video_pad|><|vision_end|>",
+        },
+        patch=4,
+        merge=2,
+        temporal=2,
+        image=Budget(64, 64 * 64),
+        video=Budget(64, 64 * 64 * 8),
+        fewest_frames=2,
+        most_frames=16,
+    )

@@ -37,6 +37,7 @@ OF_THE_LOOP = {
     *("train/grad_norm", "train/lr", "eval/<dataset>-loss", "eval/<dataset>/versions", "perf/save_time"),
     *("train/critic_grad_norm", "train/critic_lr"),
     *("train/moe/load_max_over_mean", "train/moe/load_max_over_mean/layer_<n>"),
+    *("rollout/media_tokens", "data/step", "data/media_bytes", "data/media_decode_s", "data/media_dropped"),
 }
 """What an engine or the loop itself records; a run's own test sees them."""
 NAMES = {

@@ -72,6 +72,8 @@ class Opened:
         requests = Requests(self.engine, loop, lambda work, what: loop.run(work, timeout_s=20, what=what))
         self.session = SimpleNamespace(
             config=config,
+            media=None,
+            forbidden=(),
             maker=SampleMaker(requests, making),
             info=RunInfo(
                 name="x", directory=".", backend="cpu", total_steps=9, config=SimpleNamespace(), step=2

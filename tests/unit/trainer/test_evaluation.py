@@ -64,6 +64,8 @@ def session_with(config: Config, plugins: Plugins, stack: ExitStack, label: str 
     eval_set = EvalSet(name, settings, [prompt])
     return SimpleNamespace(
         config=config,
+        forbidden=(),
+        media=None,
         plugins=plugins,
         info=SimpleNamespace(step=2),
         workers=SimpleNamespace(call=lambda name: None),

@@ -2,71 +2,80 @@
 
 from __future__ import annotations
 
-import io
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 
 from anygauge_hooks.errors import MediaError
-from anygauge_hooks.media import Decoded, Header
+from anygauge_hooks.media import Header
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
     from PIL.Image import Image
 
-__all__ = ["as_pixels", "decode_image", "image_header", "open_image"]
+__all__ = ["BROKEN", "as_pixels", "decode_image", "decoding", "image_header", "open_image"]
 
 BROKEN = "Replace the file, or take the row out."
 _ORIENTATION = 0x0112
-_TURNED = {5, 6, 7, 8}
-"""Orientations of Exif that exchange height and width."""
+_TURNS = {2: 0, 3: 3, 4: 1, 5: 5, 6: 4, 7: 6, 8: 2}
+"""From the orientation that Exif gives to Pillow's number of the transposition that undoes it."""
+_SIDEWAYS = {5, 6, 7, 8}
+"""Orientations that exchange height and width."""
 
 
-def image_header(raw: bytes) -> Header:
+def image_header(file: BinaryIO) -> Header:
     """Return what the header of an image says; no pixel is decoded.
 
     :raises MediaError: It is no image that Pillow knows; a clause.
     """
-    with open_image(raw) as image:
+    with open_image(file) as image:
         width, height = image.size
-        if image.getexif().get(_ORIENTATION) in _TURNED:
+        if _orientation(image) in _SIDEWAYS:
             width, height = height, width
-        return Header(size=(height, width), frames=1, format=image.format or "")
+        return Header(size=(height, width), format=image.format or "")
 
 
-def decode_image(raw: bytes) -> Decoded:
-    """Return the pixels of an image, or of the first one of an animation.
+def decode_image(file: BinaryIO) -> NDArray[Any]:
+    """Return the pixels of an image, or of the first one of an animation, as :func:`as_pixels` does.
 
     :raises MediaError: It cannot be decoded; a clause.
     """
-    with open_image(raw) as image:
-        return Decoded(frames=[as_pixels(image)])
+    with open_image(file) as image:
+        return as_pixels(image)
 
 
 @contextmanager
-def open_image(raw: bytes) -> Iterator[Image]:
-    """Open an image, and make what Pillow raises in the block the project's own error.
+def open_image(file: BinaryIO) -> Iterator[Image]:
+    """Open an image; what Pillow raises in the block becomes the project's own error.
 
     :raises MediaError: A clause.
     """
     from PIL import Image, UnidentifiedImageError
 
+    with decoding():
+        try:
+            image = Image.open(file)
+        except UnidentifiedImageError as error:
+            raise MediaError("is of no image format that Pillow knows.", hint=BROKEN) from error
+        with image:
+            yield image
+
+
+@contextmanager
+def decoding() -> Iterator[None]:
+    """Make whatever a decoder raises in the block the project's own error.
+
+    :raises MediaError: A clause.
+    """
     try:
-        with warnings.catch_warnings():
-            # Size limits are the project's own; metadata that Pillow cannot read changes no pixel.
-            warnings.simplefilter("ignore")
-            with Image.open(io.BytesIO(raw)) as image:
-                yield image
-    except UnidentifiedImageError as error:
-        raise MediaError("is of no image format that Pillow knows.", hint=BROKEN) from error
+        yield
+    except MediaError:
+        raise
     except Exception as error:
-        if isinstance(error, MediaError):
-            raise
         # Decoders raise nearly everything: OSError, SyntaxError, ValueError, struct.error, zlib.error.
-        raise MediaError(f"cannot be decoded: {error or type(error).__name__}", hint=BROKEN) from error
+        raise MediaError(f"cannot be decoded: {str(error) or type(error).__name__}.", hint=BROKEN) from error
 
 
 def as_pixels(image: Image) -> NDArray[Any]:
@@ -74,26 +83,34 @@ def as_pixels(image: Image) -> NDArray[Any]:
 
     Sixteen bits of grey are brought to eight by their upper ones.
     """
-    from PIL import ImageOps
+    from PIL import Image
 
-    image = ImageOps.exif_transpose(image)
+    turn = _TURNS.get(_orientation(image))
+    if turn is not None:
+        image = image.transpose(Image.Transpose(turn))
     if image.mode.startswith("I") or image.mode == "F":
         image = _eight_bits(image)
     if image.has_transparency_data:
         image = _on_white(image.convert("RGBA"))
-    return np.ascontiguousarray(image.convert("RGB"))
+    return np.array(image.convert("RGB"))
+
+
+def _orientation(image: Image) -> int:
+    # To look for what a PNG says behind its pixels, Pillow would decode them.
+    if image.format == "PNG" and "exif" not in image.info:
+        return 1
+    found = image.getexif().get(_ORIENTATION, 1)
+    return found if isinstance(found, int) else 1
 
 
 def _eight_bits(image: Image) -> Image:
     from PIL import Image
 
-    values = np.asarray(image, np.float64)
-    scale = 1.0 if image.mode == "F" else 256.0
-    return Image.fromarray(np.clip(values / scale, 0, 255).astype(np.uint8))
+    scale = 1 if image.mode == "F" else 256
+    return Image.fromarray(np.clip(np.asarray(image) // scale, 0, 255).astype(np.uint8))
 
 
 def _on_white(image: Image) -> Image:
     from PIL import Image
 
-    white = Image.new("RGBA", image.size, (255, 255, 255, 255))
-    return Image.alpha_composite(white, image)
+    return Image.alpha_composite(Image.new("RGBA", image.size, (255, 255, 255, 255)), image)

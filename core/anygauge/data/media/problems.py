@@ -13,7 +13,7 @@ __all__ = ["naming"]
 
 @contextmanager
 def naming(place: str, kind: MediaKind, number: int, source: str) -> Iterator[None]:
-    """Put row, kind, number and source before the clause of a :class:`MediaError`.
+    """Put row, kind, number and source before a :class:`MediaError`, whose text is a clause or a sentence.
 
     :param place: File and line.
     :param number: From 1, among the row's media of its kind.
@@ -21,5 +21,8 @@ def naming(place: str, kind: MediaKind, number: int, source: str) -> Iterator[No
     try:
         yield
     except MediaError as error:
+        clause = str(error.args[0])
         where = ": ".join(part for part in (place, f"{kind} {number} ({source})") if part)
-        raise MediaError(f"{where} {error.args[0]}", hint=error.hint) from error
+        raise MediaError(
+            f"{where}{' ' if clause[:1].islower() else ': '}{clause}", hint=error.hint
+        ) from error

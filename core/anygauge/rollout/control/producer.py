@@ -22,7 +22,7 @@ from anygauge.rollout.control.staleness import Owed, Staleness, choose, is_met
 from anygauge.rollout.control.tally import Tally
 from anygauge.rollout.control.tasks import cancel, first_error
 from anygauge.rollout.control.work import Work
-from anygauge_hooks.rl import Group
+from anygauge_hooks.rl import Group, Prompt
 
 __all__ = ["Continuous", "Producer"]
 
@@ -164,6 +164,10 @@ class Producer:
         self._drawn = state["drawn"]
         self._waiting = deque(OpenGroup.restored(entry, seeds) for entry in state["open"])
         self._done = [DoneGroup.restored(entry, seeds) for entry in state["done"]]
+
+    def prompts(self) -> list[Prompt]:
+        """Return the prompts of the groups that wait or are done."""
+        return [*(group.prompt for group in self._waiting), *(done.group.prompt for done in self._done)]
 
     def metrics(self) -> dict[str, float]:
         """Return ``rollout/*`` of what was done for the last groups that were taken."""

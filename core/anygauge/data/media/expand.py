@@ -1,0 +1,122 @@
+"""From the tokens of a text with a template's marks to those of a sequence with room for features."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+from anygauge.data.problems import BadMediaError
+from anygauge_hooks.media import Measured, Media, MediaKind, MediaProcessor
+
+__all__ = ["Expander", "Measurement"]
+
+
+class Measurement(NamedTuple):
+    """A medium that was measured, and not yet placed."""
+
+    kind: MediaKind
+    measured: Measured
+    key: str
+    source: str
+
+
+class Expander:
+    """Replaces marks by what stands in a sequence.
+
+    A mark is found by its tokens. An image's placeholder inside its mark is repeated; where a medium has text
+    of its own between placeholders, as a video has, the whole mark is replaced.
+
+    :param tokenizer: A Hugging Face tokenizer.
+    """
+
+    def __init__(self, processor: MediaProcessor, tokenizer: Any) -> None:
+        self._processor = processor
+        self._tokenizer = tokenizer
+        self._marks = {kind: self._encode(text) for kind, text in processor.marks.items()}
+        self._reserved = {*processor.kinds.values()}
+        self._texts: dict[str, list[int]] = {}
+
+    def expand(
+        self, tokens: Sequence[int], waiting: Iterator[Measurement], start: int = 0
+    ) -> tuple[list[int], list[Media]]:
+        """Return the tokens of a sequence and its media.
+
+        :param tokens: Of a text with marks.
+        :param waiting: Media of this text and those that follow it, in order.
+        :param start: Tokens that stand before these in the sequence.
+        :raises BadMediaError: Marks and media differ, or the text itself holds a placeholder token.
+        """
+        made: list[int] = []
+        media: list[Media] = []
+        position = 0
+        while (found := self._next_mark(tokens, position)) is not None:
+            place, kind = found
+            made += self._plain(tokens[position:place])
+            medium = next(waiting, None)
+            if medium is None or medium.kind != kind:
+                raise BadMediaError(f"holds {self._processor.marks[kind]!r} in its text")
+            spans: list[tuple[int, int]] = []
+            for ids, count in self._pieces(medium):
+                made += ids
+                if count:
+                    spans.append((start + len(made), count))
+                    made += [self._processor.kinds[kind]] * count
+            measured = medium.measured
+            media.append(
+                Media(kind, medium.key, tuple(spans), measured.grid, measured.seconds, medium.source)
+            )
+            position = place + len(self._marks[kind])
+        return made + self._plain(tokens[position:]), media
+
+    def holds_mark(self, tokens: Sequence[int]) -> bool:
+        """Return whether a medium stands among tokens."""
+        return self._next_mark(tokens, 0) is not None
+
+    def _plain(self, tokens: Sequence[int]) -> list[int]:
+        """Return tokens that are text.
+
+        :raises BadMediaError: One of them holds the place of features.
+        """
+        for token in tokens:
+            if token in self._reserved:
+                raise BadMediaError(
+                    f"holds {self._tokenizer.decode([token])!r} in its text, which holds the place of media",
+                    hint="Write <image>, <video> or <audio>, and take the token out.",
+                )
+        return list(tokens)
+
+    def _pieces(self, medium: Measurement) -> list[tuple[list[int], int]]:
+        """Return the tokens that stand before each run of placeholders, and how many these are."""
+        pieces = medium.measured.pieces
+        if len(pieces) == 1 and not pieces[0][0]:
+            mark = self._marks[medium.kind]
+            place = mark.index(self._processor.kinds[medium.kind])
+            return [(mark[:place], pieces[0][1]), (mark[place + 1 :], 0)]
+        return [(self._known(text), count) for text, count in pieces]
+
+    def _next_mark(self, tokens: Sequence[int], start: int) -> tuple[int, MediaKind] | None:
+        """Return where the next mark begins, and whose it is."""
+        found = ((_find(tokens, mark, start), kind) for kind, mark in self._marks.items())
+        return min(((place, kind) for place, kind in found if place >= 0), default=None)
+
+    def _known(self, text: str) -> list[int]:
+        if text not in self._texts:
+            self._texts[text] = self._encode(text)
+        return self._texts[text]
+
+    def _encode(self, text: str) -> list[int]:
+        return list(self._tokenizer(text, add_special_tokens=False)["input_ids"]) if text else []
+
+
+def _find(tokens: Sequence[int], wanted: list[int], start: int) -> int:
+    """Return where some tokens begin among others, or -1."""
+    last = len(tokens) - len(wanted)
+    while start <= last:
+        try:
+            start = tokens.index(wanted[0], start, last + 1)
+        except ValueError:
+            return -1
+        if list(tokens[start : start + len(wanted)]) == wanted:
+            return start
+        start += 1
+    return -1

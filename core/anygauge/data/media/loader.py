@@ -1,0 +1,291 @@
+"""Contents of the prompts under way: decoded once, dropped with the last prompt that shows them."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import weakref
+from collections import Counter, deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from anygauge.data.media.expand import Measurement
+from anygauge.data.media.placeholders import find_placeholders
+from anygauge.data.media.reader import MediaReader
+from anygauge.data.problems import BadMediaError
+from anygauge_hooks.data import DataSource
+from anygauge_hooks.errors import MediaError
+from anygauge_hooks.media import Content, Media, MediaKind, MediaStore
+from anygauge_hooks.rl import Prompt
+
+__all__ = ["LoadedSource", "MediaLoader", "windows"]
+
+logger = logging.getLogger(__name__)
+
+
+class MediaLoader:
+    """Decodes what prompts show into a store, in threads.
+
+    A content lives as long as one of the prompts that show it: nobody has to say that a group is done, was
+    filtered out or failed.
+
+    :param store: Of the run; the loader closes it.
+    :param reader: Knows where the media of drawn prompts are.
+    """
+
+    def __init__(self, store: MediaStore, reader: MediaReader) -> None:
+        self.store = store
+        self.reader = reader
+        self._pool = ThreadPoolExecutor(reader.settings.threads, "media")
+        self._lock = threading.Lock()
+        self._holders: Counter[str] = Counter()
+        self._under_way: dict[str, Future[None]] = {}
+        self._let_go: deque[Sequence[str]] = deque()
+        self._late: deque[str] = deque()
+        """Keys that were let go while they were being decoded."""
+        self._counts = threading.Lock()
+        self._seconds = 0.0
+
+    def load(self, prompts: Iterable[Prompt]) -> list[MediaError | None]:
+        """Decode what prompts show and hold it as long as they live; return what failed, by prompt."""
+        held = [(prompt, self._hold(_keys(prompt.media), prompt)) for prompt in prompts]
+        return [_failure(futures) for _, futures in held]
+
+    @contextmanager
+    def held(self, prompts: Sequence[Prompt]) -> Iterator[None]:
+        """Decode what prompts show and hold it for the block alone, as long as they may live.
+
+        :raises MediaError: Something cannot be decoded.
+        """
+        keys = [key for prompt in prompts for key in _keys(prompt.media)]
+        futures = self._hold(keys, None)
+        try:
+            if (failed := _failure(futures)) is not None:
+                raise failed
+            yield
+        finally:
+            self._release(keys)
+
+    def show(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        prompt: Prompt,
+        render: Callable[[Sequence[Mapping[str, Any]]], tuple[int, ...]],
+    ) -> tuple[tuple[int, ...], tuple[Media, ...]]:
+        """Return the tokens of messages with media in content parts, and these; see :meth:`look`.
+
+        :param render: From messages whose contents are texts with the template's marks to tokens.
+        :raises MediaError: A medium cannot be used.
+        """
+        try:
+            placed = find_placeholders(messages, {}, self.reader.processor.marks, parts=False)
+        except BadMediaError as error:
+            raise MediaError(f"A message {error}.", hint=error.hint) from error
+        return self.look(render(placed.prompt), placed.values, prompt)
+
+    def look(
+        self, tokens: Sequence[int], values: Sequence[tuple[MediaKind, Any]], prompt: Prompt
+    ) -> tuple[tuple[int, ...], tuple[Media, ...]]:
+        """Return tokens with room for media that a tool shows, and these, held as long as the prompt.
+
+        :param tokens: Of a text in which each medium has the template's mark.
+        :param values: Kind and value of each, as a row would hold it.
+        :returns: Spans count from the first of ``tokens``.
+        :raises MediaError: One cannot be used, or they and the marks differ.
+        """
+        found = self.reader.measure(values, Path(), keyed=True)
+        waiting: Iterator[Measurement] = (each.measurement() for each in found)
+        try:
+            made, media = self.reader.expander.expand(tokens, waiting)
+        except BadMediaError as error:
+            raise MediaError(f"A message {error}.", hint=error.hint) from error
+        if len(media) < len(found):
+            raise MediaError(f"A message has {len(found)} media, of which the text shows {len(media)}.")
+        new = {each.key: each for each in found if each.key not in self.reader.drawn}
+        self.reader.drawn.update(new)
+        failed = _failure(self._hold(list({each.key: None for each in found}), prompt))
+        for key in new:
+            self.reader.drawn.pop(key, None)  # a tool shows it again if it is wanted again
+        if failed is not None:
+            raise failed
+        return tuple(made), tuple(media)
+
+    def metrics(self) -> dict[str, float]:
+        """Return what the store holds now, and what was decoded since the last call."""
+        with self._counts:
+            seconds, self._seconds = self._seconds, 0.0
+        dropped, self.reader.num_dropped = self.reader.num_dropped, 0
+        held = {"data/media_bytes": float(self.store.bytes()), "data/media_dropped": float(dropped)}
+        return {**held, "data/media_decode_s": seconds}
+
+    def close(self) -> None:
+        """End the threads and close the store."""
+        self._pool.shutdown(cancel_futures=True)
+        self.store.close()
+
+    # -------------------------------------------------------------------------
+    # Holding
+    # -------------------------------------------------------------------------
+
+    def _hold(self, keys: Sequence[str], prompt: Prompt | None) -> list[Future[None]]:
+        """Count a holder of each key, and decode what is not there yet.
+
+        :param prompt: Lets go when it is gone.
+        """
+        if not keys:
+            return []
+        self._forget()
+        with self._lock:
+            self._holders.update(keys)
+            futures = [self._loading(key) for key in keys]
+        self._forget()
+        if prompt is not None:
+            weakref.finalize(prompt, self._release, keys).atexit = False
+        return futures
+
+    def _loading(self, key: str) -> Future[None]:
+        """Return what ends when a content is there. The lock is held."""
+        if key not in self._under_way:
+            self._under_way[key] = self._pool.submit(self._decode, key)
+        return self._under_way[key]
+
+    def _decode(self, key: str) -> None:
+        if self.store.has(key):
+            return
+        started = time.perf_counter()
+        content: Content = self.reader.content(key)
+        self.store.put(key, content)
+        with self._counts:
+            self._seconds += time.perf_counter() - started
+
+    def _release(self, keys: Sequence[str]) -> None:
+        """Let go of keys; also where the end of a prompt interrupts a thread that has the lock."""
+        self._let_go.append(keys)
+        self._forget()
+
+    def _forget(self) -> None:
+        """Drop what nobody holds any more, unless another thread is at it and will."""
+        while (self._let_go or self._late) and self._lock.acquire(blocking=False):
+            try:
+                self._drop_released()
+            finally:
+                self._lock.release()
+
+    def _drop_released(self) -> None:
+        """Count the holders that have gone, and drop what has none. The lock is held."""
+        while self._let_go:
+            for key in self._let_go.popleft():
+                self._holders[key] -= 1
+                if self._holders[key]:
+                    continue
+                del self._holders[key]
+                # At once if it is decoded; a thread that is at it brings it back here.
+                self._under_way.pop(key).add_done_callback(partial(self._ended, key))
+        while self._late:
+            if (key := self._late.popleft()) not in self._holders:
+                self.store.drop([key])
+
+    def _ended(self, key: str, _: Future[None]) -> None:
+        self._late.append(key)
+        self._forget()
+
+
+def windows(loader: MediaLoader | None, prompts: Sequence[Prompt], size: int) -> Generator[Sequence[Prompt]]:
+    """Yield prompts, those that show something in parts, whose contents are held meanwhile.
+
+    :param loader: ``None`` in a run of text.
+    :param size: Prompts in a part.
+    :raises MediaError: Something cannot be decoded.
+    """
+    if loader is None or not any(prompt.media for prompt in prompts):
+        yield prompts
+        return
+    for start in range(0, len(prompts), size):
+        with loader.held(part := prompts[start : start + size]):
+            yield part
+
+
+class LoadedSource:
+    """A data source whose prompts have their contents in a store when they are drawn."""
+
+    def __init__(self, source: DataSource, loader: MediaLoader) -> None:
+        self._source = source
+        self._loader = loader
+
+    def __len__(self) -> int:
+        return len(self._source)
+
+    def next(self, num_prompts: int) -> list[Prompt]:
+        """Return the next prompts; where ``media.on_error`` says so, others for those that cannot be read.
+
+        :raises MediaError: One of them cannot be decoded, or none is left that can.
+        """
+        found: list[Prompt] = []
+        in_a_row = 0
+        while len(found) < num_prompts and (drawn := self._source.next(num_prompts - len(found))):
+            usable = self._usable(drawn)
+            found += usable
+            in_a_row = 0 if usable else in_a_row + len(drawn)
+            if in_a_row > len(self):
+                raise MediaError("No row is left whose media can be decoded.", hint="The log names them.")
+        return found
+
+    def _usable(self, prompts: Sequence[Prompt]) -> list[Prompt]:
+        failures = self._loader.load(prompts)
+        if self._loader.reader.settings.on_error == "stop":
+            for failure in failures:
+                if failure is not None:
+                    raise failure
+        usable = [prompt for prompt, failure in zip(prompts, failures, strict=True) if failure is None]
+        for failure in filter(None, failures):
+            logger.warning("left out: %s", failure.args[0])
+        self._loader.reader.num_dropped += len(prompts) - len(usable)
+        return usable
+
+    def all(self, limit: int | None = None) -> Sequence[Prompt]:
+        """Return every prompt once, without decoding anything."""
+        return self._source.all(limit)
+
+    def state_dict(self) -> Mapping[str, Any]:
+        """Return where the source stands."""
+        return self._source.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go to where another source stood."""
+        self._source.load_state_dict(state)
+
+    def adopt(self, prompts: Sequence[Prompt]) -> None:
+        """Decode what prompts show that an earlier part of the run has drawn.
+
+        :raises MediaError: Something cannot be decoded.
+        """
+        shown = [prompt for prompt in prompts if prompt.media]
+        recall = getattr(self._source, "recall", None)
+        if shown and recall is not None:
+            recall(shown)
+        for failure in self._loader.load(shown):
+            if failure is not None:
+                raise failure
+
+
+def _keys(media: Iterable[Media]) -> list[str]:
+    return list(dict.fromkeys(each.key for each in media))
+
+
+def _failure(futures: Iterable[Future[None]]) -> MediaError | None:
+    """Wait for contents and return the first failure.
+
+    :raises Exception: It is none of media.
+    """
+    found: MediaError | None = None
+    for future in futures:
+        error = future.exception()
+        if error is not None and not isinstance(error, MediaError):
+            raise error
+        found = found or error
+    return found

@@ -1,0 +1,152 @@
+"""The media of a row: found, measured by their headers, and remembered until somebody decodes them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from anygauge.config.schema import Media as Settings
+from anygauge.data.media.contents import content_of, header_of, key_of
+from anygauge.data.media.expand import Expander, Measurement
+from anygauge.data.media.placeholders import Placed, find_placeholders
+from anygauge.data.media.problems import naming
+from anygauge.data.media.sources import Source, source_of
+from anygauge.data.problems import BadMediaError
+from anygauge_hooks.errors import MediaError
+from anygauge_hooks.media import Content, Measured, MediaKind, MediaLimits, MediaProcessor
+
+__all__ = ["Found", "MediaReader", "media_limits"]
+
+
+def media_limits(settings: Settings) -> MediaLimits:
+    """Return what a config says of how much of a medium is taken."""
+    names = ("min_pixels", "max_pixels", "fps", "max_frames", "max_seconds")
+    return MediaLimits(**{name: getattr(settings, name) for name in names})
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A medium of a row that was measured."""
+
+    kind: MediaKind
+    number: int
+    """Among those of its kind in the row, from 1."""
+    source: Source | None
+    """``None`` once it is to be read from its row again."""
+    measured: Measured
+    key: str = ""
+    place: str = ""
+    """File and line of the row."""
+    again: Callable[[], Source] | None = None
+    """Reads the row again."""
+
+    def measurement(self) -> Measurement:
+        """Return what its place in a sequence depends on."""
+        name = "" if self.source is None else self.source.name
+        return Measurement(self.kind, self.measured, self.key, name)
+
+
+class MediaReader:
+    """Finds the media of rows, and decodes those that were drawn.
+
+    :param fields: Field of a row by kind.
+    :param tokenizer: A Hugging Face tokenizer.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        fields: Mapping[MediaKind, str],
+        processor: MediaProcessor,
+        tokenizer: Any,
+    ) -> None:
+        self.settings = settings
+        self.fields = fields
+        self.processor = processor
+        self.expander = Expander(processor, tokenizer)
+        self.drawn: dict[str, Found] = {}
+        """By key, all that were drawn: some hundred bytes each."""
+        self.num_dropped = 0
+        """Rows that were drawn and left out, since somebody asked."""
+        self._limits = media_limits(settings)
+        self._fingerprint = processor.fingerprint()
+
+    def facts(self) -> dict[str, Any]:
+        """Return all that decides how many tokens a medium has, as JSON can write it."""
+        settings = self.settings.model_dump(mode="json", exclude={"threads", "store", "timeout_s"})
+        return {"processor": self._fingerprint, **settings}
+
+    def locate(self, row: Mapping[str, Any], prompt: Any, *, parts: bool) -> Placed:
+        """Take the media of a row out of its prompt and its fields.
+
+        :raises BadMediaError: Their number differs from that of the placeholders, or is too large.
+        """
+        given: dict[MediaKind, list[Any]] = {}
+        for kind, key in self.fields.items():
+            value = row.get(key)
+            given[kind] = [] if value is None else value if isinstance(value, list) else [value]
+        placed = find_placeholders(prompt, given, self.processor.marks, parts=parts)
+        limit = self.settings.max_per_sample
+        if len(placed.values) > limit:
+            raise BadMediaError(
+                f"has {len(placed.values)} media; media.max_per_sample allows {limit}",
+                hint="Raise media.max_per_sample, or take media out of the rows.",
+            )
+        return placed
+
+    def measure(self, values: Sequence[tuple[MediaKind, Any]], folder: Path, *, keyed: bool) -> list[Found]:
+        """Look at the headers of media.
+
+        :param folder: Of the row's file.
+        :param keyed: Whether all of their bytes are read, for their keys.
+        :raises MediaError: One cannot be used; a clause with its kind, number and name.
+        """
+        counts: dict[MediaKind, int] = {}
+        found = []
+        for kind, value in values:
+            counts[kind] = number = counts.get(kind, 0) + 1
+            with naming("", kind, number, _name(value)):
+                found.append(self._measure(kind, number, value, folder, keyed))
+        return found
+
+    def remember(self, found: Found, place: str, again: Callable[[], Source] | None) -> None:
+        """Keep where a drawn medium is.
+
+        :param again: Reads its row again; then bytes that are part of the row are not kept.
+        """
+        source = None if again is not None and found.source and found.source.is_large else found.source
+        self.drawn[found.key] = replace(found, source=source, place=place, again=again)
+
+    def content(self, key: str) -> Content:
+        """Return the content of a medium that was drawn.
+
+        :raises KeyError: None has that key.
+        :raises MediaError: It cannot be decoded.
+        """
+        found = self.drawn[key]
+        source = found.source
+        with naming(found.place, found.kind, found.number, source.name if source else "in the row"):
+            if source is None:
+                assert found.again is not None, "what is not kept can be read again"
+                source = found.again()
+            return content_of(found.kind, source, found.measured, self.processor)
+
+    def _measure(self, kind: MediaKind, number: int, value: Any, folder: Path, keyed: bool) -> Found:
+        if kind not in self.processor.kinds:
+            takes = ", ".join(self.processor.kinds)
+            raise MediaError(f"is of a kind that the model does not take: it takes {takes}.")
+        source = source_of(kind, value, self.settings.root or folder, self.settings)
+        measured = self.processor.measure(kind, header_of(kind, source), self._limits)
+        key = key_of(kind, source, measured, self._fingerprint) if keyed else ""
+        return Found(kind, number, source, measured, key)
+
+
+def _name(value: Any) -> str:
+    """Return what a row calls a medium, for errors."""
+    if isinstance(value, Mapping):
+        value = next((value[key] for key in ("path", "url") if isinstance(value.get(key), str)), value)
+    if isinstance(value, str) and len(value) < 200 and not value.startswith("data:"):
+        return value
+    return "in the row" if isinstance(value, str | bytes | Mapping) else type(value).__name__

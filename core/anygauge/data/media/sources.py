@@ -1,0 +1,197 @@
+"""Where the bytes of a medium are: a file, the row itself, an address, or an object of Pillow's."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import io
+import re
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from anygauge.config.data_files import NO_FILE, why_no_file
+from anygauge.config.schema import Media as Settings
+from anygauge.data.media.decode import BROKEN
+from anygauge_hooks.errors import MediaError
+from anygauge_hooks.media import MediaKind
+
+__all__ = ["Source", "source_of"]
+
+_ADDRESS = re.compile(r"https?://", re.IGNORECASE)
+_DATA = re.compile(r"data:[^,]*,")
+_BASE64 = re.compile(r"[A-Za-z0-9+/\s]{40,}={0,2}\s*")
+"""What is no file's name."""
+_LONGEST_NAME = 80
+_BLOCK = 2**16
+_IMAGES = {".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff"}
+"""Of the files in a folder, those that are frames of a video."""
+_MIB = 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """One medium before it is looked at. Of ``path``, ``raw`` and ``frames`` it has one."""
+
+    name: str
+    """For errors."""
+    settings: Settings
+    path: Path | None = None
+    raw: bytes | None = field(default=None, repr=False)
+    frames: tuple[Source, ...] = ()
+    """Of a video that is given as images."""
+
+    @property
+    def is_large(self) -> bool:
+        """Whether the bytes are held here, and not in a file."""
+        return self.raw is not None or any(frame.is_large for frame in self.frames)
+
+    @contextmanager
+    def open(self) -> Iterator[BinaryIO]:
+        """Open it for reading.
+
+        :raises MediaError: It is no file, or larger than ``media.max_bytes``; a clause.
+        """
+        if self.raw is not None:
+            self._check_size(len(self.raw))
+            yield io.BytesIO(self.raw)
+            return
+        assert self.path is not None
+        problem = why_no_file(self.path)
+        if problem is not None:
+            text = f"cannot be found: {self.path} does not exist" if problem == NO_FILE else problem
+            raise MediaError(f"{text}.", hint="Relative paths start from media.root, else the data file.")
+        self._check_size(self.path.stat().st_size)
+        try:
+            with self.path.open("rb") as file:
+                yield file
+        except OSError as error:
+            raise MediaError(f"cannot be read: {error.strerror or error}.", hint=BROKEN) from error
+
+    def pieces(self) -> Iterator[bytes]:
+        """Yield its bytes.
+
+        :raises MediaError: They cannot be had; a clause.
+        """
+        for source in self.frames or (self,):
+            with source.open() as file:
+                yield file.read()
+
+    def _check_size(self, size: int) -> None:
+        limit = self.settings.max_bytes
+        if size > limit:
+            raise MediaError(
+                f"has {size / _MIB:.1f} MiB; media.max_bytes allows {limit / _MIB:.1f}.",
+                hint="Make the file smaller, or raise media.max_bytes.",
+            )
+
+
+def source_of(kind: MediaKind, value: Any, folder: Path, settings: Settings) -> Source:
+    """Return where a medium is.
+
+    :param value: A path, an address, ``data:`` or base64 text, bytes, an object with ``bytes``, ``path`` or
+        ``url``, an image of Pillow's; for a video also a list of images.
+    :param folder: That relative paths start from.
+    :raises MediaError: It is none of these, or an address that may not be or cannot be fetched; a clause.
+    """
+    if isinstance(value, Mapping):
+        return _of_object(kind, value, folder, settings)
+    if isinstance(value, bytes | bytearray):
+        return Source("bytes", settings, raw=bytes(value))
+    if isinstance(value, str | Path):
+        return _of_text(kind, str(value), folder, settings)
+    if kind == "video" and isinstance(value, Sequence) and value:
+        frames = tuple(source_of("image", frame, folder, settings) for frame in value)
+        return Source(f"{len(frames)} frames", settings, frames=frames)
+    if hasattr(value, "save") and hasattr(value, "mode"):
+        return Source("image of Pillow", settings, raw=_as_png(value))
+    raise MediaError(
+        f"is given as {type(value).__name__}, which is none of path, address, bytes or base64.",
+        hint="docs/media.md lists what a row may hold.",
+    )
+
+
+def _of_object(kind: MediaKind, value: Mapping[str, Any], folder: Path, settings: Settings) -> Source:
+    """Return where a medium is that Hugging Face's data sets or a chat message wrote down."""
+    for key in ("bytes", "path", "url", kind, f"{kind}_url"):
+        if value.get(key) is not None:
+            found = source_of(kind, value[key], folder, settings)
+            name = value.get("path") if key == "bytes" else None
+            return found if name is None else Source(str(name), settings, raw=found.raw)
+    raise MediaError(
+        f"is an object with {', '.join(map(repr, value)) or 'nothing'}, and none of 'bytes' and 'path'.",
+        hint="docs/media.md lists what a row may hold.",
+    )
+
+
+def _of_text(kind: MediaKind, text: str, folder: Path, settings: Settings) -> Source:
+    if _DATA.match(text[:200]):
+        return Source("data:", settings, raw=_from_base64(text.partition(",")[2]))
+    if _ADDRESS.match(text):
+        return Source(text[:_LONGEST_NAME], settings, raw=_fetch(text, settings))
+    if _BASE64.fullmatch(text) and not _names_file(folder, text):
+        return Source("base64", settings, raw=_from_base64(text))
+    path = folder / text
+    if kind == "video" and path.is_dir():
+        return _of_folder(text, path, settings)
+    return Source(text, settings, path=path)
+
+
+def _of_folder(name: str, folder: Path, settings: Settings) -> Source:
+    paths = sorted(path for path in folder.iterdir() if path.suffix.lower() in _IMAGES)
+    if not paths:
+        raise MediaError("is a folder without images.", hint="Its images, by name, are the frames.")
+    return Source(name, settings, frames=tuple(Source(path.name, settings, path=path) for path in paths))
+
+
+def _names_file(folder: Path, text: str) -> bool:
+    try:
+        return (folder / text).exists()
+    except (OSError, ValueError):  # too long for a name
+        return False
+
+
+def _from_base64(text: str) -> bytes:
+    try:
+        return base64.b64decode("".join(text.split()), validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise MediaError(f"is not base64: {error}.", hint=BROKEN) from error
+
+
+def _as_png(image: Any) -> bytes:
+    buffer = io.BytesIO()
+    image.save(buffer, "PNG", compress_level=1)
+    return buffer.getvalue()
+
+
+def _fetch(address: str, settings: Settings) -> bytes:
+    """Return what is at an address.
+
+    :raises MediaError: That is not allowed, takes too long, or is too large; a clause.
+    """
+    if not settings.allow_urls:
+        raise MediaError(
+            "is an address, and media.allow_urls is false.",
+            hint="Download the files, or set media.allow_urls = true.",
+        )
+    import urllib.request
+
+    deadline = time.monotonic() + settings.timeout_s
+    content = bytearray()
+    try:
+        with urllib.request.urlopen(address, timeout=settings.timeout_s) as answer:
+            while block := answer.read(_BLOCK):
+                content += block
+                if len(content) > settings.max_bytes:
+                    break  # the size is checked where it is opened
+                if time.monotonic() > deadline:
+                    raise TimeoutError("timed out")
+    except (OSError, ValueError) as error:
+        raise MediaError(
+            f"cannot be fetched within {settings.timeout_s:g} s: {getattr(error, 'reason', None) or error}.",
+            hint="Download the file, or raise media.timeout_s.",
+        ) from error
+    return bytes(content)
