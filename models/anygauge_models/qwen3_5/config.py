@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from anygauge_hooks.media import MediaKind
 from anygauge_models.angles import turning_part
 from anygauge_models.architecture import (
     attention_flops,
@@ -21,10 +22,12 @@ __all__ = [
     "beside_vision",
     "delta_sizes",
     "flops_per_token",
+    "forbidden",
     "hybrid_config",
     "is_linear",
     "mixing_flops",
     "model_options",
+    "placeholders",
     "refused",
     "rotary_dim",
     "tiny",
@@ -108,8 +111,18 @@ def refused(hf: Mapping[str, Any]) -> list[tuple[str, bool, str]]:
 
 
 def unused_weights(hf: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the prefixes of multi-token prediction and of the vision tower."""
-    return ("mtp.", "model.visual.")
+    """Return the prefixes of multi-token prediction, and of a vision tower that the config does not have."""
+    return ("mtp.",) if "vision_config" in hf else ("mtp.", "model.visual.")
+
+
+def placeholders(hf: Mapping[str, Any]) -> dict[MediaKind, int]:
+    """Return the tokens that hold the places of features."""
+    return {"image": hf.get("image_token_id", 248_056), "video": hf.get("video_token_id", 248_057)}
+
+
+def forbidden(hf: Mapping[str, Any]) -> tuple[int, ...]:
+    """Return the tokens that hold places; none of a model of text alone."""
+    return tuple(placeholders(hf).values()) if "vision_config" in hf else ()
 
 
 def flops_per_token(hf: Mapping[str, Any], sequence_length: int) -> float:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from anygauge_models.angles import half_rotary
 from anygauge_models.qwen3_5.config import rotary_dim
+from anygauge_models.qwen3_vl.rotary import rotary_in_turns
 
 __all__ = ["rotary"]
 
-rotary = half_rotary(rotary_dim)
+rotary = rotary_in_turns(rotary_dim, (11, 11, 10), 10_000.0)

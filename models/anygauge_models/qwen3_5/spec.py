@@ -1,17 +1,28 @@
-"""The family of Qwen3.5's dense text models."""
+"""The family of Qwen3.5's dense models, of text alone and beside a vision tower."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
+from anygauge_hooks.media import MediaSpec
 from anygauge_hooks.models import LayerKind, ModelSpec
 from anygauge_models.architecture import CHATML, inside_another
-from anygauge_models.qwen3_5 import config
+from anygauge_models.positions import frame_by_frame
+from anygauge_models.qwen3_5 import config, vision
+from anygauge_models.qwen3_5.processor import make_processor
 from anygauge_models.qwen3_5.rotary import rotary
 from anygauge_models.qwen3_5.weights import weight_rules
 
-__all__ = ["QWEN3_5"]
+__all__ = ["MEDIA", "QWEN3_5"]
+
+MEDIA = MediaSpec(
+    make_processor=make_processor,
+    towers=vision.towers,
+    positions=frame_by_frame,
+    flops=vision.flops,
+    forbidden=config.forbidden,
+)
 
 
 def _layers(hf: Mapping[str, Any]) -> list[LayerKind]:
@@ -31,5 +42,6 @@ QWEN3_5 = inside_another(
         flops_per_token=config.flops_per_token,
         tiny=config.tiny,
         assistant_turns=CHATML,
+        media=MEDIA,
     )
 )

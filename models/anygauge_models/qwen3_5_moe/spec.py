@@ -1,4 +1,4 @@
-"""The family of the text models of Qwen3.5's mixtures of experts."""
+"""The family of Qwen3.5's mixtures of experts, of text alone and beside a vision tower."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 from anygauge_hooks.models import LayerKind, ModelSpec
 from anygauge_models.architecture import CHATML, inside_another
+from anygauge_models.qwen3_5.spec import MEDIA
 from anygauge_models.qwen3_5_moe import config
 from anygauge_models.qwen3_5_moe.rotary import rotary
 from anygauge_models.qwen3_5_moe.weights import weight_rules
@@ -34,5 +35,6 @@ QWEN3_5_MOE = inside_another(
         flops_per_token=config.flops_per_token,
         tiny=config.tiny,
         assistant_turns=CHATML,
+        media=MEDIA,
     )
 )

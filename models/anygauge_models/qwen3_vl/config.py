@@ -5,36 +5,33 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from anygauge_hooks.media import MediaKind
 from anygauge_models.architecture import decoder_config, model_options, refuse_variants
 from anygauge_models.qwen3.config import attention_of, flops_per_token, head_dim, refused
 
 __all__ = [
-    "TOKENS",
     "attention_of",
     "flops_per_token",
     "forbidden",
     "head_dim",
     "model_options",
+    "placeholders",
     "tiny",
     "tiny_text",
     "tiny_tokens",
     "tiny_vision",
-    "token_of",
     "transformer_config",
 ]
 
-TOKENS: Mapping[str, int] = {"image": 151_655, "video": 151_656}
-"""Placeholders of the published models."""
 
-
-def token_of(hf: Mapping[str, Any], kind: str) -> int:
-    """Return the token that holds the place of a kind's features."""
-    return int(hf.get(f"{kind}_token_id", TOKENS[kind]))
+def placeholders(hf: Mapping[str, Any]) -> dict[MediaKind, int]:
+    """Return the tokens that hold the places of features."""
+    return {"image": hf.get("image_token_id", 151_655), "video": hf.get("video_token_id", 151_656)}
 
 
 def forbidden(hf: Mapping[str, Any]) -> tuple[int, ...]:
     """Return the tokens that hold places."""
-    return tuple(token_of(hf, kind) for kind in TOKENS)
+    return tuple(placeholders(hf).values())
 
 
 def transformer_config(hf: Mapping[str, Any]) -> dict[str, Any]:

@@ -20,13 +20,13 @@ from anygauge_models.pictures import (
     resized,
     settings,
 )
-from anygauge_models.qwen3_vl.config import token_of
+from anygauge_models.qwen3_vl.config import placeholders
 from anygauge_models.qwen3_vl.vision import DEVIATION, MEAN, vision_of
 
 if TYPE_CHECKING:
     from anygauge_hooks.media import Decoded, Header, MediaKind, MediaLimits
 
-__all__ = ["make_processor"]
+__all__ = ["make_processor", "processor_with"]
 
 _IMAGE, _VIDEO = Budget(65_536, 16_777_216), Budget(4096, 25_165_824)
 """Pixels in the published models."""
@@ -42,12 +42,23 @@ def make_processor(directory: Path, hf: Mapping[str, Any]) -> Processor:
 
     :raises ConfigError: Its settings are another family's.
     """
+    return processor_with(directory, hf, "qwen3_vl", placeholders(hf))
+
+
+def processor_with(
+    directory: Path, hf: Mapping[str, Any], family: str, kinds: Mapping[MediaKind, int]
+) -> Processor:
+    """Return the processor of a model of this family or of one like it.
+
+    :param kinds: The tokens that hold places.
+    :raises ConfigError: Its settings are another family's.
+    """
     config = vision_of(hf)
     image, video = settings(directory, "image"), settings(directory, "video")
     for found in (image, video):
-        normalised_by(found, "qwen3_vl", MEAN, DEVIATION)
+        normalised_by(found, family, MEAN, DEVIATION)
     return Processor(
-        kinds={kind: token_of(hf, kind) for kind in _MARKS},
+        kinds=kinds,
         marks=_MARKS,
         patch=config["patch_size"],
         merge=config["spatial_merge_size"],

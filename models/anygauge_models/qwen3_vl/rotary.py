@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from anygauge_models.angles import Rotary, half_rotary
@@ -13,14 +13,15 @@ if TYPE_CHECKING:
 
 __all__ = ["rotary", "rotary_in_turns"]
 
-_SECTIONS = [24, 20, 20]
-_THETA = 500_000.0
 
+def rotary_in_turns(
+    size: Callable[[Mapping[str, Any]], int], sections: Sequence[int], theta: float
+) -> Rotary:
+    """Return the angles of a decoder whose pairs always take turns.
 
-def rotary_in_turns(size: Callable[[Mapping[str, Any]], int]) -> Rotary:
-    """Return the angles of Qwen3-VL's decoders.
-
-    :param size: Returns the size of a head.
+    :param size: Returns how many dimensions of a head turn.
+    :param sections: Pairs that turn by time, height and width, where a checkpoint does not say.
+    :param theta: The base of the angles, where a checkpoint does not say.
     """
     halves = half_rotary(size)
 
@@ -30,16 +31,11 @@ def rotary_in_turns(size: Callable[[Mapping[str, Any]], int]) -> Rotary:
         :param positions: ``[T]`` or ``[3, T]``, int64.
         :returns: Two ``[T, size]`` float32 tensors.
         """
-        return halves(_completed(hf), positions)
+        key = "rope_scaling" if hf.get("rope_scaling") else "rope_parameters"
+        given = {"mrope_section": sections, **(hf.get(key) or {}), "mrope_interleaved": True}
+        return halves({"rope_theta": theta, **hf, key: given}, positions)
 
     return rotary
 
 
-def _completed(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a config that says what transformers takes where it is left out."""
-    key = "rope_scaling" if hf.get("rope_scaling") else "rope_parameters"
-    given = {"mrope_section": _SECTIONS, **(hf.get(key) or {}), "mrope_interleaved": True}
-    return {"rope_theta": _THETA, **hf, key: given}
-
-
-rotary = rotary_in_turns(head_dim)
+rotary = rotary_in_turns(head_dim, (24, 20, 20), 500_000.0)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -128,8 +128,13 @@ def blank(hf: Mapping[str, Any]) -> Content:
     return blank_image(config["patch_size"], config["spatial_merge_size"])
 
 
-def tower_rules(hf: Mapping[str, Any]) -> list[WeightRule]:
-    """Return the rules of the tower, which every rank of the first stage has whole."""
+def tower_rules(
+    hf: Mapping[str, Any], levels: Callable[[Mapping[str, Any]], int] = levels
+) -> list[WeightRule]:
+    """Return the rules of the tower, which every rank of the first stage has whole.
+
+    :param levels: As in ``TowerSpec``.
+    """
     single = ["pos_embed.weight", *with_biases("patch_embed.proj", *(f"merger.{x}" for x in _MERGER))]
     mergers = f"{TOWER}.deepstack_merger_list", f"{HF_TOWER}.deepstack_merger_list"
     depth = vision_of(hf)["depth"]
@@ -140,7 +145,7 @@ def tower_rules(hf: Mapping[str, Any]) -> list[WeightRule]:
     ]
 
 
-def flops(hf: Mapping[str, Any], media: Media) -> float:
+def flops(hf: Mapping[str, Any], media: Media, levels: Callable[[Mapping[str, Any]], int] = levels) -> float:
     """Return the floating-point operations of the tower's forward pass over one image or video."""
     config = vision_of(hf)
     hidden, merged = config["hidden_size"], config["spatial_merge_size"] ** 2

@@ -7,4 +7,4 @@ from anygauge_models.qwen3_vl.rotary import rotary_in_turns
 
 __all__ = ["rotary"]
 
-rotary = rotary_in_turns(head_size)
+rotary = rotary_in_turns(head_size, (24, 20, 20), 500_000.0)

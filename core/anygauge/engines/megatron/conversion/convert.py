@@ -12,7 +12,7 @@ import math
 import multiprocessing
 import os
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
@@ -30,7 +30,13 @@ from anygauge.disk import appearing
 from anygauge.distributed.lifetime import die_with
 from anygauge.engines.megatron.conversion.dist_checkpoint import Part, stored_key, write_index, write_part
 from anygauge.engines.megatron.conversion.paths import check_source, check_target, conversion_error, is_of_run
-from anygauge.engines.megatron.conversion.sources import CanonicalSource, open_canonical, open_weights
+from anygauge.engines.megatron.conversion.sources import (
+    CanonicalSource,
+    open_canonical,
+    open_weights,
+    tensor_names,
+)
+from anygauge.engines.megatron.media.towers import seeing
 from anygauge.engines.megatron.weights.hf import (
     FILE_BYTES,
     TensorReader,
@@ -59,6 +65,7 @@ from anygauge.engines.megatron.weights.shapes import shape_problem
 from anygauge.engines.megatron.weights.stacks import straight
 from anygauge.plugins import Plugins
 from anygauge_hooks.errors import CheckpointError, WorkerDiedError
+from anygauge_hooks.media import TowerSpec
 from anygauge_hooks.models import ModelSpec
 
 __all__ = ["hf_to_megatron", "megatron_to_hf"]
@@ -91,7 +98,7 @@ def hf_to_megatron(
     found = check_source(source, megatron=False, model=model)
     target = check_target(target, source)
     with _converting(source, target) as partial:
-        family = _read_family(found.hf, plugins)
+        family = _read_family(found.hf, plugins, found.weights)
         rules = family.rules
         sizes, left_out = (_run_sizes if is_of_run(found.weights) else _hf_sizes)(found.weights, family)
         count = _count(workers, sum(sizes))
@@ -133,7 +140,7 @@ def megatron_to_hf(
     found = check_source(source, megatron=True, model=model)
     target = check_target(target, source)
     with _converting(source, target) as partial:
-        family = _read_family(found.hf, plugins)
+        family = _read_family(found.hf, plugins, found.weights)
         copy_other_files(found.hf, partial)
         with open_canonical(found.weights) as reader:
             _check_fit(reader, family)
@@ -175,11 +182,14 @@ class _Family:
         return shape_problem(rule, shape, self.fields, self.owner)
 
 
-def _read_family(directory: Path, plugins: Plugins) -> _Family:
+def _read_family(directory: Path, plugins: Plugins, weights: Path) -> _Family:
     hf = read_config(directory)
     _check_sizes(directory / "config.json", hf)
     spec: ModelSpec = plugins.model(hf.get("architectures") or ())
     with reading_config(directory):
+        if spec.media is not None:  # a run of text has none of the towers
+            names = tensor_names(weights)
+            spec = seeing(spec, {kind for tower in _there(spec, hf, names) for kind in tower.kinds})
         return _Family(
             model_rules(spec, hf),
             unused_prefixes(spec, hf),
@@ -187,6 +197,14 @@ def _read_family(directory: Path, plugins: Plugins) -> _Family:
             spec.transformer_config(hf),
             spec.output_owner,
         )
+
+
+def _there(spec: ModelSpec, hf: Mapping[str, Any], names: Collection[str]) -> Iterator[TowerSpec]:
+    """Yield the towers of which a checkpoint has something."""
+    for tower in spec.media.towers(hf) if spec.media is not None else ():
+        prefixes = (f"{spec.output_owner}.{tower.name}.".lstrip("."), *tower.hf_prefixes)
+        if any(name.startswith(prefixes) for name in names):
+            yield tower
 
 
 def _check_sizes(path: Path, hf: Mapping[str, Any]) -> None:

@@ -172,6 +172,11 @@ class DistReader:
         self._tensors = read_index(directory)
         self._files: dict[str, mmap.mmap] = {}
 
+    @property
+    def names(self) -> set[str]:
+        """Return the keys of the checkpoint, which begin as canonical names do."""
+        return set(self._tensors)
+
     def problems(self, rules: Sequence[TensorRule]) -> Iterator[str]:
         """Yield the tensors that the checkpoint lacks and those that no rule needs."""
         used: defaultdict[str, set[tuple[int, ...]]] = defaultdict(set)

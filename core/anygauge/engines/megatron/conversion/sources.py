@@ -22,7 +22,14 @@ from anygauge.engines.megatron.weights.hf import TensorReader, open_tensors
 from anygauge.engines.megatron.weights.mapping import TensorRule, to_canonical
 from anygauge.engines.megatron.weights.stacks import straight
 
-__all__ = ["CanonicalSource", "RunReader", "WeightSource", "open_canonical", "open_weights"]
+__all__ = [
+    "CanonicalSource",
+    "RunReader",
+    "WeightSource",
+    "open_canonical",
+    "open_weights",
+    "tensor_names",
+]
 
 
 class WeightSource(Protocol):
@@ -34,6 +41,10 @@ class WeightSource(Protocol):
 
 class CanonicalSource(WeightSource, Protocol):
     """A checkpoint of canonical tensors."""
+
+    @property
+    def names(self) -> set[str]:
+        """Return how tensors are called there: canonical names, or keys that begin so."""
 
     def problems(self, rules: Sequence[TensorRule]) -> Iterator[str]:
         """Yield the tensors that the checkpoint lacks and those that no rule needs."""
@@ -60,6 +71,11 @@ class RunReader:
         self._regions = {
             piece.name: _undivided(piece.region) for file in pieces.files for piece in file.pieces
         }
+
+    @property
+    def names(self) -> set[str]:
+        """Return every tensor's name."""
+        return set(self._shapes)
 
     def problems(self, rules: Sequence[TensorRule]) -> Iterator[str]:
         """Yield the tensors that the checkpoint lacks and those that no rule needs."""
@@ -150,3 +166,15 @@ def open_weights(directory: Path) -> Iterator[WeightSource]:
     else:
         with open_canonical(directory) as canonical:
             yield canonical
+
+
+def tensor_names(directory: Path) -> set[str]:
+    """Return how tensors are called in whatever of the three kinds a directory is.
+
+    :raises CheckpointError: It is torn.
+    """
+    if (directory / "config.json").is_file():
+        with open_tensors(directory) as reader:
+            return reader.names
+    with open_canonical(directory) as canonical:
+        return canonical.names

@@ -1,0 +1,47 @@
+"""The vision tower of Qwen3.5: that of Qwen3-VL without further features for the decoder's layers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from anygauge_hooks.media import Media, TowerSpec
+from anygauge_hooks.models import WeightRule
+from anygauge_models.qwen3_vl import vision
+
+if TYPE_CHECKING:
+    from torch import nn
+
+__all__ = ["flops", "tower_rules", "towers"]
+
+
+def towers(hf: Mapping[str, Any]) -> tuple[TowerSpec, ...]:
+    """Return the tower, if the model has one."""
+    if "vision_config" not in hf:
+        return ()
+    return tuple(replace(tower, build=_build, levels=_no_levels) for tower in vision.towers(hf))
+
+
+def _no_levels(hf: Mapping[str, Any]) -> int:
+    return 0
+
+
+def _build(hf: Mapping[str, Any]) -> nn.Module:
+    from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5VisionConfig
+    from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5VisionModel
+
+    fields = vision.module_fields(hf)
+    del fields["deepstack_visual_indexes"]
+    tower: nn.Module = Qwen3_5VisionModel(Qwen3_5VisionConfig(**fields))
+    return tower
+
+
+def tower_rules(hf: Mapping[str, Any]) -> list[WeightRule]:
+    """Return the rules of the tower, if the model has one."""
+    return vision.tower_rules(hf, _no_levels) if "vision_config" in hf else []
+
+
+def flops(hf: Mapping[str, Any], media: Media) -> float:
+    """Return the floating-point operations of the tower's forward pass over one image or video."""
+    return vision.flops(hf, media, _no_levels)
