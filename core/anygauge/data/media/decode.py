@@ -75,7 +75,8 @@ def decoding() -> Iterator[None]:
         raise
     except Exception as error:
         # Decoders raise nearly everything: OSError, SyntaxError, ValueError, struct.error, zlib.error.
-        raise MediaError(f"cannot be decoded: {str(error) or type(error).__name__}.", hint=BROKEN) from error
+        what = str(error).rstrip(".") or type(error).__name__
+        raise MediaError(f"cannot be decoded: {what}.", hint=BROKEN) from error
 
 
 def as_pixels(image: Image) -> NDArray[Any]:

@@ -87,6 +87,8 @@ def _animation_header(file: BinaryIO) -> Header:
         duration = 0.0
         for number in range(count):
             image.seek(number)
+            if image.format == "WEBP":
+                image.load()  # before that, Pillow does not know how long a frame is shown
             duration += image.info.get("duration", 0) / 1000 or _DEFAULT_S
         return Header((height, width), count, count / duration, duration, image.format or "")
 
