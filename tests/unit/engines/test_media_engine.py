@@ -12,7 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from anygauge.algorithms.values import value_loss
 from anygauge.config import Config
+from anygauge.config.roles import critic_config
 from anygauge.plugins import load_plugins
 from anygauge.testing.toy_tower import HOLDER, Package, Store, image, sample, toy_model
 from anygauge_hooks.engines import LossInputs, WorkerContext
@@ -38,7 +40,7 @@ def make_engine(context: WorkerContext, checkpoint: Path, store: Store) -> MakeE
     plugins = load_plugins()
     plugins.register(Package(), "toy")
 
-    def make(modalities: Sequence[str] = ("image",), **train: Any) -> Any:
+    def make(modalities: Sequence[str] = ("image",), role: str = "actor", **train: Any) -> Any:
         config = Config.model_validate(
             {
                 "run": {"name": "test", "steps": 10},
@@ -49,7 +51,10 @@ def make_engine(context: WorkerContext, checkpoint: Path, store: Store) -> MakeE
             }
         )
         found = replace(context, plugins=plugins, media=store)
-        return plugins.get("register_train_engines", "megatron").make(config, found)
+        spec = plugins.get("register_train_engines", "megatron")
+        if role == "critic":
+            return spec.make_critic(critic_config(config), found)
+        return spec.make(config, found)
 
     return make
 
@@ -340,3 +345,27 @@ def test_the_trainer_leaves_placeholders_out(make_engine: MakeEngine, mixed: lis
     assert HOLDER not in found.ids
     torch.testing.assert_close(found.log_probs[:, :-1].exp().sum(1), torch.ones(5), rtol=0, atol=1e-5)
     assert make_engine(modalities=())._logprob.forbidden == ()
+
+
+def test_a_critic_sees(make_engine: MakeEngine, mixed: list[TrainSample], store: Store) -> None:
+    """Its values are those of the images, and its tower learns, or does not where it is frozen."""
+    critic, fixed = make_engine(role="critic"), make_engine(role="critic", freeze=["vision"])
+    for each in (critic, fixed):
+        with torch.no_grad():
+            each.policy.tensors["output_layer.weight"].fill_(0.1)
+    together = critic.values(mixed)
+    alone = [critic.values([each])[0] for each in mixed]
+    torch.testing.assert_close(torch.cat(together), torch.cat(alone), rtol=0, atol=1e-5)
+    swapped = mixed[1]._replace(media=(mixed[1].media[0]._replace(key=image(store, 2, 2, 78).key),))
+    assert (critic.values([swapped])[0] - together[1]).abs().max() > 0.01
+    before = critic.policy.tensors["visual.inner.weight"].clone()
+    for each in (critic, fixed):
+        each.train_values(
+            mixed,
+            value_loss,
+            weights=[[0.1] * sample.response_length for sample in mixed],
+            old_values=together,
+            returns=[values + 1 for values in together],
+        )
+    assert not critic.policy.tensors["visual.inner.weight"].equal(before)
+    assert fixed.policy.tensors["visual.inner.weight"].equal(before)

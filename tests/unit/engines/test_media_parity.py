@@ -164,3 +164,13 @@ def test_the_kernels_of_the_table_are_in_the_tower(make_engine: MakeEngine) -> N
     assert tower.config._attn_implementation == ATTENTION
     assert not any(type(module) is torch.nn.LayerNorm for module in tower.modules())
     assert sum(isinstance(module, TableLayerNorm) for module in tower.modules()) == 7
+
+
+def test_bfloat16_is_near(
+    make_engine: MakeEngine, samples: list[TrainSample], expected: tuple[list[Tensor], Any]
+) -> None:
+    engine = make_engine(dtype="bfloat16", recompute="full")
+    assert all(each.dtype == torch.bfloat16 for each in engine.policy.chunks[0].visual.parameters())
+    found = engine.log_probs(samples, temperature=1.0)
+    assert (torch.cat(found) - torch.cat(expected[0])).abs().max() < 0.2
+    take_step(engine, samples)
