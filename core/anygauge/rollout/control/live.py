@@ -130,7 +130,7 @@ class LiveRollout:
             raise RolloutError(
                 f"Token {tokens[stray[0]]} of what the policy is told, at {stray[0]}, holds the place of a "
                 "medium, and none is there.",
-                hint="Show media with rollout.look(messages), and keep the token's text out of what tools say.",
+                hint="Show media with rollout.look(messages); keep the token's text out of what tools say.",
             )
 
     # -------------------------------------------------------------------------

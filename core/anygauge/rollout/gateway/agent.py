@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 from anygauge.config.schema import RolloutGateway
@@ -47,7 +48,8 @@ async def agent(
     template_options = dict(chat_template_kwargs or {})
     make = _Made(rollout.tokenizer, rollout.params, rollout.config.gateway, template_options)
     async with _shared(make) as served:
-        session = served.open(RolloutGenerator(rollout), seed=seed)
+        look = partial(rollout.look, chat=False) if rollout.params.forbidden else None
+        session = served.open(RolloutGenerator(rollout), seed=seed, look=look)
         try:
             returned = await talk(served, session, prompt)
         except Exception:
@@ -87,7 +89,9 @@ class RolloutGenerator:
             await self._ended.wait()
         self._under_way += 1
         try:
-            said: Generation = await self._rollout.generate(request.tokens, max_new_tokens=wanted, stop=stop)
+            said: Generation = await self._rollout.generate(
+                request.tokens, max_new_tokens=wanted, stop=stop, media=request.media
+            )
         finally:
             self._under_way -= 1
             ended, self._ended = self._ended, asyncio.Event()

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from anygauge.rollout.gateway.answers import Answer, Piece
-from anygauge.rollout.gateway.asks import Ask, field, number, strings, text_of
+from anygauge.rollout.gateway.asks import Ask, content_of, field, number, strings, text_of
 from anygauge.rollout.gateway.messages import Call, Chat, Message
 from anygauge.rollout.gateway.refusals import Refusal, bad_request
 
@@ -122,11 +122,12 @@ def _said(message: Any, where: str) -> Iterator[Message]:
     blocks = content if isinstance(content, list) else []
     results = [block for block in blocks if isinstance(block, dict) and block.get("type") == "tool_result"]
     for result in results:
-        text = text_of(result.get("content"), f"{where}.content")
-        yield Message("tool", text, call_id=str(result.get("tool_use_id", "")))
+        text, images = content_of(result.get("content"), f"{where}.content")
+        yield Message("tool", text, call_id=str(result.get("tool_use_id", "")), images=images)
     rest = [block for block in blocks if block not in results] if results else content
     if rest or not results:
-        yield Message(role, text_of(rest, f"{where}.content"))
+        text, images = content_of(rest, f"{where}.content")
+        yield Message(role, text, images=images)
 
 
 def _assistant(content: Any, where: str) -> Message:

@@ -6,10 +6,11 @@ import json
 from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
+from anygauge.rollout.gateway.images import SLOT, image_in
 from anygauge.rollout.gateway.messages import Chat
 from anygauge.rollout.gateway.refusals import bad_request
 
-__all__ = ["Ask", "check_sampling", "field", "number", "strings", "text_of"]
+__all__ = ["Ask", "check_sampling", "content_of", "field", "number", "strings", "text_of"]
 
 
 class Ask(NamedTuple):
@@ -88,6 +89,26 @@ def strings(body: Mapping[str, Any], name: str) -> tuple[str, ...]:
     return tuple(each for each in values if each)
 
 
+def content_of(content: Any, where: str) -> tuple[str, tuple[str, ...]]:
+    """Return the text of a message's content, with a slot for each image in it, and the images.
+
+    :raises Refusal: There is something else in it.
+    """
+    if not isinstance(content, list):
+        return text_of(content, where), ()
+    pieces: list[str] = []
+    images: list[str] = []
+    for number, block in enumerate(content):
+        place = f"{where}[{number}]"
+        if (image := image_in(block, place)) is not None:
+            images.append(image)
+            pieces.append(SLOT)
+            continue
+        between = "\n" if pieces and pieces[-1] is not SLOT else ""
+        pieces.append(between + _block_text(block, place))
+    return "".join(pieces), tuple(images)
+
+
 def text_of(content: Any, where: str, *, between: str = "\n") -> str:
     """Return the text of a message's content: a string, or a list of text blocks.
 
@@ -109,7 +130,9 @@ def _block_text(block: Any, where: str) -> str:
     kind = block.get("type") if isinstance(block, Mapping) else None
     text = block.get("text", block.get("refusal")) if isinstance(block, Mapping) else None
     if kind not in ("text", "input_text", "output_text", "refusal") or not isinstance(text, str):
-        raise bad_request(f"{where} is {_shown(kind or block)}; only text can be given to this model.", where)
+        raise bad_request(
+            f"{where} is {_shown(kind or block)}; only text and images can be given to a model.", where
+        )
     return text
 
 

@@ -42,6 +42,8 @@ class Message(NamedTuple):
     call_id: str | None = None
     """Of a tool's answer."""
     name: str | None = None
+    images: tuple[str, ...] = ()
+    """``data:`` or addresses, in the order of their places in the content."""
 
     def for_template(self, *, spelt: bool = False) -> dict[str, Any]:
         """Return the message as chat templates read it.
@@ -77,7 +79,8 @@ class Message(NamedTuple):
         """
         content = self.content.strip() if self.role == "assistant" else self.content
         calls = [[call.name, _canonical(call)] for call in self.calls]
-        return json.dumps([self.role, content, self.name, calls])
+        images = [hashlib.blake2b(image.encode(), digest_size=16).hexdigest() for image in self.images]
+        return json.dumps([self.role, content, self.name, calls, *images])
 
 
 class Chat(NamedTuple):

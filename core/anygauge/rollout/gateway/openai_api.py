@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from anygauge.rollout.gateway.answers import Answer, Piece
-from anygauge.rollout.gateway.asks import Ask, field, number, strings, text_of
+from anygauge.rollout.gateway.asks import Ask, content_of, field, number, strings, text_of
 from anygauge.rollout.gateway.detokenizer import PARTIAL
 from anygauge.rollout.gateway.messages import Call, Chat, Message
 from anygauge.rollout.gateway.refusals import Refusal, bad_request
@@ -109,11 +109,12 @@ def _message(message: Any, where: str) -> Message:
     role: Any = message.get("role") if isinstance(message, dict) else None
     if role not in ("system", "developer", "user", "assistant", "tool", "function"):
         raise bad_request(f"{where} has no role that is known: {role!r}.", where)
-    content = text_of(message.get("content"), f"{where}.content", between="" if role == "assistant" else "\n")
     name = field(message, "name", str)
     if role != "assistant":
+        content, images = content_of(message.get("content"), f"{where}.content")
         call_id = field(message, "tool_call_id", str)
-        return Message(_ROLES.get(role, role), content, call_id=call_id, name=name)
+        return Message(_ROLES.get(role, role), content, call_id=call_id, name=name, images=images)
+    content = text_of(message.get("content"), f"{where}.content", between="")
     reasoning = field(message, "reasoning_content", str, field(message, "reasoning", str))
     calls = field(message, "tool_calls", list, [])
     return Message(

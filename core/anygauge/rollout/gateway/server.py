@@ -20,6 +20,7 @@ from anygauge.config.schema import RolloutGateway
 from anygauge.rollout.gateway import anthropic_api, openai_api
 from anygauge.rollout.gateway.admission import Admission
 from anygauge.rollout.gateway.answers import Answer, Piece
+from anygauge.rollout.gateway.images import Look
 from anygauge.rollout.gateway.reading import THINK
 from anygauge.rollout.gateway.refusals import Refusal, bad_request
 from anygauge.rollout.gateway.rendering import Renderer
@@ -143,11 +144,14 @@ class Gateway:
             await self._runner.cleanup()
             self._runner = None
 
-    def open(self, generator: Generator, *, seed: int, name: str | None = None) -> Session:
+    def open(
+        self, generator: Generator, *, seed: int, name: str | None = None, look: Look | None = None
+    ) -> Session:
         """Begin a session.
 
         :param generator: What answers its requests.
         :param name: Unique among those that are open, of letters, digits, ``-``, ``_``; ``None`` makes one.
+        :param look: Takes images into the run's store; ``None`` where the model reads text alone.
         :raises RolloutError: There is a session of that name, or it is no name.
         """
         self._numbers += 1
@@ -157,7 +161,7 @@ class Gateway:
                 f"A session cannot be called {name!r}.",
                 hint="A name is unique, and has at most 64 letters, digits, - and _.",
             )
-        session = self._sessions[name] = Session(name, generator, seed, self._manner, self._admission)
+        session = self._sessions[name] = Session(name, generator, seed, self._manner, self._admission, look)
         return session
 
     async def end(self, session: Session) -> None:
@@ -236,6 +240,7 @@ class Gateway:
         session, body, fingerprint = await self._read(request)
         ask = openai_api.ask_of(body)
         self._known(ask.model)
+        ask = ask._replace(chat=await session.marked(ask.chat))
         asked = session.ask(ask, fingerprint, retried=_retried(request))
         async with asked.sampling:
             name, now = f"chatcmpl-{asked.sampling.name}", int(time.time())
@@ -248,6 +253,7 @@ class Gateway:
         session, body, fingerprint = await self._read(request)
         ask = anthropic_api.ask_of(body)
         self._known(ask.model)
+        ask = ask._replace(chat=await session.marked(ask.chat))
         asked = session.ask(ask, fingerprint, retried=_retried(request))
         async with asked.sampling:
             name = f"msg_{asked.sampling.name}"
@@ -258,7 +264,8 @@ class Gateway:
 
     async def _count(self, request: web.Request) -> web.StreamResponse:
         session, body, _ = await self._read(request)
-        return web.json_response({"input_tokens": session.count(anthropic_api.chat_of(body))})
+        chat = await session.marked(anthropic_api.chat_of(body))
+        return web.json_response({"input_tokens": session.count(chat)})
 
     async def _models(self, request: web.Request) -> web.StreamResponse:
         self._session(request)

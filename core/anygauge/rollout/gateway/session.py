@@ -12,6 +12,7 @@ from typing import Any, Literal, NamedTuple
 from anygauge.rollout.gateway.admission import Admission
 from anygauge.rollout.gateway.answers import Answer, Reader, answer_of
 from anygauge.rollout.gateway.asks import Ask, check_sampling
+from anygauge.rollout.gateway.images import Images, Look
 from anygauge.rollout.gateway.messages import Chat
 from anygauge.rollout.gateway.reading import Style
 from anygauge.rollout.gateway.refusals import Refusal, bad_request
@@ -60,10 +61,17 @@ class Session:
     :param name: Unique in the gateway.
     :param generator: The engines.
     :param admission: Of the gateway.
+    :param look: Takes images into the run's store; ``None`` where the model reads text alone.
     """
 
     def __init__(
-        self, name: str, generator: Generator, seed: int, manner: Manner, admission: Admission
+        self,
+        name: str,
+        generator: Generator,
+        seed: int,
+        manner: Manner,
+        admission: Admission,
+        look: Look | None = None,
     ) -> None:
         self.name = name
         self.failure: Exception | None = None
@@ -74,7 +82,8 @@ class Session:
         self._seed = seed
         self._manner = manner
         self._admission = admission
-        self._turns = Turns(manner.renderer, manner.history)
+        self._images = Images(manner.renderer, look, manner.params.forbidden)
+        self._turns = Turns(manner.renderer, self._images, manner.history)
         self._samplings: dict[str, list[Sampling]] = defaultdict(list)
         self._drawn: dict[tuple[int, ...], int] = defaultdict(int)
         self._requests = 0
@@ -84,6 +93,13 @@ class Session:
     def turns(self) -> Sequence[Turn]:
         """What was sampled, in the order in which it ended."""
         return self._turns.all
+
+    async def marked(self, chat: Chat) -> Chat:
+        """Return a chat whose images were taken into the run's store; to be asked before all else.
+
+        :raises Refusal: One cannot be shown.
+        """
+        return await self._images.marked(chat)
 
     def count(self, chat: Chat) -> int:
         """Return the tokens of the prompt that a chat would be."""
@@ -192,6 +208,7 @@ class Session:
             params=params,
             seed=seed,
             session=self.name,
+            media=plan.shown.media,
         )
 
     def _seed_of(self, tokens: tuple[int, ...], drawn: int) -> int:

@@ -74,4 +74,5 @@ def _sample(turns: Sequence[Turn], prompt: Prompt, seed: int, renderer: Renderer
         finish_reason=turns[-1].finish_reason,
         seed=seed,
         metadata={"turns": len(turns)},
+        media=turns[-1].plan.shown.media,
     )

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
+from anygauge.rollout.gateway.images import Images, Shown
 from anygauge.rollout.gateway.messages import Chat, Message, same_reasoning, say, start
 from anygauge.rollout.gateway.rendering import Renderer
 from anygauge_hooks.rl import FinishReason
@@ -17,13 +18,18 @@ __all__ = ["Plan", "Turn", "Turns"]
 class Plan(NamedTuple):
     """The prompt of a request."""
 
-    tokens: tuple[int, ...]
+    shown: Shown
     key: str
     """Of the chat, by what was said in it."""
     parent: Turn | None = None
-    """Whose prompt and response ``tokens`` begin with."""
+    """Whose prompt and response it begins with."""
     opened: bool = False
     """Whether the prompt has opened the reasoning already."""
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """Of the prompt."""
+        return self.shown.tokens
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -40,9 +46,9 @@ class Turn:
     """``"abort"``: the agent went away before the end."""
 
     @property
-    def whole(self) -> tuple[int, ...]:
+    def whole(self) -> Shown:
         """Prompt and response."""
-        return self.plan.tokens + self.tokens
+        return self.plan.shown.then(Shown(self.tokens))
 
 
 @dataclass
@@ -54,6 +60,7 @@ class Turns:
     """
 
     renderer: Renderer
+    images: Images
     history: Literal["template", "append"] = "template"
     all: list[Turn] = field(default_factory=list)
     _by_chat: dict[str, list[Turn]] = field(default_factory=lambda: defaultdict(list))
@@ -77,9 +84,10 @@ class Turns:
         for position in sorted(said, reverse=True):
             found = self._onward(chat, position, said[position], text)
             if found is not None:
-                tokens, parent = found
-                return Plan(tokens, key, parent, opened)
-        return Plan(self.renderer.encode(text), key, None, opened)
+                shown, parent = found
+                return Plan(shown, key, parent, opened)
+        shown = self.images.placed(self.renderer.encode(text), chat.messages)
+        return Plan(shown, key, None, opened)
 
     def _recognised(self, chat: Chat) -> tuple[str, dict[int, Turn]]:
         """Return the key of a chat, and which of its messages are turns that were recorded."""
@@ -105,9 +113,7 @@ class Turns:
         exact = [turn for turn in same if [call.id for call in turn.message.calls] == ids]
         return (exact or same)[0], None
 
-    def _onward(
-        self, chat: Chat, position: int, turn: Turn, text: str
-    ) -> tuple[tuple[int, ...], Turn | None] | None:
+    def _onward(self, chat: Chat, position: int, turn: Turn, text: str) -> tuple[Shown, Turn | None] | None:
         """Return the prompt that goes on from a turn, and the turn if all of it is in there.
 
         :param text: The whole chat, rendered.
@@ -117,14 +123,17 @@ class Turns:
         after = self.renderer.after(chat, position)
         if after is None:
             return None
+        messages = chat.messages[position + 1 :]
         if len(self.renderer.spoken(turn.tokens, turn.finish_reason)) == len(turn.tokens):
-            return turn.whole + self.renderer.encode(after), turn
+            return turn.whole.then(self.images.placed(self.renderer.encode(after), messages)), turn
         last = turn.tokens[-1]
         closing = self.renderer.decode((last,))
         if after.startswith(closing):
-            return turn.whole + self.renderer.encode_after(last, after[len(closing) :]), turn
+            rest = self.renderer.encode_after(last, after[len(closing) :])
+            return turn.whole.then(self.images.placed(rest, messages)), turn
         # The template ends the turn with another token than the model did, so the prompt leaves that one out.
-        return turn.whole[:-1] + self.renderer.encode(after), None
+        spoken = turn.plan.shown.then(Shown(turn.tokens[:-1]))
+        return spoken.then(self.images.placed(self.renderer.encode(after), messages)), None
 
     def _shown_as_sampled(self, chat: Chat, position: int, turn: Turn, text: str) -> bool:
         """Return whether the template shows a turn, and all before it, as when the turn was sampled."""
@@ -133,7 +142,7 @@ class Turns:
             return False
         upto = chat._replace(messages=chat.messages[: position + 1])
         return text.startswith(self.renderer.render(upto, generate=False)) or text.startswith(
-            self.renderer.decode(turn.whole)
+            self.renderer.decode(self.images.single(turn.whole))
         )
 
 
