@@ -20,6 +20,7 @@ from anygauge.config.file_rules import (
     train_files_rule,
 )
 from anygauge.config.group_rules import engine_kinds, external_rule, groups_rule
+from anygauge.config.media_rules import media_rule
 from anygauge.config.model_rules import model_rules
 from anygauge.config.named_functions import failed_plugins, option_problems
 from anygauge.config.parallel_rules import (
@@ -238,6 +239,10 @@ RULES = (
     Check(_task, ("run.task",)),
     Check(_resume, ("run.resume", "run.overwrite")),
     Check(debug_rule, ("debug", "run.task")),
+    Check(
+        media_rule,
+        ("media", "data.multimodal_keys", "model.modalities", "train.freeze", "placement.launcher", "debug"),
+    ),
     Check(algorithm_rule, ("run.task", "run.steps", "algorithm.aggregation", "critic.only_steps")),
     Check(control_rule, ("rollout", "placement.rollout_workers", "eval")),
     Check(

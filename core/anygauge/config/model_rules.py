@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from anygauge.config.algorithm_rules import compares
 from anygauge.config.architecture_rules import read_architecture
 from anygauge.config.file_rules import from_here
+from anygauge.config.media_rules import model_media
 from anygauge.config.model_files import other_tokens, read_model
 from anygauge.config.parallel_rules import divided, model_problems, of_role
 from anygauge.config.same_model import differing_keys
@@ -43,6 +44,7 @@ def model_rules(config: Config, plugins: Plugins, *, trains: bool) -> Problems:
         yield from _architecture("model.path", config, policy, plugins)
         yield from _stop_tokens(config, policy)
         yield from _chat_template(config)
+        yield from model_media(config, policy, plugins)
     for index, group in enumerate(config.rollout.groups):
         if group.path is not None and not os.path.isdir(group.path):
             hint = f"no such directory{from_here(group.path)}"

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from anygauge.config import Config
 from anygauge.data.balance import free
+from anygauge.data.media.loader import LoadedSource
 from anygauge.hub import localized
 from anygauge.observability.logs import summary
 from anygauge.observability.memory import driver_memory
@@ -225,7 +226,10 @@ def collect_groups(loop: Loop, step: int) -> tuple[list[Group], float]:
     """Return the scored groups of a step, generated or replayed, and the seconds that scoring took."""
     config = loop.config
     if config.debug.replay_rollouts is not None:
-        return read_groups(rollout_path(config.debug.replay_rollouts, step), loop.model), 0.0
+        groups = read_groups(rollout_path(config.debug.replay_rollouts, step), loop.model)
+        if isinstance(loop.source, LoadedSource):
+            loop.source.adopt_groups(groups)
+        return groups, 0.0
     if loop.control is not None:
         return loop.control.collect(), 0.0  # each was scored while others were being generated
     prompts = loop.next_prompts or draw_prompts(loop)

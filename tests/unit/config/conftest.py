@@ -44,6 +44,7 @@ class Model:
 
     name = "toy"
     architectures = ("ToyForCausalLM",)
+    media = None
 
     @staticmethod
     def transformer_config(hf: Mapping[str, Any]) -> dict[str, int]:

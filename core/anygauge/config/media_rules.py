@@ -1,0 +1,92 @@
+"""The rules of images, video and sound: what a run says it has, and what its model takes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from anygauge.config.modalities import modalities
+from anygauge.config.schema import Config, Media
+from anygauge_hooks.errors import AnygaugeError
+from anygauge_hooks.types import ConfigProblem
+
+if TYPE_CHECKING:
+    from anygauge.plugins import Plugins
+
+__all__ = ["media_rule", "model_media"]
+
+Problems = Iterator[ConfigProblem]
+_TOWERS = {"vision": {"image", "video"}, "audio": {"audio"}}
+"""Which kinds the parts of ``train.freeze`` take."""
+
+
+def media_rule(config: Config, user_keys: Collection[str]) -> Problems:
+    """Yield keys of media that contradict each other, or have no effect."""
+    kinds = modalities(config)
+    yield from _fields(config)
+    if not kinds:
+        yield from _without_media(config)
+        return
+    if lacking := sorted(set(config.data.multimodal_keys) - kinds):
+        hint = f"lacks {', '.join(lacking)}, which data.multimodal_keys names; add it, or leave this out"
+        yield ConfigProblem(path="model.modalities", found=sorted(kinds), hint=hint)
+    for part, takes in _TOWERS.items():
+        if part in config.train.freeze and not takes & kinds:
+            hint = f"there is no tower for {part}: the run has {', '.join(sorted(kinds))} alone"
+            yield ConfigProblem(path="train.freeze", found=list(config.train.freeze), hint=hint)
+    least, most = config.media.min_pixels, config.media.max_pixels
+    if least is not None and most is not None and least > most:
+        hint = f"must be at most media.max_pixels = {most}"
+        yield ConfigProblem(path="media.min_pixels", found=least, hint=hint)
+    if config.media.store == "ray" and config.placement.launcher == "local":
+        hint = 'there is no Ray with placement.launcher = "local"; leave this out'
+        yield ConfigProblem(path="media.store", found="ray", hint=hint)
+    if config.debug.replay_batches is not None:
+        hint = "batches name their media and do not hold them; replay the rollouts instead"
+        yield ConfigProblem(path="debug.replay_batches", found=str(config.debug.replay_batches), hint=hint)
+
+
+def model_media(config: Config, hf: Mapping[str, Any], plugins: Plugins) -> Problems:
+    """Yield what a run has and its model does not take.
+
+    :param hf: The Hugging Face config of the policy.
+    """
+    kinds = modalities(config)
+    if not kinds:
+        return
+    path = "data.multimodal_keys" if config.model.modalities is None else "model.modalities"
+    try:
+        spec = plugins.model(hf.get("architectures") or ())
+        taken = (
+            set() if spec.media is None else {kind for each in spec.media.towers(hf) for kind in each.kinds}
+        )
+    except (AnygaugeError, KeyError, TypeError, ValueError):
+        return  # a problem of the model, which is told there
+    if lacking := sorted(kinds - taken):
+        takes = f"{', '.join(sorted(taken))} and text" if taken else "text alone"
+        hint = f"the model's family takes {takes}; leave out {', '.join(lacking)}, or take another model"
+        yield ConfigProblem(path=path, found=sorted(kinds), hint=hint)
+
+
+def _fields(config: Config) -> Problems:
+    data = config.data
+    used = Counter([data.input_key, data.label_key, data.metadata_key, data.tools_key])
+    used.update(data.multimodal_keys.values())
+    for kind, key in data.multimodal_keys.items():
+        if used[key] > 1:
+            hint = f"another key names the field {key!r} too; give each its own"
+            yield ConfigProblem(path=f"data.multimodal_keys.{kind}", found=key, hint=hint)
+
+
+def _without_media(config: Config) -> Problems:
+    """Yield what means nothing to a run of text."""
+    hint = "has no effect without data.multimodal_keys or model.modalities; leave it out"
+    default = Media()
+    for name in Media.model_fields:
+        found = getattr(config.media, name)
+        if found != getattr(default, name):
+            shown = found if isinstance(found, bool | int | float | str) else str(found)
+            yield ConfigProblem(path=f"media.{name}", found=shown, hint=hint)
+    if frozen := sorted(set(config.train.freeze) & set(_TOWERS)):
+        yield ConfigProblem(path="train.freeze", found=frozen, hint=hint)

@@ -1,0 +1,76 @@
+"""What a run says of images, video and sound must go together, and with its model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from anygauge.config import LoadedConfig
+from anygauge.config.media_rules import model_media
+from anygauge.plugins import load_plugins
+from anygauge_hooks.errors import ConfigError
+from anygauge_hooks.models import ModelSpec
+
+Load = Callable[..., LoadedConfig]
+IMAGES = 'data.multimodal_keys={image = "images"}'
+
+
+@pytest.mark.parametrize(
+    ("keys", "text"),
+    [
+        (
+            ["media.max_pixels=1000"],
+            "media.max_pixels: found 1000 on the command line; has no effect without",
+        ),
+        (
+            ['media.on_error="drop"'],
+            "media.on_error: found 'drop' on the command line; has no effect without",
+        ),
+        (['train.freeze=["vision"]'], "has no effect without data.multimodal_keys or model.modalities"),
+        ([IMAGES, 'model.modalities=["audio"]'], "lacks image, which data.multimodal_keys names"),
+        ([IMAGES, 'train.freeze=["audio"]'], "there is no tower for audio: the run has image alone"),
+        ([IMAGES, "media.min_pixels=9", "media.max_pixels=8"], "must be at most media.max_pixels = 8"),
+        ([IMAGES, 'media.store="ray"', 'placement.launcher="local"'], "leave this out"),
+        (['data.multimodal_keys={image = "label"}'], "another key names the field 'label' too"),
+        (['data.multimodal_keys={image = "a", video = "a"}'], "another key names the field 'a' too"),
+        (
+            [IMAGES, "debug.mode=train_only", "debug.replay_batches=dumps"],
+            "batches name their media and do not hold them",
+        ),
+    ],
+)
+def test_keys_that_do_not_go_together(load: Load, keys: list[str], text: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(overrides=[f"--{key}" for key in keys])
+    assert text in str(caught.value)
+
+
+def test_a_model_of_text_is_not_given_images(load: Load) -> None:
+    with pytest.raises(ConfigError, match="takes text alone; leave out image"):
+        load(overrides=[f"--{IMAGES}"])
+
+
+FAMILIES: dict[str, ModelSpec] = load_plugins().named("register_models")
+
+
+def problems(family: str, *kinds: str, named: bool = False) -> list[Any]:
+    spec = FAMILIES[family]
+    config: Any = SimpleNamespace(
+        model=SimpleNamespace(modalities=list(kinds) if named else None),
+        data=SimpleNamespace(multimodal_keys={kind: kind for kind in kinds}),
+    )
+    hf = {**spec.tiny(), "architectures": [spec.architectures[0]]}
+    return list(model_media(config, hf, load_plugins()))
+
+
+def test_a_model_is_given_what_it_takes_and_nothing_else() -> None:
+    assert problems("qwen3_vl", "image", "video") == []
+    assert problems("qwen3") == []
+    (lacking,) = problems("qwen3_vl", "image", "audio")
+    assert (lacking.path, lacking.found) == ("data.multimodal_keys", ["audio", "image"])
+    assert lacking.hint.startswith("the model's family takes image, video and text; leave out audio")
+    (text,) = problems("qwen3", "image", named=True)
+    assert (text.path, text.hint[:37]) == ("model.modalities", "the model's family takes text alone; ")
