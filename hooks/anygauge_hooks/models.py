@@ -30,8 +30,11 @@ def text_config(hf: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the Hugging Face config of a text model, which may be one part of a larger model.
 
     What the larger model says itself goes before what its ``text_config`` says, which stays there: weights of
-    a part have other names. A config without one is returned as it is.
+    a part have other names. A model that thinks before it speaks has it in its ``thinker_config``. A config
+    without one is returned as it is.
     """
+    if isinstance(thinker := hf.get("thinker_config"), Mapping):
+        return {**text_config(thinker), **hf}
     inside = hf.get("text_config")
     return {**inside, **hf} if isinstance(inside, Mapping) else hf
 

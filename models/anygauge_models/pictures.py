@@ -30,6 +30,7 @@ _FILES: Mapping[str, tuple[tuple[str, str | None], ...]] = {
         ("video_preprocessor_config.json", None),
         ("preprocessor_config.json", None),
     ),
+    "audio": (("processor_config.json", "feature_extractor"), ("preprocessor_config.json", None)),
 }
 """Where transformers looks for settings, in its order."""
 
@@ -57,7 +58,7 @@ class Budget(NamedTuple):
 
 
 def settings(directory: Path, kind: MediaKind) -> dict[str, Any]:
-    """Return what a model's directory says of its processor for images or video; nothing if it has no file.
+    """Return what a model's directory says of its processor for a kind; nothing if it has no file.
 
     :raises ConfigError: A file is no JSON object.
     """

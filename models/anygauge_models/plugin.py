@@ -24,9 +24,10 @@ def register_models() -> list[ModelSpec]:
     from anygauge_models.qwen3_5.spec import QWEN3_5
     from anygauge_models.qwen3_5_moe.spec import QWEN3_5_MOE
     from anygauge_models.qwen3_moe.spec import QWEN3_MOE
+    from anygauge_models.qwen3_omni_moe.spec import QWEN3_OMNI_MOE
     from anygauge_models.qwen3_vl.spec import QWEN3_VL
     from anygauge_models.qwen3_vl_moe.spec import QWEN3_VL_MOE
 
     glm = [GLM4, GLM4_MOE, GLM4V, GLM4V_MOE, GLM46V]
-    qwen = [QWEN3, QWEN3_5, QWEN3_5_MOE, QWEN3_MOE, QWEN3_VL, QWEN3_VL_MOE]
+    qwen = [QWEN3, QWEN3_5, QWEN3_5_MOE, QWEN3_MOE, QWEN3_OMNI_MOE, QWEN3_VL, QWEN3_VL_MOE]
     return [DEEPSEEK_V3, *glm, LLAMA, *qwen]

@@ -79,7 +79,8 @@ class Both:
         for tower in towers:
             assert any(tower in name for name in found), tower
         for name, gradient in found.items():
-            error = (gradient - wanted[name]).norm() / wanted[name].norm().clamp(min=1e-6)
+            # That of a key's bias is nothing but rounding, since softmax does not see it.
+            error = (gradient - wanted[name]).norm() / wanted[name].norm().clamp(min=1e-3)
             assert error < 1e-5, f"{name}: {error}"
 
     def gradients(self) -> dict[str, Tensor]:

@@ -277,9 +277,7 @@ def test_flops_of_a_tower_are_two_per_weight_that_a_patch_meets(spec: ModelSpec,
 def both(spec: ModelSpec, context: WorkerContext, tmp_path_factory: pytest.TempPathFactory) -> Any:
     path = write_seeing(spec, tmp_path_factory.mktemp(spec.name))
     reference = AutoModelForMultimodalLM.from_pretrained(path, dtype=torch.float32).eval()
-    store = DictStore()
-    for key, content in zip("abc", CONTENTS, strict=True):
-        store.put(key, content)
+    store = DictStore(dict(zip("abc", CONTENTS, strict=True)))
     tall, small = (Media("image", key, ((1, n),), (1, h, 2)) for key, n, h in (("a", 2, 4), ("c", 1, 2)))
     video = Media("video", "b", ((2, 3), (7, 3)), (2, 2, 6))
     framed = [62, 60, -1, -1, -1, 61, 60, -1, -1, -1, 61, 63]
@@ -316,9 +314,8 @@ def test_logits_and_gradients_equal_transformers(both: Any) -> None:
 def test_another_image_gives_other_logits(both: Any) -> None:
     with torch.no_grad():
         right = both.logits()
-        store = DictStore()
-        for key, content in zip("abc", CONTENTS, strict=True):
-            store.put(key, content._replace(data=255 - content.data))
+        turned = [content._replace(data=255 - content.data) for content in CONTENTS]
+        store = DictStore(dict(zip("abc", turned, strict=True)))
         wrong = replace(both, store=store).logits()
     torch.testing.assert_close(right[:9], wrong[:9], rtol=0, atol=1e-5)  # of text
     assert (right - wrong).abs().max() > 0.05

@@ -97,7 +97,7 @@ class CheckpointNames:
 
         self._targets = targets
         self._parts: dict[str, dict[str, Tensor]] = {}
-        self._renamings: list[tuple[str, str]] = []
+        self._renamings: list[Any] = []
         self._turned: list[tuple[str, tuple[int, int]]] = []
         self._ignored = model._keys_to_ignore_on_load_unexpected or ()
         for entry in get_model_conversion_mapping(model):
@@ -108,7 +108,7 @@ class CheckpointNames:
                 turn = entry.operations[0]
                 self._turned.append((entry.source_patterns[0], (turn.dim0, turn.dim1)))
             elif not operations:
-                self._renamings += zip(entry.source_patterns, entry.target_patterns, strict=False)
+                self._renamings.append(entry)
         self._places = {name: part for parts in self._parts.values() for name, part in parts.items()}
 
     def _add_stacks(self, stack: str, patterns: Sequence[str]) -> None:
@@ -125,8 +125,8 @@ class CheckpointNames:
 
     def find(self, name: str) -> Tensor | None:
         """Return where a tensor of the checkpoint goes, or ``None`` if the model does not know it."""
-        for pattern, replacement in self._renamings:
-            name = re.sub(pattern, replacement, name)
+        for renaming in self._renamings:  # a pattern may be of names inside a part of the model alone
+            name, _ = renaming.rename_source_key(name)
         found = self._targets.get(name)
         return found if found is not None else self._places.get(name)
 

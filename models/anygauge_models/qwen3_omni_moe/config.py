@@ -1,0 +1,140 @@
+"""From the Hugging Face config of Qwen3-Omni's thinker to Megatron's. The decoder is Qwen3's, with experts.
+
+Functions take the config of the thinker flat, as :func:`flat` returns it: published directories say it under
+``thinker_config``, and a thinker that was saved alone at the top.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from anygauge_hooks.errors import ConfigError
+from anygauge_hooks.models import text_config
+from anygauge_models.architecture import model_options
+from anygauge_models.qwen3_moe import config as qwen3_moe
+from anygauge_models.qwen3_moe.config import expert_layers, flops_per_token
+from anygauge_models.qwen3_vl.config import tiny_text, tiny_vision
+
+__all__ = [
+    "CHUNK",
+    "audio_of",
+    "expert_layers",
+    "flat",
+    "flops_per_token",
+    "forbidden",
+    "model_options",
+    "per_second",
+    "prefix",
+    "tiny",
+    "token_of",
+    "transformer_config",
+]
+
+_TOKENS = {"image": 151_655, "video": 151_656, "audio": 151_646}
+"""What transformers takes where a config does not say."""
+_AUDIO = {
+    "num_mel_bins": 128,
+    "encoder_layers": 32,
+    "encoder_attention_heads": 20,
+    "encoder_ffn_dim": 5120,
+    "d_model": 1280,
+    "n_window": 50,
+    "n_window_infer": 800,
+    "output_dim": 3584,
+    "downsample_hidden_size": 480,
+}
+_WINDOW = 50
+"""Half of the frames of a chunk."""
+CHUNK = 2 * _WINDOW
+"""Frames that convolutions see together."""
+
+
+def flat(hf: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the config of the thinker with that of its decoder at the top."""
+    return {"norm_topk_prob": True, **text_config(hf)}
+
+
+def prefix(hf: Mapping[str, Any]) -> str:
+    """Return what stands before the names of the thinker in checkpoints."""
+    return "thinker." if "thinker_config" in hf else ""
+
+
+def audio_of(hf: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the config of the audio tower, with the defaults of ``transformers``."""
+    return {**_AUDIO, **hf["audio_config"]}
+
+
+def token_of(hf: Mapping[str, Any], kind: str) -> int:
+    """Return the token that holds the place of a kind's features."""
+    return int(hf.get(f"{kind}_token_id", _TOKENS[kind]))
+
+
+def forbidden(hf: Mapping[str, Any]) -> tuple[int, ...]:
+    """Return the tokens that hold places."""
+    return tuple(token_of(hf, kind) for kind in _TOKENS)
+
+
+def per_second(hf: Mapping[str, Any]) -> int:
+    """Return by how much the position in time grows in a second of video."""
+    return int(hf.get("position_id_per_seconds", 25))
+
+
+def transformer_config(hf: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of ``TransformerConfig`` that the architecture fixes.
+
+    :raises ConfigError: The checkpoint uses a variant that is not implemented.
+    """
+    if (window := audio_of(hf)["n_window"]) != _WINDOW:
+        raise ConfigError(
+            f"The checkpoint's audio_config.n_window = {window} is not supported by the qwen3_omni_moe "
+            f"family, which needs {_WINDOW}.",
+            hint="No published model of the qwen3_omni_moe family has it; check config.json.",
+        )
+    return qwen3_moe.transformer_config(hf)
+
+
+def tiny() -> dict[str, Any]:
+    """Return a config that trains on a laptop in seconds; its first layer is dense."""
+    return {
+        "architectures": ["Qwen3OmniMoeThinkerForConditionalGeneration"],
+        "model_type": "qwen3_omni_moe_thinker",
+        "text_config": {
+            "model_type": "qwen3_omni_moe_text",
+            "intermediate_size": 96,
+            "moe_intermediate_size": 32,
+            "num_experts": 8,
+            "num_experts_per_tok": 2,
+            "norm_topk_prob": True,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [0],
+            **tiny_text(),
+        },
+        "vision_config": {
+            "model_type": "qwen3_omni_moe_vision_encoder",
+            "deepstack_visual_indexes": [0, 1],
+            **tiny_vision(),
+        },
+        "audio_config": {
+            "model_type": "qwen3_omni_moe_audio_encoder",
+            "num_mel_bins": 16,
+            "encoder_layers": 2,
+            "encoder_attention_heads": 2,
+            "encoder_ffn_dim": 48,
+            "d_model": 32,
+            "downsample_hidden_size": 4,
+            "max_source_positions": 16,
+            "n_window": _WINDOW,
+            "n_window_infer": 200,
+            "output_dim": 64,
+        },
+        "tie_word_embeddings": False,
+        "position_id_per_seconds": 13,
+        "audio_start_token_id": 56,
+        "audio_end_token_id": 57,
+        "audio_token_id": 59,
+        "image_token_id": 60,
+        "video_token_id": 61,
+        "vision_start_token_id": 62,
+        "vision_end_token_id": 63,
+    }

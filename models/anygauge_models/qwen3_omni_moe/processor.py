@@ -1,0 +1,124 @@
+"""Images, video and sound of Qwen3-Omni on the host. A video is not cut into frames, and has no text."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from anygauge_hooks.errors import MediaError
+from anygauge_hooks.media import Content, Measured
+from anygauge_models.audio import check_settings, frames_of, log_mels
+from anygauge_models.pictures import Budget, fitting_size, frame_times, normalised_by, resized, settings
+from anygauge_models.qwen3_omni_moe.audio import features_of
+from anygauge_models.qwen3_omni_moe.config import audio_of, flat, per_second, token_of
+from anygauge_models.qwen3_vl.vision import DEVIATION, MEAN, vision_of
+
+if TYPE_CHECKING:
+    from anygauge_hooks.media import Decoded, Header, MediaKind, MediaLimits
+
+__all__ = ["make_processor"]
+
+_IMAGE, _FRAME = Budget(3136, 12_845_056), Budget(131_072, 786_432)
+"""Pixels of an image in the published models, and of a frame of a video in transformers."""
+_MARKS: Mapping[MediaKind, str] = {
+    "image": "<|vision_start|><|image_pad|><|vision_end|>",
+    "video": "<|vision_start|><|video_pad|><|vision_end|>",
+    "audio": "<|audio_start|><|audio_pad|><|audio_end|>",
+}
+
+
+def make_processor(directory: Path, hf: Mapping[str, Any]) -> Processor:
+    """Return the processor of a model.
+
+    :raises ConfigError: Its settings are another family's.
+    """
+    hf = flat(hf)
+    vision, mels = vision_of(hf), audio_of(hf)["num_mel_bins"]
+    image, video = settings(directory, "image"), settings(directory, "video")
+    for found in (image, video):
+        normalised_by(found, "qwen3_omni_moe", MEAN, DEVIATION)
+    check_settings(directory, "qwen3_omni_moe", mels)
+    return Processor(
+        kinds={kind: token_of(hf, kind) for kind in _MARKS},
+        marks=_MARKS,
+        patch=vision["patch_size"],
+        merge=vision["spatial_merge_size"],
+        temporal=vision["temporal_patch_size"],
+        mels=mels,
+        per_second=per_second(hf),
+        image=Budget.of(image, _IMAGE),
+        frame=_FRAME,
+        fewest_frames=video.get("min_frames", 4),
+        most_frames=video.get("max_frames", 768),
+    )
+
+
+@dataclass(slots=True, kw_only=True)
+class Processor:
+    """A ``MediaProcessor``."""
+
+    kinds: Mapping[MediaKind, int]
+    marks: Mapping[MediaKind, str]
+    patch: int
+    merge: int
+    temporal: int
+    mels: int
+    per_second: int
+    """By how much the position in time grows."""
+    image: Budget
+    frame: Budget
+    """Of a video, each by itself."""
+    fewest_frames: int
+    most_frames: int
+
+    def measure(self, kind: MediaKind, header: Header, limits: MediaLimits) -> Measured:
+        """Return what a medium of this header becomes.
+
+        :raises MediaError: The model cannot take it.
+        """
+        if kind == "audio":
+            frames = frames_of(header, limits)
+            return Measured((frames, 1, 1), (0, 0), (("", features_of(frames)),))
+        if kind == "image":
+            return self._seen(header, self.image.within(limits), 1)
+        return self._video(header, limits)
+
+    def _video(self, header: Header, limits: MediaLimits) -> Measured:
+        most = min(limits.max_frames, self.most_frames)
+        times = frame_times(header.frames, header.fps, limits.fps, self.fewest_frames, most)
+        count = len(times)
+        if count < self.temporal:
+            raise MediaError(
+                f"It is a video of {header.frames} frames, {count} of which are taken, and a patch takes "
+                f"{self.temporal}.",
+                hint="Give a single frame as an image, or raise media.max_frames.",
+            )
+        shown = self._seen(header, self.frame.within(limits), -(-count // self.temporal))
+        # Positions in time are whole numbers, to which the time between patches is rounded.
+        between = (times[-1] - times[0]) / (count - 1) * self.temporal
+        return shown._replace(seconds=max(1, round(between * self.per_second)) / self.per_second, times=times)
+
+    def _seen(self, header: Header, budget: Budget, time: int) -> Measured:
+        side = self.patch * self.merge
+        height, width = size = fitting_size(header.size, side, budget)
+        grid = time, height // self.patch, width // self.patch
+        return Measured(grid, size, (("", time * (height // side) * (width // side)),))
+
+    def load(self, kind: MediaKind, raw: Decoded, measured: Measured) -> Content:
+        """Return the content: frames resized, and whole patches in time; or features of sound."""
+        if kind == "audio":
+            return Content("audio", log_mels(raw, measured.grid[0], self.mels))
+        frames = resized(raw.frames, measured.size)
+        if kind == "image":
+            return Content("image", frames[0])
+        missing = -len(frames) % self.temporal
+        whole = np.concatenate([frames, np.repeat(frames[-1:], missing, 0)]) if missing else frames
+        return Content("video", whole, measured.seconds)
+
+    def fingerprint(self) -> str:
+        """Return what distinguishes this processor's contents from another's."""
+        return repr(self)

@@ -1,0 +1,84 @@
+"""The family of Qwen3-Omni's thinkers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from anygauge_hooks.media import MediaSpec, TowerSpec
+from anygauge_hooks.models import ModelSpec
+from anygauge_models.architecture import CHATML, inside_another, with_experts
+from anygauge_models.positions import Block, in_three_axes
+from anygauge_models.qwen3_omni_moe import audio, config, vision
+from anygauge_models.qwen3_omni_moe.processor import make_processor
+from anygauge_models.qwen3_omni_moe.rotary import rotary
+from anygauge_models.qwen3_omni_moe.weights import unused_weights, weight_rules
+from anygauge_models.qwen3_vl.vision import vision_of
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from anygauge_hooks.media import Media
+
+__all__ = ["QWEN3_OMNI_MOE"]
+
+
+def _towers(hf: Mapping[str, Any]) -> Sequence[TowerSpec]:
+    return vision.tower(hf), audio.tower(hf)
+
+
+def _positions(hf: Mapping[str, Any], length: int, media: Sequence[Media]) -> NDArray[Any]:
+    """Return positions in three axes. Sound counts on like text; a video is one block, with its own time."""
+    hf = config.flat(hf)
+    merge = vision_of(hf)["spatial_merge_size"]
+    blocks = (
+        Block(
+            start,
+            (each.grid[0], each.grid[1] // merge, each.grid[2] // merge),
+            round(each.seconds * config.per_second(hf)),
+        )
+        for each in media
+        if each.kind != "audio"
+        for start, _ in each.spans
+    )
+    return in_three_axes(length, blocks)
+
+
+def _flops(hf: Mapping[str, Any], media: Media) -> float:
+    flops = audio.flops if media.kind == "audio" else vision.flops
+    return flops(config.flat(hf), media)
+
+
+def _flat(spec: ModelSpec) -> ModelSpec:
+    """Return the family with configs in which the decoder's is at the top, and defaults are there."""
+    return replace(
+        inside_another(spec), transformer_config=lambda hf: spec.transformer_config(config.flat(hf))
+    )
+
+
+QWEN3_OMNI_MOE = _flat(
+    ModelSpec(
+        name="qwen3_omni_moe",
+        architectures=(
+            "Qwen3OmniMoeForConditionalGeneration",
+            "Qwen3OmniMoeThinkerForConditionalGeneration",
+        ),
+        transformer_config=config.transformer_config,
+        model_options=config.model_options,
+        weight_rules=weight_rules,
+        rotary=rotary,
+        layers=lambda hf: with_experts(hf, config.expert_layers(hf)),
+        unused_weights=unused_weights,
+        flops_per_token=config.flops_per_token,
+        tiny=config.tiny,
+        assistant_turns=CHATML,
+        media=MediaSpec(
+            make_processor=make_processor,
+            towers=_towers,
+            positions=_positions,
+            flops=_flops,
+            forbidden=lambda hf: config.forbidden(config.flat(hf)),
+        ),
+    )
+)
