@@ -21,6 +21,7 @@ from anygauge.config.schema import POLICY
 from anygauge.plugins import Plugins
 from anygauge.trainer.event_loop import EventLoop
 from anygauge.trainer.launch import launch_workers
+from anygauge.trainer.media_stores import open_store
 from anygauge.trainer.placement import Seat
 from anygauge.trainer.requests import Requests
 from anygauge.trainer.server_sources import AttachedServers, ServerSource, StartedServers
@@ -192,7 +193,7 @@ def open_servers(
     with (
         _source(config, backend, plugins, directory, seats) as source,
         EventLoop() as loop,
-        closing(Servers(config, source, loop)) as servers,
+        closing(Servers(config, source, loop, open_store(config, directory))) as servers,
     ):
         yield make(config, servers, trainers, loop)
 

@@ -22,6 +22,7 @@ from anygauge.trainer.server_sources import ServerSource
 from anygauge.trainer.server_workers import Serving
 from anygauge_hooks.engines import Residency
 from anygauge_hooks.errors import RolloutError
+from anygauge_hooks.media import MediaStore
 
 __all__ = ["Servers"]
 
@@ -35,9 +36,12 @@ class Servers:
     """Fleets whose servers are started again. Its methods are called in the driver's own thread.
 
     :param loop: Of the fleets.
+    :param store: Of the run's media; ``None`` in a run of text.
     """
 
-    def __init__(self, config: Config, source: ServerSource, loop: EventLoop) -> None:
+    def __init__(
+        self, config: Config, source: ServerSource, loop: EventLoop, store: MediaStore | None = None
+    ) -> None:
         self._source = source
         self._loop = loop
         self._plans = plan_servers(config)
@@ -59,7 +63,7 @@ class Servers:
         """Whether the servers have no room to start in."""
         self._failure: Exception | None = None
         self.fleets: Mapping[str, Fleet] = loop.run(
-            _made(config, {plan.model for plan in self._plans}, self._died)
+            _made(config, {plan.model for plan in self._plans}, self._died, store)
         )
         """By the names of their models."""
         self._join(range(len(self._plans)))
@@ -186,9 +190,12 @@ def _name(rank: int) -> str:
 
 
 async def _made(
-    config: Config, models: Collection[str], died: Callable[[str, str], None]
+    config: Config,
+    models: Collection[str],
+    died: Callable[[str, str], None],
+    store: MediaStore | None,
 ) -> Mapping[str, Fleet]:
-    return {model: Fleet(config.rollout.client, died=died) for model in models}
+    return {model: Fleet(config.rollout.client, died=died, store=store) for model in models}
 
 
 async def _join(

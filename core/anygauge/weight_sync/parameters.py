@@ -17,13 +17,19 @@ if TYPE_CHECKING:
 
     from anygauge_hooks.weights import WeightPeer
 
-__all__ = ["FUSED", "ExpectedParameters", "fused_name"]
+__all__ = ["FUSED", "ExpectedParameters", "fused_name", "served_name"]
 
 FUSED: Mapping[str, tuple[str, ...]] = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
     "gate_up_proj": ("gate_proj", "up_proj"),
 }
 """Modules of a server, and those of the checkpoint whose rows they hold, in order."""
+RENAMED: Mapping[str, str] = {
+    "model.language_model.": "model.",
+    "model.visual.": "visual.",
+    ".attn.qkv.": ".attn.qkv_proj.",
+}
+"""Parts of names in checkpoints of models that see, and what a server calls them."""
 TIED = {"lm_head.weight": "model.embed_tokens.weight"}
 """Parameters that are another one where a checkpoint has none of their own."""
 PADDED = ("embed_tokens.weight", "lm_head.weight")
@@ -38,6 +44,13 @@ def fused_name(name: str) -> str | None:
             if f".{part}." in name:
                 return name.replace(f".{part}.", f".{fused}.")
     return None
+
+
+def served_name(name: str) -> str:
+    """Return what a server calls a tensor of the checkpoint, where it holds it by itself."""
+    for ours, theirs in RENAMED.items():
+        name = name.replace(ours, theirs)
+    return name
 
 
 class _Parameter(NamedTuple):
@@ -72,11 +85,11 @@ class ExpectedParameters:
     def add(self, name: str, tensor: Tensor) -> None:
         """Note a tensor."""
         self.checksums[name] = checksum(tensor)
-        self._parameters[name] = self._parameter([tensor], (name,))
+        found = self._parameter([tensor], (name,))
         if name.endswith(PADDED) and tensor.shape[0] % PADDING:
             padded = self._parameter([tensor, _padding(tensor)], (name,))
-            either = self._parameters[name].checksums | padded.checksums  # not every server pads
-            self._parameters[name] = _Parameter(either, (name,))
+            found = _Parameter(found.checksums | padded.checksums, (name,))  # not every server pads
+        self._parameters[name] = self._parameters[served_name(name)] = found
         fused = fused_name(name)
         if fused is not None:
             self._collect(fused, name, tensor)
@@ -87,7 +100,8 @@ class ExpectedParameters:
         names = tuple(_parts(fused))
         if all(each in waiting for each in names):
             held = self._waiting.pop(fused)
-            self._parameters[fused] = self._parameter([held[each] for each in names], names)
+            whole = self._parameter([held[each] for each in names], names)
+            self._parameters[fused] = self._parameters[served_name(fused)] = whole
 
     def _parameter(self, rows: Sequence[Tensor], names: tuple[str, ...]) -> _Parameter:
         sums = {checksum_of_parts(rows)}

@@ -90,3 +90,19 @@ def test_what_one_process_has_whole_the_others_do_not_have_in_parts() -> None:
     expected = noted(sent())
     assert expected.differences(PEER, ranks) == [norm]
     assert expected.unverified == ()
+
+
+def test_a_model_that_sees_has_other_names_in_a_server() -> None:
+    tower = "model.visual.blocks.0"
+    weights = {
+        name.replace("model.", "model.language_model.", 1): tensor for name, tensor in sent().items()
+    } | {f"{tower}.attn.qkv.weight": torch.ones(12, 4), f"{tower}.mlp.linear_fc1.bias": torch.ones(5)}
+    told = held(sent()) | {
+        "visual.blocks.0.attn.qkv_proj.weight": checksum(weights[f"{tower}.attn.qkv.weight"]),
+        "visual.blocks.0.mlp.linear_fc1.bias": checksum(weights[f"{tower}.mlp.linear_fc1.bias"]),
+    }
+    expected = noted(weights)
+    assert expected.differences(PEER, [told]) == []
+    assert expected.unverified == ()
+    wrong = told | {"visual.blocks.0.attn.qkv_proj.weight": "0" * 16}
+    assert expected.differences(PEER, [wrong]) == ["visual.blocks.0.attn.qkv_proj.weight"]
