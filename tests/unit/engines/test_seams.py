@@ -321,12 +321,12 @@ def test_building_a_rollout_model_restores_the_initialisers(
 
     path, device = Path(config.model.path), torch.device("cpu")
     _build(
-        path, torch.float32, device, trust_remote_code=False
+        path, torch.float32, device, trust_remote_code=False, sees=False
     )  # transformers imports the model's module on first use
     before = identities()
     with monkeypatch.context() as patch:
         patch.setattr(AutoModelForCausalLM, "from_config", looking)
-        _build(path, torch.float32, device, trust_remote_code=False)
+        _build(path, torch.float32, device, trust_remote_code=False, sees=False)
     (inside,) = witness.seen["building"]
     rows = ledger("While the rollout model is built")
     assert unlisted(changed(before, inside), rows) == set()
