@@ -100,7 +100,7 @@ def facts_of_name(name: str) -> ModelFacts:
         kv_bytes=KV_BYTES,
         vocabulary=VOCABULARY,
         chat=True,
-        thinks="qwen3" in name.lower(),
+        thinks=_may_think(name.lower()),
     )
 
 
@@ -124,8 +124,13 @@ def facts_of_config(name: str, hf: Mapping[str, Any], *, chat: bool) -> ModelFac
         kv_bytes=layers * kv_heads * head_dim * 4 or KV_BYTES,
         vocabulary=_number(hf, "vocab_size") or VOCABULARY,
         chat=chat,
-        thinks=chat and "qwen3" in str(hf.get("model_type")),
+        thinks=chat and _may_think(str(hf.get("model_type"))),
     )
+
+
+def _may_think(name: str) -> bool:
+    """Return whether the template of a model thinks unless told otherwise; Qwen3-VL's are of two kinds."""
+    return "qwen3" in name and re.search(r"qwen3[-_]vl", name) is None
 
 
 def _number(hf: Mapping[str, Any], key: str) -> int:

@@ -93,6 +93,19 @@ def test_every_family_there_and_back_is_the_identity(
         assert says == said
 
 
+def test_a_checkpoint_of_a_run_of_text_has_no_tower_and_needs_none(plugins: Plugins, tmp_path: Path) -> None:
+    source = family_directory(FAMILIES["qwen3_vl"], tmp_path / "hf")
+    file = source / "model.safetensors"
+    text = {name: tensor for name, tensor in load_file(file).items() if ".visual." not in name}
+    save_file(text, file, metadata={"format": "pt"})
+    assert hf_to_megatron(source, tmp_path / "megatron", plugins) == {}
+    megatron_to_hf(tmp_path / "megatron", tmp_path / "back", plugins)
+    assert read(tmp_path / "back").keys() == text.keys()
+    save_file({**text, "model.visual.pos_embed.weight": torch.zeros(64, 32)}, file, metadata={"format": "pt"})
+    with pytest.raises(WeightMappingError, match=r"model\.visual\.blocks\.0\.attn\.proj\.bias: missing"):
+        hf_to_megatron(source, tmp_path / "other", plugins)
+
+
 def test_transformers_reads_what_came_back(plugins: Plugins, tmp_path: Path) -> None:
     source = tiny_qwen3(tmp_path / "hf", tied=False, dtype="bfloat16", max_shard_size="100KB")
     hf_to_megatron(source, tmp_path / "megatron", plugins)

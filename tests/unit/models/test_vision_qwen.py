@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import tempfile
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -27,14 +28,16 @@ from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoP
 from transformers.models.qwen3_vl.video_processing_qwen3_vl import smart_resize as video_size
 
 from anygauge.config import Config
+from anygauge.engines.megatron.weights.mapping import model_rules
 from anygauge.plugins import load_plugins
 from anygauge.rollout.transformers.weights import copy_weights
+from anygauge.testing.tiny import tiny_tokenizer
 from anygauge.testing.toy_tower import Store
 from anygauge_hooks.engines import WorkerContext
 from anygauge_hooks.errors import ConfigError, MediaError
 from anygauge_hooks.media import Decoded, Header, Measured, Media, MediaLimits
 from anygauge_hooks.models import ModelSpec
-from anygauge_hooks.rl import TrainSample
+from anygauge_hooks.rl import Prompt, SamplingParams, TrainSample
 
 FAMILIES: Mapping[str, ModelSpec] = load_plugins().named("register_models")
 NAMES = ["qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"]
@@ -341,6 +344,48 @@ def test_weights_come_out_as_they_went_in_and_transformers_reads_them(model: Mod
             torch.testing.assert_close(found, wanted, rtol=0, atol=1e-5)
 
 
+def test_the_embedded_engine_sees_what_the_trainer_sees(model: Model) -> None:
+    """With weights that were pushed; prompts with the same images, pixels and positions."""
+    from anygauge.rollout.transformers.engine import TransformersEngine
+    from anygauge.rollout.transformers.sight import Senses
+
+    tiny_tokenizer(model.path, alphabet="".join(map(chr, range(0x4E00, 0x4E00 + 62))))
+    assert model.spec.media is not None
+    senses = Senses(model.spec.media, model.policy.hf, ("image", "video"), model.store)
+    options: dict[str, Any] = {"dtype": torch.float32, "device": torch.device("cpu")}
+    engine = TransformersEngine(model.path, max_batch_tokens=10_000, senses=senses, **options)
+    parameters = [each for chunk in model.policy.chunks for each in chunk.parameters()]
+    values = [each.detach().clone() for each in parameters]
+    with torch.no_grad():
+        for parameter in parameters:
+            parameter.mul_(1.05)
+        engine.update_weights(model.policy.weights(), 1)
+        prompts = [
+            Prompt(index=index, tokens=tuple(each.tokens), text="", media=each.media)
+            for index, each in enumerate(model.samples)
+        ]
+        params = SamplingParams(max_new_tokens=4, ignore_eos=True, forbidden=(IMAGE, VIDEO))
+        groups = engine.generate(prompts, params, [[1, 2]] * len(prompts))
+        drawn = [
+            replace_tokens(model.samples[sample.prompt_index], sample.response_tokens)
+            for group in groups
+            for sample in group
+        ]
+        logits = replace(model, samples=drawn).logits()
+        for parameter, value in zip(parameters, values, strict=True):
+            parameter.copy_(value)
+    logits[:, [IMAGE, VIDEO]] = -torch.inf
+    ends = np.cumsum([len(each.tokens) for each in drawn]).tolist()
+    for sample, end in zip((each for group in groups for each in group), ends, strict=True):
+        chosen = torch.tensor(sample.response_tokens)
+        expected = logits[end - 5 : end - 1].log_softmax(-1).gather(1, chosen[:, None])[:, 0]
+        torch.testing.assert_close(torch.tensor(sample.log_probs), expected, rtol=0, atol=1e-5)
+
+
+def replace_tokens(sample: TrainSample, response: Sequence[int]) -> TrainSample:
+    return sample._replace(tokens=[*sample.tokens, *response])
+
+
 def test_without_media_it_is_a_model_of_text(model: Model) -> None:
     policy = build(model.path, model.context, modalities=())
     assert policy.tensors.keys() == {name for name in model.policy.tensors if not name.startswith("visual.")}
@@ -515,6 +560,44 @@ def test_flops_of_a_tower_are_two_per_weight_that_a_patch_meets(name: str) -> No
     scores = vision["depth"] * 2 * vision["hidden_size"] * frame
     media = Media("video", "", ((0, 12), (14, 12), (28, 12)), (3, 8, 6))
     assert spec.media.flops(hf, media) == pytest.approx(2 * 3 * frame * (met + scores))
+
+
+PUBLISHED = {
+    "lm_head.weight": 1,
+    "model.language_model.embed_tokens.weight": 1,
+    "model.language_model.norm.weight": 1,
+    **{
+        f"model.language_model.layers.N.{name}.weight": 36
+        for name in (
+            *("input_layernorm", "post_attention_layernorm"),
+            *("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"),
+            *("self_attn.q_norm", "self_attn.k_norm"),
+            *("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"),
+        )
+    },
+    "model.visual.pos_embed.weight": 1,
+    **{
+        f"model.visual.{name}.{part}": count
+        for part in ("weight", "bias")
+        for count, names in (
+            (1, ("patch_embed.proj", "merger.norm", "merger.linear_fc1", "merger.linear_fc2")),
+            (27, [f"blocks.N.{x}" for x in ("norm1", "norm2", "attn.qkv", "attn.proj")]),
+            (27, [f"blocks.N.mlp.{x}" for x in ("linear_fc1", "linear_fc2")]),
+            (3, [f"deepstack_merger_list.N.{x}" for x in ("norm", "linear_fc1", "linear_fc2")]),
+        )
+        for name in names
+    },
+}
+"""How many tensors of a name the index of a published checkpoint has: Cosmos-Reason2-8B, a Qwen3-VL-8B."""
+
+
+def test_names_are_those_of_a_published_checkpoint() -> None:
+    spec, hf = FAMILIES["qwen3_vl"], tiny("qwen3_vl")
+    hf["text_config"]["num_hidden_layers"], hf["tie_word_embeddings"] = 36, False
+    hf["vision_config"] |= {"depth": 27, "deepstack_visual_indexes": [8, 16, 24]}
+    names = [name for rule in model_rules(spec, hf) for name in rule.hf]
+    assert len(names) == len(set(names)) == 750
+    assert Counter(re.sub(r"\.\d+\.", ".N.", name) for name in names) == PUBLISHED
 
 
 @pytest.mark.parametrize("part", [64, 32])
