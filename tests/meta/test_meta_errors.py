@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import io
 import pickle
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -195,7 +196,7 @@ def reward_without_a_number() -> None:
 def broken_image() -> None:
     raw = bytes.fromhex("89504e470d0a1a0a") + bytes(100)
     with naming("train.jsonl:4", "image", 2, "11.png"):
-        decode_image(raw)
+        decode_image(io.BytesIO(raw))
 
 
 def long_prompt() -> None:

@@ -95,6 +95,7 @@ def examine(timeout_s: float) -> dict[str, Any]:
     :param timeout_s: Deadline of all probes together.
     """
     from anygauge.cli.installed import read_installed
+    from anygauge.cli.media import read_media
     from anygauge.observability.host import read_cpus, read_memory
     from anygauge.plugins import BACKENDS_GROUP
 
@@ -112,6 +113,7 @@ def examine(timeout_s: float) -> dict[str, Any]:
         "plugin_errors": {"loading": loaded["failed"]} if "failed" in loaded else loaded["errors"],
         "environment": loaded.get("environment", {}),
         "checks": loaded.get("checks", {}),
+        "media": [dataclasses.asdict(row) for row in read_media()],
         "installed": [{**dataclasses.asdict(row), "fix": row.fix} for row in read_installed()],
     }
 
@@ -194,6 +196,9 @@ def _rendered(report: Mapping[str, Any], asked: str | None = None) -> str:
         *_backends(report["backends"]),
         *(line for name in report["checks"] for line in _host_of(report, name, asked)),
         "",
+        "Media",
+        *_checks(report["media"]),
+        "",
         "Installed set",
         *_installed(report["installed"]),
     ]
@@ -234,7 +239,11 @@ def _host_of(report: Mapping[str, Any], name: str, asked: str | None) -> Iterato
     if not checks or not (asked == name if asked else is_told):
         return
     yield from ("", f"Host of {name}")
-    width = max(len(check["name"]) for check in checks) + 2
+    yield from _checks(checks)
+
+
+def _checks(checks: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    width = max((len(check["name"]) for check in checks), default=0) + 2
     for check in checks:
         yield f"  {check['status']:<14}{check['name']:<{width}}{check['found']}"
         if check["fix"]:

@@ -340,6 +340,7 @@ def rendered(checks: list[HostCheck], status: str, asked: str | None = None) -> 
         "memory": {"total": 1, "available": 1, "reason": ""},
         "plugin_errors": {},
         "environment": {},
+        "media": [],
         "installed": [],
     }
     backends = {"npu": {"name": "npu", "status": status, "reason": "", "fix": None}}

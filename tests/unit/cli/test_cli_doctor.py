@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -13,6 +14,7 @@ import pytest
 
 from anygauge.cli import doctor
 from anygauge.cli.installed import read_installed
+from anygauge.cli.media import MediaRow, read_media
 
 
 def run_doctor(*arguments: str, path: Path | None = None) -> subprocess.CompletedProcess[str]:
@@ -96,6 +98,7 @@ def report(**changes: Any) -> dict[str, Any]:
         "plugin_errors": {},
         "environment": {"platform": "again", "driver": "5.1"},
         "installed": [],
+        "media": [],
         "checks": {},
         **changes,
     }
@@ -157,3 +160,12 @@ def test_the_installed_set_is_compared_with_what_it_requires(
     }
     assert rows["no-such-distribution"].installed is None
     assert rows["pydantic"].fix == "pip install 'pydantic>=99'"
+
+
+def test_it_says_what_reads_videos_and_sound_and_what_to_install() -> None:
+    rows = {row.found.split()[0]: row for row in read_media()}
+    assert rows["pillow"].status == "PASS"
+    missing = MediaRow("mp4 and other video", "NOT INSTALLED", "av is not installed", "pip install x")
+    text = doctor._rendered(report(media=[dataclasses.asdict(missing)]))
+    assert "NOT INSTALLED mp4 and other video  av is not installed" in text
+    assert "fix: pip install x" in text

@@ -1,0 +1,63 @@
+"""What shows media keeps them, wherever it is made anew."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+from anygauge.trainer.plan import conversation_samples, plan_steps, train_samples
+from anygauge_hooks.media import Media
+from anygauge_hooks.rl import Group, Prompt, Sample
+
+CORE = Path(__file__).resolve().parents[3] / "core" / "anygauge"
+CARRIERS = {"Prompt", "Sample", "TrainSample", "GenerateRequest"}
+SHOWN = (Media(kind="image", key="a", spans=((1, 2),), grid=(1, 2, 4)),)
+
+
+def made() -> Iterator[tuple[str, ast.Call, ast.AST]]:
+    """Yield each place in the core where a carrier is made, and the expression around it.
+
+    What tests make of text alone is left out.
+    """
+    for path in sorted(set(CORE.rglob("*.py")) - set((CORE / "testing").rglob("*.py"))):
+        text = path.read_text(encoding="utf-8")
+        if not any(f"{name}(" in text for name in CARRIERS):
+            continue
+        tree = ast.parse(text)
+        parents = {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in CARRIERS:
+                yield f"{path.relative_to(CORE)}:{node.lineno}", node, parents[parents[node]]
+
+
+def says_media(node: ast.AST) -> bool:
+    return isinstance(node, ast.Call) and any(each.arg == "media" for each in node.keywords)
+
+
+def test_no_place_that_makes_a_sample_drops_its_media() -> None:
+    places = list(made())
+    assert len(places) > 8
+    assert [place for place, *around in places if not any(map(says_media, around))] == []
+
+
+def test_conversations_and_groups_become_samples_with_their_media() -> None:
+    prompt = Prompt(index=0, tokens=(1, 9, 9), text="", response=(2,), loss_mask=(1,), media=SHOWN)
+    assert conversation_samples([prompt])[0].media == SHOWN
+    sample = Sample(
+        prompt_index=0,
+        prompt_tokens=(1, 9, 9),
+        response_tokens=(2,),
+        log_probs=(-0.5,),
+        loss_mask=(1,),
+        weight_versions=(0,),
+        text="",
+        finish_reason="stop",
+        seed=0,
+        reward=1.0,
+        media=SHOWN,
+    )
+    samples = train_samples([Group(prompt=prompt, samples=(sample, sample._replace(error="no")))], None)
+    assert [each.media for each in samples] == [SHOWN, SHOWN]
+    shares = plan_steps(samples[:1], 1, 2, "sample_mean")
+    assert [each.media for (share,) in shares for each in share.samples] == [SHOWN, SHOWN]
