@@ -5,7 +5,7 @@ SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-parallel test-npu-sim test-sglang lint soak bench clean
+.PHONY: help demo demo-vlm test test-parallel test-npu-sim test-sglang lint soak bench clean
 
 VENV := .venv
 SIM_VENV := .venv-npu-sim
@@ -33,9 +33,16 @@ demo: $(VENV)/.cpu ## train a tiny Qwen3 with GRPO on CPU until its reward has r
 	$(BIN)/python examples/arithmetic/make_inputs.py --seed $(SEED) --out runs/arithmetic-inputs
 	$(BIN)/anygauge train examples/arithmetic_grpo.toml --backend cpu --run.seed $(SEED)
 
+demo-vlm: $(VENV)/.cpu ## teach a tiny Qwen3-VL on CPU to say what it sees: SFT, then GRPO
+	$(BIN)/python examples/shapes/make_inputs.py --seed $(SEED) --out runs/shapes-inputs
+	$(BIN)/anygauge train examples/shapes_vlm_sft.toml --backend cpu --run.seed $(SEED)
+	start=$$($(BIN)/python examples/shapes/choose.py runs/shapes-sft) && \
+	  $(BIN)/anygauge train examples/shapes_vlm.toml --backend cpu --run.seed $(SEED) --model.path "$$start"
+
 soak: $(VENV)/.dev ## what is too long for a test: kills, leaks, tutorials; the demo with each of SEEDS
 	$(BIN)/python -m pytest -m "soak and not sglang" $(PYTEST_ARGS)
 	$(BIN)/python bench/demo.py --seeds $(SEEDS)
+	$(BIN)/python bench/demo_vlm.py --seeds $(SEEDS)
 
 test: $(VENV)/.dev ## install the test tools and run the tests
 	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)

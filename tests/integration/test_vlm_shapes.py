@@ -16,6 +16,8 @@ import pyarrow.parquet
 import pytest
 from PIL import Image
 
+from anygauge.cli import main
+
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
 
@@ -108,3 +110,47 @@ def test_the_first_export_that_is_good_enough_is_chosen(tmp_path: Path) -> None:
     assert choose.choose(tmp_path, 0.25) == (tmp_path / "hf-step-10", 0.3)
     with pytest.raises(SystemExit, match=r"did not reach 0\.9: its best score is 0\.6"):
         choose.choose(tmp_path, 0.9)
+
+
+def test_the_recipes_train(inputs: Path, tmp_path: Path) -> None:
+    run(
+        "shapes_vlm_sft.toml",
+        tmp_path,
+        **files(inputs, "warm_up", "validation"),
+        **{"model.path": inputs / "model", "run.steps": 4, "save.hf_every": 4, "eval.interval": 4},
+    )
+    losses = [row["train/loss"] for row in metrics(tmp_path / "shapes-sft") if "train/loss" in row]
+    assert losses[-1] < losses[0]
+    chosen = tmp_path / "shapes-sft" / "hf-step-4"
+    assert (chosen / "preprocessor_config.json").is_file()
+
+    evaluated = f'[{{path = "{inputs / "held_out.parquet"}", name = "held-out"}}]'
+    run(
+        "shapes_vlm.toml",
+        tmp_path,
+        **files(inputs, "train", "held_out") | {"eval.data": evaluated},
+        **{"model.path": chosen, "run.steps": 3, "eval.max_prompts": 16, "rollout.prompts_per_step": 8},
+    )
+    rows = metrics(tmp_path / "shapes-vlm")
+    assert [row["eval/held-out-samples"] for row in rows if "eval/step" in row] == [16, 16]
+    steps = [row for row in rows if "train/loss" in row]
+    assert len(steps) == 3
+    assert all(row["train/train_rollout_logprob_abs_diff"] < 1e-5 for row in steps)
+    assert all(row["rollout/samples"] == 64 for row in steps)
+
+
+def files(inputs: Path, train: str, evaluated: str) -> dict[str, str]:
+    return {
+        "data.train": f'["{inputs / train}.parquet"]',
+        "eval.data": f'["{inputs / evaluated}.parquet"]',
+    }
+
+
+def run(recipe: str, directory: Path, **overrides: Any) -> None:
+    keys = {"run.directory": directory, "placement.threads_per_worker": 1, **overrides}
+    arguments = [part for key, value in keys.items() for part in (f"--{key}", str(value))]
+    assert main(["train", str(EXAMPLES / recipe), "--backend", "cpu", *arguments]) == 0
+
+
+def metrics(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
