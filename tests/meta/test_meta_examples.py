@@ -17,7 +17,8 @@ EXAMPLES = {path.name: path for path in sorted(DIRECTORY.rglob("*.toml"))}
 @pytest.fixture(autouse=True)
 def agents(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the agents of the recipes be found, as their first lines say."""
-    monkeypatch.syspath_prepend(DIRECTORY / "arithmetic")
+    for folder in ("arithmetic", "geo3k_vlm_multi_turn"):
+        monkeypatch.syspath_prepend(DIRECTORY / folder)
 
 
 def test_the_two_recipes_are_there() -> None:

@@ -102,7 +102,7 @@ def share_rewards(group: Group, scored: dict[int, Sample]) -> Group:
                 f"{sample.reward:g} and {verdict.reward}.",
                 hint="A rollout has one reward: give it to its last sample.",
             )
-        samples.append(
-            sample._replace(reward=verdict.reward, raw_reward=verdict.raw_reward, error=verdict.error)
-        )
+        # What a function has scored itself need not say what it was scored from.
+        raw = verdict.reward if verdict.raw_reward is None else verdict.raw_reward
+        samples.append(sample._replace(reward=verdict.reward, raw_reward=raw, error=verdict.error))
     return replace(group, samples=tuple(samples))
