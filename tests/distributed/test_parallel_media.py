@@ -27,6 +27,7 @@ MODES: dict[str, tuple[str, int, dict[str, Any], dict[str, Any]]] = {
     "dp2-overlap": ("dense", 2, {}, OVERLAP),
     "vpp2": ("one-level", 2, {"pipeline": 2, "virtual_pipeline": 2}, {}),
     "ep2": ("experts", 2, {"expert": 2}, {}),
+    "glm-dp2-overlap": ("glm", 2, {}, OVERLAP),  # its tower reads a weight without a call of the module
     "tp2-cp2": ("dense", 4, {"tensor": 2, "context": 2}, {}),
 }
 """The model, ranks, layout and settings of training. One rank of two has no image in the first step."""
@@ -40,12 +41,15 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         ("dense", "qwen3_vl", [0, 1]),
         ("one-level", "qwen3_vl", [1]),
         ("experts", "qwen3_vl_moe", [0]),
+        ("glm", "glm4v", None),
     ):
         tiny = specs[family].tiny()
         changes = {
             "text_config": {**tiny["text_config"], "num_hidden_layers": 2 if name == "experts" else 4},
-            "vision_config": {**tiny["vision_config"], "deepstack_visual_indexes": levels},
+            "vision_config": dict(tiny["vision_config"]),
         }
+        if levels is not None:
+            changes["vision_config"]["deepstack_visual_indexes"] = levels
         found[name] = write_seeing(specs[family], tmp_path_factory.mktemp(name), **changes)
     return found
 
@@ -88,7 +92,7 @@ def test_a_divided_model_trains_like_a_whole_one(
     given = {"model": str(models[model]), "vocab": 64, "parallel": parallel, "train": train}
     found, expected = crew.run(world=world, action=f"{CASES}:train", **given), alone(model)
     assert_same(found, expected)
-    assert sum("visual" in name for name in expected["weights"]) > 30
+    assert sum("visual" in name for name in expected["weights"]) > 20
     for rank, result in enumerate(found):
         is_first = rank < world // parallel.get("pipeline", 1)
         assert any("visual" in name for name in result["division"]["shapes"]) == is_first

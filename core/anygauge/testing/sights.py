@@ -58,7 +58,8 @@ def seeing_sample(
 
     :param hf: The Hugging Face config, whose special tokens are its last.
     """
-    holder, start, end = (hf[f"{key}_token_id"] for key in ("image", "vision_start", "vision_end"))
+    marks = "vision" if "vision_start_token_id" in hf else "image"
+    holder, start, end = (hf[f"{key}_token_id"] for key in ("image", f"{marks}_start", f"{marks}_end"))
     generator = torch.Generator().manual_seed(seed)
     tokens: list[int] = []
     media: list[Media] = []

@@ -29,6 +29,7 @@ __all__ = [
     "PackedSequences",
     "RmsNorm",
     "Swiglu",
+    "await_weights",
     "is_megatrons",
     "is_plain",
     "weight_of",
@@ -126,10 +127,21 @@ def is_megatrons(module: type, name: str) -> bool:
 
 def weight_of(module: nn.Module) -> Tensor:
     """Return the weight of a module that is not called, once a hook of Megatron's has waited for it."""
-    for number, hook in module._forward_pre_hooks.items():
-        hook(module, (), *([{}] if number in module._forward_pre_hooks_with_kwargs else []))
+    _run_hooks(module)
     assert isinstance(module.weight, Tensor)
     return module.weight
+
+
+def await_weights(model: nn.Module) -> None:
+    """Wait for all weights of a part of a model, some of whose modules may not be called."""
+    for module in model.modules():
+        if module._parameters:
+            _run_hooks(module)
+
+
+def _run_hooks(module: nn.Module) -> None:
+    for number, hook in module._forward_pre_hooks.items():
+        hook(module, (), *([{}] if number in module._forward_pre_hooks_with_kwargs else []))
 
 
 class LayerNorm(nn.Module):

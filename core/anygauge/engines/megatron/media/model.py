@@ -17,7 +17,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from anygauge.engines.megatron.layers.modules import PackedSequences
+from anygauge.engines.megatron.layers.modules import PackedSequences, await_weights
 from anygauge.engines.megatron.layers.spec import first_stage_depth
 from anygauge.engines.megatron.media.batch import MediaBatch
 from anygauge.engines.megatron.media.merge import Features, merge
@@ -38,6 +38,12 @@ class MultimodalModel(GPTModel):
         self._towers = tuple(towers)
         for tower in towers:
             self.add_module(tower.spec.name, tower.module)
+        # Weights are gathered, and gradients sent, in the order in which modules were added.
+        for name in [name for name in self._modules if name not in {"embedding", *self._names()}]:
+            self._modules[name] = self._modules.pop(name)
+
+    def _names(self) -> list[str]:
+        return [tower.spec.name for tower in self._towers]
 
     def forward(
         self,
@@ -72,6 +78,9 @@ class MultimodalModel(GPTModel):
         sequence = self.config.sequence_parallel
         sum_over = parallel_state.get_tensor_model_parallel_group() if sequence else None
         for tower in self._towers:
+            await_weights(
+                tower.module
+            )  # a text alone calls none of its modules, and some read others' weights
             features = _features(tower, media, hidden.device)
             if features is not None:
                 hidden, deposits = merge(hidden, features, sum_over)
