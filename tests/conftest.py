@@ -62,18 +62,20 @@ def plugins() -> Plugins:
 @pytest.fixture(scope="module")
 def context(plugins: Plugins) -> Iterator[WorkerContext]:
     """Let this process be the only worker, with a train engine that can be built in it."""
-    import torch.distributed as dist
+    from torch.distributed import HashStore
+
+    from anygauge.distributed.process_groups import destroy_process_group, init_process_group
 
     backend = plugins.get("register_backends", "cpu")
     prepare_megatron(plugins, backend)
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    init_process_group(plugins, backend, HashStore(), rank=0, world_size=1, timeout_s=60.0, single_host=True)
     yield WorkerContext(
         rank=0, world_size=1, backend=backend, device=plugins.make_device(backend, 0), plugins=plugins
     )
     from megatron.core import parallel_state
 
     parallel_state.destroy_model_parallel()
-    dist.destroy_process_group()
+    destroy_process_group()
 
 
 @pytest.fixture(scope="session", autouse=True)

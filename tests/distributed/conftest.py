@@ -123,7 +123,7 @@ class Crew:
                 process.send_signal(signal.SIGUSR1)  # prints the stacks of its threads
         for process, _ in self._ranks:
             with_limit(process, 1.0)
-        logs = [path.read_text(errors="replace")[-4000:] for path in sorted(self._directory.glob("*.log"))]
+        logs = [path.read_text(errors="replace")[-8000:] for path in sorted(self._directory.glob("*.log"))]
         self.close()
         pytest.fail("\n\n".join([reason, *logs]), pytrace=False)
 

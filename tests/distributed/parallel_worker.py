@@ -6,9 +6,10 @@ the ranks as it wants.
 
 from __future__ import annotations
 
-import faulthandler
+import contextlib
 import os
 import pickle
+import resource
 import signal
 import sys
 import threading
@@ -33,6 +34,7 @@ from anygauge.kernels.table import reference_kernel
 from anygauge.plugins import Plugins, load_plugins
 from anygauge.testing.optimizers import Joining, Rounding, Taking, taking
 from anygauge.trainer.actors import ActorWorker
+from anygauge.trainer.diagnostics import enable_stacks
 from anygauge.trainer.plan import plan_steps
 from anygauge_hooks import hookimpl
 from anygauge_hooks.engines import WorkerContext
@@ -178,6 +180,13 @@ def hang(config: Config, context: WorkerContext, case: dict[str, Any]) -> None:
         threading.Event().wait()
 
 
+def fault(config: Config, context: WorkerContext, case: dict[str, Any]) -> None:
+    """End the last rank as the system ends one that touches memory which is not its own."""
+    if context.rank == context.world_size - 1:
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        os.kill(os.getpid(), signal.SIGSEGV)
+
+
 def take_turns(config: Config, context: WorkerContext, case: dict[str, Any]) -> dict[str, Any]:
     """Return the metrics of some steps, and the weights, where memory is given up between the steps."""
     actor = ActorWorker(config, context)
@@ -191,7 +200,9 @@ def take_turns(config: Config, context: WorkerContext, case: dict[str, Any]) -> 
     return {"metrics": metrics, "weights": {name: tensor.clone() for name, tensor in actor.trainer.weights()}}
 
 
-ACTIONS: dict[str, Action] = {"train": train, "disagree": disagree, "hang": hang, "take_turns": take_turns}
+ACTIONS: dict[str, Action] = {
+    action.__name__: action for action in (train, disagree, hang, fault, take_turns)
+}
 
 
 # -------------------------------------------------------------------------
@@ -280,7 +291,7 @@ def find_action(name: str) -> Action:
 
 def main(descriptor: int, rank: int, size: int, store_path: str, parent: int, name: str) -> None:
     die_with(parent)
-    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    enable_stacks()
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(1)
     plugins = load_plugins()
@@ -291,7 +302,7 @@ def main(descriptor: int, rank: int, size: int, store_path: str, parent: int, na
     import anygauge.engines.megatron.engine  # noqa: F401  # now, not within the deadline of a case
 
     store = dist.FileStore(store_path, size)
-    with Connection(descriptor) as pipe:
+    with Connection(descriptor) as pipe, contextlib.suppress(EOFError):
         pipe.send_bytes(pickle.dumps("ready"))
         while True:
             case = pickle.loads(pipe.recv_bytes())

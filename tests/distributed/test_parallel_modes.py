@@ -331,6 +331,12 @@ def test_a_rank_with_another_weight_is_named_on_every_rank(
     assert f"{tensor} (rank" in found[0].text
 
 
+def test_a_rank_that_the_system_ends_is_an_error_with_stacks(crew: Any) -> None:
+    told = r"rank 1 has ended with status -11(.|\n)*Segmentation fault(.|\n)*in fault"
+    with pytest.raises(pytest.fail.Exception, match=told):
+        crew.run(world=2, action="fault")
+
+
 def test_a_rank_that_hangs_is_an_error_with_stacks(crew: Any) -> None:
     """Of the tests' own deadline; the next case has new processes."""
     with pytest.raises(pytest.fail.Exception, match=r"has not answered within(.|\n)*in hang"):

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from anygauge.config import Config
 from anygauge.config.load import load_config
 from anygauge.device import peak_memory_by_phase
+from anygauge.distributed.process_groups import destroy_process_group, init_process_group
 from anygauge.engines.megatron.prepare import prepare_megatron
 from anygauge.plugins import Plugins, load_plugins
 from anygauge.testing.recipe import tiny_recipe
@@ -115,15 +116,18 @@ Train = Callable[..., Finished]
 def worker_here() -> Iterator[None]:
     """Let this process be the worker of every run."""
     plugins = load_plugins()
-    prepare_megatron(plugins, plugins.get("register_backends", "cpu"))
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    backend = plugins.get("register_backends", "cpu")
+    prepare_megatron(plugins, backend)
+    init_process_group(
+        plugins, backend, dist.HashStore(), rank=0, world_size=1, timeout_s=60.0, single_host=True
+    )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(run_module, "launch_workers", Here)
         yield
     from megatron.core import parallel_state
 
     parallel_state.destroy_model_parallel()
-    dist.destroy_process_group()
+    destroy_process_group()
 
 
 @pytest.fixture(scope="module")

@@ -69,7 +69,7 @@ def test_workers_are_prepared(group: WorkerGroup) -> None:
     assert first["threads"] == 3
     assert first["env"]["OMP_NUM_THREADS"] == "3"
     assert first["env"]["TORCH_DEVICE_BACKEND_AUTOLOAD"] == "0"  # from the backend's worker_env
-    assert first["dist_backend"] == "gloo"
+    assert first["dist_backend"] == "gloo_serial"
     assert first["device"] == "cpu"
     assert first["main_thread"]
     assert first["run"] == "launch"

@@ -23,8 +23,12 @@ __all__ = [
 
 LOOPBACK_INTERFACE = "lo"
 HOST_BACKEND = "gloo"
-BOUND_HOST_BACKEND = "gloo_bound"
-"""The host backend on an address that we choose; by itself it takes the first of an interface."""
+SERIAL_HOST_BACKEND = "gloo_serial"
+"""The host backend with one thread in each group, and so one collective at a time.
+
+Torch gives each group two. In torch 2.13 both write down the name of what they have done, without a lock:
+names of more than 15 letters, such as that of the gathers that Megatron has under way, break the heap.
+"""
 
 _reloadable: list[ReloadableGroups] = []
 """The groups of this process, where they are."""
@@ -58,15 +62,16 @@ def init_process_group(
     options = plugins.first(
         "make_process_group_options", backend=backend, group_name="default", timeout_s=timeout_s
     )
-    name = backend.dist_backend
-    is_bound = address is not None and name == HOST_BACKEND
-    make = partial(_bound_group, address) if is_bound else backend.make_communicator
+    name, make = backend.dist_backend, backend.make_communicator
+    if name == HOST_BACKEND:
+        make = partial(_serial_group, address)
     if reloadable and make is not None:
         groups = ReloadableGroups(store, world_size, timeout_s)
         _reloadable.append(groups)
         name = register_reloadable(groups, make, backend.device_type, name)
-    elif is_bound:
-        name = _bind_host_backend(make)
+    elif name == HOST_BACKEND:
+        name = SERIAL_HOST_BACKEND
+        torch.distributed.Backend.register_backend(name, make, extended_api=True, devices=["cpu"])
     torch.distributed.init_process_group(
         name,
         store=store,
@@ -89,19 +94,23 @@ def reload_process_groups() -> None:
         groups.reload()
 
 
-def _bind_host_backend(make: Any) -> str:
-    """Register the host backend on an address, and return the name to ask for it."""
-    torch.distributed.Backend.register_backend(BOUND_HOST_BACKEND, make, extended_api=True, devices=["cpu"])
-    return BOUND_HOST_BACKEND
-
-
-def _bound_group(address: str | None, given: Any, own: Any) -> Any:
+def _serial_group(address: str | None, given: Any, own: Any) -> Any:
     del own
     gloo: Any = ProcessGroupGloo  # its type stub has another constructor
     options = gloo._Options()
-    options._devices = [gloo.create_device(hostname=address)]
+    options._devices = _host_devices(gloo, address)
+    options._threads = 1
     options._timeout = given.timeout
     return gloo(given.store, given.group_rank, given.group_size, options)
+
+
+def _host_devices(gloo: Any, address: str | None) -> list[Any]:
+    """Return what torch takes by itself, unless there is an address: of an interface it takes the first."""
+    if address is not None:
+        return [gloo.create_device(hostname=address)]
+    if interfaces := os.environ.get("GLOO_SOCKET_IFNAME"):
+        return [gloo.create_device(interface=name) for name in interfaces.split(",")]
+    return [gloo.create_default_device()]
 
 
 def destroy_process_group() -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import faulthandler
 import fcntl
 import gc
 import importlib
@@ -290,6 +291,7 @@ def serve() -> NoReturn:
     """Import, then fork a process for each request."""
     descriptor, parent, backend, *modules = sys.argv[1:]
     die_with(int(parent))
+    faulthandler.enable()  # in what is forked too, each to its own standard error
     connection = socket.socket(fileno=int(descriptor))
     if backend:
         _prepare(backend)

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from anygauge.config import Config
+from anygauge.distributed.process_groups import destroy_process_group, init_process_group
 from anygauge.engines import megatron as engine
 from anygauge.engines.megatron import prepare, scope
 from anygauge.plugins import Plugins, load_plugins
@@ -163,12 +164,14 @@ def context(plugins: Plugins, monkeypatch: pytest.MonkeyPatch) -> Iterator[Worke
 
     monkeypatch.setattr(megatron_random, "_CUDA_RNG_STATE_TRACKER", None)
     monkeypatch.setattr(megatron_random, "_CUDA_RNG_STATE_TRACKER_INITIALIZED", False)
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     backend = plugins.get("register_backends", "cpu")
+    init_process_group(
+        plugins, backend, dist.HashStore(), rank=0, world_size=1, timeout_s=60.0, single_host=True
+    )
     device = plugins.make_device(backend, 0)
     yield WorkerContext(rank=0, world_size=1, backend=backend, device=device, plugins=plugins)
     parallel_state.destroy_model_parallel()
-    dist.destroy_process_group()
+    destroy_process_group()
 
 
 @pytest.fixture
