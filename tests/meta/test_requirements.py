@@ -109,13 +109,13 @@ def imported_modules(folder: Path) -> dict[str, Path]:
 def test_what_the_root_distribution_imports_is_declared(folder: str) -> None:
     modules = imported_modules(ROOT / folder)
     owners = packages_distributions()
-    names = {canonicalize_name(each.name) for each in (*declared(), *declared("test"))}
+    names = {canonicalize_name(each.name) for each in (*declared(), *declared("test"), *declared("media"))}
     undeclared = {
         module: str(path.relative_to(ROOT))
         for module, path in modules.items()
         if module not in sys.stdlib_module_names | OWN | INSTALLED_APART
         and RELEASED_WITH.get(module) not in names
-        and not {canonicalize_name(owner) for owner in owners.get(module, [])} & names
+        and not {canonicalize_name(owner) for owner in owners.get(module, [module])} & names
     }
     assert not undeclared
 
