@@ -22,6 +22,11 @@ GSM8K = "hf://datasets/openai/gsm8k/main/{}-00000-of-00001.parquet"
 MOST_DEVICES = 100_000
 LONGEST_SHOWN = 20
 INPUT_KEYS = ("prompt", "messages", "question", "problem", "instruction", "input")
+MEDIA_KEYS = {
+    "image": ("images", "image"),
+    "video": ("videos", "video"),
+    "audio": ("audios", "audio"),
+}
 LABEL_KEYS = ("label", "answer", "solution", "response", "completion", "output", "target")
 
 
@@ -215,6 +220,7 @@ def _data(path: str | None) -> DataFacts:
         input_key=next((key for key in INPUT_KEYS if key in row), "prompt"),
         label_key=next((key for key in LABEL_KEYS if key in row), "label"),
         note=f"of {', '.join(map(str, row))}" if row else "name the fields of your rows here",
+        media={kind: key for kind, keys in MEDIA_KEYS.items() for key in keys[::-1] if key in row},
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from anygauge_hooks.models import text_config
@@ -32,6 +32,7 @@ COUNTS, SIZES = ("", "K", "M", "B", "T"), (" bytes", " KiB", " MiB", " GiB")
 ONE_HOST = 8
 """Devices that one host usually has."""
 _BILLIONS = re.compile(r"(?<![A-Za-z\d.])(\d+(?:\.\d+)?)([BM])(?![A-Za-z\d])", re.IGNORECASE)
+_SEES = re.compile(r"(?<![A-Za-z])VL(?![A-Za-z])|\dV(?![A-Za-z\d])|omni", re.IGNORECASE)
 
 Row = tuple[str, Any, str]
 """A key, its value, and why; an empty string says nothing."""
@@ -55,6 +56,8 @@ class ModelFacts:
     """Whether its tokenizer has a chat template, as far as is known."""
     thinks: bool
     """Whether its template thinks unless it is told not to."""
+    sees: bool = False
+    """Whether it takes images, as far as is known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +70,8 @@ class DataFacts:
     label_key: str
     note: str
     """On the fields."""
+    media: Mapping[str, str] = field(default_factory=dict)
+    """Fields of images, video and sound, by kind."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,6 +106,7 @@ def facts_of_name(name: str) -> ModelFacts:
         vocabulary=VOCABULARY,
         chat=True,
         thinks=_may_think(name.lower()),
+        sees=_SEES.search(name) is not None,
     )
 
 
@@ -125,6 +131,7 @@ def facts_of_config(name: str, hf: Mapping[str, Any], *, chat: bool) -> ModelFac
         vocabulary=_number(hf, "vocab_size") or VOCABULARY,
         chat=chat,
         thinks=chat and _may_think(str(hf.get("model_type"))),
+        sees="vision_config" in hf or "thinker_config" in hf,
     )
 
 
@@ -270,6 +277,8 @@ def _data(model: ModelFacts, data: DataFacts, longest: int, prompt: str | None) 
             rows.append(("chat_template_kwargs", {"enable_thinking": False}, "thoughts need more tokens"))
         if prompt is not None:
             rows.append(("system_prompt", prompt, "what the reward looks for"))
+    if model.sees and data.media:
+        rows.append(("multimodal_keys", dict(data.media), "<image> in a prompt is where an image stands"))
     rows.append(("max_prompt_tokens", longest, "longer rows are dropped and counted"))
     return rows
 

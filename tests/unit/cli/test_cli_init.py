@@ -270,6 +270,20 @@ def test_lengths_fit_any_context(context: int | None) -> None:
     assert prompt + response <= (context or 1536)
 
 
+@pytest.mark.parametrize("hf", [QWEN3_8B, QWEN3_8B | {"model_type": "qwen3_vl", "vision_config": {}}])
+def test_a_model_that_sees_is_given_the_fields_of_images(hf: dict[str, Any]) -> None:
+    sees = "vision_config" in hf
+    data = DataFacts(
+        train="a", evaluation=None, input_key="p", label_key="l", note="", media={"image": "images"}
+    )
+    machine = Machine(backend="x", accelerator=True, devices=1, memory_gib=64)
+    tree = tomllib.loads(recipe(facts_of_config("m", hf, chat=True), data, machine, task="rl", command="c"))
+    assert tree["data"].get("multimodal_keys") == ({"image": "images"} if sees else None)
+    assert ("chat_template_kwargs" in tree["data"]) != sees
+    names = ("Qwen/Qwen3-VL-8B-Instruct", "zai-org/GLM-4.5V", "Qwen/Qwen3-Omni-30B", "Qwen/Qwen3-8B", "o/v3")
+    assert [facts_of_name(name).sees for name in names] == [True, True, True, False, False]
+
+
 def test_nothing_heavy_is_imported() -> None:
     code = (
         f"import sys; from anygauge.cli import main; assert main(['init', '--model', '{NAME}', '--backend', "
