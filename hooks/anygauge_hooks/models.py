@@ -154,5 +154,6 @@ class ModelSpec:
     """For SFT on chats; ``None`` if the family has no chat template."""
     media: MediaSpec | None = None
     """What the family does with images, video and sound; ``None`` if it reads text alone. :attr:`build` of
-    a family that has one is called with ``compose=`` too, which makes a Megatron model of a decoder and
-    towers."""
+    a family that has one is called with ``compose=`` too: ``compose(towers, config, decoder, pre_process=,
+    post_process=, vp_stage=)`` makes a Megatron model of a decoder and towers, and ``compose.held(name,
+    model)`` one that has this as its part ``name``."""

@@ -45,15 +45,16 @@ def check_settings(directory: Path, family: str, mels: int) -> None:
             )
 
 
-def frames_of(header: Header, limits: MediaLimits) -> int:
+def frames_of(header: Header, limits: MediaLimits, fewest: int = _FEWEST) -> int:
     """Return how many frames a recording has.
 
+    :param fewest: That it may have.
     :raises MediaError: It is too short or too long.
     """
     frames = round(header.duration * RATE) // _HOP
-    if frames < _FEWEST:
+    if frames < fewest:
         raise MediaError(
-            f"It is a recording of {header.duration:.3f} seconds, and {_FEWEST / FRAME_RATE} are the fewest.",
+            f"It is a recording of {header.duration:.3f} seconds, and {fewest / FRAME_RATE} are the fewest.",
             hint="Drop the row.",
         )
     if header.duration > limits.max_seconds:

@@ -19,6 +19,7 @@ def register_models() -> list[ModelSpec]:
     from anygauge_models.glm4v.spec import GLM4V
     from anygauge_models.glm4v_moe.spec import GLM4V_MOE
     from anygauge_models.glm46v.spec import GLM46V
+    from anygauge_models.glm_omni.spec import GLM_OMNI
     from anygauge_models.llama.spec import LLAMA
     from anygauge_models.qwen3.spec import QWEN3
     from anygauge_models.qwen3_5.spec import QWEN3_5
@@ -28,6 +29,6 @@ def register_models() -> list[ModelSpec]:
     from anygauge_models.qwen3_vl.spec import QWEN3_VL
     from anygauge_models.qwen3_vl_moe.spec import QWEN3_VL_MOE
 
-    glm = [GLM4, GLM4_MOE, GLM4V, GLM4V_MOE, GLM46V]
+    glm = [GLM4, GLM4_MOE, GLM4V, GLM4V_MOE, GLM46V, GLM_OMNI]
     qwen = [QWEN3, QWEN3_5, QWEN3_5_MOE, QWEN3_MOE, QWEN3_OMNI_MOE, QWEN3_VL, QWEN3_VL_MOE]
     return [DEEPSEEK_V3, *glm, LLAMA, *qwen]

@@ -122,8 +122,11 @@ def saved(model: Any) -> dict[str, Tensor]:
     return found
 
 
-def build(path: Path, context: WorkerContext, modalities: Sequence[str]) -> Any:
-    """Return the trainer's model of a directory."""
+def build(path: Path, context: WorkerContext, modalities: Sequence[str], **options: Any) -> Any:
+    """Return the trainer's model of a directory.
+
+    :param options: Of ``build_policy``.
+    """
     from anygauge.engines.megatron.model import build_policy, initialize_parallel
     from anygauge.engines.megatron.scope import make_scope
 
@@ -137,7 +140,7 @@ def build(path: Path, context: WorkerContext, modalities: Sequence[str]) -> Any:
     )
     with make_scope(context.device):
         initialize_parallel(seed=0, timeout_s=60)
-        return build_policy(config, context.plugins, context.backend, context.device)
+        return build_policy(config, context.plugins, context.backend, context.device, **options)
 
 
 def sample(parts: Iterable[int | tuple[Media, Sequence[int]]], holder: Mapping[str, int]) -> TrainSample:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
@@ -103,6 +104,32 @@ def _features(tower: Tower, media: MediaBatch | None, device: torch.device) -> F
     return Features(*tower.blank(), nowhere, nowhere)
 
 
+class Holder(MegatronModule):
+    """A model that has another as its only part, and is to Megatron what that is."""
+
+    def __init__(self, name: str, held: Any) -> None:
+        super().__init__(held.config)
+        self._name = name
+        self.add_module(name, held)
+        self.model_type, self.vp_stage = held.model_type, held.vp_stage
+        self.pre_process, self.post_process = held.pre_process, held.post_process
+        self.share_embeddings_and_output_weights = held.share_embeddings_and_output_weights
+
+    def set_input_tensor(self, tensor: Any) -> None:
+        """Take what the stage before has sent."""
+        self._modules[self._name].set_input_tensor(tensor)
+
+    def shared_embedding_or_output_weight(self) -> Tensor | None:
+        """Return the embedding, if the output layer is the same."""
+        found: Tensor | None
+        found = self._modules[self._name].shared_embedding_or_output_weight()
+        return found
+
+    def forward(self, **inputs: Any) -> Any:
+        """Run the part."""
+        return self._modules[self._name](**inputs)
+
+
 @dataclass(frozen=True, slots=True)
 class Composer:
     """Makes models of a decoder and towers; what a family's own builder gets as ``compose``."""
@@ -146,6 +173,13 @@ class Composer:
             towers=[self._tower(each, config.params_dtype) for each in used] if pre_process else [],
             **ends,
         )
+
+    def held(self, name: str, model: MultimodalModel) -> Holder:
+        """Return a model whose only part is a model: what ``ModelSpec.output_owner`` names.
+
+        :param name: Of the part.
+        """
+        return Holder(name, model)
 
     def _tower(self, spec: TowerSpec, dtype: torch.dtype) -> Tower:
         return build_tower(spec, self.hf, self.kernels, dtype, recomputes=self.recomputes)

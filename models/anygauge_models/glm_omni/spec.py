@@ -1,0 +1,69 @@
+"""The family of GLM that sees and hears."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from anygauge_hooks.media import MediaSpec, TowerSpec
+from anygauge_hooks.models import LayerKind, ModelSpec
+from anygauge_models.glm_omni import audio, config, vision
+from anygauge_models.glm_omni.processor import make_processor
+from anygauge_models.glm_omni.rotary import rotary
+from anygauge_models.glm_omni.weights import OWNER, unused_weights, weight_rules
+from anygauge_models.positions import frame_by_frame
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from anygauge_hooks.media import Media
+
+__all__ = ["GLM_OMNI"]
+
+
+def _build(
+    *, config: Any, hf: Mapping[str, Any], decoder: Any, compose: Callable[..., Any], **ends: Any
+) -> Any:
+    """Return this stage of the model, whose decoder and towers are its ``language_model``."""
+    return compose.held(OWNER, compose(_towers(hf), config, decoder, **ends))  # type: ignore[attr-defined]
+
+
+def _layers(hf: Mapping[str, Any]) -> Sequence[LayerKind]:
+    return config.decoder_family(hf).layers(hf)
+
+
+def _towers(hf: Mapping[str, Any]) -> Sequence[TowerSpec]:
+    return (*vision.towers(hf), audio.tower(hf))
+
+
+def _positions(hf: Mapping[str, Any], length: int, media: Sequence[Media]) -> NDArray[Any]:
+    """Return positions in three axes; sound counts on like text."""
+    return frame_by_frame(hf, length, [each for each in media if each.kind != "audio"])
+
+
+def _flops(hf: Mapping[str, Any], media: Media) -> float:
+    flops = audio.flops if media.kind == "audio" else vision.flops
+    return flops(hf, media)
+
+
+GLM_OMNI = ModelSpec(
+    name="glm_omni",
+    architectures=("GlmOmniForConditionalGeneration",),
+    transformer_config=config.transformer_config,
+    model_options=config.model_options,
+    weight_rules=weight_rules,
+    rotary=rotary,
+    layers=_layers,
+    unused_weights=unused_weights,
+    flops_per_token=config.flops_per_token,
+    tiny=config.tiny,
+    build=_build,
+    output_owner=OWNER,
+    media=MediaSpec(
+        make_processor=make_processor,
+        towers=_towers,
+        positions=_positions,
+        flops=_flops,
+        forbidden=config.forbidden,
+    ),
+)
