@@ -13,6 +13,7 @@ import numpy as np
 
 from anygauge_hooks.media import Content
 from anygauge_hooks.models import WeightRule
+from anygauge_models.transfer import on_device
 
 if TYPE_CHECKING:
     import torch
@@ -65,12 +66,11 @@ def packed_patches(
     """
     import torch
 
-    shift, scale = (torch.tensor(each, device=device) for each in (mean, deviation))
+    shift, scale = (on_device(each, device) for each in (mean, deviation))
     found = []
     for content in contents:
         time, height, width = grid_of(content, patch, temporal)
-        # What the store gives may not be written to, which torch would warn of: the copy is its own.
-        pixels = torch.tensor(content.data, device=device).float()
+        pixels = on_device(content.data, device).float()
         frames = ((pixels * (1 / 255) - shift) / scale).reshape(-1, *content.data.shape[-3:])
         if content.kind == "image":
             frames = frames.expand(temporal, -1, -1, -1)

@@ -11,6 +11,7 @@ import numpy as np
 from anygauge_hooks.media import TowerSpec
 from anygauge_models.glm4v.config import vision_of
 from anygauge_models.glm4v.weights import HF_TOWER, TOWER
+from anygauge_models.transfer import on_device
 from anygauge_models.vision import blank_image, grid_of, packed_patches, patch_places, tower_flops
 
 if TYPE_CHECKING:
@@ -99,9 +100,9 @@ def _inputs(hf: Mapping[str, Any], contents: Sequence[Content], device: torch.de
             mean=IMAGE_MEAN,
             deviation=IMAGE_DEVIATION,
         ),
-        "grid_thw": torch.tensor([(1, *frame) for frame in frames], device=device),
-        "position_ids": torch.from_numpy(places).to(device),
-        "cu_seqlens": torch.tensor(np.cumsum([0, *lengths]), dtype=torch.int32, device=device),
+        "grid_thw": on_device([(1, *frame) for frame in frames], device),
+        "position_ids": on_device(places, device),
+        "cu_seqlens": on_device(np.cumsum([0, *lengths]), device, torch.int32),
         "max_seqlen": max(lengths),
         "lengths": lengths,
     }

@@ -15,6 +15,7 @@ import numpy as np
 from anygauge_hooks.media import Content, TowerSpec
 from anygauge_hooks.models import WeightRule
 from anygauge_models.qwen3_omni_moe.config import CHUNK, audio_of, flat, prefix
+from anygauge_models.transfer import on_device
 from anygauge_models.vision import stack_rules, tensor_rules, with_biases
 
 if TYPE_CHECKING:
@@ -121,10 +122,10 @@ def _inputs(hf: Mapping[str, Any], contents: Sequence[Content], device: torch.de
     counts = [features_of(len(content.data)) for content in contents]
     lengths = [min(window, count - at) for count in counts for at in range(0, count, window)]
     return {
-        "padded_feature": torch.from_numpy(padded).to(device),
-        "chunk_lengths": torch.tensor([len(each) for each in cut], device=device),
-        "valid_indices": torch.tensor(kept, device=device),
-        "cu_seqlens": torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32).to(device),
+        "padded_feature": on_device(padded, device),
+        "chunk_lengths": on_device([len(each) for each in cut], device),
+        "valid_indices": on_device(kept, device),
+        "cu_seqlens": on_device([0, *np.cumsum(lengths)], device, torch.int32),
         "max_seqlen": max(lengths),
         "lengths": tuple(lengths),
     }

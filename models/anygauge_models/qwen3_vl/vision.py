@@ -9,6 +9,7 @@ import numpy as np
 
 from anygauge_hooks.media import Content, Media, TowerSpec
 from anygauge_hooks.models import WeightRule
+from anygauge_models.transfer import on_device
 from anygauge_models.vision import (
     blank_image,
     grid_of,
@@ -94,7 +95,7 @@ def inputs(hf: Mapping[str, Any], contents: Sequence[Content], device: torch.dev
     frames = [(height, width) for time, height, width in grids for _ in range(time)]
     lengths = [height * width for height, width in frames]
     places, entries, shares = (
-        torch.from_numpy(np.concatenate(each)).to(device)
+        on_device(np.concatenate(each), device)
         for each in zip(*(patch_places(*frame, merge, side) for frame in frames), strict=True)
     )
     return {
@@ -108,7 +109,7 @@ def inputs(hf: Mapping[str, Any], contents: Sequence[Content], device: torch.dev
             deviation=DEVIATION,
         ),
         "grid_thw": torch.tensor(grids),
-        "cu_seqlens": torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32).to(device),
+        "cu_seqlens": on_device([0, *np.cumsum(lengths)], device, torch.int32),
         "max_seqlen": max(lengths),
         "position_ids": places,
         "interp_indices": entries,
