@@ -42,9 +42,6 @@ def media_rule(config: Config, user_keys: Collection[str]) -> Problems:
     if config.media.store == "ray" and config.placement.launcher == "local":
         hint = 'there is no Ray with placement.launcher = "local"; leave this out'
         yield ConfigProblem(path="media.store", found="ray", hint=hint)
-    if config.debug.replay_batches is not None:
-        hint = "batches name their media and do not hold them; replay the rollouts instead"
-        yield ConfigProblem(path="debug.replay_batches", found=str(config.debug.replay_batches), hint=hint)
 
 
 def model_media(config: Config, hf: Mapping[str, Any], plugins: Plugins) -> Problems:

@@ -3,7 +3,7 @@
 ``rollout-00000007.jsonl.gz`` holds the scored groups of a step, one line per group, before they are divided
 among ranks. ``batch-00000007-share-0.safetensors`` holds what the ranks of one data-parallel share trained
 on, after that, with the log-probs of every pass. Numbers keep every bit in both, and both tell the model that
-they are for: a rollout in its first line.
+they are for: a rollout in its first line. ``media/`` holds what was seen and heard, each content once.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import hashlib
 import json
 import os
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from functools import cache
 from pathlib import Path
@@ -24,6 +24,7 @@ from pydantic import TypeAdapter, ValidationError
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
+from anygauge.data.media.store import MappedFiles
 from anygauge.hub.found import TOKENIZERS
 from anygauge.trainer.plan import TrainShare
 from anygauge_hooks.errors import DataError
@@ -35,17 +36,20 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from anygauge_hooks.engines import LossFunction, LossInputs
+    from anygauge_hooks.media import MediaStore
 
 __all__ = [
     "DIRECTORY",
     "ModelFacts",
     "RecordedLoss",
     "batch_path",
+    "keep_media",
     "model_facts",
     "read_batch",
     "read_groups",
     "read_log_probs",
     "read_shares",
+    "restore_media",
     "rollout_path",
     "write_groups",
     "write_shares",
@@ -53,6 +57,8 @@ __all__ = [
 
 DIRECTORY = "dumps"
 """In the run directory."""
+MEDIA = "media"
+"""In that directory."""
 FORMAT = 3
 FACTS = "anygauge"
 """Key of the metadata; one alone, since safetensors writes several in any order."""
@@ -380,6 +386,40 @@ class RecordedLoss:
         """Return the log-probs ``[R]`` of each sample of an optimizer step, and forget them."""
         seen, self._seen = self._seen, {}
         return [seen[sample] for sample in sorted(seen)]
+
+
+# -------------------------------------------------------------------------
+# Media
+# -------------------------------------------------------------------------
+
+
+def keep_media(directory: Path, media: Iterable[Media], store: MediaStore) -> None:
+    """Write the contents of media beside the dumps in a directory, each once."""
+    folder = directory / MEDIA
+    folder.mkdir(parents=True, exist_ok=True)
+    kept = MappedFiles(folder)
+    for key in {each.key for each in media}:
+        if not kept.has(key):
+            kept.put(key, store.get(key))
+
+
+def restore_media(directory: Path, media: Iterable[Media], store: MediaStore) -> None:
+    """Put the contents of media that dumps in a directory tell of into a store.
+
+    :raises DataError: One is not there.
+    """
+    kept = MappedFiles(directory / MEDIA)
+    for each in {each.key: each for each in media}.values():
+        if store.has(each.key):
+            continue
+        try:
+            store.put(each.key, kept.get(each.key))
+        except KeyError as error:
+            raise DataError(
+                f"There is nothing to replay: {directory / MEDIA / each.key}, the {each.kind} "
+                f"{each.source or 'of a sample'}, does not exist.",
+                hint="Keep the folder media/ with the dumps beside it.",
+            ) from error
 
 
 # -------------------------------------------------------------------------

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING
 
 from anygauge.config import Config
 from anygauge.data.balance import free
-from anygauge.data.media.loader import LoadedSource
 from anygauge.hub import localized
 from anygauge.observability.logs import summary
 from anygauge.observability.memory import driver_memory
@@ -37,9 +36,11 @@ from anygauge.trainer.dumps import (
     DIRECTORY,
     ModelFacts,
     batch_path,
+    keep_media,
     model_facts,
     read_batch,
     read_groups,
+    restore_media,
     rollout_path,
     write_groups,
 )
@@ -90,6 +91,8 @@ class Loop:
     """What saving took after the last step; 0 if there was nothing to save."""
     control: Controlled | None = None
     """What makes the samples, where the config asks for more than one batch of them for each step."""
+    restored: frozenset[str] = frozenset()
+    """Keys of the media that a replay has put into the store."""
     background: BackgroundEvaluation | None = None
     """Evaluations that training does not wait for; ``None`` where it does."""
 
@@ -191,6 +194,7 @@ def train_on_rollouts(loop: Loop, step: int) -> dict[str, float]:
     read_ahead(loop, step)
     if config.debug.dump_rollouts:
         write_groups(rollout_path(loop.dumps, step), trained_on, loop.model)
+        keep(loop, shown_in(trained_on))
     raw = partial(raw_number, reward=config.reward)
     datasets = train_datasets(config)
     sampled = rollout_metrics(groups, raw, datasets=datasets, version=version) | driver_memory()
@@ -207,6 +211,27 @@ def media_tokens(groups: Sequence[Group]) -> float:
     """Return how many tokens of a sample hold places of media, on average."""
     counts = [sum(each.num_tokens for each in sample.media) for group in groups for sample in group.samples]
     return fmean(counts) if counts else 0.0
+
+
+def shown_in(groups: Sequence[Group]) -> list[Media]:
+    """Return the media of all samples."""
+    return [each for group in groups for sample in group.samples for each in sample.media]
+
+
+def keep(loop: Loop, media: Sequence[Media]) -> None:
+    """Write what samples show beside the dumps of them."""
+    if loop.session.media is not None and media:
+        keep_media(loop.dumps, media, loop.session.media.store)
+
+
+def restore(loop: Loop, dumps: Path, media: Sequence[Media]) -> None:
+    """Put what the samples of dumps show into the place of what those of the step before showed."""
+    if loop.session.media is None:
+        return
+    wanted = frozenset(each.key for each in media)
+    loop.session.media.store.drop(loop.restored - wanted)
+    restore_media(dumps, media, loop.session.media.store)
+    loop.restored = wanted
 
 
 def replays_rollouts(config: Config) -> bool:
@@ -227,8 +252,7 @@ def collect_groups(loop: Loop, step: int) -> tuple[list[Group], float]:
     config = loop.config
     if config.debug.replay_rollouts is not None:
         groups = read_groups(rollout_path(config.debug.replay_rollouts, step), loop.model)
-        if isinstance(loop.source, LoadedSource):
-            loop.source.adopt_groups(groups)
+        restore(loop, config.debug.replay_rollouts, shown_in(groups))
         return groups, 0.0
     if loop.control is not None:
         return loop.control.collect(), 0.0  # each was scored while others were being generated
@@ -260,8 +284,9 @@ def train_on_batches(loop: Loop, step: int) -> dict[str, float]:
     started = time.perf_counter()
     assert loop.config.debug.replay_batches is not None
     shares = read_batch(loop.config.debug.replay_batches, step, loop.session.layout.data, loop.model)
-    training = send_shares(loop, step, shares)
     samples = [sample for steps in shares for share in steps for sample in share.samples]
+    restore(loop, loop.config.debug.replay_batches, [each for sample in samples for each in sample.media])
+    training = send_shares(loop, step, shares)
     work = StepWork.of_samples(samples, loop.flops_per_token, loop.media_flops)
     memory = driver_memory()
     return {**finish_training(loop, training), **memory, **measure(loop, work, started)}
@@ -288,6 +313,8 @@ def send_shares(loop: Loop, step: int, shares: Sequence[Sequence[TrainShare]]) -
     if loop.config.debug.dump_batches:
         paths = (batch_path(loop.dumps, step, share) for share in range(layout.data))
         dumps = {rank: str(path) for rank, path in zip(layout.speakers(), paths, strict=True)}
+        trained_on = (sample for steps in shares for share in steps for sample in share.samples)
+        keep(loop, [each for sample in trained_on for each in sample.media])
     per_rank = [((shares[own],), {"dump": dumps.get(rank)}) for rank, own in enumerate(layout.shares())]
     updates = step > loop.config.critic.only_steps
     loop.session.turns.take("train")

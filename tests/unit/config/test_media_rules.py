@@ -36,10 +36,6 @@ IMAGES = 'data.multimodal_keys={image = "images"}'
         ([IMAGES, 'media.store="ray"', 'placement.launcher="local"'], "leave this out"),
         (['data.multimodal_keys={image = "label"}'], "another key names the field 'label' too"),
         (['data.multimodal_keys={image = "a", video = "a"}'], "another key names the field 'a' too"),
-        (
-            [IMAGES, "debug.mode=train_only", "debug.replay_batches=dumps"],
-            "batches name their media and do not hold them",
-        ),
     ],
 )
 def test_keys_that_do_not_go_together(load: Load, keys: list[str], text: str) -> None:

@@ -10,17 +10,19 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from anygauge.data.media.store import MappedFiles
 from anygauge.testing.tiny import tiny_qwen3
 from anygauge.trainer import dumps
 from anygauge.trainer.plan import TrainShare
 from anygauge_hooks.engines import LossInputs
 from anygauge_hooks.errors import DataError
-from anygauge_hooks.media import Media
+from anygauge_hooks.media import Content, Media
 from anygauge_hooks.rl import Group, Prompt, Sample, TrainSample
 
 MODEL = {"architectures": ["TinyForCausalLM"], "vocab_size": 16, "tokens": "0123"}
@@ -76,6 +78,29 @@ def shares() -> list[TrainShare]:
 
 def bits(values: list[float]) -> list[int]:
     return torch.tensor(values, dtype=torch.float64).view(torch.int64).tolist()
+
+
+def store_in(directory: Path) -> MappedFiles:
+    directory.mkdir()
+    return MappedFiles(directory)
+
+
+def test_what_was_seen_comes_back_the_same(tmp_path: Path) -> None:
+    pixels = np.arange(48, dtype=np.uint8).reshape(4, 4, 3)
+    before, after = store_in(tmp_path / "before"), store_in(tmp_path / "after")
+    before.put(IMAGE.key, Content("image", pixels))
+    before.put(VIDEO.key, Content("video", pixels[None], 0.5))
+    dumps.keep_media(tmp_path / "dumps", [IMAGE, VIDEO, IMAGE], before)
+    dumps.keep_media(tmp_path / "dumps", [IMAGE], after)  # is there already, so nobody is asked for it
+    dumps.restore_media(tmp_path / "dumps", [VIDEO, IMAGE], after)
+    assert (after.get(IMAGE.key).data == pixels).all()
+    assert after.get(VIDEO.key).data.shape == (1, 4, 4, 3)
+    assert after.get(VIDEO.key).seconds == 0.5
+
+
+def test_what_was_seen_and_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"dumps/media/5be1, the image rows:3 image 1, does not exist"):
+        dumps.restore_media(tmp_path / "dumps", [IMAGE], store_in(tmp_path / "after"))
 
 
 # -------------------------------------------------------------------------

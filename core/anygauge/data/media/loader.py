@@ -21,7 +21,7 @@ from anygauge.data.problems import BadMediaError
 from anygauge_hooks.data import DataSource
 from anygauge_hooks.errors import MediaError
 from anygauge_hooks.media import Content, Media, MediaKind, MediaStore
-from anygauge_hooks.rl import Group, Prompt
+from anygauge_hooks.rl import Prompt
 
 __all__ = ["LoadedSource", "MediaLoader", "windows"]
 
@@ -279,22 +279,6 @@ class LoadedSource:
         for failure in self._loader.load(shown):
             if failure is not None:
                 raise failure
-
-    def adopt_groups(self, groups: Sequence[Group]) -> None:
-        """Decode what samples show that another run has made from the same rows.
-
-        :raises MediaError: Something cannot be decoded, is not what it was, or was shown by a tool.
-        """
-        self.adopt([group.prompt for group in groups])
-        for group in groups:
-            for medium in (medium for sample in group.samples for medium in sample.media):
-                if not self._loader.store.has(medium.key):
-                    raise MediaError(
-                        f"{group.prompt.source}: {medium.kind} ({medium.source}) of a dumped sample is "
-                        "not what its row shows.",
-                        hint="Replay with the same files, model and [media]; what tools showed cannot be "
-                        "replayed.",
-                    )
 
 
 def _keys(media: Iterable[Media]) -> list[str]:

@@ -1,0 +1,106 @@
+"""The geometry recipes on real problems with their diagrams, with a tiny model."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from anygauge.cli import main
+
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLE = ROOT / "examples" / "geo3k_vlm_multi_turn"
+DATA = ROOT.parent / "shared" / "data" / "geo3k"
+
+# Continuous integration has the rows, and must not lose this test in silence.
+pytestmark = pytest.mark.skipif(
+    not DATA.is_dir() and "CI" not in os.environ, reason=f"needs the rows of Geometry3K in {DATA}"
+)
+
+
+@pytest.fixture(scope="module")
+def script() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("geo3k_make_inputs", EXAMPLE / "make_inputs.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def inputs(script: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("geo3k") / "inputs"
+    script.main(["--data", str(DATA), "--out", str(out), "--tiny"])
+    return out
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(EXAMPLE)
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def test_questions_have_their_choices_and_name_their_diagrams(inputs: Path) -> None:
+    rows = read_rows(inputs / "train.jsonl")
+    assert len(rows) == 10
+    for row in rows:
+        assert row["prompt"].startswith("<image>")
+        assert all(choice in row["prompt"] for choice in row["choices"])
+        assert row["label"] in "ABCD"
+        assert [Path(path).parent for path in row["images"]] == [DATA.resolve()]
+
+
+def train(recipe: str, inputs: Path, directory: Path, **overrides: Any) -> list[dict[str, Any]]:
+    """Run a recipe and return its metrics."""
+    keys = {
+        "model.path": inputs / "model",
+        "data.train": f'["{inputs / "train.jsonl"}"]',
+        "eval.data": f'["{inputs / "train.jsonl"}"]',
+        "eval.max_prompts": 2,
+        "run.directory": directory,
+        "run.steps": 2,
+        "rollout.prompts_per_step": 4,
+        "rollout.max_new_tokens": 48,
+        "placement.threads_per_worker": 1,
+        **overrides,
+    }
+    arguments = [part for key, value in keys.items() for part in (f"--{key}", str(value))]
+    assert main(["train", str(EXAMPLE / f"{recipe}.toml"), "--backend", "cpu", *arguments]) == 0
+    return read_rows(directory / f"geo3k-{recipe}" / "metrics.jsonl")
+
+
+def test_grpo_trains_and_a_replay_trains_the_same(inputs: Path, tmp_path: Path) -> None:
+    # A random policy earns nothing: what it learns here is to be uncertain.
+    learning = {"rollout.samples_per_prompt": 2, "algorithm.entropy_coef": 0.1}
+    dumping = {"debug.dump_rollouts": "true", "debug.dump_batches": "true"}
+    rows = train("grpo", inputs, tmp_path / "first", **learning, **dumping)
+    steps = [row for row in rows if "train/loss" in row]
+    assert len(steps) == 2
+    assert all(row["train/train_rollout_logprob_abs_diff"] < 1e-5 for row in steps)
+    assert [row["eval/train-samples"] for row in rows if "eval/step" in row] == [2, 2]
+    dumps = tmp_path / "first" / "geo3k-grpo" / "dumps"
+    assert 1 <= len(list((dumps / "media").iterdir())) <= 8  # the groups of a step show 4 diagrams
+    losses = losses_of(rows)
+    assert losses[0] != losses[1]
+    for kind in ("rollouts", "batches"):
+        replaying = {"debug.mode": "train_only", f"debug.replay_{kind}": dumps, "eval.data": "[]"}
+        assert losses_of(train("grpo", inputs, tmp_path / kind, **learning, **replaying)) == losses
+
+
+def losses_of(rows: list[dict[str, Any]]) -> list[float]:
+    return [row["train/loss"] for row in rows if "train/loss" in row]
+
+
+def test_ppo_trains_a_critic_that_sees(inputs: Path, tmp_path: Path) -> None:
+    rows = train("ppo", inputs, tmp_path)
+    steps = [row for row in rows if "train/value_loss" in row]
+    assert len(steps) == 2
