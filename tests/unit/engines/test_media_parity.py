@@ -169,8 +169,25 @@ def test_the_kernels_of_the_table_are_in_the_tower(make_engine: MakeEngine) -> N
 def test_bfloat16_is_near(
     make_engine: MakeEngine, samples: list[TrainSample], expected: tuple[list[Tensor], Any]
 ) -> None:
+    from anygauge.engines.megatron.media.towers import Patches3d
+
     engine = make_engine(dtype="bfloat16", recompute="full")
     assert all(each.dtype == torch.bfloat16 for each in engine.policy.chunks[0].visual.parameters())
+    assert isinstance(engine.policy.chunks[0].visual.patch_embed.proj, Patches3d)
     found = engine.log_probs(samples, temperature=1.0)
     assert (torch.cat(found) - torch.cat(expected[0])).abs().max() < 0.2
     take_step(engine, samples)
+
+
+@pytest.mark.parametrize("kernel", [(4, 4), (2, 4, 4)])
+def test_a_convolution_of_single_patches_is_a_product(kernel: tuple[int, ...]) -> None:
+    from anygauge.engines.megatron.media.towers import bind
+
+    kind = torch.nn.Conv2d if len(kernel) == 2 else torch.nn.Conv3d
+    layer = kind(3, 8, kernel, stride=kernel)  # type: ignore[arg-type]
+    single, several = torch.randn(5, 3, *kernel), torch.randn(5, 3, *(2 * size for size in kernel))
+    before = [layer(x) for x in (single, several)]
+    bind(layer, None, torch.bfloat16)  # type: ignore[arg-type]
+    assert type(layer) is not kind
+    for x, expected in zip((single, several), before, strict=True):
+        torch.testing.assert_close(layer(x), expected, rtol=0, atol=1e-5)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from anygauge.kernels.table import KernelTable
@@ -113,6 +114,28 @@ class TableRmsNorm(nn.Module):
         return self.kernel(hidden_states, self.weight, self.variance_epsilon)
 
 
+class _Patches:
+    """A convolution of inputs that are one patch each, as the product of matrices that it is."""
+
+    def forward(self: Any, input: Tensor) -> Tensor:
+        """Return the outputs ``[N, out, 1, ...]``."""
+        if input.shape[2:] != self.kernel_size:
+            return super().forward(input)  # type: ignore[misc]
+        outputs = F.linear(input.flatten(1), self.weight.flatten(1), self.bias)
+        return outputs.view(*outputs.shape, *[1] * len(self.kernel_size))
+
+
+class Patches2d(_Patches, nn.Conv2d):
+    """Of two dimensions."""
+
+
+class Patches3d(_Patches, nn.Conv3d):
+    """Of three dimensions."""
+
+
+_PATCHES: Mapping[type, type] = {nn.Conv2d: Patches2d, nn.Conv3d: Patches3d}
+
+
 def bind(tower: nn.Module, kernels: KernelTable, dtype: torch.dtype) -> None:
     """Let attention and norms of a module of transformers take their kernels from the table."""
     for module in tower.modules():
@@ -122,11 +145,18 @@ def bind(tower: nn.Module, kernels: KernelTable, dtype: torch.dtype) -> None:
         elif type(module).__name__.endswith("RMSNorm") and hasattr(module, "variance_epsilon"):
             module.__class__ = TableRmsNorm
             module.kernel = kernels.resolve("rms_norm", dtype=dtype)  # type: ignore[assignment]
+        # In float32 the order of a convolution's sums is kept, which is that of transformers.
+        if type(module) in _PATCHES and dtype != torch.float32 and _is_plain(module):
+            module.__class__ = _PATCHES[type(module)]
         if isinstance(head_dim := getattr(module, "head_dim", None), int) and hasattr(module, "config"):
             _register_attention()
             module.config._attn_implementation = ATTENTION  # type: ignore[union-attr]
             facts = {"head_dim": head_dim, "value_dim": head_dim, "return_lse": False}
             module.attend = kernels.resolve("varlen_attention", dtype=dtype, causal=False, **facts)  # type: ignore[assignment]
+
+
+def _is_plain(convolution: Any) -> bool:
+    return convolution.kernel_size == convolution.stride and convolution.groups == 1
 
 
 def _register_attention() -> None:
