@@ -8,10 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 
 from anygauge.testing.fake_engine.installed import install_fake_engine
 from anygauge.testing.observed import Observer, observed_run
 from anygauge.testing.recipe import tiny_recipe
+from anygauge.testing.tiny import tiny_tokenizer
+from anygauge.testing.tiny_vision import add_vision_tokens, tiny_qwen3_vl
 from anygauge_hooks.errors import ConfigError
 from anygauge_hooks.rl import Group
 from anygauge_hooks.types import RunInfo
@@ -151,3 +154,37 @@ def test_trainers_and_servers_on_one_device_take_turns(
     assert all(metrics["perf/turns_time"] > 0 for metrics in observer.metrics)
     steps = tmp_path / "run" / "checkpoints"
     assert sorted(path.name for path in steps.glob("step-*")) == ["step-00000002", "step-00000003"]
+
+
+def test_servers_are_shown_the_images_that_are_trained_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = add_vision_tokens(tiny_tokenizer(tmp_path / "seeing", alphabet="0123456789+="))
+    tiny_qwen3_vl(tmp_path / "seeing", tokenizer, init_std=0.2)
+    pad = tokenizer.convert_tokens_to_ids("<|image_pad|>")
+    rows = []
+    for number in range(12):
+        Image.new("RGB", (16 * (1 + number % 2), 16), (20 * number, 0, 0)).save(tmp_path / f"{number}.png")
+        rows.append({"prompt": "<image>1+2=", "label": "3", "images": [f"{number}.png"]})
+    (tmp_path / "seen.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    install(tmp_path / "plugin", [""], monkeypatch, vocab_size=32, image_token=pad, image_factor=16)
+    observer = Observer()
+    run(
+        tmp_path,
+        observer,
+        run__steps=1,
+        model__path=tmp_path / "seeing",
+        data__train=[tmp_path / "seen.jsonl"],
+        data__multimodal_keys__image="images",
+        placement__rollout_workers=1,
+    )
+    for group in observer.groups:
+        [shown] = group.prompt.media
+        assert shown.num_tokens == 1 + group.prompt.index % 2
+        for sample in group.samples:
+            assert sample.media == (shown,)
+            assert pad not in sample.response_tokens
+    first = {group.samples[0].response_tokens for group in observer.groups}
+    assert len(first) > 1, "each image has answers of its own"
+    tokens = [group.prompt.media[0].num_tokens for group in observer.groups]
+    assert observer.metrics[0]["rollout/media_tokens"] == sum(tokens) / len(tokens)

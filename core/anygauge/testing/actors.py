@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from anygauge.config.schema import Config
 from anygauge.distributed.process_groups import reload_process_groups
 from anygauge.trainer.actors import ActorWorker
+from anygauge.trainer.media_stores import open_store
 from anygauge_hooks.engines import WorkerContext
 
 __all__ = ["SuccessiveActors"]
@@ -27,7 +29,8 @@ class SuccessiveActors:
         """
         self.close()
         reload_process_groups()
-        self._actor = ActorWorker(config, self._context, **options)
+        store = open_store(config, config.run.directory / config.run.name)
+        self._actor = ActorWorker(config, replace(self._context, media=store), **options)
 
     def close(self) -> None:
         """Close the actor of the last run, if there was one."""

@@ -32,7 +32,7 @@ RENAMED: Mapping[str, str] = {
 """Parts of names in checkpoints of models that see, and what a server calls them."""
 TIED = {"lm_head.weight": "model.embed_tokens.weight"}
 """Parameters that are another one where a checkpoint has none of their own."""
-PADDED = ("embed_tokens.weight", "lm_head.weight")
+PADDED = ("embed_tokens.weight", "lm_head.weight", "visual.pos_embed.weight")
 PADDING = 64
 """A server rounds the rows of these up to a multiple, with zeros."""
 

@@ -65,7 +65,7 @@ class Request:
             limit = max(min(limit, self.own_length), self.done)
         fresh = self.source.tokens(version, self.done, limit)
         kept = self.planned
-        ids = np.concatenate([kept.ids[: self.done], fresh.ids])
+        ids = np.concatenate([kept.ids[: self.done], self._allowed(fresh.ids)])
         self.planned = Tokens(ids, np.concatenate([kept.log_probs[: self.done], fresh.log_probs]))
         self.end, self._ends_with = limit, {"type": "length", "length": limit}
         if not self.params.get("ignore_eos") and limit == self.own_length and limit > self.done:
@@ -73,6 +73,15 @@ class Request:
             self._ends_with = {"type": "stop", "matched": EOS}
         self._stop_at_tokens(ids)
         self._stop_at_strings(ids)
+
+    def _allowed(self, ids: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        """Return tokens with others in the place of those that a request's biases rule out."""
+        ruled_out = [int(token) for token, bias in (self.params.get("logit_bias") or {}).items() if bias < 0]
+        allowed = ids
+        while len(places := np.flatnonzero(np.isin(allowed, ruled_out))):
+            allowed = allowed.copy()
+            allowed[places] -= 1
+        return allowed
 
     def _stop_at_tokens(self, ids: np.ndarray[Any, Any]) -> None:
         wanted = [token for token in self.params.get("stop_token_ids") or () if token is not None]
