@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +14,18 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from anygauge.config import Config
+from anygauge.rollout.transformers.engine import TransformersEngine
+from anygauge.rollout.transformers.sight import Senses
+from anygauge.testing.tiny import tiny_tokenizer
 from anygauge_hooks.engines import WorkerContext
-from anygauge_hooks.media import Media
-from anygauge_hooks.models import ModelSpec
-from anygauge_hooks.rl import TrainSample
+from anygauge_hooks.media import Media, MediaKind
+from anygauge_hooks.models import ModelSpec, text_config
+from anygauge_hooks.rl import Prompt, SamplingParams, TrainSample
 
 __all__ = ["Both", "build", "sample", "saved"]
+
+_ALPHABET = "".join(map(chr, range(0x4E00, 0x4E00 + 62)))
+"""With the padding token and the end of a sequence as many tokens as the tiny models have."""
 
 
 @dataclass(frozen=True)
@@ -82,6 +88,40 @@ class Both:
             # That of a key's bias is nothing but rounding, since softmax does not see it.
             error = (gradient - wanted[name]).norm() / wanted[name].norm().clamp(min=1e-3)
             assert error < 1e-5, f"{name}: {error}"
+
+    def check_sampling(self, kinds: Collection[MediaKind], tokens: int) -> None:
+        """Compare the log-probabilities of what the embedded engine samples with the trainer's.
+
+        :param kinds: That it is shown.
+        :param tokens: To sample after each of the samples.
+        """
+        media = self.spec.media
+        assert media is not None
+        tiny_tokenizer(self.path, alphabet=_ALPHABET)
+        hf = text_config(self.policy.hf)
+        senses = Senses(media, hf, kinds, self.store)
+        cpu = torch.device("cpu")
+        engine = TransformersEngine(
+            self.path, dtype=torch.float32, device=cpu, max_batch_tokens=10_000, senses=senses
+        )
+        forbidden = tuple(media.forbidden(self.policy.hf))
+        params = SamplingParams(max_new_tokens=tokens, ignore_eos=True, forbidden=forbidden)
+        prompts = [
+            Prompt(index=number, tokens=tuple(each.tokens), text="", media=each.media)
+            for number, each in enumerate(self.samples)
+        ]
+        sampled = [group[0] for group in engine.generate(prompts, params, [[1]] * len(prompts))]
+        longer = [
+            before._replace(tokens=[*before.tokens, *after.response_tokens])
+            for before, after in zip(self.samples, sampled, strict=True)
+        ]
+        with torch.no_grad():
+            logits = replace(self, samples=longer).logits()
+        found = logits.index_fill(-1, torch.tensor(forbidden), -torch.inf).log_softmax(-1)
+        for each, part in zip(sampled, found.split([len(each.tokens) for each in longer]), strict=True):
+            assert not set(each.response_tokens) & set(forbidden)
+            wanted = part[-tokens - 1 : -1].gather(1, torch.tensor(each.response_tokens)[:, None])[:, 0]
+            torch.testing.assert_close(torch.tensor(each.log_probs), wanted, rtol=0, atol=1e-5)
 
     def gradients(self) -> dict[str, Tensor]:
         """Return the gradients of the trainer's parameters, by name of the checkpoint."""

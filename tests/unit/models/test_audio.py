@@ -257,6 +257,10 @@ def test_logits_and_gradients_equal_transformers(both: Any) -> None:
     both.check(["visual.blocks.1", "visual.merger_list.1", "audio_tower.conv2d1", "audio_tower.layers.1"])
 
 
+def test_the_embedded_engine_has_the_log_probabilities_of_the_trainer(both: Any) -> None:
+    both.check_sampling(("image", "video", "audio"), 4)
+
+
 @pytest.mark.parametrize(("kind", "first"), [("audio", 3), ("video", 4), ("image", 1)])
 def test_another_medium_gives_other_logits(both: Any, kind: str, first: int) -> None:
     most = 1 if kind == "audio" else 255

@@ -311,6 +311,10 @@ def test_logits_and_gradients_equal_transformers(both: Any) -> None:
     both.check(["visual.blocks.1", "visual.merger", "visual.embeddings"])
 
 
+def test_the_embedded_engine_has_the_log_probabilities_of_the_trainer(both: Any) -> None:
+    both.check_sampling(("image", "video"), 4)
+
+
 def test_another_image_gives_other_logits(both: Any) -> None:
     with torch.no_grad():
         right = both.logits()
