@@ -99,7 +99,7 @@ class Both:
         assert media is not None
         tiny_tokenizer(self.path, alphabet=_ALPHABET)
         hf = text_config(self.policy.hf)
-        senses = Senses(media, hf, kinds, self.store)
+        senses = Senses(media, hf, kinds, self.store, self.spec.unused_weights(hf))
         cpu = torch.device("cpu")
         engine = TransformersEngine(
             self.path, dtype=torch.float32, device=cpu, max_batch_tokens=10_000, senses=senses

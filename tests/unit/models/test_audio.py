@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForMultimodalLM, WhisperFeatureExtractor
 from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import _get_feat_extract_output_lengths
 
@@ -297,6 +298,24 @@ def test_weights_come_out_as_they_went_in_and_transformers_reads_them(both: Any,
     read = AutoModelForMultimodalLM.from_pretrained(tmp_path / "out", dtype=torch.float32).eval()
     with torch.no_grad():
         assert torch.equal(replace(both, reference=read).expected(), both.expected())
+
+
+def test_a_published_directory_is_trained_and_sampled_from(both: Any, tmp_path: Path) -> None:
+    tensors = load_file(both.path / "model.safetensors")
+    published = {f"thinker.{name}": tensor for name, tensor in tensors.items()}
+    spoken = {"talker.lm_head.weight": torch.zeros(1), "code2wav.bias": torch.zeros(1)}
+    save_file(published | spoken, tmp_path / "model.safetensors")
+    alone = json.loads((both.path / "config.json").read_text())
+    name = "Qwen3OmniMoeForConditionalGeneration"
+    config = {"architectures": [name], "model_type": "qwen3_omni_moe", "thinker_config": alone}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    policy = build(tmp_path, both.context, ("image", "video", "audio"))
+    actual = dict(policy.weights())
+    assert actual.keys() == published.keys()
+    assert all(torch.equal(actual[name], published[name]) for name in published)
+    replace(both, path=tmp_path, policy=policy, samples=both.samples[2:4]).check_sampling(
+        ("image", "audio"), 2
+    )
 
 
 def test_a_published_directory_has_the_thinker_as_a_part() -> None:

@@ -58,8 +58,10 @@ def _senses(config: Config, context: WorkerContext) -> Senses | None:
     if not (kinds := modalities(config)) or context.media is None:
         return None
     hf = text_config(json.loads((config.model.path / "config.json").read_text(encoding="utf-8")))
-    media = context.plugins.model(hf.get("architectures") or ()).media
-    return None if media is None else Senses(media, hf, kinds, context.media)
+    spec = context.plugins.model(hf.get("architectures") or ())
+    return (
+        None if spec.media is None else Senses(spec.media, hf, kinds, context.media, spec.unused_weights(hf))
+    )
 
 
 class TransformersEngine:
@@ -110,7 +112,8 @@ class TransformersEngine:
             self._tokenizer, _eos_ids(path, self._model.config, self._tokenizer), self._vocab_size, device
         )
         left_out = [prefix for spec in senses.left_out() for prefix in spec.hf_prefixes] if senses else []
-        copy_weights(self._model, read_weights(path, without=tuple(left_out)))
+        unused = senses.unused if senses else ()
+        copy_weights(self._model, read_weights(path, without=(*left_out, *unused)))
 
     def generate(
         self, prompts: Sequence[Prompt], params: SamplingParams, seeds: Sequence[Sequence[int]]
@@ -279,6 +282,7 @@ def _build(
     path: Path, dtype: torch.dtype, device: torch.device, trust_remote_code: bool, *, sees: bool
 ) -> Any:
     config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=trust_remote_code)
+    config = getattr(config, "thinker_config", config)  # of a model that speaks, what it thinks with
     # Every weight is about to be copied in; drawing them first would take longer and move the random state.
     with no_init_weights(), device:
         model = (AutoModelForMultimodalLM if sees else AutoModelForCausalLM).from_config(

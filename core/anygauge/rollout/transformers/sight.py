@@ -32,6 +32,8 @@ class Senses(NamedTuple):
     kinds: Collection[MediaKind]
     """That the run has; towers of others are left out of the model."""
     store: MediaStore
+    unused: Collection[str] = ()
+    """How names of tensors in checkpoints begin that the model does not have."""
 
     def left_out(self) -> list[TowerSpec]:
         """Return the towers that the run does without."""
