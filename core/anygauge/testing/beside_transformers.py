@@ -118,7 +118,8 @@ class Both:
         with torch.no_grad():
             logits = replace(self, samples=longer).logits()
         found = logits.index_fill(-1, torch.tensor(forbidden), -torch.inf).log_softmax(-1)
-        for each, part in zip(sampled, found.split([len(each.tokens) for each in longer]), strict=True):
+        lengths = [len(each.tokens) for each in longer]
+        for each, part in zip(sampled, torch.split(found, lengths), strict=True):
             assert not set(each.response_tokens) & set(forbidden)
             wanted = part[-tokens - 1 : -1].gather(1, torch.tensor(each.response_tokens)[:, None])[:, 0]
             torch.testing.assert_close(torch.tensor(each.log_probs), wanted, rtol=0, atol=1e-5)
