@@ -14,11 +14,14 @@ from anygauge_hooks.types import ConfigProblem
 if TYPE_CHECKING:
     from anygauge.plugins import Plugins
 
-__all__ = ["media_rule", "model_media"]
+__all__ = ["media_rule", "model_media", "other_sight"]
 
 Problems = Iterator[ConfigProblem]
 _TOWERS = {"vision": {"image", "video"}, "audio": {"audio"}}
 """Which kinds the parts of ``train.freeze`` take."""
+
+_ALIKE = tuple(("vision_config", key) for key in ("patch_size", "spatial_merge_size", "temporal_patch_size"))
+"""What says how many placeholders an image has."""
 
 
 def media_rule(config: Config, user_keys: Collection[str]) -> Problems:
@@ -64,6 +67,30 @@ def model_media(config: Config, hf: Mapping[str, Any], plugins: Plugins) -> Prob
         takes = f"{', '.join(sorted(taken))} and text" if taken else "text alone"
         hint = f"the model's family takes {takes}; leave out {', '.join(lacking)}, or take another model"
         yield ConfigProblem(path=path, found=sorted(kinds), hint=hint)
+
+
+def other_sight(
+    config: Config, policy: Mapping[str, Any], other: Mapping[str, Any], plugins: Plugins
+) -> Iterator[str]:
+    """Yield why a model beside the policy cannot see what the policy's samples show.
+
+    They have the policy's placeholders, and contents of its sizes.
+
+    :param policy: Its Hugging Face config; ``other`` is that of the other model.
+    """
+    if not modalities(config):
+        return
+    try:
+        specs = [plugins.model(hf.get("architectures") or ()) for hf in (policy, other)]
+    except AnygaugeError:
+        return  # a problem of its own
+    if specs[0].media != specs[1].media:
+        yield f"a {specs[1].name} model does not see as {specs[0].name} does, which samples are made for"
+        return
+    for part, key in _ALIKE:
+        one, another = ((hf.get(part) or {}).get(key) for hf in (policy, other))
+        if one != another:
+            yield f"holds {part}.{key} = {another}; model.path holds {one}"
 
 
 def _fields(config: Config) -> Problems:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from anygauge.config.algorithm_rules import compares
 from anygauge.config.architecture_rules import read_architecture
 from anygauge.config.file_rules import from_here
-from anygauge.config.media_rules import model_media
+from anygauge.config.media_rules import model_media, other_sight
 from anygauge.config.model_files import other_tokens, read_model
 from anygauge.config.parallel_rules import divided, model_problems, of_role
 from anygauge.config.same_model import differing_keys
@@ -59,6 +59,7 @@ def model_rules(config: Config, plugins: Plugins, *, trains: bool) -> Problems:
         hints = list(other_tokens(directory, config.model.path))
         for key in _unlike(path, policy, other, plugins):
             hints.append(f"holds {key} = {other.get(key)}; model.path holds {policy.get(key)}")
+        hints += other_sight(config, policy, other, plugins)
         yield from (ConfigProblem(path=path, found=str(directory), hint=hint) for hint in hints)
 
 
