@@ -14,16 +14,16 @@ import parallel_worker  # type: ignore[import-not-found]
 
 from anygauge.config import Config
 from anygauge.testing.media import DictStore
-from anygauge.testing.sights import picture, seeing_sample
+from anygauge.testing.sights import picture, recording, seeing_sample
 from anygauge_hooks.engines import WorkerContext
 from anygauge_hooks.rl import TrainSample
 
 
 def samples(model: Path, store: DictStore) -> list[TrainSample]:
-    """Return three steps of three samples: one image, none, and several."""
+    """Return three steps of three samples: one image, none, and several; and sound for a model that hears."""
     hf = json.loads((model / "config.json").read_text())
     one, wide, tall = (picture(store, hf, *size, seed) for seed, size in enumerate(((4, 4), (2, 6), (6, 4))))
-    parts = [
+    parts: list[list[Any]] = [
         [7],
         [3, one, 6],
         [11],
@@ -32,6 +32,11 @@ def samples(model: Path, store: DictStore) -> list[TrainSample]:
         [1, one, 8],
         [1, wide, 2, tall, 5],
     ]
+    if "audio_config" in hf:
+        features = 15 if hf["model_type"] == "glm_omni" else 16
+        long, short = recording(store, hf, 120, features, 0), recording(store, hf, 40, 5, 1)
+        for number, heard in ((0, [long, 2]), (4, [short, 1, long, 3]), (6, [short, 2])):
+            parts[number] += heard
     return [seeing_sample(hf, each, 3 + seed % 2, seed) for seed, each in enumerate(parts)]
 
 
@@ -40,7 +45,9 @@ def seeing(config: Config, context: WorkerContext) -> Iterator[tuple[Config, Wor
     """Let the actions of other files have samples with images."""
     store, before = DictStore(), parallel_worker.make_samples
     made = samples(config.model.path, store)
-    model = config.model.model_copy(update={"modalities": ("image",)})
+    hears = "audio_config" in json.loads((config.model.path / "config.json").read_text())
+    kinds = ("image", "audio") if hears else ("image",)
+    model = config.model.model_copy(update={"modalities": kinds})
     for module in (parallel_worker, checkpoint_cases):
         module.make_samples = lambda *_: made
     try:

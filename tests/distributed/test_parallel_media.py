@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from anygauge.plugins import load_plugins
+from anygauge.testing.composed import write_composed
 from anygauge.testing.sights import write_seeing
 
 pytestmark = [pytest.mark.parallel, pytest.mark.timeout(300)]
@@ -28,6 +29,11 @@ MODES: dict[str, tuple[str, int, dict[str, Any], dict[str, Any]]] = {
     "vpp2": ("one-level", 2, {"pipeline": 2, "virtual_pipeline": 2}, {}),
     "ep2": ("experts", 2, {"expert": 2}, {}),
     "glm-dp2-overlap": ("glm", 2, {}, OVERLAP),  # its tower reads a weight without a call of the module
+    "omni-tp2-sp": ("omni", 2, {"tensor": 2}, {}),
+    "omni-ep2-overlap": ("omni", 2, {"expert": 2}, OVERLAP),
+    "glm-omni-pp2-recompute": ("glm-omni", 2, {"pipeline": 2}, {"recompute": "full"}),
+    "glm-omni-cp2": ("glm-omni", 2, {"context": 2}, {}),
+    "glm-omni-dp2-overlap": ("glm-omni", 2, {}, OVERLAP),
     "tp2-cp2": ("dense", 4, {"tensor": 2, "context": 2}, {}),
 }
 """The model, ranks, layout and settings of training. One rank of two has no image in the first step."""
@@ -42,15 +48,20 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         ("one-level", "qwen3_vl", [1]),
         ("experts", "qwen3_vl_moe", [0]),
         ("glm", "glm4v", None),
+        ("omni", "qwen3_omni_moe", [0]),
     ):
         tiny = specs[family].tiny()
         changes = {
-            "text_config": {**tiny["text_config"], "num_hidden_layers": 2 if name == "experts" else 4},
+            "text_config": {**tiny["text_config"], "num_hidden_layers": 2 if "moe" in family else 4},
             "vision_config": dict(tiny["vision_config"]),
         }
         if levels is not None:
             changes["vision_config"]["deepstack_visual_indexes"] = levels
         found[name] = write_seeing(specs[family], tmp_path_factory.mktemp(name), **changes)
+    tiny = specs["glm_omni"].tiny()
+    text = {**tiny["text_config"], "num_hidden_layers": 4}
+    found["glm-omni"] = tmp_path_factory.mktemp("glm-omni")
+    write_composed(found["glm-omni"], {**tiny, "text_config": text})
     return found
 
 

@@ -13,7 +13,7 @@ from anygauge_hooks.media import Content, Media, MediaStore
 from anygauge_hooks.models import ModelSpec
 from anygauge_hooks.rl import TrainSample
 
-__all__ = ["mixed_samples", "picture", "seeing_sample", "write_seeing"]
+__all__ = ["mixed_samples", "picture", "recording", "seeing_sample", "write_seeing"]
 
 
 def write_seeing(spec: ModelSpec, path: Path, **changes: Any) -> Path:
@@ -51,22 +51,46 @@ def picture(store: MediaStore, hf: Mapping[str, Any], height: int, width: int, s
     return Media("image", key, ((0, height * width // merge**2),), (1, height, width))
 
 
+def recording(store: MediaStore, hf: Mapping[str, Any], frames: int, features: int, seed: int) -> Media:
+    """Put a spectrum into the store and return what samples have of it.
+
+    :param hf: The Hugging Face config; a tower that hears windows is given whole ones.
+    :param features: That its tower makes of so many frames.
+    """
+    audio = hf["audio_config"]
+    window = 2 * audio["max_position_embeddings"] if "max_position_embeddings" in audio else 1
+    shape = (-(-frames // window) * window, audio["num_mel_bins"])
+    data = np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+    key = f"{frames}-{seed}"
+    store.put(key, Content("audio", data, frames / 100))
+    return Media("audio", key, ((0, features),), (frames, 1, 1), frames / 100)
+
+
 def seeing_sample(
     hf: Mapping[str, Any], parts: Iterable[int | Media], response: int, seed: int = 0
 ) -> TrainSample:
-    """Return a sample of so many tokens of text, or an image between its marks, one after another.
+    """Return a sample of so many tokens of text, or a medium between its marks, one after another.
 
     :param hf: The Hugging Face config, whose special tokens are its last.
     """
-    marks = "vision" if "vision_start_token_id" in hf else "image"
-    holder, start, end = (hf[f"{key}_token_id"] for key in ("image", f"{marks}_start", f"{marks}_end"))
+    sight = "vision" if "vision_start_token_id" in hf else "image"
+    special = [
+        hf[f"{kind}{part}_token_id"]
+        for kind in ("image", "audio", "vision")
+        for part in ("", "_start")
+        if f"{kind}{part}_token_id" in hf
+    ]
     generator = torch.Generator().manual_seed(seed)
     tokens: list[int] = []
     media: list[Media] = []
     for part in parts:
         if isinstance(part, int):
-            tokens += torch.randint(0, min(holder, start), (part,), generator=generator).tolist()
+            tokens += torch.randint(0, min(special), (part,), generator=generator).tolist()
         else:
+            marks = "audio" if part.kind == "audio" else sight
+            start, holder, end = (
+                hf[f"{key}_token_id"] for key in (f"{marks}_start", part.kind, f"{marks}_end")
+            )
             media.append(part.moved(len(tokens) + 1))
             tokens += [start, *[holder] * part.num_tokens, end]
     return TrainSample(

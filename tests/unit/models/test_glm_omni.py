@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
-from transformers import AutoConfig, AutoModel, WhisperFeatureExtractor
-from transformers.models.glmasr.modeling_glmasr import GlmAsrModel, GlmAsrMultiModalProjector
+from safetensors.torch import load_file
+from transformers import WhisperFeatureExtractor
 
 from anygauge.engines.megatron.weights.mapping import model_rules
 from anygauge.plugins import load_plugins
 from anygauge.testing.beside_transformers import Both, build, sample
+from anygauge.testing.composed import write_composed
 from anygauge.testing.media import DictStore
 from anygauge_hooks.engines import WorkerContext
 from anygauge_hooks.errors import ConfigError, MediaError
@@ -33,54 +29,6 @@ HF = OMNI.tiny()
 HOLDER = {"image": 58, "video": 58, "audio": 55}
 CPU = torch.device("cpu")
 WINDOW = 104
-
-
-class Composed(nn.Module):
-    """The model as docs/glm_omni.md defines it, one sample at a time."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        text, vision, audio = (
-            AutoConfig.for_model(**HF[f"{part}_config"], initializer_range=0.1)
-            for part in ("text", "vision", "audio")
-        )
-        self.audio_config = audio
-        self.model = nn.Module()
-        self.model.language_model = AutoModel.from_config(text)
-        self.model.visual = AutoModel.from_config(vision)
-        self.model.audio_tower = AutoModel.from_config(audio)
-        both: Any = SimpleNamespace(audio_config=audio, text_config=text, projector_hidden_act="gelu")
-        self.model.multi_modal_projector = GlmAsrMultiModalProjector(both)
-        self.lm_head = nn.Linear(text.hidden_size, text.vocab_size, bias=False)
-
-    def forward(
-        self, input_ids: Tensor, positions: Tensor, spans: Sequence[tuple[int, int]], seen: Any, heard: Any
-    ) -> Any:
-        hidden = self.model.language_model.embed_tokens(input_ids)
-        features = [*self._seen(*seen), *self._heard(*heard)]
-        if features:
-            places = torch.cat([torch.arange(start, start + count) for start, count in spans])
-            hidden = hidden.index_copy(1, places, torch.cat(features)[None])
-        found = self.model.language_model(inputs_embeds=hidden, position_ids=positions[:, None])
-        return SimpleNamespace(logits=self.lm_head(found.last_hidden_state))
-
-    def _seen(self, pixels: Tensor | None = None, grid: Tensor | None = None) -> list[Tensor]:
-        return [] if pixels is None else [self.model.visual(pixels, grid_thw=grid).pooler_output]
-
-    def _heard(self, spectrum: Tensor | None = None, frames: Tensor | None = None) -> list[Tensor]:
-        if spectrum is None or frames is None:
-            return []
-        this: Any = SimpleNamespace(
-            audio_tower=self.model.audio_tower,
-            multi_modal_projector=self.model.multi_modal_projector,
-            config=SimpleNamespace(audio_config=self.audio_config, return_dict=True),
-        )
-        mask = torch.arange(spectrum.shape[2])[None] < frames[:, None]
-        return [GlmAsrModel.get_audio_features(this, spectrum, mask, return_dict=True).pooler_output]
-
-    def save_pretrained(self, path: Any) -> None:
-        tensors = {name: each.contiguous() for name, each in self.state_dict().items()}
-        save_file(tensors, Path(path) / "model.safetensors")
 
 
 # -------------------------------------------------------------------------
@@ -170,14 +118,7 @@ SHORT = Media("audio", "short", ((1, 2),), (20, 1, 1), 0.2), [56, -1, -1, 57]
 @pytest.fixture(scope="module")
 def both(context: WorkerContext, tmp_path_factory: pytest.TempPathFactory) -> Both:
     path = tmp_path_factory.mktemp("glm_omni")
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        reference = Composed().eval()
-        with torch.no_grad():
-            for each in reference.parameters():
-                each.add_(torch.randn_like(each) * 0.1 if each.dim() == 1 else 0)
-    reference.save_pretrained(path)
-    (path / "config.json").write_text(json.dumps(HF))
+    reference = write_composed(path, HF)
     samples = [
         sample([9], HOLDER),
         sample([3, TALL, 5], HOLDER),
