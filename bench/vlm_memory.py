@@ -3,12 +3,12 @@
     python bench/vlm_memory.py                         # 64 prompts x 8 samples, an image of a megapixel each
     python bench/vlm_memory.py --prompts 8 --workers 4
 
-Rows name PNG files; the run's own source and loader draw a step's prompts and decode what they show, and what
-is measured is their second step. Each worker, a process of its own, goes through its part of the samples and
-reads pixels of all their images, which it keeps as long as a train step would. Memory is the proportional set
-size (PSS) of the driver and its workers: a page that several have mapped counts once. Ends with status 1 if it
-grew by over 1.2 times the decoded images, if the store holds other than their bytes, or if anything stays when
-the prompts are gone.
+Rows name PNG files; the run's own source and loader draw a step's prompts and decode what they show, and
+what is measured is their second step. Each worker, a process of its own, goes through its part of the samples
+and reads pixels of all their images, which it keeps as long as a train step would. Memory is the proportional
+set size (PSS) of the driver and its workers: a page that several have mapped counts once. Ends with status 1
+if it grew by over 1.2 times the decoded images, if the store holds other than their bytes, or if anything
+stays when the prompts are gone.
 """
 
 from __future__ import annotations

@@ -96,6 +96,15 @@ def test_grpo_trains_and_a_replay_trains_the_same(inputs: Path, tmp_path: Path) 
         assert losses_of(train("grpo", inputs, tmp_path / kind, **learning, **replaying)) == losses
 
 
+@pytest.mark.parametrize("backend", ["cuda", "npu"])
+@pytest.mark.parametrize("recipe", ["grpo", "ppo"])
+def test_recipes_are_checked_for_devices_that_are_not_there(inputs: Path, recipe: str, backend: str) -> None:
+    keys = {"model.path": inputs / "model", "data.train": f'["{inputs / "train.jsonl"}"]'}
+    arguments = [part for key, value in keys.items() for part in (f"--{key}", str(value))]
+    recipe_path = str(EXAMPLE / f"{recipe}.toml")
+    assert main(["train", recipe_path, "--backend", backend, "--dry-run", *arguments]) == 0
+
+
 def losses_of(rows: list[dict[str, Any]]) -> list[float]:
     return [row["train/loss"] for row in rows if "train/loss" in row]
 
