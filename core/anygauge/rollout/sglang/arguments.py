@@ -14,7 +14,14 @@ from anygauge_hooks.types import ConfigProblem
 if TYPE_CHECKING:
     from anygauge.config import Config
 
-__all__ = ["argument_problems", "by_name", "command_line", "media_arguments", "run_arguments"]
+__all__ = [
+    "argument_problems",
+    "by_name",
+    "command_line",
+    "media_arguments",
+    "media_environment",
+    "run_arguments",
+]
 
 _BACKEND = "The backend decides it."
 _CLIENT = "The run's own requests would not be answered."
@@ -119,6 +126,16 @@ def media_arguments(config: Config, installed: Installed) -> dict[str, Any]:
     # Pillow's pixels are the trainer's; versions that know no other library need no argument for it
     wanted = {"enable_multimodal": True, "image_processor_backend": "pil"}
     return {name: value for name, value in wanted.items() if name in installed.arguments}
+
+
+def media_environment(config: Config) -> dict[str, str]:
+    """Return variables of a server's environment in a run with images.
+
+    A server keeps the features of images that it has seen, and forgets none of them when its tower gets new
+    weights.
+    """
+    is_trained = modalities(config) and "vision" not in config.train.freeze
+    return {"SGLANG_VLM_CACHE_SIZE_MB": "0"} if is_trained else {}
 
 
 def command_line(arguments: Mapping[str, Any], installed: Installed) -> list[str]:

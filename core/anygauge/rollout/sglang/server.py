@@ -19,7 +19,13 @@ import psutil
 
 from anygauge.distributed.addresses import in_url
 from anygauge.rollout.deployment import plan_servers
-from anygauge.rollout.sglang.arguments import by_name, command_line, media_arguments, run_arguments
+from anygauge.rollout.sglang.arguments import (
+    by_name,
+    command_line,
+    media_arguments,
+    media_environment,
+    run_arguments,
+)
 from anygauge.rollout.sglang.installed import Installed, installed_sglang, missing
 from anygauge.rollout.sglang.keeper import LOOK, STOP, keeper_command
 from anygauge.rollout.sglang.kinds import plan_arguments, plan_ranks
@@ -310,7 +316,8 @@ def _environment(config: Config, context: WorkerContext) -> dict[str, str]:
     if backend.visible_devices_env and context.accelerators:
         visible = {backend.visible_devices_env: ",".join(context.accelerators)}
     offline = {"HF_HUB_OFFLINE": "1"}  # the model is a directory
-    return {**os.environ, **offline, **asked, **visible, BACKEND: backend.name, "PYTHONUNBUFFERED": "1"}
+    own = {BACKEND: backend.name, "PYTHONUNBUFFERED": "1"}
+    return {**os.environ, **offline, **asked, **visible, **media_environment(config), **own}
 
 
 def _logs(config: Config, context: WorkerContext) -> Path:

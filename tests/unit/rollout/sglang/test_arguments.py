@@ -16,6 +16,7 @@ from anygauge.rollout.sglang.arguments import (
     by_name,
     command_line,
     media_arguments,
+    media_environment,
     run_arguments,
 )
 from anygauge.rollout.sglang.installed import Installed, how_to_install, missing, read_arguments
@@ -45,6 +46,10 @@ def test_a_run_with_images_names_the_library_that_reads_them(
 ) -> None:
     model = {"path": "/models/tiny", "modalities": ["image"]}
     assert media_arguments(config(), installed) == {}
+    assert media_environment(config()) == {}
+    assert media_environment(config(model=model)) == {"SGLANG_VLM_CACHE_SIZE_MB": "0"}
+    frozen = {"dtype": "float32", "freeze": ["vision"]}
+    assert media_environment(config(model=model, train=frozen)) == {}
     assert media_arguments(config(model=model), installed) == {"enable_multimodal": True}
     newer = read_arguments(['image_processor_backend: A[str, "library"] = "auto"'])
     newer |= installed.arguments
