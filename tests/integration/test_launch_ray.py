@@ -8,14 +8,19 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 
+import numpy as np
 import psutil
 import pytest
 import ray
 
 from anygauge.trainer.launch_ray import _attach
+from anygauge.trainer.ray_media import RayStore, ray_name
 from anygauge.trainer.worker_group import WorkerGroup
 from anygauge_hooks.errors import PlacementError
+from anygauge_hooks.media import Content
 
 Launch = Callable[..., WorkerGroup]
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -79,3 +84,22 @@ def test_an_address_where_nobody_listens_is_an_error(given: str, monkeypatch: py
     with pytest.raises(PlacementError, match=f"cluster.address = '{asked}'") as caught:
         _attach(asked, "ray start --head")
     assert "Start one: `ray start --head`" in str(caught.value)
+
+
+@pytest.mark.usefixtures("ray_cluster")
+def test_contents_of_media_are_in_the_object_store_for_whoever_knows_the_runs_directory() -> None:
+    own, other = (RayStore(ray_name("runs/a/media"), owns=owns) for owns in (True, False))
+    content = Content("video", np.arange(96, dtype=np.uint8).reshape(2, 4, 4, 3), 0.5)
+    with closing(own):
+        with ThreadPoolExecutor(4) as threads:
+            list(threads.map(lambda key: own.put(key, content), "abcd"))
+        own.put("a", content._replace(seconds=9.0))
+        own.drop("bcd")
+        found = other.get("a")
+        assert (found.kind, found.seconds, other.bytes()) == ("video", 0.5, 96)
+        assert np.array_equal(found.data, content.data)
+        assert not found.data.flags.writeable
+        own.drop(["a", "none"])
+        assert (other.has("a"), other.bytes()) == (False, 0)
+        with pytest.raises(KeyError):
+            other.get("a")

@@ -61,8 +61,12 @@ def model_media(config: Config, hf: Mapping[str, Any], plugins: Plugins) -> Prob
         taken = (
             set() if spec.media is None else {kind for each in spec.media.towers(hf) for kind in each.kinds}
         )
-    except (AnygaugeError, KeyError, TypeError, ValueError):
+    except AnygaugeError:
         return  # a problem of the model, which is told there
+    except KeyError as error:
+        hint = f"its config.json lacks {error}: it is the part of a model that reads text alone"
+        yield ConfigProblem(path="model.path", found=str(config.model.path), hint=hint)
+        return
     if lacking := sorted(kinds - taken):
         takes = f"{', '.join(sorted(taken))} and text" if taken else "text alone"
         hint = f"the model's family takes {takes}; leave out {', '.join(lacking)}, or take another model"

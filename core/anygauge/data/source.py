@@ -246,6 +246,8 @@ class FileSource:
         config, file = self._config, self._files[owner]
         if isinstance(row, BadRowError):
             raise file.changed(position, str(row))
+        if row.media and self._reader.is_too_long(row):
+            raise file.changed(position, f"has {len(row.tokens)} tokens with its media, and had fewer")
         self._remember(row, owner, position)
         return Prompt(
             index=index,

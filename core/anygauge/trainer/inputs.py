@@ -162,8 +162,8 @@ def _make_source(
     hf, spec = read_model(config, plugins)
     room = prompt_room(longest_context(config, plugins, hf), config.run.task, max_new_tokens)
     turns = (spec.assistant_turns or NO_CHATS) if config.run.task == "sft" else None
-    # A source that somebody wrote before there were media need not know of them.
-    more = {} if media is None else {"media": media}
+    # A source of text that somebody wrote need not know of media.
+    more = {} if media is None or not (data.multimodal_keys or data.source == "files") else {"media": media}
     source: DataSource = make(data, tokenizer, config.run.seed, max_tokens=room, turns=turns, **more)
     return source
 

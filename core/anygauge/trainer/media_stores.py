@@ -16,6 +16,7 @@ _LINK = "media"
 
 def own_store(config: Config, run_directory: Path) -> MediaStore:
     """Return the store of a run, for its driver, which closes it."""
+    run_directory = run_directory.resolve()
     if _is_of_files(config):
         from anygauge.data.media.store import FileStore
 
@@ -26,7 +27,10 @@ def own_store(config: Config, run_directory: Path) -> MediaStore:
 
 
 def open_store(config: Config, run_directory: Path) -> MediaStore | None:
-    """Return the store of a run, for its workers; ``None`` where it has text alone."""
+    """Return the store of a run, for its workers; ``None`` where it has text alone.
+
+    :param run_directory: As the driver resolves it: stores are found by its name.
+    """
     if not modalities(config):
         return None
     if _is_of_files(config):

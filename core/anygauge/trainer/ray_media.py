@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import threading
 from collections.abc import Iterable
 from typing import Any
 
@@ -49,12 +50,14 @@ class RayStore:
     """Contents by key. Ray must be connected when the first one is asked for.
 
     :param name: From :func:`ray_name`.
-    :param owns: Whether the actor is made if it is not there, and ended with this store.
+    :param owns: Whether the actor is made by this store, and ended with it.
     """
 
     def __init__(self, name: str, *, owns: bool = False) -> None:
         self._name = name
         self._owns = owns
+        # The actor ends with the handle that made it: of two threads only one may.
+        self._making = threading.Lock()
         self._actor: Any = None
 
     def put(self, key: str, content: Content) -> None:
@@ -110,12 +113,10 @@ class RayStore:
     def _directory(self) -> Any:
         import ray
 
-        if self._actor is None:
-            if self._owns:
-                kind = ray.remote(Directory).options(
-                    name=self._name, namespace=NAMESPACE, get_if_exists=True, num_cpus=0
-                )
+        with self._making:
+            if self._actor is None and self._owns:
+                kind = ray.remote(Directory).options(name=self._name, namespace=NAMESPACE, num_cpus=0)
                 self._actor = kind.remote()
-            else:
+            elif self._actor is None:
                 self._actor = ray.get_actor(self._name, namespace=NAMESPACE)
-        return self._actor
+            return self._actor

@@ -193,7 +193,7 @@ def open_servers(
     with (
         _source(config, backend, plugins, directory, seats) as source,
         EventLoop() as loop,
-        closing(Servers(config, source, loop, open_store(config, directory))) as servers,
+        closing(Servers(config, source, loop, open_store(config, directory.resolve()))) as servers,
     ):
         yield make(config, servers, trainers, loop)
 

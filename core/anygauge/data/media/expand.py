@@ -23,8 +23,8 @@ class Measurement(NamedTuple):
 class Expander:
     """Replaces marks by what stands in a sequence.
 
-    A mark is found by its tokens. An image's placeholder inside its mark is repeated; where a medium has text
-    of its own between placeholders, as a video has, the whole mark is replaced.
+    A mark is found by its tokens. The placeholder inside it is repeated; where a medium has text of its own
+    between placeholders, as a video has, the whole mark is replaced.
 
     :param tokenizer: A Hugging Face tokenizer.
     """
@@ -88,11 +88,11 @@ class Expander:
     def _pieces(self, medium: Measurement) -> list[tuple[list[int], int]]:
         """Return the tokens that stand before each run of placeholders, and how many these are."""
         pieces = medium.measured.pieces
-        if len(pieces) == 1 and not pieces[0][0]:
-            mark = self._marks[medium.kind]
-            place = mark.index(self._processor.kinds[medium.kind])
-            return [(mark[:place], pieces[0][1]), (mark[place + 1 :], 0)]
-        return [(self._known(text), count) for text, count in pieces]
+        if any(text for text, _ in pieces):
+            return [(self._known(text), count) for text, count in pieces]
+        mark = self._marks[medium.kind]
+        place = mark.index(self._processor.kinds[medium.kind])
+        return [(mark[:place], sum(count for _, count in pieces)), (mark[place + 1 :], 0)]
 
     def _next_mark(self, tokens: Sequence[int], start: int) -> tuple[int, MediaKind] | None:
         """Return where the next mark begins, and whose it is."""

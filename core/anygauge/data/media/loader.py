@@ -48,6 +48,7 @@ class MediaLoader:
         self._let_go: deque[Sequence[str]] = deque()
         self._late: deque[str] = deque()
         """Keys that were let go while they were being decoded."""
+        self._closed = False
         self._counts = threading.Lock()
         self._seconds = 0.0
 
@@ -126,6 +127,7 @@ class MediaLoader:
     def close(self) -> None:
         """End the threads and close the store."""
         self._pool.shutdown(cancel_futures=True)
+        self._closed = True  # prompts may live longer
         self.store.close()
 
     # -------------------------------------------------------------------------
@@ -187,7 +189,7 @@ class MediaLoader:
                 # At once if it is decoded; a thread that is at it brings it back here.
                 self._under_way.pop(key).add_done_callback(partial(self._ended, key))
         while self._late:
-            if (key := self._late.popleft()) not in self._holders:
+            if (key := self._late.popleft()) not in self._holders and not self._closed:
                 self.store.drop([key])
 
     def _ended(self, key: str, _: Future[None]) -> None:
