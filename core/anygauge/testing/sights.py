@@ -9,11 +9,31 @@ from typing import Any
 import numpy as np
 import torch
 
+from anygauge.plugins import load_plugins
 from anygauge_hooks.media import Content, Media, MediaStore
 from anygauge_hooks.models import ModelSpec
 from anygauge_hooks.rl import TrainSample
 
 __all__ = ["mixed_samples", "picture", "recording", "seeing_sample", "write_seeing"]
+
+
+def beside_a_tower(spec: ModelSpec) -> dict[str, Any]:
+    """Return the tiny config of a family of text models, inside one that sees as it is published.
+
+    The heads of the tower are as large as in the published ones.
+    """
+    sees, text = load_plugins().get("register_models", "qwen3_vl").tiny(), dict(spec.tiny())
+    vision = {**sees["vision_config"], "hidden_size": 144, "num_heads": 2}
+    vision["model_type"] = f"{spec.name}_vision"
+    del vision["deepstack_visual_indexes"], text["architectures"]
+    return {
+        **sees,
+        "architectures": [spec.architectures[-1]],
+        "model_type": spec.name,
+        "text_config": text,
+        "vision_config": vision,
+        "tie_word_embeddings": text["tie_word_embeddings"],
+    }
 
 
 def write_seeing(spec: ModelSpec, path: Path, **changes: Any) -> Path:
@@ -23,7 +43,8 @@ def write_seeing(spec: ModelSpec, path: Path, **changes: Any) -> Path:
     """
     from transformers import AutoConfig, AutoModelForMultimodalLM
 
-    fields = {**spec.tiny(), **changes}
+    tiny = spec.tiny()
+    fields = {**(tiny if "vision_config" in tiny else beside_a_tower(spec)), **changes}
     config = AutoConfig.for_model(fields.pop("model_type"), **fields)
     for part in ("text_config", "vision_config"):
         if hasattr(config, part):

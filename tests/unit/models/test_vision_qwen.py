@@ -31,6 +31,7 @@ from anygauge.config import Config
 from anygauge.engines.megatron.weights.mapping import model_rules
 from anygauge.plugins import load_plugins
 from anygauge.rollout.transformers.weights import copy_weights
+from anygauge.testing.sights import beside_a_tower
 from anygauge.testing.tiny import tiny_tokenizer
 from anygauge.testing.toy_tower import Store
 from anygauge_hooks.engines import WorkerContext
@@ -54,24 +55,9 @@ def tiny(name: str) -> dict[str, Any]:
     """Return a config of a model that sees, whose initial values are far from uniform."""
     hf = dict(FAMILIES[name].tiny())
     if "text_config" not in hf:
-        hf = beside_a_tower(name, hf)
+        hf = beside_a_tower(FAMILIES[name])
     parts = {part: {**hf[part], "initializer_range": 0.1} for part in ("text_config", "vision_config")}
     return {**hf, **parts}
-
-
-def beside_a_tower(name: str, text: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the config of a text model with a tower, whose heads are as large as in the published ones."""
-    sees = FAMILIES["qwen3_vl"].tiny()
-    vision = {**sees["vision_config"], "hidden_size": 144, "num_heads": 2, "model_type": f"{name}_vision"}
-    del vision["deepstack_visual_indexes"]
-    return {
-        **sees,
-        "architectures": [FAMILIES[name].architectures[1]],
-        "model_type": name,
-        "text_config": {key: value for key, value in text.items() if key != "architectures"},
-        "vision_config": vision,
-        "tie_word_embeddings": text["tie_word_embeddings"],
-    }
 
 
 def write(name: str, path: Path) -> Path:
