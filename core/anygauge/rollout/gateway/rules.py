@@ -39,6 +39,12 @@ def agent_problems(config: Config) -> Problems:
     if config.data.apply_chat_template:
         hint = "the gateway renders what an agent sends, which gets the row's text as it is; leave it out"
         yield ConfigProblem(path="data.apply_chat_template", found=True, hint=hint)
+    if config.data.multimodal_keys:
+        hint = (
+            "an agent sends its images itself, from paths or data in the row's metadata; name what the model "
+        )
+        hint += 'takes instead: model.modalities = ["image"]'
+        yield ConfigProblem(path="data.multimodal_keys", found=config.data.multimodal_keys, hint=hint)
 
 
 def _without_effect(function: str, gateway: RolloutGateway) -> Problems:

@@ -116,6 +116,10 @@ def test_a_prompt_is_not_rendered_twice() -> None:
     assert list(problems(RIGHT, apply_chat_template=True)) == ["data.apply_chat_template"]
 
 
+def test_an_agent_sends_its_images_itself() -> None:
+    assert list(problems(RIGHT, multimodal_keys={"image": "images"})) == ["data.multimodal_keys"]
+
+
 @pytest.mark.parametrize(
     ("key", "value"),
     [("sampling", "own"), ("port", 80), ("models", []), ("host", ""), ("timeout_s", 0), ("max_requests", 0)],
