@@ -51,7 +51,8 @@ class Both:
 
         reader = MediaReader(self.policy.spec.media, self.policy.hf, self.store, is_first_stage=True)
         device = torch.device("cpu")
-        batches = micro_batches(self.samples, 10_000, self.policy.rotary, device, media=reader)
+        seen = reader if self.policy.sees else None
+        batches = micro_batches(self.samples, 10_000, self.policy.rotary, device, media=seen)
         (batch,) = batches.readers(1)[0]
         with make_scope(self.context.device):
             packed = self.policy.chunks[0](**batch.inputs).flatten(0, 1)
@@ -99,7 +100,8 @@ class Both:
         assert media is not None
         tiny_tokenizer(self.path, alphabet=_ALPHABET)
         hf = text_config(self.policy.hf)
-        senses = Senses(media, hf, kinds, self.store, self.spec.unused_weights(hf))
+        store = self.store if kinds else None
+        senses = Senses(media, hf, kinds, store, self.spec.unused_weights(hf))
         cpu = torch.device("cpu")
         engine = TransformersEngine(
             self.path, dtype=torch.float32, device=cpu, max_batch_tokens=10_000, senses=senses

@@ -262,6 +262,14 @@ def test_the_embedded_engine_has_the_log_probabilities_of_the_trainer(both: Any)
     both.check_sampling(("image", "video", "audio"), 4)
 
 
+def test_without_media_it_is_a_model_of_text(both: Any) -> None:
+    policy = build(both.path, both.context, ())
+    text = replace(both, policy=policy, samples=both.samples[:1])
+    with torch.no_grad():
+        torch.testing.assert_close(text.logits(), text.expected(), rtol=0, atol=1e-5)
+    text.check_sampling((), 3)
+
+
 @pytest.mark.parametrize(("kind", "first"), [("audio", 3), ("video", 4), ("image", 1)])
 def test_another_medium_gives_other_logits(both: Any, kind: str, first: int) -> None:
     most = 1 if kind == "audio" else 255

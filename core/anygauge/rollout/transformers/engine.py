@@ -17,6 +17,7 @@ from transformers import (
     GenerationConfig,
 )
 from transformers.initialization import no_init_weights
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from anygauge.config.modalities import modalities
 from anygauge.rollout.transformers.batches import Response, Row, generate_batch, plan_batches
@@ -54,14 +55,17 @@ def make_engine(config: Config, context: WorkerContext) -> TransformersEngine:
 
 
 def _senses(config: Config, context: WorkerContext) -> Senses | None:
-    """Return what the model of a run is shown, if it is shown anything."""
-    if not (kinds := modalities(config)) or context.media is None:
+    """Return what the model of a run is shown: nothing, if transformers has it only with its towers."""
+    path, kinds = config.model.path / "config.json", modalities(config)
+    if not path.is_file() or (kinds and context.media is None):
         return None
-    hf = text_config(json.loads((config.model.path / "config.json").read_text(encoding="utf-8")))
+    hf = text_config(json.loads(path.read_text(encoding="utf-8")))
+    if not kinds and ("auto_map" in hf or hf.get("model_type") in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
+        return None
     spec = context.plugins.model(hf.get("architectures") or ())
-    return (
-        None if spec.media is None else Senses(spec.media, hf, kinds, context.media, spec.unused_weights(hf))
-    )
+    if spec.media is None:
+        return None
+    return Senses(spec.media, hf, kinds, context.media, spec.unused_weights(hf))
 
 
 class TransformersEngine:

@@ -31,7 +31,8 @@ class Senses(NamedTuple):
     """The Hugging Face config."""
     kinds: Collection[MediaKind]
     """That the run has; towers of others are left out of the model."""
-    store: MediaStore
+    store: MediaStore | None
+    """``None`` for a run without media."""
     unused: Collection[str] = ()
     """How names of tensors in checkpoints begin that the model does not have."""
 
@@ -81,10 +82,10 @@ class Sight:
             if medium.kind not in self._senses.kinds:
                 raise RolloutError(
                     f"{name} has {medium.kind}, and the run's model takes "
-                    f"{', '.join(sorted(self._senses.kinds))}.",
+                    f"{', '.join(sorted(self._senses.kinds)) or 'text alone'}.",
                     hint="Add the kind to model.modalities.",
                 )
-            if not self._senses.store.has(medium.key):
+            if self._senses.store is None or not self._senses.store.has(medium.key):
                 raise RolloutError(
                     f"{name} shows {medium.kind} {medium.key} ({medium.source or 'unknown source'}), which "
                     "is not in the run's store.",
@@ -134,6 +135,7 @@ class Sight:
             for medium in (each for each in row.media if each.kind in kinds):
                 if medium.key not in firsts:
                     firsts[medium.key] = total
+                    assert self._senses.store is not None, "checked before"
                     contents.append(self._senses.store.get(medium.key))
                     total += medium.num_tokens
                 pieces += _pieces(medium, shift, firsts[medium.key])
