@@ -138,6 +138,7 @@ NAMES = (
         "passrate/math-pass@4",
     ),
     *("multi_turn/rounds/mean", "multi_turn/response_len_without_observations/mean"),
+    *("rollout/media_tokens", "data/media_decode_s"),
     *("eval/math", "eval/math-truncated_ratio", "perf/step_time", "perf/rollout_time", "perf/train_time"),
     *(
         "perf/overhead_time",

@@ -293,13 +293,29 @@ _MEMORY = ChartSpec(
     floor=0,
 )
 
+_MEDIA = ChartSpec(
+    key="media",
+    title="Images, video and sound",
+    about="Tokens of a sample that hold their places.",
+    unit="tokens",
+    lines=(Lines("rollout/media_tokens", "mean"),),
+    floor=0,
+)
+_DECODING = ChartSpec(
+    key="decoding",
+    title="Decoding of media",
+    about="Seconds of all threads, beside the work of the step before, and rows that were left out.",
+    lines=(Lines("data/media_decode_s", "seconds"), Lines("data/media_dropped", "rows left out")),
+    floor=0,
+)
+
 _COSTS = (_FLOPS, _MEMORY)
 
 SECTIONS = (
     Section("outcome", "Reward and evaluation", (_REWARD, _EVAL, _PASS, _EVAL_PASS, _SOURCES, _SIGNAL)),
     Section("policy", "Policy", (_KL, _ENTROPY, _DIFFERENCE, _LOSS, _CLIP, _CORRECTED, _GRADIENT, _RATE)),
-    Section("responses", "Responses", (_LENGTH, _TRUNCATED, _LAG, _ROUNDS, _OWN_LENGTH)),
-    Section("speed", "Speed and memory", (_TOKENS, *_COSTS)),
+    Section("responses", "Responses", (_LENGTH, _TRUNCATED, _LAG, _ROUNDS, _OWN_LENGTH, _MEDIA)),
+    Section("speed", "Speed and memory", (_TOKENS, *_COSTS, _DECODING)),
 )
 """The charts of a report, in order. The time of a step by phase comes first in the last section."""
 SFT_SECTIONS = (
