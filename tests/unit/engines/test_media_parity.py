@@ -191,3 +191,25 @@ def test_a_convolution_of_single_patches_is_a_product(kernel: tuple[int, ...]) -
     assert type(layer) is not kind
     for x, expected in zip((single, several), before, strict=True):
         torch.testing.assert_close(layer(x), expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("family", "replaced"),
+    [("qwen3_vl", {"LayerNorm", "Conv3d"}), ("glm4v", {"LayerNorm", "RMSNorm", "Conv2d", "Conv3d"})],
+)
+def test_what_is_replaced_in_towers_is_listed(
+    context: WorkerContext, plugins: Plugins, family: str, replaced: set[str]
+) -> None:
+    from anygauge.engines.megatron.media.towers import bind
+    from anygauge.kernels.table import resolve_kernels
+
+    spec = plugins.get("register_models", family)
+    (tower,) = spec.media.towers(spec.tiny())
+    ours, theirs = tower.build(spec.tiny()), tower.build(spec.tiny())
+    bind(ours, resolve_kernels(plugins, context.backend), torch.bfloat16)
+    pairs = zip(ours.modules(), theirs.modules(), strict=True)
+    names = {type(before).__name__ for now, before in pairs if type(now) is not type(before)}
+    assert {"RMSNorm" if name.endswith("RMSNorm") else name for name in names} == replaced
+    ledger = (Path(__file__).parents[3] / "docs/seams.md").read_text().partition("\n## In towers\n")[2]
+    listed = ledger.partition("\n## ")[0]
+    assert all(f"{name}` |" in listed for name in (*replaced, "AttentionInterface"))
