@@ -195,7 +195,10 @@ def test_a_convolution_of_single_patches_is_a_product(kernel: tuple[int, ...]) -
 
 @pytest.mark.parametrize(
     ("family", "replaced"),
-    [("qwen3_vl", {"LayerNorm", "Conv3d"}), ("glm4v", {"LayerNorm", "RMSNorm", "Conv2d", "Conv3d"})],
+    [
+        ("qwen3_vl", {"LayerNorm", "Conv3d", "VisionAttention"}),
+        ("glm4v", {"LayerNorm", "RMSNorm", "Conv2d", "Conv3d", "VisionAttention"}),
+    ],
 )
 def test_what_is_replaced_in_towers_is_listed(
     context: WorkerContext, plugins: Plugins, family: str, replaced: set[str]
@@ -209,7 +212,8 @@ def test_what_is_replaced_in_towers_is_listed(
     bind(ours, resolve_kernels(plugins, context.backend), torch.bfloat16)
     pairs = zip(ours.modules(), theirs.modules(), strict=True)
     names = {type(before).__name__ for now, before in pairs if type(now) is not type(before)}
-    assert {"RMSNorm" if name.endswith("RMSNorm") else name for name in names} == replaced
+    endings = ("RMSNorm", "VisionAttention")
+    assert {next((end for end in endings if name.endswith(end)), name) for name in names} == replaced
     ledger = (Path(__file__).parents[3] / "docs/seams.md").read_text().partition("\n## In towers\n")[2]
     listed = ledger.partition("\n## ")[0]
     assert all(f"{name}` |" in listed for name in (*replaced, "AttentionInterface"))

@@ -6,6 +6,8 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
+from functools import cache
+from inspect import signature
 from typing import Any
 
 import torch
@@ -136,6 +138,34 @@ class Patches3d(_Patches, nn.Conv3d):
 _PATCHES: Mapping[type, type] = {nn.Conv2d: Patches2d, nn.Conv3d: Patches3d}
 
 
+class PackedAttention:
+    """Attention of a vision tower over packed frames: rotated by the table, where transformers widens all."""
+
+    def forward(self: Any, hidden_states: Tensor, *args: Any, **given: Any) -> Tensor:
+        """Return the output ``[T, H]``."""
+        angles, lengths = given.get("position_embeddings"), _lengths.get()
+        if angles is None or lengths is None:
+            return super().forward(hidden_states, *args, **given)  # type: ignore[misc]
+        qkv = self.qkv(hidden_states).unflatten(-1, (3, self.num_heads, self.head_dim))
+        query, key, value = qkv.unbind(1)
+        query, key = self.rotate(query, key, *(each.float() for each in angles))
+        output = self.attend(query, key, value, tuple(lengths), self.scaling, causal=False)
+        found: Tensor = self.proj(output.flatten(1))
+        return found
+
+
+@cache
+def _packed(kind: type[Any]) -> type[Any]:
+    """Return a class of attention that is ours over that of a model."""
+    return type(f"Packed{kind.__name__}", (PackedAttention, kind), {})
+
+
+def _is_vision(attention: Any) -> bool:
+    """Return whether a module does nothing else than :class:`PackedAttention` between its two linears."""
+    named = {name for name, _ in attention.named_children()}
+    return named == {"qkv", "proj"} and "position_embeddings" in signature(attention.forward).parameters
+
+
 def bind(tower: nn.Module, kernels: KernelTable, dtype: torch.dtype) -> None:
     """Let attention and norms of a module of transformers take their kernels from the table."""
     for module in tower.modules():
@@ -153,6 +183,11 @@ def bind(tower: nn.Module, kernels: KernelTable, dtype: torch.dtype) -> None:
             module.config._attn_implementation = ATTENTION  # type: ignore[union-attr]
             facts = {"head_dim": head_dim, "value_dim": head_dim, "return_lse": False}
             module.attend = kernels.resolve("varlen_attention", dtype=dtype, causal=False, **facts)  # type: ignore[assignment]
+            if _is_vision(module):
+                turning = {"head_dim": head_dim, "unit_angles": True}
+                module.rotate = kernels.resolve("rotary_embedding", dtype=dtype, **turning)  # type: ignore[assignment]
+                kind: Any = type(module)
+                module.__class__ = _packed(kind)
 
 
 def _is_plain(convolution: Any) -> bool:
