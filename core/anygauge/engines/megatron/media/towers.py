@@ -167,27 +167,35 @@ def _is_vision(attention: Any) -> bool:
 
 
 def bind(tower: nn.Module, kernels: KernelTable, dtype: torch.dtype) -> None:
-    """Let attention and norms of a module of transformers take their kernels from the table."""
+    """Let attention, norms and patches of a module of transformers take their kernels from the table."""
     for module in tower.modules():
-        if type(module) is nn.LayerNorm and module.elementwise_affine and module.bias is not None:
-            module.__class__ = TableLayerNorm
-            module.kernel = kernels.resolve("layer_norm", dtype=dtype)  # type: ignore[assignment]
-        elif type(module).__name__.endswith("RMSNorm") and hasattr(module, "variance_epsilon"):
-            module.__class__ = TableRmsNorm
-            module.kernel = kernels.resolve("rms_norm", dtype=dtype)  # type: ignore[assignment]
+        _bind_norm(module, kernels, dtype)
         # In float32 the order of a convolution's sums is kept, which is that of transformers.
         if type(module) in _PATCHES and dtype != torch.float32 and _is_plain(module):
             module.__class__ = _PATCHES[type(module)]
-        if isinstance(head_dim := getattr(module, "head_dim", None), int) and hasattr(module, "config"):
-            _register_attention()
-            module.config._attn_implementation = ATTENTION  # type: ignore[union-attr]
-            facts = {"head_dim": head_dim, "value_dim": head_dim, "return_lse": False}
-            module.attend = kernels.resolve("varlen_attention", dtype=dtype, causal=False, **facts)  # type: ignore[assignment]
-            if _is_vision(module):
-                turning = {"head_dim": head_dim, "unit_angles": True}
-                module.rotate = kernels.resolve("rotary_embedding", dtype=dtype, **turning)  # type: ignore[assignment]
-                kind: Any = type(module)
-                module.__class__ = _packed(kind)
+        if isinstance(getattr(module, "head_dim", None), int) and hasattr(module, "config"):
+            _bind_attention(module, kernels, dtype)
+
+
+def _bind_norm(module: Any, kernels: KernelTable, dtype: torch.dtype) -> None:
+    if type(module) is nn.LayerNorm and module.bias is not None:
+        module.__class__ = TableLayerNorm
+        module.kernel = kernels.resolve("layer_norm", dtype=dtype)
+    elif type(module).__name__.endswith("RMSNorm") and hasattr(module, "variance_epsilon"):
+        module.__class__ = TableRmsNorm
+        module.kernel = kernels.resolve("rms_norm", dtype=dtype)
+
+
+def _bind_attention(module: Any, kernels: KernelTable, dtype: torch.dtype) -> None:
+    _register_attention()
+    module.config._attn_implementation = ATTENTION
+    facts = {"dtype": dtype, "head_dim": module.head_dim}
+    module.attend = kernels.resolve(
+        "varlen_attention", causal=False, value_dim=module.head_dim, return_lse=False, **facts
+    )
+    if _is_vision(module):
+        module.rotate = kernels.resolve("rotary_embedding", unit_angles=True, **facts)
+        module.__class__ = _packed(type(module))
 
 
 def _is_plain(convolution: Any) -> bool:
