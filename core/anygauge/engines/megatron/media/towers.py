@@ -179,8 +179,8 @@ def bind(tower: nn.Module, kernels: KernelTable, dtype: torch.dtype) -> None:
 
 def _bind_norm(module: Any, kernels: KernelTable, dtype: torch.dtype) -> None:
     if type(module) is nn.LayerNorm and module.bias is not None:
+        module.kernel = kernels.resolve("layer_norm", dtype=dtype)  # type: ignore[assignment]
         module.__class__ = TableLayerNorm
-        module.kernel = kernels.resolve("layer_norm", dtype=dtype)
     elif type(module).__name__.endswith("RMSNorm") and hasattr(module, "variance_epsilon"):
         module.__class__ = TableRmsNorm
         module.kernel = kernels.resolve("rms_norm", dtype=dtype)
@@ -195,7 +195,8 @@ def _bind_attention(module: Any, kernels: KernelTable, dtype: torch.dtype) -> No
     )
     if _is_vision(module):
         module.rotate = kernels.resolve("rotary_embedding", unit_angles=True, **facts)
-        module.__class__ = _packed(type(module))
+        kind: Any = type(module)
+        module.__class__ = _packed(kind)
 
 
 def _is_plain(convolution: Any) -> bool:
