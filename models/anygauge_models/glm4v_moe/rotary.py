@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from anygauge_models.glm4_moe import rotary as glm4_moe
+from anygauge_models.glm4v.rotary import in_sections
 from anygauge_models.glm4v_moe.config import decoder
 
 if TYPE_CHECKING:
@@ -20,4 +21,4 @@ def rotary(hf: Mapping[str, Any], positions: Tensor) -> tuple[Tensor, Tensor]:
     :param positions: ``[T]`` or ``[3, T]``, int64.
     :returns: Two ``[T, R]`` float32 tensors.
     """
-    return glm4_moe.rotary(decoder(hf), positions)
+    return glm4_moe.rotary(in_sections(decoder(hf)), positions)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,12 +14,12 @@ import pytest
 import torch
 from PIL import Image
 from safetensors.torch import load_file
-from transformers import AutoConfig, AutoModelForMultimodalLM
+from transformers import AutoConfig, AutoModelForMultimodalLM, Glm4vConfig
 from transformers.models.glm4v.image_processing_pil_glm4v import Glm4vImageProcessorPil
 from transformers.models.glm4v.processing_glm4v import Glm4vProcessor
 from transformers.models.glm46v.processing_glm46v import Glm46VProcessor
 
-from anygauge.engines.megatron.weights.mapping import model_rules
+from anygauge.engines.megatron.weights.mapping import canonical_shape, division_problems, model_rules
 from anygauge.plugins import load_plugins
 from anygauge.testing.beside_transformers import Both, build, sample
 from anygauge.testing.media import DictStore
@@ -266,6 +267,24 @@ def test_flops_of_a_tower_are_two_per_weight_that_a_patch_meets(spec: ModelSpec,
     attention = 2 * 2 * 32 * 16
     media = Media("image", "", ((0, 4),), (1, 4, 4))
     assert spec.media.flops(spec.tiny(), media) == 2 * 16 * (met + attention)
+
+
+def test_the_published_dense_model_has_the_tensors_of_transformers_and_can_be_divided() -> None:
+    """GLM-4.1V-9B, whose sizes are what its config in transformers says by itself."""
+    spec = load_plugins().named("register_models")["glm4v"]
+    config = Glm4vConfig()
+    with torch.device("meta"):
+        tensors = AutoModelForMultimodalLM.from_config(config).state_dict()
+    hf = {"model_type": "glm4v", **config.to_dict()}
+    hf["text_config"]["rope_parameters"]["partial_rotary_factor"] = 0.5
+    rules = model_rules(spec, hf)
+    assert {name for rule in rules for name in rule.hf} == tensors.keys()
+    shapes = [canonical_shape(rule, [tensors[name].shape for name in rule.hf]) for rule in rules]
+    assert sum(math.prod(shape) for shape in shapes) / 1e9 == pytest.approx(10.29, abs=0.005)
+    assert not list(division_problems((rule, shape, 2) for rule, shape in zip(rules, shapes, strict=True)))
+    cos, _ = spec.rotary(hf, torch.tensor([[5], [6], [7]]))
+    angle = torch.tensor([5.0] * 8 + [6.0] * 12 + [7.0] * 12) * 10_000.0 ** (-torch.arange(32) / 32)
+    torch.testing.assert_close(cos[0, :32], angle.cos())
 
 
 # -------------------------------------------------------------------------
