@@ -376,6 +376,9 @@ def test_prompts_of_an_earlier_part_of_a_run_are_decoded_again(
     resumed = bench.open(rows)
     resumed.adopt([before])
     assert bench.store.has(before.media[0].key)
+    (tmp_path / "one.png").write_bytes(png(picture(colour=(0, 0, 0))))
+    with pytest.raises(MediaError, match=r"train.jsonl:1: image \(one.png\) is not what it was"):
+        bench.open(rows).adopt([before])
 
 
 def test_a_tool_shows_an_image_as_long_as_its_prompt_lives(

@@ -77,12 +77,12 @@ class Expander:
 
         :raises BadMediaError: One of them holds the place of features.
         """
-        for token in tokens:
-            if token in self._reserved:
-                raise BadMediaError(
-                    f"holds {self._tokenizer.decode([token])!r} in its text, which holds the place of media",
-                    hint="Write <image>, <video> or <audio>, and take the token out.",
-                )
+        if not self._reserved.isdisjoint(tokens):
+            token = next(token for token in tokens if token in self._reserved)
+            raise BadMediaError(
+                f"holds {self._tokenizer.decode([token])!r} in its text, which holds the place of media",
+                hint="Write <image>, <video> or <audio>, and take the token out.",
+            )
         return list(tokens)
 
     def _pieces(self, medium: Measurement) -> list[tuple[list[int], int]]:
