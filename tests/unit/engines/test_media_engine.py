@@ -369,3 +369,33 @@ def test_a_critic_sees(make_engine: MakeEngine, mixed: list[TrainSample], store:
         )
     assert not critic.policy.tensors["visual.inner.weight"].equal(before)
     assert fixed.policy.tensors["visual.inner.weight"].equal(before)
+
+
+def test_gradients_of_features_are_summed_over_ranks_in_one_collective(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Two ranks of sequence parallelism in turns, against all tokens at once; an image is in three places."""
+    from anygauge.engines.megatron.media import merge as module
+
+    generator = torch.Generator().manual_seed(0)
+    hidden, main, level, grad = (
+        torch.randn(*size, generator=generator) for size in ((6, 1, 4), (3, 4), (3, 4), (6, 1, 4))
+    )
+    rows, source = torch.tensor([0, 2, 3, 5]), torch.tensor([0, 2, 2, 2])
+
+    def run(own: slice, sum_over: Any) -> list[Tensor]:
+        leaves = [x.clone().requires_grad_() for x in (hidden[own], main, level)]
+        here = (rows >= own.start) & (rows < own.stop)
+        features = module.Features(leaves[1], [leaves[2]], rows[here] - own.start, source[here])
+        merged, deposits = module.merge(leaves[0], features, sum_over)
+        deposits.add_to(merged, 0).backward(grad[own])
+        return [leaf.grad for leaf in leaves if leaf.grad is not None]
+
+    whole = run(slice(0, 6), None)
+    sent: list[Tensor] = []
+    monkeypatch.setattr(module.dist, "all_reduce", lambda tensor, group: sent.append(tensor.clone()))
+    parts = [run(slice(0, 3), "ranks"), run(slice(3, 6), "ranks")]
+    assert [tuple(each.shape) for each in sent] == [(2, 3, 4)] * 2, "one collective of both"
+    torch.testing.assert_close(torch.cat([part[0] for part in parts]), whole[0])
+    torch.testing.assert_close(sent[0] + sent[1], torch.stack(whole[1:]))
+    assert not whole[1][1].any(), "a feature that stands nowhere"
