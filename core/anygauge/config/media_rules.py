@@ -13,6 +13,7 @@ from anygauge_hooks.types import ConfigProblem
 
 if TYPE_CHECKING:
     from anygauge.plugins import Plugins
+    from anygauge_hooks.models import ModelSpec
 
 __all__ = ["media_rule", "model_media", "other_sight"]
 
@@ -71,6 +72,28 @@ def model_media(config: Config, hf: Mapping[str, Any], plugins: Plugins) -> Prob
         takes = f"{', '.join(sorted(taken))} and text" if taken else "text alone"
         hint = f"the model's family takes {takes}; leave out {', '.join(lacking)}, or take another model"
         yield ConfigProblem(path=path, found=sorted(kinds), hint=hint)
+    else:
+        yield from misfits
+
+
+def _levels(config: Config, hf: Mapping[str, Any], spec: ModelSpec) -> Problems:
+    """Yield a layout whose first part lacks layers that get features, unless it names every part."""
+    kinds, sizes, options = modalities(config), config.train.parallel, config.train.megatron
+    towers = spec.media.towers(hf) if spec.media is not None else ()
+    levels = max((tower.levels(hf) for tower in towers if tower.kinds & kinds), default=0)
+    own = options.get("num_layers_in_first_pipeline_stage")
+    depth = (own or len(spec.layers(hf)) // sizes.pipeline) // sizes.virtual_pipeline
+    if levels > depth and "pipeline_model_parallel_layout" not in options:
+        hint = (
+            f"the first {levels} layers get features and must be in the first part, which has {depth}; "
+            "lower it, or see train.megatron.num_layers_in_first_pipeline_stage"
+        )
+        key, found = (
+            ("virtual_pipeline", sizes.virtual_pipeline)
+            if sizes.virtual_pipeline > 1
+            else ("pipeline", sizes.pipeline)
+        )
+        yield ConfigProblem(path=f"train.parallel.{key}", found=found, hint=hint)
 
 
 def other_sight(

@@ -10,6 +10,7 @@ import pytest
 
 from anygauge.config import LoadedConfig
 from anygauge.config.media_rules import model_media, other_sight
+from anygauge.config.schema import Parallel
 from anygauge.plugins import load_plugins
 from anygauge_hooks.errors import ConfigError
 from anygauge_hooks.models import ModelSpec
@@ -52,11 +53,18 @@ def test_a_model_of_text_is_not_given_images(load: Load) -> None:
 FAMILIES: dict[str, ModelSpec] = load_plugins().named("register_models")
 
 
-def problems(family: str, *kinds: str, named: bool = False) -> list[Any]:
+def problems(
+    family: str,
+    *kinds: str,
+    named: bool = False,
+    parallel: dict[str, int] | None = None,
+    megatron: dict[str, Any] | None = None,
+) -> list[Any]:
     spec = FAMILIES[family]
     config: Any = SimpleNamespace(
         model=SimpleNamespace(modalities=list(kinds) if named else None),
         data=SimpleNamespace(multimodal_keys={kind: kind for kind in kinds}),
+        train=SimpleNamespace(parallel=Parallel(**(parallel or {})), megatron=megatron or {}),
     )
     hf = {**spec.tiny(), "architectures": [spec.architectures[0]]}
     return list(model_media(config, hf, load_plugins()))
@@ -93,3 +101,13 @@ def test_a_teacher_sees_as_the_policy_does() -> None:
     assert sights("qwen3_vl", "qwen3_vl", patch_size=4) == [
         "holds vision_config.patch_size = 4; model.path holds 8"
     ]
+
+
+def test_layers_that_get_features_are_in_the_first_part() -> None:
+    (found,) = problems("qwen3_vl", "image", parallel={"pipeline": 2})
+    assert (found.path, found.found) == ("train.parallel.pipeline", 2)
+    assert found.hint.startswith("the first 2 layers get features of images")
+    assert "which has 1" in found.hint
+    first = {"num_layers_in_first_pipeline_stage": 2}
+    assert problems("qwen3_vl", "image", parallel={"pipeline": 2}, megatron=first) == []
+    assert problems("glm4v", "image", parallel={"pipeline": 2}) == []
