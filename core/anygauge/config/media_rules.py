@@ -62,6 +62,7 @@ def model_media(config: Config, hf: Mapping[str, Any], plugins: Plugins) -> Prob
         taken = (
             set() if spec.media is None else {kind for each in spec.media.towers(hf) for kind in each.kinds}
         )
+        misfits = list(_levels(config, hf, spec))
     except AnygaugeError:
         return  # a problem of the model, which is told there
     except KeyError as error:

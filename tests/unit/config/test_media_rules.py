@@ -106,7 +106,7 @@ def test_a_teacher_sees_as_the_policy_does() -> None:
 def test_layers_that_get_features_are_in_the_first_part() -> None:
     (found,) = problems("qwen3_vl", "image", parallel={"pipeline": 2})
     assert (found.path, found.found) == ("train.parallel.pipeline", 2)
-    assert found.hint.startswith("the first 2 layers get features of images")
+    assert found.hint.startswith("the first 2 layers get features and must be")
     assert "which has 1" in found.hint
     first = {"num_layers_in_first_pipeline_stage": 2}
     assert problems("qwen3_vl", "image", parallel={"pipeline": 2}, megatron=first) == []
