@@ -34,6 +34,8 @@ MODES: dict[str, tuple[str, int, dict[str, Any], dict[str, Any]]] = {
     "glm-omni-pp2-recompute": ("glm-omni", 2, {"pipeline": 2}, {"recompute": "full"}),
     "glm-omni-cp2": ("glm-omni", 2, {"context": 2}, {}),
     "glm-omni-dp2-overlap": ("glm-omni", 2, {}, OVERLAP),
+    "hybrid-tp2-sp": ("hybrid", 2, {"tensor": 2}, {}),
+    "hybrid-cp2": ("hybrid", 2, {"context": 2}, {}),
     "tp2-cp2": ("dense", 4, {"tensor": 2, "context": 2}, {}),
 }
 """The model, ranks, layout and settings of training. One rank of two has no image in the first step."""
@@ -58,6 +60,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         if levels is not None:
             changes["vision_config"]["deepstack_visual_indexes"] = levels
         found[name] = write_seeing(specs[family], tmp_path_factory.mktemp(name), **changes)
+    found["hybrid"] = write_seeing(specs["qwen3_5"], tmp_path_factory.mktemp("hybrid"))
     tiny = specs["glm_omni"].tiny()
     text = {**tiny["text_config"], "num_hidden_layers": 4}
     found["glm-omni"] = tmp_path_factory.mktemp("glm-omni")
@@ -78,21 +81,31 @@ def alone(crew: Any, models: dict[str, Path]) -> Any:
     return run
 
 
-def assert_same(found: list[Any], expected: Any) -> None:
-    """Compare each rank's results with those of one process."""
+LOG_PROBS = {"hybrid": 5e-5}
+"""How far log-probs may be from those of one process, if not 1e-5: a recurrence adds roundings up."""
+
+
+def assert_same(found: list[Any], expected: Any, log_probs: float) -> None:
+    """Compare each rank's results with those of one process.
+
+    :param log_probs: How far they may be apart.
+    """
     for result in found:
         assert not hasattr(result, "text"), result.text
         for step, wanted in zip(result["metrics"], expected["metrics"], strict=True):
             assert step == pytest.approx(wanted, rel=1e-5, abs=1e-5), (step, wanted)
         assert_close(result["weights"], expected["weights"])
     for when in ("before", "after"):
-        assert_close({key: value for result in found for key, value in result[when].items()}, expected[when])
+        together = {key: value for result in found for key, value in result[when].items()}
+        assert_close(together, expected[when], log_probs)
 
 
-def assert_close(actual: dict[Any, torch.Tensor], expected: dict[Any, torch.Tensor]) -> None:
+def assert_close(
+    actual: dict[Any, torch.Tensor], expected: dict[Any, torch.Tensor], atol: float = 1e-5
+) -> None:
     assert actual.keys() == expected.keys()
     for key, value in actual.items():
-        torch.testing.assert_close(value, expected[key], rtol=0, atol=1e-5, msg=str(key))
+        torch.testing.assert_close(value, expected[key], rtol=0, atol=atol, msg=str(key))
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -102,7 +115,7 @@ def test_a_divided_model_trains_like_a_whole_one(
     model, world, parallel, train = MODES[mode]
     given = {"model": str(models[model]), "vocab": 64, "parallel": parallel, "train": train}
     found, expected = crew.run(world=world, action=f"{CASES}:train", **given), alone(model)
-    assert_same(found, expected)
+    assert_same(found, expected, LOG_PROBS.get(model, 1e-5))
     assert sum("visual" in name for name in expected["weights"]) > 20
     for rank, result in enumerate(found):
         is_first = rank < world // parallel.get("pipeline", 1)
