@@ -108,7 +108,7 @@ class RowReader:
         self._media = media
         self._parts = False
         if media is not None and chats:
-            known = media.processor.marks.items()
+            known = media.marks.items()
             self._parts = all(takes_parts(tokenizer, config, {"type": name}, mark) for name, mark in known)
 
     def settings(self) -> dict[str, Any] | None:

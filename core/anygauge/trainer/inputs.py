@@ -147,7 +147,7 @@ def media_reader(config: Config, plugins: Plugins, tokenizer: Any) -> MediaReade
             hint="Leave out data.multimodal_keys and model.modalities, or take another model.",
         )
     processor = spec.media.make_processor(config.model.path, hf)
-    return MediaReader(config.media, config.data.multimodal_keys, processor, tokenizer)
+    return MediaReader(config.media, config.data.multimodal_keys, processor, tokenizer, modalities(config))
 
 
 def _make_source(

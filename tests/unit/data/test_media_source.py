@@ -58,7 +58,7 @@ class Bench:
             "cache": self.folder / "cache",
         }
         config = Data(**(defaults | data))
-        self.reader = MediaReader(media, config.multimodal_keys, self.processor, self.tokenizer)
+        self.reader = MediaReader(media, config.multimodal_keys, self.processor, self.tokenizer, ["image"])
         self.source = FileSource(config, self.tokenizer, turns=turns, media=self.reader)
         self.store = FileStore(self.folder / "media")
         self.loader = MediaLoader(self.store, self.reader)
@@ -274,6 +274,10 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "mark": (
         {"prompt": "<image><|vision_start|><|image_pad|><|vision_end|>", "images": ["one.png"]},
         r"holds '<\|vision_start\|><\|image_pad\|><\|vision_end\|>' in its text",
+    ),
+    "kind": (
+        {"prompt": [{"role": "user", "content": [{"type": "video", "video": ["one.png"]}]}]},
+        "part of type 'video', which the run does not take",
     ),
     "part": ({"prompt": [{"role": "user", "content": [{"type": "smell"}]}]}, "part of type 'smell'"),
 }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from anygauge.data.problems import BadMediaError
@@ -27,12 +27,13 @@ class Expander:
     between placeholders, as a video has, the whole mark is replaced.
 
     :param tokenizer: A Hugging Face tokenizer.
+    :param marks: The template's text for one medium of each kind that there is.
     """
 
-    def __init__(self, processor: MediaProcessor, tokenizer: Any) -> None:
+    def __init__(self, processor: MediaProcessor, tokenizer: Any, marks: Mapping[MediaKind, str]) -> None:
         self._processor = processor
         self._tokenizer = tokenizer
-        self._marks = {kind: self._encode(text) for kind, text in processor.marks.items()}
+        self._marks = {kind: self._encode(text) for kind, text in marks.items()}
         self._reserved = {*processor.kinds.values()}
         self._texts: dict[str, list[int]] = {}
 

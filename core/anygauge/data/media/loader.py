@@ -84,7 +84,7 @@ class MediaLoader:
         :raises MediaError: A medium cannot be used.
         """
         try:
-            placed = find_placeholders(messages, {}, self.reader.processor.marks, parts=False)
+            placed = find_placeholders(messages, {}, self.reader.marks, parts=False)
         except BadMediaError as error:
             raise MediaError(f"A message {error}.", hint=error.hint) from error
         return self.look(render(placed.prompt), placed.values, prompt)

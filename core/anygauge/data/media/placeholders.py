@@ -97,7 +97,7 @@ class _Walk:
             self._take(kind, own)  # type: ignore[arg-type]  # it is a kind, since it has a mark
             yield {"type": kind}
         else:
-            raise BadMediaError(f"has a content part of type {part['type']!r}, which the model does not take")
+            raise BadMediaError(f"has a content part of type {part['type']!r}, which the run does not take")
 
     def _split(self, text: str) -> Iterator[dict[str, Any]]:
         """Yield the parts of a text; kinds that no field holds are text."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -53,6 +53,7 @@ class MediaReader:
 
     :param fields: Field of a row by kind.
     :param tokenizer: A Hugging Face tokenizer.
+    :param kinds: That the run takes, of those that the model knows; ``None`` for all.
     """
 
     def __init__(
@@ -61,11 +62,13 @@ class MediaReader:
         fields: Mapping[MediaKind, str],
         processor: MediaProcessor,
         tokenizer: Any,
+        kinds: Collection[MediaKind] | None = None,
     ) -> None:
         self.settings = settings
         self.fields = fields
         self.processor = processor
-        self.expander = Expander(processor, tokenizer)
+        self.marks = {kind: mark for kind, mark in processor.marks.items() if kinds is None or kind in kinds}
+        self.expander = Expander(processor, tokenizer, self.marks)
         self.drawn: dict[str, Found] = {}
         """By key, all that were drawn: some hundred bytes each."""
         self.num_dropped = 0
@@ -87,7 +90,7 @@ class MediaReader:
         for kind, key in self.fields.items():
             value = row.get(key)
             given[kind] = [] if value is None else value if isinstance(value, list) else [value]
-        placed = find_placeholders(prompt, given, self.processor.marks, parts=parts)
+        placed = find_placeholders(prompt, given, self.marks, parts=parts)
         limit = self.settings.max_per_sample
         if len(placed.values) > limit:
             raise BadMediaError(
@@ -134,9 +137,11 @@ class MediaReader:
             return content_of(found.kind, source, found.measured, self.processor)
 
     def _measure(self, kind: MediaKind, number: int, value: Any, folder: Path, keyed: bool) -> Found:
-        if kind not in self.processor.kinds:
-            takes = ", ".join(self.processor.kinds)
-            raise MediaError(f"is of a kind that the model does not take: it takes {takes}.")
+        if kind not in self.marks:
+            raise MediaError(
+                f"is of a kind that the run does not take: it takes {', '.join(self.marks)}.",
+                hint="Name it in data.multimodal_keys or model.modalities, if the model takes it.",
+            )
         source = source_of(kind, value, self.settings.root or folder, self.settings)
         measured = self.processor.measure(kind, header_of(kind, source), self._limits)
         key = key_of(kind, source, measured, self._fingerprint) if keyed else ""
