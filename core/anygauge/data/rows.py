@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 from anygauge.config.schema import Data
 from anygauge.data.conversations import make_turn_finder
 from anygauge.data.fingerprint import tokenizer_fingerprint
-from anygauge.data.media.reader import Found, MediaReader
+from anygauge.data.media.finder import Found, MediaFinder
 from anygauge.data.problems import BadMediaError, BadRowError
 from anygauge.data.template import (
     Message,
@@ -89,7 +89,7 @@ class RowReader:
         tokenizer: Any,
         max_tokens: int | None,
         turns: AssistantTurns | None = None,
-        media: MediaReader | None = None,
+        media: MediaFinder | None = None,
     ) -> None:
         self._config = config
         self._tokenizer = tokenizer
@@ -311,16 +311,16 @@ class RowReader:
         return found if self.is_too_long(found) else self._length_problem(found.num_tokens) or found
 
     def _expanded(
-        self, reader: MediaReader, pieces: list[list[int]], found: Sequence[Found]
+        self, finder: MediaFinder, pieces: list[list[int]], found: Sequence[Found]
     ) -> tuple[list[list[int]], list[Media]]:
         """Return the tokens of each piece with room for its media, and these."""
         waiting = (each.measurement() for each in found)
         made: list[list[int]] = []
         media: list[Media] = []
         for number, ids in enumerate(pieces):
-            if number % 2 and reader.expander.holds_mark(ids):
+            if number % 2 and finder.expander.holds_mark(ids):
                 raise BadMediaError("has media in a turn of the assistant, which is trained on")
-            tokens, own = reader.expander.expand(ids, waiting, start=sum(map(len, made)))
+            tokens, own = finder.expander.expand(ids, waiting, start=sum(map(len, made)))
             made.append(tokens)
             media += own
         if len(media) < len(found):

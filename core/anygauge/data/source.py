@@ -14,7 +14,7 @@ from anygauge.config.data_files import dataset_name, split_slice
 from anygauge.config.schema import Data
 from anygauge.data.cache import IndexCache, cache_directory
 from anygauge.data.index import FileIndex, open_index
-from anygauge.data.media.reader import MediaReader
+from anygauge.data.media.finder import MediaFinder
 from anygauge.data.media.sources import Source
 from anygauge.data.order import Epochs, Mixture, Order
 from anygauge.data.problems import BadMediaError, BadRowError, Problems
@@ -54,7 +54,7 @@ class FileSource:
         *,
         max_tokens: int | None = None,
         turns: AssistantTurns | None = None,
-        media: MediaReader | None = None,
+        media: MediaFinder | None = None,
     ) -> None:
         if not config.train:
             raise DataError("No data file is given.", hint="List at least one in data.train.")

@@ -12,13 +12,13 @@ from typing import Any
 
 from anygauge.config import Config
 from anygauge.config.load import LoadedConfig
-from anygauge.data.media.reader import MediaReader
+from anygauge.data.media.finder import MediaFinder
 from anygauge.hub import localized
 from anygauge.hub.names import model_name
 from anygauge.plugins import Plugins
 from anygauge.rollout.rewards import check_reward
 from anygauge.trainer.evaluation import evaluate
-from anygauge.trainer.inputs import EvalSet, load_tokenizer, media_reader, read_eval_sets, rewards
+from anygauge.trainer.inputs import EvalSet, load_tokenizer, media_finder, read_eval_sets, rewards
 from anygauge.trainer.parts import evaluation_parts
 from anygauge.trainer.run import open_session, run_info
 from anygauge.trainer.saved import (
@@ -110,7 +110,7 @@ def evaluate_checkpoint(
     return metrics if checkpoint is None else {"eval/step": checkpoint.step, **metrics}
 
 
-def read_evaluation(config: Config, plugins: Plugins) -> tuple[list[EvalSet], MediaReader | None]:
+def read_evaluation(config: Config, plugins: Plugins) -> tuple[list[EvalSet], MediaFinder | None]:
     """Read the data sets and check their rewards; return what finds their media, too."""
     if not (config.eval.data or config.eval.datasets):
         raise ConfigError("The config has no evaluation data.", hint="Name files in eval.data.")
@@ -119,7 +119,7 @@ def read_evaluation(config: Config, plugins: Plugins) -> tuple[list[EvalSet], Me
     for reward in rewards(config):
         check_reward(reward, plugins)
     tokenizer = load_tokenizer(config)
-    media = media_reader(config, plugins, tokenizer)
+    media = media_finder(config, plugins, tokenizer)
     return read_eval_sets(config, plugins, tokenizer, media), media
 
 

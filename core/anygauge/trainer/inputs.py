@@ -14,7 +14,7 @@ from anygauge.config.modalities import modalities
 from anygauge.config.schema import Data, EvalDataset, Reward
 from anygauge.data.balance import free
 from anygauge.data.evaluation import eval_data, eval_datasets
-from anygauge.data.media.reader import MediaReader
+from anygauge.data.media.finder import MediaFinder
 from anygauge.hub import localized
 from anygauge.plugins import Plugins
 from anygauge.rollout.rewards import check_reward
@@ -56,7 +56,7 @@ class Inputs:
     """Of the model's forward pass, from the length of a sequence."""
     media_flops: Callable[[Media], float] = free
     """Of a tower's forward pass over a medium."""
-    media: MediaReader | None = None
+    media: MediaFinder | None = None
     """Of all of the run's data; ``None`` for a run of text."""
 
 
@@ -69,7 +69,7 @@ def read_inputs(config: Config, plugins: Plugins) -> Inputs:
     """
     config = localized(config)
     tokenizer = load_tokenizer(config)
-    media = media_reader(config, plugins, tokenizer)
+    media = media_finder(config, plugins, tokenizer)
     source = _make_source(config, plugins, tokenizer, config.data, config.rollout.max_new_tokens, media)
     eval_sets = read_eval_sets(config, plugins, tokenizer, media)
     for reward in rewards(config):
@@ -115,7 +115,7 @@ def rewards(config: Config) -> list[Reward]:
 
 
 def read_eval_sets(
-    config: Config, plugins: Plugins, tokenizer: Any = None, media: MediaReader | None = None
+    config: Config, plugins: Plugins, tokenizer: Any = None, media: MediaFinder | None = None
 ) -> list[EvalSet]:
     """Read the evaluation data sets.
 
@@ -131,7 +131,7 @@ def read_eval_sets(
     return sets
 
 
-def media_reader(config: Config, plugins: Plugins, tokenizer: Any) -> MediaReader | None:
+def media_finder(config: Config, plugins: Plugins, tokenizer: Any) -> MediaFinder | None:
     """Return what reads the media of rows, and of tools; ``None`` for a run of text.
 
     :param config: Whose model is a directory.
@@ -147,7 +147,7 @@ def media_reader(config: Config, plugins: Plugins, tokenizer: Any) -> MediaReade
             hint="Leave out data.multimodal_keys and model.modalities, or take another model.",
         )
     processor = spec.media.make_processor(config.model.path, hf)
-    return MediaReader(config.media, config.data.multimodal_keys, processor, tokenizer, modalities(config))
+    return MediaFinder(config.media, config.data.multimodal_keys, processor, tokenizer, modalities(config))
 
 
 def _make_source(
@@ -156,7 +156,7 @@ def _make_source(
     tokenizer: Any,
     data: Data,
     max_new_tokens: int,
-    media: MediaReader | None = None,
+    media: MediaFinder | None = None,
 ) -> DataSource:
     make = plugins.get("register_data_sources", data.source).fn
     hf, spec = read_model(config, plugins)

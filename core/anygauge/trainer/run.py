@@ -9,8 +9,8 @@ from pathlib import Path
 
 from anygauge.config import Config
 from anygauge.config.load import LoadedConfig
+from anygauge.data.media.finder import MediaFinder
 from anygauge.data.media.loader import LoadedSource, MediaLoader
-from anygauge.data.media.reader import MediaReader
 from anygauge.observability.logs import driver_log
 from anygauge.observability.trackers import open_tracker, tracker_names
 from anygauge.plugins import Plugins
@@ -135,7 +135,7 @@ def open_session(
     stack: ExitStack,
     *,
     checkpoint: Path | None,
-    media: MediaReader | None = None,
+    media: MediaFinder | None = None,
 ) -> Session:
     """Start the scorers, the workers and the engines; the stack ends them.
 

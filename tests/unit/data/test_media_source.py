@@ -18,8 +18,8 @@ from PIL import Image
 
 from anygauge.config.schema import Data, DataFile
 from anygauge.config.schema import Media as Settings
+from anygauge.data.media.finder import MediaFinder
 from anygauge.data.media.loader import LoadedSource, MediaLoader
-from anygauge.data.media.reader import MediaReader
 from anygauge.data.media.store import FileStore, MappedFiles
 from anygauge.data.source import FileSource
 from anygauge_hooks.errors import DataError, MediaError
@@ -58,7 +58,7 @@ class Bench:
             "cache": self.folder / "cache",
         }
         config = Data(**(defaults | data))
-        self.reader = MediaReader(media, config.multimodal_keys, self.processor, self.tokenizer, ["image"])
+        self.reader = MediaFinder(media, config.multimodal_keys, self.processor, self.tokenizer, ["image"])
         self.source = FileSource(config, self.tokenizer, turns=turns, media=self.reader)
         self.store = FileStore(self.folder / "media")
         self.loader = MediaLoader(self.store, self.reader)

@@ -18,7 +18,7 @@ from anygauge.config.schema import Data, DataFile
 from anygauge.config.schema import Media as Settings
 from anygauge.data.media.audio import RATE, audio_header, decode_audio, resampled
 from anygauge.data.media.contents import content_of, header_of, key_of
-from anygauge.data.media.reader import MediaReader, media_limits
+from anygauge.data.media.finder import MediaFinder, media_limits
 from anygauge.data.media.sources import Source, source_of
 from anygauge.data.source import FileSource
 from anygauge_hooks.errors import MediaError
@@ -79,7 +79,7 @@ def test_a_row_with_a_video_has_room_for_its_frames_and_their_times(
     data = Data(
         train=(DataFile(path=str(rows)),), label_key=None, multimodal_keys={"video": "video"}, cache=tmp_path
     )
-    reader = MediaReader(Settings(), data.multimodal_keys, processor, sees)
+    reader = MediaFinder(Settings(), data.multimodal_keys, processor, sees)
     (prompt,) = FileSource(data, sees, media=reader).next(1)
     (medium,) = prompt.media
     pad = processor.kinds["video"]

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from anygauge.data.media.expand import Measurement
+from anygauge.data.media.finder import MediaFinder
 from anygauge.data.media.placeholders import find_placeholders
-from anygauge.data.media.reader import MediaReader
 from anygauge.data.problems import BadMediaError
 from anygauge_hooks.data import DataSource
 from anygauge_hooks.errors import MediaError
@@ -35,13 +35,13 @@ class MediaLoader:
     filtered out or failed.
 
     :param store: Of the run; the loader closes it.
-    :param reader: Knows where the media of drawn prompts are.
+    :param finder: Knows where the media of drawn prompts are.
     """
 
-    def __init__(self, store: MediaStore, reader: MediaReader) -> None:
+    def __init__(self, store: MediaStore, finder: MediaFinder) -> None:
         self.store = store
-        self.reader = reader
-        self._pool = ThreadPoolExecutor(reader.settings.threads, "media")
+        self.finder = finder
+        self._pool = ThreadPoolExecutor(finder.settings.threads, "media")
         self._lock = threading.Lock()
         self._holders: Counter[str] = Counter()
         self._under_way: dict[str, Future[None]] = {}
@@ -84,7 +84,7 @@ class MediaLoader:
         :raises MediaError: A medium cannot be used.
         """
         try:
-            placed = find_placeholders(messages, {}, self.reader.marks, parts=False)
+            placed = find_placeholders(messages, {}, self.finder.marks, parts=False)
         except BadMediaError as error:
             raise MediaError(f"A message {error}.", hint=error.hint) from error
         return self.look(render(placed.prompt), placed.values, prompt)
@@ -99,19 +99,19 @@ class MediaLoader:
         :returns: Spans count from the first of ``tokens``.
         :raises MediaError: One cannot be used, or they and the marks differ.
         """
-        found = self.reader.measure(values, Path(), keyed=True)
+        found = self.finder.measure(values, Path(), keyed=True)
         waiting: Iterator[Measurement] = (each.measurement() for each in found)
         try:
-            made, media = self.reader.expander.expand(tokens, waiting)
+            made, media = self.finder.expander.expand(tokens, waiting)
         except BadMediaError as error:
             raise MediaError(f"A message {error}.", hint=error.hint) from error
         if len(media) < len(found):
             raise MediaError(f"A message has {len(found)} media, of which the text shows {len(media)}.")
-        new = {each.key: each for each in found if each.key not in self.reader.drawn}
-        self.reader.drawn.update(new)
+        new = {each.key: each for each in found if each.key not in self.finder.drawn}
+        self.finder.drawn.update(new)
         failed = _failure(self._hold(list({each.key: None for each in found}), prompt))
         for key in new:
-            self.reader.drawn.pop(key, None)  # a tool shows it again if it is wanted again
+            self.finder.drawn.pop(key, None)  # a tool shows it again if it is wanted again
         if failed is not None:
             raise failed
         return tuple(made), tuple(media)
@@ -120,7 +120,7 @@ class MediaLoader:
         """Return what the store holds now, and what was decoded since the last call."""
         with self._counts:
             seconds, self._seconds = self._seconds, 0.0
-        dropped, self.reader.num_dropped = self.reader.num_dropped, 0
+        dropped, self.finder.num_dropped = self.finder.num_dropped, 0
         held = {"data/media_bytes": float(self.store.bytes()), "data/media_dropped": float(dropped)}
         return {**held, "data/media_decode_s": seconds}
 
@@ -160,7 +160,7 @@ class MediaLoader:
         if self.store.has(key):
             return
         started = time.perf_counter()
-        content: Content = self.reader.content(key)
+        content: Content = self.finder.content(key)
         self.store.put(key, content)
         with self._counts:
             self._seconds += time.perf_counter() - started
@@ -239,14 +239,14 @@ class LoadedSource:
 
     def _usable(self, prompts: Sequence[Prompt]) -> list[Prompt]:
         failures = self._loader.load(prompts)
-        if self._loader.reader.settings.on_error == "stop":
+        if self._loader.finder.settings.on_error == "stop":
             for failure in failures:
                 if failure is not None:
                     raise failure
         usable = [prompt for prompt, failure in zip(prompts, failures, strict=True) if failure is None]
         for failure in filter(None, failures):
             logger.warning("left out: %s", failure.args[0])
-        self._loader.reader.num_dropped += len(prompts) - len(usable)
+        self._loader.finder.num_dropped += len(prompts) - len(usable)
         return usable
 
     def all(self, limit: int | None = None) -> Sequence[Prompt]:
@@ -272,7 +272,7 @@ class LoadedSource:
             recall(shown)
         for prompt in shown:
             for medium in prompt.media:
-                if medium.key not in self._loader.reader.drawn:
+                if medium.key not in self._loader.finder.drawn:
                     raise MediaError(
                         f"{prompt.source}: {medium.kind} ({medium.source}) is not what it was when the "
                         "prompt was drawn.",

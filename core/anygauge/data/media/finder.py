@@ -17,7 +17,7 @@ from anygauge.data.problems import BadMediaError
 from anygauge_hooks.errors import MediaError
 from anygauge_hooks.media import Content, Measured, MediaKind, MediaLimits, MediaProcessor
 
-__all__ = ["Found", "MediaReader", "media_limits"]
+__all__ = ["Found", "MediaFinder", "media_limits"]
 
 
 def media_limits(settings: Settings) -> MediaLimits:
@@ -48,7 +48,7 @@ class Found:
         return Measurement(self.kind, self.measured, self.key, name)
 
 
-class MediaReader:
+class MediaFinder:
     """Finds the media of rows, and decodes those that were drawn.
 
     :param fields: Field of a row by kind.
