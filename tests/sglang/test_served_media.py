@@ -22,9 +22,11 @@ from anygauge.testing.media import DictStore
 from anygauge.weight_sync.buckets import Buffers
 from anygauge.weight_sync.pusher import WeightPusher
 from anygauge.weight_sync.receiver import Receiver
+from anygauge.weight_sync.sharing import shared_memory
 from anygauge.weight_sync.transports.delta import DeltaTransport
 from anygauge.weight_sync.transports.disk import DiskTransport
 from anygauge.weight_sync.transports.distributed import DistributedTransport
+from anygauge.weight_sync.transports.tensor import TensorTransport
 from anygauge_hooks.engines import WorkerContext
 from anygauge_hooks.errors import RolloutError
 from anygauge_hooks.media import Content, Media
@@ -214,19 +216,21 @@ def test_a_broken_picture_is_refused_and_the_server_lives(
 @pytest.fixture
 def pusher(request: pytest.FixtureRequest, tmp_path: Path, seeing: Seeing) -> Iterator[WeightPusher]:
     makers: dict[str, Callable[[], WeightTransport]] = {
+        "tensor": TensorTransport,
         "disk": lambda: DiskTransport(tmp_path, seeing.path),
         "distributed": lambda: DistributedTransport("cpu", {"cpu": "gloo"}, deadline_s=120),
         "delta": lambda: DeltaTransport(deadline_s=120),
     }
     name: str = request.param
     options = WeightSync(transport=name, bucket_bytes=1 << 16, verify="always", deadline_s=120)
-    made = WeightPusher(options, makers[name](), Buffers(partial(torch.empty, dtype=torch.uint8)))
+    allocate = shared_memory if name == "tensor" else partial(torch.empty, dtype=torch.uint8)
+    made = WeightPusher(options, makers[name](), Buffers(allocate))
     yield made
     made.close()
 
 
 @pytest.mark.parametrize(
-    ("pusher", "version"), [("distributed", 1), ("disk", 2), ("delta", 3)], indirect=["pusher"]
+    ("pusher", "version"), [("distributed", 1), ("disk", 2), ("delta", 3), ("tensor", 4)], indirect=["pusher"]
 )
 def test_new_weights_reach_the_servers_tower(
     pusher: WeightPusher, version: int, seeing: Seeing, address: str
@@ -248,8 +252,7 @@ def test_new_weights_reach_the_servers_tower(
     finally:
         beside.close()
     assert not report.failed, report
-    tables = "model.layers.0.self_attn.rotary_emb.axis_map"  # which the server computes
-    assert report.unverified == (tables,), "every parameter of the server was compared"
+    assert report.unverified == (), "every parameter of the server was compared"
     [after] = seeing.ask(address, request)
     assert seeing.difference(request, after) < TOLERANCE
     assert seeing.difference(request, before) > 0.05, "the weights before can be told apart"

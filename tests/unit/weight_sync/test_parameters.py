@@ -99,6 +99,7 @@ def test_a_model_that_sees_has_other_names_in_a_server() -> None:
     } | {f"{tower}.attn.qkv.weight": torch.ones(12, 4), f"{tower}.mlp.linear_fc1.bias": torch.ones(5)}
     told = held(sent()) | {
         "visual.blocks.0.attn.qkv_proj.weight": checksum(weights[f"{tower}.attn.qkv.weight"]),
+        "model.layers.0.self_attn.rotary_emb.axis_map": "0" * 16,
         "visual.blocks.0.mlp.linear_fc1.bias": checksum(weights[f"{tower}.mlp.linear_fc1.bias"]),
     }
     expected = noted(weights)
