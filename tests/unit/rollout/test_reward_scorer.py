@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import math as pymath
 from fractions import Fraction
@@ -331,3 +332,13 @@ def _huge(response: str) -> float:
 )
 def test_the_number_behind_a_raw_reward(raw: Any, table: Any, expected: float) -> None:
     assert raw_number(raw, Reward.model_validate(table)) == expected
+
+
+def test_what_a_rollout_function_has_scored_keeps_its_reward() -> None:
+    first = group("7", "8", label="7")
+    own = dataclasses.replace(first, samples=(first.samples[0], first.samples[1]._replace(reward=0.25)))
+    whole = dataclasses.replace(first, samples=tuple(each._replace(reward=0.5) for each in first.samples))
+    with scorer({"function": "exact_match"}) as scoring:
+        scored = scoring.score([own, whole])
+    assert rewards(scored) == [1.0, 0.25, 0.5, 0.5]
+    assert [each.raw_reward for each in scored[0].samples] == [1.0, 0.25]

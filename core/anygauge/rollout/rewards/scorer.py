@@ -105,12 +105,16 @@ class Scorer:
     def score(self, groups: Sequence[Group], *, tolerant: bool = False) -> list[Group]:
         """Return the groups with a reward, or the reason why there is none, on every sample.
 
+        A sample that has a reward already keeps it.
+
         :param tolerant: Whether any number of samples may fail, with a warning.
         :raises RewardError: More samples than ``reward.max_failed_ratio`` could not be scored, which is found
             out without trying the rest, or a process cannot start; neither if ``tolerant``.
         """
+        picked = _open_groups(groups)
         with self._lock:  # training and an evaluation may share a scorer, each in a thread of its own
-            return self._score(groups, tolerant=tolerant)
+            found = self._score(picked, tolerant=tolerant) if picked else []
+        return _put_back(groups, _samples(found))
 
     def _score(self, groups: Sequence[Group], *, tolerant: bool) -> list[Group]:
         allowed = math.inf if tolerant else self._reward.max_failed_ratio * _count(groups)
@@ -204,6 +208,31 @@ class Scorer:
 
 def _samples(groups: Sequence[Group]) -> Iterator[Sample]:
     return chain.from_iterable(group.samples for group in groups)
+
+
+def _open_groups(groups: Sequence[Group]) -> list[Group]:
+    """Return what has no reward yet."""
+    picked = (
+        replace(group, samples=tuple(each for each in group.samples if each.reward is None))
+        for group in groups
+    )
+    return [group for group in picked if group.samples]
+
+
+def _put_back(groups: Sequence[Group], scored: Iterator[Sample]) -> list[Group]:
+    """Return groups with what was scored; what a function has scored itself need not say from what."""
+    return [
+        replace(
+            group,
+            samples=tuple(
+                next(scored)
+                if each.reward is None
+                else each._replace(raw_reward=each.reward if each.raw_reward is None else each.raw_reward)
+                for each in group.samples
+            ),
+        )
+        for group in groups
+    ]
 
 
 def _count(groups: Sequence[Group]) -> int:
