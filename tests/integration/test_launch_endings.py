@@ -32,7 +32,7 @@ def mark(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     monkeypatch.setenv(MARK, value)
     before = set(os.listdir(SHARED_MEMORY))
     yield value
-    orphans = [name for name in set(os.listdir(SHARED_MEMORY)) - before if not _is_mapped(name)]
+    orphans = [name for name in set(os.listdir(SHARED_MEMORY)) - before if not _is_used(name)]
     assert not orphans
 
 
@@ -127,12 +127,12 @@ def _has(process: psutil.Process, mark: str) -> bool:
         return False
 
 
-def _is_mapped(name: str) -> bool:
+def _is_used(name: str) -> bool:
     """Return whether a living process uses a shared-memory file; it is somebody else's then."""
     path = str(SHARED_MEMORY / name)
     for process in psutil.process_iter():
         try:
-            if any(mapping.path.startswith(path) for mapping in process.memory_maps()):
+            if any(each.path.startswith(path) for each in (*process.memory_maps(), *process.open_files())):
                 return True
         except psutil.Error:
             continue
