@@ -11,13 +11,23 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from anygauge_hooks.errors import ConfigError, MediaError
+from anygauge_hooks.media import Content
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from anygauge_hooks.media import MediaKind, MediaLimits
+    from anygauge_hooks.media import Decoded, Measured, MediaKind, MediaLimits
 
-__all__ = ["Budget", "at_least", "fitting_size", "frame_times", "normalised_by", "resized", "settings"]
+__all__ = [
+    "Budget",
+    "at_least",
+    "content_of",
+    "fitting_size",
+    "frame_times",
+    "normalised_by",
+    "resized",
+    "settings",
+]
 
 LARGEST_RATIO = 200
 """Of the sides of an image."""
@@ -168,3 +178,16 @@ def resized(frames: Iterable[NDArray[Any]], size: tuple[int, int]) -> NDArray[np
             for frame in frames
         ]
     )
+
+
+def content_of(kind: MediaKind, raw: Decoded, measured: Measured, temporal: int) -> Content:
+    """Return the content of an image or a video: resized, and whole patches in time.
+
+    :param temporal: Frames of a patch; the last frame fills up one that is not whole.
+    """
+    frames = resized(raw.frames, measured.size)
+    if kind == "image":
+        return Content("image", frames[0])
+    missing = -len(frames) % temporal
+    whole = np.concatenate([frames, np.repeat(frames[-1:], missing, 0)]) if missing else frames
+    return Content("video", whole, measured.seconds)

@@ -7,23 +7,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from anygauge_hooks.media import Content, Measured
+from anygauge_hooks.media import Measured
 from anygauge_models.glm4v.config import token_of
 from anygauge_models.glm4v.vision import IMAGE_DEVIATION, IMAGE_MEAN, patch_of
 from anygauge_models.pictures import (
     Budget,
     at_least,
+    content_of,
     fitting_size,
     frame_times,
     normalised_by,
-    resized,
     settings,
 )
 
 if TYPE_CHECKING:
-    from anygauge_hooks.media import Decoded, Header, MediaKind, MediaLimits
+    from anygauge_hooks.media import Content, Decoded, Header, MediaKind, MediaLimits
 
 __all__ = ["Processor", "make_processor"]
 
@@ -97,12 +95,7 @@ class Processor:
 
     def load(self, kind: MediaKind, raw: Decoded, measured: Measured) -> Content:
         """Return the content: resized, and whole patches in time."""
-        frames = resized(raw.frames, measured.size)
-        if kind == "image":
-            return Content("image", frames[0])
-        missing = -len(frames) % self.temporal
-        whole = np.concatenate([frames, np.repeat(frames[-1:], missing, 0)]) if missing else frames
-        return Content("video", whole, measured.seconds)
+        return content_of(kind, raw, measured, self.temporal)
 
     def fingerprint(self) -> str:
         """Return what distinguishes this processor's contents from another's."""

@@ -7,12 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from anygauge_hooks.errors import MediaError
 from anygauge_hooks.media import Content, Measured
 from anygauge_models.audio import check_settings, frames_of, log_mels
-from anygauge_models.pictures import Budget, fitting_size, frame_times, normalised_by, resized, settings
+from anygauge_models.pictures import Budget, content_of, fitting_size, frame_times, normalised_by, settings
 from anygauge_models.qwen3_omni_moe.audio import features_of
 from anygauge_models.qwen3_omni_moe.config import audio_of, flat, per_second, token_of
 from anygauge_models.qwen3_vl.vision import DEVIATION, MEAN, vision_of
@@ -112,12 +110,7 @@ class Processor:
         """Return the content: frames resized, and whole patches in time; or features of sound."""
         if kind == "audio":
             return Content("audio", log_mels(raw, measured.grid[0], self.mels))
-        frames = resized(raw.frames, measured.size)
-        if kind == "image":
-            return Content("image", frames[0])
-        missing = -len(frames) % self.temporal
-        whole = np.concatenate([frames, np.repeat(frames[-1:], missing, 0)]) if missing else frames
-        return Content("video", whole, measured.seconds)
+        return content_of(kind, raw, measured, self.temporal)
 
     def fingerprint(self) -> str:
         """Return what distinguishes this processor's contents from another's."""

@@ -14,16 +14,20 @@ import pytest
 import torch
 from PIL import Image
 from safetensors.torch import load_file
+from tokenizers import AddedToken
 from transformers import AutoConfig, AutoModelForMultimodalLM, Glm4vConfig
 from transformers.models.glm4v.image_processing_pil_glm4v import Glm4vImageProcessorPil
 from transformers.models.glm4v.processing_glm4v import Glm4vProcessor
 from transformers.models.glm46v.processing_glm46v import Glm46VProcessor
 
+from anygauge.data.media.expand import Expander, Measurement
+from anygauge.data.problems import BadMediaError
 from anygauge.engines.megatron.weights.mapping import canonical_shape, division_problems, model_rules
 from anygauge.plugins import load_plugins
 from anygauge.testing.beside_transformers import Both, build, sample
 from anygauge.testing.media import DictStore
 from anygauge.testing.sights import write_seeing
+from anygauge.testing.tiny import tiny_tokenizer
 from anygauge_hooks.engines import WorkerContext
 from anygauge_hooks.errors import ConfigError, MediaError
 from anygauge_hooks.media import Content, Decoded, Header, Measured, Media, MediaLimits
@@ -134,6 +138,34 @@ def test_the_directory_says_how_times_are_written(spec: ModelSpec, tmp_path: Pat
     settings.write_text('{"image_mean": [0.5, 0.5, 0.5]}')
     with pytest.raises(ConfigError, match="image_mean"):
         make_processor(spec, tmp_path)
+
+
+def test_sequences_have_what_transformers_writes(spec: ModelSpec, tmp_path: Path) -> None:
+    processor = make_processor(spec)
+    names = [
+        f"<|{name}|>" for kind in ("image", "video") for name in (f"begin_of_{kind}", kind, f"end_of_{kind}")
+    ]
+    tokenizer = tiny_tokenizer(tmp_path, alphabet="0123456789.abcdefghijklmnopqrstuvwxyz ")
+    tokenizer.add_tokens([AddedToken(name, special=True, normalized=False) for name in names])
+    places = dict(zip(names, tokenizer.convert_tokens_to_ids(names), strict=True))
+    processor.kinds = dict.fromkeys(("image", "video"), places["<|image|>"])
+    video = processor.measure("video", Header(size=(30, 44), frames=9, fps=2.0), MediaLimits())
+    image = processor.measure("image", Header(size=(20, 40)), MediaLimits())
+    expander = Expander(processor, tokenizer, processor.marks)
+    marks = processor.marks
+    found, media = expander.expand(
+        tokenizer(f"a {marks['video']} b {marks['image']}")["input_ids"],
+        iter([Measurement("video", video, "v", ""), Measurement("image", image, "i", "")]),
+    )
+    seen = "<|begin_of_image|>" + "<|image|>" * image.pieces[0][1] + "<|end_of_image|>"
+    assert found == tokenizer(f"a {written(video)} b {seen}")["input_ids"]
+    assert [each.num_tokens for each in media] == [math.prod(each.grid) // 4 for each in (video, image)]
+    assert all(
+        found[start : start + n] == [places["<|image|>"]] * n for each in media for start, n in each.spans
+    )
+    for name in ("<|image|>", "<|video|>"):
+        with pytest.raises(BadMediaError, match="holds"):
+            expander.expand(tokenizer(f"a {name}")["input_ids"], iter(()))
 
 
 def test_places_are_held_by_image_tokens_and_none_is_sampled(spec: ModelSpec) -> None:

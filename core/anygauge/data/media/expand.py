@@ -34,7 +34,7 @@ class Expander:
         self._processor = processor
         self._tokenizer = tokenizer
         self._marks = {kind: self._encode(text) for kind, text in marks.items()}
-        self._reserved = {*processor.kinds.values()}
+        self._reserved = {*processor.kinds.values(), *self._unexpanded()}
         self._texts: dict[str, list[int]] = {}
 
     def expand(
@@ -72,6 +72,12 @@ class Expander:
     def holds_mark(self, tokens: Sequence[int]) -> bool:
         """Return whether a medium stands among tokens."""
         return self._next_mark(tokens, 0) is not None
+
+    def _unexpanded(self) -> Iterator[int]:
+        """Yield the tokens of marks that never stand in a sequence: their places are another kind's."""
+        for kind, text in self._processor.marks.items():
+            if self._processor.kinds[kind] not in (mark := self._encode(text)):
+                yield from mark
 
     def _plain(self, tokens: Sequence[int]) -> list[int]:
         """Return tokens that are text.
