@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -140,3 +142,12 @@ def test_the_launchers_variables_choose_the_host_platform(plugins: Plugins) -> N
         timeout_s=1800.0,
     )
     assert run(PLATFORM, **asked) == "anygauge_cpu.sglang_platform HostPlatform"
+
+
+def test_stacks_of_experts_of_qwen3_vl_are_read_as_they_are_published() -> None:
+    """Each is turned without a look at its shape, so exports and pushes must have them that way round."""
+    found = find_spec("sglang")
+    assert found is not None
+    assert found.origin is not None
+    source = (Path(found.origin).parent / "srt/models/qwen3_vl_moe.py").read_text()
+    assert re.search(r"if is_fused_expert:\s+loaded_weight = loaded_weight\.transpose\(-1, -2\)", source)
