@@ -25,7 +25,20 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
-__all__ = ["DEVIATION", "HF_TOWER", "MEAN", "TOWER", "flops", "levels", "tower_rules", "towers", "vision_of"]
+__all__ = [
+    "DEVIATION",
+    "HF_TOWER",
+    "MEAN",
+    "TOWER",
+    "flops",
+    "inputs",
+    "levels",
+    "module_fields",
+    "outputs",
+    "tower_rules",
+    "towers",
+    "vision_of",
+]
 
 TOWER, HF_TOWER = "visual", "model.visual"
 """How the names of the tower's tensors begin, canonical ones and those of checkpoints."""
