@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -162,9 +163,25 @@ def make(seeing: Seeing, plugins: Plugins, tmp_path_factory: pytest.TempPathFact
         server.close()
 
 
+class Starting(NamedTuple):
+    """Addresses of servers that start at the same time."""
+
+    whole: Future[str]
+    divided: Future[str]
+    """Of one that has the decoder alone; an encoder sees for it."""
+
+
 @pytest.fixture(scope="module")
-def address(make: MakeServer) -> str:
-    return make(0).start()
+def starting(make: MakeServer) -> Iterator[Starting]:
+    groups = [{"kind": "encoder"}, {"kind": "regular"}]
+    whole, encoder, decoder = make(0), make(0, groups=groups), make(1, groups=groups)
+    with ThreadPoolExecutor(2) as pool:
+        yield Starting(pool.submit(whole.start), pool.submit(lambda: decoder.start([encoder.start()])))
+
+
+@pytest.fixture(scope="module")
+def address(starting: Starting) -> str:
+    return starting.whole.result()
 
 
 def test_log_probs_are_those_of_the_model_for_one_image_and_several(seeing: Seeing, address: str) -> None:
@@ -258,14 +275,11 @@ def test_new_weights_reach_the_servers_tower(
     assert seeing.difference(request, before) > 0.05, "the weights before can be told apart"
 
 
-def test_an_encoder_beside_a_server_of_the_decoder_alone(seeing: Seeing, make: MakeServer) -> None:
-    groups = [{"kind": "encoder"}, {"kind": "regular"}]
+def test_an_encoder_beside_a_server_of_the_decoder_alone(seeing: Seeing, starting: Starting) -> None:
     from transformers import Qwen3VLForConditionalGeneration
 
     seeing.model = Qwen3VLForConditionalGeneration.from_pretrained(seeing.path, dtype=torch.float32).eval()
-    encoder = make(0, groups=groups).start()
-    address = make(1, groups=groups).start([encoder])
     request = seeing.request("split", 5, "square", 7)
-    [said] = seeing.ask(address, request)
+    [said] = seeing.ask(starting.divided.result(), request)
     assert seeing.difference(request, said) < TOLERANCE
     assert seeing.difference(request, said, {"square": "other"}) > 0.5
