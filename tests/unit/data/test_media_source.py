@@ -22,7 +22,7 @@ from anygauge.data.media.finder import MediaFinder
 from anygauge.data.media.loader import LoadedSource, MediaLoader
 from anygauge.data.media.store import FileStore, MappedFiles
 from anygauge.data.source import FileSource
-from anygauge_hooks.errors import DataError, MediaError
+from anygauge_hooks.errors import DataError, MediaError, OutOfMemoryError
 from anygauge_hooks.models import AssistantTurns
 from anygauge_hooks.rl import Prompt
 
@@ -316,6 +316,21 @@ def test_what_only_decoding_shows_stops_the_run_or_leaves_the_row_out(
     (tmp_path / "one.png").write_bytes(png(noise)[:2000])
     with pytest.raises(MediaError, match="No row is left"):
         bench.open(rows, {"on_error": "drop"}).next(1)
+
+
+def test_a_full_store_is_no_broken_row(
+    bench: Bench, write_rows: WriteRows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "one.png").write_bytes(png(picture()))
+
+    def full(path: Path, content: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("anygauge.data.media.store._write", full)
+    source = bench.open(write_rows({"prompt": "<image>", "images": "one.png"}), {"on_error": "drop"})
+    with pytest.raises(OutOfMemoryError, match="no room for"):
+        source.next(1)
+    assert bench.loader.metrics()["data/media_dropped"] == 0
 
 
 def test_a_file_that_goes_during_the_run_is_named(

@@ -18,7 +18,7 @@ from anygauge.config.schema import Media as Settings
 from anygauge.data.media import store as stores
 from anygauge.data.media.loader import MediaLoader
 from anygauge.data.media.store import FileStore, MappedFiles, sweep
-from anygauge_hooks.errors import MediaError
+from anygauge_hooks.errors import MediaError, OutOfMemoryError
 from anygauge_hooks.media import Content, Media
 from anygauge_hooks.rl import Prompt
 
@@ -113,17 +113,61 @@ def test_a_host_without_shared_memory_keeps_contents_in_the_runs_directory(
     assert not (tmp_path / "run" / "media").exists()
 
 
-def test_a_full_store_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def fill(monkeypatch: pytest.MonkeyPatch, *full: Path) -> None:
+    """Let folders have no room left."""
+    real = stores._write
+
+    def write(path: Path, content: Content) -> None:
+        if path.resolve().parent in [folder.resolve() for folder in full]:
+            path.write_bytes(b"half")
+            raise OSError(28, "No space left on device")
+        real(path, content)
+
+    monkeypatch.setattr(stores, "_write", write)
+
+
+def test_what_shared_memory_has_no_room_for_goes_to_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    link = tmp_path / "run" / "media"
+    store = FileStore(link)
+    store.put("a", content(1))
+    fill(monkeypatch, link)
+    store.put("b", content(2))
+    store.put("c", content(3))
+    assert [path.name for path in link.iterdir() if path.name != "owner"] == ["a"]
+    seen = MappedFiles(link)
+    assert [int(seen.get(key).data[0, 0, 0]) for key in "abc"] == [1, 2, 3]
+    assert (seen.bytes(), store.bytes()) == (3 * 72, 3 * 72)
+    assert caplog.text.count("further decoded media are kept in") == 1
+    store.drop(["b"])
+    assert (seen.has("b"), seen.has("c"), seen.bytes()) == (False, True, 2 * 72)
+    store.close()
+    assert list((tmp_path / "run").iterdir()) == []
+
+
+def test_what_a_killed_run_left_on_disk_is_removed_by_its_next(tmp_path: Path) -> None:
+    left = tmp_path / "media-on-disk"
+    left.mkdir()
+    (left / "a").write_bytes(b"")
     store = FileStore(tmp_path / "media")
+    assert not store.has("a")
+    store.close()
 
-    def full(path: Path, content: Content) -> None:
-        path.write_bytes(b"half")
-        raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(stores, "_write", full)
-    with pytest.raises(MediaError, match=r"No space left on device.*\n.*--shm-size"):
-        store.put("a", content())
-    assert [path.name for path in (tmp_path / "media").iterdir()] == ["owner"]
+def test_a_full_store_and_disk_say_what_is_held_where_and_what_to_do(
+    tmp_path: Path, memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = FileStore(tmp_path / "media")
+    store.put("a", content())
+    fill(monkeypatch, tmp_path / "media", tmp_path / "media-on-disk")
+    words = (
+        rf"72 bytes of a decoded image: No space left on device\. {memory}.* and {tmp_path}.* hold 72 bytes"
+    )
+    with pytest.raises(OutOfMemoryError, match=rf"{words}.*\n.*--shm-size"):
+        store.put("b", content())
+    assert [path.name for path in (tmp_path / "media-on-disk").iterdir()] == []
+    assert store.bytes() == 72
     store.close()
 
 

@@ -11,12 +11,13 @@ import struct
 import time
 import uuid
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from anygauge_hooks.errors import MediaError
+from anygauge_hooks.errors import OutOfMemoryError
 from anygauge_hooks.media import Content
 
 if TYPE_CHECKING:
@@ -39,70 +40,101 @@ _ALIGNED = 64
 
 
 class MappedFiles:
-    """Contents in a directory that another process fills.
+    """Contents in a directory that another process fills, and in one on disk beside it.
 
     :param directory: A link to it, or itself.
     """
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
+        self._disk = directory.with_name(f"{directory.name}-on-disk")
+        """Of what the other had no room for."""
 
     def put(self, key: str, content: Content) -> None:
         """Keep a content. One that is there already stays.
 
-        :raises MediaError: There is no room for it.
+        :raises OutOfMemoryError: There is no room for it.
         """
         if self.has(key):
             return
-        path = self._directory / f".{key}-{uuid.uuid4().hex}"
         try:
-            _write(path, content)
-            path.rename(self._directory / key)
+            _put(self._directory / key, content)
         except OSError as error:
-            path.unlink(missing_ok=True)
-            raise MediaError(
-                f"There is no room for decoded media in {self._directory.resolve()}: {error.strerror}.",
-                hint="Give the host more shared memory (docker run --shm-size), or draw fewer prompts.",
-            ) from error
+            if self._directory.is_symlink():  # to memory
+                self._put_on_disk(key, content, error)
+            else:
+                raise self._full(content, error) from error
+
+    def _put_on_disk(self, key: str, content: Content, problem: OSError) -> None:
+        if not self._disk.exists():
+            logger.warning(
+                "no room in %s (%s): further decoded media are kept in %s",
+                self._directory.resolve(),
+                problem.strerror,
+                self._disk,
+            )
+        try:
+            self._disk.mkdir(exist_ok=True)
+            _put(self._disk / key, content)
+        except OSError as error:
+            raise self._full(content, error) from error
+
+    def _full(self, content: Content, problem: OSError) -> OutOfMemoryError:
+        folders = dict.fromkeys(str(folder.resolve()) for folder in self._folders if folder.exists())
+        return OutOfMemoryError(
+            f"There is no room for {content.data.nbytes} bytes of a decoded {content.kind}: "
+            f"{problem.strerror}. {' and '.join(folders)} hold {self.bytes()} bytes.",
+            hint="Give the host more shared memory (docker run --shm-size) or disk, let fewer prompts be "
+            "under way (rollout.prompts_per_step), or set a smaller media.max_pixels.",
+        )
 
     def has(self, key: str) -> bool:
         """Return whether the content is there."""
-        return (self._directory / key).exists()
+        return any((folder / key).exists() for folder in self._folders)
 
     def get(self, key: str) -> Content:
         """Return a content, mapped read-only.
 
         :raises KeyError: It is not there.
         """
-        try:
-            return _map(self._directory / key)
-        except FileNotFoundError:
-            raise KeyError(key) from None
+        for folder in self._folders:
+            with suppress(FileNotFoundError):
+                return _map(folder / key)
+        raise KeyError(key)
 
     def drop(self, keys: Iterable[str]) -> None:
         """Forget contents; what maps one keeps it as long as it does."""
         for key in keys:
-            (self._directory / key).unlink(missing_ok=True)
+            for folder in self._folders:
+                (folder / key).unlink(missing_ok=True)
 
     def bytes(self) -> int:
         """Return how many bytes of contents there are."""
-        return sum(_data_bytes(path) for path in self._directory.iterdir() if _is_content(path))
+        folders = [folder for folder in self._folders if folder.exists()]
+        return sum(_data_bytes(path) for folder in folders for path in folder.iterdir() if _is_content(path))
 
     def close(self) -> None:
         """Leave what is there to its owner."""
+
+    @property
+    def _folders(self) -> tuple[Path, Path]:
+        return self._directory, self._disk
 
 
 class FileStore(MappedFiles):
     """The directory of a run, removed when it is closed.
 
-    It is in memory, and ``link`` leads to it; or ``link`` itself, on disk, where memory has no room.
+    It is in memory, and ``link`` leads to it; or ``link`` itself, on disk, where memory has no room. What
+    fills the memory later goes to disk.
 
     :param link: What the run's other processes on this host know it by.
     """
 
     def __init__(self, link: Path) -> None:
         sweep(MEMORY)
+        super().__init__(link)
         _unlink(link)
+        _unlink(self._disk)
         self._link = link
         self._own = _in_memory() or link
         self._own.mkdir(parents=True, exist_ok=True)
@@ -111,13 +143,13 @@ class FileStore(MappedFiles):
         if self._own != link:
             link.parent.mkdir(parents=True, exist_ok=True)
             link.symlink_to(self._own)
-        super().__init__(self._own)
 
     def close(self) -> None:
         """Remove the directory."""
         if self._lock >= 0:
             shutil.rmtree(self._own, ignore_errors=True)
             _unlink(self._link)
+            _unlink(self._disk)
             os.close(self._lock)
             self._lock = -1
 
@@ -176,6 +208,17 @@ def _unlink(link: Path) -> None:
 
 def _is_content(path: Path) -> bool:
     return path.name != _OWNER and not path.name.startswith(".")
+
+
+def _put(path: Path, content: Content) -> None:
+    """Write a content that nobody sees before it is whole."""
+    made = path.with_name(f".{path.name}-{uuid.uuid4().hex}")
+    try:
+        _write(made, content)
+        made.rename(path)
+    except OSError:
+        made.unlink(missing_ok=True)
+        raise
 
 
 def _write(path: Path, content: Content) -> None:
