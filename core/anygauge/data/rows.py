@@ -180,11 +180,6 @@ class RowReader:
             return problem.with_traceback(None)
         except MediaError as error:
             return BadMediaError(str(error.args[0]).removesuffix("."), hint=error.hint)
-        except Exception as error:  # noqa: BLE001 - a chat template is anybody's program
-            return self._bad_prompt(
-                f": the chat template refuses it: {error}",
-                hint="The template's rules are in the model directory's chat_template.jinja.",
-            )
 
     def _render(self, fields: dict[str, Any], folder: Path, keyed: bool) -> _Rendered:
         config = self._config
@@ -212,13 +207,22 @@ class RowReader:
             return [prompt, self._answer(fields)] if self._sft else [prompt]
         tools = fields.get(config.tools_key or "")
         if self._finder is None:
-            return [render(prompt, self._tokenizer, config, tools=tools, generate=True)]
+            return [self._by_template(prompt, tools, generate=True)]
         messages = self._with_answer(prompt, fields)
-        text = render(messages, self._tokenizer, config, tools=tools, generate=False)
+        text = self._by_template(messages, tools, generate=False)
         try:
             return self._finder.split(messages, text)
         except BadRowError as error:
             raise self._bad_prompt(f" {error}", hint=error.hint) from error
+
+    def _by_template(self, messages: Sequence[Message], tools: Any, *, generate: bool) -> str:
+        try:
+            return render(messages, self._tokenizer, self._config, tools=tools, generate=generate)
+        except Exception as error:
+            raise self._bad_prompt(
+                f": the chat template refuses it: {error}",
+                hint="The template's rules are in the model directory's chat_template.jinja.",
+            ) from error
 
     def _decoded(self, fields: dict[str, Any]) -> dict[str, Any]:
         """Return a row with the JSON that is in strings, as Parquet files hold what differs between rows."""

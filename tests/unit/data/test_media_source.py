@@ -8,6 +8,7 @@ import json
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from http.client import BadStatusLine, IncompleteRead, InvalidURL
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,11 @@ from PIL import Image
 
 from anygauge.config.schema import Data, DataFile
 from anygauge.config.schema import Media as Settings
+from anygauge.data.media.contents import header_of
+from anygauge.data.media.decode import as_pixels, decode_image
 from anygauge.data.media.finder import MediaFinder
 from anygauge.data.media.loader import LoadedSource, MediaLoader
+from anygauge.data.media.sources import source_of
 from anygauge.data.media.store import FileStore, MappedFiles
 from anygauge.data.source import FileSource
 from anygauge_hooks.errors import DataError, MediaError, OutOfMemoryError
@@ -318,6 +322,36 @@ def test_what_only_decoding_shows_stops_the_run_or_leaves_the_row_out(
         bench.open(rows, {"on_error": "drop"}).next(1)
 
 
+@pytest.mark.parametrize(
+    "error", [InvalidURL("a space"), IncompleteRead(b"ab"), BadStatusLine("not http")], ids=repr
+)
+def test_an_address_that_breaks_is_a_broken_row(
+    error: Exception, bench: Bench, write_rows: WriteRows, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: Any, **__: Any) -> Any:
+        raise error
+
+    monkeypatch.setattr("urllib.request.urlopen", broken)
+    rows = write_rows({"prompt": "good"}, {"prompt": "<image>", "images": "http://there/one.png"})
+    with pytest.raises(DataError, match=r"train.jsonl:2: image 1 \(http://there/one.png\) cannot be fetched"):
+        bench.open(rows, {"allow_urls": True})
+    source = bench.open(rows, {"allow_urls": True, "on_error": "drop"})
+    assert (len(source), bench.source.num_unreadable) == (1, 1)
+
+
+def test_what_a_plugin_raises_over_a_medium_is_not_the_templates(
+    bench: Bench, write_rows: WriteRows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: Any) -> Any:
+        raise RuntimeError("a mistake of the family's")
+
+    (tmp_path / "one.png").write_bytes(png(picture()))
+    monkeypatch.setattr(type(bench.processor), "measure", broken)
+    rows = write_rows({"prompt": "<image>", "images": "one.png"})
+    with pytest.raises(RuntimeError, match="a mistake of the family's"):
+        bench.open(rows, apply_chat_template=True)
+
+
 def test_a_full_store_is_no_broken_row(
     bench: Bench, write_rows: WriteRows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -419,6 +453,50 @@ def test_a_tool_shows_an_image_as_long_as_its_prompt_lives(
     assert bench.store.has(media[0].key)
     del prompt
     assert bench.store.bytes() == 0
+
+
+MODES = (
+    "L",
+    "LA",
+    "La",
+    "P",
+    "PA",
+    "RGBA",
+    "RGBa",
+    "RGBX",
+    "1",
+    "CMYK",
+    "YCbCr",
+    "LAB",
+    "HSV",
+    "I",
+    "I;16",
+    "F",
+)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_an_image_of_pillow_of_any_mode_is_taken(mode: str) -> None:
+    image = Image.new(mode, (5, 3))
+    source = source_of("image", image, Path(), Settings())
+    with source.open() as file:
+        assert np.array_equal(decode_image(file), as_pixels(image))
+
+
+def test_an_image_of_pillow_is_turned_as_its_file_is(tmp_path: Path) -> None:
+    turned = Image.Exif()
+    turned[0x0112] = 6
+    (tmp_path / "a.jpg").write_bytes(png(picture(), format="JPEG", exif=turned))
+    file = source_of("image", "a.jpg", tmp_path, Settings())
+    given = source_of("image", Image.open(tmp_path / "a.jpg"), tmp_path, Settings())
+    assert header_of("image", given).size == header_of("image", file).size == (24, 16)
+
+
+@pytest.mark.parametrize("what", ["empty", "half"])
+def test_an_image_of_pillow_that_cannot_be_read_is_an_error_of_media(what: str) -> None:
+    half = Image.open(io.BytesIO(png(Image.effect_noise((200, 200), 50))[:2000]))
+    with pytest.raises(MediaError, match="cannot be decoded"):
+        source_of("image", half if what == "half" else picture(0, 5), Path(), Settings())
 
 
 def test_one_dictionary_of_settings_decides_whether_an_index_is_used_again(

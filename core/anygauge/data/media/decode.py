@@ -91,6 +91,8 @@ def as_pixels(image: Image) -> NDArray[Any]:
         image = image.transpose(Image.Transpose(turn))
     if image.mode.startswith("I") or image.mode == "F":
         image = _eight_bits(image)
+    if image.mode == "La":  # which becomes nothing else
+        image = image.convert("LA")
     if image.has_transparency_data:
         image = _on_white(image.convert("RGBA"))
     return np.array(image.convert("RGB"))

@@ -15,7 +15,7 @@ from typing import Any, BinaryIO
 
 from anygauge.config.data_files import NO_FILE, why_no_file
 from anygauge.config.schema import Media as Settings
-from anygauge.data.media.decode import BROKEN
+from anygauge.data.media.decode import BROKEN, as_pixels, decoding
 from anygauge_hooks.errors import MediaError
 from anygauge_hooks.media import MediaKind
 
@@ -162,8 +162,12 @@ def _from_base64(text: str) -> bytes:
 
 
 def _as_png(image: Any) -> bytes:
+    """Return an image of Pillow's as the file that it would be read from."""
+    from PIL import Image
+
     buffer = io.BytesIO()
-    image.save(buffer, "PNG", compress_level=1)
+    with decoding():
+        Image.fromarray(as_pixels(image)).save(buffer, "PNG", compress_level=1)
     return buffer.getvalue()
 
 
@@ -178,6 +182,7 @@ def _fetch(address: str, settings: Settings) -> bytes:
             hint="Download the files, or set media.allow_urls = true.",
         )
     import urllib.request
+    from http.client import HTTPException
 
     deadline = time.monotonic() + settings.timeout_s
     content = bytearray()
@@ -189,7 +194,7 @@ def _fetch(address: str, settings: Settings) -> bytes:
                     break  # the size is checked where it is opened
                 if time.monotonic() > deadline:
                     raise TimeoutError("timed out")
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, HTTPException) as error:
         raise MediaError(
             f"cannot be fetched within {settings.timeout_s:g} s: {getattr(error, 'reason', None) or error}.",
             hint="Download the file, or raise media.timeout_s.",
