@@ -24,7 +24,14 @@ from anygauge.testing.tiny import tiny_qwen3, tiny_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = {path.name: path for path in sorted((ROOT / "docs" / "tutorials").glob("*.md"))}
-LONG = {"agent_arithmetic.md", "grpo_arithmetic.md", "one_gpu.md", "ppo_arithmetic.md", "sft_arithmetic.md"}
+LONG = {
+    "agent_arithmetic.md",
+    "grpo_arithmetic.md",
+    "one_gpu.md",
+    "ppo_arithmetic.md",
+    "sft_arithmetic.md",
+    "shapes_vlm.md",
+}
 """Pages that wait for ``make soak``: each start of a run takes 10 s of a core."""
 DEADLINE_S = 230
 
@@ -51,7 +58,9 @@ ONE = (
 )
 FEW = f"{ONE} --rollout.samples_per_prompt 2 --train.optimizer_steps 1"
 SHORTER = {
-    r"make_inputs\.py": r"\g<0> --batch-size 32 --check-interval 2 --max-steps 2 --stop-score 0",
+    r"shapes/make_inputs\.py": r"\g<0> --rows 64",
+    r"shapes/choose\.py": r"\g<0> --least 0",
+    r"arithmetic/make_inputs\.py": r"\g<0> --batch-size 32 --check-interval 2 --max-steps 2 --stop-score 0",
     r"--run\.steps \d+": "--run.steps 3",
     r"anygauge train examples/arithmetic_grpo\.toml.*": rf"\g<0> {FEW} --save.every 2",
     r"anygauge train .*--run\.name first --resume.*": rf"\g<0> --run.steps {TWO_MORE}",
@@ -61,6 +70,8 @@ SHORTER = {
     r"anygauge train examples/arithmetic_sft\.toml.*": rf"\g<0> {ONE} --run.steps 3",
     r"anygauge train (mine|examples/qwen3_0p6b_one_gpu)\.toml(?!.*--dry-run).*": rf"\g<0> {FEW} "
     "--run.steps 2 --rollout.max_new_tokens 8 --train.micro_batch_tokens 512",
+    r"anygauge train examples/shapes_vlm_sft\.toml.*": r"\g<0> --run.steps 5",
+    r"anygauge train examples/shapes_vlm\.toml.*": rf"\g<0> {FEW} --run.steps 3",
     r"anygauge eval .*": r"\g<0> --eval.max_prompts 4",
 }
 """What is changed in every command that a pattern is found in, one after the other."""
