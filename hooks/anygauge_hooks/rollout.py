@@ -127,6 +127,7 @@ class Draft(Protocol):
 
         :param media: Shown among them; their spans count from the first of ``tokens``.
         :returns: Whether the budget had room for them; if not, nothing was added.
+        :raises MediaError: The sample would have more media than :attr:`Rollout.max_media`.
         """
 
     def sample(self, *, text: str | None = None, metadata: Mapping[str, Any] | None = None) -> Sample:
@@ -161,6 +162,10 @@ class Rollout(Protocol):
     the function's own time, and their tokens for no budget."""
 
     @property
+    def max_media(self) -> int | None:
+        """Most media of one conversation, those of the prompt included; ``None`` for any number."""
+
+    @property
     def remaining(self) -> int:
         """Tokens that are left of ``params.max_new_tokens``, which counts those of the whole rollout."""
 
@@ -182,6 +187,7 @@ class Rollout(Protocol):
             must name it, for each holds what it may need.
         :param stop: Strings that end it, beside those of :attr:`params`.
         :param media: Shown among the tokens, in order.
+        :raises MediaError: They are more than :attr:`max_media`.
         """
 
     def draft(self, tokens: Sequence[int] | None = None, media: Sequence[Media] = ()) -> Draft:
@@ -223,5 +229,5 @@ class Rollout(Protocol):
             the template's mark for each medium.
         :returns: Tokens, and media whose spans count from the first of them: what :meth:`Draft.observe`
             takes.
-        :raises MediaError: A medium cannot be used.
+        :raises MediaError: A medium cannot be used, or these alone are more than :attr:`max_media`.
         """

@@ -73,6 +73,7 @@ def open_maker(
             config.data,
             longest_context(config, plugins, hf),
             None if media is None else media.show,
+            config.media.max_per_sample,
         ),
     )
     return SampleMaker(requests, making)

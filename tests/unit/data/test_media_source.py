@@ -455,6 +455,16 @@ def test_a_tool_shows_an_image_as_long_as_its_prompt_lives(
     assert bench.store.bytes() == 0
 
 
+def test_a_message_with_too_many_images_is_refused_before_one_is_decoded(
+    bench: Bench, write_rows: WriteRows
+) -> None:
+    prompt = bench.one(write_rows({"prompt": "a"}), {"max_per_sample": 2})
+    parts = [{"type": "image", "image": picture()}] * 3
+    with pytest.raises(MediaError, match=r"has 3 media; media\.max_per_sample allows 2"):
+        bench.loader.show([{"role": "tool", "content": parts}], prompt, lambda messages: ())
+    assert bench.store.bytes() == 0
+
+
 MODES = (
     "L",
     "LA",

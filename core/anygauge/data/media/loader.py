@@ -17,6 +17,7 @@ from typing import Any
 from anygauge.data.media.expand import Measurement
 from anygauge.data.media.finder import MediaFinder
 from anygauge.data.media.placeholders import find_placeholders
+from anygauge.data.media.problems import check_number
 from anygauge.data.problems import BadMediaError
 from anygauge_hooks.data import DataSource
 from anygauge_hooks.errors import MediaError
@@ -97,8 +98,10 @@ class MediaLoader:
         :param tokens: Of a text in which each medium has the template's mark.
         :param values: Kind and value of each, as a row would hold it.
         :returns: Spans count from the first of ``tokens``.
-        :raises MediaError: One cannot be used, or they and the marks differ.
+        :raises MediaError: One cannot be used, they are more than ``media.max_per_sample``, or they and the
+            marks differ.
         """
+        check_number(len(values), self.finder.settings.max_per_sample)
         found = self.finder.measure(values, Path(), keyed=True)
         waiting: Iterator[Measurement] = (each.measurement() for each in found)
         try:

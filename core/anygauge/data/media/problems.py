@@ -8,7 +8,20 @@ from contextlib import contextmanager
 from anygauge_hooks.errors import MediaError
 from anygauge_hooks.media import MediaKind
 
-__all__ = ["naming"]
+__all__ = ["check_number", "naming"]
+
+
+def check_number(count: int, limit: int | None) -> None:
+    """Refuse a conversation that shows too much.
+
+    :param limit: ``media.max_per_sample``; ``None`` for any number.
+    :raises MediaError: It has more media than that.
+    """
+    if limit is not None and count > limit:
+        raise MediaError(
+            f"A conversation has {count} media; media.max_per_sample allows {limit}.",
+            hint="Raise media.max_per_sample, or let tools and agents show less.",
+        )
 
 
 @contextmanager

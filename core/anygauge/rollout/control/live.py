@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from anygauge.data.media.problems import check_number
 from anygauge.rollout.control.gate import Gate
 from anygauge.rollout.control.journal import Journal, Record
 from anygauge.rollout.control.samples import SampleDraft
@@ -75,6 +76,11 @@ class LiveRollout:
     def tokenizer(self) -> Any:
         """The model's."""
         return self._text.tokenizer
+
+    @property
+    def max_media(self) -> int | None:
+        """Most media of one conversation."""
+        return self._text.max_media
 
     @property
     def remaining(self) -> int:
@@ -147,6 +153,7 @@ class LiveRollout:
     ) -> Generation:
         """Return what the policy says after some tokens."""
         asked, shown = tuple(tokens), tuple(media)
+        check_number(len(shown), self.max_media)
         call, self._calls = self._calls, self._calls + 1
         limit = self._room(asked, max_new_tokens)
         if limit < 1:
@@ -274,6 +281,7 @@ class LiveDraft:
 
     def observe(self, tokens: Sequence[int], media: Sequence[Media] = ()) -> bool:
         """Add tokens that the policy did not sample, and what is shown among them."""
+        check_number(len(self._draft.media) + len(media), self._rollout.max_media)
         self._rollout.check_text(tokens, media)
         if not self._rollout.spend(len(tokens)):
             return False

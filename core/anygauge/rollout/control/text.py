@@ -31,13 +31,20 @@ class TextTools:
     :param data: The table of the config, for the arguments of the template.
     :param context: Most tokens that the model can take; ``None`` for any number.
     :param show: Takes the media of messages into the run's store; ``None`` in a run of text.
+    :param max_media: Most media of one conversation; ``None`` for any number.
     """
 
     def __init__(
-        self, tokenizer: Any, data: Data, context: int | None = None, show: Show | None = None
+        self,
+        tokenizer: Any,
+        data: Data,
+        context: int | None = None,
+        show: Show | None = None,
+        max_media: int | None = None,
     ) -> None:
         self.tokenizer = tokenizer
         self.context = context
+        self.max_media = max_media
         self._data = data
         self._show = show
 

@@ -49,7 +49,8 @@ async def agent(
     make = _Made(rollout.tokenizer, rollout.params, rollout.config.gateway, template_options)
     async with _shared(make) as served:
         look = partial(rollout.look, chat=False) if rollout.params.forbidden else None
-        session = served.open(RolloutGenerator(rollout), seed=seed, look=look)
+        generator = RolloutGenerator(rollout)
+        session = served.open(generator, seed=seed, look=look, max_media=rollout.max_media)
         try:
             returned = await talk(served, session, prompt)
         except Exception:

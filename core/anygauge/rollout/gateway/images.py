@@ -7,6 +7,7 @@ import secrets
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from anygauge.data.media.problems import check_number
 from anygauge.rollout.gateway.messages import Chat, Message
 from anygauge.rollout.gateway.refusals import bad_request
 from anygauge.rollout.gateway.rendering import Renderer
@@ -58,10 +59,14 @@ class Images:
 
     :param look: Takes an image into the run's store; ``None`` of a model that reads text alone.
     :param reserved: Tokens that hold the places of media, which no text may have.
+    :param most: Images of one conversation; ``None`` for any number.
     """
 
-    def __init__(self, renderer: Renderer, look: Look | None, reserved: Collection[int]) -> None:
+    def __init__(
+        self, renderer: Renderer, look: Look | None, reserved: Collection[int], most: int | None = None
+    ) -> None:
         self._renderer = renderer
+        self._most = most
         self._look = look
         self._reserved = frozenset(reserved)
         self._known: dict[str, tuple[str, Media]] = {}
@@ -70,8 +75,12 @@ class Images:
     async def marked(self, chat: Chat) -> Chat:
         """Return a chat whose images were taken, and have their marks in the text.
 
-        :raises Refusal: One of them cannot be shown.
+        :raises Refusal: One of them cannot be shown, or there are too many.
         """
+        try:
+            check_number(sum(len(message.images) for message in chat.messages), self._most)
+        except MediaError as error:
+            raise bad_request(str(error), "messages") from error
         return chat._replace(messages=tuple([await self._marked(message) for message in chat.messages]))
 
     async def _marked(self, message: Message) -> Message:

@@ -145,13 +145,20 @@ class Gateway:
             self._runner = None
 
     def open(
-        self, generator: Generator, *, seed: int, name: str | None = None, look: Look | None = None
+        self,
+        generator: Generator,
+        *,
+        seed: int,
+        name: str | None = None,
+        look: Look | None = None,
+        max_media: int | None = None,
     ) -> Session:
         """Begin a session.
 
         :param generator: What answers its requests.
         :param name: Unique among those that are open, of letters, digits, ``-``, ``_``; ``None`` makes one.
         :param look: Takes images into the run's store; ``None`` where the model reads text alone.
+        :param max_media: Most images of one conversation; ``None`` for any number.
         :raises RolloutError: There is a session of that name, or it is no name.
         """
         self._numbers += 1
@@ -161,7 +168,8 @@ class Gateway:
                 f"A session cannot be called {name!r}.",
                 hint="A name is unique, and has at most 64 letters, digits, - and _.",
             )
-        session = self._sessions[name] = Session(name, generator, seed, self._manner, self._admission, look)
+        session = Session(name, generator, seed, self._manner, self._admission, look, max_media)
+        self._sessions[name] = session
         return session
 
     async def end(self, session: Session) -> None:

@@ -62,6 +62,7 @@ class Session:
     :param generator: The engines.
     :param admission: Of the gateway.
     :param look: Takes images into the run's store; ``None`` where the model reads text alone.
+    :param max_media: Most images of one conversation; ``None`` for any number.
     """
 
     def __init__(
@@ -72,6 +73,7 @@ class Session:
         manner: Manner,
         admission: Admission,
         look: Look | None = None,
+        max_media: int | None = None,
     ) -> None:
         self.name = name
         self.failure: Exception | None = None
@@ -82,7 +84,7 @@ class Session:
         self._seed = seed
         self._manner = manner
         self._admission = admission
-        self._images = Images(manner.renderer, look, manner.params.forbidden)
+        self._images = Images(manner.renderer, look, manner.params.forbidden, max_media)
         self._turns = Turns(manner.renderer, self._images, manner.history)
         self._samplings: dict[str, list[Sampling]] = defaultdict(list)
         self._drawn: dict[tuple[int, ...], int] = defaultdict(int)

@@ -14,7 +14,7 @@ from anygauge.rollout.control.journal import Journal
 from anygauge.rollout.control.multi_turn import multi_turn
 from anygauge.rollout.control.text import Rendered
 from anygauge.testing.scripted_engine import ListSource, ScriptedEngine
-from anygauge_hooks.errors import RolloutError
+from anygauge_hooks.errors import MediaError, RolloutError
 from anygauge_hooks.media import Media
 from anygauge_hooks.rl import Prompt, Sample
 from anygauge_hooks.rollout import GenerateRequest
@@ -124,6 +124,26 @@ def test_where_an_image_finds_no_room_the_rollout_ends(
     sample = one(make_producer, engine, seeing, rows, function=calls("crop"), max_new_tokens=30)
     assert text.decode(sample.response_tokens) == "<call>x</call>"
     assert sample.media == rows[0].media
+
+
+def test_a_conversation_that_shows_too_much_is_refused(
+    make_producer: MakeProducer, text: TextTools, seeing: TextTools, rows: list[Prompt]
+) -> None:
+    async def shows(rollout: Any, prompt: Prompt, seed: int) -> Sample:
+        draft = rollout.draft()
+        assert rollout.max_media == 2
+        assert draft.observe((PAD, PAD), [image("k", 0)])
+        with pytest.raises(MediaError, match=r"has 3 media; media\.max_per_sample allows 2"):
+            draft.observe((PAD, PAD), [image("l", 0)])
+        with pytest.raises(MediaError, match=r"has 4 media; media\.max_per_sample allows 2"):
+            await rollout.generate(draft.tokens, media=draft.media * 2)
+        await draft.generate()
+        found: Sample = draft.sample()
+        return found
+
+    seeing.max_media = 2
+    sample = one(make_producer, talker(text, "ok"), seeing, rows, function=shows)
+    assert [medium.key for medium in sample.media] == ["first", "k"]
 
 
 @pytest.mark.parametrize(

@@ -57,7 +57,8 @@ class Talk:
 
     async def run(self, talk: Any, *, sees: bool = True) -> list[Sample]:
         async with self.gateway as gateway:
-            self.session = gateway.open(self.generator, seed=1, look=self.look if sees else None)
+            look = self.look if sees else None
+            self.session = gateway.open(self.generator, seed=1, look=look, max_media=3)
             await talk(gateway, self.session)
             return self.session.trajectories(Prompt(index=0, tokens=(1,), text=""))
 
@@ -148,6 +149,7 @@ def test_another_image_is_another_conversation(tokenizer: Any) -> None:
         ([shown("https://example.org/a.png")], True, "addresses are not fetched"),
         ([shown(ONE)], False, "Only text can be given to this model"),
         (f"a {MARK}", True, "marks another number of images than the 0"),
+        ([shown(ONE)] * 4, True, "has 4 media; media.max_per_sample allows 3"),
         ([{"type": "text", "text": MARK}, shown(ONE)], True, "marks another number of images than the 1"),
     ],
 )
