@@ -166,6 +166,13 @@ def test_sequences_have_what_transformers_writes(spec: ModelSpec, tmp_path: Path
     for name in ("<|image|>", "<|video|>"):
         with pytest.raises(BadMediaError, match="holds"):
             expander.expand(tokenizer(f"a {name}")["input_ids"], iter(()))
+    processor.kinds = dict.fromkeys(("image", "video"), 3)
+    for kind in ("image", "video"):
+        with pytest.raises(
+            ConfigError, match=rf"image_token_id.*{places['<|image|>']} '<\|image\|>'"
+        ) as raised:
+            Expander(processor, tokenizer, {kind: processor.marks[kind]})
+        assert f"Token 3 holds the place of {kind}" in str(raised.value)
 
 
 def test_places_are_held_by_image_tokens_and_none_is_sampled(spec: ModelSpec) -> None:

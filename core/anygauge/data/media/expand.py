@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from anygauge.data.problems import BadMediaError
+from anygauge_hooks.errors import ConfigError
 from anygauge_hooks.media import Measured, Media, MediaKind, MediaProcessor
 
 __all__ = ["Expander", "Measurement"]
@@ -28,12 +29,15 @@ class Expander:
 
     :param tokenizer: A Hugging Face tokenizer.
     :param marks: The template's text for one medium of each kind that there is.
+    :raises ConfigError: The token that holds the place of a kind is not among those of its mark.
     """
 
     def __init__(self, processor: MediaProcessor, tokenizer: Any, marks: Mapping[MediaKind, str]) -> None:
         self._processor = processor
         self._tokenizer = tokenizer
         self._marks = {kind: self._encode(text) for kind, text in marks.items()}
+        for kind in marks:
+            self._check(kind)
         self._reserved = {*processor.kinds.values(), *self._unexpanded()}
         self._texts: dict[str, list[int]] = {}
 
@@ -72,6 +76,26 @@ class Expander:
     def holds_mark(self, tokens: Sequence[int]) -> bool:
         """Return whether a medium stands among tokens."""
         return self._next_mark(tokens, 0) is not None
+
+    def _check(self, kind: MediaKind) -> None:
+        """Refuse a kind whose place is held by a token that no mark has."""
+        kinds, marks = self._processor.kinds, self._processor.marks
+        held = kinds[kind]
+        # The frames of a video may be images to a model, and have their token.
+        owners = [other for other in kinds if kinds[other] == held]
+        if any(held in self._encode(marks[other]) for other in owners):
+            return
+        owner = owners[0]
+        found = ", ".join(
+            f"{token} {self._tokenizer.decode([token])!r}" for token in self._encode(marks[owner])
+        )
+        raise ConfigError(
+            f"Token {held} holds the place of {kind} in sequences, which is {owner}_token_id in the model's "
+            f"config.json (or its family's, if that has none), and the tokenizer makes other tokens of the "
+            f"mark {marks[owner]!r}: {found or 'none'}.",
+            hint="Take config.json and the tokenizer's files from one checkpoint; or write into config.json "
+            "the id that the tokenizer has for the token in the middle of the mark.",
+        )
 
     def _unexpanded(self) -> Iterator[int]:
         """Yield the tokens of marks that never stand in a sequence: their places are another kind's."""
