@@ -35,7 +35,13 @@ def check_settings(directory: Path, family: str, mels: int) -> None:
     :raises ConfigError: It says so.
     """
     found = settings(directory, "audio")
-    needed = {"sampling_rate": RATE, "hop_length": _HOP, "n_fft": _WINDOW, "feature_size": mels}
+    needed = {
+        "sampling_rate": RATE,
+        "hop_length": _HOP,
+        "n_fft": _WINDOW,
+        "feature_size": mels,
+        "dither": 0.0,
+    }
     for key, needs in needed.items():
         if found.get(key, needs) != needs:
             raise ConfigError(

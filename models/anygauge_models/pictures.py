@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 __all__ = [
     "Budget",
     "at_least",
+    "checked_settings",
     "content_of",
     "fitting_size",
     "frame_times",
-    "normalised_by",
     "resized",
     "settings",
 ]
@@ -43,6 +43,15 @@ _FILES: Mapping[str, tuple[tuple[str, str | None], ...]] = {
     "audio": (("processor_config.json", "feature_extractor"), ("preprocessor_config.json", None)),
 }
 """Where transformers looks for settings, in its order."""
+_MADE: Mapping[str, Any] = {
+    "do_resize": True,
+    "resample": 3,  # cubic splines, by Pillow's number
+    "do_rescale": True,
+    "rescale_factor": 1 / 255,
+    "do_normalize": True,
+    "cap_pixels_per_frame": False,
+}
+"""How every family makes pixels, as transformers' settings say it."""
 
 
 class Budget(NamedTuple):
@@ -53,11 +62,23 @@ class Budget(NamedTuple):
 
     @classmethod
     def of(cls, settings: Mapping[str, Any], default: Budget) -> Budget:
-        """Return what settings of a processor say; ``min_pixels`` and ``max_pixels`` go before ``size``."""
-        size = settings.get("size") or {}
+        """Return what settings of a processor say; ``min_pixels`` and ``max_pixels`` go before ``size``.
+
+        :raises ConfigError: They say a size otherwise than by a number of pixels.
+        """
+        given = settings.get("size", {"shortest_edge": default.smallest, "longest_edge": default.largest})
+        size = given if isinstance(given, Mapping) else {}
         low, high = settings.get("min_pixels"), settings.get("max_pixels")
-        low = size.get("shortest_edge", default.smallest) if low is None else low
-        high = size.get("longest_edge", default.largest) if high is None else high
+        low = size.get("shortest_edge") if low is None else low
+        high = size.get("longest_edge") if high is None else high
+        if not isinstance(low, int | float) or not isinstance(high, int | float):
+            own = {key: settings.get(key) for key in ("size", "min_pixels", "max_pixels")}
+            raise ConfigError(
+                f"The checkpoint's {', '.join(f'{key} = {value}' for key, value in own.items())} do not say "
+                "the fewest and the most pixels of an image.",
+                hint="Give its size a shortest_edge and a longest_edge, in pixels of the whole image, in "
+                "preprocessor_config.json or its like.",
+            )
         return cls(int(low), int(high))
 
     def within(self, limits: MediaLimits, frames: int = 1) -> Budget:
@@ -94,20 +115,51 @@ def _read(path: Path) -> dict[str, Any]:
     return found
 
 
-def normalised_by(
-    found: Mapping[str, Any], family: str, mean: Sequence[float], deviation: Sequence[float]
-) -> None:
-    """Refuse settings that normalise pixels otherwise than the family, which does it on the device.
+def checked_settings(
+    directory: Path,
+    family: str,
+    *,
+    mean: Sequence[float],
+    deviation: Sequence[float],
+    patch: int,
+    merge: int,
+    temporal: int,
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return what a model's directory says of its processors for images and for video.
 
-    :raises ConfigError: They do.
+    :param mean: Of pixels from 0 to 1, by colour; with ``deviation`` they are normalised on the device.
+    :param patch: Pixels of a patch's side, as the tower has it.
+    :param merge: Patches of a feature's side.
+    :param temporal: Frames of a patch.
+    :raises ConfigError: They are made otherwise than the family makes them.
     """
-    for key, needs in (("image_mean", mean), ("image_std", deviation)):
-        if (given := found.get(key)) is not None and not np.allclose(given, needs):
-            raise ConfigError(
-                f"The checkpoint's {key} = {given} is not supported by the {family} family, "
-                f"which needs {list(needs)}.",
-                hint=f"No published model of the {family} family has it; check preprocessor_config.json.",
-            )
+    needed = {
+        "image_mean": list(mean),
+        "image_std": list(deviation),
+        "patch_size": patch,
+        "merge_size": merge,
+        "temporal_patch_size": temporal,
+        **_MADE,
+    }
+    image, video = settings(directory, "image"), settings(directory, "video")
+    for found in (image, video):
+        for key, needs in needed.items():
+            if not _agree(given := found.get(key), needs):
+                raise ConfigError(
+                    f"The checkpoint's {key} = {given} is not supported by the {family} family, "
+                    f"which needs {needs}.",
+                    hint="Check the settings of its processor, preprocessor_config.json or one like it, and "
+                    "the vision_config of its config.json.",
+                )
+    return image, video
+
+
+def _agree(given: Any, needs: Any) -> bool:
+    """Return whether a setting is what is needed; one that is null counts as not given."""
+    try:
+        return given is None or bool(np.allclose(given, needs))
+    except (TypeError, ValueError):  # no number, or another number of them
+        return False
 
 
 def at_least(size: tuple[int, int], side: int) -> tuple[int, int]:

@@ -13,11 +13,10 @@ from anygauge_models.glm4v.vision import IMAGE_DEVIATION, IMAGE_MEAN, patch_of
 from anygauge_models.pictures import (
     Budget,
     at_least,
+    checked_settings,
     content_of,
     fitting_size,
     frame_times,
-    normalised_by,
-    settings,
 )
 
 if TYPE_CHECKING:
@@ -41,11 +40,17 @@ def make_processor(directory: Path, hf: Mapping[str, Any]) -> Processor:
 
     :raises ConfigError: Its settings are another family's.
     """
-    image, video = settings(directory, "image"), settings(directory, "video")
-    for found in (image, video):
-        normalised_by(found, hf["model_type"], IMAGE_MEAN, IMAGE_DEVIATION)
-    named = image.get("processor_class") or image.get("image_processor_type")
     patch, merge, temporal = patch_of(hf)
+    image, video = checked_settings(
+        directory,
+        hf["model_type"],
+        mean=IMAGE_MEAN,
+        deviation=IMAGE_DEVIATION,
+        patch=patch,
+        merge=merge,
+        temporal=temporal,
+    )
+    named = image.get("processor_class") or image.get("image_processor_type")
     return Processor(
         # The frames of a video are images to the model, and have their token.
         kinds=dict.fromkeys(_MARKS, token_of(hf, "image")),

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from anygauge_hooks.errors import MediaError
 from anygauge_hooks.media import Content, Measured
 from anygauge_models.audio import check_settings, frames_of, log_mels
-from anygauge_models.pictures import Budget, content_of, fitting_size, frame_times, normalised_by, settings
+from anygauge_models.pictures import Budget, checked_settings, content_of, fitting_size, frame_times
 from anygauge_models.qwen3_omni_moe.audio import features_of
 from anygauge_models.qwen3_omni_moe.config import audio_of, flat, per_second, token_of
 from anygauge_models.qwen3_vl.vision import DEVIATION, MEAN, vision_of
@@ -36,22 +36,31 @@ def make_processor(directory: Path, hf: Mapping[str, Any]) -> Processor:
     """
     hf = flat(hf)
     vision, mels = vision_of(hf), audio_of(hf)["num_mel_bins"]
-    image, video = settings(directory, "image"), settings(directory, "video")
-    for found in (image, video):
-        normalised_by(found, "qwen3_omni_moe", MEAN, DEVIATION)
+    patch, merge, temporal = (
+        vision[key] for key in ("patch_size", "spatial_merge_size", "temporal_patch_size")
+    )
+    image, video = checked_settings(
+        directory,
+        "qwen3_omni_moe",
+        mean=MEAN,
+        deviation=DEVIATION,
+        patch=patch,
+        merge=merge,
+        temporal=temporal,
+    )
     check_settings(directory, "qwen3_omni_moe", mels)
     return Processor(
         kinds={kind: token_of(hf, kind) for kind in _MARKS},
         marks=_MARKS,
-        patch=vision["patch_size"],
-        merge=vision["spatial_merge_size"],
-        temporal=vision["temporal_patch_size"],
+        patch=patch,
+        merge=merge,
+        temporal=temporal,
         mels=mels,
         per_second=per_second(hf),
         image=Budget.of(image, _IMAGE),
         frame=_FRAME,
-        fewest_frames=video.get("min_frames", 4),
-        most_frames=video.get("max_frames", 768),
+        fewest_frames=video.get("min_frames") or 4,
+        most_frames=video.get("max_frames") or 768,
     )
 
 

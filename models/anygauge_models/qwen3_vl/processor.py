@@ -12,11 +12,10 @@ from anygauge_hooks.media import Measured
 from anygauge_models.pictures import (
     Budget,
     at_least,
+    checked_settings,
     content_of,
     fitting_size,
     frame_times,
-    normalised_by,
-    settings,
 )
 from anygauge_models.qwen3_vl.config import placeholders
 from anygauge_models.qwen3_vl.vision import DEVIATION, MEAN, vision_of
@@ -52,19 +51,22 @@ def processor_with(
     :raises ConfigError: Its settings are another family's.
     """
     config = vision_of(hf)
-    image, video = settings(directory, "image"), settings(directory, "video")
-    for found in (image, video):
-        normalised_by(found, family, MEAN, DEVIATION)
+    patch, merge, temporal = (
+        config[key] for key in ("patch_size", "spatial_merge_size", "temporal_patch_size")
+    )
+    image, video = checked_settings(
+        directory, family, mean=MEAN, deviation=DEVIATION, patch=patch, merge=merge, temporal=temporal
+    )
     return Processor(
         kinds=kinds,
         marks=_MARKS,
-        patch=config["patch_size"],
-        merge=config["spatial_merge_size"],
-        temporal=config["temporal_patch_size"],
+        patch=patch,
+        merge=merge,
+        temporal=temporal,
         image=Budget.of(image, _IMAGE),
         video=Budget.of(video, _VIDEO),
-        fewest_frames=video.get("min_frames", 4),
-        most_frames=video.get("max_frames", 768),
+        fewest_frames=video.get("min_frames") or 4,
+        most_frames=video.get("max_frames") or 768,
     )
 
 

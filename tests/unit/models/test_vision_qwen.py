@@ -500,6 +500,48 @@ def test_settings_of_a_directory_go_before_those_of_the_family(tmp_path: Path) -
         spec.media.make_processor(tmp_path, hf)
 
 
+EDGES = {"shortest_edge": 256, "longest_edge": 1024}
+
+
+@pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_5", "qwen3_omni_moe", "glm4v", "glm_omni"])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"do_resize": False},
+        {"do_rescale": False},
+        {"rescale_factor": 1 / 127.5},
+        {"do_normalize": False},
+        {"resample": 0},
+        {"patch_size": 32},
+        {"patch_size": {"height": 8, "width": 8}},
+        {"merge_size": 1},
+        {"temporal_patch_size": 1},
+        {"cap_pixels_per_frame": True},
+        {"size": {"height": 32, "width": 32}},
+        {"size": {"min_pixels": 256, "max_pixels": 1024}},
+        {"size": None},
+        {"size": 32},
+        {"size": EDGES, "max_pixels": "many"},
+    ],
+)
+def test_pixels_that_are_made_otherwise_are_refused(
+    family: str, settings: dict[str, Any], tmp_path: Path
+) -> None:
+    media = FAMILIES[family].media
+    assert media is not None
+    path = tmp_path / "preprocessor_config.json"
+    made = {
+        **{"do_resize": True, "do_rescale": True, "rescale_factor": 0.00392156862745098},
+        **{"do_normalize": None, "resample": 3, "size": EDGES},
+    }
+    path.write_text(json.dumps(made))
+    media.make_processor(tmp_path, tiny(family))
+    path.write_text(json.dumps(made | settings))
+    *_, key = settings
+    with pytest.raises(ConfigError, match=f"{'size' if key == 'max_pixels' else key} = "):
+        media.make_processor(tmp_path, tiny(family))
+
+
 @pytest.mark.parametrize(
     ("kind", "header", "words"),
     [
