@@ -174,7 +174,7 @@ def _owner(model: nn.Module, name: str) -> nn.Module:
             return owner
     raise RolloutError(
         f"{type(model).__name__} has no tower {name!r}.",
-        hint="transformers has changed; take a version that docs/install.md names.",
+        hint="transformers has changed; take a version in the range that pyproject.toml names.",
     )
 
 
