@@ -261,6 +261,12 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
         {"prompt": "<image>", "images": ["none.png"]},
         r"image 1 \(none.png\) cannot be found: /.*none.png",
     ),
+    "long": (
+        {"prompt": "<image>", "images": ["images/train/" + "a" * 60]},
+        r"image 1 \(images/train/a+\) cannot be found: /.*/images/train/a+ does not exist",
+    ),
+    "null": ({"prompt": "<image>", "images": [None, "one.png"]}, "has null as image 1 of field 'images'"),
+    "empty": ({"prompt": "<image>", "images": [""]}, r"image 1 \(in the row\) is an empty text"),
     "text": ({"prompt": "<image>", "images": ["text.png"]}, r"image 1 \(text.png\) is of no image format"),
     "folder": ({"prompt": "<image>", "images": ["."]}, r"image 1 \(.\) is a directory"),
     "second": ({"prompt": "<image><image>", "images": ["one.png", 7]}, r"image 2 \(int\) is given as int"),
@@ -453,6 +459,36 @@ def test_a_tool_shows_an_image_as_long_as_its_prompt_lives(
     assert bench.store.has(media[0].key)
     del prompt
     assert bench.store.bytes() == 0
+
+
+def test_what_a_tool_cannot_show_is_named_and_is_no_row(
+    bench: Bench, write_rows: WriteRows, tmp_path: Path
+) -> None:
+    prompt = bench.one(write_rows({"prompt": "a"}))
+
+    def told(image: Any) -> str:
+        parts = [{"type": "image", "image": image}]
+        with pytest.raises(MediaError) as caught:
+            bench.loader.show([{"role": "tool", "content": parts}], prompt, lambda messages: ())
+        return str(caught.value)
+
+    assert told("none.png").startswith(f"image 1 (none.png) cannot be found: {Path.cwd()}/none.png does not")
+    assert told(b"text").startswith("image 1 (in a message) is of no image format")
+    assert told(np.zeros((2, 2))).startswith("image 1 (ndarray) is given as ndarray")
+    for image in (b"text", "none.png", 7):
+        assert not any(words in told(image) for words in ("row", "data file", "jsonl"))
+
+
+def test_relative_paths_of_tools_start_from_the_root(
+    bench: Bench, write_rows: WriteRows, tmp_path: Path
+) -> None:
+    (tmp_path / "shown").mkdir()
+    (tmp_path / "shown" / "one.png").write_bytes(png(picture()))
+    prompt = bench.one(write_rows({"prompt": "a"}), {"root": tmp_path / "shown"})
+    mark = bench.tokenizer(bench.processor.marks["image"], add_special_tokens=False)["input_ids"]
+    parts = [{"type": "image", "image": "one.png"}]
+    _, media = bench.loader.show([{"role": "tool", "content": parts}], prompt, lambda messages: tuple(mark))
+    assert bench.store.has(media[0].key)
 
 
 def test_a_message_with_too_many_images_is_refused_before_one_is_decoded(

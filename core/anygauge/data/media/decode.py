@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = ["BROKEN", "as_pixels", "decode_image", "decoding", "image_header", "open_image"]
 
-BROKEN = "Replace the file, or take the row out."
+BROKEN = "Replace the file, or leave it out."
 _ORIENTATION = 0x0112
 _TURNS = {2: 0, 3: 3, 4: 1, 5: 5, 6: 4, 7: 6, 8: 2}
 """From the orientation that Exif gives to Pillow's number of the transposition that undoes it."""

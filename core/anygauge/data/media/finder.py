@@ -90,6 +90,11 @@ class MediaFinder:
         for kind, key in self.fields.items():
             value = row.get(key)
             given[kind] = [] if value is None else value if isinstance(value, list) else [value]
+            if None in given[kind]:
+                raise BadMediaError(
+                    f"has null as {kind} {given[kind].index(None) + 1} of field {key!r}",
+                    hint="Take it out of the list, and its placeholder out of the prompt.",
+                )
         placed = find_placeholders(prompt, given, self.marks, parts=parts)
         limit = self.settings.max_per_sample
         if len(placed.values) > limit:
@@ -99,10 +104,12 @@ class MediaFinder:
             )
         return placed
 
-    def measure(self, values: Sequence[tuple[MediaKind, Any]], folder: Path, *, keyed: bool) -> list[Found]:
+    def measure(
+        self, values: Sequence[tuple[MediaKind, Any]], folder: Path | None, *, keyed: bool
+    ) -> list[Found]:
         """Look at the headers of media.
 
-        :param folder: Of the row's file.
+        :param folder: Of the row's file; ``None`` for what a tool shows.
         :param keyed: Whether all of their bytes are read, for their keys.
         :raises MediaError: One cannot be used; a clause with its kind, number and name.
         """
@@ -110,8 +117,8 @@ class MediaFinder:
         found = []
         for kind, value in values:
             counts[kind] = number = counts.get(kind, 0) + 1
-            with naming("", kind, number, _name(value)):
-                found.append(self._measure(kind, number, value, folder, keyed))
+            with naming("", kind, number, _name(kind, value) or ("in the row" if folder else "in a message")):
+                found.append(self._measure(kind, number, value, folder or Path.cwd(), keyed))
         return found
 
     def remember(self, found: Found, place: str, again: Callable[[], Source] | None) -> None:
@@ -148,10 +155,11 @@ class MediaFinder:
         return Found(kind, number, source, measured, key)
 
 
-def _name(value: Any) -> str:
-    """Return what a row calls a medium, for errors."""
-    if isinstance(value, Mapping):
-        value = next((value[key] for key in ("path", "url") if isinstance(value.get(key), str)), value)
-    if isinstance(value, str) and len(value) < 200 and not value.startswith("data:"):
-        return value
-    return "in the row" if isinstance(value, str | bytes | Mapping) else type(value).__name__
+def _name(kind: MediaKind, value: Any) -> str:
+    """Return what a row or a message calls a medium, for errors; nothing where that is its content."""
+    while isinstance(value, Mapping):
+        named = (value[key] for key in ("path", "url", kind, f"{kind}_url") if value.get(key) is not None)
+        value = next(named, "")
+    if isinstance(value, str):
+        return value if len(value) < 200 and not value.startswith("data:") else ""
+    return "" if isinstance(value, bytes) else type(value).__name__

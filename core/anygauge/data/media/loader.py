@@ -11,7 +11,6 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Se
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from anygauge.data.media.expand import Measurement
@@ -102,7 +101,7 @@ class MediaLoader:
             marks differ.
         """
         check_number(len(values), self.finder.settings.max_per_sample)
-        found = self.finder.measure(values, Path(), keyed=True)
+        found = self.finder.measure(values, None, keyed=True)
         waiting: Iterator[Measurement] = (each.measurement() for each in found)
         try:
             made, media = self.finder.expander.expand(tokens, waiting)

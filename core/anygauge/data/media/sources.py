@@ -26,6 +26,13 @@ _DATA = re.compile(r"data:[^,]*,")
 _BASE64 = re.compile(r"[A-Za-z0-9+/\s]{40,}={0,2}\s*")
 """What is no file's name."""
 _LONGEST_NAME = 80
+_LONGEST_PATH = 1024
+"""Characters; a longer text in the letters of base64 is no path."""
+_BEGINNINGS = (
+    *(b"\x89PNG", b"\xff\xd8\xff", b"GIF8", b"RIFF", b"BM", b"II*\0", b"MM\0*"),
+    *(b"fLaC", b"OggS", b"ID3", b"\xff\xfb", b"\x1aE\xdf\xa3"),
+)
+"""Of files that hold media."""
 _BLOCK = 2**16
 _IMAGES = {".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff"}
 """Of the files in a folder, those that are frames of a video."""
@@ -63,7 +70,8 @@ class Source:
         problem = why_no_file(self.path)
         if problem is not None:
             text = f"cannot be found: {self.path} does not exist" if problem == NO_FILE else problem
-            raise MediaError(f"{text}.", hint="Relative paths start from media.root, else the data file.")
+            text = "is a directory" if self.path.is_dir() else text
+            raise MediaError(f"{text}.", hint="Set media.root, if relative paths start elsewhere.")
         self._check_size(self.path.stat().st_size)
         try:
             with self.path.open("rb") as file:
@@ -110,7 +118,7 @@ def source_of(kind: MediaKind, value: Any, folder: Path, settings: Settings) -> 
         return Source("image of Pillow", settings, raw=_as_png(value))
     raise MediaError(
         f"is given as {type(value).__name__}, which is none of path, address, bytes or base64.",
-        hint="docs/media.md lists what a row may hold.",
+        hint="docs/media.md lists what may be given.",
     )
 
 
@@ -123,7 +131,7 @@ def _of_object(kind: MediaKind, value: Mapping[str, Any], folder: Path, settings
             return found if name is None else Source(str(name), settings, raw=found.raw)
     raise MediaError(
         f"is an object with {', '.join(map(repr, value)) or 'nothing'}, and none of 'bytes' and 'path'.",
-        hint="docs/media.md lists what a row may hold.",
+        hint="docs/media.md lists what may be given.",
     )
 
 
@@ -132,7 +140,9 @@ def _of_text(kind: MediaKind, text: str, folder: Path, settings: Settings) -> So
         return Source("data:", settings, raw=_from_base64(text.partition(",")[2]))
     if _ADDRESS.match(text):
         return Source(text[:_LONGEST_NAME], settings, raw=_fetch(text, settings))
-    if _BASE64.fullmatch(text) and not _names_file(folder, text):
+    if not text.strip():
+        raise MediaError("is an empty text.", hint="Give a path, an address or base64.")
+    if _BASE64.fullmatch(text) and not _names_file(folder, text) and _is_base64(text):
         return Source("base64", settings, raw=_from_base64(text))
     path = folder / text
     if kind == "video" and path.is_dir():
@@ -152,6 +162,17 @@ def _names_file(folder: Path, text: str) -> bool:
         return (folder / text).exists()
     except (OSError, ValueError):  # too long for a name
         return False
+
+
+def _is_base64(text: str) -> bool:
+    """Return whether a text in the letters of base64 is that, and not the path of a file that is missing."""
+    if len(text) > _LONGEST_PATH:
+        return True
+    try:
+        raw = _from_base64(text)
+    except MediaError:
+        return False
+    return raw.startswith(_BEGINNINGS) or raw[4:8] == b"ftyp"
 
 
 def _from_base64(text: str) -> bytes:

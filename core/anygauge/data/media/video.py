@@ -29,11 +29,16 @@ def video_header(source: Source) -> Header:
 
     Images that are given as frames count as taken at ``media.fps``.
 
-    :raises MediaError: It cannot be read, or nothing that reads it is installed; a clause.
+    :raises MediaError: It cannot be read, its frames differ in size, or nothing that reads it is installed; a
+        clause.
     """
     if source.frames:
-        with source.frames[0].open() as file:
-            first = image_header(file)
+        headers = []
+        for frame in source.frames:
+            with frame.open() as file:
+                headers.append(image_header(file))
+        _check_sizes([header.size for header in headers])
+        first = headers[0]
         count, fps = len(source.frames), source.settings.fps
         return first._replace(frames=count, fps=fps, duration=count / fps)
     with source.open() as file:
@@ -51,13 +56,16 @@ def decode_video(source: Source, header: Header, times: Sequence[float]) -> Deco
     missing = [number for number in wanted if number not in found]
     if missing:
         raise MediaError(f"ends before its frame {missing[0]} of {header.frames}.", hint=BROKEN)
-    odd = next((number for number in wanted if found[number].shape != found[wanted[0]].shape), None)
+    _check_sizes([found[number].shape[:2] for number in wanted])
+    return Decoded(frames=[found[number] for number in wanted], times=list(times))
+
+
+def _check_sizes(sizes: Sequence[tuple[int, ...]]) -> None:
+    odd = next((size for size in sizes if size != sizes[0]), None)
     if odd is not None:
         raise MediaError(
-            f"has frames of different sizes: {found[wanted[0]].shape[:2]} and {found[odd].shape[:2]}.",
-            hint="Bring them to one size.",
+            f"has frames of different sizes: {sizes[0]} and {odd}.", hint="Bring them to one size."
         )
-    return Decoded(frames=[found[number] for number in wanted], times=list(times))
 
 
 def _frames(source: Source, wanted: set[int]) -> Iterator[tuple[int, NDArray[Any]]]:
