@@ -152,6 +152,9 @@ class ModelSpec:
     ``language_model``; empty for the model itself. It has Megatron's ``post_process`` on every stage."""
     assistant_turns: AssistantTurns | None = None
     """For SFT on chats; ``None`` if the family has no chat template."""
+    rollout_engines: tuple[str, ...] | None = None
+    """Names of the rollout engines that have a model for the family, where they are few or none; ``None``
+    leaves it to each engine to say so when it starts."""
     media: MediaSpec | None = None
     """What the family does with images, video and sound; ``None`` if it reads text alone. :attr:`build` of
     a family that has one is called with ``compose=`` too: ``compose(towers, config, decoder, pre_process=,

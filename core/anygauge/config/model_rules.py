@@ -45,6 +45,7 @@ def model_rules(config: Config, plugins: Plugins, *, trains: bool) -> Problems:
         yield from _stop_tokens(config, policy)
         yield from _chat_template(config)
         yield from model_media(config, policy, plugins)
+        yield from _rollout_engine(config, policy, plugins)
     for index, group in enumerate(config.rollout.groups):
         if group.path is not None and not os.path.isdir(group.path):
             hint = f"no such directory{from_here(group.path)}"
@@ -151,6 +152,21 @@ def _architecture(path: str, config: Config, hf: Mapping[str, Any], plugins: Plu
             yield problem if role == "model" else of_role(problem, config, role)
     if path == "model.path":
         yield from _expert_options(config, architecture)
+
+
+def _rollout_engine(config: Config, hf: Mapping[str, Any], plugins: Plugins) -> Problems:
+    """Yield an engine that has no model for the policy's family, where something is to be generated."""
+    if not config.samples or config.debug.mode == "train_only":
+        return
+    try:
+        spec = plugins.model(hf.get("architectures") or ())
+    except AnygaugeError:
+        return  # a problem of its own
+    engine = config.rollout.engine
+    if spec.rollout_engines is not None and engine not in spec.rollout_engines:
+        fit = f"these have: {', '.join(spec.rollout_engines)}" if spec.rollout_engines else "none has one yet"
+        hint = f'has no model for the {spec.name} family; {fit}; run.task = "sft" without rewards needs none'
+        yield ConfigProblem(path="rollout.engine", found=engine, hint=hint)
 
 
 def _expert_options(config: Config, architecture: Mapping[str, Any]) -> Problems:

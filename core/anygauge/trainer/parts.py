@@ -25,7 +25,7 @@ def run_parts(config: Config) -> Parts:
     """Return what a run builds: in a debug mode, one half alone."""
     mode = config.debug.mode
     trains = mode != "rollout_only"
-    return Parts(trains=trains, generates=mode != "train_only" and _samples(config), learns=trains)
+    return Parts(trains=trains, generates=mode != "train_only" and config.samples, learns=trains)
 
 
 def evaluation_parts(config: Config, *, loads: bool) -> Parts:
@@ -34,11 +34,4 @@ def evaluation_parts(config: Config, *, loads: bool) -> Parts:
     :param loads: Whether it reads a checkpoint, which only train engines can.
     """
     given = bool(config.rollout.external)  # they have whatever weights they have, until they are sent others
-    return Parts(trains=loads or given or config.run.task == "sft", generates=_samples(config))
-
-
-def _samples(config: Config) -> bool:
-    """Return whether there is anything to generate for."""
-    rewards = [config.reward, *(each.reward for each in config.eval.datasets.values() if each.reward)]
-    is_scored = any(reward.function or reward.parts for reward in rewards)
-    return config.run.task != "sft" or (is_scored and bool(config.eval.data or config.eval.datasets))
+    return Parts(trains=loads or given or config.run.task == "sft", generates=config.samples)

@@ -59,6 +59,7 @@ GLM_OMNI = ModelSpec(
     tiny=config.tiny,
     build=_build,
     output_owner=OWNER,
+    rollout_engines=(),
     media=MediaSpec(
         make_processor=make_processor,
         towers=_towers,

@@ -45,6 +45,7 @@ class Model:
     name = "toy"
     architectures = ("ToyForCausalLM",)
     media = None
+    rollout_engines: tuple[str, ...] | None = None
 
     @staticmethod
     def transformer_config(hf: Mapping[str, Any]) -> dict[str, int]:

@@ -13,7 +13,7 @@ import pytest
 from anygauge.config import LoadedConfig
 from anygauge.config.architecture_rules import read_architecture
 from anygauge.config.same_model import differing_keys
-from anygauge.plugins import load_plugins
+from anygauge.plugins import Plugins, load_plugins
 from anygauge_hooks.errors import ConfigError
 from anygauge_hooks.models import ModelSpec
 
@@ -138,6 +138,21 @@ def test_limits_are_read_where_a_text_model_is_inside_another(load: Load, model_
         load({}, ["--rollout.stop_token_ids=[8]"])
     for hint in ("the model takes 4 ", "the model's vocab_size is 8", "a vocab_size of only 8"):
         assert hint in str(caught.value)
+
+
+@pytest.mark.parametrize(("engines", "fit"), [((), "none has one yet"), (("own",), "these have: own")])
+def test_an_engine_must_have_a_model_of_the_family(
+    load: Load, plugins: Plugins, monkeypatch: pytest.MonkeyPatch, engines: tuple[str, ...], fit: str
+) -> None:
+    assert FAMILIES["glm_omni"].rollout_engines == ()
+    monkeypatch.setattr(plugins.model(["ToyForCausalLM"]), "rollout_engines", engines)
+    refused = rf"rollout\.engine: found 'transformers'.*no model for the toy family; {fit}"
+    with pytest.raises(ConfigError, match=refused):
+        load({})
+    sft = {"run": 'task = "sft"', "data": 'input_key = "messages"'}
+    load(sft)
+    with pytest.raises(ConfigError, match=refused):
+        load({**sft, "eval": 'data = ["."]'})
 
 
 def test_a_rate_without_biases_is_refused(load: Load) -> None:

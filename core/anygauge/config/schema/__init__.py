@@ -88,3 +88,10 @@ class Config(Section):
     def has_engines_apart(self) -> bool:
         """Whether rollout engines are elsewhere than in the workers that train."""
         return self.placement.rollout_workers > 0 or bool(self.rollout.external)
+
+    @property
+    def samples(self) -> bool:
+        """Whether there is anything to generate for: training by rewards, or an evaluation with one."""
+        rewards = [self.reward, *(each.reward for each in self.eval.datasets.values() if each.reward)]
+        is_scored = any(reward.function or reward.parts for reward in rewards)
+        return self.run.task != "sft" or (is_scored and bool(self.eval.data or self.eval.datasets))
