@@ -241,7 +241,15 @@ RULES = (
     Check(debug_rule, ("debug", "run.task")),
     Check(
         media_rule,
-        ("media", "data.multimodal_keys", "model.modalities", "train.freeze", "placement.launcher", "debug"),
+        (
+            "media",
+            "data.multimodal_keys",
+            "eval.datasets",
+            "model.modalities",
+            "train.freeze",
+            "placement.launcher",
+            "debug",
+        ),
     ),
     Check(algorithm_rule, ("run.task", "run.steps", "algorithm.aggregation", "critic.only_steps")),
     Check(control_rule, ("rollout", "placement.rollout_workers", "eval")),

@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from anygauge.config.modalities import modalities
-from anygauge.config.schema import Config, Media
+from anygauge.config.modalities import media_fields, modalities
+from anygauge.config.schema import Config, Data, EvalDataset, Media
 from anygauge_hooks.errors import AnygaugeError
 from anygauge_hooks.types import ConfigProblem
 
@@ -32,9 +32,10 @@ def media_rule(config: Config, user_keys: Collection[str]) -> Problems:
     if not kinds:
         yield from _without_media(config)
         return
-    if lacking := sorted(set(config.data.multimodal_keys) - kinds):
-        hint = f"lacks {', '.join(lacking)}, which data.multimodal_keys names; add it, or leave this out"
-        yield ConfigProblem(path="model.modalities", found=sorted(kinds), hint=hint)
+    for path, keys in media_fields(config).items():
+        if lacking := sorted(set(keys) - kinds):
+            hint = f"lacks {', '.join(lacking)}, which {path} names; add it, or leave this out"
+            yield ConfigProblem(path="model.modalities", found=sorted(kinds), hint=hint)
     for part, takes in _TOWERS.items():
         if part in config.train.freeze and not takes & kinds:
             hint = f"there is no tower for {part}: the run has {', '.join(sorted(kinds))} alone"
@@ -56,7 +57,8 @@ def model_media(config: Config, hf: Mapping[str, Any], plugins: Plugins) -> Prob
     kinds = modalities(config)
     if not kinds:
         return
-    path = "data.multimodal_keys" if config.model.modalities is None else "model.modalities"
+    named = config.model.modalities is not None
+    path = "model.modalities" if named else next(path for path, keys in media_fields(config).items() if keys)
     try:
         spec = plugins.model(hf.get("architectures") or ())
         taken = (
@@ -122,13 +124,22 @@ def other_sight(
 
 
 def _fields(config: Config) -> Problems:
-    data = config.data
-    used = Counter([data.input_key, data.label_key, data.metadata_key, data.tools_key])
-    used.update(data.multimodal_keys.values())
-    for kind, key in data.multimodal_keys.items():
-        if used[key] > 1:
-            hint = f"another key names the field {key!r} too; give each its own"
-            yield ConfigProblem(path=f"data.multimodal_keys.{kind}", found=key, hint=hint)
+    tables: dict[str, Data | EvalDataset] = {"data": config.data}
+    tables |= {f"eval.datasets.{name}": dataset for name, dataset in config.eval.datasets.items()}
+    keys = media_fields(config)
+    for name, table in tables.items():
+        path = f"{name}.multimodal_keys"
+        if path not in keys:
+            continue
+        used = Counter(
+            getattr(table if key in table.model_fields_set else config.data, key)
+            for key in ("input_key", "label_key", "metadata_key", "tools_key")
+        )
+        used.update(keys[path].values())
+        for kind, key in keys[path].items():
+            if used[key] > 1:
+                hint = f"another key names the field {key!r} too; give each its own"
+                yield ConfigProblem(path=f"{path}.{kind}", found=key, hint=hint)
 
 
 def _without_media(config: Config) -> Problems:

@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from anygauge.config.schema import Config
 from anygauge_hooks.media import MediaKind
 
-__all__ = ["modalities"]
+__all__ = ["media_fields", "modalities"]
 
 
 def modalities(config: Config) -> frozenset[MediaKind]:
     """Return the kinds of media that the model of a run takes: what is named, or what its data have."""
     if config.model.modalities is not None:
         return frozenset(config.model.modalities)
-    return frozenset(config.data.multimodal_keys)
+    return frozenset(kind for keys in media_fields(config).values() for kind in keys)
+
+
+def media_fields(config: Config) -> dict[str, Mapping[MediaKind, str]]:
+    """Return the fields of rows that hold media, by the path of what names them."""
+    found: dict[str, Mapping[MediaKind, str]] = {"data.multimodal_keys": config.data.multimodal_keys}
+    for name, dataset in config.eval.datasets.items():
+        if dataset.multimodal_keys is not None:
+            found[f"eval.datasets.{name}.multimodal_keys"] = dataset.multimodal_keys
+    return found

@@ -11,7 +11,8 @@ __all__ = ["CHAT_ONLY", "eval_data", "eval_datasets"]
 
 CHAT_ONLY = ("system_prompt", "chat_template_kwargs", "tools_key")
 """Settings that only a chat template uses."""
-_READING = ("input_key", "label_key", "metadata_key", "apply_chat_template", "max_prompt_tokens", *CHAT_ONLY)
+_KEYS = ("input_key", "label_key", "metadata_key", "multimodal_keys")
+_READING = (*_KEYS, "apply_chat_template", "max_prompt_tokens", *CHAT_ONLY)
 _SAMPLING = ("samples_per_prompt", "max_prompts", "temperature", "top_p", "top_k", "max_new_tokens")
 _STOPS = ("stop", "stop_token_ids")
 _MAY_BE_NONE = {"label_key", "metadata_key", "tools_key", "system_prompt", "max_prompt_tokens", "max_prompts"}

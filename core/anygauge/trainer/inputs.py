@@ -163,7 +163,8 @@ def _make_source(
     room = prompt_room(longest_context(config, plugins, hf), config.run.task, max_new_tokens)
     turns = (spec.assistant_turns or NO_CHATS) if config.run.task == "sft" else None
     # A source of text that somebody wrote need not know of media.
-    more = {} if media is None or not (data.multimodal_keys or data.source == "files") else {"media": media}
+    takes_media = media is not None and (data.multimodal_keys or data.source == "files")
+    more = {"media": media.of(data.multimodal_keys)} if media is not None and takes_media else {}
     source: DataSource = make(data, tokenizer, config.run.seed, max_tokens=room, turns=turns, **more)
     return source
 

@@ -16,6 +16,7 @@ from anygauge_hooks.errors import ConfigError
 from anygauge_hooks.models import ModelSpec
 
 Load = Callable[..., LoadedConfig]
+EVALUATED = 'eval.datasets.e={files = ["e.jsonl"], multimodal_keys = {audio = "sound"}}'
 IMAGES = 'data.multimodal_keys={image = "images"}'
 
 
@@ -35,6 +36,14 @@ IMAGES = 'data.multimodal_keys={image = "images"}'
         ([IMAGES, 'train.freeze=["audio"]'], "there is no tower for audio: the run has image alone"),
         ([IMAGES, "media.min_pixels=9", "media.max_pixels=8"], "must be at most media.max_pixels = 8"),
         ([IMAGES, 'media.store="ray"', 'placement.launcher="local"'], "leave this out"),
+        (
+            [IMAGES, 'model.modalities=["image"]', EVALUATED],
+            "lacks audio, which eval.datasets.e.multimodal_keys names",
+        ),
+        (
+            ['eval.datasets.e={files = ["e.jsonl"], input_key = "q", multimodal_keys = {image = "q"}}'],
+            "eval.datasets.e.multimodal_keys.image: found 'q'",
+        ),
         (['data.multimodal_keys={image = "label"}'], "another key names the field 'label' too"),
         (['data.multimodal_keys={image = "a", video = "a"}'], "another key names the field 'a' too"),
     ],
@@ -48,6 +57,11 @@ def test_keys_that_do_not_go_together(load: Load, keys: list[str], text: str) ->
 def test_a_model_of_text_is_not_given_images(load: Load) -> None:
     with pytest.raises(ConfigError, match="takes text alone; leave out image"):
         load(overrides=[f"--{IMAGES}"])
+
+
+def test_an_evaluation_of_images_makes_a_run_one_of_images(load: Load) -> None:
+    with pytest.raises(ConfigError, match=r"eval.datasets.e.multimodal_keys: .*\n?.*leave out audio"):
+        load(overrides=[f"--{EVALUATED}"])
 
 
 FAMILIES: dict[str, ModelSpec] = load_plugins().named("register_models")
@@ -64,6 +78,7 @@ def problems(
     config: Any = SimpleNamespace(
         model=SimpleNamespace(modalities=list(kinds) if named else None),
         data=SimpleNamespace(multimodal_keys={kind: kind for kind in kinds}),
+        eval=SimpleNamespace(datasets={}),
         train=SimpleNamespace(parallel=Parallel(**(parallel or {})), megatron=megatron or {}),
     )
     hf = {**spec.tiny(), "architectures": [spec.architectures[0]]}

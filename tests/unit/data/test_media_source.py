@@ -426,6 +426,24 @@ def test_evaluation_holds_its_images_for_a_while(bench: Bench, write_rows: Write
         assert bench.store.bytes() == 0
 
 
+def test_a_data_set_has_its_images_in_a_field_of_its_own(
+    bench: Bench, write_rows: WriteRows, tmp_path: Path
+) -> None:
+    (tmp_path / "one.png").write_bytes(png(picture()))
+    bench.open(write_rows({"prompt": "a"}))
+    finder = bench.reader.of({"image": "pictures"})
+    rows = write_rows({"prompt": "<image>", "pictures": "one.png"})
+    own = Data(
+        train=(DataFile(path=str(rows)),),
+        label_key=None,
+        multimodal_keys={"image": "pictures"},
+        cache=tmp_path / "cache",
+    )
+    prompts = FileSource(own, bench.tokenizer, media=finder).all()
+    with bench.loader.held(prompts):
+        assert bench.store.has(prompts[0].media[0].key)
+
+
 def test_prompts_of_an_earlier_part_of_a_run_are_decoded_again(
     bench: Bench, write_rows: WriteRows, tmp_path: Path
 ) -> None:

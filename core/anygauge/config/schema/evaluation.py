@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
 
@@ -32,6 +32,8 @@ class EvalDataset(Section):
     """As in ``[data]``."""
     tools_key: str | None = None
     """As in ``[data]``."""
+    multimodal_keys: dict[Literal["image", "video", "audio"], str] | None = None
+    """As in ``[data]``; replaces all of them, ``{}`` for rows of text."""
     apply_chat_template: bool | None = None
     """As in ``[data]``; ``false`` takes none of the template's settings from there."""
     chat_template_kwargs: dict[str, Any] | None = None

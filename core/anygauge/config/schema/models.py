@@ -47,7 +47,7 @@ class Model(Section):
     """Let Python files of the checkpoint run. Without, a checkpoint that needs them is refused."""
     modalities: Annotated[tuple[Modality, ...] | None, BeforeValidator(list_as_tuple)] = None
     """What the model sees and hears; towers of other kinds are not built. ``None`` takes the kinds of
-    ``data.multimodal_keys``; name them where tools alone show images."""
+    ``data.multimodal_keys`` and of ``eval.datasets``; name them where tools alone show images."""
 
 
 class Reference(Section):

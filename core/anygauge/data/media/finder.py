@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -75,6 +76,14 @@ class MediaFinder:
         """Rows that were drawn and left out, since somebody asked."""
         self._limits = media_limits(settings)
         self._fingerprint = processor.fingerprint()
+
+    def of(self, fields: Mapping[MediaKind, str]) -> MediaFinder:
+        """Return one for rows with other fields, which remembers in the same place."""
+        if fields == self.fields:
+            return self
+        other = copy(self)
+        other.fields = fields
+        return other
 
     def facts(self) -> dict[str, Any]:
         """Return all that decides how many tokens a medium has, as JSON can write it."""

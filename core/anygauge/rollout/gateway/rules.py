@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+from anygauge.config.modalities import media_fields
 from anygauge.config.named_functions import import_problems, taken_options
 from anygauge.config.schema import RolloutGateway
 from anygauge.rollout.gateway.tool_formats import find_format
@@ -39,12 +40,13 @@ def agent_problems(config: Config) -> Problems:
     if config.data.apply_chat_template:
         hint = "the gateway renders what an agent sends, which gets the row's text as it is; leave it out"
         yield ConfigProblem(path="data.apply_chat_template", found=True, hint=hint)
-    if config.data.multimodal_keys:
+    for path, keys in media_fields(config).items():
         hint = (
             "an agent sends its images itself, from paths or data in the row's metadata; name what the model "
         )
         hint += 'takes instead: model.modalities = ["image"]'
-        yield ConfigProblem(path="data.multimodal_keys", found=config.data.multimodal_keys, hint=hint)
+        if keys:
+            yield ConfigProblem(path=path, found=keys, hint=hint)
 
 
 def _without_effect(function: str, gateway: RolloutGateway) -> Problems:
