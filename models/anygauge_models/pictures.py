@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -16,10 +17,11 @@ from anygauge_hooks.media import Content
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from anygauge_hooks.media import Decoded, Measured, MediaKind, MediaLimits
+    from anygauge_hooks.media import Decoded, Header, Measured, MediaKind, MediaLimits
 
 __all__ = [
     "Budget",
+    "Patches",
     "at_least",
     "checked_settings",
     "content_of",
@@ -243,3 +245,55 @@ def content_of(kind: MediaKind, raw: Decoded, measured: Measured, temporal: int)
     missing = -len(frames) % temporal
     whole = np.concatenate([frames, np.repeat(frames[-1:], missing, 0)]) if missing else frames
     return Content("video", whole, measured.seconds)
+
+
+@dataclass(slots=True, kw_only=True)
+class Patches:
+    """What the processors of all families do alike: cut into patches what was resized."""
+
+    patch: int
+    """Pixels of a patch's side."""
+    merge: int
+    """Patches of a feature's side."""
+    temporal: int
+    """Frames of a patch."""
+
+    def load(self, kind: MediaKind, raw: Decoded, measured: Measured) -> Content:
+        """Return the content: resized, and whole patches in time."""
+        return content_of(kind, raw, measured, self.temporal)
+
+    def fingerprint(self) -> str:
+        """Return what distinguishes this processor's contents from another's."""
+        return repr(self)
+
+    @property
+    def side(self) -> int:
+        """Pixels of a feature's side."""
+        return self.patch * self.merge
+
+    def grid(self, time: int, size: tuple[int, int]) -> tuple[int, int, int]:
+        """Return the patches of something of this size.
+
+        :param time: Patches in time.
+        :param size: Height and width in pixels.
+        """
+        return time, size[0] // self.patch, size[1] // self.patch
+
+    def features(self, size: tuple[int, int]) -> int:
+        """Return how many features one patch in time of this size becomes."""
+        return (size[0] // self.side) * (size[1] // self.side)
+
+    def whole_times(self, header: Header, limits: MediaLimits, fewest: int, most: int) -> tuple[float, ...]:
+        """Return the seconds at which frames of a video are taken, as :func:`frame_times` does.
+
+        :raises MediaError: They are fewer than those of a patch.
+        """
+        most = min(limits.max_frames, most)
+        times = frame_times(header.frames, header.fps, limits.fps, fewest, most)
+        if len(times) < self.temporal:
+            raise MediaError(
+                f"It is a video of {header.frames} frames, {len(times)} of which are taken, and a patch "
+                f"takes {self.temporal}.",
+                hint="Give a single frame as an image, or raise media.max_frames.",
+            )
+        return times

@@ -10,17 +10,10 @@ from typing import TYPE_CHECKING, Any
 from anygauge_hooks.media import Measured
 from anygauge_models.glm4v.config import token_of
 from anygauge_models.glm4v.vision import IMAGE_DEVIATION, IMAGE_MEAN, patch_of
-from anygauge_models.pictures import (
-    Budget,
-    at_least,
-    checked_settings,
-    content_of,
-    fitting_size,
-    frame_times,
-)
+from anygauge_models.pictures import Budget, Patches, at_least, checked_settings, fitting_size, frame_times
 
 if TYPE_CHECKING:
-    from anygauge_hooks.media import Content, Decoded, Header, MediaKind, MediaLimits
+    from anygauge_hooks.media import Header, MediaKind, MediaLimits
 
 __all__ = ["Processor", "make_processor"]
 
@@ -65,14 +58,11 @@ def make_processor(directory: Path, hf: Mapping[str, Any]) -> Processor:
 
 
 @dataclass(slots=True, kw_only=True)
-class Processor:
+class Processor(Patches):
     """A ``MediaProcessor``. A video is a row of images with their times after them."""
 
     kinds: Mapping[MediaKind, int]
     marks: Mapping[MediaKind, str]
-    patch: int
-    merge: int
-    temporal: int
     image: Budget
     video: Budget
     in_tenths: bool
@@ -85,37 +75,21 @@ class Processor:
         """
         if kind == "image":
             size = self._size(header, self.image.within(limits, self.temporal), self.temporal)
-            return Measured(self._grid(1, size), size, (("", self._features(size)),))
+            return Measured(self.grid(1, size), size, (("", self.features(size)),))
         times = frame_times(header.frames, header.fps, limits.fps, 1, limits.max_frames)
         count = len(times) + -len(times) % self.temporal
         size = self._size(header, self.video.within(limits, count), count)
         shown = times[:: self.temporal]
         return Measured(
-            self._grid(len(shown), size),
+            self.grid(len(shown), size),
             size,
-            self._with_times(shown, self._features(size)),
+            self._with_times(shown, self.features(size)),
             seconds=shown[1] - shown[0] if len(shown) > 1 else 0.0,
             times=times,
         )
 
-    def load(self, kind: MediaKind, raw: Decoded, measured: Measured) -> Content:
-        """Return the content: resized, and whole patches in time."""
-        return content_of(kind, raw, measured, self.temporal)
-
-    def fingerprint(self) -> str:
-        """Return what distinguishes this processor's contents from another's."""
-        return repr(self)
-
     def _size(self, header: Header, budget: Budget, frames: int) -> tuple[int, int]:
-        side = self.patch * self.merge
-        return fitting_size(at_least(header.size, side), side, budget, frames=frames)
-
-    def _grid(self, time: int, size: tuple[int, int]) -> tuple[int, int, int]:
-        return time, size[0] // self.patch, size[1] // self.patch
-
-    def _features(self, size: tuple[int, int]) -> int:
-        side = self.patch * self.merge
-        return (size[0] // side) * (size[1] // side)
+        return fitting_size(at_least(header.size, self.side), self.side, budget, frames=frames)
 
     def _with_times(self, times: tuple[float, ...], count: int) -> tuple[tuple[str, int], ...]:
         """Return the pieces of a video: after each frame comes its time."""

@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from anygauge_hooks.errors import MediaError
 from anygauge_hooks.media import Content, Measured
 from anygauge_models.audio import check_settings, frames_of, log_mels
-from anygauge_models.pictures import Budget, checked_settings, content_of, fitting_size, frame_times
+from anygauge_models.pictures import Budget, Patches, checked_settings, content_of, fitting_size
 from anygauge_models.qwen3_omni_moe.audio import features_of
 from anygauge_models.qwen3_omni_moe.config import audio_of, flat, per_second, token_of
 from anygauge_models.qwen3_vl.vision import DEVIATION, MEAN, vision_of
@@ -65,14 +64,11 @@ def make_processor(directory: Path, hf: Mapping[str, Any]) -> Processor:
 
 
 @dataclass(slots=True, kw_only=True)
-class Processor:
+class Processor(Patches):
     """A ``MediaProcessor``."""
 
     kinds: Mapping[MediaKind, int]
     marks: Mapping[MediaKind, str]
-    patch: int
-    merge: int
-    temporal: int
     mels: int
     per_second: int
     """By how much the position in time grows."""
@@ -95,32 +91,19 @@ class Processor:
         return self._video(header, limits)
 
     def _video(self, header: Header, limits: MediaLimits) -> Measured:
-        most = min(limits.max_frames, self.most_frames)
-        times = frame_times(header.frames, header.fps, limits.fps, self.fewest_frames, most)
+        times = self.whole_times(header, limits, self.fewest_frames, self.most_frames)
         count = len(times)
-        if count < self.temporal:
-            raise MediaError(
-                f"It is a video of {header.frames} frames, {count} of which are taken, and a patch takes "
-                f"{self.temporal}.",
-                hint="Give a single frame as an image, or raise media.max_frames.",
-            )
         shown = self._seen(header, self.frame.within(limits), -(-count // self.temporal))
         # Positions in time are whole numbers, to which the time between patches is rounded.
         between = (times[-1] - times[0]) / (count - 1) * self.temporal
         return shown._replace(seconds=max(1, round(between * self.per_second)) / self.per_second, times=times)
 
     def _seen(self, header: Header, budget: Budget, time: int) -> Measured:
-        side = self.patch * self.merge
-        height, width = size = fitting_size(header.size, side, budget)
-        grid = time, height // self.patch, width // self.patch
-        return Measured(grid, size, (("", time * (height // side) * (width // side)),))
+        size = fitting_size(header.size, self.side, budget)
+        return Measured(self.grid(time, size), size, (("", time * self.features(size)),))
 
     def load(self, kind: MediaKind, raw: Decoded, measured: Measured) -> Content:
         """Return the content: frames resized, and whole patches in time; or features of sound."""
         if kind == "audio":
             return Content("audio", log_mels(raw, measured.grid[0], self.mels))
         return content_of(kind, raw, measured, self.temporal)
-
-    def fingerprint(self) -> str:
-        """Return what distinguishes this processor's contents from another's."""
-        return repr(self)

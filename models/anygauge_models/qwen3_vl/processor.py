@@ -7,21 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from anygauge_hooks.errors import MediaError
 from anygauge_hooks.media import Measured
-from anygauge_models.pictures import (
-    Budget,
-    at_least,
-    checked_settings,
-    content_of,
-    fitting_size,
-    frame_times,
-)
+from anygauge_models.pictures import Budget, Patches, at_least, checked_settings, fitting_size
 from anygauge_models.qwen3_vl.config import placeholders
 from anygauge_models.qwen3_vl.vision import DEVIATION, MEAN, vision_of
 
 if TYPE_CHECKING:
-    from anygauge_hooks.media import Content, Decoded, Header, MediaKind, MediaLimits
+    from anygauge_hooks.media import Header, MediaKind, MediaLimits
 
 __all__ = ["make_processor", "processor_with"]
 
@@ -71,14 +63,11 @@ def processor_with(
 
 
 @dataclass(slots=True, kw_only=True)
-class Processor:
+class Processor(Patches):
     """A ``MediaProcessor``. A video is a row of images with their times before them."""
 
     kinds: Mapping[MediaKind, int]
     marks: Mapping[MediaKind, str]
-    patch: int
-    merge: int
-    temporal: int
     image: Budget
     video: Budget
     fewest_frames: int
@@ -90,25 +79,17 @@ class Processor:
         :raises MediaError: The model cannot take it.
         """
         if kind == "image":
-            size = fitting_size(header.size, self.patch * self.merge, self.image.within(limits))
-            return Measured(self._grid(1, size), size, (("", self._features(size)),))
+            size = fitting_size(header.size, self.side, self.image.within(limits))
+            return Measured(self.grid(1, size), size, (("", self.features(size)),))
         return self._video(header, limits)
 
     def _video(self, header: Header, limits: MediaLimits) -> Measured:
-        most = min(limits.max_frames, self.most_frames)
-        times = frame_times(header.frames, header.fps, limits.fps, self.fewest_frames, most)
+        times = self.whole_times(header, limits, self.fewest_frames, self.most_frames)
         count = len(times)
-        if count < self.temporal:
-            raise MediaError(
-                f"It is a video of {header.frames} frames, {count} of which are taken, and a patch takes "
-                f"{self.temporal}.",
-                hint="Give a single frame as an image, or raise media.max_frames.",
-            )
-        factor = self.patch * self.merge
         # transformers rounds the frames before it compares, and takes those that there are to correct.
         size = fitting_size(
-            at_least(header.size, factor),
-            factor,
+            at_least(header.size, self.side),
+            self.side,
             self.video.within(limits, count),
             frames=count,
             counted=round(count / self.temporal) * self.temporal,
@@ -119,27 +100,12 @@ class Processor:
             for first in range(0, len(shown), self.temporal)
         ]
         return Measured(
-            self._grid(len(middles), size),
+            self.grid(len(middles), size),
             size,
-            _with_times(middles, self._features(size)),
+            _with_times(middles, self.features(size)),
             seconds=(times[-1] - times[0]) / (count - 1) * self.temporal,
             times=times,
         )
-
-    def load(self, kind: MediaKind, raw: Decoded, measured: Measured) -> Content:
-        """Return the content: resized, and whole patches in time."""
-        return content_of(kind, raw, measured, self.temporal)
-
-    def fingerprint(self) -> str:
-        """Return what distinguishes this processor's contents from another's."""
-        return repr(self)
-
-    def _grid(self, time: int, size: tuple[int, int]) -> tuple[int, int, int]:
-        return time, size[0] // self.patch, size[1] // self.patch
-
-    def _features(self, size: tuple[int, int]) -> int:
-        side = self.patch * self.merge
-        return (size[0] // side) * (size[1] // side)
 
 
 def _with_times(times: list[float], count: int) -> tuple[tuple[str, int], ...]:
