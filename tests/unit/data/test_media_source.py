@@ -8,7 +8,7 @@ import json
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from http.client import BadStatusLine, IncompleteRead, InvalidURL
+from http.client import BadStatusLine, HTTPResponse, IncompleteRead, InvalidURL
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
@@ -343,6 +343,24 @@ def test_an_address_that_breaks_is_a_broken_row(
         bench.open(rows, {"allow_urls": True})
     source = bench.open(rows, {"allow_urls": True, "on_error": "drop"})
     assert (len(source), bench.source.num_unreadable) == (1, 1)
+
+
+def test_an_address_whose_answer_ends_early_is_told(
+    bench: Bench, write_rows: WriteRows, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Socket:
+        def makefile(self, mode: str) -> io.BytesIO:
+            return io.BytesIO(b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\nshort")
+
+    def answered(*_: Any, **__: Any) -> HTTPResponse:
+        answer = HTTPResponse(Socket())  # type: ignore[arg-type]
+        answer.begin()
+        return answer
+
+    monkeypatch.setattr("urllib.request.urlopen", answered)
+    rows = write_rows({"prompt": "<image>", "images": "http://there/one.png"})
+    with pytest.raises(DataError, match=r"cannot be fetched within .*5 bytes read, 4 more expected"):
+        bench.open(rows, {"allow_urls": True})
 
 
 def test_what_a_plugin_raises_over_a_medium_is_not_the_templates(

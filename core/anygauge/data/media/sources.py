@@ -203,7 +203,7 @@ def _fetch(address: str, settings: Settings) -> bytes:
             hint="Download the files, or set media.allow_urls = true.",
         )
     import urllib.request
-    from http.client import HTTPException
+    from http.client import HTTPException, IncompleteRead
 
     deadline = time.monotonic() + settings.timeout_s
     content = bytearray()
@@ -215,6 +215,8 @@ def _fetch(address: str, settings: Settings) -> bytes:
                     break  # the size is checked where it is opened
                 if time.monotonic() > deadline:
                     raise TimeoutError("timed out")
+            if answer.length and len(content) <= settings.max_bytes:  # not told where it is read in blocks
+                raise IncompleteRead(bytes(content), answer.length)
     except (OSError, ValueError, HTTPException) as error:
         raise MediaError(
             f"cannot be fetched within {settings.timeout_s:g} s: {getattr(error, 'reason', None) or error}.",
