@@ -71,6 +71,8 @@ class CheckpointWriter:
         self._packages = installed_packages()
         self._pending: _Pending | None = None
         self._tidying: Future[None] | None = None
+        self._is_untidy = False
+        """Whether a checkpoint became complete while older ones were being removed."""
         self._failed: list[int] = []
         """Steps without a checkpoint since the last one that was written."""
         remove_leftovers(self._directory)
@@ -159,11 +161,27 @@ class CheckpointWriter:
 
     def close(self) -> None:
         """Let what is being completed or removed come to its end, unless the disk is stuck."""
+        self._wait_for_threads()
+        if self._is_untidy and self._is_tidied:
+            self._tidy()
+            self._wait_for_threads()
+        if self._tidying is not None and self._tidying.done():
+            self._tidying.result()
+
+    def _wait_for_threads(self) -> None:
         completing = self._pending.completing if self._pending is not None else None
         under_way: list[Future[Any]] = [each for each in (completing, self._tidying) if each is not None]
         wait(under_way, timeout=CLOSE_S)
-        if self._tidying is not None and self._tidying.done():
-            self._tidying.result()
+
+    @property
+    def _is_tidied(self) -> bool:
+        return self._tidying is None or self._tidying.done()
+
+    def _tidy(self) -> None:
+        """Begin to remove old checkpoints, or note that it is to be done again: a disk may be slow."""
+        self._is_untidy = not self._is_tidied
+        if not self._is_untidy:
+            self._tidying = _in_thread(partial(_remove_old, self._directory, self._config.save.keep))
 
     def _driver_state(self, step: int, state: Mapping[str, Any]) -> bytes:
         described = {
@@ -195,8 +213,7 @@ class CheckpointWriter:
             return None
         self._pending = None
         self._failed.clear()
-        if self._tidying is None or self._tidying.done():
-            self._tidying = _in_thread(partial(_remove_old, self._directory, self._config.save.keep))
+        self._tidy()
         return path
 
     def _fail(self, pending: _Pending, reason: str) -> None:

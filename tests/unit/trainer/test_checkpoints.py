@@ -135,6 +135,26 @@ def test_the_latest_are_kept(tmp_path: Path, make_writer: Callable[..., Checkpoi
     assert names(tmp_path) == ["step-00000012", "step-00000013"]
 
 
+def test_what_became_old_while_a_slow_disk_removed_others_is_removed_too(
+    tmp_path: Path, make_writer: Callable[..., CheckpointWriter], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    goes_on, remove = threading.Event(), checkpoints.remove
+
+    def slowly(path: Path) -> None:
+        goes_on.wait(10)
+        remove(path)
+
+    monkeypatch.setattr(checkpoints, "remove", slowly)
+    writer = make_writer(keep=1)
+    for step in (1, 2, 3):
+        writer.start(step, {})
+        writer.finish()
+    assert len(names(tmp_path)) == 3
+    goes_on.set()
+    writer.close()
+    assert names(tmp_path) == ["step-00000003"]
+
+
 def test_what_a_killed_run_left_is_removed(
     tmp_path: Path, make_writer: Callable[..., CheckpointWriter]
 ) -> None:
