@@ -157,6 +157,4 @@ class ModelSpec:
     leaves it to each engine to say so when it starts."""
     media: MediaSpec | None = None
     """What the family does with images, video and sound; ``None`` if it reads text alone. :attr:`build` of
-    a family that has one is called with ``compose=`` too: ``compose(towers, config, decoder, pre_process=,
-    post_process=, vp_stage=)`` makes a Megatron model of a decoder and towers, and ``compose.held(name,
-    model)`` one that has this as its part ``name``."""
+    a family that has one is called with ``compose=`` too, a :class:`~anygauge_hooks.media.Compose`."""

@@ -251,6 +251,8 @@ def content_of(kind: MediaKind, raw: Decoded, measured: Measured, temporal: int)
 class Patches:
     """What the processors of all families do alike: cut into patches what was resized."""
 
+    kinds: Mapping[MediaKind, int]
+    marks: Mapping[MediaKind, str]
     patch: int
     """Pixels of a patch's side."""
     merge: int

@@ -5,9 +5,9 @@ Everything that depends on sizes alone is made on the host, so that a forward pa
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -26,12 +26,21 @@ __all__ = [
     "blank_image",
     "grid_of",
     "packed_patches",
+    "patch_of",
     "patch_places",
     "stack_rules",
     "tensor_rules",
     "tower_flops",
     "with_biases",
 ]
+
+
+def patch_of(vision: Mapping[str, Any]) -> tuple[int, int, int]:
+    """Return the pixels of a patch's side, the patches of a feature's side, and the frames of a patch.
+
+    :param vision: The config of a tower.
+    """
+    return vision["patch_size"], vision["spatial_merge_size"], vision["temporal_patch_size"]
 
 
 def grid_of(content: Content, patch: int, temporal: int) -> tuple[int, int, int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import AddedToken
@@ -61,48 +62,11 @@ def tiny_qwen3_vl(
     """
     path = Path(directory)
     tokenizer.save_pretrained(str(path))
-    image, video, start, end = tokenizer.convert_tokens_to_ids(list(VISION_TOKENS))
     config = Qwen3VLConfig(
-        text_config={
-            "vocab_size": -(-len(tokenizer) // 32) * 32,
-            "hidden_size": hidden,
-            "intermediate_size": 3 * hidden,
-            "num_hidden_layers": layers,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "head_dim": 16,
-            "max_position_embeddings": max_positions,
-            "initializer_range": init_std,
-            "rms_norm_eps": 1e-6,
-            "rope_parameters": {
-                "rope_type": "default",
-                "rope_theta": 1e4,
-                "mrope_section": [4, 2, 2],
-                "mrope_interleaved": True,
-            },
-            "pad_token_id": tokenizer.pad_token_id,
-            "eos_token_id": tokenizer.eos_token_id,
-            "bos_token_id": None,
-            "tie_word_embeddings": True,
-        },
-        vision_config={
-            "depth": tower_layers,
-            "hidden_size": hidden,
-            "intermediate_size": 2 * hidden,
-            "num_heads": 4,
-            "patch_size": patch,
-            "spatial_merge_size": 2,
-            "temporal_patch_size": 2,
-            "out_hidden_size": hidden,
-            "num_position_embeddings": 36,
-            "initializer_range": init_std,
-            "deepstack_visual_indexes": list(levels),
-        },
-        image_token_id=image,
-        video_token_id=video,
-        vision_start_token_id=start,
-        vision_end_token_id=end,
+        text_config=_decoder(tokenizer, hidden, layers, max_positions, init_std),
+        vision_config=_tower(hidden, tower_layers, levels, patch, init_std),
         tie_word_embeddings=True,
+        **_token_ids(tokenizer),
     )
     # The caller's random state is left as it was.
     with torch.random.fork_rng(devices=[]):
@@ -114,6 +78,54 @@ def tiny_qwen3_vl(
     model.save_pretrained(path)
     _write_processor(path, patch, pixels)
     return path
+
+
+def _decoder(
+    tokenizer: PreTrainedTokenizerFast, hidden: int, layers: int, max_positions: int, init_std: float
+) -> dict[str, Any]:
+    return {
+        "vocab_size": -(-len(tokenizer) // 32) * 32,
+        "hidden_size": hidden,
+        "intermediate_size": 3 * hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": max_positions,
+        "initializer_range": init_std,
+        "rms_norm_eps": 1e-6,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 1e4,
+            "mrope_section": [4, 2, 2],
+            "mrope_interleaved": True,
+        },
+        "pad_token_id": tokenizer.pad_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "bos_token_id": None,
+        "tie_word_embeddings": True,
+    }
+
+
+def _tower(hidden: int, layers: int, levels: Sequence[int], patch: int, init_std: float) -> dict[str, Any]:
+    return {
+        "depth": layers,
+        "hidden_size": hidden,
+        "intermediate_size": 2 * hidden,
+        "num_heads": 4,
+        "patch_size": patch,
+        "spatial_merge_size": 2,
+        "temporal_patch_size": 2,
+        "out_hidden_size": hidden,
+        "num_position_embeddings": 36,
+        "initializer_range": init_std,
+        "deepstack_visual_indexes": list(levels),
+    }
+
+
+def _token_ids(tokenizer: PreTrainedTokenizerFast) -> dict[str, int]:
+    names = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
+    return dict(zip(names, tokenizer.convert_tokens_to_ids(list(VISION_TOKENS)), strict=True))
 
 
 def _write_processor(path: Path, patch: int, pixels: tuple[int, int]) -> None:

@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from anygauge_hooks.media import Measured
-from anygauge_models.glm4v.config import token_of
-from anygauge_models.glm4v.vision import IMAGE_DEVIATION, IMAGE_MEAN, patch_of
+from anygauge_models.glm4v.config import token_of, vision_of
+from anygauge_models.glm4v.vision import IMAGE_DEVIATION, IMAGE_MEAN
 from anygauge_models.pictures import Budget, Patches, at_least, checked_settings, fitting_size, frame_times
+from anygauge_models.vision import patch_of
 
 if TYPE_CHECKING:
     from anygauge_hooks.media import Header, MediaKind, MediaLimits
@@ -33,7 +34,7 @@ def make_processor(directory: Path, hf: Mapping[str, Any]) -> Processor:
 
     :raises ConfigError: Its settings are another family's.
     """
-    patch, merge, temporal = patch_of(hf)
+    patch, merge, temporal = patch_of(vision_of(hf))
     image, video = checked_settings(
         directory,
         hf["model_type"],
@@ -61,8 +62,6 @@ def make_processor(directory: Path, hf: Mapping[str, Any]) -> Processor:
 class Processor(Patches):
     """A ``MediaProcessor``. A video is a row of images with their times after them."""
 
-    kinds: Mapping[MediaKind, int]
-    marks: Mapping[MediaKind, str]
     image: Budget
     video: Budget
     in_tenths: bool

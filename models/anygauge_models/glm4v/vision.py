@@ -12,7 +12,7 @@ from anygauge_hooks.media import TowerSpec
 from anygauge_models.glm4v.config import vision_of
 from anygauge_models.glm4v.weights import HF_TOWER, TOWER
 from anygauge_models.transfer import on_device
-from anygauge_models.vision import blank_image, grid_of, packed_patches, patch_places, tower_flops
+from anygauge_models.vision import blank_image, grid_of, packed_patches, patch_of, patch_places, tower_flops
 
 if TYPE_CHECKING:
     import torch
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from anygauge_hooks.media import Content, Media
 
-__all__ = ["IMAGE_DEVIATION", "IMAGE_MEAN", "flops", "patch_of", "towers"]
+__all__ = ["IMAGE_DEVIATION", "IMAGE_MEAN", "flops", "towers"]
 
 IMAGE_MEAN = (0.48145466, 0.4578275, 0.40821073)
 IMAGE_DEVIATION = (0.26862954, 0.26130258, 0.27577711)
@@ -39,7 +39,7 @@ def towers(hf: Mapping[str, Any], *, model_type: str = "glm4v_vision") -> tuple[
         build=partial(_build, model_type),
         inputs=_inputs,
         outputs=_outputs,
-        blank=lambda hf: blank_image(*patch_of(hf)[:2]),
+        blank=lambda hf: blank_image(*patch_of(vision_of(hf))[:2]),
         hf_prefixes=(f"{HF_TOWER}.",),
     )
     return (tower,)
@@ -48,7 +48,7 @@ def towers(hf: Mapping[str, Any], *, model_type: str = "glm4v_vision") -> tuple[
 def flops(hf: Mapping[str, Any], media: Media) -> float:
     """Return the floating-point operations of the tower's forward pass over one image or video."""
     vision = vision_of(hf)
-    patch, merge, temporal = patch_of(hf)
+    patch, merge, temporal = patch_of(vision)
     hidden, width = vision["hidden_size"], vision["out_hidden_size"]
     downsample = merge * merge * hidden * width
     merger = width * width + 3 * width * vision["intermediate_size"]
@@ -63,12 +63,6 @@ def flops(hf: Mapping[str, Any], media: Media) -> float:
     )
 
 
-def patch_of(hf: Mapping[str, Any]) -> tuple[int, int, int]:
-    """Return the pixels of a patch's side, the patches of a feature's side, and the frames of a patch."""
-    vision = vision_of(hf)
-    return vision["patch_size"], vision["spatial_merge_size"], vision["temporal_patch_size"]
-
-
 def _build(model_type: str, hf: Mapping[str, Any]) -> nn.Module:
     from transformers import AutoConfig, AutoModel
 
@@ -80,7 +74,7 @@ def _build(model_type: str, hf: Mapping[str, Any]) -> nn.Module:
 def _inputs(hf: Mapping[str, Any], contents: Sequence[Content], device: torch.device) -> dict[str, Any]:
     import torch
 
-    patch, merge, temporal = patch_of(hf)
+    patch, merge, temporal = patch_of(vision_of(hf))
     # Attention stays within a frame, so that the frames of a video are as many images.
     frames = [
         (height, width)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from anygauge_hooks.media import MediaSpec, TowerSpec
+from anygauge_hooks.media import Compose, MediaSpec, TowerSpec
 from anygauge_hooks.models import LayerKind, ModelSpec
 from anygauge_models.glm_omni import audio, config, vision
 from anygauge_models.glm_omni.processor import make_processor
@@ -21,11 +21,9 @@ if TYPE_CHECKING:
 __all__ = ["GLM_OMNI"]
 
 
-def _build(
-    *, config: Any, hf: Mapping[str, Any], decoder: Any, compose: Callable[..., Any], **ends: Any
-) -> Any:
+def _build(*, config: Any, hf: Mapping[str, Any], decoder: Any, compose: Compose, **ends: Any) -> Any:
     """Return this stage of the model, whose decoder and towers are its ``language_model``."""
-    return compose.held(OWNER, compose(_towers(hf), config, decoder, **ends))  # type: ignore[attr-defined]
+    return compose.held(OWNER, compose(_towers(hf), config, decoder, **ends))
 
 
 def _layers(hf: Mapping[str, Any]) -> Sequence[LayerKind]:

@@ -13,6 +13,7 @@ from anygauge_models.pictures import Budget, Patches, checked_settings, content_
 from anygauge_models.qwen3_omni_moe.audio import features_of
 from anygauge_models.qwen3_omni_moe.config import audio_of, flat, per_second, token_of
 from anygauge_models.qwen3_vl.vision import DEVIATION, MEAN, vision_of
+from anygauge_models.vision import patch_of
 
 if TYPE_CHECKING:
     from anygauge_hooks.media import Decoded, Header, MediaKind, MediaLimits
@@ -34,10 +35,8 @@ def make_processor(directory: Path, hf: Mapping[str, Any]) -> Processor:
     :raises ConfigError: Its settings are another family's.
     """
     hf = flat(hf)
-    vision, mels = vision_of(hf), audio_of(hf)["num_mel_bins"]
-    patch, merge, temporal = (
-        vision[key] for key in ("patch_size", "spatial_merge_size", "temporal_patch_size")
-    )
+    mels = audio_of(hf)["num_mel_bins"]
+    patch, merge, temporal = patch_of(vision_of(hf))
     image, video = checked_settings(
         directory,
         "qwen3_omni_moe",
@@ -67,8 +66,6 @@ def make_processor(directory: Path, hf: Mapping[str, Any]) -> Processor:
 class Processor(Patches):
     """A ``MediaProcessor``."""
 
-    kinds: Mapping[MediaKind, int]
-    marks: Mapping[MediaKind, str]
     mels: int
     per_second: int
     """By how much the position in time grows."""

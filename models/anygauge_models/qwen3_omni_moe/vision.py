@@ -9,7 +9,7 @@ from anygauge_hooks.media import TowerSpec
 from anygauge_hooks.models import WeightRule
 from anygauge_models.qwen3_omni_moe.config import flat, prefix
 from anygauge_models.qwen3_vl import vision as qwen3_vl
-from anygauge_models.qwen3_vl.vision import TOWER, flops, levels, module_fields, outputs, vision_of
+from anygauge_models.qwen3_vl.vision import BLOCK, TOWER, flops, levels, module_fields, outputs, vision_of
 from anygauge_models.vision import stack_rules, tensor_rules, with_biases
 
 if TYPE_CHECKING:
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 
 __all__ = ["flops", "tower", "tower_rules"]
 
-_BLOCK = ("norm1", "norm2", "attn.qkv", "attn.proj", "mlp.linear_fc1", "mlp.linear_fc2")
 _MERGER = ("ln_q", "mlp.0", "mlp.2")
 
 
@@ -52,6 +51,6 @@ def tower_rules(hf: Mapping[str, Any]) -> list[WeightRule]:
     blocks, mergers = f"{TOWER}.blocks", f"{TOWER}.merger_list"
     return [
         *tensor_rules(TOWER, TOWER, single),
-        *stack_rules(blocks, blocks, vision_of(hf)["depth"], with_biases(*_BLOCK)),
+        *stack_rules(blocks, blocks, vision_of(hf)["depth"], with_biases(*BLOCK)),
         *stack_rules(mergers, mergers, levels(hf), with_biases(*_MERGER)),
     ]

@@ -11,6 +11,7 @@ from anygauge_hooks.media import Measured
 from anygauge_models.pictures import Budget, Patches, at_least, checked_settings, fitting_size
 from anygauge_models.qwen3_vl.config import placeholders
 from anygauge_models.qwen3_vl.vision import DEVIATION, MEAN, vision_of
+from anygauge_models.vision import patch_of
 
 if TYPE_CHECKING:
     from anygauge_hooks.media import Header, MediaKind, MediaLimits
@@ -42,10 +43,7 @@ def processor_with(
     :param kinds: The tokens that hold places.
     :raises ConfigError: Its settings are another family's.
     """
-    config = vision_of(hf)
-    patch, merge, temporal = (
-        config[key] for key in ("patch_size", "spatial_merge_size", "temporal_patch_size")
-    )
+    patch, merge, temporal = patch_of(vision_of(hf))
     image, video = checked_settings(
         directory, family, mean=MEAN, deviation=DEVIATION, patch=patch, merge=merge, temporal=temporal
     )
@@ -66,8 +64,6 @@ def processor_with(
 class Processor(Patches):
     """A ``MediaProcessor``. A video is a row of images with their times before them."""
 
-    kinds: Mapping[MediaKind, int]
-    marks: Mapping[MediaKind, str]
     image: Budget
     video: Budget
     fewest_frames: int

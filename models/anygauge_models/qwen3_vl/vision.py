@@ -14,6 +14,7 @@ from anygauge_models.vision import (
     blank_image,
     grid_of,
     packed_patches,
+    patch_of,
     patch_places,
     stack_rules,
     tensor_rules,
@@ -52,7 +53,7 @@ _DEFAULTS = {
     "num_position_embeddings": 2304,
     "deepstack_visual_indexes": (8, 16, 24),
 }
-_BLOCK = ("norm1", "norm2", "attn.qkv", "attn.proj", "mlp.linear_fc1", "mlp.linear_fc2")
+BLOCK = ("norm1", "norm2", "attn.qkv", "attn.proj", "mlp.linear_fc1", "mlp.linear_fc2")
 _MERGER = ("norm", "linear_fc1", "linear_fc2")
 
 
@@ -100,9 +101,7 @@ def inputs(hf: Mapping[str, Any], contents: Sequence[Content], device: torch.dev
     import torch
 
     config = vision_of(hf)
-    patch, merge, temporal = (
-        config[key] for key in ("patch_size", "spatial_merge_size", "temporal_patch_size")
-    )
+    patch, merge, temporal = patch_of(config)
     grids = [grid_of(content, patch, temporal) for content in contents]
     side = int(config["num_position_embeddings"] ** 0.5)
     frames = [(height, width) for time, height, width in grids for _ in range(time)]
@@ -154,7 +153,7 @@ def tower_rules(
     depth = vision_of(hf)["depth"]
     return [
         *tensor_rules(TOWER, HF_TOWER, single),
-        *stack_rules(f"{TOWER}.blocks", f"{HF_TOWER}.blocks", depth, with_biases(*_BLOCK)),
+        *stack_rules(f"{TOWER}.blocks", f"{HF_TOWER}.blocks", depth, with_biases(*BLOCK)),
         *stack_rules(*mergers, levels(hf), with_biases(*_MERGER)),
     ]
 

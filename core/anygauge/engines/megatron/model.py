@@ -207,13 +207,7 @@ def build_policy(
         unit_angles=_has_unit_angles(spec, hf),
         remakes=config.train.recompute in ("elementwise", "selective"),
     )
-    together = Composer(
-        hf,
-        spec.model_options(hf),
-        kernels,
-        frozenset(tower.name for tower in _towers(spec, hf)),
-        config.train.recompute == "full",
-    )
+    together = _composer(spec, hf, kernels, config)
     build = partial(_build, spec, hf, options, complete(provided, default), together)
     stages = _chunks_per_rank(config.train.parallel)
     policy = Policy(
@@ -239,6 +233,16 @@ def build_policy(
     for chunk in policy.chunks:
         chunk.to(device.torch_device)
     return policy
+
+
+def _composer(spec: ModelSpec, hf: Mapping[str, Any], kernels: KernelTable, config: Config) -> Composer:
+    return Composer(
+        hf=hf,
+        sizes=spec.model_options(hf),
+        kernels=kernels,
+        built=frozenset(tower.name for tower in _towers(spec, hf)),
+        recomputes=config.train.recompute == "full",
+    )
 
 
 def _has_unit_angles(spec: ModelSpec, hf: Mapping[str, Any]) -> bool:
