@@ -83,8 +83,8 @@ def test_the_host_does_not_wait(op: str, request: pytest.FixtureRequest) -> None
     case = biggest_case(op)
     inputs = inputs_of(case, "bfloat16", contiguous, GPU)
     leaves = [x.detach().requires_grad_() for x in inputs[: case.differentiable]]
-    named = {} if case.keyword is None else {case.keyword: inputs[-1]}
-    given = [*leaves, *inputs[case.differentiable : len(inputs) - len(named)]]
+    given = [*leaves, *inputs[case.differentiable :]]
+    named = {} if case.keyword is None else {case.keyword: given.pop()}
     request.getfixturevalue("no_waiting")
     found = kernel_of(case).fn(*given, *case.arguments, **case.options, **named)
     outputs = [x for x in (found if isinstance(found, tuple) else (found,)) if x.requires_grad]
