@@ -230,6 +230,10 @@ def make_optimizer(
         to its copy, rounded. Both are given for each weight of each group: a gradient is flat and float32, a
         copy flat and bfloat16, or ``None``. Without it the engine scales and copies itself.
 
+        Beside that method it may have ``prepare(gradients, copies)``. The engine calls it before each step,
+        with what the step will get, while the device still computes the gradients: what the host has to do
+        for a step is done here, without reading them. A step may stay away after it.
+
         Beside that method it may have ``takes_remainders = True``. The engine then turns each weight that has
         a copy into int16 (``weight.data = ...``), and a step finds the float32 weight in both: its bits are
         ``(bits of the copy << 16) + weight``. It writes both again. The copy is the new weight rounded to

@@ -5,12 +5,25 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 __all__ = ["FusedAdamW", "adamw"]
+
+
+class _Launch(NamedTuple):
+    """What one launch updates."""
+
+    group: int
+    step: float
+    """The number of the step, from 1."""
+    has_copies: bool
+    has_remainders: bool
+    plan: Any
+    counts: Sequence[Tensor]
+    """Of the steps of its weights, on the host."""
 
 
 def adamw(
@@ -49,7 +62,9 @@ class FusedAdamW(torch.optim.AdamW):
     def __init__(self, groups: Sequence[dict[str, Any]], **settings: Any) -> None:
         super().__init__(groups, **settings, foreach=False)
         self._plans: dict[int, tuple[tuple[int, ...], Any]] = {}
-        """By number of the launch: the addresses that a plan is of, and the plan."""
+        """By place of the launch in a step: the addresses that a plan is of, and the plan."""
+        self._prepared: tuple[Any, list[_Launch]] | None = None
+        """The gradients of the next step, and its launches."""
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -65,6 +80,12 @@ class FusedAdamW(torch.optim.AdamW):
         self.step_from(gradients, 1.0, [[None] * len(each) for each in gradients])
         return loss
 
+    def prepare(
+        self, gradients: Sequence[Sequence[Tensor | None]], copies: Sequence[Sequence[Tensor | None]]
+    ) -> None:
+        """Find what a step reads; see ``make_optimizer`` in :mod:`anygauge_hooks.specs`."""
+        self._prepared = gradients, self._find(gradients, copies)
+
     @torch.no_grad()
     def step_from(
         self,
@@ -73,27 +94,40 @@ class FusedAdamW(torch.optim.AdamW):
         copies: Sequence[Sequence[Tensor | None]],
     ) -> None:
         """Take a step; see ``make_optimizer`` in :mod:`anygauge_hooks.specs`."""
-        # The device waits for this loop, of some hundred weights.
-        launches: defaultdict[tuple[int, float, bool, torch.dtype], list[Any]] = defaultdict(list)
-        counts = []
+        from anygauge_cuda.triton import adamw as kernel
+
+        prepared, self._prepared = self._prepared, None
+        is_known = prepared is not None and prepared[0] is gradients
+        launches = prepared[1] if prepared is not None and is_known else self._find(gradients, copies)
+        for each in launches:
+            rates = self._rates(self.param_groups[each.group], each.step, scale)
+            kernel.launch(each.plan, rates, copies=each.has_copies, remainders=each.has_remainders)
+        if counts := [count for each in launches for count in each.counts]:
+            torch._foreach_add_(counts, 1)
+
+    def _find(
+        self, gradients: Sequence[Sequence[Tensor | None]], copies: Sequence[Sequence[Tensor | None]]
+    ) -> list[_Launch]:
+        """Return the launches of a step, of weights with the same rates and the same types each."""
+        launches: defaultdict[tuple[int, float, bool, bool], list[Any]] = defaultdict(list)
         for number, group in enumerate(self.param_groups):
             for weight, gradient, copy in zip(
                 group["params"], gradients[number], copies[number], strict=True
             ):
-                if copy is None and weight.dtype is torch.int16:
+                is_remainder = weight.dtype is torch.int16
+                if copy is None and is_remainder:
                     raise ValueError("A remainder came without its copy: call step_from with it.")
                 if gradient is None or not weight.numel():
                     continue
                 state = self.state[weight] or self._begin(weight)
-                count = state["step"]
-                tensors = weight, gradient, state["exp_avg"], state["exp_avg_sq"], copy
-                launches[number, count.item() + 1, copy is not None, weight.dtype].append(tensors)
-                counts.append(count)
-        for number, ((of, step, has_copies, dtype), updates) in enumerate(launches.items()):
-            rates = self._rates(self.param_groups[of], step, scale)
-            self._launch(number, updates, rates, copies=has_copies, remainders=dtype is torch.int16)
-        if counts:
-            torch._foreach_add_(counts, 1)
+                update = weight, gradient, state["exp_avg"], state["exp_avg_sq"], copy
+                kind = number, state["step"].item() + 1, copy is not None, is_remainder
+                launches[kind].append((update, state["step"]))
+        found = []
+        for place, (kind, of_kind) in enumerate(launches.items()):
+            updates, counts = zip(*of_kind, strict=True)
+            found.append(_Launch(*kind, self._plan(place, updates), counts))
+        return found
 
     def _begin(self, weight: Tensor) -> Any:
         """Return the state before the first step."""
@@ -118,13 +152,12 @@ class FusedAdamW(torch.optim.AdamW):
             scale=scale,
         )
 
-    def _launch(
-        self, number: int, updates: Sequence[tuple[Tensor | None, ...]], rates: Any, **kinds: bool
-    ) -> None:
+    def _plan(self, place: int, updates: Sequence[Sequence[Tensor | None]]) -> Any:
+        """Return the plan of a launch: that of the step before, unless a tensor has moved."""
         from anygauge_cuda.triton import adamw as kernel
 
         addresses = tuple(0 if each is None else each.data_ptr() for update in updates for each in update)
-        known = self._plans.get(number)
+        known = self._plans.get(place)
         if known is None or known[0] != addresses:
-            known = self._plans[number] = addresses, kernel.plan(updates, addresses)
-        kernel.launch(known[1], rates, **kinds)
+            known = self._plans[place] = addresses, kernel.plan(updates, addresses)
+        return known[1]

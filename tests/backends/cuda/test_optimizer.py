@@ -84,6 +84,25 @@ def test_gradients_are_scaled_and_left_as_they_are_and_copies_are_rounded(weight
     assert all(one.equal(other) for one, other in zip(gradients, before, strict=True))
 
 
+def test_a_step_may_be_prepared_and_stay_away(weights: list[Tensor]) -> None:
+    others = [weight.clone() for weight in weights]
+    prepared, plain = (FusedAdamW(two_groups(each), **SETTINGS) for each in (weights, others))
+    gradients: list[Any] = [torch.zeros_like(weight) for weight in weights]
+    given, copies = [gradients[:2], gradients[2:]], [[None] * 2, [None] * (len(weights) - 2)]
+    for step in range(3):
+        prepared.prepare(given, copies)
+        if step == 1:  # as after a loss that is not finite, and a sleep
+            weights[0].data = weights[0].data.clone()
+            prepared.prepare(given, copies)
+        for gradient in gradients:  # which are read by the step alone
+            gradient.normal_()
+        prepared.step_from(given, 0.5, copies)
+        plain.step_from(given, 0.5, copies)
+        for weight, other in zip(weights, others, strict=True):
+            assert weight.equal(other)
+            assert float(prepared.state[weight]["step"]) == step + 1
+
+
 def test_remainders_are_updated_like_whole_weights(weights: list[Tensor]) -> None:
     assert_remainders_do(lambda each: FusedAdamW(two_groups(each), **SETTINGS), weights)
 

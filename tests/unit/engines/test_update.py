@@ -98,6 +98,28 @@ def take_step(engine: Any, seed: int = 0) -> dict[str, float]:
     )
 
 
+class Preparing(Taking):
+    """One that refuses a step for which it was not prepared."""
+
+    prepared: Any = None
+
+    def prepare(self, gradients: Any, copies: Any) -> None:
+        self.prepared = gradients, copies
+
+    def step_from(self, gradients: Any, scale: float, copies: Any) -> None:
+        assert self.prepared is not None
+        assert self.prepared[0] is gradients
+        assert self.prepared[1] is copies
+        super().step_from(gradients, scale, copies)
+        self.prepared = None
+
+
+def test_an_optimizer_is_prepared_for_each_step(make_with: MakeEngine) -> None:
+    engine = make_with(Preparing)
+    assert [take_step(engine, seed)["grad_norm"] > 0 for seed in range(2)] == [True, True]
+    assert {part.optimizer.steps for part in engine.optimizer.chained_optimizers} == {2}
+
+
 @pytest.mark.parametrize("clip", [0.0, 0.01, 1e6])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_one_step_does_what_megatrons_three_do(

@@ -73,7 +73,14 @@ class Update:
                 squares += torch.stack(torch._foreach_norm(list(counted), 2, torch.float32)).square().sum()
             dist.all_reduce(squares, group=part.get_grad_stats_parallel_group())
             total += squares
+        self._prepare()
         return total.sqrt()
+
+    def _prepare(self) -> None:
+        """Have the optimizers find what the step will read: the device is still at the gradients."""
+        for part, shards in zip(self._parts, self._shards, strict=True) if self._takes_all else ():
+            if hasattr(part.optimizer, "prepare"):
+                part.optimizer.prepare(shards.gradients, shards.copies)
 
     def _counted(self) -> Iterator[Sequence[Tensor]]:
         if self._takes_all:
