@@ -511,16 +511,15 @@ def in_own_process(side: str, args: argparse.Namespace) -> dict[str, float] | No
     return found
 
 
-def report(args: argparse.Namespace, side: str, found: dict[str, float], ours: dict[str, float]) -> None:
-    """Print one row."""
+def report(args: argparse.Namespace, side: str, found: dict[str, float], first: dict[str, float]) -> None:
+    """Print one row, beside the first."""
     tokens = sum(args.lengths)
-    rate = operations_of(side, args) / found["ms"] * 1e3
-    share = f"{rate / found['ceiling']:8.1%}" if found["ceiling"] else "       -"
-    ratio = found["ms"] / ours["ms"]
-    speed = rate / operations_of("anygauge", args) * ours["ms"] / 1e3
+    share = f"{found['rate'] / found['ceiling']:8.1%}" if found["ceiling"] else "       -"
+    ratio, speed = found["ms"] / first["ms"], found["rate"] / first["rate"]
     print(
-        f"{side:14}{found['ms']:10.1f}{tokens / found['ms'] * 1e3:12.0f}{rate / 1e12:10.0f}{share}"
-        f"{found['gib']:8.1f}{found['watts']:7.0f}{found['mhz']:7.0f}{ratio:10.2f}{speed:12.2f}"
+        f"{side:14}{found['ms']:10.1f}{tokens / found['ms'] * 1e3:12.0f}{found['rate'] / 1e12:10.0f}{share}"
+        f"{found['gib']:8.1f}{found['watts']:7.0f}{found['mhz']:7.0f}{ratio:11.2f}{speed:13.2f}",
+        flush=True,
     )
 
 
@@ -547,14 +546,16 @@ def main() -> int:
     lengths = " + ".join(map(str, args.lengths))
     print(f"{args.shape}, {lengths} tokens, {args.backend}, {args.dtype}, median of {args.runs}")
     print(
-        f"{'side':14}{'ms':>10}{'tokens/s':>12}{'TFLOP/s':>10}{'ceiling':>8}{'GiB':>8}{'W':>7}{'MHz':>7}{'time/ours':>10}{'FLOP/s/ours':>12}"
+        f"{'side':14}{'ms':>10}{'tokens/s':>12}{'TFLOP/s':>10}{'ceiling':>8}{'GiB':>8}{'W':>7}{'MHz':>7}"
+        f"{'time/first':>11}{'FLOP/s/first':>13}",
+        flush=True,
     )
-    found = {side: in_own_process(side, args) for side in args.sides}
-    first = next((each for each in found.values() if each), None)
-    for side, each in found.items():
-        if each and first:
-            report(args, side, each, found["anygauge"] or first if "anygauge" in found else first)
-    return 0 if all(found.values()) else 1
+    rows: list[dict[str, float]] = []
+    for side in args.sides:
+        if found := in_own_process(side, args):
+            rows.append({**found, "rate": operations_of(side, args) / found["ms"] * 1e3})
+            report(args, side, rows[-1], rows[0])
+    return 0 if len(rows) == len(args.sides) else 1
 
 
 if __name__ == "__main__":
