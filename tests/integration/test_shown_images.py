@@ -30,9 +30,13 @@ async def closer(rollout: Any, prompt: Prompt, seed: int) -> Sample:
     return found
 
 
-def test_what_a_function_shows_is_trained_on_as_the_engine_saw_it(tmp_path: Path) -> None:
+@pytest.fixture
+def seeing(tmp_path: Path) -> Path:
     tokenizer = add_vision_tokens(tiny_tokenizer(tmp_path / "seeing", alphabet="0123456789+="))
-    tiny_qwen3_vl(tmp_path / "seeing", tokenizer, init_std=0.2)
+    return tiny_qwen3_vl(tmp_path / "seeing", tokenizer, init_std=0.2)
+
+
+def test_what_a_function_shows_is_trained_on_as_the_engine_saw_it(tmp_path: Path, seeing: Path) -> None:
     rows = []
     for number in range(4):
         Image.new("RGB", (16, 32), (60 * number, 0, 0)).save(tmp_path / f"{number}.png")
@@ -41,7 +45,7 @@ def test_what_a_function_shows_is_trained_on_as_the_engine_saw_it(tmp_path: Path
     recipe = tiny_recipe(
         tmp_path,
         run__steps=1,
-        model__path=tmp_path / "seeing",
+        model__path=seeing,
         data__train=[tmp_path / "seen.jsonl"],
         data__multimodal_keys__image="images",
         rollout__function=f"{__name__}:closer",
@@ -62,3 +66,17 @@ def test_what_a_function_shows_is_trained_on_as_the_engine_saw_it(tmp_path: Path
     assert len(keys) == len(observer.groups), "the samples of a prompt share what they are shown"
     assert observer.metrics[0]["train/train_rollout_logprob_abs_diff"] < 1e-5
     assert not (tmp_path / "run" / "media").exists()
+
+
+def test_a_run_of_text_draws_no_placeholder_of_a_model_that_could_see(tmp_path: Path, seeing: Path) -> None:
+    """It would have drawn dozens: they are two of some twenty tokens."""
+    hf = json.loads((seeing / "config.json").read_text())
+    holders = {hf["image_token_id"], hf["video_token_id"]}
+    observer = Observer()
+    observed_run(
+        tiny_recipe(tmp_path, run__steps=1, model__path=seeing, rollout__max_new_tokens=32), observer
+    )
+    said = [token for group in observer.groups for each in group.samples for token in each.response_tokens]
+    assert len(said) > 200
+    assert not holders & set(said)
+    assert observer.metrics[0]["train/train_rollout_logprob_abs_diff"] < 1e-5

@@ -100,10 +100,8 @@ def read_model(config: Config, plugins: Plugins) -> tuple[Mapping[str, Any], Mod
 def forbidden_tokens(config: Config, plugins: Plugins) -> tuple[int, ...]:
     """Return the tokens that the policy may not sample: those that hold the places of media.
 
-    Empty for a run of text.
+    They are its family's, also in a run of text; none of a family that takes text alone.
     """
-    if not modalities(config):
-        return ()
     hf, spec = read_model(localized(config, data=False), plugins)
     return () if spec.media is None else tuple(spec.media.forbidden(hf))
 

@@ -203,9 +203,7 @@ def test_a_run_of_text_has_no_tower(make_engine: MakeEngine, mixed: list[TrainSa
     assert not any("visual" in name for name in engine.policy.tensors)
     assert not any("visual" in name for name, _ in engine.weights())
     assert "media" not in next(engine._pack(mixed[:1]).readers(1)[0]).inputs
-    seeing = make_engine()
-    seeing._logprob = replace(seeing._logprob, forbidden=())
-    texts = [each.log_probs(mixed[:1], temperature=1.0)[0] for each in (engine, seeing)]
+    texts = [each.log_probs(mixed[:1], temperature=1.0)[0] for each in (engine, make_engine())]
     assert texts[0].equal(texts[1])
 
 
@@ -337,14 +335,15 @@ def test_forbidden_tokens_have_no_share(entropy_grad: bool, columns: int | None)
         torch.testing.assert_close(actual, expected, rtol=0, atol=1e-5)
 
 
-def test_the_trainer_leaves_placeholders_out(make_engine: MakeEngine, mixed: list[TrainSample]) -> None:
-    """All other tokens together have probability 1; a run of text knows no token that is forbidden."""
-    engine = make_engine()
-    found = engine.likeliest(mixed[1:2], 64, temperature=1.0)[0]
+@pytest.mark.parametrize("modalities", [("image",), ()])
+def test_the_trainer_leaves_placeholders_out(
+    make_engine: MakeEngine, mixed: list[TrainSample], modalities: Sequence[str]
+) -> None:
+    """All other tokens together have probability 1, also in a run of text."""
+    found = make_engine(modalities).likeliest(mixed[:1], 64, temperature=1.0)[0]
     assert found.ids.shape[1] == 63
     assert HOLDER not in found.ids
-    torch.testing.assert_close(found.log_probs[:, :-1].exp().sum(1), torch.ones(5), rtol=0, atol=1e-5)
-    assert make_engine(modalities=())._logprob.forbidden == ()
+    torch.testing.assert_close(found.log_probs[:, :-1].exp().sum(1), torch.ones(4), rtol=0, atol=1e-5)
 
 
 def test_a_critic_sees(make_engine: MakeEngine, mixed: list[TrainSample], store: Store) -> None:

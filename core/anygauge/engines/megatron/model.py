@@ -82,8 +82,8 @@ class Policy:
 
     @property
     def forbidden(self) -> Sequence[int]:
-        """Return the tokens that are never sampled: those that hold the places of media."""
-        return self.spec.media.forbidden(self.hf) if self.spec.media is not None and self.sees else ()
+        """Return the tokens that are never sampled: those that hold the places of media in any run."""
+        return () if self.spec.media is None else self.spec.media.forbidden(self.hf)
 
     @property
     def tensors(self) -> dict[str, Tensor]:

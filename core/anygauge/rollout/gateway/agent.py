@@ -48,8 +48,7 @@ async def agent(
     template_options = dict(chat_template_kwargs or {})
     make = _Made(rollout.tokenizer, rollout.params, rollout.config.gateway, template_options)
     async with _shared(make) as served:
-        look = partial(rollout.look, chat=False) if rollout.params.forbidden else None
-        generator = RolloutGenerator(rollout)
+        generator, look = RolloutGenerator(rollout), partial(rollout.look, chat=False)
         session = served.open(generator, seed=seed, look=look, max_media=rollout.max_media)
         try:
             returned = await talk(served, session, prompt)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 import types
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -65,13 +66,21 @@ async def strange(base_url: str, api_key: str, row: Any) -> Any:
     return "good"
 
 
+async def shows_an_image(base_url: str, api_key: str, row: Any) -> None:
+    from openai import AsyncOpenAI
+
+    shown = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+    async with AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
+        await client.chat.completions.create(model="policy", messages=[{"role": "user", "content": [shown]}])
+
+
 def blocking(base_url: str, api_key: str, row: Any) -> None: ...
 
 
 @pytest.fixture(autouse=True)
 def agents(monkeypatch: pytest.MonkeyPatch) -> None:
     found = types.ModuleType("my_agents")
-    for each in (two_questions, silent, broken, strange, blocking, at_once, slow_to_begin):
+    for each in (two_questions, silent, broken, strange, blocking, shows_an_image, at_once, slow_to_begin):
         setattr(found, each.__name__, each)
     monkeypatch.setitem(sys.modules, "my_agents", found)
 
@@ -93,6 +102,19 @@ def test_an_agent_is_scored_and_becomes_one_sample(tokenizer: Any) -> None:
 
 def test_it_is_registered(plugins: Plugins) -> None:
     assert plugins.get("register_rollout_functions", "agent").fn is agent
+
+
+@pytest.mark.parametrize("forbidden", [(), (90,)])
+def test_an_agent_in_a_run_of_text_is_told_that_it_may_show_nothing(
+    tokenizer: Any, forbidden: tuple[int, ...]
+) -> None:
+    async def main() -> None:
+        rollout = ScriptedRollout(tokenizer, ["rainy"])
+        rollout.params = replace(rollout.params, forbidden=forbidden)
+        with pytest.raises(Exception, match=r"400.*model takes none.*model\.modalities"):
+            await agent(rollout, PROMPT, 5, agent="my_agents:shows_an_image")
+
+    asyncio.run(main())
 
 
 def test_an_agent_that_is_run_again_gets_the_same_answers(tokenizer: Any) -> None:
