@@ -84,7 +84,8 @@ class FusedAdamW(torch.optim.AdamW):
         self, gradients: Sequence[Sequence[Tensor | None]], copies: Sequence[Sequence[Tensor | None]]
     ) -> None:
         """Find what a step reads; see ``make_optimizer`` in :mod:`anygauge_hooks.specs`."""
-        self._prepared = gradients, self._find(gradients, copies)
+        # The first step makes its moments itself: memory that is missing then is the optimizer's.
+        self._prepared = (gradients, self._find(gradients, copies)) if self.state else None
 
     @torch.no_grad()
     def step_from(

@@ -103,6 +103,17 @@ def test_a_step_may_be_prepared_and_stay_away(weights: list[Tensor]) -> None:
             assert float(prepared.state[weight]["step"]) == step + 1
 
 
+def test_the_first_step_makes_its_moments_and_not_what_comes_before(weights: list[Tensor]) -> None:
+    """Where they find no room, it is the optimizer that lacks memory; a step that stays away leaves none."""
+    optimizer = FusedAdamW(two_groups(weights), **SETTINGS)
+    gradients: list[Any] = [torch.ones_like(weight) for weight in weights]
+    given, copies = [gradients[:2], gradients[2:]], [[None] * 2, [None] * (len(weights) - 2)]
+    optimizer.prepare(given, copies)
+    assert not optimizer.state
+    optimizer.step_from(given, 1.0, copies)
+    assert [float(optimizer.state[weight]["step"]) for weight in weights] == [1] * len(weights)
+
+
 def test_remainders_are_updated_like_whole_weights(weights: list[Tensor]) -> None:
     assert_remainders_do(lambda each: FusedAdamW(two_groups(each), **SETTINGS), weights)
 
