@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from torch import Tensor
 
 import anygauge_cpu.optimizer
 from anygauge.config import Config
+from anygauge.engines.megatron.prepare import prepare_megatron
 from anygauge.kernels.remainders import join
 from anygauge.plugins import Plugins
 from anygauge.testing.conformance.test_optimizer import SETTINGS, SIZES, assert_remainders_do, two_groups
@@ -118,6 +120,32 @@ def test_an_optimizer_is_prepared_for_each_step(make_with: MakeEngine) -> None:
     engine = make_with(Preparing)
     assert [take_step(engine, seed)["grad_norm"] > 0 for seed in range(2)] == [True, True]
     assert {part.optimizer.steps for part in engine.optimizer.chained_optimizers} == {2}
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_weights_are_gathered_once_after_the_steps_of_all_parts(
+    context: WorkerContext, plugins: Plugins, overlap: bool
+) -> None:
+    """Experts that ranks divide have an optimizer of their own; the chunks are those of all weights."""
+    prepare_megatron(plugins, context.backend)
+    from anygauge.engines.megatron.update import Update
+
+    happened: list[str] = []
+    chunks = [SimpleNamespace(start_param_sync=partial(happened.append, f"gather {name}")) for name in "ab"]
+    parts = [
+        SimpleNamespace(
+            optimizer=SimpleNamespace(step_from=lambda *given: happened.append("step"), param_groups=[]),
+            **{name: [] for name in ("shard_fp32_groups", "model_fp32_groups", "model_float16_groups")},
+            config=SimpleNamespace(overlap_param_gather_with_optimizer_step=False),
+            ddp_config=SimpleNamespace(overlap_param_gather=overlap),
+            grad_scaler=None,
+            model_chunks=list(chunks),
+        )
+        for _ in range(2)
+    ]
+    optimizer: Any = SimpleNamespace(chained_optimizers=parts)
+    Update(optimizer, 1.0, torch.device("cpu")).step(1.0)
+    assert happened == ["step", "step", *([] if overlap else ["gather a", "gather b"])]
 
 
 @pytest.mark.parametrize("clip", [0.0, 0.01, 1e6])

@@ -100,9 +100,13 @@ class Update:
             return
         for part, shards in zip(self._parts, self._shards, strict=True):
             part.optimizer.step_from(shards.gradients, scale, shards.copies)
-            if not part.ddp_config.overlap_param_gather:
-                for chunk in part.model_chunks:
-                    chunk.start_param_sync()
+        self._gather()
+
+    def _gather(self) -> None:
+        """Give every rank the new weights, once: parts share chunks, which have the weights of all."""
+        apart = [part for part in self._parts if not part.ddp_config.overlap_param_gather]
+        for chunk in {id(chunk): chunk for part in apart for chunk in part.model_chunks}.values():
+            chunk.start_param_sync()
 
     def _scale(self, scale: float) -> None:
         for part in self._parts if scale < 1 else ():
