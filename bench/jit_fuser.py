@@ -6,9 +6,10 @@ CPU, with a fuser that counts in the place of the backend's. What is not called 
 
 from __future__ import annotations
 
+import json
 import tempfile
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import wraps
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,9 +17,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from anygauge.config import Config
+from anygauge.engines.megatron.prepare import prepare_megatron
 from anygauge.plugins import load_plugins
 from anygauge_hooks import hookimpl
 from anygauge_hooks.engines import WorkerContext
@@ -48,11 +49,31 @@ def counted(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def write_model(path: Path, fields: dict[str, Any]) -> Path:
-    """Write a directory with drawn weights."""
-    config = AutoConfig.for_model(fields.pop("model_type"), **fields)
-    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(path)
-    return path
+def make_engine(context: WorkerContext, fields: Mapping[str, Any]) -> Any:
+    """Return an engine of a model of which there is no file."""
+    from anygauge.engines.megatron.engine import MegatronEngine
+
+    with tempfile.TemporaryDirectory() as directory:
+        Path(directory, "config.json").write_text(json.dumps(fields))
+        config = Config.model_validate(
+            {
+                "run": {"name": "count", "steps": 1},
+                "model": {"path": directory},
+                "data": {"train": []},
+                "reward": {"function": "none"},
+            }
+        )
+        return MegatronEngine(config, context, build=drawn_policy)
+
+
+def drawn_policy(*args: Any) -> Any:
+    """Build a model with drawn weights."""
+    from anygauge.engines.megatron.model import build_policy
+
+    policy = build_policy(*args, load=False)
+    for parameter in (each for chunk in policy.chunks for each in chunk.parameters()):
+        torch.nn.init.normal_(parameter, std=0.02)
+    return policy
 
 
 def loss(inputs: Any) -> Any:
@@ -85,27 +106,16 @@ def main() -> None:
     plugins = load_plugins(only=["cpu", "models"])
     backend = plugins.get("register_backends", "cpu")
     plugins.register(SimpleNamespace(make_jit_fuser=make_jit_fuser), "counting")
-    plugins.get("register_train_engines", "megatron")
+    prepare_megatron(plugins, backend)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     device = plugins.make_device(backend, 0)
     context = WorkerContext(rank=0, world_size=1, backend=backend, device=device, plugins=plugins)
     print(f"{'family':14} {'decorated':>9} {'called':>6}  which")
     for name, spec in plugins.named("register_models").items():
+        fields = spec.tiny()
+        engine = make_engine(context, fields)
         CALLS.clear()
-        with tempfile.TemporaryDirectory() as directory:
-            fields = dict(spec.tiny())
-            path = write_model(Path(directory), fields)
-            config = Config.model_validate(
-                {
-                    "run": {"name": "count", "steps": 1},
-                    "model": {"path": path},
-                    "data": {"train": []},
-                    "reward": {"function": "none"},
-                }
-            )
-            engine = plugins.get("register_train_engines", "megatron").make(config, context)
-            CALLS.clear()
-            train(engine, fields["vocab_size"])
+        train(engine, fields.get("text_config", fields)["vocab_size"])
         which = ", ".join(f"{function} {count}x" for function, count in CALLS.items())
         print(f"{name:14} {len(DECORATED):9} {CALLS.total():6}  {which or 'none'}", flush=True)
     dist.destroy_process_group()
