@@ -18,6 +18,7 @@ from anygauge_cuda.env import CUMEM, VISIBLE_DEVICES, WORKER
 from anygauge_cuda.probe import locked_files
 from anygauge_cuda.releases import DRIVER_OF_CUDA, INSTALL, numbers, suffices
 from anygauge_cuda.rollout import MEMORY_SAVER
+from anygauge_cuda.transformer_engine import INSTALL as TRANSFORMER_ENGINE
 from anygauge_hooks.types import HostCheck
 
 __all__ = ["ROOT", "Host", "facts", "host_checks"]
@@ -51,7 +52,7 @@ _OPTIONAL: Mapping[str, tuple[Sequence[str], str]] = {
     ),
     "transformer-engine": (
         ("transformer-engine",),
-        f"pip install --no-build-isolation 'transformer-engine[pytorch]': a provider of modules ({_GUIDE})",
+        f"{TRANSFORMER_ENGINE}: a provider of modules ({_GUIDE})",
     ),
     "torch_memory_saver": (
         (MEMORY_SAVER, MEMORY_SAVER.replace("_", "-")),

@@ -194,7 +194,7 @@ def test_a_host_lacks_something(
         ("liger-kernel", "NOT INSTALLED", "optional", "pip install", {"liger-kernel": None}),
         ("flash-attn", "NOT INSTALLED", "optional", "pip install", {"flash-attn-4": None}),
         ("flash-attn", "PASS", "2.8.3", "", {"flash-attn": "2.8.3"}),
-        ("transformer-engine", "NOT INSTALLED", "optional", "[pytorch]", {"transformer-engine": None}),
+        ("transformer-engine", "NOT INSTALLED", "optional", "==2.11.0", {"transformer-engine": None}),
         ("torch_memory_saver", "NOT INSTALLED", "optional", "share", {"torch_memory_saver": None}),
         ("SGLang", "NOT INSTALLED", "optional", "docs/sglang.md", {"sglang": None}),
         ("SGLang", "FAIL", "wants torch==2.11.0", "docs/sglang.md", {"torch": "2.12.0+cu130"}),
