@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +12,7 @@ from anygauge.config.algorithm_rules import compares
 from anygauge.config.architecture_rules import read_architecture
 from anygauge.config.file_rules import from_here
 from anygauge.config.media_rules import model_media, other_sight
+from anygauge.config.modalities import modalities
 from anygauge.config.model_files import other_tokens, read_model
 from anygauge.config.parallel_rules import divided, model_problems, of_role
 from anygauge.config.same_model import differing_keys
@@ -22,6 +23,7 @@ from anygauge_hooks.types import ConfigProblem
 
 if TYPE_CHECKING:
     from anygauge.plugins import Plugins
+    from anygauge_hooks.media import MediaKind
 
 __all__ = ["model_rules"]
 
@@ -58,14 +60,28 @@ def model_rules(config: Config, plugins: Plugins, *, trains: bool) -> Problems:
         if policy is None or other is None:
             continue
         hints = list(other_tokens(directory, config.model.path))
-        for key in _unlike(path, policy, other, plugins):
-            hints.append(f"holds {key} = {other.get(key)}; model.path holds {policy.get(key)}")
-        hints += other_sight(config, policy, other, plugins)
+        unlike = _unlike(path, policy, other, plugins, modalities(config))
+        for key in unlike:
+            one, another = _apart(other.get(key), policy.get(key))
+            hints.append(f"holds {key} = {one}; model.path holds {another}")
+        hints += [] if unlike else other_sight(config, policy, other, plugins)
         yield from (ConfigProblem(path=path, found=str(directory), hint=hint) for hint in hints)
 
 
+def _apart(one: Any, other: Any) -> tuple[Any, Any]:
+    """Return two different values of ``config.json``; of parts, what differs in them."""
+    if not (isinstance(one, Mapping) and isinstance(other, Mapping)):
+        return one, other
+    keys = [key for key in sorted({*one, *other}) if one.get(key) != other.get(key)]
+    return {key: one.get(key) for key in keys}, {key: other.get(key) for key in keys}
+
+
 def _unlike(
-    path: str, policy: Mapping[str, Any], other: Mapping[str, Any], plugins: Plugins
+    path: str,
+    policy: Mapping[str, Any],
+    other: Mapping[str, Any],
+    plugins: Plugins,
+    kinds: Collection[MediaKind],
 ) -> Sequence[str]:
     """Return the keys of ``config.json`` that another model must have in common with the policy, and has not.
 
@@ -81,7 +97,7 @@ def _unlike(
     except AnygaugeError:
         return []  # a problem of its own
     readable = all(read_architecture(spec, hf)[0] is not None for hf in (policy, other))
-    return differing_keys(spec, policy, other) if readable else []
+    return differing_keys(spec, policy, other, kinds) if readable else []
 
 
 def _other_models(config: Config) -> Iterator[tuple[str, Path]]:

@@ -2,43 +2,76 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 from anygauge.config.architecture_rules import read_architecture
 
 if TYPE_CHECKING:
+    from torch import nn
+
+    from anygauge_hooks.media import MediaKind
     from anygauge_hooks.models import ModelSpec
 
 __all__ = ["differing_keys"]
 
 _TRAINING = ("init_method_std", "moe_aux_loss_coeff", "moe_router_bias_update_rate")
 """Fields of ``TransformerConfig`` that say how a model is trained, and nothing of what it computes."""
+_TOWER_TRAINING = ("architectures", "dtype", "initializer_range", "transformers_version")
+"""Fields of a tower's config that say nothing of what it computes."""
 _POSITIONS = (1, 30, 1_000, 30_000)
 """Where angles are compared: among the first few tokens, and where scaled ones differ most."""
 
 
-def differing_keys(spec: ModelSpec, one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
+def differing_keys(
+    spec: ModelSpec, one: Mapping[str, Any], other: Mapping[str, Any], kinds: Collection[MediaKind] = ()
+) -> list[str]:
     """Return the keys by which two ``config.json`` describe different models; none if they do not.
 
     :param one: Of a model that the family has; so is ``other``.
+    :param kinds: Of media that are shown; towers that take nothing of them have no part in it.
     """
     different = [key for key in sorted({*one, *other}) if one.get(key) != other.get(key)]
-    if not different or (known := _description(spec, one)) == _description(spec, other):
+    if not different or (known := _description(spec, one, kinds)) == _description(spec, other, kinds):
         return []
     changed = {key: {**one, key: other.get(key)} for key in different}
     return [
         key
         for key, hf in changed.items()
-        if read_architecture(spec, hf)[0] is None or _description(spec, hf) != known
+        if read_architecture(spec, hf)[0] is None or _description(spec, hf, kinds) != known
     ] or different
 
 
-def _description(spec: ModelSpec, hf: Mapping[str, Any]) -> object:
+def _description(spec: ModelSpec, hf: Mapping[str, Any], kinds: Collection[MediaKind]) -> object:
     """Return what a model computes with given weights; the longest sequence has no part in it."""
     import torch
 
     fields = {name: each for name, each in spec.transformer_config(hf).items() if name not in _TRAINING}
     options = {name: each for name, each in spec.model_options(hf).items() if name != "max_sequence_length"}
     angles = [each.tolist() for each in spec.rotary(hf, torch.tensor(_POSITIONS))]
-    return fields, options, list(spec.layers(hf)), angles
+    return fields, options, list(spec.layers(hf)), angles, _sight(spec, hf, kinds)
+
+
+def _sight(spec: ModelSpec, hf: Mapping[str, Any], kinds: Collection[MediaKind]) -> object:
+    """Return what a model's towers compute, and in the place of which tokens; or why it cannot be said."""
+    import torch
+
+    if spec.media is None:
+        return ()
+    try:
+        towers = [tower for tower in spec.media.towers(hf) if tower.kinds & set(kinds)]
+        with torch.device("meta"):
+            return tuple(spec.media.forbidden(hf)), [_tower(each.build(hf)) for each in towers]
+    except Exception as error:  # noqa: BLE001 - whose config is bad, transformers says in ways of its own
+        return repr(error)
+
+
+def _tower(module: nn.Module) -> object:
+    """Return the modules of a tower, and all that transformers knows of it, defaults filled in."""
+    configs = {id(found): found for each in module.modules() if (found := getattr(each, "config", None))}
+    told = [
+        {name: value for name, value in config.to_dict().items() if name not in _TOWER_TRAINING}
+        for config in configs.values()
+        if hasattr(config, "to_dict")
+    ]
+    return str(module), told

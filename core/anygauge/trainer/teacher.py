@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from anygauge.config import Config
 from anygauge.config.algorithm_rules import has_teacher, rates_samples
+from anygauge.config.modalities import modalities
 from anygauge.config.roles import teacher_config
 from anygauge.config.same_model import differing_keys
 from anygauge_hooks.engines import Likeliest, TrainEngine, WorkerContext
 from anygauge_hooks.errors import ConfigError
-from anygauge_hooks.models import ModelSpec
+from anygauge_hooks.models import ModelSpec, text_config
 from anygauge_hooks.rl import TrainSample
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from anygauge.plugins import Plugins
+    from anygauge_hooks.media import MediaKind
 
 __all__ = ["Teacher", "make_teacher", "maker"]
 
@@ -66,7 +68,7 @@ def make_teacher(config: Config, context: WorkerContext, trainer: TrainEngine) -
         return None
     own, engine, role = teacher_config(config), trainer, TEACHER
     borrows = own.train.parallel == config.train.parallel
-    if borrows and is_same_model(own.model.path, config.model.path, context.plugins):
+    if borrows and is_same_model(own.model.path, config.model.path, context.plugins, modalities(config)):
         trainer.load_role(TEACHER, str(own.model.path))
     else:
         engine, role = maker(config, context, "make_frozen", TEACHER)(own, context), "actor"
@@ -94,8 +96,12 @@ def maker(config: Config, context: WorkerContext, name: str, role: str) -> Calla
     return make
 
 
-def is_same_model(one: Path, other: Path, plugins: Plugins) -> bool:
-    """Return whether two Hugging Face directories hold models that compute the same of the same weights."""
-    hfs = [json.loads((path / "config.json").read_text(encoding="utf-8")) for path in (one, other)]
+def is_same_model(one: Path, other: Path, plugins: Plugins, kinds: Collection[MediaKind] = ()) -> bool:
+    """Return whether two Hugging Face directories hold models that compute the same of the same weights.
+
+    :param kinds: Of media that they are shown.
+    """
+    texts = [(path / "config.json").read_text(encoding="utf-8") for path in (one, other)]
+    hfs = [text_config(json.loads(each)) for each in texts]
     specs: list[ModelSpec] = [plugins.model(hf.get("architectures") or ()) for hf in hfs]
-    return specs[0].name == specs[1].name and not differing_keys(specs[0], *hfs)
+    return specs[0].name == specs[1].name and not differing_keys(specs[0], hfs[0], hfs[1], kinds)

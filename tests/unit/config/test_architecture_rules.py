@@ -15,7 +15,8 @@ from anygauge.config.architecture_rules import read_architecture
 from anygauge.config.same_model import differing_keys
 from anygauge.plugins import Plugins, load_plugins
 from anygauge_hooks.errors import ConfigError
-from anygauge_hooks.models import ModelSpec
+from anygauge_hooks.media import MediaKind
+from anygauge_hooks.models import ModelSpec, text_config
 
 Load = Callable[..., LoadedConfig]
 
@@ -110,6 +111,44 @@ def test_keys_that_make_another_function_of_the_same_weights(
     spec = FAMILIES[family]
     other = {**spec.tiny(), **changes}
     assert differing_keys(spec, spec.tiny(), other) == differing_keys(spec, other, spec.tiny()) == keys
+
+
+SIGHTS = [
+    ("qwen3_vl", "image", {"depth": 3}, ["vision_config"]),
+    ("qwen3_vl", "video", {"num_heads": 2}, ["vision_config"]),
+    ("qwen3_vl", "image", {"deepstack_visual_indexes": [1, 0]}, ["vision_config"]),
+    ("qwen3_vl", "image", {"initializer_range": 0.5, "dtype": "bfloat16"}, []),
+    ("qwen3_vl", "image", {"hidden_act": "gelu_pytorch_tanh"}, []),
+    ("qwen3_vl", None, {"depth": 3}, []),
+    ("qwen3_vl", "image", {"depth": "three"}, ["vision_config"]),
+    ("glm4v_moe", "image", {"hidden_act": "gelu"}, ["vision_config"]),
+    ("glm_omni", "image", {"rms_norm_eps": 0.5}, ["vision_config"]),
+]
+
+
+@pytest.mark.parametrize(("family", "shown", "changes", "keys"), SIGHTS, ids=[str(each) for each in SIGHTS])
+def test_towers_that_make_another_function_of_the_same_weights(
+    family: str, shown: MediaKind | None, changes: Mapping[str, Any], keys: list[str]
+) -> None:
+    spec, kinds = FAMILIES[family], [] if shown is None else [shown]
+    one = text_config(spec.tiny())
+    other = {**one, "vision_config": {**one["vision_config"], **changes}}
+    assert differing_keys(spec, one, other, kinds) == keys
+    assert bool(differing_keys(spec, other, one, kinds)) == bool(keys)
+
+
+@pytest.mark.parametrize("kinds", [["audio"], ["image"]])
+def test_ears_are_compared_where_something_is_heard(kinds: list[MediaKind]) -> None:
+    spec = FAMILIES["qwen3_omni_moe"]
+    one = text_config(spec.tiny())
+    other = {**one, "audio_config": {**one["audio_config"], "encoder_attention_heads": 1}}
+    assert differing_keys(spec, one, other, kinds) == (["audio_config"] if "audio" in kinds else [])
+
+
+def test_other_placeholders_make_another_model() -> None:
+    spec = FAMILIES["glm4v"]
+    other = {**spec.tiny(), "image_token_id": 7}
+    assert differing_keys(spec, spec.tiny(), other) == ["image_token_id"]
 
 
 def test_a_bad_model_is_a_problem_of_its_path(load: Load, model_dir: Path) -> None:

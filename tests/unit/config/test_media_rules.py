@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from anygauge.config import LoadedConfig
+from anygauge.config import Config, LoadedConfig
 from anygauge.config.media_rules import model_media, other_sight
+from anygauge.config.model_rules import model_rules
 from anygauge.config.schema import Parallel
 from anygauge.plugins import load_plugins
+from anygauge.testing.tiny import tiny_tokenizer
+from anygauge.testing.tiny_vision import add_vision_tokens, tiny_qwen3_vl
+from anygauge.trainer.teacher import is_same_model
 from anygauge_hooks.errors import ConfigError
 from anygauge_hooks.models import ModelSpec
 
@@ -116,6 +121,38 @@ def test_a_teacher_sees_as_the_policy_does() -> None:
     assert sights("qwen3_vl", "qwen3_vl", patch_size=4) == [
         "holds vision_config.patch_size = 4; model.path holds 8"
     ]
+
+
+@pytest.mark.parametrize(
+    ("role", "keys"), [("reference", {"kl_coef": 0.1}), ("teacher", {"distill_coef": 1.0})]
+)
+@pytest.mark.parametrize("modalities", [["image"], []])
+def test_a_model_with_another_tower_cannot_take_turns_with_the_policy(
+    tmp_path: Path, role: str, keys: dict[str, float], modalities: list[Any]
+) -> None:
+    """As a reference it is refused, as a teacher it has memory of its own; in a run of text nobody asks."""
+    tokenizer = add_vision_tokens(tiny_tokenizer(tmp_path, alphabet="0123456789+="))
+    own, other = (tiny_qwen3_vl(tmp_path / f"{n}", tokenizer, tower_layers=n) for n in (2, 3))
+    config = Config.model_validate(
+        {
+            "run": {"name": "test"},
+            "model": {"path": own, "modalities": modalities},
+            "data": {"train": ["data.jsonl"]},
+            "reward": {"function": "exact_match"},
+            "algorithm": keys,
+            role: {"path": other},
+        }
+    )
+    plugins = load_plugins()
+    problems = list(model_rules(config, plugins, trains=True))
+    if modalities and role == "reference":
+        (problem,) = problems
+        assert (problem.path, problem.found) == ("reference.path", str(other))
+        assert problem.hint == "holds vision_config = {'depth': 3}; model.path holds {'depth': 2}"
+    else:
+        assert problems == []
+    assert is_same_model(own, other, plugins, modalities) is not bool(modalities)
+    assert is_same_model(own, own, plugins, modalities)
 
 
 def test_layers_that_get_features_are_in_the_first_part() -> None:
