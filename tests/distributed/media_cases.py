@@ -14,22 +14,23 @@ import parallel_worker  # type: ignore[import-not-found]
 
 from anygauge.config import Config
 from anygauge.testing.media import DictStore
-from anygauge.testing.sights import picture, recording, seeing_sample
+from anygauge.testing.sights import moving_picture, picture, recording, seeing_sample
 from anygauge_hooks.engines import WorkerContext
 from anygauge_hooks.rl import TrainSample
 
 
 def samples(model: Path, store: DictStore) -> list[TrainSample]:
-    """Return three steps of three samples: one image, none, and several; and sound for a model that hears."""
+    """Return three steps of three samples: images, a video, text alone; and sound for a model that hears."""
     hf = json.loads((model / "config.json").read_text())
     one, wide, tall = (picture(store, hf, *size, seed) for seed, size in enumerate(((4, 4), (2, 6), (6, 4))))
+    clip = moving_picture(store, hf, 2, 4, 2, 3)
     parts: list[list[Any]] = [
         [7],
         [3, one, 6],
         [11],
         *([9], [6], [13]),
         [2, one, 4],
-        [1, one, 8],
+        [1, clip, 8],
         [1, wide, 2, tall, 5],
     ]
     if "audio_config" in hf:
@@ -46,7 +47,7 @@ def seeing(config: Config, context: WorkerContext) -> Iterator[tuple[Config, Wor
     store, before = DictStore(), parallel_worker.make_samples
     made = samples(config.model.path, store)
     hears = "audio_config" in json.loads((config.model.path / "config.json").read_text())
-    kinds = ("image", "audio") if hears else ("image",)
+    kinds = ("image", "video", "audio") if hears else ("image", "video")
     model = config.model.model_copy(update={"modalities": kinds})
     for module in (parallel_worker, checkpoint_cases):
         module.make_samples = lambda *_: made

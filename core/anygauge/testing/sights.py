@@ -14,7 +14,7 @@ from anygauge_hooks.media import Content, Media, MediaStore
 from anygauge_hooks.models import ModelSpec
 from anygauge_hooks.rl import TrainSample
 
-__all__ = ["mixed_samples", "picture", "recording", "seeing_sample", "write_seeing"]
+__all__ = ["mixed_samples", "moving_picture", "picture", "recording", "seeing_sample", "write_seeing"]
 
 
 def beside_a_tower(spec: ModelSpec) -> dict[str, Any]:
@@ -72,6 +72,25 @@ def picture(store: MediaStore, hf: Mapping[str, Any], height: int, width: int, s
     return Media("image", key, ((0, height * width // merge**2),), (1, height, width))
 
 
+def moving_picture(
+    store: MediaStore, hf: Mapping[str, Any], times: int, height: int, width: int, seed: int
+) -> Media:
+    """Draw a video of so many patches, put it into the store and return what samples have of it.
+
+    :param hf: The Hugging Face config. Each of its patches in time is a picture between marks of its own, or
+        all are one between two marks.
+    """
+    keys = ("patch_size", "spatial_merge_size", "temporal_patch_size")
+    patch, merge, temporal = (hf["vision_config"][key] for key in keys)
+    shape = (times * temporal, height * patch, width * patch, 3)
+    key = f"{times}x{height}x{width}-{seed}"
+    store.put(key, Content("video", np.random.default_rng(seed).integers(0, 256, shape, dtype=np.uint8), 1.0))
+    count = height * width // merge**2
+    together = hf["model_type"].startswith("qwen3_omni")
+    spans = ((0, times * count),) if together else tuple((i * (count + 2), count) for i in range(times))
+    return Media("video", key, spans, (times, height, width), 1.0)
+
+
 def recording(store: MediaStore, hf: Mapping[str, Any], frames: int, features: int, seed: int) -> Media:
     """Put a spectrum into the store and return what samples have of it.
 
@@ -113,7 +132,8 @@ def seeing_sample(
                 hf[f"{key}_token_id"] for key in (f"{marks}_start", part.kind, f"{marks}_end")
             )
             media.append(part.moved(len(tokens) + 1))
-            tokens += [start, *[holder] * part.num_tokens, end]
+            for _, count in part.spans:
+                tokens += [start, *[holder] * count, end]
     return TrainSample(
         tokens=tokens,
         response_length=response,
