@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from anygauge.config.modalities import media_fields, modalities
+from anygauge.config.modalities import TOWERS, media_fields, modalities
 from anygauge.config.schema import Config, Data, EvalDataset, Media
 from anygauge_hooks.errors import AnygaugeError
 from anygauge_hooks.types import ConfigProblem
@@ -18,9 +18,6 @@ if TYPE_CHECKING:
 __all__ = ["media_rule", "model_media", "other_sight"]
 
 Problems = Iterator[ConfigProblem]
-_TOWERS = {"vision": {"image", "video"}, "audio": {"audio"}}
-"""Which kinds the parts of ``train.freeze`` take."""
-
 _ALIKE = tuple(("vision_config", key) for key in ("patch_size", "spatial_merge_size", "temporal_patch_size"))
 """What says how many placeholders an image has."""
 
@@ -36,7 +33,7 @@ def media_rule(config: Config, user_keys: Collection[str]) -> Problems:
         if lacking := sorted(set(keys) - kinds):
             hint = f"lacks {', '.join(lacking)}, which {path} names; add it, or leave this out"
             yield ConfigProblem(path="model.modalities", found=sorted(kinds), hint=hint)
-    for part, takes in _TOWERS.items():
+    for part, takes in TOWERS.items():
         if part in config.train.freeze and not takes & kinds:
             hint = f"there is no tower for {part}: the run has {', '.join(sorted(kinds))} alone"
             yield ConfigProblem(path="train.freeze", found=list(config.train.freeze), hint=hint)
@@ -151,5 +148,5 @@ def _without_media(config: Config) -> Problems:
         if found != getattr(default, name):
             shown = found if isinstance(found, bool | int | float | str) else str(found)
             yield ConfigProblem(path=f"media.{name}", found=shown, hint=hint)
-    if frozen := sorted(set(config.train.freeze) & set(_TOWERS)):
+    if frozen := sorted(set(config.train.freeze) & set(TOWERS)):
         yield ConfigProblem(path="train.freeze", found=frozen, hint=hint)

@@ -7,7 +7,13 @@ from collections.abc import Mapping
 from anygauge.config.schema import Config
 from anygauge_hooks.media import MediaKind
 
-__all__ = ["media_fields", "modalities"]
+__all__ = ["TOWERS", "media_fields", "modalities"]
+
+TOWERS: Mapping[str, frozenset[MediaKind]] = {
+    "vision": frozenset({"image", "video"}),
+    "audio": frozenset({"audio"}),
+}
+"""What ``train.freeze`` calls the towers that take these kinds."""
 
 
 def modalities(config: Config) -> frozenset[MediaKind]:

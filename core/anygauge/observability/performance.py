@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
 
+from anygauge.config.modalities import TOWERS
 from anygauge.observability.memory import memory_metrics
 from anygauge_hooks.media import Media
 from anygauge_hooks.rl import Group, Sample, TrainSample
@@ -23,6 +25,9 @@ TRAIN_PHASES = ("forward_backward", "optimizer")
 ROLE_PHASES = ("teacher", "values", "train_values")
 """Of engines beside the policy's."""
 ENGINE_PHASES = ("generate", "log_probs", *TRAIN_PHASES, *ROLE_PHASES)
+NO_TOWERS: Mapping[str, float] = MappingProxyType({})
+LANGUAGE = "language"
+"""What ``train.freeze`` calls all of a model but its towers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +40,8 @@ class StepWork:
     longest_response: int
     forward_flops: float | None
     """Of one forward pass over all samples, and over each medium once; ``None`` if the model does not say."""
+    spared_flops: float = 0.0
+    """What a backward pass, of twice as many, does without where parts are frozen."""
 
     @classmethod
     def of_groups(
@@ -42,16 +49,18 @@ class StepWork:
         groups: Sequence[Group],
         flops_per_token: Callable[[int], float] | None = None,
         media_flops: Callable[[Media], float] | None = None,
+        frozen: Collection[str] = (),
     ) -> StepWork:
         """Return the work of a step that trains on rollouts.
 
         :param flops_per_token: From the length of a sequence to the forward operations of one of its tokens.
         :param media_flops: The forward operations of a tower over a medium.
+        :param frozen: Parts that learn nothing, as ``train.freeze`` names them.
         """
         samples = [sample for group in groups for sample in group.samples]
         responses = [len(sample.response_tokens) for sample in samples]
         totals = [len(each.prompt_tokens) + own for each, own in zip(samples, responses, strict=True)]
-        return cls.of_lengths(totals, responses, flops_per_token, _media_flops(samples, media_flops))
+        return cls.of_lengths(totals, responses, flops_per_token, _media_flops(samples, media_flops), frozen)
 
     @classmethod
     def of_samples(
@@ -59,11 +68,12 @@ class StepWork:
         samples: Sequence[TrainSample],
         flops_per_token: Callable[[int], float] | None = None,
         media_flops: Callable[[Media], float] | None = None,
+        frozen: Collection[str] = (),
     ) -> StepWork:
         """Return the work of a step that trains on given responses."""
         totals = [len(sample.tokens) for sample in samples]
         responses = [sample.response_length for sample in samples]
-        return cls.of_lengths(totals, responses, flops_per_token, _media_flops(samples, media_flops))
+        return cls.of_lengths(totals, responses, flops_per_token, _media_flops(samples, media_flops), frozen)
 
     @classmethod
     def of_lengths(
@@ -71,17 +81,22 @@ class StepWork:
         totals: Sequence[int],
         responses: Sequence[int],
         flops_per_token: Callable[[int], float] | None,
-        further_flops: float = 0.0,
+        tower_flops: Mapping[str, float] = NO_TOWERS,
+        frozen: Collection[str] = (),
     ) -> StepWork:
-        """Return the work of sequences of these lengths, of which the responses are a part."""
-        return cls(
-            tokens=sum(totals),
-            response_tokens=sum(responses),
-            longest_response=max(responses),
-            forward_flops=_forward_flops(totals, flops_per_token) + further_flops
-            if flops_per_token
-            else None,
+        """Return the work of sequences of these lengths, of which the responses are a part.
+
+        :param tower_flops: The forward operations of towers, by what ``train.freeze`` calls them.
+        """
+        work = cls(sum(totals), sum(responses), max(responses), None)
+        if flops_per_token is None:
+            return work
+        parts = {LANGUAGE: _forward_flops(totals, flops_per_token), **tower_flops}
+        # Gradients pass through a frozen decoder to the towers before it; nothing is before a tower.
+        spared = sum(
+            flops * (1 if part == LANGUAGE else 2) for part, flops in parts.items() if part in frozen
         )
+        return replace(work, forward_flops=sum(parts.values()), spared_flops=spared)
 
 
 def _forward_flops(totals: Sequence[int], flops_per_token: Callable[[int], float]) -> float:
@@ -90,9 +105,13 @@ def _forward_flops(totals: Sequence[int], flops_per_token: Callable[[int], float
 
 def _media_flops(
     samples: Sequence[Sample] | Sequence[TrainSample], flops: Callable[[Media], float] | None
-) -> float:
-    distinct = {media.key: media for sample in samples for media in sample.media}
-    return sum(map(flops, distinct.values())) if flops is not None else 0.0
+) -> Mapping[str, float]:
+    if flops is None:
+        return NO_TOWERS
+    distinct = {media.key: media for sample in samples for media in sample.media}.values()
+    return {
+        part: sum(flops(each) for each in distinct if each.kind in kinds) for part, kinds in TOWERS.items()
+    }
 
 
 def performance_metrics(
@@ -165,14 +184,14 @@ def _speeds(work: StepWork, seconds: Mapping[str, float], wall_s: float, devices
 def _operations(
     work: StepWork, reports: Sequence[WorkerReport], seconds: Mapping[str, float]
 ) -> dict[str, float]:
-    """Return model TFLOP/s per training device; the backward pass counts twice the forward pass."""
+    """Return model TFLOP/s per training device; a whole backward pass counts twice the forward pass."""
     devices = sum(map(_trains, reports))
     if work.forward_flops is None or not devices:
         return {}
-    tera = work.forward_flops / devices / 1e12
+    tera, spared = (flops / devices / 1e12 for flops in (work.forward_flops, work.spared_flops))
     passes = max(report.get("passes", {}).get("log_probs", 0) for report in reports)
     done = {
-        "perf/tflops": (3 * tera, "train"),
+        "perf/tflops": (3 * tera - spared, "train"),
         "perf/log_probs_tflops": (passes * tera, "log_probs"),
     }
     timed = {name: (count, seconds.get(phase)) for name, (count, phase) in done.items() if count}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -100,6 +100,11 @@ class Loop:
     def config(self) -> Config:
         """The run's."""
         return self.session.config
+
+    @property
+    def flops(self) -> tuple[Callable[[int], float], Callable[[Media], float], Collection[str]]:
+        """What counts the operations of a step, and the parts that are frozen in it."""
+        return self.flops_per_token, self.media_flops, self.config.train.freeze
 
     @property
     def info(self) -> RunInfo:
@@ -202,7 +207,7 @@ def train_on_rollouts(loop: Loop, step: int) -> dict[str, float]:
         sampled |= loop.control.metrics()
     if loop.session.media is not None:
         sampled |= {"rollout/media_tokens": media_tokens(groups)} | loop.session.media.metrics()
-    work = StepWork.of_groups(groups, loop.flops_per_token, loop.media_flops)
+    work = StepWork.of_groups(groups, *loop.flops)
     trained = {} if training is None else finish_training(loop, training)
     return {**trained, **sampled, **measure(loop, work, started, reward=reward_s)}
 
@@ -275,7 +280,7 @@ def train_on_conversations(loop: Loop, step: int) -> dict[str, float]:
     read = conversation_metrics(rows, datasets=train_datasets(loop.config)) | driver_memory()
     if loop.session.media is not None:
         read |= loop.session.media.metrics()
-    work = StepWork.of_samples(samples, loop.flops_per_token, loop.media_flops)
+    work = StepWork.of_samples(samples, *loop.flops)
     return {**finish_training(loop, training), **read, **measure(loop, work, started)}
 
 
@@ -287,7 +292,7 @@ def train_on_batches(loop: Loop, step: int) -> dict[str, float]:
     samples = [sample for steps in shares for share in steps for sample in share.samples]
     restore(loop, loop.config.debug.replay_batches, [each for sample in samples for each in sample.media])
     training = send_shares(loop, step, shares)
-    work = StepWork.of_samples(samples, loop.flops_per_token, loop.media_flops)
+    work = StepWork.of_samples(samples, *loop.flops)
     memory = driver_memory()
     return {**finish_training(loop, training), **memory, **measure(loop, work, started)}
 

@@ -8,6 +8,7 @@ import pytest
 
 from anygauge.observability.memory import driver_memory, memory_metrics, worker_memory
 from anygauge.observability.metrics import StepWork, performance_metrics
+from anygauge_hooks.media import Media
 from anygauge_hooks.rl import Group, Prompt, Sample, TrainSample
 
 WORK = StepWork(tokens=1000, response_tokens=600, longest_response=60, forward_flops=2e12)
@@ -81,6 +82,27 @@ def test_a_model_that_does_not_say_has_no_flops() -> None:
     work = StepWork.of_lengths([3, 4], [1, 2], None)
     assert work == StepWork(tokens=7, response_tokens=3, longest_response=2, forward_flops=None)
     assert "perf/tflops" not in performance_metrics(work, [report(forward_backward=1.0)], wall_s=3.0)
+
+
+@pytest.mark.parametrize(
+    ("frozen", "passes"),
+    [
+        ([], (3, 3, 3)),
+        (["vision"], (3, 1, 3)),
+        (["audio"], (3, 3, 1)),
+        (["vision", "audio"], (3, 1, 1)),
+        (["language"], (2, 3, 3)),
+    ],
+)
+def test_frozen_parts_are_not_counted_as_trained(frozen: list[str], passes: tuple[int, int, int]) -> None:
+    """A tower has no backward pass then, and a decoder no gradients of weights."""
+    shown = [Media(kind, kind, ((0, 1),), (1, 1, 1)) for kind in ("image", "video", "audio")]
+    sample = TrainSample([1] * 4, 1, [1], [0.0], [0.0], media=(*shown, shown[0]))
+    costs = {"image": 1e12, "video": 4e12, "audio": 16e12}
+    work = StepWork.of_samples([sample], lambda length: 25e12, lambda media: costs[media.kind], frozen)
+    assert work.forward_flops == 121e12
+    metrics = performance_metrics(work, [report(forward_backward=1.0)], wall_s=1.0)
+    assert metrics["perf/tflops"] == sum(a * b for a, b in zip(passes, (100, 5, 16), strict=True))
 
 
 def test_a_phase_of_a_strangers_engine_is_shown_under_its_name() -> None:

@@ -53,7 +53,7 @@ def loop(monkeypatch: pytest.MonkeyPatch) -> module.Loop:
     parts, state = Parts(trains=True, generates=True), SimpleNamespace(version=2)
     session = SimpleNamespace(plugins=plugins, parts=parts, state=state, media=None)
     fields: dict[str, Any] = {"config": config, "session": session, "next_prompts": (PROMPT,), "info": None}
-    fields |= {"flops_per_token": lambda length: 1.0, "media_flops": None, "estimator": None, "control": None}
+    fields |= {"flops": (lambda length: 1.0, None, ()), "estimator": None, "control": None}
     return cast(module.Loop, SimpleNamespace(**fields))
 
 

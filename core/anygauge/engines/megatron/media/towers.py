@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from anygauge.config.modalities import TOWERS
 from anygauge.kernels.table import KernelTable
 from anygauge_hooks.errors import ConfigError, MediaMismatchError
 from anygauge_hooks.media import MediaKind, TowerSpec
@@ -23,12 +24,6 @@ __all__ = ["Tower", "bind", "build_tower", "freeze", "recompute", "seeing"]
 
 ATTENTION = "anygauge_flash"
 """The table's attention among those of transformers, which packs sequences for names with "flash" in them."""
-
-_PARTS: Mapping[str, frozenset[MediaKind]] = {
-    "vision": frozenset({"image", "video"}),
-    "audio": frozenset({"audio"}),
-}
-"""What ``train.freeze`` calls towers of these kinds."""
 
 _lengths: ContextVar[Sequence[int] | None] = ContextVar("lengths", default=None)
 """Of the sequences that a tower attends within, while it runs."""
@@ -76,7 +71,7 @@ def freeze(model: nn.Module, parts: Collection[str], towers: Sequence[TowerSpec]
     :raises ConfigError: Nothing is left that learns.
     """
     frozen = {
-        tower.name for tower in towers if any(tower.kinds & _PARTS[part] for part in _PARTS if part in parts)
+        tower.name for tower in towers if any(tower.kinds & TOWERS[part] for part in TOWERS if part in parts)
     }
     names = {tower.name for tower in towers}
     if "language" in parts and frozen == names:
