@@ -22,6 +22,9 @@ __all__ = ["CUDNN_HEAD_SIZES", "FLASH_HEAD_SIZES", "by_cudnn", "by_flash", "cumu
 STEP = 8
 """Head sizes that there are kernels for are multiples of this."""
 
+ALIGNMENT = 16
+"""Bytes at whose multiples a tensor must start."""
+
 CUDNN_HEAD_SIZES = range(STEP, 257, STEP)
 FLASH_HEAD_SIZES = range(1, 257)
 
@@ -98,8 +101,12 @@ def _nothing(q: Tensor, k: Tensor, v: Tensor, return_lse: bool) -> Tensor | tupl
 
 
 def _dense(x: Tensor) -> Tensor:
-    """Return it with neighbouring elements of a head side by side; heads and tokens may lie anywhere."""
-    return x if x.stride(-1) == 1 and all(step % STEP == 0 for step in x.stride()[:2]) else x.contiguous()
+    """Return it with neighbouring elements of a head side by side; heads and tokens may lie anywhere.
+
+    Kernels load several elements at once, so each head begins at a multiple of that.
+    """
+    is_even = x.data_ptr() % ALIGNMENT == 0 and all(step % STEP == 0 for step in x.stride()[:2])
+    return x if x.stride(-1) == 1 and is_even else x.clone(memory_format=torch.contiguous_format)
 
 
 class _Cudnn(torch.autograd.Function):
@@ -119,7 +126,7 @@ class _Cudnn(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, output, sums = ctx.saved_tensors
-        found = cudnn_attention.backward(grad.contiguous(), q, k, v, output, sums, *ctx.options)
+        found = cudnn_attention.backward(_dense(grad.contiguous()), q, k, v, output, sums, *ctx.options)
         return *found, None, None, None
 
 

@@ -63,6 +63,18 @@ def test_sequences_begin_where_their_strides_say() -> None:
         assert offsets[name - 1] == [step * start for start in starts]
 
 
+def test_heads_begin_where_several_elements_are_loaded_at_once() -> None:
+    """A view of whole steps may begin anywhere, also one that torch calls contiguous."""
+    wide = torch.randn(5, 2, 24).bfloat16()
+    for x in (wide[..., 3:19], wide.flatten()[3:163].view(5, 2, 16), wide[..., :16].transpose(0, 2)):
+        dense = attention._dense(x)
+        assert dense.equal(x)
+        assert dense.data_ptr() % 16 == 0
+        assert dense.is_contiguous()
+    for x in (wide[..., 8:], wide[1:, :, :16]):
+        assert attention._dense(x) is x, "nothing is copied"
+
+
 def test_a_part_of_a_sequence_is_not_square() -> None:
     assert Packing.of([3, 2], [3, 2]).is_square
     assert not Packing.of([3, 2], [4, 2]).is_square
