@@ -25,6 +25,12 @@ ADVICE: Mapping[str, Mapping[str, str]] = {
     "log_probs": {"train.micro_batch_tokens": LESS},
     "forward_backward": {"train.micro_batch_tokens": LESS, "train.recompute": "full"},
     "optimizer": {"placement.num_workers": MORE, "train.dtype": "bfloat16"},
+    "values": {"train.micro_batch_tokens": LESS},
+    "train_values": {
+        "train.micro_batch_tokens": LESS,
+        "train.recompute": "full",
+        "placement.num_workers": MORE,
+    },
     "weight_sync": {"rollout.max_batch_tokens": LESS, "rollout.dtype": "bfloat16"},
 }
 """By phase: keys, and which way to move each or what to set it to. The state of the optimizer is divided

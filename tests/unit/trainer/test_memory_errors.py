@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import re
 import resource
 import signal
 import subprocess
@@ -15,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 
+import anygauge
 from anygauge import device as device_module
 from anygauge.config import Config
 from anygauge.device import is_out_of_memory, memory_phase, peak_memory_by_phase
@@ -153,6 +155,12 @@ def test_a_hint_that_is_there_stays() -> None:
 @pytest.mark.parametrize("phase", ADVICE)
 def test_every_phase_has_advice_that_the_schema_knows(phase: str) -> None:
     assert memory_advice(config(), [phase]).startswith("To need less: ")
+
+
+def test_every_phase_that_is_timed_has_advice() -> None:
+    sources = [path.read_text() for path in Path(anygauge.__file__).parent.glob("engines/*/*.py")]
+    timed = {name for source in sources for name in re.findall(r"\b_timed\(\"(\w+)\"", source)}
+    assert {"log_probs", "train_values"} <= timed <= ADVICE.keys()
 
 
 def test_every_call_has_phases_with_advice() -> None:
