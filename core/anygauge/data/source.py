@@ -223,7 +223,7 @@ class FileSource:
         if self._media is None or not self._reader.drops_media:
             raise error
         logger.warning("left out: %s", error.args[0])
-        self._media.num_dropped += 1
+        self._media.left_out.append(error.args[0])
         return True
 
     def _remember(self, row: Row, owner: int, position: int) -> None:

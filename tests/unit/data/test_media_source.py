@@ -22,7 +22,7 @@ from anygauge.config.schema import Media as Settings
 from anygauge.data.media.contents import header_of
 from anygauge.data.media.decode import as_pixels, decode_image
 from anygauge.data.media.finder import MediaFinder
-from anygauge.data.media.loader import LoadedSource, MediaLoader
+from anygauge.data.media.loader import LoadedSource, MediaLoader, windows
 from anygauge.data.media.sources import source_of
 from anygauge.data.media.store import FileStore, MappedFiles
 from anygauge.data.source import FileSource
@@ -326,6 +326,29 @@ def test_what_only_decoding_shows_stops_the_run_or_leaves_the_row_out(
     (tmp_path / "one.png").write_bytes(png(noise)[:2000])
     with pytest.raises(MediaError, match="No row is left"):
         bench.open(rows, {"on_error": "drop"}).next(1)
+
+
+def test_rows_that_are_left_out_count_whichever_data_set_has_them(
+    bench: Bench, write_rows: WriteRows, tmp_path: Path
+) -> None:
+    """An evaluation set with fields of its own has a reader of its own."""
+    for name in ("lost", "half", "one"):
+        (tmp_path / f"{name}.png").write_bytes(png(picture()))
+    rows = [{"prompt": "<image>", "pictures": f"{name}.png"} for name in ("lost", "half", "one")]
+    bench.open(path := write_rows(*rows), {"on_error": "drop"}, multimodal_keys={"image": "pictures"})
+    training = MediaFinder(bench.reader.settings, {}, bench.processor, bench.tokenizer, ["image"])
+    keys = {"multimodal_keys": {"image": "pictures"}, "cache": tmp_path / "cache"}
+    config = Data(train=(DataFile(path=str(path)),), label_key=None, **keys)
+    source = FileSource(config, bench.tokenizer, media=training.of({"image": "pictures"}))
+    (tmp_path / "lost.png").unlink()
+    (tmp_path / "half.png").write_bytes(png(picture())[:60])
+    prompts = source.all()
+    loader = MediaLoader(bench.store, training)
+    assert (len(source), len(prompts)) == (3, 2)
+    assert [loader.metrics()["data/media_dropped"] for _ in range(2)] == [1, 0]
+    with pytest.raises(MediaError, match=r"train.jsonl:2: image 1 \(half.png\) cannot be decoded"):
+        next(windows(loader, prompts, 2))
+    loader._pool.shutdown()
 
 
 @pytest.mark.parametrize(

@@ -181,7 +181,7 @@ class Reader:
 
     def __init__(self) -> None:
         self.settings = Settings()
-        self.num_dropped = 0
+        self.left_out: list[str] = []
         self.decoded: list[str] = []
         self.go_on = threading.Event()
         self.go_on.set()

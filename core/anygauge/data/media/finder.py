@@ -72,8 +72,8 @@ class MediaFinder:
         self.expander = Expander(processor, tokenizer, self.marks)
         self.drawn: dict[str, Found] = {}
         """By key, all that were drawn: some hundred bytes each."""
-        self.num_dropped = 0
-        """Rows that were drawn and left out, since somebody asked."""
+        self.left_out: list[str] = []
+        """What was wrong with rows that were read and left out, since somebody asked."""
         self._limits = media_limits(settings)
         self._fingerprint = processor.fingerprint()
 

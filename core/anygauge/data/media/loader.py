@@ -122,7 +122,8 @@ class MediaLoader:
         """Return what the store holds now, and what was decoded since the last call."""
         with self._counts:
             seconds, self._seconds = self._seconds, 0.0
-        dropped, self.finder.num_dropped = self.finder.num_dropped, 0
+        dropped = len(self.finder.left_out)
+        del self.finder.left_out[:dropped]  # the readers of all data sets have this list
         held = {"data/media_bytes": float(self.store.bytes()), "data/media_dropped": float(dropped)}
         return {**held, "data/media_decode_s": seconds}
 
@@ -248,7 +249,7 @@ class LoadedSource:
         usable = [prompt for prompt, failure in zip(prompts, failures, strict=True) if failure is None]
         for failure in filter(None, failures):
             logger.warning("left out: %s", failure.args[0])
-        self._loader.finder.num_dropped += len(prompts) - len(usable)
+            self._loader.finder.left_out.append(failure.args[0])
         return usable
 
     def all(self, limit: int | None = None) -> Sequence[Prompt]:
