@@ -15,7 +15,14 @@ import pluggy
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GPT2Config,
+    GPT2LMHeadModel,
+)
 
 from anygauge.config import Config
 from anygauge.plugins import Plugins
@@ -23,6 +30,7 @@ from anygauge.rollout import plugin as rollout_plugin
 from anygauge.rollout.transformers.batches import Row, plan_batches
 from anygauge.rollout.transformers.engine import TransformersEngine
 from anygauge.rollout.transformers.sampling import seed_tensor, uniforms
+from anygauge.rollout.transformers.weights import copy_weights
 from anygauge.testing.tiny import tiny_qwen3, tiny_tokenizer
 from anygauge_hooks import PROJECT, specs
 from anygauge_hooks.engines import WorkerContext
@@ -484,6 +492,14 @@ def test_a_tied_weight_may_come_under_any_of_its_names(path: Path) -> None:
     for order in (both, both[::-1]):
         engine.update_weights(order, version=2)
         assert [sample.response_tokens for sample in generate_some(engine)] == expected
+
+
+def test_a_part_takes_weights_under_the_names_of_the_whole(path: Path) -> None:
+    """As transformers does by ``base_model_prefix``; 5.19 has the names of a thinker from nothing else."""
+    whole = {name: tensor for name, tensor in weights_of(path).items() if name.startswith("model.")}
+    part = AutoModel.from_config(AutoConfig.from_pretrained(path))
+    copy_weights(part, whole.items())
+    assert all(torch.equal(tensor, whole[f"model.{name}"]) for name, tensor in part.state_dict().items())
 
 
 def test_a_bad_update_lists_everything_and_stops_the_engine(path: Path) -> None:

@@ -100,6 +100,7 @@ class CheckpointNames:
         self._renamings: list[Any] = []
         self._turned: list[tuple[str, tuple[int, int]]] = []
         self._ignored = model._keys_to_ignore_on_load_unexpected or ()
+        self._prefix = f"{model.base_model_prefix}."
         for entry in get_model_conversion_mapping(model):
             operations = [type(each).__name__ for each in getattr(entry, "operations", ())]
             if operations in (["MergeModulelist"], ["MergeModulelist", "Concatenate"]):
@@ -110,6 +111,7 @@ class CheckpointNames:
             elif not operations:
                 self._renamings.append(entry)
         self._places = {name: part for parts in self._parts.values() for name, part in parts.items()}
+        self._places |= targets
 
     def _add_stacks(self, stack: str, patterns: Sequence[str]) -> None:
         """Note where each expert's tensors lie in the stacks of all layers."""
@@ -127,8 +129,7 @@ class CheckpointNames:
         """Return where a tensor of the checkpoint goes, or ``None`` if the model does not know it."""
         for renaming in self._renamings:  # a pattern may be of names inside a part of the model alone
             name, _ = renaming.rename_source_key(name)
-        found = self._targets.get(name)
-        return found if found is not None else self._places.get(name)
+        return self._places.get(name, self._places.get(name.removeprefix(self._prefix)))
 
     def turned(self, name: str, tensor: Tensor) -> Tensor:
         """Return a tensor of the checkpoint as the model has it, where its matrices may lie the other way."""
