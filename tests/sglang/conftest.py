@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from anygauge_cpu.torchvision_operators import declare_missing_operators
 from anygauge_hooks.engines import WorkerContext
 
 START_S = 600.0
+os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 # what the CPU backend does in each process of its own; here before the tests import anything of transformers
 declare_missing_operators()
 
@@ -75,6 +77,45 @@ def servers(plugins: Plugins, make_config: Callable[..., Config]) -> Iterator[Ma
             rank=rank, world_size=2, backend=backend, device=plugins.make_device(backend, 0), plugins=plugins
         )
         made.append(make_server(make_config(directory, **rollout), context))
+        return made[-1]
+
+    yield make
+    for server in made:
+        server.close()
+
+
+@pytest.fixture(scope="module")
+def make_seeing(plugins: Plugins, tmp_path_factory: pytest.TempPathFactory) -> Iterator[MakeServer]:
+    """Return a maker of servers of models that see, which are ended with the file."""
+    backend = plugins.get("register_backends", "cpu")
+    made: list[SGLangServer] = []
+
+    def make(
+        path: Path, *, rank: int = 0, sglang: dict[str, Any] | None = None, **rollout: Any
+    ) -> SGLangServer:
+        tree = {
+            "run": {"name": "seeing", "directory": str(tmp_path_factory.mktemp("run"))},
+            "model": {"path": str(path), "modalities": ["image"]},
+            "data": {"train": ["none.jsonl"]},
+            "train": {"dtype": "float32", "freeze": ["vision"] if rollout else []},
+            "rollout": {
+                "engine": "sglang",
+                "max_batch_tokens": 8192,
+                "sglang": {
+                    "context_length": 512,
+                    "max_running_requests": 16,
+                    "sleep_on_idle": True,  # else each server that waits keeps a core busy
+                    **(sglang or {}),
+                },
+                **rollout,
+            },
+            "placement": {"rollout_workers": 2 if rollout else 1, "start_timeout_s": START_S},
+        }
+        checked = validate(tree)
+        assert not checked.problems, checked.problems
+        device = plugins.make_device(backend, 0)
+        context = WorkerContext(rank=rank, world_size=2, backend=backend, device=device, plugins=plugins)
+        made.append(make_server(checked.config, context))
         return made[-1]
 
     yield make

@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import asyncio
-import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import pytest
 import torch
 
-from anygauge.config.schema import RolloutClient, WeightSync
-from anygauge.config.validate import validate
+from anygauge.config.schema import WeightSync
 from anygauge.plugins import Plugins
-from anygauge.rollout.client import EngineClient, Pictures
-from anygauge.rollout.sglang.server import SGLangServer, make_server
-from anygauge.testing.media import DictStore
+from anygauge.rollout.client import Pictures
+from anygauge.rollout.sglang.server import SGLangServer
+from anygauge.testing.served_sights import PATCH, Seeing
 from anygauge.weight_sync.buckets import Buffers
 from anygauge.weight_sync.pusher import WeightPusher
 from anygauge.weight_sync.receiver import Receiver
@@ -28,139 +24,26 @@ from anygauge.weight_sync.transports.delta import DeltaTransport
 from anygauge.weight_sync.transports.disk import DiskTransport
 from anygauge.weight_sync.transports.distributed import DistributedTransport
 from anygauge.weight_sync.transports.tensor import TensorTransport
-from anygauge_hooks.engines import WorkerContext
 from anygauge_hooks.errors import RolloutError
-from anygauge_hooks.media import Content, Media
-from anygauge_hooks.models import text_config
-from anygauge_hooks.rl import SamplingParams
-from anygauge_hooks.rollout import GenerateRequest, Generation
 from anygauge_hooks.weights import WeightApi, WeightPeer, WeightTransport
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(1500)]
 
 ARCHITECTURE = "Qwen3VLForConditionalGeneration"
-PATCH, TOLERANCE = 16, 1e-4
-SIZES = {"wide": (32, 96), "square": (64, 64), "other": (64, 64)}
+TOLERANCE = 1e-4
 API = WeightApi(checksums="sha256")
-os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-
-
-class Seeing:
-    """A tiny model with images, and what it should say of them."""
-
-    def __init__(self, path: Path, plugins: Plugins) -> None:
-        from transformers import Qwen3VLForConditionalGeneration
-
-        from anygauge.testing.tiny import tiny_tokenizer
-        from anygauge.testing.tiny_vision import add_vision_tokens, tiny_qwen3_vl
-
-        self.tokenizer = add_vision_tokens(tiny_tokenizer(path, texts=["what is in the picture "] * 4))
-        tiny_qwen3_vl(path, self.tokenizer, patch=PATCH, pixels=(32 * 32, 256 * 256), init_std=0.2)
-        self.path = path
-        self.model: Any = Qwen3VLForConditionalGeneration.from_pretrained(path, dtype=torch.float32).eval()
-        self.hf = text_config(self.model.config.to_dict())
-        self.media = plugins.model([ARCHITECTURE]).media
-        self.forbidden = tuple(self.media.forbidden(self.hf))
-        rng = np.random.default_rng(0)
-        self.store = DictStore(
-            {key: Content("image", rng.integers(0, 255, (*size, 3), np.uint8)) for key, size in SIZES.items()}
-        )
-
-    def request(self, name: str, *parts: int | str, count: int = 16) -> GenerateRequest:
-        """Return a request of tokens, and of images by their keys."""
-        start, end, pad = (self.hf[f"{each}_token_id"] for each in ("vision_start", "vision_end", "image"))
-        tokens: list[int] = []
-        media: list[Media] = []
-        for part in parts:
-            if isinstance(part, int):
-                tokens.append(part)
-                continue
-            height, width = (side // PATCH for side in SIZES[part])
-            media.append(Media("image", part, ((len(tokens) + 1, height * width // 4),), (1, height, width)))
-            tokens += [start, *[pad] * (height * width // 4), end]
-        params = SamplingParams(max_new_tokens=count, ignore_eos=True, forbidden=self.forbidden)
-        return GenerateRequest(name, tuple(tokens), params, seed=1, media=tuple(media))
-
-    def difference(
-        self, request: GenerateRequest, said: Generation, swapped: Mapping[str, str] | None = None
-    ) -> float:
-        """Return how far log-probs are from those of the model, at most.
-
-        :param swapped: Images that the model is shown in the place of others.
-        """
-        keys = [(swapped or {}).get(medium.key, medium.key) for medium in request.media]
-        [tower] = self.media.towers(self.hf)
-        inputs = tower.inputs(self.hf, [self.store.get(key) for key in keys], torch.device("cpu"))
-        whole = (*request.tokens, *said.tokens)
-        positions = torch.from_numpy(self.media.positions(self.hf, len(whole), request.media))
-        with torch.no_grad():
-            logits = self.model(
-                input_ids=torch.tensor([whole]),
-                pixel_values=inputs["hidden_states"],
-                image_grid_thw=inputs["grid_thw"],
-                position_ids=positions[:, None],
-            ).logits[0]
-        left = logits.index_fill(1, torch.tensor(self.forbidden), -torch.inf).log_softmax(-1)
-        right = left[len(request.tokens) - 1 : -1].gather(1, torch.tensor(said.tokens)[:, None])[:, 0]
-        return float((torch.tensor(said.log_probs) - right).abs().max())
-
-    def ask(self, address: str, *requests: GenerateRequest) -> list[Generation]:
-        async def run() -> list[Generation]:
-            limits = RolloutClient(request_timeout_s=120)
-            client = EngineClient(address, limits, pictures=Pictures(self.store))
-            try:
-                return await asyncio.gather(*map(client.generate, requests))
-            finally:
-                await client.close()
-
-        return asyncio.run(run())
-
-    def retrain(self, seed: int) -> None:
-        """Move every weight, those of the tower too."""
-        generator = torch.Generator().manual_seed(seed)
-        with torch.no_grad():
-            for parameter in self.model.parameters():
-                parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator))
-
-
-@pytest.fixture(scope="module")
-def seeing(tmp_path_factory: pytest.TempPathFactory, plugins: Plugins) -> Seeing:
-    return Seeing(tmp_path_factory.mktemp("seeing"), plugins)
-
-
 MakeServer = Callable[..., SGLangServer]
 
 
 @pytest.fixture(scope="module")
-def make(seeing: Seeing, plugins: Plugins, tmp_path_factory: pytest.TempPathFactory) -> Iterator[MakeServer]:
-    """Return a maker of servers that are ended with the file."""
-    backend = plugins.get("register_backends", "cpu")
-    made: list[SGLangServer] = []
+def seeing(tmp_path_factory: pytest.TempPathFactory, plugins: Plugins) -> Seeing:
+    from anygauge.testing.tiny import tiny_tokenizer
+    from anygauge.testing.tiny_vision import add_vision_tokens, tiny_qwen3_vl
 
-    def make(rank: int, **rollout: Any) -> SGLangServer:
-        tree = {
-            "run": {"name": "seeing", "directory": str(tmp_path_factory.mktemp("run"))},
-            "model": {"path": str(seeing.path), "modalities": ["image"]},
-            "data": {"train": ["none.jsonl"]},
-            "train": {"dtype": "float32", "freeze": ["vision"] if rollout else []},
-            "rollout": {
-                "engine": "sglang",
-                "max_batch_tokens": 8192,
-                "sglang": {"context_length": 1024, "max_running_requests": 16},
-                **rollout,
-            },
-            "placement": {"rollout_workers": 2 if rollout else 1, "start_timeout_s": 600.0},
-        }
-        checked = validate(tree)
-        assert not checked.problems, checked.problems
-        device = plugins.make_device(backend, 0)
-        context = WorkerContext(rank=rank, world_size=2, backend=backend, device=device, plugins=plugins)
-        made.append(make_server(checked.config, context))
-        return made[-1]
-
-    yield make
-    for server in made:
-        server.close()
+    path = tmp_path_factory.mktemp("seeing")
+    tokenizer = add_vision_tokens(tiny_tokenizer(path, texts=["what is in the picture "] * 4))
+    tiny_qwen3_vl(path, tokenizer, patch=PATCH, pixels=(32 * 32, 256 * 256), init_std=0.2)
+    return Seeing(plugins.model([ARCHITECTURE]), path)
 
 
 class Starting(NamedTuple):
@@ -172,9 +55,10 @@ class Starting(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def starting(make: MakeServer) -> Iterator[Starting]:
+def starting(make_seeing: MakeServer, seeing: Seeing) -> Iterator[Starting]:
+    make = partial(make_seeing, seeing.path)
     groups = [{"kind": "encoder"}, {"kind": "regular"}]
-    whole, encoder, decoder = make(0), make(0, groups=groups), make(1, groups=groups)
+    whole, encoder, decoder = make(), make(groups=groups), make(rank=1, groups=groups)
     with ThreadPoolExecutor(2) as pool:
         yield Starting(pool.submit(whole.start), pool.submit(lambda: decoder.start([encoder.start()])))
 
@@ -254,7 +138,7 @@ def test_new_weights_reach_the_servers_tower(
 ) -> None:
     request = seeing.request(f"sync-{version}", 5, "square", 7)
     [before] = seeing.ask(address, request)
-    seeing.retrain(version)
+    retrain(seeing.model, version)
     weights = [
         (name, tensor.detach())
         for name, tensor in seeing.model.state_dict().items()
@@ -273,6 +157,14 @@ def test_new_weights_reach_the_servers_tower(
     [after] = seeing.ask(address, request)
     assert seeing.difference(request, after) < TOLERANCE
     assert seeing.difference(request, before) > 0.05, "the weights before can be told apart"
+
+
+def retrain(model: Any, seed: int) -> None:
+    """Move every weight, those of the tower too."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator))
 
 
 def test_an_encoder_beside_a_server_of_the_decoder_alone(seeing: Seeing, starting: Starting) -> None:

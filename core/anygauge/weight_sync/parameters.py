@@ -28,12 +28,17 @@ RENAMED: Mapping[str, str] = {
     "model.language_model.": "model.",
     "model.visual.": "visual.",
     ".attn.qkv.": ".attn.qkv_proj.",
+    ".self_attn.out_proj.": ".self_attn.proj.",
 }
-"""Parts of names in checkpoints of models that see, and what a server calls them."""
+"""Parts of names in checkpoints of models that see or hear, and what a server calls them."""
 TIED = {"lm_head.weight": "model.embed_tokens.weight"}
 """Parameters that are another one where a checkpoint has none of their own."""
 PADDED = ("embed_tokens.weight", "lm_head.weight", "visual.pos_embed.weight")
-COMPUTED = (".rotary_emb.axis_map",)
+COMPUTED = (
+    ".rotary_emb.axis_map",
+    ".embeddings.position_ids",
+    ".positional_embedding.positional_embedding",
+)
 """How the names of tables end that a server computes by itself."""
 PADDING = 64
 """A server rounds the rows of these up to a multiple, with zeros."""

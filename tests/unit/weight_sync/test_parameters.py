@@ -97,9 +97,13 @@ def test_a_model_that_sees_has_other_names_in_a_server() -> None:
     weights = {
         name.replace("model.", "model.language_model.", 1): tensor for name, tensor in sent().items()
     } | {f"{tower}.attn.qkv.weight": torch.ones(12, 4), f"{tower}.mlp.linear_fc1.bias": torch.ones(5)}
+    weights[hearing := "audio_tower.layers.0.self_attn.out_proj.bias"] = torch.ones(4)
     told = held(sent()) | {
         "visual.blocks.0.attn.qkv_proj.weight": checksum(weights[f"{tower}.attn.qkv.weight"]),
         "model.layers.0.self_attn.rotary_emb.axis_map": "0" * 16,
+        "visual.embeddings.position_ids": "0" * 16,
+        "audio_tower.positional_embedding.positional_embedding": "0" * 16,
+        "audio_tower.layers.0.self_attn.proj.bias": checksum(weights[hearing]),
         "visual.blocks.0.mlp.linear_fc1.bias": checksum(weights[f"{tower}.mlp.linear_fc1.bias"]),
     }
     expected = noted(weights)

@@ -1,0 +1,125 @@
+"""Families that see at real servers: log-probs for images are those of transformers, also of new weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from anygauge.config.schema import WeightSync
+from anygauge.engines.megatron.weights.hf import write_directory
+from anygauge.plugins import Plugins
+from anygauge.rollout.sglang.server import SGLangServer
+from anygauge.rollout.transformers.weights import copy_weights
+from anygauge.testing.beside_transformers import build
+from anygauge.testing.served_sights import Seeing, published, write_served
+from anygauge.weight_sync.buckets import Buffers
+from anygauge.weight_sync.pusher import WeightPusher
+from anygauge.weight_sync.transports.distributed import DistributedTransport
+from anygauge_hooks.engines import WorkerContext
+from anygauge_hooks.models import ModelSpec
+from anygauge_hooks.weights import WeightApi, WeightPeer
+
+pytestmark = [pytest.mark.sglang, pytest.mark.timeout(900)]
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen3_vl_moe": {},
+    "qwen3_omni_moe": {},
+    "glm4v": {},
+    "glm4v_moe": {},
+    # SGLang has the model under this name alone
+    "glm46v": {"json_model_override_args": {"architectures": ["Glm4vForConditionalGeneration"]}},
+}
+"""What their servers are started with."""
+TOLERANCE = 1e-4
+OTHER = 100 * TOLERANCE
+
+
+class Served(NamedTuple):
+    """A family in transformers, in the trainer, and in a server."""
+
+    seeing: Seeing
+    policy: Any
+    server: SGLangServer
+    address: Future[str]
+
+
+@pytest.fixture(scope="module")
+def all_served(
+    plugins: Plugins,
+    context: WorkerContext,
+    make_seeing: Any,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[dict[str, Served]]:
+    """Start a server for each family, two at a time."""
+    with ThreadPoolExecutor(2) as pool:
+        found = {}
+        for family, arguments in FAMILIES.items():
+            spec = plugins.get("register_models", family)
+            seeing, policy, path = written(spec, tmp_path_factory.mktemp(family), context)
+            server = make_seeing(path, sglang=arguments)
+            found[family] = Served(seeing, policy, server, pool.submit(server.start))
+        yield found
+
+
+def written(spec: ModelSpec, path: Path, context: WorkerContext) -> tuple[Seeing, Any, Path]:
+    """Return the model, the same in the trainer, and a directory that the trainer has written of it."""
+    seeing = Seeing(spec, write_served(spec, path))
+    source = published(path)
+    policy = build(source, context, ["image", "audio"] if "audio_config" in seeing.hf else ["image"])
+    write_directory(path / "served", source, policy.weights(), torch.float32)
+    return seeing, policy, path / "served"
+
+
+@pytest.fixture(params=FAMILIES)
+def served(request: pytest.FixtureRequest, all_served: dict[str, Served]) -> Iterator[Served]:
+    yield (found := all_served[request.param])
+    found.server.close()
+
+
+def test_log_probs_are_those_of_the_model_before_and_after_an_update(served: Served) -> None:
+    seeing, policy, address = served.seeing, served.policy, served.address.result()
+    requests = [seeing.request("one", 5, "square", 7, 8), seeing.request("two", 5, "wide", 9, "square", 7)]
+    before = compare(seeing, address, requests)
+    retrain(policy)
+    copy_weights(seeing.model, policy.weights())
+    assert seeing.difference(requests[0], before) > OTHER, "the weights before can be told apart"
+    push(policy, address)
+    compare(seeing, address, requests)
+
+
+def compare(seeing: Seeing, address: str, requests: list[Any]) -> Any:
+    """Compare what is said of images, and of another image; return the answer to the first request."""
+    answers = seeing.ask(address, *requests)
+    for request, said in zip(requests, answers, strict=True):
+        assert len(said.tokens) == 16
+        assert not set(said.tokens) & set(seeing.forbidden)
+        assert seeing.difference(request, said) < TOLERANCE
+        assert seeing.difference(request, said, {"square": "other"}) > OTHER
+    return answers[0]
+
+
+def retrain(policy: Any) -> None:
+    """Move every weight, those of towers and experts too."""
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in (each for chunk in policy.chunks for each in chunk.parameters()):
+            parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator))
+
+
+def push(policy: Any, address: str) -> None:
+    options = WeightSync(transport="distributed", bucket_bytes=1 << 16, verify="always", deadline_s=120)
+    transport = DistributedTransport("cpu", {"cpu": "gloo"}, deadline_s=120)
+    pusher = WeightPusher(options, transport, Buffers(partial(torch.empty, dtype=torch.uint8)))
+    peer = WeightPeer(address=address, api=WeightApi(checksums="sha256"))
+    try:
+        report = pusher.push(policy.weights(), 1, [peer])
+    finally:
+        pusher.close()
+    assert not report.failed, report
+    assert [name for name in report.unverified if ".experts." not in name] == [], "all others were compared"
