@@ -64,7 +64,8 @@ def write(name: str, path: Path) -> Path:
     fields = tiny(name)
     config = AutoConfig.for_model(fields.pop("model_type"), **fields)
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
+        # With 0 a decay rate's gradients nearly cancel over the tokens: rounding alone is 1e-5 of their sum.
+        torch.manual_seed(2)
         model = AutoModelForMultimodalLM.from_config(config, dtype=torch.float32)
         with torch.no_grad():
             for each, tensor in model.named_parameters():
