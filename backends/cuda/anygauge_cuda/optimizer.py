@@ -98,12 +98,12 @@ class FusedAdamW(torch.optim.AdamW):
         from anygauge_cuda.triton import adamw as kernel
 
         prepared, self._prepared = self._prepared, None
-        is_known = prepared is not None and prepared[0] is gradients
-        launches = prepared[1] if prepared is not None and is_known else self._find(gradients, copies)
-        for each in launches:
+        if prepared is None or prepared[0] is not gradients:
+            prepared = gradients, self._find(gradients, copies)
+        for each in prepared[1]:
             rates = self._rates(self.param_groups[each.group], each.step, scale)
             kernel.launch(each.plan, rates, copies=each.has_copies, remainders=each.has_remainders)
-        if counts := [count for each in launches for count in each.counts]:
+        if counts := [count for each in prepared[1] for count in each.counts]:
             torch._foreach_add_(counts, 1)
 
     def _find(
