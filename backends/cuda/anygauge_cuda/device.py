@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 
 import torch
 
 from anygauge_cuda.allocator import shareable
+from anygauge_cuda.env import VISIBLE_DEVICES
 from anygauge_cuda.graphs import capture_graph
 from anygauge_cuda.nvml import Meters, find_gpu
 from anygauge_hooks.errors import PlacementError
@@ -89,6 +91,7 @@ def _require(index: int, count: int) -> None:
     """Refuse a number that the vendor's library would only call invalid."""
     if index >= count:
         raise PlacementError(
-            f"This worker is to take GPU {index}, counted from 0, and its process sees {count}.",
-            hint="Lower placement.num_workers to the number of GPUs that it may take.",
+            f"This worker is to take GPU {index}, counted from 0, and its process sees {count}: "
+            f"{VISIBLE_DEVICES} is {os.environ.get(VISIBLE_DEVICES)!r}.",
+            hint="Lower placement.num_workers and placement.rollout_workers to the number of GPUs of the host.",
         )

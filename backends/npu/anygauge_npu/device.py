@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from anygauge_hooks.errors import PlacementError
 from anygauge_hooks.types import CaptureGraph, ScopeMap
 from anygauge_npu import mindspeed
+from anygauge_npu.env import VISIBLE_DEVICES
 
 __all__ = ["NpuDevice", "npu_scope_map", "vendor_module"]
 
@@ -108,8 +110,9 @@ def _require(index: int, count: int) -> None:
     """Refuse a number that the vendor's library would only call invalid."""
     if index >= count:
         raise PlacementError(
-            f"This worker is to take NPU {index}, counted from 0, and its process sees {count}.",
-            hint="Lower placement.num_workers to the number of NPUs that it may take.",
+            f"This worker is to take NPU {index}, counted from 0, and its process sees {count}: "
+            f"{VISIBLE_DEVICES} is {os.environ.get(VISIBLE_DEVICES)!r}.",
+            hint="Lower placement.num_workers and placement.rollout_workers to the number of NPUs of the host.",
         )
 
 

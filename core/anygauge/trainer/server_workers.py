@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent import futures
@@ -55,9 +54,6 @@ class ServerWorker:
     def __init__(self, config: Config, context: WorkerContext) -> None:
         spec: RolloutEngineSpec = context.plugins.get("register_rollout_engines", config.rollout.engine)
         assert spec.serve is not None, "only a server is looked after"
-        visible = context.backend.visible_devices_env
-        if visible is not None and context.accelerators:
-            os.environ[visible] = ",".join(context.accelerators)  # the server sees its own devices alone
         self._rank = context.rank
         self._plan = plan_servers(config)[context.rank]
         self._encoders: Sequence[str] = ()

@@ -98,6 +98,7 @@ class Worker:
         self._device: Device
         self._store: TCPStore | None = None
         self._facts: NodeFacts | None = None
+        self._accelerators: Sequence[str] = ()
         self._object: Any = None
         self._address = "127.0.0.1"
 
@@ -119,7 +120,7 @@ class Worker:
         return HostInfo(pid=os.getpid(), host=host, ip="127.0.0.1", node=host)
 
     def accelerator_ids(self) -> Sequence[str]:
-        """Return the physical ids of the devices that this process was given."""
+        """Return the physical ids of the devices that this process was given, before it hides all others."""
         setup = self.setup
         if setup.accelerators is not None:
             return setup.accelerators
@@ -155,16 +156,28 @@ class Worker:
         require_plugins(self._plugins, setup.plugins)
         found = self._plugins.named("register_backends")
         self._backend = find_backend(self._plugins, found, setup.backend)
-        if setup.accelerators and (visible := self._backend.visible_devices_env):
-            os.environ[visible] = ",".join(setup.accelerators)  # the launcher has hidden what it did not give
+        index = self._take_devices()
         self._prepare("before_vendor_import")
         set_threads(setup.config.placement.threads_per_worker, workers_on_host)
-        index = self._backend.local_device(self.accelerator_ids(), os.environ)
         self._device = self._plugins.make_device(self._backend, index)
         if setup.config.run.deterministic:
             set_deterministic()
         self._prepare("after_config")
         return self._host_store(meeting) if meeting is not None and setup.rank == 0 else None
+
+    def _take_devices(self) -> int:
+        """Hide every device but this worker's own, and return the index of the first of them.
+
+        A vendor's library numbers the devices when it first looks at them, and torch counts them again
+        later: the list must be final before either is imported, and nothing may change it afterwards.
+        """
+        ids, find = tuple(self.accelerator_ids()), self._backend.local_device
+        if self.setup.accelerators is None:  # those of other workers are hidden until here
+            find(ids, os.environ)  # refuses a list that leaves them out
+        if ids and (name := self._backend.visible_devices_env):
+            os.environ[name] = ",".join(ids)
+        self._accelerators = ids
+        return find(ids, os.environ)
 
     def _prepare(self, phase: Phase) -> None:
         setup, config = self.setup, self.setup.config
@@ -227,7 +240,7 @@ class Worker:
             backend=self._backend,
             device=self._device,
             plugins=self._plugins,
-            accelerators=tuple(self.accelerator_ids()),
+            accelerators=self._accelerators,
             address=self._address,
             media=open_store(self.setup.config, Path(self.setup.run_directory)),
         )
