@@ -279,7 +279,7 @@ class Fleet:
         if well:
             self._changed(engine)
         else:
-            self.mark(engine.name, "dead", "it shows no sign of life")
+            self.mark(engine.name, "dead", f"it shows no sign of life: {engine.client.silence}")
 
     # ---- generation ----
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import resource
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from typing import Any, TypeVar
 
 import pytest
 
 from anygauge.config.schema import RolloutClient
+from anygauge.rollout.client import channel
 from anygauge.rollout.dispatch import Load
 from anygauge.rollout.fleet import Fleet
 from anygauge.testing.fake_engine import EOS, FakeServer, Options, expected
@@ -211,7 +214,10 @@ def test_what_a_killed_engine_had_is_generated_elsewhere(
             for number, found in enumerate(await asyncio.gather(*whole, *parts)):
                 check(number, found)
             await until(lambda: died == ["engine-0"])
-            assert fleet.report()["engine-0"].state == "dead"
+            report = fleet.report()["engine-0"]
+            assert report.state == "dead"
+            assert "no sign of life: " in report.reason
+            assert "GET /health" in report.reason
             # It comes back under its name, at another address.
             fleet.add("engine-0", await asyncio.to_thread(mortal.start))
             fleet.mark("engine-1", "paused")
@@ -438,3 +444,57 @@ def test_an_engine_that_cannot_be_paused_is_dead(servers: list[FakeServer], mort
 
     mortal.start()
     run(work())
+
+
+@pytest.fixture
+def file_limit() -> Iterator[int]:
+    """Return the hard limit of open files; the soft one is put back after the test."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    yield hard
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@contextmanager
+def no_file_left(hard: int) -> Iterator[None]:
+    """Let this process have no file left to open."""
+    taken = [os.dup(0)]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (taken[0] + 32, hard))
+    try:
+        with suppress(OSError):
+            while True:
+                taken.append(os.dup(0))
+        yield
+    finally:
+        for descriptor in taken:
+            os.close(descriptor)
+
+
+def test_a_client_opens_as_many_connections_as_it_may(servers: list[FakeServer], file_limit: int) -> None:
+    async def ask() -> tuple[int, int]:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (file_limit - 1, file_limit))
+        async with fleet_of(servers[0]) as fleet:
+            check(1, await fleet.generate(request(1)))
+        return resource.getrlimit(resource.RLIMIT_NOFILE)
+
+    assert run(ask()) == (file_limit, file_limit)
+
+
+def test_an_engine_is_not_blamed_for_connections_that_this_process_cannot_open(
+    servers: list[FakeServer], file_limit: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(channel, "allow_open_files", lambda: None)
+
+    async def ask() -> tuple[RolloutError, bool, str]:
+        died: list[str] = []
+        async with fleet_of(servers[0], died=lambda name, reason: died.append(reason)) as fleet:
+            with no_file_left(file_limit):
+                with pytest.raises(RolloutError, match=r"all files open that it may \(\d+\)") as error:
+                    await fleet.generate(request(1))
+                answers = await fleet.client("engine-0").is_healthy()
+            assert died == []
+            check(2, await fleet.generate(request(2)))
+            return error.value, answers, fleet.report()["engine-0"].state
+
+    error, answers, state = run(ask())
+    assert "rollout.client.concurrency" in str(error)
+    assert (answers, state) == (True, "serving"), "it was never asked"

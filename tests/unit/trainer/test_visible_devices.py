@@ -58,7 +58,7 @@ class IdleEngine:
 
 @pytest.fixture
 def prepared(monkeypatch: pytest.MonkeyPatch) -> list[str | None]:
-    """Let a worker be made in this process, and collect what it sees before a vendor's library is imported."""
+    """Let a worker be made here, and collect the devices it sees before a vendor's library is imported."""
     seen: list[str | None] = []
 
     def loaded() -> Plugins:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import resource
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from typing import Any
@@ -12,7 +14,7 @@ import orjson
 
 from anygauge_hooks.errors import DeadlineError, RolloutError
 
-__all__ = ["Channel", "EngineAwayError"]
+__all__ = ["Channel", "EngineAwayError", "OpenFilesError"]
 
 _KEPT_S = 4.0
 """SGLang's server closes a connection that was idle for five seconds: a request may not meet that moment."""
@@ -27,6 +29,10 @@ _JSON = {"content-type": "application/json"}
 
 class EngineAwayError(RolloutError):
     """An engine is gone or failed at its task: the same request may succeed elsewhere or later."""
+
+
+class OpenFilesError(RolloutError):
+    """This process may open no more connections, which says nothing of the engine."""
 
 
 class Channel:
@@ -99,6 +105,8 @@ class Channel:
                 f"{self.address!r} is no address of an engine.", hint="Write http://HOST:PORT."
             ) from error
         except (aiohttp.ClientError, ConnectionError) as error:
+            if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+                raise _too_many_files(asked, purpose) from error
             reason = f"{type(error).__name__}: {error}"
             raise EngineAwayError(f"{self.name} is away, asked for {purpose} ({asked}): {reason}") from error
 
@@ -110,6 +118,7 @@ class Channel:
         if self._closed:
             raise EngineAwayError(f"The connections to {self.name} were closed.")
         if self._session is None:
+            allow_open_files()  # each request under way has a connection of its own
             # How many requests are under way is bounded by who asks, so that waiting has an order.
             connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEPT_S)
             self._session = aiohttp.ClientSession(
@@ -129,6 +138,22 @@ class Channel:
         self._closed = True
         if self._session is not None:
             await self._session.close()
+
+
+def allow_open_files() -> None:
+    """Let this process open as many files as its hard limit allows: many shells begin with 1024."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def _too_many_files(asked: str, purpose: str) -> OpenFilesError:
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return OpenFilesError(
+        f"{asked} could not be sent for {purpose}: this process has all files open that it may ({limit}).",
+        hint="Each request under way needs one. Raise it (ulimit -n, a container's --ulimit nofile) or "
+        "lower rollout.client.concurrency.",
+    )
 
 
 def _words(body: bytes) -> str:

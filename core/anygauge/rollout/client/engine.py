@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeVar
 import orjson
 
 from anygauge.config.schema import RolloutClient
-from anygauge.rollout.client.channel import Channel, EngineAwayError
+from anygauge.rollout.client.channel import Channel, EngineAwayError, OpenFilesError
 from anygauge.rollout.client.media import Pictures
 from anygauge.rollout.client.wire import (
     Meeting,
@@ -71,6 +71,8 @@ class EngineClient:
         self._pictures = pictures
         self._rids: set[str] = set()
         self._probes = 0
+        self.silence = ""
+        """Why the last sign of life was missed."""
         self._channel = Channel(self.address, self.name)
         self._room = asyncio.Semaphore(options.concurrency)
         self._head, self._numbers = secrets.token_hex(6), itertools.count()
@@ -284,10 +286,14 @@ class EngineClient:
 
     async def _answers(self, path: str, timeout_s: float | None) -> bool:
         limit_s = timeout_s or self.options.probe_timeout_s
-        with suppress(RolloutError, DeadlineError):
+        try:
             await self._channel.ask(path, None, timeout_s=limit_s, purpose="a sign of life")
+        except OpenFilesError:  # it was never asked; who waits for a request is told
             return True
-        return False
+        except (RolloutError, DeadlineError) as error:
+            self.silence = str(error.args[0])
+            return False
+        return True
 
     async def model_info(self) -> Mapping[str, Any]:
         """Return what model the engine says it serves."""
