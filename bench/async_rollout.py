@@ -39,7 +39,11 @@ ENGINE = {
     "lengths": "longtail:16:128:0.1",
 }
 """Of each of two engines: 10 ms a token, and one response in ten is eight times as long as the others."""
-FAKE: dict[str, Any] = {"rollout__engine": "fake", "weight_sync__verify": "none"}
+FAKE: dict[str, Any] = {
+    "rollout__engine": "fake",
+    "weight_sync__verify": "none",
+    "health__logprob_abs_diff_error": "none",  # their log-probs are made up
+}
 VOCABULARY, STOP_EVERY = 32_768, 64
 REAL: dict[str, Any] = {
     "rollout__engine": "sglang",

@@ -18,6 +18,7 @@ __all__ = [
     "DataError",
     "DeadlineError",
     "DuplicateNameError",
+    "HealthError",
     "HubError",
     "KernelInputError",
     "MediaError",
@@ -234,3 +235,9 @@ class PlacementError(AnygaugeError, RuntimeError):
     """The cluster cannot host the requested workers."""
 
     code = "AG704"
+
+
+class HealthError(AnygaugeError, RuntimeError):
+    """A number of a step is beyond the limit at which ``[health]`` stops the run."""
+
+    code = "AG801"

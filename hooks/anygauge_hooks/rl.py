@@ -136,3 +136,5 @@ class TrainSample(NamedTuple):
     """The same for all samples of one rollout of a step, where one became several; else ``None``."""
     media: tuple[Media, ...] = ()
     """In the order of their placeholders in ``tokens``."""
+    is_on_policy: bool = False
+    """Whether the weights that the step trains sampled all of its tokens, before its first optimizer step."""

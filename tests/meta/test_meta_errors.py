@@ -31,6 +31,7 @@ from anygauge.rollout.transformers.engine import TransformersEngine
 from anygauge.testing.tiny import tiny_qwen3, tiny_tokenizer
 from anygauge.trainer.calls import Died, Raised, WorkerId, deadline_error, error_of
 from anygauge.trainer.directory import open_run_directory
+from anygauge.trainer.health import HealthMonitor
 from anygauge.trainer.memory_advice import advise, advise_death
 from anygauge.trainer.placement import check_capacity
 from anygauge_cpu.device import CpuDevice
@@ -300,6 +301,11 @@ def small_cluster() -> None:
     check_capacity({"GPU": 1.0}, 8, {"node-1": {"GPU": 4.0}})
 
 
+def other_model_in_the_engine() -> None:
+    config = load(load_plugins(only=["cpu"]))
+    HealthMonitor(config, Path()).check({"health/logprob_abs_diff": 0.365}, 1)
+
+
 PROVOKED: Mapping[str, Callable[[], None]] = {
     "AG101": unknown_backend,
     "AG102": unavailable_backend,
@@ -324,6 +330,7 @@ PROVOKED: Mapping[str, Callable[[], None]] = {
     "AG702": failed_worker,
     "AG703": slow_worker,
     "AG704": small_cluster,
+    "AG801": other_model_in_the_engine,
 }
 FROM_SOURCE = ("AG502", "AG603", "AG604", "AG606", "AG607", "AG609")
 """Codes whose errors need Megatron: their text is compared with the source."""

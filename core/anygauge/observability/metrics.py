@@ -1,9 +1,9 @@
 """Names of metrics, and those of a rollout.
 
-A metric is named ``<group>/<name>`` with group ``train``, ``rollout``, ``multi_turn``, ``passrate``, ``eval``
-or ``perf``; ``docs/metrics.md`` explains each. Each group has its own step axis, kept in the metric
-``<group>/step``: a tracker draws ``train/loss`` over ``train/step``, and groups that are recorded at
-different times or rates do not disturb each other.
+A metric is named ``<group>/<name>`` with group ``train``, ``health``, ``rollout``, ``multi_turn``,
+``passrate``, ``eval`` or ``perf``; ``docs/metrics.md`` explains each. Each group has its own step axis, kept
+in the metric ``<group>/step``: a tracker draws ``train/loss`` over ``train/step``, and groups that are
+recorded at different times or rates do not disturb each other.
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, cast
 
 from anygauge.algorithms.corrected_loss import CorrectedLoss, with_sample_sizes
 from anygauge.algorithms.losses import bind_options, policy_objective
+from anygauge.algorithms.on_policy import OnPolicyDifference
 from anygauge.algorithms.values import value_loss
 from anygauge.config import Config
 from anygauge.config.algorithm_rules import compares, estimator, has_critic
@@ -192,7 +193,7 @@ class ActorWorker(GeneratingWorker):
         """
         metrics = self.trainer.train_step(
             share.samples,
-            loss,
+            OnPolicyDifference(loss, [sample.is_on_policy for sample in share.samples]),
             temperature=self._temperature,
             weights=share.weights,
             old_log_probs=passes.old[own],

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING
 
+from anygauge.algorithms.on_policy import ON_POLICY
 from anygauge.config import Config
 from anygauge.data.balance import free
 from anygauge.hub import localized
@@ -46,6 +48,7 @@ from anygauge.trainer.dumps import (
 )
 from anygauge.trainer.evaluation import evaluate
 from anygauge.trainer.generation import rollout_params, rollout_seeds
+from anygauge.trainer.health import HealthMonitor, health_metrics
 from anygauge.trainer.plan import (
     TrainShare,
     conversation_samples,
@@ -58,6 +61,7 @@ from anygauge.trainer.session import TRAINING, Session
 from anygauge.trainer.staleness import mask_stale
 from anygauge.trainer.worker_group import PendingCall
 from anygauge_hooks.data import DataSource
+from anygauge_hooks.errors import HealthError
 from anygauge_hooks.media import Media
 from anygauge_hooks.rl import Group, Prompt, TrainSample
 from anygauge_hooks.types import RunInfo
@@ -136,14 +140,14 @@ class Training:
 
 def run_loop(loop: Loop) -> None:
     """Run every step that is left."""
-    config, total = loop.config, loop.config.run.steps
-    take_step = choose_step(config)
+    config, total, first = loop.config, loop.config.run.steps, loop.info.step + 1
+    take_step, monitor = choose_step(config), HealthMonitor(config, Path(loop.info.directory))
     loop.session.plugins.notify("before_train", run=loop.info)
     if not loop.info.step:
         evaluate(loop.session)
     elif loop.background is not None and loop.info.step % config.eval.interval == 0:
         loop.background.start()  # again: the record of one that was under way at the checkpoint is set aside
-    for step in range(loop.info.step + 1, total + 1):
+    for step in range(first, total + 1):
         loop.directory.check()
         metrics = take_step(loop, step)
         if loop.save_s:
@@ -152,6 +156,8 @@ def run_loop(loop: Loop) -> None:
         loop.session.track(metrics, step=step)
         _log.info("step %d of %d: %s", step, total, summary(metrics))
         loop.session.plugins.notify("after_train_step", run=loop.info, metrics=metrics)
+        with saved_if_unhealthy(loop, step, learnt=step > first):
+            monitor.check(metrics, step)
         evaluate_if_due(loop)
         loop.directory.check()
         started = time.perf_counter()
@@ -159,6 +165,20 @@ def run_loop(loop: Loop) -> None:
     if loop.checkpoints is not None:
         announce(loop, loop.checkpoints.finish())
     loop.directory.check()
+
+
+@contextmanager
+def saved_if_unhealthy(loop: Loop, step: int, *, learnt: bool) -> Iterator[None]:
+    """Write a checkpoint where a health rule ends the run.
+
+    :param learnt: Whether this part of the run has taken a step before, which would be lost.
+    """
+    try:
+        yield
+    except HealthError:
+        if learnt:
+            save(loop, step, ends=True)
+        raise
 
 
 def evaluate_if_due(loop: Loop) -> None:
@@ -193,7 +213,7 @@ def train_on_rollouts(loop: Loop, step: int) -> dict[str, float]:
     trained_on = groups if version is None else mask_stale(groups, version, config.algorithm.mask_stale)
     training = None
     if loop.session.parts.trains and are_any_scored(trained_on):
-        training = start_training(loop, step, train_samples(trained_on, loop.estimator))
+        training = start_training(loop, step, train_samples(trained_on, loop.estimator, version))
     # While the workers train, the driver does what needs nothing of them.
     loop.session.plugins.notify("after_rollout", run=loop.info, groups=groups)
     read_ahead(loop, step)
@@ -329,10 +349,10 @@ def send_shares(loop: Loop, step: int, shares: Sequence[Sequence[TrainShare]]) -
 
 def finish_training(loop: Loop, training: Training) -> dict[str, float]:
     """Wait for the workers, give the new weights to the rollout engines, and return the metrics of both."""
-    trained = mean_over_steps(training.answer.result()[0])
+    steps = training.answer.result()[0]
     if training.updates:
         sync_weights(loop)
-    return {**prefixed("train", trained), **training.planned}
+    return {**prefixed("train", mean_over_steps(steps)), **health_metrics(steps[0]), **training.planned}
 
 
 def read_ahead(loop: Loop, step: int) -> None:
@@ -356,7 +376,8 @@ def mean_over_steps(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
     Only before the first step do trainer and engine hold the same weights.
     """
-    means = {name: sum(step[name] for step in steps) / len(steps) for name in steps[0]}
+    names = (name for name in steps[0] if name not in ON_POLICY)
+    means = {name: sum(step[name] for step in steps) / len(steps) for name in names}
     first = steps[0].get("current_rollout_logprob_abs_diff")
     if first is not None:
         del means["current_rollout_logprob_abs_diff"]
@@ -378,15 +399,20 @@ def sync_weights(loop: Loop) -> None:
     loop.session.plugins.notify("after_weight_sync", run=loop.info, version=loop.session.state.version)
 
 
-def save(loop: Loop, step: int) -> bool:
-    """Write what is due after a step, see to the checkpoint that is being written, and return if any is."""
+def save(loop: Loop, step: int, *, ends: bool = False) -> bool:
+    """Write what is due after a step, see to the checkpoint that is being written, and return if any is.
+
+    :param ends: Whether the run takes no further step, though it was to take some.
+    """
     settings, due = loop.config.save, False
     if loop.checkpoints is not None and settings.every is not None:
         announce(loop, loop.checkpoints.poll())
-        due = step % settings.every == 0 or step == loop.info.total_steps
+        due = ends or step % settings.every == 0 or step == loop.info.total_steps
         if due:
             loop.session.turns.take("save")
             announce(loop, loop.checkpoints.start(step, loop.session.state.saved()))
+            if ends:
+                announce(loop, loop.checkpoints.finish())
     if loop.session.parts.trains and settings.hf_every is not None and step % settings.hf_every == 0:
         loop.session.turns.take("save")
         export_hf(loop.session.workers, Path(loop.info.directory) / f"hf-step-{step}")

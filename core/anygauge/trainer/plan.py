@@ -16,7 +16,7 @@ from anygauge.algorithms.aggregation import Aggregation, split_steps, token_weig
 from anygauge.data.balance import Numbers, alike, balance, free, imbalance, media_costs, sequence_costs
 from anygauge_hooks.errors import PluginError, RolloutError
 from anygauge_hooks.media import Media
-from anygauge_hooks.rl import Group, Prompt, Sample, TrainSample
+from anygauge_hooks.rl import NO_VERSION, Group, Prompt, Sample, TrainSample
 
 __all__ = [
     "TrainShare",
@@ -65,7 +65,9 @@ def conversation_samples(prompts: Sequence[Prompt]) -> list[TrainSample]:
     ]
 
 
-def train_samples(groups: Sequence[Group], estimator: Estimator | None) -> list[TrainSample]:
+def train_samples(
+    groups: Sequence[Group], estimator: Estimator | None, version: int | None = None
+) -> list[TrainSample]:
     """Return the samples with their advantages, group by group; each token has its sample's advantage.
 
     A sample that could not be scored takes part in no group and no mean: its mask is 0 everywhere. One
@@ -74,6 +76,7 @@ def train_samples(groups: Sequence[Group], estimator: Estimator | None) -> list[
 
     :param estimator: From the rewards ``[G]`` of one group to advantages ``[G]``. Equal groups ask it once.
         ``None`` leaves them at 0, for the workers to estimate.
+    :param version: Of the weights that are about to be trained; ``None`` for samples of another run.
     :raises PluginError: The estimator returned something else than one advantage for each reward.
     """
     known: dict[tuple[float | None, ...], list[float]] = {}
@@ -86,13 +89,13 @@ def train_samples(groups: Sequence[Group], estimator: Estimator | None) -> list[
             known[rewards] = _advantages(rewards, estimator)
         baseline = fmean(reward or 0.0 for reward in rewards) if rewards else 0.0
         if len(ends) < len(answered):
-            samples += _parted(answered, known[rewards], baseline, first=len(samples))
+            samples += _parted(answered, known[rewards], baseline, version, first=len(samples))
             continue
         advantages = iter(known[rewards])
         samples += [
             _left_out(sample)
             if sample.error is not None
-            else _train_sample(sample, next(advantages), baseline)
+            else _train_sample(sample, next(advantages), baseline, version)
             for sample in answered
         ]
     generated = sum(len(group.samples) for group in groups)
@@ -116,7 +119,11 @@ def _owner(place: int, sample: Sample) -> tuple[bool, int]:
 
 
 def _parted(
-    samples: Sequence[Sample], advantages: Sequence[float], baseline: float, first: int
+    samples: Sequence[Sample],
+    advantages: Sequence[float],
+    baseline: float,
+    version: int | None,
+    first: int,
 ) -> list[TrainSample]:
     """Return the samples of a group in which some rollouts have several, which share the rollout's advantage.
 
@@ -129,7 +136,7 @@ def _parted(
         if owner not in of_rollout:
             of_rollout[owner] = first + place, None if sample.error is not None else next(rest)
         number, advantage = of_rollout[owner]
-        made = _left_out(sample) if advantage is None else _train_sample(sample, advantage, baseline)
+        made = _left_out(sample) if advantage is None else _train_sample(sample, advantage, baseline, version)
         found.append(made if sample.rollout is None else made._replace(rollout=number))
     return found
 
@@ -150,10 +157,10 @@ def _advantages(rewards: Sequence[float | None], estimator: Estimator | None) ->
 
 
 def _left_out(sample: Sample) -> TrainSample:
-    return _train_sample(sample, 0.0, 0.0)._replace(loss_mask=(0,) * len(sample.response_tokens))
+    return _train_sample(sample, 0.0, 0.0, None)._replace(loss_mask=(0,) * len(sample.response_tokens))
 
 
-def _train_sample(sample: Sample, advantage: float, baseline: float) -> TrainSample:
+def _train_sample(sample: Sample, advantage: float, baseline: float, version: int | None) -> TrainSample:
     length = len(sample.response_tokens)
     return TrainSample(
         tokens=sample.prompt_tokens + sample.response_tokens,
@@ -164,6 +171,7 @@ def _train_sample(sample: Sample, advantage: float, baseline: float) -> TrainSam
         reward=sample.reward or 0.0,
         baseline=baseline,
         media=sample.media,
+        is_on_policy=version is not None and {version, NO_VERSION}.issuperset(sample.weight_versions),
     )
 
 

@@ -11,6 +11,7 @@ import torch
 from anygauge.algorithms.corrected_loss import CorrectedLoss, with_sample_sizes
 from anygauge.algorithms.correction import metrics_only, tis
 from anygauge.algorithms.losses import policy_objective, ppo_clip
+from anygauge.algorithms.on_policy import ON_POLICY
 from anygauge.algorithms.plugin import register_advantage_estimators
 from anygauge.algorithms.values import value_loss
 from anygauge.config.schema import Algorithm
@@ -25,6 +26,7 @@ from anygauge.observability.metrics import (
 )
 from anygauge.rollout.control.tally import Tally
 from anygauge.trainer.estimate import Passes, estimate
+from anygauge.trainer.health import health_metrics
 from anygauge.trainer.loop import mean_over_steps
 from anygauge.trainer.plan import plan_metrics, plan_steps
 from anygauge_hooks.algorithms import ValueInputs
@@ -141,6 +143,7 @@ def emitted() -> set[str]:
         **division(),
         **performance(),
         **driver_memory(),
+        **health_metrics(dict.fromkeys(ON_POLICY, 1.0)),
         **conversation_metrics(rows_of_conversations(), datasets=2),
     }
     return {generic(name) for name in with_step_axes(metrics, 1)} | OF_THE_LOOP

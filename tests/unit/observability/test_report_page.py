@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from anygauge.cli import main
 from anygauge.config import Config
 from anygauge.config.load import write_resolved
+from anygauge.observability.health import HealthEvent, append_event
 from anygauge.observability.report import REPORT_FILE, write_report
 from anygauge.observability.report.catalog import SECTIONS, SFT_SECTIONS
 from anygauge.observability.report.charts import COLOURS, MOST_POINTS
@@ -302,6 +303,21 @@ def test_headline_numbers_are_those_of_the_metrics(make_run: MakeRun) -> None:
     assert "Reward 0.887 from 0.138, means over 10 steps" in text
     assert "Evaluation: math 0.75 from 0.25 at step 0" in text
     assert "Time of a step 2 s median of 40 steps" in text
+
+
+def test_health_rules_that_steps_broke_come_first_and_once_each(make_run: MakeRun) -> None:
+    directory = make_run(rows(3))
+    assert "health" not in Page(write_report(directory)).ids()
+    for step, value in ((1, 0.2), (2, 0.25), (3, 0.2)):
+        text = f"Step {step}: <b>too far</b>."
+        event = HealthEvent(
+            step=step, level="warning", rule="logprob_abs_diff", value=value, limit=0.15, text=text
+        )
+        append_event(directory, event)
+    page = Page(write_report(directory))
+    assert "health" in page.ids()
+    told = "warning: Step 1: <b>too far</b>. The same at 2 later steps, the last of them 3, at most by 0.25."
+    assert [text for tag, text in page.texts if "too far" in text and tag == "li"] == [told]
 
 
 def test_the_phases_divide_the_step(make_run: MakeRun) -> None:

@@ -113,7 +113,7 @@ def test_a_run_has_nothing_to_lose_before_its_first_step(monkeypatch: pytest.Mon
     )
     monkeypatch.setattr(loop_module, "choose_step", lambda config: lambda loop, step: {})
     monkeypatch.setattr(loop_module, "save", lambda loop, step: False)
-    info = SimpleNamespace(step=0)
+    info = SimpleNamespace(step=0, directory="run")
     session = SimpleNamespace(
         info=info,
         plugins=SimpleNamespace(notify=lambda *_, **__: None),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -23,7 +24,7 @@ from anygauge.trainer.plan import (
 )
 from anygauge_hooks.errors import PluginError, RolloutError
 from anygauge_hooks.media import Media
-from anygauge_hooks.rl import Group, Prompt, Sample, TrainSample
+from anygauge_hooks.rl import NO_VERSION, Group, Prompt, Sample, TrainSample
 
 
 def make_sample(reward: float, length: int) -> Sample:
@@ -266,3 +267,14 @@ def test_a_rollout_of_several_samples_is_in_one_optimizer_step_and_weighs_as_one
     assert not (found[0].keys() & found[1].keys()) - {None}
     parts = [weight for weights in found for number, weight in weights.items() if number is not None]
     assert sorted(round(weight, 6) for weight in parts) == [0.0] * 4 + [0.25] * 4
+
+
+def test_a_sample_is_on_policy_if_the_weights_being_trained_made_all_of_it() -> None:
+    made = [(3, 3), (2, 3), (2, 2), (NO_VERSION, 3), ()]
+    samples = tuple(make_sample(1.0, 2)._replace(weight_versions=versions) for versions in made)
+    group = Group(prompt=Prompt(index=0, tokens=(1, 2, 3), text=""), samples=samples)
+    found = [sample.is_on_policy for sample in train_samples([group], grpo, version=3)]
+    assert found == [True, False, False, True, True]
+    parted = replace(group, samples=tuple(sample._replace(rollout=0) for sample in samples))
+    assert [sample.is_on_policy for sample in train_samples([parted], grpo, version=3)] == found
+    assert not any(sample.is_on_policy for sample in train_samples([group], grpo))

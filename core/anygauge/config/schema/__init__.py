@@ -12,6 +12,7 @@ from pydantic import BeforeValidator
 
 from anygauge.config.schema.data import Data, DataFile
 from anygauge.config.schema.evaluation import Eval, EvalDataset
+from anygauge.config.schema.health import Health
 from anygauge.config.schema.media import Media
 from anygauge.config.schema.models import Critic, Model, Parallel, Reference, Teacher
 from anygauge.config.schema.placement import Cluster, Placement
@@ -40,6 +41,7 @@ __all__ = [
     "Debug",
     "Eval",
     "EvalDataset",
+    "Health",
     "Hub",
     "Media",
     "Model",
@@ -78,6 +80,7 @@ class Config(Section):
     teacher: Teacher = Teacher()
     critic: Critic = Critic()
     eval: Eval = Eval()
+    health: Health = Health()
     save: Save = Save()
     debug: Debug = Debug()
     placement: Placement = Placement()

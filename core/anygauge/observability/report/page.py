@@ -19,7 +19,7 @@ from anygauge.observability.report.metrics_file import Series, page_data
 from anygauge.observability.report.phases import draw_phases, phase_rows
 from anygauge.observability.report.run_files import RunFiles
 from anygauge.observability.report.scale import format_number
-from anygauge.observability.report.summary import facts, standing, tiles
+from anygauge.observability.report.summary import facts, standing, tiles, warnings
 from anygauge.observability.report.texts import config_tables, sample_steps, visible
 
 if TYPE_CHECKING:
@@ -68,6 +68,7 @@ def _content(files: RunFiles, made: datetime) -> dict[str, Any]:
         "version": __version__,
         "made": made.strftime("%Y-%m-%d %H:%M UTC"),
         "standing": standing(files),
+        "warnings": warnings(files),
         "facts": facts(files, made),
         "tiles": heads,
         "columns": _columns(len(heads)),

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from anygauge.observability.health import HEALTH_FILE, HealthEvent, read_events
 from anygauge.observability.jsonl import METRICS_FILE
 from anygauge.observability.report.metrics_file import Metrics, read_metrics
 from anygauge.observability.report.run_record import RECORD_FILE, read_record
@@ -36,6 +37,8 @@ class RunFiles:
     metrics: Metrics = field(default_factory=lambda: Metrics({}))
     samples: Mapping[int, Sequence[Mapping[str, Any]]] = field(default_factory=dict)
     """By step, ascending."""
+    health: Sequence[HealthEvent] = ()
+    """Steps that broke a health rule."""
     config_text: str = ""
     config: Mapping[str, Any] = field(default_factory=dict)
     environment: Mapping[str, Any] = field(default_factory=dict)
@@ -69,6 +72,7 @@ def read_run(directory: Path) -> RunFiles:
         )
     _read_metrics(files)
     _read_samples(files)
+    _read_health(files)
     files.log_tail = _tail(directory / DRIVER_LOG)
     written = [path for name in (METRICS_FILE, DRIVER_LOG) if (path := directory / name).is_file()]
     files.last_sign = max((path.stat().st_mtime for path in written), default=None)
@@ -154,6 +158,12 @@ def _read_samples(files: RunFiles) -> None:
     if broken:
         files.missing.append(f"{SAMPLES_FILE}: {broken} lines cannot be read.")
     files.samples = dict(sorted(steps.items()))
+
+
+def _read_health(files: RunFiles) -> None:
+    files.health, broken = read_events(files.directory)
+    if broken:
+        files.missing.append(f"{HEALTH_FILE}: {broken} lines cannot be read.")
 
 
 def _tail(path: Path) -> str:
