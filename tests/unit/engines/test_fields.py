@@ -5,11 +5,14 @@ from __future__ import annotations
 import dataclasses
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
+from anygauge.config.schema import Config, Train
 from anygauge.engines.megatron import fields
-from anygauge.engines.megatron.fields import TUNABLE, config_fields, option_problems
+from anygauge.engines.megatron.fields import PASSED, TUNABLE, config_fields, option_problems
+from anygauge.engines.megatron.plugin import check_config
 from anygauge.engines.megatron.prepare import prepare_megatron
 from anygauge.plugins import load_plugins
 from anygauge_hooks.models import ModelSpec
@@ -62,11 +65,16 @@ def test_fields_are_read_without_importing_megatron() -> None:
         ({"account_for_loss_in_pipeline_split": True}, "Use num_layers_in_first_pipeline_stage"),
         ({"fp32_residual_connection": True}, "float32"),
         ({"num_microbatches_with_partial_activation_checkpoints": 1}, "Use train.recompute"),
+        ({"cp_comm_type": "p2p"}, "Context parallelism is the engine's own"),
+        ({"optimizer_cpu_offload": True}, "placement.colocated"),
+        ({"cuda_graph_impl": "local"}, "differ in length"),
+        ({"tp_comm_overlap": True}, "does not set up"),
+        ({"mamba_num_heads": 2}, "would change nothing"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
-def test_a_bad_name_is_explained(options: dict[str, object], hint: str) -> None:
-    [problem] = option_problems(options)
+def test_a_bad_name_is_explained(options: dict[str, Any], hint: str) -> None:
+    [problem] = option_problems(Train(megatron=options))
     assert problem.path == f"train.megatron.{next(iter(options))}"
     assert hint in problem.hint
 
@@ -74,11 +82,15 @@ def test_a_bad_name_is_explained(options: dict[str, object], hint: str) -> None:
 @pytest.mark.parametrize("spec", load_plugins().collect("register_models"), ids=lambda spec: spec.name)
 def test_what_a_family_sets_is_refused(spec: ModelSpec) -> None:
     fixed = spec.transformer_config(spec.tiny()).keys() - TUNABLE
-    refused = {problem.path.rpartition(".")[2] for problem in option_problems(dict.fromkeys(fixed, 3))}
+    refused = {
+        problem.path.rpartition(".")[2]
+        for problem in option_problems(Train(megatron=dict.fromkeys(fixed, 3)))
+    }
     assert refused == fixed
 
 
-def test_every_name_that_is_refused_exists() -> None:
+def test_every_name_that_is_refused_exists_and_does_not_pass() -> None:
+    assert not fields._REFUSED.keys() & PASSED
     assert fields._REFUSED.keys() <= frozenset().union(*config_fields().values())
 
 
@@ -87,4 +99,21 @@ def test_what_a_family_may_not_set_no_user_may() -> None:
 
 
 def test_good_names_are_no_problem() -> None:
-    assert not list(option_problems({"overlap_grad_reduce": True}))
+    assert not list(option_problems(Train(megatron={"overlap_grad_reduce": True})))
+
+
+@pytest.mark.parametrize("role", ["train", "critic", "teacher"])
+def test_the_table_of_every_role_is_checked(role: str) -> None:
+    """Also what a field needs: a critic that is divided otherwise than the policy has settings of its own."""
+    wrong = {"cp_comm_type": "p2p", "microbatch_group_size_per_vp_stage": 4, "bucket_sise": 1}
+    tree: dict[str, Any] = {
+        "run": {"name": "test"},
+        "model": {"path": "model"},
+        "data": {"train": []},
+        "train": {"parallel": {"pipeline": 2, "virtual_pipeline": 2}},
+    }
+    own = {"megatron": wrong, "parallel": {"pipeline": 2}}
+    tree[role] = {**tree.get(role, {}), **own}
+    backend = load_plugins().get("register_backends", "cpu")
+    found = check_config(Config.model_validate(tree), backend) or ()
+    assert [problem.path for problem in found] == [f"{role}.megatron.{name}" for name in wrong]

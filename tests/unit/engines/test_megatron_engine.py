@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from anygauge.config import Config
+from anygauge.config.schema import Train
 from anygauge.plugins import Plugins
 from anygauge.testing.tiny import tiny_qwen3
 from anygauge_hooks.engines import LossInputs, TrainEngine, WorkerContext
@@ -357,22 +358,6 @@ def test_non_finite_loss_changes_nothing(make_engine: MakeEngine, checkpoint: Pa
     assert all(torch.equal(before[name], tensor) for name, tensor in engine.weights())
 
 
-def test_megatron_fields_pass_through(make_engine: MakeEngine, checkpoint: Path) -> None:
-    engine: Any = make_engine(
-        checkpoint,
-        megatron={
-            "deallocate_pipeline_outputs": True,
-            "pad_buckets_for_high_nccl_busbw": True,
-            "log_num_zeros_in_grad": True,
-        },
-    )
-    options = engine.policy.options
-    assert options.transformer.deallocate_pipeline_outputs
-    assert options.ddp.pad_buckets_for_high_nccl_busbw
-    assert options.optimizer.log_num_zeros_in_grad
-    assert take_step(engine, make_samples())["grad_norm"] > 0
-
-
 def test_overlap_gives_the_same_result(make_engine: MakeEngine, checkpoint: Path) -> None:
     samples = make_samples()
     plain = make_engine(checkpoint)
@@ -604,4 +589,7 @@ def test_every_field_that_the_engine_sets_is_refused(make_engine: MakeEngine, ch
     ours = module._transformer(engine.config, policy.spec.transformer_config(policy.hf), torch.float32)
     allowed = {"optimizer", "use_distributed_optimizer"}
     names = ours.keys() | module._optimizer(engine.config).keys() - allowed
-    assert {problem.path.rpartition(".")[2] for problem in option_problems(dict.fromkeys(names, 3))} == names
+    assert {
+        problem.path.rpartition(".")[2]
+        for problem in option_problems(Train(megatron=dict.fromkeys(names, 3)))
+    } == names

@@ -13,7 +13,6 @@ from torch import Tensor
 
 import anygauge_cpu.optimizer
 from anygauge.config import Config
-from anygauge.engines.megatron.plugin import check_config
 from anygauge.engines.megatron.residency import DeviceMemory, HostCopies
 from anygauge.plugins import Plugins
 from anygauge.testing.optimizers import Joining, taking
@@ -208,27 +207,3 @@ def test_what_a_sync_compares_can_still_be_given_up(make: Make) -> None:
     assert len({checksum(tensor) for _, tensor in engine.weights()}) > 1
     engine.hold("nothing")
     assert on_device(engine) == 0
-
-
-@pytest.mark.parametrize(
-    ("option", "value", "refused"),
-    [("cuda_graph_impl", "local", True), ("nccl_ub", True, True), ("cuda_graph_impl", "none", False)],
-)
-def test_what_keeps_addresses_is_refused_where_memory_moves(
-    option: str, value: object, refused: bool, context: WorkerContext
-) -> None:
-    tree: dict[str, Any] = {
-        "run": {"name": "test"},
-        "model": {"path": "model"},
-        "data": {"train": []},
-        "train": {"megatron": {option: value}},
-    }
-    alone = Config.model_validate(tree)
-    shared = Config.model_validate({**tree, "placement": {"colocated": True}})
-
-    def refusals(config: Config) -> list[str]:
-        found = check_config(config, context.backend) or ()
-        return [each.path for each in found if "other addresses" in each.hint]
-
-    assert refusals(shared) == [f"train.megatron.{option}"] * refused
-    assert not refusals(alone)

@@ -136,9 +136,7 @@ def test_weights_are_gathered_once_after_the_steps_of_all_parts(
         SimpleNamespace(
             optimizer=SimpleNamespace(step_from=lambda *given: happened.append("step"), param_groups=[]),
             **{name: [] for name in ("shard_fp32_groups", "model_fp32_groups", "model_float16_groups")},
-            config=SimpleNamespace(overlap_param_gather_with_optimizer_step=False),
             ddp_config=SimpleNamespace(overlap_param_gather=overlap),
-            grad_scaler=None,
             model_chunks=list(chunks),
         )
         for _ in range(2)

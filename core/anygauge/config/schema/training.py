@@ -100,4 +100,5 @@ class Train(Section):
     parallel: Parallel = Parallel()
     """How the model is divided among the workers."""
     megatron: dict[str, Any] = {}
-    """Any field of Megatron's TransformerConfig, DistributedDataParallelConfig or OptimizerConfig."""
+    """Fields of Megatron's TransformerConfig, DistributedDataParallelConfig and OptimizerConfig. Those that
+    would change nothing here are refused with the reason."""

@@ -9,14 +9,17 @@ from __future__ import annotations
 import ast
 import difflib
 import importlib.util
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from anygauge_hooks.types import ConfigProblem
 
-__all__ = ["TUNABLE", "config_fields", "option_problems", "unknown_values"]
+if TYPE_CHECKING:
+    from anygauge.config.schema import Train
+
+__all__ = ["PASSED", "TUNABLE", "config_fields", "option_problems", "unknown_values"]
 
 _FILES = {
     "transformer": ("model_parallel_config.py", "transformer/transformer_config.py"),
@@ -27,6 +30,17 @@ _CLASSES = {"ModelParallelConfig", "TransformerConfig", "DistributedDataParallel
 
 TUNABLE = frozenset({"moe_router_bias_update_rate", "moe_router_dtype"})
 """Fields that a family sets and a user may change: how it trains, not which model it is."""
+
+PASSED = TUNABLE | {
+    *("deallocate_pipeline_outputs", "num_layers_in_first_pipeline_stage", "pipeline_model_parallel_layout"),
+    *("num_layers_in_last_pipeline_stage", "microbatch_group_size_per_vp_stage"),
+    *("recompute_method", "recompute_num_layers", "disable_bf16_reduced_precision_matmul"),
+    *("overlap_grad_reduce", "overlap_param_gather", "bucket_size", "pad_buckets_for_high_nccl_busbw"),
+    *("grad_reduce_in_fp32", "use_distributed_optimizer"),
+    *("optimizer", "decoupled_weight_decay", "sgd_momentum", "decoupled_lr", "decoupled_min_lr"),
+    "apply_wd_to_qk_layernorm",
+}
+"""Fields that a user may set. ``tests/unit/engines/test_passed_fields.py`` shows what each changes."""
 
 _FAMILY = "The model family decides it."
 _ENGINE = "The engine decides it."
@@ -45,6 +59,26 @@ _REPEATABLE = "Use run.deterministic."
 _ROUTES = "Training would send tokens to other experts than the rollout did, or drop them."
 _KERNELS = "Routers and permutations take the kernels that anygauge hooks shows."
 _AUXILIARY = "The loss is a mean over the step's tokens, which an auxiliary loss would not be."
+_UNREAD = "No part of the engine reads it, so it would change nothing."
+_ATTENTION = "Attention takes the kernel that anygauge hooks shows."
+_CONTEXT = "Context parallelism is the engine's own, which gathers keys and values: train.parallel.context."
+_OFFLOAD = (
+    "No checkpoint finds weights that Megatron offloads. More workers divide the optimizer's state, and "
+    "placement.colocated moves it to the host while the rollout engines work."
+)
+_PRECISE = (
+    "No checkpoint finds weights that such an optimizer keeps. A fused AdamW of the backend can do without "
+    "copies of them: anygauge hooks shows it."
+)
+_GRAPHS = "Micro-batches differ in length, so no recorded graph fits the next one."
+_FP8 = "Training in FP8 or FP4 is not supported; use train.dtype."
+_FP16 = "It is for float16, which train.dtype does not have."
+_LOADED = "Every weight is loaded from the checkpoint."
+_INFERENCE = "It is for inference, which rollout engines do."
+_LOSS = "The engine takes the loss from log-probs of its own; use train.fused_loss."
+_RECOMPUTE = "Use train.recompute."
+_METRICS = "The engine records its own metrics: docs/metrics.md."
+_TENSOR_OVERLAP = "It needs buffers of Transformer Engine, which the engine does not set up."
 _SUM = "Gradients are summed: the loss carries each token's weight in the mean of the whole step."
 
 _REFUSED = {
@@ -98,7 +132,100 @@ _REFUSED = {
         "Use num_layers_in_first_pipeline_stage and num_layers_in_last_pipeline_stage.",
     ),
     "fp32_residual_connection": "Matrices of another dtype would get float32.",
-    "num_microbatches_with_partial_activation_checkpoints": "Use train.recompute.",
+    **dict.fromkeys(
+        (
+            *("cpu_offloading", "cpu_offloading_num_layers", "cpu_offloading_activations"),
+            *("cpu_offloading_weights", "cpu_offloading_double_buffering"),
+            *("fine_grained_activation_offloading", "offload_modules", "min_offloaded_tensor_size"),
+            *("num_microbatches_with_partial_activation_checkpoints", "moe_layer_recompute"),
+        ),
+        _RECOMPUTE,
+    ),
+    "distribute_saved_activations": "train.parallel.sequence divides activations over the same ranks.",
+    **dict.fromkeys(
+        (
+            *("cp_comm_type", "hybrid_context_parallel", "hierarchical_context_parallel_sizes"),
+            "max_seqlen_per_dp_cp_rank",
+        ),
+        _CONTEXT,
+    ),
+    **dict.fromkeys(
+        (
+            *("optimizer_cpu_offload", "optimizer_offload_fraction", "overlap_cpu_optimizer_d2h_h2d"),
+            *("use_torch_optimizer_for_cpu_offload", "pin_cpu_grads", "pin_cpu_params"),
+        ),
+        _OFFLOAD,
+    ),
+    **dict.fromkeys(
+        (
+            *("use_precision_aware_optimizer", "main_grads_dtype", "main_params_dtype", "exp_avg_dtype"),
+            *("exp_avg_sq_dtype", "store_param_remainders"),
+        ),
+        _PRECISE,
+    ),
+    **dict.fromkeys(
+        (
+            *("enable_cuda_graph", "external_cuda_graph", "cuda_graph_impl", "cuda_graph_scope"),
+            *("cuda_graph_retain_backward_graph", "cuda_graph_use_single_mempool", "cuda_graph_warmup_steps"),
+        ),
+        _GRAPHS,
+    ),
+    "nccl_ub": "It needs buffers from NCCL's allocator, which sleeping and checkpoints do not know.",
+    **dict.fromkeys(
+        (
+            *("attention_backend", "attention_softmax_in_fp32", "batch_invariant_mode", "flash_decode"),
+            *("fused_single_qkv_rope", "use_kitchen", "use_kitchen_attention", "kitchen_attention_backend"),
+        ),
+        _ATTENTION,
+    ),
+    **dict.fromkeys(("moe_grouped_gemm", "moe_use_legacy_grouped_gemm"), _KERNELS),
+    **dict.fromkeys(
+        (
+            *("fp8_recipe", "fp8_param", "fp8_margin", "fp8_interval", "fp8_amax_history_len"),
+            *("fp8_amax_compute_algo", "fp8_wgrad", "fp8_dot_product_attention", "fp8_multi_head_attention"),
+            *("fp8_quantizer_factory", "fp8_param_gather", "fp4_param", "fp4_recipe"),
+            *("fp4_quantizer_factory", "keep_fp8_transpose_cache", "reuse_grad_buf_for_mxfp8_param_ag"),
+            *("activation_func_fp8_input_store", "first_last_layers_bf16", "num_layers_at_start_in_bf16"),
+            *("num_layers_at_end_in_bf16", "tp_only_amax_red", "quant_recipe"),
+        ),
+        _FP8,
+    ),
+    **dict.fromkeys(
+        ("loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis"), _FP16
+    ),
+    **dict.fromkeys(
+        (
+            *("init_method", "output_layer_init_method", "embedding_init_method"),
+            *("embedding_init_method_std", "init_model_with_meta_device"),
+        ),
+        _LOADED,
+    ),
+    **dict.fromkeys(
+        (
+            *("inference_fuse_tp_communication", "inference_rng_tracker", "inference_sampling_seed"),
+            *("use_inference_optimized_layers", "mlp_chunks_for_prefill"),
+        ),
+        _INFERENCE,
+    ),
+    **dict.fromkeys(("cross_entropy_loss_fusion", "cross_entropy_fusion_impl"), _LOSS),
+    **dict.fromkeys(
+        (
+            *("barrier_with_L1_time", "config_logger_dir", "log_num_zeros_in_grad", "check_for_large_grads"),
+            *("log_max_attention_logit", "moe_per_layer_logging"),
+        ),
+        _METRICS,
+    ),
+    **dict.fromkeys(
+        (
+            *("tp_comm_overlap", "tp_comm_overlap_ag", "tp_comm_overlap_rs", "tp_comm_overlap_rs_dgrad"),
+            *("tp_comm_overlap_disable_fc1", "tp_comm_overlap_disable_qkv", "tp_comm_bootstrap_backend"),
+            *("tp_comm_bulk_dgrad", "tp_comm_bulk_wgrad", "tp_comm_split_ag", "tp_comm_split_rs"),
+            *("tp_comm_atomic_ag", "tp_comm_atomic_rs"),
+        ),
+        _TENSOR_OVERLAP,
+    ),
+    "reduce_scatter_with_fp32_accumulation": "Gradients are sent in float32: grad_reduce_in_fp32.",
+    "mtp_loss_scaling_factor": "Heads of multi-token prediction are not trained.",
     "overlap_p2p_comm_warmup_flush": "Stages would wait for each other without end.",
     **dict.fromkeys(
         (
@@ -108,6 +235,11 @@ _REFUSED = {
             *("finalize_model_grads_func", "grad_scale_func", "no_sync_func", "grad_sync_func"),
             *("param_sync_func", "calculate_per_token_loss", "check_for_nan_in_grad", "use_megatron_fsdp"),
             *("variable_seq_lengths", "overlap_p2p_comm", "batch_p2p_comm", "moe_token_dispatcher_type"),
+            *("batch_p2p_sync", "use_ring_exchange_p2p", "align_param_gather", "test_mode"),
+            *("moe_enable_deepep", "moe_deepep_num_sms", "moe_hybridep_num_sms"),
+            *("moe_flex_dispatcher_backend", "overlap_moe_expert_parallel_comm"),
+            *("overlap_param_gather_with_optimizer_step", "defer_embedding_wgrad_compute"),
+            *("delay_wgrad_compute", "clone_scatter_output_in_embedding", "_cpu_offloading_context"),
         ),
         _ENGINE,
     ),
@@ -143,6 +275,22 @@ _KNOWN_VALUES: Mapping[str, tuple[Any, ...]] = {
 """Fields of an architecture of which the modules of the engine know these values, and disregard any other."""
 
 
+_NEEDS: Mapping[str, tuple[str, Callable[[Train], object]]] = {
+    **dict.fromkeys(
+        ("recompute_method", "recompute_num_layers"),
+        ('needs train.recompute = "full"', lambda train: train.recompute == "full"),
+    ),
+    "microbatch_group_size_per_vp_stage": (
+        "needs train.parallel.virtual_pipeline above 1",
+        lambda train: train.parallel.virtual_pipeline > 1,
+    ),
+    "bucket_size": ("needs overlap_grad_reduce", lambda train: train.megatron.get("overlap_grad_reduce")),
+    "decoupled_min_lr": ("needs decoupled_lr", lambda train: "decoupled_lr" in train.megatron),
+    "sgd_momentum": ('needs optimizer = "sgd"', lambda train: train.megatron.get("optimizer") == "sgd"),
+}
+"""Fields that change nothing without another key: what that is, and whether it is there."""
+
+
 @cache
 def config_fields() -> Mapping[str, frozenset[str]]:
     """Return the field names of ``TransformerConfig``, the DDP config and ``OptimizerConfig``.
@@ -167,13 +315,16 @@ def _fields(path: Path) -> Iterator[str]:
                     yield statement.target.id
 
 
-def option_problems(options: Mapping[str, Any]) -> Iterator[ConfigProblem]:
-    """Yield what is wrong with the ``[train.megatron]`` table."""
+def option_problems(train: Train, role: str = "train") -> Iterator[ConfigProblem]:
+    """Yield what is wrong with the table ``[train.megatron]``.
+
+    :param train: Of a role, whose table it is.
+    """
     known = sorted(frozenset().union(*config_fields().values()))
-    for name, value in options.items():
-        hint = _hint(name, value, known)
+    for name, value in train.megatron.items():
+        hint = _hint(name, known) or _unmet(name, train)
         if hint:
-            yield ConfigProblem(path=f"train.megatron.{name}", found=value, hint=hint)
+            yield ConfigProblem(path=f"{role}.megatron.{name}", found=value, hint=hint)
 
 
 def unknown_values(architecture: Mapping[str, Any]) -> Iterator[str]:
@@ -187,9 +338,14 @@ def unknown_values(architecture: Mapping[str, Any]) -> Iterator[str]:
             yield f"{name} = {value!r}, not {' or '.join(map(repr, known))}"
 
 
-def _hint(name: str, value: Any, known: list[str]) -> str | None:
+def _hint(name: str, known: list[str]) -> str | None:
     if name not in known:
         close = difflib.get_close_matches(name, known, n=4, cutoff=0.5)
         names = f"close names: {', '.join(close)}" if close else "no name is close"
         return f"Not a field of Megatron's configs; {names}."
-    return _REFUSED.get(name)
+    return None if name in PASSED else _REFUSED.get(name, _UNREAD)
+
+
+def _unmet(name: str, train: Train) -> str | None:
+    hint, is_met = _NEEDS.get(name, ("", lambda train: True))
+    return None if is_met(train) else f"It changes nothing alone: it {hint}."

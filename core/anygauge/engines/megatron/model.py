@@ -13,6 +13,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from anygauge.config import Config
@@ -280,6 +281,7 @@ def _build(
         "vp_stage": vp_stage,
     }
     decoder = decoder_spec(provider, spec.layers(hf), config, vp_stage)
+    _check_recompute(config, len(decoder.layer_specs))
     if spec.build is not None:
         composes = {} if spec.media is None else {"compose": together}
         return spec.build(config=config, hf=hf, decoder=decoder, **composes, **ends)
@@ -296,6 +298,16 @@ def _build(
         parallel_output=True,
         **ends,
     )
+
+
+def _check_recompute(config: TransformerConfig, layers: int) -> None:
+    """Refuse numbers of layers that Megatron would go beyond the last one with."""
+    count = config.recompute_num_layers
+    if config.recompute_method == "uniform" and (not count or layers % count):
+        raise ConfigError(
+            f"train.megatron.recompute_num_layers = {count} does not divide the {layers} layers of a stage.",
+            hint='Choose a number that does, or set recompute_method = "block".',
+        )
 
 
 def _towers(spec: ModelSpec, hf: Mapping[str, Any]) -> Sequence[TowerSpec]:

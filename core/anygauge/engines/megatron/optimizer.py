@@ -84,8 +84,7 @@ def make_optimizer(
 def _is_plain_adamw(options: MegatronOptions) -> bool:
     """Return whether the user left the optimizer as it is: only then may the backend's take its place."""
     config = options.optimizer
-    special = config.optimizer_cpu_offload or config.use_precision_aware_optimizer
-    return config.optimizer == "adam" and config.decoupled_weight_decay and not special
+    return config.optimizer == "adam" and config.decoupled_weight_decay
 
 
 def _replace_inner(part: Any, options: MegatronOptions, make: Callable[..., Any]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from anygauge.config.roles import critic_config, teacher_config
 from anygauge_hooks import hookimpl
 from anygauge_hooks.engines import TrainEngineSpec
 from anygauge_hooks.types import ConfigProblem
@@ -72,32 +73,24 @@ def register_train_engines() -> list[TrainEngineSpec]:
 
 @hookimpl
 def check_config(config: Any, backend: BackendSpec) -> Iterable[ConfigProblem] | None:
-    """Check the names in ``[train.megatron]``, that what they do can be saved, and what experts need."""
+    """Check the fields of Megatron that pass through, of each role, and what experts need."""
     if config.train.engine != "megatron":
         return None
     problems = [*_experts(config), *_unequal_gathers(config, backend)]
-    if not config.train.megatron:
-        return problems
-    from anygauge.engines.megatron.fields import option_problems
+    for role, train in _trains(config):
+        if train.megatron:
+            from anygauge.engines.megatron.fields import option_problems
 
-    return [*option_problems(config.train.megatron), *_unsaved(config), *_recorded(config), *problems]
-
-
-def _unsaved(config: Any) -> Iterator[ConfigProblem]:
-    """Yield the options with which the optimizer keeps its weights where no checkpoint can find them."""
-    for name in ("optimizer_cpu_offload", "use_precision_aware_optimizer"):
-        if config.train.megatron.get(name) and config.save.every is not None:
-            hint = 'no checkpoint can be made with it; leave it out, or set save.every = "none"'
-            yield ConfigProblem(path=f"train.megatron.{name}", found=True, hint=hint)
+            problems += option_problems(train, role)
+    return problems
 
 
-def _recorded(config: Any) -> Iterator[ConfigProblem]:
-    """Yield the options that keep addresses of memory which a sleeping engine gives up."""
-    for name in ("enable_cuda_graph", "external_cuda_graph", "cuda_graph_impl", "nccl_ub"):
-        value = config.train.megatron.get(name)
-        if value not in (None, False, "none") and config.placement.colocated:
-            hint = "with placement.colocated memory comes back at other addresses; leave it out"
-            yield ConfigProblem(path=f"train.megatron.{name}", found=value, hint=hint)
+def _trains(config: Any) -> Iterator[tuple[str, Any]]:
+    """Yield each role that has a table ``megatron`` of its own, with what stands for ``[train]`` in it."""
+    yield "train", config.train
+    for role, role_config in (("critic", critic_config), ("teacher", teacher_config)):
+        if getattr(config, role).megatron is not None:
+            yield role, role_config(config).train
 
 
 def _unequal_gathers(config: Any, backend: BackendSpec) -> Iterator[ConfigProblem]:

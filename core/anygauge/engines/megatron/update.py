@@ -110,9 +110,7 @@ class Update:
 
     def _scale(self, scale: float) -> None:
         for part in self._parts if scale < 1 else ():
-            apart = part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
-            name = "decoupled_grad" if apart else "grad"
-            found = [getattr(weight, name, None) for weight in part.get_parameters()]
+            found = [weight.grad for weight in part.get_parameters()]
             if gradients := [each.detach() for each in found if each is not None]:
                 torch._foreach_mul_(gradients, scale)
 
@@ -120,8 +118,6 @@ class Update:
 def _shards(part: Any) -> _Shards | None:
     """Return what the inner optimizer of a part takes with its step; ``None`` if it does not."""
     if not hasattr(getattr(part, "optimizer", None), "step_from") or not hasattr(part, "shard_fp32_groups"):
-        return None
-    if part.grad_scaler is not None or part.config.overlap_param_gather_with_optimizer_step:
         return None
     gradients: list[list[Tensor]] = []
     copies: list[list[Tensor | None]] = []

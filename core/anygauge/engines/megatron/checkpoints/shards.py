@@ -205,7 +205,7 @@ def optimizer_shards(held: Sequence[Held], optimizer: MegatronOptimizer) -> Iter
             if main not in updated:
                 raise CheckpointError(
                     f"{type(part.optimizer).__name__} keeps its weights apart, so no checkpoint can be made.",
-                    hint="Leave the offload and precision-aware options of [train.megatron] out, or set "
+                    hint="Let make_optimizer of the backend keep the tensors that it is given, or set "
                     "save.every to none.",
                 )
             parts = [_part(each, start, end) for each in tensors[id(parameter)]]
