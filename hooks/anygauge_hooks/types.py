@@ -84,8 +84,6 @@ class BackendSpec:
     cluster_resources: Callable[[int], Mapping[str, float]] = _counted_by_ray
     """Custom Ray resources that a cluster of our own must declare for so many workers; none by default, since
     Ray counts the devices that it knows."""
-    gathers_unequal_sizes: bool = True
-    """Whether its collectives gather tensors of different sizes."""
     make_communicator: Callable[[Any, Any], Any] | None = None
     """From torch's options for any backend (``store``, ``group_rank``, ``group_size``, ``timeout``, ...) and
     the group's own, or ``None``, to the ``torch.distributed`` object that a process group is made of. With it

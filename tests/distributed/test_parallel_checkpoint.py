@@ -35,6 +35,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {
     "cp2-vpp2": (4, {"context": 2, "pipeline": 2, "virtual_pipeline": 2}),
     "ep2-pp2": (4, {"expert": 2, "pipeline": 2}),
     "ep2-tp2": (4, {"expert": 2, "tensor": 2}),
+    "etp2": (2, {"expert_tensor": 2}),
 }
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "tied": ("qwen3", {"tie_word_embeddings": True}),
@@ -142,6 +143,7 @@ RESHARDINGS = [
     ("untied", "vpp2", "tp2"),
     ("experts", "ep2", "single"),
     ("experts", "tp2", "ep2-pp2"),
+    ("experts", "etp2", "ep2"),
     ("biased", "ep2-pp2", "tp2"),
     ("delta", "tp2", "pp2"),
 ]

@@ -20,6 +20,7 @@ CASES: list[tuple[str, int, dict[str, int], bool]] = [
     ("qwen3", 1, {}, True),
     ("qwen3", 4, {"tensor": 2, "pipeline": 2}, False),
     ("qwen3_moe", 2, {"expert": 2}, True),
+    ("qwen3_moe", 2, {"expert_tensor": 2}, True),
     ("glm4_moe", 1, {}, False),
     ("glm4_moe", 4, {"tensor": 2, "expert": 2}, False),
 ]

@@ -22,6 +22,10 @@ MODES: dict[str, tuple[int, dict[str, Any]]] = {
     "ep2-tp2": (4, {"expert": 2, "tensor": 2}),
     "ep2-cp2": (4, {"expert": 2, "context": 2}),
     "ep2-pp2": (4, {"expert": 2, "pipeline": 2}),
+    "etp2": (2, {"expert_tensor": 2}),
+    "tp2-etp2": (2, {"tensor": 2, "expert_tensor": 2}),
+    "ep2-etp2-tp2": (4, {"expert": 2, "expert_tensor": 2, "tensor": 2}),
+    "etp2-cp2-pp2": (4, {"expert_tensor": 2, "context": 2, "pipeline": 2}),
     "vpp2": (2, {"pipeline": 2, "virtual_pipeline": 2}),
     "cp2": (2, {"context": 2}),
 }

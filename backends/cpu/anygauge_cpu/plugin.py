@@ -16,7 +16,6 @@ CPU = BackendSpec(
     name="cpu",
     device_type="cpu",
     dist_backend="gloo",
-    gathers_unequal_sizes=False,
     probe=probe.probe,
     ray_options=env.ray_options,
     local_device=env.local_device,

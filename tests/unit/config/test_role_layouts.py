@@ -56,10 +56,6 @@ def test_every_rank_keeps_its_samples(recipe: Path, own: dict[str, int]) -> None
         ({"pipeline": 2}, r"parallel: found 'pipeline = 2'.*must leave every rank its samples"),
         ({"tensor": 3}, r"parallel\.tensor: found 3.*must be a multiple of"),
         ({"context": 2, "virtual_pipeline": 2}, r"parallel\.virtual_pipeline: found 2.*needs"),
-        (
-            {"tensor": 2, "expert_tensor": 2},
-            r"parallel\.expert_tensor: found 2.*gathers no tensors of different",
-        ),
         ({"tensor": 2, "expert": 2}, r"parallel\.expert: found 2.*has no experts to divide"),
     ],
 )

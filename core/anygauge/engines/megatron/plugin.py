@@ -72,11 +72,11 @@ def register_train_engines() -> list[TrainEngineSpec]:
 
 
 @hookimpl
-def check_config(config: Any, backend: BackendSpec) -> Iterable[ConfigProblem] | None:
+def check_config(config: Any) -> Iterable[ConfigProblem] | None:
     """Check the fields of Megatron that pass through, of each role, and what experts need."""
     if config.train.engine != "megatron":
         return None
-    problems = [*_experts(config), *_unequal_gathers(config, backend)]
+    problems = [*_experts(config)]
     for role, train in _trains(config):
         if train.megatron:
             from anygauge.engines.megatron.fields import option_problems
@@ -91,20 +91,6 @@ def _trains(config: Any) -> Iterator[tuple[str, Any]]:
     for role, role_config in (("critic", critic_config), ("teacher", teacher_config)):
         if getattr(config, role).megatron is not None:
             yield role, role_config(config).train
-
-
-def _unequal_gathers(config: Any, backend: BackendSpec) -> Iterator[ConfigProblem]:
-    """Yield what gathers tensors of different sizes, where the collectives of the backend cannot."""
-    if backend.gathers_unequal_sizes:
-        return
-    hint = (
-        f"the {backend.name} backend gathers no tensors of different sizes ({backend.dist_backend}); write 1"
-    )
-    for section in ("train", "critic", "teacher"):
-        sizes = getattr(config, section).parallel
-        if sizes is not None and sizes.expert_tensor > 1:
-            path = f"{section}.parallel.expert_tensor"
-            yield ConfigProblem(path=path, found=sizes.expert_tensor, hint=hint)
 
 
 def _experts(config: Any) -> Iterator[ConfigProblem]:

@@ -14,9 +14,13 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from megatron.core.tensor_parallel.mappings import (
+    gather_from_sequence_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.moe_layer import MoELayer
-from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
+from megatron.core.transformer.moe.moe_utils import get_default_pg_collection, sort_chunks_by_idxs
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -252,6 +256,54 @@ class Dispatcher(MoEAlltoAllTokenDispatcher):
         permuted, weights, self.rows = self.permute(tokens, probs, routing_map, self.config.moe_router_topk)
         return permuted, weights
 
+    def dispatch_postprocess(
+        self, global_input_tokens: Tensor, global_probs: Tensor
+    ) -> tuple[Tensor, Tensor | None, Tensor]:
+        """Return the tokens of this rank's experts by expert, how many each has, and their weights."""
+        tokens, weights = global_input_tokens, global_probs
+        if self.tp_size > 1:
+            tokens, weights = self._gather(tokens), self._gather(weights)
+        counts = self._maybe_dtoh_and_synchronize("before_permutation_2", self.tokens_per_expert)
+        if self.num_local_experts > 1:
+            sizes = self.num_global_tokens_per_local_expert.ravel()
+            order = self.sort_input_by_local_experts
+            tokens, weights = sort_chunks_by_idxs(tokens, sizes, order, probs=weights)
+        counts = self._maybe_dtoh_and_synchronize("before_finish", counts)
+        self.tokens_per_expert = None
+        return tokens, counts, weights
+
+    def combine_preprocess(self, hidden_states: Tensor) -> Tensor:
+        """Return what the experts of this rank made of the tokens, in the order in which they came."""
+        if self.num_local_experts > 1:
+            sizes = self.num_global_tokens_per_local_expert.T.ravel()
+            order = self.restore_output_by_local_experts
+            hidden_states, _ = sort_chunks_by_idxs(hidden_states, sizes, order)
+        if self.tp_size == 1:
+            return hidden_states
+        summed = self._reduce_scatter(hidden_states.to(self.probs.dtype))  # in the precision of the weights
+        return summed.to(hidden_states.dtype)
+
+    def _gather(self, values: Tensor) -> Tensor:
+        """Return the values of the tokens of all ranks that divide an expert.
+
+        Megatron gathers tensors of different lengths, which gloo cannot, and other libraries do one by one.
+        """
+        sizes, longest = self._lengths()
+        gathered = gather_from_sequence_parallel_region(_padded(values, longest), group=self.tp_group)
+        return torch.cat([part[:size] for part, size in zip(gathered.split(longest), sizes, strict=True)])
+
+    def _reduce_scatter(self, values: Tensor) -> Tensor:
+        """Return the sum over these ranks of the values of this rank's tokens."""
+        sizes, longest = self._lengths()
+        padded = torch.cat([_padded(part, longest) for part in values.split(sizes)])
+        summed = reduce_scatter_to_sequence_parallel_region(padded, group=self.tp_group)
+        return summed[: sizes[self.tp_rank]]
+
+    def _lengths(self) -> tuple[list[int], int]:
+        """Return how many tokens each of these ranks has, and the most, at least 1."""
+        sizes: list[int] = self.output_splits_tp.tolist()
+        return sizes, max(1, *sizes)
+
     def combine_postprocess(self, permutated_local_input_tokens: Tensor) -> Tensor:
         """Return the sum ``[T, 1, H]`` of what each token's experts made of it."""
         return self.unpermute(permutated_local_input_tokens, self.rows).view(self.hidden_shape)
@@ -265,6 +317,11 @@ class Dispatcher(MoEAlltoAllTokenDispatcher):
                 sizes = getattr(self, name)
                 setattr(self, name, sizes.cpu().numpy() if torch.is_tensor(sizes) else sizes)
         return tokens_per_expert
+
+
+def _padded(values: Tensor, length: int) -> Tensor:
+    """Return values with rows of zeros at their end."""
+    return F.pad(values, (0, 0) * (values.dim() - 1) + (0, length - len(values)))
 
 
 class ExpertLayer(MoELayer):
