@@ -292,6 +292,38 @@ def test_the_schedule_goes_on_with_more_steps(make_engine: MakeEngine, tmp_path:
     assert train(longer, range(3, 4))[0]["lr"] == rates[3] > train(engine, range(3, 4))[0]["lr"]
 
 
+@pytest.mark.parametrize(
+    ("before", "optimizer", "same_layout"),
+    [(0, "adam", True), (0, "stateless", False), (2, "adam", False), (4, "stateless", True)],
+    ids=["untrained", "untrained-other-layout", "warm-up-other-layout", "decay"],
+)
+def test_no_load_moves_the_schedule_twice(
+    make_engine: MakeEngine,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    before: int,
+    optimizer: str,
+    same_layout: bool,
+) -> None:
+    """Also where a checkpoint has no state of the optimizer: before its first step, and of an SGD without
+    momentum, which never has any.
+    """
+    stateless = {"optimizer": "sgd", "sgd_momentum": 0.0, "use_distributed_optimizer": False}
+    megatron = stateless if optimizer == "stateless" else {}
+    engine = make_engine(megatron=megatron)
+    train(engine, range(before))
+    path = save(engine, tmp_path / "saved")
+    undisturbed = [step["lr"] for step in train(engine, range(before, 7))]
+    assert len(set(undisturbed)) == len(undisturbed)
+    if not same_layout:
+        checkpointer = "anygauge.engines.megatron.checkpoints.checkpoint.Checkpointer"
+        monkeypatch.setattr(f"{checkpointer}._is_same_layout", lambda *_: False)
+    fresh = make_engine(megatron=megatron)
+    for resumed in (fresh, engine, engine):  # the last two have taken steps that the checkpoint has not
+        resumed.load_checkpoint(str(path))
+        assert [step["lr"] for step in train(resumed, range(before, 7))] == undisturbed
+
+
 def test_a_failed_write_is_an_error_and_the_next_one_is_not(
     make_engine: MakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
