@@ -26,6 +26,10 @@ TEST_PROCESSES ?= 2
 PIP := -m pip --disable-pip-version-check
 EDITABLE := --quiet --no-deps --no-build-isolation
 
+# Tests start hundreds of processes, which import the same modules: these are compiled once, also where the
+# environment says otherwise, as images of containers do.
+test test-parallel test-npu-sim test-sglang soak: export PYTHONDONTWRITEBYTECODE :=
+
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */\1\t/' | expand -t 16
 

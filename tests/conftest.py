@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import re
@@ -31,6 +32,10 @@ start_cold = child_process.start_module
 PROBE = "anygauge.testing.workers:ProbeWorker"
 # No test leaves loopback: read when huggingface_hub is imported, here and in every child process.
 os.environ["HF_ENDPOINT"] = "http://127.0.0.1:9"
+# As many processes as cores run tests: threads of theirs would wait for each other. Read with torch's import.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Until everything is collected: nothing that is imported is garbage.
+gc.disable()
 # A shell without job control lets what it starts in the background ignore interrupts, and so its children.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -51,6 +56,14 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             return "ray" if RAY_FILES.fullmatch(file) else file
 
     return Scheduling(config, log) if config.option.dist == "loadfile" else None
+
+
+def pytest_collection_finish() -> None:
+    """Leave the million objects of modules and collected tests out of garbage collections, and have fewer."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(10_000, 10, 10)
+    gc.enable()
 
 
 @pytest.fixture(scope="module")
