@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import gc
+import json
 import logging
 import os
 import re
 import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from anygauge.cli import doctor
 from anygauge.config.schema import Config
 from anygauge.distributed import child_process
 from anygauge.engines.megatron.prepare import prepare_megatron
@@ -164,14 +166,14 @@ def cold_workers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def start_script(warm_processes: WarmProcesses, tmp_path: Path) -> Iterator[StartScript]:
-    """Return a function that runs a script in a process that has imported everything.
+    """Return a function that runs a script or a module in a process that has imported everything.
 
-    It takes the path, the arguments and what ``WarmProcesses.start`` does, and returns the process and the
-    file of its output.
+    It takes the path or the name, the arguments and what ``WarmProcesses.start`` does, and returns the
+    process and the file of its output.
     """
     started: list[WarmProcess] = []
 
-    def start(script: Path, *arguments: str, **options: Any) -> tuple[WarmProcess, Path]:
+    def start(script: Path | str, *arguments: str, **options: Any) -> tuple[WarmProcess, Path]:
         output = tmp_path / f"output-{len(started)}"
         with output.open("wb") as file:
             started.append(warm_processes.start(str(script), arguments, output=file.fileno(), **options))
@@ -181,6 +183,22 @@ def start_script(warm_processes: WarmProcesses, tmp_path: Path) -> Iterator[Star
     for process in started:
         process.kill()
         process.wait()
+
+
+@pytest.fixture
+def warm_probes(start_script: StartScript, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let ``anygauge doctor`` ask processes that have imported torch. Those of a user: test_cli_doctor."""
+
+    def ask(questions: Iterable[Sequence[str]], timeout_s: float) -> list[dict[str, Any]]:
+        with Path(os.devnull).open("wb") as nothing:
+            probes = [
+                start_script("anygauge.cli.probe", *question, errors=nothing.fileno())
+                for question in questions
+            ]
+            assert [process.wait(timeout_s) for process, _ in probes] == [0] * len(probes)
+        return [json.loads(output.read_text()) for _, output in probes]
+
+    monkeypatch.setattr(doctor, "_ask", ask)
 
 
 def probe_config(**placement: Any) -> Config:

@@ -90,12 +90,13 @@ def test_a_program_that_needs_no_ascend_does_what_it_says(command: str) -> None:
 @pytest.mark.parametrize(
     "command",
     [
-        # its probes import torch three times, and the same with --json says more
+        # the same with --json says more
         pytest.param(line, marks=[pytest.mark.soak] if line == "anygauge doctor --backend npu" else [])
         for line in RUN
         if line.startswith("anygauge ")
     ],
 )
+@pytest.mark.usefixtures("warm_probes")
 def test_a_command_that_needs_no_ascend_does_what_it_says(
     command: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
