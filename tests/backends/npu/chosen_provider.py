@@ -16,7 +16,6 @@ from anygauge.config import Config
 from anygauge.engines.megatron.plugin import register_train_engines
 from anygauge.engines.megatron.prepare import prepare_megatron
 from anygauge.plugins import load_plugins
-from anygauge.testing.tiny import tiny_qwen3
 from anygauge_hooks import hookimpl
 from anygauge_hooks.engines import WorkerContext
 from anygauge_hooks.errors import ProviderError
@@ -27,10 +26,11 @@ def main(log: str, options: str, step: str = "") -> None:
     """Go through the phases of a worker."""
     plugins = load_plugins(only=["cpu", "models"])
     backend = plugins.get("register_backends", "cpu")
+    model = Path(log).parent / "model"
     config = Config.model_validate(
         {
             "run": {"name": "provider", "steps": 10},
-            "model": {"path": str(tiny_qwen3(Path(log).parent / "model", vocab_size=64, head_dim=32))},
+            "model": {"path": str(model)},
             "data": {"train": []},
             "reward": {"function": "none"},
             "train": {"provider": "mindspeed", "provider_options": json.loads(options)},
@@ -61,6 +61,9 @@ def exported(config: Config, plugins: Any, backend: Any) -> dict[str, Any]:
     import torch.distributed as dist
     from safetensors.torch import load_file
 
+    from anygauge.testing.tiny import tiny_qwen3
+
+    tiny_qwen3(config.model.path, vocab_size=64, head_dim=32)
     plugins.register(SimpleNamespace(get_spec_provider=get_spec_provider), "mindspeed")
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     device = plugins.make_device(backend, 0)
