@@ -123,9 +123,6 @@ class Environment:
     def run_module(self, *arguments: str) -> str:
         return run_command(self.python, "-I", "-m", *arguments, cwd=self.path)
 
-    def run_script(self, script: Path, *arguments: str | Path) -> str:
-        return run_command(self.python, "-I", script, *arguments, cwd=self.path)
-
     def run_anygauge(self, *arguments: str) -> str:
         return run_command(self.path / "bin" / "anygauge", *arguments, cwd=self.path)
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from anygauge.engines.megatron.scope import REDIRECTED
+from anygauge.testing.recipe import tiny_recipe
 from anygauge_hooks.kernels import KERNEL_OPS
 
 pytestmark = pytest.mark.timeout(600)  # the whole suite has more than a thousand cases
@@ -28,7 +29,6 @@ OWN_HOOKS = {
     "register_kernels",
     "worker_env",
 }
-SHORT = ("--batch-size", "32", "--check-interval", "2", "--max-steps", "2", "--stop-score", "0")
 ORIGINS = """
 import json, sys
 from importlib.metadata import entry_points
@@ -106,9 +106,10 @@ def test_it_passes_the_suite(environment: Any, chosen: str) -> None:
     assert "skipped" not in printed
 
 
-def test_doctor_finds_it(environment: Any) -> None:
+def test_doctor_finds_it_beside_what_the_wheel_brings(environment: Any) -> None:
     report = json.loads(environment.run_anygauge("doctor", "--json"))
     assert report["backends"]["abacus"]["status"] == "PASS"
+    assert report["backends"]["cpu"]["status"] == "PASS"
     assert not report["plugin_errors"]
 
 
@@ -128,20 +129,7 @@ def test_its_scope_map_has_exactly_what_the_scope_redirects(found: dict[str, Any
 
 
 def test_it_trains(environment: Any, tmp_path: Path) -> None:
-    """Two steps of the demo, in processes of their own: what the suite does not do."""
-    inputs = tmp_path / "inputs"
-    environment.run_script(ROOT / "examples/arithmetic/make_inputs.py", "--out", inputs, *SHORT)
-    overrides = {
-        "model.path": inputs / "model",
-        "data.train": f'["{inputs / "train.jsonl"}"]',
-        "eval.data": "[]",
-        "run.directory": tmp_path,
-        "run.steps": 2,
-        "rollout.prompts_per_step": 16,
-        "placement.threads_per_worker": 1,
-    }
-    arguments = [str(part) for key, value in overrides.items() for part in (f"--{key}", value)]
-    recipe = str(ROOT / "examples/arithmetic_grpo.toml")
-    environment.run_anygauge("train", recipe, "--backend", "abacus", *arguments)
-    lines = (tmp_path / "arithmetic-grpo/metrics.jsonl").read_text().splitlines()
+    """Two steps, in processes of their own: what the suite does not do."""
+    environment.run_anygauge("train", str(tiny_recipe(tmp_path)), "--backend", "abacus")
+    lines = (tmp_path / "run/metrics.jsonl").read_text().splitlines()
     assert [row["rollout/step"] for row in map(json.loads, lines) if "rollout/step" in row] == [1, 2]
