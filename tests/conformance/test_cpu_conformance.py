@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from anygauge_hooks.kernels import KERNEL_OPS
 
+StartScript = Callable[..., tuple[Any, Path]]
 SUITE = "anygauge.testing.conformance"
 
 BROKEN_PLUGIN = '''
@@ -121,44 +124,61 @@ def register_kernels(backend):
 '''
 
 
-def run_suite(directory: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(directory)}
-    return subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-W", "error", "-p", "no:cacheprovider", *arguments],
-        cwd=directory,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=200,
-    )
+IMPORTED = "ignore:Module already imported:pytest.PytestAssertRewriteWarning"
+OPTIONS = ("-q", "-W", "error", "-p", "no:cacheprovider")
 
 
-def test_the_cpu_backend_passes(tmp_path: Path) -> None:
-    done = run_suite(tmp_path, "--pyargs", SUITE, "--backend", "cpu")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert re.search(r"\d{3} passed", done.stdout)
+@dataclass(frozen=True)
+class Done:
+    """An ended run of pytest."""
+
+    returncode: int
+    printed: str
 
 
-def test_a_wrong_kernel_of_each_op_fails(tmp_path: Path) -> None:
+RunSuite = Callable[..., Done]
+
+
+@pytest.fixture
+def run_suite(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, start_script: StartScript) -> RunSuite:
+    """Return a function that runs pytest in a process that has imported torch, where plugins may be found.
+
+    A user's is a cold one: the suite of an outside backend is run so (test_third_party).
+    """
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def run(*arguments: str) -> Done:
+        process, output = start_script(
+            "pytest", *OPTIONS, "-W", IMPORTED, *arguments, directory=str(tmp_path)
+        )
+        return Done(process.wait(200), output.read_text())
+
+    return run
+
+
+def test_the_cpu_backend_passes(run_suite: RunSuite) -> None:
+    done = run_suite("--pyargs", SUITE, "--backend", "cpu")
+    assert done.returncode == 0, done.printed
+    assert re.search(r"\d{3} passed", done.printed)
+
+
+def test_a_wrong_kernel_of_each_op_fails(tmp_path: Path, run_suite: RunSuite) -> None:
     (tmp_path / "broken_kernels.py").write_text(BROKEN_PLUGIN)
     metadata = tmp_path / "broken_kernels-1.0.dist-info"
     metadata.mkdir()
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: broken-kernels\nVersion: 1.0\n")
     (metadata / "entry_points.txt").write_text("[anygauge.plugins]\nbroken = broken_kernels\n")
-    done = run_suite(
-        tmp_path, "--pyargs", f"{SUITE}.test_kernels", "--tb=line", "-k", "reference and contiguous"
-    )
-    assert done.returncode == pytest.ExitCode.TESTS_FAILED, done.stdout + done.stderr
-    failed = re.findall(r"FAILED .*\[([a-z0-9_]+)-.*-float32-contiguous\]", done.stdout)
-    assert set(failed) == set(KERNEL_OPS), done.stdout
+    done = run_suite("--pyargs", f"{SUITE}.test_kernels", "--tb=line", "-k", "reference and contiguous")
+    assert done.returncode == pytest.ExitCode.TESTS_FAILED, done.printed
+    failed = re.findall(r"FAILED .*\[([a-z0-9_]+)-.*-float32-contiguous\]", done.printed)
+    assert set(failed) == set(KERNEL_OPS), done.printed
 
 
-def test_a_backend_that_is_not_there_is_an_error_and_no_skip(tmp_path: Path) -> None:
-    done = run_suite(tmp_path, "--pyargs", f"{SUITE}.test_device", "--backend", "missing", "--tb=short")
+def test_a_backend_that_is_not_there_is_an_error_and_no_skip(run_suite: RunSuite) -> None:
+    done = run_suite("--pyargs", f"{SUITE}.test_device", "--backend", "missing", "--tb=short")
     assert done.returncode == pytest.ExitCode.TESTS_FAILED
-    assert "Unknown backend 'missing'" in done.stdout
-    assert "skipped" not in done.stdout
+    assert "Unknown backend 'missing'" in done.printed
+    assert "skipped" not in done.printed
 
 
 def test_other_projects_keep_their_own_backend_option(tmp_path: Path) -> None:
@@ -171,5 +191,12 @@ def test_other_projects_keep_their_own_backend_option(tmp_path: Path) -> None:
         "    assert request.config.getoption('backend') == 'theirs'\n"
         "    assert not {'torch', 'anygauge.plugins'} & sys.modules.keys()\n"
     )
-    done = run_suite(tmp_path, ".")
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", *OPTIONS, "."],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=200,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
