@@ -120,9 +120,6 @@ class Environment:
     def run_python(self, code: str) -> str:
         return run_command(self.python, "-I", "-c", code, cwd=self.path)
 
-    def run_module(self, *arguments: str) -> str:
-        return run_command(self.python, "-I", "-m", *arguments, cwd=self.path)
-
     def run_anygauge(self, *arguments: str) -> str:
         return run_command(self.path / "bin" / "anygauge", *arguments, cwd=self.path)
 

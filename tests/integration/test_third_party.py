@@ -73,11 +73,25 @@ def test_the_document_shows_every_file_of_it() -> None:
     assert sorted(shown) == sorted((name, text) for name, text in files().items() if text)
 
 
+def run_suite(environment: Any, chosen: str) -> tuple[str, dict[str, Any]]:
+    """Run the conformance suite there; return what it prints, and what its process has imported then."""
+    suite = ["--pyargs", "anygauge.testing.conformance", "--backend", "abacus", "-k", chosen]
+    arguments = ["-q", "-W", "error", "-p", "no:cacheprovider", *suite]
+    printed = environment.run_python(f"import pytest\nassert pytest.main({arguments}) == 0\n{ORIGINS}")
+    report, _, origins = printed.rstrip().rpartition("\n")
+    return report, json.loads(origins)
+
+
 @pytest.fixture(scope="module")
-def found(environment: Any) -> dict[str, Any]:
+def suite(environment: Any) -> tuple[str, dict[str, Any]]:
+    """Run what is its own of the suite."""
+    return run_suite(environment, f"{' or '.join(OWN_KERNELS)} or not test_kernels")
+
+
+@pytest.fixture(scope="module")
+def found(suite: tuple[str, dict[str, Any]]) -> dict[str, Any]:
     """Return what a process there has imported."""
-    report: dict[str, Any] = json.loads(environment.run_python(ORIGINS))
-    return report
+    return suite[1]
 
 
 def test_nothing_of_this_checkout_is_imported(environment: Any, found: dict[str, Any]) -> None:
@@ -91,19 +105,19 @@ def test_nothing_of_this_checkout_is_imported(environment: Any, found: dict[str,
     assert str(ROOT) not in found["path"]
 
 
-@pytest.mark.parametrize(
-    "chosen",
-    [
-        pytest.param(f"{' or '.join(OWN_KERNELS)} or not test_kernels", id="what is its own"),
-        pytest.param("", id="whole", marks=pytest.mark.soak),
-    ],
-)
-def test_it_passes_the_suite(environment: Any, chosen: str) -> None:
-    """Kernels that it does not bring are the references, which have tests of their own."""
-    suite = ["--pyargs", "anygauge.testing.conformance", "--backend", "abacus", "-k", chosen]
-    printed = environment.run_module("pytest", "-q", "-W", "error", "-p", "no:cacheprovider", *suite)
+def check_suite(printed: str) -> None:
     assert re.search(r"^\d{3,} passed", printed, re.M), printed
     assert "skipped" not in printed
+
+
+def test_it_passes_what_is_its_own_of_the_suite(suite: tuple[str, dict[str, Any]]) -> None:
+    """Kernels that it does not bring are the references, which have tests of their own."""
+    check_suite(suite[0])
+
+
+@pytest.mark.soak
+def test_it_passes_the_whole_suite(environment: Any) -> None:
+    check_suite(run_suite(environment, "")[0])
 
 
 def test_doctor_finds_it_beside_what_the_wheel_brings(environment: Any) -> None:
