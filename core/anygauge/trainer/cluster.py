@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.metadata import Distribution, PackageNotFoundError, distribution, entry_points
 from pathlib import Path
 from secrets import token_hex
@@ -76,7 +76,7 @@ class Meeting:
     """Address that rank 0 listens on."""
     peers: Sequence[str]
     """Every address of every node."""
-    token: str
+    token: str = field(repr=False)
     """Secret of the group."""
     single_host: bool
 

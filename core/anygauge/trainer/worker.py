@@ -32,7 +32,7 @@ from anygauge_hooks.errors import PlacementError
 from anygauge_hooks.types import BackendSpec, Device, Phase
 
 if TYPE_CHECKING:
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]  # documented, but not listed
+    from anygauge.distributed.authenticated_store import AuthenticatedStore
 
 
 __all__ = ["HostInfo", "Worker", "WorkerSetup", "host_cores"]
@@ -96,7 +96,7 @@ class Worker:
         self._plugins: Plugins
         self._backend: BackendSpec
         self._device: Device
-        self._store: TCPStore | None = None
+        self._store: AuthenticatedStore | None = None
         self._facts: NodeFacts | None = None
         self._accelerators: Sequence[str] = ()
         self._object: Any = None
@@ -209,7 +209,7 @@ class Worker:
 
     def _join(self, meeting: Meeting, port: int) -> None:
         from anygauge.distributed.process_groups import init_process_group
-        from anygauge.distributed.rendezvous import join_store, keys_of
+        from anygauge.distributed.rendezvous import join_store
 
         setup = self.setup
         if self._store is None:
@@ -217,7 +217,7 @@ class Worker:
         init_process_group(
             self._plugins,
             self._backend,
-            keys_of(self._store, meeting.token),
+            self._store,
             rank=setup.rank,
             world_size=setup.world_size,
             timeout_s=setup.timeout_s,

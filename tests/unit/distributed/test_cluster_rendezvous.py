@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Iterator
+from contextlib import closing, contextmanager
 
 import pytest
-from torch.distributed import TCPStore  # type: ignore[attr-defined]  # documented, but not listed
 
 from anygauge.distributed.admission import admit_only
-from anygauge.distributed.rendezvous import host_store, join_store, keys_of
+from anygauge.distributed.authenticated_store import AuthenticatedStore
+from anygauge.distributed.rendezvous import host_store, join_store
 from anygauge_hooks.errors import PlacementError
 
 SOON_S = 0.3
@@ -29,29 +30,39 @@ FAMILIES = [
 ]
 
 
+@contextmanager
+def hosted(host: str, token: str) -> Iterator[AuthenticatedStore]:
+    with closing(host_store(host, token=token, peers=(), timeout_s=10)) as store:
+        yield store
+
+
 @pytest.mark.parametrize("host", FAMILIES)
 def test_ranks_meet(host: str) -> None:
-    served = host_store(host, token="secret", peers=(), timeout_s=10)
-    joined = join_store(host, served.port, token="secret", timeout_s=10)
-    keys_of(joined, "secret").set("key", "value")
-    assert keys_of(served, "secret").get("key") == b"value"
+    with (
+        hosted(host, "secret") as served,
+        closing(join_store(host, served.port, token="secret", timeout_s=10)) as joined,
+    ):
+        joined.set("key", "value")
+        assert served.get("key") == b"value"
 
 
 def test_who_has_not_the_token_is_told_that_it_is_another_store() -> None:
-    served = host_store("127.0.0.1", token="secret", peers=(), timeout_s=10)
-    with pytest.raises(PlacementError, match="not that of this group"):
+    with (
+        hosted("127.0.0.1", "secret") as served,
+        pytest.raises(PlacementError, match="not that of this group"),
+    ):
         join_store("127.0.0.1", served.port, token="another", timeout_s=10)
 
 
-def test_a_store_of_somebody_else_is_not_joined() -> None:
-    other = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    with pytest.raises(PlacementError, match="not that of this group"):
-        join_store("127.0.0.1", other.port, token="secret", timeout_s=10)
+def test_a_store_that_cannot_be_reached_is_named() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    with pytest.raises(PlacementError, match=f"127.0.0.1:{port} cannot be reached: ConnectionRefusedError"):
+        join_store("127.0.0.1", port, token="secret", timeout_s=0.1)
 
 
 def test_a_loopback_store_is_not_reached_from_outside() -> None:
-    served = host_store("127.0.0.1", token="secret", peers=(), timeout_s=10)
-    with pytest.raises(ConnectionRefusedError):
+    with hosted("127.0.0.1", "secret") as served, pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.2", served.port), timeout=SOON_S)
 
 
