@@ -166,6 +166,10 @@ class Rollout(Protocol):
         """Most media of one conversation, those of the prompt included; ``None`` for any number."""
 
     @property
+    def max_context_tokens(self) -> int | None:
+        """Most tokens that the model can take, prompt and response together; ``None`` for any number."""
+
+    @property
     def remaining(self) -> int:
         """Tokens that are left of ``params.max_new_tokens``, which counts those of the whole rollout."""
 

@@ -84,7 +84,11 @@ class RolloutGateway(Section):
     """Generations under way at once; one more is answered with 429. ``None`` refuses none: those that the
     engines have no room for wait."""
     max_context_tokens: Positive | None = None
-    """Longest prompt and response together; ``None`` takes what the model can."""
+    """Longest prompt and response together; ``None`` takes what the model can. A request with more than 16
+    characters for each of these tokens is refused before its chat is rendered."""
+    max_body_bytes: Positive = 8 * 2**20
+    """Largest body of a request, images that are sent as ``data:`` included; a larger one is answered with
+    413."""
     timeout_s: Seconds = 1800.0
     """Longest time for one generation, waits included."""
 

@@ -83,6 +83,11 @@ class LiveRollout:
         return self._text.max_media
 
     @property
+    def max_context_tokens(self) -> int | None:
+        """Most tokens that the model can take."""
+        return self._text.context
+
+    @property
     def remaining(self) -> int:
         """Tokens that are left."""
         return self._left

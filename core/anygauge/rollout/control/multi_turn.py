@@ -81,7 +81,7 @@ async def _result(call: Callable[[str], Any], asked: str) -> _Result:
         if inspect.iscoroutinefunction(call):
             return _read(await call(asked))
         return _read(await asyncio.to_thread(call, asked))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:  # the second from json.loads of a thousand brackets
         return _Result(f"error: {error}")
 
 

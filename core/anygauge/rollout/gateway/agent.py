@@ -46,7 +46,7 @@ async def agent(
     """
     talk = _talk(agent, command, dict(agent_options or {}))
     template_options = dict(chat_template_kwargs or {})
-    make = _Made(rollout.tokenizer, rollout.params, rollout.config.gateway, template_options)
+    make = _Made(rollout.tokenizer, rollout.params, _gateway_options(rollout), template_options)
     async with _shared(make) as served:
         generator, look = RolloutGenerator(rollout), partial(rollout.look, chat=False)
         session = served.open(generator, seed=seed, look=look, max_media=rollout.max_media)
@@ -178,6 +178,13 @@ class _Made(NamedTuple):
     def key(self) -> tuple[Any, ...]:
         loop = asyncio.get_running_loop()
         return id(loop), id(self.tokenizer), self.params, self.options, repr(self.template_options)
+
+
+def _gateway_options(rollout: Rollout) -> RolloutGateway:
+    """Return the gateway's table with the model's own context where none is set."""
+    options: RolloutGateway = rollout.config.gateway
+    context = options.max_context_tokens or rollout.max_context_tokens
+    return options.model_copy(update={"max_context_tokens": context})
 
 
 class _Shared:

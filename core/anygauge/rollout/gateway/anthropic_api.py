@@ -120,14 +120,18 @@ def _said(message: Any, where: str) -> Iterator[Message]:
         yield _assistant(content, where)
         return
     blocks = content if isinstance(content, list) else []
-    results = [block for block in blocks if isinstance(block, dict) and block.get("type") == "tool_result"]
+    results = [block for block in blocks if _is_result(block)]
     for result in results:
         text, images = content_of(result.get("content"), f"{where}.content")
         yield Message("tool", text, call_id=str(result.get("tool_use_id", "")), images=images)
-    rest = [block for block in blocks if block not in results] if results else content
+    rest = [block for block in blocks if not _is_result(block)] if results else content
     if rest or not results:
         text, images = content_of(rest, f"{where}.content")
         yield Message(role, text, images=images)
+
+
+def _is_result(block: Any) -> bool:
+    return isinstance(block, dict) and block.get("type") == "tool_result"
 
 
 def _assistant(content: Any, where: str) -> Message:
@@ -136,7 +140,7 @@ def _assistant(content: Any, where: str) -> Message:
     kinds: dict[Any, list[Any]] = {"text": [], "thinking": [], "tool_use": [], "redacted_thinking": []}
     for position, block in enumerate(content):
         kind = block.get("type") if isinstance(block, dict) else None
-        if kind not in kinds:
+        if not isinstance(kind, str) or kind not in kinds:
             raise bad_request(f"{where}.content[{position}] is {kind!r}, which is not here.", where)
         kinds[kind].append(block)
     reasoning = "".join(str(block.get("thinking", "")) for block in kinds["thinking"])

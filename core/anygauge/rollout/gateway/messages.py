@@ -7,7 +7,12 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
-__all__ = ["Call", "Chat", "Message", "same_reasoning", "say", "start"]
+from anygauge.strict_json import parse_json
+
+__all__ = ["MESSAGE_CHARACTERS", "Call", "Chat", "Message", "same_reasoning", "say", "start"]
+
+MESSAGE_CHARACTERS = 16
+"""For which a message counts at least: each has a role and an end, whatever it says."""
 
 
 class Call(NamedTuple):
@@ -21,7 +26,7 @@ class Call(NamedTuple):
     def parsed(self) -> Any:
         """Return the arguments as a template takes them: an object, or the text where it is no JSON."""
         try:
-            return json.loads(self.arguments)
+            return parse_json(self.arguments)
         except ValueError:
             return self.arguments
 
@@ -71,6 +76,12 @@ class Message(NamedTuple):
             message["name"] = self.name
         return message
 
+    def characters(self) -> int:
+        """Return how much there is to render."""
+        calls = sum(len(call.name) + len(call.arguments) for call in self.calls)
+        said = len(self.content) + len(self.reasoning or "") + len(self.name or "") + calls
+        return max(said, MESSAGE_CHARACTERS)
+
     def meaning(self) -> str:
         """Return what is the same for two messages that say the same.
 
@@ -91,6 +102,11 @@ class Chat(NamedTuple):
     """As OpenAI's API has them, which is what chat templates take."""
     options: Mapping[str, Any] = {}
     """Further arguments of the chat template."""
+
+    def characters(self) -> int:
+        """Return how much there is to render: messages, tools and options."""
+        shown = json.dumps([self.tools, self.options], ensure_ascii=False)
+        return len(shown) + sum(message.characters() for message in self.messages)
 
 
 def same_reasoning(sent: str | None, recorded: str | None) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import hmac
 import logging
@@ -10,23 +11,26 @@ import secrets
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 from urllib.parse import urlsplit
 
-import orjson
 from aiohttp import web
 
 from anygauge.config.schema import RolloutGateway
 from anygauge.rollout.gateway import anthropic_api, openai_api
 from anygauge.rollout.gateway.admission import Admission
 from anygauge.rollout.gateway.answers import Answer, Piece
+from anygauge.rollout.gateway.asks import Ask
+from anygauge.rollout.gateway.connections import Connections, most_connections
 from anygauge.rollout.gateway.images import Look
+from anygauge.rollout.gateway.messages import Chat
 from anygauge.rollout.gateway.reading import THINK
 from anygauge.rollout.gateway.refusals import Refusal, bad_request
 from anygauge.rollout.gateway.rendering import Renderer
 from anygauge.rollout.gateway.sampling import Choice
 from anygauge.rollout.gateway.session import Asked, Manner, Session
 from anygauge.rollout.gateway.tool_formats import find_format
+from anygauge.strict_json import parse_json
 from anygauge_hooks.errors import DeadlineError, RolloutError
 from anygauge_hooks.rl import SamplingParams
 from anygauge_hooks.rollout import Generator
@@ -34,8 +38,11 @@ from anygauge_hooks.rollout import Generator
 __all__ = ["Gateway"]
 
 _log = logging.getLogger(__name__)
+T = TypeVar("T", Ask, Chat)
 _SESSION_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
-_LARGEST_BODY = 64 * 2**20
+_HEADER_TIMEOUT_S = 30.0
+"""For the header of a request, from the beginning of a connection or the end of the request before."""
+_BODY_TIMEOUT_S = 120.0
 _BACKLOG = 4096
 """Connections that may wait to be taken: the agents of a step begin together, and their clients give up after
 seconds. A host may allow fewer (``net.core.somaxconn``)."""
@@ -101,6 +108,8 @@ class Gateway:
         self._secret = secrets.token_bytes(32)
         self._sessions: dict[str, Session] = {}
         self._runner: web.AppRunner | None = None
+        self._connections: Connections | None = None
+        self._listener: asyncio.Server | None = None
         self._address = ""
         self._numbers = 0
         self._started = 0
@@ -122,24 +131,39 @@ class Gateway:
         :raises RolloutError: This host has no such address.
         """
         self._started = int(time.time())
-        runner = web.AppRunner(self._app(), handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
-        await runner.setup()
+        self._runner = web.AppRunner(
+            self._app(),
+            handler_cancellation=True,
+            access_log=None,
+            shutdown_timeout=1.0,
+            keepalive_timeout=_HEADER_TIMEOUT_S,
+        )
+        await self._runner.setup()
+        assert self._runner.server is not None
+        self._connections = Connections(
+            self._runner.server, most=most_connections(), header_timeout_s=_HEADER_TIMEOUT_S
+        )
+        loop = asyncio.get_running_loop()
         try:
-            await web.TCPSite(runner, self._options.host, 0, backlog=_BACKLOG).start()
+            self._listener = await loop.create_server(
+                self._connections, self._options.host, 0, backlog=_BACKLOG
+            )
         except OSError as error:
-            await runner.cleanup()
+            await self.close()
             raise RolloutError(
                 f"The gateway cannot listen at {self._options.host!r}: {error}.",
                 hint="host is an address of this node; agents elsewhere need one that they can reach.",
             ) from error
-        self._runner = runner
-        host, port = runner.addresses[0][:2]
+        host, port = self._listener.sockets[0].getsockname()[:2]
         self._address = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
     async def close(self) -> None:
         """Close every session and stop listening."""
         for session in list(self._sessions.values()):
             await self.end(session)
+        if self._listener is not None:
+            self._listener.close()
+            self._listener = None
         if self._runner is not None:
             await self._runner.cleanup()
             self._runner = None
@@ -207,7 +231,9 @@ class Gateway:
     # -------------------------------------------------------------------------
 
     def _app(self) -> web.Application:
-        app = web.Application(client_max_size=_LARGEST_BODY, middlewares=[_refusing])
+        app = web.Application(
+            client_max_size=self._options.max_body_bytes, middlewares=[self._heard, _refusing]
+        )
         for prefix in ("", "/s/{session}"):
             app.router.add_post(f"{prefix}/v1/chat/completions", self._openai)
             app.router.add_post(f"{prefix}/v1/messages", self._anthropic)
@@ -215,6 +241,14 @@ class Gateway:
             app.router.add_get(f"{prefix}/v1/models", self._models)
             app.router.add_get(f"{prefix}/v1/models/{{model:.+}}", self._model)
         return app
+
+    @web.middleware
+    async def _heard(
+        self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+    ) -> web.StreamResponse:
+        assert self._connections is not None
+        self._connections.heard(request.protocol)
+        return await handler(request)
 
     def _session(self, request: web.Request) -> Session:
         """Return the session of a request, whose key must be its own."""
@@ -245,11 +279,9 @@ class Gateway:
         return model
 
     async def _openai(self, request: web.Request) -> web.StreamResponse:
-        session, body, fingerprint = await self._read(request)
-        ask = openai_api.ask_of(body)
+        session, ask, fingerprint = await self._read(request, openai_api.ask_of)
         self._known(ask.model)
-        ask = ask._replace(chat=await session.marked(ask.chat))
-        asked = session.ask(ask, fingerprint, retried=_retried(request))
+        asked = await session.ask(ask, fingerprint, retried=_retried(request))
         async with asked.sampling:
             name, now = f"chatcmpl-{asked.sampling.name}", int(time.time())
             if ask.stream:
@@ -258,11 +290,9 @@ class Gateway:
             return await _send(request, asked, openai_api.completion(name, now, ask, answers))
 
     async def _anthropic(self, request: web.Request) -> web.StreamResponse:
-        session, body, fingerprint = await self._read(request)
-        ask = anthropic_api.ask_of(body)
+        session, ask, fingerprint = await self._read(request, anthropic_api.ask_of)
         self._known(ask.model)
-        ask = ask._replace(chat=await session.marked(ask.chat))
-        asked = session.ask(ask, fingerprint, retried=_retried(request))
+        asked = await session.ask(ask, fingerprint, retried=_retried(request))
         async with asked.sampling:
             name = f"msg_{asked.sampling.name}"
             if ask.stream:
@@ -271,9 +301,8 @@ class Gateway:
             return await _send(request, asked, anthropic_api.message(name, ask, answers[0]))
 
     async def _count(self, request: web.Request) -> web.StreamResponse:
-        session, body, _ = await self._read(request)
-        chat = await session.marked(anthropic_api.chat_of(body))
-        return web.json_response({"input_tokens": session.count(chat)})
+        session, chat, _ = await self._read(request, anthropic_api.chat_of)
+        return web.json_response({"input_tokens": await session.count(chat)})
 
     async def _models(self, request: web.Request) -> web.StreamResponse:
         self._session(request)
@@ -291,17 +320,44 @@ class Gateway:
             return anthropic_api.models(names, created)
         return openai_api.models(names, self._started)
 
-    async def _read(self, request: web.Request) -> tuple[Session, Mapping[str, Any], str]:
-        """Return the session, the body, and what only the same request has too."""
-        session = self._session(request)
-        raw = await request.read()
+    async def _read(
+        self, request: web.Request, parse: Callable[[Mapping[str, Any]], T]
+    ) -> tuple[Session, T, str]:
+        """Return the session, the parsed body, and what only the same request has too.
+
+        :param parse: Of an API, from a JSON object to what it asks for.
+        """
+        session = self._session(request)  # before the body: a stranger's is never read
+        raw = await self._body(request, session)
+        asked = await asyncio.to_thread(lambda: parse(_json_object(raw)))
+        return session, asked, hashlib.blake2b(request.path.encode() + b"\0" + raw).hexdigest()
+
+    async def _body(self, request: web.Request, session: Session) -> bytes:
+        limit = self._options.max_body_bytes
         try:
-            body = orjson.loads(raw)
-        except orjson.JSONDecodeError as error:
-            raise bad_request(f"The body is no JSON: {error}.") from error
-        if not isinstance(body, dict):
-            raise bad_request("The body is no JSON object.")
-        return session, body, hashlib.blake2b(request.path.encode() + b"\0" + raw).hexdigest()
+            if (request.content_length or 0) > limit:
+                raise web.HTTPRequestEntityTooLarge(limit, request.content_length or 0)
+            async with asyncio.timeout(_BODY_TIMEOUT_S):
+                return await request.read()
+        except web.HTTPRequestEntityTooLarge as error:
+            session.spent = True  # as with any prompt that has no room
+            raise Refusal(
+                413,
+                f"The body is larger than {limit} bytes. Send less, or raise rollout.gateway.max_body_bytes.",
+                code="request_too_large",
+            ) from error
+        except TimeoutError as error:
+            raise Refusal(408, f"The body did not come in {_BODY_TIMEOUT_S:g} s.") from error
+
+
+def _json_object(raw: bytes) -> Mapping[str, Any]:
+    try:
+        body = parse_json(raw)
+    except ValueError as error:
+        raise bad_request(f"The body is no JSON: {error}.") from error
+    if not isinstance(body, dict):
+        raise bad_request("The body is no JSON object.")
+    return body
 
 
 def _retried(request: web.Request) -> bool:
@@ -325,7 +381,7 @@ def _unserved(error: Exception) -> Refusal:
 
 
 async def _send(request: web.Request, asked: Asked, body: Mapping[str, Any]) -> web.StreamResponse:
-    response = web.json_response(body, dumps=lambda value: orjson.dumps(value).decode())
+    response = web.json_response(body)
     await response.prepare(request)
     await response.write_eof()
     asked.sampling.delivered = True
@@ -349,13 +405,19 @@ async def _stream(request: web.Request, asked: Asked, events: _Stream) -> web.St
                 await _write(response, events.begin(len(asked.sampling.plan.tokens)))
             if response.prepared:
                 await _write(response, _new(asked, events, ended))
+        await _write(response, events.close(asked.answers()))
     except (RolloutError, DeadlineError, Refusal) as error:
         refusal = error if isinstance(error, Refusal) else _unserved(error)
         if not response.prepared:
             raise refusal from error
         await response.write(events.error(refusal))
         return response
-    await _write(response, events.close(asked.answers()))
+    except Exception as error:
+        if not response.prepared or isinstance(error, ConnectionError):
+            raise
+        # The status line is out: a second one would be garbage in the middle of the stream.
+        await response.write(events.error(_unexpected(error)))
+        return response
     await response.write_eof()
     asked.sampling.delivered = True
     return response
@@ -383,6 +445,11 @@ async def _write(response: web.StreamResponse, events: Iterator[bytes]) -> None:
         await response.write(data)
 
 
+def _unexpected(error: Exception) -> Refusal:
+    _log.error("A request of an agent failed.", exc_info=error)
+    return Refusal(500, f"{type(error).__name__}: {error}")
+
+
 @web.middleware
 async def _refusing(
     request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -396,8 +463,7 @@ async def _refusing(
         known = f"; here are {_ENDPOINTS}." if error.status in (404, 405) else ""
         found = Refusal(error.status, f"{error.reason}: {request.method} {request.path}{known}")
     except Exception as error:  # noqa: BLE001 - an agent is told in the shape that its client reads
-        _log.exception("A request of an agent failed.")
-        found = Refusal(500, f"{type(error).__name__}: {error}")
+        found = _unexpected(error)
     anthropics = "/v1/messages" in request.path or "anthropic-version" in request.headers
     body = anthropic_api.error_body(found) if anthropics else openai_api.error_body(found)
     headers = {} if found.retry_after_s is None else {"Retry-After": f"{found.retry_after_s:g}"}

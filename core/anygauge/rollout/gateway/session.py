@@ -26,6 +26,10 @@ from anygauge_hooks.rollout import GenerateRequest, Generator
 
 __all__ = ["Asked", "Manner", "Session"]
 
+_CHARACTERS_PER_TOKEN = 16
+"""More than any context full of text has: prose has 3 to 5 characters a token, indented code and tables up to
+8, and only long runs of blanks or rules have more."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Manner:
@@ -96,32 +100,33 @@ class Session:
         """What was sampled, in the order in which it ended."""
         return self._turns.all
 
-    async def marked(self, chat: Chat) -> Chat:
-        """Return a chat whose images were taken into the run's store; to be asked before all else.
+    async def count(self, chat: Chat) -> int:
+        """Return the tokens of the prompt that a chat would be.
 
-        :raises Refusal: One cannot be shown.
+        :raises Refusal: It is too long to be counted, or cannot be shown to the model.
         """
-        return await self._images.marked(chat)
+        if (problem := self._oversize(chat)) is not None:
+            raise _no_room(problem)
+        return len((await self._plan(await self._images.marked(chat))).tokens)
 
-    def count(self, chat: Chat) -> int:
-        """Return the tokens of the prompt that a chat would be."""
-        return len(self._turns.plan(chat).tokens)
-
-    def ask(self, ask: Ask, fingerprint: str, *, retried: bool) -> Asked:
+    async def ask(self, ask: Ask, fingerprint: str, *, retried: bool) -> Asked:
         """Begin to answer a request, or find the answer that its client did not get.
 
         :param fingerprint: The same for two requests only if they are the same to the byte.
         :param retried: Whether the client says that it has sent the request before.
         :raises Refusal: It cannot be served.
         """
-        if self._closed:
-            raise Refusal(404, f"Session {self.name!r} is closed.")
         if self._manner.sampling == "refuse":
             check_sampling(ask, _run_settings(self._manner.params))
+        if (problem := self._oversize(ask.chat)) is not None:
+            self.spent = True
+            raise _no_room(problem)
+        ask = ask._replace(chat=await self._images.marked(ask.chat))
         sampling = self._again(fingerprint, retried=retried)
         if sampling is None:
-            sampling = self._begin(ask)
-            self._samplings[fingerprint].append(sampling)
+            plan = await self._plan(ask.chat)
+            # Another attempt of the same request may have begun in the meantime.
+            sampling = self._again(fingerprint, retried=retried) or self._begin(ask, plan, fingerprint)
         style = self._style(ask, sampling.plan)
         readers = [
             Reader(self._manner.renderer, style, _short(choice.request.id)) for choice in sampling.choices
@@ -151,8 +156,26 @@ class Session:
             return lost[0]
         return known[-1] if known and retried else None
 
-    def _begin(self, ask: Ask) -> Sampling:
-        plan = self._turns.plan(ask.chat)
+    async def _plan(self, chat: Chat) -> Plan:
+        # Templates and tokenizers take seconds for a long chat, in which the event loop serves other agents.
+        plan = await asyncio.to_thread(self._turns.plan, chat)
+        if self._closed:
+            raise Refusal(404, f"Session {self.name!r} is closed.")
+        return plan
+
+    def _oversize(self, chat: Chat) -> str | None:
+        """Return why a chat cannot fit into the context, by its characters alone, or ``None``.
+
+        Rendering and tokenizing take seconds and some 200 MB for each MiB, so this comes first.
+        """
+        context, characters = self._manner.max_context_tokens, chat.characters()
+        if context is None or characters <= _CHARACTERS_PER_TOKEN * context:
+            return None
+        return (
+            f"The prompt has {characters} characters; the context of {context} tokens has no room for them."
+        )
+
+    def _begin(self, ask: Ask, plan: Plan, fingerprint: str) -> Sampling:
         params = self._params(ask, len(plan.tokens))
         self._admission.admit(ask.answers)
         requests = [self._request(ask, plan, params, number) for number in range(ask.answers)]
@@ -174,6 +197,7 @@ class Session:
             failed=self._fail,
         )
         sampling.when_done(lambda: self._admission.release(ask.answers))
+        self._samplings[fingerprint].append(sampling)
         return sampling
 
     def _fail(self, error: Exception) -> None:
@@ -186,10 +210,8 @@ class Session:
         room = run.max_new_tokens if context is None else min(run.max_new_tokens, context - prompt_tokens)
         if room < 1:
             self.spent = True
-            raise bad_request(
-                f"The prompt has {prompt_tokens} tokens; the context of {context} has no room for an answer.",
-                "messages",
-                "context_length_exceeded",
+            raise _no_room(
+                f"The prompt has {prompt_tokens} tokens; the context of {context} has no room for an answer."
             )
         stop = (*run.stop, *ask.stop, *self._one_call(ask))
         length = room if ask.max_tokens is None else min(room, ask.max_tokens)
@@ -243,6 +265,10 @@ class Session:
                 finish_reason=choice.finish_reason,
             )
         )
+
+
+def _no_room(message: str) -> Refusal:
+    return bad_request(message, "messages", "context_length_exceeded")
 
 
 def _run_settings(params: SamplingParams) -> Mapping[str, Any]:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import importlib
-import json
 import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
+from anygauge.strict_json import parse_json
 from anygauge_hooks.errors import ConfigError
 
 __all__ = ["FORMATS", "Called", "ToolFormat", "find_format"]
 
 Schemas = Mapping[str, Any]
+_MAX_DEPTH = 100
+"""Of arguments: below what the gateway takes, since an agent sends a call back inside of a request."""
 
 
 class Called(NamedTuple):
@@ -38,7 +40,7 @@ class ToolFormat(NamedTuple):
 def _hermes(text: str, schemas: Schemas) -> list[Called] | None:
     """Read ``{"name": ..., "arguments": {...}}``, or a list of such."""
     try:
-        value = json.loads(text)
+        value = parse_json(text, max_depth=_MAX_DEPTH)
     except ValueError:
         return None
     found = [_json_call(each) for each in (value if isinstance(value, list) else [value])]
@@ -52,13 +54,15 @@ def _json_call(value: Any) -> Called | None:
     arguments = value.get("arguments", value.get("parameters", {}))
     if isinstance(arguments, str):
         try:
-            arguments = json.loads(arguments)
+            arguments = parse_json(arguments, max_depth=_MAX_DEPTH)
         except ValueError:
             return None
     return Called(value["name"], arguments) if isinstance(arguments, dict) else None
 
 
-_GLM_ARGUMENT = re.compile(r"\s*<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>\s*", re.S)
+# The group is atomic: where no value follows the first </arg_key>, a later one is not tried, which would make
+# the time grow with the square of the text.
+_GLM_ARGUMENT = re.compile(r"\s*<arg_key>(?>(.*?)</arg_key>)\s*<arg_value>(.*?)</arg_value>\s*", re.S)
 
 
 def _glm(text: str, schemas: Schemas) -> list[Called] | None:
@@ -130,7 +134,7 @@ def _typed(text: str, schema: Mapping[str, Any]) -> Any:
     if schema.get("type") == "string":
         return text
     try:
-        return json.loads(text)
+        return parse_json(text, max_depth=_MAX_DEPTH)
     except ValueError:
         return text
 

@@ -11,6 +11,7 @@ from random import Random
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
+from anygauge.strict_json import parse_json
 from anygauge_hooks.errors import RewardError
 
 if TYPE_CHECKING:
@@ -123,7 +124,7 @@ def _until(date: str, otherwise_s: float) -> float:
 
 def _answer(reply: Response, url: str) -> Any:
     try:
-        value = reply.json()
+        value = parse_json(reply.content)
     except ValueError as error:
         raise RewardError(
             f"{url} answered {reply.text[:_EXCERPT]!r}, which is no JSON: {error}.",

@@ -2,84 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
+from functools import partial
+from typing import Any
 
 import pytest
 
-from anygauge.config.schema import RolloutGateway
-from anygauge.rollout.gateway.server import Gateway
-from anygauge.rollout.gateway.session import Session
-from anygauge.testing.scripted import ScriptedGenerator
-from anygauge.testing.tiny import tiny_tokenizer
-from anygauge_hooks.rl import Prompt, Sample, SamplingParams
-
-TEMPLATE = r"""
-{%- set ns = namespace(question=-1) %}
-{%- for message in messages %}
-    {%- if message.role == 'user' %}{%- set ns.question = loop.index0 %}{%- endif %}
-{%- endfor %}
-{%- if tools %}
-    {{- '<|im_start|>tools\n' }}
-    {%- for tool in tools %}{{- tool | tojson + '\n' }}{%- endfor %}
-    {{- '<|im_end|>\n' }}
-{%- endif %}
-{%- for message in messages %}
-    {%- if message.role == 'tool' %}
-        {{- '<|im_start|>user\n<tool_response>\n' + message.content + '\n</tool_response><|im_end|>\n' }}
-    {%- elif message.role == 'assistant' %}
-        {{- '<|im_start|>assistant\n' }}
-        {%- if message.reasoning_content and loop.index0 > ns.question %}
-            {{- '<think>\n' + message.reasoning_content + '\n</think>\n\n' }}
-        {%- endif %}
-        {{- message.content.strip() }}
-        {%- for call in message.tool_calls or [] %}
-            {{- '\n<tool_call>\n{"name": "' + call.function.name + '", "arguments": ' }}
-            {{- call.function.arguments | tojson }}
-            {{- '}\n</tool_call>' }}
-        {%- endfor %}
-        {{- '<|im_end|>\n' }}
-    {%- else %}
-        {{- '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}
-    {%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}
-"""
-"""Like Qwen3's: calls between markers, and no reasoning but that since the last question."""
-
-PROMPT = Prompt(index=7, tokens=(1,), text="")
-
-
-class Served(NamedTuple):
-    """A gateway with one session."""
-
-    gateway: Gateway
-    session: Session
-    generator: ScriptedGenerator
-
-    @property
-    def samples(self) -> list[Sample]:
-        """Return the trajectories."""
-        return self.session.trajectories(PROMPT)
-
-    def openai(self, **options: Any) -> Any:
-        """Return the real client."""
-        from openai import AsyncOpenAI, DefaultAsyncHttpxClient
-
-        url, key = self.gateway.openai_url(self.session), self.gateway.key(self.session)
-        # Reading the certificates of the host takes longer than a test.
-        http = DefaultAsyncHttpxClient(verify=False)
-        return AsyncOpenAI(**{"base_url": url, "api_key": key, "http_client": http, **options})
-
-    def anthropic(self, **options: Any) -> Any:
-        """Return the real client."""
-        from anthropic import AsyncAnthropic, DefaultAsyncHttpxClient
-
-        url, key = self.gateway.anthropic_url(self.session), self.gateway.key(self.session)
-        http = DefaultAsyncHttpxClient(verify=False)
-        return AsyncAnthropic(**{"base_url": url, "api_key": key, "http_client": http, **options})
-
+from anygauge.testing.scripted_gateway import Served, chat_tokenizer, serve_script
 
 Serve = Callable[..., AbstractAsyncContextManager[Served]]
 
@@ -87,23 +17,10 @@ Serve = Callable[..., AbstractAsyncContextManager[Served]]
 @pytest.fixture(scope="session")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Return a tokenizer that merges characters, and a template that shortens history."""
-    words = "the weather in Paris is sunny and the answer is four, says the assistant to the user " * 4
-    found = tiny_tokenizer(tmp_path_factory.mktemp("tokenizer"), texts=[words, "<tool_call> </tool_call>"])
-    found.chat_template = TEMPLATE
-    return found
+    return chat_tokenizer(tmp_path_factory.mktemp("tokenizer"))
 
 
 @pytest.fixture
 def serve(tokenizer: Any) -> Serve:
     """Return a function that serves a script in a ``with`` block; it takes options of the gateway too."""
-
-    @asynccontextmanager
-    async def start(
-        script: Any, *, params: SamplingParams | None = None, **options: Any
-    ) -> AsyncIterator[Served]:
-        generator = ScriptedGenerator(tokenizer, script)
-        run = params or SamplingParams(max_new_tokens=500)
-        async with Gateway(tokenizer, run, RolloutGateway(**options)) as gateway:
-            yield Served(gateway, gateway.open(generator, seed=3), generator)
-
-    return start
+    return partial(serve_script, tokenizer)

@@ -6,22 +6,19 @@ import asyncio
 import sys
 import types
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from anygauge.config.schema import Data, Rollout
 from anygauge.plugins import Plugins
-from anygauge.rollout.control.gate import Gate
 from anygauge.rollout.control.journal import Journal
-from anygauge.rollout.control.live import LiveRollout
 from anygauge.rollout.control.samples import check_sample
-from anygauge.rollout.control.text import TextTools
 from anygauge.rollout.gateway import agent as module
 from anygauge.rollout.gateway.agent import RolloutGenerator, agent
 from anygauge.rollout.gateway.refusals import Refusal
-from anygauge.testing.scripted import ScriptedGenerator
+from anygauge.testing import scripted_gateway
 from anygauge_hooks.errors import ConfigError, PluginError, RolloutError
 from anygauge_hooks.rl import Prompt, SamplingParams
 from anygauge_hooks.rollout import GenerateRequest
@@ -29,16 +26,7 @@ from anygauge_hooks.rollout import GenerateRequest
 PROMPT = Prompt(index=7, tokens=(1,), text="the weather?", label="sunny", metadata={"city": "Paris"})
 
 
-class ScriptedRollout(LiveRollout):
-    """A rollout of rollout control, on a script."""
-
-    def __init__(self, tokenizer: Any, script: Any, budget: int = 200) -> None:
-        self.generator = ScriptedGenerator(tokenizer, script)
-        gate = Gate(self.generator)
-        gate.open()
-        text = TextTools(tokenizer, Data.model_validate({"train": ["data.jsonl"]}))
-        params = SamplingParams(max_new_tokens=budget)
-        super().__init__("0-0", PROMPT, 5, params, config=Rollout(), gate=gate, text=text, journal=Journal())
+ScriptedRollout = partial(scripted_gateway.ScriptedRollout, PROMPT)
 
 
 async def two_questions(base_url: str, api_key: str, row: Any, times: int = 2) -> Any:

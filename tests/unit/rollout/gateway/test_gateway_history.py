@@ -43,7 +43,7 @@ class Talk:
     async def say(self, *messages: Message, retried: bool = False, **fields: Any) -> Message:
         self._asks += not retried
         ask = Ask("policy", Chat(tuple(messages)), **fields)
-        asked = self.session.ask(ask, str(self._asks), retried=retried)
+        asked = await self.session.ask(ask, str(self._asks), retried=retried)
         async with asked.sampling:
             await asked.sampling.result()
         return asked.answers()[0].message()

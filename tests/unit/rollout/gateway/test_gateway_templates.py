@@ -65,7 +65,7 @@ def opened(tokenizer: Any, script: list[Any], **options: Any) -> tuple[Session, 
 
 
 async def say(session: Session, *messages: Message) -> Message:
-    asked = session.ask(Ask("policy", Chat(messages, TOOLS)), str(len(session.turns)), retried=False)
+    asked = await session.ask(Ask("policy", Chat(messages, TOOLS)), str(len(session.turns)), retried=False)
     async with asked.sampling:
         await asked.sampling.result()
     return asked.answers()[0].message()
@@ -148,8 +148,8 @@ def test_arguments_of_the_template(tokenizer: Any) -> None:
     session, _ = opened(tokenizer, [])
     for wrong in ({"tokenize": True}, {"chat_template": "x"}):
         with pytest.raises(Refusal, match="cannot set"):
-            session.count(Chat((Message("user", "one"),), (), wrong))
-    assert session.count(Chat((Message("user", "one"),), (), {"enable_thinking": False}))
+            asyncio.run(session.count(Chat((Message("user", "one"),), (), wrong)))
+    assert asyncio.run(session.count(Chat((Message("user", "one"),), (), {"enable_thinking": False})))
 
 
 def test_a_tokenizer_without_a_template(tokenizer: Any) -> None:

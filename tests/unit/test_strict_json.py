@@ -1,0 +1,51 @@
+"""JSON that others wrote."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import orjson
+import pytest
+
+from anygauge.strict_json import MAX_DEPTH, parse_json
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("3", 3),
+        (b'{"a": [1, 2.5, null, true, "\xc3\xa4"]}', {"a": [1, 2.5, None, True, "ä"]}),
+        ('{"a": 1, "a": 2}', {"a": 2}),
+        ("9" * 40, int("9" * 40)),
+        ('"\\ud83d\\ude42"', "\N{SLIGHTLY SMILING FACE}"),
+        (json.dumps("[" * 5000), "[" * 5000),
+    ],
+)
+def test_json(text: str | bytes, value: Any) -> None:
+    assert parse_json(text) == value
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", "{", "NaN", "[Infinity]", "-Infinity", "9" * 5000, '"\\ud800"', '"\ud800"', '"\\uDFFF\\ud800"'),
+        *(b"\xff", b'"\xed\xa0\x80"', "\ufeff1", "'a'", "1 2"),
+    ],
+)
+def test_what_is_no_json(text: str | bytes) -> None:
+    with pytest.raises(ValueError):  # noqa: PT011 - each decoder has words of its own
+        parse_json(text)
+
+
+@pytest.mark.parametrize(("begin", "end"), [("[", "]"), ('{"a":', "}"), ('[{"a":', "}]")])
+def test_depth_has_a_bound_that_every_encoder_can_write(begin: str, end: str) -> None:
+    whole = MAX_DEPTH // len(end)
+    deepest = begin * whole + "1" + end * whole
+    orjson.dumps(parse_json(deepest))
+    for depth in (whole + 1, 2000, 200_000):
+        with pytest.raises(ValueError, match="nested deeper than 128 levels"):
+            parse_json(begin * depth + "1" + end * depth)
+    with pytest.raises(ValueError, match="deeper than 3 levels"):
+        parse_json("[[[[]]]]", max_depth=3)
+    assert parse_json("[[[1], {}]]", max_depth=3) == [[[1], {}]]
