@@ -15,7 +15,8 @@ import psutil
 import pytest
 
 from anygauge.config.schema import Reward
-from anygauge.rollout.rewards import Scorer, child, guard
+from anygauge.distributed import guard
+from anygauge.rollout.rewards import Scorer, child
 from anygauge.testing.scoring import group, plugins_with, rewards, scorer
 
 

@@ -30,6 +30,7 @@ async def agent(
     agent: str | None = None,
     agent_options: Mapping[str, Any] | None = None,
     command: Sequence[str] = (),
+    pass_env: Sequence[str] = (),
     chat_template_kwargs: Mapping[str, Any] | None = None,
 ) -> list[Sample]:
     """Return what an agent and the policy said to each other, one sample for each way in which it went on.
@@ -40,11 +41,12 @@ async def agent(
     :param agent: ``package.module:function``, awaited as ``fn(base_url=, api_key=, row=, **agent_options)``
         with the address of OpenAI's client, and the prompt, label and metadata of the row.
     :param command: A program and its arguments, instead: see :func:`run_command`.
+    :param pass_env: Names of variables of the driver that the program gets, beside the usual ones.
     :param chat_template_kwargs: Further arguments of the chat template.
     :raises ConfigError: An option is wrong.
     :raises RolloutError: The agent asked nothing, or the engine failed.
     """
-    talk = _talk(agent, command, dict(agent_options or {}))
+    talk = _talk(agent, command, pass_env, dict(agent_options or {}))
     template_options = dict(chat_template_kwargs or {})
     make = _Made(rollout.tokenizer, rollout.params, _gateway_options(rollout), template_options)
     async with _shared(make) as served:
@@ -124,14 +126,16 @@ class RolloutGenerator:
 Talk = Callable[[Gateway, Session, Prompt], Awaitable[Any]]
 
 
-def _talk(agent: str | None, command: Sequence[str], options: Mapping[str, Any]) -> Talk:
+def _talk(
+    agent: str | None, command: Sequence[str], pass_env: Sequence[str], options: Mapping[str, Any]
+) -> Talk:
     if (agent is None) == (not command):
         raise ConfigError(
             "The rollout function 'agent' needs one of agent and command.",
             hint='Set rollout.function_options = {agent = "my_agent:solve"}.',
         )
     if agent is None:
-        return lambda gateway, session, prompt: run_command(command, gateway, session, _row(prompt))
+        return lambda gateway, session, prompt: run_command(command, gateway, session, _row(prompt), pass_env)
     fn = imported(agent)
     if not is_async(fn):
         raise PluginError(

@@ -83,8 +83,15 @@ def _agent(options: Mapping[str, Any]) -> Problems:
     if isinstance(command, str) or not all(isinstance(each, str) for each in command):
         hint = 'a program and its arguments, each a string: ["python", "my_agent.py"]'
         yield ConfigProblem(path=f"{OPTIONS}.command", found=command, hint=hint)
+    pass_env = options.get("pass_env", ())
+    if isinstance(pass_env, str) or not all(isinstance(each, str) for each in pass_env):
+        hint = 'names of environment variables: ["SEARCH_API_KEY"]'
+        yield ConfigProblem(path=f"{OPTIONS}.pass_env", found=pass_env, hint=hint)
     if agent is None:
         return
+    if pass_env:
+        hint = "has no effect with agent, which runs in the driver; leave it out"
+        yield ConfigProblem(path=f"{OPTIONS}.pass_env", found=pass_env, hint=hint)
     path = f"{OPTIONS}.agent"
     problems = list(import_problems(path, str(agent)))
     yield from problems

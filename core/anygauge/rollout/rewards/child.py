@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from anygauge.distributed.child_process import ChildProcess
-from anygauge.rollout.rewards.guard import KEPT_BYTES
+from anygauge.distributed.guard import KEPT_BYTES
 from anygauge.rollout.rewards.mark import Mark, mark_file
 from anygauge.rollout.rewards.messages import STACKS_MARK, STACKS_SIGNAL, UNHEARD, Ready, Results
 from anygauge.rollout.rewards.work import Work

@@ -1,6 +1,6 @@
 """A process that scores: ``python -m anygauge.rollout.rewards.process SOCKET MARK LOG``.
 
-It runs what may raise, hang, crash or eat memory, as the child of a :mod:`~anygauge.rollout.rewards.guard`.
+It runs what may raise, hang, crash or eat memory, as the child of a :mod:`~anygauge.distributed.guard`.
 That leads a session, so that Ctrl-C on the terminal reaches the driver alone.
 """
 
@@ -13,6 +13,7 @@ import inspect
 import os
 import pickle
 import resource
+import signal
 import sys
 import threading
 import time
@@ -22,8 +23,8 @@ from multiprocessing.connection import Connection
 from queue import SimpleQueue
 from typing import Any
 
+from anygauge.distributed.guard import Log, fork_guarded
 from anygauge.rollout.rewards.call import Call, Item, Outcome, failure
-from anygauge.rollout.rewards.guard import fork_guarded
 from anygauge.rollout.rewards.mark import Mark
 from anygauge.rollout.rewards.messages import STACKS_SIGNAL, UNHEARD, Chunk, Ready, Results, Setup
 from anygauge.rollout.rewards.resolve import Origin, imported, is_async
@@ -175,7 +176,8 @@ def main(socket: int, mark: int, log: int) -> None:
     :param mark: Descriptor of the file of the process's :class:`Mark`.
     :param log: Whether standard output is a log.
     """
-    fork_guarded([socket, mark], bound_log=bool(log))
+    outputs = [((1, 2), Log(1))] if log else []
+    fork_guarded([socket, mark], outputs, handed_on=(STACKS_SIGNAL, signal.SIGCONT))
     for descriptor in (socket, mark):
         os.set_inheritable(descriptor, False)
     faulthandler.enable()
