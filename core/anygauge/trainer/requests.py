@@ -67,6 +67,7 @@ def open_maker(
         config=config.rollout,
         generator=requests.generator,
         engines=requests.others,
+        vocab_size=hf.get("vocab_size"),
         functions=resolve_functions(config.rollout, plugins),
         text=TextTools(
             load_tokenizer(local),

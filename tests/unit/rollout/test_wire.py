@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import orjson
 import pytest
 
-from anygauge.rollout.client.wire import Meeting, Parts, generation_of, read_answer, request_body, version_of
+from anygauge.rollout.client.wire import (
+    Meeting,
+    Parts,
+    generation_of,
+    read_answer,
+    reading,
+    request_body,
+    version_of,
+)
 from anygauge_hooks.errors import RolloutError
 from anygauge_hooks.rl import SamplingParams
 from anygauge_hooks.rollout import GenerateRequest
@@ -101,6 +110,19 @@ def test_a_request_that_was_aborted_in_the_queue_has_nothing() -> None:
         ),
         ({"output_token_logprobs": [[-0.5, 4, None]]}, "3 tokens and 1 log-prob"),
         ({"output_token_logprobs": [[-0.5, 4, None], [-0.25, 5, None], [-0.1, 9, None]]}, "not of the same"),
+        (
+            {"weight_versions": [{"version": "1", "start": -(10**15), "end": 3}]},
+            "3 tokens and the weight versions of 0",
+        ),
+        (
+            {
+                "weight_versions": [
+                    {"version": "1", "start": 0, "end": 2},
+                    {"version": "1", "start": 1, "end": 3},
+                ]
+            },
+            "3 tokens and the weight versions of 2",
+        ),
     ],
 )
 def test_an_answer_that_contradicts_itself(meta: dict[str, Any], message: str) -> None:
@@ -114,6 +136,31 @@ def test_an_answer_that_contradicts_itself(meta: dict[str, Any], message: str) -
 def test_an_answer_of_somebody_else(data: bytes) -> None:
     with pytest.raises(RolloutError, match="e answered with what is no generation"):
         read_answer(data, "e")
+
+
+BAD_VALUES = [
+    *([-0.5, token, None] for token in (-5, 2**31, 1.5, "7", [7], None, True)),
+    *([log_prob, 4, None] for log_prob in (0.5, 1e-4, None, "-1", [-1], False, 10**400, -(10**400))),
+    *([], [-0.5], None, 7),
+]
+
+
+@pytest.mark.parametrize("pair", BAD_VALUES, ids=repr)
+def test_values_that_are_no_tokens_and_no_log_probs(pair: Any) -> None:
+    pairs = [[-0.5, 4, None], pair, [-0.125, 6, None]]
+    whole = answer(output_token_logprobs=pairs)
+    del whole["output_ids"]
+    with pytest.raises(RolloutError, match="e answered with what is no generation"):
+        read_answer(json.dumps(whole).encode(), "e")
+    streamed = {"meta_info": {**chunk(3, "7")["meta_info"], "output_token_logprobs": pairs}}
+    with pytest.raises(RolloutError, match="e answered with what is no generation"), reading(b"", "e"):
+        Parts("e", "7").next(streamed)
+
+
+def test_a_log_prob_that_rounding_has_put_above_0_is_0() -> None:
+    pairs = [[1e-7, 4, None], [-0.0, 5, None], [0, 6, None], [-1e9, 7, None]]
+    found = generation_of({"meta_info": answer(output_token_logprobs=pairs)["meta_info"]}, "e")
+    assert found.log_probs == (0.0, 0.0, 0, -1e9)
 
 
 def test_weights_without_a_label_are_those_of_the_start() -> None:

@@ -20,6 +20,7 @@ from anygauge.rollout.client.wire import (
     Parts,
     check_length,
     read_answer,
+    reading,
     request_body,
     was_aborted,
 )
@@ -151,9 +152,10 @@ class EngineClient:
             pieces = self._channel.stream("/generate", body, timeout_s=limit_s, purpose=purpose)
             async with aclosing(pieces), aclosing(_events(pieces)) as events:
                 async for event in events:
-                    chunk = self._chunk(event, purpose)
-                    check_length(chunk, request, self.name)
-                    part = parts.next(chunk)
+                    with reading(event, self.name):
+                        chunk = self._chunk(event, purpose)
+                        check_length(chunk, request, self.name)
+                        part = parts.next(chunk)
                     if part.tokens or parts.finished:
                         yield part
                     if parts.finished:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import orjson
 
+from anygauge.rollout.answer_limits import LARGEST_LOG_PROB, stray_token
 from anygauge.rollout.client.media import collapsed
 from anygauge_hooks.errors import RolloutError
 from anygauge_hooks.rl import FinishReason, SamplingParams
@@ -18,6 +21,7 @@ __all__ = [
     "check_length",
     "generation_of",
     "read_answer",
+    "reading",
     "request_body",
     "version_of",
     "was_aborted",
@@ -109,12 +113,19 @@ def read_answer(data: bytes, engine: str, request: GenerateRequest | None = None
     :param request: That was asked; with media, the engine must have read as many tokens as it has.
     :raises RolloutError: It is none, or its parts contradict each other or the request.
     """
-    try:
+    with reading(data, engine):
         answer = orjson.loads(data)
         if request is not None:
             check_length(answer, request, engine)
         return generation_of(answer, engine)
-    except (ValueError, LookupError, TypeError, AttributeError) as error:
+
+
+@contextmanager
+def reading(data: bytes, engine: str) -> Iterator[None]:
+    """Turn errors of the block, which reads an answer, into the project's."""
+    try:
+        yield
+    except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError) as error:
         raise RolloutError(
             f"{engine} answered with what is no generation: {error!r}; it begins with {data[:_EXCERPT]!r}.",
             hint="Is there an SGLang server of a known version at this address, and nothing in between?",
@@ -151,15 +162,31 @@ def generation_of(answer: Mapping[str, Any], engine: str) -> Generation:
     :raises RolloutError: Its parts contradict each other.
     """
     meta = answer["meta_info"]
-    pairs = meta.get("output_token_logprobs") or ()
-    tokens = tuple([pair[1] for pair in pairs])
+    tokens, log_probs = _sampled(meta.get("output_token_logprobs") or ())
     _check_tokens(tokens, answer, engine)
     return Generation(
         tokens=tokens,
-        log_probs=tuple([pair[0] for pair in pairs]),
+        log_probs=log_probs,
         weight_versions=_versions(meta, len(tokens), engine),
         finish_reason=_reason(meta, engine),
     )
+
+
+def _sampled(pairs: Sequence[Sequence[Any]]) -> tuple[tuple[int, ...], tuple[float, ...]]:
+    """Return tokens and log-probs, each of which is one.
+
+    :raises ValueError: One is none; TypeError if it is no number.
+    """
+    tokens = tuple([pair[1] for pair in pairs])
+    log_probs = tuple([pair[0] for pair in pairs])
+    if (stray := stray_token(tokens)) is not None:
+        raise ValueError(f"token {stray} is {tokens[stray]!r}")
+    if set(map(type, log_probs)) - {float, int} or not math.isfinite(math.fsum(log_probs)):
+        raise ValueError("a log-prob is no finite number")
+    most = max(log_probs, default=0.0)
+    if most > LARGEST_LOG_PROB:
+        raise ValueError(f"a log-prob is {most}, above 0")
+    return tokens, log_probs if most <= 0 else tuple([min(each, 0.0) for each in log_probs])
 
 
 def _check_tokens(tokens: tuple[int, ...], answer: Mapping[str, Any], engine: str) -> None:
@@ -189,6 +216,8 @@ def _versions(meta: Mapping[str, Any], count: int, engine: str) -> tuple[int, ..
         return (version_of(meta.get("weight_version"), engine),) * count
     versions: list[int] = []
     for span in spans:
+        if span["start"] != len(versions):  # a gap could be as long as memory
+            break
         versions += [version_of(span["version"], engine)] * (min(span["end"], count) - span["start"])
     if len(versions) != count:
         raise RolloutError(
@@ -246,9 +275,10 @@ class Parts:
         total = self.seen + len(fresh)
         versions = _versions(meta, total, self._engine)[self.seen :]
         self.seen = total
+        tokens, log_probs = _sampled(fresh)
         return Generation(
-            tokens=tuple([pair[1] for pair in fresh]),
-            log_probs=tuple([pair[0] for pair in fresh]),
+            tokens=tokens,
+            log_probs=log_probs,
             weight_versions=versions,
             finish_reason=_reason(meta, self._engine) if self.finished else "length",
         )

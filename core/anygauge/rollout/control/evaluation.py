@@ -37,7 +37,7 @@ async def sample_all(
     :param at_once: Rollouts that are under way at most; ``None`` for all.
     :raises RolloutError: The engines failed.
     """
-    gate, call = Gate(making.generator), next(_calls)
+    gate, call = Gate(making.generator, making.vocab_size), next(_calls)
     gate.open()
     slots = asyncio.Semaphore(at_once or max(1, sum(map(len, seeds))))
 

@@ -18,10 +18,12 @@ class Gate:
     """Lets requests through to the engines while it is open.
 
     :param generator: The engines.
+    :param vocab_size: Of the model that they serve; ``None`` if it is not known.
     """
 
-    def __init__(self, generator: Generator) -> None:
+    def __init__(self, generator: Generator, vocab_size: int | None = None) -> None:
         self._generator = generator
+        self._vocab_size = vocab_size
         self._open = asyncio.Event()
         self._empty = asyncio.Event()
         self._empty.set()
@@ -76,7 +78,7 @@ class Gate:
         self._empty.clear()
         try:
             said = await self._generator.generate(request)
-            check_generation(said, request.params.max_new_tokens)
+            check_generation(said, request.params.max_new_tokens, self._vocab_size)
         except Exception as error:
             self.failure = error
             raise

@@ -57,7 +57,7 @@ class Producer:
 
     def __init__(self, work: Work, *, version: int = 0, drawn: int = 0) -> None:
         self._work = work
-        self._gate = Gate(work.making.generator)
+        self._gate = Gate(work.making.generator, work.making.vocab_size)
         self._continuous: Continuous | None = None
         self._goal = 0
         self._version = self._next_version = version

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from numbers import Real
 from typing import Any
 
+from anygauge.rollout.answer_limits import LARGEST_LOG_PROB, MOST_TOKENS, stray_token
 from anygauge_hooks.errors import RolloutError
 from anygauge_hooks.media import Media
 from anygauge_hooks.rl import NO_VERSION, FinishReason, Prompt, Sample
@@ -88,11 +89,13 @@ def failed_sample(prompt: Prompt, seed: int, why: str) -> Sample:
     return draft.finished("", {})._replace(error=why, finish_reason="abort")
 
 
-def check_generation(said: Generation, limit: int) -> None:
+def check_generation(said: Generation, limit: int, vocab_size: int | None = None) -> None:
     """Check what an engine returned.
 
     :param limit: Tokens that it was asked for.
-    :raises RolloutError: It has not one of each value per token, too many tokens, or a log-prob that is none.
+    :param vocab_size: Of the model; ``None`` if it is not known.
+    :raises RolloutError: It has not one of each value per token, too many tokens, a token that the model does
+        not have, or a log-prob that is none.
     """
     count = len(said.tokens)
     wrong = [
@@ -114,6 +117,19 @@ def check_generation(said: Generation, limit: int) -> None:
         raise RolloutError(
             f"The engine returned the log-prob {said.log_probs[odd]} of token {odd} of {count}.",
             hint="It computes what is no number: are its weights whole, and its dtype wide enough?",
+        )
+    # The trainer looks ids up on the device, where one that is not there ends the process without a word.
+    if (stray := stray_token(said.tokens, vocab_size)) is not None:
+        size = vocab_size or MOST_TOKENS
+        raise RolloutError(
+            f"The engine returned the token {said.tokens[stray]!r} as number {stray} of {count}, "
+            "which the model does not have.",
+            hint=f"Ids are integers from 0 to {size - 1}; does the engine serve the run's model?",
+        )
+    if max(said.log_probs, default=0.0) > LARGEST_LOG_PROB:
+        raise RolloutError(
+            f"The engine returned the log-prob {max(said.log_probs)}, which is of no probability.",
+            hint="A log-prob is at most 0; this is an error of the engine.",
         )
 
 

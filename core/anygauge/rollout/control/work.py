@@ -29,6 +29,8 @@ class Making:
     text: TextTools
     engines: Mapping[str, Generator] = field(default_factory=dict)
     """Of other models than the one that is trained, by name."""
+    vocab_size: int | None = None
+    """Of the model, which all token ids of an engine must be below; ``None`` if it is not known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

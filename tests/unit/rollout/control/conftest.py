@@ -64,6 +64,7 @@ def make_producer(text: TextTools, prompts: list[Prompt]) -> MakeProducer:
         source: Any = None,
         tools: TextTools = text,
         forbidden: tuple[int, ...] = (),
+        vocab_size: int | None = None,
         **keys: Any,
     ) -> Producer:
         settings = {
@@ -85,6 +86,7 @@ def make_producer(text: TextTools, prompts: list[Prompt]) -> MakeProducer:
                     named(function), [named(each) for each in after_sample], [named(each) for each in filters]
                 ),
                 text=tools,
+                vocab_size=vocab_size,
             ),
             source=source or ListSource(prompts, epochs),
             seeds=lambda number: [1000 * number + k for k in range(config.samples_per_prompt)],

@@ -110,6 +110,27 @@ def test_an_engine_that_computes_no_number_ends_the_run(make_producer: MakeProdu
 
 
 @pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"tokens": (1, 10**9)}, f"token {10**9} as number 1 of 2, which the model does not have"),
+        ({"tokens": (-1, 2)}, "token -1 as number 0 of 2"),
+        ({"tokens": (1, 2.0)}, r"token 2\.0 as number 1 of 2"),
+        ({"tokens": (1, 50)}, "token 50 as number 1 of 2"),
+        ({"log_probs": (-0.5, 0.1)}, r"log-prob 0\.1, which is of no probability"),
+    ],
+)
+def test_an_engine_that_returns_what_no_model_samples_ends_the_run(
+    make_producer: MakeProducer, change: dict[str, Any], problem: str
+) -> None:
+    class Broken(ScriptedEngine):
+        async def generate(self, request: GenerateRequest) -> Generation:
+            return (await super().generate(request))._replace(**change)
+
+    with pytest.raises(RolloutError, match=problem):
+        take(make_producer(Broken(lambda request: [1, 2]), vocab_size=50, max_failed_ratio=1.0))
+
+
+@pytest.mark.parametrize(
     ("turns", "keys", "expected"),
     [
         (["<call>3/4</call>", "no"], {}, "<call>3/4</call><result>error: '3/4' is not like 3+4</result>no"),
