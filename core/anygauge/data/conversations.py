@@ -92,6 +92,8 @@ def make_turn_finder(turns: AssistantTurns, tokenizer: Any, config: Data) -> Tur
         )
     try:
         text = render([{"role": "user", "content": "a"}], tokenizer, config, generate=True)
+    except ConfigError:
+        raise
     except Exception:  # noqa: BLE001 - a template that refuses this conversation may take those of the rows
         return TurnFinder(turns, "")
     _, start, opening = text.rpartition(turns.start)

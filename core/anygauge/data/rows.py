@@ -218,6 +218,8 @@ class RowReader:
     def _by_template(self, messages: Sequence[Message], tools: Any, *, generate: bool) -> str:
         try:
             return render(messages, self._tokenizer, self._config, tools=tools, generate=generate)
+        except ConfigError:
+            raise
         except Exception as error:
             raise self._bad_prompt(
                 f": the chat template refuses it: {error}",

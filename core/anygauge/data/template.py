@@ -6,11 +6,23 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from anygauge.config.schema import Data
+from anygauge.data.time_limit import OverrunError, TimeLimit
 from anygauge_hooks.errors import ConfigError
 
-__all__ = ["Message", "as_messages", "kind", "prompt_problem", "render", "require_template", "takes_parts"]
+__all__ = [
+    "Message",
+    "apply_template",
+    "as_messages",
+    "kind",
+    "prompt_problem",
+    "render",
+    "require_template",
+    "takes_parts",
+]
 
 Message = Mapping[str, Any]
+LIMIT_S = 60.0
+"""For one conversation. A template takes milliseconds, but it is a program of whoever made the model."""
 
 
 def prompt_problem(value: Any, *, apply_chat_template: bool, parts: bool = False) -> str | None:
@@ -84,6 +96,8 @@ def takes_parts(tokenizer: Any, config: Data, part: Message, mark: str) -> bool:
     content = [part, {"type": "text", "text": "a"}]
     try:
         text = render([{"role": "user", "content": content}], tokenizer, config, generate=True)
+    except ConfigError:
+        raise
     except Exception:  # noqa: BLE001 - a chat template is anybody's program
         return False
     return mark in text
@@ -102,14 +116,34 @@ def render(
     :param tokenizer: A Hugging Face tokenizer with a chat template.
     :param tools: JSON schemas of functions, for the template.
     :param generate: Whether an assistant turn is to follow; its opening is added.
+    :raises ConfigError: The template runs too long; else it raises what it likes.
     """
-    text: str = tokenizer.apply_chat_template(
-        list(messages),
-        tools=list(tools) if tools else None,
-        tokenize=False,
-        add_generation_prompt=generate,
-        **config.chat_template_kwargs,
-    )
+    return apply_template(tokenizer, messages, tools, generate=generate, options=config.chat_template_kwargs)
+
+
+def apply_template(
+    tokenizer: Any,
+    messages: Sequence[Message],
+    tools: Sequence[Any] | None,
+    *,
+    generate: bool,
+    options: Mapping[str, Any],
+) -> str:
+    """Return messages as text, with further arguments of the template; see :func:`render`."""
+    try:
+        with TimeLimit(LIMIT_S):
+            text: str = tokenizer.apply_chat_template(
+                list(messages),
+                tools=list(tools) if tools else None,
+                tokenize=False,
+                add_generation_prompt=generate,
+                **options,
+            )
+    except OverrunError as error:
+        raise ConfigError(
+            f"The chat template has not rendered {len(messages)} messages in {LIMIT_S:g} s.",
+            hint="Look for a loop in the model directory's chat_template.jinja.",
+        ) from error
     return text
 
 

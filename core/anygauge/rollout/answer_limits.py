@@ -10,7 +10,7 @@ __all__ = ["LARGEST_LOG_PROB", "MOST_TOKENS", "stray_token"]
 MOST_TOKENS = 2**31
 """Ids of a vocabulary whose size is not known: what tokenizers and tensors of indices take."""
 LARGEST_LOG_PROB = 1e-5
-"""Probabilities that were normalized again in float32 exceed 1 by some 1e-7, and their logarithms exceed 0."""
+"""Probabilities that were normalized again in float32 exceed 1 by some 1e-7, so their logarithms exceed 0."""
 
 
 def stray_token(tokens: Sequence[Any], vocab_size: int | None = None) -> int | None:

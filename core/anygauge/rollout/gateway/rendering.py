@@ -7,6 +7,7 @@ import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from anygauge.data.template import apply_template
 from anygauge.rollout.gateway.messages import Chat, Message
 from anygauge.rollout.gateway.reading import THINK
 from anygauge.rollout.gateway.refusals import Refusal, bad_request
@@ -66,14 +67,13 @@ class Renderer:
             raise bad_request(problem, "messages") from error
 
     def _applied(self, chat: Chat, generate: bool, *, spelt: bool) -> str:
-        text: str = self._tokenizer.apply_chat_template(
+        return apply_template(
+            self._tokenizer,
             [message.for_template(spelt=spelt) for message in chat.messages],
-            tools=[dict(tool) for tool in chat.tools] or None,
-            tokenize=False,
-            add_generation_prompt=generate,
-            **{**self._options, **chat.options},
+            [dict(tool) for tool in chat.tools],
+            generate=generate,
+            options={**self._options, **chat.options},
         )
-        return text
 
     def after(self, chat: Chat, position: int) -> str | None:
         """Return what the template writes behind what the assistant says in a message.
