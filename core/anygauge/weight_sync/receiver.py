@@ -5,32 +5,29 @@ It runs in the worker that owns the server, on its node; only changes come over 
 
 from __future__ import annotations
 
-import hmac
 import json
 import secrets
 import struct
 import threading
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import TYPE_CHECKING, Any
 
+from anygauge.distributed.addresses import in_url
 from anygauge.weight_sync.buckets import Buffers, cut, dtype_of
 from anygauge.weight_sync.changes import Change, apply_change, bytes_view, unframed
 from anygauge.weight_sync.checksum import checksum
 from anygauge.weight_sync.protocol import RunningUpdate
+from anygauge.weight_sync.secret_server import SECRET_HEADER, SecretServer
 from anygauge.weight_sync.sharing import shared_memory
 from anygauge.weight_sync.transports.tensor import TensorTransport
-from anygauge_hooks.errors import AnygaugeError, RolloutError, WeightMappingError
+from anygauge_hooks.errors import RolloutError, WeightMappingError
 from anygauge_hooks.weights import WeightPeer
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 __all__ = ["SECRET_HEADER", "Held", "Receiver"]
-
-SECRET_HEADER = "x-anygauge-secret"
 
 
 class Held:
@@ -109,9 +106,8 @@ class Receiver:
         self._held = Held()
         self._buffers = Buffers(shared_memory)
         self._one = threading.Lock()
-        self._server = ThreadingHTTPServer((host, 0), partial(_Handler, self))
-        self._server.daemon_threads = True
-        self.address = f"{host}:{self._server.server_address[1]}"
+        self._server = SecretServer(host, secret=self.secret, answer=self.answer, stall_s=deadline_s)
+        self.address = f"{in_url(host)}:{self._server.server_address[1]}"
         self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
         self._thread.start()
 
@@ -162,34 +158,3 @@ class Receiver:
         self._server.server_close()
         self._thread.join()
         self._buffers.release()
-
-
-class _Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-
-    def __init__(self, receiver: Receiver, *arguments: Any) -> None:
-        self._receiver = receiver
-        super().__init__(*arguments)
-
-    def do_POST(self) -> None:
-        """Answer a request of the sender."""
-        data = self.rfile.read(int(self.headers.get("content-length", 0)))
-        if not hmac.compare_digest(self.headers.get(SECRET_HEADER, ""), self._receiver.secret):
-            self._reply(403, {"message": "this is the receiver of another run"})
-            return
-        try:
-            self._reply(200, self._receiver.answer(self.path, data))
-        except AnygaugeError as error:
-            self._reply(409, {"message": str(error)})
-        except (ValueError, KeyError, TypeError) as error:
-            self._reply(400, {"message": f"this request cannot be read: {error!r}"})
-
-    def _reply(self, status: int, value: Mapping[str, Any]) -> None:
-        content = json.dumps(value).encode()
-        self.send_response(status)
-        self.send_header("content-length", str(len(content)))
-        self.end_headers()
-        self.wfile.write(content)
-
-    def log_message(self, format: str, *args: Any) -> None:
-        """Write nothing: what goes wrong is told to the sender."""
