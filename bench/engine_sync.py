@@ -223,7 +223,7 @@ class Sender:
         self._peer = self._server.weight_peer()
         from anygauge.rollout.client import EngineClient
 
-        self._client = EngineClient(facts["address"], self._config.rollout.client)
+        self._client = EngineClient(facts["address"], self._config.rollout.client, keys=self._peer.keys)
         rows = [Row(f"server, SGLang {facts['installed']}", f"{self._up_s:.1f} s until it answered")]
         if self._bare is not None:
             self._bare_s = seconds = self._bare.seconds()

@@ -217,7 +217,7 @@ def opened(folder: Path) -> Iterator[Bench]:
     ):
         address = server.start()
         peer = replace(server.weight_peer(), dtype="float32")
-        client = EngineClient(address, configs["A"].rollout.client)
+        client = EngineClient(address, configs["A"].rollout.client, keys=peer.keys)
 
         def push(engine: TrainEngine, version: int) -> None:
             report = pusher.push(engine.weights(), version, [peer])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 if TYPE_CHECKING:
@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from anygauge_hooks.engines import WorkerContext
 
 __all__ = [
+    "NO_KEYS",
+    "ServerKeys",
     "WeightApi",
     "WeightBucket",
     "WeightPeer",
@@ -67,6 +69,29 @@ class WeightApi:
     """Answers with the ``weight_version``."""
 
 
+_GENERATES = ("/generate", "/model_info", "/server_info", "/v1/")
+"""Paths, or their beginnings, that SGLang has for whoever generates; the others manage the server."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerKeys:
+    """Keys that a server asks for, as SGLang tells them apart; an error or a log shows neither."""
+
+    api: str = field(default="", repr=False)
+    """For generation and what describes the model; empty if the server asks for none."""
+    admin: str = field(default="", repr=False)
+    """For what changes the server: weights, cache, memory, pauses; empty if it asks for ``api`` there too."""
+
+    def headers(self, path: str) -> dict[str, str]:
+        """Return the headers that a request for a path of the server needs."""
+        key = self.api if path.startswith(_GENERATES) else self.admin or self.api
+        return {"authorization": f"Bearer {key}"} if key else {}
+
+
+NO_KEYS = ServerKeys()
+"""Of a server that asks for none."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightPeer:
     """One server that generates."""
@@ -84,8 +109,10 @@ class WeightPeer:
     """How often it has been started again: after that it knows no group and no earlier weights."""
     receiver: str | None = None
     """``host:port`` of what takes changes on its node, for the transport ``delta``."""
-    secret: str = ""
+    secret: str = field(default="", repr=False)
     """Shown to the receiver."""
+    keys: ServerKeys = NO_KEYS
+    """Shown to the server."""
 
 
 class WeightUpdate(Protocol):

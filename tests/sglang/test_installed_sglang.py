@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import re
@@ -20,6 +21,10 @@ from anygauge.rollout.deployment import plan_servers
 from anygauge.rollout.sglang.arguments import by_name, command_line, run_arguments
 from anygauge.rollout.sglang.installed import installed_sglang
 from anygauge.rollout.sglang.kinds import plan_arguments
+from anygauge.testing.fake_engine.keys import ADMIN, OPEN
+from anygauge.testing.fake_engine.options import Options
+from anygauge.testing.fake_engine.server import application
+from anygauge_hooks.weights import ServerKeys
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(600)]
 
@@ -151,3 +156,29 @@ def test_stacks_of_experts_of_qwen3_vl_are_read_as_they_are_published() -> None:
     assert found.origin is not None
     source = (Path(found.origin).parent / "srt/models/qwen3_vl_moe.py").read_text()
     assert re.search(r"if is_fused_expert:\s+loaded_weight = loaded_weight\.transpose\(-1, -2\)", source)
+
+
+def levels() -> dict[str, bool]:
+    """Return whether a path of the server asks for the admin key, by path."""
+    (root,) = find_spec("sglang").submodule_search_locations  # type: ignore[union-attr,misc]
+    tree = ast.parse((Path(root) / "srt" / "entrypoints" / "http_server.py").read_text())
+    found = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.AsyncFunctionDef | ast.FunctionDef):
+            marks = [ast.unparse(each) for each in node.decorator_list]
+            places = [re.match(r"app\.\w+\('([^']+)'", mark) for mark in marks]
+            is_admin = any("auth_level" in mark for mark in marks)
+            found |= {place[1]: is_admin for place in places if place is not None}
+    return found
+
+
+def test_each_path_of_the_fake_engine_asks_for_the_key_that_sglang_asks_for() -> None:
+    version = installed_sglang().version  # type: ignore[union-attr]
+    real, keys = levels(), ServerKeys(api="one", admin="two")
+    routes = application(Options(sglang=version)).router.routes()
+    played = {each.resource.canonical for each in routes if each.resource is not None}
+    played = {path for path in played if not path.startswith(("/fake/", *OPEN))}
+    assert len(played) > 15
+    for path in sorted(played):
+        assert (path in ADMIN) == real[path], path
+        assert keys.headers(path)["authorization"] == ("Bearer two" if real[path] else "Bearer one"), path

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -46,7 +47,7 @@ class Served(NamedTuple):
     seeing: Seeing
     policy: Any
     server: SGLangServer
-    address: Future[str]
+    peer: Future[WeightPeer]
 
 
 @pytest.fixture(scope="module")
@@ -63,8 +64,13 @@ def all_served(
             spec = plugins.get("register_models", family)
             seeing, policy, path = written(spec, tmp_path_factory.mktemp(family), context)
             server = make_seeing(path, sglang=arguments)
-            found[family] = Served(seeing, policy, server, pool.submit(server.start))
+            found[family] = Served(seeing, policy, server, pool.submit(started, server))
         yield found
+
+
+def started(server: SGLangServer) -> WeightPeer:
+    server.start()
+    return replace(server.weight_peer(), api=WeightApi(checksums="sha256"))
 
 
 def written(spec: ModelSpec, path: Path, context: WorkerContext) -> tuple[Seeing, Any, Path]:
@@ -83,19 +89,19 @@ def served(request: pytest.FixtureRequest, all_served: dict[str, Served]) -> Ite
 
 
 def test_log_probs_are_those_of_the_model_before_and_after_an_update(served: Served) -> None:
-    seeing, policy, address = served.seeing, served.policy, served.address.result()
+    seeing, policy, peer = served.seeing, served.policy, served.peer.result()
     requests = [seeing.request("one", 5, "square", 7, 8), seeing.request("two", 5, "wide", 9, "square", 7)]
-    before = compare(seeing, address, requests)
+    before = compare(seeing, peer, requests)
     retrain(policy)
     copy_weights(seeing.model, policy.weights())
     assert seeing.difference(requests[0], before) > OTHER, "the weights before can be told apart"
-    push(policy, address)
-    compare(seeing, address, requests)
+    push(policy, peer)
+    compare(seeing, peer, requests)
 
 
-def compare(seeing: Seeing, address: str, requests: list[Any]) -> Any:
+def compare(seeing: Seeing, peer: WeightPeer, requests: list[Any]) -> Any:
     """Compare what is said of images, and of another image; return the answer to the first request."""
-    answers = seeing.ask(address, *requests)
+    answers = seeing.ask(peer, *requests)
     for request, said in zip(requests, answers, strict=True):
         assert len(said.tokens) == 16
         assert not set(said.tokens) & set(seeing.forbidden)
@@ -112,11 +118,10 @@ def retrain(policy: Any) -> None:
             parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator))
 
 
-def push(policy: Any, address: str) -> None:
+def push(policy: Any, peer: WeightPeer) -> None:
     options = WeightSync(transport="distributed", bucket_bytes=1 << 16, verify="always", deadline_s=120)
     transport = DistributedTransport("cpu", {"cpu": "gloo"}, deadline_s=120)
     pusher = WeightPusher(options, transport, Buffers(partial(torch.empty, dtype=torch.uint8)))
-    peer = WeightPeer(address=address, api=WeightApi(checksums="sha256"))
     try:
         report = pusher.push(policy.weights(), 1, [peer])
     finally:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -46,11 +47,16 @@ def seeing(tmp_path_factory: pytest.TempPathFactory, plugins: Plugins) -> Seeing
     return Seeing(plugins.model([ARCHITECTURE]), path)
 
 
-class Starting(NamedTuple):
-    """Addresses of servers that start at the same time."""
+def started(server: SGLangServer, encoders: Sequence[str] = ()) -> WeightPeer:
+    server.start(encoders)
+    return replace(server.weight_peer(), api=API)
 
-    whole: Future[str]
-    divided: Future[str]
+
+class Starting(NamedTuple):
+    """Servers that start at the same time."""
+
+    whole: Future[WeightPeer]
+    divided: Future[WeightPeer]
     """Of one that has the decoder alone; an encoder sees for it."""
 
 
@@ -60,22 +66,22 @@ def starting(make_seeing: MakeServer, seeing: Seeing) -> Iterator[Starting]:
     groups = [{"kind": "encoder"}, {"kind": "regular"}]
     whole, encoder, decoder = make(), make(groups=groups), make(rank=1, groups=groups)
     with ThreadPoolExecutor(2) as pool:
-        yield Starting(pool.submit(whole.start), pool.submit(lambda: decoder.start([encoder.start()])))
+        yield Starting(pool.submit(started, whole), pool.submit(lambda: started(decoder, [encoder.start()])))
 
 
 @pytest.fixture(scope="module")
-def address(starting: Starting) -> str:
+def peer(starting: Starting) -> WeightPeer:
     return starting.whole.result()
 
 
-def test_log_probs_are_those_of_the_model_for_one_image_and_several(seeing: Seeing, address: str) -> None:
+def test_log_probs_are_those_of_the_model_for_one_image_and_several(seeing: Seeing, peer: WeightPeer) -> None:
     requests = [
         seeing.request("one", 5, "square", 7, 8),
         seeing.request("two", 5, 6, "wide", 9, 10, "square", 7),
         seeing.request("same", "square", "square", 3),
         seeing.request("none", 5, 6, 7),
     ]
-    answers = seeing.ask(address, *requests)
+    answers = seeing.ask(peer, *requests)
     for request, said in zip(requests, answers, strict=True):
         assert len(said.tokens) == 16
         assert not set(said.tokens) & set(seeing.forbidden)
@@ -86,9 +92,9 @@ def test_log_probs_are_those_of_the_model_for_one_image_and_several(seeing: Seei
     assert seeing.difference(requests[1], answers[1], swapped) > 0.5
 
 
-def test_a_conversation_goes_on_with_an_image_of_a_tool(seeing: Seeing, address: str) -> None:
+def test_a_conversation_goes_on_with_an_image_of_a_tool(seeing: Seeing, peer: WeightPeer) -> None:
     first = seeing.request("turn-1", 5, "wide", 7)
-    [said] = seeing.ask(address, first)
+    [said] = seeing.ask(peer, first)
     shown = seeing.request("", 4, "square", 6)
     before = len(first.tokens) + len(said.tokens)
     second = first._replace(
@@ -96,21 +102,21 @@ def test_a_conversation_goes_on_with_an_image_of_a_tool(seeing: Seeing, address:
         tokens=(*first.tokens, *said.tokens, *shown.tokens),
         media=(*first.media, *(medium.moved(before) for medium in shown.media)),
     )
-    [answer] = seeing.ask(address, second)
+    [answer] = seeing.ask(peer, second)
     assert seeing.difference(second, answer) < TOLERANCE
     assert seeing.difference(second, answer, {"square": "other"}) > 0.5
 
 
 def test_a_broken_picture_is_refused_and_the_server_lives(
-    seeing: Seeing, address: str, monkeypatch: pytest.MonkeyPatch
+    seeing: Seeing, peer: WeightPeer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     request = seeing.request("broken", 5, "square", 7)
     with monkeypatch.context() as patch:
         patch.setattr(Pictures, "_encode", lambda self, medium: b'"iVBORw0KGgpicm9rZW4="')
         with pytest.raises(RolloutError) as caught:
-            seeing.ask(address, request)
+            seeing.ask(peer, request)
     assert caught.value.code == "AG401"
-    [said] = seeing.ask(address, request)
+    [said] = seeing.ask(peer, request)
     assert seeing.difference(request, said) < TOLERANCE
 
 
@@ -134,27 +140,25 @@ def pusher(request: pytest.FixtureRequest, tmp_path: Path, seeing: Seeing) -> It
     ("pusher", "version"), [("distributed", 1), ("disk", 2), ("delta", 3), ("tensor", 4)], indirect=["pusher"]
 )
 def test_new_weights_reach_the_servers_tower(
-    pusher: WeightPusher, version: int, seeing: Seeing, address: str
+    pusher: WeightPusher, version: int, seeing: Seeing, peer: WeightPeer
 ) -> None:
     request = seeing.request(f"sync-{version}", 5, "square", 7)
-    [before] = seeing.ask(address, request)
+    [before] = seeing.ask(peer, request)
     retrain(seeing.model, version)
     weights = [
         (name, tensor.detach())
         for name, tensor in seeing.model.state_dict().items()
         if name != "lm_head.weight"
     ]
-    beside = Receiver(
-        WeightPeer(address=address, api=API), host="127.0.0.1", bucket_bytes=1 << 16, deadline_s=120
-    )
+    beside = Receiver(peer, host="127.0.0.1", bucket_bytes=1 << 16, deadline_s=120)
     try:
-        peer = WeightPeer(address=address, api=API, receiver=beside.address, secret=beside.secret)
-        report = pusher.push(iter(weights), version, [peer])
+        delta = replace(peer, receiver=beside.address, secret=beside.secret)
+        report = pusher.push(iter(weights), version, [delta])
     finally:
         beside.close()
     assert not report.failed, report
     assert report.unverified == (), "every parameter of the server was compared"
-    [after] = seeing.ask(address, request)
+    [after] = seeing.ask(peer, request)
     assert seeing.difference(request, after) < TOLERANCE
     assert seeing.difference(request, before) > 0.05, "the weights before can be told apart"
 

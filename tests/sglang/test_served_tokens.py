@@ -9,10 +9,12 @@ import signal
 import threading
 import urllib.request
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import psutil
 import pytest
 import torch
@@ -24,27 +26,35 @@ from anygauge.rollout.gateway.server import Gateway
 from anygauge.rollout.sglang.server import SGLangServer
 from anygauge_hooks.errors import RolloutError
 from anygauge_hooks.rl import Prompt, Sample, SamplingParams
+from anygauge_hooks.weights import NO_KEYS, ServerKeys, WeightPeer
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(1500)]
 
+ASKED = (
+    *("/generate", "/model_info", "/server_info", "/v1/tokenize", "/abort_request", "/flush_cache"),
+    *("/update_weights_from_tensor", "/update_weights_from_disk", "/update_weights_from_distributed"),
+    *("/init_weights_update_group", "/destroy_weights_update_group", "/weights_checker"),
+)
+"""Paths that need a key, for requests that leave the server as it is."""
 PROMPT = [3, 10, 4, 15]
 TOLERANCE = 1e-4
 
 
-def ask(address: str, path: str, body: dict[str, Any] | None = None) -> Any:
+def ask(server: WeightPeer, path: str, body: dict[str, Any] | None = None) -> Any:
     data = None if body is None else json.dumps(body).encode()
-    request = urllib.request.Request(address + path, data, {"Content-Type": "application/json"})
+    headers = {"Content-Type": "application/json", **server.keys.headers(path)}
+    request = urllib.request.Request(server.address + path, data, headers)
     with urllib.request.urlopen(request, timeout=120) as answer:
         return json.load(answer)
 
 
-def generate(address: str, **params: Any) -> tuple[list[int], list[float]]:
+def generate(server: WeightPeer, **params: Any) -> tuple[list[int], list[float]]:
     body = {
         "input_ids": PROMPT,
         "sampling_params": {"max_new_tokens": 24, "ignore_eos": True, **params},
         "return_logprob": True,
     }
-    answer = ask(address, "/generate", body)
+    answer = ask(server, "/generate", body)
     log_probs = [entry[0] for entry in answer["meta_info"]["output_token_logprobs"]]
     return answer["output_ids"], log_probs
 
@@ -102,14 +112,44 @@ def test_two_servers_that_start_at_once_have_ports_logs_and_processes_of_their_o
     for name in ("address", "log", "pid"):
         assert len({each[name] for each in facts}) == 2, name
     assert [Path(each["log"]).name for each in facts] == ["rollout-0-engine.log", "rollout-1-engine.log"]
-    assert {ask(each["address"], "/server_info")["version"] for each in facts} == {facts[0]["installed"]}
+    assert {ask(server.weight_peer(), "/server_info")["version"] for server in both} == {
+        facts[0]["installed"]
+    }
+
+
+def test_a_server_answers_no_stranger_and_shows_its_keys_nowhere(
+    both: tuple[SGLangServer, SGLangServer],
+) -> None:
+    server, other = both
+    keys, others = server.weight_peer().keys, other.weight_peer().keys
+    assert len({keys.api, keys.admin, others.api, others.admin}) == 4
+    for shown in (NO_KEYS, others, ServerKeys(api=keys.admin, admin=keys.api)):
+        refused = {path: status(replace(server.weight_peer(), keys=shown), path) for path in ASKED}
+        assert set(refused.values()) == {401}, refused
+    accepted = {path: status(server.weight_peer(), path) for path in ASKED}
+    assert 401 not in accepted.values(), accepted
+    assert status(replace(server.weight_peer(), keys=NO_KEYS), "/health") == 200
+    log = server.log.read_text()
+    assert "'api_key': '***'" in log, "SGLang has written its arguments"
+    assert "401" not in log.partition("fired up")[0], "it shows itself its key"
+    texts = [log, repr(server.facts()), *(" ".join(each.cmdline()) for each in family(server))]
+    assert not any(key in text for key in (keys.api, keys.admin) for text in texts)
+
+
+def status(server: WeightPeer, path: str) -> int:
+    """Return the status of a request without any meaning."""
+    headers = server.keys.headers(path)
+    url = server.address + path
+    if path in ("/model_info", "/server_info", "/health"):
+        return httpx2.get(url, headers=headers, trust_env=False, timeout=60).status_code
+    return httpx2.post(url, json={"rid": "none"}, headers=headers, trust_env=False, timeout=60).status_code
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7, 1.6])
 def test_log_probs_are_those_of_transformers_at_the_temperature(
     temperature: float, both: tuple[SGLangServer, SGLangServer], model: Any
 ) -> None:
-    tokens, found = generate(both[0].facts()["address"], temperature=temperature)
+    tokens, found = generate(both[0].weight_peer(), temperature=temperature)
     assert len(tokens) == 24
     assert found == pytest.approx(expected(model, tokens, temperature), abs=TOLERANCE)
     if temperature != 1.0:
@@ -119,12 +159,12 @@ def test_log_probs_are_those_of_transformers_at_the_temperature(
 def test_a_nucleus_leaves_the_log_probs_those_of_all_tokens(
     both: tuple[SGLangServer, SGLangServer], model: Any
 ) -> None:
-    tokens, found = generate(both[0].facts()["address"], temperature=1.0, top_p=0.5)
+    tokens, found = generate(both[0].weight_peer(), temperature=1.0, top_p=0.5)
     assert found == pytest.approx(expected(model, tokens, 1.0), abs=TOLERANCE)
 
 
 def test_both_servers_serve_the_same_weights(both: tuple[SGLangServer, SGLangServer]) -> None:
-    greedy = [generate(server.facts()["address"], temperature=0.0) for server in both]
+    greedy = [generate(server.weight_peer(), temperature=0.0) for server in both]
     assert greedy[0][0] == greedy[1][0]
     assert greedy[0][1] == pytest.approx(greedy[1][1], abs=TOLERANCE)
 
@@ -150,7 +190,7 @@ async def conversation(client: Any) -> None:
     assert len((await create(messages=messages, max_tokens=8, n=2)).choices) == 2
 
 
-def scored(address: str, tokens: Sequence[int]) -> list[float]:
+def scored(server: WeightPeer, tokens: Sequence[int]) -> list[float]:
     """Return the engine's own log-probs of some tokens but the first, each given those before it."""
     params = {"max_new_tokens": 1, "temperature": 1.0}
     body = {
@@ -159,7 +199,7 @@ def scored(address: str, tokens: Sequence[int]) -> list[float]:
         "return_logprob": True,
         "logprob_start_len": 0,
     }
-    rows = ask(address, "/generate", body)["meta_info"]["input_token_logprobs"]
+    rows = ask(server, "/generate", body)["meta_info"]["input_token_logprobs"]
     assert len(rows) == len(tokens)  # their ids are those that were sent, but for the vocabulary's last
     return [row[0] for row in rows[1:]]
 
@@ -168,11 +208,11 @@ def test_what_an_agent_is_trained_on_has_the_engines_log_probs(
     both: tuple[SGLangServer, SGLangServer], model: Any, tokenizer: Any
 ) -> None:
     openai = pytest.importorskip("openai")
-    address = both[0].facts()["address"]
+    server = both[0].weight_peer()
 
     async def main() -> list[Sample]:
         fleet = Fleet(RolloutClient())
-        fleet.add("engine-0", address)
+        fleet.add("engine-0", server.address, keys=server.keys)
         async with Gateway(tokenizer, SamplingParams(max_new_tokens=64)) as gateway:
             session = gateway.open(fleet, seed=1)
             url, key = gateway.openai_url(session), gateway.key(session)
@@ -187,7 +227,7 @@ def test_what_an_agent_is_trained_on_has_the_engines_log_probs(
     for sample in samples:
         whole = sample.prompt_tokens + sample.response_tokens
         begin = len(sample.prompt_tokens) - 1
-        own, ours = scored(address, whole)[begin:], expected(model, whole[1:], prompt=whole[:1])[begin:]
+        own, ours = scored(server, whole)[begin:], expected(model, whole[1:], prompt=whole[:1])[begin:]
         made = [place for place, mask in enumerate(sample.loss_mask) if mask]
         found = [sample.log_probs[place] for place in made]
         assert found == pytest.approx([own[place] for place in made], abs=TOLERANCE)
@@ -206,7 +246,8 @@ def test_a_killed_server_is_noticed_and_starts_again(
     assert not any(each.is_running() for each in processes if each.pid != processes[0].pid)
     assert not any(path.exists() for path in files)
     assert other.is_alive()
-    tokens, found = generate(server.start(), temperature=1.0)
+    server.start()
+    tokens, found = generate(server.weight_peer(), temperature=1.0)
     assert found == pytest.approx(expected(model, tokens, 1.0), abs=TOLERANCE)
 
 
@@ -223,7 +264,7 @@ def test_a_clean_stop_leaves_no_process_and_no_file_and_spares_the_other(
     assert not any(path.exists() for path in files)
     assert all(path.exists() for path in spared)
     assert other.is_alive()
-    assert generate(other.facts()["address"], temperature=1.0)[0]
+    assert generate(other.weight_peer(), temperature=1.0)[0]
     server.close()
     assert not server.is_alive()
 

@@ -6,6 +6,7 @@ import json
 import os
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,9 +35,10 @@ API = WeightApi(checksums="sha256")
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
 
-def ask(address: str, path: str, body: dict[str, Any] | None = None) -> Any:
+def ask(server: WeightPeer, path: str, body: dict[str, Any] | None = None) -> Any:
     data = None if body is None else json.dumps(body).encode()
-    request = urllib.request.Request(address + path, data, {"Content-Type": "application/json"})
+    headers = {"Content-Type": "application/json", **server.keys.headers(path)}
+    request = urllib.request.Request(server.address + path, data, headers)
     with urllib.request.urlopen(request, timeout=240) as answer:
         return json.load(answer)
 
@@ -46,10 +48,11 @@ def body(count: int) -> dict[str, Any]:
     return {"input_ids": PROMPT, "sampling_params": params, "return_logprob": True}
 
 
-def streamed(address: str, body: dict[str, Any]) -> Iterator[Any]:
+def streamed(server: WeightPeer, body: dict[str, Any]) -> Iterator[Any]:
     """Yield a response as it grows; the last one is whole."""
     data = json.dumps({**body, "stream": True}).encode()
-    request = urllib.request.Request(f"{address}/generate", data, {"Content-Type": "application/json"})
+    headers = {"Content-Type": "application/json", **server.keys.headers("/generate")}
+    request = urllib.request.Request(f"{server.address}/generate", data, headers)
     with urllib.request.urlopen(request, timeout=240) as answer:
         for line in answer:
             text = line.decode().strip().removeprefix("data: ")
@@ -81,16 +84,16 @@ def models(tiny_model: Path, tokenizer: Any, tmp_path_factory: pytest.TempPathFa
 
 
 @pytest.fixture(scope="module")
-def address(servers: Callable[..., SGLangServer], tmp_path_factory: pytest.TempPathFactory) -> str:
-    return servers(tmp_path_factory.mktemp("runs")).start()
+def served(servers: Callable[..., SGLangServer], tmp_path_factory: pytest.TempPathFactory) -> WeightPeer:
+    server = servers(tmp_path_factory.mktemp("runs"))
+    server.start()
+    return replace(server.weight_peer(), api=API)
 
 
 @pytest.fixture
-def peer(address: str) -> Iterator[WeightPeer]:
-    beside = Receiver(
-        WeightPeer(address=address, api=API), host="127.0.0.1", bucket_bytes=1 << 16, deadline_s=120
-    )
-    yield WeightPeer(address=address, api=API, receiver=beside.address, secret=beside.secret)
+def peer(served: WeightPeer) -> Iterator[WeightPeer]:
+    beside = Receiver(served, host="127.0.0.1", bucket_bytes=1 << 16, deadline_s=120)
+    yield replace(served, receiver=beside.address, secret=beside.secret)
     beside.close()
 
 
@@ -125,12 +128,12 @@ def test_log_probs_are_of_the_weights_that_were_sent_also_in_the_middle_of_a_res
         report = pusher.push(weights(models[number]), version, [peer])
         assert not report.failed, report
         assert report.unverified == (), "every parameter of the server was compared"
-        answer = ask(peer.address, "/generate", body(24))
+        answer = ask(peer, "/generate", body(24))
         assert answer["meta_info"]["weight_version"] == str(version)
         assert furthest(models[number], answer) < TOLERANCE
         assert furthest(models[1 - number], answer) > 0.1, "the two models can be told apart"
 
-    chunks = streamed(peer.address, body(LONG))
+    chunks = streamed(peer, body(LONG))
     begun = next(chunks)
     assert len(begun["output_ids"]) < LONG, "the response ended before its weights could change"
     assert not pusher.push(weights(models[0]), 4, [peer]).failed
@@ -166,7 +169,7 @@ def test_a_parameter_that_is_not_what_was_sent_is_named(
     assert name in (failed.error or "")
     monkeypatch.undo()
     assert not pusher.push(weights(models[0]), 6, [peer]).failed
-    assert furthest(models[0], ask(peer.address, "/generate", body(24))) < TOLERANCE
+    assert furthest(models[0], ask(peer, "/generate", body(24))) < TOLERANCE
 
 
 @pytest.fixture(scope="module")
@@ -190,6 +193,6 @@ def test_weights_reach_a_server_that_splits_its_matrices(
     assert two_processes.tensor_parallel == 2
     for version, number in ((1, 1), (2, 0)):
         assert not pusher.push(weights(models[number]), version, [two_processes]).failed
-        answer = ask(two_processes.address, "/generate", body(24))
+        answer = ask(two_processes, "/generate", body(24))
         assert furthest(models[number], answer) < TOLERANCE
         assert furthest(models[1 - number], answer) > 0.1

@@ -36,6 +36,7 @@ from anygauge_hooks.engines import Residency
 from anygauge_hooks.errors import AnygaugeError, DeadlineError, RolloutError
 from anygauge_hooks.media import MediaStore
 from anygauge_hooks.rollout import GenerateRequest, Generation, ServerKind
+from anygauge_hooks.weights import NO_KEYS, ServerKeys
 
 __all__ = ["EngineReport", "EngineState", "Fleet"]
 
@@ -116,6 +117,7 @@ class Fleet:
         ranks: int = 1,
         concurrency: int | None = None,
         state: EngineState = "serving",
+        keys: ServerKeys = NO_KEYS,
     ) -> None:
         """Let requests go to an engine. One of this name, such as a dead one, is replaced.
 
@@ -126,12 +128,14 @@ class Fleet:
         :param ranks: Its data-parallel ranks.
         :param concurrency: Most requests that one rank has under way; ``None`` takes the options'.
         :param state: Before its first request: ``"paused"`` until :meth:`mark` lets it serve.
+        :param keys: That its server asks for.
         """
         if name in self._engines:
             self._forget(name, "it was replaced")
         limit = concurrency or self._options.concurrency
         options = self._options.model_copy(update={"concurrency": limit * ranks})
-        client = EngineClient(address, options, name=f"{name} ({address})", pictures=self._pictures)
+        called = f"{name} ({address})"
+        client = EngineClient(address, options, name=called, pictures=self._pictures, keys=keys)
         engine = self._engines[name] = Member(name, client, ranks, kind, bootstrap, state)
         if (dispatcher := self._dispatcher_of(engine)) is not None:
             dispatcher.add(name, ranks=ranks, concurrency=limit)

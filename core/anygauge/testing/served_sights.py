@@ -22,6 +22,7 @@ from anygauge_hooks.media import Content, Media
 from anygauge_hooks.models import ModelSpec, text_config
 from anygauge_hooks.rl import SamplingParams
 from anygauge_hooks.rollout import GenerateRequest, Generation
+from anygauge_hooks.weights import WeightPeer
 
 __all__ = ["PATCH", "Seeing", "published", "write_served"]
 
@@ -108,12 +109,13 @@ class Seeing:
         right = left[len(request.tokens) - 1 : -1].gather(1, torch.tensor(said.tokens)[:, None])[:, 0]
         return float((torch.tensor(said.log_probs) - right).abs().max())
 
-    def ask(self, address: str, *requests: GenerateRequest) -> list[Generation]:
+    def ask(self, server: WeightPeer, *requests: GenerateRequest) -> list[Generation]:
         """Return what a server answers; it has all requests at once."""
 
         async def run() -> list[Generation]:
             limits = RolloutClient(request_timeout_s=120)
-            client = EngineClient(address, limits, pictures=Pictures(self.store))
+            pictures = Pictures(self.store)
+            client = EngineClient(server.address, limits, pictures=pictures, keys=server.keys)
             try:
                 return await asyncio.gather(*map(client.generate, requests))
             finally:

@@ -209,6 +209,7 @@ async def _join(
             bootstrap=server.facts.get("bootstrap"),
             ranks=int(server.facts.get("ranks", 1)),
             state="paused" if plan.rank in behind else "serving",
+            keys=server.peer.keys,
         )
 
 

@@ -52,7 +52,7 @@ class EngineControl:
         :raises RolloutError: No connection, or it broke.
         """
         try:
-            reply = self._client.post(path, json=dict(body))
+            reply = self._client.post(path, json=dict(body), headers=self.peer.keys.headers(path))
         except httpx2.TimeoutException as error:
             raise DeadlineError(
                 f"{self.peer.address}{path} did not answer about {what} in {self._deadline_s:g} s.",
@@ -107,14 +107,19 @@ class EngineControl:
 
     def version(self) -> str:
         """Return the version that the engine says its weights are of."""
+        path = self.peer.api.info_path
         try:
-            reply = self._client.get(self.peer.api.info_path)
+            reply = self._client.get(path, headers=self.peer.keys.headers(path))
         except httpx2.TimeoutException as error:
             raise DeadlineError(
                 f"{self.peer.address} did not tell its weight version in {self._deadline_s:g} s."
             ) from error
         except httpx2.TransportError as error:
             raise RolloutError(f"{self.peer.address} cannot be asked for its version: {error}.") from error
+        if not reply.is_success:
+            raise RefusedError(
+                f"{self.peer.address} refused to tell its version: {reply.status_code} {message_of(reply)}."
+            )
         return str(_object(reply).get("weight_version"))
 
     def checksums(self) -> list[dict[str, str]]:

@@ -166,6 +166,11 @@ class Rollout(Section):
     external: tuple[str, ...] = ()
     """Addresses ``http://HOST:PORT`` of engines that somebody else has started, instead of servers of the
     run. Their model and tokenizer are compared with the run's; they get its weights and are never ended."""
+    api_key: str | None = None
+    """Environment variable, as ``$NAME``, with the key that servers ask for: files and logs of the run hold
+    its name alone. ``None`` gives each server of the run a random key, and shows ``external`` ones none."""
+    admin_api_key: str | None = None
+    """The same, for the key of requests that change a server: weights, cache, memory, pauses."""
     groups: tuple[RolloutGroup, ...] = ()
     """Groups of servers, where they are not all alike."""
 

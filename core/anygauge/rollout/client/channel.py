@@ -13,6 +13,7 @@ import aiohttp
 import orjson
 
 from anygauge_hooks.errors import DeadlineError, RolloutError
+from anygauge_hooks.weights import ServerKeys
 
 __all__ = ["Channel", "EngineAwayError", "OpenFilesError"]
 
@@ -24,6 +25,7 @@ _BAD = 300
 """Statuses from here on are no success; an engine redirects nobody."""
 _PASSING = (408, 425, 429)
 """Refusals that another attempt may not meet."""
+_KEYS = (401, 403)
 _JSON = {"content-type": "application/json"}
 
 
@@ -40,10 +42,12 @@ class Channel:
 
     :param address: ``http://host:port``.
     :param name: How errors call the engine.
+    :param keys: That the server asks for.
     """
 
-    def __init__(self, address: str, name: str) -> None:
+    def __init__(self, address: str, name: str, keys: ServerKeys) -> None:
         self.address, self.name = address.rstrip("/"), name
+        self._keys = keys
         self._session: aiohttp.ClientSession | None = None
         self._closed = False
 
@@ -112,7 +116,8 @@ class Channel:
 
     def _request(self, path: str, body: bytes | None) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
         verb = "GET" if body is None else "POST"
-        return self._opened().request(verb, self.address + path, data=body, headers=_JSON)
+        headers = {**_JSON, **self._keys.headers(path)}
+        return self._opened().request(verb, self.address + path, data=body, headers=headers)
 
     def _opened(self) -> aiohttp.ClientSession:
         if self._closed:
@@ -131,7 +136,10 @@ class Channel:
         if status < _BAD:
             return
         message = f"{self.name} answered {asked} with {status}, asked for {purpose}: {_words(body)}"
-        raise EngineAwayError(message) if status >= 500 or status in _PASSING else RolloutError(message)
+        if status >= 500 or status in _PASSING:
+            raise EngineAwayError(message)
+        hint = "Name its keys: rollout.api_key, rollout.admin_api_key." if status in _KEYS else None
+        raise RolloutError(message, hint=hint)
 
     async def close(self) -> None:
         """Close every connection, for good."""

@@ -26,6 +26,7 @@ from anygauge.rollout.client.wire import (
 )
 from anygauge_hooks.errors import DeadlineError, RolloutError
 from anygauge_hooks.rollout import GenerateRequest, Generation
+from anygauge_hooks.weights import NO_KEYS, ServerKeys
 
 __all__ = ["EngineClient", "MemoryPart", "PauseMode", "retry_pause_s"]
 
@@ -50,6 +51,7 @@ class EngineClient:
     :param options: Limits; ``concurrency`` bounds what this client has under way.
     :param name: How errors call the engine.
     :param pictures: Of requests that have media; ``None`` refuses them.
+    :param keys: That the server asks for.
 
     Example::
 
@@ -65,6 +67,7 @@ class EngineClient:
         *,
         name: str | None = None,
         pictures: Pictures | None = None,
+        keys: ServerKeys = NO_KEYS,
     ) -> None:
         self.address = address.rstrip("/")
         self.name = name or f"the engine at {self.address}"
@@ -74,7 +77,7 @@ class EngineClient:
         self._probes = 0
         self.silence = ""
         """Why the last sign of life was missed."""
-        self._channel = Channel(self.address, self.name)
+        self._channel = Channel(self.address, self.name, keys)
         self._room = asyncio.Semaphore(options.concurrency)
         self._head, self._numbers = secrets.token_hex(6), itertools.count()
         self._farewells: set[asyncio.Task[None]] = set()

@@ -25,13 +25,17 @@ __all__ = [
 
 _BACKEND = "The backend decides it."
 _CLIENT = "The run's own requests would not be answered."
+_FRONTS = "SGLang checks no keys with more than one tokenizer process."
 _GROUPS = "Use kind of [[rollout.groups]]."
 _ONE_NODE = "A server lives on one node; the devices of its worker are those of tp_size and pp_size."
 _PORTS = "The launcher takes a free port."
 _RUN_WIDE = "What a request says must count; set it in [rollout] and [eval]."
+_KEYS = ("api_key", "admin_api_key")
 OWNED: Mapping[str, str] = {
     **dict.fromkeys(("model_path", "tokenizer_path"), "Use model.path, or path of [[rollout.groups]]."),
     "revision": "Use model.revision.",
+    **{key: f"Use rollout.{key}." for key in _KEYS},
+    "tokenizer_worker_num": _FRONTS,
     "trust_remote_code": "Use model.trust_remote_code.",
     "dtype": "Use rollout.dtype.",
     "random_seed": "Use run.seed.",
@@ -56,7 +60,7 @@ OWNED: Mapping[str, str] = {
     ),
     **dict.fromkeys(
         (
-            *("api_key", "admin_api_key", "ssl_keyfile", "ssl_certfile", "ssl_ca_certs", "enable_http2"),
+            *("ssl_keyfile", "ssl_certfile", "ssl_ca_certs", "enable_http2"),
             *("smg_grpc_mode", "grpc_mode", "gated_launch_port", "is_embedding"),
             "incremental_streaming_output",
         ),
@@ -92,7 +96,8 @@ def argument_problems(
             hint = _value_hint(installed.arguments[name], value)
         seen.setdefault(name, key)
         if hint:
-            yield ConfigProblem(path=f"{path}.{key}", found=value, hint=hint)
+            found = "..." if name in _KEYS else value  # not on the terminal
+            yield ConfigProblem(path=f"{path}.{key}", found=found, hint=hint)
 
 
 def by_name(table: Mapping[str, Any], installed: Installed) -> dict[str, Any]:

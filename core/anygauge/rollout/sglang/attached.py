@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from anygauge.hub import localized
 from anygauge.rollout.client import EngineClient, Expected, check_engine
+from anygauge.rollout.sglang.keys import named_keys
 from anygauge.rollout.sglang.versions import ServerApi, find_api
 from anygauge_hooks.weights import WeightPeer
 
@@ -32,6 +33,7 @@ class AttachedServer:
         self._config = config
         self._options = config.rollout.client.model_copy(update={"attempts": 1})
         self._address = address.rstrip("/")
+        self._keys = named_keys(config)
         self._facts: dict[str, str] = {}
         self._api: ServerApi | None = None
         self._device_type = ""
@@ -46,7 +48,7 @@ class AttachedServer:
         return self._address
 
     async def _look(self) -> None:
-        client = EngineClient(self._address, self._options)
+        client = EngineClient(self._address, self._options, keys=self._keys)
         try:
             self._facts = dict(await check_engine(client, _expected(self._config)))
             info = await client.server_info()
@@ -66,7 +68,7 @@ class AttachedServer:
         return asyncio.run(self._answers())
 
     async def _answers(self) -> bool:
-        client = EngineClient(self._address, self._options)
+        client = EngineClient(self._address, self._options, keys=self._keys)
         try:
             return await client.is_answering()
         finally:
@@ -84,6 +86,7 @@ class AttachedServer:
             tensor_parallel=int(self._facts["tensor_parallel"]),
             device=self._device_type or None,
             api=self._api.weights(self._device_type),
+            keys=self._keys,
         )
 
     def close(self) -> None:

@@ -10,6 +10,7 @@ import sys
 
 from anygauge.distributed.lifetime import die_with
 from anygauge.rollout.sglang.keeper import KEEPER
+from anygauge.rollout.sglang.keys import take_keys
 
 __all__ = ["BACKEND", "ROLE"]
 
@@ -35,6 +36,7 @@ def _serve(arguments: list[str]) -> None:
 
     load_plugins()
     server_args = prepare_server_args(arguments)
+    server_args.api_key, server_args.admin_api_key = take_keys()
     try:
         run_server(server_args)
     finally:

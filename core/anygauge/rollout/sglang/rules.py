@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from anygauge.config.modalities import modalities
 from anygauge.config.schema import POLICY
@@ -12,6 +12,7 @@ from anygauge.plugins import probe_backend
 from anygauge.rollout.deployment import plan_servers
 from anygauge.rollout.sglang.arguments import argument_problems
 from anygauge.rollout.sglang.installed import Installed, how_to_install, installed_sglang
+from anygauge.rollout.sglang.keys import key_problems
 from anygauge.rollout.sglang.kinds import SPARE, context_room, plan_copies, plan_stages
 from anygauge.rollout.sglang.versions import LISTED, ServerApi, find_api
 from anygauge_hooks.errors import RolloutError
@@ -31,6 +32,7 @@ def sglang_problems(config: Config, backend: BackendSpec) -> Iterator[ConfigProb
     if config.rollout.engine != ENGINE:
         yield from _without_effect(config)
         return
+    yield from key_problems(config)
     yield from _of_media(config)
     if config.rollout.external:
         yield from _of_others(config)
@@ -50,7 +52,8 @@ def sglang_problems(config: Config, backend: BackendSpec) -> Iterator[ConfigProb
 
 def _without_effect(config: Config) -> Iterator[ConfigProblem]:
     rollout = config.rollout
-    found = {"sglang": rollout.sglang, "sglang_version": rollout.sglang_version}
+    found: dict[str, Any] = {"sglang": rollout.sglang, "sglang_version": rollout.sglang_version}
+    found |= {key: getattr(rollout, key) and "..." for key in ("api_key", "admin_api_key")}
     found |= {f"groups[{index}].sglang": group.sglang for index, group in enumerate(rollout.groups)}
     for key, value in found.items():
         if value:

@@ -28,11 +28,12 @@ from anygauge.rollout.sglang.arguments import (
 )
 from anygauge.rollout.sglang.installed import Installed, installed_sglang, missing
 from anygauge.rollout.sglang.keeper import LOOK, STOP, keeper_command
+from anygauge.rollout.sglang.keys import key_variable, own_keys
 from anygauge.rollout.sglang.kinds import plan_arguments, plan_ranks
 from anygauge.rollout.sglang.launch import BACKEND, ROLE
 from anygauge.rollout.sglang.versions import ServerApi, find_api
 from anygauge_hooks.errors import RolloutError
-from anygauge_hooks.weights import WeightPeer
+from anygauge_hooks.weights import ServerKeys, WeightPeer
 
 if TYPE_CHECKING:
     from anygauge.config import Config
@@ -75,6 +76,7 @@ class SGLangServer:
         api: ServerApi,
         device_type: str,
         environment: Mapping[str, str],
+        keys: ServerKeys,
         host: str,
         log: Path,
         deadline_s: float,
@@ -83,6 +85,7 @@ class SGLangServer:
         """Take what a server is started with; nothing is started yet.
 
         :param arguments: By name, without those of addresses and ports.
+        :param keys: That it asks for from then on.
         :param host: Address of this node that it listens on.
         :param deadline_s: Longest time until it answers, in seconds.
         :param ranks: Data-parallel ranks that the arguments ask for.
@@ -92,7 +95,8 @@ class SGLangServer:
         self._arguments = dict(arguments)
         self._installed = installed
         self._device_type = device_type
-        self._environment = dict(environment)
+        self._environment = {**environment, **key_variable(keys)}
+        self._keys = keys
         self._host = host
         self._deadline_s = deadline_s
         self._ranks = ranks
@@ -153,6 +157,7 @@ class SGLangServer:
             tensor_parallel=int(self._arguments.get("tp_size", 1)),
             device=self._device_type,
             api=self.api.weights(self._device_type),
+            keys=self._keys,
         )
 
     def close(self) -> None:
@@ -278,6 +283,7 @@ def make_server(config: Config, context: WorkerContext) -> SGLangServer:
         api=find_api(installed.version, treat_as=config.rollout.sglang_version),
         device_type=context.backend.device_type,
         environment=_environment(config, context),
+        keys=own_keys(config),
         host=context.address,
         log=_logs(config, context) / f"rollout-{context.rank}-engine.log",
         deadline_s=config.placement.start_timeout_s,
@@ -316,7 +322,8 @@ def _environment(config: Config, context: WorkerContext) -> dict[str, str]:
     if backend.visible_devices_env and context.accelerators:
         visible = {backend.visible_devices_env: ",".join(context.accelerators)}
     offline = {"HF_HUB_OFFLINE": "1"}  # the model is a directory
-    own = {BACKEND: backend.name, "PYTHONUNBUFFERED": "1"}
+    # the server in Rust that SGLang may start instead asks for no key
+    own = {BACKEND: backend.name, "PYTHONUNBUFFERED": "1", "SGLANG_RUST_SERVER": "0"}
     return {**os.environ, **offline, **asked, **visible, **media_environment(config), **own}
 
 

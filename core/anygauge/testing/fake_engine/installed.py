@@ -15,6 +15,7 @@ from anygauge.testing.fake_engine import FakeServer, Options
 from anygauge_hooks import hookimpl
 from anygauge_hooks.engines import RolloutEngineSpec
 
+KEYS = {{"api_key": "key-of-{{rank}}", "admin_api_key": "admin-key-of-{{rank}}"}}
 FAULTS = {faults!r}
 OPTIONS = {options!r}
 
@@ -22,7 +23,8 @@ OPTIONS = {options!r}
 def serve(config, context):
     kind = plan_servers(config)[context.rank].kind
     half = kind if kind in ("prefill", "decode") else "null"
-    return FakeServer(Options(**OPTIONS, faults=FAULTS[context.rank], disaggregation=half))
+    keys = {{name: key.format(rank=context.rank) for name, key in KEYS.items()}}
+    return FakeServer(Options(**keys, **OPTIONS, faults=FAULTS[context.rank], disaggregation=half))
 
 
 @hookimpl
@@ -36,7 +38,7 @@ def install_fake_engine(directory: Path, faults: Sequence[str], options: Mapping
     """Write the distribution and return its directory: put it on ``sys.path``, which local workers get too.
 
     :param faults: Of each engine, as :class:`~anygauge.testing.fake_engine.options.Options` has them.
-    :param options: Of all engines; their weights begin as version 0.
+    :param options: Of all engines; their weights begin as version 0, and each asks for keys of its own.
     """
     metadata = directory / "anygauge_fake_rollout-1.0.dist-info"
     metadata.mkdir(parents=True)

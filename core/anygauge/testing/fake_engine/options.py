@@ -68,6 +68,9 @@ class Options:
     """Token of a prompt that stands for one image."""
     image_factor: int = 32
     """Pixels, in height and in width, of what becomes one token."""
+    api_key: str = ""
+    """Asked for as SGLang does; empty lets everybody in, as does the next."""
+    admin_api_key: str = ""
     faults: str = ""
     """What goes wrong by itself, such as ``die@generate:20,refuse@update:1``; see :class:`Faults`."""
 

@@ -18,7 +18,7 @@ from typing import IO, TYPE_CHECKING, Any
 from anygauge.testing.fake_engine.options import Options
 from anygauge.testing.warm import running
 from anygauge_hooks.errors import RolloutError
-from anygauge_hooks.weights import WeightApi, WeightPeer
+from anygauge_hooks.weights import ServerKeys, WeightApi, WeightPeer
 
 if TYPE_CHECKING:
     from anygauge.testing.warm import WarmProcess, WarmProcesses
@@ -148,6 +148,7 @@ class FakeServer:
             tensor_parallel=self.options.tp_size,
             api=api,
             device=self.options.device,
+            keys=ServerKeys(api=self.options.api_key, admin=self.options.admin_api_key),
         )
 
     def kill(self) -> None:

@@ -14,6 +14,7 @@ from aiohttp import web
 from anygauge.testing.fake_engine.engine import Engine
 from anygauge.testing.fake_engine.faults import Fault, die
 from anygauge.testing.fake_engine.images import ImageCountError
+from anygauge.testing.fake_engine.keys import asks_for_keys
 from anygauge.testing.fake_engine.options import Options
 from anygauge.testing.fake_engine.requests import Request
 from anygauge.testing.fake_engine.rooms import HANDOVER, RoomError
@@ -29,7 +30,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 def application(options: Options) -> web.Application:
     """Return the web application of an engine. Called on its event loop."""
-    app = web.Application(client_max_size=_LARGEST_BODY, middlewares=[_hang])
+    app = web.Application(client_max_size=_LARGEST_BODY, middlewares=[asks_for_keys(options), _hang])
     engine = app[ENGINE] = Engine(options)
     routes: list[tuple[str, str, Handler]] = [
         ("POST", "/generate", _generate),

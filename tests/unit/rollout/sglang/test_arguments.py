@@ -100,7 +100,7 @@ def test_a_false_that_a_version_does_not_know_is_left_out(installed: Installed) 
         ("dtype", "float32", "Use rollout.dtype."),
         ("max_total_tokens", 1, "Use rollout.max_batch_tokens."),
         ("disaggregation_mode", "prefill", "Use kind of [[rollout.groups]]."),
-        ("api_key", "secret", "own requests would not be answered"),
+        ("api_key", "secret", "Use rollout.api_key"),
     ],
 )
 def test_what_is_wrong_with_an_argument_is_named(

@@ -19,14 +19,18 @@ from anygauge.rollout.sglang.installed import Installed
 from anygauge.rollout.sglang.server import SGLangServer
 from anygauge.rollout.sglang.versions import find_api
 from anygauge_hooks.errors import RolloutError
-from anygauge_hooks.weights import WeightApi, WeightPeer
+from anygauge_hooks.weights import ServerKeys, WeightApi, WeightPeer
 
 STAND_IN = {
     "__init__.py": "",
     "srt/__init__.py": "",
     "srt/plugins.py": "def load_plugins(): pass",
     "srt/utils.py": "def kill_process_tree(pid, include_parent): pass",
-    "srt/server_args.py": "def prepare_server_args(words): return words",
+    "srt/server_args.py": """
+class Arguments(list): pass
+
+def prepare_server_args(words): return Arguments(words)
+""",
     "launch_server.py": """
 import http.server, os, signal, subprocess, sys, time
 
@@ -38,7 +42,10 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
 def run_server(words):
     what = words[words.index("--dtype") + 1]
-    print("starting", what, flush=True)
+    print("starting", what, vars(words), flush=True)
+    if what == "tells":
+        is_inherited = "ANYGAUGE_SGLANG_KEYS" in os.environ
+        print("said", os.environ["MARK"] == words.admin_api_key, is_inherited, flush=True)
     if what == "fails":
         raise SystemExit("the model is missing")
     if what == "hangs":
@@ -58,6 +65,7 @@ def run_server(words):
 """,
 }
 
+KEYS = ServerKeys(api="sk-for-all", admin="sk-for-the-run")
 Make = Callable[..., SGLangServer]
 
 
@@ -88,6 +96,7 @@ def make(tmp_path: Path, installed: Installed, monkeypatch: pytest.MonkeyPatch) 
                 api=find_api("0.5.23"),
                 device_type="cpu",
                 environment={**environment, **variables},
+                keys=KEYS,
                 host="127.0.0.1",
                 log=tmp_path / "logs" / "rollout-0-engine.log",
                 deadline_s=deadline_s,
@@ -118,7 +127,7 @@ def test_a_server_starts_answers_and_ends_with_all_that_it_made(make: Make) -> N
     assert server.is_alive()
     assert (facts["address"], facts["version"]) == (address, "0.5.23")
     assert server.weight_peer() == WeightPeer(
-        address=address, device="cpu", api=WeightApi(checksums="sha256")
+        address=address, device="cpu", api=WeightApi(checksums="sha256"), keys=KEYS
     )
     assert f"--port {address.rpartition(':')[2]}" in facts["command"]
     assert "--nccl-port" in facts["command"]
@@ -129,6 +138,16 @@ def test_a_server_starts_answers_and_ends_with_all_that_it_made(make: Make) -> N
     assert not any(each.is_running() for each in processes)
     assert not any(path.exists() for path in files)
     assert not server.is_alive()
+
+
+def test_the_server_has_its_keys_and_no_log_or_command_line_shows_them(make: Make) -> None:
+    server = make("tells", MARK=KEYS.admin)
+    server.start()
+    log = server.log.read_text()
+    assert "starting tells {'api_key': '***', 'admin_api_key': '***'}" in log, "as SGLang logs its arguments"
+    assert "said True False" in log, "it has the key, and what it starts does not inherit it"
+    shown = [log, repr(server.facts()), *(" ".join(each.cmdline()) for each in family(server))]
+    assert not any("sk-for" in text for text in shown)
 
 
 def test_a_killed_server_leaves_nothing_and_starts_again_into_the_same_log(make: Make) -> None:
