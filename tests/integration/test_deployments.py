@@ -108,11 +108,20 @@ def test_a_run_over_all_kinds_of_servers_and_another_model(
     assert all(set(verdict["versions"]) == {0} and verdict["said"] for verdict in verdicts)
 
 
-def test_engines_of_others_get_the_weights_and_take_part_again_when_they_are_back(tmp_path: Path) -> None:
+def test_engines_of_others_get_the_weights_and_take_part_again_when_they_are_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The first dies in the first step; it is back, and the second dies, in the second."""
     tiny_recipe(tmp_path)
+    secret = {"api_key": "sk-of-somebody", "admin_api_key": "sk-of-their-admin"}
+    for name, key in secret.items():
+        monkeypatch.setenv(f"THEIR_{name.upper()}", key)
     options = Options(
-        vocab_size=18, lengths="uniform:2:4", model_path=str(tmp_path / "model"), weight_version="17"
+        vocab_size=18,
+        lengths="uniform:2:4",
+        model_path=str(tmp_path / "model"),
+        weight_version="17",
+        **secret,
     )
     first, second = FakeServer(options), FakeServer(options)
     with first, second:
@@ -120,9 +129,13 @@ def test_engines_of_others_get_the_weights_and_take_part_again_when_they_are_bac
         observer = Observer({1: first.kill, 2: lambda: (first.start(), second.kill())})
         external = [first.address, second.address]
         keys = {"rollout__engine": "sglang", "rollout__external": external, "weight_sync__verify": "always"}
+        keys |= {f"rollout__{name}": f"$THEIR_{name.upper()}" for name in secret}
         info = run(tmp_path, observer, run__steps=4, **keys)
         assert info.step == 4
         assert versions(observer.groups) == [{0}, {1}, {2}, {3}]
         assert first.is_alive()
         assert int(first.state()["weight_version"]) >= 3
         assert not first.state()["paused"]
+    written = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert any(b"$THEIR_API_KEY" in path.read_bytes() for path in written), "config.toml"
+    assert not [path for path in written if b"sk-of" in path.read_bytes()]

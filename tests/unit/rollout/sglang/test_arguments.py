@@ -100,7 +100,6 @@ def test_a_false_that_a_version_does_not_know_is_left_out(installed: Installed) 
         ("dtype", "float32", "Use rollout.dtype."),
         ("max_total_tokens", 1, "Use rollout.max_batch_tokens."),
         ("disaggregation_mode", "prefill", "Use kind of [[rollout.groups]]."),
-        ("api_key", "secret", "Use rollout.api_key"),
     ],
 )
 def test_what_is_wrong_with_an_argument_is_named(
@@ -109,6 +108,13 @@ def test_what_is_wrong_with_an_argument_is_named(
     (problem,) = argument_problems({key: value}, "rollout.sglang", installed)
     assert (problem.path, problem.found) == (f"rollout.sglang.{key}", value)
     assert hint in problem.hint
+
+
+@pytest.mark.parametrize("key", ["api_key", "admin-api-key"])
+def test_a_key_among_the_arguments_is_refused_and_not_repeated(key: str, installed: Installed) -> None:
+    (problem,) = argument_problems({key: "secret"}, "rollout.sglang", installed)
+    assert "secret" not in repr(problem)
+    assert problem.hint == f"Use rollout.{key.replace('-', '_')}."
 
 
 def test_one_argument_under_two_names_is_refused(installed: Installed) -> None:
