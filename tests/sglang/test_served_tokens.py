@@ -136,6 +136,12 @@ def test_a_server_answers_no_stranger_and_shows_its_keys_nowhere(
     assert not any(key in text for key in (keys.api, keys.admin) for text in texts)
 
 
+def test_a_server_listens_on_loopback_alone(both: tuple[SGLangServer, SGLangServer]) -> None:
+    found = [each for process in family(both[0]) for each in process.net_connections(kind="inet")]
+    listens = [each.laddr for each in found if each.status == psutil.CONN_LISTEN]
+    assert {each.ip for each in listens} == {"127.0.0.1"}, listens
+
+
 def status(server: WeightPeer, path: str) -> int:
     """Return the status of a request without any meaning."""
     headers = server.keys.headers(path)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+import tempfile
 
 from anygauge.distributed.lifetime import die_with
 from anygauge.rollout.sglang.keeper import KEEPER
@@ -18,6 +19,8 @@ BACKEND = "ANYGAUGE_SGLANG_BACKEND"
 """Environment variable of a server: name of the backend whose processes these are."""
 ROLE = "sglang"
 """Role of these processes, for ``worker_env`` and ``prepare_worker``."""
+MEETING = "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"
+"""SGLang's variable: where the processes of a server meet."""
 
 
 def _prepare(backend: str) -> None:
@@ -37,6 +40,9 @@ def _serve(arguments: list[str]) -> None:
     load_plugins()
     server_args = prepare_server_args(arguments)
     server_args.api_key, server_args.admin_api_key = take_keys()
+    if server_args.dp_size == 1:  # copies of the model meet in one place each
+        # the store behind --nccl-port listens on every interface, to everybody; this directory is the user's
+        os.environ.setdefault(MEETING, f"file://{tempfile.gettempdir()}/meeting")
     try:
         run_server(server_args)
     finally:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.server
 import os
+import re
 import signal
 import socket
 import sys
@@ -27,7 +28,8 @@ STAND_IN = {
     "srt/plugins.py": "def load_plugins(): pass",
     "srt/utils.py": "def kill_process_tree(pid, include_parent): pass",
     "srt/server_args.py": """
-class Arguments(list): pass
+class Arguments(list):
+    dp_size = 1
 
 def prepare_server_args(words): return Arguments(words)
 """,
@@ -46,6 +48,7 @@ def run_server(words):
     if what == "tells":
         is_inherited = "ANYGAUGE_SGLANG_KEYS" in os.environ
         print("said", os.environ["MARK"] == words.admin_api_key, is_inherited, flush=True)
+        print("meets at", os.environ["SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"], flush=True)
     if what == "fails":
         raise SystemExit("the model is missing")
     if what == "hangs":
@@ -148,6 +151,15 @@ def test_the_server_has_its_keys_and_no_log_or_command_line_shows_them(make: Mak
     assert "said True False" in log, "it has the key, and what it starts does not inherit it"
     shown = [log, repr(server.facts()), *(" ".join(each.cmdline()) for each in family(server))]
     assert not any("sk-for" in text for text in shown)
+
+
+def test_the_processes_of_a_server_meet_in_a_directory_of_its_user_alone(make: Make) -> None:
+    server = make("tells", MARK="")
+    server.start()
+    (place,) = re.findall(r"meets at file://(.+)/meeting", server.log.read_text())
+    assert Path(place).stat().st_mode & 0o077 == 0
+    server.close()
+    assert not Path(place).exists()
 
 
 def test_a_killed_server_leaves_nothing_and_starts_again_into_the_same_log(make: Make) -> None:
