@@ -197,7 +197,7 @@ def reward_without_a_number() -> None:
 def broken_image() -> None:
     raw = bytes.fromhex("89504e470d0a1a0a") + bytes(100)
     with naming("train.jsonl:4", "image", 2, "11.png"):
-        decode_image(io.BytesIO(raw))
+        decode_image(io.BytesIO(raw), 1)
 
 
 def long_prompt() -> None:

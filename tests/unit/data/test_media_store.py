@@ -258,3 +258,36 @@ def test_holding_and_letting_go_in_many_threads_leaves_nothing(opened: SimpleNam
     assert not opened.loader._holders
     assert opened.store.bytes() == 0
     assert not opened.loader._under_way
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_media_are_readable_by_their_user_alone(
+    full: bool, tmp_path: Path, memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = os.umask(0)
+    try:
+        store = FileStore(tmp_path / "run" / "media")
+        (folder,) = memory.iterdir()
+        if full:
+            monkeypatch.setattr(stores, "_put", fails_once(stores._put))
+        store.put("a", content())
+    finally:
+        os.umask(before)
+    kept = tmp_path / "run" / "media-on-disk" if full else folder
+    assert {path: path.stat().st_mode & 0o777 for path in (folder, kept, kept / "a")} == {
+        folder: 0o700,
+        kept: 0o700,
+        kept / "a": 0o600,
+    }
+    store.close()
+
+
+def fails_once(put: Any) -> Any:
+    calls = iter([OSError(28, "No space left on device")])
+
+    def once(*arguments: Any) -> None:
+        for error in calls:
+            raise error
+        put(*arguments)
+
+    return once

@@ -20,6 +20,7 @@ from anygauge.data.media.audio import RATE, audio_header, decode_audio, resample
 from anygauge.data.media.contents import content_of, header_of, key_of
 from anygauge.data.media.finder import MediaFinder, media_limits
 from anygauge.data.media.sources import Source, source_of
+from anygauge.data.media.video import decode_video
 from anygauge.data.source import FileSource
 from anygauge_hooks.errors import MediaError
 from anygauge_hooks.media import Content, Header, Measured
@@ -69,6 +70,23 @@ def test_the_frames_of_a_video_are_the_same_however_it_is_given(
     assert fewer.grid[0] == 1
     assert shades(content_of("video", source, fewer, processor)) == [SHADES[0], SHADES[-1]]
     assert key_of("video", source, measured, "") != key_of("video", source, fewer, "")
+
+
+@pytest.mark.parametrize("how", ["list", "GIF"])
+def test_frames_are_decoded_in_any_order_and_one_at_a_time(how: str, tmp_path: Path) -> None:
+    source = source_of("video", video_of(how, tmp_path), tmp_path, Settings())
+    times = [number / 2 for number in (4, 0, 0, 5, 3)]
+    taken = decode_video(source, header_of("video", source), times).frames
+    order = [int(frame[0, 0, 0]) for frame in taken]
+    assert order == [SHADES[number] for number in (4, 0, 0, 5, 3)]
+    assert (len(taken), taken[-2][0, 0, 0], len(taken[1:3])) == (5, SHADES[5], 2)
+
+
+def test_a_video_that_ends_early_is_named(tmp_path: Path) -> None:
+    source = source_of("video", video_of("GIF", tmp_path), tmp_path, Settings())
+    longer = header_of("video", source)._replace(frames=9)
+    with pytest.raises(MediaError, match="cannot be decoded: no more images in GIF file"):
+        list(decode_video(source, longer, [0.0, 4.0]).frames)
 
 
 def test_a_row_with_a_video_has_room_for_its_frames_and_their_times(

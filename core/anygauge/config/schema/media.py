@@ -19,10 +19,17 @@ class Media(Section):
     """Directory that relative paths in rows start from; ``None`` takes that of the data file."""
     allow_urls: bool = False
     """Fetch what a row gives as an ``http`` or ``https`` address."""
+    allow_private_urls: bool = False
+    """Fetch from addresses that are not public too: this host, private networks and the cloud's metadata
+    service; and through the proxies that the environment names."""
     timeout_s: Seconds = 10.0
-    """Longest wait for one address, in seconds."""
+    """Longest time for one address, in seconds: names, connections, redirects and the last byte."""
     max_bytes: Positive = 64 * 2**20
     """Largest file."""
+    max_image_pixels: Annotated[int, Field(gt=0, le=178_956_970)] = 50_000_000
+    """Largest image, or frame of a video, before it is resized; Pillow itself ends at 178,956,970."""
+    max_video_pixels: Positive = 20_000_000_000
+    """Largest video: height x width x all of its frames, of which ``max_frames`` are taken."""
     max_per_sample: Positive = 16
     """Most media in one row, and in one conversation with tools."""
     min_pixels: Positive | None = None

@@ -26,6 +26,15 @@ _BETA = 8.0
 """Of its Kaiser window: what is above the band is brought down by 80 dB."""
 _BLOCK = 2**14
 """Samples that are made at once."""
+_MAX_COEFFICIENTS = 2**22
+"""Limit of the resampling filter, and of the filter's length times a block of samples.
+
+The filter has ``2 * _ZEROS * max(rate, RATE) / gcd(rate, RATE)`` coefficients, each of which takes 40 bytes
+while they are computed. Every rate up to 65,536 Hz fits, and above it the rates with a common factor:
+88.2, 96, 176.4, 192, 352.8 and 384 kHz. A recording at 192,001 Hz would need 12 million coefficients.
+"""
+_MAX_RATE = 384_000
+"""Highest sample rate of audio hardware. At 2**31 Hz the filter is small, but longer than any recording."""
 
 
 def audio_header(source: Source) -> Header:
@@ -37,8 +46,10 @@ def audio_header(source: Source) -> Header:
         if _is_plain(file):
             with wave.open(file) as sound:
                 count, rate = sound.getnframes(), sound.getframerate()
+            _check_rate(rate)
             return Header(duration=count / rate, format="WAV")
         info = _soundfile().info(file)
+        _check_rate(info.samplerate)
         return Header(duration=info.frames / info.samplerate, format=str(info.format))
 
 
@@ -48,10 +59,40 @@ def decode_audio(source: Source) -> Decoded:
     :raises MediaError: It cannot be decoded; a clause.
     """
     with source.open() as file, decoding():
-        samples, rate = _read_wave(file) if _is_plain(file) else _soundfile().read(file, dtype="float32")
-    if samples.ndim > 1:
-        samples = samples.mean(1)
-    return Decoded(samples=resampled(np.asarray(samples, np.float32), rate, RATE), rate=RATE)
+        longest = source.settings.max_seconds
+        samples, rate = _read_wave(file, longest) if _is_plain(file) else _read_other(file, longest)
+        if samples.ndim > 1:
+            samples = samples.mean(1)
+        return Decoded(samples=resampled(np.asarray(samples, np.float32), rate, RATE), rate=RATE)
+
+
+def _check_rate(rate: int) -> None:
+    """Refuse a rate whose resampling filter is too large.
+
+    :raises MediaError: A clause.
+    """
+    if not 0 < rate <= _MAX_RATE or _coefficients(rate) > _MAX_COEFFICIENTS:
+        raise MediaError(
+            f"has {rate} samples per second, a rate that cannot be resampled.",
+            hint=f"Convert it to {RATE} Hz: any rate up to 65536 Hz is read, and 88.2, 96, 192 and 384 kHz.",
+        )
+
+
+def _coefficients(rate: int) -> int:
+    return 2 * _ZEROS * max(rate, RATE) // gcd(rate, RATE)
+
+
+def _check_length(count: int, rate: int, longest: float) -> None:
+    """Refuse to decode what is longer than its header said when it was measured.
+
+    :raises MediaError: A clause.
+    """
+    _check_rate(rate)
+    if count > rate * longest:
+        raise MediaError(
+            f"is a recording of {count / rate:.1f} seconds, and media.max_seconds is {longest:g}.",
+            hint="Cut it, or raise media.max_seconds.",
+        )
 
 
 def resampled(samples: NDArray[Any], rate: int, wanted: int) -> NDArray[Any]:
@@ -74,8 +115,9 @@ def resampled(samples: NDArray[Any], rate: int, wanted: int) -> NDArray[Any]:
     padded = np.concatenate([np.zeros(half, np.float32), samples, np.zeros(half, np.float32)])
     count = round(len(samples) * up / down)
     made = np.empty(count, np.float32)
-    for first in range(0, count, _BLOCK):
-        places = np.arange(first, min(first + _BLOCK, count)) * down
+    block = min(_BLOCK, _MAX_COEFFICIENTS // len(taps))
+    for first in range(0, count, block):
+        places = np.arange(first, min(first + block, count)) * down
         around = padded[(places // up + half)[:, None] + taps]
         made[first : first + len(places)] = np.einsum("nt,nt->n", around, phases[places % up])
     return made
@@ -88,9 +130,10 @@ def _is_plain(file: BinaryIO) -> bool:
     return begin[:4] == b"RIFF" and begin[8:12] == b"WAVE" and begin[20:22] == b"\x01\x00"
 
 
-def _read_wave(file: BinaryIO) -> tuple[NDArray[Any], int]:
+def _read_wave(file: BinaryIO, longest: float) -> tuple[NDArray[Any], int]:
     with wave.open(file) as sound:
         width, channels, rate = sound.getsampwidth(), sound.getnchannels(), sound.getframerate()
+        _check_length(sound.getnframes(), rate, longest)
         raw = sound.readframes(sound.getnframes())
     raw = raw[: len(raw) // (width * channels) * width * channels]
     if width == 1:
@@ -101,6 +144,12 @@ def _read_wave(file: BinaryIO) -> tuple[NDArray[Any], int]:
         wide[:, 4 - width :] = np.frombuffer(raw, np.uint8).reshape(-1, width)
         samples = wide.view("<i4")[:, 0].astype(np.float32) / 2**31
     return samples.reshape(-1, channels), rate
+
+
+def _read_other(file: BinaryIO, longest: float) -> tuple[NDArray[Any], int]:
+    with _soundfile().SoundFile(file) as sound:
+        _check_length(sound.frames, sound.samplerate, longest)
+        return sound.read(dtype="float32"), sound.samplerate
 
 
 def _soundfile() -> Any:

@@ -24,7 +24,7 @@ def header_of(kind: MediaKind, source: Source) -> Header:
     if kind == "audio":
         return audio_header(source)
     with source.open() as file:
-        return image_header(file)
+        return image_header(file, source.settings.max_image_pixels)
 
 
 def content_of(kind: MediaKind, source: Source, measured: Measured, processor: MediaProcessor) -> Content:
@@ -57,4 +57,4 @@ def _decoded(kind: MediaKind, source: Source, measured: Measured) -> Decoded:
     if kind == "audio":
         return decode_audio(source)
     with source.open() as file:
-        return Decoded(frames=[decode_image(file)])
+        return Decoded(frames=[decode_image(file, source.settings.max_image_pixels)])

@@ -15,9 +15,13 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from PIL.Image import Image
 
-__all__ = ["BROKEN", "as_pixels", "decode_image", "decoding", "image_header", "open_image"]
+__all__ = ["BROKEN", "as_pixels", "check_pixels", "decode_image", "decoding", "image_header", "open_image"]
 
 BROKEN = "Replace the file, or leave it out."
+_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "JPEG2000", "AVIF")
+"""Formats whose header has the decoded size. Others start Ghostscript (EPS), inflate without a limit (FITS),
+or decode an embedded image that is larger than their header says (ICO, ICNS)."""
+_CONVERT = f"The formats are {', '.join(_FORMATS)}: convert the file, or leave it out."
 _ORIENTATION = 0x0112
 _TURNS = {2: 0, 3: 3, 4: 1, 5: 5, 6: 4, 7: 6, 8: 2}
 """From the orientation that Exif gives to Pillow's number of the transposition that undoes it."""
@@ -25,42 +29,62 @@ _SIDEWAYS = {5, 6, 7, 8}
 """Orientations that exchange height and width."""
 
 
-def image_header(file: BinaryIO) -> Header:
+def image_header(file: BinaryIO, most: int) -> Header:
     """Return what the header of an image says; no pixel is decoded.
 
-    :raises MediaError: It is no image that Pillow knows; a clause.
+    :param most: ``media.max_image_pixels``.
+    :raises MediaError: It is no image that Pillow knows, or a larger one; a clause.
     """
-    with open_image(file) as image:
+    with open_image(file, most) as image:
         width, height = image.size
         if _orientation(image) in _SIDEWAYS:
             width, height = height, width
         return Header(size=(height, width), format=image.format or "")
 
 
-def decode_image(file: BinaryIO) -> NDArray[Any]:
+def decode_image(file: BinaryIO, most: int) -> NDArray[Any]:
     """Return the pixels of an image, or of the first one of an animation, as :func:`as_pixels` does.
 
-    :raises MediaError: It cannot be decoded; a clause.
+    :param most: ``media.max_image_pixels``.
+    :raises MediaError: It cannot be decoded, or is larger; a clause.
     """
-    with open_image(file) as image:
+    with open_image(file, most) as image:
         return as_pixels(image)
 
 
 @contextmanager
-def open_image(file: BinaryIO) -> Iterator[Image]:
+def open_image(file: BinaryIO, most: int) -> Iterator[Image]:
     """Open an image; what Pillow raises in the block becomes the project's own error.
 
+    :param most: Pixels that it may have. A file of 1 MB can claim a billion.
     :raises MediaError: A clause.
     """
     from PIL import Image, UnidentifiedImageError
 
+    Image.init()
     with decoding():
         try:
-            image = Image.open(file)
+            image = Image.open(file, formats=[name for name in _FORMATS if name in Image.OPEN])
         except UnidentifiedImageError as error:
-            raise MediaError("is of no image format that Pillow knows.", hint=BROKEN) from error
+            raise MediaError("is of no image format that is read.", hint=_CONVERT) from error
         with image:
+            check_pixels(image.size, most)
             yield image
+
+
+def check_pixels(size: tuple[int, int], most: int) -> None:
+    """Refuse an image, or a frame, before it is decoded.
+
+    :param size: Width and height.
+    :param most: ``media.max_image_pixels``.
+    :raises MediaError: It has more pixels; a clause.
+    """
+    width, height = size
+    if width * height > most:
+        raise MediaError(
+            f"is {width}x{height} pixels; media.max_image_pixels allows {most}.",
+            hint="Make the image smaller, or raise media.max_image_pixels.",
+        )
 
 
 @contextmanager
@@ -95,7 +119,7 @@ def as_pixels(image: Image) -> NDArray[Any]:
         image = image.convert("LA")
     if image.has_transparency_data:
         image = _on_white(image.convert("RGBA"))
-    return np.array(image.convert("RGB"))
+    return np.array(image if image.mode == "RGB" else image.convert("RGB"))
 
 
 def _orientation(image: Image) -> int:

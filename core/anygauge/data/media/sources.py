@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import base64
-import binascii
 import io
+import os
 import re
-import time
+import string
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -16,6 +16,7 @@ from typing import Any, BinaryIO
 from anygauge.config.data_files import NO_FILE, why_no_file
 from anygauge.config.schema import Media as Settings
 from anygauge.data.media.decode import BROKEN, as_pixels, decoding
+from anygauge.data.media.fetch import fetch
 from anygauge_hooks.errors import MediaError
 from anygauge_hooks.media import MediaKind
 
@@ -23,8 +24,8 @@ __all__ = ["Source", "source_of"]
 
 _ADDRESS = re.compile(r"https?://", re.IGNORECASE)
 _DATA = re.compile(r"data:[^,]*,")
-_BASE64 = re.compile(r"[A-Za-z0-9+/\s]{40,}={0,2}\s*")
-"""What is no file's name."""
+_BASE64 = re.compile(r"[A-Za-z0-9+/\s]{40,}+={0,2}\s*+")
+"""What is no file's name. Possessive: else the time is quadratic in a run of spaces."""
 _LONGEST_NAME = 80
 _LONGEST_PATH = 1024
 """Characters; a longer text in the letters of base64 is no path."""
@@ -33,7 +34,6 @@ _BEGINNINGS = (
     *(b"fLaC", b"OggS", b"ID3", b"\xff\xfb", b"\x1aE\xdf\xa3"),
 )
 """Of files that hold media."""
-_BLOCK = 2**16
 _IMAGES = {".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff"}
 """Of the files in a folder, those that are frames of a video."""
 _MIB = 2**20
@@ -63,16 +63,16 @@ class Source:
         :raises MediaError: It is no file, or larger than ``media.max_bytes``; a clause.
         """
         if self.raw is not None:
-            self._check_size(len(self.raw))
+            _check_size(len(self.raw), self.settings.max_bytes)
             yield io.BytesIO(self.raw)
             return
         assert self.path is not None
         problem = why_no_file(self.path)
         if problem is not None:
             text = f"cannot be found: {self.path} does not exist" if problem == NO_FILE else problem
-            text = "is a directory" if self.path.is_dir() else text
+            text = "is a directory" if os.path.isdir(self.path) else text
             raise MediaError(f"{text}.", hint="Set media.root, if relative paths start elsewhere.")
-        self._check_size(self.path.stat().st_size)
+        _check_size(self.path.stat().st_size, self.settings.max_bytes)
         try:
             with self.path.open("rb") as file:
                 yield file
@@ -88,13 +88,13 @@ class Source:
             with source.open() as file:
                 yield file.read()
 
-    def _check_size(self, size: int) -> None:
-        limit = self.settings.max_bytes
-        if size > limit:
-            raise MediaError(
-                f"has {size / _MIB:.1f} MiB; media.max_bytes allows {limit / _MIB:.1f}.",
-                hint="Make the file smaller, or raise media.max_bytes.",
-            )
+
+def _check_size(size: int, limit: int) -> None:
+    if size > limit:
+        raise MediaError(
+            f"has {size / _MIB:.1f} MiB; media.max_bytes allows {limit / _MIB:.1f}.",
+            hint="Make the file smaller, or raise media.max_bytes.",
+        )
 
 
 def source_of(kind: MediaKind, value: Any, folder: Path, settings: Settings) -> Source:
@@ -137,17 +137,18 @@ def _of_object(kind: MediaKind, value: Mapping[str, Any], folder: Path, settings
 
 def _of_text(kind: MediaKind, text: str, folder: Path, settings: Settings) -> Source:
     if _DATA.match(text[:200]):
-        return Source("data:", settings, raw=_from_base64(text.partition(",")[2]))
+        return Source("data:", settings, raw=_from_base64(text.partition(",")[2], settings))
     if _ADDRESS.match(text):
-        return Source(text[:_LONGEST_NAME], settings, raw=_fetch(text, settings))
+        return Source(text[:_LONGEST_NAME], settings, raw=fetch(text, settings))
     if not text.strip():
         raise MediaError("is an empty text.", hint="Give a path, an address or base64.")
-    if _BASE64.fullmatch(text) and not _names_file(folder, text) and _is_base64(text):
-        return Source("base64", settings, raw=_from_base64(text))
+    if _BASE64.fullmatch(text) and not _names_file(folder, text) and _is_base64(text, settings):
+        return Source("base64", settings, raw=_from_base64(text, settings))
     path = folder / text
-    if kind == "video" and path.is_dir():
+    # os.path.isdir, as Path.is_dir raises where a name is too long.
+    if kind == "video" and os.path.isdir(path):
         return _of_folder(text, path, settings)
-    return Source(text, settings, path=path)
+    return Source(text[:_LONGEST_PATH], settings, path=path)
 
 
 def _of_folder(name: str, folder: Path, settings: Settings) -> Source:
@@ -164,21 +165,28 @@ def _names_file(folder: Path, text: str) -> bool:
         return False
 
 
-def _is_base64(text: str) -> bool:
+def _is_base64(text: str, settings: Settings) -> bool:
     """Return whether a text in the letters of base64 is that, and not the path of a file that is missing."""
     if len(text) > _LONGEST_PATH:
         return True
     try:
-        raw = _from_base64(text)
+        raw = _from_base64(text, settings)
     except MediaError:
         return False
     return raw.startswith(_BEGINNINGS) or raw[4:8] == b"ftyp"
 
 
-def _from_base64(text: str) -> bytes:
+def _from_base64(text: str, settings: Settings) -> bytes:
+    """Return the bytes that a text encodes, whose number is checked first.
+
+    :raises MediaError: It is not base64, or too long; a clause.
+    """
+    num_letters = len(text) - sum(text.count(each) for each in string.whitespace + "=")
+    _check_size(num_letters * 3 // 4, settings.max_bytes)
     try:
-        return base64.b64decode("".join(text.split()), validate=True)
-    except (binascii.Error, ValueError) as error:
+        letters = text.encode().translate(None, string.whitespace.encode())
+        return base64.b64decode(letters, validate=True)
+    except ValueError as error:  # binascii.Error, or half of a surrogate pair
         raise MediaError(f"is not base64: {error}.", hint=BROKEN) from error
 
 
@@ -190,36 +198,3 @@ def _as_png(image: Any) -> bytes:
     with decoding():
         Image.fromarray(as_pixels(image)).save(buffer, "PNG", compress_level=1)
     return buffer.getvalue()
-
-
-def _fetch(address: str, settings: Settings) -> bytes:
-    """Return what is at an address.
-
-    :raises MediaError: That is not allowed, takes too long, or is too large; a clause.
-    """
-    if not settings.allow_urls:
-        raise MediaError(
-            "is an address, and media.allow_urls is false.",
-            hint="Download the files, or set media.allow_urls = true.",
-        )
-    import urllib.request
-    from http.client import HTTPException, IncompleteRead
-
-    deadline = time.monotonic() + settings.timeout_s
-    content = bytearray()
-    try:
-        with urllib.request.urlopen(address, timeout=settings.timeout_s) as answer:
-            while block := answer.read(_BLOCK):
-                content += block
-                if len(content) > settings.max_bytes:
-                    break  # the size is checked where it is opened
-                if time.monotonic() > deadline:
-                    raise TimeoutError("timed out")
-            if answer.length and len(content) <= settings.max_bytes:  # not told where it is read in blocks
-                raise IncompleteRead(bytes(content), answer.length)
-    except (OSError, ValueError, HTTPException) as error:
-        raise MediaError(
-            f"cannot be fetched within {settings.timeout_s:g} s: {getattr(error, 'reason', None) or error}.",
-            hint="Download the file, or raise media.timeout_s.",
-        ) from error
-    return bytes(content)

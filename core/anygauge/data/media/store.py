@@ -12,6 +12,7 @@ import time
 import uuid
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +34,8 @@ _OWNER = "owner"
 """In each directory; whoever fills it holds a lock on this file."""
 _YOUNG_S = 60.0
 """A directory without an owner may be one that is being made."""
+_OURS_ALONE = 0o700
+"""Mode of directories, from their creation on: /dev/shm is open to every user of the host."""
 _ROOM = 2**30
 """Bytes that must be free for a directory in memory."""
 _LENGTH = struct.Struct("<Q")
@@ -74,7 +77,7 @@ class MappedFiles:
                 self._disk,
             )
         try:
-            self._disk.mkdir(exist_ok=True)
+            self._disk.mkdir(_OURS_ALONE, exist_ok=True)
             _put(self._disk / key, content)
         except OSError as error:
             raise self._full(content, error) from error
@@ -137,7 +140,8 @@ class FileStore(MappedFiles):
         _unlink(self._disk)
         self._link = link
         self._own = _in_memory() or link
-        self._own.mkdir(parents=True, exist_ok=True)
+        self._own.parent.mkdir(parents=True, exist_ok=True)
+        self._own.mkdir(_OURS_ALONE)  # a new one: another user may have foreseen the name
         self._lock = os.open(self._own / _OWNER, os.O_RDWR | os.O_CREAT, 0o600)
         fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if self._own != link:
@@ -233,7 +237,7 @@ def _write(path: Path, content: Content) -> None:
     }
     text = json.dumps(facts).encode()
     text += b" " * (-(_LENGTH.size + len(text)) % _ALIGNED)
-    with path.open("wb") as file:
+    with open(path, "xb", opener=partial(os.open, mode=0o600)) as file:
         file.write(_LENGTH.pack(len(text)) + text)
         file.write(data.data)
 

@@ -4,11 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import islice
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 
-from anygauge.data.media.decode import BROKEN, as_pixels, decode_image, decoding, image_header, open_image
+from anygauge.config.schema import Media as Settings
+from anygauge.data.media.decode import (
+    BROKEN,
+    as_pixels,
+    check_pixels,
+    decode_image,
+    decoding,
+    image_header,
+    open_image,
+)
 from anygauge.data.media.sources import Source
 from anygauge_hooks.errors import MediaError
 from anygauge_hooks.media import Decoded, Header
@@ -36,28 +46,56 @@ def video_header(source: Source) -> Header:
         headers = []
         for frame in source.frames:
             with frame.open() as file:
-                headers.append(image_header(file))
+                headers.append(image_header(file, source.settings.max_image_pixels))
         _check_sizes([header.size for header in headers])
         first = headers[0]
         count, fps = len(source.frames), source.settings.fps
         return first._replace(frames=count, fps=fps, duration=count / fps)
     with source.open() as file:
-        return _animation_header(file) if _is_animation(file) else _stream_header(file)
+        return (_animation_header if _is_animation(file) else _stream_header)(file, source.settings)
 
 
 def decode_video(source: Source, header: Header, times: Sequence[float]) -> Decoded:
     """Return the frames that are shown at some times, in seconds.
 
+    Each is decoded when it is iterated over: 64 frames of 4K are 1.6 GB before they are resized.
+
     :param header: From :func:`video_header`.
-    :raises MediaError: They cannot be decoded, or differ in size; a clause.
+    :raises MediaError: In an iteration: they cannot be decoded, or differ in size; a clause.
     """
-    wanted = [min(round(time * header.fps), header.frames - 1) for time in times]
-    found = dict(_frames(source, set(wanted)))
-    missing = [number for number in wanted if number not in found]
-    if missing:
-        raise MediaError(f"ends before its frame {missing[0]} of {header.frames}.", hint=BROKEN)
-    _check_sizes([found[number].shape[:2] for number in wanted])
-    return Decoded(frames=[found[number] for number in wanted], times=list(times))
+    return Decoded(frames=_Frames(source, header, times), times=list(times))
+
+
+class _Frames(Sequence[Any]):
+    """Some frames of a video. Each iteration decodes them, and holds one at a time."""
+
+    def __init__(self, source: Source, header: Header, times: Sequence[float]) -> None:
+        self._source = source
+        self._count = header.frames
+        self._wanted = [min(round(time * header.fps), header.frames - 1) for time in times]
+
+    def __len__(self) -> int:
+        return len(self._wanted)
+
+    def __getitem__(self, index: int | slice) -> Any:
+        if isinstance(index, slice):
+            return list(self)[index]
+        return next(islice(self, range(len(self))[index], None))
+
+    def __iter__(self) -> Iterator[NDArray[Any]]:
+        decoded: Iterator[tuple[int, NDArray[Any]]] = iter(())
+        number, frame = self._count, np.empty(0)
+        first = None
+        for wanted in self._wanted:
+            if wanted < number:  # backwards, or the first: from the beginning
+                number, decoded = -1, _frames(self._source, set(self._wanted))
+            while number != wanted:
+                number, frame = next(decoded, (self._count, frame))
+                if number == self._count:
+                    raise MediaError(f"ends before its frame {wanted} of {self._count}.", hint=BROKEN)
+            first = first or frame.shape[:2]
+            _check_sizes([first, frame.shape[:2]])
+            yield frame
 
 
 def _check_sizes(sizes: Sequence[tuple[int, ...]]) -> None:
@@ -68,13 +106,30 @@ def _check_sizes(sizes: Sequence[tuple[int, ...]]) -> None:
         )
 
 
+def _check_work(count: int, size: tuple[int, int], settings: Settings) -> None:
+    """Refuse a video that takes too long: to show one frame, all before it are decoded.
+
+    :param size: Width and height.
+    :raises MediaError: Its frames, or all of them together, have too many pixels; a clause.
+    """
+    check_pixels(size, settings.max_image_pixels)
+    if count * size[0] * size[1] > settings.max_video_pixels:
+        raise MediaError(
+            f"has {count} frames of {size[0]}x{size[1]} pixels; media.max_video_pixels allows "
+            f"{settings.max_video_pixels} in all.",
+            hint="Cut it, make it smaller or give a list of frames, or raise media.max_video_pixels.",
+        )
+
+
 def _frames(source: Source, wanted: set[int]) -> Iterator[tuple[int, NDArray[Any]]]:
+    """Yield number and pixels of frames, in order."""
+    most = source.settings.max_image_pixels
     for number in sorted(wanted) if source.frames else ():
         with source.frames[number].open() as file:
-            yield number, decode_image(file)
+            yield number, decode_image(file, most)
     if not source.frames:
         with source.open() as file:
-            yield from (_animation_frames if _is_animation(file) else _stream_frames)(file, wanted)
+            yield from (_animation_frames if _is_animation(file) else _stream_frames)(file, wanted, most)
 
 
 # -------------------------------------------------------------------------
@@ -88,23 +143,26 @@ def _is_animation(file: BinaryIO) -> bool:
     return begin.startswith(_ANIMATIONS) and begin[8:12] != b"AVI "
 
 
-def _animation_header(file: BinaryIO) -> Header:
-    with open_image(file) as image:
+def _animation_header(file: BinaryIO, settings: Settings) -> Header:
+    with open_image(file, settings.max_image_pixels) as image:
         width, height = image.size
         count = getattr(image, "n_frames", 1)
+        _check_work(count, image.size, settings)
         duration = 0.0
         for number in range(count):
             image.seek(number)
+            _check_sizes([(height, width), image.size[::-1]])  # a frame of a GIF may be larger than the first
             if image.format == "WEBP":
                 image.load()  # before that, Pillow does not know how long a frame is shown
             duration += image.info.get("duration", 0) / 1000 or _DEFAULT_S
         return Header((height, width), count, count / duration, duration, image.format or "")
 
 
-def _animation_frames(file: BinaryIO, wanted: set[int]) -> Iterator[tuple[int, NDArray[Any]]]:
-    with open_image(file) as image:
+def _animation_frames(file: BinaryIO, wanted: set[int], most: int) -> Iterator[tuple[int, NDArray[Any]]]:
+    with open_image(file, most) as image:
         for number in sorted(wanted):
             image.seek(number)
+            check_pixels(image.size, most)
             yield number, as_pixels(image)
 
 
@@ -128,20 +186,24 @@ def _container(file: BinaryIO) -> Iterator[Any]:
         yield container
 
 
-def _stream_header(file: BinaryIO) -> Header:
+def _stream_header(file: BinaryIO, settings: Settings) -> Header:
     with _container(file) as container:
         stream = container.streams.video[0]
+        check_pixels((stream.width, stream.height), settings.max_image_pixels)
         # Where the file does not say how many frames it has, its packets are counted.
         count = stream.frames or sum(1 for packet in container.demux(stream) if packet.size)
         fps = float(stream.average_rate or 0) or float(stream.guessed_rate or 0)
         if not count or not fps:
             raise MediaError("does not say how long it is.", hint=BROKEN)
+        _check_work(count, (stream.width, stream.height), settings)
         return Header((stream.height, stream.width), count, fps, count / fps, container.format.name)
 
 
-def _stream_frames(file: BinaryIO, wanted: set[int]) -> Iterator[tuple[int, NDArray[Any]]]:
+def _stream_frames(file: BinaryIO, wanted: set[int], most: int) -> Iterator[tuple[int, NDArray[Any]]]:
     with _container(file) as container:
         last = max(wanted)
+        # A stream may change its size; FFmpeg refuses what is larger before it allocates a frame.
+        container.streams.video[0].codec_context.options = {"max_pixels": str(most)}
         for number, frame in enumerate(container.decode(video=0)):
             if number in wanted:
                 yield number, np.asarray(frame.to_ndarray(format="rgb24"))
