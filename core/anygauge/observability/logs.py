@@ -24,6 +24,8 @@ from anygauge.observability.eval_names import EVAL_RESULT
 
 __all__ = ["DRIVER_LOG", "driver_log", "log_worker", "summary"]
 
+_log = logging.getLogger(__name__)
+
 DRIVER_LOG = "logs/driver.log"
 """In the run directory."""
 OURS = "anygauge"
@@ -37,6 +39,30 @@ class _Lines(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         return super().format(record).replace("\n", "\n    ")
+
+
+class _LogFile(logging.FileHandler):
+    """A file that does not end a run, nor hide what ended it: what a full disk refuses is warned of once."""
+
+    _is_lost = False
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        error = sys.exception()
+        if isinstance(error, OSError):
+            self._lose(error)
+        else:
+            super().handleError(record)
+
+    def close(self) -> None:
+        try:
+            super().close()  # which writes what is still in the buffer
+        except OSError as error:
+            self._lose(error)
+
+    def _lose(self, error: OSError) -> None:
+        if not self._is_lost:
+            self._is_lost = True  # first: the warning comes here too
+            _log.warning("%s cannot be written, and lines of it are lost: %s", self.baseFilename, error)
 
 
 def _wanted(record: logging.LogRecord) -> bool:
@@ -79,7 +105,7 @@ def driver_log(directory: Path, *, backend: str) -> Iterator[Path]:
     """
     path = directory / DRIVER_LOG
     path.parent.mkdir(exist_ok=True)
-    handler = logging.FileHandler(path, encoding="utf-8", errors="backslashreplace")
+    handler = _LogFile(path, encoding="utf-8", errors="backslashreplace")
     handler.setFormatter(_Lines("%(asctime)s.%(msecs)03d %(levelname)s %(name)s: %(message)s", TIME))
     handler.addFilter(_wanted)
     alone = logging.Logger(f"{OURS}.run")  # beside the tree of loggers: what it says is not on the terminal

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from anygauge.observability.logs import driver_log, summary
-from anygauge_hooks.errors import DataError
+from anygauge_hooks.errors import CheckpointError, DataError
 
 LINE = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{3} (INFO|WARNING|ERROR) [\w.]+: .")
 
@@ -89,6 +89,21 @@ def test_a_later_run_goes_on_in_the_same_file(tmp_path: Path) -> None:
         with driver_log(tmp_path, backend="cpu") as path:
             pass
     assert [event.split()[0] for event in events(path)] == ["anygauge", "in", "done"] * 2
+
+
+def test_a_full_disk_does_not_hide_what_ended_the_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs/driver.log").symlink_to("/dev/full")
+    with pytest.raises(CheckpointError, match="the last good") as ended, driver_log(tmp_path, backend="cpu"):
+        raise CheckpointError("No space left on device; the last good one is step-00000020.")
+    assert ended.value.__context__ is None
+    assert [record.message for record in caplog.records if record.levelno == logging.WARNING] == [
+        f"{tmp_path}/logs/driver.log cannot be written, and lines of it are lost: "
+        "[Errno 28] No space left on device"
+    ]
+    assert "Traceback" not in capfd.readouterr().err
 
 
 def test_a_signal_adds_the_stacks(tmp_path: Path) -> None:
