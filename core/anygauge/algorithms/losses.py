@@ -47,11 +47,13 @@ def ppo_clip(
 
 
 def gspo(inputs: LossInputs, *, clip_low: float, clip_high: float) -> tuple[Tensor, Metrics]:
-    """Return the clipped surrogate of one ratio per sample, https://arxiv.org/abs/2507.18071 equation 5.
+    """Return the clipped surrogate of one ratio per sample, https://arxiv.org/abs/2507.18071 section 4.3.
 
     ``s_i = exp(mean over the sample's tokens of (log p - log p_old))``, and each of its tokens has the loss
-    ``-min(s_i A, clip(s_i, 1 - clip_low, 1 + clip_high) A)``. The paper's mean is that of
-    ``algorithm.aggregation = "sample_mean"``, its clip range 3e-4 and 4e-4.
+    ``-min(s_it A_t, clip(s_it, 1 - clip_low, 1 + clip_high) A_t)`` with ``s_it = sg(s_i) p_t / sg(p_t)``: the
+    paper's GSPO-token, whose value is that of its equation 5. With one advantage per sample the gradient is
+    too; advantages of tokens keep their own, which a ratio of the whole sample would average away. The
+    paper's mean is that of ``algorithm.aggregation = "sample_mean"``, its clip range 3e-4 and 4e-4.
 
     :param inputs: Tokens of whole samples, ``[T]``.
     :param clip_low: The ratio is clipped below at ``1 - clip_low``.
@@ -59,8 +61,10 @@ def gspo(inputs: LossInputs, *, clip_low: float, clip_high: float) -> tuple[Tens
     :returns: Scalar loss, and metrics that add up over micro-batches.
     """
     x = _masked(inputs)
-    log_ratio = sample_means(x.log_probs - x.old_log_probs, x).clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
-    return _clipped_surrogate(log_ratio.exp(), x, clip_low, clip_high)
+    log_probs = x.log_probs.detach()
+    log_ratio = sample_means(log_probs - x.old_log_probs, x).clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
+    # In this order the value is that of exp(log_ratio) to the last bit.
+    return _clipped_surrogate((log_ratio + (x.log_probs - log_probs)).exp(), x, clip_low, clip_high)
 
 
 def cispo(inputs: LossInputs, *, clip_low: float, clip_high: float) -> tuple[Tensor, Metrics]:

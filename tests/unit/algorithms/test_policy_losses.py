@@ -83,20 +83,53 @@ def test_gspo_has_one_ratio_for_each_sample(lengths: list[int], seed: int) -> No
     assert metrics["ratio"].item() == pytest.approx(ratios, rel=1e-10, abs=1e-12)
 
 
-def test_gspo_has_the_gradient_of_the_ratio() -> None:
-    inputs = make_tokens([3, 4])
-    loss, _ = gspo(inputs, clip_low=0.9, clip_high=9.0)
-    assert torch.autograd.gradcheck(
-        lambda log_probs: gspo(replace(inputs, log_probs=log_probs), clip_low=0.9, clip_high=9.0)[0],
-        (inputs.log_probs,),
+def test_gspo_by_hand() -> None:
+    """Two tokens of one sample with opposite advantages, on policy: each is pulled its own way."""
+    inputs = replace(
+        make_tokens([2]),
+        log_probs=torch.tensor([-1.0, -2.0], dtype=torch.float64, requires_grad=True),
+        old_log_probs=torch.tensor([-1.0, -2.0], dtype=torch.float64),
+        advantages=torch.tensor([1.0, -1.0], dtype=torch.float64),
+        loss_mask=torch.ones(2, dtype=torch.float64),
+        weights=torch.full((2,), 0.5, dtype=torch.float64),
     )
-    # every token that counts pulls at the ratio of its sample alike
-    first = [
-        value
-        for value, mask in zip(gradient(loss, inputs)[:3], inputs.loss_mask.tolist()[:3], strict=True)
-        if mask
-    ]
-    assert first == pytest.approx([first[0]] * len(first))
+    loss, _ = gspo(inputs, **CLIP)
+    assert gradient(loss, inputs) == [-0.5, 0.5]
+
+
+@settings(max_examples=20)
+@given(lengths=LENGTHS, seed=st.integers(0, 9))
+def test_each_token_pulls_at_the_ratio_of_gspo_by_its_own_advantage(lengths: list[int], seed: int) -> None:
+    inputs = make_tokens(lengths, seed)
+    loss, _ = gspo(inputs, **CLIP)
+    columns = (inputs.log_probs - inputs.old_log_probs, inputs.loss_mask, inputs.advantages, inputs.weights)
+    expected: list[float] = []
+    for rows in zip(*(torch.split(each, lengths) for each in columns), strict=True):
+        logs, mask, advantages, weights = (each.tolist() for each in rows)
+        ratio = math.exp(sum(d * m for d, m in zip(logs, mask, strict=True)) / max(sum(mask), 1))
+        for a, weight in zip(advantages, weights, strict=True):
+            is_clipped = ratio * a > clamp(ratio) * a
+            expected.append(0.0 if is_clipped else -ratio * a * weight)
+    assert gradient(loss, inputs) == pytest.approx(expected, rel=1e-10, abs=1e-12)
+
+
+@pytest.mark.parametrize("mode", ["token_mean", "sample_mean"])
+def test_with_one_advantage_per_sample_gspo_is_equation_5(mode: Any) -> None:
+    """Value and gradient are those of a ratio that depends on every token of its sample."""
+    lengths = [3, 4, 6]
+    inputs = make_tokens(lengths, seed=4)
+    masks = [each.int().tolist() for each in torch.split(inputs.loss_mask, lengths)]
+    weights = torch.cat([torch.tensor(each, dtype=torch.float64) for each in token_weights(masks, mode)])
+    advantages = torch.tensor([1.0, -0.5, 2.0], dtype=torch.float64).repeat_interleave(torch.tensor(lengths))
+    inputs = replace(inputs, advantages=advantages, weights=weights)
+    log_ratios = (inputs.log_probs - inputs.old_log_probs) * inputs.loss_mask
+    rows = zip(torch.split(log_ratios, lengths), torch.split(inputs.loss_mask, lengths), strict=True)
+    ratios = torch.cat([(logs.sum() / mask.sum()).exp().expand(len(mask)) for logs, mask in rows])
+    surrogate = torch.minimum(ratios * advantages, ratios.clamp(1 - 0.2, 1 + 0.28) * advantages)
+    expected = -(surrogate * weights).sum()
+    loss, _ = gspo(inputs, **CLIP)
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-12)
+    assert gradient(loss, inputs) == pytest.approx(gradient(expected, inputs), rel=1e-12, abs=1e-15)
 
 
 @settings(max_examples=40)
