@@ -203,6 +203,16 @@ def test_what_is_the_policys_alone_does_not_reach_other_roles(tmp_path: Path) ->
     assert config.train.router_replay
 
 
+def test_keys_of_the_critic_take_the_place_of_the_policys(tmp_path: Path) -> None:
+    own = {"lr": 2e-3, "lr_warmup_steps": 3, "dtype": "bfloat16", "megatron": {"layernorm_epsilon": 1e-4}}
+    megatron = {"apply_query_key_layer_scaling": False}
+    train = critic_config(make_config(tmp_path, own, warmup_steps=7, megatron=megatron)).train
+    assert (train.lr, train.warmup_steps, train.dtype) == (2e-3, 3, "bfloat16")
+    assert train.megatron == own["megatron"]
+    train = critic_config(make_config(tmp_path, {"lr": None}, warmup_steps=7, megatron=megatron)).train
+    assert (train.lr, train.warmup_steps, train.dtype, train.megatron) == (1e-3, 7, "float32", megatron)
+
+
 def test_a_frozen_model_has_log_probs_and_no_optimizer(
     context: WorkerContext, plugins: Plugins, checkpoint: Path
 ) -> None:

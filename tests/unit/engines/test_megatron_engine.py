@@ -191,9 +191,14 @@ def gradients(engine: Any) -> dict[str, torch.Tensor]:
 
 def test_steps_follow_adamw(make_engine: MakeEngine, checkpoint: Path) -> None:
     samples = make_samples()
-    engine = make_engine(checkpoint, clip_grad=0.5)
+    adam: dict[str, Any] = {"lr": 3e-3, "weight_decay": 0.5}
+    engine = make_engine(checkpoint, clip_grad=0.5, adam_betas=(0.6, 0.8), adam_eps=1e-3, **adam)
     reference = AutoModelForCausalLM.from_pretrained(checkpoint)
-    optimizer = torch.optim.AdamW(reference.parameters(), lr=1e-3, weight_decay=0.0)
+    groups = [
+        {"params": [each for each in reference.parameters() if (each.dim() > 1) is decays], **decay}
+        for decays, decay in ((True, {}), (False, {"weight_decay": 0.0}))
+    ]
+    optimizer = torch.optim.AdamW(groups, betas=(0.6, 0.8), eps=1e-3, **adam)
     for _ in range(4):
         metrics = take_step(engine, samples)
         optimizer.zero_grad()
