@@ -21,7 +21,7 @@ from anygauge.config.schema import Config
 from anygauge.distributed import child_process
 from anygauge.engines.megatron.prepare import prepare_megatron
 from anygauge.plugins import Plugins, find_backend, load_plugins
-from anygauge.testing import warm
+from anygauge.testing import datasets, warm
 from anygauge.testing.warm import WarmProcess, WarmProcesses
 from anygauge.trainer.launch import launch_workers
 from anygauge.trainer.placement import Seat
@@ -97,6 +97,34 @@ def context(plugins: Plugins) -> Iterator[WorkerContext]:
 def index_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Keep the indexes of data files away from the home directory."""
     os.environ["ANYGAUGE_CACHE"] = str(tmp_path_factory.mktemp("cache"))
+
+
+PUBLISHED = Path(__file__).resolve().parents[2] / "shared" / "data"
+"""Rows of the published data sets, where a developer keeps some: no test needs them."""
+MADE_AND_PUBLISHED = ["made", pytest.param("published", marks=pytest.mark.published_data)]
+
+
+@pytest.fixture(scope="session", params=MADE_AND_PUBLISHED)
+def gsm8k(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a directory with ``train.jsonl`` and ``test.jsonl`` in the format of GSM8K."""
+    if request.param == "published":
+        return published("gsm8k")
+    return datasets.write_gsm8k(tmp_path_factory.mktemp("gsm8k"))
+
+
+@pytest.fixture(scope="session", params=MADE_AND_PUBLISHED)
+def geo3k(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a directory with ten problems and their diagrams in the format of Geometry3K."""
+    if request.param == "published":
+        return published("geo3k")
+    return datasets.write_geo3k(tmp_path_factory.mktemp("geo3k"))
+
+
+def published(name: str) -> Path:
+    """Return the directory of a published data set; without it, skip the test."""
+    if not (PUBLISHED / name).is_dir():
+        pytest.skip(f"reads rows of {name} in {PUBLISHED}")
+    return PUBLISHED / name
 
 
 @pytest.fixture(scope="session")

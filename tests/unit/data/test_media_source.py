@@ -32,7 +32,6 @@ from anygauge_hooks.models import AssistantTurns
 from anygauge_hooks.rl import Prompt
 
 WriteRows = Callable[..., Path]
-GEO3K = Path(__file__).resolve().parents[4] / "shared" / "data" / "geo3k"
 TURNS = AssistantTurns(start="<assistant>", end="</assistant>")
 
 
@@ -93,13 +92,13 @@ def pads(prompt: Prompt, processor: Any) -> list[int]:
 
 
 # -------------------------------------------------------------------------
-# Real rows
+# Problems of geometry
 # -------------------------------------------------------------------------
 
 
-def test_a_problem_of_geometry_is_counted_exactly_held_once_and_dropped(bench: Bench) -> None:
+def test_a_problem_of_geometry_is_counted_exactly_held_once_and_dropped(bench: Bench, geo3k: Path) -> None:
     keys = {"input_key": "problem", "label_key": "answer"}
-    source = bench.open(GEO3K / "train.jsonl", **keys, max_prompt_tokens=200, apply_chat_template=True)
+    source = bench.open(geo3k / "train.jsonl", **keys, max_prompt_tokens=200, apply_chat_template=True)
     assert bench.store.bytes() == 0
     prompts = source.next(len(source))
     assert len(source) == 10
@@ -118,10 +117,10 @@ def test_a_problem_of_geometry_is_counted_exactly_held_once_and_dropped(bench: B
     assert bench.store.bytes() == 0
 
 
-def test_images_count_for_the_length_filter(bench: Bench) -> None:
+def test_images_count_for_the_length_filter(bench: Bench, geo3k: Path) -> None:
     keys = {"input_key": "problem", "label_key": "answer"}
-    lengths = sorted(len(prompt.tokens) for prompt in bench.open(GEO3K / "train.jsonl", **keys).all())
-    bench.open(GEO3K / "train.jsonl", **keys, max_prompt_tokens=lengths[3])
+    lengths = sorted(len(prompt.tokens) for prompt in bench.open(geo3k / "train.jsonl", **keys).all())
+    bench.open(geo3k / "train.jsonl", **keys, max_prompt_tokens=lengths[3])
     assert (len(bench.source), bench.source.num_dropped) == (4, 6)
 
 
