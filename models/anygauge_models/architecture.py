@@ -23,6 +23,7 @@ __all__ = [
     "next_token_layers",
     "refuse_variants",
     "single_expert",
+    "sliding_windows",
     "sparse_flops",
     "with_experts",
 ]
@@ -100,6 +101,15 @@ def refuse_variants(hf: Mapping[str, Any], family: str, variants: Iterable[tuple
 def single_expert(hf: Mapping[str, Any]) -> tuple[str, bool, str]:
     """Return the variant, for routers whose weights sum to 1: that of a single expert always is 1."""
     return "num_experts_per_tok", hf["num_experts_per_tok"] < 2, "at least 2"
+
+
+def sliding_windows(hf: Mapping[str, Any]) -> list[tuple[str, bool, str]]:
+    """Return the variants, in Qwen's keys, whose attention does not reach back to the first token."""
+    has_window = any(kind != "full_attention" for kind in hf.get("layer_types") or ())
+    return [
+        ("layer_types", has_window, "full_attention in every layer"),
+        ("use_sliding_window", bool(hf.get("use_sliding_window")), "false"),
+    ]
 
 
 def next_token_layers(hf: Mapping[str, Any]) -> tuple[str, ...]:

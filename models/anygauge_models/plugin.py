@@ -21,6 +21,8 @@ def register_models() -> list[ModelSpec]:
     from anygauge_models.glm46v.spec import GLM46V
     from anygauge_models.glm_omni.spec import GLM_OMNI
     from anygauge_models.llama.spec import LLAMA
+    from anygauge_models.mistral.spec import MISTRAL
+    from anygauge_models.qwen2.spec import QWEN2
     from anygauge_models.qwen3.spec import QWEN3
     from anygauge_models.qwen3_5.spec import QWEN3_5
     from anygauge_models.qwen3_5_moe.spec import QWEN3_5_MOE
@@ -30,5 +32,5 @@ def register_models() -> list[ModelSpec]:
     from anygauge_models.qwen3_vl_moe.spec import QWEN3_VL_MOE
 
     glm = [GLM4, GLM4_MOE, GLM4V, GLM4V_MOE, GLM46V, GLM_OMNI]
-    qwen = [QWEN3, QWEN3_5, QWEN3_5_MOE, QWEN3_MOE, QWEN3_OMNI_MOE, QWEN3_VL, QWEN3_VL_MOE]
-    return [DEEPSEEK_V3, *glm, LLAMA, *qwen]
+    qwen = [QWEN2, QWEN3, QWEN3_5, QWEN3_5_MOE, QWEN3_MOE, QWEN3_OMNI_MOE, QWEN3_VL, QWEN3_VL_MOE]
+    return [DEEPSEEK_V3, *glm, LLAMA, MISTRAL, *qwen]

@@ -76,7 +76,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "latent": ("deepseek_v3", {}),
     "delta": ("qwen3_5", HYBRID),
     "delta-experts": ("qwen3_5_moe", HYBRID),
-    "groups": ("llama", {"num_attention_heads": 8, "num_key_value_heads": 4}),  # several on each rank
+    "groups": ("qwen2", {"num_attention_heads": 8, "num_key_value_heads": 4}),  # several on each rank, biases
     "post-norms": ("glm4", {}),  # and biases, and angles of neighbours
 }
 ATTENTION_MODES: dict[str, tuple[str, int, dict[str, Any], dict[str, Any]]] = {

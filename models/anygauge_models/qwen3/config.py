@@ -12,6 +12,7 @@ from anygauge_models.architecture import (
     head_size,
     model_options,
     refuse_variants,
+    sliding_windows,
 )
 
 __all__ = [
@@ -37,12 +38,7 @@ def attention_of(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 def refused(hf: Mapping[str, Any]) -> list[tuple[str, bool, str]]:
     """Return the variants that the family has not: key, whether it is one, what is needed."""
-    sliding = any(kind != "full_attention" for kind in hf.get("layer_types") or ())
-    return [
-        ("layer_types", sliding, "full_attention in every layer"),
-        ("use_sliding_window", bool(hf.get("use_sliding_window")), "false"),
-        ("attention_bias", bool(hf.get("attention_bias")), "false"),
-    ]
+    return [*sliding_windows(hf), ("attention_bias", bool(hf.get("attention_bias")), "false")]
 
 
 def transformer_config(hf: Mapping[str, Any]) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from anygauge.testing.tiny import tiny_tokenizer
 from anygauge_hooks.errors import ConfigError, DataError
 from anygauge_hooks.models import AssistantTurns
 from anygauge_hooks.rl import Prompt
+from anygauge_models.mistral.spec import MISTRAL
 from anygauge_models.qwen3.spec import QWEN3
 
 WriteRows = Callable[..., Path]
@@ -60,6 +61,11 @@ THINKING_TEMPLATE = r"""
   {%- endif %}
 {%- endif %}"""
 """Does as Qwen3's: the turns after the last question alone keep their thinking, and the last one has some."""
+
+MISTRAL_TEMPLATE = (
+    "<s>{% for message in messages %}{% if message.role == 'user' %}[INST] {{ message.content }}[/INST]"
+    "{% else %} {{ message.content }}</s>{% endif %}{% endfor %}"
+)
 
 TURNS = QWEN3.assistant_turns
 
@@ -136,6 +142,13 @@ def test_every_turn_of_the_assistant_is_trained_on(read: Read, chat_tokenizer: A
     ]
     whole = chat_tokenizer.apply_chat_template(row["messages"], tokenize=False)
     assert chat_tokenizer.decode(prompt.tokens + prompt.response) == whole
+
+
+def test_the_turns_of_mistral(read: Read, chat_tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat_tokenizer, "chat_template", MISTRAL_TEMPLATE)
+    row = chat("Hello", "Hello!", "How are you?", "Well.")
+    (prompt,) = read(row, tokenizer=chat_tokenizer, turns=MISTRAL.assistant_turns)
+    assert trained(prompt, chat_tokenizer) == [" Hello!</s>", " Well.</s>"]
 
 
 TEXTS = st.text("ab \n.<>|", min_size=1, max_size=12).filter(str.strip)

@@ -26,7 +26,7 @@ from anygauge.plugins import Plugins, load_plugins
 from anygauge.testing.tiny import tiny_tokenizer
 from anygauge_hooks.errors import ConfigError, WeightMappingError
 from anygauge_hooks.kernels import KernelOp
-from anygauge_hooks.models import ModelSpec
+from anygauge_hooks.models import LayerKind, ModelSpec
 from anygauge_hooks.rl import Prompt, SamplingParams
 from anygauge_hooks.types import BackendSpec, Device
 
@@ -205,9 +205,8 @@ def policy_gradients(policy: Any) -> dict[str, torch.Tensor]:
 
 
 def test_the_short_way_is_of_plain_layers_alone(spec: ModelSpec, policy: Any) -> None:
-    found = {layer.is_short for layer in policy.chunks[0].decoder.layers}
-    mixed = {"glm4_moe": {True, False}, "qwen3_moe": {True, False}}  # a dense layer comes first
-    assert found == mixed.get(spec.name, {spec.name in {"llama", "qwen3"}})
+    is_plain = [kind == LayerKind() for kind in spec.layers(spec.tiny())]
+    assert [layer.is_short for layer in policy.chunks[0].decoder.layers] == is_plain
 
 
 def test_weights_come_out_as_they_went_in(policy: Any, checkpoint: Path) -> None:
@@ -312,25 +311,29 @@ def test_flops_of_short_sequences_are_two_per_active_weight(
     assert found == pytest.approx(2e9 * billions, rel=0.01)
 
 
-def test_flops_of_the_scores_are_those_of_half_a_square() -> None:
+HEADS = {
+    "deepseek_v3": 3 * 4 * (32 + 16),
+    "qwen3_5": 1 * 4 * (32 + 32),
+    "qwen3_5_moe": 1 * 4 * (32 + 32),
+}
+"""Layers with scores, their heads, and the sizes of a key and of a value, where these are not all alike."""
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_flops_of_the_scores_are_those_of_half_a_square(family: str) -> None:
     """By hand: multiplications and additions of queries with keys, and of weights with values."""
-    by_hand = {  # layers, heads, and the sizes of a key and of a value
-        "deepseek_v3": 3 * 4 * (32 + 16),
-        "glm4": 2 * 4 * (32 + 32),
-        "glm4_moe": 3 * 4 * (32 + 32),
-        "llama": 2 * 4 * (16 + 16),
-        "qwen3": 2 * 4 * (32 + 32),
-        "qwen3_5": 1 * 4 * (32 + 32),
-        "qwen3_5_moe": 1 * 4 * (32 + 32),
-        "qwen3_moe": 2 * 4 * (32 + 32),
-    }
-    assert by_hand.keys() == FAMILIES.keys()
-    for name, per_token in by_hand.items():
-        spec, hf = FAMILIES[name], FAMILIES[name].tiny()
-        assert spec.flops_per_token(hf, 100) - spec.flops_per_token(hf, 0) == 2 * per_token * 100 / 2
+    spec = FAMILIES[family]
+    hf = spec.tiny()
+    size = hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"]
+    per_token = HEADS.get(family, hf["num_hidden_layers"] * hf["num_attention_heads"] * (size + size))
+    assert spec.flops_per_token(hf, 100) - spec.flops_per_token(hf, 0) == 2 * per_token * 100 / 2
 
 
 REFUSED = [
+    ("mistral", "sliding_window", 4096),
+    ("mistral", "hidden_act", "gelu"),
+    ("qwen2", "use_sliding_window", True),
+    ("qwen2", "layer_types", ["full_attention", "sliding_attention"]),
     ("qwen3", "use_sliding_window", True),
     ("qwen3_moe", "attention_bias", True),
     ("qwen3_moe", "hidden_act", "gelu"),
@@ -410,6 +413,8 @@ def declared(spec: ModelSpec, hf: Mapping[str, Any]) -> Any:
 
 
 OLD = {
+    "mistral": {"rope_theta": 1e6},
+    "qwen2": {"rope_theta": 1e6},
     "qwen3": {"rope_theta": 1e6},
     "glm4": {"rope_theta": 1e4, "partial_rotary_factor": 0.5},
     "glm4_moe": {"rope_theta": 1e4, "partial_rotary_factor": 0.5},
@@ -461,6 +466,8 @@ VARIANTS = [
     ),
     ("qwen3_5", {"tie_word_embeddings": False, "linear_num_key_heads": 4, "linear_conv_kernel_dim": 3}),
     ("qwen3_5", {"rope_parameters": PLAIN, "layer_types": None, "num_hidden_layers": 4}),
+    ("mistral", {"head_dim": None, "tie_word_embeddings": True}),
+    ("qwen2", {"tie_word_embeddings": False, "num_key_value_heads": 4}),
     ("qwen3", {"tie_word_embeddings": False}),
     ("qwen3_moe", {"norm_topk_prob": False, "mlp_only_layers": [], "decoder_sparse_step": 2}),
     ("glm4", {"attention_bias": False, "tie_word_embeddings": True}),
@@ -667,7 +674,7 @@ def test_a_family_of_another_package_works_as_the_page_shows_it(
     source, installed = tmp_path / "source", tmp_path / "installed"
     source.mkdir()
     files = FILES.findall(PAGE.read_text(encoding="utf-8"))
-    assert [name for name, _ in files] == ["pyproject.toml", "anygauge_mistral.py"]
+    assert [name for name, _ in files] == ["pyproject.toml", "anygauge_seed_oss.py"]
     for name, text in files:
         (source / name).write_text(text, encoding="utf-8")
     options = ("--no-deps", "--no-index", "--no-build-isolation", "--disable-pip-version-check", "--quiet")
@@ -677,13 +684,13 @@ def test_a_family_of_another_package_works_as_the_page_shows_it(
     monkeypatch.syspath_prepend(installed)
     plugins = load_plugins()
     outside = Host(plugins, host.backend, host.device)
-    spec = plugins.get("register_models", "mistral")
+    spec = plugins.get("register_models", "seed_oss")
     path = write_tiny(spec, tmp_path / "model")
     compare_logits(outside, path, sequences)
     assert differing_defaults(spec) == []
     config = json.loads((path / "config.json").read_text())
-    for key, value in (("sliding_window", 4096), ("hidden_act", "gelu")):
-        with pytest.raises(ConfigError, match=f"{key} = {value!r} is not supported by the mistral family"):
+    for key, value in (("attention_out_bias", True), ("hidden_act", "gelu")):
+        with pytest.raises(ConfigError, match=f"{key} = {value!r} is not supported by the seed_oss family"):
             spec.transformer_config({**config, key: value})
 
 

@@ -1,0 +1,1 @@
+"""Mistral, dense, without a sliding window (https://arxiv.org/abs/2310.06825)."""

@@ -1,0 +1,72 @@
+"""From Mistral's Hugging Face config to Megatron's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from anygauge_hooks.errors import ConfigError
+from anygauge_models.architecture import (
+    attention_sizes,
+    decoder_config,
+    dense_flops,
+    head_size,
+    model_options,
+    refuse_variants,
+)
+
+__all__ = ["attention_of", "flops_per_token", "model_options", "tiny", "transformer_config"]
+
+_WINDOW = 4096
+"""That transformers takes where a config has none."""
+
+
+def attention_of(hf: Mapping[str, Any]) -> dict[str, Any]:
+    """Return query heads, groups of them, and the size of a head."""
+    return attention_sizes(hf, head_size(hf))
+
+
+def transformer_config(hf: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of ``TransformerConfig`` that the architecture fixes.
+
+    :raises ConfigError: The checkpoint uses a variant that is not implemented.
+    """
+    refuse_variants(hf, "mistral", [])
+    _refuse_window(hf)
+    return decoder_config(hf, **attention_of(hf))
+
+
+def _refuse_window(hf: Mapping[str, Any]) -> None:
+    """Refuse the window of version 0.1, with which published checkpoints do come."""
+    if (window := hf.get("sliding_window", _WINDOW)) is not None:
+        raise ConfigError(
+            f"The checkpoint's sliding_window = {window!r} is not supported by the mistral family, "
+            "which needs null.",
+            hint=f"Sequences of at most {window} tokens never reach the end of the window. For these, set "
+            f"sliding_window to null and max_position_embeddings to {window} in config.json.",
+        )
+
+
+def flops_per_token(hf: Mapping[str, Any], sequence_length: int) -> float:
+    """Return the floating-point operations of a forward pass per token, causal attention counted once."""
+    return dense_flops(hf, sequence_length, **attention_of(hf))
+
+
+def tiny() -> dict[str, Any]:
+    """Return a config that trains on a laptop in seconds; its heads are larger than their share."""
+    return {
+        "architectures": ["MistralForCausalLM"],
+        "model_type": "mistral",
+        "vocab_size": 64,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "rms_norm_eps": 1e-5,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0},
+        "max_position_embeddings": 512,
+        "sliding_window": None,
+        "tie_word_embeddings": False,
+    }
