@@ -1,6 +1,7 @@
 """The commands of the tutorials, run in order as a reader runs them, with fewer steps and a tiny model.
 
-All pages run at once, each in a directory of its own: a command mostly waits for one process to start.
+Each page has a directory of its own. Its shell finds stand-ins for ``anygauge`` and ``python``, forked with
+everything imported; ``make soak`` runs two pages as they are written, with processes of their own.
 """
 
 from __future__ import annotations
@@ -8,32 +9,28 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from anygauge.testing.datasets import write_gsm8k
 from anygauge.testing.tiny import tiny_qwen3, tiny_tokenizer
+from anygauge.testing.warm import WarmProcesses
+from anygauge.testing.warm_commands import warm_commands
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = {path.name: path for path in sorted((ROOT / "docs" / "tutorials").glob("*.md"))}
-LONG = {
-    "agent_arithmetic.md",
-    "grpo_arithmetic.md",
-    "one_gpu.md",
-    "ppo_arithmetic.md",
-    "sft_arithmetic.md",
-    "shapes_vlm.md",
-}
-"""Pages that wait for ``make soak``: each start of a run takes 10 s of a core."""
 DEADLINE_S = 230
+MAKE_INPUTS = "python examples/arithmetic/make_inputs.py --out runs/arithmetic-inputs"
 
 NOT_RUN = {
     "README.md": {
@@ -159,28 +156,20 @@ def status(command: str) -> int:
 # Stand-ins for what a reader has and this place has not
 # -------------------------------------------------------------------------
 
-PROBLEMS = [
-    {"question": f"Ann has {n} pens and buys {n + 2}.", "answer": f"{n} + {n + 2}\n#### {2 * n + 2}"}
-    for n in range(240)
-]
-
-
-def write_model(directory: Path) -> None:
-    texts = [text for row in PROBLEMS for text in row.values()]
-    tiny_qwen3(directory, tokenizer=tiny_tokenizer(directory, texts=texts))
-
 
 def write_files(directory: Path) -> None:
-    """Make what ``gsm8k.md`` has downloaded."""
-    write_model(directory / "models" / "Qwen3-1.7B")
+    """Make what ``gsm8k.md`` has downloaded: a model, and rows that its tokenizer knows."""
     data = directory / "data" / "gsm8k"
     data.mkdir(parents=True)
-    for name in ("train", "test"):
-        (data / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in PROBLEMS))
+    write_gsm8k(data)
+    texts = [text for row in read_rows(data / "train.jsonl") for text in row.values()]
+    model = directory / "models" / "Qwen3-1.7B"
+    tiny_qwen3(model, tokenizer=tiny_tokenizer(model, texts=texts))
 
 
-def write_cache(home: Path) -> None:
-    """Make what ``one_gpu.md`` has downloaded, where the hub's client keeps it."""
+def write_cache(directory: Path) -> None:
+    """Put the same where the hub's client keeps what ``one_gpu.md`` has downloaded."""
+    home = directory / ".hf"
 
     def snapshot(name: str) -> Path:
         repository, commit = home / "hub" / name, "5f3c" * 10
@@ -188,11 +177,16 @@ def write_cache(home: Path) -> None:
         (repository / "refs" / "main").write_text(commit)
         return repository / "snapshots" / commit
 
-    write_model(snapshot("models--Qwen--Qwen3-0.6B"))
+    shutil.copytree(directory / "models" / "Qwen3-1.7B", snapshot("models--Qwen--Qwen3-0.6B"))
     data = snapshot("datasets--openai--gsm8k") / "main"
     data.mkdir(parents=True)
     for name in ("train", "test"):
-        pq.write_table(pa.Table.from_pylist(PROBLEMS), data / f"{name}-00000-of-00001.parquet")
+        rows = read_rows(directory / "data" / "gsm8k" / f"{name}.jsonl")
+        pq.write_table(pa.Table.from_pylist(rows), data / f"{name}-00000-of-00001.parquet")
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 # -------------------------------------------------------------------------
@@ -201,9 +195,12 @@ def write_cache(home: Path) -> None:
 
 
 class Session:
-    """A shell in which the commands of a page run, one after the other, until one fails."""
+    """A shell in which the commands of a page run, one after the other, until one fails.
 
-    def __init__(self, page: Page, directory: Path, *, as_written: bool = False) -> None:
+    :param commands: Folder of those that are forked; ``None`` runs the page as it is written.
+    """
+
+    def __init__(self, page: Page, directory: Path, commands: Path | None = None) -> None:
         self.page = page
         self.directory = directory
         self._outputs = directory / ".outputs"
@@ -211,15 +208,15 @@ class Session:
         (directory / "examples").symlink_to(ROOT / "examples")
         for name, text in page.files.items():
             (directory / name).write_text(text)
-        lines = [] if as_written else [KILL_AFTER_A_SAVE]
+        lines = [KILL_AFTER_A_SAVE] if commands else []
         for number, command in enumerate(page.run):
-            text = command.text if as_written else shorter(command.text)
+            text = shorter(command.text) if commands else command.text
             lines += [f"{{ {text}", f"}} > .outputs/{number} 2>&1"]
             lines += [f"found=$?; [ $found = {status(command.text)} ] || exit $(( found ? found : 1 ))"]
         self._shell = subprocess.Popen(
             ["bash", "-c", "\n".join(lines)],
             cwd=directory,
-            env=environment(directory),
+            env=environment(directory, commands),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -245,11 +242,12 @@ class Session:
             self._shell.wait()
 
 
-def environment(directory: Path) -> dict[str, str]:
+def environment(directory: Path, commands: Path | None) -> dict[str, str]:
     """Return an environment in which this interpreter's commands are found and no name is looked up."""
+    folders = [*([commands] if commands else []), Path(sys.executable).parent, os.environ["PATH"]]
     return {
         **os.environ,
-        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "PATH": ":".join(map(str, folders)),
         "HOME": str(directory),
         "HF_HOME": str(directory / ".hf"),
         "HF_HUB_OFFLINE": "1",
@@ -257,20 +255,19 @@ def environment(directory: Path) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def sessions(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Mapping[str, Session]]:
-    """Begin with every page that was asked for, and return them by name."""
-    asked = [item for item in request.session.items if request.fixturename in item.fixturenames]
-    begun = {}
-    with ExitStack() as stack:
-        for name in [item.callspec.params["name"] for item in asked]:
-            directory = tmp_path_factory.mktemp("tutorial")
-            write_files(directory)
-            write_cache(directory / ".hf")
-            begun[name] = Session(read_page(PAGES[name]), directory)
-            stack.callback(begun[name].end)
-        yield begun
+def commands(warm_processes: WarmProcesses, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Return the folder of the commands that are forked."""
+    with warm_commands(warm_processes, tmp_path_factory.mktemp("commands")) as folder:
+        yield folder
+
+
+@pytest.fixture(scope="module")
+def inputs(commands: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a directory with the inputs of the pages on arithmetic, which a reader makes once too."""
+    directory = tmp_path_factory.mktemp("inputs")
+    page = Page(run=[Command(MAKE_INPUTS)], not_run=[], files={}, paths=[])
+    Session(page, directory, commands).wait(DEADLINE_S)
+    return directory / "runs" / "arithmetic-inputs"
 
 
 def form(line: str) -> str:
@@ -298,26 +295,41 @@ def assert_kept_its_word(session: Session, timeout_s: float) -> None:
         assert list(session.directory.glob(pattern)), f"{path} is not there"
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.soak] if name in LONG else []) for name in PAGES]
-)
-def test_a_tutorial_does_what_it_says(name: str, sessions: Mapping[str, Session]) -> None:
-    assert_kept_its_word(sessions[name], DEADLINE_S)
+@pytest.mark.parametrize("name", PAGES)
+def test_a_tutorial_does_what_it_says(name: str, commands: Path, inputs: Path, tmp_path: Path) -> None:
+    page = read_page(PAGES[name])
+    write_files(tmp_path)
+    write_cache(tmp_path)
+    if name != "grpo_arithmetic.md":  # which shows how they are made
+        shutil.copytree(inputs, tmp_path / "runs" / "arithmetic-inputs")
+    session = Session(page, tmp_path, commands)
+    try:
+        assert_kept_its_word(session, DEADLINE_S)
+    finally:
+        session.end()
+
+
+def metric(run: Path, key: str) -> list[float]:
+    return [row[key] for row in read_rows(run / "metrics.jsonl") if key in row]
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(1900)
-@pytest.mark.parametrize("name", ["grpo_arithmetic.md", "sft_arithmetic.md"])
-def test_a_tutorial_as_it_is_written(name: str, tmp_path: Path) -> None:
-    session = Session(read_page(PAGES[name]), tmp_path, as_written=True)
+@pytest.mark.parametrize(
+    ("name", "run"), [("grpo_arithmetic.md", "first"), ("sft_arithmetic.md", "sft-then-grpo")]
+)
+def test_a_tutorial_as_it_is_written(name: str, run: str, tmp_path: Path) -> None:
+    session = Session(read_page(PAGES[name]), tmp_path)
     try:
         assert_kept_its_word(session, 1800)
     finally:
         session.end()
-    runs = {"grpo_arithmetic.md": "first", "sft_arithmetic.md": "sft-then-grpo"}
-    lines = (tmp_path / "runs" / runs[name] / "metrics.jsonl").read_text().splitlines()
-    scores = [row["eval/held-out"] for row in map(json.loads, lines) if "eval/held-out" in row]
+    scores = metric(tmp_path / "runs" / run, "eval/held-out")
     assert scores[-1] > 0.75
+    assert min(scores) == scores[0]
+    if name == "sft_arithmetic.md":
+        losses = metric(tmp_path / "runs" / "arithmetic-sft", "train/loss")
+        assert max(losses) < 1.2 * losses[0], "the learning rate is warmed up"
 
 
 # -------------------------------------------------------------------------

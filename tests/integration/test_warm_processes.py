@@ -121,6 +121,13 @@ def test_the_process_of_the_tests_adopts_no_other_orphans(start: Start) -> None:
     assert f"\nPPid:\t{os.getpid()}\n" not in Path(f"/proc/{int(orphan)}/status").read_text()
 
 
+def test_libraries_read_the_environment_that_it_was_given(start: Start, tmp_path: Path) -> None:
+    text = "from huggingface_hub import constants; print(constants.HF_HUB_CACHE)"
+    process, output = start(text, env={**os.environ, "HF_HOME": str(tmp_path / "elsewhere")})
+    assert process.wait(60) == 0
+    assert output.read_text().strip() == str(tmp_path / "elsewhere" / "hub")
+
+
 def test_a_script_imports_what_lies_beside_it(start_script: StartScript, tmp_path: Path) -> None:
     (tmp_path / "beside_the_script.py").write_text("found = 'it'")
     script = tmp_path / "script.py"

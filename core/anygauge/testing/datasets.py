@@ -23,7 +23,7 @@ def write_gsm8k(directory: Path) -> Path:
     An answer has several lines, calculator annotations in most of them, and its result behind ``####``:
     a whole number, with commas from 1,000 on.
     """
-    for name, seed, length in (("train", 0, 200), ("test", 1, 60)):
+    for name, seed, length in (("train", 0, 240), ("test", 1, 60)):
         rng = random.Random(seed)
         _write_rows(directory / f"{name}.jsonl", [_word_problem(rng) for _ in range(length)])
     return directory

@@ -54,6 +54,8 @@ _MODULES = (
     "transformers.models.qwen3.modeling_qwen3",
 )
 """What workers import, not counting what these import."""
+_READ_ENVIRONMENT = {"huggingface_hub.constants"}
+"""Modules whose values are those of the environment that they were imported in."""
 _ROLE = "actor"
 _TIMEOUT_S = 1800.0
 """Of collectives, unless the run that takes a process says otherwise."""
@@ -365,6 +367,8 @@ def _become(request: _Request, given: Sequence[int]) -> NoReturn:
         os.close(each)
     os.environ.clear()
     os.environ.update(request.env)
+    for name in _READ_ENVIRONMENT & sys.modules.keys():
+        importlib.reload(sys.modules[name])
     os.chdir(request.directory)
     sys.path[:] = request.path
     sys.argv[:] = [request.module, *request.arguments]

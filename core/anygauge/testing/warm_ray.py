@@ -12,14 +12,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import select
-import socket
 import sys
-import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from anygauge.testing.warm_requests import answer_requests, run_forked
 
 if TYPE_CHECKING:
     from anygauge.testing.warm import WarmProcesses
@@ -27,8 +26,6 @@ if TYPE_CHECKING:
 __all__ = ["warm_ray_workers"]
 
 _SOCKET = "ANYGAUGE_TEST_RAY_WORKERS"
-_MESSAGE_BYTES = 1 << 17
-_LOOK_S = 0.05
 
 
 @contextmanager
@@ -38,13 +35,9 @@ def warm_ray_workers(processes: WarmProcesses, directory: Path, ray_constants: A
     :param directory: For a socket.
     :param ray_constants: The module of Ray that names the script.
     """
-    processes.prepare()  # by a thread that stays: what a thread has started can die with it
-    path, script = str(directory / "workers"), ray_constants.SETUP_WORKER_FILENAME
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listening:
-        listening.bind(path)
-        listening.listen()
-        threading.Thread(target=_accept, args=(listening, processes), daemon=True).start()
-        os.environ[_SOCKET] = path
+    path, script = directory / "workers", ray_constants.SETUP_WORKER_FILENAME
+    with answer_requests(processes, path):
+        os.environ[_SOCKET] = str(path)
         ray_constants.SETUP_WORKER_FILENAME = (
             __file__  # joined to a folder, an absolute path stays what it is
         )
@@ -53,35 +46,6 @@ def warm_ray_workers(processes: WarmProcesses, directory: Path, ray_constants: A
         finally:
             ray_constants.SETUP_WORKER_FILENAME = script
             del os.environ[_SOCKET]
-            listening.shutdown(socket.SHUT_RDWR)
-
-
-def _accept(listening: socket.socket, processes: WarmProcesses) -> None:
-    while True:
-        try:
-            connection, _ = listening.accept()
-        except OSError:  # it was shut down
-            return
-        threading.Thread(target=_start, args=(connection, processes), daemon=True).start()
-
-
-def _start(connection: socket.socket, processes: WarmProcesses) -> None:
-    """Start a worker and tell how it ends. It does not outlive who asked for it."""
-    with connection:
-        message, given, _, _ = socket.recv_fds(connection, _MESSAGE_BYTES, 2)
-        if not message:
-            return
-        asked = json.loads(message)
-        worker = processes.start(**asked, output=given[0], errors=given[1])
-        for each in given:
-            os.close(each)
-        while worker.poll() is None:
-            if select.select([connection], [], [], _LOOK_S)[0]:
-                worker.kill()
-                worker.wait()
-                return
-        with suppress(OSError):  # Ray has killed who asked
-            connection.send(str(worker.returncode).encode())
 
 
 # -------------------------------------------------------------------------
@@ -97,12 +61,7 @@ def _main() -> int:
     known, (script, *arguments) = parser.parse_known_args()
     variables = json.loads(known.serialized_runtime_env_context).get("env_vars") or {}
     env = {**os.environ, **variables}
-    asked = {"module": script, "arguments": arguments, "env": env, "directory": str(Path.cwd())}
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2 * _MESSAGE_BYTES)
-        connection.connect(env.pop(_SOCKET))
-        socket.send_fds(connection, [json.dumps(asked).encode()], [1, 2])
-        return int(connection.recv(16) or 1)
+    return run_forked(env.pop(_SOCKET), script, arguments, env)
 
 
 if __name__ == "__main__":
