@@ -69,7 +69,10 @@ class WeightApi:
     """Answers with the ``weight_version``."""
 
 
-_GENERATES = ("/generate", "/model_info", "/server_info", "/v1/")
+_GENERATES = (
+    *("/generate", "/v1/", "/model_info", "/server_info"),
+    *("/get_model_info", "/get_server_info"),  # their older names
+)
 """Paths, or their beginnings, that SGLang has for whoever generates; the others manage the server."""
 
 
