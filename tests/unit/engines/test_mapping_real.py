@@ -273,7 +273,7 @@ def problems(config: Config, hf: Mapping[str, Any]) -> list[str]:
     found = [
         *size_problems(config.placement.num_workers, sizes),
         *model_problems(sizes, architecture, options),
-        *option_problems(options),
+        *option_problems(config.train),
     ]
     return [f"{problem.path}: {problem.hint}" for problem in found]
 

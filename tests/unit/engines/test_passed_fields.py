@@ -75,7 +75,7 @@ REPLICATED = {"use_distributed_optimizer": False}
 SGD = {**REPLICATED, "optimizer": "sgd"}
 CASES = {
     "moe_router_bias_update_rate": Case(0.1),
-    "moe_router_dtype": Case("fp64"),
+    "moe_router_dtype": Case("fp64", calls_of("router in torch.float64")),
     "deallocate_pipeline_outputs": Case(True, calls_of("custom_backward")),
     "disable_bf16_reduced_precision_matmul": Case(
         True, lambda one, other: one.sums_in_bfloat16 and not other.sums_in_bfloat16, {"dtype": "bfloat16"}
@@ -129,6 +129,8 @@ def counted(context: WorkerContext) -> Iterator[Counter[str]]:
     from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup as Buckets
     from megatron.core.pipeline_parallel import schedules
 
+    from anygauge.engines.megatron.layers.moe import Router
+
     counts: Counter[str] = Counter()
     with pytest.MonkeyPatch.context() as patch:
         for owner, name in (
@@ -136,7 +138,17 @@ def counted(context: WorkerContext) -> Iterator[Counter[str]]:
             *((Buckets, "register_grad_ready"), (Buckets, "finish_param_sync")),
         ):
             patch.setattr(owner, name, counting(getattr(owner, name), counts, name))
+        patch.setattr(Router, "gating", counting_dtypes(Router.gating, counts, "router in"))
         yield counts
+
+
+def counting_dtypes(function: Callable[..., torch.Tensor], counts: Counter[str], name: str) -> Any:
+    def counted(*args: Any) -> torch.Tensor:
+        result = function(*args)
+        counts[f"{name} {result.dtype}"] += 1
+        return result
+
+    return counted
 
 
 def counting(function: Callable[..., Any], counts: Counter[str], name: str) -> Callable[..., Any]:

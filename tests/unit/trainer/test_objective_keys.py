@@ -157,7 +157,7 @@ NO_LOSS: Mapping[str, Mapping[str, str]] = {
     "changes how a model computes, before any loss": {
         "train.engine": f"{ENGINE}logits_equal_transformers",
         "train.dtype": f"{ENGINE}bfloat16_trains",
-        "train.megatron": f"{ENGINE}megatron_fields_pass_through",
+        "train.megatron": "tests/unit/engines/test_passed_fields.py",
         "train.provider": "tests/backends/npu/test_mindspeed.py",
         "train.provider_options": "tests/backends/npu/test_mindspeed.py",
         "train.router_replay": (

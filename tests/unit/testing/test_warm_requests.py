@@ -1,4 +1,4 @@
-"""Workers of a Ray cluster: whoever asks for one may be killed at any moment."""
+"""Requests for forked processes: whoever asks for one may be killed at any moment."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from anygauge.testing import warm_ray
+from anygauge.testing import warm_requests
 
 
 class Ended:
@@ -34,5 +34,5 @@ def test_one_that_leaves_is_not_answered(asks: bool) -> None:
             socket.send_fds(theirs, [json.dumps({"module": "m"}).encode()], [1, 2])
     processes: Any = Processes()
     before = len(os.listdir("/proc/self/fd"))
-    warm_ray._start(ours, processes)
+    warm_requests._start(ours, processes)
     assert len(os.listdir("/proc/self/fd")) == before - 1, "the connection is closed, and what came over it"
