@@ -12,12 +12,13 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from pydantic import TypeAdapter
 from torch import Tensor
 
 from anygauge.config import Config
 from anygauge.config.roles import as_language_model
+from anygauge.distributed.all_gather import all_gather_values
 from anygauge.engines.megatron.weights.hf import read_config, reading_config
-from anygauge.engines.megatron.weights.loading import from_every_rank
 from anygauge.engines.megatron.weights.mapping import TensorRule, copied_embedding
 from anygauge.plugins import Plugins
 from anygauge_hooks.errors import AnygaugeError, RankMismatchError
@@ -34,6 +35,9 @@ _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """The integers of as many bytes."""
 _ODD = 0x2545F4914F6CDD1D
 """Any large odd number."""
+_DIGEST = TypeAdapter(str)
+_FACTS = TypeAdapter(dict[str, str] | None)
+_NAMES = TypeAdapter(list[str])
 
 
 # -------------------------------------------------------------------------
@@ -55,8 +59,8 @@ def check_configs_agree(config: Config, plugins: Plugins) -> None:
     except AnygaugeError as error:
         problem = error
     found = [facts]
-    if len(set(from_every_rank(hashlib.blake2b(repr(facts).encode()).digest()))) > 1:
-        found = from_every_rank(facts)
+    if len(set(all_gather_values(hashlib.blake2b(repr(facts).encode()).hexdigest(), _DIGEST))) > 1:
+        found = all_gather_values(facts, _FACTS)
     if problem is not None:
         raise problem
     if len(found) > 1:
@@ -120,7 +124,8 @@ def check_ranks_agree(tensors: Mapping[str, Tensor], rules: Sequence[TensorRule]
     device = next(iter(tensors.values())).device
     prints = _fingerprints(tensors, device)
     mine = [text for names, group in _replicas(tensors, rules) for text in _odd(prints, names, group, device)]
-    different = list(dict.fromkeys(chain.from_iterable(from_every_rank(mine))))
+    told = all_gather_values(mine, _NAMES)
+    different = list(dict.fromkeys(chain.from_iterable(told)))
     if different:
         of_role = f" of the {role}" if role else ""
         raise RankMismatchError(

@@ -15,10 +15,12 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from pydantic import ConfigDict, TypeAdapter
 from torch import Tensor
 
 from anygauge.config import Config
 from anygauge.device import memory_phase, seed_everything
+from anygauge.distributed.all_gather import all_gather_values
 from anygauge.engines.megatron.agreement import check_configs_agree, check_ranks_agree
 from anygauge.engines.megatron.checkpoints.checkpoint import Checkpointer
 from anygauge.engines.megatron.gradients import begin_gradients
@@ -41,6 +43,8 @@ from anygauge_hooks.errors import ConfigError, NonFiniteError
 from anygauge_hooks.rl import TrainSample
 
 __all__ = ["MegatronEngine"]
+
+_NUMBERS = TypeAdapter(float | list[float], config=ConfigDict(ser_json_inf_nan="constants"))
 
 
 class MegatronEngine:
@@ -327,10 +331,9 @@ class MegatronEngine:
     def sum_over_shares(self, values: Tensor) -> Tensor:
         """Return the sum over data-parallel ranks, with every bit the same on each. A collective."""
         group = parallel_state.get_data_parallel_group()
-        found: list[Any] = [None] * dist.get_world_size(group)
         with make_scope(self.context.device):
-            dist.all_gather_object(found, values.tolist(), group=group)
-        return torch.tensor(found, dtype=values.dtype).sum(0)
+            terms = all_gather_values(values.tolist(), _NUMBERS, group)
+        return torch.tensor(terms, dtype=values.dtype).sum(0)
 
     def timings(self) -> Mapping[str, float]:
         """Return and reset the seconds spent since the last call, by phase."""

@@ -8,12 +8,16 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.transformer.transformer_config import TransformerConfig
+from pydantic import ConfigDict, TypeAdapter
 from torch import Tensor
 
+from anygauge.distributed.all_gather import all_gather_values
 from anygauge.engines.megatron.inputs import PlannedBatch
 from anygauge.engines.megatron.layers.context_parallel import Cut
 
 __all__ = ["common_count", "from_last_stage", "sum_metrics", "token_cut", "token_slice"]
+
+_METRICS = TypeAdapter(dict[str, float], config=ConfigDict(ser_json_inf_nan="constants"))
 
 
 def token_cut(config: TransformerConfig) -> Cut:
@@ -83,7 +87,4 @@ def sum_metrics(outputs: Sequence[Mapping[str, Tensor]], device: torch.device) -
     sums = dict(zip(names, totals.tolist(), strict=True))
     if parallel_state.get_pipeline_model_parallel_world_size() == 1:
         return sums
-    sent = [sums]
-    last = parallel_state.get_pipeline_model_parallel_last_rank()
-    dist.broadcast_object_list(sent, last, parallel_state.get_pipeline_model_parallel_group())
-    return sent[0]
+    return all_gather_values(sums, _METRICS, parallel_state.get_pipeline_model_parallel_group())[-1]

@@ -12,13 +12,21 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from pydantic import TypeAdapter
 from torch import Tensor
 
-from anygauge.engines.megatron.weights.loading import from_every_rank
+from anygauge.distributed.all_gather import all_gather_values
+from anygauge.engines.megatron.weights.loading import BYTES_AS_TEXT
 from anygauge.engines.megatron.weights.mapping import TensorRule, hf_tensors, mapping_error
 from anygauge.engines.megatron.weights.sharding import Place, merge
 
 __all__ = ["Gathering", "plan_gathering"]
+
+DTYPES = {str(each): each for each in vars(torch).values() if isinstance(each, torch.dtype)}
+_FORMS = TypeAdapter(dict[int, tuple[tuple[int, ...], str]])
+"""Shape and dtype of a shard, by number of its rule."""
+_HELD = TypeAdapter(tuple[bytes, Place], config=BYTES_AS_TEXT)
+"""The rules whose tensors a rank holds, as bits, and its place."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,14 +113,14 @@ def plan_gathering(
     rank, ranks = (dist.get_rank(), _ranks_of(group)) if dist.is_initialized() else (0, [0])
     sources = _sources(stored, rules, place, ranks, group)
     mine = {
-        number: (tuple(stored[rule.canonical].shape), stored[rule.canonical].dtype)
+        number: (tuple(stored[rule.canonical].shape), str(stored[rule.canonical].dtype))
         for number, (rule, by_shard) in enumerate(zip(rules, sources, strict=True))
         if by_shard[0] == rank
     }
-    forms = {number: form for part in from_every_rank(mine, group) for number, form in part.items()}
+    forms = {number: form for part in all_gather_values(mine, _FORMS, group) for number, form in part.items()}
     return Gathering(
         tensors=[
-            _Shared(rule, shape=forms[number][0], dtype=forms[number][1], sources=sources[number])
+            _Shared(rule, shape=forms[number][0], dtype=DTYPES[forms[number][1]], sources=sources[number])
             for number, rule in enumerate(rules)
         ],
         rank=rank,
@@ -136,7 +144,8 @@ def _sources(
     """Return, for each rule, the first rank that holds each shard."""
     held = np.packbits([rule.canonical in stored for rule in rules])
     first: list[dict[int, int]] = [{} for _ in rules]
-    for rank, (bits, where) in zip(ranks, from_every_rank((held.tobytes(), place), group), strict=True):
+    told = all_gather_values((held.tobytes(), place), _HELD, group)
+    for rank, (bits, where) in zip(ranks, told, strict=True):
         for number in np.flatnonzero(np.unpackbits(np.frombuffer(bits, np.uint8), count=len(rules))).tolist():
             first[number].setdefault(where.index(rules[number].declared), rank)
     shards = [range(place.ways(rule.declared)) for rule in rules]

@@ -8,16 +8,19 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from pydantic import TypeAdapter
 from torch import Tensor
 
+from anygauge.distributed.all_gather import all_gather_values
 from anygauge.engines.megatron.weights.hf import TensorReader
-from anygauge.engines.megatron.weights.loading import from_every_rank, open_on_every_rank
+from anygauge.engines.megatron.weights.loading import open_on_every_rank
 from anygauge.engines.megatron.weights.mapping import TensorRule, left_out
 
 __all__ = ["tell_what_is_lost"]
 
 SHOWN = 5
 """Tensors that a warning names."""
+_NAMES = TypeAdapter(list[str])
 _log = logging.getLogger(__name__)
 
 
@@ -38,7 +41,7 @@ def tell_what_is_lost(
     :param dtype: Of the model.
     """
     with open_on_every_rank(directory) as source:
-        rounded = sorted(set().union(*from_every_rank(_rounded(stored, rules, source))))
+        rounded = sorted(set().union(*all_gather_values(_rounded(stored, rules, source), _NAMES)))
         if dist.get_rank() != 0:
             return
         for prefix, count in sorted(left_out(rules, source.names, unused).items()):

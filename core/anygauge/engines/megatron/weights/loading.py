@@ -13,9 +13,10 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
-import torch.distributed as dist
+from pydantic import ConfigDict, TypeAdapter
 from torch import Tensor
 
+from anygauge.distributed.all_gather import all_gather_values
 from anygauge.engines.megatron.weights.hf import TensorReader, open_tensors
 from anygauge.engines.megatron.weights.mapping import (
     SHOWN,
@@ -32,10 +33,14 @@ from anygauge.engines.megatron.weights.sharding import Place, hf_ranges, local_s
 from anygauge.engines.megatron.weights.stacks import straight
 from anygauge_hooks.errors import CheckpointError
 
-__all__ = ["TensorSource", "from_every_rank", "load_weights", "open_on_every_rank", "read_shard"]
+__all__ = ["TensorSource", "load_weights", "open_on_every_rank", "read_shard"]
 
 TYPES = frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float16})
 """Of weights; numbers of fewer bits mean nothing without scales, which no family has."""
+BYTES_AS_TEXT = ConfigDict(ser_json_bytes="base64", val_json_bytes="base64")
+_READABLE = TypeAdapter(bool)
+_REPORT = TypeAdapter(tuple[bytes, list[str], int], config=BYTES_AS_TEXT)
+"""Of a rank: the rules whose tensors it holds as bits, the first of its problems, and their number."""
 
 
 class TensorSource(Protocol):
@@ -132,7 +137,7 @@ def _agree(
 ) -> None:
     """Raise on every rank if anything is wrong on one."""
     held = np.array([rule.canonical in stored for rule in rules], dtype=bool)
-    found = from_every_rank((np.packbits(held).tobytes(), list(problems[:SHOWN]), len(problems)))
+    found = all_gather_values((np.packbits(held).tobytes(), list(problems[:SHOWN]), len(problems)), _REPORT)
     holders = np.sum(
         [np.unpackbits(np.frombuffer(bits, np.uint8), count=len(rules)) for bits, *_ in found], 0
     )
@@ -167,7 +172,7 @@ def open_on_every_rank(directory: Path) -> Iterator[TensorReader]:
             reader = stack.enter_context(open_tensors(directory))
         except CheckpointError as error:
             problem = error
-        failed = [rank for rank, ok in enumerate(from_every_rank(problem is None)) if not ok]
+        failed = [rank for rank, ok in enumerate(all_gather_values(problem is None, _READABLE)) if not ok]
         if problem is not None:
             raise problem
         if reader is None or failed:
@@ -176,18 +181,6 @@ def open_on_every_rank(directory: Path) -> Iterator[TensorReader]:
                 hint="Every host must see the same files. The log of such a rank says more.",
             )
         yield reader
-
-
-def from_every_rank(mine: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """Return what every rank gives, by rank. A collective.
-
-    :param group: Or every rank of a group.
-    """
-    if not dist.is_initialized() or dist.get_world_size(group) == 1:
-        return [mine]
-    found: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(found, mine, group=group)
-    return found
 
 
 def read_shard(target: Tensor, rule: TensorRule, source: TensorSource, place: Place) -> None:
