@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import reprlib
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import dropwhile
 from numbers import Real
@@ -100,6 +100,15 @@ class Call:
             return self.failed(f"returned {problem} as {key!r}") if problem else (_plain(value), None)
         problem = _problem(value)
         return self.failed(f"returned {problem}") if problem else (float(value), None)
+
+    def received(self, outcomes: Sequence[Outcome], item: Item) -> list[Outcome]:
+        """Return the outcomes of an item that a process has sent, each value checked again.
+
+        :raises ValueError: They are not one for each of its samples.
+        """
+        if len(outcomes) != self.size(item):
+            raise ValueError(f"{len(outcomes)} outcomes for {self.size(item)} samples")
+        return [self.outcome(value) if error is None else (None, error) for value, error in outcomes]
 
     def failed(self, why: str) -> Outcome:
         """Return the outcome of a sample that could not be scored.

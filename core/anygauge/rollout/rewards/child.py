@@ -16,7 +16,15 @@ from pathlib import Path
 from anygauge.distributed.child_process import ChildProcess
 from anygauge.distributed.guard import KEPT_BYTES
 from anygauge.rollout.rewards.mark import Mark, mark_file
-from anygauge.rollout.rewards.messages import STACKS_MARK, STACKS_SIGNAL, UNHEARD, Ready, Results
+from anygauge.rollout.rewards.messages import (
+    LONGEST_REPLY,
+    STACKS_MARK,
+    STACKS_SIGNAL,
+    UNHEARD,
+    Ready,
+    Results,
+    decode_reply,
+)
 from anygauge.rollout.rewards.work import Work
 
 __all__ = ["Child"]
@@ -25,6 +33,8 @@ STACKS_S = 3.0
 """For a process that hangs to write its stacks to the log."""
 QUIET_S = 0.2
 """Without a new line, after which the stacks are taken to be whole."""
+READ_BYTES = 1 << 20
+"""At a time, of what a process sends."""
 GUARD_S = 5.0
 """For a guard to end everything."""
 
@@ -38,6 +48,8 @@ class Child:
         self.work: Work | None = None
         self.heard = time.monotonic()
         """When it last said something, or was given work."""
+        self._partial = bytearray()
+        """The beginning of a message that has not arrived whole."""
         with mark_file() as mark, _output(log) as output:
             self.mark = Mark(mark.fileno())
             self._process = ChildProcess(
@@ -57,13 +69,39 @@ class Child:
             self.connection.send_bytes(message)
         self.heard = time.monotonic()
 
-    def receive(self) -> Ready | Results | None:
-        """Return what has arrived, or ``None`` if the process has gone."""
-        with suppress(EOFError, OSError):
-            message: Ready | Results = pickle.loads(self.connection.recv_bytes())
+    def receive(self) -> list[Ready | Results] | None:
+        """Return the messages that have arrived whole, or ``None`` if the process has gone.
+
+        It never waits where there is something to read, so half a message holds nobody up.
+
+        :raises ValueError: Something else than a message has arrived.
+        """
+        try:
+            data = os.read(self.connection.fileno(), READ_BYTES)
+        except OSError:
+            return None
+        if not data:
+            return None
+        lines = self._whole_lines(data)
+        if lines:
             self.heard = time.monotonic()
-            return message
-        return None
+        return [decode_reply(line) for line in lines]
+
+    def _whole_lines(self, data: bytes) -> list[bytes]:
+        first, *others = data.split(b"\n")
+        self._partial += first
+        if len(self._partial) > LONGEST_REPLY:
+            raise ValueError(f"more than {LONGEST_REPLY} bytes")
+        if not others:
+            return []
+        lines = [bytes(self._partial), *others[:-1]]
+        self._partial = bytearray(others[-1])
+        return lines
+
+    def marked(self) -> tuple[int, int] | None:
+        """Return which item the process says it is at, and since when (monotonic, in ns), if it has it."""
+        mark = self.mark.read()
+        return mark if mark and self.work and 0 <= mark[0] < len(self.work.items) else None
 
     def exited(self) -> bool:
         """Return whether the process has ended."""
@@ -105,10 +143,10 @@ class Child:
 
     def last_words(self) -> list[Results]:
         """Return what a process that has ended sent before."""
-        words = []
-        with suppress(OSError):
-            while self.connection.poll(0) and (message := self.receive()) is not None:
-                words += [message] if isinstance(message, Results) else []
+        words: list[Results] = []
+        with suppress(OSError, ValueError):
+            while self.connection.poll(0) and (messages := self.receive()) is not None:
+                words += [message for message in messages if isinstance(message, Results)]
         return words
 
     def close(self) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
 import mmap
-import tempfile
+import os
 import time
 from typing import IO
 
@@ -14,8 +15,10 @@ _SIZE = 16
 
 def mark_file() -> IO[bytes]:
     """Return a file without a name for the marks of one process."""
-    file = tempfile.TemporaryFile()  # noqa: SIM115 - whoever asked for it closes it
+    file = os.fdopen(os.memfd_create("mark", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING), "r+b")
     file.truncate(_SIZE)
+    # A file that shrinks kills whoever has it mapped, and a reward function may try.
+    fcntl.fcntl(file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
     return file
 
 

@@ -8,13 +8,14 @@ import pickle
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import wait
 from pathlib import Path
 
 from anygauge.rollout.rewards.call import Call, Item, Outcome
 from anygauge.rollout.rewards.child import Child
-from anygauge.rollout.rewards.messages import Chunk, Results, Setup
+from anygauge.rollout.rewards.messages import Chunk, Ready, Results, Setup
 from anygauge.rollout.rewards.resolve import is_async
 from anygauge.rollout.rewards.work import Work
 from anygauge_hooks.errors import RewardError
@@ -181,14 +182,24 @@ class Pool:
 
     def _patience(self, processes: Sequence[Child]) -> float:
         """Return the seconds until a process may be overdue."""
-        begun = [mark[1] / 1e9 for process in processes if (mark := process.mark.read())]
+        begun = [mark[1] / 1e9 for process in processes if (mark := process.marked())]
         return max(0.0, min([POLL_S, *(at + self._timeout_s - time.monotonic() for at in begun)]))
 
     def _heed(self, rank: int, process: Child) -> None:
-        message = process.receive()
-        if message is None:
+        try:
+            messages = process.receive()
+            for message in messages or ():
+                if self._processes[rank] is process:
+                    self._take(rank, process, message)
+        except ValueError as error:
+            mark = process.marked()
+            self._bury(rank, process, mark and mark[0], f"wrote to the connection of its process: {error}")
+            return
+        if messages is None:
             self._bury(rank, process, None, None)
-        elif isinstance(message, Results):
+
+    def _take(self, rank: int, process: Child, message: Ready | Results) -> None:
+        if isinstance(message, Results):
             self._settle(rank, process, message)
         elif message.problem:
             raise self._cannot_start(process, message.problem)
@@ -208,7 +219,7 @@ class Pool:
 
     def _judge(self, rank: int, process: Child) -> None:
         """Kill a process that takes too long."""
-        now, mark = time.monotonic(), process.mark.read()
+        now, mark = time.monotonic(), process.marked()
         if not process.ready and now - process.heard > START_S:
             process.write_stacks()
             raise self._cannot_start(process, f"it is not ready after {START_S:g} s")
@@ -249,14 +260,15 @@ class Pool:
         """
         self._processes[rank] = None
         how = process.end(EXIT_S if why is None else 0.0)
-        mark, words = process.mark.read(), process.last_words()
+        mark, words = process.marked(), process.last_words()
         process.close()
         if not process.ready:
-            raise self._cannot_start(process, f"its process {how}")
+            raise self._cannot_start(process, f"it {why}" if why else f"its process {how}")
         if process.work is None:
             return
-        for results in words:
-            self._write_down(process.work, results)
+        with suppress(ValueError):  # nothing of what follows is believed
+            for results in words:
+                self._write_down(process.work, results)
         guilty = overdue if overdue is not None else mark[0] if mark and why is None else None
         why = why or f"did not return: its process {how}"
         self._waiting.extendleft(self._convict(process.work, guilty, why))
@@ -275,9 +287,13 @@ class Pool:
         return work.suspects()
 
     def _write_down(self, work: Work, results: Results) -> None:
-        work.write_down(results)
-        of_items = (outcomes for _, outcomes in results.outcomes)
-        self._failed[work.call] += sum(error is not None for outcomes in of_items for _, error in outcomes)
+        call = self._calls[work.call]
+        for index, outcomes in results.outcomes:
+            if index not in work.open:
+                raise ValueError(f"outcomes of item {index}, which is none of the open ones")
+            checked = call.received(outcomes, work.items[index])
+            work.settle(index, checked)
+            self._failed[work.call] += sum(error is not None for _, error in checked)
 
     def _cannot_start(self, process: Child, why: str) -> RewardError:
         return RewardError(

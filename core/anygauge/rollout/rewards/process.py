@@ -26,7 +26,15 @@ from typing import Any
 from anygauge.distributed.guard import Log, fork_guarded
 from anygauge.rollout.rewards.call import Call, Item, Outcome, failure
 from anygauge.rollout.rewards.mark import Mark
-from anygauge.rollout.rewards.messages import STACKS_SIGNAL, UNHEARD, Chunk, Ready, Results, Setup
+from anygauge.rollout.rewards.messages import (
+    STACKS_SIGNAL,
+    UNHEARD,
+    Chunk,
+    Ready,
+    Results,
+    Setup,
+    encode_reply,
+)
 from anygauge.rollout.rewards.resolve import Origin, imported, is_async
 
 __all__ = ["main"]
@@ -190,9 +198,10 @@ def main(socket: int, mark: int, log: int) -> None:
     threading.Thread(target=_receive, args=(connection, inbox), daemon=True).start()
 
     def send(message: Ready | Results) -> None:
-        data = pickle.dumps(message)
+        data = memoryview(encode_reply(message))
         try:
-            connection.send_bytes(data)
+            while data:
+                data = data[os.write(socket, data) :]
         except (BrokenPipeError, ConnectionResetError):
             return  # the driver has given this work up
         except OSError:

@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from anygauge.rollout.rewards.call import Item, Outcome
-from anygauge.rollout.rewards.messages import Results
 
 __all__ = ["Work"]
 
@@ -35,11 +34,6 @@ class Work:
         """Write down what became of an item."""
         self.results[self.positions[index]] = outcomes
         self.open.discard(index)
-
-    def write_down(self, results: Results) -> None:
-        """Settle what a process has sent."""
-        for index, outcomes in results.outcomes:
-            self.settle(index, outcomes)
 
     def rest(self, size: int) -> list[Work]:
         """Return what is still to be done, in chunks of at most ``size``."""
