@@ -409,6 +409,21 @@ def test_a_large_body_is_answered_before_it_is_sent(tokenizer: Any, known: bool,
     asyncio.run(main())
 
 
+@pytest.mark.parametrize("sees_images", [False, True])
+def test_text_beyond_the_context_is_not_even_parsed(tokenizer: Any, sees_images: bool) -> None:
+    """As long as images are no part of the body, whose bytes say nothing of its text."""
+
+    async def main() -> None:
+        async with serve_script(tokenizer, ["yes"], max_context_tokens=CONTEXT) as served:
+            if sees_images:
+                served.session._images._look = lambda messages: pytest.fail("there is none")  # type: ignore[assignment]
+            chat = {**OPENAI, "user": "a" * (6 * 16 * CONTEXT)}
+            assert (await post(served, CHAT, chat)).status_code == (200 if sees_images else 413)
+            assert served.session.spent != sees_images
+
+    asyncio.run(main())
+
+
 def test_a_body_without_a_length_is_read_up_to_the_limit(tokenizer: Any) -> None:
     async def main() -> None:
         async with serve_script(tokenizer, [], max_body_bytes=1000) as served:

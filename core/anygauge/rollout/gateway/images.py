@@ -72,6 +72,11 @@ class Images:
         self._known: dict[str, tuple[str, Media]] = {}
         """By image: how the model marks it, and what holds its place in that mark."""
 
+    @property
+    def taken(self) -> bool:
+        """Whether the model sees images."""
+        return self._look is not None
+
     async def marked(self, chat: Chat) -> Chat:
         """Return a chat whose images were taken, and have their marks in the text.
 

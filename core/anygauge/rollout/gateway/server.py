@@ -8,6 +8,7 @@ import hmac
 import logging
 import re
 import secrets
+import sys
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
@@ -333,21 +334,28 @@ class Gateway:
         return session, asked, hashlib.blake2b(request.path.encode() + b"\0" + raw).hexdigest()
 
     async def _body(self, request: web.Request, session: Session) -> bytes:
-        limit = self._options.max_body_bytes
+        limit = min(self._options.max_body_bytes, session.max_text_bytes or sys.maxsize)
         try:
-            if (request.content_length or 0) > limit:
-                raise web.HTTPRequestEntityTooLarge(limit, request.content_length or 0)
+            _check_length(request.content_length or 0, limit)
             async with asyncio.timeout(_BODY_TIMEOUT_S):
-                return await request.read()
+                raw = await request.read()
+            _check_length(len(raw), limit)
         except web.HTTPRequestEntityTooLarge as error:
             session.spent = True  # as with any prompt that has no room
             raise Refusal(
                 413,
-                f"The body is larger than {limit} bytes. Send less, or raise rollout.gateway.max_body_bytes.",
+                f"The body is larger than {limit} bytes. Send less, or raise rollout.gateway.max_body_bytes "
+                "and max_context_tokens.",
                 code="request_too_large",
             ) from error
         except TimeoutError as error:
             raise Refusal(408, f"The body did not come in {_BODY_TIMEOUT_S:g} s.") from error
+        return raw
+
+
+def _check_length(length: int, limit: int) -> None:
+    if length > limit:
+        raise web.HTTPRequestEntityTooLarge(limit, length)
 
 
 def _json_object(raw: bytes) -> Mapping[str, Any]:

@@ -29,6 +29,8 @@ __all__ = ["Asked", "Manner", "Session"]
 _CHARACTERS_PER_TOKEN = 16
 """More than any context full of text has: prose has 3 to 5 characters a token, indented code and tables up to
 8, and only long runs of blanks or rules have more."""
+_BYTES_PER_CHARACTER = 6
+"""Of JSON, which may write a character as an escape."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,6 +101,14 @@ class Session:
     def turns(self) -> Sequence[Turn]:
         """What was sampled, in the order in which it ended."""
         return self._turns.all
+
+    @property
+    def max_text_bytes(self) -> int | None:
+        """Largest body that can fit into the context, where there is one and images are not taken."""
+        context = self._manner.max_context_tokens
+        if context is None or self._images.taken:
+            return None
+        return _BYTES_PER_CHARACTER * _CHARACTERS_PER_TOKEN * context
 
     async def count(self, chat: Chat) -> int:
         """Return the tokens of the prompt that a chat would be.
