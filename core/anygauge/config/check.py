@@ -31,6 +31,7 @@ from anygauge.config.parallel_rules import (
 from anygauge.config.placement_rules import cluster_rule, colocation_rules, engines_rule
 from anygauge.config.reward_rules import label_rule, reward_functions, reward_rule
 from anygauge.config.schema import Config, Eval, EvalDataset
+from anygauge.config.secret_values import mask_rule
 from anygauge.config.tree import covers
 from anygauge.config.weight_sync_rules import weight_sync_rules
 from anygauge_hooks.types import ConfigProblem
@@ -257,6 +258,7 @@ RULES = (
         stale_rule,
         ("algorithm.mask_stale", "rollout.schedule", "rollout.partial", "rollout.max_staleness"),
     ),
+    Check(mask_rule, ()),
     Check(_schedule, ("train.lr", "train.min_lr", "train.adam_betas")),
     Check(_lengths, ("data.max_prompt_tokens", "rollout.max_new_tokens", "rollout.max_batch_tokens")),
 )

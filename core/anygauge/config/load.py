@@ -23,6 +23,7 @@ from anygauge.config.changes import AppliedChange, adjust
 from anygauge.config.check import check
 from anygauge.config.overrides import read_overrides
 from anygauge.config.schema import Config
+from anygauge.config.secret_values import masked
 from anygauge.config.tree import Tree, covers, flatten, merge, plain
 from anygauge.config.validate import NONE, QUOTES, Checked, validate
 from anygauge.hub import localized, pinned, unresolved
@@ -142,8 +143,9 @@ def dump_config(config: Config) -> str:
 
 
 def write_resolved(config: Config, path: str | Path) -> None:
-    """Write a config as :func:`dump_config` returns it."""
-    Path(path).write_text(dump_config(config), encoding="utf-8")
+    """Write a config as :func:`dump_config` returns it, but for its secrets, which are masked."""
+    tree = masked(_without_null(config.model_dump(mode="json")))
+    Path(path).write_text(tomli_w.dumps(tree), encoding="utf-8")
 
 
 def _without_null(tree: Mapping[str, Any]) -> Tree:

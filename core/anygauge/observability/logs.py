@@ -14,12 +14,13 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
 
 from anygauge import __version__
+from anygauge.config.secret_values import without_secrets
 from anygauge.observability.eval_names import EVAL_RESULT
 
 __all__ = ["DRIVER_LOG", "driver_log", "log_worker", "summary"]
@@ -35,10 +36,17 @@ STACKS_SIGNAL = signal.SIGUSR1
 
 
 class _Lines(logging.Formatter):
-    """One line per event; the further lines of one with more are indented."""
+    """One line per event; the further lines of one with more are indented.
+
+    :param secrets: Masked wherever they stand, also in command lines and tracebacks.
+    """
+
+    def __init__(self, form: str, secrets: Collection[str] = ()) -> None:
+        super().__init__(form, TIME)
+        self._secrets = secrets
 
     def format(self, record: logging.LogRecord) -> str:
-        return super().format(record).replace("\n", "\n    ")
+        return without_secrets(super().format(record), self._secrets).replace("\n", "\n    ")
 
 
 class _LogFile(logging.FileHandler):
@@ -83,7 +91,7 @@ def log_worker(role: str, rank: int) -> None:
     """Give what the loggers of this process say a time and a rank, on its standard error."""
     handler = logging.StreamHandler()
     handler.setFormatter(
-        _Lines(f"%(asctime)s.%(msecs)03d %(levelname)s [{role}-{rank}] %(name)s: %(message)s", TIME)
+        _Lines(f"%(asctime)s.%(msecs)03d %(levelname)s [{role}-{rank}] %(name)s: %(message)s")
     )
     handler.addFilter(_wanted)
     root = logging.getLogger()
@@ -92,7 +100,7 @@ def log_worker(role: str, rank: int) -> None:
 
 
 @contextmanager
-def driver_log(directory: Path, *, backend: str) -> Iterator[Path]:
+def driver_log(directory: Path, *, backend: str, secrets: Collection[str] = ()) -> Iterator[Path]:
     """Keep what this process says in ``logs/driver.log`` of a run directory, and how the run starts and ends.
 
     The core's loggers are heard from INFO on, others and Python's warnings from WARNING on. An error that
@@ -101,12 +109,13 @@ def driver_log(directory: Path, *, backend: str) -> Iterator[Path]:
 
     :param directory: Of the run; exists.
     :param backend: What the first line says of it.
+    :param secrets: Values that are masked, such as keys that were given on the command line.
     :returns: The file.
     """
     path = directory / DRIVER_LOG
     path.parent.mkdir(exist_ok=True)
     handler = _LogFile(path, encoding="utf-8", errors="backslashreplace")
-    handler.setFormatter(_Lines("%(asctime)s.%(msecs)03d %(levelname)s %(name)s: %(message)s", TIME))
+    handler.setFormatter(_Lines("%(asctime)s.%(msecs)03d %(levelname)s %(name)s: %(message)s", secrets))
     handler.addFilter(_wanted)
     alone = logging.Logger(f"{OURS}.run")  # beside the tree of loggers: what it says is not on the terminal
     alone.addHandler(handler)

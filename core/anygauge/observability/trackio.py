@@ -8,6 +8,7 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
+from anygauge.config.secret_values import masked
 from anygauge.observability.metrics import with_step_axes
 from anygauge_hooks.types import RunInfo
 
@@ -50,7 +51,7 @@ def make_trackio_tracker(run: RunInfo) -> TrackioTracker:
     with contextlib.redirect_stdout(io.StringIO()):
         started = trackio.init(
             **options,
-            config=run.config.model_dump(mode="json"),
+            config=masked(run.config.model_dump(mode="json")),
             resume="allow" if run.step else "never",
             embed=False,
             auto_log_cpu=False,

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from anygauge.config.secret_values import masked
 from anygauge.observability.metrics import with_step_axes
 from anygauge_hooks.errors import ConfigError
 from anygauge_hooks.types import RunInfo
@@ -62,7 +63,7 @@ def make_wandb_tracker(run: RunInfo) -> WandbTracker:
     started = wandb.init(
         **{"project": PROJECT, "name": run.name, **options},
         dir=str(folder),
-        config=run.config.model_dump(mode="json"),
+        config=masked(run.config.model_dump(mode="json")),
         id=id_file.read_text(encoding="ascii").strip() if id_file.is_file() else None,
         resume="allow",
         settings=wandb.Settings(console="off", quiet=True),

@@ -13,6 +13,7 @@ from typing import Any, BinaryIO
 
 from anygauge.config import Config
 from anygauge.config.load import dump_config
+from anygauge.config.secret_values import masked
 from anygauge.config.tree import flatten
 from anygauge.disk import free_name, remove_abandoned
 from anygauge.trainer.checkpoints import SUPERSEDED, append_only_files, installed_packages
@@ -114,13 +115,13 @@ def _effect(change: _Change, config: Config) -> str:
 
 def _changes(old: Path, config: Config) -> Iterator[_Change]:
     try:
-        before = flatten(tomllib.loads(old.read_text(encoding="utf-8")))
+        before = _leaves(old.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise CheckpointError(
             f"{old} cannot be read, so it is not known what run this is: {error}",
             hint="Bring the file back, or start anew with --overwrite.",
         ) from error
-    after, usual = flatten(tomllib.loads(dump_config(config))), _defaults(config)
+    after, usual = _leaves(dump_config(config)), _defaults(config)
     for key in sorted(before.keys() | after.keys()):
         now = after.get(key, ABSENT)
         # A run of an earlier version knew nothing of a key, and did what is the default of the key today.
@@ -129,10 +130,15 @@ def _changes(old: Path, config: Config) -> Iterator[_Change]:
             yield _Change(key, was, now)
 
 
+def _leaves(text: str) -> dict[str, Any]:
+    """Return the keys of a resolved config. Its secrets are masked: another one makes no other run."""
+    return flatten(masked(tomllib.loads(text)))
+
+
 def _defaults(config: Config) -> Mapping[str, Any]:
     """Return every key that has a default, with it."""
     required = {"run": {"name": config.run.name}, "model": str(config.model.path), "data": {"train": []}}
-    known = flatten(tomllib.loads(dump_config(Config.model_validate(required))))
+    known = _leaves(dump_config(Config.model_validate(required)))
     return {key: value for key, value in known.items() if key not in REQUIRED}
 
 

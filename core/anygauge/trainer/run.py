@@ -9,6 +9,7 @@ from pathlib import Path
 
 from anygauge.config import Config
 from anygauge.config.load import LoadedConfig
+from anygauge.config.secret_values import secret_values
 from anygauge.data.media.finder import MediaFinder
 from anygauge.data.media.loader import LoadedSource, MediaLoader
 from anygauge.observability.logs import driver_log
@@ -59,7 +60,8 @@ def train(loaded: LoadedConfig, plugins: Plugins) -> RunInfo:
         if directory.checkpoint is not None:
             state.restore(directory.checkpoint.state)
             inputs.source.load_state_dict(state.source)
-        log = driver_log(directory.path, backend=state.info.where)
+        secrets = secret_values(config)
+        log = driver_log(directory.path, backend=state.info.where, secrets=secrets)
         with log, ExitStack() as stack, observed(plugins, state):
             loop = open_loop(loaded, plugins, inputs, directory, state, stack)
             with salvaged(loop):
