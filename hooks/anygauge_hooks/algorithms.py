@@ -60,6 +60,11 @@ class Correction(NamedTuple):
     a token that is masked; ``None`` leaves the loss as it is."""
     metrics: Mapping[str, Tensor] = _NOTHING
     """By name, ``[T]``: averaged as the loss is."""
+    sample_metrics: Mapping[str, Tensor] = _NOTHING
+    """By name, ``[T]``: averaged over samples, of each the mean of its tokens, whatever
+    ``algorithm.aggregation`` is."""
+    by_sample: bool = False
+    """Whether the weights are alike for all tokens of a sample, and so are reported as ``sample_metrics``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

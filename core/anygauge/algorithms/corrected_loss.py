@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from anygauge.algorithms.sample_sums import sample_shares
 from anygauge_hooks.algorithms import Correction
 from anygauge_hooks.engines import LossFunction, LossInputs
 from anygauge_hooks.errors import PluginError
@@ -19,6 +20,8 @@ __all__ = ["CorrectedLoss", "with_sample_sizes"]
 Metrics = Mapping[str, Tensor]
 PREFIX = "correction/"
 SQUARE, TOTAL, SIZE = "/weight_square", "/total", "/effective_samples"
+BY_SAMPLE, COUNT = ":samples", f"{PREFIX}samples"
+"""Ends the name of a sum over samples; and how many there are, which no micro-batch knows."""
 TERM = "pg_loss"
 """The metric of a policy loss that is a part of the loss, and so of what is corrected."""
 
@@ -46,6 +49,7 @@ class CorrectedLoss:
         with torch.no_grad():
             found = {name: _found(name, fn(inputs), inputs) for name, fn in self.corrections.items()}
             metrics = dict(chain.from_iterable(_report(name, each, inputs) for name, each in found.items()))
+            metrics[COUNT] = sample_shares(inputs).sum()
         factors = [each.weights for each in found.values() if each.weights is not None]
         if not factors:
             loss, reported = self.policy_loss(inputs)
@@ -64,7 +68,7 @@ def _found(name: str, found: Any, inputs: LossInputs) -> Correction:
     problem = None if isinstance(found, Correction) else f"it returned a {type(found).__name__}"
     if problem is None:
         weights = {} if found.weights is None else {"weights": found.weights}
-        for key, value in {**found.metrics, **weights}.items():
+        for key, value in {**found.metrics, **found.sample_metrics, **weights}.items():
             if not isinstance(value, Tensor):
                 problem = f"its {key} is a {type(value).__name__}"
             elif value.shape != size:
@@ -80,23 +84,31 @@ def _found(name: str, found: Any, inputs: LossInputs) -> Correction:
 
 def _report(name: str, found: Correction, x: LossInputs) -> list[tuple[str, Tensor]]:
     """Return the metrics of a correction, summed."""
-    values = dict(found.metrics)
+    by_token, by_sample = dict(found.metrics), dict(found.sample_metrics)
     if (weights := found.weights) is not None:
-        values |= {"weight": weights, "masked": (weights == 0).to(weights.dtype)}
-        values |= {SQUARE[1:]: weights.square(), TOTAL[1:]: torch.ones_like(weights)}
-    return [(f"{PREFIX}{name}/{key}", (value * x.weights).sum()) for key, value in values.items()]
+        own = by_sample if found.by_sample else by_token
+        own |= {"weight": weights, "masked": (weights == 0).to(weights.dtype)}
+        own |= {SQUARE[1:]: weights.square(), TOTAL[1:]: torch.ones_like(weights)}
+    shares = sample_shares(x)
+    return [
+        *((f"{PREFIX}{name}/{key}", (value * x.weights).sum()) for key, value in by_token.items()),
+        *((f"{PREFIX}{name}/{key}{BY_SAMPLE}", (value * shares).sum()) for key, value in by_sample.items()),
+    ]
 
 
 def with_sample_sizes(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Return the metrics of a whole step with effective sample sizes in the place of second moments.
+    """Return the metrics of a whole step, with what is no sum over micro-batches: means and sizes of samples.
 
-    As a share of what there are, ``(sum a w)^2 / (sum a * sum a w^2)`` with ``a`` the weights of tokens
-    before correction: L. Kish, "Survey Sampling" (1965), section 11.7. It is no sum over micro-batches.
+    Means over samples take the place of sums, and effective sample sizes that of second moments: as a share
+    of what there are, ``(sum a w)^2 / (sum a * sum a w^2)`` with ``a`` the weights before correction, of
+    tokens or of samples: L. Kish, "Survey Sampling" (1965), section 11.7.
     """
-    done = dict(metrics)
-    for key in metrics:
-        if key.startswith(PREFIX) and key.endswith(SQUARE):
-            name = key.removesuffix(SQUARE)
-            squares = done.pop(key) * done.pop(name + TOTAL)
-            done[name + SIZE] = metrics[f"{name}/weight"] ** 2 / squares if squares > 0 else 0.0
+    done = {key: value for key, value in metrics.items() if key != COUNT and not key.endswith(BY_SAMPLE)}
+    count = max(metrics.get(COUNT, 0.0), 1.0)
+    sums = {key: value for key, value in metrics.items() if key.endswith(BY_SAMPLE)}
+    done |= {key.removesuffix(BY_SAMPLE): value / count for key, value in sums.items()}
+    for key in [key for key in done if key.startswith(PREFIX) and key.endswith(SQUARE)]:
+        name = key.removesuffix(SQUARE)
+        squares = done.pop(key) * done.pop(name + TOTAL)
+        done[name + SIZE] = done[f"{name}/weight"] ** 2 / squares if squares > 0 else 0.0
     return done

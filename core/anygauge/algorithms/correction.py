@@ -54,7 +54,10 @@ def tis(
     :returns: The weights, and ``clipped``: 1 where a ratio was out of bounds.
     """
     ratio = _ratio(inputs, level)
-    return Correction(ratio.clamp(low, high), {"clipped": _outside(ratio, low, high).to(ratio.dtype)})
+    weights, clipped = ratio.clamp(low, high), {"clipped": _outside(ratio, low, high).to(ratio.dtype)}
+    if level == "token":
+        return Correction(weights, clipped)
+    return Correction(weights, sample_metrics=clipped, by_sample=True)
 
 
 def icepop(inputs: LossInputs, *, low: NotNegative = 0.5, high: Positive = 5.0) -> Correction:
@@ -85,7 +88,7 @@ def mis(
     :returns: The weights.
     """
     ratio = _ratio(inputs, level)
-    return Correction(ratio.masked_fill(_outside(ratio, low, high), 0.0))
+    return Correction(ratio.masked_fill(_outside(ratio, low, high), 0.0), by_sample=level != "token")
 
 
 def rejection(inputs: LossInputs, *, level: Level, low: NotNegative, high: Positive) -> Correction:
@@ -99,7 +102,8 @@ def rejection(inputs: LossInputs, *, level: Level, low: NotNegative, high: Posit
     :returns: The mask.
     """
     ratio = _ratio(inputs, level)
-    return Correction(torch.ones_like(ratio).masked_fill(_outside(ratio, low, high), 0.0))
+    mask = torch.ones_like(ratio).masked_fill(_outside(ratio, low, high), 0.0)
+    return Correction(mask, by_sample=level != "token")
 
 
 def veto(inputs: LossInputs, *, threshold: Positive = 1e-4) -> Correction:
@@ -113,7 +117,7 @@ def veto(inputs: LossInputs, *, threshold: Positive = 1e-4) -> Correction:
     """
     caught = _token_log_ratio(inputs) < math.log(threshold)
     kept = sample_sums(caught.to(inputs.weights.dtype), inputs) == 0
-    return Correction(kept.to(inputs.weights.dtype))
+    return Correction(kept.to(inputs.weights.dtype), by_sample=True)
 
 
 def sequence_mask(inputs: LossInputs, *, delta: NotNegative) -> Correction:
@@ -145,14 +149,9 @@ def metrics_only(inputs: LossInputs) -> Correction:
     :returns: The metrics.
     """
     token, sequence, geometric = (_log_ratio(inputs, each) for each in get_args(Level))
-    metrics = {
-        "kl": -token,
-        "kl_k3": token.expm1() - token,
-        "chi2_token": (2 * token).expm1(),
-        "chi2_sequence": (2 * sequence).expm1(),
-        "ppl_ratio": (-geometric).exp(),
-    }
-    return Correction(None, metrics)
+    metrics = {"kl": -token, "kl_k3": token.expm1() - token, "chi2_token": (2 * token).expm1()}
+    of_samples = {"chi2_sequence": (2 * sequence).expm1(), "ppl_ratio": (-geometric).exp()}
+    return Correction(None, metrics, of_samples)
 
 
 def _ratio(x: LossInputs, level: Level) -> Tensor:

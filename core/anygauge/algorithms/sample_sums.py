@@ -11,7 +11,7 @@ from torch import Tensor
 
 from anygauge_hooks.engines import LossInputs
 
-__all__ = ["sample_means", "sample_sums"]
+__all__ = ["sample_means", "sample_shares", "sample_sums"]
 
 
 def sample_sums(values: Tensor, x: LossInputs) -> Tensor:
@@ -27,6 +27,14 @@ def sample_means(values: Tensor, x: LossInputs) -> Tensor:
     """Return, for each token, the mean over the tokens of its sample that count; 0 where none does."""
     sums, counts = _spread(values, x)
     return sums / counts.clamp(min=1)
+
+
+def sample_shares(x: LossInputs) -> Tensor:
+    """Return ``[T]`` with which a sum over tokens is one over samples, of each the mean of its tokens.
+
+    The shares themselves add up to the number of samples that have a token that counts.
+    """
+    return x.loss_mask / sample_sums(torch.ones_like(x.loss_mask), x).clamp(min=1)
 
 
 def _spread(values: Tensor, x: LossInputs) -> tuple[Tensor, Tensor]:

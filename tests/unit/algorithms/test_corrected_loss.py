@@ -4,17 +4,28 @@ from __future__ import annotations
 
 import math
 import pickle
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
 from functools import partial
+from statistics import fmean
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from anygauge.algorithms.aggregation import token_weights
 from anygauge.algorithms.corrected_loss import CorrectedLoss, with_sample_sizes
-from anygauge.algorithms.correction import icepop, metrics_only, mis, sequence_mask, tis, veto
+from anygauge.algorithms.correction import (
+    icepop,
+    metrics_only,
+    mis,
+    rejection,
+    sequence_mask,
+    tis,
+    veto,
+)
 from anygauge.algorithms.losses import cispo, gspo, policy_gradient, policy_objective, ppo_clip
 from anygauge_hooks.algorithms import Correction
 from anygauge_hooks.engines import LossFunction, LossInputs
@@ -99,9 +110,8 @@ def test_by_hand() -> None:
     assert metrics["correction/tis/masked"].item() == 0.0
     step = with_sample_sizes({name: each.item() for name, each in metrics.items()})
     assert step["correction/tis/effective_samples"] == pytest.approx(2.5**2 / (4 + 0.25) / 2)
-    assert set(step) == (set(metrics) - {"correction/tis/weight_square", "correction/tis/total"}) | {
-        "correction/tis/effective_samples"
-    }
+    sums = {"correction/tis/weight_square", "correction/tis/total", "correction/samples"}
+    assert set(step) == (set(metrics) - sums) | {"correction/tis/effective_samples"}
 
 
 def test_weights_of_a_chain_are_multiplied_in_any_order() -> None:
@@ -118,7 +128,9 @@ def test_weights_of_a_chain_are_multiplied_in_any_order() -> None:
     backwards = dict(reversed(list(chain.items())))
     for order in (chain, backwards):
         torch.testing.assert_close(gradient(corrected(loss, **order), inputs), expected)
-    metrics = corrected(loss, **chain)(inputs)[1]
+    metrics = with_sample_sizes(
+        {key: float(each) for key, each in corrected(loss, **chain)(inputs)[1].items()}
+    )
     assert {name.split("/")[1] for name in metrics if name.startswith("correction/")} == set(chain)
 
 
@@ -151,16 +163,84 @@ def test_other_terms_are_not_corrected() -> None:
 
 def test_metrics_only_leaves_the_loss_alone() -> None:
     inputs = make_inputs()
-    loss, metrics = corrected(policy_gradient, metrics_only=metrics_only)(inputs)
+    loss, found = corrected(policy_gradient, metrics_only=metrics_only)(inputs)
     plain, before = policy_objective(policy_gradient)(inputs)
     assert loss.item() == plain.item()
+    metrics = with_sample_sizes({name: value.item() for name, value in found.items()})
     assert set(metrics) - set(before) == {
         f"correction/metrics_only/{name}"
         for name in ("kl", "kl_k3", "chi2_token", "chi2_sequence", "ppl_ratio")
     }
-    assert metrics["correction/metrics_only/kl"].item() == pytest.approx(
+    assert metrics["correction/metrics_only/kl"] == pytest.approx(
         ((inputs.rollout_log_probs - inputs.old_log_probs) * inputs.weights).sum().item()
     )
+
+
+SAMPLE_LEVELS: dict[str, tuple[Callable[[LossInputs], Correction], Callable[[float], float]]] = {
+    "tis": (partial(tis, level="sequence", low=0.5, high=1.5), lambda whole: min(max(whole, 0.5), 1.5)),
+    "mis": (partial(mis, low=0.3, high=1.5), lambda whole: whole if 0.3 <= whole <= 1.5 else 0.0),
+    "rejection": (
+        partial(rejection, level="sequence", low=0.3, high=1.5),
+        lambda whole: float(0.3 <= whole <= 1.5),
+    ),
+}
+
+
+@pytest.mark.parametrize("mode", ["token_mean", "sample_mean", "constant_length"])
+def test_what_is_of_samples_is_a_mean_over_samples_whatever_the_aggregation(mode: Any) -> None:
+    """In three micro-batches, of samples of 1 to 9 tokens, one of which has no token that counts."""
+    lengths = (9, 1, 4, 2, 3)
+    generator = torch.Generator().manual_seed(7)
+    old = torch.randn(sum(lengths), generator=generator, dtype=torch.float64) - 3
+    rollout = old + torch.randn(len(old), generator=generator, dtype=torch.float64) * 0.5
+    masks = [[int(place % 3 != 2 and length != 2) for place in range(length)] for length in lengths]
+    weights = token_weights(masks, mode, 9)
+    columns = [torch.split(each, lengths) for each in (old, rollout)]
+    ratios = [
+        math.prod(math.exp(p - q) for p, q, counts in zip(*own, mask, strict=True) if counts)
+        for *own, mask in zip(*([each.tolist() for each in column] for column in columns), masks, strict=True)
+        if any(mask)
+    ]
+    counts = [sum(mask) for mask in masks if any(mask)]
+    expected = {
+        "metrics_only/chi2_sequence": fmean(ratio**2 - 1 for ratio in ratios),
+        "metrics_only/ppl_ratio": fmean(
+            ratio ** (-1 / count) for ratio, count in zip(ratios, counts, strict=True)
+        ),
+    }
+    for name, (_, weigh) in SAMPLE_LEVELS.items():
+        own = [weigh(ratio) for ratio in ratios]
+        expected |= {f"{name}/weight": fmean(own), f"{name}/masked": own.count(0.0) / len(own)}
+        expected[f"{name}/effective_samples"] = sum(own) ** 2 / len(own) / sum(w**2 for w in own)
+    expected["tis/clipped"] = fmean(not 0.5 <= ratio <= 1.5 for ratio in ratios)
+    assert 0 < expected["mis/masked"] < 1
+    assert 0 < expected["tis/clipped"] < 1
+    loss = corrected(
+        policy_gradient,
+        metrics_only=metrics_only,
+        **{name: each for name, (each, _) in SAMPLE_LEVELS.items()},
+    )
+    summed: Counter[str] = Counter()
+    for chosen in ((0, 3), (1, 2), (4,)):
+        p, q = (torch.cat([column[i] for i in chosen]) for column in columns)
+        share = torch.tensor([weight for i in chosen for weight in weights[i]], dtype=torch.float64)
+        mask = torch.tensor([each for i in chosen for each in masks[i]], dtype=torch.float64)
+        inputs = LossInputs(
+            log_probs=p.clone().requires_grad_(),
+            entropy=torch.zeros_like(p),
+            old_log_probs=p,
+            rollout_log_probs=q,
+            reference_log_probs=None,
+            advantages=torch.ones_like(p),
+            loss_mask=mask,
+            weights=share,
+            samples=chosen,
+            lengths=[lengths[i] for i in chosen],
+        )
+        summed.update({name: value.item() for name, value in loss(inputs)[1].items()})
+    found = with_sample_sizes(summed)
+    for name, value in expected.items():
+        assert found[f"correction/{name}"] == pytest.approx(value, rel=1e-9), name
 
 
 def test_a_loss_of_the_users_own_is_corrected() -> None:

@@ -171,7 +171,8 @@ def test_every_weight_is_that_of_a_loop_over_tokens(lengths: list[int], seed: in
 def test_metrics_only_is_that_of_a_loop_over_tokens(lengths: list[int], seed: int) -> None:
     inputs = make_inputs(lengths, seed)
     found = metrics_only(inputs)
-    expected: dict[str, list[float]] = {name: [] for name in found.metrics}
+    metrics = {**found.metrics, **found.sample_metrics}
+    expected: dict[str, list[float]] = {name: [] for name in metrics}
     for sample in rows(inputs):
         for ratio, whole, geometric in zip(*(slow_ratios(sample, level) for level in LEVELS), strict=True):
             expected["kl"].append(-math.log(ratio))
@@ -181,7 +182,7 @@ def test_metrics_only_is_that_of_a_loop_over_tokens(lengths: list[int], seed: in
             expected["ppl_ratio"].append(1 / geometric)
     assert found.weights is None
     for name, values in expected.items():
-        assert found.metrics[name].tolist() == pytest.approx(values, rel=1e-9, abs=1e-12), name
+        assert metrics[name].tolist() == pytest.approx(values, rel=1e-9, abs=1e-12), name
 
 
 def test_by_hand() -> None:
@@ -233,7 +234,10 @@ def test_a_policy_that_sampled_itself_is_not_corrected(name: str) -> None:
     found = ALL[name](inputs)
     assert found.weights is None or found.weights.eq(1).all()
     wanted = {"ppl_ratio": 1.0}
-    assert all(value.eq(wanted.get(key, 0.0)).all() for key, value in found.metrics.items())
+    assert all(
+        value.eq(wanted.get(key, 0.0)).all()
+        for key, value in {**found.metrics, **found.sample_metrics}.items()
+    )
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -250,8 +254,11 @@ def test_each_sample_alone_in_any_order_gives_the_same(name: str) -> None:
     }
     lengths = [inputs.lengths[i] for i in order]
     shuffled = ALL[name](replace(inputs, **joined, samples=order, lengths=lengths))
-    for key in (None, *whole.metrics):
-        tensors = [each.weights if key is None else each.metrics[key] for each in (whole, *parts, shuffled)]
+    for key in (None, *{**whole.metrics, **whole.sample_metrics}):
+        tensors = [
+            each.weights if key is None else {**each.metrics, **each.sample_metrics}[key]
+            for each in (whole, *parts, shuffled)
+        ]
         if tensors[0] is None:
             continue
         expected, *alone, mixed = (each for each in tensors if each is not None)
@@ -274,7 +281,7 @@ def test_an_extreme_ratio_stays_finite(name: str, dtype: torch.dtype, old: float
         rollout_log_probs=inputs.rollout_log_probs.index_fill(0, torch.tensor([1]), rollout),
     )
     found = ALL[name](changed)
-    for value in (found.weights, *found.metrics.values()):
+    for value in (found.weights, *found.metrics.values(), *found.sample_metrics.values()):
         assert value is None or value.isfinite().all()
 
 
