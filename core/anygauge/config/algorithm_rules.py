@@ -18,11 +18,13 @@ if TYPE_CHECKING:
 __all__ = [
     "algorithm_rule",
     "algorithm_rules",
+    "algorithm_warnings",
     "compares",
     "estimator",
     "has_critic",
     "has_teacher",
     "rates_samples",
+    "sampling_rule",
     "value_problems",
 ]
 
@@ -31,6 +33,9 @@ VALUES, TEACHER = "values", "teacher_log_probs"
 LOSS_OPTIONS = ("clip_low", "clip_high", "dual_clip")
 """Keys that go to the policy loss, if its signature has them."""
 ON_POLICY = "policy_gradient"
+SEQUENCE_RATIO = "gspo"
+WIDEST_SEQUENCE_CLIP = 0.01
+"""A mean of log-ratios over a response hardly ever leaves a wider range: nothing would be clipped."""
 
 Problems = Iterator[ConfigProblem]
 
@@ -127,6 +132,37 @@ def _alone(config: Config, found: NamedFunction) -> Problems:
         hint = f"{found.name!r} compares the samples of a prompt, and learns nothing of one; "
         hint += f"write {found.min_samples} or more, or take another algorithm.advantage"
         yield ConfigProblem(path="rollout.samples_per_prompt", found=samples, hint=hint)
+
+
+def algorithm_warnings(config: Config) -> Problems:
+    """Yield what a run may do, but hardly means to."""
+    algorithm = config.algorithm
+    if config.run.task == "sft" or algorithm.policy_loss != SEQUENCE_RATIO:
+        return
+    paper = "GSPO's paper (arXiv 2507.18071)"
+    if algorithm.aggregation == "token_mean":
+        hint = f'{paper} takes "sample_mean"; a ratio of the whole sample weighs long responses more here'
+        yield ConfigProblem(path="algorithm.aggregation", found=algorithm.aggregation, hint=hint)
+    for key, value in (("clip_low", 3e-4), ("clip_high", 4e-4)):
+        if (found := getattr(algorithm, key)) > WIDEST_SEQUENCE_CLIP:
+            hint = f"{paper} takes {value}; the ratio of a sample is a geometric mean, which hardly ever "
+            hint += "leaves a range for single tokens, so nothing would be clipped"
+            yield ConfigProblem(path=f"algorithm.{key}", found=found, hint=hint)
+
+
+def sampling_rule(config: Config) -> Problems:
+    """Yield truncated sampling: the ratios of the loss would be against another distribution."""
+    if config.run.task == "sft":
+        return
+    for key, off in (("top_p", 1), ("top_k", 0)):
+        if (found := getattr(config.rollout, key)) != off:
+            hint = (
+                "log-probs are over the whole vocabulary, while tokens would be drawn from a part of it, so "
+            )
+            hint += (
+                f"every ratio of the loss would be wrong; write {off}. Evaluation has eval.{key} of its own"
+            )
+            yield ConfigProblem(path=f"rollout.{key}", found=found, hint=hint)
 
 
 def value_problems(path: str, function: NamedFunction, options: Mapping[str, Any]) -> Problems:

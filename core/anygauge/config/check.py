@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
-from anygauge.config.algorithm_rules import algorithm_rule, algorithm_rules
+from anygauge.config.algorithm_rules import algorithm_rule, algorithm_rules, sampling_rule
 from anygauge.config.control_rules import control_functions, control_rule
 from anygauge.config.correction_rules import correction_rules, stale_rule
 from anygauge.config.data_files import dataset_name
@@ -114,6 +114,7 @@ def check(
         _advantage_options(config, plugins),
         algorithm_rules(config, plugins) if trains else (),
         correction_rules(config, plugins) if trains else (),
+        sampling_rule(config) if trains else (),
         reward_functions(config, plugins),
         control_functions(config, plugins),
         colocation_rules(config, plugins),

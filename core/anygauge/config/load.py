@@ -19,6 +19,7 @@ from typing import Any
 
 import tomli_w
 
+from anygauge.config.algorithm_rules import algorithm_warnings
 from anygauge.config.changes import AppliedChange, adjust
 from anygauge.config.check import check
 from anygauge.config.overrides import read_overrides
@@ -131,6 +132,8 @@ def load_config(
         lines = [_line(each, source.origin(backend.name, each.path)) for each in find(localized(config))]
     if lines:
         raise _error(path, lines)
+    for each in algorithm_warnings(config) if trains else ():
+        _log.warning("%s", _line(each, source.origin(backend.name, each.path)))
     return LoadedConfig(config=config, backend=backend, user_keys=user_keys, changes=changes)
 
 

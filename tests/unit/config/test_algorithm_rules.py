@@ -12,6 +12,7 @@ import pytest
 from anygauge.algorithms import plugin
 from anygauge.config import Config
 from anygauge.config.algorithm_rules import compares, has_critic, has_teacher
+from anygauge.config.check import check
 from anygauge.config.correction_rules import stale_rule
 from anygauge.config.load import LoadedConfig
 from anygauge.plugins import Plugins
@@ -216,6 +217,10 @@ def other_model(directory: Path, name: str, vocab_size: int = 8) -> Path:
             "algorithm.mask_stale: found 0",
             "has no effect: without rollout.partial every token is of the weights that are trained",
         ),
+        *(
+            ([f"--{key}={value}"], f"{key}: found {value}", "log-probs are over the whole vocabulary")
+            for key, value in (("rollout.top_p", 0.95), ("rollout.top_k", 20))
+        ),
     ],
 )
 def test_a_wrong_algorithm(load: Load, overrides: list[str], found: str, hint: str) -> None:
@@ -224,6 +229,44 @@ def test_a_wrong_algorithm(load: Load, overrides: list[str], found: str, hint: s
     assert "has 1 problem:" in str(error.value), error.value
     assert found in str(error.value)
     assert f"; {hint}" in str(error.value)
+
+
+GSPO = ("--algorithm.policy_loss=gspo", "--algorithm.aggregation=sample_mean")
+NARROW = ("--algorithm.clip_low=3e-4", "--algorithm.clip_high=4e-4")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "warned"),
+    [
+        (GSPO[:1], ["aggregation: found 'token_mean'", "clip_low: found 0.2", "clip_high: found 0.2"]),
+        (GSPO, ["clip_low: found 0.2", "clip_high: found 0.2"]),
+        ((*GSPO, *NARROW[:1]), ["clip_high: found 0.2"]),
+        ((*GSPO, *NARROW), []),
+        ((GSPO[0], *NARROW), ["aggregation: found 'token_mean'"]),
+        ((GSPO[0], *NARROW, "--algorithm.aggregation=constant_length"), []),
+        (("--algorithm.policy_loss=cispo",), []),
+        ((), []),
+    ],
+)
+def test_gspo_with_settings_of_ppo_is_a_warning(
+    load: Load, caplog: pytest.LogCaptureFixture, overrides: list[str], warned: list[str]
+) -> None:
+    load({}, overrides, check_files=False)
+    assert [record.levelname for record in caplog.records] == ["WARNING"] * len(warned)
+    paper = {"aggregation": "sample_mean", "clip_low": "0.0003", "clip_high": "0.0004"}
+    for line, text in zip(caplog.messages, warned, strict=True):
+        assert line.startswith(f"algorithm.{text}")
+        assert paper[text.split(":")[0]] in line
+        assert "2507.18071" in line
+
+
+def test_an_evaluation_does_not_care_how_training_samples(load: Load, plugins: Plugins) -> None:
+    config = load({}, check_files=False).config
+    config = config.model_copy(update={"rollout": config.rollout.model_copy(update={"top_p": 0.9})})
+    backend = plugins.get("register_backends", "cpu")
+    for trains in (True, False):
+        problems = check(config, backend, plugins, check_files=False, trains=trains)
+        assert [each.path for each in problems] == ["rollout.top_p"] * trains
 
 
 def test_distillation_twice(load: Load, tmp_path: Path, model_dir: Path) -> None:
@@ -253,6 +296,9 @@ def test_another_vocabulary(load: Load, tmp_path: Path, model_dir: Path, role: s
         ["--algorithm.correction={sequence_mask={delta=0.1}}", "--algorithm.old_log_probs=rollout"],
         ["--algorithm.mask_stale=0", "--rollout.partial=true", "--rollout.over_sampling=4"],
         ["--algorithm.correction={}"],
+        ['--eval.data=["a.jsonl"]', "--eval.top_p=0.95", "--eval.top_k=20"],
+        ['--eval.datasets.hard={files=["a.jsonl"],top_p=0.95,top_k=20}'],
+        ["--run.task=sft", "--rollout.top_p=0.95"],
     ],
 )
 def test_a_right_algorithm(load: Load, overrides: list[str]) -> None:

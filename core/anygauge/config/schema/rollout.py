@@ -107,9 +107,9 @@ class Rollout(Section):
     temperature: Annotated[float, Field(gt=0)] = 1.0
     """Divides the logits, in generation and in training alike."""
     top_p: Probability = 1.0
-    """Nucleus sampling; 1 is off."""
+    """Nucleus sampling; 1 is off, and all that training takes: log-probs are over the whole vocabulary."""
     top_k: NonNegative = 0
-    """Keep the likeliest tokens; 0 keeps all."""
+    """Keep the likeliest tokens; 0 keeps all, and is all that training takes, as for ``top_p``."""
     stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
     """Strings that end a response."""
     stop_token_ids: tuple[NonNegative, ...] = ()
