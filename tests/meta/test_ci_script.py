@@ -38,11 +38,14 @@ def checkout(root: Path, tmp_path: Path) -> Path:
     return checkout
 
 
-def run(checkout: Path, failing: str = "") -> tuple[int, list[str]]:
-    """Return the exit status and what each call of make saw."""
+def run(checkout: Path, failing: str = "", **variables: str) -> tuple[int, list[str]]:
+    """Return the exit status and what each call of make saw.
+
+    :param variables: Of the environment, beside the usual ones.
+    """
     folder = checkout.parent
     path = f"{folder / 'tools'}:{ENVIRONMENT['PATH']}"
-    env = {**ENVIRONMENT, "PATH": path, "TMPDIR": str(folder / "tmp"), "FAILING": failing}
+    env = {**ENVIRONMENT, "PATH": path, "TMPDIR": str(folder / "tmp"), "FAILING": failing} | variables
     done = subprocess.run([checkout / ".ci" / "run"], env=env, stdout=subprocess.PIPE, text=True, check=False)
     assert list((folder / "tmp").iterdir()) == []
     return done.returncode, done.stdout.splitlines()
@@ -68,3 +71,20 @@ def test_a_failing_target_ends_it(checkout: Path, target: str) -> None:
     status, calls = run(checkout, failing=target)
     assert status == 1
     assert len(calls) == TARGETS.index(target) + 1
+
+
+def test_a_git_hook_keeps_its_index(checkout: Path) -> None:
+    """Git tells a hook where its repository is, and so each git command that the hook starts."""
+    git = checkout / ".git"
+    hook = {"GIT_DIR": str(git), "GIT_WORK_TREE": str(checkout), "GIT_INDEX_FILE": str(git / "index")}
+    subprocess.run(["git", "add", "file"], cwd=checkout, env=ENVIRONMENT, check=True)
+    staged = (git / "index").read_bytes()
+    status, calls = run(checkout, **hook)
+    assert status == 0
+    assert all(call.endswith("committed, anygauge ") for call in calls)
+    assert (git / "index").read_bytes() == staged
+
+
+def test_a_relative_folder_for_the_clone_is_emptied_too(checkout: Path) -> None:
+    status, _ = run(checkout, TMPDIR="../tmp")
+    assert status == 0
