@@ -7,7 +7,7 @@ import difflib
 import json
 import types
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, TypeGuard
 
@@ -26,6 +26,7 @@ NONE = "none"
 QUOTES = "write it in quotes: "
 """Starts the hint to a string that was written as a number; the number in quotes follows."""
 
+_UNIONS = (typing.Union, types.UnionType)
 _PLACEHOLDERS: Tree = {
     "run": {"name": "unnamed"},
     "model": {"path": "."},
@@ -55,9 +56,32 @@ def validate(tree: Mapping[str, Any]) -> Checked:
         return Checked(_parse(tree), (), frozenset())
     except ValidationError as error:
         details = error.errors(include_url=False)
-    problems = tuple(_problem(detail) for detail in details)
+    problems = tuple(_problem(detail) for detail in _merged(details))
     broken = frozenset(".".join(str(part) for part in detail["loc"][:2]) for detail in details)
     return Checked(_parse(_repaired(tree, broken)), problems, broken)
+
+
+def _merged(details: Iterable[ErrorDetails]) -> Iterable[ErrorDetails]:
+    """Return one detail for each wrong value: where a key takes several kinds, pydantic has one of each."""
+    merged: dict[tuple[int | str, ...], ErrorDetails] = {}
+    for detail in details:
+        loc = _without_kinds(detail["loc"])
+        if loc in merged:
+            merged[loc]["msg"] += f" or {detail['msg'].removeprefix('Input should be ')}"
+        else:
+            merged[loc] = detail
+            detail["loc"] = loc
+    return merged.values()
+
+
+def _without_kinds(loc: tuple[int | str, ...]) -> tuple[int | str, ...]:
+    """Return a place without what pydantic adds: the name of one of the kinds that a key takes."""
+    kind: Any = Config
+    for length, part in enumerate(loc):
+        if typing.get_origin(_bare(kind)) in _UNIONS:
+            return loc[:length]
+        kind = _kind_below(kind, part)
+    return loc
 
 
 def _parse(tree: Mapping[str, Any]) -> Config:
@@ -83,7 +107,7 @@ def sections() -> Iterator[tuple[str, type[BaseModel]]]:
 def accepts_none(field: FieldInfo) -> bool:
     """Return whether a field takes ``None``."""
     origin = typing.get_origin(field.annotation)
-    if origin not in (typing.Union, types.UnionType):
+    if origin not in _UNIONS:
         return False
     return types.NoneType in typing.get_args(field.annotation)
 

@@ -108,6 +108,14 @@ def test_bad_override(load: Load, overrides: list[str], text: str) -> None:
         ({"on.fastt.train": "lrr = 1"}, "did you mean [on.fast]?"),
         ({"on.fastt.train": "lrr = 1"}, "train.lrr: found 1 in [on.fastt]; unknown key"),
         ({"train": 'dtype = "fp8"'}, "must be 'float32' or 'bfloat16', or \"none\""),
+        (
+            {"health": 'logprob_abs_diff_error = "off"'},
+            "health.logprob_abs_diff_error: found 'off'; must be a valid number or 'auto', or \"none\"\n",
+        ),
+        (
+            {"health": "logprob_abs_diff_error = 0"},
+            "health.logprob_abs_diff_error: found 0; must be greater than 0 or 'auto', or \"none\"\n",
+        ),
         ({"on.fast.train": "lr = -1"}, "train.lr: found -1 in [on.fast]; must be greater than 0"),
         ({"on.cpu.train": "lr = -1"}, "train.lr: found -1 in [on.cpu]; must be greater than 0"),
         ({"on.elsewhere.train": "lrr = 1"}, "train.lrr: found 1 in [on.elsewhere]; unknown key"),
