@@ -471,12 +471,33 @@ def no_file_left(hard: int) -> Iterator[None]:
 
 def test_a_client_opens_as_many_connections_as_it_may(servers: list[FakeServer], file_limit: int) -> None:
     async def ask() -> tuple[int, int]:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (file_limit - 1, file_limit))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(file_limit, 2**17) - 1, file_limit))
         async with fleet_of(servers[0]) as fleet:
             check(1, await fleet.generate(request(1)))
         return resource.getrlimit(resource.RLIMIT_NOFILE)
 
-    assert run(ask()) == (file_limit, file_limit)
+    assert run(ask()) == (min(file_limit, 2**17), file_limit)
+
+
+@pytest.mark.parametrize(
+    ("soft", "hard", "raised"),
+    [
+        (1024, 4096, 4096),
+        (1024, 2**30, 2**17),
+        (1024, resource.RLIM_INFINITY, 2**17),
+        (2**20, 2**30, 2**20),
+        (resource.RLIM_INFINITY, resource.RLIM_INFINITY, resource.RLIM_INFINITY),
+    ],
+)
+def test_the_limit_of_open_files_stays_one_that_children_can_bear(
+    soft: int, hard: int, raised: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A child that closes every number below its limit takes minutes for the 2 ** 30 of some containers."""
+    limits = [(soft, hard)]
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: limits[-1])
+    monkeypatch.setattr(resource, "setrlimit", lambda kind, limit: limits.append(limit))
+    channel.allow_open_files()
+    assert limits[-1] == (raised, hard)
 
 
 def test_an_engine_is_not_blamed_for_connections_that_this_process_cannot_open(

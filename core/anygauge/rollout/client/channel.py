@@ -26,6 +26,8 @@ _BAD = 300
 _PASSING = (408, 425, 429)
 """Refusals that another attempt may not meet."""
 _KEYS = (401, 403)
+_FILES = 2**17
+"""Open files that the driver of the largest runs needs, and more."""
 _JSON = {"content-type": "application/json"}
 
 
@@ -149,10 +151,15 @@ class Channel:
 
 
 def allow_open_files() -> None:
-    """Let this process open as many files as its hard limit allows: many shells begin with 1024."""
+    """Let this process open as many files as its hard limit allows: many shells begin with 1024.
+
+    Containers may allow 2 ** 30. Commands of agents inherit the limit, and some programs close every number
+    below it when they start, which takes them minutes then; :data:`_FILES` bounds it.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != hard:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    wanted = _FILES if hard == resource.RLIM_INFINITY else min(hard, _FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def _too_many_files(asked: str, purpose: str) -> OpenFilesError:
