@@ -36,7 +36,7 @@ MAKE_INPUTS = ROOT / "examples" / "arithmetic" / "make_inputs.py"
 WARM_UP = 3
 """Steps in which kernels are compiled and caches are filled."""
 EDGE = 5
-"""Steps at the beginning and at the end whose mean rewards are compared."""
+"""Steps at the beginning and at the end whose mean rewards are compared; fewer in a short run."""
 HELD_OUT = 512
 DIFFERENCE = "train/train_rollout_logprob_abs_diff"
 
@@ -191,6 +191,7 @@ def measured(rows: Sequence[Mapping[str, float]]) -> dict[str, Any]:
     """Return the figures of a run from its metrics."""
     steps = [row for row in rows if "perf/step_time" in row]
     warm = steps[WARM_UP:] or steps
+    edge = max(1, min(EDGE, len(steps) // 2))
     rewards = [row["rollout/reward"] for row in steps if "rollout/reward" in row]
     scores = [row["eval/eval"] for row in rows if "eval/eval" in row]
     names = sorted(
@@ -200,7 +201,7 @@ def measured(rows: Sequence[Mapping[str, float]]) -> dict[str, Any]:
         "steps": len(steps),
         "step_s": round(statistics.median(row["perf/step_time"] for row in warm), 4),
         "phases_s": {name: round(statistics.median(row.get(name, 0.0) for row in warm), 4) for name in names},
-        "reward": [round(statistics.fmean(part), 4) for part in (rewards[:EDGE], rewards[-EDGE:])],
+        "reward": [round(statistics.fmean(part), 4) for part in (rewards[:edge], rewards[-edge:])],
         "held_out": [round(scores[0], 4), round(scores[-1], 4)],
         "log_prob_difference": round(
             statistics.fmean(row[DIFFERENCE] for row in steps if DIFFERENCE in row), 9
