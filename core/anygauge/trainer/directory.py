@@ -17,6 +17,7 @@ from pathlib import Path
 from anygauge.config import Config
 from anygauge.config.load import write_resolved
 from anygauge.disk import ABANDONED, free_name
+from anygauge.observability.health import HEALTH_FILE
 from anygauge.observability.report.run_files import ENVIRONMENT_FILE
 from anygauge.trainer.resume import apply_changes, is_changed, set_aside
 from anygauge.trainer.saved import Checkpoint, latest_checkpoint
@@ -33,8 +34,8 @@ MARKS = (CONFIG_FILE, ENVIRONMENT_FILE)
 """What every run has; a config alone may be one that somebody wrote by hand."""
 OWN = (
     *(*MARKS, "config.until-step-*.toml", "capabilities.json", "run.json", "report.html", ".run.json.*"),
-    *(".report.html.*", "metrics.jsonl", "samples.jsonl", "*.superseded.jsonl", "logs", "checkpoints"),
-    *("dumps", "hf", "hf-step-*", "tensorboard", "wandb", ".shared-*", *ABANDONED),
+    *(".report.html.*", "metrics.jsonl", "samples.jsonl", HEALTH_FILE, "*.superseded.jsonl", "logs"),
+    *("checkpoints", "dumps", "hf", "hf-step-*", "tensorboard", "wandb", ".shared-*", *ABANDONED),
 )
 """Names that a run and its trackers make in its directory, as patterns."""
 LISTED = 5
