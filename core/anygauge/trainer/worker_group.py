@@ -49,6 +49,8 @@ GRACE_S = 0.5
 """For the failures of other ranks to arrive, after one that looks like nobody's consequence."""
 CLOSE_TIMEOUT_S = 10.0
 """For every worker to close what it holds, in an orderly shutdown."""
+CLOSE = "close"
+"""The last call, after which a worker exits."""
 
 MAX_STACKS = 8
 """Workers whose stacks a missed deadline shows: the rest wait in the same places."""
@@ -277,7 +279,7 @@ class WorkerGroup:
             return
         try:
             if not self._pending:
-                self._lifecycle("close", time.monotonic() + CLOSE_TIMEOUT_S)
+                self._lifecycle(CLOSE, time.monotonic() + CLOSE_TIMEOUT_S)
         finally:
             self.end(orderly=not self._pending)
 
@@ -321,11 +323,13 @@ class WorkerGroup:
         deadline = time.monotonic() + timeout_s
         while self._pending:
             arrived = self._receive(deadline)
+            if not arrived:
+                self._expire(method, timeout_s, setting)
+            if method == CLOSE:  # one that has answered exits while the others still close
+                arrived = {rank: outcome for rank, outcome in arrived.items() if rank not in outcomes}
             outcomes |= arrived
             if any(not isinstance(outcome, Returned) for outcome in arrived.values()):
                 self._fail(method, outcomes)
-            if not arrived:
-                self._expire(method, timeout_s, setting)
         return [outcome.value for _, outcome in sorted(outcomes.items()) if isinstance(outcome, Returned)]
 
     def _receive(self, deadline: float) -> dict[int, Returned | Raised | Died]:
