@@ -24,9 +24,9 @@ _strategy = threading.Lock()
 def shared_memory(size: int) -> Tensor:
     """Return bytes in host memory that has a name by which any process of the user can map it, uint8."""
     with _by_name():
-        memory = torch.empty(size, dtype=torch.uint8)
-        memory.share_memory_()  # type: ignore[no-untyped-call]
-        return memory
+        # share_memory_() would copy memory that nobody has written: twice the size, for as long as it takes
+        storage = torch.UntypedStorage._new_shared(size)
+        return torch.empty(0, dtype=torch.uint8).set_(storage)
 
 
 def serialized(value: Any) -> str:

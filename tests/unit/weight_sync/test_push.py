@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import ssl
 import time
 from collections.abc import Callable, Iterator
@@ -187,6 +188,15 @@ def test_one_server_that_refuses_does_not_hold_back_another(
     assert held(servers[1]) == [expected(12)] * 2
     assert not pusher.push(weights(13).items(), 13, [peer(each) for each in servers]).failed
     pusher.close()
+
+
+def test_shared_memory_is_not_copied_into_place() -> None:
+    """Half a million page faults for a bucket of 1 GiB, of which a small model fills little."""
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    memory = shared_memory(64 << 20)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before < 4096
+    assert memory.is_shared()
+    assert memory.untyped_storage().nbytes() == 64 << 20
 
 
 @pytest.mark.parametrize("transport", ["tensor", "distributed"])
