@@ -67,9 +67,14 @@ class Observer:
 
 
 def run(directory: Path, observer: Observer, text: str = "", **keys: Any) -> RunInfo:
-    known = {"run__steps": 3, "weight_sync__transport": "tensor", "run__timeout_s": 90}
-    made_up = {"health__logprob_abs_diff_error": "none"}  # so are the log-probs of fake engines
-    path = tiny_recipe(directory, **{**known, **made_up, **keys})
+    known = {
+        "run__steps": 3,
+        "weight_sync__transport": "tensor",
+        "weight_sync__bucket_bytes": 1 << 20,  # as in test_served_run
+        "health__logprob_abs_diff_error": "none",  # fake engines make their log-probs up
+        "run__timeout_s": 90,
+    }
+    path = tiny_recipe(directory, **{**known, **keys})
     path.write_text(path.read_text() + text)
     plugins = load_plugins()
     plugins.register(observer, "observer")

@@ -20,6 +20,8 @@ from anygauge_hooks.rl import Group
 from anygauge_hooks.types import RunInfo
 
 pytestmark = pytest.mark.usefixtures("warm_actors")
+BUCKET_BYTES = 1 << 20
+"""Holds the whole model: the default, 1 GiB for each of two buffers, is zeroed by the host in each run."""
 
 
 def install(directory: Path, faults: Sequence[str], monkeypatch: pytest.MonkeyPatch, **options: Any) -> None:
@@ -40,6 +42,7 @@ def run(directory: Path, observer: Observer, **keys: Any) -> RunInfo:
             "rollout__engine": "fake",
             "placement__rollout_workers": 2,
             "weight_sync__transport": "tensor",
+            "weight_sync__bucket_bytes": BUCKET_BYTES,
             "run__timeout_s": 60,
             "health__logprob_abs_diff_error": "none",  # fake engines make their log-probs up
             **keys,
