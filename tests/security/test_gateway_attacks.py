@@ -185,7 +185,7 @@ def test_any_text_becomes_an_answer_of_both_apis(
 
 
 PAIRS = {
-    "glm": "<arg_key>a</arg_key>",
+    "glm": "<arg_key>a</arg_key><arg_value>b",
     "xml": "<parameter=a>",
     "deepseek": "<\uff5ctool\u2581call\u2581begin\uff5c>get",
     "hermes": '[{"a":',

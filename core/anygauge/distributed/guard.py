@@ -154,8 +154,10 @@ def _watch(child: int, wake: int, outputs: Mapping[int, Output]) -> int:
             _, status = os.waitpid(child, 0)
     end_children()
     for source, output in outputs.items():
-        while _pass_on(source, output):
-            pass
+        os.set_blocking(source, False)  # nobody is left who writes; if somebody is, he is not waited for
+        with suppress(BlockingIOError):
+            while _pass_on(source, output):
+                pass
         output.end()
     return status
 
