@@ -25,7 +25,7 @@ def shared_memory(size: int) -> Tensor:
     """Return bytes in host memory that has a name by which any process of the user can map it, uint8."""
     with _by_name():
         # share_memory_() would copy memory that nobody has written: twice the size, for as long as it takes
-        storage = torch.UntypedStorage._new_shared(size)
+        storage = torch.UntypedStorage._new_shared(size)  # type: ignore[no-untyped-call]
         return torch.empty(0, dtype=torch.uint8).set_(storage)
 
 
