@@ -145,13 +145,8 @@ def ray_cluster(warm_processes: WarmProcesses, tmp_path_factory: pytest.TempPath
             log_to_driver=False,
             logging_level=logging.ERROR,
             namespace="anygauge",
-            _system_config={
-                # Those that wait for work have another environment than ours, and wait in vain.
-                "enable_worker_prestart": False,
-                "prestart_worker_first_driver": False,
-                # A lost node is asked five times before it counts as lost; its answers keep their 10 s.
-                "health_check_period_ms": 300,
-            },
+            # Those that wait for work have another environment than ours, and wait in vain.
+            _system_config={"enable_worker_prestart": False, "prestart_worker_first_driver": False},
         )
         yield context.address_info["address"]
         ray.shutdown()
