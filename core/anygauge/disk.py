@@ -1,34 +1,111 @@
-"""Directories that appear and disappear at once, and files that are on the disk when that is said of them."""
+"""Directories that appear and disappear at once, durable files, and parsers without RecursionError."""
 
 from __future__ import annotations
 
 import fcntl
 import itertools
+import json
 import os
 import re
 import secrets
 import shutil
-from collections.abc import Iterator
+import tomllib
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 __all__ = [
     "ABANDONED",
+    "LEVELS",
+    "LONGEST_NAME",
     "appearing",
     "directory_to_disk",
     "free_name",
+    "is_nested",
+    "parse_json",
+    "parse_toml",
     "publish",
+    "read_json",
     "remove",
     "remove_abandoned",
     "stream_to_disk",
     "tree_to_disk",
+    "why_impossible",
     "write_file",
 ]
 
+LEVELS = 128
+"""Levels of lists and tables in a file."""
+LONGEST_NAME, LONGEST_PATH = 255, 4095
+"""Bytes, on Linux."""
 REPLACED = ".replaced"
 ABANDONED = (".*.partial-*", ".*.new", ".*.removed", f".*{REPLACED}")
 """Names of directories that a process was about to publish, or to remove, when it was killed."""
+
+
+def why_impossible(path: Path) -> str | None:
+    """Return why no file system holds a path, and what to do; ``None`` for a possible one.
+
+    ``Path.is_dir`` and its like raise ``OSError`` on an impossible one.
+    """
+    if "\0" in str(path):
+        return "has a null character; choose another one"
+    if any(len(os.fsencode(part)) > LONGEST_NAME for part in path.parts):
+        return f"has a part of more than {LONGEST_NAME} bytes; choose a shorter one"
+    if len(os.fsencode(path)) > LONGEST_PATH:
+        return f"has more than {LONGEST_PATH} bytes; choose a shorter one"
+    return None
+
+
+def read_json(path: Path) -> Any:
+    """Return the content of a JSON file.
+
+    :raises OSError: It cannot be read.
+    :raises ValueError: It is not JSON, not UTF-8, or nested too deeply.
+    """
+    return parse_json(path.read_text(encoding="utf-8"))
+
+
+def parse_json(text: str | bytes) -> Any:
+    """Return what a JSON text says.
+
+    :raises ValueError: It is not JSON, or nested too deeply.
+    """
+    return _parsed(json.loads, text)
+
+
+def parse_toml(text: str) -> dict[str, Any]:
+    """Return what a TOML text says.
+
+    :raises ValueError: It is not TOML, or nested too deeply.
+    """
+    return dict(_parsed(tomllib.loads, text))
+
+
+def is_nested(value: Any, levels: int) -> bool:
+    """Return whether lists and tables are nested in more levels.
+
+    The parsers take some 1,000, of which pickle and pydantic give back 500 and 200 as a ``RecursionError``.
+    """
+    inner = [value]
+    for _ in range(levels):
+        items = chain.from_iterable(each.values() if isinstance(each, dict) else each for each in inner)
+        inner = [item for item in items if isinstance(item, dict | list)]
+        if not inner:
+            return False
+    return True
+
+
+def _parsed(parse: Callable[[Any], Any], text: str | bytes) -> Any:
+    try:
+        value = parse(text)
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+    if isinstance(value, dict | list) and is_nested(value, LEVELS):
+        raise ValueError(f"it is nested too deeply: in more than {LEVELS} levels")
+    return value
 
 
 def write_file(path: Path, content: bytes) -> None:

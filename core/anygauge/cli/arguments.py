@@ -1,13 +1,30 @@
-"""Tells ``--section.key value`` from the options of a command."""
+"""Arguments of the command line: paths, and ``--section.key value`` among the options of a command."""
 
 from __future__ import annotations
 
+import argparse
 import re
 from collections.abc import Sequence
+from pathlib import Path
 
-__all__ = ["is_override", "split_arguments"]
+from anygauge.disk import why_impossible
+
+__all__ = ["is_override", "local_path", "split_arguments"]
 
 _OVERRIDE = re.compile(r"--[A-Za-z_]\w*(\.[\w-]+)+(=.*)?", re.DOTALL)
+
+
+def local_path(text: str) -> Path:
+    """Return the path that an argument names, for :mod:`argparse`.
+
+    >>> local_path("runs/first").name
+    'first'
+    """
+    path = Path(text)
+    problem = why_impossible(path)
+    if problem is not None:
+        raise argparse.ArgumentTypeError(f"the path {problem}")
+    return path
 
 
 def is_override(token: str) -> bool:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
+
+from anygauge.cli.arguments import local_path
 
 __all__ = ["HELP", "add_arguments", "run"]
 
@@ -14,14 +15,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the two directions."""
     direction = parser.add_mutually_exclusive_group(required=True)
     direction.add_argument(
-        "--to-megatron", nargs=2, metavar=("DIR", "OUT"), help="write a Megatron checkpoint to OUT"
+        "--to-megatron",
+        nargs=2,
+        type=local_path,
+        metavar=("DIR", "OUT"),
+        help="write a Megatron checkpoint to OUT",
     )
     direction.add_argument(
-        "--to-hf", nargs=2, metavar=("DIR", "OUT"), help="write a Hugging Face directory to OUT"
+        "--to-hf",
+        nargs=2,
+        type=local_path,
+        metavar=("DIR", "OUT"),
+        help="write a Hugging Face directory to OUT",
     )
     parser.add_argument(
         "--model",
-        type=Path,
+        type=local_path,
         metavar="HF_DIR",
         help="model of a run's checkpoint (default: that of the run)",
     )
@@ -41,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
     """Convert one directory into another, new one."""
     from anygauge.engines.megatron.conversion.paths import check_source, check_target, is_of_run
 
-    source, target = (Path(path) for path in args.to_megatron or args.to_hf)
+    source, target = args.to_megatron or args.to_hf
     check_source(source, megatron=args.to_megatron is None, model=args.model)
     check_target(target, source)
     if is_of_run(source):

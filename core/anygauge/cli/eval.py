@@ -9,6 +9,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+from anygauge.cli.arguments import local_path
 from anygauge_hooks.errors import ConfigError
 
 __all__ = ["HELP", "add_arguments", "run"]
@@ -27,12 +28,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--checkpoint",
         metavar="DIR",
-        type=Path,
+        type=local_path,
         help="a Hugging Face directory, a checkpoint of a run, or a run for its latest; default: model.path",
     )
     parser.add_argument("--backend", metavar="NAME", help="default: the only usable accelerator, else cpu")
     parser.add_argument(
-        "--out", metavar="FILE", type=Path, help="write what was evaluated and its metrics as JSON"
+        "--out", metavar="FILE", type=local_path, help="write what was evaluated and its metrics as JSON"
     )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shlex
 import stat
@@ -11,6 +10,8 @@ import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from anygauge.disk import parse_json, read_json
 
 if TYPE_CHECKING:
     from anygauge.cli.recipe import DataFacts, Machine, ModelFacts
@@ -140,7 +141,7 @@ def _model(text: str) -> tuple[ModelFacts, str]:
         hint = "Name the directory that holds the model's config.json, or a name on the hub."
         raise ConfigError(f"--model {text} is a file.", hint=hint)
     try:
-        hf = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+        hf = read_json(directory / "config.json")
         if not isinstance(hf, dict):
             raise ValueError("it is no object")
     except (OSError, ValueError) as error:
@@ -175,7 +176,7 @@ def _has_template(directory: Path) -> bool:
     if (directory / "chat_template.jinja").is_file():
         return True
     try:
-        tokenizer = json.loads((directory / "tokenizer_config.json").read_text(encoding="utf-8"))
+        tokenizer = read_json(directory / "tokenizer_config.json")
     except (OSError, ValueError):
         return False
     return isinstance(tokenizer, dict) and bool(tokenizer.get("chat_template"))
@@ -254,7 +255,7 @@ def _first_row(path: Path | None) -> Mapping[str, Any]:
         return {}
     try:
         with path.open(encoding="utf-8") as file:
-            row = json.loads(next(line for line in file if not line.isspace()))
+            row = parse_json(next(line for line in file if not line.isspace()))
     except StopIteration:
         return {}
     except (OSError, ValueError):

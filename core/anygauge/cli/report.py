@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
+
+from anygauge.cli.arguments import local_path
 
 __all__ = ["HELP", "add_arguments", "run"]
 
@@ -12,8 +13,8 @@ HELP = "Write one HTML page that shows a run: also while it goes on, and after i
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
-    parser.add_argument("directory", metavar="RUN_DIR", type=Path, help="such as runs/NAME")
-    parser.add_argument("--out", metavar="FILE", type=Path, help="default: report.html in RUN_DIR")
+    parser.add_argument("directory", metavar="RUN_DIR", type=local_path, help="such as runs/NAME")
+    parser.add_argument("--out", metavar="FILE", type=local_path, help="default: report.html in RUN_DIR")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -15,7 +15,6 @@ from anygauge.config.debug_rules import debug_rule, replay_rule
 from anygauge.config.file_rules import (
     data_files_rule,
     overwrite_rule,
-    possible_rule,
     run_directory_rule,
     train_files_rule,
 )
@@ -315,7 +314,6 @@ OVERWRITE_READS = (
 TRAINING_FILE_RULES = (Check(train_files_rule, ("data.train",)),)
 FILE_RULES = (
     Check(data_files_rule, ("data.train", "eval.data", "eval.datasets")),
-    Check(possible_rule, ("run.directory", "run.name", "data.cache", "hub.cache")),
     Check(run_directory_rule, ("run.directory", "run.name", "data.cache", "hub.cache")),
     Check(overwrite_rule, OVERWRITE_READS),
     Check(replay_rule, ("debug", "run.directory", "run.name", "run.overwrite")),

@@ -16,7 +16,6 @@ __all__ = [
     "data_files_rule",
     "from_here",
     "overwrite_rule",
-    "possible_rule",
     "run_directory_rule",
     "train_files_rule",
 ]
@@ -28,10 +27,6 @@ def train_files_rule(config: Config, user_keys: Collection[str]) -> Problems:
     """Yield that there is nothing to train on."""
     if not config.data.train:
         yield ConfigProblem(path="data.train", found=[], hint="name at least one file")
-
-
-LONGEST_NAME = 255
-"""Bytes of a file's name, on the usual file systems."""
 
 
 def data_files_rule(config: Config, user_keys: Collection[str]) -> Problems:
@@ -68,27 +63,8 @@ def _data_file(path: str, file: DataFile) -> Problems:
         yield ConfigProblem(path=path, found=file.path, hint=hint)
 
 
-def possible_rule(config: Config, user_keys: Collection[str]) -> Problems:
-    """Yield the paths that no file system holds, of those that a run makes."""
-    made = {
-        "run.directory": config.run.directory,
-        "run.name": config.run.name,
-        "data.cache": config.data.cache,
-        "hub.cache": config.hub.cache,
-    }
-    for key, path in made.items():
-        text = "" if path is None else str(path)
-        if "\0" in text:
-            yield ConfigProblem(path=key, found=text, hint="has a null character; choose another one")
-        elif any(len(os.fsencode(part)) > LONGEST_NAME for part in Path(text).parts):
-            hint = f"has a part of more than {LONGEST_NAME} bytes; choose a shorter one"
-            yield ConfigProblem(path=key, found=text, hint=hint)
-
-
 def run_directory_rule(config: Config, user_keys: Collection[str]) -> Problems:
     """Yield that the run directory or a cache cannot be used."""
-    if any(possible_rule(config, user_keys)):
-        return
     directory = config.run.directory.absolute()
     existing = next(path for path in (directory, *directory.parents) if os.access(path, os.F_OK))
     if not existing.is_dir():
@@ -104,7 +80,7 @@ def run_directory_rule(config: Config, user_keys: Collection[str]) -> Problems:
 
 def overwrite_rule(config: Config, user_keys: Collection[str]) -> Problems:
     """Yield what the run is to read and would delete before it does."""
-    if not config.run.overwrite or any(possible_rule(config, user_keys)):
+    if not config.run.overwrite:
         return
     own = (config.run.directory / config.run.name).resolve()
     for key, path in _read_paths(config):

@@ -9,8 +9,8 @@ from __future__ import annotations
 import difflib
 import json
 import logging
+import os
 import re
-import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -27,6 +27,7 @@ from anygauge.config.schema import Config
 from anygauge.config.secret_values import masked
 from anygauge.config.tree import Tree, covers, flatten, merge, plain
 from anygauge.config.validate import NONE, QUOTES, Checked, validate
+from anygauge.disk import LEVELS, is_nested, parse_toml
 from anygauge.hub import localized, pinned, unresolved
 from anygauge.plugins import Plugins, find_backend, published_backends
 from anygauge_hooks.errors import ConfigError
@@ -176,6 +177,10 @@ def _read(path: Path, overrides: Iterable[str | tuple[str, Any]]) -> _Source:
     base = _parse(path)
     tables = base.pop("on", {})
     command_line, problems = read_overrides(overrides)
+    if is_nested(command_line, LEVELS):
+        raise ConfigError(
+            f"A key or a value {_COMMAND_LINE} has more than {LEVELS} levels.", hint="Nest it less deeply."
+        )
     return _Source(
         base=base,
         overlays={name: table for name, table in _items(tables) if isinstance(table, dict)},
@@ -202,15 +207,16 @@ def _items(tables: Any) -> Iterable[tuple[str, Any]]:
 
 def _parse(path: Path) -> Tree:
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8-sig"))
+        return parse_toml(path.read_text(encoding="utf-8-sig"))
     except OSError as error:
-        directory = path if path.is_dir() else path.parent
-        found = sorted(str(other) for other in directory.glob("*.toml"))
+        directory = path if os.path.isdir(path) else path.parent
+        # os.path.isdir and not Path.is_dir, which raises where a path is too long.
+        found = sorted(str(other) for other in directory.glob("*.toml")) if os.path.isdir(directory) else []
         hint = f"Config files there: {', '.join(found)}." if found else "`anygauge init` writes one."
         raise ConfigError(f"Cannot read config {path}: {error.strerror}.", hint=hint) from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"Config {path} is not UTF-8: {error}.", hint="Save it as UTF-8.") from error
-    except tomllib.TOMLDecodeError as error:
+    except ValueError as error:
         hint = "A string needs quotes, a list brackets, a table name [brackets]."
         raise ConfigError(f"Config {path} is not valid TOML: {error}.", hint=hint) from error
 

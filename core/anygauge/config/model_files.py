@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from anygauge.config.roles import as_language_model
+from anygauge.disk import parse_json, read_json
 from anygauge.hub.found import TOKENIZERS
 from anygauge.hub.weight_files import INDEX, SINGLE, weight_names
 from anygauge_hooks.errors import ConfigError, UnknownNameError
@@ -42,7 +42,7 @@ def read_model(
     if not path.is_file():
         return None, [*problems, "has no config.json"]
     try:
-        hf = json.loads(path.read_text(encoding="utf-8"))
+        hf = read_json(path)
     except (OSError, ValueError) as error:
         return None, [*problems, f"needs a readable config.json: {error}"]
     if not isinstance(hf, dict):
@@ -69,7 +69,7 @@ def _code(directory: Path, hf: Mapping[str, Any]) -> Iterator[str]:
             f"no model_type {hf.get('model_type')!r}; {allow}"
         )
     try:
-        tokenizer = json.loads((directory / "tokenizer_config.json").read_text(encoding="utf-8"))
+        tokenizer = read_json(directory / "tokenizer_config.json")
     except (OSError, ValueError):
         return
     if _auto_map(tokenizer) and not (directory / "tokenizer.json").is_file():
@@ -120,7 +120,7 @@ def _torn(path: Path) -> Iterator[str]:
         size = path.stat().st_size
         with path.open("rb") as file:
             length = int.from_bytes(file.read(LENGTH_BYTES), "little")
-            header = json.loads(file.read(length) if length <= size else b"")
+            header = parse_json(file.read(length) if length <= size else b"")
         ends = [tensor["data_offsets"][1] for name, tensor in header.items() if name != "__metadata__"]
         expected = LENGTH_BYTES + length + max(ends, default=0)
     except OSError as error:
@@ -137,7 +137,7 @@ def _vocabulary(directory: Path, hf: Mapping[str, Any]) -> Iterator[str]:
     if not path.is_file():
         return
     try:
-        largest = max(_token_ids(json.loads(path.read_text(encoding="utf-8"))), default=0)
+        largest = max(_token_ids(read_json(path)), default=0)
     except UNREADABLE as error:
         yield f"its tokenizer.json cannot be read: {error!r}"
         return
@@ -170,7 +170,7 @@ def other_tokens(directory: Path, policy: Path) -> Iterator[str]:
     if not all(path.is_file() for path in paths):
         return
     try:
-        there, here = (dict(_tokens(json.loads(path.read_text(encoding="utf-8")))) for path in paths)
+        there, here = (dict(_tokens(read_json(path))) for path in paths)
     except UNREADABLE:
         return  # a problem of its own
     differ = min((number for number in there.keys() & here if there[number] != here[number]), default=None)

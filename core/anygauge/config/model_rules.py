@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -17,6 +16,7 @@ from anygauge.config.model_files import other_tokens, read_model
 from anygauge.config.parallel_rules import divided, model_problems, of_role
 from anygauge.config.same_model import differing_keys
 from anygauge.config.schema import Config, Data, EvalDataset, Rollout
+from anygauge.disk import read_json
 from anygauge.hub.names import model_name
 from anygauge_hooks.errors import AnygaugeError
 from anygauge_hooks.types import ConfigProblem
@@ -207,7 +207,7 @@ def _chat_template(config: Config) -> Problems:
     if not needed or (directory / "chat_template.jinja").is_file():
         return
     try:
-        tokenizer = json.loads((directory / "tokenizer_config.json").read_text(encoding="utf-8"))
+        tokenizer = read_json(directory / "tokenizer_config.json")
     except (OSError, ValueError):
         tokenizer = {}
     if not tokenizer.get("chat_template"):

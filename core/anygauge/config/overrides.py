@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 from anygauge.config.tree import Tree, put
+from anygauge.disk import parse_toml
 from anygauge_hooks.types import ConfigProblem
 
 __all__ = ["read_overrides"]
@@ -61,8 +61,8 @@ def _parse(path: str, value: Any) -> tuple[Any, ConfigProblem | None]:
     if not isinstance(value, str):
         return value, None
     try:
-        tree = tomllib.loads(f"value = {value}")
-    except tomllib.TOMLDecodeError as error:
+        tree = parse_toml(f"value = {value}")
+    except ValueError as error:
         if not value.startswith(_QUOTED):
             return value, None
         hint = f'not valid TOML ({error}); quote it for the shell: --{path} \'["a", "b"]\''

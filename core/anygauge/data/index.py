@@ -26,6 +26,7 @@ from anygauge.data.lines import Line, count_lines, file_identity, read_slice
 from anygauge.data.parquet import count_rows, is_parquet, read_parquet
 from anygauge.data.problems import BadMediaError, BadRowError, Problems
 from anygauge.data.rows import RowReader
+from anygauge.disk import read_json
 from anygauge_hooks.errors import DataError
 
 __all__ = ["FileIndex", "open_index"]
@@ -134,7 +135,7 @@ def _load(directory: Path, path: Path, key: Mapping[str, Any]) -> FileIndex:
 
     :raises ValueError: It is damaged.
     """
-    summary = json.loads((directory / _SUMMARY).read_bytes())
+    summary = read_json(directory / _SUMMARY)
     lines = directory / _LINES if is_parquet(path) else path
     if summary["key"] != key:
         raise ValueError("it is of another file")

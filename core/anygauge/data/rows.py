@@ -22,6 +22,7 @@ from anygauge.data.template import (
     require_template,
     takes_parts,
 )
+from anygauge.disk import is_nested
 from anygauge_hooks.errors import ConfigError, MediaError
 from anygauge_hooks.media import Media
 from anygauge_hooks.models import AssistantTurns
@@ -32,6 +33,8 @@ _NOT_OF_ROWS = {"train", "source", "shuffle", "cache"}
 """Settings of ``[data]`` that say nothing of a row."""
 _IDS_ALONE = {"return_attention_mask": False, "return_token_type_ids": False}
 """Spares a third of the first pass."""
+_LEVELS = 64
+"""Levels of lists and objects in a row, fewer than its readers down to a reward's process take."""
 _EXCERPT = 60
 """Characters of a prompt that an error shows."""
 
@@ -394,13 +397,16 @@ def _parse_json(content: bytes) -> Any:
 def _parse_text(text: str) -> Any:
     try:
         # Without its end, or an error there would be in line 2 of 1.
-        return _DECODER.decode(text.rstrip())
+        value = _DECODER.decode(text.rstrip())
     except json.JSONDecodeError as error:
         raise BadRowError(f"is not JSON: {error.msg} (column {error.colno})") from error
     except ValueError as error:
         raise BadRowError(f"is not JSON: {error}") from error
     except RecursionError as error:
         raise BadRowError("is nested too deeply") from error
+    if isinstance(value, dict | list) and is_nested(value, _LEVELS):
+        raise BadRowError(f"is nested too deeply: in more than {_LEVELS} levels")
+    return value
 
 
 def _from_text(key: str, text: str) -> Any:

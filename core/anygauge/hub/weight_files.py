@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
+from anygauge.disk import read_json
 from anygauge_hooks.errors import CheckpointError
 
 __all__ = ["INDEX", "SINGLE", "weight_files", "weight_names"]
@@ -26,7 +26,7 @@ def weight_names(directory: Path) -> list[str]:
     if not index.is_file():
         raise ValueError(f"has no safetensors weights: {SINGLE} or {INDEX}")
     try:
-        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        names = set(read_json(index)["weight_map"].values())
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"its {INDEX} cannot be read: {error!r}") from error
     wrong = [name for name in names if not isinstance(name, str) or Path(name).name != name]

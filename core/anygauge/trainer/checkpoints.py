@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from anygauge.config import Config
-from anygauge.disk import directory_to_disk, publish, remove, write_file
+from anygauge.disk import directory_to_disk, publish, read_json, remove, write_file
 from anygauge.observability.logs import DRIVER_LOG
 from anygauge.trainer.saved import DIRECTORY, DRIVER, FORMAT, MANIFEST, checkpoint_paths, rank_names, sha256
 from anygauge.trainer.worker_group import WorkerGroup
@@ -273,7 +273,7 @@ def _is_whole(directory: Path, world_size: int) -> bool:
     """Return whether every rank has written its last file, a JSON object."""
     try:
         return all(
-            isinstance(json.loads((directory / name).read_bytes()), dict)
+            isinstance(read_json(directory / name), dict)
             for name in rank_names(world_size, _roles(directory))
         )
     except (OSError, ValueError):
@@ -299,7 +299,7 @@ def _describe(directory: Path, world_size: int) -> Iterator[tuple[str, dict[str,
 
     :raises CheckpointError: A rank's file is missing, torn, or not as long as the rank wrote it.
     """
-    written = rank_names(world_size, _roles(directory))
+    written = list(rank_names(world_size, _roles(directory)))
     tensors = {name: _tensors(directory / name) for name in written}
     known: dict[str, Mapping[str, Any]] = {
         str(Path(name).with_name(each["file"])): each for name, each in tensors.items() if each
@@ -320,7 +320,7 @@ def _describe(directory: Path, world_size: int) -> Iterator[tuple[str, dict[str,
 def _tensors(path: Path) -> Mapping[str, Any]:
     """Return what a rank says of its file with tensors; nothing if it has none."""
     try:
-        found = json.loads(path.read_bytes()).get("tensors") or {}
+        found = read_json(path).get("tensors") or {}
         return {key: found[key] for key in ("file", "bytes", "sha256")} if found else {}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise _not_as_written(f"{path} cannot be read: {error!r}") from error

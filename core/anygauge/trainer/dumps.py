@@ -25,6 +25,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
 from anygauge.data.media.store import MappedFiles
+from anygauge.disk import parse_json, read_json
 from anygauge.hub.found import TOKENIZERS
 from anygauge.trainer.plan import TrainShare
 from anygauge_hooks.errors import DataError
@@ -97,7 +98,7 @@ def model_facts(directory: Path) -> ModelFacts:
 
     :param directory: That was checked.
     """
-    hf = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    hf = read_json(directory / "config.json")
     return {
         "architectures": list(hf.get("architectures") or ()),
         "vocab_size": text_config(hf).get("vocab_size"),
@@ -109,7 +110,7 @@ def _tokens(path: Path) -> str:
     """Return a digest of a tokenizer's tokens and ids, which a file that was saved anew still has."""
     content = path.read_bytes()
     if path.name == "tokenizer.json":
-        tokenizer = json.loads(content)
+        tokenizer = parse_json(content)
         added = [(token["id"], token["content"]) for token in tokenizer.get("added_tokens") or ()]
         vocabulary = (tokenizer.get("model") or {}).get("vocab")
         content = json.dumps([vocabulary, sorted(added)], sort_keys=True).encode()
@@ -184,7 +185,7 @@ def read_groups(path: Path, model: ModelFacts | None = None) -> list[Group]:
 def _facts(line: bytes) -> Mapping[str, Any]:
     """Return what the first line says of the file; nothing if it says nothing."""
     try:
-        facts = json.loads(line)[FACTS]
+        facts = parse_json(line)[FACTS]
     except (ValueError, KeyError, TypeError):
         return {}
     return facts if isinstance(facts, Mapping) else {}
@@ -197,7 +198,7 @@ def _group_type() -> TypeAdapter[Group]:
 
 def _group(where: str, line: bytes) -> Group:
     try:
-        group = _group_type().validate_python(json.loads(line))
+        group = _group_type().validate_python(parse_json(line))
     except ValidationError as error:
         first = error.errors()[0]
         field = ".".join(map(str, first["loc"]))
@@ -304,7 +305,7 @@ def _opened(path: Path, read: Callable[[Mapping[str, Any], Mapping[str, Tensor]]
     """Return what is read of a batch: of the facts about it and its tensors."""
     try:
         with safe_open(path, framework="pt") as file:
-            facts = json.loads((file.metadata() or {}).get(FACTS, "{}"))
+            facts = parse_json((file.metadata() or {}).get(FACTS, "{}"))
             return read(facts, {name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118 - no mapping
     except FileNotFoundError as error:
         raise _missing(path) from error

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +14,7 @@ from anygauge.config import Config
 from anygauge.config.load import dump_config
 from anygauge.config.secret_values import masked
 from anygauge.config.tree import flatten
-from anygauge.disk import free_name, remove_abandoned
+from anygauge.disk import free_name, parse_toml, remove_abandoned
 from anygauge.trainer.checkpoints import SUPERSEDED, append_only_files, installed_packages
 from anygauge.trainer.saved import Checkpoint, checkpoint_paths
 from anygauge_hooks.errors import CheckpointError
@@ -132,7 +131,7 @@ def _changes(old: Path, config: Config) -> Iterator[_Change]:
 
 def _leaves(text: str) -> dict[str, Any]:
     """Return the keys of a resolved config. Its secrets are masked: another one makes no other run."""
-    return flatten(masked(tomllib.loads(text)))
+    return flatten(masked(parse_toml(text)))
 
 
 def _defaults(config: Config) -> Mapping[str, Any]:

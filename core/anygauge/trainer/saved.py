@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 import re
-from collections.abc import Iterable, Mapping
+import stat
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from pydantic import BaseModel, ConfigDict, NonNegativeInt, ValidationError
+
+from anygauge.disk import read_json
 from anygauge_hooks.errors import CheckpointError
 
 __all__ = ["DIRECTORY", "MANIFEST", "Checkpoint", "checkpoint_paths", "latest_checkpoint", "read_checkpoint"]
@@ -26,6 +29,26 @@ DIRECTORY = "checkpoints"
 MANIFEST, DRIVER = "manifest.json", "driver.json"
 HASHED_AT_ONCE = 4
 _NAME = re.compile(r"step-(\d{8})")
+
+
+class _State(BaseModel):
+    """See :class:`anygauge.trainer.state.RunState`."""
+
+    model_config = ConfigDict(strict=True)
+    step: NonNegativeInt
+    version: NonNegativeInt
+    source: dict[str, Any]
+    rollout: dict[str, Any] = {}
+
+
+class _Driver(BaseModel):
+    """The content of ``driver.json``."""
+
+    model_config = ConfigDict(strict=True)
+    step: NonNegativeInt
+    state: _State
+    files: dict[str, NonNegativeInt]
+    packages: dict[str, str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,21 +110,21 @@ def read_checkpoint(path: Path) -> Checkpoint:
     try:
         _check_ranks(path, manifest)
         _check_files(path, manifest["files"])
-        driver = _read_json(path / DRIVER)
-        return Checkpoint(path, driver["step"], driver["state"], driver["files"], driver["packages"])
     except (KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(
             f"{path} lacks what a checkpoint has: {error!r}", hint="Take another checkpoint."
         ) from error
+    driver = _read_driver(path / DRIVER)
+    return Checkpoint(path, driver["step"], driver["state"], driver["files"], driver["packages"])
 
 
-def rank_names(world_size: int, roles: Iterable[str] = ()) -> list[str]:
-    """Return the names of the files that the ranks write last.
+def rank_names(world_size: int, roles: Iterable[str] = ()) -> Iterator[str]:
+    """Yield the names of the files that the ranks write last.
 
     :param roles: Beside the policy; each has a directory of its own.
     """
-    directories = ("", *(f"{role}/" for role in roles))
-    return [f"{directory}rank-{rank:05d}.json" for directory in directories for rank in range(world_size)]
+    directories = ("", *(f"{role}/" for role in dict.fromkeys(roles)))
+    return (f"{directory}rank-{rank:05d}.json" for directory in directories for rank in range(world_size))
 
 
 def sha256(path: Path) -> str:
@@ -112,10 +135,11 @@ def sha256(path: Path) -> str:
 
 def _check_ranks(path: Path, manifest: Mapping[str, Any]) -> None:
     wanted = rank_names(manifest["world_size"], manifest.get("roles", ()))
-    missing = [name for name in wanted if name not in manifest["files"]]
-    if missing:
+    # The first alone: a manifest may claim any number of ranks.
+    missing = next((name for name in wanted if name not in manifest["files"]), None)
+    if missing is not None:
         raise CheckpointError(
-            f"{path} has no {missing[0]}, and {manifest['world_size']} ranks wrote it",
+            f"{path} has no {missing}, and {manifest['world_size']} ranks wrote it",
             hint="Take another checkpoint.",
         )
 
@@ -132,17 +156,36 @@ def _damage(directory: Path, entry: tuple[str, Mapping[str, Any]]) -> str | None
     name, wanted = entry
     path = directory / name
     try:
-        size = path.stat().st_size
-        if size != wanted["bytes"]:
-            return f"{path} has {size} bytes instead of {wanted['bytes']}"
+        info = path.stat()
+        if info.st_size != wanted["bytes"]:
+            return f"{path} has {info.st_size} bytes instead of {wanted['bytes']}"
+        if not stat.S_ISREG(info.st_mode):  # a pipe would be waited for, a device never ends
+            return f"{path} is no regular file"
         return None if sha256(path) == wanted["sha256"] else f"{path} has changed: its SHA-256 is another"
     except OSError as error:
         return f"{path} cannot be read: {error.strerror}"
 
 
+def _read_driver(path: Path) -> dict[str, Any]:
+    """Return what the driver wrote.
+
+    :raises CheckpointError: It cannot be read, or has other types.
+    """
+    driver = _read_json(path)
+    try:
+        _Driver.model_validate(driver)
+    except ValidationError as error:
+        problem = error.errors(include_url=False)[0]
+        key = ".".join(str(part) for part in problem["loc"])
+        raise CheckpointError(
+            f"{path} is not what a driver writes: {key}: {problem['msg']}.", hint="Take another checkpoint."
+        ) from error
+    return driver
+
+
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(path.read_bytes())
+        found = read_json(path)
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}", hint="Take another checkpoint.") from error
     if not isinstance(found, dict):

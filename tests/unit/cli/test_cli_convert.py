@@ -173,7 +173,9 @@ def test_the_checkpoint_of_a_run(
     assert "manifest.json" in capsys.readouterr().err
     assert calls == []
     (step / "manifest.json").write_text('{"format": 1, "world_size": 0, "files": {}}')
-    (step / "driver.json").write_text('{"step": 40, "state": {}, "files": {}, "packages": {}}')
+    (step / "driver.json").write_text(
+        '{"step": 40, "state": {"step": 40, "version": 40, "source": {}}, "files": {}, "packages": {}}'
+    )
     for more in ((), ("--model", "model")):
         assert main([*command, *more]) == 0
     assert calls == [(function, step, target)] * 2

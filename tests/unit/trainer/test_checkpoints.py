@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
 import shutil
 import threading
 from collections.abc import Callable, Sequence
@@ -81,7 +83,7 @@ def test_a_checkpoint_appears_when_every_rank_has_written(
     (tmp_path / "samples.superseded.jsonl").write_text("{}\n")
     writer = make_writer()
     workers.writes = False
-    assert writer.start(20, {"step": 20, "source": {"cursor": 7}}) is None
+    assert writer.start(20, {"step": 20, "version": 20, "source": {"cursor": 7}}) is None
     assert writer.poll() is None
     assert names(tmp_path) == [".step-00000020.partial"]
     assert latest_checkpoint(tmp_path) is None
@@ -92,7 +94,7 @@ def test_a_checkpoint_appears_when_every_rank_has_written(
     found = latest_checkpoint(tmp_path)
     assert found is not None
     assert (found.path, found.step) == (path, 20)
-    assert found.state == {"step": 20, "source": {"cursor": 7}}
+    assert found.state == {"step": 20, "version": 20, "source": {"cursor": 7}}
     assert found.files == {"metrics.jsonl": 3}
     assert "torch" in found.packages
     manifest = json.loads((path / "manifest.json").read_text())
@@ -261,7 +263,7 @@ def test_a_run_that_breaks_off_keeps_what_every_rank_has_written(
     tmp_path: Path, workers: Workers, make_writer: Callable[..., CheckpointWriter]
 ) -> None:
     writer = make_writer()
-    writer.start(3, {"step": 3})
+    writer.start(3, {"step": 3, "version": 3, "source": {}})
     workers.calls.clear()
     assert writer.salvage(are_writing=False) == tmp_path / "checkpoints" / "step-00000003"
     assert workers.calls == []
@@ -474,7 +476,53 @@ def empty_the_driver(path: Path) -> None:
     (path / "driver.json").write_text("{}")
 
 
+def nest_the_manifest(path: Path) -> None:
+    (path / "manifest.json").write_text("[" * 100_000)
+
+
+def claim_ranks_without_end(path: Path) -> None:
+    manifest = json.loads((path / "manifest.json").read_text())
+    (path / "manifest.json").write_text(json.dumps({**manifest, "world_size": 2**70}))
+
+
+def list_a_pipe(path: Path) -> None:
+    manifest = json.loads((path / "manifest.json").read_text())
+    os.mkfifo(path / "pipe")
+    manifest["files"]["pipe"] = {"bytes": 0, "sha256": ""}
+    (path / "manifest.json").write_text(json.dumps(manifest))
+
+
+def change_the_driver(*keys: str, value: Any) -> Callable[[Path], None]:
+    """Return what gives a key of ``driver.json`` another value, and the manifest the hash of that."""
+
+    def change(path: Path) -> None:
+        driver = json.loads((path / "driver.json").read_text())
+        table = driver
+        for key in keys[:-1]:
+            table = table[key]
+        table[keys[-1]] = value
+        (path / "driver.json").write_text(json.dumps(driver))
+        manifest = json.loads((path / "manifest.json").read_text())
+        raw = (path / "driver.json").read_bytes()
+        manifest["files"]["driver.json"] = {"bytes": len(raw), "sha256": hashlib.sha256(raw).hexdigest()}
+        (path / "manifest.json").write_text(json.dumps(manifest))
+
+    return change
+
+
 DAMAGES = (
+    nest_the_manifest,
+    claim_ranks_without_end,
+    list_a_pipe,
+    change_the_driver("step", value="2"),
+    change_the_driver("step", value=-1),
+    change_the_driver("state", value=[]),
+    change_the_driver("state", "step", value=2.0),
+    change_the_driver("state", "version", value=None),
+    change_the_driver("state", "source", value="text"),
+    change_the_driver("state", "rollout", value=[1]),
+    change_the_driver("files", value={"metrics.jsonl": "7"}),
+    change_the_driver("packages", value=["torch"]),
     halve_the_manifest,
     empty_the_driver,
     flip_a_bit,

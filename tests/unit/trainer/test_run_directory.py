@@ -60,7 +60,7 @@ def opened(config: Config) -> RunDirectory:
 
 def save(directory: Path, config: Config, step: int) -> None:
     writer = CheckpointWriter(directory, config, Workers())  # type: ignore[arg-type]
-    writer.start(step, {"step": step})
+    writer.start(step, {"step": step, "version": step, "source": {}})
     assert writer.finish()
     writer.close()
 
@@ -186,7 +186,7 @@ def test_what_was_written_after_the_checkpoint_is_set_aside(tmp_path: Path) -> N
     for _ in range(2):
         found = opened(resumed)
         assert found.checkpoint is not None
-        assert found.checkpoint.state == {"step": 2}
+        assert found.checkpoint.state == {"step": 2, "version": 2, "source": {}}
         assert (directory / "metrics.jsonl").read_text() == "1\n2\n"
         assert (directory / "samples.jsonl").read_text() == ""
         assert (directory / "metrics.superseded.jsonl").read_text() == "3\nhalf a li"

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic_core import PydanticCustomError
+
+from anygauge.disk import LONGEST_NAME, why_impossible
 
 __all__ = [
     "DType",
@@ -19,7 +23,7 @@ __all__ = [
 ]
 
 DType = Literal["float32", "bfloat16"]
-Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=LONGEST_NAME)]
 Positive = Annotated[int, Field(gt=0)]
 NonNegative = Annotated[int, Field(ge=0)]
 Probability = Annotated[float, Field(gt=0, le=1)]
@@ -37,6 +41,15 @@ class Section(BaseModel):
         protected_namespaces=(),
         allow_inf_nan=False,
     )
+
+    @field_validator("*")
+    @classmethod
+    def _check_path(cls, value: Any) -> Any:
+        """Refuse a path that no file system holds, before any rule asks for it and gets an ``OSError``."""
+        problem = why_impossible(value) if isinstance(value, Path) else None
+        if problem is not None:
+            raise PydanticCustomError("impossible_path", "{problem}", {"problem": problem})
+        return value
 
 
 def path_alone(value: Any) -> Any:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
+
+from anygauge.disk import parse_json
 
 __all__ = ["MOST_NUMBERS", "Metrics", "Series", "page_data", "read_metrics"]
 
@@ -96,7 +97,7 @@ def _kept(length: int, every: int) -> slice:
 
 def _row(line: bytes) -> Mapping[str, Any] | None:
     try:
-        row = json.loads(line)
+        row = parse_json(line)
     except ValueError:
         return None
     return row if isinstance(row, dict) else None

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from anygauge.disk import parse_json, parse_toml, read_json
 from anygauge.observability.health import HEALTH_FILE, HealthEvent, read_events
 from anygauge.observability.jsonl import METRICS_FILE
 from anygauge.observability.report.metrics_file import Metrics, read_metrics
@@ -106,16 +105,16 @@ def _read_config(files: RunFiles) -> None:
     path = files.directory / CONFIG_FILE
     try:
         files.config_text = path.read_text(encoding="utf-8", errors="replace")
-        files.config = tomllib.loads(files.config_text)
+        files.config = parse_toml(files.config_text)
     except OSError:
         files.missing.append(f"There is no {CONFIG_FILE}.")
-    except tomllib.TOMLDecodeError as error:
+    except ValueError as error:
         files.missing.append(f"{CONFIG_FILE} cannot be read: {error}.")
 
 
 def _read_object(files: RunFiles, name: str) -> Mapping[str, Any]:
     try:
-        value = json.loads((files.directory / name).read_bytes())
+        value = read_json(files.directory / name)
     except OSError:
         files.missing.append(f"There is no {name}.")
         return {}
@@ -150,7 +149,7 @@ def _read_samples(files: RunFiles) -> None:
     broken = 0
     for line in path.read_bytes().split(b"\n"):
         try:
-            row = json.loads(line or b"null")
+            row = parse_json(line or b"null")
             if row is not None:
                 steps[int(row["step"])] = [dict(sample) for sample in row["samples"]]
         except (ValueError, TypeError, KeyError):

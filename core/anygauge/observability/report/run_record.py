@@ -11,6 +11,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from anygauge.disk import read_json
 from anygauge_hooks.types import RunInfo
 
 __all__ = ["RECORD_FILE", "begin_part", "end_part", "read_record", "replace_file"]
@@ -51,7 +52,7 @@ def read_record(directory: Path) -> Mapping[str, Any] | None:
     A value of another type than is written is left out.
     """
     try:
-        record = json.loads((directory / RECORD_FILE).read_bytes())
+        record = read_json(directory / RECORD_FILE)
     except (OSError, ValueError):
         return None
     known = isinstance(record, dict) and isinstance(record.get("parts"), list)

@@ -22,6 +22,7 @@ from anygauge.rollout.control.staleness import Owed, Staleness, choose, is_met
 from anygauge.rollout.control.tally import Tally
 from anygauge.rollout.control.tasks import cancel, first_error
 from anygauge.rollout.control.work import Work
+from anygauge_hooks.errors import CheckpointError
 from anygauge_hooks.rl import Group, Prompt
 
 __all__ = ["Continuous", "Producer"]
@@ -158,12 +159,20 @@ class Producer:
         """Go to where another producer of the same config stood; the data source goes with it.
 
         Called before the first :meth:`take`.
+
+        :raises CheckpointError: It is not what :meth:`state_dict` returns.
         """
         seeds = self._work.seeds
-        self._work.source.load_state_dict(state["source"])
-        self._drawn = state["drawn"]
-        self._waiting = deque(OpenGroup.restored(entry, seeds) for entry in state["open"])
-        self._done = [DoneGroup.restored(entry, seeds) for entry in state["done"]]
+        try:
+            source, self._drawn = state["source"], int(state["drawn"])
+            self._waiting = deque(OpenGroup.restored(entry, seeds) for entry in state["open"])
+            self._done = [DoneGroup.restored(entry, seeds) for entry in state["done"]]
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(
+                f"The checkpoint's state of the rollouts cannot be read: {error!r}.",
+                hint="Go on from another checkpoint.",
+            ) from error
+        self._work.source.load_state_dict(source)
 
     def prompts(self) -> list[Prompt]:
         """Return the prompts of the groups that wait or are done."""

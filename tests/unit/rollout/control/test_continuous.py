@@ -12,7 +12,7 @@ import pytest
 from anygauge.rollout.control import Continuous, Producer, Staleness, sample_all
 from anygauge.rollout.control.groups import DoneGroup, OpenGroup
 from anygauge.testing.scripted_engine import ListSource, ScriptedEngine
-from anygauge_hooks.errors import RolloutError
+from anygauge_hooks.errors import CheckpointError, RolloutError
 from anygauge_hooks.rl import Group, Prompt, SamplingParams
 from anygauge_hooks.rollout import GenerateRequest, Generation
 
@@ -218,6 +218,19 @@ def test_the_state_has_every_prompt_once(make_producer: MakeProducer, prompts: l
         assert {sample.response_tokens for sample in group.samples} == {(1, 2, 3, 4, 5, 6)}
     again = [(r.session, len(r.tokens)) for r in rest.requests if r.session in ("1-0", "2-1")]
     assert all(length == 3 for _, length in again)
+
+
+@pytest.mark.parametrize("key", ["source", "drawn", "open", "done"])
+@pytest.mark.parametrize("value", [None, "text", [1], [{"number": 0}]], ids=repr)
+def test_a_state_of_other_types_is_an_error_of_the_checkpoint(
+    make_producer: MakeProducer, prompts: list[Prompt], key: str, value: Any
+) -> None:
+    state = {"source": ListSource(prompts).state_dict(), "drawn": 0, "open": [], "done": []}
+    del state[key]
+    if key != "source":  # the source itself looks at that
+        state[key] = value
+    with pytest.raises(CheckpointError, match="state of the rollouts cannot be read"):
+        make_producer(ScriptedEngine(counting), **ONE).load_state_dict(state)
 
 
 def test_an_error_between_two_steps_is_raised_by_the_next(make_producer: MakeProducer) -> None:

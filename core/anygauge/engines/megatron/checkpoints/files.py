@@ -20,7 +20,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from anygauge.disk import stream_to_disk, write_file
+from anygauge.disk import read_json, stream_to_disk, write_file
 from anygauge_hooks.errors import CheckpointError
 
 __all__ = [
@@ -442,7 +442,7 @@ def _rank_files(directory: Path) -> list[RankFile]:
 
 def _rank_file(path: Path) -> RankFile:
     try:
-        found = json.loads(path.read_bytes())
+        found = read_json(path)
         number = found["format"]
         if number == FORMAT:
             return RankFile(**found | {"pieces": [_piece(each) for each in found["pieces"]]})

@@ -26,7 +26,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from anygauge.disk import appearing
+from anygauge.disk import appearing, read_json
 from anygauge.distributed.lifetime import die_with
 from anygauge.engines.megatron.conversion.dist_checkpoint import Part, stored_key, write_index, write_part
 from anygauge.engines.megatron.conversion.paths import check_source, check_target, conversion_error, is_of_run
@@ -324,7 +324,7 @@ def _main_dtype(rules: Sequence[TensorRule], reader: CanonicalSource) -> torch.d
 
 def _state_weights(path: Path, dtype: torch.dtype) -> None:
     """Correct what a ``config.json`` says of the weights, if they are others."""
-    config = json.loads(path.read_text())
+    config = read_json(path)
     stated = config_of_weights(config, dtype)
     said = {"dtype": config.pop("torch_dtype", stated["dtype"]), **config}  # as transformers 4 called it
     if said != stated:

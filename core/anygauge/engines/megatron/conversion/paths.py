@@ -5,10 +5,10 @@ from __future__ import annotations
 import errno
 import os
 import re
-import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 
+from anygauge.disk import parse_toml
 from anygauge_hooks.errors import CheckpointError
 
 __all__ = ["Source", "check_source", "check_target", "conversion_error", "is_of_run"]
@@ -82,7 +82,7 @@ def is_of_run(directory: Path) -> bool:
 def _model_of_run(checkpoint: Path) -> Path:
     path = checkpoint.resolve().parent.parent / "config.toml"
     try:
-        model = Path(tomllib.loads(path.read_text(encoding="utf-8"))["model"]["path"])
+        model = Path(parse_toml(path.read_text(encoding="utf-8"))["model"]["path"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(
             f"{checkpoint} is a checkpoint of a run, and {path} does not say of which model: {error!r}.",

@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from anygauge.disk import appearing
+from anygauge.disk import appearing, read_json
 from anygauge.hub.weight_files import INDEX, weight_files
 from anygauge_hooks.errors import AnygaugeError, CheckpointError
 
@@ -48,7 +48,7 @@ def read_config(directory: Path) -> dict[str, Any]:
     """
     path = directory / "config.json"
     try:
-        config = json.loads(path.read_text())
+        config = read_json(path)
     except FileNotFoundError:
         raise CheckpointError(
             f"{directory} is no Hugging Face directory: it has no config.json.",
