@@ -51,6 +51,7 @@ def attack(response, label):
         data = pickle.dumps(Touch(Path(label)))
         write(struct.pack("!i", len(data)) + data)
         write(data + b"\\n")
+        time.sleep(60)  # the next sample may be under way before the driver has read this
     elif response == "half a line":
         write(b'{"outcomes": [')
         time.sleep(60)
