@@ -46,6 +46,8 @@ QUICK = {
     "png": PIXELS,
     "icon": "is of no image format",
     "jpeg": PIXELS,
+    "jpeg of many scans": r"is a JPEG file of \d+ scans; 500 are read",
+    "jpeg of some scans": "64x64",
     "webp": PIXELS,
     "webp of one image": PIXELS,
     "apng": FRAMES,

@@ -91,6 +91,14 @@ def jpeg(width: int, height: int) -> bytes:
     return bytes(raw)
 
 
+def scans(side: int, count: int) -> bytes:
+    """Return a photo that is gone over again and again, 75 bytes each time."""
+    buffer = io.BytesIO()
+    Image.new("L", (side, side)).save(buffer, "JPEG", progressive=True)
+    raw = buffer.getvalue()[:-2]
+    return raw + raw[raw.rindex(b"\xff\xda") :] * count + b"\xff\xd9"
+
+
 # -------------------------------------------------------------------------
 # Attacks
 # -------------------------------------------------------------------------
@@ -145,6 +153,8 @@ QUICK: dict[str, Callable[[], str]] = {
     "png": lambda: shown(png(13_000, 13_000)),
     "icon": lambda: shown(ico(png(13_000, 13_000))),
     "jpeg": lambda: shown(jpeg(65_000, 1_000)),
+    "jpeg of many scans": lambda: shown(scans(2_000, 100_000)),
+    "jpeg of some scans": lambda: shown(scans(64, 100)),
     "webp": lambda: played(webp(9_000)),
     "webp of one image": lambda: shown(webp(9_000)),
     "apng": lambda: played(png(1_000, 1_000, frames=2**31 - 1)),

@@ -22,6 +22,8 @@ _FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "JPEG2000", "AVI
 """Formats whose header has the decoded size. Others start Ghostscript (EPS), inflate without a limit (FITS),
 or decode an embedded image that is larger than their header says (ICO, ICNS)."""
 _CONVERT = f"The formats are {', '.join(_FORMATS)}: convert the file, or leave it out."
+_SCAN, _MOST_SCANS = b"\xff\xda", 500
+"""A progressive JPEG has some 10 scans, and the pictures and profiles in its header a few such bytes."""
 _ORIENTATION = 0x0112
 _TURNS = {2: 0, 3: 3, 4: 1, 5: 5, 6: 4, 7: 6, 8: 2}
 """From the orientation that Exif gives to Pillow's number of the transposition that undoes it."""
@@ -49,7 +51,22 @@ def decode_image(file: BinaryIO, most: int) -> NDArray[Any]:
     :raises MediaError: It cannot be decoded, or is larger; a clause.
     """
     with open_image(file, most) as image:
+        if image.format in ("JPEG", "MPO"):
+            _check_scans(file)
         return as_pixels(image)
+
+
+def _check_scans(file: BinaryIO) -> None:
+    """Refuse a progressive JPEG with thousands of scans, each of which goes over the whole image.
+
+    :raises MediaError: A clause.
+    """
+    place = file.tell()
+    file.seek(0)
+    count = file.read().count(_SCAN)
+    file.seek(place)
+    if count > _MOST_SCANS:
+        raise MediaError(f"is a JPEG file of {count} scans; {_MOST_SCANS} are read.", hint=BROKEN)
 
 
 @contextmanager
