@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import socket
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, suppress
 from datetime import timedelta
 
-import psutil
 import pytest
 from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]  # not listed
 
@@ -19,8 +15,6 @@ from anygauge.distributed import store_server
 from anygauge.distributed.authenticated_store import AuthenticatedStore
 from anygauge.distributed.rendezvous import host_store, join_store
 from anygauge.distributed.secure_channel import LONGEST, NONCE_BYTES, PROOF_BYTES, Keys, pack
-from anygauge.trainer.worker_group import WorkerGroup
-from anygauge_hooks.errors import PlacementError, WorkerFailedError
 
 HOST = "127.0.0.1"
 TOKEN = "secret of the run"
@@ -211,63 +205,3 @@ def test_who_connects_first_changes_nothing(served: AuthenticatedStore) -> None:
             stranger = strangers.enter_context(connect(served.port))
             stranger.sendall(garbage)
         assert holds_what_it_held(served)
-
-
-ATTACKER = """
-import encodings.idna, os, socket, struct, sys
-if os.getuid() == 0:
-    os.setgroups([]), os.setgid(65534), os.setuid(65534)
-kept = []
-for line in sys.stdin:
-    for number in range(4):
-        for data in (b"", struct.pack("q", number), struct.pack("q", number) + bytes(4096), b"\\xff" * 4096):
-            try:
-                kept.append(socket.create_connection(("127.0.0.1", int(line)), timeout=1))
-                kept[-1].sendall(data)
-            except OSError:
-                pass
-print(len(kept))
-"""
-
-
-def attack_children(stop: threading.Event) -> int:
-    """Let a process of another user attack each port of this process's children as soon as it is there."""
-    command = [sys.executable, "-S", "-c", ATTACKER]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
-        assert process.stdin is not None
-        seen: set[int] = set()
-        while not stop.is_set():
-            for port in set(listening_ports()) - seen:
-                seen.add(port)
-                process.stdin.write(b"%d\n" % port)
-                process.stdin.flush()
-        attempts, _ = process.communicate()
-        return int(attempts)
-
-
-def listening_ports() -> Iterator[int]:
-    for child in psutil.Process().children():
-        with suppress(psutil.Error):
-            for each in child.net_connections("tcp"):
-                if each.status == psutil.CONN_LISTEN:
-                    yield each.laddr.port
-
-
-@pytest.mark.soak
-@pytest.mark.usefixtures("cold_workers")
-def test_a_poller_neither_joins_a_run_nor_holds_it_up(launch: Callable[..., WorkerGroup]) -> None:
-    """It may end a start, which then says why; it never gets a word in, and the run never waits for it."""
-    outcomes = []
-    for _ in range(5):
-        stop = threading.Event()
-        with ThreadPoolExecutor(1) as thread:
-            attempts = thread.submit(attack_children, stop)
-            try:
-                with launch("local", 2) as group:
-                    outcomes.append(group.call("sum_ranks"))
-            except WorkerFailedError as error:
-                outcomes.append(type(error.__cause__))
-            finally:
-                stop.set()
-            assert attempts.result(60) > 0
-    assert all(outcome in ([3.0, 3.0], PlacementError) for outcome in outcomes), outcomes

@@ -37,7 +37,7 @@ names of more than 15 letters, such as that of the gathers that Megatron has und
 _reloadable: list[ReloadableGroups] = []
 """The groups of this process, where they are."""
 _connections: list[Connections] = []
-"""Of this process, while it has a default group of the host backend."""
+"""Of this process, while it has a default group."""
 
 
 def init_process_group(
@@ -78,8 +78,7 @@ def init_process_group(
     elif name == HOST_BACKEND:
         name = SERIAL_HOST_BACKEND
         torch.distributed.Backend.register_backend(name, make, extended_api=True, devices=["cpu"])
-    if backend.dist_backend == HOST_BACKEND:  # the ports of other libraries close as suits them
-        _connections[:] = [Connections(store, rank, world_size)]
+    _connections[:] = [Connections(store, rank, world_size)]
     with confirmed_connections():
         torch.distributed.init_process_group(
             name,

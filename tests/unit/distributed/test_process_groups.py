@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
-
 import pytest
 import torch
 import torch.distributed as dist
 
-from anygauge.distributed import process_groups
-from anygauge.distributed.connections import Connections
 from anygauge.distributed.process_groups import destroy_process_group, init_process_group
 from anygauge.plugins import load_plugins
 
@@ -37,28 +31,5 @@ def test_a_group_of_the_host_does_one_collective_at_a_time(address: str | None, 
     try:
         for group in (dist.group.WORLD, dist.new_group([0])):
             assert group._get_backend(HOST).options._threads == 1
-    finally:
-        destroy_process_group()
-
-
-def test_connections_are_confirmed_at_the_start_and_at_each_reload(monkeypatch: pytest.MonkeyPatch) -> None:
-    rounds: list[str] = []
-
-    class Recorded(Connections):
-        @contextmanager
-        def confirmed(self) -> Iterator[None]:
-            rounds.append("begun")
-            yield
-            rounds.append("confirmed")
-
-    monkeypatch.setattr(process_groups, "Connections", Recorded)
-    plugins = load_plugins()
-    backend, store = plugins.get("register_backends", "cpu"), dist.HashStore()
-    options: Any = {"rank": 0, "world_size": 1, "timeout_s": 30.0, "single_host": True, "reloadable": True}
-    init_process_group(plugins, backend, store, **options)
-    try:
-        process_groups.release_process_groups()
-        process_groups.reload_process_groups()
-        assert rounds == ["begun", "confirmed"] * 2
     finally:
         destroy_process_group()

@@ -8,8 +8,7 @@ from __future__ import annotations
 import json
 import math
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -599,27 +598,3 @@ def test_every_field_that_the_engine_sets_is_refused(make_engine: MakeEngine, ch
         problem.path.rpartition(".")[2]
         for problem in option_problems(Train(megatron=dict.fromkeys(names, 3)))
     } == names
-
-
-@pytest.mark.usefixtures("context")
-def test_connections_of_megatrons_groups_are_confirmed(monkeypatch: pytest.MonkeyPatch) -> None:
-    from anygauge.engines.megatron import model
-
-    order: list[str] = []
-
-    @contextmanager
-    def confirmed() -> Iterator[None]:
-        order.append("begun")
-        yield
-        order.append("confirmed")
-
-    monkeypatch.setattr(model, "confirmed_connections", confirmed)
-    monkeypatch.setattr(model.parallel_state, "model_parallel_is_initialized", lambda: False)
-    monkeypatch.setattr(
-        model.parallel_state, "initialize_model_parallel", lambda **sizes: order.append("groups")
-    )
-    monkeypatch.setattr(
-        model.tensor_parallel, "model_parallel_cuda_manual_seed", lambda *args, **options: None
-    )
-    model.initialize_parallel(0, 60.0)
-    assert order == ["begun", "groups", "confirmed"]
