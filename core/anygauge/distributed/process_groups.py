@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -12,13 +10,11 @@ from typing import Any
 import torch.distributed
 from torch.distributed import ProcessGroupGloo, Store  # type: ignore[attr-defined]  # not listed
 
-from anygauge.distributed.connections import Connections
 from anygauge.distributed.reloadable import ReloadableGroups, register_reloadable
 from anygauge.plugins import Plugins
 from anygauge_hooks.types import BackendSpec
 
 __all__ = [
-    "confirmed_connections",
     "destroy_process_group",
     "init_process_group",
     "release_process_groups",
@@ -36,8 +32,6 @@ names of more than 15 letters, such as that of the gathers that Megatron has und
 
 _reloadable: list[ReloadableGroups] = []
 """The groups of this process, where they are."""
-_connections: list[Connections] = []
-"""Of this process, while it has a default group."""
 
 
 def init_process_group(
@@ -78,26 +72,14 @@ def init_process_group(
     elif name == HOST_BACKEND:
         name = SERIAL_HOST_BACKEND
         torch.distributed.Backend.register_backend(name, make, extended_api=True, devices=["cpu"])
-    _connections[:] = [Connections(store, rank, world_size)]
-    with confirmed_connections():
-        torch.distributed.init_process_group(
-            name,
-            store=store,
-            rank=rank,
-            world_size=world_size,
-            timeout=timedelta(seconds=timeout_s),
-            pg_options=options,
-        )
-
-
-@contextmanager
-def confirmed_connections() -> Iterator[None]:
-    """Make groups inside; at the end, confirm that nobody but ranks connected to them. A collective.
-
-    :raises PlacementError: They could not be made, or something that is no rank has connected.
-    """
-    with _connections[0].confirmed() if _connections else nullcontext():
-        yield
+    torch.distributed.init_process_group(
+        name,
+        store=store,
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=timeout_s),
+        pg_options=options,
+    )
 
 
 def release_process_groups() -> None:
@@ -108,9 +90,8 @@ def release_process_groups() -> None:
 
 def reload_process_groups() -> None:
     """Let all groups communicate again, where they were released. Every rank does so."""
-    with confirmed_connections() if _reloadable else nullcontext():
-        for groups in _reloadable:
-            groups.reload()
+    for groups in _reloadable:
+        groups.reload()
 
 
 def _serial_group(address: str | None, given: Any, own: Any) -> Any:
@@ -135,6 +116,5 @@ def _host_devices(gloo: Any, address: str | None) -> list[Any]:
 def destroy_process_group() -> None:
     """Destroy every process group of this process, if there are any."""
     _reloadable.clear()
-    _connections.clear()
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()

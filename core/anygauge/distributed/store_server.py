@@ -46,7 +46,6 @@ class StoreServer:
         self._secret = secret
         self._table = _Table()
         self._strangers: dict[StreamWriter, None] = {}
-        self._warned = False
         self._started = threading.Event()
         self._loop: asyncio.AbstractEventLoop
         self._stop: asyncio.Event
@@ -80,10 +79,7 @@ class StoreServer:
                 writer.write(outgoing.seal(pack(await self._table.answer(unpack(message)))))
                 await writer.drain()
         except ForgedMessageError as error:
-            # One warning: strangers could fill the log of rank 0 with more.
-            level = logging.DEBUG if self._warned else logging.WARNING
-            self._warned = True
-            _log.log(level, "a connection to the rendezvous store was closed: %s", error)
+            _log.warning("a connection to the rendezvous store was closed: %s", error)
         except (OSError, IncompleteReadError, asyncio.CancelledError):
             pass  # it has gone, was too slow to authenticate, or the server ends
         finally:

@@ -21,7 +21,6 @@ from anygauge.config.modalities import modalities
 from anygauge.config.roles import as_language_model
 from anygauge.config.schema import Parallel
 from anygauge.distributed.layout import Layout
-from anygauge.distributed.process_groups import confirmed_connections
 from anygauge.engines.megatron.fields import unknown_values
 from anygauge.engines.megatron.layers.embedding import replace_embeddings
 from anygauge.engines.megatron.layers.output import HiddenOutput, replace_output_layer
@@ -159,17 +158,16 @@ def initialize_parallel(seed: int, timeout_s: float, sizes: Parallel | None = No
     sizes = sizes or Parallel()
     Layout(dist.get_world_size(), sizes)
     if not parallel_state.model_parallel_is_initialized():
-        with confirmed_connections():
-            parallel_state.initialize_model_parallel(
-                tensor_model_parallel_size=sizes.tensor,
-                pipeline_model_parallel_size=sizes.pipeline,
-                virtual_pipeline_model_parallel_size=_chunks_per_rank(sizes),
-                context_parallel_size=sizes.context,
-                expert_model_parallel_size=sizes.expert,
-                expert_tensor_parallel_size=sizes.expert_tensor,
-                distributed_timeout_minutes=timeout_s / 60,
-                create_gloo_process_groups=False,
-            )
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=sizes.tensor,
+            pipeline_model_parallel_size=sizes.pipeline,
+            virtual_pipeline_model_parallel_size=_chunks_per_rank(sizes),
+            context_parallel_size=sizes.context,
+            expert_model_parallel_size=sizes.expert,
+            expert_tensor_parallel_size=sizes.expert_tensor,
+            distributed_timeout_minutes=timeout_s / 60,
+            create_gloo_process_groups=False,
+        )
     tensor_parallel.model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
 
 
