@@ -24,7 +24,7 @@ from typing import NamedTuple
 ROOT = Path(__file__).parents[1]
 BACKENDS = ("cpu", "cuda", "npu")
 CAUGHT, PASSED = 1, 0
-"""What pytest ends with if a test failed, and if none did."""
+"""Exit codes of pytest: a test failed, and all passed."""
 
 ACTORS, ESTIMATE = "core/anygauge/trainer/actors.py", "core/anygauge/trainer/estimate.py"
 LOOP, PLAN = "core/anygauge/trainer/loop.py", "core/anygauge/trainer/plan.py"

@@ -20,7 +20,7 @@ from anygauge.distributed.lifetime import adopt_orphans, die_with, end_children
 __all__ = ["KEPT_BYTES", "Log", "Output", "Tail", "fork_guarded"]
 
 KEPT_BYTES = 4 << 20
-"""Of a log, from its beginning and from its end."""
+"""Bytes of a log that are kept, from its beginning and from its end."""
 LARGEST_LOG = 4 * KEPT_BYTES
 """In bytes; what is in the middle is left out then."""
 _LEFT_OUT = b"\n[output was left out here]\n"

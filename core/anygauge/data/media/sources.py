@@ -25,7 +25,7 @@ __all__ = ["Source", "source_of"]
 _ADDRESS = re.compile(r"https?://", re.IGNORECASE)
 _DATA = re.compile(r"data:[^,]*,")
 _BASE64 = re.compile(r"[A-Za-z0-9+/\s]{40,}+={0,2}\s*+")
-"""What is no file's name. Possessive: else the time is quadratic in a run of spaces."""
+"""Text that is no file name. Possessive: else the time is quadratic in a run of spaces."""
 _LONGEST_NAME = 80
 _LONGEST_PATH = 1024
 """Characters; a longer text in the letters of base64 is no path."""

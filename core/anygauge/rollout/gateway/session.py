@@ -30,7 +30,7 @@ _CHARACTERS_PER_TOKEN = 16
 """More than any context full of text has: prose has 3 to 5 characters a token, indented code and tables up to
 8, and only long runs of blanks or rules have more."""
 _BYTES_PER_CHARACTER = 6
-"""Of JSON, which may write a character as an escape."""
+"""Largest number of bytes for one character in JSON: it may be escaped."""
 
 
 @dataclass(frozen=True, kw_only=True)
