@@ -147,8 +147,6 @@ def keys_of(row: str, arguments: argparse.Namespace, inputs: Mapping[str, Any]) 
         if keys["rollout.engine"] == "sglang":
             keys |= {f"rollout.sglang.{name}": value for name, value in GPU_SERVER.items()}
             keys["rollout.sglang.mem_fraction_static"] = share
-        else:
-            keys["rollout.graphs"] = True
     steps = arguments.steps
     name, directory = f"end-to-end-{row}", str(arguments.directory)
     return {**keys, "run.name": name, "run.directory": directory, "run.steps": steps, "eval.interval": steps}

@@ -16,7 +16,7 @@ from anygauge.config.validate import validate
 from anygauge.rollout.client import EngineClient
 from anygauge.rollout.fleet import Fleet
 from anygauge.rollout.sglang import keys as sglang_keys
-from anygauge.rollout.sglang.keys import HiddenKey, key_problems, key_variable, own_keys, take_keys
+from anygauge.rollout.sglang.keys import HiddenKey, key_problems, key_variable, own_keys, set_keys
 from anygauge.testing.fake_engine import FakeServer, Options
 from anygauge.testing.fake_engine.options import VERSIONS
 from anygauge.testing.fake_engine.server import application
@@ -183,6 +183,26 @@ class Arguments:
     admin_api_key: str | None = None
 
 
+class SealedArguments(Arguments):
+    """Those of SGLang 0.5.17, which are changed by ``override`` alone."""
+
+    _is_open = False
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if not self._is_open:
+            raise AttributeError(f"{name} assigned after resolution")
+        object.__setattr__(self, name, value)
+
+    def __init__(self) -> None:
+        """Make them without an assignment."""
+
+    def override(self, source: str, **fields: object) -> None:
+        object.__setattr__(self, "_is_open", True)
+        for name, value in fields.items():
+            setattr(self, name, value)
+        object.__setattr__(self, "_is_open", False)
+
+
 def config(**rollout: object) -> Any:
     tree = {"run": {"name": "r"}, "model": {"path": "m"}, "data": {"train": ["d"]}, "rollout": rollout}
     checked = validate(tree)
@@ -232,10 +252,14 @@ def test_a_key_that_is_written_out_or_missing_is_refused_and_not_repeated(
     assert "sk-" not in str(caught.value)
 
 
-def test_keys_show_in_no_text_of_what_holds_them(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("arguments_class", [Arguments, SealedArguments])
+def test_keys_show_in_no_text_of_what_holds_them(
+    arguments_class: type[Arguments], monkeypatch: pytest.MonkeyPatch
+) -> None:
     peer = WeightPeer(address="http://127.0.0.1:9", secret="of-the-receiver", keys=KEYS)
     monkeypatch.setenv(sglang_keys.KEYS, key_variable(KEYS)[sglang_keys.KEYS])
-    arguments = Arguments(*take_keys())
+    arguments = arguments_class()
+    set_keys(arguments)
     for text in (repr(KEYS), repr(peer), f"{arguments=}", f"{vars(arguments)}"):
         assert KEYS.api not in text
         assert KEYS.admin not in text

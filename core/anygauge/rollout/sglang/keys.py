@@ -7,7 +7,7 @@ import os
 import re
 import secrets
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from anygauge_hooks.errors import RolloutError
 from anygauge_hooks.types import ConfigProblem
@@ -16,7 +16,7 @@ from anygauge_hooks.weights import ServerKeys
 if TYPE_CHECKING:
     from anygauge.config import Config
 
-__all__ = ["KEYS", "HiddenKey", "key_problems", "key_variable", "named_keys", "own_keys", "take_keys"]
+__all__ = ["KEYS", "HiddenKey", "key_problems", "key_variable", "named_keys", "own_keys", "set_keys"]
 
 KEYS = "ANYGAUGE_SGLANG_KEYS"
 """Environment variable in which a server finds its keys. Other users see its command line, but not this."""
@@ -85,7 +85,16 @@ def key_variable(keys: ServerKeys) -> dict[str, str]:
     return {KEYS: json.dumps([keys.api, keys.admin])}
 
 
-def take_keys() -> tuple[HiddenKey, HiddenKey]:
-    """Return the keys of this process's server, and take them out of the environment of its children."""
+def set_keys(server_args: Any) -> None:
+    """Give SGLang's arguments the keys of this process's server, which its children do not inherit.
+
+    :param server_args: ``ServerArgs`` of SGLang. Those of 0.5.17 are sealed once they are made and have a
+        method for later changes; those of 0.5.23 are open until the server starts.
+    """
     api, admin = json.loads(os.environ.pop(KEYS))
-    return HiddenKey(api), HiddenKey(admin)
+    keys = {"api_key": HiddenKey(api), "admin_api_key": HiddenKey(admin)}
+    if hasattr(server_args, "override"):
+        server_args.override("anygauge", **keys)
+    else:
+        for name, key in keys.items():
+            setattr(server_args, name, key)

@@ -11,7 +11,7 @@ import tempfile
 
 from anygauge.distributed.lifetime import die_with
 from anygauge.rollout.sglang.keeper import KEEPER
-from anygauge.rollout.sglang.keys import take_keys
+from anygauge.rollout.sglang.keys import set_keys
 
 __all__ = ["BACKEND", "ROLE"]
 
@@ -39,7 +39,7 @@ def _serve(arguments: list[str]) -> None:
 
     load_plugins()
     server_args = prepare_server_args(arguments)
-    server_args.api_key, server_args.admin_api_key = take_keys()
+    set_keys(server_args)
     if server_args.dp_size == 1:  # copies of the model meet in one place each
         # the store behind --nccl-port listens on every interface, to everybody; this directory is the user's
         os.environ.setdefault(MEETING, f"file://{tempfile.gettempdir()}/meeting")
