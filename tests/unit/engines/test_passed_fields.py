@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -294,6 +295,39 @@ def test_every_other_field_is_refused() -> None:
 def test_a_field_that_changes_nothing_alone_says_what_it_needs(train: dict[str, Any], hint: str) -> None:
     [problem] = [each for each in option_problems(Train.model_validate(train)) if "alone" in each.hint]
     assert hint in problem.hint
+
+
+@pytest.mark.parametrize(
+    ("megatron", "hint"),
+    [
+        ({"moe_router_dtype": "fp16"}, "must be 'fp32' or 'fp64'"),
+        ({"recompute_method": "blocks"}, "must be 'uniform' or 'block'"),
+        ({"optimizer": "muon"}, "must be 'adam' or 'sgd'"),
+        ({"bucket_size": "x"}, "must be a valid integer"),
+        ({"bucket_size": 1e6}, "must be a valid integer"),
+        ({"bucket_size": True}, "must be a valid integer"),
+        ({"bucket_size": 0}, "must be greater than 0"),
+        ({"overlap_grad_reduce": 1}, "must be a valid boolean"),
+        ({"decoupled_lr": -1.0}, "must be greater than or equal to 0"),
+        ({"decoupled_lr": math.nan}, "must be a finite number"),
+        ({"moe_router_bias_update_rate": "0.1"}, "must be a valid number"),
+        ({"pipeline_model_parallel_layout": 2}, "must be a valid string or a valid list"),
+        ({"overlap_param_gather": True, "use_distributed_optimizer": False}, "nothing is gathered"),
+        ({"optimizer": "sgd"}, "takes Adam alone: add use_distributed_optimizer = false"),
+    ],
+    ids=str,
+)
+def test_a_value_that_megatron_cannot_take_is_refused(megatron: dict[str, Any], hint: str) -> None:
+    [problem] = option_problems(Train(megatron=megatron))
+    name, value = next(iter(megatron.items()))
+    assert (problem.path, problem.found) == (f"train.megatron.{name}", value)
+    assert hint in problem.hint
+
+
+@pytest.mark.parametrize("name", sorted(PASSED))
+def test_the_value_of_every_field_that_passes_is_checked(name: str) -> None:
+    [problem] = option_problems(Train(megatron={name: {}}))
+    assert "Megatron cannot take it" in problem.hint
 
 
 def test_layers_that_are_recomputed_together_divide_all(observe: Observe) -> None:

@@ -7,12 +7,16 @@ prepared for the backend.
 from __future__ import annotations
 
 import ast
+import builtins
 import difflib
 import importlib.util
+import typing
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import ConfigDict, NonNegativeFloat, PositiveInt, TypeAdapter, ValidationError
 
 from anygauge_hooks.types import ConfigProblem
 
@@ -275,20 +279,40 @@ _KNOWN_VALUES: Mapping[str, tuple[Any, ...]] = {
 """Fields of an architecture of which the modules of the engine know these values, and disregard any other."""
 
 
+_ALONE = "It changes nothing alone: it needs {}."
 _NEEDS: Mapping[str, tuple[str, Callable[[Train], object]]] = {
     **dict.fromkeys(
         ("recompute_method", "recompute_num_layers"),
-        ('needs train.recompute = "full"', lambda train: train.recompute == "full"),
+        (_ALONE.format('train.recompute = "full"'), lambda train: train.recompute == "full"),
     ),
     "microbatch_group_size_per_vp_stage": (
-        "needs train.parallel.virtual_pipeline above 1",
+        _ALONE.format("train.parallel.virtual_pipeline above 1"),
         lambda train: train.parallel.virtual_pipeline > 1,
     ),
-    "bucket_size": ("needs overlap_grad_reduce", lambda train: train.megatron.get("overlap_grad_reduce")),
-    "decoupled_min_lr": ("needs decoupled_lr", lambda train: "decoupled_lr" in train.megatron),
-    "sgd_momentum": ('needs optimizer = "sgd"', lambda train: train.megatron.get("optimizer") == "sgd"),
+    "bucket_size": (
+        _ALONE.format("overlap_grad_reduce"),
+        lambda train: train.megatron.get("overlap_grad_reduce"),
+    ),
+    "decoupled_min_lr": (_ALONE.format("decoupled_lr"), lambda train: "decoupled_lr" in train.megatron),
+    "sgd_momentum": (
+        _ALONE.format('optimizer = "sgd"'),
+        lambda train: train.megatron.get("optimizer") == "sgd",
+    ),
+    "overlap_param_gather": (
+        "Without the distributed optimizer nothing is gathered: leave out use_distributed_optimizer = false.",
+        lambda train: not train.megatron["overlap_param_gather"] or _divides_optimizer(train),
+    ),
+    "optimizer": (
+        "The distributed optimizer takes Adam alone: add use_distributed_optimizer = false.",
+        lambda train: train.megatron["optimizer"] == "adam" or not _divides_optimizer(train),
+    ),
 }
-"""Fields that change nothing without another key: what that is, and whether it is there."""
+"""Fields that need another key: what is wrong without it, and whether it is there."""
+
+_KINDS: Mapping[str, Any] = {"int": PositiveInt, "float": NonNegativeFloat}
+"""How numbers are read: those of the fields that pass are counts, rates and shares, none below zero."""
+_NARROWER: Mapping[str, Any] = {"optimizer": Literal["adam", "sgd"]}
+"""Fields whose annotation takes more than Megatron does."""
 
 
 @cache
@@ -297,22 +321,28 @@ def config_fields() -> Mapping[str, frozenset[str]]:
 
     :returns: By ``"transformer"``, ``"ddp"`` and ``"optimizer"``.
     """
+    return {part: frozenset(fields) for part, fields in _annotations().items()}
+
+
+@cache
+def _annotations() -> Mapping[str, Mapping[str, str]]:
+    """Return what Megatron's source says of the type of each field, by class."""
     spec = importlib.util.find_spec("megatron")
     assert spec is not None, "megatron-core is a dependency"
     assert spec.submodule_search_locations
     root = Path(next(iter(spec.submodule_search_locations))) / "core"
     return {
-        part: frozenset(name for file in files for name in _fields(root / file))
+        part: {name: kind for file in files for name, kind in _fields(root / file)}
         for part, files in _FILES.items()
     }
 
 
-def _fields(path: Path) -> Iterator[str]:
+def _fields(path: Path) -> Iterator[tuple[str, str]]:
     for node in ast.parse(path.read_text()).body:
         if isinstance(node, ast.ClassDef) and node.name in _CLASSES:
             for statement in node.body:
                 if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
-                    yield statement.target.id
+                    yield statement.target.id, ast.unparse(statement.annotation)
 
 
 def option_problems(train: Train, role: str = "train") -> Iterator[ConfigProblem]:
@@ -322,7 +352,7 @@ def option_problems(train: Train, role: str = "train") -> Iterator[ConfigProblem
     """
     known = sorted(frozenset().union(*config_fields().values()))
     for name, value in train.megatron.items():
-        hint = _hint(name, known) or _unmet(name, train)
+        hint = _hint(name, known) or _misfit(name, value) or _unmet(name, train)
         if hint:
             yield ConfigProblem(path=f"{role}.megatron.{name}", found=value, hint=hint)
 
@@ -346,6 +376,37 @@ def _hint(name: str, known: list[str]) -> str | None:
     return None if name in PASSED else _REFUSED.get(name, _UNREAD)
 
 
+class _Names(dict[str, Any]):
+    """What annotations mean; a class that TOML has no value of stands for any other name."""
+
+    def __missing__(self, name: str) -> type:
+        return type(name, (), {})
+
+
+@cache
+def _adapter(name: str) -> TypeAdapter[Any]:
+    """Return what checks the value of a field."""
+    annotation = next(fields[name] for fields in _annotations().values() if name in fields)
+    names = _Names(vars(builtins) | vars(typing) | dict(_KINDS))
+    kind = _NARROWER[name] if name in _NARROWER else eval(annotation, {}, names)
+    strict = ConfigDict(strict=True, arbitrary_types_allowed=True, allow_inf_nan=False)
+    return TypeAdapter(kind, config=strict)
+
+
+def _misfit(name: str, value: Any) -> str | None:
+    """Return why a value is not of the type that Megatron annotates its field with."""
+    try:
+        _adapter(name).validate_python(value)
+    except ValidationError as error:
+        kinds = dict.fromkeys(each["msg"].removeprefix("Input should be ") for each in error.errors())
+        return f"Megatron cannot take it: it must be {' or '.join(kinds)}."
+    return None
+
+
 def _unmet(name: str, train: Train) -> str | None:
     hint, is_met = _NEEDS.get(name, ("", lambda train: True))
-    return None if is_met(train) else f"It changes nothing alone: it {hint}."
+    return None if is_met(train) else hint
+
+
+def _divides_optimizer(train: Train) -> bool:
+    return bool(train.megatron.get("use_distributed_optimizer", True))
