@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 __all__ = ["model_rules"]
 
+EXPERTS = "moe_"
+"""Begins the names of Megatron's options that experts alone read."""
 BIAS_RATE = "moe_router_bias_update_rate"
 """Option of Megatron: how far the bias of an expert moves after a step."""
 
@@ -166,8 +168,10 @@ def _architecture(path: str, config: Config, hf: Mapping[str, Any], plugins: Plu
         train = config.train if role == "model" else divided(config, role).train
         for problem in model_problems(train.parallel, architecture, train.megatron):
             yield problem if role == "model" else of_role(problem, config, role)
+        for table, options in _tables(config, role):
+            yield from _expert_options(table, options, path, architecture)
     if path == "model.path":
-        yield from _expert_options(config, architecture)
+        yield from _router_replay(config, architecture)
 
 
 def _rollout_engine(config: Config, hf: Mapping[str, Any], plugins: Plugins) -> Problems:
@@ -185,15 +189,37 @@ def _rollout_engine(config: Config, hf: Mapping[str, Any], plugins: Plugins) -> 
         yield ConfigProblem(path="rollout.engine", found=engine, hint=hint)
 
 
-def _expert_options(config: Config, architecture: Mapping[str, Any]) -> Problems:
-    """Yield what is asked of experts or routers that the policy has not."""
+def _tables(config: Config, role: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yield the tables of options of Megatron that are for the model of a role, with their names."""
+    if role == "model":
+        yield "train", config.train.megatron
+    for other in ("critic", "teacher"):
+        table = getattr(config, other)
+        if table.megatron is not None and role == (other if table.path is not None else "model"):
+            yield other, table.megatron
+
+
+def _expert_options(
+    table: str, options: Mapping[str, Any], path: str, architecture: Mapping[str, Any]
+) -> Problems:
+    """Yield what is asked of experts, or of biases in their routers, where the model has none.
+
+    :param path: Of the key that names the model.
+    """
+    for name in (name for name in options if name.startswith(EXPERTS)):
+        hint = None
+        if not architecture.get("num_moe_experts"):
+            hint = f"changes nothing: the model of {path} has no experts; leave it out"
+        elif name == BIAS_RATE and options[name] and not architecture.get("moe_router_enable_expert_bias"):
+            hint = f"changes nothing: the model of {path} has no routers with biases; leave it out"
+        if hint:
+            yield ConfigProblem(path=f"{table}.megatron.{name}", found=options[name], hint=hint)
+
+
+def _router_replay(config: Config, architecture: Mapping[str, Any]) -> Problems:
     if config.train.router_replay and not architecture.get("num_moe_experts"):
         hint = "the model has no experts whose choice could be replayed; leave it out"
         yield ConfigProblem(path="train.router_replay", found=True, hint=hint)
-    rate = config.train.megatron.get(BIAS_RATE)
-    if rate and not architecture.get("moe_router_enable_expert_bias"):
-        hint = "the model has no routers with biases, which it would move; leave it out"
-        yield ConfigProblem(path=f"train.megatron.{BIAS_RATE}", found=rate, hint=hint)
 
 
 def _chat_template(config: Config) -> Problems:

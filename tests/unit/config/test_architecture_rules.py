@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -194,9 +195,49 @@ def test_an_engine_must_have_a_model_of_the_family(
         load({**sft, "eval": 'data = ["."]'})
 
 
-def test_a_rate_without_biases_is_refused(load: Load) -> None:
+@pytest.mark.parametrize(
+    ("name", "value"), [("bias_update_rate", 0.1), ("bias_update_rate", 0), ("dtype", "fp64")]
+)
+def test_options_of_experts_are_refused_without_experts(load: Load, name: str, value: Any) -> None:
+    refused = (
+        rf"train\.megatron\.moe_router_{name}: .*changes nothing: the model of model\.path has no experts"
+    )
+    with pytest.raises(ConfigError, match=refused):
+        load({}, [f"--train.megatron.moe_router_{name}={value}"])
+
+
+def test_a_rate_without_biases_is_refused(
+    load: Load, plugins: Plugins, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    experts = {"num_layers": 2, "num_moe_experts": 8}
+    monkeypatch.setattr(plugins.model(["ToyForCausalLM"]), "transformer_config", lambda hf: experts)
+    load({}, ["--train.megatron.moe_router_dtype=fp64", "--train.megatron.moe_router_bias_update_rate=0"])
     with pytest.raises(ConfigError, match=r"moe_router_bias_update_rate: .*no routers with biases"):
         load({}, ["--train.megatron.moe_router_bias_update_rate=0.1"])
+
+
+def test_each_role_has_options_of_its_own_experts(
+    load: Load, plugins: Plugins, model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A dense teacher of a policy with experts may take over the policy's table."""
+    dense = shutil.copytree(model_dir, tmp_path / "dense")
+    write(model_dir, num_experts=8)
+    monkeypatch.setattr(
+        plugins.model(["ToyForCausalLM"]),
+        "transformer_config",
+        lambda hf: {"num_layers": 2, "num_moe_experts": hf.get("num_experts")},
+    )
+    teacher = ["--algorithm.distill_coef=1.0", f"--teacher.path={dense}"]
+    load({}, [*teacher, "--train.megatron.moe_router_dtype=fp64"])
+    refused = r"^  teacher\.megatron\.moe_router_dtype: .*the model of teacher\.path has no experts"
+    with pytest.raises(ConfigError, match=f"(?m){refused}"):
+        load({}, [*teacher, "--teacher.megatron.moe_router_dtype=fp64"])
+
+
+def test_a_critic_without_a_path_has_the_experts_of_the_policy(load: Load) -> None:
+    refused = r"critic\.megatron\.moe_router_dtype: .*the model of model\.path has no experts"
+    with pytest.raises(ConfigError, match=refused):
+        load({}, ["--critic.megatron.moe_router_dtype=fp64"])
 
 
 def write(model_dir: Path, **changes: Any) -> None:
