@@ -19,6 +19,7 @@ from anygauge.config.file_rules import (
     train_files_rule,
 )
 from anygauge.config.group_rules import engine_kinds, external_rule, groups_rule
+from anygauge.config.health_rules import health_rule
 from anygauge.config.media_rules import media_rule
 from anygauge.config.model_rules import model_rules
 from anygauge.config.named_functions import failed_plugins, option_problems
@@ -240,6 +241,7 @@ RULES = (
     Check(_task, ("run.task",)),
     Check(_resume, ("run.resume", "run.overwrite")),
     Check(debug_rule, ("debug", "run.task")),
+    Check(health_rule, ("health", "train.dtype", "rollout.dtype")),
     Check(
         media_rule,
         (

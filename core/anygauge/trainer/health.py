@@ -10,32 +10,21 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from anygauge.algorithms.on_policy import ON_POLICY
 from anygauge.config import Config
+from anygauge.config.health_rules import computing_dtype, logprob_limits
 from anygauge.observability.health import HealthEvent, append_event
 from anygauge_hooks.errors import HealthError
 
-__all__ = ["HealthMonitor", "Limits", "health_metrics", "logprob_limits"]
+__all__ = ["HealthMonitor", "health_metrics"]
 
 LOGPROB_DIFF = "logprob_abs_diff"
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """Above which a number is warned of, and ends the run; ``None`` never does."""
-
-    warning: float | None
-    error: float | None
-
-
-DEFAULTS = {"float32": Limits(1e-4, 1e-3), "bfloat16": Limits(0.15, 0.3)}
-"""Far above rounding: correct models differ by 1e-6 in float32, and even random weights of 4B parameters by
-no more than 0.09 in bfloat16."""
 CAUSES = """\
 Usual causes: a model plugin whose layers differ from the checkpoint's, weights that did not reach the engine,
   another temperature, an engine with quantized weights (fp8), experts that the two route differently (MoE).
@@ -53,27 +42,12 @@ def health_metrics(first: Mapping[str, float]) -> dict[str, float]:
     return {f"health/{LOGPROB_DIFF}": difference / tokens} if tokens else {}
 
 
-def logprob_limits(config: Config) -> Limits:
-    """Return the limits of the config, or those of the lower precision of trainer and rollout engine."""
-    usual, own = DEFAULTS[_precision(config)], config.health
-    warning, error = own.logprob_abs_diff_warning, own.logprob_abs_diff_error
-    return Limits(
-        usual.warning if warning == "auto" else warning,
-        usual.error if error == "auto" else error,
-    )
-
-
-def _precision(config: Config) -> str:
-    trainer = config.train.dtype or "float32"
-    return "bfloat16" if "bfloat16" in (trainer, config.rollout.dtype or trainer) else "float32"
-
-
 class HealthMonitor:
     """Looks at the metrics of each step; what it finds goes to the log and to ``health.jsonl``."""
 
     def __init__(self, config: Config, directory: Path) -> None:
         self._limits = logprob_limits(config)
-        self._precision = _precision(config)
+        self._precision = computing_dtype(config)
         self._directory = directory
         self._is_warned = False
         """Whether the step before broke the rule: the terminal is told once, and not at every step."""

@@ -11,7 +11,7 @@ import pytest
 
 from anygauge.config import Config
 from anygauge.observability.health import HEALTH_FILE, read_events
-from anygauge.trainer.health import HealthMonitor, health_metrics, logprob_limits
+from anygauge.trainer.health import HealthMonitor, health_metrics
 from anygauge_hooks.errors import HealthError
 
 
@@ -22,25 +22,6 @@ def config(**sections: Any) -> Config:
 
 def diff(value: float) -> dict[str, float]:
     return {"health/logprob_abs_diff": value}
-
-
-@pytest.mark.parametrize(
-    ("sections", "limits"),
-    [
-        ({}, (1e-4, 1e-3)),
-        ({"train": {"dtype": "float32"}}, (1e-4, 1e-3)),
-        ({"train": {"dtype": "bfloat16"}}, (0.15, 0.3)),
-        ({"train": {"dtype": "float32"}, "rollout": {"dtype": "bfloat16"}}, (0.15, 0.3)),
-        ({"train": {"dtype": "bfloat16"}, "rollout": {"dtype": "float32"}}, (0.15, 0.3)),
-        ({"health": {"logprob_abs_diff_warning": 0.5, "logprob_abs_diff_error": None}}, (0.5, None)),
-        ({"health": {"logprob_abs_diff_warning": None, "logprob_abs_diff_error": 2.0}}, (None, 2.0)),
-    ],
-)
-def test_limits_are_of_the_lower_precision(
-    sections: dict[str, Any], limits: tuple[float | None, float | None]
-) -> None:
-    found = logprob_limits(config(**sections))
-    assert (found.warning, found.error) == limits
 
 
 def test_only_tokens_of_the_weights_being_trained_are_a_measure() -> None:
