@@ -101,14 +101,18 @@ def test_an_engine_with_another_model_stops_the_run_before_anything_is_learnt(
 
 
 def test_a_run_that_is_stopped_later_keeps_what_it_learnt(run: Run, tmp_path: Path) -> None:
-    keys = {"run__steps": 3, "rollout__after_sample": [f"{MODULE}:off_from_step_2"]}
+    """Beside the last checkpoint of a step that was well, though only one is to be kept."""
+    off = {"rollout__after_sample": [f"{MODULE}:off_from_step_2"]}
+    keys = {"run__steps": 3, "save__every": 1, "save__keep": 1, **off}
     with pytest.raises(HealthError, match=r"^Step 2: "):
         run(**keys)
     directory = tmp_path / "run"
-    assert [path.name for path in (directory / "checkpoints").iterdir()] == ["step-00000002"]
+    checkpoints = sorted(path.name for path in (directory / "checkpoints").iterdir())
+    assert checkpoints == ["step-00000001", "step-00000002"]
     info = run(**keys, run__resume=True, health__logprob_abs_diff_error="none")
     assert info.step == 3
     assert differences(directory) == pytest.approx([0, 0.01, 0], abs=1e-5)
+    assert [path.name for path in (directory / "checkpoints").iterdir()] == ["step-00000003"]
 
 
 def test_tokens_of_older_weights_do_not_count(

@@ -52,6 +52,8 @@ class _Pending:
     driver: bytes = b""
     completing: Future[Path] | None = None
     """Set when every rank has written its files."""
+    replaces: bool = True
+    """Whether older checkpoints make room for it."""
     given_up: threading.Event = field(default_factory=threading.Event)
 
 
@@ -71,20 +73,23 @@ class CheckpointWriter:
         self._packages = installed_packages()
         self._pending: _Pending | None = None
         self._tidying: Future[None] | None = None
+        self._latest = 0
+        """The step of the latest checkpoint that replaces older ones."""
         self._is_untidy = False
         """Whether a checkpoint became complete while older ones were being removed."""
         self._failed: list[int] = []
         """Steps without a checkpoint since the last one that was written."""
         remove_leftovers(self._directory)
 
-    def start(self, step: int, state: Mapping[str, Any]) -> Path | None:
+    def start(self, step: int, state: Mapping[str, Any], *, replaces: bool = True) -> Path | None:
         """Save the state after a step; returns once training may go on.
 
         :param state: Of the driver, as JSON can write it.
+        :param replaces: Whether it counts among those of ``save.keep``, so that older ones are removed.
         :returns: The checkpoint before, if it was still being written.
         """
         before = self.finish()
-        target = self._directory / f".step-{step:08d}.partial"
+        target = self._directory / f".{_name(step)}.partial"
         try:
             self._directory.mkdir(exist_ok=True)
             target.mkdir()
@@ -92,7 +97,7 @@ class CheckpointWriter:
             self._warn(step, str(error))
             return before
         self._workers.call("save_checkpoint", path=str(target))
-        self._pending = _Pending(step, target)
+        self._pending = _Pending(step, target, replaces=replaces)
         try:
             self._pending.driver = self._driver_state(step, state)
         except OSError as error:
@@ -181,7 +186,8 @@ class CheckpointWriter:
         """Begin to remove old checkpoints, or note that it is to be done again: a disk may be slow."""
         self._is_untidy = not self._is_tidied
         if not self._is_untidy:
-            self._tidying = _in_thread(partial(_remove_old, self._directory, self._config.save.keep))
+            keep = self._config.save.keep
+            self._tidying = _in_thread(partial(_remove_old, self._directory, keep, self._latest))
 
     def _driver_state(self, step: int, state: Mapping[str, Any]) -> bytes:
         described = {
@@ -213,7 +219,9 @@ class CheckpointWriter:
             return None
         self._pending = None
         self._failed.clear()
-        self._tidy()
+        if pending.replaces:
+            self._latest = pending.step
+            self._tidy()
         return path
 
     def _fail(self, pending: _Pending, reason: str) -> None:
@@ -252,6 +260,10 @@ def _reason(error: Exception) -> str:
     return str(error) if isinstance(error, OSError) else repr(error)
 
 
+def _name(step: int) -> str:
+    return f"step-{step:08d}"
+
+
 def _complete(pending: _Pending, world_size: int) -> Path:
     """Turn what the ranks have written into a checkpoint, and return it."""
     write_file(pending.partial / DRIVER, pending.driver)
@@ -264,7 +276,7 @@ def _complete(pending: _Pending, world_size: int) -> Path:
     if pending.given_up.is_set():
         shutil.rmtree(pending.partial, ignore_errors=True)
         raise CheckpointError(f"{pending.partial} was given up.")
-    target = pending.partial.with_name(f"step-{pending.step:08d}")
+    target = pending.partial.with_name(_name(pending.step))
     publish(pending.partial, target)
     return target
 
@@ -285,9 +297,10 @@ def _roles(directory: Path) -> list[str]:
     return sorted(path.name for path in directory.iterdir() if path.is_dir())
 
 
-def _remove_old(directory: Path, keep: int) -> None:
-    """Remove all checkpoints but the latest."""
-    for old in checkpoint_paths(directory)[keep:]:
+def _remove_old(directory: Path, keep: int, latest: int) -> None:
+    """Remove all checkpoints up to that of a step but the latest ones."""
+    counted = [path for path in checkpoint_paths(directory) if path.name <= _name(latest)]
+    for old in counted[keep:]:
         try:
             remove(old)
         except OSError as error:

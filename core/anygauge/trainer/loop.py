@@ -169,7 +169,7 @@ def run_loop(loop: Loop) -> None:
 
 @contextmanager
 def saved_if_unhealthy(loop: Loop, step: int, *, learnt: bool) -> Iterator[None]:
-    """Write a checkpoint where a health rule ends the run.
+    """Write a checkpoint where a health rule ends the run, beside those of the steps that were well.
 
     :param learnt: Whether this part of the run has taken a step before, which would be lost.
     """
@@ -410,7 +410,7 @@ def save(loop: Loop, step: int, *, ends: bool = False) -> bool:
         due = ends or step % settings.every == 0 or step == loop.info.total_steps
         if due:
             loop.session.turns.take("save")
-            announce(loop, loop.checkpoints.start(step, loop.session.state.saved()))
+            announce(loop, loop.checkpoints.start(step, loop.session.state.saved(), replaces=not ends))
             if ends:
                 announce(loop, loop.checkpoints.finish())
     if loop.session.parts.trains and settings.hf_every is not None and step % settings.hf_every == 0:

@@ -137,6 +137,29 @@ def test_the_latest_are_kept(tmp_path: Path, make_writer: Callable[..., Checkpoi
     assert names(tmp_path) == ["step-00000012", "step-00000013"]
 
 
+def test_one_that_replaces_none_is_beside_the_latest(
+    tmp_path: Path, make_writer: Callable[..., CheckpointWriter], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where older ones are removed so late that it is there by then."""
+    goes_on, remove_old = threading.Event(), checkpoints._remove_old
+
+    def late(*arguments: Any) -> None:
+        goes_on.wait(10)
+        remove_old(*arguments)
+
+    monkeypatch.setattr(checkpoints, "_remove_old", late)
+    writer = make_writer(keep=1)
+    for step in (1, 2):
+        writer.start(step, {})
+    writer.start(3, {}, replaces=False)
+    assert writer.finish() == tmp_path / "checkpoints" / "step-00000003"
+    goes_on.set()
+    writer.close()
+    assert names(tmp_path) == ["step-00000002", "step-00000003"]
+    write(make_writer(keep=1), 4)
+    assert names(tmp_path) == ["step-00000004"]
+
+
 def test_what_became_old_while_a_slow_disk_removed_others_is_removed_too(
     tmp_path: Path, make_writer: Callable[..., CheckpointWriter], monkeypatch: pytest.MonkeyPatch
 ) -> None:
