@@ -44,7 +44,7 @@ class Observer:
         self.versions.append(version)
 
     def log(self, metrics: Mapping[str, float], *, step: int) -> None:
-        trained = {name: value for name, value in metrics.items() if name.startswith("train/")}
+        trained = {name: value for name, value in metrics.items() if name.startswith(("train/", "health/"))}
         self.metrics.setdefault(step, {}).update(trained)
 
     def close(self) -> None:
@@ -83,6 +83,7 @@ def test_the_critic_alone_then_both(run: Train, tmp_path: Path) -> None:
     whole = run("whole")
     policy = {step: "train/grad_norm" in row for step, row in whole.metrics.items()}
     assert policy == {1: False, 2: False, 3: True, 4: True}
+    assert policy == {step: "health/logprob_abs_diff" in row for step, row in whole.metrics.items()}
     assert all(row["train/critic_grad_norm"] > 0 for row in whole.metrics.values())
     assert whole.versions == [1, 2], "weights that are the same are not sent"
     # The schedule is that of the steps in which the policy is trained.
