@@ -66,6 +66,10 @@ def _counted_by_ray(count: int) -> Mapping[str, float]:
     return {}
 
 
+def _between_commas(text: str) -> Sequence[str]:
+    return [entry.strip() for entry in text.split(",") if entry.strip()]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BackendSpec:
     """What the core must know of a backend before it imports its vendor libraries."""
@@ -90,6 +94,8 @@ class BackendSpec:
     groups give their memory up where trainers and engines share devices; without, they keep it."""
     visible_devices_env: str | None = None
     """The environment variable that hides devices, or ``None`` if there is none."""
+    visible_devices: Callable[[str], Sequence[str]] = _between_commas
+    """The ids of the devices that a value of that variable shows, as the vendor's library reads it."""
     providers: Sequence[str] = ()
     """Libraries that a run may choose to bring modules in the place of the kernel table's, or to replace
     functions of the engine's libraries: what ``train.provider`` takes."""

@@ -24,6 +24,7 @@ import anygauge_npu.env
 import anygauge_npu.plugin
 from anygauge.device import seed_everything
 from anygauge.plugins import Plugins, probe_backend, select_backend
+from anygauge.trainer.worker import local_accelerator_id
 from anygauge_cpu.device import CpuDevice
 from anygauge_cpu.optimizer import fused_adamw
 from anygauge_hooks import PROJECT, specs
@@ -378,12 +379,43 @@ def test_local_device(spec: BackendSpec, ids: list[str], environ: Mapping[str, s
     [
         (NPU, ["3"], {"ASCEND_RT_VISIBLE_DEVICES": "0,1"}),
         (NPU, ["3"], {"ASCEND_RT_VISIBLE_DEVICES": "0,x,3"}),
+        (NPU, ["0-1"], {"ASCEND_RT_VISIBLE_DEVICES": "0-1"}),
+        (NPU, ["0-1"], {}),
     ],
 )
 def test_device_that_is_not_visible(spec: BackendSpec, ids: list[str], environ: Mapping[str, str]) -> None:
     with pytest.raises(PlacementError, match="VISIBLE_DEVICES") as caught:
         spec.local_device(ids, environ)
     assert caught.value.hint
+
+
+LISTS = [
+    (CUDA, "0,-1", ["0"]),
+    (CUDA, "0,-1,2", ["0"]),
+    (CUDA, "all", []),
+    (CUDA, "0-1", []),
+    (CUDA, "none", []),
+    (CUDA, "", []),
+    (CUDA, " 3, 1,", ["3", "1"]),
+    (CUDA, "0,,1", ["0"]),
+    (CUDA, "GPU-74c1,MIG-8f3a-1,1", ["GPU-74c1", "MIG-8f3a-1", "1"]),
+    (NPU, "0-1", []),
+    (NPU, "all", []),
+    (NPU, "1,2,-1,3", ["1", "2"]),
+    (NPU, "01, 2", ["1", "2"]),
+]
+
+
+@pytest.mark.parametrize(("spec", "text", "ids"), LISTS)
+def test_workers_are_given_what_they_will_find(spec: BackendSpec, text: str, ids: list[str]) -> None:
+    """The launcher reads a list of visible devices as the worker does."""
+    name = spec.visible_devices_env
+    assert name is not None
+    for index, each in enumerate(ids):
+        assert local_accelerator_id(spec, index, {name: text}) == each
+        assert spec.local_device([each], {name: text}) == index
+    with pytest.raises(PlacementError, match=rf"no device {len(ids)} .*{name}=.* shows {len(ids)}\."):
+        local_accelerator_id(spec, len(ids), {name: text})
 
 
 def test_more_workers_than_devices(plugins: Plugins, monkeypatch: pytest.MonkeyPatch) -> None:

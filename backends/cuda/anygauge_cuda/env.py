@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping, Sequence
+from itertools import takewhile
 from typing import Any
 
 from anygauge_hooks.errors import PlacementError
@@ -25,6 +26,7 @@ __all__ = [
     "network",
     "ray_options",
     "users_choice",
+    "visible_devices",
 ]
 
 VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
@@ -83,7 +85,7 @@ def local_device(ray_ids: AcceleratorIds, environ: Mapping[str, str]) -> int:
     :raises PlacementError: There is none, the process cannot see it, or CUDA will refuse the list.
     """
     text = environ.get(VISIBLE_DEVICES)
-    visible = None if text is None else _listed(text)
+    visible = None if text is None else visible_devices(text)
     if not ray_ids:
         raise PlacementError(
             "This worker was assigned no GPU.",
@@ -147,6 +149,7 @@ def config_defaults() -> Sequence[ConfigChange]:
     return [ConfigChange(path="train.dtype", value="bfloat16", reason="tensor cores")]
 
 
+_NAME = re.compile(r"[0-9]+|(?:GPU|MIG)-.+")
 _EXPANDABLE = re.compile(r"\s*expandable_segments\s*:\s*true\s*", re.IGNORECASE)
 
 
@@ -154,14 +157,10 @@ def _unexpanded(settings: str) -> str:
     return ",".join(each for each in settings.split(",") if not _EXPANDABLE.fullmatch(each))
 
 
-def _listed(text: str) -> list[str]:
-    """Return the entries that the driver honours: those before the first that is empty or negative."""
-    entries: list[str] = []
-    for entry in (part.strip() for part in text.split(",")):
-        if not entry or entry.startswith("-"):
-            break
-        entries.append(entry)
-    return entries
+def visible_devices(text: str) -> Sequence[str]:
+    """Return the entries that the driver honours: those before the first that names no GPU."""
+    entries = (part.strip() for part in text.split(","))
+    return [*takewhile(_NAME.fullmatch, entries)]
 
 
 def _abbreviates(entry: str, uuid: str) -> bool:

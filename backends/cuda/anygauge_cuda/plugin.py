@@ -20,6 +20,7 @@ CUDA = BackendSpec(
     ray_options=env.ray_options,
     local_device=env.local_device,
     visible_devices_env=env.VISIBLE_DEVICES,
+    visible_devices=env.visible_devices,
     make_communicator=comm.communicator,
     host_checks=host.host_checks,
     providers=(transformer_engine.NAME,),

@@ -6,6 +6,7 @@ import importlib
 import math
 import os
 from collections.abc import Mapping, Sequence
+from itertools import takewhile
 from typing import Any
 
 from anygauge_hooks.errors import PlacementError
@@ -27,6 +28,7 @@ __all__ = [
     "ray_options",
     "timeouts",
     "users_choice",
+    "visible_devices",
 ]
 
 VISIBLE_DEVICES = "ASCEND_RT_VISIBLE_DEVICES"
@@ -82,16 +84,16 @@ def local_device(ray_ids: AcceleratorIds, environ: Mapping[str, str]) -> int:
     :raises PlacementError: There is none, or the process cannot see it.
     """
     text = environ.get(VISIBLE_DEVICES)
-    visible = None if text is None else _listed(text)
+    visible = None if text is None else visible_devices(text)
     if not ray_ids:
         raise PlacementError(
             "This worker was assigned no NPU.",
             hint="Report this to whoever placed it: its actor reserved none.",
         )
-    wanted = int(ray_ids[0])
-    if visible is None:
-        return wanted
-    if wanted in visible:
+    wanted = str(ray_ids[0])
+    if visible is None and wanted.isdecimal():
+        return int(wanted)
+    if visible is not None and wanted in visible:
         return visible.index(wanted)
     raise PlacementError(
         f"The assigned NPU {wanted} is not visible here: {VISIBLE_DEVICES} is {text!r}.",
@@ -141,11 +143,7 @@ def config_defaults() -> Sequence[ConfigChange]:
     return [ConfigChange(path="train.dtype", value="bfloat16", reason="cube units")]
 
 
-def _listed(text: str) -> list[int]:
+def visible_devices(text: str) -> Sequence[str]:
     """Return the entries that CANN honours: those before the first that is no index."""
-    entries: list[int] = []
-    for entry in (part.strip() for part in text.split(",")):
-        if not entry.isdecimal():
-            break
-        entries.append(int(entry))
-    return entries
+    entries = (part.strip() for part in text.split(","))
+    return [str(int(entry)) for entry in takewhile(str.isdecimal, entries)]

@@ -291,11 +291,11 @@ def local_accelerator_id(backend: BackendSpec, index: int, env: Mapping[str, str
     name = backend.visible_devices_env
     if name is None or name not in env:
         return str(index)
-    visible = [item for item in env[name].split(",") if item.strip()]
+    visible = backend.visible_devices(env[name])
     if index >= len(visible):
         raise PlacementError(
             f"There is no device {index} for a worker: {name}={env[name]!r} shows {len(visible)}.",
-            hint=f"Take at most {len(visible)} with placement.num_workers and placement.rollout_workers, "
-            "or make more devices visible.",
+            hint=f"Name more devices in it, one by one between commas, or take at most {len(visible)} with "
+            "placement.num_workers and placement.rollout_workers.",
         )
-    return visible[index].strip()
+    return visible[index]
