@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 import pytest
@@ -30,6 +31,7 @@ from anygauge_hooks.engines import WorkerContext
 
 Launch = Callable[..., WorkerGroup]
 StartScript = Callable[..., tuple[WarmProcess, Path]]
+RunScript = Callable[..., str]
 start_cold = child_process.start_module
 PROBE = "anygauge.testing.workers:ProbeWorker"
 # No test leaves loopback: read when huggingface_hub is imported, here and in every child process.
@@ -42,20 +44,23 @@ gc.disable()
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-RAY_FILES = re.compile(
-    r"tests/integration/test_(cluster_two_nodes|launch|launch_endings|launch_ray|train_run)\.py"
-)
+TOGETHER = {
+    "ray": r"integration/test_(cluster_two_nodes|launch|launch_endings|launch_ray|train_run)",
+    "run_with_torch": r"meta/test_meta_imports|backends/(npu/test_mindspeed|cuda/test_transformer_engine)",
+}
+"""Files that one process has, by what they share that costs as much as many tests."""
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Let one of the processes have all files with Ray, whose cluster costs as much as many tests."""
+    """Let one of the processes have all files that share something costly."""
     from xdist.scheduler import LoadFileScheduling
 
     class Scheduling(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
             file: str = super()._split_scope(nodeid)
-            return "ray" if RAY_FILES.fullmatch(file) else file
+            shared = (name for name, files in TOGETHER.items() if re.fullmatch(rf"tests/({files})\.py", file))
+            return next(shared, file)
 
     return Scheduling(config, log) if config.option.dist == "loadfile" else None
 
@@ -206,6 +211,31 @@ def start_script(warm_processes: WarmProcesses, tmp_path: Path) -> Iterator[Star
     for process in started:
         process.kill()
         process.wait()
+
+
+@pytest.fixture(scope="session")
+def run_with_torch() -> Iterator[RunScript]:
+    """Return a function that runs a script in a process that has imported torch, and nothing of Megatron.
+
+    It takes the path, the arguments and what ``WarmProcesses.start`` does, and returns what was printed.
+    """
+    processes = WarmProcesses(None, ["torch"])
+
+    def run(script: Path, *arguments: str, **options: Any) -> str:
+        with TemporaryFile() as output, TemporaryFile() as errors:
+            outputs = {"output": output.fileno(), "errors": errors.fileno()}
+            process = processes.start(str(script), arguments, **outputs, **options)
+            try:
+                code = process.wait(200)
+            finally:
+                process.kill()
+            output.seek(0)
+            errors.seek(0)
+            assert code == 0, errors.read().decode()
+            return output.read().decode()
+
+    yield run
+    processes.close()
 
 
 @pytest.fixture

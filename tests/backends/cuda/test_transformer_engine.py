@@ -8,10 +8,8 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import json
-import os
-import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -115,19 +113,10 @@ def test_attention_of_nothing_calls_nothing(stand_in: ModuleType) -> None:
 
 
 @pytest.fixture(scope="module")
-def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Train in a fresh process: Megatron looks for the library when it is imported."""
-    path = [str(ROOT / each) for each in ("core", "hooks", "models", "backends/cpu", "backends/cuda")]
-    done = subprocess.run(
-        [sys.executable, str(HERE / "programs/te_provider.py"), str(tmp_path_factory.mktemp("te"))],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(path), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+def report(tmp_path_factory: pytest.TempPathFactory, run_with_torch: Callable[..., str]) -> dict[str, Any]:
+    """Train in a process of its own: Megatron looks for the library when it is imported."""
+    printed = run_with_torch(HERE / "programs/te_provider.py", str(tmp_path_factory.mktemp("te")))
+    found: dict[str, Any] = json.loads(printed.splitlines()[-1])
     return found
 
 

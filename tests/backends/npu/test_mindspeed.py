@@ -6,9 +6,8 @@ import importlib.util
 import inspect
 import json
 import os
-import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -28,9 +27,9 @@ from anygauge_npu.audit import Audit, Change, unknown_changes
 from anygauge_npu.plugin import NPU
 
 HERE = Path(__file__).parent
-ROOT = HERE.parents[2]
 STAND_IN = HERE / "provider"
 PUBLISHED = json.loads((HERE / "data/mindspeed_core_r0_16_0.json").read_text())
+Chosen = Callable[..., dict[str, Any]]
 CONFIG = """\
 [run]
 name = "first"
@@ -45,32 +44,24 @@ provider = "mindspeed"
 """
 
 
-def chosen(tmp_path: Path, *step: str, **options: Any) -> dict[str, Any]:
-    """Run the phases of a worker in a fresh process: what is replaced there stays there."""
-    extra = options.pop("extra", [])
-    path = [str(ROOT / each) for each in ("core", "hooks", "models", "backends/cpu", "backends/npu")]
-    done = subprocess.run(
-        [
-            sys.executable,
-            str(HERE / "chosen_provider.py"),
-            str(tmp_path / "actor-0.log"),
-            json.dumps(options),
-            *step,
-        ],
-        env=os.environ
-        | {"PYTHONPATH": os.pathsep.join([str(STAND_IN), *path]), "FAKE_MINDSPEED_EXTRA": json.dumps(extra)},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    report: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return report
+@pytest.fixture(scope="module")
+def chosen(run_with_torch: Callable[..., str]) -> Chosen:
+    """Return a function that runs the phases of a worker in a process of its own, where replacements stay."""
+
+    def run(tmp_path: Path, *step: str, extra: Sequence[str] = (), **options: Any) -> dict[str, Any]:
+        env = os.environ | {"FAKE_MINDSPEED_EXTRA": json.dumps(extra)}
+        arguments = (str(tmp_path / "actor-0.log"), json.dumps(options), *step)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.syspath_prepend(STAND_IN)
+            printed = run_with_torch(HERE / "chosen_provider.py", *arguments, env=env)
+        report: dict[str, Any] = json.loads(printed.splitlines()[-1])
+        return report
+
+    return run
 
 
 @pytest.fixture(scope="module")
-def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def report(tmp_path_factory: pytest.TempPathFactory, chosen: Chosen) -> dict[str, Any]:
     directory = tmp_path_factory.mktemp("provider")
     found = chosen(directory, "step", strict=True, arguments={"optimization_level": 1})
     found["after config"] = json.loads((directory / "actor-0.mindspeed.json").read_text())
@@ -261,7 +252,7 @@ def test_what_torch_does_to_itself_is_no_surprise(report: dict[str, Any]) -> Non
     assert names(report["after config"]) > names(report["after config"], by="mindspeed.megatron_adaptor")
 
 
-def test_something_unexpected_is_an_error_in_a_strict_run(tmp_path: Path) -> None:
+def test_something_unexpected_is_an_error_in_a_strict_run(chosen: Chosen, tmp_path: Path) -> None:
     extra = ["megatron.core.utils.get_attr_wrapped_model"]
     error = chosen(tmp_path, strict=True, extra=extra)["error"]
     assert "replaced what its list does not have: megatron.core" in error
@@ -277,7 +268,9 @@ def test_something_unexpected_is_an_error_in_a_strict_run(tmp_path: Path) -> Non
         pytest.param({}, id="listed", marks=pytest.mark.soak),
     ],
 )
-def test_something_unexpected_can_be_allowed_or_only_listed(tmp_path: Path, options: dict[str, Any]) -> None:
+def test_something_unexpected_can_be_allowed_or_only_listed(
+    chosen: Chosen, tmp_path: Path, options: dict[str, Any]
+) -> None:
     assert "error" not in chosen(tmp_path, extra=["megatron.core.utils.get_attr_wrapped_model"], **options)
 
 

@@ -6,9 +6,7 @@ import pickle
 import re
 import resource
 import signal
-import subprocess
-import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -91,11 +89,13 @@ with memory_phase(CpuDevice(), "generate"):
 """
 
 
-def test_a_process_that_runs_into_its_limit_says_so() -> None:
-    done = subprocess.run([sys.executable, "-c", LIMITED], check=False, capture_output=True, text=True)
-    assert done.returncode == 1
-    assert "OutOfMemoryError: Out of memory in phase generate:" in done.stderr
-    assert "you tried to allocate 67108864 bytes" in done.stderr
+def test_a_process_that_runs_into_its_limit_says_so(tmp_path: Path, start_script: Callable[..., Any]) -> None:
+    script = tmp_path / "limited.py"
+    script.write_text(LIMITED)
+    process, output = start_script(script)
+    assert process.wait(60) == 1
+    assert "OutOfMemoryError: Out of memory in phase generate:" in output.read_text()
+    assert "you tried to allocate 67108864 bytes" in output.read_text()
 
 
 def test_the_error_of_an_inner_phase_is_kept() -> None:
