@@ -45,6 +45,27 @@ print(json.dumps({
 }))
 """
 
+COMMAND = "anygauge.testing.warm_main"
+IMPORTED = "ignore:Module already imported:pytest.PytestAssertRewriteWarning"
+FORKED = """
+import json
+from pathlib import Path
+from anygauge.testing.warm import WarmProcesses
+
+def start(name, module, *arguments):
+    with open(name + ".out", "wb") as output, open(name + ".err", "wb") as errors:
+        outputs = {{"output": output.fileno(), "errors": errors.fileno()}}
+        return processes.start(module, arguments, has_own=True, **outputs)
+
+processes = WarmProcesses("abacus")
+started = {{name: start(name, *command) for name, command in {commands}.items()}}
+for name, process in started.items():
+    assert process.wait(200) == 0, (name, Path(name + ".out").read_text(), Path(name + ".err").read_text())
+print(json.dumps({{name: Path(name + ".out").read_text() for name in started}}))
+processes.close()
+"""
+"""Runs commands at the same time, in processes that are forked from one that has imported the backend."""
+
 
 def files() -> dict[str, str]:
     """Return the text of every file of the outside project."""
@@ -73,25 +94,33 @@ def test_the_document_shows_every_file_of_it() -> None:
     assert sorted(shown) == sorted((name, text) for name, text in files().items() if text)
 
 
-def run_suite(environment: Any, chosen: str) -> tuple[str, dict[str, Any]]:
-    """Run the conformance suite there; return what it prints, and what its process has imported then."""
-    suite = ["--pyargs", "anygauge.testing.conformance", "--backend", "abacus", "-k", chosen]
-    arguments = ["-q", "-W", "error", "-p", "no:cacheprovider", *suite]
-    printed = environment.run_python(f"import pytest\nassert pytest.main({arguments}) == 0\n{ORIGINS}")
-    report, _, origins = printed.rstrip().rpartition("\n")
-    return report, json.loads(origins)
+def suite(chosen: str) -> str:
+    """Return a script that runs the conformance suite and prints what its process has imported then."""
+    arguments = ["--pyargs", "anygauge.testing.conformance", "--backend", "abacus", "-k", chosen]
+    options = ["-q", "-W", "error", "-W", IMPORTED, "-p", "no:cacheprovider"]
+    return f"import pytest\nassert pytest.main({[*options, *arguments]}) == 0\n{ORIGINS}"
 
 
 @pytest.fixture(scope="module")
-def suite(environment: Any) -> tuple[str, dict[str, Any]]:
-    """Run what is its own of the suite."""
-    return run_suite(environment, f"{' or '.join(OWN_KERNELS)} or not test_kernels")
+def printed(environment: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Run what is its own of the suite, and two commands; return what each printed."""
+    script = environment.path / "suite.py"
+    script.write_text(suite(f"{' or '.join(OWN_KERNELS)} or not test_kernels"))
+    recipe = tiny_recipe(tmp_path_factory.mktemp("trained"))
+    commands = {
+        "suite": [str(script)],
+        "hooks": [COMMAND, "hooks", "--backend", "abacus", "--json"],
+        "train": [COMMAND, "train", str(recipe), "--backend", "abacus"],
+    }
+    outputs: dict[str, str] = json.loads(environment.run_python(FORKED.format(commands=commands)))
+    return outputs | {"metrics": (recipe.parent / "run/metrics.jsonl").read_text()}
 
 
 @pytest.fixture(scope="module")
-def found(suite: tuple[str, dict[str, Any]]) -> dict[str, Any]:
-    """Return what a process there has imported."""
-    return suite[1]
+def found(printed: dict[str, str]) -> dict[str, Any]:
+    """Return what the process of the suite has imported."""
+    found: dict[str, Any] = json.loads(printed["suite"].splitlines()[-1])
+    return found
 
 
 def test_nothing_of_this_checkout_is_imported(environment: Any, found: dict[str, Any]) -> None:
@@ -110,14 +139,14 @@ def check_suite(printed: str) -> None:
     assert "skipped" not in printed
 
 
-def test_it_passes_what_is_its_own_of_the_suite(suite: tuple[str, dict[str, Any]]) -> None:
+def test_it_passes_what_is_its_own_of_the_suite(printed: dict[str, str]) -> None:
     """Kernels that it does not bring are the references, which have tests of their own."""
-    check_suite(suite[0])
+    check_suite(printed["suite"])
 
 
 @pytest.mark.soak
 def test_it_passes_the_whole_suite(environment: Any) -> None:
-    check_suite(run_suite(environment, "")[0])
+    check_suite(environment.run_python(suite("")))
 
 
 def test_doctor_finds_it_beside_what_the_wheel_brings(environment: Any) -> None:
@@ -127,8 +156,8 @@ def test_doctor_finds_it_beside_what_the_wheel_brings(environment: Any) -> None:
     assert not report["plugin_errors"]
 
 
-def test_hooks_tells_what_is_its_own(environment: Any) -> None:
-    report = json.loads(environment.run_anygauge("hooks", "--backend", "abacus", "--json"))
+def test_hooks_tells_what_is_its_own(printed: dict[str, str]) -> None:
+    report = json.loads(printed["hooks"])
     own = [row for row in report["kernels"] if row["owner"] == "abacus"]
     assert {row["op"]: row["dtypes"] for row in own} == OWN_KERNELS
     assert {row["package"] for row in own} == {"anygauge-abacus"}
@@ -142,8 +171,16 @@ def test_its_scope_map_has_exactly_what_the_scope_redirects(found: dict[str, Any
     assert found["functions"] == sorted(REDIRECTED)
 
 
-def test_it_trains(environment: Any, tmp_path: Path) -> None:
+def trained_steps(metrics: str) -> list[int]:
+    return [row["rollout/step"] for row in map(json.loads, metrics.splitlines()) if "rollout/step" in row]
+
+
+def test_it_trains(printed: dict[str, str]) -> None:
     """Two steps, in processes of their own: what the suite does not do."""
+    assert trained_steps(printed["metrics"]) == [1, 2]
+
+
+@pytest.mark.soak
+def test_it_trains_in_processes_that_import_everything(environment: Any, tmp_path: Path) -> None:
     environment.run_anygauge("train", str(tiny_recipe(tmp_path)), "--backend", "abacus")
-    lines = (tmp_path / "run/metrics.jsonl").read_text().splitlines()
-    assert [row["rollout/step"] for row in map(json.loads, lines) if "rollout/step" in row] == [1, 2]
+    assert trained_steps((tmp_path / "run/metrics.jsonl").read_text()) == [1, 2]
