@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from typing import Any, NoReturn
 
@@ -11,6 +12,7 @@ __all__ = ["MAX_DEPTH", "parse_json"]
 MAX_DEPTH = 128
 """Of nested containers. Encoders and chat templates recurse into what they are given: orjson writes 254
 levels, and Python has about 1000 frames, some of which the caller has used."""
+_EXCERPT = 20
 _SURROGATE = re.compile(r"[\ud800-\udfff]|\\u[dD][89a-fA-F]")
 
 
@@ -18,14 +20,22 @@ def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not JSON")
 
 
-_decoder = json.JSONDecoder(parse_constant=_refuse_constant)
+def _finite(text: str) -> float:
+    # Python reads 1e999 as infinity, which no JSON encoder can write again.
+    if math.isinf(value := float(text)):
+        raise ValueError(f"{text[:_EXCERPT]} is beyond any float")
+    return value
+
+
+_decoder = json.JSONDecoder(parse_constant=_refuse_constant, parse_float=_finite)
 
 
 def parse_json(text: str | bytes, *, max_depth: int = MAX_DEPTH) -> Any:
     """Return the value of a JSON text that any JSON encoder and UTF-8 can write again.
 
     Integers keep all their digits, and the last of equal keys counts, as with :func:`json.loads`. NaN,
-    Infinity, lone surrogates and deep nesting are refused, which that function accepts.
+    Infinity, numbers beyond any float, lone surrogates and deep nesting are refused, which that function
+    accepts.
 
     :raises ValueError: The text is not such JSON.
     """

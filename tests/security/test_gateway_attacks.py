@@ -66,6 +66,7 @@ ODD_ARGUMENTS = {
     "objects": '{"a":' * 1100 + "1" + "}" * 1100,
     "not a number": "NaN",
     "infinity": "[-Infinity]",
+    "beyond any float": "1e999",
     "a large integer": "9" * 40,
     "too large an integer": "9" * 5000,
     "half a surrogate pair": '"\\ud800"',
@@ -114,6 +115,7 @@ async def anthropic_turn(client: Any, url: str, messages: Any, stream: bool) -> 
         return [{"role": "assistant", "content": "so"}, QUESTION]
     blocks = orjson.loads(reply.content)["content"]
     calls = [block for block in blocks if block["type"] == "tool_use"]
+    assert all(isinstance(call["input"], dict) for call in calls)
     results = [{"type": "tool_result", "tool_use_id": call["id"], "content": "sunny"} for call in calls]
     content = results or "and tomorrow?"
     # As the real client does, with all the digits of an integer.

@@ -29,7 +29,19 @@ def test_json(text: str | bytes, value: Any) -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        *("", "{", "NaN", "[Infinity]", "-Infinity", "9" * 5000, '"\\ud800"', '"\ud800"', '"\\uDFFF\\ud800"'),
+        *(
+            "",
+            "{",
+            "NaN",
+            "[Infinity]",
+            "-Infinity",
+            "1e999",
+            "[-1e400]",
+            "9" * 5000,
+            '"\\ud800"',
+            '"\ud800"',
+            '"\\uDFFF\\ud800"',
+        ),
         *(b"\xff", b'"\xed\xa0\x80"', "\ufeff1", "'a'", "1 2"),
     ],
 )
