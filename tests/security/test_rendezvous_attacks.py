@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -111,6 +112,50 @@ def test_idle_strangers_do_not_keep_a_member_out(
             strangers.enter_context(connect(served.port))
         assert holds_what_it_held(served)
         assert rest_of(first) == b""
+
+
+def test_connections_that_come_at_once_are_bounded_too(served: AuthenticatedStore) -> None:
+    """Each is a descriptor of a training process, which may have no more than 1,024."""
+    loop = served._server._loop  # type: ignore[union-attr]
+    held, connected = threading.Event(), threading.Event()
+    counts: list[int] = []
+
+    def count(left: int) -> None:
+        counts.append(len(os.listdir("/proc/self/fd")))
+        if left:
+            loop.call_soon(count, left - 1)
+
+    loop.call_soon_threadsafe(lambda: (held.set(), connected.wait(), count(200)))
+    assert held.wait(30)
+    with ExitStack() as strangers:
+        for _ in range(4 * store_server.MOST_STRANGERS):
+            strangers.enter_context(connect(served.port))
+        connected.set()
+        assert holds_what_it_held(served)
+    assert max(counts) - counts[0] < 2 * store_server.MOST_STRANGERS
+
+
+def test_a_member_that_is_put_out_by_a_flood_connects_again(
+    served: AuthenticatedStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its proof is on the way, and the server closes the connection before it reads that."""
+    check, times = store_server.check_proof, iter(range(9))
+
+    def closes_the_first(proof: bytes, expected: bytes) -> None:
+        if next(times) == 0:
+            raise ConnectionAbortedError
+        check(proof, expected)
+
+    monkeypatch.setattr(store_server, "check_proof", closes_the_first)
+    assert holds_what_it_held(served)
+
+
+def test_strangers_do_not_fill_the_log(served: AuthenticatedStore, caplog: pytest.LogCaptureFixture) -> None:
+    for _ in range(3 * store_server.MOST_WARNINGS):
+        with connect(served.port) as stranger:
+            stranger.sendall(bytes(NONCE_BYTES + PROOF_BYTES))
+            rest_of(stranger)
+    assert len(caplog.records) == store_server.MOST_WARNINGS
 
 
 def test_a_stranger_that_says_nothing_is_hung_up_on(

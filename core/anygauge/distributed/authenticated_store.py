@@ -23,7 +23,7 @@ from anygauge.distributed.secure_channel import (
     pack,
     unpack,
 )
-from anygauge.distributed.store_server import LATE, REFUSED, StoreServer
+from anygauge.distributed.store_server import ACCEPTED, LATE, REFUSED, StoreServer
 from anygauge_hooks.errors import PlacementError
 
 __all__ = ["AuthenticatedStore"]
@@ -200,6 +200,10 @@ class _Connection:
             check_proof(self._read(PROOF_BYTES), keys.server_proof)
             self._socket.sendall(keys.client_proof)
             self._outgoing, self._incoming = keys.to_server(), keys.to_client()
+            # A server that is flooded may close the connection before it reads the proof. Known here, the
+            # caller connects again; a request that is under way cannot be sent twice.
+            if self._receive() != ACCEPTED:
+                raise ForgedMessageError("the server does not confirm the connection")
         except BaseException:
             self.close()
             raise
@@ -211,12 +215,15 @@ class _Connection:
     def ask(self, request: Sequence[bytes]) -> list[bytes]:
         """Return the reply to a request."""
         self._socket.sendall(self._outgoing.seal(pack(request)))
-        header = self._read(HEADER_BYTES)
-        return unpack(self._incoming.open(header, self._read(self._incoming.length(header))))
+        return unpack(self._receive())
 
     def close(self) -> None:
         """Close the connection."""
         self._socket.close()
+
+    def _receive(self) -> bytes:
+        header = self._read(HEADER_BYTES)
+        return self._incoming.open(header, self._read(self._incoming.length(header)))
 
     def _read(self, count: int) -> bytes:
         data = bytearray()

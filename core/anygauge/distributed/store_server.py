@@ -22,14 +22,23 @@ from anygauge.distributed.secure_channel import (
     unpack,
 )
 
-__all__ = ["LATE", "REFUSED", "StoreServer"]
+__all__ = ["ACCEPTED", "LATE", "REFUSED", "StoreServer"]
 
 HANDSHAKE_S = 10.0
 """Longest time until a connection has proved that it knows the secret."""
 MOST_STRANGERS = 128
 """Connections that have proved nothing yet; one more closes the oldest of them."""
+ACCEPTED_AT_ONCE = 16
+"""Connections that are accepted before others are read from. Far fewer than the strangers that are kept: in a
+flood, a member's proof is read before its connection becomes the oldest."""
+BACKLOG = 4096
+"""Connections that may wait to be accepted: all ranks connect at once."""
+MOST_WARNINGS = 10
+"""Strangers can connect without end, and the log takes disk."""
 DONE, LATE, REFUSED = b"done", b"late", b"refused"
 """First field of a reply."""
+ACCEPTED = b"accepted"
+"""The message to a client that has proved itself."""
 
 _log = logging.getLogger(__name__)
 
@@ -46,6 +55,8 @@ class StoreServer:
         self._secret = secret
         self._table = _Table()
         self._strangers: dict[StreamWriter, None] = {}
+        """Oldest first."""
+        self._num_warnings = 0
         self._started = threading.Event()
         self._loop: asyncio.AbstractEventLoop
         self._stop: asyncio.Event
@@ -63,8 +74,8 @@ class StoreServer:
 
     async def _serve(self) -> None:
         self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
-        backlog = 4096  # all ranks connect at once
-        server = await asyncio.start_server(self._attend, sock=self._listener, backlog=backlog)
+        server = await asyncio.start_server(self._attend, sock=self._listener, backlog=ACCEPTED_AT_ONCE)
+        self._listener.listen(BACKLOG)  # asyncio takes one number for both
         self._started.set()
         await self._stop.wait()
         server.close()
@@ -73,23 +84,32 @@ class StoreServer:
         try:
             keys = await self._authenticated(reader, writer)
             incoming, outgoing = keys.to_server(), keys.to_client()
+            writer.write(outgoing.seal(ACCEPTED))
             while True:
                 header = await reader.readexactly(HEADER_BYTES)
                 message = incoming.open(header, await reader.readexactly(incoming.length(header)))
                 writer.write(outgoing.seal(pack(await self._table.answer(unpack(message)))))
                 await writer.drain()
         except ForgedMessageError as error:
-            _log.warning("a connection to the rendezvous store was closed: %s", error)
+            self._warn(error)
         except (OSError, IncompleteReadError, asyncio.CancelledError):
             pass  # it has gone, was too slow to authenticate, or the server ends
         finally:
             writer.close()
 
+    def _warn(self, error: ForgedMessageError) -> None:
+        if self._num_warnings < MOST_WARNINGS:
+            self._num_warnings += 1
+            last = "; further ones are not reported" if self._num_warnings == MOST_WARNINGS else ""
+            _log.warning("a connection to the rendezvous store was closed: %s%s", error, last)
+
     async def _authenticated(self, reader: StreamReader, writer: StreamWriter) -> Keys:
         self._strangers[writer] = None
         if len(self._strangers) > MOST_STRANGERS:
             # Not the newest: a member proves itself at once, so idle strangers cannot keep it out.
-            next(iter(self._strangers)).transport.abort()
+            oldest = next(iter(self._strangers))
+            del self._strangers[oldest]  # it ends later, and the next one must close another
+            oldest.transport.abort()
         try:
             async with asyncio.timeout(HANDSHAKE_S):
                 nonce = secrets.token_bytes(NONCE_BYTES)
