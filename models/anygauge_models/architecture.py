@@ -18,13 +18,13 @@ __all__ = [
     "expert_config",
     "gated_mlp_flops",
     "head_size",
-    "inside_another",
     "model_options",
     "next_token_layers",
     "refuse_variants",
     "single_expert",
     "sliding_windows",
     "sparse_flops",
+    "with_defaults",
     "with_experts",
 ]
 
@@ -118,21 +118,28 @@ def next_token_layers(hf: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(f"model.layers.{hf['num_hidden_layers'] + index}." for index in range(count))
 
 
-def inside_another(spec: ModelSpec) -> ModelSpec:
-    """Return a family whose text models may also be parts of larger ones, as ``text_config`` in theirs."""
+def with_defaults(spec: ModelSpec, **defaults: Any) -> ModelSpec:
+    """Return a family that reads a config as transformers does.
 
-    def inside(read: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda hf, *rest: read(text_config(hf), *rest)
+    Its text models may also be parts of larger ones, as ``text_config`` in theirs.
+
+    :param defaults: Of transformers, for keys that a config may lack. The shapes of weights are not among
+        them: a config without ``hidden_size`` is a damaged one. The number of key and value heads is, since
+        there were models before there were groups.
+    """
+
+    def complete(read: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda hf, *rest: read({**defaults, **text_config(hf)}, *rest)
 
     return replace(
         spec,
-        transformer_config=inside(spec.transformer_config),
-        model_options=inside(spec.model_options),
-        weight_rules=inside(spec.weight_rules),
-        unused_weights=inside(spec.unused_weights),
-        rotary=inside(spec.rotary),
-        layers=inside(spec.layers),
-        flops_per_token=inside(spec.flops_per_token),
+        transformer_config=complete(spec.transformer_config),
+        model_options=complete(spec.model_options),
+        weight_rules=complete(spec.weight_rules),
+        unused_weights=complete(spec.unused_weights),
+        rotary=complete(spec.rotary),
+        layers=complete(spec.layers),
+        flops_per_token=complete(spec.flops_per_token),
     )
 
 

@@ -30,12 +30,12 @@ __all__ = [
 
 def expert_layers(hf: Mapping[str, Any]) -> tuple[int, ...]:
     """Return the layers whose MLP is a mixture of experts: all but the first ones."""
-    return tuple(range(hf.get("first_k_dense_replace", 3), hf["num_hidden_layers"]))
+    return tuple(range(hf["first_k_dense_replace"], hf["num_hidden_layers"]))
 
 
 def expert_groups(hf: Mapping[str, Any]) -> tuple[int, int]:
     """Return into how many groups the experts are divided, and to how many of them a token goes."""
-    return hf.get("n_group", 8) or 1, hf.get("topk_group", 4) or 1
+    return hf["n_group"] or 1, hf["topk_group"] or 1
 
 
 def query_size(hf: Mapping[str, Any]) -> int:

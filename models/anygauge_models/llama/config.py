@@ -18,8 +18,8 @@ __all__ = ["attention_of", "flops_per_token", "model_options", "tiny", "transfor
 
 
 def attention_of(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Return query heads, groups of them, and the size of a head; the first models know no groups."""
-    return attention_sizes({"num_key_value_heads": None, **hf}, head_size(hf))
+    """Return query heads, groups of them, and the size of a head."""
+    return attention_sizes(hf, head_size(hf))
 
 
 def transformer_config(hf: Mapping[str, Any]) -> dict[str, Any]:

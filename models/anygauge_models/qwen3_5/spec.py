@@ -7,7 +7,7 @@ from typing import Any
 
 from anygauge_hooks.media import MediaSpec
 from anygauge_hooks.models import LayerKind, ModelSpec
-from anygauge_models.architecture import CHATML, inside_another
+from anygauge_models.architecture import CHATML, with_defaults
 from anygauge_models.positions import frame_by_frame
 from anygauge_models.qwen3_5 import config, vision
 from anygauge_models.qwen3_5.processor import make_processor
@@ -29,7 +29,7 @@ def _layers(hf: Mapping[str, Any]) -> list[LayerKind]:
     return [LayerKind(attention="gated_delta" if linear else "gated") for linear in config.is_linear(hf)]
 
 
-QWEN3_5 = inside_another(
+QWEN3_5 = with_defaults(
     ModelSpec(
         name="qwen3_5",
         architectures=("Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration"),
@@ -43,5 +43,8 @@ QWEN3_5 = inside_another(
         tiny=config.tiny,
         assistant_turns=CHATML,
         media=MEDIA,
-    )
+    ),
+    num_key_value_heads=4,
+    rms_norm_eps=1e-6,
+    max_position_embeddings=32_768,
 )

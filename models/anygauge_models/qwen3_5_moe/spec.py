@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from anygauge_hooks.models import LayerKind, ModelSpec
-from anygauge_models.architecture import CHATML, inside_another
+from anygauge_models.architecture import CHATML, with_defaults
 from anygauge_models.qwen3_5.spec import MEDIA
 from anygauge_models.qwen3_5_moe import config
 from anygauge_models.qwen3_5_moe.rotary import rotary
@@ -22,7 +22,7 @@ def _layers(hf: Mapping[str, Any]) -> list[LayerKind]:
     ]
 
 
-QWEN3_5_MOE = inside_another(
+QWEN3_5_MOE = with_defaults(
     ModelSpec(
         name="qwen3_5_moe",
         architectures=("Qwen3_5MoeForCausalLM", "Qwen3_5MoeForConditionalGeneration"),
@@ -36,5 +36,8 @@ QWEN3_5_MOE = inside_another(
         tiny=config.tiny,
         assistant_turns=CHATML,
         media=MEDIA,
-    )
+    ),
+    num_key_value_heads=2,
+    rms_norm_eps=1e-6,
+    max_position_embeddings=32_768,
 )

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from anygauge_hooks.media import MediaSpec, TowerSpec
 from anygauge_hooks.models import ModelSpec
-from anygauge_models.architecture import CHATML, inside_another, with_experts
+from anygauge_models.architecture import CHATML, with_defaults, with_experts
 from anygauge_models.positions import Block, in_three_axes
 from anygauge_models.qwen3_omni_moe import audio, config, vision
 from anygauge_models.qwen3_omni_moe.processor import make_processor
@@ -50,14 +49,7 @@ def _flops(hf: Mapping[str, Any], media: Media) -> float:
     return flops(config.flat(hf), media)
 
 
-def _flat(spec: ModelSpec) -> ModelSpec:
-    """Return the family with configs in which the decoder's is at the top, and defaults are there."""
-    return replace(
-        inside_another(spec), transformer_config=lambda hf: spec.transformer_config(config.flat(hf))
-    )
-
-
-QWEN3_OMNI_MOE = _flat(
+QWEN3_OMNI_MOE = with_defaults(
     ModelSpec(
         name="qwen3_omni_moe",
         architectures=(
@@ -80,5 +72,9 @@ QWEN3_OMNI_MOE = _flat(
             flops=_flops,
             forbidden=lambda hf: config.forbidden(config.flat(hf)),
         ),
-    )
+    ),
+    num_key_value_heads=4,
+    rms_norm_eps=1e-6,
+    max_position_embeddings=32_768,
+    norm_topk_prob=True,
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from anygauge_hooks.media import MediaSpec
 from anygauge_hooks.models import LayerKind, ModelSpec
-from anygauge_models.architecture import CHATML, inside_another
+from anygauge_models.architecture import CHATML, with_defaults
 from anygauge_models.positions import frame_by_frame
 from anygauge_models.qwen3_vl import config, vision
 from anygauge_models.qwen3_vl.processor import make_processor
@@ -21,7 +21,7 @@ MEDIA = MediaSpec(
     forbidden=config.forbidden,
 )
 
-QWEN3_VL = inside_another(
+QWEN3_VL = with_defaults(
     ModelSpec(
         name="qwen3_vl",
         architectures=("Qwen3VLForConditionalGeneration",),
@@ -34,5 +34,8 @@ QWEN3_VL = inside_another(
         tiny=config.tiny,
         assistant_turns=CHATML,
         media=MEDIA,
-    )
+    ),
+    num_key_value_heads=32,
+    rms_norm_eps=1e-6,
+    max_position_embeddings=128_000,
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from anygauge_hooks.models import ModelSpec
-from anygauge_models.architecture import CHATML, inside_another, with_experts
+from anygauge_models.architecture import CHATML, with_defaults, with_experts
 from anygauge_models.qwen3_vl.spec import MEDIA
 from anygauge_models.qwen3_vl_moe import config
 from anygauge_models.qwen3_vl_moe.rotary import rotary
@@ -11,7 +11,7 @@ from anygauge_models.qwen3_vl_moe.weights import weight_rules
 
 __all__ = ["QWEN3_VL_MOE"]
 
-QWEN3_VL_MOE = inside_another(
+QWEN3_VL_MOE = with_defaults(
     ModelSpec(
         name="qwen3_vl_moe",
         architectures=("Qwen3VLMoeForConditionalGeneration",),
@@ -24,5 +24,8 @@ QWEN3_VL_MOE = inside_another(
         tiny=config.tiny,
         assistant_turns=CHATML,
         media=MEDIA,
-    )
+    ),
+    num_key_value_heads=16,
+    rms_norm_eps=1e-6,
+    max_position_embeddings=128_000,
 )

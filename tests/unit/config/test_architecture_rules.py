@@ -43,7 +43,7 @@ BAD = [
     ("llama", {"num_key_value_heads": 3}, "4 attention heads, no multiple of its 3"),
     ("llama", {"num_hidden_layers": "4"}, "bad num_hidden_layers: '4' is no positive whole number"),
     ("llama", {"num_attention_heads": 0}, "bad num_attention_heads: 0"),
-    ("llama", {"rms_norm_eps": ...}, "lacks 'rms_norm_eps'"),
+    ("llama", {"hidden_size": ...}, "lacks 'hidden_size'"),
     ("llama", {"vocab_size": ...}, "lacks 'vocab_size'"),
     ("qwen3", {"rope_parameters": {"rope_type": "longrope", "factor": 4.0}}, "Rotary scaling 'longrope'"),
     ("llama", {"rope_parameters": LLAMA3}, "lacks 'low_freq_factor'"),
