@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import gc
-import json
 import logging
 import os
 import re
 import signal
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -24,6 +23,7 @@ from anygauge.engines.megatron.prepare import prepare_megatron
 from anygauge.plugins import Plugins, find_backend, load_plugins
 from anygauge.testing import datasets, warm
 from anygauge.testing.warm import WarmProcess, WarmProcesses
+from anygauge.testing.warm_probes import warm_probes as forked_probes
 from anygauge.trainer.launch import launch_workers
 from anygauge.trainer.placement import Seat
 from anygauge.trainer.worker_group import WorkerGroup
@@ -239,19 +239,10 @@ def run_with_torch() -> Iterator[RunScript]:
 
 
 @pytest.fixture
-def warm_probes(start_script: StartScript, monkeypatch: pytest.MonkeyPatch) -> None:
+def warm_probes(warm_processes: WarmProcesses) -> Iterator[None]:
     """Let ``anygauge doctor`` ask processes that have imported torch. Those of a user: test_cli_doctor."""
-
-    def ask(questions: Iterable[Sequence[str]], timeout_s: float) -> list[dict[str, Any]]:
-        with Path(os.devnull).open("wb") as nothing:
-            probes = [
-                start_script("anygauge.cli.probe", *question, errors=nothing.fileno())
-                for question in questions
-            ]
-            assert [process.wait(timeout_s) for process, _ in probes] == [0] * len(probes)
-        return [json.loads(output.read_text()) for _, output in probes]
-
-    monkeypatch.setattr(doctor, "_ask", ask)
+    with forked_probes(warm_processes, doctor):
+        yield
 
 
 def probe_config(**placement: Any) -> Config:

@@ -43,17 +43,19 @@ from anygauge.plugins import load_plugins
 __all__ = ["WarmProcess", "WarmProcesses", "running", "serve", "use", "warm_workers"]
 
 _MODULES = (
+    "anygauge.cli.train",
     "anygauge.engines.megatron.engine",
     "anygauge.rollout.transformers.engine",
     "anygauge.testing.fake_engine.server",
     "anygauge.testing.workers",
     "anygauge.trainer.actors",
+    "anygauge.trainer.run",
     "anygauge.trainer.worker",
     "transformers.models.auto.modeling_auto",
     "transformers.models.auto.tokenization_auto",
     "transformers.models.qwen3.modeling_qwen3",
 )
-"""What workers import, not counting what these import."""
+"""What workers and their drivers import, not counting what these import."""
 _READ_ENVIRONMENT = {"huggingface_hub.constants"}
 """Modules whose values are those of the environment that they were imported in."""
 _ROLE = "actor"
@@ -133,7 +135,7 @@ class WarmProcesses:
     """The warm process, started with the first that is forked from it; it ends with this process.
 
     :param backend: Name of the one that workers are prepared for; ``None`` for processes that are no workers.
-    :param modules: What is imported; ``None`` for what workers need.
+    :param modules: What is imported; ``None`` for what workers and drivers need.
     """
 
     def __init__(self, backend: str | None, modules: Sequence[str] | None = None) -> None:
