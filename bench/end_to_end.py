@@ -7,8 +7,9 @@
 GRPO with sums and differences in words; the reward is 1 if the last number of the response is right. Any
 chat model does; without ``--model`` it is the demo's tiny Qwen3 and its own task, for a host without a GPU.
 A row is stored as soon as its run has ended, and a row that is stored is not run again: a call that is cut
-off is repeated with the same ``--store``. ``--label`` names what is measured, such as a commit, so that rows
-of two trees can stand in one file. Other arguments are keys of the run's config.
+off is repeated with the same ``--store``. A row of another model, backend, number of steps or config is run
+again, and added. ``--label`` names what is measured, such as a commit, so that rows of two trees can stand in
+one file. Other arguments are keys of the run's config.
 
 Seconds are medians over the steps after the first three. Held-out accuracy is greedy, before and after. Ends
 with status 1 if a run failed or its reward did not rise.
@@ -25,7 +26,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -170,8 +171,21 @@ def run_row(row: str, arguments: argparse.Namespace, inputs: Mapping[str, Any]) 
         raise SystemExit(f"{row}: the run ended with status {status}; look into {directory}/logs")
     whole_s = time.perf_counter() - started
     lines = (directory / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    facts = {"label": arguments.label, "row": row, "devices": ROWS[row][0], "backend": arguments.backend}
+    facts = {
+        "label": arguments.label,
+        "row": row,
+        "devices": ROWS[row][0],
+        "settings": settings(row, arguments),
+    }
     return {**facts, "run_s": round(whole_s, 1), **measured([json.loads(line) for line in lines])}
+
+
+def settings(row: str, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return what decides the figures of a row; the directory that it runs in does not."""
+    keys = keys_of(row, arguments, {})
+    model = "made" if arguments.model is None else str(arguments.model.resolve())
+    chosen = {"backend": arguments.backend, "model": model, "extra": arguments.extra}
+    return {**chosen, "keys": {key: value for key, value in keys.items() if key != "run.directory"}}
 
 
 def nested(keys: Mapping[str, Any]) -> dict[str, Any]:
@@ -213,12 +227,32 @@ def rises(row: Mapping[str, Any]) -> bool:
     return bool(last > first)
 
 
-def read_store(store: Path, label: str) -> dict[str, dict[str, Any]]:
-    """Return the rows of a label that are stored, by name."""
+def read_store(store: Path) -> list[dict[str, Any]]:
+    """Return the rows that are stored.
+
+    A last line that breaks off, since its call was killed while it wrote, is removed from the file: the row
+    is run again.
+    """
     if not store.exists():
-        return {}
-    rows = [json.loads(line) for line in store.read_text(encoding="utf-8").splitlines()]
-    return {row["row"]: row for row in rows if row["label"] == label}
+        return []
+    content = store.read_bytes()
+    whole = content[: content.rfind(b"\n") + 1]
+    if whole != content:
+        store.write_bytes(whole)
+    return [json.loads(line) for line in whole.splitlines()]
+
+
+def reusable(
+    rows: Iterable[Mapping[str, Any]], arguments: argparse.Namespace
+) -> dict[str, Mapping[str, Any]]:
+    """Return the rows of a label that were measured as the arguments ask, by name; the last of each."""
+    return {
+        row["row"]: row
+        for row in rows
+        if row["label"] == arguments.label
+        and row["row"] in ROWS
+        and row.get("settings") == settings(row["row"], arguments)
+    }
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -233,7 +267,7 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
     return "\n".join([head, *lines])
 
 
-def parse() -> argparse.Namespace:
+def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
     """Return the arguments; those that it does not know are keys of the config."""
     parser = argparse.ArgumentParser(description="whole runs in five layouts")
     parser.add_argument("--model", type=Path, help="a Hugging Face directory of a chat model")
@@ -243,15 +277,15 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--store", type=Path, default=Path("runs/end_to_end.jsonl"))
     parser.add_argument("--label", default="here")
     parser.add_argument("--directory", type=Path, default=Path("runs/end-to-end"))
-    arguments, arguments.extra = parser.parse_known_args()
+    arguments, arguments.extra = parser.parse_known_args(given)
     return arguments
 
 
-def main() -> None:
+def main(given: Sequence[str] | None = None) -> None:
     """Run the rows that are not stored yet, store each, and print the table."""
-    arguments = parse()
+    arguments = parse(given)
     arguments.store.parent.mkdir(parents=True, exist_ok=True)
-    stored = read_store(arguments.store, arguments.label)
+    stored = reusable(read_store(arguments.store), arguments)
     missing = [row for row in arguments.rows if row not in stored]
     inputs = make_inputs(arguments.directory / "inputs", arguments.model) if missing else {}
     failed = []
