@@ -179,16 +179,18 @@ def warm_processes() -> Iterator[WarmProcesses]:
 
 @pytest.fixture(scope="session", autouse=True)
 def warm_workers(warm_processes: WarmProcesses) -> Iterator[None]:
-    """Let local workers be forked: importing takes longer than most of what they are started for."""
+    """Let workers and scorers be forked: importing takes longer than most of what they are started for."""
     warm.use(warm_processes)
-    with warm.warm_workers(warm_processes) if sys.platform == "linux" else nullcontext():
+    scorers = WarmProcesses(None, [warm.SCORER])
+    with warm.warm_workers(warm_processes, scorers) if sys.platform == "linux" else nullcontext():
         yield
+    scorers.close()
     warm.use()
 
 
 @pytest.fixture
 def cold_workers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the workers of a test be started as a user's are."""
+    """Let the workers and scorers of a test be started as a user's are."""
     monkeypatch.setattr(child_process, "start_module", start_cold)
 
 

@@ -29,10 +29,10 @@ import threading
 import time
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import IO, Any, NoReturn
 
 from anygauge.distributed import child_process
 from anygauge.distributed.child_process import start_module
@@ -40,7 +40,7 @@ from anygauge.distributed.lifetime import die_with
 from anygauge.engines.megatron.prepare import prepare_megatron
 from anygauge.plugins import load_plugins
 
-__all__ = ["WarmProcess", "WarmProcesses", "running", "serve", "use", "warm_workers"]
+__all__ = ["SCORER", "WarmProcess", "WarmProcesses", "running", "serve", "use", "warm_workers"]
 
 _MODULES = (
     "anygauge.cli.train",
@@ -62,6 +62,8 @@ _ROLE = "actor"
 _TIMEOUT_S = 1800.0
 """Of collectives, unless the run that takes a process says otherwise."""
 _WORKER = "anygauge.trainer.worker_main"
+SCORER = "anygauge.rollout.rewards.process"
+"""The module of a process of rewards."""
 _ABOVE = 1000
 """Descriptors are moved out of the way to here before each gets its number."""
 _MESSAGE_BYTES = 1 << 17
@@ -89,10 +91,9 @@ class _Request:
 class WarmProcess:
     """A forked process, with what is used here of :class:`subprocess.Popen`."""
 
-    stdin = None
-
-    def __init__(self, pid: int) -> None:
+    def __init__(self, pid: int, stdin: IO[bytes] | None = None) -> None:
         self.pid = pid
+        self.stdin = stdin
         self.returncode: int | None = None
         self._lock = threading.Lock()
         """Only one thread may wait for the process: the exit code can be had once."""
@@ -161,6 +162,7 @@ class WarmProcesses:
         pass_fds: Sequence[int] = (),
         env: Mapping[str, str] | None = None,
         directory: str | None = None,
+        stdin: int = subprocess.DEVNULL,
         new_session: bool = True,
         has_own: bool = False,
     ) -> WarmProcess:
@@ -172,10 +174,13 @@ class WarmProcesses:
         :param pass_fds: Further descriptors that it gets, under the same numbers.
         :param env: Its whole environment; ``None`` is that of this process.
         :param directory: That it starts in; ``None`` is that of this process.
+        :param stdin: ``PIPE`` or ``DEVNULL``, as of :class:`subprocess.Popen`.
         :param new_session: Whether it leads a session of its own.
         :param has_own: Whether it gets a warm process too, for those that it starts itself.
         """
-        with self._lock, Path(os.devnull).open("rb") as nothing:
+        with self._lock, ExitStack() as stack:
+            reading, writing = _standard_input(stdin)
+            stack.enter_context(reading)
             self.prepare()
             if not self._is_warm:
                 self._answer(_IMPORT_S)
@@ -190,11 +195,11 @@ class WarmProcesses:
                 new_session=new_session,
                 has_own=has_own,
             )
-            given = [nothing.fileno(), output, output if errors is None else errors, *pass_fds]
+            given = [reading.fileno(), output, output if errors is None else errors, *pass_fds]
             _adopt_orphans(True)
             try:
                 socket.send_fds(self._socket, [pickle.dumps(request)], given)
-                return WarmProcess(int(self._answer(_FORK_S)))
+                return WarmProcess(int(self._answer(_FORK_S)), writing)
             finally:
                 _adopt_orphans(False)
 
@@ -253,6 +258,14 @@ def _connection() -> tuple[socket.socket, socket.socket]:
     return ours, theirs
 
 
+def _standard_input(kind: int) -> tuple[IO[bytes], IO[bytes] | None]:
+    """Return the end that a process reads, and the other one, if there is one."""
+    if kind != subprocess.PIPE:
+        return Path(os.devnull).open("rb"), None
+    reading, writing = os.pipe()
+    return open(reading, "rb"), open(writing, "wb", buffering=0)
+
+
 def _adopt_orphans(wanted: bool) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, int(wanted))
 
@@ -271,13 +284,19 @@ def running() -> WarmProcesses | None:
 
 
 @contextmanager
-def warm_workers(processes: WarmProcesses) -> Iterator[None]:
-    """Let local workers be forked."""
+def warm_workers(processes: WarmProcesses, scorers: WarmProcesses | None = None) -> Iterator[None]:
+    """Let local workers be forked.
 
-    def start(module: str, arguments: Sequence[str], *, stdin: int, **options: Any) -> Any:
-        if module != _WORKER:
-            return start_module(module, arguments, stdin=stdin, **options)
-        return processes.start(module, arguments, has_own=True, **options)
+    :param scorers: Forks processes of rewards, which import neither torch nor Megatron; ``None`` starts them
+        as a user's are.
+    """
+
+    def start(module: str, arguments: Sequence[str], **options: Any) -> Any:
+        if module == _WORKER:
+            return processes.start(module, arguments, has_own=True, **options)
+        if module == SCORER and scorers is not None:
+            return scorers.start(module, arguments, **options)
+        return start_module(module, arguments, **options)
 
     child_process.start_module = start
     try:

@@ -36,6 +36,7 @@ def test_output_and_stacks_are_in_the_log(user_module: str, tmp_path: Path) -> N
     )
 
 
+@pytest.mark.usefixtures("cold_workers")  # a stack ends where the interpreter began
 @pytest.mark.parametrize("kind", ["one", "stop"])
 def test_the_stacks_in_the_log_are_whole(user_module: str, tmp_path: Path, kind: str) -> None:
     table = {"function": f"{user_module}:dig_twice", "timeout_s": 0.5}
