@@ -19,9 +19,9 @@ TORCH_INDEX ?=
 SEED ?= 0
 SEEDS ?= 0 1 2
 PYTEST_ARGS ?=
-# Each starts a Ray cluster of its own; `--dist loadfile` keeps the tests of a file, which share fixtures, together,
-# and their order is that of `testpaths`.
-TEST_PROCESSES ?= 2
+# One more than the two cores of a small machine: a third of the time of a test is waiting. `--dist loadfile` keeps
+# the tests of a file, which share fixtures, together, and their order is that of `testpaths`.
+TEST_PROCESSES ?= 3
 
 PIP := -m pip --disable-pip-version-check
 EDITABLE := --quiet --no-deps --no-build-isolation

@@ -93,6 +93,12 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     sys.modules.pop("attacking", None)
 
 
+@pytest.fixture(autouse=True)
+def no_grace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a process that sleeps after its reply be killed at once."""
+    monkeypatch.setattr(pool, "EXIT_S", 0.0)
+
+
 def score(function: str, *texts: str, label: Any = "4") -> Any:
     table = {"function": function, "timeout_s": 1.0, "max_failed_ratio": 1.0, "num_workers": 1}
     with scorer(table) as made:
