@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import socket
 import sys
 import threading
 import types
+import zlib
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, closing, suppress
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import httpx
 import orjson
 import pytest
+from aiohttp.compression_utils import ZLibDecompressor
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -257,6 +262,8 @@ WRONG: dict[str, tuple[str, dict[str, Any]]] = {
         with_message(ANTHROPIC, "user", content=[{"type": {"a": 1}}]),
     ),
     "openai's type of a block": (CHAT, with_message(OPENAI, "user", content=[{"type": {"a": 1}}])),
+    "too many stop strings": (CHAT, {**OPENAI, "stop": [str(number) for number in range(100)]}),
+    "a long stop string": (MESSAGES, {**ANTHROPIC, "stop_sequences": ["a" * 2000]}),
     "deep content": (CHAT, with_message(OPENAI, "user", content="DEEP")),
     "deep template options": (CHAT, {**OPENAI, "chat_template_kwargs": {"a": "DEEP"}}),
     "deep arguments": (CHAT, with_message(OPENAI, "assistant", tool_calls=[TOOL_CALL])),
@@ -480,21 +487,124 @@ def test_a_slow_generation_is_no_slow_header(tokenizer: Any, monkeypatch: pytest
     asyncio.run(main())
 
 
-def test_connections_beyond_the_limit_are_closed_at_once(
-    tokenizer: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def is_closed(reader: asyncio.StreamReader) -> bool:
+    with suppress(ConnectionError):
+        return await reader.read() == b""
+    return True
+
+
+def test_strangers_do_not_keep_agents_out(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many idle connections as there may be, and one that was refused and waits for the next request."""
+
     async def main() -> None:
         async with serve_script(tokenizer, ["yes"]) as served:
-            kept = [await connect(served) for _ in range(3)]
-            reader, writer = await connect(served)
-            with suppress(ConnectionError):
-                writer.write(head(served, "ag.x.y"))
-                assert await reader.read() == b""
-            for _, each in [*kept, (reader, writer)]:
-                each.close()
-            while served.gateway._runner.server.connections:  # type: ignore[union-attr]
-                await asyncio.sleep(0)
+            refused, writer = await connect(served)
+            writer.write(head(served, "ag.x.y", "Content-Length: 0"))
+            assert b"401" in await refused.readuntil(b"}}")
+            idle, others = await connect(served), [await connect(served) for _ in range(20)]
             assert (await post(served, CHAT, OPENAI)).status_code == 200
+            assert await is_closed(refused)
+            assert await is_closed(idle[0])
+            for each in (writer, idle[1], *(each for _, each in others)):
+                each.close()
 
     monkeypatch.setattr(server, "most_connections", lambda: 3)
+    asyncio.run(main())
+
+
+def test_agents_are_not_put_out_by_strangers(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        async with serve_script(tokenizer, ["four", "four"]) as served:
+            key = served.gateway.key(served.session)
+            agents = [await connect(served) for _ in range(2)]
+            for reader, writer in agents:
+                writer.write(head(served, key, "Content-Length: 0"))
+                assert b"400" in await reader.readuntil(b"}}")
+            stranger, other = await connect(served)
+            assert await is_closed(stranger)
+            other.close()
+            for reader, writer in agents:
+                writer.write(head(served, key, "Content-Length: 0"))
+                assert b"400" in await reader.readline()
+                writer.close()
+
+    monkeypatch.setattr(server, "most_connections", lambda: 2)
+    asyncio.run(main())
+
+
+def test_connections_that_come_at_once_are_bounded_too(
+    tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each takes a descriptor, of which the driver may have no more than 1,024."""
+
+    async def main() -> None:
+        async with serve_script(tokenizer, []) as served, asyncio.timeout(30):
+            host, port = served.gateway.address.removeprefix("http://").split(":")
+            with ExitStack() as strangers:
+                for _ in range(600):  # which the kernel takes, while the loop is busy here
+                    strangers.enter_context(closing(socket.create_connection((host, int(port)))))
+                counts = []
+                for _ in range(100):
+                    counts.append(len(os.listdir("/proc/self/fd")))
+                    await asyncio.sleep(0)
+            assert max(counts) - counts[0] < 200
+
+    monkeypatch.setattr(server, "most_connections", lambda: 3)
+    asyncio.run(main())
+
+
+def test_connections_that_have_ended_are_forgotten(tokenizer: Any) -> None:
+    """Also before the time for their header is over: strangers come and go without end."""
+
+    async def main() -> None:
+        async with serve_script(tokenizer, []) as served:
+            for _ in range(5):
+                (await connect(served))[1].close()
+            connections = served.gateway._connections
+            assert connections is not None
+            while connections._num_open or connections._strangers or connections._silent:
+                await asyncio.sleep(0.001)
+
+    asyncio.run(asyncio.wait_for(main(), 30))
+
+
+@pytest.mark.parametrize(("known", "status"), [(False, b"401"), (True, b"415")])
+def test_a_compressed_body_is_not_decompressed(tokenizer: Any, known: bool, status: bytes) -> None:
+    async def main() -> None:
+        async with serve_script(tokenizer, []) as served:
+            key = served.gateway.key(served.session) if known else "ag.x.y"
+            body = zlib.compress(bytes(1 << 20))
+            reader, writer = await connect(served)
+            sizes = f"Content-Length: {len(body)}", "Content-Encoding: deflate"
+            writer.write(head(served, key, *sizes) + body)
+            assert status in await reader.readline()
+            writer.close()
+
+    with patch.object(ZLibDecompressor, "decompress_sync", side_effect=zlib.error) as decompress:
+        asyncio.run(main())
+    assert not decompress.mock_calls
+
+
+def test_garbage_is_not_logged(tokenizer: Any, caplog: pytest.LogCaptureFixture) -> None:
+    async def main() -> None:
+        async with serve_script(tokenizer, []) as served:
+            reader, writer = await connect(served)
+            writer.write(b"GET / HTTP/1.1\r\n" + b"a: b\r\n" * 1000)
+            assert b"400" in await reader.readline()
+            writer.close()
+
+    asyncio.run(main())
+    assert not caplog.records
+
+
+def test_a_count_of_retries_of_any_length_is_read(tokenizer: Any) -> None:
+    async def main() -> None:
+        async with serve_script(tokenizer, ["yes"]) as served:
+            body = json.dumps(OPENAI).encode()
+            reader, writer = await connect(served)
+            sizes = f"Content-Length: {len(body)}", f"x-stainless-retry-count: {'1' * 5000}"
+            writer.write(head(served, served.gateway.key(served.session), *sizes) + body)
+            assert b"200" in await reader.readline()
+            writer.close()
+
     asyncio.run(main())

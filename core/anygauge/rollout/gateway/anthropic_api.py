@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from anygauge.rollout.gateway.answers import Answer, Piece
-from anygauge.rollout.gateway.asks import Ask, content_of, field, number, strings, text_of
+from anygauge.rollout.gateway.asks import Ask, content_of, field, number, stop_strings, text_of
 from anygauge.rollout.gateway.messages import Call, Chat, Message
 from anygauge.rollout.gateway.refusals import Refusal, bad_request
 
@@ -39,7 +39,7 @@ def ask_of(body: Mapping[str, Any]) -> Ask:
         model=field(body, "model", str, ""),
         chat=chat,
         max_tokens=max_tokens,
-        stop=strings(body, "stop_sequences"),
+        stop=stop_strings(body, "stop_sequences"),
         calls=_calls(body, chat.tools),
         sampling={name: body[name] for name in ("temperature", "top_p", "top_k") if name in body},
         stream=field(body, "stream", bool, False),

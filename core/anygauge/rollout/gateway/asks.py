@@ -10,7 +10,10 @@ from anygauge.rollout.gateway.images import SLOT, image_in
 from anygauge.rollout.gateway.messages import Chat
 from anygauge.rollout.gateway.refusals import bad_request
 
-__all__ = ["Ask", "check_sampling", "content_of", "field", "number", "strings", "text_of"]
+__all__ = ["Ask", "check_sampling", "content_of", "field", "number", "stop_strings", "text_of"]
+
+_MOST_STOPS, _LONGEST_STOP = 64, 1000
+"""Stop strings, and characters of one. Engines look for each after every token; OpenAI takes four."""
 
 
 class Ask(NamedTuple):
@@ -77,15 +80,21 @@ def number(
     return value
 
 
-def strings(body: Mapping[str, Any], name: str) -> tuple[str, ...]:
+def stop_strings(body: Mapping[str, Any], name: str) -> tuple[str, ...]:
     """Return a string or a list of strings as a tuple without empty ones.
 
-    :raises Refusal: It is something else.
+    :raises Refusal: It is something else, or too much to look for after each token.
     """
     value = field(body, name, (str, list), ())
     values = (value,) if isinstance(value, str) else tuple(value)
     if not all(isinstance(each, str) for each in values):
         raise bad_request(f"{name} is {_shown(value)}, not a string or a list of strings.", name)
+    if len(values) > _MOST_STOPS or any(len(each) > _LONGEST_STOP for each in values):
+        raise bad_request(
+            f"{name} has {len(values)} strings of up to {max(map(len, values))} characters; at most "
+            f"{_MOST_STOPS} of {_LONGEST_STOP} are taken.",
+            name,
+        )
     return tuple(each for each in values if each)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from anygauge.rollout.gateway.answers import Answer, Piece
-from anygauge.rollout.gateway.asks import Ask, content_of, field, number, strings, text_of
+from anygauge.rollout.gateway.asks import Ask, content_of, field, number, stop_strings, text_of
 from anygauge.rollout.gateway.detokenizer import PARTIAL
 from anygauge.rollout.gateway.messages import Call, Chat, Message
 from anygauge.rollout.gateway.refusals import Refusal, bad_request
@@ -49,7 +49,7 @@ def ask_of(body: Mapping[str, Any]) -> Ask:
         model=field(body, "model", str, ""),
         chat=Chat(_messages(body), tools, field(body, "chat_template_kwargs", dict, {})),
         max_tokens=number(body, "max_completion_tokens", 1, number(body, "max_tokens", 1)),
-        stop=strings(body, "stop"),
+        stop=stop_strings(body, "stop"),
         seed=number(body, "seed", -(2**63)),
         answers=number(body, "n", 1, 1, most=_MOST_ANSWERS) or 1,
         calls=_calls(body, tools),

@@ -8,6 +8,7 @@ import hmac
 import logging
 import re
 import secrets
+import socket
 import sys
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
@@ -47,6 +48,8 @@ _BODY_TIMEOUT_S = 120.0
 _BACKLOG = 4096
 """Connections that may wait to be taken: the agents of a step begin together, and their clients give up after
 seconds. A host may allow fewer (``net.core.somaxconn``)."""
+_ACCEPTED_AT_ONCE = 64
+"""Connections that are accepted before others are read from or closed: each takes a descriptor."""
 _RETRY_AFTER_S = 1.0
 _ENDPOINTS = "/v1/chat/completions, /v1/messages, /v1/messages/count_tokens and /v1/models"
 
@@ -132,23 +135,14 @@ class Gateway:
         :raises RolloutError: This host has no such address.
         """
         self._started = int(time.time())
-        self._runner = web.AppRunner(
-            self._app(),
-            handler_cancellation=True,
-            access_log=None,
-            shutdown_timeout=1.0,
-            keepalive_timeout=_HEADER_TIMEOUT_S,
-        )
+        self._runner = web.AppRunner(self._app(), handler_cancellation=True, shutdown_timeout=1.0)
         await self._runner.setup()
         assert self._runner.server is not None
         self._connections = Connections(
             self._runner.server, most=most_connections(), header_timeout_s=_HEADER_TIMEOUT_S
         )
-        loop = asyncio.get_running_loop()
         try:
-            self._listener = await loop.create_server(
-                self._connections, self._options.host, 0, backlog=_BACKLOG
-            )
+            self._listener = await self._listen(self._connections)
         except OSError as error:
             await self.close()
             raise RolloutError(
@@ -157,6 +151,16 @@ class Gateway:
             ) from error
         host, port = self._listener.sockets[0].getsockname()[:2]
         self._address = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+    async def _listen(self, connections: Connections) -> asyncio.Server:
+        loop = asyncio.get_running_loop()
+        [(family, _, _, _, address), *_] = await loop.getaddrinfo(
+            self._options.host, 0, type=socket.SOCK_STREAM
+        )
+        listener = socket.create_server(address, family=family)
+        server = await loop.create_server(connections, sock=listener, backlog=_ACCEPTED_AT_ONCE)
+        listener.listen(_BACKLOG)  # asyncio takes one number for both
+        return server
 
     async def close(self) -> None:
         """Close every session and stop listening."""
@@ -261,6 +265,8 @@ class Gateway:
         given, right = (each.encode(errors="surrogateescape") for each in (signature, self._signature(name)))
         if not hmac.compare_digest(given, right):
             raise Refusal(401, "The API key is not one of this run's.", code="invalid_api_key")
+        assert self._connections is not None
+        self._connections.trust(request.protocol)
         wanted = request.match_info.get("session") or request.headers.get("x-session-id") or name
         if wanted != name:
             raise Refusal(401, f"The API key is not that of session {wanted!r}.", code="invalid_api_key")
@@ -334,6 +340,8 @@ class Gateway:
         return session, asked, hashlib.blake2b(request.path.encode() + b"\0" + raw).hexdigest()
 
     async def _body(self, request: web.Request, session: Session) -> bytes:
+        if request.headers.get("Content-Encoding", "identity") != "identity":
+            raise Refusal(415, "The body is compressed. Send it as it is.")
         limit = min(self._options.max_body_bytes, session.max_text_bytes or sys.maxsize)
         try:
             _check_length(request.content_length or 0, limit)
@@ -371,7 +379,7 @@ def _json_object(raw: bytes) -> Mapping[str, Any]:
 def _retried(request: web.Request) -> bool:
     """Return whether a client says that it has sent a request before, as OpenAI's and Anthropic's do."""
     count = request.headers.get("x-stainless-retry-count", "0")
-    return count.isdecimal() and int(count) > 0
+    return count.isascii() and count.isdecimal() and count.strip("0") != ""  # of any length
 
 
 async def _answers(asked: Asked) -> list[Answer]:
