@@ -14,6 +14,7 @@ import json
 import os
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import fields
 from functools import cache
 from pathlib import Path
@@ -28,7 +29,7 @@ from anygauge.data.media.store import MappedFiles
 from anygauge.disk import parse_json, read_json
 from anygauge.hub.found import TOKENIZERS
 from anygauge.trainer.plan import TrainShare
-from anygauge_hooks.errors import DataError
+from anygauge_hooks.errors import CheckpointError, DataError, OutOfMemoryError
 from anygauge_hooks.media import Media
 from anygauge_hooks.models import text_config
 from anygauge_hooks.rl import Group, TrainSample
@@ -147,6 +148,8 @@ def write_groups(path: Path, groups: Sequence[Group], model: ModelFacts) -> None
 
     Floats are written with as many digits as they need. What JSON does not know, in a label or in metadata,
     is written as text.
+
+    :raises CheckpointError: The disk refuses.
     """
     records = ({FACTS: {"format": FORMAT, "model": model}}, *map(_record, groups))
     text = "".join(f"{json.dumps(record, default=_plain)}\n" for record in records)
@@ -235,6 +238,7 @@ def write_shares(
     :param shares: One per optimizer step, as they came in: to train on them again estimates once more.
     :param log_probs: By pass, over the samples of all optimizer steps; float32.
     :param estimated: The advantages that they were trained on.
+    :raises CheckpointError: The disk refuses.
     """
     samples = [sample for share in shares for sample in share.samples]
     tensors = {
@@ -395,13 +399,19 @@ class RecordedLoss:
 
 
 def keep_media(directory: Path, media: Iterable[Media], store: MediaStore) -> None:
-    """Write the contents of media beside the dumps in a directory, each once."""
+    """Write the contents of media beside the dumps in a directory, each once.
+
+    :raises CheckpointError: The disk refuses.
+    """
     folder = directory / MEDIA
-    folder.mkdir(parents=True, exist_ok=True)
+    with _writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
     kept = MappedFiles(folder)
     for key in {each.key for each in media}:
         if not kept.has(key):
-            kept.put(key, store.get(key))
+            content = store.get(key)
+            with _writing(folder / key):
+                kept.put(key, content)
 
 
 def restore_media(directory: Path, media: Iterable[Media], store: MediaStore) -> None:
@@ -429,10 +439,27 @@ def restore_media(directory: Path, media: Iterable[Media], store: MediaStore) ->
 
 
 def _write(path: Path, data: bytes) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.partial")
-    partial.write_bytes(data)
-    os.replace(partial, path)
+    with _writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            partial.write_bytes(data)
+        except OSError:
+            partial.unlink(missing_ok=True)  # half of a dump would take up room
+            raise
+        os.replace(partial, path)
+
+
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, OutOfMemoryError) as error:  # the second for a medium
+        raise CheckpointError(
+            f"The dump {path} cannot be written: {error.__cause__ or error}.",
+            hint="Make room, or switch debug.dump_rollouts and debug.dump_batches off; a run that has a "
+            "checkpoint goes on with --resume.",
+        ) from error
 
 
 def _read(path: Path) -> bytes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gzip
 import json
 import math
@@ -16,12 +17,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from anygauge.data.media import store as stores
 from anygauge.data.media.store import MappedFiles
 from anygauge.testing.tiny import tiny_qwen3
 from anygauge.trainer import dumps
 from anygauge.trainer.plan import TrainShare
 from anygauge_hooks.engines import LossInputs
-from anygauge_hooks.errors import DataError
+from anygauge_hooks.errors import CheckpointError, DataError
 from anygauge_hooks.media import Content, Media
 from anygauge_hooks.rl import Group, Prompt, Sample, TrainSample
 
@@ -293,3 +295,40 @@ def test_a_recorded_loss_returns_what_the_loss_does_and_undoes_the_packing() -> 
     loss(inputs([4.0], (1,), (1,)))
     assert [part.tolist() for part in loss.take()] == [[3.0], [4.0], [1.0, 2.0]]
     assert loss.take() == []
+
+
+# -------------------------------------------------------------------------
+# Disks
+# -------------------------------------------------------------------------
+
+
+def write_rollout(directory: Path) -> None:
+    dumps.write_groups(dumps.rollout_path(directory, 7), [group()], MODEL)
+
+
+@pytest.mark.parametrize(
+    ("write", "name"),
+    [(write_rollout, "rollout-00000007.jsonl.gz"), (written, "batch-00000007-share-0.safetensors")],
+)
+def test_a_full_disk_is_an_error_about_the_dump(
+    tmp_path: Path, write: Callable[[Path], object], name: str
+) -> None:
+    (tmp_path / f".{name}.partial").symlink_to("/dev/full")
+    with pytest.raises(CheckpointError, match=rf"{tmp_path / name} cannot be written: .*No space left"):
+        write(tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_full_disk_is_an_error_about_the_media(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = store_in(tmp_path / "shown")
+    shown.put(IMAGE.key, Content("image", np.zeros((4, 4, 3), np.uint8)))
+
+    def write(path: Path, content: Content) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(stores, "_write", write)
+    with pytest.raises(
+        CheckpointError, match=rf"media/{IMAGE.key} cannot be written: .*No space left"
+    ) as caught:
+        dumps.keep_media(tmp_path / "dumps", [IMAGE], shown)
+    assert "debug.dump_rollouts" in str(caught.value.hint)
