@@ -104,7 +104,7 @@ def test_samples_go_on_through_updates_and_are_never_older_than_the_bound(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Tokens take so long that samples are under way at an update, unless the host is slower still."""
-    install(tmp_path / "plugin", [""], monkeypatch, token_s=0.2, lengths="uniform:2:24")
+    install(tmp_path / "plugin", [""], monkeypatch, token_s=0.05, lengths="uniform:2:24")
     observer = Observer()
     keys = {"rollout__schedule": "async", "rollout__max_staleness": 2, "rollout__max_new_tokens": 24}
     evaluated = {"eval__data": [tmp_path / "data.jsonl"], "eval__interval": 1, "eval__max_new_tokens": 4}
