@@ -45,6 +45,10 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return tiny_qwen3(tmp_path_factory.mktemp("model"), vocab_size=64, init_std=0.2, tied=request.param)
 
 
+ONE_MODEL = pytest.mark.parametrize("model", [False], ids=["untied"], indirect=True)
+"""For schedules, generators and failing writes: whether two parameters are one changes nothing there."""
+
+
 @pytest.fixture
 def make_engine(context: WorkerContext, model: Path) -> MakeEngine:
     def make(path: Path = model, steps: int = 10, save: Any = None, **train: Any) -> Any:
@@ -222,6 +226,7 @@ def test_a_checkpoint_before_the_first_step(make_engine: MakeEngine, tmp_path: P
     assert same_bits(train(engine, range(3)), expected)
 
 
+@ONE_MODEL
 def test_what_is_saved_is_what_was_there_when_save_returned(
     make_engine: MakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -260,6 +265,7 @@ def test_weights_are_kept_once(make_engine: MakeEngine, tmp_path: Path) -> None:
             assert sum(t.numel() for name, t in kept.items() if name.startswith(f"{kind}/")) == elements
 
 
+@ONE_MODEL
 def test_random_generators_go_on(make_engine: MakeEngine, tmp_path: Path) -> None:
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
@@ -282,6 +288,7 @@ def test_random_generators_go_on(make_engine: MakeEngine, tmp_path: Path) -> Non
     assert draw() == expected
 
 
+@ONE_MODEL
 def test_the_schedule_goes_on_with_more_steps(make_engine: MakeEngine, tmp_path: Path) -> None:
     engine = make_engine(steps=4)
     train(engine, range(3))
@@ -292,6 +299,7 @@ def test_the_schedule_goes_on_with_more_steps(make_engine: MakeEngine, tmp_path:
     assert train(longer, range(3, 4))[0]["lr"] == rates[3] > train(engine, range(3, 4))[0]["lr"]
 
 
+@ONE_MODEL
 @pytest.mark.parametrize(
     ("before", "optimizer", "same_layout"),
     [(0, "adam", True), (0, "stateless", False), (2, "adam", False), (4, "stateless", True)],
@@ -324,6 +332,7 @@ def test_no_load_moves_the_schedule_twice(
         assert [step["lr"] for step in train(resumed, range(before, 7))] == undisturbed
 
 
+@ONE_MODEL
 def test_a_failed_write_is_an_error_and_the_next_one_is_not(
     make_engine: MakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -366,6 +375,7 @@ def test_parts_of_other_ranks_are_put_together(make_engine: MakeEngine, tmp_path
     assert same_bits(train(other, range(2, 4)), expected)
 
 
+@ONE_MODEL
 def test_parts_that_are_not_of_one_step_are_refused(make_engine: MakeEngine, tmp_path: Path) -> None:
     engine = make_engine()
     train(engine, range(1))
@@ -536,6 +546,7 @@ def test_buffers_of_every_type_are_kept_or_refused_at_once(make_engine: MakeEngi
         engine._checkpoint.check()
 
 
+@ONE_MODEL
 @pytest.mark.parametrize("error", [KeyError("dtype"), MemoryError("16 GB")])
 def test_any_failure_of_a_write_is_a_checkpoint_error(
     make_engine: MakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
@@ -551,6 +562,7 @@ def test_any_failure_of_a_write_is_a_checkpoint_error(
         engine.checkpoint_written()
 
 
+@ONE_MODEL
 def test_a_save_without_room_or_while_the_last_is_stuck_is_said_and_not_raised(
     make_engine: MakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -577,6 +589,7 @@ def test_a_save_without_room_or_while_the_last_is_stuck_is_said_and_not_raised(
     wait(engine)
 
 
+@ONE_MODEL
 @pytest.mark.parametrize(
     ("error", "texts"),
     [
@@ -603,6 +616,7 @@ def test_a_copy_that_fails_says_why(
     assert ("no room" in str(caught.value)) == ("no room" in texts[0])
 
 
+@ONE_MODEL
 @pytest.mark.parametrize("every", [20, None])
 def test_what_no_file_can_hold_is_said_at_the_start(
     make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, every: int | None
@@ -615,6 +629,7 @@ def test_what_no_file_can_hold_is_said_at_the_start(
         make_engine(save={"every": every})
 
 
+@ONE_MODEL
 def test_a_state_that_no_file_can_hold_is_said_after_the_first_step(make_engine: MakeEngine) -> None:
     for state in (torch.zeros(7, 3), "text"):
         engine = make_engine()
