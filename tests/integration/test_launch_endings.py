@@ -13,6 +13,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from anygauge.testing.processes import wait_until_ended
+
 DRIVER = Path(__file__).with_name("launch_driver.py")
 SHARED_MEMORY = Path("/dev/shm")
 MARK = "ANYGAUGE_TEST_MARK"
@@ -47,7 +49,7 @@ def test_a_local_run_leaves_nothing(ending: str, mark: str, tmp_path: Path) -> N
     code, pids, output = drive("local", ending, tmp_path)
     left = marked(mark)
     if ending == "kill":  # nobody is there to wait for the workers: they end by themselves
-        left = psutil.wait_procs(left, timeout=3)[1]
+        left = wait_until_ended(left, 3)
     assert not left
     assert len(pids) == 2
     assert code == ENDINGS[ending][1], output
@@ -72,7 +74,7 @@ def test_a_run_with_its_own_cluster_listens_to_this_host_and_leaves_nothing(
     code, pids, output = drive("ray", ending, tmp_path, look=lambda: found.update(listening(mark)))
     assert found <= {"127.0.0.1", "::ffff:127.0.0.1", "::1"}
     assert found or ending == "success"  # it may be over by then
-    _, left = psutil.wait_procs(marked(mark), timeout=10)  # Ray's daemons end in the background
+    left = wait_until_ended(marked(mark), 10)  # Ray's daemons end in the background
     assert not left
     assert len(pids) == 2
     assert not any(psutil.pid_exists(pid) for pid in pids)

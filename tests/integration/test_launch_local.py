@@ -9,6 +9,7 @@ from collections.abc import Callable
 import psutil
 import pytest
 
+from anygauge.testing.processes import wait_until_ended
 from anygauge.trainer.worker_group import WorkerGroup
 from anygauge_hooks.errors import WorkerDiedError, WorkerFailedError
 
@@ -39,7 +40,7 @@ def test_a_worker_leads_a_session_that_ends_with_it(launch: Launch) -> None:
         [child] = group.call("start_child")
         process = psutil.Process(child)
         assert process.is_running()
-    assert _gone(process)
+    assert not wait_until_ended([process], 2)
 
 
 def test_what_a_dead_worker_started_ends_too(launch: Launch) -> None:
@@ -49,7 +50,7 @@ def test_what_a_dead_worker_started_ends_too(launch: Launch) -> None:
     os.kill(group.workers[0].pid, signal.SIGKILL)
     with pytest.raises(WorkerDiedError, match="SIGKILL"):
         group.call("echo", value=1)
-    assert _gone(process)
+    assert not wait_until_ended([process], 2)
 
 
 def test_workers_import_from_where_the_driver_does(
@@ -68,9 +69,3 @@ def test_a_worker_that_cannot_be_made_ends_the_start(launch: Launch) -> None:
     with pytest.raises(WorkerFailedError, match="no such data") as caught:
         launch("local", worker_class="anygauge.testing.workers:BrokenWorker")
     assert str(caught.value).startswith("Rank 1 (actor, pid ")
-
-
-def _gone(process: psutil.Process) -> bool:
-    """Return whether a process has ended; its new parent may not have reaped it yet."""
-    _, alive = psutil.wait_procs([process], timeout=2)
-    return all(other.status() == psutil.STATUS_ZOMBIE for other in alive)

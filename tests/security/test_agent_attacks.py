@@ -18,6 +18,7 @@ import pytest
 from anygauge.distributed.guard import Tail
 from anygauge.rollout.gateway.command import run_command
 from anygauge.rollout.gateway.guarded_command import KEPT_BYTES
+from anygauge.testing.processes import wait_until_ended
 from anygauge.testing.scripted_gateway import chat_tokenizer, serve_script
 from anygauge_hooks.errors import RolloutError
 
@@ -112,7 +113,7 @@ def test_it_ends_with_the_driver(tmp_path: Path) -> None:
         processes = [psutil.Process(int(pid)) for pid in fifo.read_text().split()]
         driver.communicate(b"\n")
     assert driver.returncode == -signal.SIGKILL
-    assert psutil.wait_procs(processes, timeout=60)[1] == []
+    assert wait_until_ended(processes, 60) == []
 
 
 FLOOD = """

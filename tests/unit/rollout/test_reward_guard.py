@@ -17,6 +17,7 @@ import pytest
 from anygauge.config.schema import Reward
 from anygauge.distributed import guard
 from anygauge.rollout.rewards import Scorer, child
+from anygauge.testing.processes import wait_until_ended
 from anygauge.testing.scoring import group, plugins_with, rewards, scorer
 
 
@@ -139,7 +140,7 @@ def test_math_and_its_grader_end_with_the_scorer() -> None:
         guard = psutil.Process(process._process.pid)
         children = guard.children(recursive=True)
         assert len(children) == 2  # the one that scores, and its grader
-    assert psutil.wait_procs(children, timeout=20)[1] == []
+    assert wait_until_ended(children, 20) == []
 
 
 @pytest.mark.parametrize("how", ["return", "exit", "hang"])

@@ -19,6 +19,7 @@ from anygauge.rollout.sglang import server as server_module
 from anygauge.rollout.sglang.installed import Installed
 from anygauge.rollout.sglang.server import SGLangServer
 from anygauge.rollout.sglang.versions import find_api
+from anygauge.testing.processes import wait_until_ended
 from anygauge_hooks.errors import RolloutError
 from anygauge_hooks.weights import ServerKeys, WeightApi, WeightPeer
 
@@ -167,7 +168,7 @@ def test_a_killed_server_leaves_nothing_and_starts_again_into_the_same_log(make:
     first = server.start()
     processes, pid = family(server), server.facts()["pid"]
     os.kill(int(pid), signal.SIGKILL)
-    assert not psutil.wait_procs(processes, timeout=30)[1]
+    assert not wait_until_ended(processes, 30)
     assert not server.is_alive()
     assert not any(path.exists() for path in traces(pid))
     assert server.start() != first
@@ -185,8 +186,8 @@ def test_a_server_that_ends_before_it_answers_is_an_error_with_the_end_of_its_lo
 
 
 def test_a_server_that_does_not_answer_in_time_is_an_error_and_is_ended(make: Make) -> None:
-    server = make("hangs", deadline_s=2.0)
-    with pytest.raises(RolloutError, match="did not answer within 2 s") as caught:
+    server = make("hangs", deadline_s=0.5)
+    with pytest.raises(RolloutError, match=r"did not answer within 0\.5 s") as caught:
         server.start()
     assert "raise placement.start_timeout_s" in str(caught.value)
     assert not server.is_alive()
@@ -224,7 +225,7 @@ def test_a_server_ends_with_a_killed_owner(make: Make, tmp_path: Path) -> None:
     assert keeper is not None
     assert keeper.stdin is not None
     keeper.stdin.close()  # as the kernel does when the owner is killed
-    assert not psutil.wait_procs(processes[1:], timeout=30)[1]
+    assert not wait_until_ended(processes[1:], 30)
     keeper.wait(timeout=30)
     assert not any(path.exists() for path in traces(pid))
 
@@ -234,9 +235,8 @@ def test_a_server_ends_with_a_killed_keeper(make: Make) -> None:
     server.start()
     processes = family(server)
     processes[0].kill()
-    psutil.wait_procs(processes[:2], timeout=30)
+    assert not wait_until_ended(processes[:2], 30)
     assert not server.is_alive()
-    assert not processes[1].is_running()
     for orphan in processes[2:]:
         orphan.kill()
     for path in traces(str(processes[1].pid)):
