@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from importlib.util import find_spec
 from itertools import combinations
 from typing import TYPE_CHECKING, Any
@@ -36,6 +36,9 @@ __all__ = [
 
 REFERENCE_DTYPES = ("float32", "bfloat16")
 """The dtypes that a run may have; the reference serves those that no plugin does."""
+
+_Distribution = Callable[[str], tuple[str | None, str | None]]
+"""Returns name and version of the distribution that an owner's plugin came with."""
 
 _CORE = "anygauge"
 _LAST = -100
@@ -160,15 +163,16 @@ class KernelTable:
         A row that is the reference lists the dtypes that nothing else serves without limits; there is none
         where plugins serve them all.
         """
-        return [row for op in KERNEL_OPS for row in self._rows(op)]
+        distribution = cache(plugin_distribution)  # each call reads what is installed
+        return [row for op in KERNEL_OPS for row in self._rows(op, distribution)]
 
-    def _rows(self, op: KernelOp) -> list[KernelRow]:
+    def _rows(self, op: KernelOp, distribution: _Distribution) -> list[KernelRow]:
         owned = self.kernels.get(op, ())
-        rows = [_row(o.kernel, o.owner) for o in owned]
+        rows = [_row(o.kernel, o.owner, distribution) for o in owned]
         served = {dtype for row in rows if not row.limits for dtype in row.dtypes}
         missing = tuple(dtype for dtype in REFERENCE_DTYPES if dtype not in served)
         if missing:
-            rows.append(_row(reference_kernel(op, missing), _CORE, is_reference=True))
+            rows.append(_row(reference_kernel(op, missing), _CORE, distribution, is_reference=True))
         return rows
 
 
@@ -307,8 +311,10 @@ def _overlap(one: KernelImpl, other: KernelImpl) -> bool:
     return meets and bool(set(one.dtypes) & set(other.dtypes))
 
 
-def _row(kernel: KernelImpl, owner: str, *, is_reference: bool = False) -> KernelRow:
-    package, release = plugin_distribution(owner)
+def _row(
+    kernel: KernelImpl, owner: str, distribution: _Distribution, *, is_reference: bool = False
+) -> KernelRow:
+    package, release = distribution(owner)
     return KernelRow(
         op=kernel.op,
         source=kernel.source,

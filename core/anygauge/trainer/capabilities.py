@@ -6,6 +6,7 @@ import json
 import logging
 from collections.abc import Iterator
 from dataclasses import asdict
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -48,10 +49,11 @@ def write_capabilities(directory: Path, plugins: Plugins, backend: BackendSpec) 
 
 def _hook_rows(plugins: Plugins) -> Iterator[dict[str, Any]]:
     """Yield one row for each implementation of each hook, and one for a hook that has none."""
+    distribution = cache(plugin_distribution)  # each call reads what is installed
     for hook in [name for name, value in vars(specs).items() if hasattr(value, f"{PROJECT}_spec")]:
         implementations = getattr(plugins.manager.hook, hook).get_hookimpls()
         for implementation in implementations:
-            package, release = plugin_distribution(implementation.plugin_name)
+            package, release = distribution(implementation.plugin_name)
             yield {
                 "hook": hook,
                 "plugin": implementation.plugin_name,
