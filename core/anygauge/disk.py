@@ -1,30 +1,27 @@
-"""Directories that appear and disappear at once, durable files, and parsers without RecursionError."""
+"""Directories that appear and disappear at once, and durable files."""
 
 from __future__ import annotations
 
 import fcntl
 import itertools
-import json
 import os
 import re
 import secrets
 import shutil
 import tomllib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import chain
 from pathlib import Path
 from typing import IO, Any
 
+from anygauge.strict_json import MAX_DEPTH, is_nested, parse_json, too_deep
+
 __all__ = [
     "ABANDONED",
-    "LEVELS",
     "LONGEST_NAME",
     "appearing",
     "directory_to_disk",
     "free_name",
-    "is_nested",
-    "parse_json",
     "parse_toml",
     "publish",
     "read_json",
@@ -36,8 +33,6 @@ __all__ = [
     "write_file",
 ]
 
-LEVELS = 128
-"""Levels of lists and tables in a file."""
 LONGEST_NAME, LONGEST_PATH = 255, 4095
 """Bytes, on Linux."""
 REPLACED = ".replaced"
@@ -65,15 +60,7 @@ def read_json(path: Path) -> Any:
     :raises OSError: It cannot be read.
     :raises ValueError: It is not JSON, not UTF-8, or nested too deeply.
     """
-    return parse_json(path.read_text(encoding="utf-8"))
-
-
-def parse_json(text: str | bytes) -> Any:
-    """Return what a JSON text says.
-
-    :raises ValueError: It is not JSON, or nested too deeply.
-    """
-    return _parsed(json.loads, text)
+    return parse_json(path.read_text(encoding="utf-8"), strict=False)
 
 
 def parse_toml(text: str) -> dict[str, Any]:
@@ -81,31 +68,13 @@ def parse_toml(text: str) -> dict[str, Any]:
 
     :raises ValueError: It is not TOML, or nested too deeply.
     """
-    return dict(_parsed(tomllib.loads, text))
-
-
-def is_nested(value: Any, levels: int) -> bool:
-    """Return whether lists and tables are nested in more levels.
-
-    The parsers take some 1,000, of which pickle and pydantic give back 500 and 200 as a ``RecursionError``.
-    """
-    inner = [value]
-    for _ in range(levels):
-        items = chain.from_iterable(each.values() if isinstance(each, dict) else each for each in inner)
-        inner = [item for item in items if isinstance(item, dict | list)]
-        if not inner:
-            return False
-    return True
-
-
-def _parsed(parse: Callable[[Any], Any], text: str | bytes) -> Any:
     try:
-        value = parse(text)
+        tables = tomllib.loads(text)
     except RecursionError as error:
-        raise ValueError("it is nested too deeply") from error
-    if isinstance(value, dict | list) and is_nested(value, LEVELS):
-        raise ValueError(f"it is nested too deeply: in more than {LEVELS} levels")
-    return value
+        raise too_deep(MAX_DEPTH) from error
+    if is_nested(tables, MAX_DEPTH):
+        raise too_deep(MAX_DEPTH)
+    return tables
 
 
 def write_file(path: Path, content: bytes) -> None:

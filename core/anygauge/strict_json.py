@@ -1,13 +1,14 @@
-"""Parse JSON written by a model, an agent or a peer."""
+"""Parse JSON of a bounded depth: that of models, agents and peers strictly, that of files as Python does."""
 
 from __future__ import annotations
 
 import json
 import math
 import re
+from itertools import chain
 from typing import Any, NoReturn
 
-__all__ = ["MAX_DEPTH", "parse_json"]
+__all__ = ["MAX_DEPTH", "is_nested", "parse_json", "too_deep"]
 
 MAX_DEPTH = 128
 """Of nested containers. Encoders and chat templates recurse into what they are given: orjson writes 254
@@ -28,42 +29,45 @@ def _finite(text: str) -> float:
 
 
 _decoder = json.JSONDecoder(parse_constant=_refuse_constant, parse_float=_finite)
+_lenient = json.JSONDecoder()
 
 
-def parse_json(text: str | bytes, *, max_depth: int = MAX_DEPTH) -> Any:
+def parse_json(text: str | bytes, *, max_depth: int = MAX_DEPTH, strict: bool = True) -> Any:
     """Return the value of a JSON text that any JSON encoder and UTF-8 can write again.
 
     Integers keep all their digits, and the last of equal keys counts, as with :func:`json.loads`. NaN,
     Infinity, numbers beyond any float, lone surrogates and deep nesting are refused, which that function
     accepts.
 
+    :param strict: ``False`` takes those, but for the depth: files may have them, as Python writes them.
     :raises ValueError: The text is not such JSON.
     """
     text = text if isinstance(text, str) else text.decode()
     try:
-        value = _decoder.decode(text)
+        value = (_decoder if strict else _lenient).decode(text)
     except RecursionError:  # a RuntimeError, which callers that expect bad JSON would not catch
-        raise _too_deep(max_depth) from None
-    if text.count("[") + text.count("{") > max_depth:
-        _check_depth(value, max_depth)
-    if _SURROGATE.search(text):
+        raise too_deep(max_depth) from None
+    if text.count("[") + text.count("{") > max_depth and is_nested(value, max_depth):
+        raise too_deep(max_depth)
+    if strict and _SURROGATE.search(text):
         json.dumps(value, ensure_ascii=False).encode()  # UnicodeEncodeError is a ValueError
     return value
 
 
-def _check_depth(value: Any, max_depth: int) -> None:
-    level: list[Any] = [[value]]
-    for _ in range(max_depth + 1):
-        level = [
-            child
-            for parent in level
-            for child in (parent.values() if isinstance(parent, dict) else parent)
-            if isinstance(child, (dict, list))
-        ]
-        if not level:
-            return
-    raise _too_deep(max_depth)
+def is_nested(value: Any, levels: int) -> bool:
+    """Return whether lists and tables are nested in more levels.
+
+    Parsers take some 1,000, of which pickle and pydantic give back 500 and 200 as a ``RecursionError``.
+    """
+    inner = [value] if isinstance(value, (dict, list)) else []
+    for _ in range(levels):
+        items = chain.from_iterable(each.values() if isinstance(each, dict) else each for each in inner)
+        inner = [item for item in items if isinstance(item, (dict, list))]
+        if not inner:
+            return False
+    return bool(inner)
 
 
-def _too_deep(max_depth: int) -> ValueError:
-    return ValueError(f"nested deeper than {max_depth} levels")
+def too_deep(levels: int) -> ValueError:
+    """Return the error for what is nested in more levels."""
+    return ValueError(f"nested too deeply: in more than {levels} levels")

@@ -16,12 +16,13 @@ from anygauge.config.model_files import read_model
 from anygauge.config.validate import keys
 from anygauge.data.problems import BadRowError
 from anygauge.data.rows import _parse_object
-from anygauge.disk import LEVELS, parse_json, parse_toml, read_json
+from anygauge.disk import parse_toml, read_json
 from anygauge.observability.report.metrics_file import read_metrics
 from anygauge.observability.report.run_record import read_record
 from anygauge.plugins import load_plugins
+from anygauge.strict_json import MAX_DEPTH, parse_json
 
-DEPTHS = (LEVELS + 1, 300, 600, 900, 100_000)
+DEPTHS = (MAX_DEPTH + 1, 300, 600, 900, 100_000)
 
 
 def nested(depth: int) -> str:
@@ -51,7 +52,7 @@ def test_what_is_nested_without_end_is_no_file_of_ours(depth: int, tmp_path: Pat
 
 
 def test_what_files_hold_is_read() -> None:
-    assert parse_json(nested(LEVELS)) != []
+    assert parse_json(nested(MAX_DEPTH)) != []
     assert parse_json(b'{"a": [1, {"b": null}], "c": "[["}') == {"a": [1, {"b": None}], "c": "[["}
     assert parse_json("7") == 7
     assert parse_toml("a.b = 1") == {"a": {"b": 1}}
@@ -142,7 +143,7 @@ def test_an_argument_with_an_impossible_path_is_named(
     assert "Traceback" not in text
 
 
-@pytest.mark.parametrize("depth", [LEVELS + 1, 3_000])
+@pytest.mark.parametrize("depth", [MAX_DEPTH + 1, 3_000])
 def test_a_config_that_is_nested_without_end_is_refused(
     depth: int, config: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

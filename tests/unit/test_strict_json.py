@@ -56,8 +56,16 @@ def test_depth_has_a_bound_that_every_encoder_can_write(begin: str, end: str) ->
     deepest = begin * whole + "1" + end * whole
     orjson.dumps(parse_json(deepest))
     for depth in (whole + 1, 2000, 200_000):
-        with pytest.raises(ValueError, match="nested deeper than 128 levels"):
+        with pytest.raises(ValueError, match="nested too deeply: in more than 128 levels"):
             parse_json(begin * depth + "1" + end * depth)
-    with pytest.raises(ValueError, match="deeper than 3 levels"):
+    with pytest.raises(ValueError, match="in more than 3 levels"):
         parse_json("[[[[]]]]", max_depth=3)
     assert parse_json("[[[1], {}]]", max_depth=3) == [[[1], {}]]
+
+
+def test_files_may_have_what_python_writes_into_them() -> None:
+    found = parse_json('[NaN, -Infinity, "\\ud800"]', strict=False)
+    assert [repr(each) for each in found] == ["nan", "-inf", "'\\ud800'"]
+    for depth in (MAX_DEPTH + 1, 200_000):
+        with pytest.raises(ValueError, match="nested too deeply: in more than 128 levels"):
+            parse_json("[" * depth + "]" * depth, strict=False)

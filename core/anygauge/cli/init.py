@@ -11,7 +11,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from anygauge.disk import parse_json, read_json
+from anygauge.disk import read_json
+from anygauge.strict_json import parse_json
 
 if TYPE_CHECKING:
     from anygauge.cli.recipe import DataFacts, Machine, ModelFacts
@@ -255,7 +256,7 @@ def _first_row(path: Path | None) -> Mapping[str, Any]:
         return {}
     try:
         with path.open(encoding="utf-8") as file:
-            row = parse_json(next(line for line in file if not line.isspace()))
+            row = parse_json(next(line for line in file if not line.isspace()), strict=False)
     except StopIteration:
         return {}
     except (OSError, ValueError):

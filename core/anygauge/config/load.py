@@ -27,9 +27,10 @@ from anygauge.config.schema import Config
 from anygauge.config.secret_values import masked
 from anygauge.config.tree import Tree, covers, flatten, merge, plain
 from anygauge.config.validate import NONE, QUOTES, Checked, validate
-from anygauge.disk import LEVELS, is_nested, parse_toml
+from anygauge.disk import parse_toml
 from anygauge.hub import localized, pinned, unresolved
 from anygauge.plugins import Plugins, find_backend, published_backends
+from anygauge.strict_json import MAX_DEPTH, is_nested
 from anygauge_hooks.errors import ConfigError
 from anygauge_hooks.types import BackendSpec, ConfigProblem
 
@@ -177,9 +178,9 @@ def _read(path: Path, overrides: Iterable[str | tuple[str, Any]]) -> _Source:
     base = _parse(path)
     tables = base.pop("on", {})
     command_line, problems = read_overrides(overrides)
-    if is_nested(command_line, LEVELS):
+    if is_nested(command_line, MAX_DEPTH):
         raise ConfigError(
-            f"A key or a value {_COMMAND_LINE} has more than {LEVELS} levels.", hint="Nest it less deeply."
+            f"A key or a value {_COMMAND_LINE} has more than {MAX_DEPTH} levels.", hint="Nest it less deeply."
         )
     return _Source(
         base=base,

@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from anygauge.config.roles import as_language_model
-from anygauge.disk import parse_json, read_json
+from anygauge.disk import read_json
 from anygauge.hub.found import TOKENIZERS
 from anygauge.hub.weight_files import INDEX, SINGLE, weight_names
+from anygauge.strict_json import parse_json
 from anygauge_hooks.errors import ConfigError, UnknownNameError
 from anygauge_hooks.models import text_config
 
@@ -120,7 +121,7 @@ def _torn(path: Path) -> Iterator[str]:
         size = path.stat().st_size
         with path.open("rb") as file:
             length = int.from_bytes(file.read(LENGTH_BYTES), "little")
-            header = parse_json(file.read(length) if length <= size else b"")
+            header = parse_json(file.read(length) if length <= size else b"", strict=False)
         ends = [tensor["data_offsets"][1] for name, tensor in header.items() if name != "__metadata__"]
         expected = LENGTH_BYTES + length + max(ends, default=0)
     except OSError as error:

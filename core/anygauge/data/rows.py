@@ -22,7 +22,7 @@ from anygauge.data.template import (
     require_template,
     takes_parts,
 )
-from anygauge.disk import is_nested
+from anygauge.strict_json import is_nested
 from anygauge_hooks.errors import ConfigError, MediaError
 from anygauge_hooks.media import Media
 from anygauge_hooks.models import AssistantTurns

@@ -26,8 +26,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
 from anygauge.data.media.store import MappedFiles
-from anygauge.disk import parse_json, read_json
+from anygauge.disk import read_json
 from anygauge.hub.found import TOKENIZERS
+from anygauge.strict_json import parse_json
 from anygauge.trainer.plan import TrainShare
 from anygauge_hooks.errors import CheckpointError, DataError, OutOfMemoryError
 from anygauge_hooks.media import Media
@@ -111,7 +112,7 @@ def _tokens(path: Path) -> str:
     """Return a digest of a tokenizer's tokens and ids, which a file that was saved anew still has."""
     content = path.read_bytes()
     if path.name == "tokenizer.json":
-        tokenizer = parse_json(content)
+        tokenizer = parse_json(content, strict=False)
         added = [(token["id"], token["content"]) for token in tokenizer.get("added_tokens") or ()]
         vocabulary = (tokenizer.get("model") or {}).get("vocab")
         content = json.dumps([vocabulary, sorted(added)], sort_keys=True).encode()
@@ -188,7 +189,7 @@ def read_groups(path: Path, model: ModelFacts | None = None) -> list[Group]:
 def _facts(line: bytes) -> Mapping[str, Any]:
     """Return what the first line says of the file; nothing if it says nothing."""
     try:
-        facts = parse_json(line)[FACTS]
+        facts = parse_json(line, strict=False)[FACTS]
     except (ValueError, KeyError, TypeError):
         return {}
     return facts if isinstance(facts, Mapping) else {}
@@ -201,7 +202,7 @@ def _group_type() -> TypeAdapter[Group]:
 
 def _group(where: str, line: bytes) -> Group:
     try:
-        group = _group_type().validate_python(parse_json(line))
+        group = _group_type().validate_python(parse_json(line, strict=False))
     except ValidationError as error:
         first = error.errors()[0]
         field = ".".join(map(str, first["loc"]))
@@ -309,7 +310,7 @@ def _opened(path: Path, read: Callable[[Mapping[str, Any], Mapping[str, Tensor]]
     """Return what is read of a batch: of the facts about it and its tensors."""
     try:
         with safe_open(path, framework="pt") as file:
-            facts = parse_json((file.metadata() or {}).get(FACTS, "{}"))
+            facts = parse_json((file.metadata() or {}).get(FACTS, "{}"), strict=False)
             return read(facts, {name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118 - no mapping
     except FileNotFoundError as error:
         raise _missing(path) from error

@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from anygauge.disk import parse_json
+from anygauge.strict_json import parse_json
 
 __all__ = ["MOST_NUMBERS", "Metrics", "Series", "page_data", "read_metrics"]
 
@@ -97,7 +97,7 @@ def _kept(length: int, every: int) -> slice:
 
 def _row(line: bytes) -> Mapping[str, Any] | None:
     try:
-        row = parse_json(line)
+        row = parse_json(line, strict=False)
     except ValueError:
         return None
     return row if isinstance(row, dict) else None

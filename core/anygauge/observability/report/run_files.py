@@ -7,12 +7,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from anygauge.disk import parse_json, parse_toml, read_json
+from anygauge.disk import parse_toml, read_json
 from anygauge.observability.health import HEALTH_FILE, HealthEvent, read_events
 from anygauge.observability.jsonl import METRICS_FILE
 from anygauge.observability.report.metrics_file import Metrics, read_metrics
 from anygauge.observability.report.run_record import RECORD_FILE, read_record
 from anygauge.observability.samples import SAMPLES_FILE
+from anygauge.strict_json import parse_json
 from anygauge_hooks.errors import CheckpointError
 
 __all__ = ["CAPABILITIES_FILE", "CONFIG_FILE", "ENVIRONMENT_FILE", "RunFiles", "read_run"]
@@ -149,7 +150,7 @@ def _read_samples(files: RunFiles) -> None:
     broken = 0
     for line in path.read_bytes().split(b"\n"):
         try:
-            row = parse_json(line or b"null")
+            row = parse_json(line or b"null", strict=False)
             if row is not None:
                 steps[int(row["step"])] = [dict(sample) for sample in row["samples"]]
         except (ValueError, TypeError, KeyError):
