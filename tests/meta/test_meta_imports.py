@@ -35,7 +35,7 @@ KERNEL_LANGUAGES = {
 HEAVY = ("torch", "megatron", "transformers", "ray", "numpy", "pandas")
 
 IMPORT_ALL = """
-import builtins, importlib, json, sys, warnings
+import builtins, gc, importlib, json, sys, warnings
 
 package, modules, filters, vendor = json.loads(sys.argv[1])
 warnings.simplefilter("error")
@@ -53,6 +53,7 @@ for module in modules:
     importlib.import_module(module)
     found = [name for name in vendor if name in sys.modules]
     assert not found, f"{module} imports {found}"
+gc.freeze()  # the end of the process need not look at them all
 """
 
 IMPORT_LIGHT = """

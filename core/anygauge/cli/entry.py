@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import atexit
+import gc
 import logging
 import os
 import sys
@@ -35,6 +37,8 @@ WITH_CONFIG = ("train", "eval", "launch")
 
 def run(argv: Sequence[str]) -> int:
     """Run a command line, without the program name, and return the exit status."""
+    # A last search of torch's and Megatron's modules for cycles takes longer than a second.
+    atexit.register(gc.freeze)
     _open_missing_streams()
     terminal = logging.StreamHandler()
     terminal.setLevel(logging.WARNING)  # the log of a run has more

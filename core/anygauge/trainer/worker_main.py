@@ -7,6 +7,8 @@ even in the middle of a call, and on Linux the kernel does so even if Python can
 
 from __future__ import annotations
 
+import atexit
+import gc
 import os
 import signal
 import sys
@@ -28,6 +30,8 @@ def main(descriptor: int, parent: int) -> None:
     :param descriptor: Of the socket that leads to the driver.
     :param parent: Process id of the driver, or 0 if the driver's thread may end before its process.
     """
+    # A last search of torch's and Megatron's modules for cycles takes longer than a second.
+    atexit.register(gc.freeze)
     os.set_inheritable(descriptor, False)
     enable_stacks()
     die_with(parent)

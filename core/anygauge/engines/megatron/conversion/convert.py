@@ -7,6 +7,8 @@ of its family say what every tensor is made of. Processes share the work, each w
 
 from __future__ import annotations
 
+import atexit
+import gc
 import json
 import math
 import multiprocessing
@@ -462,4 +464,5 @@ def _processes(count: int) -> Iterator[Run]:
 
 def _start(parent: int) -> None:
     die_with(parent)
+    atexit.register(gc.freeze)  # a last search of torch's modules for cycles takes half a second
     torch.set_num_threads(1)
