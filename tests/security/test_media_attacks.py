@@ -6,6 +6,7 @@ import io
 import json
 import re
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -14,13 +15,15 @@ from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import Mock, patch
 
 import pytest
+from PIL.GifImagePlugin import GifImageFile
 
 from anygauge.config.schema import Media as Settings
-from anygauge.data.media import audio
+from anygauge.data.media import audio, video
 from anygauge.data.media import fetch as fetching
+from anygauge.data.media.contents import header_of
 from anygauge.data.media.fetch import fetch, is_public
 from anygauge.data.media.sources import Source
 from anygauge_hooks.errors import MediaError
@@ -96,6 +99,50 @@ def test_too_little_memory_is_an_error_of_media(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(audio, "resampled", Mock(side_effect=MemoryError))
     with pytest.raises(MediaError, match="cannot be decoded: MemoryError"):
         audio.decode_audio(Source("a.wav", Settings(), raw=buffer.getvalue()))
+
+
+def test_an_animation_of_very_many_frames_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GIF file of 64 MiB may have four million, which take minutes."""
+    head = b"GIF89a" + struct.pack("<HHBBB", 1, 1, 0x80, 0, 0) + bytes(6)
+    frame = b"\x2c" + struct.pack("<HHHHB", 0, 0, 1, 1, 0) + b"\x02\x02\x44\x01\0"
+    monkeypatch.setattr(video, "_MOST_FRAMES", 20)
+    header = video.video_header(Source("a.gif", Settings(), raw=head + 20 * frame + b";"))
+    assert (header.frames, header.size) == (20, (1, 1))
+    with (
+        patch.object(GifImageFile, "_seek", autospec=True, side_effect=GifImageFile._seek) as seek,
+        pytest.raises(MediaError, match="is an animation of more than 20 frames"),
+    ):
+        video.video_header(Source("a.gif", Settings(), raw=head + 1000 * frame + b";"))
+    assert seek.call_count < 30
+
+
+@pytest.mark.parametrize("kind", [b"P1", b"P2", b"P3"])
+def test_a_picture_that_pillow_decodes_in_python_is_refused(kind: bytes) -> None:
+    """It takes minutes, and hours where the text has comments."""
+    data = kind + b"\n2 1\n" + (b"" if kind == b"P1" else b"255\n") + b"#\n1 1 1 1 1 1\n"
+    with pytest.raises(MediaError, match="is a PPM file in text"):
+        header_of("image", Source("a.ppm", Settings(), raw=data))
+    head = struct.pack("<IiiHHIIiiII", 40, 2, 1, 1, 8, 1, 4, 0, 0, 256, 0) + bytes(1024)
+    data = b"BM" + struct.pack("<IHHI", 18 + len(head), 0, 0, 14 + len(head)) + head + b"\x02\x01\0\x01"
+    with pytest.raises(MediaError, match="a compressed BMP file"):
+        header_of("image", Source("a.bmp", Settings(), raw=data))
+    assert header_of("image", Source("a.ppm", Settings(), raw=b"P6\n2 1\n255\n" + bytes(6))).size == (1, 2)
+
+
+LISTS = {
+    "sdp": b"v=0\no=- 0 0 IN IP4 127.0.0.1\ns=x\nc=IN IP4 127.0.0.1\nt=0 0\nm=video 5004 RTP/AVP 96\n"
+    b"a=rtpmap:96 H264/90000\n",
+    "hls": b"#EXTM3U\n#EXT-X-TARGETDURATION:10\n#EXTINF:10,\nhttp://127.0.0.1:9/a.ts\n#EXT-X-ENDLIST\n",
+    "concat": b"ffconcat version 1.0\nfile http://127.0.0.1:9/a.ts\n",
+}
+
+
+@pytest.mark.parametrize("name", LISTS)
+def test_a_list_of_other_files_is_no_video(name: str) -> None:
+    """FFmpeg would fetch what is in it, from any host, and listen for it."""
+    pytest.importorskip("av")
+    with pytest.raises(MediaError, match=r"cannot be decoded: .*Invalid (argument|data)"):
+        header_of("video", Source(name, Settings(), raw=LISTS[name]))
 
 
 # -------------------------------------------------------------------------
@@ -230,6 +277,8 @@ ADDRESSES = {
     **dict.fromkeys(("127.0.0.1", "127.9.9.9", "0.0.0.0", "::1", "::", "::ffff:127.0.0.1"), False),
     **dict.fromkeys(("10.0.0.1", "172.16.0.1", "192.168.1.1", "100.64.0.1", "fd00::1"), False),
     **dict.fromkeys(("169.254.169.254", "100.100.100.200", "fd00:ec2::254", "fe80::1%eth0"), False),
+    **dict.fromkeys(("::127.0.0.1", "::ffff:0:127.0.0.1", "64:ff9b:1::7f00:1", "fec0::1"), False),
+    **dict.fromkeys(("168.63.129.16", "::ffff:168.63.129.16"), False),
     **dict.fromkeys(("64:ff9b::a9fe:a9fe", "2002:7f00:1::", "224.0.0.1", "255.255.255.255"), False),
 }
 

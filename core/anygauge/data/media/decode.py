@@ -22,6 +22,8 @@ _FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "JPEG2000", "AVI
 """Formats whose header has the decoded size. Others start Ghostscript (EPS), inflate without a limit (FITS),
 or decode an embedded image that is larger than their header says (ICO, ICNS)."""
 _CONVERT = f"The formats are {', '.join(_FORMATS)}: convert the file, or leave it out."
+_DECODED_IN_PYTHON = ("ppm_plain", "bmp_rle")
+"""Codecs of Pillow that take a minute for 64 MiB, and one of them hours where the text has comments."""
 _SCAN, _MOST_SCANS = b"\xff\xda", 500
 """A progressive JPEG has some 10 scans, and the pictures and profiles in its header a few such bytes."""
 _ORIENTATION = 0x0112
@@ -86,6 +88,8 @@ def open_image(file: BinaryIO, most: int) -> Iterator[Image]:
             raise MediaError("is of no image format that is read.", hint=_CONVERT) from error
         with image:
             check_pixels(image.size, most)
+            if any(tile[0] in _DECODED_IN_PYTHON for tile in getattr(image, "tile", ())):
+                raise MediaError("is a PPM file in text or a compressed BMP file.", hint=_CONVERT)
             yield image
 
 

@@ -17,6 +17,11 @@ __all__ = ["fetch", "is_public"]
 _BLOCK = 2**16
 _NAT64 = IPv6Network("64:ff9b::/96")
 """Its last 32 bits are the IPv4 address that a gateway connects to (RFC 6052)."""
+_UNICAST = IPv6Network("2000::/3")
+"""All addresses of the internet. Python also calls others global: gateways of a site (64:ff9b:1::/48), old
+site-local ones (fec0::/10), and IPv4 addresses in disguise (::/96, ::ffff:0:0:0/96)."""
+_AZURE = IPv4Address("168.63.129.16")
+"""Answers virtual machines alone, with what they are configured with."""
 
 
 def fetch(address: str, settings: Settings) -> bytes:
@@ -66,8 +71,10 @@ def is_public(address: str) -> bool:
         inner = ip.ipv4_mapped or ip.sixtofour
         if ip in _NAT64:
             inner = IPv4Address(int(ip) & 0xFFFFFFFF)
+        if inner is None and ip not in _UNICAST:
+            return False
         ip = inner or ip
-    return ip.is_global and not ip.is_multicast
+    return ip.is_global and not ip.is_multicast and ip != _AZURE
 
 
 class _NotPublicError(OSError):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import islice
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -25,6 +25,7 @@ from anygauge_hooks.media import Decoded, Header
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
+    from PIL.Image import Image
 
 __all__ = ["decode_video", "video_header"]
 
@@ -32,6 +33,14 @@ _ANIMATIONS = (b"GIF8", b"\x89PNG", b"RIFF")
 """How files begin that Pillow reads; ``RIFF`` is also how AVI does."""
 _DEFAULT_S = 0.1
 """Shown of a frame whose animation does not say how long, as browsers do."""
+_MOST_FRAMES = 50_000
+"""Of an animation."""
+_CONTAINER_OPTIONS = {
+    "format_whitelist": "mov,matroska,avi,mpegts,mpeg,flv,ogg,asf,mpegvideo,h264,hevc,ivf,dv",
+    "protocol_whitelist": "none",
+}
+"""Of FFmpeg, for a file that holds its frames itself. Playlists and session descriptions (HLS, DASH, concat,
+SDP) make it open other files, fetch from any host, and listen."""
 
 
 def video_header(source: Source) -> Header:
@@ -146,8 +155,9 @@ def _is_animation(file: BinaryIO) -> bool:
 def _animation_header(file: BinaryIO, settings: Settings) -> Header:
     with open_image(file, settings.max_image_pixels) as image:
         width, height = image.size
-        count = getattr(image, "n_frames", 1)
-        _check_work(count, image.size, settings)
+        count = _count_frames(image)
+        _check_work(count, (width, height), settings)
+        _check_frames(count)
         duration = 0.0
         for number in range(count):
             image.seek(number)
@@ -156,6 +166,32 @@ def _animation_header(file: BinaryIO, settings: Settings) -> Header:
                 image.load()  # before that, Pillow does not know how long a frame is shown
             duration += image.info.get("duration", 0) / 1000 or _DEFAULT_S
         return Header((height, width), count, count / duration, duration, image.format or "")
+
+
+def _count_frames(image: Image) -> int:
+    """Return the number of frames, or a number that is too large; none is decoded."""
+    from PIL.GifImagePlugin import GifImageFile
+
+    if not isinstance(image, GifImageFile):
+        return int(getattr(image, "n_frames", 1))
+    # As image.n_frames, which would go through millions of frames.
+    count = 1
+    with suppress(EOFError):
+        while count <= _MOST_FRAMES:
+            image._seek(count, False)
+            count += 1
+    return count
+
+
+def _check_frames(count: int) -> None:
+    """Refuse an animation that takes too long: each frame takes some 50 us, of one pixel too.
+
+    :raises MediaError: A clause.
+    """
+    if count > _MOST_FRAMES:
+        raise MediaError(
+            f"is an animation of more than {_MOST_FRAMES} frames.", hint="Cut it, or make a video of it."
+        )
 
 
 def _animation_frames(file: BinaryIO, wanted: set[int], most: int) -> Iterator[tuple[int, NDArray[Any]]]:
@@ -180,7 +216,7 @@ def _container(file: BinaryIO) -> Iterator[Any]:
             "is a video that needs PyAV, which is not installed.",
             hint="pip install 'anygauge[media]', or give a list of frames.",
         ) from error
-    with decoding(), av.open(file) as container:
+    with decoding(), av.open(file, container_options=_CONTAINER_OPTIONS) as container:
         if not container.streams.video:
             raise MediaError("has no pictures.", hint=BROKEN)
         yield container
