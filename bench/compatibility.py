@@ -47,6 +47,8 @@ RENAMED_METRICS: Mapping[str, str] = {}
 """New names of metrics, by the name that they have at the base."""
 KILL = "COMPATIBILITY_KILL_AT_VERSION"
 MADE_STEPS, NEXT_STEP = 2, 3
+MOST_SHOWN = 20
+"""Differences of a scenario that are printed."""
 TASK = f'''"""Reward and rollout function of bench/compatibility.py."""
 
 import asyncio
@@ -329,8 +331,8 @@ def compare(base: Side, head: Side, work: Path, scenario: Scenario) -> bool:
         metrics = sum(map(len, before.metrics.values()))
         outcome = f"{len(lines)} DIFFERENCES" if lines else "bit-equal"
         print(f"{name:<24}{metrics:>5} metrics{len(before.tensors):>5} tensors   {outcome}", flush=True)
-        for line in lines:
-            print(f"    {line}")
+        shown = lines[:MOST_SHOWN]
+        print("".join(f"    {line}\n" for line in shown), end="", flush=True)
     return differs
 
 

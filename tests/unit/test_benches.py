@@ -246,3 +246,19 @@ def test_a_killed_run_without_a_journal_is_refused(
     (checkpoint / "driver.json").write_text(json.dumps(state))
     with pytest.raises(SystemExit, match="no journal"):
         bench["check_journal"](tmp_path)
+
+
+def test_a_difference_is_printed_and_told(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bench = script("compatibility.py", monkeypatch)
+    compare, scenario = bench["compare"], bench["SCENARIOS"][0]
+    results = {
+        side: bench["Result"]({3: {"train/loss": float(side == "head")}}, {}) for side in ("base", "head")
+    }
+    monkeypatch.setitem(compare.__globals__, "make_run", lambda *arguments: None)
+    monkeypatch.setitem(compare.__globals__, "go_on", lambda side, *rest: [("sync: resume", results[side])])
+    assert compare("base", "base", tmp_path, scenario) is False
+    assert "bit-equal" in capsys.readouterr().out
+    assert compare("base", "head", tmp_path, scenario) is True
+    assert "1 DIFFERENCES\n    step 3: train/loss: 0.0 -> 1.0\n" in capsys.readouterr().out
