@@ -6,7 +6,10 @@ travels as JSON in a tensor and must be of the type that was asked for.
 
 from __future__ import annotations
 
-from typing import TypeVar
+import pickle
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -16,7 +19,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from anygauge_hooks.errors import RankMismatchError
 
-__all__ = ["all_gather_values"]
+__all__ = ["all_gather_values", "plain_objects"]
 
 LONGEST = 64 * 2**20
 """Bytes of one value."""
@@ -65,7 +68,35 @@ def _all_gather(mine: Tensor, device: str, group: dist.ProcessGroup | None) -> l
 
 def _malformed(rank: int, why: str) -> RankMismatchError:
     return RankMismatchError(
-        f"Rank {rank} of a group sent no value of the expected type: {why}.",
-        hint="Its process runs other code, or something else has connected in its place. Use the same "
-        "packages on every node; docs/clusters.md says who reaches the ports of collectives.",
+        f"Rank {rank} of a group sent no value of the expected type: {why}.", hint=_OTHER_CODE
     )
+
+
+_OTHER_CODE = (
+    "Its process runs other code, or something else has connected in its place. Use the same packages on "
+    "every node; docs/clusters.md says who reaches the ports of collectives."
+)
+
+
+class _PlainUnpickler(pickle.Unpickler):
+    """Loads numbers, texts, and lists, tuples, sets and dicts of them; calls nothing."""
+
+    def find_class(self, module: str, name: str) -> NoReturn:
+        raise RankMismatchError(
+            f"A rank sent {module}.{name} where plain data belongs, so nothing of it was loaded.",
+            hint=_OTHER_CODE,
+        )
+
+
+@contextmanager
+def plain_objects() -> Iterator[None]:
+    """Let torch's object collectives load plain data only, inside.
+
+    For libraries that call them where no argument asks for another way.
+    """
+    torch_module: Any = c10d
+    unpickler, torch_module._unpickler = torch_module._unpickler, _PlainUnpickler
+    try:
+        yield
+    finally:
+        torch_module._unpickler = unpickler

@@ -11,12 +11,13 @@ from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
 from pkgutil import walk_packages
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from anygauge.config import Config
@@ -429,3 +430,22 @@ def test_ledger_lists_the_warning_filters(plugins: Plugins) -> None:
         "`Please use DTensor instead`",
     ):
         assert words in text
+
+
+def test_ledger_lists_what_is_replaced_while_the_optimizer_is_made(
+    monkeypatch: pytest.MonkeyPatch, plugins: Plugins, context: WorkerContext
+) -> None:
+    from anygauge.engines.megatron import optimizer
+
+    unpicklers: list[Any] = []
+
+    def make(*args: Any, **kwargs: Any) -> None:
+        unpicklers.append(c10d._unpickler)
+        raise KeyError("far enough")
+
+    monkeypatch.setattr(optimizer, "get_megatron_optimizer", make)
+    options: Any = SimpleNamespace(optimizer=None)
+    with pytest.raises(KeyError):
+        optimizer.make_optimizer([], options, plugins, context.backend)
+    assert c10d._unpickler not in unpicklers
+    assert ledger("While the optimizer is made") == {f"{c10d.__name__}._unpickler"}

@@ -12,6 +12,7 @@ from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from anygauge.config import Config
+from anygauge.distributed.all_gather import plain_objects
 from anygauge.engines.megatron.gradients import complete_gradients
 from anygauge.engines.megatron.options import MegatronOptions, refusal
 from anygauge.plugins import Plugins
@@ -67,7 +68,8 @@ def make_optimizer(
     :raises ConfigError: Megatron refuses the options; its reason is kept.
     """
     try:
-        optimizer = get_megatron_optimizer(options.optimizer, list(chunks), use_gloo_process_groups=False)
+        with plain_objects():  # ranks send each other the settings of their parameter groups, pickled
+            optimizer = get_megatron_optimizer(options.optimizer, list(chunks), use_gloo_process_groups=False)
     except Exception as error:
         # Megatron raises Exception itself for an optimizer that it does not know. Other kinds, such as a
         # device without memory or a rank that is gone, say nothing about the config.
