@@ -10,6 +10,7 @@ from typing import Any
 import torch.distributed
 from torch.distributed import ProcessGroupGloo, Store  # type: ignore[attr-defined]  # not listed
 
+from anygauge.distributed.peer_verification import connection_errors, verify_peers
 from anygauge.distributed.reloadable import ReloadableGroups, register_reloadable
 from anygauge.plugins import Plugins
 from anygauge_hooks.types import BackendSpec
@@ -98,10 +99,14 @@ def _serial_group(address: str | None, given: Any, own: Any) -> Any:
     del own
     gloo: Any = ProcessGroupGloo  # its type stub has another constructor
     options = gloo._Options()
-    options._devices = _host_devices(gloo, address)
+    options._devices = devices = _host_devices(gloo, address)
     options._threads = 1
     options._timeout = given.timeout
-    return gloo(given.store, given.group_rank, given.group_size, options)
+    rank, size = given.group_rank, given.group_size
+    with connection_errors():
+        group = gloo(given.store, rank, size, options)
+        verify_peers(group, given.store, rank=rank, size=size, contexts=len(devices))
+    return group
 
 
 def _host_devices(gloo: Any, address: str | None) -> list[Any]:
