@@ -5,8 +5,9 @@ number, takes its place. But the ranks share a store that strangers can neither 
 random key there, and each rank sends every other one a code of that key before anything else goes over the
 connection between the two.
 
-Connections that take no rank's place are left alone. Gloo never reads them, and healthy runs see them: a
-client that waits for a server polls a port that was free a moment ago, and gloo may listen on it by now.
+Connections that take no rank's place are left alone. Gloo reads eight bytes of them at most, and healthy runs
+see them: a client that waits for a server polls a port that was free a moment before, and gloo may listen on
+it by now.
 """
 
 from __future__ import annotations
