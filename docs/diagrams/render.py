@@ -1,8 +1,8 @@
 """Render the diagrams of the documentation: ``python docs/diagrams/render.py``.
 
-Each ``NAME.toml`` in this directory becomes ``NAME.svg``. Only the standard library is used. The output is a
-function of the source, so a test compares the two byte by byte. Sizes and positions are in pixels of a picture
-that is 800 wide. Text that does not fit into its box is an error.
+Each ``NAME.toml`` in this directory becomes ``NAME.svg``. Only the standard library is used. The output is
+a function of the source, so a test compares the two byte by byte. Sizes and positions are in pixels of a
+picture that is 800 wide. Text that does not fit into its box is an error.
 
 Source format::
 
@@ -12,8 +12,8 @@ Source format::
     [[arrow]]                 # from = "id.side" or "id.side:0.3", to, via = [[x, y], ...],
                               # label = [lines], label_at = [x, y], dashed, both
 
-A side is ``left``, ``right``, ``top`` or ``bottom``. The number after it is the position along the side, 0.5 by
-default. A line that starts with a backtick is set in a monospaced font.
+A side is ``left``, ``right``, ``top`` or ``bottom``. The number after it is the position along the side,
+0.5 by default. A line that starts with a backtick is set in a monospaced font.
 """
 
 from __future__ import annotations
