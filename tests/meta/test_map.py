@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 DIAGRAMS = DOCS / "diagrams"
 SOURCES = sorted(DIAGRAMS.glob("*.toml"))
-PAGES = [DOCS / "architecture.md"]
+PAGES = [DOCS / "architecture.md", DOCS / "glossary.md"]
 NAMED = re.compile(r"`([\w./*-]+?(?:\.py|\.md|\.toml|/))`")
 BACKENDS = sorted((ROOT / "backends").glob("*/anygauge_*/"))
 FILES = {str(path.relative_to(ROOT)) for path in ROOT.glob("*/**/*.py") if ".venv" not in path.parts}
@@ -129,3 +129,11 @@ def test_the_layers_in_the_picture_are_those_that_are_checked() -> None:
     boxes.sort(key=lambda box: (box["at"][1], box["at"][0]))
     drawn = [name for box in boxes for name in re.split(r", then |, ", box["title"].partition(":")[0])]
     assert drawn == checked
+
+
+def test_the_glossary_is_in_alphabetical_order() -> None:
+    rows = re.findall(r"^\| \*\*(.+?)\*\* \| .+ \| (.+) \|$", (DOCS / "glossary.md").read_text("utf-8"), re.M)
+    terms = [term.lower() for term, _ in rows]
+    assert len(terms) > 40
+    assert terms == sorted(set(terms))
+    assert [term for term, where in rows if not NAMED.search(where)] == []
