@@ -17,7 +17,8 @@ ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 DIAGRAMS = DOCS / "diagrams"
 SOURCES = sorted(DIAGRAMS.glob("*.toml"))
-PAGES = [DOCS / "architecture.md", DOCS / "glossary.md"]
+RECORDS = sorted((DOCS / "adr").glob("[0-9]*.md"))
+PAGES = [DOCS / "architecture.md", DOCS / "glossary.md", *RECORDS]
 NAMED = re.compile(r"`([\w./*-]+?(?:\.py|\.md|\.toml|/))`")
 BACKENDS = sorted((ROOT / "backends").glob("*/anygauge_*/"))
 FILES = {str(path.relative_to(ROOT)) for path in ROOT.glob("*/**/*.py") if ".venv" not in path.parts}
@@ -137,3 +138,13 @@ def test_the_glossary_is_in_alphabetical_order() -> None:
     assert len(terms) > 40
     assert terms == sorted(set(terms))
     assert [term for term, where in rows if not NAMED.search(where)] == []
+
+
+@pytest.mark.parametrize("record", RECORDS, ids=relative)
+def test_a_decision_record_has_its_parts_and_fits_on_a_page(record: Path) -> None:
+    text = record.read_text(encoding="utf-8")
+    assert re.findall(r"^## (.+)$", text, re.M) == ["Context", "Decision", "Consequences", "Alternatives"]
+    assert re.search(r"^Status: (accepted|superseded)", text, re.M)
+    assert 250 <= len(text.split()) <= 500
+    index = (DOCS / "adr" / "README.md").read_text(encoding="utf-8")
+    assert f"]({record.name})" in index
