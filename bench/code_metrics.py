@@ -51,7 +51,7 @@ KEPT_MODULES = {"rollout/gateway/turns.py"}
 """Modules whose retired word is the field's own there: turns of a conversation."""
 SAMPLE_NAMES = (
     *("Prompt", "OpenGroup", "Draft", "SampleDraft", "GenerateRequest", "Generation", "Sample"),
-    *("DoneGroup|Group", "TrainSample", "TrainShare", "StepData", "PlannedBatch|MicroBatch", "LossInputs"),
+    *("DoneGroup|Group", "TrainSample", "MiniBatch", "StepData", "PlannedBatch|MicroBatch", "LossInputs"),
 )
 """Classes that hold a sample between a row of the data and the loss; classes of one stage stand together."""
 Definition = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef

@@ -28,19 +28,19 @@ from anygauge.plugins import Plugins, load_plugins
 from anygauge.testing.fake_engine.installed import install_fake_engine
 from anygauge.trainer.actors import ActorWorker
 from anygauge.trainer.colocated_engines import ColocatedEngines
+from anygauge.trainer.colocation import ColocationPhase, ColocationScheduler, SetMemoryState
+from anygauge.trainer.components import Components
 from anygauge.trainer.engines import open_engines
+from anygauge.trainer.generation_client import SampleMaker, open_maker
 from anygauge.trainer.launch import launch_workers
-from anygauge.trainer.parts import Parts
 from anygauge.trainer.plan import group_samples, plan_steps, train_samples
-from anygauge.trainer.requests import SampleMaker, open_maker
-from anygauge.trainer.turns import Hold, Turn, Turns
 from anygauge.trainer.worker_group import WorkerGroup
-from anygauge_hooks.engines import Residency
+from anygauge_hooks.engines import MemoryState
 from anygauge_hooks.rl import Prompt, Sample, SamplingParams
 
 GIB = 2**30
 ROUNDS = 2
-PARTS = Parts(trains=True, generates=True, learns=True)
+PARTS = Components(trains=True, generates=True, learns=True)
 QWEN3 = {"vocab_size": 151_936, "kv_heads": 8, "head_dim": 128, "tied": True, "init_std": 0.02}
 SIZES: dict[str, dict[str, Any]] = {
     "tiny": {"init_std": 0.1},
@@ -62,26 +62,26 @@ class Actor(ActorWorker):
         return dict(self._device.memory())
 
 
-class Ledger(Turns):
+class Ledger(ColocationScheduler):
     """Turns that write down what each order has cost and given."""
 
     def __init__(self, workers: WorkerGroup) -> None:
         self._workers = workers
-        self._turn: Turn = "start"
-        super().__init__(self._noted("trainers", lambda what: workers.call("hold", what=what)))
+        self._phase: ColocationPhase = "start"
+        super().__init__(self._noted("trainers", lambda state: workers.call("set_memory_state", state=state)))
 
-    def join(self, engines: Hold, refresh: Any) -> None:
+    def join(self, engines: SetMemoryState, refresh: Any) -> None:
         """Let the engines take part, and note what they hold from their start on."""
         self.note("servers", "started", 0.0)
         super().join(self._noted("servers", engines), refresh)
 
-    def take(self, turn: Turn) -> None:
+    def take(self, phase: ColocationPhase) -> None:
         """Take a turn, whose name goes before each of its orders."""
-        self._turn = turn
-        super().take(turn)
+        self._phase = phase
+        super().enter(phase)
 
-    def _noted(self, who: str, hold: Hold) -> Hold:
-        def noted(what: Residency) -> None:
+    def _noted(self, who: str, hold: SetMemoryState) -> SetMemoryState:
+        def noted(what: MemoryState) -> None:
             started = time.perf_counter()
             hold(what)
             self.note(who, what, time.perf_counter() - started)
@@ -93,7 +93,7 @@ class Ledger(Turns):
         memory = self._workers.call("memory")[0]
         used = (memory["total"] - memory["free"]) / GIB
         own = memory.get("reserved", memory["allocated"]) / GIB
-        print(f"{self._turn:<9} {who:<9} {what:<11} {seconds:7.2f} s {used:9.2f} {own:9.2f}", flush=True)
+        print(f"{self._phase:<9} {who:<9} {what:<11} {seconds:7.2f} s {used:9.2f} {own:9.2f}", flush=True)
 
 
 def load(arguments: argparse.Namespace, directory: Path) -> tuple[LoadedConfig, Plugins]:
@@ -183,17 +183,17 @@ def run(arguments: argparse.Namespace, directory: Path, stack: ExitStack) -> flo
     print(f"{'turn':<9} {'who':<9} {'holds':<11} {'':>7}   {'device':>9} {'trainer':>9}  GiB")
     ledger = Ledger(workers)
     ledger.note("trainers", "started", time.perf_counter() - started)
-    ledger.take("start")
+    ledger.enter("start")
     engines = stack.enter_context(
         open_engines(config, loaded.backend, plugins, PARTS, workers, directory, ledger)
     )
     assert isinstance(engines, ColocatedEngines)
-    maker = open_maker(config, plugins, stack.enter_context(engines.requests()))
+    maker = open_maker(config, plugins, stack.enter_context(engines.generation_client()))
     worst = 0.0
     for version in range(1, ROUNDS + 1):
         worst = max(worst, one_round(version, maker, ledger, workers, engines, loaded))
-    ledger.take("save")
-    ledger.take("generate")
+    ledger.enter("save")
+    ledger.enter("generate")
     return worst
 
 
@@ -211,7 +211,7 @@ def one_round(
     samples = timed(ledger, "servers", "generated", lambda: maker.generate(prompts, params, seeds))
     made_by = {each for own in samples for sample in own for each in sample.weight_versions}
     assert made_by == {version - 1}, f"round {version} has tokens of versions {made_by}"
-    ledger.take("train")
+    ledger.enter("train")
     difference = timed(ledger, "trainers", "trained", lambda: train(workers, loaded, samples, prompts))
     timed(ledger, "both", "synced", lambda: engines.sync(version))
     print(f"          log-probs differ by {difference:.2e} on average")

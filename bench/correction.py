@@ -57,7 +57,7 @@ def make_inputs(tokens: int, longest: int) -> LossInputs:
         reference_log_probs=None,
         advantages=torch.randn(size, generator=generator),
         loss_mask=ones,
-        weights=ones / size,
+        loss_weights=ones / size,
         samples=range(len(lengths)),
         lengths=lengths,
     )

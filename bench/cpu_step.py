@@ -79,7 +79,7 @@ def alternate(runs: int, repeats: int, **steps: Callable[[], object]) -> dict[st
 
 def likelihood(inputs: LossInputs) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Return the negative mean log-probability."""
-    loss = -(inputs.log_probs * inputs.weights).sum()
+    loss = -(inputs.log_probs * inputs.loss_weights).sum()
     return loss, {"loss": loss.detach()}
 
 
@@ -118,7 +118,7 @@ def engine_train_step(engine: Any, tokens: torch.Tensor) -> Callable[[], object]
         samples,
         likelihood,
         temperature=1.0,
-        weights=weights,
+        loss_weights=weights,
         old_log_probs=old,
         reference_log_probs=None,
         entropy_grad=False,
@@ -198,7 +198,7 @@ def engine_grpo_step(
             share.samples,
             loss,
             temperature=1.0,
-            weights=share.weights,
+            loss_weights=share.loss_weights,
             old_log_probs=[sample.rollout_log_probs for sample in share.samples],
             reference_log_probs=None,
             entropy_grad=False,

@@ -25,10 +25,10 @@ import psutil
 from colocation import PARTS, SIZES, load, prompts_of, train
 
 from anygauge.trainer.colocated_engines import ColocatedEngines
+from anygauge.trainer.colocation import ColocationScheduler
 from anygauge.trainer.engines import open_engines
+from anygauge.trainer.generation_client import open_maker
 from anygauge.trainer.launch import launch_workers
-from anygauge.trainer.requests import open_maker
-from anygauge.trainer.turns import Turns
 from anygauge_hooks.rl import SamplingParams
 
 MIB = 2**20
@@ -80,13 +80,13 @@ def run(arguments: argparse.Namespace, directory: Path, stack: ExitStack) -> boo
             options={"parts": PARTS},
         )
     )
-    turns = Turns(lambda what: workers.call("hold", what=what))
-    turns.take("start")
+    colocation = ColocationScheduler(lambda state: workers.call("set_memory_state", state=state))
+    colocation.enter("start")
     engines = stack.enter_context(
-        open_engines(config, loaded.backend, plugins, PARTS, workers, directory, turns)
+        open_engines(config, loaded.backend, plugins, PARTS, workers, directory, colocation)
     )
     assert isinstance(engines, ColocatedEngines)
-    maker = open_maker(config, plugins, stack.enter_context(engines.requests()))
+    maker = open_maker(config, plugins, stack.enter_context(engines.generation_client()))
     prompts = prompts_of(loaded)
     params = SamplingParams(max_new_tokens=config.rollout.max_new_tokens)
     groups = config.rollout.samples_per_prompt
@@ -96,7 +96,7 @@ def run(arguments: argparse.Namespace, directory: Path, stack: ExitStack) -> boo
             [number * 1000 + row * groups + each for each in range(groups)] for row in range(len(prompts))
         ]
         samples = maker.generate(prompts, params, seeds)
-        turns.take("train")
+        colocation.enter("train")
         difference = train(workers, loaded, samples, prompts)
         engines.sync(number)
         return difference

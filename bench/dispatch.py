@@ -8,7 +8,7 @@ nothing. Of each row:
 
 ``list``        makespan in seconds of greedy list scheduling: each sample in turn goes to the engine with the
                 fewest requests, as soon as one has a free slot
-``ours``        that of ``anygauge.rollout.dispatch``, over that of list scheduling
+``ours``        that of ``anygauge.rollout.load_balancer``, over that of list scheduling
 ``sessions``    the same where each sample is a session, and those of a prompt are a group
 ``read``        share of the prompts' tokens that are read with sessions
 ``round robin`` sample i goes to engine i modulo 256
@@ -31,8 +31,8 @@ from dataclasses import dataclass
 from random import Random
 from typing import NamedTuple
 
-from anygauge.rollout.dispatch import Dispatcher, Ticket
-from anygauge.rollout.waiting import WaitingRoom
+from anygauge.rollout.admission_queue import AdmissionQueue
+from anygauge.rollout.load_balancer import LoadBalancer, Ticket
 from anygauge.testing.fake_engine.lengths import parse_lengths
 from anygauge_hooks.rl import SamplingParams
 from anygauge_hooks.rollout import GenerateRequest
@@ -219,7 +219,7 @@ def list_scheduling(workload: Workload, samples: Sequence[Sample]) -> Outcome:
 def ours(workload: Workload, samples: Sequence[Sample], *, sessions: bool) -> Outcome:
     """Let the dispatcher decide, which is told of each response when it ends."""
     fleet, left = Fleet(workload), deque(samples)
-    dispatcher = Dispatcher()
+    dispatcher = LoadBalancer()
     for engine in range(ENGINES):
         dispatcher.add(str(engine), concurrency=workload.slots)
 
@@ -244,7 +244,7 @@ def ours(workload: Workload, samples: Sequence[Sample], *, sessions: bool) -> Ou
 
 def decisions_per_second() -> float:
     """Return how many places one thread takes and gives back in a second."""
-    draw, dispatcher = Random(0), Dispatcher()
+    draw, dispatcher = Random(0), LoadBalancer()
     for engine in range(ENGINES):
         dispatcher.add(str(engine), concurrency=64)
     held: deque[Ticket] = deque()
@@ -264,10 +264,10 @@ def decisions_per_second() -> float:
 
 def requests_per_second() -> float:
     """Return how many coroutines get through a waiting room in a second, and hold their place for a while."""
-    dispatcher = Dispatcher()
+    dispatcher = LoadBalancer()
     for engine in range(ENGINES):
         dispatcher.add(str(engine), concurrency=64)
-    room = WaitingRoom(dispatcher, 60.0, lambda: "")
+    room = AdmissionQueue(dispatcher, 60.0, lambda: "")
     room.set_outage(False)
     params = SamplingParams(max_new_tokens=4096)
 

@@ -276,7 +276,7 @@ class Sender:
         if by_tensor:
             peer = replace(peer, api=replace(peer.api, has_flattened_broadcast=False))
         for pusher in self._pushers:
-            pusher.rest()
+            pusher.release_buffers()
         device.empty_cache()
         before = device.memory()["allocated"]
         pusher = self._pusher(bucket_mib, self._main._transport)
@@ -314,7 +314,7 @@ class Sender:
             issued = time.perf_counter() - started
             self._synchronize()
             found.append((time.perf_counter() - started, issued))
-        pusher.rest()
+        pusher.release_buffers()
         total, issued = min(found)
         return [Row("buckets made, none sent", f"{total * 1e3:.1f} ms, {issued * 1e3:.1f} of the host's")]
 

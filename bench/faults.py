@@ -21,8 +21,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-from anygauge.testing.answered import Answered
-from anygauge.testing.storm import Outcome, storm
+from anygauge.testing.chaos import Outcome, run_chaos
+from anygauge.testing.chaos_summary import RequestSummary
 
 
 def main() -> int:
@@ -37,7 +37,7 @@ def main() -> int:
     if found.sglang:
         return 0 if all([_served(seed) for seed in found.seeds]) else 1
     for seed in found.seeds:
-        outcome = storm(seed, found.strikes, engines=found.engines)
+        outcome = run_chaos(seed, found.strikes, engines=found.engines)
         _print(seed, outcome)
         well = well and outcome.is_well
     return 0 if well else 1
@@ -48,14 +48,14 @@ def _served(seed: int) -> bool:
     from anygauge_cpu.torchvision_operators import declare_missing_operators
 
     declare_missing_operators()  # before anything of transformers is imported
-    from anygauge.testing.served_storm import served_storm
+    from anygauge.testing.served_chaos import run_served_chaos
 
     with tempfile.TemporaryDirectory() as folder:
-        outcome = served_storm(seed, Path(folder))
+        outcome = run_served_chaos(seed, Path(folder))
     print(f"seed {seed}, two SGLang servers:")
     print("  fault          both serve again after  answered meanwhile  restarts")
-    for blow in outcome.blows:
-        print(f"  {blow.fault:<13} {blow.seconds:20.1f} s {blow.answered:19} {blow.restarts:9}")
+    for blow in outcome.faults:
+        print(f"  {blow.fault:<13} {blow.seconds:20.1f} s {blow.answers:19} {blow.restarts:9}")
     _totals(outcome)
     return outcome.is_well
 
@@ -67,9 +67,9 @@ def _print(seed: int, outcome: Outcome) -> None:
     _totals(outcome)
 
 
-def _totals(outcome: Answered) -> None:
+def _totals(outcome: RequestSummary) -> None:
     print(
-        f"  {outcome.asked} requests asked, {len(outcome.answers)} answered; {outcome.lost} lost, "
+        f"  {outcome.sent} requests asked, {len(outcome.answers)} answered; {outcome.lost} lost, "
         f"{outcome.doubled} doubled, {outcome.mixed} made by several versions"
     )
     for problem in outcome.problems[:20]:

@@ -78,7 +78,7 @@ def drawn_policy(*args: Any) -> Any:
 
 def loss(inputs: Any) -> Any:
     """Return the likelihood, to be raised."""
-    value = -(inputs.log_probs * inputs.weights).sum()
+    value = -(inputs.log_probs * inputs.loss_weights).sum()
     return value, {"loss": value.detach()}
 
 
@@ -98,7 +98,7 @@ def train(engine: Any, vocab_size: int) -> None:
     weights = [[0.01] * sample.response_length for sample in samples]
     old = [sample.rollout_log_probs for sample in samples]
     options = {"temperature": 1.0, "reference_log_probs": None, "entropy_grad": False}
-    engine.train_step(samples, loss, weights=weights, old_log_probs=old, **options)
+    engine.train_step(samples, loss, loss_weights=weights, old_log_probs=old, **options)
 
 
 def main() -> None:

@@ -289,7 +289,7 @@ def tiled_products(hidden: Tensor, weight: Tensor, main_grad: Tensor) -> None:
     from anygauge.kernels.main_grad import add_product
 
     targets = hidden.new_zeros(len(hidden), 1).long()
-    tiles = op._Tiles(hidden, op._Part(weight, 0), targets, 1.0, in_place=True)
+    tiles = op._Tiles(hidden, op._VocabShard(weight, 0), targets, 1.0, in_place=True)
     for block in tiles.blocks:
         for tile in block:
             tiles.fill(tile)

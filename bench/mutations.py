@@ -221,7 +221,7 @@ FORMULAS = [
     fault(
         "veto: the token alone",
         CORRECTION,
-        "sample_sums(caught.to(inputs.weights.dtype), inputs) == 0",
+        "sample_sums(caught.to(inputs.loss_weights.dtype), inputs) == 0",
         "~caught",
         CORRECTIONS,
     ),
@@ -236,7 +236,7 @@ FORMULAS = [
         "chi2_sequence: weighed by tokens",
         f"{ALGORITHMS}/corrected_loss.py",
         "(value * shares).sum()",
-        "(value * x.weights).sum()",
+        "(value * x.loss_weights).sum()",
         f"{UNIT}/algorithms/test_corrected_loss.py::test_what_is_of_samples_is_a_mean_over_samples_whatever_the_aggregation",
     ),
 ]
@@ -274,7 +274,7 @@ RUNS = [
     ),
     fault(
         "filters ignored",
-        f"{CONTROL}/making.py",
+        f"{CONTROL}/rollout_task.py",
         "        if not passed:",
         "        if False:",
         f"{STEPS}/test_producer_steps.py::test_a_filter_has_other_prompts_drawn_until_enough_groups_pass",
@@ -295,7 +295,7 @@ RUNS = [
     ),
     fault(
         "after_sample not called",
-        f"{CONTROL}/making.py",
+        f"{CONTROL}/rollout_task.py",
         "apply_hooks(functions.after_sample, sample, prompt)",
         "apply_hooks((), sample, prompt)",
         f"{STEPS}/test_rollout_functions.py::test_functions_see_each_sample_in_order_before_it_is_scored",

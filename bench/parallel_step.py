@@ -58,7 +58,7 @@ class Layout:
     megatron: Mapping[str, Any] = field(default_factory=dict)
 
     @property
-    def shares(self) -> int:
+    def dp_size(self) -> int:
         """How many ranks have a share of their own."""
         return self.world // (self.parallel.get("tensor", 1) * self.parallel.get("context", 1))
 
@@ -169,7 +169,7 @@ def make_samples(count: int, length: int, vocab: int, seed: int) -> list[TrainSa
 
 def likelihood(inputs: LossInputs) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Return the negative mean log-probability."""
-    loss = -(inputs.log_probs * inputs.weights).sum()
+    loss = -(inputs.log_probs * inputs.loss_weights).sum()
     return loss, {"loss": loss.detach()}
 
 
@@ -182,9 +182,9 @@ class Steps:
         from anygauge.distributed.layout import Layout as Division
         from anygauge.engines.megatron.engine import MegatronEngine
 
-        count, length = options["sequences"] * layout.world // layout.shares, options["length"]
+        count, length = options["sequences"] * layout.world // layout.dp_size, options["length"]
         config = make_config(layout, model, count * length)
-        share = Division(layout.world, config.train.parallel).share(context.rank)
+        share = Division(layout.world, config.train.parallel).dp_rank(context.rank)
         self.engine = MegatronEngine(config, context, build=random_policy)
         self.samples = make_samples(count, length, self.engine.policy.hf["vocab_size"], share)
         weight = 1 / (options["sequences"] * layout.world * (length - 1))
@@ -196,7 +196,7 @@ class Steps:
             self.samples,
             likelihood,
             temperature=1.0,
-            weights=self.weights,
+            loss_weights=self.weights,
             old_log_probs=[sample.rollout_log_probs for sample in self.samples],
             reference_log_probs=None,
             entropy_grad=False,

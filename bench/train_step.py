@@ -182,19 +182,19 @@ def anygauge_step(args: argparse.Namespace, folder: Path) -> Iterator[Callable[[
             },
         }
     )
-    pictures = Pictures(args.pixels)
+    pictures = ImageStore(args.pixels)
     context = WorkerContext(
         rank=0, world_size=1, backend=backend, device=device, plugins=plugins, media=pictures
     )
     engine = MegatronEngine(config, context, build=random_policy)
     if side in SEEING:
-        samples = [sample_of(TrainSample, *row) for row in seeing_rows(args)]
+        samples = [sample_of(TrainSample, *row) for row in vision_rows(args)]
     else:
         samples = [sample_of(TrainSample, row) for row in token_rows(args)]
     count = sum(sum(sample.loss_mask) for sample in samples)
 
     def likelihood(inputs: LossInputs) -> tuple[Any, dict[str, Any]]:
-        loss = -(inputs.log_probs * inputs.weights).sum()
+        loss = -(inputs.log_probs * inputs.loss_weights).sum()
         return loss, {"loss": loss.detach()}
 
     yield partial(
@@ -202,7 +202,7 @@ def anygauge_step(args: argparse.Namespace, folder: Path) -> Iterator[Callable[[
         samples,
         likelihood,
         temperature=1.0,
-        weights=[[each / count for each in sample.loss_mask] for sample in samples],
+        loss_weights=[[each / count for each in sample.loss_mask] for sample in samples],
         old_log_probs=[torch.zeros(sample.response_length) for sample in samples],
         reference_log_probs=None,
         entropy_grad=False,
@@ -241,7 +241,7 @@ def sample_of(kind: Any, tokens: list[int], media: Sequence[Any] = ()) -> Any:
     )
 
 
-class Pictures:
+class ImageStore:
     """A store that makes the image of a key when it is first asked for it.
 
     :param side: In pixels.
@@ -263,7 +263,7 @@ class Pictures:
         return self._made[key]
 
 
-def seeing_rows(args: argparse.Namespace) -> list[tuple[list[int], list[Any]]]:
+def vision_rows(args: argparse.Namespace) -> list[tuple[list[int], list[Any]]]:
     """Return the tokens and images of each row: images first, then text to the row's length."""
     config = with_tower(args.shape)
     image, _, start, end = (config[key] for key in SPECIAL)

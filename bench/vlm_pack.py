@@ -28,7 +28,7 @@ import torch.distributed as dist
 from anygauge.config import Config
 from anygauge.plugins import Plugins, load_plugins
 from anygauge.testing.media import DictStore
-from anygauge.testing.sights import picture, seeing_sample, write_seeing
+from anygauge.testing.vision_models import random_image, vision_sample, write_vision_model
 from anygauge_hooks.engines import LossInputs, WorkerContext
 from anygauge_hooks.rl import TrainSample
 
@@ -69,8 +69,11 @@ def make_samples(model: Path, store: DictStore, side: int, *, shares: bool) -> l
     """
     hf = json.loads((model / "config.json").read_text())
     return [
-        seeing_sample(
-            hf, [picture(store, hf, side, side, image if shares else 1000 + number), TEXT], RESPONSE, number
+        vision_sample(
+            hf,
+            [random_image(store, hf, side, side, image if shares else 1000 + number), TEXT],
+            RESPONSE,
+            number,
         )
         for number, image in enumerate(image for image in range(IMAGES) for _ in range(SAMPLES))
     ]
@@ -78,7 +81,7 @@ def make_samples(model: Path, store: DictStore, side: int, *, shares: bool) -> l
 
 def likelihood(inputs: LossInputs) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Return the negative mean log-probability."""
-    return -(inputs.log_probs * inputs.weights).sum(), {}
+    return -(inputs.log_probs * inputs.loss_weights).sum(), {}
 
 
 def train_step(engine: Any, samples: Sequence[TrainSample]) -> Callable[[], dict[str, float]]:
@@ -88,7 +91,7 @@ def train_step(engine: Any, samples: Sequence[TrainSample]) -> Callable[[], dict
         samples,
         likelihood,
         temperature=1.0,
-        weights=weights,
+        loss_weights=weights,
         old_log_probs=[sample.rollout_log_probs for sample in samples],
         reference_log_probs=None,
         entropy_grad=False,
@@ -116,7 +119,7 @@ def main() -> None:
     plugins, store = load_plugins(), DictStore()
     context = make_context(plugins, store)
     with tempfile.TemporaryDirectory() as directory:
-        model = write_seeing(plugins.get("register_models", "qwen3_vl"), Path(directory))
+        model = write_vision_model(plugins.get("register_models", "qwen3_vl"), Path(directory))
         packed, alone = (make_engine(context, model, tokens) for tokens in (PACKED, ALONE))
         print("thousands of tokens per second of one processor")
         print("pixels  tokens  packed, images shared  packed, images apart  one at a time   ratios")

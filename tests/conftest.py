@@ -21,16 +21,15 @@ from anygauge.config.schema import Config
 from anygauge.distributed import child_process
 from anygauge.engines.megatron.prepare import prepare_megatron
 from anygauge.plugins import Plugins, find_backend, load_plugins
-from anygauge.testing import datasets, warm
-from anygauge.testing.warm import WarmProcess, WarmProcesses
-from anygauge.testing.warm_probes import warm_probes as forked_probes
+from anygauge.testing import datasets, fork_server, fork_server_probes
+from anygauge.testing.fork_server import ForkedProcess, ForkServers
 from anygauge.trainer.launch import launch_workers
 from anygauge.trainer.placement import Seat
 from anygauge.trainer.worker_group import WorkerGroup
 from anygauge_hooks.engines import WorkerContext
 
 Launch = Callable[..., WorkerGroup]
-StartScript = Callable[..., tuple[WarmProcess, Path]]
+StartScript = Callable[..., tuple[ForkedProcess, Path]]
 RunScript = Callable[..., str]
 start_cold = child_process.start_module
 PROBE = "anygauge.testing.workers:ProbeWorker"
@@ -133,14 +132,14 @@ def published(name: str) -> Path:
 
 
 @pytest.fixture(scope="session")
-def ray_cluster(warm_processes: WarmProcesses, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def ray_cluster(fork_servers: ForkServers, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """Start a Ray cluster of this host, once for all tests, and return its address."""
     import ray
 
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     # Ray warns that it hides the devices of a host with some from workers without any.
     os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"
-    with forked_ray_workers(warm_processes, tmp_path_factory):
+    with forked_ray_workers(fork_servers, tmp_path_factory):
         context = ray.init(
             address="local",
             num_cpus=2,
@@ -158,34 +157,34 @@ def ray_cluster(warm_processes: WarmProcesses, tmp_path_factory: pytest.TempPath
 
 
 def forked_ray_workers(
-    processes: WarmProcesses, tmp_path_factory: pytest.TempPathFactory
+    processes: ForkServers, tmp_path_factory: pytest.TempPathFactory
 ) -> AbstractContextManager[None]:
     if sys.platform != "linux":
         return nullcontext()
     from ray._private import ray_constants
 
-    from anygauge.testing.warm_ray import warm_ray_workers
+    from anygauge.testing.fork_server_ray import forked_ray_workers
 
-    return warm_ray_workers(processes, tmp_path_factory.mktemp("ray"), ray_constants)
+    return forked_ray_workers(processes, tmp_path_factory.mktemp("ray"), ray_constants)
 
 
 @pytest.fixture(scope="session")
-def warm_processes() -> Iterator[WarmProcesses]:
+def fork_servers() -> Iterator[ForkServers]:
     """Return what forks processes that have imported everything already."""
-    processes = WarmProcesses("cpu")
+    processes = ForkServers("cpu")
     yield processes
     processes.close()
 
 
 @pytest.fixture(scope="session", autouse=True)
-def warm_workers(warm_processes: WarmProcesses) -> Iterator[None]:
+def forked_workers(fork_servers: ForkServers) -> Iterator[None]:
     """Let workers and scorers be forked: importing takes longer than most of what they are started for."""
-    warm.use(warm_processes)
-    scorers = WarmProcesses(None, [warm.SCORER])
-    with warm.warm_workers(warm_processes, scorers) if sys.platform == "linux" else nullcontext():
+    fork_server.use(fork_servers)
+    scorers = ForkServers(None, [fork_server.SCORER])
+    with fork_server.forked_workers(fork_servers, scorers) if sys.platform == "linux" else nullcontext():
         yield
     scorers.close()
-    warm.use()
+    fork_server.use()
 
 
 @pytest.fixture
@@ -195,18 +194,18 @@ def cold_workers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def start_script(warm_processes: WarmProcesses, tmp_path: Path) -> Iterator[StartScript]:
+def start_script(fork_servers: ForkServers, tmp_path: Path) -> Iterator[StartScript]:
     """Return a function that runs a script or a module in a process that has imported everything.
 
-    It takes the path or the name, the arguments and what ``WarmProcesses.start`` does, and returns the
+    It takes the path or the name, the arguments and what ``ForkServers.start`` does, and returns the
     process and the file of its output.
     """
-    started: list[WarmProcess] = []
+    started: list[ForkedProcess] = []
 
-    def start(script: Path | str, *arguments: str, **options: Any) -> tuple[WarmProcess, Path]:
+    def start(script: Path | str, *arguments: str, **options: Any) -> tuple[ForkedProcess, Path]:
         output = tmp_path / f"output-{len(started)}"
         with output.open("wb") as file:
-            started.append(warm_processes.start(str(script), arguments, output=file.fileno(), **options))
+            started.append(fork_servers.start(str(script), arguments, output=file.fileno(), **options))
         return started[-1], output
 
     yield start
@@ -219,9 +218,9 @@ def start_script(warm_processes: WarmProcesses, tmp_path: Path) -> Iterator[Star
 def run_with_torch() -> Iterator[RunScript]:
     """Return a function that runs a script in a process that has imported torch, and nothing of Megatron.
 
-    It takes the path, the arguments and what ``WarmProcesses.start`` does, and returns what was printed.
+    It takes the path, the arguments and what ``ForkServers.start`` does, and returns what was printed.
     """
-    processes = WarmProcesses(None, ["torch"])
+    processes = ForkServers(None, ["torch"])
 
     def run(script: Path, *arguments: str, **options: Any) -> str:
         with TemporaryFile() as output, TemporaryFile() as errors:
@@ -241,9 +240,9 @@ def run_with_torch() -> Iterator[RunScript]:
 
 
 @pytest.fixture
-def warm_probes(warm_processes: WarmProcesses) -> Iterator[None]:
+def forked_probes(fork_servers: ForkServers) -> Iterator[None]:
     """Let ``anygauge doctor`` ask processes that have imported torch. Those of a user: test_cli_doctor."""
-    with forked_probes(warm_processes, doctor):
+    with fork_server_probes.forked_probes(fork_servers, doctor):
         yield
 
 

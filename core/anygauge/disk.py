@@ -120,7 +120,7 @@ def appearing(target: Path) -> Iterator[Path]:
     if not target.parent.exists():
         target.parent.mkdir(parents=True)
     _remove_killed(target)
-    partial, lock = _make_beside(target)
+    partial, lock = _make_sibling(target)
     try:
         yield partial
         tree_to_disk(partial)
@@ -131,7 +131,7 @@ def appearing(target: Path) -> Iterator[Path]:
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def _make_beside(target: Path) -> tuple[Path, int]:
+def _make_sibling(target: Path) -> tuple[Path, int]:
     """Return a new directory and the descriptor that locks it."""
     while True:
         path = target.with_name(f".{target.name}.partial-{os.getpid()}-{secrets.token_hex(4)}")

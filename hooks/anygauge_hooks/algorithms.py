@@ -55,7 +55,7 @@ class TokenAdvantages(NamedTuple):
 class Correction(NamedTuple):
     """What a correction makes of one micro-batch."""
 
-    weights: Tensor | None
+    importance_weights: Tensor | None
     """``[T]``, what the policy loss of each token is multiplied by, without gradient: not negative, and 0 of
     a token that is masked; ``None`` leaves the loss as it is."""
     metrics: Mapping[str, Tensor] = _NOTHING
@@ -78,7 +78,7 @@ class ValueInputs:
     returns: Tensor
     loss_mask: Tensor
     """1 where a token counts."""
-    weights: Tensor
+    loss_weights: Tensor
     """The share of each token in the mean over the whole step, mask included."""
 
 

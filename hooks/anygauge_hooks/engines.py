@@ -17,20 +17,20 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CriticEngine",
-    "HoldsMemory",
-    "Likeliest",
     "LossFunction",
     "LossInputs",
-    "Residency",
+    "MemoryState",
     "RolloutEngine",
     "RolloutEngineSpec",
+    "SupportsOffload",
+    "TopKLogProbs",
     "TrainEngine",
     "TrainEngineSpec",
     "WeightStream",
     "WorkerContext",
 ]
 
-Residency = Literal["nothing", "weights", "everything"]
+MemoryState = Literal["nothing", "weights", "everything"]
 """How much an engine has on its device: nothing, its model's weights alone, or all that it works with."""
 
 WeightStream = Iterable[tuple[str, "Tensor"]]
@@ -57,7 +57,7 @@ class WorkerContext:
     """Where contents of images, video and sound are; ``None`` in a run of text."""
 
 
-class Likeliest(NamedTuple):
+class TopKLogProbs(NamedTuple):
     """The tokens that a model finds likeliest in the place of each of ``R`` response tokens."""
 
     ids: Tensor
@@ -86,23 +86,23 @@ class LossInputs:
     """float32."""
     loss_mask: Tensor
     """float32, 1 where a token counts."""
-    weights: Tensor
+    loss_weights: Tensor
     """float32: the share of each token in the mean over the whole step, mask included. ``sum(x * weights)``
     over every micro-batch and every data-parallel rank is the aggregated value of ``x``."""
     samples: Sequence[int] = ()
     """Which samples of the step the tokens are of, in their order."""
     lengths: Sequence[int] = ()
     """How many tokens each of these samples has; they add up to ``T``."""
-    teacher_likeliest: Tensor | None = None
+    teacher_top_k_log_probs: Tensor | None = None
     """``[T, K + 1]``, float32, the teacher's log-probs of its likeliest tokens, and last that of all others;
     ``None`` without such a term."""
-    likeliest: Tensor | None = None
+    top_k_log_probs: Tensor | None = None
     """``[T, K + 1]``, those of the same tokens under the weights being trained, with gradient."""
 
 
 LossFunction = Callable[["LossInputs"], tuple["Tensor", Mapping[str, "Tensor"]]]
 """Returns the scalar loss contribution of a micro-batch, and metrics that add up over micro-batches the same
-way (each already multiplied by ``weights`` and summed)."""
+way (each already multiplied by ``loss_weights`` and summed)."""
 
 
 class TrainEngine(Protocol):
@@ -118,9 +118,9 @@ class TrainEngine(Protocol):
         :returns: One host tensor ``[R]`` per sample, float32, in the order of ``samples``.
         """
 
-    def likeliest(
+    def top_k_log_probs(
         self, samples: Sequence[TrainSample], count: int, *, temperature: float, role: str = "actor"
-    ) -> list[Likeliest]:
+    ) -> list[TopKLogProbs]:
         """Return the likeliest tokens in the place of each response token, as :meth:`log_probs` does.
 
         :param count: Of tokens; there are no more than the vocabulary has.
@@ -132,15 +132,15 @@ class TrainEngine(Protocol):
         loss: LossFunction,
         *,
         temperature: float,
-        weights: Sequence[Sequence[float]],
+        loss_weights: Sequence[Sequence[float]],
         old_log_probs: Sequence[Tensor] | Sequence[Sequence[float]],
         reference_log_probs: Sequence[Tensor] | None,
         entropy_grad: bool,
-        teacher: Sequence[Likeliest] | None = None,
+        teacher: Sequence[TopKLogProbs] | None = None,
     ) -> Mapping[str, float]:
         """Take one optimizer step on this rank's share and return the metrics of the whole step.
 
-        :param weights: Per sample and response token, the token's share in the mean of the whole step.
+        :param loss_weights: Per sample and response token, the token's share in the mean of the whole step.
         :param teacher: Per sample, what the loss compares the policy with.
         :raises NonFiniteError: The loss or the gradient norm is not finite; no weight was changed.
         """
@@ -173,7 +173,7 @@ class TrainEngine(Protocol):
         :raises CheckpointError: It is incomplete, or of another model or layout; nothing was changed.
         """
 
-    def sum_over_shares(self, values: Tensor) -> Tensor:
+    def data_parallel_sum(self, values: Tensor) -> Tensor:
         """Return the sum of a small host tensor over data-parallel ranks, the same on each. A collective.
 
         The ranks of one share (context, tensor and pipeline parallel) have the same samples; they count once.
@@ -183,10 +183,10 @@ class TrainEngine(Protocol):
         """Return and reset the seconds spent since the last call, by phase (``forward_backward``, ...)."""
 
 
-class HoldsMemory(Protocol):
+class SupportsOffload(Protocol):
     """An engine that shares its device with others, in turns."""
 
-    def hold(self, what: Residency) -> None:
+    def set_memory_state(self, state: MemoryState) -> None:
         """Have that much on the device from now on, from whatever there was before.
 
         What is given up is kept in host memory, but for gradients and other things that the next step makes
@@ -211,13 +211,13 @@ class CriticEngine(Protocol):
         samples: Sequence[TrainSample],
         loss: ValueLoss,
         *,
-        weights: Sequence[Sequence[float]],
+        loss_weights: Sequence[Sequence[float]],
         old_values: Sequence[Tensor],
         returns: Sequence[Tensor],
     ) -> Mapping[str, float]:
         """Take one optimizer step on this rank's share and return the metrics of the whole step.
 
-        :param weights: Per sample and response token, the token's share in the mean of the whole step.
+        :param loss_weights: Per sample and response token, the token's share in the mean of the whole step.
         :raises NonFiniteError: The loss or the gradient norm is not finite; no weight was changed.
         """
 
@@ -273,10 +273,10 @@ class TrainEngineSpec:
     """Called in each worker with the config and the worker's context. Imports the engine's libraries."""
     make_critic: Callable[[Any, WorkerContext], CriticEngine] | None = None
     """The same for a critic, with the config that is its own; ``None`` if the engine has none."""
-    make_frozen: Callable[[Any, WorkerContext], TrainEngine] | None = None
+    make_forward_only: Callable[[Any, WorkerContext], TrainEngine] | None = None
     """The same for a model that is asked for log-probs alone, and has no optimizer."""
-    holds_memory: bool = False
-    """Whether its engines are :class:`HoldsMemory`, which ``placement.colocated`` needs."""
+    supports_offload: bool = False
+    """Whether its engines are :class:`SupportsOffload`, which ``placement.colocated`` needs."""
     prepare: Callable[[Any, BackendSpec], None] | None = None
     """Called with the process's ``Plugins`` and its backend where a run has a ``train.provider``, before
     ``prepare_worker``: a provider may import the engine's libraries, and this must not."""

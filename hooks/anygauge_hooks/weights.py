@@ -131,7 +131,7 @@ class WeightUpdate(Protocol):
     def peers(self) -> Sequence[WeightPeer]:
         """The servers that have refused or failed nothing so far."""
 
-    def ask(
+    def request(
         self, path: str, bodies: Callable[[WeightPeer], Any], *, bucket: WeightBucket | None = None
     ) -> None:
         """Post what changes weights to every server at once; one that refuses or is late is taken out.

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from anygauge_hooks.errors import ConfigError, MediaError
-from anygauge_models.pictures import settings
+from anygauge_models.image_processing import settings
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -14,7 +14,7 @@ from anygauge.config import Config
 from anygauge.distributed.layout import layout_of
 from anygauge.engines.megatron.checkpoints.checkpoint import CHANGING, _rng_state
 from anygauge.trainer.actors import ActorWorker
-from anygauge.trainer.parts import Parts
+from anygauge.trainer.components import Components
 from anygauge.trainer.plan import plan_steps
 from anygauge_hooks.engines import WorkerContext
 from anygauge_hooks.errors import CheckpointError
@@ -104,7 +104,7 @@ def everything(actor: ActorWorker) -> dict[str, Any]:
 def make_actor(config: Config, context: WorkerContext) -> ActorWorker:
     """Return an actor, with a critic where the algorithm needs one."""
     learns = config.algorithm.advantage == "gae"
-    return ActorWorker(config, context, parts=Parts(trains=True, generates=False, learns=learns))
+    return ActorWorker(config, context, parts=Components(trains=True, generates=False, learns=learns))
 
 
 def keep_small(actor: ActorWorker) -> None:
@@ -124,7 +124,7 @@ def shares(config: Config, context: WorkerContext, case: dict[str, Any]) -> Any:
         for index, sample in enumerate(make_samples(case["vocab"], 12, 24))
     ]
     plan = plan_steps(samples, STEPS, layout.data, config.algorithm.aggregation)
-    return plan[layout.share(context.rank)]
+    return plan[layout.dp_rank(context.rank)]
 
 
 def last_step(

@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from anygauge.testing.warm import WarmProcess, WarmProcesses
+from anygauge.testing.fork_server import ForkedProcess, ForkServers
 
 WORKER = Path(__file__).with_name("parallel_worker.py")
 START_S, CASE_S = 240.0, 120.0
@@ -29,7 +29,7 @@ CASES_PER_START = 12
 """Megatron's gradient hooks hold the model that holds them, and so every process group with its threads."""
 
 MakeModel = Callable[..., Path]
-Process = WarmProcess | subprocess.Popen[bytes]
+Process = ForkedProcess | subprocess.Popen[bytes]
 
 
 class Crew:
@@ -54,7 +54,7 @@ class Crew:
         self._numbers = itertools.count()
         self._ranks: list[tuple[Process, Connection]] = []
         # one for each rank: they differ in the seed of their hashes, as the processes of a run do
-        self._warm = [WarmProcesses("cpu") for _ in range(size)] if backend == "cpu" else []
+        self._warm = [ForkServers("cpu") for _ in range(size)] if backend == "cpu" else []
         self._cases = 0
         """Since the processes were started."""
 

@@ -9,20 +9,20 @@ from parallel_worker import make_samples  # type: ignore[import-not-found]
 from anygauge.config import Config
 from anygauge.distributed.layout import layout_of
 from anygauge.trainer.actors import ActorWorker
-from anygauge.trainer.parts import Parts
+from anygauge.trainer.components import Components
 from anygauge.trainer.plan import plan_steps
 from anygauge_hooks.engines import WorkerContext
 
 
 def train(config: Config, context: WorkerContext, case: dict[str, Any]) -> dict[str, Any]:
     """Return the metrics of two rollouts, and the values after them."""
-    actor: Any = ActorWorker(config, context, parts=Parts(trains=True, generates=False, learns=True))
+    actor: Any = ActorWorker(config, context, parts=Components(trains=True, generates=False, learns=True))
     layout = layout_of(config)
     samples = [
         sample._replace(reward=float(index % 3), baseline=1.0)
         for index, sample in enumerate(make_samples(case["vocab"], 9, 24))
     ]
-    mine = plan_steps(samples, 2, layout.data, config.algorithm.aggregation)[layout.share(context.rank)]
+    mine = plan_steps(samples, 2, layout.data, config.algorithm.aggregation)[layout.dp_rank(context.rank)]
     own = [sample for share in mine for sample in share.samples]
     metrics = [actor.train(mine) for _ in range(2)]
     values = dict(zip((tuple(sample.tokens) for sample in own), actor._critic.values(own), strict=True))

@@ -14,7 +14,7 @@ import parallel_worker  # type: ignore[import-not-found]
 
 from anygauge.config import Config
 from anygauge.testing.media import DictStore
-from anygauge.testing.sights import moving_picture, picture, recording, seeing_sample
+from anygauge.testing.vision_models import random_audio, random_image, random_video, vision_sample
 from anygauge_hooks.engines import WorkerContext
 from anygauge_hooks.rl import TrainSample
 
@@ -22,8 +22,10 @@ from anygauge_hooks.rl import TrainSample
 def samples(model: Path, store: DictStore) -> list[TrainSample]:
     """Return three steps of three samples: images, a video, text alone; and sound for a model that hears."""
     hf = json.loads((model / "config.json").read_text())
-    one, wide, tall = (picture(store, hf, *size, seed) for seed, size in enumerate(((4, 4), (2, 6), (6, 4))))
-    clip = moving_picture(store, hf, 2, 4, 2, 3)
+    one, wide, tall = (
+        random_image(store, hf, *size, seed) for seed, size in enumerate(((4, 4), (2, 6), (6, 4)))
+    )
+    clip = random_video(store, hf, 2, 4, 2, 3)
     parts: list[list[Any]] = [
         [7],
         [3, one, 6],
@@ -35,14 +37,14 @@ def samples(model: Path, store: DictStore) -> list[TrainSample]:
     ]
     if "audio_config" in hf:
         features = 15 if hf["model_type"] == "glm_omni" else 16
-        long, short = recording(store, hf, 120, features, 0), recording(store, hf, 40, 5, 1)
+        long, short = random_audio(store, hf, 120, features, 0), random_audio(store, hf, 40, 5, 1)
         for number, heard in ((0, [long, 2]), (4, [short, 1, long, 3]), (6, [short, 2])):
             parts[number] += heard
-    return [seeing_sample(hf, each, 3 + seed % 2, seed) for seed, each in enumerate(parts)]
+    return [vision_sample(hf, each, 3 + seed % 2, seed) for seed, each in enumerate(parts)]
 
 
 @contextmanager
-def seeing(config: Config, context: WorkerContext) -> Iterator[tuple[Config, WorkerContext]]:
+def vision_run(config: Config, context: WorkerContext) -> Iterator[tuple[Config, WorkerContext]]:
     """Let the actions of other files have samples with images."""
     store, before = DictStore(), parallel_worker.make_samples
     made = samples(config.model.path, store)
@@ -60,17 +62,17 @@ def seeing(config: Config, context: WorkerContext) -> Iterator[tuple[Config, Wor
 
 def train(config: Config, context: WorkerContext, case: dict[str, Any]) -> Any:
     """Return what :func:`parallel_worker.train` does."""
-    with seeing(config, context) as (sees, where):
+    with vision_run(config, context) as (sees, where):
         return parallel_worker.train(sees, where, case)
 
 
 def saved(config: Config, context: WorkerContext, case: dict[str, Any]) -> Any:
     """Return what :func:`checkpoint_cases.saved` does."""
-    with seeing(config, context) as (sees, where):
+    with vision_run(config, context) as (sees, where):
         return checkpoint_cases.saved(sees, where, case)
 
 
 def resumed(config: Config, context: WorkerContext, case: dict[str, Any]) -> Any:
     """Return what :func:`checkpoint_cases.resumed` does."""
-    with seeing(config, context) as (sees, where):
+    with vision_run(config, context) as (sees, where):
         return checkpoint_cases.resumed(sees, where, case)

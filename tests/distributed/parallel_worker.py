@@ -100,7 +100,7 @@ def train(config: Config, context: WorkerContext, case: dict[str, Any]) -> dict[
     layout = layout_of(config)
     samples = make_samples(case["vocab"], case.get("samples", 9), case.get("longest", 24))
     shares = plan_steps(samples, case.get("steps", 3), layout.data, config.algorithm.aggregation)
-    mine = shares[layout.share(context.rank)]
+    mine = shares[layout.dp_rank(context.rank)]
     own = [sample for share in mine for sample in share.samples]
     before = actor.trainer.log_probs(own, temperature=0.8)
     metrics = actor.train(mine)
@@ -193,10 +193,10 @@ def take_turns(config: Config, context: WorkerContext, case: dict[str, Any]) -> 
     layout = layout_of(config)
     shares = plan_steps(make_samples(case["vocab"], 9, 24), 3, layout.data, config.algorithm.aggregation)
     metrics: list[Any] = []
-    for share in shares[layout.share(context.rank)]:
+    for share in shares[layout.dp_rank(context.rank)]:
         metrics += actor.train([share])
         for what in case["turns"]:
-            actor.hold(what)
+            actor.set_memory_state(what)
     return {"metrics": metrics, "weights": {name: tensor.clone() for name, tensor in actor.trainer.weights()}}
 
 

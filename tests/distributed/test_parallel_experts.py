@@ -103,7 +103,7 @@ def replayed(config: Config, context: WorkerContext, case: dict[str, Any]) -> di
     engine: Any = actor.trainer
     layout = layout_of(config)
     samples = case_samples(case["vocab"])
-    (share,) = plan_steps(samples, 1, layout.data, config.algorithm.aggregation)[layout.share(context.rank)]
+    (share,) = plan_steps(samples, 1, layout.data, config.algorithm.aggregation)[layout.dp_rank(context.rank)]
     engine.log_probs(share.samples, temperature=0.8)
     if case["perturb"]:
         for router in routers(engine.policy.chunks):
@@ -112,7 +112,7 @@ def replayed(config: Config, context: WorkerContext, case: dict[str, Any]) -> di
         share.samples,
         actor.loss,
         temperature=0.8,
-        weights=share.weights,
+        loss_weights=share.loss_weights,
         old_log_probs=[sample.rollout_log_probs for sample in share.samples],
         reference_log_probs=None,
         entropy_grad=True,

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from anygauge.plugins import load_plugins
 from anygauge.testing.composed import write_composed
-from anygauge.testing.sights import write_seeing
+from anygauge.testing.vision_models import write_vision_model
 
 pytestmark = [pytest.mark.parallel, pytest.mark.timeout(300)]
 
@@ -59,8 +59,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         }
         if levels is not None:
             changes["vision_config"]["deepstack_visual_indexes"] = levels
-        found[name] = write_seeing(specs[family], tmp_path_factory.mktemp(name), **changes)
-    found["hybrid"] = write_seeing(specs["qwen3_5"], tmp_path_factory.mktemp("hybrid"))
+        found[name] = write_vision_model(specs[family], tmp_path_factory.mktemp(name), **changes)
+    found["hybrid"] = write_vision_model(specs["qwen3_5"], tmp_path_factory.mktemp("hybrid"))
     tiny = specs["glm_omni"].tiny()
     text = {**tiny["text_config"], "num_hidden_layers": 4}
     found["glm-omni"] = tmp_path_factory.mktemp("glm-omni")

@@ -13,7 +13,7 @@ from anygauge.config import Config
 from anygauge.engines.megatron.weights.gathering import plan_gathering
 from anygauge.engines.megatron.weights.loading import load_weights
 from anygauge.engines.megatron.weights.mapping import TensorRule, canonical_shape, expand_rules
-from anygauge.engines.megatron.weights.sharding import Place, local_shape
+from anygauge.engines.megatron.weights.sharding import ShardPosition, local_shape
 from anygauge_hooks.engines import WorkerContext
 from anygauge_hooks.errors import WeightMappingError
 from anygauge_hooks.models import WeightRule
@@ -77,12 +77,12 @@ class Source:
         return self._tensors[name][index]
 
 
-def make_place(rank: int, world: int, sizes: dict[str, int]) -> tuple[Place, int]:
+def make_place(rank: int, world: int, sizes: dict[str, int]) -> tuple[ShardPosition, int]:
     """Return where a rank stands, and its stage."""
     tensor, stages = sizes.get("tensor", 1), sizes.get("stages", 1)
     expert, expert_tensor = sizes.get("expert", 1), sizes.get("expert_tensor", 1)
     stage, inside = divmod(rank, world // stages)
-    place = Place(
+    place = ShardPosition(
         tensor=tensor,
         tensor_rank=inside % tensor,
         expert_tensor=expert_tensor,
@@ -95,7 +95,7 @@ def make_place(rank: int, world: int, sizes: dict[str, int]) -> tuple[Place, int
 
 
 def empty_tensors(
-    rules: Sequence[TensorRule], tensors: dict[str, Tensor], place: Place, stage: int
+    rules: Sequence[TensorRule], tensors: dict[str, Tensor], place: ShardPosition, stage: int
 ) -> dict[str, Tensor]:
     """Return what a rank stores, of no numbers yet."""
     stored = {}

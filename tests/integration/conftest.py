@@ -81,7 +81,7 @@ def launch_actors(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LaunchAc
 
 
 @pytest.fixture
-def warm_actors(launch_actors: LaunchActors, monkeypatch: pytest.MonkeyPatch) -> None:
+def forked_actors(launch_actors: LaunchActors, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the runs of a test train in processes that are there already."""
     monkeypatch.setattr(run, "launch_workers", launch_actors)
 

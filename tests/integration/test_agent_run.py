@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from anygauge.testing.observed import Observer, observed_run
+from anygauge.testing.observer import Observer, run_with_observer
 from anygauge.testing.recipe import tiny_recipe
 from anygauge_hooks.rl import NO_VERSION
 
@@ -36,7 +36,7 @@ TEMPLATE = (
 )
 
 
-def test_an_agent_is_trained(tmp_path: Path, warm_actors: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_agent_is_trained(tmp_path: Path, forked_actors: None, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / f"{MODULE}.py").write_text(AGENT)
     monkeypatch.syspath_prepend(tmp_path)
     recipe = tiny_recipe(
@@ -50,7 +50,7 @@ def test_an_agent_is_trained(tmp_path: Path, warm_actors: None, monkeypatch: pyt
     )
     (tmp_path / "model" / "chat_template.jinja").write_text(TEMPLATE)
     observer = Observer()
-    observed_run(recipe, observer)
+    run_with_observer(recipe, observer)
     sys.modules.pop(MODULE, None)
     assert len(observer.metrics) == 2
     # The engine's log-probs are the trainer's on the very same tokens, or they would differ.

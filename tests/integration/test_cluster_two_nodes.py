@@ -181,7 +181,7 @@ def training(observer: Observer) -> list[dict[str, float]]:
     ]
 
 
-@pytest.mark.usefixtures("warm_actors")  # not those of the nodes, which have a wider scope
+@pytest.mark.usefixtures("forked_actors")  # not those of the nodes, which have a wider scope
 def test_trainer_and_engine_on_two_nodes_give_what_one_process_gives(inputs: Path, lost: Lost) -> None:
     assert lost.used == [0.0, 0.0]
     alone = Observer()

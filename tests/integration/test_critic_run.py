@@ -52,7 +52,7 @@ class Observer:
 
 
 @pytest.fixture
-def run(tmp_path: Path, warm_actors: None) -> Train:
+def run(tmp_path: Path, forked_actors: None) -> Train:
     config = tiny_recipe(
         tmp_path,
         run__steps=STEPS,

@@ -26,7 +26,7 @@ from anygauge.testing.tiny import tiny_qwen3, tiny_tokenizer
 from anygauge.trainer import dumps
 from anygauge.trainer import run as run_module
 from anygauge.trainer.actors import ActorWorker
-from anygauge.trainer.calls import WorkerId, decode, encode
+from anygauge.trainer.rpc import WorkerId, decode, encode
 from anygauge.trainer.run import train
 from anygauge_hooks import hookimpl
 from anygauge_hooks.engines import WorkerContext
@@ -183,7 +183,7 @@ def test_the_log_probs_of_every_pass_are_in_a_batch(original: Finished) -> None:
     path = dumps.batch_path(original[0] / "dumps", 1, 0)
     passes = dumps.read_log_probs(path)
     assert passes.keys() == {"old", "reference", "current"}
-    shares = dumps.read_shares(path, num_shares=1)
+    shares = dumps.read_mini_batches(path, dp_size=1)
     first = len(shares[0].samples)
     old, current = (torch.cat(passes[name][:first]) for name in ("old", "current"))
     assert torch.equal(old, current)  # before the first optimizer step

@@ -19,7 +19,7 @@ from anygauge_hooks import hookimpl
 from anygauge_hooks.rl import Group
 from anygauge_hooks.types import RunInfo
 
-pytestmark = pytest.mark.usefixtures("warm_actors")
+pytestmark = pytest.mark.usefixtures("forked_actors")
 
 GROUPS = """
 [[rollout.groups]]

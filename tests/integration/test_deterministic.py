@@ -88,7 +88,7 @@ def first(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, floa
     return finished(make_config(tmp_path_factory.mktemp("deterministic")), "first", dump_batches=True)
 
 
-@pytest.mark.usefixtures("warm_actors")  # theirs are other processes than those of the first run
+@pytest.mark.usefixtures("forked_actors")  # theirs are other processes than those of the first run
 def test_two_runs_give_the_same_bits(first: tuple[list[dict[str, float]], Path]) -> None:
     metrics, directory = first
     again, other = finished(directory.parent / "run.toml", "second", dump_batches=True)
@@ -101,7 +101,7 @@ def test_two_runs_give_the_same_bits(first: tuple[list[dict[str, float]], Path])
     assert digests(directory / "hf")[weights.name] not in digests(directory.parent / "model").values()
 
 
-@pytest.mark.usefixtures("warm_actors")
+@pytest.mark.usefixtures("forked_actors")
 def test_replayed_batches_of_two_workers_give_the_same_bits(
     first: tuple[list[dict[str, float]], Path],
 ) -> None:

@@ -20,7 +20,7 @@ FEW = {"rollout.prompts_per_step": 4, "rollout.samples_per_prompt": 4, "run.prog
 
 
 def test_the_embedded_row_runs_anywhere(
-    tmp_path: Path, warm_actors: None, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, forked_actors: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     names = BENCH["main"].__globals__
     inputs = tiny_recipe(tmp_path / "inputs")

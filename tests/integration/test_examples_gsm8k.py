@@ -19,7 +19,7 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
-@pytest.mark.usefixtures("warm_actors")
+@pytest.mark.usefixtures("forked_actors")
 def test_recipe_trains(tmp_path: Path) -> None:
     data = write_gsm8k(tmp_path)
     texts = [row[key] for row in read_rows(data / "train.jsonl") for key in ("question", "answer")]

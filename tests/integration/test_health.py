@@ -49,7 +49,7 @@ class Digits:
 
 
 @pytest.fixture
-def run(tmp_path: Path, warm_actors: None, monkeypatch: pytest.MonkeyPatch) -> Run:
+def run(tmp_path: Path, forked_actors: None, monkeypatch: pytest.MonkeyPatch) -> Run:
     """Return a function that trains, with keys of the config set otherwise."""
     (tmp_path / f"{MODULE}.py").write_text(SOURCE)
     monkeypatch.syspath_prepend(tmp_path)

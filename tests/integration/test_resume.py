@@ -17,8 +17,8 @@ from safetensors.torch import load_file
 
 from anygauge.config.load import load_config
 from anygauge.plugins import load_plugins
+from anygauge.testing.fork_server import ForkServers
 from anygauge.testing.recipe import tiny_recipe
-from anygauge.testing.warm import WarmProcesses
 from anygauge.trainer.run import train
 from anygauge_hooks import hookimpl
 from anygauge_hooks.types import NamedFunction
@@ -55,7 +55,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def run(inputs: Path, warm_processes: WarmProcesses) -> Run:
+def run(inputs: Path, fork_servers: ForkServers) -> Run:
     """Return a function that runs the driver and returns its output.
 
     With ``kill``, until it has come to a point so many times.
@@ -67,9 +67,7 @@ def run(inputs: Path, warm_processes: WarmProcesses) -> Run:
             env |= {"RESUME_TEST_POINT": kill[0], "RESUME_TEST_COUNT": str(kill[1])}
         arguments = [str(inputs / "run.toml"), "--run.name", name, *options]
         with TemporaryFile() as output:
-            driver = warm_processes.start(
-                str(DRIVER), arguments, output=output.fileno(), env=env, has_own=True
-            )
+            driver = fork_servers.start(str(DRIVER), arguments, output=output.fileno(), env=env, has_own=True)
             code = driver.wait(200)
             output.seek(0)
             text = output.read().decode()
@@ -120,7 +118,7 @@ def digits(response: str) -> float:
     return sum(character.isdigit() for character in response) / 4
 
 
-@pytest.mark.usefixtures("warm_actors")
+@pytest.mark.usefixtures("forked_actors")
 def test_killed_inside_a_save(inputs: Path, run: Run) -> None:
     plugins = load_plugins(only=["cpu", "models"])
     plugins.register(Digits(), "digits")

@@ -70,7 +70,7 @@ class Recorder:
 
 
 @pytest.fixture
-def recipe(tmp_path: Path, warm_actors: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def recipe(tmp_path: Path, forked_actors: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     (tmp_path / f"{MODULE}.py").write_text(SOURCE)
     monkeypatch.syspath_prepend(tmp_path)
     yield tiny_recipe(

@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 
 from anygauge.testing.fake_engine.installed import install_fake_engine
-from anygauge.testing.observed import Observer, observed_run
+from anygauge.testing.observer import Observer, run_with_observer
 from anygauge.testing.recipe import tiny_recipe
 from anygauge.testing.tiny import tiny_tokenizer
 from anygauge.testing.tiny_vision import add_vision_tokens, tiny_qwen3_vl
@@ -19,7 +19,7 @@ from anygauge_hooks.errors import ConfigError
 from anygauge_hooks.rl import Group
 from anygauge_hooks.types import RunInfo
 
-pytestmark = pytest.mark.usefixtures("warm_actors")
+pytestmark = pytest.mark.usefixtures("forked_actors")
 BUCKET_BYTES = 1 << 20
 """Holds the whole model: the default, 1 GiB for each of two buffers, is zeroed by the host in each run."""
 
@@ -48,7 +48,7 @@ def run(directory: Path, observer: Observer, **keys: Any) -> RunInfo:
             **keys,
         },
     )
-    return observed_run(path, observer)
+    return run_with_observer(path, observer)
 
 
 def versions(groups: Sequence[Group]) -> list[set[int]]:

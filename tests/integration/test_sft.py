@@ -77,7 +77,7 @@ def expected_loss(root: Path, model: Path) -> float:
     return total / count
 
 
-@pytest.mark.usefixtures("warm_actors")
+@pytest.mark.usefixtures("forked_actors")
 def test_chats(chats: Path) -> None:
     lines = metrics_of(chats)
     steps = [line for line in lines if "train/loss" in line]

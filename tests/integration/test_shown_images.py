@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from anygauge.testing.observed import Observer, observed_run
+from anygauge.testing.observer import Observer, run_with_observer
 from anygauge.testing.recipe import tiny_recipe
 from anygauge.testing.tiny import tiny_tokenizer
 from anygauge.testing.tiny_vision import add_vision_tokens, tiny_qwen3_vl
 from anygauge_hooks.rl import Prompt, Sample
 
-pytestmark = pytest.mark.usefixtures("warm_actors")
+pytestmark = pytest.mark.usefixtures("forked_actors")
 
 
 async def closer(rollout: Any, prompt: Prompt, seed: int) -> Sample:
@@ -31,12 +31,12 @@ async def closer(rollout: Any, prompt: Prompt, seed: int) -> Sample:
 
 
 @pytest.fixture
-def seeing(tmp_path: Path) -> Path:
+def vision_model(tmp_path: Path) -> Path:
     tokenizer = add_vision_tokens(tiny_tokenizer(tmp_path / "seeing", alphabet="0123456789+="))
     return tiny_qwen3_vl(tmp_path / "seeing", tokenizer, init_std=0.2)
 
 
-def test_what_a_function_shows_is_trained_on_as_the_engine_saw_it(tmp_path: Path, seeing: Path) -> None:
+def test_what_a_function_shows_is_trained_on_as_the_engine_saw_it(tmp_path: Path, vision_model: Path) -> None:
     rows = []
     for number in range(4):
         Image.new("RGB", (16, 32), (60 * number, 0, 0)).save(tmp_path / f"{number}.png")
@@ -45,14 +45,14 @@ def test_what_a_function_shows_is_trained_on_as_the_engine_saw_it(tmp_path: Path
     recipe = tiny_recipe(
         tmp_path,
         run__steps=1,
-        model__path=seeing,
+        model__path=vision_model,
         data__train=[tmp_path / "seen.jsonl"],
         data__multimodal_keys__image="images",
         rollout__function=f"{__name__}:closer",
         rollout__max_new_tokens=16,
     )
     observer = Observer()
-    observed_run(recipe, observer)
+    run_with_observer(recipe, observer)
     for group in observer.groups:
         for sample in group.samples:
             first, second = sample.media
@@ -68,13 +68,15 @@ def test_what_a_function_shows_is_trained_on_as_the_engine_saw_it(tmp_path: Path
     assert not (tmp_path / "run" / "media").exists()
 
 
-def test_a_run_of_text_draws_no_placeholder_of_a_model_that_could_see(tmp_path: Path, seeing: Path) -> None:
+def test_a_run_of_text_draws_no_placeholder_of_a_model_that_could_see(
+    tmp_path: Path, vision_model: Path
+) -> None:
     """It would have drawn dozens: they are two of some twenty tokens."""
-    hf = json.loads((seeing / "config.json").read_text())
+    hf = json.loads((vision_model / "config.json").read_text())
     holders = {hf["image_token_id"], hf["video_token_id"]}
     observer = Observer()
-    observed_run(
-        tiny_recipe(tmp_path, run__steps=1, model__path=seeing, rollout__max_new_tokens=32), observer
+    run_with_observer(
+        tiny_recipe(tmp_path, run__steps=1, model__path=vision_model, rollout__max_new_tokens=32), observer
     )
     said = [token for group in observer.groups for each in group.samples for token in each.response_tokens]
     assert len(said) > 200

@@ -45,19 +45,19 @@ print(json.dumps({
 }))
 """
 
-COMMAND = "anygauge.testing.warm_main"
+COMMAND = "anygauge.testing.fork_server_main"
 IMPORTED = "ignore:Module already imported:pytest.PytestAssertRewriteWarning"
 FORKED = """
 import json
 from pathlib import Path
-from anygauge.testing.warm import WarmProcesses
+from anygauge.testing.fork_server import ForkServers
 
 def start(name, module, *arguments):
     with open(name + ".out", "wb") as output, open(name + ".err", "wb") as errors:
         outputs = {{"output": output.fileno(), "errors": errors.fileno()}}
         return processes.start(module, arguments, has_own=True, **outputs)
 
-processes = WarmProcesses("abacus")
+processes = ForkServers("abacus")
 started = {{name: start(name, *command) for name, command in {commands}.items()}}
 for name, process in started.items():
     assert process.wait(200) == 0, (name, Path(name + ".out").read_text(), Path(name + ".err").read_text())

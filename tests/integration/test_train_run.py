@@ -202,7 +202,7 @@ def check_directory(directory: Path) -> None:
     AutoTokenizer.from_pretrained(directory / "hf")
 
 
-@pytest.mark.usefixtures("warm_actors")
+@pytest.mark.usefixtures("forked_actors")
 def test_an_error_ends_the_run_in_order(inputs: Path) -> None:
     plugins, recorder = with_recorder(failing=True)
     with pytest.raises(RewardError, match="a reward that fails"):

@@ -23,9 +23,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from anygauge.testing.datasets import write_gsm8k
+from anygauge.testing.fork_server import ForkServers
+from anygauge.testing.fork_server_commands import forked_commands
 from anygauge.testing.tiny import tiny_qwen3, tiny_tokenizer
-from anygauge.testing.warm import WarmProcesses
-from anygauge.testing.warm_commands import warm_commands
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = {path.name: path for path in sorted((ROOT / "docs" / "tutorials").glob("*.md"))}
@@ -255,9 +255,9 @@ def environment(directory: Path, commands: Path | None) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def commands(warm_processes: WarmProcesses, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def commands(fork_servers: ForkServers, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Return the folder of the commands that are forked."""
-    with warm_commands(warm_processes, tmp_path_factory.mktemp("commands")) as folder:
+    with forked_commands(fork_servers, tmp_path_factory.mktemp("commands")) as folder:
         yield folder
 
 

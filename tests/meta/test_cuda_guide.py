@@ -72,7 +72,7 @@ def test_a_command_that_needs_no_gpu_does_what_it_says(
     assert "cuda" in "".join(capsys.readouterr())
 
 
-@pytest.mark.usefixtures("warm_probes")
+@pytest.mark.usefixtures("forked_probes")
 def test_doctor_lists_what_the_page_says(capfd: pytest.CaptureFixture[str]) -> None:
     main(["doctor", "--backend", "cuda", "--json"])
     found = {check["name"] for check in json.loads(capfd.readouterr().out)["checks"]["cuda"]}

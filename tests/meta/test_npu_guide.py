@@ -96,7 +96,7 @@ def test_a_program_that_needs_no_ascend_does_what_it_says(command: str) -> None:
         if line.startswith("anygauge ")
     ],
 )
-@pytest.mark.usefixtures("warm_probes")
+@pytest.mark.usefixtures("forked_probes")
 def test_a_command_that_needs_no_ascend_does_what_it_says(
     command: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,7 +14,7 @@ import pytest
 from anygauge.config.schema import RolloutClient
 from anygauge.config.validate import validate
 from anygauge.rollout.client import EngineClient
-from anygauge.rollout.fleet import Fleet
+from anygauge.rollout.engine_pool import EnginePool
 from anygauge.rollout.sglang import keys as sglang_keys
 from anygauge.rollout.sglang.keys import HiddenKey, key_problems, key_variable, own_keys, set_keys
 from anygauge.testing.fake_engine import FakeServer, Options
@@ -133,7 +133,7 @@ def test_the_run_shows_the_right_key_with_every_request_around_weights(server: F
 
 def test_a_fleet_shows_each_engine_its_own_keys(server: FakeServer) -> None:
     async def generate(keys: ServerKeys) -> Any:
-        fleet = Fleet(CLIENT)
+        fleet = EnginePool(CLIENT)
         fleet.add("engine-0", server.address, keys=keys)
         try:
             return await fleet.generate(REQUEST)

@@ -27,10 +27,10 @@ from anygauge.rollout.control import multi_turn
 from anygauge.rollout.gateway import anthropic_api, openai_api, server
 from anygauge.rollout.gateway.agent import agent
 from anygauge.rollout.gateway.answers import answer_of
-from anygauge.rollout.gateway.asks import Ask
 from anygauge.rollout.gateway.messages import Chat, Message
-from anygauge.rollout.gateway.reading import Style, read
 from anygauge.rollout.gateway.rendering import Renderer
+from anygauge.rollout.gateway.request_parsing import ChatRequest
+from anygauge.rollout.gateway.response_parsing import Style, read
 from anygauge.rollout.gateway.sampling import Choice
 from anygauge.rollout.gateway.tool_formats import FORMATS, Called, ToolFormat
 from anygauge.testing.scripted_gateway import ScriptedRollout, Served, chat_tokenizer, serve_script
@@ -181,7 +181,7 @@ def test_any_text_becomes_an_answer_of_both_apis(
     renderer = Renderer(tokenizer, spoken=(form.start, form.end))
     choice = Choice(request, list(tokens), [0.0] * len(tokens), [0] * len(tokens), "stop")
     answer = answer_of(0, choice, renderer, style, "r")
-    ask = Ask("policy", Chat((Message("user", "one"),)))
+    ask = ChatRequest("policy", Chat((Message("user", "one"),)))
     for told in (openai_api.completion("c", 0, ask, [answer]), anthropic_api.message("m", ask, answer)):
         json.dumps(told, allow_nan=False).encode()
     for call in answer.calls:

@@ -22,10 +22,10 @@ OBJECT_COLLECTIVES = {
 }
 WORDS = re.compile(r"pickle|_object\b|_object_list\b|Unpickler")
 UNPICKLES = {
-    "trainer/calls.py": "driver and workers, which the run has started",
+    "trainer/rpc.py": "driver and workers, which the run has started",
     "rollout/rewards/process.py": "a scoring process, of what the driver sends",
     "engines/megatron/conversion/dist_index.py": "a checkpoint's index, with a list of classes",
-    "testing/warm.py": "processes of tests, of what the test process sends",
+    "testing/fork_server.py": "processes of tests, of what the test process sends",
     "testing/fake_engine/weight_store.py": "the fake engine, in the place of SGLang",
 }
 """Files of the core that load pickles, and whose."""

@@ -85,7 +85,7 @@ def servers(plugins: Plugins, make_config: Callable[..., Config]) -> Iterator[Ma
 
 
 @pytest.fixture(scope="module")
-def make_seeing(plugins: Plugins, tmp_path_factory: pytest.TempPathFactory) -> Iterator[MakeServer]:
+def make_vision_model(plugins: Plugins, tmp_path_factory: pytest.TempPathFactory) -> Iterator[MakeServer]:
     """Return a maker of servers of models that see, which are ended with the file."""
     backend = plugins.get("register_backends", "cpu")
     made: list[SGLangServer] = []

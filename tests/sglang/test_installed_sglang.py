@@ -18,7 +18,7 @@ import pytest
 
 from anygauge.config import Config
 from anygauge.plugins import Plugins
-from anygauge.rollout.deployment import plan_servers
+from anygauge.rollout.server_plan import plan_servers
 from anygauge.rollout.sglang.arguments import by_name, command_line, run_arguments
 from anygauge.rollout.sglang.installed import installed_sglang
 from anygauge.rollout.sglang.kinds import plan_arguments

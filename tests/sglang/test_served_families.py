@@ -17,8 +17,8 @@ from anygauge.engines.megatron.weights.hf import write_directory
 from anygauge.plugins import Plugins
 from anygauge.rollout.sglang.server import SGLangServer
 from anygauge.rollout.transformers.weights import copy_weights
-from anygauge.testing.beside_transformers import build
-from anygauge.testing.served_sights import Seeing, published, write_served
+from anygauge.testing.served_vision import VisionReference, published, write_served
+from anygauge.testing.transformers_parity import build
 from anygauge.weight_sync.buckets import Buffers
 from anygauge.weight_sync.pusher import WeightPusher
 from anygauge.weight_sync.transports.distributed import DistributedTransport
@@ -44,7 +44,7 @@ OTHER = 100 * TOLERANCE
 class Served(NamedTuple):
     """A family in transformers, in the trainer, and in a server."""
 
-    seeing: Seeing
+    reference: VisionReference
     policy: Any
     server: SGLangServer
     peer: Future[WeightPeer]
@@ -54,7 +54,7 @@ class Served(NamedTuple):
 def all_served(
     plugins: Plugins,
     context: WorkerContext,
-    make_seeing: Any,
+    make_vision_model: Any,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[dict[str, Served]]:
     """Start a server for each family, two at a time."""
@@ -62,9 +62,9 @@ def all_served(
         found = {}
         for family, arguments in FAMILIES.items():
             spec = plugins.get("register_models", family)
-            seeing, policy, path = written(spec, tmp_path_factory.mktemp(family), context)
-            server = make_seeing(path, sglang=arguments)
-            found[family] = Served(seeing, policy, server, pool.submit(started, server))
+            reference, policy, path = written(spec, tmp_path_factory.mktemp(family), context)
+            server = make_vision_model(path, sglang=arguments)
+            found[family] = Served(reference, policy, server, pool.submit(started, server))
         yield found
 
 
@@ -73,13 +73,13 @@ def started(server: SGLangServer) -> WeightPeer:
     return replace(server.weight_peer(), api=WeightApi(checksums="sha256"))
 
 
-def written(spec: ModelSpec, path: Path, context: WorkerContext) -> tuple[Seeing, Any, Path]:
+def written(spec: ModelSpec, path: Path, context: WorkerContext) -> tuple[VisionReference, Any, Path]:
     """Return the model, the same in the trainer, and a directory that the trainer has written of it."""
-    seeing = Seeing(spec, write_served(spec, path))
+    reference = VisionReference(spec, write_served(spec, path))
     source = published(path)
-    policy = build(source, context, ["image", "audio"] if "audio_config" in seeing.hf else ["image"])
+    policy = build(source, context, ["image", "audio"] if "audio_config" in reference.hf else ["image"])
     write_directory(path / "served", source, policy.weights(), torch.float32)
-    return seeing, policy, path / "served"
+    return reference, policy, path / "served"
 
 
 @pytest.fixture(params=FAMILIES)
@@ -89,24 +89,27 @@ def served(request: pytest.FixtureRequest, all_served: dict[str, Served]) -> Ite
 
 
 def test_log_probs_are_those_of_the_model_before_and_after_an_update(served: Served) -> None:
-    seeing, policy, peer = served.seeing, served.policy, served.peer.result()
-    requests = [seeing.request("one", 5, "square", 7, 8), seeing.request("two", 5, "wide", 9, "square", 7)]
-    before = compare(seeing, peer, requests)
+    reference, policy, peer = served.reference, served.policy, served.peer.result()
+    requests = [
+        reference.request("one", 5, "square", 7, 8),
+        reference.request("two", 5, "wide", 9, "square", 7),
+    ]
+    before = compare(reference, peer, requests)
     retrain(policy)
-    copy_weights(seeing.model, policy.weights())
-    assert seeing.difference(requests[0], before) > OTHER, "the weights before can be told apart"
+    copy_weights(reference.model, policy.weights())
+    assert reference.difference(requests[0], before) > OTHER, "the weights before can be told apart"
     push(policy, peer)
-    compare(seeing, peer, requests)
+    compare(reference, peer, requests)
 
 
-def compare(seeing: Seeing, peer: WeightPeer, requests: list[Any]) -> Any:
+def compare(reference: VisionReference, peer: WeightPeer, requests: list[Any]) -> Any:
     """Compare what is said of images, and of another image; return the answer to the first request."""
-    answers = seeing.ask(peer, *requests)
+    answers = reference.generate(peer, *requests)
     for request, said in zip(requests, answers, strict=True):
         assert len(said.tokens) == 16
-        assert not set(said.tokens) & set(seeing.forbidden)
-        assert seeing.difference(request, said) < TOLERANCE
-        assert seeing.difference(request, said, {"square": "other"}) > OTHER
+        assert not set(said.tokens) & set(reference.forbidden)
+        assert reference.difference(request, said) < TOLERANCE
+        assert reference.difference(request, said, {"square": "other"}) > OTHER
     return answers[0]
 
 

@@ -14,9 +14,9 @@ import torch
 
 from anygauge.config.schema import WeightSync
 from anygauge.plugins import Plugins
-from anygauge.rollout.client import Pictures
+from anygauge.rollout.client import ImageEncoder
 from anygauge.rollout.sglang.server import SGLangServer
-from anygauge.testing.served_sights import PATCH, Seeing
+from anygauge.testing.served_vision import PATCH, VisionReference
 from anygauge.weight_sync.buckets import Buffers
 from anygauge.weight_sync.pusher import WeightPusher
 from anygauge.weight_sync.receiver import Receiver
@@ -37,14 +37,14 @@ MakeServer = Callable[..., SGLangServer]
 
 
 @pytest.fixture(scope="module")
-def seeing(tmp_path_factory: pytest.TempPathFactory, plugins: Plugins) -> Seeing:
+def reference(tmp_path_factory: pytest.TempPathFactory, plugins: Plugins) -> VisionReference:
     from anygauge.testing.tiny import tiny_tokenizer
     from anygauge.testing.tiny_vision import add_vision_tokens, tiny_qwen3_vl
 
     path = tmp_path_factory.mktemp("seeing")
     tokenizer = add_vision_tokens(tiny_tokenizer(path, texts=["what is in the picture "] * 4))
     tiny_qwen3_vl(path, tokenizer, patch=PATCH, pixels=(32 * 32, 256 * 256), init_std=0.2)
-    return Seeing(plugins.model([ARCHITECTURE]), path)
+    return VisionReference(plugins.model([ARCHITECTURE]), path)
 
 
 def started(server: SGLangServer, encoders: Sequence[str] = ()) -> WeightPeer:
@@ -61,8 +61,8 @@ class Starting(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def starting(make_seeing: MakeServer, seeing: Seeing) -> Iterator[Starting]:
-    make = partial(make_seeing, seeing.path)
+def starting(make_vision_model: MakeServer, reference: VisionReference) -> Iterator[Starting]:
+    make = partial(make_vision_model, reference.path)
     groups = [{"kind": "encoder"}, {"kind": "regular"}]
     whole, encoder, decoder = make(), make(groups=groups), make(rank=1, groups=groups)
     with ThreadPoolExecutor(2) as pool:
@@ -74,57 +74,61 @@ def peer(starting: Starting) -> WeightPeer:
     return starting.whole.result()
 
 
-def test_log_probs_are_those_of_the_model_for_one_image_and_several(seeing: Seeing, peer: WeightPeer) -> None:
+def test_log_probs_are_those_of_the_model_for_one_image_and_several(
+    reference: VisionReference, peer: WeightPeer
+) -> None:
     requests = [
-        seeing.request("one", 5, "square", 7, 8),
-        seeing.request("two", 5, 6, "wide", 9, 10, "square", 7),
-        seeing.request("same", "square", "square", 3),
-        seeing.request("none", 5, 6, 7),
+        reference.request("one", 5, "square", 7, 8),
+        reference.request("two", 5, 6, "wide", 9, 10, "square", 7),
+        reference.request("same", "square", "square", 3),
+        reference.request("none", 5, 6, 7),
     ]
-    answers = seeing.ask(peer, *requests)
+    answers = reference.generate(peer, *requests)
     for request, said in zip(requests, answers, strict=True):
         assert len(said.tokens) == 16
-        assert not set(said.tokens) & set(seeing.forbidden)
+        assert not set(said.tokens) & set(reference.forbidden)
         if request.media:
-            assert seeing.difference(request, said) < TOLERANCE
+            assert reference.difference(request, said) < TOLERANCE
     swapped = {"square": "other"}
-    assert seeing.difference(requests[0], answers[0], swapped) > 0.5, "another image has other log-probs"
-    assert seeing.difference(requests[1], answers[1], swapped) > 0.5
+    assert reference.difference(requests[0], answers[0], swapped) > 0.5, "another image has other log-probs"
+    assert reference.difference(requests[1], answers[1], swapped) > 0.5
 
 
-def test_a_conversation_goes_on_with_an_image_of_a_tool(seeing: Seeing, peer: WeightPeer) -> None:
-    first = seeing.request("turn-1", 5, "wide", 7)
-    [said] = seeing.ask(peer, first)
-    shown = seeing.request("", 4, "square", 6)
+def test_a_conversation_goes_on_with_an_image_of_a_tool(reference: VisionReference, peer: WeightPeer) -> None:
+    first = reference.request("turn-1", 5, "wide", 7)
+    [said] = reference.generate(peer, first)
+    shown = reference.request("", 4, "square", 6)
     before = len(first.tokens) + len(said.tokens)
     second = first._replace(
         id="turn-2",
         tokens=(*first.tokens, *said.tokens, *shown.tokens),
         media=(*first.media, *(medium.moved(before) for medium in shown.media)),
     )
-    [answer] = seeing.ask(peer, second)
-    assert seeing.difference(second, answer) < TOLERANCE
-    assert seeing.difference(second, answer, {"square": "other"}) > 0.5
+    [answer] = reference.generate(peer, second)
+    assert reference.difference(second, answer) < TOLERANCE
+    assert reference.difference(second, answer, {"square": "other"}) > 0.5
 
 
 def test_a_broken_picture_is_refused_and_the_server_lives(
-    seeing: Seeing, peer: WeightPeer, monkeypatch: pytest.MonkeyPatch
+    reference: VisionReference, peer: WeightPeer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    request = seeing.request("broken", 5, "square", 7)
+    request = reference.request("broken", 5, "square", 7)
     with monkeypatch.context() as patch:
-        patch.setattr(Pictures, "_encode", lambda self, medium: b'"iVBORw0KGgpicm9rZW4="')
+        patch.setattr(ImageEncoder, "_encode", lambda self, medium: b'"iVBORw0KGgpicm9rZW4="')
         with pytest.raises(RolloutError) as caught:
-            seeing.ask(peer, request)
+            reference.generate(peer, request)
     assert caught.value.code == "AG401"
-    [said] = seeing.ask(peer, request)
-    assert seeing.difference(request, said) < TOLERANCE
+    [said] = reference.generate(peer, request)
+    assert reference.difference(request, said) < TOLERANCE
 
 
 @pytest.fixture
-def pusher(request: pytest.FixtureRequest, tmp_path: Path, seeing: Seeing) -> Iterator[WeightPusher]:
+def pusher(
+    request: pytest.FixtureRequest, tmp_path: Path, reference: VisionReference
+) -> Iterator[WeightPusher]:
     makers: dict[str, Callable[[], WeightTransport]] = {
         "tensor": TensorTransport,
-        "disk": lambda: DiskTransport(tmp_path, seeing.path),
+        "disk": lambda: DiskTransport(tmp_path, reference.path),
         "distributed": lambda: DistributedTransport("cpu", {"cpu": "gloo"}, deadline_s=120),
         "delta": lambda: DeltaTransport(deadline_s=120),
     }
@@ -140,14 +144,14 @@ def pusher(request: pytest.FixtureRequest, tmp_path: Path, seeing: Seeing) -> It
     ("pusher", "version"), [("distributed", 1), ("disk", 2), ("delta", 3), ("tensor", 4)], indirect=["pusher"]
 )
 def test_new_weights_reach_the_servers_tower(
-    pusher: WeightPusher, version: int, seeing: Seeing, peer: WeightPeer
+    pusher: WeightPusher, version: int, reference: VisionReference, peer: WeightPeer
 ) -> None:
-    request = seeing.request(f"sync-{version}", 5, "square", 7)
-    [before] = seeing.ask(peer, request)
-    retrain(seeing.model, version)
+    request = reference.request(f"sync-{version}", 5, "square", 7)
+    [before] = reference.generate(peer, request)
+    retrain(reference.model, version)
     weights = [
         (name, tensor.detach())
-        for name, tensor in seeing.model.state_dict().items()
+        for name, tensor in reference.model.state_dict().items()
         if name != "lm_head.weight"
     ]
     beside = Receiver(peer, host="127.0.0.1", bucket_bytes=1 << 16, deadline_s=120)
@@ -158,9 +162,9 @@ def test_new_weights_reach_the_servers_tower(
         beside.close()
     assert not report.failed, report
     assert report.unverified == (), "every parameter of the server was compared"
-    [after] = seeing.ask(peer, request)
-    assert seeing.difference(request, after) < TOLERANCE
-    assert seeing.difference(request, before) > 0.05, "the weights before can be told apart"
+    [after] = reference.generate(peer, request)
+    assert reference.difference(request, after) < TOLERANCE
+    assert reference.difference(request, before) > 0.05, "the weights before can be told apart"
 
 
 def retrain(model: Any, seed: int) -> None:
@@ -171,11 +175,15 @@ def retrain(model: Any, seed: int) -> None:
             parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator))
 
 
-def test_an_encoder_beside_a_server_of_the_decoder_alone(seeing: Seeing, starting: Starting) -> None:
+def test_an_encoder_beside_a_server_of_the_decoder_alone(
+    reference: VisionReference, starting: Starting
+) -> None:
     from transformers import Qwen3VLForConditionalGeneration
 
-    seeing.model = Qwen3VLForConditionalGeneration.from_pretrained(seeing.path, dtype=torch.float32).eval()
-    request = seeing.request("split", 5, "square", 7)
-    [said] = seeing.ask(starting.divided.result(), request)
-    assert seeing.difference(request, said) < TOLERANCE
-    assert seeing.difference(request, said, {"square": "other"}) > 0.5
+    reference.model = Qwen3VLForConditionalGeneration.from_pretrained(
+        reference.path, dtype=torch.float32
+    ).eval()
+    request = reference.request("split", 5, "square", 7)
+    [said] = reference.generate(starting.divided.result(), request)
+    assert reference.difference(request, said) < TOLERANCE
+    assert reference.difference(request, said, {"square": "other"}) > 0.5

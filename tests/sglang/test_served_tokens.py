@@ -21,7 +21,7 @@ import torch
 
 from anygauge.config import Config
 from anygauge.config.schema import RolloutClient
-from anygauge.rollout.fleet import Fleet
+from anygauge.rollout.engine_pool import EnginePool
 from anygauge.rollout.gateway.server import Gateway
 from anygauge.rollout.sglang.server import SGLangServer
 from anygauge_hooks.errors import RolloutError
@@ -217,7 +217,7 @@ def test_what_an_agent_is_trained_on_has_the_engines_log_probs(
     server = both[0].weight_peer()
 
     async def main() -> list[Sample]:
-        fleet = Fleet(RolloutClient())
+        fleet = EnginePool(RolloutClient())
         fleet.add("engine-0", server.address, keys=server.keys)
         async with Gateway(tokenizer, SamplingParams(max_new_tokens=64)) as gateway:
             session = gateway.open(fleet, seed=1)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from anygauge.testing.observed import Observer, observed_run
+from anygauge.testing.observer import Observer, run_with_observer
 from anygauge.testing.recipe import tiny_recipe
 from anygauge_hooks.rl import Group
 
@@ -31,7 +31,7 @@ def run(directory: Path, **keys: Any) -> Observer:
         },
     )
     observer = Observer()
-    observed_run(path, observer)
+    run_with_observer(path, observer)
     return observer
 
 

@@ -122,16 +122,16 @@ class _Rotate(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Return the rotated ``x``."""
         ctx.save_for_backward(cos, sin)
-        return _turn(x, cos, sin)
+        return _rotate_heads(x, cos, sin)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         """Return the gradient of ``x``: the rotation by the opposite angle."""
         cos, sin = ctx.saved_tensors
-        return _turn(grads[0], cos, _swap(sin)), None, None
+        return _rotate_heads(grads[0], cos, _swap(sin)), None, None
 
 
-def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def _rotate_heads(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     wide = x.float()
     turned = torch.mul(wide, cos).addcmul_(_swap(wide), sin)
     return turned.to(x.dtype)

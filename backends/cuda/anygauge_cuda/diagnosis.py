@@ -9,7 +9,7 @@ from typing import Any
 from anygauge_cuda.env import FORMER
 from anygauge_hooks.errors import ConfigError
 
-__all__ = ["HISTORY", "write_beside"]
+__all__ = ["HISTORY", "write_diagnosis"]
 
 HISTORY = "ANYGAUGE_CUDA_MEMORY_HISTORY"
 """How many allocations to remember; a lack of memory then writes them down. Costs time in each."""
@@ -17,7 +17,7 @@ DUMP = "TORCH_FR_DUMP_TEMP_FILE"
 """Where torch writes the collectives that a rank waits for; the rank's number is added."""
 
 
-def write_beside(log: str) -> None:
+def write_diagnosis(log: str) -> None:
     """Have torch write what a hang, or a lack of memory, leaves behind beside the log of this process.
 
     :raises ConfigError: What :data:`HISTORY` holds is no number.

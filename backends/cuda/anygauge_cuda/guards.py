@@ -10,7 +10,7 @@ from torch import Tensor
 
 from anygauge_hooks.errors import KernelInputError
 
-__all__ = ["check_angles", "check_lengths", "check_shape", "refuse"]
+__all__ = ["check_lengths", "check_rope", "check_shape", "refuse"]
 
 
 def refuse(op: str, found: str, hint: str) -> NoReturn:
@@ -33,7 +33,7 @@ def check_shape(op: str, name: str, tensor: Tensor, shape: Sequence[int], meanin
         refuse(op, f"{name} of shape {list(tensor.shape)}, not {list(shape)}", f"{name} is {meaning}.")
 
 
-def check_angles(op: str, cos: Tensor, sin: Tensor, tokens: int, width: int) -> None:
+def check_rope(op: str, cos: Tensor, sin: Tensor, tokens: int, width: int) -> None:
     """Refuse cosines and sines that are not those of the tokens, or that halves of a head do not have.
 
     :param width: Size of a head.

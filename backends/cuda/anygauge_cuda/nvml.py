@@ -54,8 +54,8 @@ class Meters:
         """Return what is known of what ``anygauge_hooks.types.Device.meters`` names."""
         found = {
             "utilization": self._utilization(),
-            "temperature": self._ask("nvmlDeviceGetTemperature", _TEMPERATURE_OF_GPU),
-            "clock": self._ask("nvmlDeviceGetClockInfo", _CLOCK_OF_MULTIPROCESSORS),
+            "temperature": self._query("nvmlDeviceGetTemperature", _TEMPERATURE_OF_GPU),
+            "clock": self._query("nvmlDeviceGetClockInfo", _CLOCK_OF_MULTIPROCESSORS),
         }
         return {**{name: value for name, value in found.items() if value is not None}, **self._rates()}
 
@@ -80,7 +80,7 @@ class Meters:
 
     def _totals(self) -> dict[str, float]:
         """Return joules and seconds since the driver was loaded."""
-        energy_mj = self._ask("nvmlDeviceGetTotalEnergyConsumption")
+        energy_mj = self._query("nvmlDeviceGetTotalEnergyConsumption")
         found = {} if energy_mj is None else {"power": energy_mj / 1e3}
         for name, policy in _POLICIES.items():
             status = self._call("nvmlDeviceGetViolationStatus", policy)
@@ -88,7 +88,7 @@ class Meters:
                 found[name] = status.violationTime / 1e9
         return found
 
-    def _ask(self, function: str, *arguments: Any) -> float | None:
+    def _query(self, function: str, *arguments: Any) -> float | None:
         answer = self._call(function, *arguments)
         return None if answer is None else float(answer)
 

@@ -41,7 +41,7 @@ def prepare_worker(backend: BackendSpec, role: str, phase: Phase, config: Any, l
     from anygauge_cuda import diagnosis, numa
 
     if log is not None:
-        diagnosis.write_beside(log)
+        diagnosis.write_diagnosis(log)
     if role not in env.ENGINES:
         numa.bind_to_device()
 

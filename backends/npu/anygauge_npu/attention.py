@@ -112,7 +112,7 @@ def _calls(
     q: Tensor, k: Tensor, v: Tensor, lengths: tuple[int, ...], key_lengths: tuple[int, ...]
 ) -> Iterator[tuple[Tensor, Tensor, Tensor, list[int], list[int]]]:
     """Yield the tensors and the cumulative lengths of each call, without the sequences that ask nothing."""
-    k, v = (_asked(x, lengths, key_lengths) for x in (k, v))
+    k, v = (_keys_with_queries(x, lengths, key_lengths) for x in (k, v))
     pairs = [pair for pair in zip(lengths, key_lengths, strict=True) if pair[0]]
     first, first_key = 0, 0
     for group in _groups(pairs):
@@ -128,7 +128,7 @@ def _part(x: Tensor, start: int, end: int) -> Tensor:
     return x if (start, end) == (0, len(x)) else x[start:end]
 
 
-def _asked(x: Tensor, lengths: tuple[int, ...], key_lengths: tuple[int, ...]) -> Tensor:
+def _keys_with_queries(x: Tensor, lengths: tuple[int, ...], key_lengths: tuple[int, ...]) -> Tensor:
     """Return the keys without those of sequences that have no queries."""
     if all(n or not seen for n, seen in zip(lengths, key_lengths, strict=True)):
         return x

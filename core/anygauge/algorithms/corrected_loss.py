@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from anygauge.algorithms.sample_sums import sample_shares
+from anygauge.algorithms.sample_sums import sample_mean_weights
 from anygauge_hooks.algorithms import Correction
 from anygauge_hooks.engines import LossFunction, LossInputs
 from anygauge_hooks.errors import PluginError
@@ -30,7 +30,7 @@ TERM = "pg_loss"
 class CorrectedLoss:
     """A policy loss whose tokens are weighed by corrections: an instance, so that it can be sent to a worker.
 
-    A policy loss is a sum over tokens times ``inputs.weights``, so the weights of all corrections are
+    A policy loss is a sum over tokens times ``inputs.loss_weights``, so the weights of all corrections are
     multiplied into those. Each correction sees the same inputs, and their order does not matter. What the
     loss reports is of the tokens as they were sampled, but for ``pg_loss``. Terms that
     :func:`~anygauge.algorithms.losses.policy_objective` adds are not corrected, as in the papers.
@@ -49,13 +49,13 @@ class CorrectedLoss:
         with torch.no_grad():
             found = {name: _found(name, fn(inputs), inputs) for name, fn in self.corrections.items()}
             metrics = dict(chain.from_iterable(_report(name, each, inputs) for name, each in found.items()))
-            metrics[COUNT] = sample_shares(inputs).sum()
-        factors = [each.weights for each in found.values() if each.weights is not None]
+            metrics[COUNT] = sample_mean_weights(inputs).sum()
+        factors = [each.importance_weights for each in found.values() if each.importance_weights is not None]
         if not factors:
             loss, reported = self.policy_loss(inputs)
             return loss, {**reported, **metrics}
-        weights = torch.stack([inputs.weights, *factors]).prod(0)
-        loss, corrected = self.policy_loss(replace(inputs, weights=weights))
+        weights = torch.stack([inputs.loss_weights, *factors]).prod(0)
+        loss, corrected = self.policy_loss(replace(inputs, loss_weights=weights))
         with torch.no_grad():
             _, reported = self.policy_loss(inputs)
         terms = {name: value for name, value in corrected.items() if name == TERM}
@@ -64,10 +64,10 @@ class CorrectedLoss:
 
 def _found(name: str, found: Any, inputs: LossInputs) -> Correction:
     """Return what a correction returned, checked."""
-    size = inputs.weights.shape
+    size = inputs.loss_weights.shape
     problem = None if isinstance(found, Correction) else f"it returned a {type(found).__name__}"
     if problem is None:
-        weights = {} if found.weights is None else {"weights": found.weights}
+        weights = {} if found.importance_weights is None else {"importance_weights": found.importance_weights}
         for key, value in {**found.metrics, **found.sample_metrics, **weights}.items():
             if not isinstance(value, Tensor):
                 problem = f"its {key} is a {type(value).__name__}"
@@ -76,7 +76,7 @@ def _found(name: str, found: Any, inputs: LossInputs) -> Correction:
     if problem is not None:
         raise PluginError(
             f"Correction {name!r} must return a Correction with tensors {list(size)}; {problem}.",
-            hint="One number for each token of inputs.weights; weights = None for a correction without any.",
+            hint="One number per token; importance_weights = None for a correction without weights.",
         )
     checked: Correction = found
     return checked
@@ -85,13 +85,13 @@ def _found(name: str, found: Any, inputs: LossInputs) -> Correction:
 def _report(name: str, found: Correction, x: LossInputs) -> list[tuple[str, Tensor]]:
     """Return the metrics of a correction, summed."""
     by_token, by_sample = dict(found.metrics), dict(found.sample_metrics)
-    if (weights := found.weights) is not None:
+    if (weights := found.importance_weights) is not None:
         own = by_sample if found.by_sample else by_token
         own |= {"weight": weights, "masked": (weights == 0).to(weights.dtype)}
         own |= {SQUARE[1:]: weights.square(), TOTAL[1:]: torch.ones_like(weights)}
-    shares = sample_shares(x)
+    shares = sample_mean_weights(x)
     return [
-        *((f"{PREFIX}{name}/{key}", (value * x.weights).sum()) for key, value in by_token.items()),
+        *((f"{PREFIX}{name}/{key}", (value * x.loss_weights).sum()) for key, value in by_token.items()),
         *((f"{PREFIX}{name}/{key}{BY_SAMPLE}", (value * shares).sum()) for key, value in by_sample.items()),
     ]
 

@@ -116,8 +116,8 @@ def veto(inputs: LossInputs, *, threshold: Positive = 1e-4) -> Correction:
     :returns: The mask.
     """
     caught = _token_log_ratio(inputs) < math.log(threshold)
-    kept = sample_sums(caught.to(inputs.weights.dtype), inputs) == 0
-    return Correction(kept.to(inputs.weights.dtype), by_sample=True)
+    kept = sample_sums(caught.to(inputs.loss_weights.dtype), inputs) == 0
+    return Correction(kept.to(inputs.loss_weights.dtype), by_sample=True)
 
 
 def sequence_mask(inputs: LossInputs, *, delta: NotNegative) -> Correction:
@@ -134,7 +134,7 @@ def sequence_mask(inputs: LossInputs, *, delta: NotNegative) -> Correction:
     """
     log_ratio = _bounded(inputs.rollout_log_probs - inputs.log_probs)
     masked = (inputs.advantages < 0) & (sample_means(log_ratio, inputs) > delta)
-    return Correction(torch.ones_like(inputs.weights).masked_fill(masked, 0.0))
+    return Correction(torch.ones_like(inputs.loss_weights).masked_fill(masked, 0.0))
 
 
 def metrics_only(inputs: LossInputs) -> Correction:

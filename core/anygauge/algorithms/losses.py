@@ -181,9 +181,9 @@ class _Objective:
             loss = loss + self.kl_coef * kl
             terms["kl_loss"] = kl.detach()
         if self.distill_kl_coef:
-            assert x.likeliest is not None, "a distilled policy without a teacher"
-            assert x.teacher_likeliest is not None, "a distilled policy without a teacher"
-            kl = _sum(top_k_kl(x.likeliest, x.teacher_likeliest), x)
+            assert x.top_k_log_probs is not None, "a distilled policy without a teacher"
+            assert x.teacher_top_k_log_probs is not None, "a distilled policy without a teacher"
+            kl = _sum(top_k_kl(x.top_k_log_probs, x.teacher_top_k_log_probs), x)
             loss = loss + self.distill_kl_coef * kl
             terms["distill_kl"] = kl.detach()
         return loss, {**metrics, **terms, "loss": loss.detach()}
@@ -237,4 +237,4 @@ def _where(counts: Tensor, values: Tensor) -> Tensor:
 
 
 def _sum(values: Tensor, inputs: LossInputs) -> Tensor:
-    return (values * inputs.weights).sum()
+    return (values * inputs.loss_weights).sum()

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from anygauge_hooks.engines import LossInputs
 
-__all__ = ["sample_means", "sample_shares", "sample_sums"]
+__all__ = ["sample_mean_weights", "sample_means", "sample_sums"]
 
 
 def sample_sums(values: Tensor, x: LossInputs) -> Tensor:
@@ -29,7 +29,7 @@ def sample_means(values: Tensor, x: LossInputs) -> Tensor:
     return sums / counts.clamp(min=1)
 
 
-def sample_shares(x: LossInputs) -> Tensor:
+def sample_mean_weights(x: LossInputs) -> Tensor:
     """Return ``[T]`` with which a sum over tokens is one over samples, of each the mean of its tokens.
 
     The shares themselves add up to the number of samples that have a token that counts.

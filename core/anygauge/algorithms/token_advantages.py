@@ -26,7 +26,7 @@ __all__ = [
     "token_rewards",
 ]
 
-Share = Annotated[float, Field(ge=0, le=1)]
+Discount = Annotated[float, Field(ge=0, le=1)]
 
 
 def token_rewards(
@@ -56,7 +56,7 @@ def token_rewards(
     return rewards_T
 
 
-def gae(inputs: AdvantageInputs, *, gamma: Share = 1.0, lambd: Share = 1.0) -> TokenAdvantages:
+def gae(inputs: AdvantageInputs, *, gamma: Discount = 1.0, lambd: Discount = 1.0) -> TokenAdvantages:
     """Return generalised advantages and returns, https://arxiv.org/abs/1506.02438 equation 16.
 
     ``A_t = delta_t + gamma * lambd * A_{t+1}`` with ``delta_t = r_t + gamma * V_{t+1} - V_t``; both are 0
@@ -76,7 +76,7 @@ def gae(inputs: AdvantageInputs, *, gamma: Share = 1.0, lambd: Share = 1.0) -> T
     return TokenAdvantages(_spread(advantages_C, counts), _spread(advantages_C + values_C, counts))
 
 
-def reinforce_plus_plus(inputs: AdvantageInputs, *, gamma: Share = 1.0) -> TokenAdvantages:
+def reinforce_plus_plus(inputs: AdvantageInputs, *, gamma: Discount = 1.0) -> TokenAdvantages:
     """Return whitened discounted returns, https://arxiv.org/abs/2501.03262 section 3.
 
     ``A_t = sum_{k >= t} gamma^(k - t) r_k``, whitened over the tokens of all ranks.

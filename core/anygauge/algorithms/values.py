@@ -24,7 +24,8 @@ def value_loss(inputs: ValueInputs, *, clip: float | None = None) -> tuple[Tenso
     """
     counts = inputs.loss_mask != 0
     values, old, returns, weights = (
-        each.where(counts, 0.0) for each in (inputs.values, inputs.old_values, inputs.returns, inputs.weights)
+        each.where(counts, 0.0)
+        for each in (inputs.values, inputs.old_values, inputs.returns, inputs.loss_weights)
     )
     errors = (values - returns).square()
     metrics = {"values": values.detach(), "returns": returns}

@@ -23,7 +23,7 @@ from typing import Any, Literal
 from anygauge import __version__
 from anygauge_hooks.errors import UnknownBackendError
 
-__all__ = ["HELP", "Row", "add_arguments", "run"]
+__all__ = ["HELP", "BackendRow", "add_arguments", "run"]
 
 HELP = "Say which backends can run on this host, and what to do about the others."
 
@@ -32,7 +32,7 @@ GIB = 1 << 30
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Row:
+class BackendRow:
     """One backend."""
 
     name: str
@@ -100,7 +100,7 @@ def examine(timeout_s: float) -> dict[str, Any]:
     from anygauge.plugins import BACKENDS_GROUP
 
     entries = sorted({entry.name for entry in entry_points(group=BACKENDS_GROUP)})
-    answers = _ask([("plugins",), *(("backend", entry) for entry in entries)], timeout_s)
+    answers = _run_probes([("plugins",), *(("backend", entry) for entry in entries)], timeout_s)
     loaded = answers.pop(0)
     rows = {row.name: row for row in _rows(entries, answers)}
     return {
@@ -123,7 +123,7 @@ def examine(timeout_s: float) -> dict[str, Any]:
 # -------------------------------------------------------------------------
 
 
-def _ask(questions: Iterable[Sequence[str]], timeout_s: float) -> list[dict[str, Any]]:
+def _run_probes(questions: Iterable[Sequence[str]], timeout_s: float) -> list[dict[str, Any]]:
     """Return the probes' answers; one that gives none is ``{"failed": reason}``."""
     command = [sys.executable, "-P", "-m", "anygauge.cli.probe"]
     children = [
@@ -167,18 +167,18 @@ def _end(child: subprocess.Popen[str]) -> None:
         child.communicate()
 
 
-def _rows(entries: Sequence[str], answers: Sequence[Mapping[str, Any]]) -> Iterator[Row]:
+def _rows(entries: Sequence[str], answers: Sequence[Mapping[str, Any]]) -> Iterator[BackendRow]:
     from anygauge.plugins import published_backends
 
     for entry, answer in zip(entries, answers, strict=True):
         if "failed" in answer:
             fix = f"Run `{sys.executable} -P -m anygauge.cli.probe backend {entry}` to see all of its output."
-            yield Row(entry, "FAIL", answer["failed"], fix)
+            yield BackendRow(entry, "FAIL", answer["failed"], fix)
         for row in answer.get("rows", ()):
-            yield Row(row["name"], "PASS" if row["ok"] else "FAIL", row["reason"], row["hint"])
+            yield BackendRow(row["name"], "PASS" if row["ok"] else "FAIL", row["reason"], row["hint"])
     for name in published_backends():
         if name not in entries:
-            yield Row(
+            yield BackendRow(
                 name, "NOT INSTALLED", "its package is not installed", f"pip install 'anygauge[{name}]'"
             )
 

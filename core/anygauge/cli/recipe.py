@@ -32,7 +32,7 @@ COUNTS, SIZES = ("", "K", "M", "B", "T"), (" bytes", " KiB", " MiB", " GiB")
 ONE_HOST = 8
 """Devices that one host usually has."""
 _BILLIONS = re.compile(r"(?<![A-Za-z\d.])(\d+(?:\.\d+)?)([BM])(?![A-Za-z\d])", re.IGNORECASE)
-_SEES = re.compile(r"(?<![A-Za-z])VL(?![A-Za-z])|\dV(?![A-Za-z\d])|omni", re.IGNORECASE)
+_VISION_NAME = re.compile(r"(?<![A-Za-z])VL(?![A-Za-z])|\dV(?![A-Za-z\d])|omni", re.IGNORECASE)
 
 Row = tuple[str, Any, str]
 """A key, its value, and why; an empty string says nothing."""
@@ -56,7 +56,7 @@ class ModelFacts:
     """Whether its tokenizer has a chat template, as far as is known."""
     thinks: bool
     """Whether its template thinks unless it is told not to."""
-    sees: bool = False
+    has_vision: bool = False
     """Whether it takes images, as far as is known."""
 
 
@@ -106,7 +106,7 @@ def facts_of_name(name: str) -> ModelFacts:
         vocabulary=VOCABULARY,
         chat=True,
         thinks=_may_think(name.lower()),
-        sees=_SEES.search(name) is not None,
+        has_vision=_VISION_NAME.search(name) is not None,
     )
 
 
@@ -131,7 +131,7 @@ def facts_of_config(name: str, hf: Mapping[str, Any], *, chat: bool) -> ModelFac
         vocabulary=_number(hf, "vocab_size") or VOCABULARY,
         chat=chat,
         thinks=chat and _may_think(str(hf.get("model_type"))),
-        sees="vision_config" in hf or "thinker_config" in hf,
+        has_vision="vision_config" in hf or "thinker_config" in hf,
     )
 
 
@@ -277,7 +277,7 @@ def _data(model: ModelFacts, data: DataFacts, longest: int, prompt: str | None) 
             rows.append(("chat_template_kwargs", {"enable_thinking": False}, "thoughts need more tokens"))
         if prompt is not None:
             rows.append(("system_prompt", prompt, "what the reward looks for"))
-    if model.sees and data.media:
+    if model.has_vision and data.media:
         rows.append(("multimodal_keys", dict(data.media), "<image> in a prompt is where an image stands"))
     rows.append(("max_prompt_tokens", longest, "longer rows are dropped and counted"))
     return rows

@@ -31,7 +31,7 @@ def read_architecture(spec: ModelSpec, hf: Mapping[str, Any]) -> tuple[Mapping[s
     try:
         architecture = spec.transformer_config(hf)
         problems = [*_misfits(architecture), *_depth(architecture, len(spec.layers(hf)))]
-        _read_the_rest(spec, hf)
+        _read_remaining(spec, hf)
     except AnygaugeError as error:
         return None, [f"{error.args[0]} {error.hint}"]
     except KeyError as error:
@@ -71,7 +71,7 @@ def _depth(architecture: Mapping[str, Any], layers: int) -> Iterator[str]:
         yield f"its config.json describes {layers} layers, and its num_hidden_layers is {count}"
 
 
-def _read_the_rest(spec: ModelSpec, hf: Mapping[str, Any]) -> None:
+def _read_remaining(spec: ModelSpec, hf: Mapping[str, Any]) -> None:
     """Let the family read all that it needs; angles that it does not have it refuses."""
     import torch
 

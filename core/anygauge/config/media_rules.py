@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from anygauge.plugins import Plugins
     from anygauge_hooks.models import ModelSpec
 
-__all__ = ["media_rule", "model_media", "other_sight"]
+__all__ = ["media_mismatches", "media_rule", "model_media"]
 
 Problems = Iterator[ConfigProblem]
 _ALIKE = tuple(("vision_config", key) for key in ("patch_size", "spatial_merge_size", "temporal_patch_size"))
@@ -96,7 +96,7 @@ def _levels(config: Config, hf: Mapping[str, Any], spec: ModelSpec) -> Problems:
         yield ConfigProblem(path=f"train.parallel.{key}", found=found, hint=hint)
 
 
-def other_sight(
+def media_mismatches(
     config: Config, policy: Mapping[str, Any], other: Mapping[str, Any], plugins: Plugins
 ) -> Iterator[str]:
     """Yield why a model beside the policy cannot see what the policy's samples show.

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from anygauge.config.roles import as_language_model
 from anygauge.disk import read_json
-from anygauge.hub.found import TOKENIZERS
+from anygauge.hub.files import TOKENIZERS
 from anygauge.hub.weight_files import INDEX, SINGLE, weight_names
 from anygauge.strict_json import parse_json
 from anygauge_hooks.errors import ConfigError, UnknownNameError

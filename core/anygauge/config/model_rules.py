@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from anygauge.config.algorithm_rules import compares
 from anygauge.config.architecture_rules import read_architecture
 from anygauge.config.file_rules import from_here
-from anygauge.config.media_rules import model_media, other_sight
+from anygauge.config.media_rules import media_mismatches, model_media
 from anygauge.config.modalities import modalities
 from anygauge.config.model_files import other_tokens, read_model
 from anygauge.config.parallel_rules import divided, model_problems, of_role
@@ -66,7 +66,7 @@ def model_rules(config: Config, plugins: Plugins, *, trains: bool) -> Problems:
         for key in unlike:
             one, another = _apart(other.get(key), policy.get(key))
             hints.append(f"holds {key} = {one}; model.path holds {another}")
-        hints += [] if unlike else other_sight(config, policy, other, plugins)
+        hints += [] if unlike else media_mismatches(config, policy, other, plugins)
         yield from (ConfigProblem(path=path, found=str(directory), hint=hint) for hint in hints)
 
 

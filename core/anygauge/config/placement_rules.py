@@ -60,7 +60,7 @@ def _engines_that_sleep(config: Config, plugins: Plugins) -> Iterator[ConfigProb
     """Yield engines that cannot give memory back, and more servers than there are devices for."""
     trainers: Mapping[str, TrainEngineSpec] = plugins.named("register_train_engines")
     trainer = trainers.get(config.train.engine)
-    if trainer is not None and not trainer.holds_memory:
+    if trainer is not None and not trainer.supports_offload:
         hint = "keeps its memory all the time, which placement.colocated forbids; take another engine"
         yield ConfigProblem(path="train.engine", found=trainer.name, hint=hint)
     engines: Mapping[str, RolloutEngineSpec] = plugins.named("register_rollout_engines")

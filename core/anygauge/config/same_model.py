@@ -49,10 +49,10 @@ def _description(spec: ModelSpec, hf: Mapping[str, Any], kinds: Collection[Media
     fields = {name: each for name, each in spec.transformer_config(hf).items() if name not in _TRAINING}
     options = {name: each for name, each in spec.model_options(hf).items() if name != "max_sequence_length"}
     angles = [each.tolist() for each in spec.rotary(hf, torch.tensor(_POSITIONS))]
-    return fields, options, list(spec.layers(hf)), angles, _sight(spec, hf, kinds)
+    return fields, options, list(spec.layers(hf)), angles, _media_inputs(spec, hf, kinds)
 
 
-def _sight(spec: ModelSpec, hf: Mapping[str, Any], kinds: Collection[MediaKind]) -> object:
+def _media_inputs(spec: ModelSpec, hf: Mapping[str, Any], kinds: Collection[MediaKind]) -> object:
     """Return what a model's towers compute, and in the place of which tokens; or why it cannot be said."""
     import torch
 

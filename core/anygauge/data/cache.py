@@ -60,14 +60,14 @@ class IndexCache:
     def __init__(self, root: Path) -> None:
         self._root = root
         self._temporary: list[Path] = []
-        self._held: list[int] = []
+        self._pinned: list[int] = []
         weakref.finalize(self, _remove_all, self._temporary, os.getpid())
-        weakref.finalize(self, _close_all, self._held)
+        weakref.finalize(self, _close_all, self._pinned)
 
     def find(self, key: Mapping[str, Any]) -> Path | None:
         """Return the directory that was kept under a key."""
         path = self._path(key)
-        return path if path.is_dir() and self._hold(path) else None
+        return path if path.is_dir() and self._pin(path) else None
 
     def workspace(self) -> Path:
         """Return a new directory, to be given to :meth:`keep` once it is filled.
@@ -79,7 +79,7 @@ class IndexCache:
         path = self._root / f"{_WORKSPACE}{uuid.uuid4().hex}"
         path.mkdir()
         self._temporary.append(path)
-        self._hold(path)
+        self._pin(path)
         return path
 
     def temporary(self, why: OSError) -> Path:
@@ -116,13 +116,13 @@ class IndexCache:
             logger.warning("the index cache %s cannot be written: %s", self._root, error)
             shutil.rmtree(path, ignore_errors=True)
 
-    def _hold(self, path: Path) -> bool:
+    def _pin(self, path: Path) -> bool:
         """Keep a directory from being deleted as long as this cache lives; return whether it is there."""
         try:
             use = _open_use(path)
         except OSError:
             return path.is_dir()
-        self._held.append(use)
+        self._pinned.append(use)
         try:
             fcntl.flock(use, fcntl.LOCK_SH | fcntl.LOCK_NB)
             os.utime(use)

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 from anygauge.config.schema import Data
 from anygauge.data.conversations import make_turn_finder
 from anygauge.data.fingerprint import tokenizer_fingerprint
-from anygauge.data.media.finder import Found, MediaFinder
+from anygauge.data.media.finder import FoundMedia, MediaFinder
 from anygauge.data.problems import BadMediaError, BadRowError
 from anygauge.data.template import (
     Message,
@@ -52,7 +52,7 @@ class Row:
     loss_mask: tuple[int, ...] = ()
     """For SFT, one per token of ``response``."""
     media: tuple[Media, ...] = ()
-    found: tuple[Found, ...] = ()
+    found: tuple[FoundMedia, ...] = ()
     """Where each of ``media`` is."""
 
     @property
@@ -68,7 +68,7 @@ class _Rendered:
     fields: dict[str, Any]
     pieces: Sequence[str]
     """The prompt; for SFT then by turns what is trained on and what is not."""
-    found: Sequence[Found] = ()
+    found: Sequence[FoundMedia] = ()
     """Its media, in order."""
 
 
@@ -194,7 +194,7 @@ class RowReader:
             raise self._bad_prompt(f" {problem}")
         self._check_fields(fields, value)
         prompt = as_messages(value, config.system_prompt) if chats else value
-        found: Sequence[Found] = ()
+        found: Sequence[FoundMedia] = ()
         if self._media is not None:
             placed = self._media.locate(fields, prompt, parts=self._parts)
             prompt, found = placed.prompt, self._media.measure(placed.values, folder, keyed=keyed)
@@ -320,14 +320,14 @@ class RowReader:
         return found if self.is_too_long(found) else self._length_problem(found.num_tokens) or found
 
     def _expanded(
-        self, finder: MediaFinder, pieces: list[list[int]], found: Sequence[Found]
+        self, finder: MediaFinder, pieces: list[list[int]], found: Sequence[FoundMedia]
     ) -> tuple[list[list[int]], list[Media]]:
         """Return the tokens of each piece with room for its media, and these."""
         waiting = (each.measurement() for each in found)
         made: list[list[int]] = []
         media: list[Media] = []
         for number, ids in enumerate(pieces):
-            if number % 2 and finder.expander.holds_mark(ids):
+            if number % 2 and finder.expander.has_mark(ids):
                 raise BadMediaError("has media in a turn of the assistant, which is trained on")
             tokens, own = finder.expander.expand(ids, waiting, start=sum(map(len, made)))
             made.append(tokens)

@@ -64,7 +64,7 @@ class AuthenticatedStore(Store):
 
     def set(self, key: str, value: str | bytes) -> None:
         """Store a value."""
-        self._ask(b"set", key, value)
+        self._request(b"set", key, value)
 
     def get(self, key: str) -> bytes:
         """Return a value, once there is one."""
@@ -72,15 +72,15 @@ class AuthenticatedStore(Store):
 
     def add(self, key: str, amount: int) -> int:
         """Add to a counter and return its value."""
-        return int(self._ask(b"add", key, b"%d" % amount)[0])
+        return int(self._request(b"add", key, b"%d" % amount)[0])
 
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
         """Replace a value if it is the expected one, and return the value there is then."""
-        return self._ask(b"compare_set", key, expected, desired)[0]
+        return self._request(b"compare_set", key, expected, desired)[0]
 
     def check(self, keys: Sequence[str]) -> bool:
         """Return whether all keys have values."""
-        return bool(int(self._ask(b"check", *keys)[0]))
+        return bool(int(self._request(b"check", *keys)[0]))
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         """Return once all keys have values.
@@ -91,13 +91,13 @@ class AuthenticatedStore(Store):
 
     def delete_key(self, key: str) -> bool:
         """Delete a key, and return whether it had a value."""
-        return bool(int(self._ask(b"delete", key)[0]))
+        return bool(int(self._request(b"delete", key)[0]))
 
     deleteKey = delete_key
 
     def num_keys(self) -> int:
         """Return the number of keys."""
-        return int(self._ask(b"count")[0])
+        return int(self._request(b"count")[0])
 
     getNumKeys = num_keys
 
@@ -107,7 +107,7 @@ class AuthenticatedStore(Store):
 
     def append(self, key: str, value: str | bytes) -> None:
         """Append to a value."""
-        self._ask(b"append", key, value)
+        self._request(b"append", key, value)
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
         """Return values, once all keys have them."""
@@ -115,7 +115,7 @@ class AuthenticatedStore(Store):
 
     def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
         """Store several values."""
-        self._ask(b"set", *(each for pair in zip(keys, values, strict=True) for each in pair))
+        self._request(b"set", *(each for pair in zip(keys, values, strict=True) for each in pair))
 
     def clone(self) -> AuthenticatedStore:
         """Return this store: several threads may use it."""
@@ -135,7 +135,7 @@ class AuthenticatedStore(Store):
             raise DistStoreError(f"wait timeout after {limit_s:g} s, keys: {', '.join(keys)}")
         return values
 
-    def _ask(self, operation: bytes, *arguments: str | bytes) -> list[bytes]:
+    def _request(self, operation: bytes, *arguments: str | bytes) -> list[bytes]:
         request = [operation, *map(_bytes, arguments)]
         return self._exchange(request, self._timeout_s() or None)[1:]
 
@@ -144,7 +144,7 @@ class AuthenticatedStore(Store):
         with self._connection() as connection:
             connection.set_timeout(timeout_s)
             try:
-                reply = connection.ask(request)
+                reply = connection.request(request)
             except (OSError, EOFError, ForgedMessageError) as error:
                 raise ConnectionError(
                     f"The connection to the store of rank 0 was closed: {error!r}."
@@ -212,7 +212,7 @@ class _Connection:
         """Limit the time that each read may wait."""
         self._socket.settimeout(seconds)
 
-    def ask(self, request: Sequence[bytes]) -> list[bytes]:
+    def request(self, request: Sequence[bytes]) -> list[bytes]:
         """Return the reply to a request."""
         self._socket.sendall(self._outgoing.seal(pack(request)))
         return unpack(self._receive())

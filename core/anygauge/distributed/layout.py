@@ -70,21 +70,21 @@ class Layout:
             expert_tensor=expert_tensor,
         )
 
-    def share(self, rank: int) -> int:
+    def dp_rank(self, rank: int) -> int:
         """Return which share of the samples a rank works on."""
         return self.coordinates(rank).data
 
-    def shares(self) -> list[int]:
+    def dp_ranks(self) -> list[int]:
         """Return the share of every rank."""
-        return [self.share(rank) for rank in range(self.world_size)]
+        return [self.dp_rank(rank) for rank in range(self.world_size)]
 
-    def speakers(self) -> list[int]:
+    def reporting_ranks(self) -> list[int]:
         """Return one rank for each share, which knows all that its share gives.
 
         Losses are computed on the last pipeline stage alone.
         """
         first = self.world_size - self.stage_ranks
-        shares = self.shares()[first:]
+        shares = self.dp_ranks()[first:]
         return [first + shares.index(share) for share in range(self.data)]
 
 

@@ -6,7 +6,7 @@ import errno
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
-from anygauge.hub.found import CODE, WANTED
+from anygauge.hub.files import CODE, WANTED
 from anygauge.hub.names import HubName
 from anygauge_hooks.errors import HubError
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from anygauge.hub.client import Client, Explanation
-from anygauge.hub.found import NOT_WANTED, Found
+from anygauge.hub.files import NOT_WANTED, HubFiles
 from anygauge.hub.names import HubName
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ class HuggingFace(Client):
         revision = f" --revision {name.revision}" if name.revision else ""
         return f"hf download {name.repository}{f' {name.file}' if name.file else ''}{kind}{revision}"
 
-    def cached(self, name: HubName) -> Found | None:
+    def cached(self, name: HubName) -> HubFiles | None:
         """Return what the cache holds of a name, which may be less than all."""
         from huggingface_hub.errors import IncompleteSnapshotError, LocalEntryNotFoundError
 
@@ -53,11 +53,11 @@ class HuggingFace(Client):
             return self._get(name, local_files_only=True)
         except IncompleteSnapshotError as error:
             path = Path(error.snapshot_path)
-            return Found(path, path.name, complete=False)
+            return HubFiles(path, path.name, complete=False)
         except LocalEntryNotFoundError:
             return None
 
-    def download(self, name: HubName) -> Found:
+    def download(self, name: HubName) -> HubFiles:
         """Download a name, or what the cache lacks of it.
 
         :raises HubError: Says what the hub answered and what to do.
@@ -73,7 +73,7 @@ class HuggingFace(Client):
         except Exception as error:  # whatever its HTTP client or its native downloader raises
             raise self._error(name, self._explanation(name, _root(error))) from error
 
-    def _get(self, name: HubName, *, local_files_only: bool) -> Found:
+    def _get(self, name: HubName, *, local_files_only: bool) -> HubFiles:
         from huggingface_hub import hf_hub_download, snapshot_download
 
         options: dict[str, Any] = {
@@ -92,9 +92,9 @@ class HuggingFace(Client):
                     **options,
                 )
             )
-            return Found(path, path.name)
+            return HubFiles(path, path.name)
         path = Path(hf_hub_download(name.repository, name.file, **options))
-        return Found(path, path.parts[-len(Path(name.file).parts) - 1])
+        return HubFiles(path, path.parts[-len(Path(name.file).parts) - 1])
 
     def _explanation(self, name: HubName, error: BaseException) -> Explanation:
         from huggingface_hub import errors

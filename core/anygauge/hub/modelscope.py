@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from anygauge.hub.client import Client, Explanation
-from anygauge.hub.found import NOT_WANTED, Found
+from anygauge.hub.files import NOT_WANTED, HubFiles
 from anygauge.hub.names import HubName
 from anygauge_hooks.errors import HubError
 
@@ -52,7 +52,7 @@ class ModelScope(Client):
         revision = f" --revision {name.revision}" if name.revision else ""
         return f"modelscope download {kind} {name.repository}{f' {name.file}' if name.file else ''}{revision}"
 
-    def cached(self, name: HubName) -> Found | None:
+    def cached(self, name: HubName) -> HubFiles | None:
         """Return what the cache holds of a name, which may be less than all."""
         from modelscope_hub.errors import CacheError
 
@@ -62,7 +62,7 @@ class ModelScope(Client):
             return None
         return found if found.path.exists() else None
 
-    def download(self, name: HubName) -> Found:
+    def download(self, name: HubName) -> HubFiles:
         """Download a name, or what the cache lacks of it.
 
         :raises HubError: Says what the hub answered and what to do.
@@ -76,7 +76,7 @@ class ModelScope(Client):
             raise self._error(name, (f"the data set has no such file on {self.host}", listed))
         return found
 
-    def _get(self, name: HubName, *, local_files_only: bool) -> Found:
+    def _get(self, name: HubName, *, local_files_only: bool) -> HubFiles:
         from modelscope_hub import HubApi
 
         directory = HubApi(endpoint=self._endpoint).download_repo(
@@ -89,7 +89,7 @@ class ModelScope(Client):
             ignore_patterns=list(NOT_WANTED) if name.file is None else None,
         )
         path = Path(directory) if name.file is None else Path(directory, name.file)
-        return Found(path, name.revision or DEFAULT_REVISION)
+        return HubFiles(path, name.revision or DEFAULT_REVISION)
 
     def _explanation(self, name: HubName, error: Exception) -> Explanation:
         from modelscope_hub import errors

@@ -11,7 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from anygauge.hub.found import Found, lacking
+from anygauge.hub.files import HubFiles, lacking
 from anygauge.hub.huggingface import HuggingFace
 from anygauge.hub.modelscope import ModelScope
 from anygauge.hub.names import HubName, data_name, model_name
@@ -39,10 +39,10 @@ class Source(Protocol):
     def command(self, name: HubName) -> str:
         """Return the command that fills the cache of a connected host."""
 
-    def cached(self, name: HubName) -> Found | None:
+    def cached(self, name: HubName) -> HubFiles | None:
         """Return what the cache holds of a name, which may be less than all."""
 
-    def download(self, name: HubName) -> Found:
+    def download(self, name: HubName) -> HubFiles:
         """Download a name, or what the cache lacks of it."""
 
 
@@ -170,7 +170,7 @@ def _with(table: Table, **changed: Any) -> Table:
 # -------------------------------------------------------------------------
 
 
-def _finder(config: Config, *, download: bool) -> Callable[[HubName], Found | None]:
+def _finder(config: Config, *, download: bool) -> Callable[[HubName], HubFiles | None]:
     """Return what looks names up; the hub's client is imported at the first."""
 
     @cache
@@ -185,7 +185,7 @@ def _source(hub: Hub, *, code: bool) -> Source:
     return make(hub, code=code)
 
 
-def _find(source: Source, name: HubName, *, download: bool) -> Found | None:
+def _find(source: Source, name: HubName, *, download: bool) -> HubFiles | None:
     found = source.cached(name)
     missing = list(_missing(name, found))
     if found is not None and not missing:
@@ -203,7 +203,7 @@ def _find(source: Source, name: HubName, *, download: bool) -> Found | None:
     )
 
 
-def _missing(name: HubName, found: Found | None) -> Iterator[str]:
+def _missing(name: HubName, found: HubFiles | None) -> Iterator[str]:
     if found is None or name.kind != "model":
         return
     missing = list(lacking(found.path))

@@ -119,7 +119,7 @@ def linear_topk(
     """
     best = torch.full((len(hidden), count), -torch.inf, dtype=_wide(hidden.dtype), device=hidden.device)
     ids = torch.zeros_like(best, dtype=torch.int64)
-    tiles = _Tiles(hidden, _Part.of(weight, group, vocab_size), ids, 1.0, in_place=True)
+    tiles = _Tiles(hidden, _VocabShard.of(weight, group, vocab_size), ids, 1.0, in_place=True)
     for block in tiles.blocks:
         for tile in block:
             tiles.fill(tile)
@@ -147,7 +147,7 @@ def _gather(x: Tensor, group: Any) -> list[Tensor]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
+class _VocabShard:
     """This rank's share of the vocabulary, without padding."""
 
     weight: Tensor
@@ -155,7 +155,7 @@ class _Part:
     """Global id of the first row."""
 
     @classmethod
-    def of(cls, weight: Tensor, group: Any | None, vocab_size: int | None) -> _Part:
+    def of(cls, weight: Tensor, group: Any | None, vocab_size: int | None) -> _VocabShard:
         width = weight.shape[0]
         start = 0 if group is None else width * dist.get_rank(group)
         kept = width if vocab_size is None else min(width, max(0, vocab_size - start))
@@ -175,7 +175,7 @@ class _Tiles:
     def __init__(
         self,
         hidden: Tensor,
-        part: _Part,
+        part: _VocabShard,
         targets: Tensor,
         scale: float,
         *,
@@ -382,7 +382,7 @@ class _Statistics:
         """Return the log-probabilities of some logits of each token, ``[T, N]``."""
         return (logits - self.peak[:, None]) * self.scale - self.total.log()[:, None]
 
-    def log_share(self, all_: _Statistics) -> Tensor:
+    def log_fraction(self, all_: _Statistics) -> Tensor:
         """Return the log-probability ``[T]`` of these tokens among all."""
         shift = (self.peak - all_.peak) * self.scale
         return (shift + self.total.log() - all_.total.log()).clamp(min=LEAST_EXPONENT)
@@ -416,7 +416,7 @@ class _LinearLogprob(torch.autograd.Function):
         """Return log-probabilities ``[T, N]``, or ``[T, N + 1]`` with the rest, and entropies ``[T]``."""
         statistics = _Statistics.start(hidden, targets.shape[1], 1 / temperature)
         others = _Statistics.start(hidden, 0, 1 / temperature) if rest else None
-        part = _Part.of(weight, group, vocab_size)
+        part = _VocabShard.of(weight, group, vocab_size)
         keep = is_recorded and any(ctx.needs_input_grad)
         tiles = _Tiles(hidden, part, targets, 1 / temperature, in_place=math.in_place, keep=keep)
         for block in tiles.blocks:
@@ -430,7 +430,7 @@ class _LinearLogprob(torch.autograd.Function):
         logprobs, entropy = statistics.logprobs(statistics.chosen), statistics.entropy()
         if others is not None:
             others.combine(group)
-            logprobs = torch.cat((logprobs, others.log_share(statistics)[:, None]), 1)
+            logprobs = torch.cat((logprobs, others.log_fraction(statistics)[:, None]), 1)
         ctx.save_for_backward(hidden, weight, targets, statistics.base(), entropy, logprobs)
         ctx.math, ctx.entropy_grad = math, entropy_grad
         ctx.kept = tiles.memory if math.in_place and keep else None
@@ -507,7 +507,7 @@ def _without_targets(tile: Tile) -> Tile:
 def _backward(ctx: Any, grads: tuple[Tensor, ...], grad_hidden: Tensor, grad_weight: Tensor | None) -> None:
     """Write the gradient of the hidden states, and add to that of the weight."""
     hidden, weight, targets = ctx.saved_tensors[:3]
-    part = _Part.of(weight, ctx.group, ctx.vocab_size)
+    part = _VocabShard.of(weight, ctx.group, ctx.vocab_size)
     memory, ctx.kept = ctx.kept, None  # is overwritten
     tiles = _Tiles(hidden, part, targets, ctx.scale, in_place=ctx.math.in_place, memory=memory)
     missing = tiles.count - (0 if memory is None else tiles.kept)

@@ -114,7 +114,11 @@ class RunProgress:
         # A signal is an exception only to this program, and the command names it.
         cause = f" by {type(error).__name__}" if isinstance(error, Exception) else ""
         elapsed = _duration(self._clock() - self._started)
-        left = f"resume with --resume from step {self._saved_step}" if self._saved_step else _saved(run)
+        left = (
+            f"resume with --resume from step {self._saved_step}"
+            if self._saved_step
+            else _checkpoint_line(run)
+        )
         done = f"stopped after {run.step} of {run.total_steps} steps and {elapsed}{cause}"
         self._print(f"run {run.name}: {done}; {left}")
         self._console = None
@@ -208,7 +212,7 @@ def _columns(*, narrow: bool) -> Iterator[ProgressColumn]:
     yield progress.TextColumn("{task.fields[status]}", table_column=Column(no_wrap=not narrow))
 
 
-def _saved(run: RunInfo) -> str:
+def _checkpoint_line(run: RunInfo) -> str:
     """Return what a run without a checkpoint leaves."""
     directory = Path(run.directory)
     exports = [*directory.glob("hf-step-*/config.json"), *directory.glob("hf/config.json")]

@@ -6,14 +6,14 @@ import asyncio
 from collections.abc import Mapping
 
 from anygauge.rollout.client import EngineClient, MemoryPart
-from anygauge_hooks.engines import Residency
+from anygauge_hooks.engines import MemoryState
 from anygauge_hooks.errors import DeadlineError
 
 __all__ = ["EngineMemory"]
 
 _LOOK_S = 0.05
 """Between two looks at whether an engine is idle."""
-_AWAY: Mapping[Residency, frozenset[MemoryPart]] = {
+_AWAY: Mapping[MemoryState, frozenset[MemoryPart]] = {
     "nothing": frozenset({"kv_cache", "cuda_graph", "weights"}),
     "weights": frozenset({"kv_cache", "cuda_graph"}),
     "everything": frozenset(),
@@ -24,22 +24,22 @@ class EngineMemory:
     """Which parts of its memory an engine has released. A server that was just started has all."""
 
     def __init__(self) -> None:
-        self.holds: Residency = "everything"
+        self.state: MemoryState = "everything"
         self._away: frozenset[MemoryPart] = frozenset()
 
-    async def hold(self, client: EngineClient, what: Residency) -> None:
+    async def set_state(self, client: EngineClient, state: MemoryState) -> None:
         """Have the engine release or regain what it lacks to hold so much.
 
         :raises DeadlineError: It still has requests after ``control_timeout_s``.
         :raises RolloutError: It refuses.
         """
-        wanted = _AWAY[what]
+        wanted = _AWAY[state]
         if releases := wanted - self._away:
             await _idle(client)
             await client.release(releases)
         if regains := self._away - wanted:
             await client.regain(regains)
-        self._away, self.holds = wanted, what
+        self._away, self.state = wanted, state
 
 
 async def _idle(client: EngineClient) -> None:

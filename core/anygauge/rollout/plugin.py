@@ -83,7 +83,7 @@ def _make_transformers(config: Config, context: WorkerContext) -> RolloutEngine:
 
 
 def _sglang_devices(config: Config) -> int:
-    from anygauge.rollout.deployment import plan_servers
+    from anygauge.rollout.server_plan import plan_servers
     from anygauge.rollout.sglang.kinds import plan_devices
 
     return max(plan_devices(config, plan) for plan in plan_servers(config))

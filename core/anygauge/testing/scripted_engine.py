@@ -38,7 +38,7 @@ class ScriptedEngine:
         self.aborts = 0
 
     @property
-    def held(self) -> list[str]:
+    def waiting(self) -> list[str]:
         """Requests that wait."""
         return list(self._waiting)
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from anygauge.config import Config
 from anygauge_hooks import hookimpl
 from anygauge_hooks.algorithms import ValueInputs, ValueLoss
-from anygauge_hooks.engines import Likeliest, LossFunction, LossInputs, TrainEngineSpec, WorkerContext
+from anygauge_hooks.engines import LossFunction, LossInputs, TopKLogProbs, TrainEngineSpec, WorkerContext
 from anygauge_hooks.rl import TrainSample
 
 __all__ = ["VOCABULARY", "Step", "TabularCritic", "TabularEngine", "TabularPlugin", "logits", "values"]
@@ -76,16 +76,16 @@ class TabularEngine:
         table = self._table(role) / temperature
         return [_taken(_rows(table, each), _response(each)).float() for each in samples]
 
-    def likeliest(
+    def top_k_log_probs(
         self, samples: Sequence[TrainSample], count: int, *, temperature: float, role: str = "actor"
-    ) -> list[Likeliest]:
+    ) -> list[TopKLogProbs]:
         """Return the likeliest tokens in the place of each response token."""
         found, table = [], self._table(role) / temperature
         for each in samples:
             rows = _rows(table, each)
             ids = rows.topk(min(count, VOCABULARY)).indices
             sampled = _taken(rows, _response(each)).float()
-            found.append(Likeliest(ids, _with_rest(rows, ids).float(), sampled))
+            found.append(TopKLogProbs(ids, _with_remainder(rows, ids).float(), sampled))
         return found
 
     def train_step(
@@ -94,11 +94,11 @@ class TabularEngine:
         loss: LossFunction,
         *,
         temperature: float,
-        weights: Sequence[Sequence[float]],
+        loss_weights: Sequence[Sequence[float]],
         old_log_probs: Sequence[Tensor] | Sequence[Sequence[float]],
         reference_log_probs: Sequence[Tensor] | None,
         entropy_grad: bool,
-        teacher: Sequence[Likeliest] | None = None,
+        teacher: Sequence[TopKLogProbs] | None = None,
     ) -> Mapping[str, float]:
         """Move the logits, then record the loss and its gradient."""
         table = logits(self._paths["actor"], len(self.steps) + 1).requires_grad_()
@@ -113,17 +113,19 @@ class TabularEngine:
             reference_log_probs=None if reference_log_probs is None else _flat(reference_log_probs),
             advantages=_flat([each.advantages for each in samples]),
             loss_mask=_flat([each.loss_mask for each in samples]),
-            weights=_flat(weights),
+            loss_weights=_flat(loss_weights),
             samples=range(len(samples)),
             lengths=[each.response_length for each in samples],
-            teacher_likeliest=None if teacher is None else torch.cat([each.log_probs for each in teacher]),
-            likeliest=None if ids is None else _with_rest(rows, ids).float(),
+            teacher_top_k_log_probs=None
+            if teacher is None
+            else torch.cat([each.log_probs for each in teacher]),
+            top_k_log_probs=None if ids is None else _with_remainder(rows, ids).float(),
         )
         value, metrics = loss(inputs)
         self.steps.append(Step(value.item(), torch.autograd.grad(value, table)[0]))
         return {name: float(each) for name, each in metrics.items()}
 
-    def sum_over_shares(self, values: Tensor) -> Tensor:
+    def data_parallel_sum(self, values: Tensor) -> Tensor:
         """Return the values: there is one rank."""
         return values
 
@@ -153,7 +155,7 @@ class TabularCritic:
         samples: Sequence[TrainSample],
         loss: ValueLoss,
         *,
-        weights: Sequence[Sequence[float]],
+        loss_weights: Sequence[Sequence[float]],
         old_values: Sequence[Tensor],
         returns: Sequence[Tensor],
     ) -> Mapping[str, float]:
@@ -164,7 +166,7 @@ class TabularCritic:
             old_values=_flat(old_values),
             returns=_flat(returns),
             loss_mask=_flat([each.loss_mask for each in samples]),
-            weights=_flat(weights),
+            loss_weights=_flat(loss_weights),
         )
         value, metrics = loss(inputs)
         self.steps.append(Step(value.item(), torch.autograd.grad(value, table)[0]))
@@ -183,7 +185,7 @@ class TabularPlugin:
         """Return the engine."""
         engine: Any = TabularEngine
         critic: Any = TabularCritic
-        return [TrainEngineSpec(name="tabular", make=engine, make_critic=critic, make_frozen=engine)]
+        return [TrainEngineSpec(name="tabular", make=engine, make_critic=critic, make_forward_only=engine)]
 
 
 def _before(sample: TrainSample) -> list[int]:
@@ -204,7 +206,7 @@ def _taken(rows: Tensor, tokens: Sequence[int]) -> Tensor:
     return rows.gather(1, torch.tensor(tokens)[:, None])[:, 0]
 
 
-def _with_rest(rows: Tensor, ids: Tensor) -> Tensor:
+def _with_remainder(rows: Tensor, ids: Tensor) -> Tensor:
     """Return the log-probabilities of some tokens, and last that of all others, ``[R, K + 1]``."""
     others = rows.scatter(1, ids, -torch.inf)
     rest = others.logsumexp(-1) if ids.shape[1] < VOCABULARY else rows.new_full(rows.shape[:1], NONE_LEFT)

@@ -20,22 +20,22 @@ from anygauge.config.algorithm_rules import compares, estimator, has_critic
 from anygauge.config.roles import critic_config
 from anygauge.distributed.layout import layout_of
 from anygauge.observability.performance import WorkerReport
-from anygauge.trainer.dumps import PerToken, RecordedLoss, model_facts, write_shares
+from anygauge.trainer.components import Components, run_components
+from anygauge.trainer.dumps import PerToken, RecordedLoss, model_facts, write_mini_batches
 from anygauge.trainer.estimate import Estimate, Passes, estimate
-from anygauge.trainer.parts import Parts, run_parts
-from anygauge.trainer.plan import TrainShare
+from anygauge.trainer.plan import MiniBatch
 from anygauge.trainer.rollout_workers import GeneratingWorker, make_engine
 from anygauge.trainer.teacher import TEACHER, Teacher, make_teacher, maker
-from anygauge.trainer.weight_parts import WeightBucket, WeightSender
+from anygauge.trainer.weight_stream import PickledBucket, WeightSender
 from anygauge.weight_sync.pusher import WeightPusher, make_pusher
 from anygauge.weight_sync.report import SyncReport
 from anygauge_hooks.algorithms import Correction
 from anygauge_hooks.engines import (
     CriticEngine,
-    HoldsMemory,
     LossFunction,
     LossInputs,
-    Residency,
+    MemoryState,
+    SupportsOffload,
     TrainEngine,
     WorkerContext,
 )
@@ -105,9 +105,9 @@ class ActorWorker(GeneratingWorker):
     :param parts: What the run builds; ``None`` takes what the config says.
     """
 
-    def __init__(self, config: Config, context: WorkerContext, *, parts: Parts | None = None) -> None:
+    def __init__(self, config: Config, context: WorkerContext, *, parts: Components | None = None) -> None:
         super().__init__(context)
-        parts = parts or run_parts(config)
+        parts = parts or run_components(config)
         self.config = config
         self.loss = make_loss(config, context)
         self._context = context
@@ -124,7 +124,7 @@ class ActorWorker(GeneratingWorker):
             self._critic = make_critic(config, context)
         if parts.generates and not config.has_engines_apart:
             self._engine = make_engine(config, context)
-        self._asked = 0
+        self._rollouts_trained = 0
         self._sender = WeightSender(is_sender=context.rank == 0)
         self._pusher: WeightPusher | None = None
 
@@ -135,7 +135,7 @@ class ActorWorker(GeneratingWorker):
         return self._trainer
 
     def train(
-        self, steps: Sequence[TrainShare], dump: str | None = None, *, update_policy: bool = True
+        self, mini_batches: Sequence[MiniBatch], dump: str | None = None, *, update_policy: bool = True
     ) -> list[dict[str, float]]:
         """Take one optimizer step per share and return the metrics of each.
 
@@ -145,14 +145,14 @@ class ActorWorker(GeneratingWorker):
         :param dump: File to write the shares and the log-probs of every pass to.
         :param update_policy: Or train the critic alone.
         """
-        samples = [sample for share in steps for sample in share.samples]
+        samples = [sample for batch in mini_batches for sample in batch.samples]
         passes = self._passes(samples, updates=update_policy)
-        total = self.trainer.sum_over_shares
+        total = self.trainer.data_parallel_sum
         found = estimate(self.config.algorithm, self._estimator, samples, passes, total)
         loss = RecordedLoss(self.loss)
         current: list[Tensor] = []
         metrics, first = [], 0
-        for share in steps:
+        for share in mini_batches:
             own = slice(first, first + len(share.samples))
             first = own.stop
             step = found.metrics | self._train_critic(share, own, passes, found)
@@ -164,7 +164,7 @@ class ActorWorker(GeneratingWorker):
         if dump:
             taken = {"old": passes.old, "reference": passes.reference, "teacher": passes.teacher}
             advantages = [sample.advantages for sample in found.samples]
-            self._write(Path(dump), steps, {**taken, "current": current}, advantages)
+            self._write(Path(dump), mini_batches, {**taken, "current": current}, advantages)
         return metrics
 
     def _passes(self, samples: Sequence[TrainSample], *, updates: bool) -> Passes:
@@ -172,20 +172,22 @@ class ActorWorker(GeneratingWorker):
 
         :param updates: Whether the policy's loss will read what they say, or the advantages alone.
         """
-        teacher, likeliest = self._teacher.ask(samples, updates=updates) if self._teacher else (None, None)
-        if (teacher or likeliest) and self._borrows:
-            self._asked += 1
+        teacher, top_k_log_probs = (
+            self._teacher.evaluate(samples, updates=updates) if self._teacher else (None, None)
+        )
+        if (teacher or top_k_log_probs) and self._borrows:
+            self._rollouts_trained += 1
         compared = compares(self.config) if updates else self.config.algorithm.kl_reward_coef > 0
         return Passes(
             old=self._old_log_probs(samples),
             reference=self._log_probs(samples, REFERENCE) if compared else None,
             teacher=teacher,
-            likeliest=likeliest,
+            top_k_log_probs=top_k_log_probs,
             values=self._critic.values(samples) if self._critic else None,
         )
 
     def _train_policy(
-        self, share: TrainShare, own: slice, passes: Passes, loss: LossFunction
+        self, share: MiniBatch, own: slice, passes: Passes, loss: LossFunction
     ) -> Mapping[str, float]:
         """Take one optimizer step.
 
@@ -195,16 +197,16 @@ class ActorWorker(GeneratingWorker):
             share.samples,
             OnPolicyDifference(loss, [sample.is_on_policy for sample in share.samples]),
             temperature=self._temperature,
-            weights=share.weights,
+            loss_weights=share.loss_weights,
             old_log_probs=passes.old[own],
             reference_log_probs=None if passes.reference is None else passes.reference[own],
             entropy_grad=self.config.algorithm.entropy_coef > 0,
-            teacher=None if passes.likeliest is None else passes.likeliest[own],
+            teacher=None if passes.top_k_log_probs is None else passes.top_k_log_probs[own],
         )
         return with_sample_sizes(metrics)
 
     def _train_critic(
-        self, share: TrainShare, own: slice, passes: Passes, found: Estimate
+        self, share: MiniBatch, own: slice, passes: Passes, found: Estimate
     ) -> dict[str, float]:
         """Take one optimizer step of the critic, if there is one."""
         if self._critic is None:
@@ -214,7 +216,7 @@ class ActorWorker(GeneratingWorker):
         metrics = self._critic.train_values(
             share.samples,
             partial(value_loss, clip=self.config.critic.value_clip),
-            weights=share.weights,
+            loss_weights=share.loss_weights,
             old_values=passes.values[own],
             returns=found.returns[own],
         )
@@ -223,19 +225,19 @@ class ActorWorker(GeneratingWorker):
     def _write(
         self,
         path: Path,
-        steps: Sequence[TrainShare],
+        steps: Sequence[MiniBatch],
         passes: Mapping[str, PerToken | None],
         estimated: PerToken,
     ) -> None:
         """Write what was trained on, with the log-probs of the passes that there were."""
         taken = {name: values for name, values in passes.items() if values}
-        write_shares(
+        write_mini_batches(
             path,
             steps,
             taken,
             estimated,
-            share=self._layout.share(self._context.rank),
-            num_shares=self._layout.data,
+            dp_rank=self._layout.dp_rank(self._context.rank),
+            dp_size=self._layout.data,
             model=model_facts(self.config.model.path),
         )
 
@@ -245,7 +247,7 @@ class ActorWorker(GeneratingWorker):
         return self._log_probs(samples, "actor")
 
     def _log_probs(self, samples: Sequence[TrainSample], role: str) -> list[Tensor]:
-        self._asked += 1
+        self._rollouts_trained += 1
         return self.trainer.log_probs(samples, temperature=self._temperature, role=role)
 
     @property
@@ -286,11 +288,11 @@ class ActorWorker(GeneratingWorker):
                 self._pusher = make_pusher(self.config, self._context)
             return self._pusher.push(weights, version, own)
 
-    def next_weights(self, max_bytes: int) -> WeightBucket:
+    def next_weights(self, max_bytes: int) -> PickledBucket:
         """Return the next part of the trained weights for engines in other processes; rank 0 has the data."""
         return self._sender.next(self.trainer.weights, max_bytes)
 
-    def hold(self, what: Residency) -> None:
+    def set_memory_state(self, state: MemoryState) -> None:
         """Have the engines hold that much on the device; other engines than the policy's have no weights
         that anybody is sent.
         """
@@ -298,16 +300,18 @@ class ActorWorker(GeneratingWorker):
 
         teacher = None if self._teacher is None or self._borrows else self._teacher.engine
         with self._timed("turns"):
-            if what != "nothing":
+            if state != "nothing":
                 reload_process_groups()
             for engine in (self._critic, teacher):
                 if engine is not None:
-                    cast("HoldsMemory", engine).hold("everything" if what == "everything" else "nothing")
-            cast("HoldsMemory", self.trainer).hold(what)
-            if what == "nothing":
+                    cast("SupportsOffload", engine).set_memory_state(
+                        "everything" if state == "everything" else "nothing"
+                    )
+            cast("SupportsOffload", self.trainer).set_memory_state(state)
+            if state == "nothing":
                 release_process_groups()
                 if self._pusher is not None:
-                    self._pusher.rest()
+                    self._pusher.release_buffers()
             self._device.empty_cache()
 
     def save_hf(self, path: str) -> None:
@@ -350,7 +354,7 @@ class ActorWorker(GeneratingWorker):
 
     def report(self) -> WorkerReport:
         """Return what a worker tells, and how often the policy's engine was asked about all samples."""
-        asked, self._asked = self._asked, 0
+        asked, self._rollouts_trained = self._rollouts_trained, 0
         return {**super().report(), "passes": {"log_probs": asked}}
 
     def close(self) -> None:

@@ -13,7 +13,7 @@ from contextlib import closing
 from typing import TYPE_CHECKING
 
 from anygauge.data.media.loader import windows
-from anygauge.rollout.control import Making, sample_all
+from anygauge.rollout.control import RolloutContext, sample_all
 from anygauge.rollout.rewards import Scorer
 from anygauge.trainer.evaluation import Drawn, eval_draw, record, score_metrics
 from anygauge.trainer.plan import group_samples
@@ -22,8 +22,8 @@ from anygauge_hooks.rl import NO_VERSION, Group
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from anygauge.trainer.generation_client import GenerationClient
     from anygauge.trainer.inputs import EvalSet
-    from anygauge.trainer.requests import Requests
     from anygauge.trainer.session import Session
     from anygauge_hooks.rl import Prompt, Sample, SamplingParams
     from anygauge_hooks.types import RunInfo
@@ -46,8 +46,8 @@ class BackgroundEvaluation:
     def __init__(self, session: Session, *, rollouts: int) -> None:
         assert session.maker is not None, "engines that answer requests have one"
         self._session = session
-        self._making: Making = session.maker.making
-        self._requests: Requests = session.maker.requests
+        self._making: RolloutContext = session.maker.context
+        self._client: GenerationClient = session.maker.client
         self._at_once = session.config.eval.concurrency or max(1, rollouts // SHARE)
         self._under_way: tuple[RunInfo, Future[dict[str, float]]] | None = None
 
@@ -61,7 +61,7 @@ class BackgroundEvaluation:
                 self._under_way[0].step,
             )
             return
-        self._under_way = info, self._requests.loop.start(self._metrics())
+        self._under_way = info, self._client.loop.start(self._metrics())
 
     def collect(self) -> None:
         """Record the evaluation that was under way, if it is done.
@@ -79,7 +79,7 @@ class BackgroundEvaluation:
         :raises RolloutError: The engines failed.
         """
         if self._under_way is not None:
-            self._requests.wait(_ended(self._under_way[1]), "an evaluation")
+            self._client.wait(_ended(self._under_way[1]), "an evaluation")
         self.collect()
 
     async def _metrics(self) -> dict[str, float]:

@@ -10,11 +10,11 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from anygauge.trainer.event_loop import EventLoop
-from anygauge.trainer.requests import Requests
+from anygauge.trainer.generation_client import GenerationClient
 from anygauge_hooks.rl import Prompt, Sample, SamplingParams
 from anygauge_hooks.rollout import GenerateRequest, Generation
 
-__all__ = ["BatchedGenerator", "Generate", "batched_requests"]
+__all__ = ["BatchedGenerator", "Generate", "batched_generation_client"]
 
 Generate = Callable[[Sequence[Prompt], SamplingParams, Sequence[Sequence[int]]], list[list[Sample]]]
 """From prompts, and for each one seed per sample, to the samples in order."""
@@ -35,7 +35,7 @@ class BatchedGenerator:
 
     def __init__(self, generate: Generate) -> None:
         self._generate = generate
-        self._waiting: list[_Asked] = []
+        self._waiting: list[_QueuedRequest] = []
         self._serving: asyncio.Task[None] | None = None
 
     async def generate(self, request: GenerateRequest) -> Generation:
@@ -43,11 +43,11 @@ class BatchedGenerator:
 
         :raises AnygaugeError: What the engines raise, for every request of the call.
         """
-        asked = _Asked(request, asyncio.get_running_loop().create_future())
-        self._waiting.append(asked)
+        queued = _QueuedRequest(request, asyncio.get_running_loop().create_future())
+        self._waiting.append(queued)
         if self._serving is None or self._serving.done():
             self._serving = asyncio.create_task(self._serve(), name="batched generation")
-        return await asked.answer
+        return await queued.answer
 
     async def stream(self, request: GenerateRequest) -> AsyncIterator[Generation]:
         """Yield what follows as one part."""
@@ -55,15 +55,15 @@ class BatchedGenerator:
 
     async def abort(self) -> None:
         """Answer what is not yet part of a call with no tokens; the call that is under way goes on."""
-        for asked in self._waiting:
-            _answer(asked, Generation((), (), (), "abort"))
+        for queued in self._waiting:
+            _answer(queued, Generation((), (), (), "abort"))
         self._waiting.clear()
 
     async def _serve(self) -> None:
         while self._waiting:
             await self._quiet()
             batch, self._waiting = self._waiting, []
-            for call in _calls([asked for asked in batch if not asked.answer.done()]):
+            for call in _calls([queued for queued in batch if not queued.answer.done()]):
                 await self._make(call)
 
     async def _quiet(self) -> None:
@@ -78,24 +78,24 @@ class BatchedGenerator:
         try:
             samples = await asyncio.to_thread(self._generate, call.prompts, call.params, call.seeds)
         except Exception as error:  # noqa: BLE001 - it goes to those who asked
-            for asked in call.asked():
-                if not asked.answer.done():
-                    asked.answer.set_exception(error)
+            for queued in call.requests():
+                if not queued.answer.done():
+                    queued.answer.set_exception(error)
             return
         for group, own in zip(call.groups, samples, strict=True):
-            for asked, sample in zip(group, own, strict=True):
-                _answer(asked, _generation(sample, asked.request.params.max_new_tokens))
+            for queued, sample in zip(group, own, strict=True):
+                _answer(queued, _generation(sample, queued.request.params.max_new_tokens))
 
 
 @contextmanager
-def batched_requests(generate: Generate) -> Iterator[Requests]:
+def batched_generation_client(generate: Generate) -> Iterator[GenerationClient]:
     """Yield how requests get, one by one, to engines that answer a batch at a time."""
     with EventLoop() as events:
         generator = BatchedGenerator(generate)
-        yield Requests(generator, events, lambda work, what: events.run(work, what=what))
+        yield GenerationClient(generator, events, lambda work, what: events.run(work, what=what))
 
 
-class _Asked(NamedTuple):
+class _QueuedRequest(NamedTuple):
     request: GenerateRequest
     answer: asyncio.Future[Generation]
 
@@ -104,7 +104,7 @@ class _Call(NamedTuple):
     """One call of the engines."""
 
     params: SamplingParams
-    groups: Sequence[Sequence[_Asked]]
+    groups: Sequence[Sequence[_QueuedRequest]]
     """Those of a group go on from the same tokens and media."""
 
     @property
@@ -116,37 +116,37 @@ class _Call(NamedTuple):
 
     @property
     def seeds(self) -> list[list[int]]:
-        return [[asked.request.seed for asked in group] for group in self.groups]
+        return [[queued.request.seed for queued in group] for group in self.groups]
 
-    def asked(self) -> list[_Asked]:
-        return [asked for group in self.groups for asked in group]
+    def requests(self) -> list[_QueuedRequest]:
+        return [queued for group in self.groups for queued in group]
 
 
-def _calls(batch: Sequence[_Asked]) -> list[_Call]:
+def _calls(batch: Sequence[_QueuedRequest]) -> list[_Call]:
     """Divide requests among calls, of which each has one set of sampling parameters.
 
     Those of one call may ask for different numbers of tokens, up to a factor of 2; the longest is generated
     for all, and what is too much is cut off.
     """
-    by_params: defaultdict[tuple[SamplingParams, int], list[_Asked]] = defaultdict(list)
-    for asked in batch:
-        params = asked.request.params
-        by_params[replace(params, max_new_tokens=1), params.max_new_tokens.bit_length()].append(asked)
+    by_params: defaultdict[tuple[SamplingParams, int], list[_QueuedRequest]] = defaultdict(list)
+    for queued in batch:
+        params = queued.request.params
+        by_params[replace(params, max_new_tokens=1), params.max_new_tokens.bit_length()].append(queued)
     return [_call(some) for some in by_params.values()]
 
 
-def _call(batch: Sequence[_Asked]) -> _Call:
-    longest = max(asked.request.params.max_new_tokens for asked in batch)
-    groups: defaultdict[tuple[tuple[int, ...], tuple[str, ...]], list[_Asked]] = defaultdict(list)
-    for asked in batch:
-        keys = tuple(medium.key for medium in asked.request.media)
-        groups[asked.request.tokens, keys].append(asked)
+def _call(batch: Sequence[_QueuedRequest]) -> _Call:
+    longest = max(queued.request.params.max_new_tokens for queued in batch)
+    groups: defaultdict[tuple[tuple[int, ...], tuple[str, ...]], list[_QueuedRequest]] = defaultdict(list)
+    for queued in batch:
+        keys = tuple(medium.key for medium in queued.request.media)
+        groups[queued.request.tokens, keys].append(queued)
     return _Call(replace(batch[0].request.params, max_new_tokens=longest), list(groups.values()))
 
 
-def _answer(asked: _Asked, said: Generation) -> None:
-    if not asked.answer.done():
-        asked.answer.set_result(said)
+def _answer(queued: _QueuedRequest, said: Generation) -> None:
+    if not queued.answer.done():
+        queued.answer.set_result(said)
 
 
 def _generation(sample: Sample, limit: int) -> Generation:

@@ -23,7 +23,15 @@ from typing import Any, TypeVar
 from anygauge.config import Config
 from anygauge.disk import directory_to_disk, publish, read_json, remove, write_file
 from anygauge.observability.logs import DRIVER_LOG
-from anygauge.trainer.saved import DIRECTORY, DRIVER, FORMAT, MANIFEST, checkpoint_paths, rank_names, sha256
+from anygauge.trainer.checkpoint_reader import (
+    DIRECTORY,
+    DRIVER,
+    FORMAT,
+    MANIFEST,
+    checkpoint_paths,
+    rank_names,
+    sha256,
+)
 from anygauge.trainer.worker_group import WorkerGroup
 from anygauge_hooks.errors import CheckpointError
 

@@ -23,14 +23,14 @@ from anygauge_hooks import PROJECT
 from anygauge_hooks.errors import PlacementError
 
 __all__ = [
-    "Meeting",
+    "ClusterNode",
+    "GroupRendezvous",
     "NodeFacts",
-    "Place",
     "address_of",
     "check_nodes",
     "host_addresses",
     "is_one_plain_host",
-    "make_meeting",
+    "make_rendezvous",
     "marker_file",
     "model_paths",
     "node_facts",
@@ -59,7 +59,7 @@ class NodeFacts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class ClusterNode:
     """A node as Ray knows it."""
 
     name: str
@@ -69,7 +69,7 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Meeting:
+class GroupRendezvous:
     """Where the ranks of a group meet, and who may come."""
 
     host: str
@@ -176,7 +176,7 @@ def marker_file(directory: Path) -> Iterator[str]:
         marker.unlink(missing_ok=True)
 
 
-def check_nodes(cluster: Cluster, driver: NodeFacts, places: Sequence[Place], directory: Path) -> None:
+def check_nodes(cluster: Cluster, driver: NodeFacts, places: Sequence[ClusterNode], directory: Path) -> None:
     """Check that a run can go on over these nodes; all that is wrong is reported together.
 
     :param directory: The run directory.
@@ -223,7 +223,7 @@ def _no_address(addresses: Addresses, cluster: Cluster) -> str:
     return f"no {version}address {where}; it has {there}"
 
 
-def make_meeting(cluster: Cluster, nodes: Sequence[str], places: Sequence[Place]) -> Meeting:
+def make_rendezvous(cluster: Cluster, nodes: Sequence[str], places: Sequence[ClusterNode]) -> GroupRendezvous:
     """Return where the ranks of a group meet.
 
     :param nodes: The node of each rank.
@@ -234,7 +234,7 @@ def make_meeting(cluster: Cluster, nodes: Sequence[str], places: Sequence[Place]
     if places:
         host = address_of(places[0].facts.addresses, cluster, single_host=single_host, known=places[0].ip)
     peers = {text for place in places for found in place.facts.addresses.values() for text in found}
-    return Meeting(host=host, peers=sorted(peers), token=token_hex(16), single_host=single_host)
+    return GroupRendezvous(host=host, peers=sorted(peers), token=token_hex(16), single_host=single_host)
 
 
 def address_of(addresses: Addresses, cluster: Cluster, *, single_host: bool, known: str = "") -> str:

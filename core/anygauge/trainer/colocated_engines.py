@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
+from anygauge.trainer.colocation import ColocationScheduler
 from anygauge.trainer.served_engines import ServedEngines
-from anygauge.trainer.turns import Turns
 
 __all__ = ["ColocatedEngines"]
 
@@ -19,20 +19,20 @@ class ColocatedEngines(ServedEngines):
     A server that was lost while others generate gets no request before the next sync: trainers could not send
     it weights without taking the memory of the others.
 
-    :param turns: In which the trainers hold nothing while the servers start.
+    :param colocation: In which the trainers hold nothing while the servers start.
     :param sender: From a server to the training rank that sends it the weights.
     """
 
-    def __init__(self, *args: Any, turns: Turns, sender: Callable[[int], int]) -> None:
+    def __init__(self, *args: Any, colocation: ColocationScheduler, sender: Callable[[int], int]) -> None:
         super().__init__(*args)
-        self._turns = turns
+        self._colocation = colocation
         self._sender_to = sender
-        turns.join(self._servers.hold, self._refresh)
+        colocation.join(self._servers.set_memory_state, self._refresh)
 
     def wait(self, coroutine: Coroutine[Any, Any, T], what: str) -> T:
         """Return what a coroutine in the event loop returns, with the servers awake."""
         try:
-            self._turns.take("generate")
+            self._colocation.enter("generate")
         except BaseException:
             coroutine.close()
             raise
@@ -41,16 +41,16 @@ class ColocatedEngines(ServedEngines):
     def sync(self, version: int) -> None:
         """Give the trained weights to every server. They go on to sleep until they are to generate."""
         self._version = version
-        self._turns.take("sync")
+        self._colocation.enter("sync")
         self._refresh()
-        self._turns.synced()
+        self._colocation.synced()
 
     def _repair(self) -> None:
         """Have lost servers started again, and give them weights if there is no other to generate."""
         self._servers.look()
         if self._servers.behind and not self._servers.is_serving():
-            self._turns.outdated()
-            self._turns.take("generate")
+            self._colocation.outdated()
+            self._colocation.enter("generate")
 
     def _sender(self, rank: int) -> int:
         return self._sender_to(rank)

@@ -19,8 +19,8 @@ from anygauge.config.load import write_resolved
 from anygauge.disk import ABANDONED, free_name
 from anygauge.observability.health import HEALTH_FILE
 from anygauge.observability.report.run_files import ENVIRONMENT_FILE
+from anygauge.trainer.checkpoint_reader import Checkpoint, latest_checkpoint
 from anygauge.trainer.resume import apply_changes, is_changed, set_aside
-from anygauge.trainer.saved import Checkpoint, latest_checkpoint
 from anygauge_hooks.errors import CheckpointError
 
 __all__ = ["RunDirectory", "open_run_directory"]

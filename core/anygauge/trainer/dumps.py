@@ -27,9 +27,9 @@ from safetensors.torch import save
 
 from anygauge.data.media.store import MappedFiles
 from anygauge.disk import read_json
-from anygauge.hub.found import TOKENIZERS
+from anygauge.hub.files import TOKENIZERS
 from anygauge.strict_json import parse_json
-from anygauge.trainer.plan import TrainShare
+from anygauge.trainer.plan import MiniBatch
 from anygauge_hooks.errors import CheckpointError, DataError, OutOfMemoryError
 from anygauge_hooks.media import Media
 from anygauge_hooks.models import text_config
@@ -51,11 +51,11 @@ __all__ = [
     "read_batch",
     "read_groups",
     "read_log_probs",
-    "read_shares",
+    "read_mini_batches",
     "restore_media",
     "rollout_path",
     "write_groups",
-    "write_shares",
+    "write_mini_batches",
 ]
 
 DIRECTORY = "dumps"
@@ -84,9 +84,9 @@ def rollout_path(directory: Path, step: int) -> Path:
     return directory / f"rollout-{step:08d}.jsonl.gz"
 
 
-def batch_path(directory: Path, step: int, share: int) -> Path:
-    """Return the file of what a data-parallel share trained on in a step."""
-    return directory / f"batch-{step:08d}-share-{share}.safetensors"
+def batch_path(directory: Path, step: int, dp_rank: int) -> Path:
+    """Return the file with the samples that a data-parallel rank trained on in a step."""
+    return directory / f"batch-{step:08d}-share-{dp_rank}.safetensors"
 
 
 # -------------------------------------------------------------------------
@@ -221,30 +221,30 @@ def _group(where: str, line: bytes) -> Group:
 # -------------------------------------------------------------------------
 
 
-def write_shares(
+def write_mini_batches(
     path: Path,
-    shares: Sequence[TrainShare],
+    mini_batches: Sequence[MiniBatch],
     log_probs: Mapping[str, PerToken],
     estimated: PerToken,
     *,
-    share: int,
-    num_shares: int,
+    dp_rank: int,
+    dp_size: int,
     model: ModelFacts,
 ) -> None:
-    """Write what a data-parallel share trained on in a step, whole or not at all.
+    """Write the samples that a data-parallel rank trained on in a step, atomically.
 
     Values per token lie end to end, in the order of the samples; ``steps``, ``lengths`` and
     ``response_lengths`` say where each optimizer step and each sample ends.
 
-    :param shares: One per optimizer step, as they came in: to train on them again estimates once more.
+    :param mini_batches: One per optimizer step, as they came in: to train on them again estimates once more.
     :param log_probs: By pass, over the samples of all optimizer steps; float32.
     :param estimated: The advantages that they were trained on.
     :raises CheckpointError: The disk refuses.
     """
-    samples = [sample for share in shares for sample in share.samples]
+    samples = [sample for batch in mini_batches for sample in batch.samples]
     tensors = {
-        "steps": torch.tensor([len(share.samples) for share in shares]),
-        "idle": torch.tensor([share.idle for share in shares]),
+        "steps": torch.tensor([len(batch.samples) for batch in mini_batches]),
+        "idle": torch.tensor([batch.idle for batch in mini_batches]),
         "lengths": torch.tensor([len(sample.tokens) for sample in samples]),
         "response_lengths": torch.tensor([sample.response_length for sample in samples]),
         "tokens": _flat([sample.tokens for sample in samples], torch.int64),
@@ -254,10 +254,10 @@ def write_shares(
         "estimated": _flat(estimated, torch.float64),
         "rewards": torch.tensor([sample.reward for sample in samples], dtype=torch.float64),
         "baselines": torch.tensor([sample.baseline for sample in samples], dtype=torch.float64),
-        "weights": _flat([values for share in shares for values in share.weights], torch.float64),
+        "weights": _flat([values for batch in mini_batches for values in batch.loss_weights], torch.float64),
         **{PASSES + name: _flat(values, torch.float32) for name, values in log_probs.items()},
     }
-    facts = {"format": FORMAT, "share": share, "num_shares": num_shares, "model": model}
+    facts = {"format": FORMAT, "share": dp_rank, "num_shares": dp_size, "model": model}
     if any(sample.media for sample in samples):
         facts["media"] = [sample.media for sample in samples]
     _write(path, save(tensors, {FACTS: json.dumps(facts)}))
@@ -268,27 +268,27 @@ def _flat(values: PerToken, dtype: torch.dtype) -> Tensor:
     return torch.cat(parts) if parts else torch.empty(0, dtype=dtype)
 
 
-def read_shares(path: Path, *, num_shares: int, model: ModelFacts | None = None) -> list[TrainShare]:
-    """Return the shares of a file that :func:`write_shares` wrote.
+def read_mini_batches(path: Path, *, dp_size: int, model: ModelFacts | None = None) -> list[MiniBatch]:
+    """Return the mini-batches of a file that :func:`write_mini_batches` wrote.
 
-    :param num_shares: Of this run.
+    :param dp_size: Of this run.
     :param model: That trains on them; ``None`` takes those of any.
-    :raises DataError: There is no such file, it was cut short, or it is of a run with more or fewer shares or
-        with another model.
+    :raises DataError: There is no such file, it was cut short, or it is of a run with another
+        data-parallel size or another model.
     """
-    return _opened(path, lambda facts, tensors: _shares(path, facts, tensors, num_shares, model))
+    return _opened(path, lambda facts, tensors: _mini_batches(path, facts, tensors, dp_size, model))
 
 
 def read_batch(
-    directory: Path, step: int, num_shares: int, model: ModelFacts | None = None
-) -> list[list[TrainShare]]:
-    """Return what each share trained on in a step.
+    directory: Path, step: int, dp_size: int, model: ModelFacts | None = None
+) -> list[list[MiniBatch]]:
+    """Return the mini-batches of each data-parallel rank in a step.
 
-    :raises DataError: As :func:`read_shares`.
+    :raises DataError: As :func:`read_mini_batches`.
     """
     return [
-        read_shares(batch_path(directory, step, share), num_shares=num_shares, model=model)
-        for share in range(num_shares)
+        read_mini_batches(batch_path(directory, step, dp_rank), dp_size=dp_size, model=model)
+        for dp_rank in range(dp_size)
     ]
 
 
@@ -321,23 +321,22 @@ def _opened(path: Path, read: Callable[[Mapping[str, Any], Mapping[str, Tensor]]
         raise _unreadable(path, str(error)) from error
 
 
-def _shares(
+def _mini_batches(
     path: Path,
     facts: Mapping[str, Any],
     tensors: Mapping[str, Tensor],
-    num_shares: int,
+    dp_size: int,
     model: ModelFacts | None,
-) -> list[TrainShare]:
+) -> list[MiniBatch]:
     _check_facts(path, facts, model)
-    if facts["num_shares"] != num_shares:
+    if facts["num_shares"] != dp_size:
         raise DataError(
-            f"{path} is of a run with {facts['num_shares']} data-parallel workers; "
-            f"this one has {num_shares}.",
+            f"{path} is of a run with {facts['num_shares']} data-parallel workers; this one has {dp_size}.",
             hint=f"Choose placement.num_workers and train.parallel so that it has {facts['num_shares']}, "
             "or replay the rollouts instead.",
         )
     seen = _media_type().validate_python(facts.get("media") or [()] * len(tensors["lengths"]))
-    return list(_split_shares(tensors, seen))
+    return list(_split_mini_batches(tensors, seen))
 
 
 @cache
@@ -345,7 +344,7 @@ def _media_type() -> TypeAdapter[list[tuple[Media, ...]]]:
     return TypeAdapter(list[tuple[Media, ...]])
 
 
-def _split_shares(tensors: Mapping[str, Tensor], seen: Sequence[Any]) -> Iterator[TrainShare]:
+def _split_mini_batches(tensors: Mapping[str, Tensor], seen: Sequence[Any]) -> Iterator[MiniBatch]:
     lengths, responses = tensors["lengths"].tolist(), tensors["response_lengths"].tolist()
 
     def per_sample(name: str, sizes: list[int]) -> list[list[Any]]:
@@ -370,7 +369,7 @@ def _split_shares(tensors: Mapping[str, Tensor], seen: Sequence[Any]) -> Iterato
         raise RuntimeError("its steps do not have as many samples as there are")
     for count, idle in zip(tensors["steps"].tolist(), tensors["idle"].tolist(), strict=True):
         last = first + count
-        yield TrainShare(tuple(samples[first:last]), tuple(weights[first:last]), idle)
+        yield MiniBatch(tuple(samples[first:last]), tuple(weights[first:last]), idle)
         first = last
 
 

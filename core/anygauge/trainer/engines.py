@@ -10,15 +10,15 @@ from typing import Any, Protocol
 
 from anygauge.config import Config
 from anygauge.plugins import Plugins
-from anygauge.trainer.batched_generator import Generate, batched_requests
+from anygauge.trainer.batched_generator import Generate, batched_generation_client
 from anygauge.trainer.colocated_engines import ColocatedEngines
+from anygauge.trainer.colocation import ColocationScheduler
+from anygauge.trainer.components import Components
+from anygauge.trainer.generation_client import GenerationClient
 from anygauge.trainer.launch import launch_workers
-from anygauge.trainer.parts import Parts
 from anygauge.trainer.plan import split_evenly
-from anygauge.trainer.requests import Requests
 from anygauge.trainer.served_engines import ServedEngines, devices_of_server, open_servers
-from anygauge.trainer.turns import Turns
-from anygauge.trainer.weight_parts import WeightBucket
+from anygauge.trainer.weight_stream import PickledBucket
 from anygauge.trainer.worker_group import Arguments, PendingCall, WorkerGroup
 from anygauge_hooks.rl import Prompt, Sample, SamplingParams
 from anygauge_hooks.types import BackendSpec
@@ -40,7 +40,7 @@ class Engines(Protocol):
         ``None`` where an engine answers each request by itself: then all samples are made so.
         """
 
-    def requests(self) -> AbstractContextManager[Requests]:
+    def generation_client(self) -> AbstractContextManager[GenerationClient]:
         """Return how requests get to the engines one by one, for as long as the block runs."""
 
     def trained(self, version: int) -> None:
@@ -65,9 +65,9 @@ class SharedEngines:
         """Divide the prompts among the engines and return their samples, in order."""
         return _generate(self._workers, prompts, params, seeds)
 
-    def requests(self) -> AbstractContextManager[Requests]:
+    def generation_client(self) -> AbstractContextManager[GenerationClient]:
         """Return how requests get to the engines one by one."""
-        return batched_requests(self.generate)
+        return batched_generation_client(self.generate)
 
     def trained(self, version: int) -> None:
         """Do nothing: no engine joins the others later."""
@@ -97,9 +97,9 @@ class SeparateEngines:
         """Divide the prompts among the engines and return their samples, in order."""
         return _generate(self._rollouts, prompts, params, seeds)
 
-    def requests(self) -> AbstractContextManager[Requests]:
+    def generation_client(self) -> AbstractContextManager[GenerationClient]:
         """Return how requests get to the engines one by one."""
-        return batched_requests(self.generate)
+        return batched_generation_client(self.generate)
 
     def trained(self, version: int) -> None:
         """Do nothing: no engine joins the others later."""
@@ -109,7 +109,7 @@ class SeparateEngines:
         loading: PendingCall | None = None
         last = self._trainers is None
         while self._trainers is not None and not last:
-            bucket: WeightBucket = self._trainers.call("next_weights", max_bytes=self._bucket_bytes)[0]
+            bucket: PickledBucket = self._trainers.call("next_weights", max_bytes=self._bucket_bytes)[0]
             if loading is not None:
                 loading.result()
             last = bucket.last
@@ -133,7 +133,9 @@ def _generate(
     return [samples for share in workers.call("generate", per_rank=shares) for samples in share]
 
 
-def colocated(config: Config, plugins: Plugins, turns: Turns) -> Callable[..., ServedEngines]:
+def colocated(
+    config: Config, plugins: Plugins, colocation: ColocationScheduler
+) -> Callable[..., ServedEngines]:
     """Return what makes the engines of servers on the devices of trainers.
 
     Where weights are handed over in memory, the first trainer on a server's devices does so: a server sees no
@@ -141,7 +143,7 @@ def colocated(config: Config, plugins: Plugins, turns: Turns) -> Callable[..., S
     """
     transport: WeightTransportSpec = plugins.get("register_weight_transports", config.weight_sync.transport)
     devices = devices_of_server(config, plugins) if transport.same_host else 0
-    return partial(ColocatedEngines, turns=turns, sender=lambda server: server * devices)
+    return partial(ColocatedEngines, colocation=colocation, sender=lambda server: server * devices)
 
 
 @contextmanager
@@ -149,23 +151,23 @@ def open_engines(
     config: Config,
     backend: BackendSpec,
     plugins: Plugins,
-    parts: Parts,
+    parts: Components,
     workers: WorkerGroup,
     directory: Path,
-    turns: Turns,
+    colocation: ColocationScheduler,
 ) -> Iterator[Engines]:
     """Start the rollout engines that are processes of their own, if the config asks for some; end them after.
 
     :param workers: Those that train.
     :param directory: Of the run.
-    :param turns: That the engines take with the trainers, where they share devices.
+    :param colocation: That the engines take with the trainers, where they share devices.
     """
     count = config.placement.rollout_workers
     if not (config.has_engines_apart and parts.generates):
         yield SharedEngines(workers)
         return
     if plugins.get("register_rollout_engines", config.rollout.engine).serve is not None:
-        make = colocated(config, plugins, turns) if turns.shared else ServedEngines
+        make = colocated(config, plugins, colocation) if colocation.shared else ServedEngines
         trainers = workers if parts.trains else None
         is_seated = config.placement.colocated and config.placement.launcher == "ray"
         seats = workers.seats(count, devices_of_server(config, plugins)) if is_seated else ()

@@ -12,7 +12,7 @@ from anygauge.algorithms.token_advantages import token_rewards
 from anygauge.algorithms.whitening import explained_variance, masked_mean, whiten
 from anygauge.config.schema import Algorithm
 from anygauge_hooks.algorithms import AdvantageInputs, TokenAdvantages
-from anygauge_hooks.engines import Likeliest
+from anygauge_hooks.engines import TopKLogProbs
 from anygauge_hooks.errors import PluginError
 from anygauge_hooks.rl import TrainSample
 from anygauge_hooks.types import NamedFunction
@@ -34,7 +34,7 @@ class Passes:
     """Log-probs that the ratio is taken against."""
     reference: Sequence[Tensor] | None = None
     teacher: Sequence[Tensor] | None = None
-    likeliest: Sequence[Likeliest] | None = None
+    top_k_log_probs: Sequence[TopKLogProbs] | None = None
     """What the teacher would have said."""
     values: Sequence[Tensor] | None = None
 

@@ -43,7 +43,7 @@ def evaluate(session: Session, *, tolerant: bool = False) -> dict[str, float]:
     if metrics:
         session.workers.call("report")  # what an evaluation took is no part of a step
         session.engines.reports()
-        session.turns.seconds()
+        session.colocation.seconds()
         record(session, session.info, metrics)
     return metrics
 
@@ -102,8 +102,8 @@ def _negative_log_likelihood(session: Session, samples: Sequence[TrainSample]) -
     layout = session.layout
     parts = split_evenly(len(samples), layout.data)
     # A forward pass may be a collective, so a rank without samples of its own repeats the first.
-    per_rank: list[Arguments] = [((samples[parts[own]] or samples[:1],), {}) for own in layout.shares()]
-    session.turns.take("save")
+    per_rank: list[Arguments] = [((samples[parts[own]] or samples[:1],), {}) for own in layout.dp_ranks()]
+    session.colocation.enter("save")
     totals = session.workers.call("negative_log_likelihood", per_rank=per_rank)
-    spoken = (totals[rank] for rank in layout.speakers())
+    spoken = (totals[rank] for rank in layout.reporting_ranks())
     return float(sum(value for value, part in zip(spoken, parts, strict=True) if samples[part]))

@@ -17,11 +17,7 @@ from anygauge.hub import localized
 from anygauge.hub.names import model_name
 from anygauge.plugins import Plugins
 from anygauge.rollout.rewards import check_reward
-from anygauge.trainer.evaluation import evaluate
-from anygauge.trainer.inputs import EvalSet, load_tokenizer, media_finder, read_eval_sets, rewards
-from anygauge.trainer.parts import evaluation_parts
-from anygauge.trainer.run import open_session, run_info
-from anygauge.trainer.saved import (
+from anygauge.trainer.checkpoint_reader import (
     DIRECTORY,
     MANIFEST,
     Checkpoint,
@@ -29,6 +25,10 @@ from anygauge.trainer.saved import (
     latest_checkpoint,
     read_checkpoint,
 )
+from anygauge.trainer.components import evaluation_components
+from anygauge.trainer.evaluation import evaluate
+from anygauge.trainer.inputs import EvalSet, load_tokenizer, media_finder, read_eval_sets, rewards
+from anygauge.trainer.run import open_session, run_info
 from anygauge.trainer.signals import terminate_as_exception
 from anygauge.trainer.state import RunState
 from anygauge_hooks.errors import AnygaugeError, CheckpointError, ConfigError, WorkerFailedError
@@ -99,13 +99,15 @@ def evaluate_checkpoint(
     :raises ConfigError: The config names no evaluation data, or no reward to evaluate with.
     """
     eval_sets, media = read_evaluation(localized(loaded.config), plugins)
-    parts = evaluation_parts(loaded.config, loads=checkpoint is not None)
+    components = evaluation_components(loaded.config, loads=checkpoint is not None)
     with terminate_as_exception(), logs_of_failures() as directory, ExitStack() as stack:
         state = RunState(run_info(loaded, directory, plugins.environment()), version=1)
         if checkpoint is not None:
             state.finish_step(checkpoint.step)
         path = None if checkpoint is None else checkpoint.path.absolute()
-        session = open_session(loaded, plugins, parts, eval_sets, state, stack, checkpoint=path, media=media)
+        session = open_session(
+            loaded, plugins, components, eval_sets, state, stack, checkpoint=path, media=media
+        )
         metrics = evaluate(session)
     return metrics if checkpoint is None else {"eval/step": checkpoint.step, **metrics}
 

@@ -36,7 +36,7 @@ def launch_workers(
     first_device: int = 0,
     devices: int = 1,
     seats: Sequence[Seat] = (),
-    beside: int = 0,
+    extra_devices: int = 0,
     reads: Sequence[Path] = (),
     options: Mapping[str, Any] | None = None,
 ) -> WorkerGroup:
@@ -51,7 +51,7 @@ def launch_workers(
     :param first_device: Devices of this host that another role's plain processes take.
     :param devices: That each worker takes.
     :param seats: Of workers that take devices of others, and none of their own.
-    :param beside: Devices that workers of other roles take, which are started afterwards.
+    :param extra_devices: Devices that workers of other roles take, which are started afterwards.
     :param reads: Directories that every worker needs, beside those that the config names.
     :param options: Further keyword arguments of the class; they are pickled.
     :returns: A context manager that ends the workers.
@@ -73,7 +73,7 @@ def launch_workers(
         first_device=first_device,
         devices=devices,
         seats=seats,
-        beside=beside,
+        extra_devices=extra_devices,
         reads=reads,
         options=options or {},
     )

@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from multiprocessing.connection import wait
 
 from anygauge.distributed.child_process import ChildProcess
-from anygauge.trainer.calls import Died, encode
 from anygauge.trainer.diagnostics import dump_stacks, log_size, tail
+from anygauge.trainer.rpc import Died, encode
 from anygauge.trainer.worker import HostInfo
 from anygauge.trainer.worker_group import LaunchSpec
 

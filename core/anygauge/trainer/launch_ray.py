@@ -21,11 +21,11 @@ from ray.exceptions import RayActorError, RayError
 from ray.util import get_node_ip_address, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from anygauge.trainer.calls import Died, Request, capture, encode
 from anygauge.trainer.diagnostics import dump_stacks, enable_stacks, log_size, tail
 from anygauge.trainer.placement import bundle_of, check_capacity, placement_error, rank_order
 from anygauge.trainer.ray_commands import head_command
 from anygauge.trainer.ray_environment import OWN_CLUSTER
+from anygauge.trainer.rpc import Died, MethodCall, capture, encode
 from anygauge.trainer.worker import HostInfo, Worker, WorkerSetup
 from anygauge.trainer.worker_group import LaunchSpec
 from anygauge_hooks.errors import PlacementError
@@ -47,7 +47,7 @@ REMOTE_READ_S = 30.0
 """For reading a log on another node."""
 SHARED_BYTES = 2**20
 """From this size on, a message that goes to several workers is stored once for all of them."""
-PING = encode(Request(method="ping", kwargs={}, lifecycle=True))
+PING = encode(MethodCall(method="ping", kwargs={}, lifecycle=True))
 EXIT_DETAIL = re.compile(r"Worker exit detail: *(.*?)(?= Some common causes| There are some|\n|$)")
 
 
@@ -116,13 +116,13 @@ class RayTransport:
         token = uuid.uuid4().hex[:8]
         if self._spec.seats:
             for rank, seat in enumerate(self._spec.seats):
-                beside = NodeAffinitySchedulingStrategy(seat.node, soft=False)
-                self._actors.append(self._start_actor(rank, beside, {"num_cpus": 0}, token))
+                affinity = NodeAffinitySchedulingStrategy(seat.node, soft=False)
+                self._actors.append(self._start_actor(rank, affinity, {"num_cpus": 0}, token))
             return
         options = dict(self._spec.backend.ray_options(self._spec.devices))
         bundle = bundle_of(options)
         if self._connected and self._spec.config.cluster.address == OWN_CLUSTER:
-            check_capacity(bundle, self._spec.num_workers + self._spec.beside, _totals())
+            check_capacity(bundle, self._spec.num_workers + self._spec.extra_devices, _totals())
         self._placement = placement_group([bundle] * self._spec.num_workers, strategy="PACK")
         timeout_s = self._spec.config.placement.start_timeout_s
         if not self._placement.wait(timeout_s):
@@ -285,7 +285,7 @@ def _connect(spec: LaunchSpec) -> bool:
         if address == OWN_CLUSTER:
             ray.init(**_cluster(spec), **QUIET)
         else:
-            _attach(address, shlex.join(head_command(spec.backend, spec.num_workers + spec.beside)))
+            _attach(address, shlex.join(head_command(spec.backend, spec.num_workers + spec.extra_devices)))
     return True
 
 

@@ -32,7 +32,6 @@ from anygauge.observability.metrics import (
 from anygauge.rollout.rewards import raw_number
 from anygauge.trainer.background_evaluation import BackgroundEvaluation
 from anygauge.trainer.checkpoints import CheckpointWriter, export_hf
-from anygauge.trainer.controlled import Controlled
 from anygauge.trainer.directory import RunDirectory
 from anygauge.trainer.dumps import (
     DIRECTORY,
@@ -50,13 +49,14 @@ from anygauge.trainer.evaluation import evaluate
 from anygauge.trainer.generation import rollout_params, rollout_seeds
 from anygauge.trainer.health import HealthMonitor, health_metrics
 from anygauge.trainer.plan import (
-    TrainShare,
+    MiniBatch,
     conversation_samples,
     group_samples,
     plan_metrics,
     plan_steps,
     train_samples,
 )
+from anygauge.trainer.rollout_scheduler import RolloutScheduler
 from anygauge.trainer.session import TRAINING, Session
 from anygauge.trainer.staleness import mask_stale
 from anygauge.trainer.worker_group import PendingCall
@@ -93,7 +93,7 @@ class Loop:
     """Of a tower's forward pass over a medium."""
     save_s: float = 0.0
     """What saving took after the last step; 0 if there was nothing to save."""
-    control: Controlled | None = None
+    control: RolloutScheduler | None = None
     """What makes the samples, where the config asks for more than one batch of them for each step."""
     restored: frozenset[str] = frozenset()
     """Keys of the media that a replay has put into the store."""
@@ -156,7 +156,7 @@ def run_loop(loop: Loop) -> None:
         loop.session.track(metrics, step=step)
         _log.info("step %d of %d: %s", step, total, summary(metrics))
         loop.session.plugins.notify("after_train_step", run=loop.info, metrics=metrics)
-        with saved_if_unhealthy(loop, step, learnt=step > first):
+        with save_if_unhealthy(loop, step, learnt=step > first):
             monitor.check(metrics, step)
         evaluate_if_due(loop)
         loop.directory.check()
@@ -168,7 +168,7 @@ def run_loop(loop: Loop) -> None:
 
 
 @contextmanager
-def saved_if_unhealthy(loop: Loop, step: int, *, learnt: bool) -> Iterator[None]:
+def save_if_unhealthy(loop: Loop, step: int, *, learnt: bool) -> Iterator[None]:
     """Write a checkpoint where a health rule ends the run, beside those of the steps that were well.
 
     :param learnt: Whether this part of the run has taken a step before, which would be lost.
@@ -212,7 +212,7 @@ def train_on_rollouts(loop: Loop, step: int) -> dict[str, float]:
     version = None if replays_rollouts(config) else loop.session.state.version
     trained_on = groups if version is None else mask_stale(groups, version, config.algorithm.mask_stale)
     training = None
-    if loop.session.parts.trains and are_any_scored(trained_on):
+    if loop.session.components.trains and are_any_scored(trained_on):
         training = start_training(loop, step, train_samples(trained_on, loop.estimator, version))
     # While the workers train, the driver does what needs nothing of them.
     loop.session.plugins.notify("after_rollout", run=loop.info, groups=groups)
@@ -308,10 +308,10 @@ def train_on_batches(loop: Loop, step: int) -> dict[str, float]:
     """Train again on what each rank of another run trained on in a step, and return its metrics."""
     started = time.perf_counter()
     assert loop.config.debug.replay_batches is not None
-    shares = read_batch(loop.config.debug.replay_batches, step, loop.session.layout.data, loop.model)
-    samples = [sample for steps in shares for share in steps for sample in share.samples]
+    mini_batches = read_batch(loop.config.debug.replay_batches, step, loop.session.layout.data, loop.model)
+    samples = [sample for rank in mini_batches for batch in rank for sample in batch.samples]
     restore(loop, loop.config.debug.replay_batches, [each for sample in samples for each in sample.media])
-    training = send_shares(loop, step, shares)
+    training = send_mini_batches(loop, step, mini_batches)
     work = StepWork.of_samples(samples, *loop.flops)
     memory = driver_memory()
     return {**finish_training(loop, training), **memory, **measure(loop, work, started)}
@@ -320,7 +320,7 @@ def train_on_batches(loop: Loop, step: int) -> dict[str, float]:
 def start_training(loop: Loop, step: int, samples: Sequence[TrainSample]) -> Training:
     """Send each rank its share of the samples."""
     config = loop.config
-    shares = plan_steps(
+    mini_batches = plan_steps(
         samples,
         config.train.optimizer_steps,
         loop.session.layout.data,
@@ -329,22 +329,24 @@ def start_training(loop: Loop, step: int, samples: Sequence[TrainSample]) -> Tra
         config.rollout.max_new_tokens,
         loop.media_flops,
     )
-    return send_shares(loop, step, shares)
+    return send_mini_batches(loop, step, mini_batches)
 
 
-def send_shares(loop: Loop, step: int, shares: Sequence[Sequence[TrainShare]]) -> Training:
+def send_mini_batches(loop: Loop, step: int, mini_batches: Sequence[Sequence[MiniBatch]]) -> Training:
     """Let each rank train on its share."""
     layout, dumps = loop.session.layout, dict[int, str]()
     if loop.config.debug.dump_batches:
-        paths = (batch_path(loop.dumps, step, share) for share in range(layout.data))
-        dumps = {rank: str(path) for rank, path in zip(layout.speakers(), paths, strict=True)}
-        trained_on = (sample for steps in shares for share in steps for sample in share.samples)
+        paths = (batch_path(loop.dumps, step, dp_rank) for dp_rank in range(layout.data))
+        dumps = {rank: str(path) for rank, path in zip(layout.reporting_ranks(), paths, strict=True)}
+        trained_on = (sample for rank in mini_batches for batch in rank for sample in batch.samples)
         keep(loop, [each for sample in trained_on for each in sample.media])
-    per_rank = [((shares[own],), {"dump": dumps.get(rank)}) for rank, own in enumerate(layout.shares())]
+    per_rank = [
+        ((mini_batches[own],), {"dump": dumps.get(rank)}) for rank, own in enumerate(layout.dp_ranks())
+    ]
     updates = step > loop.config.critic.only_steps
-    loop.session.turns.take("train")
+    loop.session.colocation.enter("train")
     answer = loop.session.workers.call_async("train", per_rank=per_rank, update_policy=updates)
-    return Training(answer, plan_metrics(shares, loop.flops_per_token, loop.media_flops), updates)
+    return Training(answer, plan_metrics(mini_batches, loop.flops_per_token, loop.media_flops), updates)
 
 
 def finish_training(loop: Loop, training: Training) -> dict[str, float]:
@@ -387,7 +389,7 @@ def mean_over_steps(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 def sync_weights(loop: Loop) -> None:
     """Give the new weights to every rollout engine, where there is one."""
-    if not loop.session.parts.generates:
+    if not loop.session.components.generates:
         return
     loop.session.engines.trained(loop.session.state.version + 1)
     if loop.control is not None:
@@ -409,12 +411,12 @@ def save(loop: Loop, step: int, *, ends: bool = False) -> bool:
         announce(loop, loop.checkpoints.poll())
         due = ends or step % settings.every == 0 or step == loop.info.total_steps
         if due:
-            loop.session.turns.take("save")
-            announce(loop, loop.checkpoints.start(step, loop.session.state.saved(), replaces=not ends))
+            loop.session.colocation.enter("save")
+            announce(loop, loop.checkpoints.start(step, loop.session.state.state_dict(), replaces=not ends))
             if ends:
                 announce(loop, loop.checkpoints.finish())
-    if loop.session.parts.trains and settings.hf_every is not None and step % settings.hf_every == 0:
-        loop.session.turns.take("save")
+    if loop.session.components.trains and settings.hf_every is not None and step % settings.hf_every == 0:
+        loop.session.colocation.enter("save")
         export_hf(loop.session.workers, Path(loop.info.directory) / f"hf-step-{step}")
         due = True
     return due
@@ -437,7 +439,7 @@ def measure(loop: Loop, work: StepWork, started: float, **driver_seconds: float)
         work,
         reports,
         wall_s=time.perf_counter() - started,
-        driver_seconds={**driver_seconds, **loop.session.turns.seconds()},
+        driver_seconds={**driver_seconds, **loop.session.colocation.seconds()},
     )
 
 

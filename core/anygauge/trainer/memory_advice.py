@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from anygauge.config import Config
-from anygauge.trainer.calls import Died
+from anygauge.trainer.rpc import Died
 from anygauge_hooks.errors import OutOfMemoryError
 
 __all__ = ["advise", "advise_death", "memory_advice"]

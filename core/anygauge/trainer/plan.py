@@ -19,7 +19,7 @@ from anygauge_hooks.media import Media
 from anygauge_hooks.rl import NO_VERSION, Group, Prompt, Sample, TrainSample
 
 __all__ = [
-    "TrainShare",
+    "MiniBatch",
     "conversation_samples",
     "group_samples",
     "plan_metrics",
@@ -35,11 +35,11 @@ Estimator = Callable[..., torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class TrainShare:
+class MiniBatch:
     """One rank's part of one optimizer step."""
 
     samples: tuple[TrainSample, ...]
-    weights: tuple[Sequence[float], ...]
+    loss_weights: tuple[Sequence[float], ...]
     """Per sample and response token: its share in the mean of the whole step."""
     idle: int = 0
     """How many of the samples repeat another one of the step, for a rank that would have none."""
@@ -183,7 +183,7 @@ def plan_steps(
     flops_per_token: Callable[[int], float] = alike,
     max_length: int = 1,
     media_flops: Callable[[Media], float] = free,
-) -> list[list[TrainShare]]:
+) -> list[list[MiniBatch]]:
     """Divide samples among optimizer steps, and each step among ranks by what a model computes for them.
 
     A step takes as many samples as there are. Where those are fewer than ranks, the shortest is repeated for
@@ -201,7 +201,7 @@ def plan_steps(
         raise RolloutError(
             "There is no sample to train on.", hint="A filter that leaves nothing must be loosened."
         )
-    shares: list[list[TrainShare]] = [[] for _ in range(num_ranks)]
+    mini_batches: list[list[MiniBatch]] = [[] for _ in range(num_ranks)]
     for drawn in _split(samples, num_steps):
         step = drawn + _idle_samples(drawn, num_ranks - len(drawn))
         rollouts = [sample.rollout for sample in step]
@@ -212,13 +212,13 @@ def plan_steps(
             None if rollouts.count(None) == len(rollouts) else rollouts,
         )
         for rank, indices in enumerate(balance(_costs(step, flops_per_token, media_flops), num_ranks)):
-            share = TrainShare(
+            mini_batch = MiniBatch(
                 tuple(step[i] for i in indices),
                 tuple(weights[i] for i in indices),
                 idle=sum(i >= len(drawn) for i in indices),
             )
-            shares[rank].append(share)
-    return shares
+            mini_batches[rank].append(mini_batch)
+    return mini_batches
 
 
 def _costs(
@@ -250,17 +250,20 @@ def _idle_samples(step: Sequence[TrainSample], count: int) -> list[TrainSample]:
 
 
 def plan_metrics(
-    shares: Sequence[Sequence[TrainShare]],
+    mini_batches: Sequence[Sequence[MiniBatch]],
     flops_per_token: Callable[[int], float],
     media_flops: Callable[[Media], float] = free,
 ) -> dict[str, float]:
     """Return how evenly the ranks work.
 
-    :param shares: Of each rank, one for each optimizer step.
+    :param mini_batches: Of each rank, one for each optimizer step.
     """
-    costs = [[_costs(share.samples, flops_per_token, media_flops).sum() for share in rank] for rank in shares]
+    costs = [
+        [_costs(mini_batch.samples, flops_per_token, media_flops).sum() for mini_batch in rank]
+        for rank in mini_batches
+    ]
     return {
-        "train/idle_samples": sum(share.idle for rank in shares for share in rank),
+        "train/idle_samples": sum(mini_batch.idle for rank in mini_batches for mini_batch in rank),
         "perf/train_imbalance": fmean(imbalance(step) for step in zip(*costs, strict=True)),
     }
 

@@ -15,8 +15,8 @@ from anygauge.config.load import dump_config
 from anygauge.config.secret_values import masked
 from anygauge.config.tree import flatten
 from anygauge.disk import free_name, parse_toml, remove_abandoned
+from anygauge.trainer.checkpoint_reader import Checkpoint, checkpoint_paths
 from anygauge.trainer.checkpoints import SUPERSEDED, append_only_files, installed_packages
-from anygauge.trainer.saved import Checkpoint, checkpoint_paths
 from anygauge_hooks.errors import CheckpointError
 
 __all__ = ["apply_changes", "is_changed", "set_aside"]

@@ -11,7 +11,7 @@ from anygauge.config import Config
 from anygauge.device import memory_phase
 from anygauge.observability.memory import worker_memory
 from anygauge.observability.performance import WorkerReport
-from anygauge.trainer.weight_parts import WeightUpdate
+from anygauge.trainer.weight_stream import StreamedUpdate
 from anygauge_hooks.engines import RolloutEngine, WorkerContext
 from anygauge_hooks.rl import Prompt, Sample, SamplingParams
 
@@ -68,13 +68,13 @@ class RolloutWorker(GeneratingWorker):
     def __init__(self, config: Config, context: WorkerContext) -> None:
         super().__init__(context)
         self._engine = make_engine(config, context)
-        self._update: WeightUpdate | None = None
+        self._update: StreamedUpdate | None = None
 
     def receive_weights(self, data: bytes, version: int, *, last: bool) -> None:
         """Take a part of new weights; with the last one, return once the engine serves them."""
         with self._timed("weight_sync"):
             if self._update is None:
-                self._update = WeightUpdate(self.engine, version, self._device.torch_device)
+                self._update = StreamedUpdate(self.engine, version, self._device.torch_device)
             assert self._update.version == version, "one update at a time"
             self._update.put(data)
             if last:

@@ -20,20 +20,20 @@ from anygauge.trainer.actors import replays
 from anygauge.trainer.background_evaluation import BackgroundEvaluation
 from anygauge.trainer.capabilities import write_capabilities
 from anygauge.trainer.checkpoints import CheckpointWriter, export_hf
-from anygauge.trainer.controlled import is_controlled, open_control
+from anygauge.trainer.colocation import ColocationScheduler
+from anygauge.trainer.components import Components, run_components
 from anygauge.trainer.directory import RunDirectory, open_run_directory
 from anygauge.trainer.engines import open_engines
+from anygauge.trainer.generation_client import open_maker
 from anygauge.trainer.inputs import EvalSet, Inputs, forbidden_tokens, read_inputs
 from anygauge.trainer.launch import launch_workers
 from anygauge.trainer.loop import Loop, announce, run_loop
 from anygauge.trainer.media_stores import own_store
-from anygauge.trainer.parts import Parts, run_parts
-from anygauge.trainer.requests import open_maker
+from anygauge.trainer.rollout_scheduler import open_rollout_scheduler, uses_rollout_scheduler
 from anygauge.trainer.served_engines import devices_of_server
 from anygauge.trainer.session import TRAINING, Session
 from anygauge.trainer.signals import terminate_as_exception
 from anygauge.trainer.state import RunState
-from anygauge.trainer.turns import Turns
 from anygauge.trainer.worker_group import WorkerGroup
 from anygauge_hooks.types import RunInfo, Tracker
 
@@ -62,12 +62,12 @@ def train(loaded: LoadedConfig, plugins: Plugins) -> RunInfo:
             inputs.source.load_state_dict(state.source)
         secrets = secret_values(config)
         log = driver_log(directory.path, backend=state.info.where, secrets=secrets)
-        with log, ExitStack() as stack, observed(plugins, state):
+        with log, ExitStack() as stack, notify_observers(plugins, state):
             loop = open_loop(loaded, plugins, inputs, directory, state, stack)
             with salvaged(loop):
                 run_loop(loop)
-            if config.save.hf_at_end and loop.session.parts.trains:
-                loop.session.turns.take("save")
+            if config.save.hf_at_end and loop.session.components.trains:
+                loop.session.colocation.enter("save")
                 export_hf(loop.session.workers, directory.path / "hf")
             if loop.checkpoints is not None:
                 loop.checkpoints.require_last()
@@ -98,20 +98,20 @@ def open_loop(
     stack: ExitStack,
 ) -> Loop:
     """Start what the steps of a run share, and go to where an earlier part of it ended; the stack ends it."""
-    config, parts = loaded.config, run_parts(loaded.config)
+    config, components = loaded.config, run_components(loaded.config)
     checkpoint = None if directory.checkpoint is None else directory.checkpoint.path
     session = open_session(
-        loaded, plugins, parts, inputs.eval_sets, state, stack, checkpoint=checkpoint, media=inputs.media
+        loaded, plugins, components, inputs.eval_sets, state, stack, checkpoint=checkpoint, media=inputs.media
     )
     source = inputs.source if session.media is None else LoadedSource(inputs.source, session.media)
     if directory.continues:
         directory.begin()
     write_capabilities(directory.path, plugins, loaded.backend)
     checkpoints = None
-    if config.save.every is not None and parts.trains and not replays(config):
+    if config.save.every is not None and components.trains and not replays(config):
         checkpoints = stack.enter_context(closing(CheckpointWriter(directory.path, config, session.workers)))
     session.trackers = open_trackers(config, plugins, state.info, stack)
-    control = stack.enter_context(open_control(session, source))
+    control = stack.enter_context(open_rollout_scheduler(session, source))
     background = None
     if control is not None and config.rollout.schedule != "sync" and not config.eval.wait:
         background = BackgroundEvaluation(session, rollouts=control.rollouts)
@@ -131,7 +131,7 @@ def open_loop(
 def open_session(
     loaded: LoadedConfig,
     plugins: Plugins,
-    parts: Parts,
+    components: Components,
     eval_sets: Sequence[EvalSet],
     state: RunState,
     stack: ExitStack,
@@ -141,12 +141,12 @@ def open_session(
 ) -> Session:
     """Start the scorers, the workers and the engines; the stack ends them.
 
-    :param parts: What is built.
+    :param components: What is built.
     :param checkpoint: Loaded into the train engines, and from there into the rollout engines.
     :param media: Of the run's data; ``None`` for a run of text.
     """
     config, directory = loaded.config, Path(state.info.directory)
-    scorers = open_scorers(config, plugins, eval_sets, directory, stack) if parts.generates else {}
+    scorers = open_scorers(config, plugins, eval_sets, directory, stack) if components.generates else {}
     loader = None
     if media is not None:
         # Closed after the workers, which may be reading.
@@ -159,41 +159,52 @@ def open_session(
             worker_class=ACTOR,
             role="actor",
             run_directory=directory,
-            beside=devices_beside(config, plugins),
+            extra_devices=extra_devices(config, plugins),
             reads=[] if checkpoint is None else [checkpoint],
-            options={"parts": parts},
+            options={"parts": components},
         )
     )
     if checkpoint is not None:
         workers.call("load_checkpoint", path=str(checkpoint))
-    turns = open_turns(config, parts, workers)
+    colocation = open_colocation(config, components, workers)
     engines = stack.enter_context(
-        open_engines(config, loaded.backend, plugins, parts, workers, directory, turns)
+        open_engines(config, loaded.backend, plugins, components, workers, directory, colocation)
     )
     if checkpoint is not None:
         engines.sync(state.version)
     maker = None
-    if parts.generates and (engines.generate is None or is_controlled(config)):
-        maker = open_maker(config, plugins, stack.enter_context(engines.requests()), loader)
+    if components.generates and (engines.generate is None or uses_rollout_scheduler(config)):
+        maker = open_maker(config, plugins, stack.enter_context(engines.generation_client()), loader)
     forbidden = forbidden_tokens(config, plugins)
     return Session(
-        config, plugins, parts, workers, engines, eval_sets, scorers, state, turns, maker, forbidden, loader
+        config,
+        plugins,
+        components,
+        workers,
+        engines,
+        eval_sets,
+        scorers,
+        state,
+        colocation,
+        maker,
+        forbidden,
+        loader,
     )
 
 
-def devices_beside(config: Config, plugins: Plugins) -> int:
+def extra_devices(config: Config, plugins: Plugins) -> int:
     """Return how many devices the rollout engines take beside those of the workers that train."""
     own = not config.placement.colocated
     return config.placement.rollout_workers * devices_of_server(config, plugins) if own else 0
 
 
-def open_turns(config: Config, parts: Parts, workers: WorkerGroup) -> Turns:
+def open_colocation(config: Config, components: Components, workers: WorkerGroup) -> ColocationScheduler:
     """Return the turns of trainers and engines; where these share devices, there is room for servers now."""
-    if not (config.placement.colocated and parts.trains and parts.generates):
-        return Turns()
-    turns = Turns(lambda what: workers.call("hold", what=what))
-    turns.take("start")
-    return turns
+    if not (config.placement.colocated and components.trains and components.generates):
+        return ColocationScheduler()
+    colocation = ColocationScheduler(lambda state: workers.call("set_memory_state", state=state))
+    colocation.enter("start")
+    return colocation
 
 
 def open_scorers(
@@ -249,7 +260,7 @@ def salvaged(loop: Loop) -> Iterator[None]:
 
 
 @contextmanager
-def observed(plugins: Plugins, state: RunState) -> Iterator[None]:
+def notify_observers(plugins: Plugins, state: RunState) -> Iterator[None]:
     """Tell the observers of an error, and of the end, while the workers are still there."""
     try:
         yield

@@ -20,10 +20,10 @@ from anygauge.config import Config
 from anygauge.config.schema import POLICY
 from anygauge.plugins import Plugins
 from anygauge.trainer.event_loop import EventLoop
+from anygauge.trainer.generation_client import GenerationClient
 from anygauge.trainer.launch import launch_workers
 from anygauge.trainer.media_stores import open_store
 from anygauge.trainer.placement import Seat
-from anygauge.trainer.requests import Requests
 from anygauge.trainer.server_sources import AttachedServers, ServerSource, StartedServers
 from anygauge.trainer.servers import Servers
 from anygauge.trainer.worker_group import WorkerGroup
@@ -65,11 +65,11 @@ class ServedEngines:
         self._unverified: Sequence[str] = ()
         """Parameters that nothing could be compared with, as was last said."""
 
-    def requests(self) -> AbstractContextManager[Requests]:
+    def generation_client(self) -> AbstractContextManager[GenerationClient]:
         """Return how requests get to the servers."""
-        fleets = self._servers.fleets
-        others = {model: fleet for model, fleet in fleets.items() if model != POLICY}
-        return nullcontext(Requests(fleets[POLICY], self._loop, self.wait, others))
+        pools = self._servers.pools
+        others = {model: pool for model, pool in pools.items() if model != POLICY}
+        return nullcontext(GenerationClient(pools[POLICY], self._loop, self.wait, others))
 
     def wait(self, coroutine: Coroutine[Any, Any, T], what: str) -> T:
         """Return what a coroutine in the event loop returns; see to servers that are lost meanwhile.

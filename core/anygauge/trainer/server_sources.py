@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from anygauge.config import Config
 from anygauge.rollout.client import EngineAwayError
-from anygauge.rollout.deployment import plan_servers
+from anygauge.rollout.server_plan import plan_servers
 from anygauge.trainer.server_workers import Serving, in_background
 from anygauge.trainer.worker_group import WorkerGroup
 from anygauge_hooks.engines import RolloutEngineSpec
@@ -29,7 +29,7 @@ RETURN_S = 1.0
 
 
 class ServerSource(Protocol):
-    """Servers by rank, as :func:`anygauge.rollout.deployment.plan_servers` has them."""
+    """Servers by rank, as :func:`anygauge.rollout.server_plan.plan_servers` has them."""
 
     has_first_weights: bool
     """Whether servers come with the weights of version 0."""

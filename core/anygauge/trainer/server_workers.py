@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 from anygauge.config import Config
 from anygauge.observability.memory import worker_memory
 from anygauge.observability.performance import WorkerReport
-from anygauge.rollout.deployment import plan_servers
+from anygauge.rollout.server_plan import plan_servers
 from anygauge_hooks.engines import WorkerContext
 from anygauge_hooks.rollout import EngineServer
 from anygauge_hooks.weights import WeightPeer
@@ -151,9 +151,9 @@ class ServerWorker:
         peer = replace(
             self._server.weight_peer(), dtype=self._config.rollout.dtype, incarnation=self._starts - 1
         )
-        if (beside := self._receiver) is None:
+        if (receiver := self._receiver) is None:
             return peer
-        return replace(peer, receiver=beside.address, secret=beside.secret)
+        return replace(peer, receiver=receiver.address, secret=receiver.secret)
 
 
 def in_background(work: Callable[[], None]) -> Future[None]:

@@ -14,13 +14,13 @@ from typing import Any
 
 from anygauge.config import Config
 from anygauge.config.schema import POLICY
-from anygauge.rollout.deployment import ServerPlan, plan_servers
-from anygauge.rollout.fleet import Fleet
-from anygauge.rollout.members import EngineReport, EngineState
+from anygauge.rollout.engine_pool import EnginePool
+from anygauge.rollout.engine_state import EngineReport, EngineState
+from anygauge.rollout.server_plan import ServerPlan, plan_servers
 from anygauge.trainer.event_loop import EventLoop
 from anygauge.trainer.server_sources import ServerSource
 from anygauge.trainer.server_workers import Serving
-from anygauge_hooks.engines import Residency
+from anygauge_hooks.engines import MemoryState
 from anygauge_hooks.errors import RolloutError
 from anygauge_hooks.media import MediaStore
 
@@ -62,21 +62,21 @@ class Servers:
         self._rests = False
         """Whether the servers have no room to start in."""
         self._failure: Exception | None = None
-        self.fleets: Mapping[str, Fleet] = loop.run(
+        self.pools: Mapping[str, EnginePool] = loop.run(
             _made(config, {plan.model for plan in self._plans}, self._died, store)
         )
         """By the names of their models."""
         self._join(range(len(self._plans)))
 
     @property
-    def fleet(self) -> Fleet:
+    def pool(self) -> EnginePool:
         """Of the model that is trained."""
-        return self.fleets[POLICY]
+        return self.pools[POLICY]
 
     def _join(self, ranks: Collection[int]) -> None:
         """Let the fleets know servers; those that are behind get nothing yet."""
         self._loop.run(
-            _join(self.fleets, [(self._plans[rank], self.serving[rank]) for rank in ranks], self.behind)
+            _join(self.pools, [(self._plans[rank], self.serving[rank]) for rank in ranks], self.behind)
         )
 
     def lost(self) -> dict[int, str]:
@@ -86,7 +86,7 @@ class Servers:
 
     def _reports(self) -> dict[int, EngineReport]:
         """Return how each server is, by rank."""
-        found = self._loop.run(_reports(self.fleets.values()))
+        found = self._loop.run(_reports(self.pools.values()))
         return {plan.rank: found[_name(plan.rank)] for plan in self._plans}
 
     def look(self) -> None:
@@ -139,29 +139,29 @@ class Servers:
         """Note that what was waited for is there: the restarts before it count no more."""
         self._proven = [server.incarnation for server in self.serving]
 
-    def hold(self, what: Residency) -> None:
+    def set_memory_state(self, state: MemoryState) -> None:
         """Have the servers hold that much on their devices.
 
         Unless it is everything, those that are lost are ended, and started again only when it is.
         """
         with self._lock:
-            self._rests = what != "everything"
-        self._loop.run(self.fleet.hold_all(what))
+            self._rests = state != "everything"
+        self._loop.run(self.pool.set_memory_state(state))
         with self._lock:
             if self._rests and (lost := self.lost()):
                 self._source.end(lost)
 
     def is_serving(self) -> bool:
         """Return whether there are servers that answer requests."""
-        return self._loop.run(_serves(self.fleet))
+        return self._loop.run(_serves(self.pool))
 
     def mark(self, ranks: Collection[int], state: EngineState) -> None:
         """Let servers serve, or pause them; one that is lost meanwhile stays lost."""
-        self._loop.run(_mark(self.fleet, ranks, state))
+        self._loop.run(_mark(self.pool, ranks, state))
 
     def distrust(self, reasons: Mapping[int, str]) -> None:
         """Give servers up whose weights are not what they should be, for a reason each."""
-        self._loop.run(_distrust(self.fleet, reasons))
+        self._loop.run(_distrust(self.pool, reasons))
 
     def reports(self) -> list[Mapping[str, Any]]:
         """Return and reset what each worker reports."""
@@ -180,8 +180,8 @@ class Servers:
         with self._lock:
             self._is_closed = True
         self._source.close()
-        for fleet in self.fleets.values():
-            self._loop.run(fleet.close())
+        for pool in self.pools.values():
+            self._loop.run(pool.close())
 
 
 def _name(rank: int) -> str:
@@ -194,15 +194,15 @@ async def _made(
     models: Collection[str],
     died: Callable[[str, str], None],
     store: MediaStore | None,
-) -> Mapping[str, Fleet]:
-    return {model: Fleet(config.rollout.client, died=died, store=store) for model in models}
+) -> Mapping[str, EnginePool]:
+    return {model: EnginePool(config.rollout.client, died=died, store=store) for model in models}
 
 
 async def _join(
-    fleets: Mapping[str, Fleet], servers: Sequence[tuple[ServerPlan, Serving]], behind: Collection[int]
+    pools: Mapping[str, EnginePool], servers: Sequence[tuple[ServerPlan, Serving]], behind: Collection[int]
 ) -> None:
     for plan, server in servers:
-        fleets[plan.model].add(
+        pools[plan.model].add(
             _name(plan.rank),
             server.address,
             kind=plan.kind,
@@ -213,20 +213,20 @@ async def _join(
         )
 
 
-async def _reports(fleets: Iterable[Fleet]) -> Mapping[str, EngineReport]:
-    return {name: report for fleet in fleets for name, report in fleet.report().items()}
+async def _reports(pools: Iterable[EnginePool]) -> Mapping[str, EngineReport]:
+    return {name: report for pool in pools for name, report in pool.report().items()}
 
 
-async def _serves(fleet: Fleet) -> bool:
-    return fleet.serves
+async def _serves(pool: EnginePool) -> bool:
+    return pool.serves
 
 
-async def _mark(fleet: Fleet, ranks: Collection[int], state: EngineState) -> None:
+async def _mark(pool: EnginePool, ranks: Collection[int], state: EngineState) -> None:
     for rank in ranks:
-        if fleet.report()[_name(rank)].state not in LOST:
-            fleet.mark(_name(rank), state)
+        if pool.report()[_name(rank)].state not in LOST:
+            pool.mark(_name(rank), state)
 
 
-async def _distrust(fleet: Fleet, reasons: Mapping[int, str]) -> None:
+async def _distrust(pool: EnginePool, reasons: Mapping[int, str]) -> None:
     for rank, reason in reasons.items():
-        fleet.mark(_name(rank), "unusable", reason)
+        pool.mark(_name(rank), "unusable", reason)

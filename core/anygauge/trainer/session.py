@@ -10,11 +10,11 @@ from anygauge.config import Config
 from anygauge.distributed.layout import Layout, layout_of
 from anygauge.plugins import Plugins
 from anygauge.rollout.rewards import Scorer
+from anygauge.trainer.colocation import ColocationScheduler
+from anygauge.trainer.components import Components
 from anygauge.trainer.engines import Engines
-from anygauge.trainer.parts import Parts
-from anygauge.trainer.requests import SampleMaker
+from anygauge.trainer.generation_client import SampleMaker
 from anygauge.trainer.state import RunState
-from anygauge.trainer.turns import Turns
 from anygauge.trainer.worker_group import WorkerGroup
 from anygauge_hooks.rl import Prompt, Sample, SamplingParams
 from anygauge_hooks.types import RunInfo, Tracker
@@ -35,7 +35,7 @@ class Session:
 
     config: Config
     plugins: Plugins
-    parts: Parts
+    components: Components
     workers: WorkerGroup
     """Those that train, if any do."""
     engines: Engines
@@ -43,7 +43,7 @@ class Session:
     scorers: Mapping[str, Scorer]
     """Of the data sets that are scored, by name; :data:`TRAINING` is that of the training samples."""
     state: RunState
-    turns: Turns
+    colocation: ColocationScheduler
     """Of trainers and engines on the same devices."""
     maker: SampleMaker | None = None
     """Of samples, each by itself; ``None`` where one call of the engines makes those of a step."""

@@ -28,7 +28,7 @@ class RunState:
         """Record that a step is done."""
         self.info = replace(self.info, step=step)
 
-    def saved(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint keeps of it, as JSON can write it."""
         saved = {"step": self.info.step, "version": self.version, "source": dict(self.source)}
         return {**saved, "rollout": dict(self.rollout)} if self.rollout else saved

@@ -13,7 +13,7 @@ from anygauge.config.algorithm_rules import has_teacher, rates_samples
 from anygauge.config.modalities import modalities
 from anygauge.config.roles import teacher_config
 from anygauge.config.same_model import differing_keys
-from anygauge_hooks.engines import Likeliest, TrainEngine, WorkerContext
+from anygauge_hooks.engines import TopKLogProbs, TrainEngine, WorkerContext
 from anygauge_hooks.errors import ConfigError
 from anygauge_hooks.models import ModelSpec, text_config
 from anygauge_hooks.rl import TrainSample
@@ -42,9 +42,9 @@ class Teacher:
     top_k: int
     """How many tokens of its own are compared in the place of each."""
 
-    def ask(
+    def evaluate(
         self, samples: Sequence[TrainSample], *, updates: bool = True
-    ) -> tuple[list[Tensor] | None, list[Likeliest] | None]:
+    ) -> tuple[list[Tensor] | None, list[TopKLogProbs] | None]:
         """Return what is compared, from one pass over the samples.
 
         :param updates: Or leave out what the loss of the policy alone reads.
@@ -53,8 +53,8 @@ class Teacher:
         """
         options: dict[str, Any] = {"temperature": self.temperature, "role": self.role}
         if self.top_k and updates:
-            likeliest = self.engine.likeliest(samples, self.top_k, **options)
-            return [each.sampled for each in likeliest] if self.rates_samples else None, likeliest
+            top_k_log_probs = self.engine.top_k_log_probs(samples, self.top_k, **options)
+            return [each.sampled for each in top_k_log_probs] if self.rates_samples else None, top_k_log_probs
         return self.engine.log_probs(samples, **options) if self.rates_samples else None, None
 
 
@@ -71,7 +71,7 @@ def make_teacher(config: Config, context: WorkerContext, trainer: TrainEngine) -
     if borrows and is_same_model(own.model.path, config.model.path, context.plugins, modalities(config)):
         trainer.load_role(TEACHER, str(own.model.path))
     else:
-        engine, role = maker(config, context, "make_frozen", TEACHER)(own, context), "actor"
+        engine, role = maker(config, context, "make_forward_only", TEACHER)(own, context), "actor"
     return Teacher(
         engine=engine,
         role=role,

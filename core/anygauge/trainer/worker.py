@@ -23,10 +23,10 @@ from anygauge.hub import localized
 from anygauge.observability.host import read_cpus
 from anygauge.observability.logs import log_worker
 from anygauge.plugins import Plugins, find_backend, load_plugins, require_plugins
-from anygauge.trainer.calls import Request, Returned, capture, decode, encode
-from anygauge.trainer.cluster import Meeting, NodeFacts, address_of, node_facts
+from anygauge.trainer.cluster import GroupRendezvous, NodeFacts, address_of, node_facts
 from anygauge.trainer.media_stores import open_store
 from anygauge.trainer.memory_advice import advise
+from anygauge.trainer.rpc import MethodCall, Returned, capture, decode, encode
 from anygauge_hooks.engines import TrainEngineSpec, WorkerContext
 from anygauge_hooks.errors import PlacementError
 from anygauge_hooks.types import BackendSpec, Device, Phase
@@ -105,7 +105,7 @@ class Worker:
     def handle(self, message: bytes) -> bytes:
         """Run one pickled request and return its pickled outcome; never raises."""
         try:
-            request: Request = decode(message)
+            request: MethodCall = decode(message)
             target = self if request.lifecycle else self._object
             return encode(Returned(getattr(target, request.method)(*request.args, **request.kwargs)))
         except BaseException as error:  # noqa: BLE001 - the outermost frame of a worker: the driver raises it
@@ -140,13 +140,13 @@ class Worker:
         return self._facts
 
     def start(
-        self, *, workers_on_host: int, meeting: Meeting | None, address: str = "127.0.0.1"
+        self, *, workers_on_host: int, rendezvous: GroupRendezvous | None, address: str = "127.0.0.1"
     ) -> int | None:
         """Prepare the process.
 
         :param workers_on_host: Processes that share this host's cores.
         :param address: Of this node, as the run's other processes reach it.
-        :param meeting: Where the ranks meet; ``None`` for workers without a process group.
+        :param rendezvous: Where the ranks meet; ``None`` for workers without a process group.
         :returns: On rank 0, the port of the store.
         """
         setup = self.setup
@@ -163,7 +163,7 @@ class Worker:
         if setup.config.run.deterministic:
             set_deterministic()
         self._prepare("after_config")
-        return self._host_store(meeting) if meeting is not None and setup.rank == 0 else None
+        return self._host_store(rendezvous) if rendezvous is not None and setup.rank == 0 else None
 
     def _take_devices(self) -> int:
         """Hide every device but this worker's own, and return the index of the first of them.
@@ -187,33 +187,33 @@ class Worker:
                 engine.prepare(self._plugins, self._backend)
         self._plugins.prepare_worker(self._backend, setup.role, phase, config=config, log=setup.log)
 
-    def _host_store(self, meeting: Meeting) -> int:
+    def _host_store(self, rendezvous: GroupRendezvous) -> int:
         from anygauge.distributed.rendezvous import host_store
 
         self._store = host_store(
-            meeting.host, token=meeting.token, peers=meeting.peers, timeout_s=self.setup.timeout_s
+            rendezvous.host, token=rendezvous.token, peers=rendezvous.peers, timeout_s=self.setup.timeout_s
         )
         return self._store.port
 
-    def connect(self, *, meeting: Meeting | None, port: int | None) -> None:
+    def connect(self, *, rendezvous: GroupRendezvous | None, port: int | None) -> None:
         """Join the process group, if there is one, and make the worker object.
 
         :param port: Where rank 0 serves the store of the meeting.
         """
         setup = self.setup
-        if meeting is not None and port is not None:
-            self._join(meeting, port)
+        if rendezvous is not None and port is not None:
+            self._join(rendezvous, port)
         with memory_phase(self._device, "load"):
             config = localized(setup.config, data=False)  # each node may have a cache of its own
             self._object = _resolve(setup.worker_class)(config, self._context(), **setup.options)
 
-    def _join(self, meeting: Meeting, port: int) -> None:
+    def _join(self, rendezvous: GroupRendezvous, port: int) -> None:
         from anygauge.distributed.process_groups import init_process_group
         from anygauge.distributed.rendezvous import join_store
 
         setup = self.setup
         if self._store is None:
-            self._store = join_store(meeting.host, port, token=meeting.token, timeout_s=setup.timeout_s)
+            self._store = join_store(rendezvous.host, port, token=rendezvous.token, timeout_s=setup.timeout_s)
         init_process_group(
             self._plugins,
             self._backend,
@@ -221,17 +221,17 @@ class Worker:
             rank=setup.rank,
             world_size=setup.world_size,
             timeout_s=setup.timeout_s,
-            single_host=meeting.single_host,
-            address=self._own_address(meeting),
+            single_host=rendezvous.single_host,
+            address=self._own_address(rendezvous),
             reloadable=reloads_groups(setup.config),
         )
 
-    def _own_address(self, meeting: Meeting) -> str | None:
+    def _own_address(self, rendezvous: GroupRendezvous) -> str | None:
         """Return the address for collectives on this node, if the config chooses between IPv4 and IPv6."""
         cluster = self.setup.config.cluster
         if self._facts is None or cluster.ip_version == "any":
             return None
-        return address_of(self._facts.addresses, cluster, single_host=meeting.single_host)
+        return address_of(self._facts.addresses, cluster, single_host=rendezvous.single_host)
 
     def _context(self) -> WorkerContext:
         return WorkerContext(

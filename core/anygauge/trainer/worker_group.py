@@ -13,23 +13,12 @@ from typing import Any, Protocol
 
 from anygauge.config.schema import Config
 from anygauge.observability.host import read_oom_kills
-from anygauge.trainer.calls import (
-    Died,
-    Raised,
-    Request,
-    Returned,
-    WorkerId,
-    deadline_error,
-    decode,
-    encode,
-    error_of,
-)
 from anygauge.trainer.cluster import (
+    ClusterNode,
     NodeFacts,
-    Place,
     check_nodes,
     is_one_plain_host,
-    make_meeting,
+    make_rendezvous,
     marker_file,
     model_paths,
     node_facts,
@@ -37,6 +26,17 @@ from anygauge.trainer.cluster import (
 )
 from anygauge.trainer.memory_advice import advise_death
 from anygauge.trainer.placement import Seat, shared_seats
+from anygauge.trainer.rpc import (
+    Died,
+    MethodCall,
+    Raised,
+    Returned,
+    WorkerId,
+    deadline_error,
+    decode,
+    encode,
+    error_of,
+)
 from anygauge.trainer.worker import HostInfo, WorkerSetup
 from anygauge_hooks.errors import WorkerDiedError
 from anygauge_hooks.types import BackendSpec
@@ -82,7 +82,7 @@ class LaunchSpec:
     """That each worker takes."""
     seats: Sequence[Seat] = ()
     """Where each worker goes that takes devices of other workers, and none of its own."""
-    beside: int = 0
+    extra_devices: int = 0
     """Devices that workers of other roles will take."""
     reads: Sequence[Path] = ()
     """Directories that every worker needs, beside those that the config names."""
@@ -250,15 +250,15 @@ class WorkerGroup:
             if is_one_plain_host(cluster, nodes, self._transport.driver_node)
             else self._inspect(hosts, deadline)
         )
-        meeting = make_meeting(cluster, nodes, places) if self._spec.collective else None
+        rendezvous = make_rendezvous(cluster, nodes, places) if self._spec.collective else None
         own = [
             ((), {"workers_on_host": nodes.count(host.node), "address": reached_at(self._spec.config, host)})
             for host in hosts
         ]
-        port = self._lifecycle("start", deadline, own, meeting=meeting)[0]
-        self._lifecycle("connect", deadline, meeting=meeting, port=port)
+        port = self._lifecycle("start", deadline, own, rendezvous=rendezvous)[0]
+        self._lifecycle("connect", deadline, rendezvous=rendezvous, port=port)
 
-    def _inspect(self, hosts: Sequence[HostInfo], deadline: float) -> list[Place]:
+    def _inspect(self, hosts: Sequence[HostInfo], deadline: float) -> list[ClusterNode]:
         """Return the node of each rank, having checked that a run can go on over them."""
         config, directory = self._spec.config, self._spec.run_directory
         paths = [*model_paths(config), *(str(path.absolute()) for path in self._spec.reads)]
@@ -267,7 +267,7 @@ class WorkerGroup:
             marker = stack.enter_context(marker_file(directory)) if shared else None
             facts: list[NodeFacts] = self._lifecycle("inspect", deadline, paths=paths, marker=marker)
         places = [
-            Place(name=f"{host.host} ({host.ip})", ip=host.ip, facts=found)
+            ClusterNode(name=f"{host.host} ({host.ip})", ip=host.ip, facts=found)
             for host, found in zip(hosts, facts, strict=True)
         ]
         check_nodes(config.cluster, node_facts(), places, directory)
@@ -379,8 +379,8 @@ def _messages(
     num_workers: int,
 ) -> list[bytes]:
     if per_rank is None:
-        return [encode(Request(method=method, kwargs=same_for_all, lifecycle=lifecycle))] * num_workers
+        return [encode(MethodCall(method=method, kwargs=same_for_all, lifecycle=lifecycle))] * num_workers
     return [
-        encode(Request(method=method, args=args, kwargs={**same_for_all, **kwargs}, lifecycle=lifecycle))
+        encode(MethodCall(method=method, args=args, kwargs={**same_for_all, **kwargs}, lifecycle=lifecycle))
         for args, kwargs in per_rank
     ]

@@ -17,8 +17,8 @@ from multiprocessing.connection import Connection
 from queue import SimpleQueue
 
 from anygauge.distributed.lifetime import die_with
-from anygauge.trainer.calls import decode
 from anygauge.trainer.diagnostics import enable_stacks
+from anygauge.trainer.rpc import decode
 from anygauge.trainer.worker import Worker
 
 __all__ = ["main"]

@@ -30,7 +30,7 @@ from anygauge_hooks.weights import WeightBucket, WeightPeer
 __all__ = ["RunningUpdate", "started"]
 
 State = Literal["serving", "paused", "opened", "loading", "current"]
-Work = Callable[["_Member"], None]
+MemberTask = Callable[["_Member"], None]
 
 
 class _Member:
@@ -118,7 +118,7 @@ class RunningUpdate:
             member.control.begin()
         member.state = "opened"
 
-    def ask(
+    def request(
         self, path: str, bodies: Callable[[WeightPeer], Any], *, bucket: WeightBucket | None = None
     ) -> None:
         """Post what changes weights to every server at once; one that refuses or is late is taken out."""
@@ -205,7 +205,7 @@ class RunningUpdate:
         for member in self._members:
             member.control.close()
 
-    def _each(self, work: Work, members: Sequence[_Member] | None = None) -> None:
+    def _each(self, work: MemberTask, members: Sequence[_Member] | None = None) -> None:
         """Do it to every server at once, and take those out at which it fails."""
         chosen = self._healthy if members is None else members
         futures = {self._threads.submit(work, member): member for member in chosen}

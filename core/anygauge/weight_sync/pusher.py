@@ -71,7 +71,7 @@ class WeightPusher:
             for _ in stream:
                 pass
 
-    def rest(self) -> None:
+    def release_buffers(self) -> None:
         """Give the buffers' memory back until the next update."""
         self._buffers.release()
 

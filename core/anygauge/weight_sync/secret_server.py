@@ -143,7 +143,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.connection.settimeout(self._stall_s)
         data = self._stream.read(length)
         if len(data) == length:
-            self._reply(*self._answered(data))
+            self._reply(*self._respond(data))
 
     def _length(self) -> int | None:
         """Return the length of the body; answer why it is refused, if it is."""
@@ -158,7 +158,7 @@ class _Handler(BaseHTTPRequestHandler):
             return int(lengths[0])
         return None
 
-    def _answered(self, data: bytes) -> tuple[int, Mapping[str, Any]]:
+    def _respond(self, data: bytes) -> tuple[int, Mapping[str, Any]]:
         """Return status and content of an answer."""
         try:
             return HTTPStatus.OK, self._answer(self.path, data)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from anygauge_models.angles import magnitude, rope_parameters, yarn_factor
 from anygauge_models.architecture import (
     decoder_config,
     expert_config,
@@ -14,6 +13,7 @@ from anygauge_models.architecture import (
     single_expert,
     sparse_flops,
 )
+from anygauge_models.rope import magnitude, rope_parameters, yarn_factor
 
 __all__ = [
     "expert_groups",

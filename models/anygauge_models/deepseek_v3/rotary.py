@@ -5,7 +5,7 @@ Attention moves the pairs into halves first, as ``rotary_interleaved`` tells it.
 
 from __future__ import annotations
 
-from anygauge_models.angles import half_rotary
+from anygauge_models.rope import half_rotary
 
 __all__ = ["rotary"]
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from anygauge_models.angles import turning_part
 from anygauge_models.architecture import (
     attention_sizes,
     decoder_config,
@@ -14,6 +13,7 @@ from anygauge_models.architecture import (
     model_options,
     refuse_variants,
 )
+from anygauge_models.rope import turning_part
 
 __all__ = [
     "attention_of",

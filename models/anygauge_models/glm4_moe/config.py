@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from anygauge_models.angles import turning_part
 from anygauge_models.architecture import (
     attention_flops,
     attention_sizes,
@@ -17,6 +16,7 @@ from anygauge_models.architecture import (
     single_expert,
     sparse_flops,
 )
+from anygauge_models.rope import turning_part
 
 __all__ = [
     "attention_of",

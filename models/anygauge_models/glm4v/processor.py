@@ -10,7 +10,14 @@ from typing import TYPE_CHECKING, Any
 from anygauge_hooks.media import Measured
 from anygauge_models.glm4v.config import token_of, vision_of
 from anygauge_models.glm4v.vision import IMAGE_DEVIATION, IMAGE_MEAN
-from anygauge_models.pictures import Budget, Patches, at_least, checked_settings, fitting_size, frame_times
+from anygauge_models.image_processing import (
+    Budget,
+    Patches,
+    at_least,
+    checked_settings,
+    fitting_size,
+    frame_times,
+)
 from anygauge_models.vision import patch_of
 
 if TYPE_CHECKING:

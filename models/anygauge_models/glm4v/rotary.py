@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from anygauge_models.angles import half_rotary
 from anygauge_models.glm4v.config import decoder, rotary_dim
+from anygauge_models.rope import half_rotary
 
 if TYPE_CHECKING:
     from torch import Tensor

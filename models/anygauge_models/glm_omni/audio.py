@@ -98,10 +98,10 @@ def _blank(hf: Mapping[str, Any]) -> Content:
 
 
 def _build(hf: Mapping[str, Any]) -> nn.Module:
-    from anygauge_models.glm_omni.hearing import Hearing
+    from anygauge_models.glm_omni.audio_tower import AudioTower
 
     fields = {key: value for key, value in audio_of(hf).items() if key not in ("model_type", "dtype")}
-    return Hearing(fields, text_config(hf)["hidden_size"], hf.get("projector_hidden_act", "gelu"))
+    return AudioTower(fields, text_config(hf)["hidden_size"], hf.get("projector_hidden_act", "gelu"))
 
 
 def _inputs(hf: Mapping[str, Any], contents: Sequence[Content], device: torch.device) -> dict[str, Any]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from anygauge_models.angles import half_rotary
 from anygauge_models.architecture import head_size
+from anygauge_models.rope import half_rotary
 
 __all__ = ["rotary"]
 

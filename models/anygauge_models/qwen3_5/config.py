@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from anygauge_hooks.media import MediaKind
-from anygauge_models.angles import turning_part
 from anygauge_models.architecture import (
     attention_flops,
     attention_sizes,
@@ -16,10 +15,10 @@ from anygauge_models.architecture import (
     model_options,
     refuse_variants,
 )
+from anygauge_models.rope import turning_part
 
 __all__ = [
     "attention_of",
-    "beside_vision",
     "delta_sizes",
     "flops_per_token",
     "forbidden",
@@ -34,6 +33,7 @@ __all__ = [
     "tiny_attention",
     "transformer_config",
     "unused_weights",
+    "with_vision",
 ]
 
 
@@ -47,7 +47,7 @@ def attention_of(hf: Mapping[str, Any]) -> dict[str, Any]:
     return attention_sizes(hf, head_dim(hf))
 
 
-def beside_vision(hf: Mapping[str, Any]) -> bool:
+def with_vision(hf: Mapping[str, Any]) -> bool:
     """Return whether the text model is one part of a model that sees."""
     return "text_config" in hf
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from anygauge_models.qwen3_5.config import rotary_dim
-from anygauge_models.qwen3_vl.rotary import rotary_in_turns
+from anygauge_models.qwen3_vl.rotary import interleaved_rotary
 
 __all__ = ["rotary"]
 
-rotary = rotary_in_turns(rotary_dim, (11, 11, 10), 10_000.0)
+rotary = interleaved_rotary(rotary_dim, (11, 11, 10), 10_000.0)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from anygauge_hooks.models import WeightRule
-from anygauge_models.qwen3_5.config import attention_of, beside_vision, delta_sizes, is_linear
+from anygauge_models.qwen3_5.config import attention_of, delta_sizes, is_linear, with_vision
 from anygauge_models.qwen3_5.vision import tower_rules
 from anygauge_models.rules import (
     decoder_rules,
@@ -27,7 +27,7 @@ def weight_rules(hf: Mapping[str, Any]) -> list[WeightRule]:
 
 def placed(hf: Mapping[str, Any], rules: list[WeightRule]) -> list[WeightRule]:
     """Return rules under the names that a decoder has beside a vision tower, and the tower's, if it is."""
-    return [*inside("model.language_model.", rules), *tower_rules(hf)] if beside_vision(hf) else rules
+    return [*inside("model.language_model.", rules), *tower_rules(hf)] if with_vision(hf) else rules
 
 
 def mixing_rules(hf: Mapping[str, Any]) -> list[WeightRule]:

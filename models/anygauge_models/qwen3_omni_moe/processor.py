@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from anygauge_hooks.media import Content, Measured
 from anygauge_models.audio import check_settings, frames_of, log_mels
-from anygauge_models.pictures import Budget, Patches, checked_settings, content_of, fitting_size
+from anygauge_models.image_processing import Budget, Patches, checked_settings, content_of, fitting_size
 from anygauge_models.qwen3_omni_moe.audio import features_of
 from anygauge_models.qwen3_omni_moe.config import audio_of, flat, per_second, token_of
 from anygauge_models.qwen3_vl.vision import DEVIATION, MEAN, vision_of

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from anygauge_hooks.media import Measured
-from anygauge_models.pictures import Budget, Patches, at_least, checked_settings, fitting_size
+from anygauge_models.image_processing import Budget, Patches, at_least, checked_settings, fitting_size
 from anygauge_models.qwen3_vl.config import placeholders
 from anygauge_models.qwen3_vl.vision import DEVIATION, MEAN, vision_of
 from anygauge_models.vision import patch_of

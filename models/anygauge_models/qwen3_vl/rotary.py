@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from anygauge_models.angles import Rotary, half_rotary
 from anygauge_models.qwen3_vl.config import head_dim
+from anygauge_models.rope import Rotary, half_rotary
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["rotary", "rotary_in_turns"]
+__all__ = ["interleaved_rotary", "rotary"]
 
 
-def rotary_in_turns(
+def interleaved_rotary(
     size: Callable[[Mapping[str, Any]], int], sections: Sequence[int], theta: float
 ) -> Rotary:
     """Return the angles of a decoder whose pairs always take turns.
@@ -38,4 +38,4 @@ def rotary_in_turns(
     return rotary
 
 
-rotary = rotary_in_turns(head_dim, (24, 20, 20), 500_000.0)
+rotary = interleaved_rotary(head_dim, (24, 20, 20), 500_000.0)

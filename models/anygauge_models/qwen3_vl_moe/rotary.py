@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from anygauge_models.architecture import head_size
-from anygauge_models.qwen3_vl.rotary import rotary_in_turns
+from anygauge_models.qwen3_vl.rotary import interleaved_rotary
 
 __all__ = ["rotary"]
 
-rotary = rotary_in_turns(head_size, (24, 20, 20), 500_000.0)
+rotary = interleaved_rotary(head_size, (24, 20, 20), 500_000.0)

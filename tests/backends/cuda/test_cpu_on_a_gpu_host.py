@@ -13,7 +13,7 @@ import torch
 from anygauge.config import Config
 from anygauge.plugins import find_backend, load_plugins
 from anygauge.testing.tiny import tiny_qwen3
-from anygauge.trainer.actors import TrainShare
+from anygauge.trainer.actors import MiniBatch
 from anygauge.trainer.launch import launch_workers
 from anygauge.trainer.worker_group import WorkerGroup
 from anygauge_hooks.rl import TrainSample
@@ -69,7 +69,7 @@ def test_a_worker_on_the_host_sees_no_gpu_and_trains(group: WorkerGroup) -> None
         rollout_log_probs=[-4.0] * 8,
         advantages=[1.0] * 8,
     )
-    share = TrainShare(samples=(sample,), weights=([1 / 8] * 8,))
+    share = MiniBatch(samples=(sample,), loss_weights=([1 / 8] * 8,))
     ((metrics,),) = group.call("train", steps=[share])
     assert math.isfinite(metrics["loss"])
     assert metrics["grad_norm"] > 0

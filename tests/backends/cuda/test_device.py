@@ -227,13 +227,13 @@ def test_a_lack_of_memory_writes_down_what_was_asked_to_be_remembered(
     monkeypatch.setattr(torch._C, attach, observers.append, raising=False)
     monkeypatch.setenv(diagnosis.DUMP, "mine-")
     monkeypatch.setenv(diagnosis.HISTORY, "1000")
-    diagnosis.write_beside(str(tmp_path / "actor-0.log"))
+    diagnosis.write_diagnosis(str(tmp_path / "actor-0.log"))
     assert (recorded, os.environ[diagnosis.DUMP]) == ([1000], "mine-")
     observers[0](0, 1, 2, 3)
     assert (tmp_path / "actor-0.memory.pickle").exists()
     monkeypatch.setenv(diagnosis.HISTORY, "many")
     with pytest.raises(ConfigError, match="is 'many', no number"):
-        diagnosis.write_beside(str(tmp_path / "actor-0.log"))
+        diagnosis.write_diagnosis(str(tmp_path / "actor-0.log"))
 
 
 # -------------------------------------------------------------------------

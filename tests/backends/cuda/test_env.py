@@ -75,7 +75,7 @@ def test_what_the_user_set_by_an_older_name_wins(
     assert found["TORCH_NCCL_TRACE_BUFFER_SIZE"] == "20000"
     assert "TORCH_FR_BUFFER_SIZE" not in found
     monkeypatch.setenv("TORCH_NCCL_DEBUG_INFO_TEMP_FILE", str(tmp_path / "trace-"))
-    diagnosis.write_beside(str(tmp_path / "actor-0.log"))
+    diagnosis.write_diagnosis(str(tmp_path / "actor-0.log"))
     assert "TORCH_FR_DUMP_TEMP_FILE" not in os.environ
 
 

@@ -321,7 +321,7 @@ def run_doctor(root: Path, *arguments: str, **environ: str) -> subprocess.Comple
     )
 
 
-@pytest.mark.usefixtures("warm_probes")
+@pytest.mark.usefixtures("forked_probes")
 def test_doctor_shows_the_host_of_a_backend_that_was_asked_for(
     tmp_path: Path, look: Look, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -58,7 +58,7 @@ def make_inputs(seed: int = 0) -> LossInputs:
         reference_log_probs=old + draw(0.3),
         advantages=draw(1.0),
         loss_mask=mask,
-        weights=mask / mask.sum(),
+        loss_weights=mask / mask.sum(),
         samples=range(len(LENGTHS)),
         lengths=LENGTHS,
     )
@@ -80,7 +80,7 @@ def test_the_gradient_of_each_token_is_multiplied_by_its_weight(name: str) -> No
     weights = (inputs.old_log_probs - inputs.rollout_log_probs).exp().clamp(max=2.0)
     assert len({round(each, 6) for each in weights.tolist()}) > 5
     if name == "gspo":  # a ratio of whole samples: what is weighed is the share of each token in its loss
-        changed = replace(inputs, weights=inputs.weights * weights)
+        changed = replace(inputs, loss_weights=inputs.loss_weights * weights)
         torch.testing.assert_close(found, gradient(LOSSES[name], changed), rtol=1e-12, atol=0)
     else:
         torch.testing.assert_close(found, plain * weights, rtol=1e-12, atol=1e-15)
@@ -97,7 +97,7 @@ def test_by_hand() -> None:
         reference_log_probs=None,
         advantages=torch.tensor([1.0, -4.0], dtype=torch.float64),
         loss_mask=zeros + 1,
-        weights=zeros + 0.5,
+        loss_weights=zeros + 0.5,
         samples=[0, 1],
         lengths=[1, 1],
     )
@@ -117,14 +117,14 @@ def test_by_hand() -> None:
 def test_weights_of_a_chain_are_multiplied_in_any_order() -> None:
     inputs = make_inputs()
     chain = {"tis": tis, "veto": partial(veto, threshold=0.3), "mask": partial(sequence_mask, delta=0.1)}
-    found = [each(inputs).weights for each in chain.values()]
-    product = inputs.weights.clone()
+    found = [each(inputs).importance_weights for each in chain.values()]
+    product = inputs.loss_weights.clone()
     for each in found:
         assert each is not None
         product = product * each
     assert 0 < int((product == 0).sum()) < len(product)
     loss = partial(ppo_clip, **CLIP)
-    expected = gradient(loss, replace(inputs, weights=product))
+    expected = gradient(loss, replace(inputs, loss_weights=product))
     backwards = dict(reversed(list(chain.items())))
     for order in (chain, backwards):
         torch.testing.assert_close(gradient(corrected(loss, **order), inputs), expected)
@@ -153,7 +153,7 @@ def test_other_terms_are_not_corrected() -> None:
         return policy_objective(loss, kl_coef=0.5, entropy_coef=0.1)
 
     nothing = CorrectedLoss(
-        policy_gradient, {"nothing": lambda x: Correction(torch.zeros_like(x.weights), {})}
+        policy_gradient, {"nothing": lambda x: Correction(torch.zeros_like(x.loss_weights), {})}
     )
     loss, metrics = objective(nothing)(inputs)
     terms = objective(policy_gradient)(inputs)[1]
@@ -172,7 +172,7 @@ def test_metrics_only_leaves_the_loss_alone() -> None:
         for name in ("kl", "kl_k3", "chi2_token", "chi2_sequence", "ppl_ratio")
     }
     assert metrics["correction/metrics_only/kl"] == pytest.approx(
-        ((inputs.rollout_log_probs - inputs.old_log_probs) * inputs.weights).sum().item()
+        ((inputs.rollout_log_probs - inputs.old_log_probs) * inputs.loss_weights).sum().item()
     )
 
 
@@ -233,7 +233,7 @@ def test_what_is_of_samples_is_a_mean_over_samples_whatever_the_aggregation(mode
             reference_log_probs=None,
             advantages=torch.ones_like(p),
             loss_mask=mask,
-            weights=share,
+            loss_weights=share,
             samples=chosen,
             lengths=[lengths[i] for i in chosen],
         )
@@ -245,11 +245,11 @@ def test_what_is_of_samples_is_a_mean_over_samples_whatever_the_aggregation(mode
 
 def test_a_loss_of_the_users_own_is_corrected() -> None:
     def own(inputs: LossInputs) -> tuple[Tensor, Mapping[str, Tensor]]:
-        loss = ((inputs.log_probs - inputs.advantages).square() * inputs.weights).sum()
+        loss = ((inputs.log_probs - inputs.advantages).square() * inputs.loss_weights).sum()
         return loss, {"miss": loss.detach()}
 
     inputs = make_inputs()
-    weights = icepop(inputs).weights
+    weights = icepop(inputs).importance_weights
     assert weights is not None
     found = gradient(corrected(own, icepop=icepop), inputs)
     torch.testing.assert_close(found, gradient(policy_objective(own), inputs) * weights)
@@ -339,8 +339,8 @@ def test_everything_masked_teaches_nothing() -> None:
     ("returned", "problem"),
     [
         (torch.ones(3), "it returned a Tensor"),
-        (Correction(torch.ones(3)), r"its weights is \[3\]"),
-        (Correction(1.0), "its weights is a float"),  # type: ignore[arg-type]  # what is refused
+        (Correction(torch.ones(3)), r"its importance_weights is \[3\]"),
+        (Correction(1.0), "its importance_weights is a float"),  # type: ignore[arg-type]  # what is refused
         (Correction(None, {"far": torch.ones(())}), r"its far is \[\]"),
     ],
 )

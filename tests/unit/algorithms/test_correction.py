@@ -62,7 +62,7 @@ def make_inputs(
         reference_log_probs=None,
         advantages=draw(1.0),
         loss_mask=mask.to(dtype),
-        weights=(mask / mask.sum().clamp(min=1)).to(dtype),
+        loss_weights=(mask / mask.sum().clamp(min=1)).to(dtype),
         samples=range(len(lengths)),
         lengths=lengths,
     )
@@ -81,7 +81,7 @@ def of_tokens(ratios: Sequence[float], lengths: Sequence[int] | None = None, **c
         "reference_log_probs": None,
         "advantages": torch.ones_like(old),
         "loss_mask": torch.ones_like(old),
-        "weights": torch.full_like(old, 1 / size),
+        "loss_weights": torch.full_like(old, 1 / size),
         "lengths": lengths or [size],
         "samples": range(len(lengths or [size])),
     }
@@ -160,7 +160,7 @@ def test_every_weight_is_that_of_a_loop_over_tokens(lengths: list[int], seed: in
     inputs = make_inputs(lengths, seed)
     for key, function in ALL.items():
         name, _, level = key.partition("-")
-        weights = function(inputs).weights
+        weights = function(inputs).importance_weights
         if weights is not None:
             expected = [value for sample in rows(inputs) for value in slow(name, sample, level or "token")]  # type: ignore[arg-type]
             assert weights.tolist() == pytest.approx(expected, rel=1e-10), key
@@ -180,7 +180,7 @@ def test_metrics_only_is_that_of_a_loop_over_tokens(lengths: list[int], seed: in
             expected["chi2_token"].append(ratio**2 - 1)
             expected["chi2_sequence"].append(whole**2 - 1)
             expected["ppl_ratio"].append(1 / geometric)
-    assert found.weights is None
+    assert found.importance_weights is None
     for name, values in expected.items():
         assert metrics[name].tolist() == pytest.approx(values, rel=1e-9, abs=1e-12), name
 
@@ -198,16 +198,16 @@ def test_by_hand() -> None:
         "veto": (veto(inputs, threshold=0.3), [0.0] * 3 + [1.0] * 3),
     }
     for name, (found, weights) in expected.items():
-        assert found.weights is not None
-        assert found.weights.tolist() == pytest.approx(weights), name
+        assert found.importance_weights is not None
+        assert found.importance_weights.tolist() == pytest.approx(weights), name
     assert tis(inputs).metrics["clipped"].tolist() == [1.0, 0.0, 0.0, 1.0, 0.0, 0.0]
 
 
 def test_bounds_belong_to_what_is_kept() -> None:
     inputs = of_tokens([0.5, 2.0])
     kept = rejection(inputs, level="token", low=math.exp(math.log(0.5)), high=math.exp(math.log(2.0)))
-    assert kept.weights is not None
-    assert kept.weights.tolist() == [1.0, 1.0]
+    assert kept.importance_weights is not None
+    assert kept.importance_weights.tolist() == [1.0, 1.0]
 
 
 def test_a_sequence_is_masked_where_it_went_wrong_and_the_policy_has_left_it() -> None:
@@ -218,7 +218,7 @@ def test_a_sequence_is_masked_where_it_went_wrong_and_the_policy_has_left_it() -
         log_probs=inputs.rollout_log_probs + torch.tensor([far, far, far, far, near, near]),
         advantages=torch.tensor([-1.0, 1.0, 1.0, 1.0, -1.0, -1.0]),
     )
-    weights = sequence_mask(inputs, delta=0.1).weights
+    weights = sequence_mask(inputs, delta=0.1).importance_weights
     assert weights is not None
     assert weights.tolist() == [0.0, 1.0, 1.0, 1.0, 1.0, 1.0]
 
@@ -232,7 +232,7 @@ def test_a_sequence_is_masked_where_it_went_wrong_and_the_policy_has_left_it() -
 def test_a_policy_that_sampled_itself_is_not_corrected(name: str) -> None:
     inputs = make_inputs([3, 1, 4], spread=0.0)
     found = ALL[name](inputs)
-    assert found.weights is None or found.weights.eq(1).all()
+    assert found.importance_weights is None or found.importance_weights.eq(1).all()
     wanted = {"ppl_ratio": 1.0}
     assert all(
         value.eq(wanted.get(key, 0.0)).all()
@@ -256,7 +256,7 @@ def test_each_sample_alone_in_any_order_gives_the_same(name: str) -> None:
     shuffled = ALL[name](replace(inputs, **joined, samples=order, lengths=lengths))
     for key in (None, *{**whole.metrics, **whole.sample_metrics}):
         tensors = [
-            each.weights if key is None else {**each.metrics, **each.sample_metrics}[key]
+            each.importance_weights if key is None else {**each.metrics, **each.sample_metrics}[key]
             for each in (whole, *parts, shuffled)
         ]
         if tensors[0] is None:
@@ -281,7 +281,7 @@ def test_an_extreme_ratio_stays_finite(name: str, dtype: torch.dtype, old: float
         rollout_log_probs=inputs.rollout_log_probs.index_fill(0, torch.tensor([1]), rollout),
     )
     found = ALL[name](changed)
-    for value in (found.weights, *found.metrics.values(), *found.sample_metrics.values()):
+    for value in (found.importance_weights, *found.metrics.values(), *found.sample_metrics.values()):
         assert value is None or value.isfinite().all()
 
 
@@ -297,7 +297,10 @@ def test_tokens_that_do_not_count_change_no_weight_of_those_that_do(name: str) -
         if isinstance(getattr(inputs, field.name), Tensor)
     }
     lengths = [int(part.sum()) for part in counts.split(5)]
-    alone, whole = ALL[name](replace(inputs, **kept, lengths=lengths)).weights, ALL[name](inputs).weights
+    alone, whole = (
+        ALL[name](replace(inputs, **kept, lengths=lengths)).importance_weights,
+        ALL[name](inputs).importance_weights,
+    )
     assert alone is not None
     assert whole is not None
     assert whole[counts].tolist() == pytest.approx(alone.tolist(), rel=1e-12)
@@ -307,7 +310,7 @@ def test_tokens_that_do_not_count_change_no_weight_of_those_that_do(name: str) -
 def test_a_ratio_that_is_no_number_is_not_hidden(name: str) -> None:
     inputs = of_tokens([1.0, 1.0])
     broken = replace(inputs, rollout_log_probs=torch.tensor([math.nan, -1.0], dtype=torch.float64))
-    weights = ALL[name](broken).weights
+    weights = ALL[name](broken).importance_weights
     assert weights is not None
     assert weights.isnan().tolist() == [True, False]
 
@@ -350,11 +353,11 @@ def test_the_bias_of_another_policys_samples_is_corrected(length: int) -> None:
             reference_log_probs=None,
             advantages=rewards.repeat_interleave(length),
             loss_mask=torch.ones_like(theirs),
-            weights=chances,
+            loss_weights=chances,
             samples=range(len(responses)),
             lengths=[length] * len(responses),
         )
-        weights: Tensor | float | None = 1.0 if correct is None else correct(inputs).weights
+        weights: Tensor | float | None = 1.0 if correct is None else correct(inputs).importance_weights
         assert weights is not None
         (gradient,) = torch.autograd.grad((inputs.advantages * own * weights * chances).sum(), logits)
         return gradient
@@ -388,11 +391,11 @@ def test_a_sampled_bandit_learns_the_better_arm_only_if_corrected() -> None:
                 reference_log_probs=None,
                 advantages=rewards[arms],
                 loss_mask=torch.ones(512),
-                weights=torch.full((512,), 1 / 512),
+                loss_weights=torch.full((512,), 1 / 512),
                 samples=range(512),
                 lengths=[1] * 512,
             )
-            weights = torch.ones(512) if correct is None else correct(inputs).weights
+            weights = torch.ones(512) if correct is None else correct(inputs).importance_weights
             (gradient,) = torch.autograd.grad((own * rewards[arms] * weights).mean(), logits)
             logits = (logits + gradient).detach().requires_grad_()
         return torch.softmax(logits, 0).detach()

@@ -37,7 +37,7 @@ def tokens(ratios: Sequence[float], advantages: Sequence[float], **changes: Tens
         "reference_log_probs": None,
         "advantages": torch.tensor(advantages, dtype=torch.float64),
         "loss_mask": torch.ones(size, dtype=torch.float64),
-        "weights": torch.full((size,), 1 / size, dtype=torch.float64),
+        "loss_weights": torch.full((size,), 1 / size, dtype=torch.float64),
     }
     return LossInputs(**(values | changes))  # type: ignore[arg-type]
 
@@ -59,7 +59,7 @@ def random_tokens(size: int, *, dtype: torch.dtype = torch.float64) -> LossInput
         reference_log_probs=old + draw(0.3),
         advantages=draw(),
         loss_mask=mask,
-        weights=mask / mask.sum(),
+        loss_weights=mask / mask.sum(),
     )
 
 

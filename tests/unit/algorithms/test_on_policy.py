@@ -21,7 +21,7 @@ INPUTS = LossInputs(
     reference_log_probs=None,
     advantages=torch.ones(4),
     loss_mask=torch.ones(4),
-    weights=torch.tensor([0.5, 0.5, 1.0, 0.0]),  # of an aggregation that is no mean over tokens
+    loss_weights=torch.tensor([0.5, 0.5, 1.0, 0.0]),  # of an aggregation that is no mean over tokens
     samples=[2, 0],
     lengths=[1, 3],
 )

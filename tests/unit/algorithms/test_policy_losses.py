@@ -42,7 +42,7 @@ def make_tokens(lengths: Sequence[int], seed: int = 0) -> LossInputs:
         reference_log_probs=None,
         advantages=draw(),
         loss_mask=mask,
-        weights=mask / mask.sum().clamp(min=1),
+        loss_weights=mask / mask.sum().clamp(min=1),
         samples=range(len(lengths)),
         lengths=lengths,
     )
@@ -71,7 +71,7 @@ def test_gspo_has_one_ratio_for_each_sample(lengths: list[int], seed: int) -> No
                 (inputs.log_probs - inputs.old_log_probs)[own].tolist(),
                 inputs.loss_mask[own].tolist(),
                 inputs.advantages[own].tolist(),
-                inputs.weights[own].tolist(),
+                inputs.loss_weights[own].tolist(),
                 strict=True,
             )
         )
@@ -91,7 +91,7 @@ def test_gspo_by_hand() -> None:
         old_log_probs=torch.tensor([-1.0, -2.0], dtype=torch.float64),
         advantages=torch.tensor([1.0, -1.0], dtype=torch.float64),
         loss_mask=torch.ones(2, dtype=torch.float64),
-        weights=torch.full((2,), 0.5, dtype=torch.float64),
+        loss_weights=torch.full((2,), 0.5, dtype=torch.float64),
     )
     loss, _ = gspo(inputs, **CLIP)
     assert gradient(loss, inputs) == [-0.5, 0.5]
@@ -102,7 +102,12 @@ def test_gspo_by_hand() -> None:
 def test_each_token_pulls_at_the_ratio_of_gspo_by_its_own_advantage(lengths: list[int], seed: int) -> None:
     inputs = make_tokens(lengths, seed)
     loss, _ = gspo(inputs, **CLIP)
-    columns = (inputs.log_probs - inputs.old_log_probs, inputs.loss_mask, inputs.advantages, inputs.weights)
+    columns = (
+        inputs.log_probs - inputs.old_log_probs,
+        inputs.loss_mask,
+        inputs.advantages,
+        inputs.loss_weights,
+    )
     expected: list[float] = []
     for rows in zip(*(torch.split(each, lengths) for each in columns), strict=True):
         logs, mask, advantages, weights = (each.tolist() for each in rows)
@@ -121,7 +126,7 @@ def test_with_one_advantage_per_sample_gspo_is_equation_5(mode: Any) -> None:
     masks = [each.int().tolist() for each in torch.split(inputs.loss_mask, lengths)]
     weights = torch.cat([torch.tensor(each, dtype=torch.float64) for each in token_weights(masks, mode)])
     advantages = torch.tensor([1.0, -0.5, 2.0], dtype=torch.float64).repeat_interleave(torch.tensor(lengths))
-    inputs = replace(inputs, advantages=advantages, weights=weights)
+    inputs = replace(inputs, advantages=advantages, loss_weights=weights)
     log_ratios = (inputs.log_probs - inputs.old_log_probs) * inputs.loss_mask
     rows = zip(torch.split(log_ratios, lengths), torch.split(inputs.loss_mask, lengths), strict=True)
     ratios = torch.cat([(logs.sum() / mask.sum()).exp().expand(len(mask)) for logs, mask in rows])
@@ -142,7 +147,7 @@ def test_cispo_weighs_the_gradient_of_every_token(lengths: list[int], seed: int)
             inputs.log_probs.tolist(),
             inputs.old_log_probs.tolist(),
             inputs.advantages.tolist(),
-            inputs.weights.tolist(),
+            inputs.loss_weights.tolist(),
             strict=True,
         )
     )
@@ -158,8 +163,10 @@ def test_cispo_weighs_the_gradient_of_every_token(lengths: list[int], seed: int)
 def test_policy_gradient_is_reinforce() -> None:
     inputs = make_tokens([5])
     loss, _ = policy_gradient(inputs)
-    assert loss.item() == pytest.approx(-(inputs.advantages * inputs.log_probs * inputs.weights).sum().item())
-    assert gradient(loss, inputs) == pytest.approx((-inputs.advantages * inputs.weights).tolist())
+    assert loss.item() == pytest.approx(
+        -(inputs.advantages * inputs.log_probs * inputs.loss_weights).sum().item()
+    )
+    assert gradient(loss, inputs) == pytest.approx((-inputs.advantages * inputs.loss_weights).tolist())
 
 
 @pytest.mark.parametrize("name", ["gspo", "cispo", "policy_gradient"])
@@ -229,7 +236,7 @@ def make_values(size: int, seed: int = 0) -> ValueInputs:
         old_values=draw(),
         returns=draw(),
         loss_mask=mask,
-        weights=mask / mask.sum().clamp(min=1),
+        loss_weights=mask / mask.sum().clamp(min=1),
     )
 
 
@@ -243,7 +250,7 @@ def test_the_value_loss_is_the_larger_error(size: int, seed: int, clip: float | 
         inputs.values.tolist(),
         inputs.old_values.tolist(),
         inputs.returns.tolist(),
-        inputs.weights.tolist(),
+        inputs.loss_weights.tolist(),
         strict=True,
     ):
         if not weight:
@@ -288,10 +295,10 @@ def test_what_is_distilled_is_a_mean_over_the_tokens_that_count() -> None:
         torch.randn(7, 9, generator=generator).double().log_softmax(1)[:, :4] for _ in range(2)
     )
     counts = inputs.loss_mask.bool()
-    expected = (top_k_kl(policy, teacher) * inputs.weights).sum()
+    expected = (top_k_kl(policy, teacher) * inputs.loss_weights).sum()
     hidden = {
-        "likeliest": policy.masked_fill(~counts[:, None], torch.nan),
-        "teacher_likeliest": teacher.masked_fill(~counts[:, None], torch.inf),
+        "top_k_log_probs": policy.masked_fill(~counts[:, None], torch.nan),
+        "teacher_top_k_log_probs": teacher.masked_fill(~counts[:, None], torch.inf),
     }
     plain = policy_objective(policy_gradient)(inputs)[0]
     loss, metrics = policy_objective(policy_gradient, distill_kl_coef=0.5)(replace(inputs, **hidden))

@@ -281,7 +281,7 @@ def test_a_model_that_sees_is_given_the_fields_of_images(hf: dict[str, Any]) -> 
     assert tree["data"].get("multimodal_keys") == ({"image": "images"} if sees else None)
     assert ("chat_template_kwargs" in tree["data"]) != sees
     names = ("Qwen/Qwen3-VL-8B-Instruct", "zai-org/GLM-4.5V", "Qwen/Qwen3-Omni-30B", "Qwen/Qwen3-8B", "o/v3")
-    assert [facts_of_name(name).sees for name in names] == [True, True, True, False, False]
+    assert [facts_of_name(name).has_vision for name in names] == [True, True, True, False, False]
 
 
 def test_nothing_heavy_is_imported() -> None:

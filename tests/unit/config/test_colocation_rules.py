@@ -24,7 +24,7 @@ class Sleepers:
     @hookimpl
     def register_train_engines(self) -> Iterable[TrainEngineSpec]:
         return [
-            TrainEngineSpec(name=name, make=none, holds_memory=name == "sleeper")
+            TrainEngineSpec(name=name, make=none, supports_offload=name == "sleeper")
             for name in ("sleeper", "awake")
         ]
 

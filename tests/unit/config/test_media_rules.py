@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from anygauge.config import Config, LoadedConfig
-from anygauge.config.media_rules import model_media, other_sight
+from anygauge.config.media_rules import media_mismatches, model_media
 from anygauge.config.model_rules import model_rules
 from anygauge.config.schema import Parallel
 from anygauge.plugins import load_plugins
@@ -100,25 +100,25 @@ def test_a_model_is_given_what_it_takes_and_nothing_else() -> None:
     assert (text.path, text.hint[:37]) == ("model.modalities", "the model's family takes text alone; ")
 
 
-def sights(policy: str, other: str, *, kinds: tuple[str, ...] = ("image",), **vision: Any) -> list[str]:
+def mismatches(policy: str, other: str, *, kinds: tuple[str, ...] = ("image",), **vision: Any) -> list[str]:
     config: Any = SimpleNamespace(
         model=SimpleNamespace(modalities=list(kinds)), data=SimpleNamespace(multimodal_keys={})
     )
     one, another = ({**FAMILIES[name].tiny()} for name in (policy, other))
     another |= {"vision_config": {**another.get("vision_config", {}), **vision}}
-    return list(other_sight(config, one, another, load_plugins()))
+    return list(media_mismatches(config, one, another, load_plugins()))
 
 
 def test_a_teacher_sees_as_the_policy_does() -> None:
-    assert sights("qwen3_vl", "qwen3_vl_moe") == []
-    assert sights("qwen3_vl", "glm4v", kinds=()) == []
-    assert sights("qwen3_vl", "glm4v") == [
+    assert mismatches("qwen3_vl", "qwen3_vl_moe") == []
+    assert mismatches("qwen3_vl", "glm4v", kinds=()) == []
+    assert mismatches("qwen3_vl", "glm4v") == [
         "a glm4v model does not see as qwen3_vl does, which samples are made for"
     ]
-    assert sights("qwen3_vl", "qwen3") == [
+    assert mismatches("qwen3_vl", "qwen3") == [
         "a qwen3 model does not see as qwen3_vl does, which samples are made for"
     ]
-    assert sights("qwen3_vl", "qwen3_vl", patch_size=4) == [
+    assert mismatches("qwen3_vl", "qwen3_vl", patch_size=4) == [
         "holds vision_config.patch_size = 4; model.path holds 8"
     ]
 

@@ -61,27 +61,27 @@ MEDIA_TOKENS = ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_
 
 
 @pytest.fixture(scope="session")
-def sees(tokenizer: Any) -> Any:
+def vision_tokenizer(tokenizer: Any) -> Any:
     """Return a tokenizer with the tokens and a template of a model that sees."""
     from transformers import PreTrainedTokenizerFast
 
-    seeing = PreTrainedTokenizerFast(
+    vision = PreTrainedTokenizerFast(
         tokenizer_object=type(tokenizer.backend_tokenizer).from_str(tokenizer.backend_tokenizer.to_str()),
         bos_token="<s>",
         eos_token="</assistant>",
     )
-    seeing.add_special_tokens({"additional_special_tokens": list(MEDIA_TOKENS)})
-    seeing.chat_template = MARKS_TEMPLATE
-    return seeing
+    vision.add_special_tokens({"additional_special_tokens": list(MEDIA_TOKENS)})
+    vision.chat_template = MARKS_TEMPLATE
+    return vision
 
 
 @pytest.fixture(scope="session")
-def processor(sees: Any) -> Any:
+def processor(vision_tokenizer: Any) -> Any:
     """Return Qwen3-VL's processor with patches of 4 pixels, four to a token."""
-    from anygauge_models.pictures import Budget
+    from anygauge_models.image_processing import Budget
     from anygauge_models.qwen3_vl.processor import Processor
 
-    image, video = sees.convert_tokens_to_ids(["<|image_pad|>", "<|video_pad|>"])
+    image, video = vision_tokenizer.convert_tokens_to_ids(["<|image_pad|>", "<|video_pad|>"])
     return Processor(
         kinds={"image": image, "video": video},
         marks={

@@ -82,9 +82,9 @@ class Bench:
 
 
 @pytest.fixture
-def bench(sees: Any, processor: Any, tmp_path: Path) -> Iterator[Bench]:
+def bench(vision_tokenizer: Any, processor: Any, tmp_path: Path) -> Iterator[Bench]:
     with ExitStack() as stack:
-        yield Bench(sees, processor, tmp_path, stack)
+        yield Bench(vision_tokenizer, processor, tmp_path, stack)
 
 
 def pads(prompt: Prompt, processor: Any) -> list[int]:

@@ -233,7 +233,7 @@ def test_what_fails_is_told_and_the_rest_is_there(opened: SimpleNamespace) -> No
 def test_a_content_that_is_let_go_while_it_is_decoded_does_not_stay(opened: SimpleNamespace) -> None:
     opened.reader.go_on.clear()
     shown = prompt("a")
-    opened.loader._hold(["a"], shown)
+    opened.loader._acquire(["a"], shown)
     del shown
     opened.reader.go_on.set()
     opened.loader._pool.shutdown()
@@ -255,7 +255,7 @@ def test_holding_and_letting_go_in_many_threads_leaves_nothing(opened: SimpleNam
         thread.start()
     for thread in threads:
         thread.join()
-    assert not opened.loader._holders
+    assert not opened.loader._acquireers
     assert opened.store.bytes() == 0
     assert not opened.loader._under_way
 

@@ -90,21 +90,21 @@ def test_a_video_that_ends_early_is_named(tmp_path: Path) -> None:
 
 
 def test_a_row_with_a_video_has_room_for_its_frames_and_their_times(
-    sees: Any, processor: Any, tmp_path: Path, write_rows: WriteRows
+    vision_tokenizer: Any, processor: Any, tmp_path: Path, write_rows: WriteRows
 ) -> None:
     (tmp_path / "clip.gif").write_bytes(video_of("GIF", tmp_path))
     rows = write_rows({"prompt": "<video>?", "video": "clip.gif"})
     data = Data(
         train=(DataFile(path=str(rows)),), label_key=None, multimodal_keys={"video": "video"}, cache=tmp_path
     )
-    reader = MediaFinder(Settings(), data.multimodal_keys, processor, sees)
-    (prompt,) = FileSource(data, sees, media=reader).next(1)
+    reader = MediaFinder(Settings(), data.multimodal_keys, processor, vision_tokenizer)
+    (prompt,) = FileSource(data, vision_tokenizer, media=reader).next(1)
     (medium,) = prompt.media
     pad = processor.kinds["video"]
     held = [place for place, token in enumerate(prompt.tokens) if token == pad]
     assert held == [place for start, count in medium.spans for place in range(start, start + count)]
     assert [count for _, count in medium.spans] == [2, 2, 2]
-    text = sees.decode([token for token in prompt.tokens if token != pad])
+    text = vision_tokenizer.decode([token for token in prompt.tokens if token != pad])
     assert (
         text
         == "<s>"

@@ -19,7 +19,7 @@ def test_neighbours_divide_matrices_then_sequences_then_samples_then_layers() ->
     assert [each.context for each in found] == [0, 0, 1, 1] * 4
     assert [each.data for each in found] == [0, 0, 0, 0, 1, 1, 1, 1] * 2
     assert [each.pipeline for each in found] == [0] * 8 + [1] * 8
-    assert (layout.data, layout.speakers()) == (2, [8, 12])
+    assert (layout.data, layout.reporting_ranks()) == (2, [8, 12])
 
 
 def test_experts_divide_the_ranks_of_a_stage() -> None:
@@ -31,7 +31,7 @@ def test_experts_divide_the_ranks_of_a_stage() -> None:
 
 def test_without_parallelism_every_rank_has_a_share() -> None:
     layout = Layout(3, Parallel())
-    assert (layout.shares(), layout.speakers()) == ([0, 1, 2], [0, 1, 2])
+    assert (layout.dp_ranks(), layout.reporting_ranks()) == ([0, 1, 2], [0, 1, 2])
 
 
 @pytest.mark.parametrize(

@@ -74,7 +74,7 @@ def make_engine(context: WorkerContext, model: Path) -> MakeEngine:
 
 
 def loss(inputs: LossInputs) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
-    value = -(inputs.log_probs * inputs.advantages * inputs.weights).sum()
+    value = -(inputs.log_probs * inputs.advantages * inputs.loss_weights).sum()
     return value, {"loss": value.detach()}
 
 
@@ -99,7 +99,7 @@ def train_step(engine: Any, step: int) -> Mapping[str, float]:
         samples,
         loss,
         temperature=1.0,
-        weights=[[1 / 25] * each.response_length for each in samples],
+        loss_weights=[[1 / 25] * each.response_length for each in samples],
         old_log_probs=[each.rollout_log_probs for each in samples],
         reference_log_probs=None,
         entropy_grad=False,

@@ -106,7 +106,7 @@ def train(
         critic.train_values(
             samples,
             partial(value_loss, clip=clip),
-            weights=[[1 / total] * sample.response_length for sample in samples],
+            loss_weights=[[1 / total] * sample.response_length for sample in samples],
             old_values=critic.values(samples),
             returns=[torch.ones(sample.response_length) for sample in samples],
         )
@@ -218,7 +218,7 @@ def test_a_frozen_model_has_log_probs_and_no_optimizer(
 ) -> None:
     spec = plugins.get("register_train_engines", "megatron")
     samples = make_samples()
-    frozen, policy = (make(make_config(checkpoint), context) for make in (spec.make_frozen, spec.make))
+    frozen, policy = (make(make_config(checkpoint), context) for make in (spec.make_forward_only, spec.make))
     pairs = zip(
         frozen.log_probs(samples, temperature=0.5), policy.log_probs(samples, temperature=0.5), strict=True
     )

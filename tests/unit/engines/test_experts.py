@@ -79,7 +79,7 @@ def samples() -> list[TrainSample]:
 
 
 def likelihood(inputs: LossInputs) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    loss = -(inputs.log_probs * inputs.weights).sum()
+    loss = -(inputs.log_probs * inputs.loss_weights).sum()
     return loss, {"loss": loss.detach()}
 
 
@@ -90,7 +90,7 @@ def take_step(engine: Any, samples: Sequence[TrainSample], loss: Any = likelihoo
             samples,
             loss,
             temperature=1.0,
-            weights=[[1 / total] * sample.response_length for sample in samples],
+            loss_weights=[[1 / total] * sample.response_length for sample in samples],
             old_log_probs=[sample.rollout_log_probs for sample in samples],
             reference_log_probs=None,
             entropy_grad=False,

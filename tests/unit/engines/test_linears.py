@@ -154,7 +154,7 @@ def make_engine(context: WorkerContext, plugins: Plugins, checkpoint: Path) -> C
 
 
 def loss(inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
-    value = -(inputs.log_probs * inputs.weights).sum()
+    value = -(inputs.log_probs * inputs.loss_weights).sum()
     return value, {"loss": value.detach()}
 
 
@@ -176,7 +176,7 @@ def two_steps(engine: Any) -> dict[str, Tensor]:
             samples,
             loss,
             temperature=1.0,
-            weights=[[0.01] * sample.response_length for sample in samples],
+            loss_weights=[[0.01] * sample.response_length for sample in samples],
             old_log_probs=[sample.rollout_log_probs for sample in samples],
             reference_log_probs=None,
             entropy_grad=False,

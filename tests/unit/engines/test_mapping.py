@@ -29,7 +29,7 @@ from anygauge.engines.megatron.weights.mapping import (
     to_canonical,
 )
 from anygauge.engines.megatron.weights.sharding import (
-    Place,
+    ShardPosition,
     global_expert,
     local_shape,
     merge,
@@ -115,20 +115,20 @@ def checkpoint_of(family: str) -> tuple[list[TensorRule], dict[str, Tensor]]:
     }
 
 
-def places(rules: Sequence[TensorRule]) -> Iterator[Place]:
+def places(rules: Sequence[TensorRule]) -> Iterator[ShardPosition]:
     """Yield how ranks may divide what all tokens use, and how they may divide experts."""
-    yield from (Place(tensor=ways) for ways in (1, 2, 4, 8))
+    yield from (ShardPosition(tensor=ways) for ways in (1, 2, 4, 8))
     if experts := max(rule.declared.experts for rule in rules):
         for expert in (each for each in (1, 2, 4, 8) if experts % each == 0):
-            yield from (Place(tensor=2, expert_tensor=ways, expert=expert) for ways in (1, 2, 4))
+            yield from (ShardPosition(tensor=2, expert_tensor=ways, expert=expert) for ways in (1, 2, 4))
 
 
-def ranks(place: Place) -> Iterator[Place]:
+def ranks(place: ShardPosition) -> Iterator[ShardPosition]:
     """Yield the places of all ranks of one stage, were the two divisions independent."""
     for tensor_rank in range(place.tensor):
         for expert_tensor_rank in range(place.expert_tensor):
             for expert_rank in range(place.expert):
-                yield Place(
+                yield ShardPosition(
                     tensor=place.tensor,
                     tensor_rank=tensor_rank,
                     expert_tensor=place.expert_tensor,
@@ -138,7 +138,7 @@ def ranks(place: Place) -> Iterator[Place]:
                 )
 
 
-def held(rules: Sequence[TensorRule], place: Place, layers: Sequence[int]) -> list[TensorRule]:
+def held(rules: Sequence[TensorRule], place: ShardPosition, layers: Sequence[int]) -> list[TensorRule]:
     """Return the rules of what a rank has that holds some layers, and what is outside of layers."""
     experts = max((rule.declared.experts for rule in rules), default=0) // place.expert
     mine = {global_expert(local, place.expert_rank, experts) for local in range(experts)}
@@ -169,7 +169,7 @@ def load_and_merge(
     rules: Sequence[TensorRule],
     tensors: Mapping[str, Tensor],
     shapes: Mapping[str, Sequence[int]],
-    place: Place,
+    place: ShardPosition,
 ) -> dict[str, Tensor]:
     """Load what each rank of two stages has, and put it together again; layers take turns in the stages."""
     written: dict[str, dict[int, Tensor]] = {rule.canonical: {} for rule in rules}
@@ -179,7 +179,7 @@ def load_and_merge(
             mine = held(rules, rank, range(stage, 100, 2))
             stored = {rule.canonical: stored_tensor(rule, shapes, rank) for rule in mine}
             source.read_elements.clear()
-            load_weights(stored, mine, Part(source, mine), Place(**ways_only(rank)))
+            load_weights(stored, mine, Part(source, mine), ShardPosition(**ways_only(rank)))
             for rule in mine:
                 written[rule.canonical][rank.index(rule.declared)] = stored[rule.canonical]
             assert sum(source.read_elements.values()) <= sum(map(Tensor.numel, stored.values()))
@@ -190,7 +190,7 @@ def load_and_merge(
     return dict(hf_tensors(whole))
 
 
-def ways_only(rank: Place) -> dict[str, int]:
+def ways_only(rank: ShardPosition) -> dict[str, int]:
     """Return a rank's place for a load in which it is alone, with the experts that it has."""
     return {
         "tensor": rank.tensor,
@@ -212,7 +212,7 @@ def canonical_of(rule: TensorRule, tensors: Mapping[str, Tensor]) -> tuple[int, 
     return canonical_shape(rule, [straight(Source(tensors), rule).shape(name) for name in rule.hf])
 
 
-def stored_tensor(rule: TensorRule, shapes: Mapping[str, Sequence[int]], place: Place) -> Tensor:
+def stored_tensor(rule: TensorRule, shapes: Mapping[str, Sequence[int]], place: ShardPosition) -> Tensor:
     shape = local_shape(rule.declared, shapes[rule.canonical], place.ways(rule.declared))
     return torch.full(shape, float("nan"), dtype=torch.bfloat16)
 
@@ -228,7 +228,9 @@ def test_loading_a_shard_is_cutting_the_whole(family: str) -> None:
         assert all(map(torch.equal, from_canonical(rule.declared, whole), parts))
         for ways in (2, 4):
             for index in range(ways):
-                place = Place(tensor=ways, tensor_rank=index, expert_tensor=ways, expert_tensor_rank=index)
+                place = ShardPosition(
+                    tensor=ways, tensor_rank=index, expert_tensor=ways, expert_tensor_rank=index
+                )
                 wanted = shard(rule.declared, whole, place.ways(rule.declared), index)
                 found = torch.full_like(wanted, float("nan"))
                 load_weights({rule.canonical: found}, [rule], Part(Source(tensors), [rule]), place)
@@ -240,7 +242,7 @@ def test_stacks_are_read_whichever_way_their_matrices_lie() -> None:
     turned = {rule.hf[0] for rule in rules if rule.declared.transposed}
     assert {tuple(published[name].shape) for name in turned} == {(8, 96, 80), (8, 40, 96)}
     saved = {name: tensor.mT.contiguous() if name in turned else tensor for name, tensor in published.items()}
-    for place in (Place(), Place(tensor=2, expert_tensor=2, expert=2)):
+    for place in (ShardPosition(), ShardPosition(tensor=2, expert_tensor=2, expert=2)):
         shapes = {rule.canonical: canonical_of(rule, saved) for rule in rules}
         back = load_and_merge(rules, saved, shapes, place)
         assert all(torch.equal(back[name], published[name]) for name in published)
@@ -257,7 +259,7 @@ def test_ranks_that_share_a_group_of_heads_have_parts_of_it(family: str, ways: i
         shards = []
         for index in range(ways):
             shards.append(torch.full_like(shard(rule.declared, whole, ways, index), float("nan")))
-            place = Place(tensor=ways, tensor_rank=index)
+            place = ShardPosition(tensor=ways, tensor_rank=index)
             load_weights({rule.canonical: shards[-1]}, [rule], Part(Source(tensors), [rule]), place)
         assert torch.equal(merge(rule.declared, shards), whole)
 
@@ -295,7 +297,7 @@ def test_every_problem_is_listed_and_nothing_is_copied() -> None:
     tensors = {name: torch.ones(4, 3) for name in ("gate.0", "up.0", "up.1", "gate.2")}
     tensors |= {"embed": torch.ones(6, 3), "mtp.x": torch.ones(1), "up.0": torch.ones(5, 3)}
     with pytest.raises(WeightMappingError) as caught:
-        load_weights(stored, rules, Source(tensors), Place(tensor=2), unused=("mtp.",))
+        load_weights(stored, rules, Source(tensors), ShardPosition(tensor=2), unused=("mtp.",))
     text = str(caught.value)
     for problem in (
         "gate.1: missing in the checkpoint",
@@ -316,7 +318,7 @@ def test_numbers_that_mean_nothing_without_scales_are_refused(dtype: torch.dtype
     stored = {rules[0].canonical: torch.zeros(8, 3)}
     source = Source({"gate.0": torch.ones(4, 3), "up.0": torch.ones(4, 3).to(dtype)})
     with pytest.raises(WeightMappingError, match=rf"gate\.0 \+ up\.0: of type {dtype}, and a weight"):
-        load_weights(stored, rules, source, Place())
+        load_weights(stored, rules, source, ShardPosition())
     assert not stored[rules[0].canonical].any()
 
 
@@ -325,7 +327,7 @@ def test_what_no_rank_holds_and_what_a_sharding_does_not_divide() -> None:
     source = Source({name: torch.ones(4, 3) for rule in rules for name in rule.hf})
     stored = {"decoder.layers.0.mlp.linear_fc1.weight": torch.zeros(2, 3)}
     with pytest.raises(WeightMappingError) as caught:
-        load_weights(stored, rules, source, Place(tensor=3))
+        load_weights(stored, rules, source, ShardPosition(tensor=3))
     assert "layers.1.mlp.linear_fc1.weight: a rule that writes no parameter" in str(caught.value)
     assert "layers.0.mlp.linear_fc1.weight: 4, 4 along dimension 0 do not divide by 3" in str(caught.value)
 
@@ -338,7 +340,7 @@ def test_a_tied_output_layer_that_differs_is_an_error_on_the_rank_that_has_its_r
         stored = {"embedding.word_embeddings.weight": torch.zeros(3, 2)}
         source = Source({"embed": whole, "lm_head.weight": output})
         options: dict[str, Any] = {"unused": ("lm_head.",), "tied": ("embed", "lm_head.weight")}
-        place = Place(tensor=2, tensor_rank=index)
+        place = ShardPosition(tensor=2, tensor_rank=index)
         if index == 0 or output is whole:
             load_weights(stored, rules, source, place, **options)
         else:
@@ -373,7 +375,7 @@ def test_padded_rows_are_zero_and_dropped(vocab: int, ways: int) -> None:
     assert torch.equal(merge(EMBEDDING, shards, vocab), whole)
     for index, wanted in enumerate(shards):
         found = torch.full_like(wanted, float("nan"))
-        place = Place(tensor=ways, tensor_rank=index)
+        place = ShardPosition(tensor=ways, tensor_rank=index)
         load_weights({rule.canonical: found}, [rule], Source({"embed": whole}), place)
         assert torch.equal(found, wanted)
 
@@ -432,7 +434,7 @@ def test_every_layout_of_experts_loads_one_checkpoint(layout: str) -> None:
         stored = canonical_tensors(chunks, rank)
         mine = [rule for rule in rules if rule.expert in (2 * rank, 2 * rank + 1)]
         assert stored.keys() == {rule.canonical for rule in mine}
-        load_weights(stored, mine, Part(Source(tensors), mine), Place())
+        load_weights(stored, mine, Part(Source(tensors), mine), ShardPosition())
         assert all(torch.equal(stored[rule.canonical], tensors[rule.hf[0]]) for rule in mine)
 
 

@@ -27,7 +27,7 @@ from anygauge.config import Config
 from anygauge.config.parallel_rules import model_problems, size_problems
 from anygauge.config.schema import Parallel
 from anygauge.distributed.layout import Layout
-from anygauge.engines.megatron.fields import option_problems
+from anygauge.engines.megatron.config_fields import option_problems
 from anygauge.engines.megatron.prepare import prepare_megatron
 from anygauge.engines.megatron.weights.mapping import (
     TensorRule,
@@ -36,7 +36,7 @@ from anygauge.engines.megatron.weights.mapping import (
     model_rules,
 )
 from anygauge.engines.megatron.weights.shapes import shape_problem
-from anygauge.engines.megatron.weights.sharding import Place, hf_ranges, local_shape, ranks_of_group
+from anygauge.engines.megatron.weights.sharding import ShardPosition, hf_ranges, local_shape, ranks_of_group
 from anygauge.plugins import Plugins, load_plugins
 from anygauge_hooks.errors import ConfigError
 from anygauge_hooks.types import BackendSpec, Device
@@ -49,7 +49,7 @@ def config_of(model: str) -> dict[str, Any]:
     tiny = dict(load_plugins().named("register_models")[MODELS[model]["family"]].tiny())
     tiny.pop("layer_types", None)
     hf = tiny | MODELS[model]["config"]
-    if (architecture := MODELS[model].get("beside_vision")) is None:
+    if (architecture := MODELS[model].get("with_vision")) is None:
         return hf
     return hf | {"architectures": [architecture], "text_config": hf}
 
@@ -233,7 +233,7 @@ def test_every_rank_has_its_part(
     for rank in built_ranks(ranks):
         with host.tensors_of(config, rank, known.rules) as policy:
             found = {name: tuple(tensor.shape) for name, tensor in policy.tensors.items()}
-            assert policy.place == place_of(ranks, rank)
+            assert policy.position == place_of(ranks, rank)
         stage = ranks.coordinates(rank).pipeline
         layers_of[stage] = {int(name.split(".")[2]) for name in found if name.startswith("decoder.layers.")}
         assert found == dict(expected_tensors(known, ranks, rank, layers_of[stage]))
@@ -287,9 +287,9 @@ def built_ranks(layout: Layout) -> list[int]:
     return [stage * size + rank for stage, rank in enumerate(inside)]
 
 
-def place_of(layout: Layout, rank: int) -> Place:
+def place_of(layout: Layout, rank: int) -> ShardPosition:
     at, sizes = layout.coordinates(rank), layout.parallel
-    return Place(
+    return ShardPosition(
         tensor=sizes.tensor,
         tensor_rank=at.tensor,
         expert_tensor=sizes.expert_tensor,

@@ -76,14 +76,14 @@ def take_step(engine: Any, samples: Sequence[TrainSample]) -> tuple[dict[str, Te
     count = sum(each.response_length for each in samples)
 
     def loss(given: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
-        value = -(given.log_probs * given.weights).sum()
+        value = -(given.log_probs * given.loss_weights).sum()
         return value, {}
 
     metrics = engine.train_step(
         samples,
         loss,
         temperature=1.0,
-        weights=[[1 / count] * each.response_length for each in samples],
+        loss_weights=[[1 / count] * each.response_length for each in samples],
         old_log_probs=[each.rollout_log_probs for each in samples],
         reference_log_probs=None,
         entropy_grad=False,
@@ -340,7 +340,7 @@ def test_the_trainer_leaves_placeholders_out(
     make_engine: MakeEngine, mixed: list[TrainSample], modalities: Sequence[str]
 ) -> None:
     """All other tokens together have probability 1, also in a run of text."""
-    found = make_engine(modalities).likeliest(mixed[:1], 64, temperature=1.0)[0]
+    found = make_engine(modalities).top_k_log_probs(mixed[:1], 64, temperature=1.0)[0]
     assert found.ids.shape[1] == 63
     assert HOLDER not in found.ids
     torch.testing.assert_close(found.log_probs[:, :-1].exp().sum(1), torch.ones(4), rtol=0, atol=1e-5)
@@ -362,7 +362,7 @@ def test_a_critic_sees(make_engine: MakeEngine, mixed: list[TrainSample], store:
         each.train_values(
             mixed,
             value_loss,
-            weights=[[0.1] * sample.response_length for sample in mixed],
+            loss_weights=[[0.1] * sample.response_length for sample in mixed],
             old_values=together,
             returns=[values + 1 for values in together],
         )

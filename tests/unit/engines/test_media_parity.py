@@ -16,7 +16,7 @@ from transformers import AutoModelForMultimodalLM
 from anygauge.config import Config
 from anygauge.plugins import Plugins
 from anygauge.testing.media import DictStore
-from anygauge.testing.sights import mixed_samples, picture, write_seeing
+from anygauge.testing.vision_models import mixed_samples, random_image, write_vision_model
 from anygauge_hooks.engines import LossInputs, WorkerContext
 from anygauge_hooks.rl import TrainSample
 
@@ -32,7 +32,7 @@ def store() -> DictStore:
 def checkpoint(plugins: Plugins, tmp_path_factory: pytest.TempPathFactory) -> Path:
     spec = plugins.get("register_models", "qwen3_vl")
     text = {**spec.tiny()["text_config"], "num_hidden_layers": 3}  # what is added after the last is not seen
-    return write_seeing(spec, tmp_path_factory.mktemp("vl"), text_config=text)
+    return write_vision_model(spec, tmp_path_factory.mktemp("vl"), text_config=text)
 
 
 @pytest.fixture(scope="module")
@@ -100,13 +100,13 @@ def take_step(engine: Any, samples: Sequence[TrainSample]) -> dict[str, Tensor]:
     count = sum(each.response_length for each in samples)
 
     def loss(given: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
-        return -(given.log_probs * given.weights).sum(), {}
+        return -(given.log_probs * given.loss_weights).sum(), {}
 
     engine.train_step(
         samples,
         loss,
         temperature=1.0,
-        weights=[[1 / count] * each.response_length for each in samples],
+        loss_weights=[[1 / count] * each.response_length for each in samples],
         old_log_probs=[each.rollout_log_probs for each in samples],
         reference_log_probs=None,
         entropy_grad=False,
@@ -137,7 +137,7 @@ def test_another_image_is_another_answer(
     store: DictStore,
 ) -> None:
     (media,) = samples[1].media
-    swapped = media._replace(key=picture(store, hf, 4, 4, 99).key)
+    swapped = media._replace(key=random_image(store, hf, 4, 4, 99).key)
     (wrong,) = make_engine().log_probs([samples[1]._replace(media=(swapped,))], temperature=1.0)
     assert (wrong - expected[0][1]).abs().max() > 1e-2
 

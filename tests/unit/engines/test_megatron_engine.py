@@ -107,7 +107,7 @@ def uniform_weights(samples: Sequence[TrainSample]) -> list[list[float]]:
 
 
 def likelihood(inputs: LossInputs) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    loss = -(inputs.log_probs * inputs.weights).sum()
+    loss = -(inputs.log_probs * inputs.loss_weights).sum()
     return loss, {"loss": loss.detach()}
 
 
@@ -119,7 +119,7 @@ def take_step(
             samples,
             loss,
             temperature=temperature,
-            weights=uniform_weights(samples),
+            loss_weights=uniform_weights(samples),
             old_log_probs=[sample.rollout_log_probs for sample in samples],
             reference_log_probs=None,
             entropy_grad=False,
@@ -530,7 +530,7 @@ def test_a_variant_of_the_architecture_is_refused(
 
 
 def fingerprint(weight: torch.Tensor) -> int:
-    from anygauge.engines.megatron.agreement import _fingerprints
+    from anygauge.engines.megatron.consistency_check import _fingerprints
 
     return int(_fingerprints({"": weight}, weight.device)[""])
 
@@ -565,7 +565,7 @@ def with_nan(weight: torch.Tensor) -> torch.Tensor:
     ids=["bit", "nan", "nan among zeros", "reversed", "swapped rows", "swapped columns", "negated"],
 )
 def test_a_fingerprint_sees_every_bit_and_the_order(change: Any, rows: int, dtype: torch.dtype) -> None:
-    from anygauge.engines.megatron.agreement import CHUNK
+    from anygauge.engines.megatron.consistency_check import CHUNK
 
     weight = torch.randn(rows, 3, generator=torch.Generator().manual_seed(0)).to(dtype)
     assert (weight.numel() > CHUNK) == (rows > 5)
@@ -576,7 +576,7 @@ def test_a_fingerprint_sees_every_bit_and_the_order(change: Any, rows: int, dtyp
 @pytest.mark.usefixtures("context")
 def test_a_fingerprint_is_exact_whatever_the_layout() -> None:
     """Else two kinds of devices would have two; the sum is written out here in Python's integers."""
-    from anygauge.engines.megatron.agreement import _factors
+    from anygauge.engines.megatron.consistency_check import _factors
 
     weight = torch.randn(3, 4, generator=torch.Generator().manual_seed(0)).bfloat16()
     pairs = zip(weight.view(torch.int16).flatten().tolist(), _factors(12).tolist(), strict=True)
@@ -587,7 +587,7 @@ def test_a_fingerprint_is_exact_whatever_the_layout() -> None:
 
 def test_every_field_that_the_engine_sets_is_refused(make_engine: MakeEngine, checkpoint: Path) -> None:
     from anygauge.engines.megatron import options as module
-    from anygauge.engines.megatron.fields import option_problems
+    from anygauge.engines.megatron.config_fields import option_problems
 
     engine: Any = make_engine(checkpoint)
     policy = engine.policy

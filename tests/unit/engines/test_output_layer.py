@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 from anygauge.config import Config
 from anygauge.testing.tiny import tiny_qwen3
 from anygauge.trainer.actors import ActorWorker
-from anygauge.trainer.parts import Parts
+from anygauge.trainer.components import Components
 from anygauge.trainer.plan import plan_steps
 from anygauge_hooks.engines import LossInputs, WorkerContext
 from anygauge_hooks.rl import TrainSample
@@ -95,7 +95,7 @@ def test_a_step_has_no_tensor_as_large_as_all_logits(
             **sections,
         }
     )
-    worker = ActorWorker(config, context, parts=Parts(trains=True, generates=False, learns=True))
+    worker = ActorWorker(config, context, parts=Components(trains=True, generates=False, learns=True))
     generator = torch.Generator().manual_seed(1)
     samples = [
         TrainSample(
@@ -115,7 +115,7 @@ def test_a_step_has_no_tensor_as_large_as_all_logits(
 
 
 def loss(inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
-    value = ((0.3 * inputs.entropy - inputs.log_probs) * inputs.weights).sum()
+    value = ((0.3 * inputs.entropy - inputs.log_probs) * inputs.loss_weights).sum()
     return value, {"loss": value.detach()}
 
 
@@ -126,7 +126,7 @@ def main_gradients(engine: Any) -> tuple[float, dict[str, Tensor]]:
         samples,
         loss,
         temperature=0.7,
-        weights=[[0.02] * sample.response_length for sample in samples],
+        loss_weights=[[0.02] * sample.response_length for sample in samples],
         old_log_probs=[sample.rollout_log_probs for sample in samples],
         reference_log_probs=None,
         entropy_grad=True,

@@ -34,7 +34,7 @@ def test_what_nothing_else_covers_is_exposed(
 
 
 def test_every_device_has_the_work_of_one(script: dict[str, Any]) -> None:
-    shares = {name: layout.shares for name, layout in script["layouts"](4).items()}
+    shares = {name: layout.dp_size for name, layout in script["layouts"](4).items()}
     assert {name: shares[name] for name in ("1", "dp4", "tp4", "cp4", "ep4")} == {
         "1": 1,
         "dp4": 4,

@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from anygauge.config import Config
 from anygauge.config.schema import Train
-from anygauge.engines.megatron.fields import PASSED, config_fields, option_problems
+from anygauge.engines.megatron.config_fields import PASSED, config_fields, option_problems
 from anygauge.plugins import Plugins
 from anygauge_hooks.engines import LossInputs, WorkerContext
 from anygauge_hooks.errors import ConfigError
@@ -25,7 +25,7 @@ from anygauge_hooks.rl import TrainSample
 
 
 @dataclass(frozen=True, slots=True)
-class Observed:
+class Recorded:
     """What two optimizer steps of a tiny model with experts show of its options."""
 
     weights: torch.Tensor
@@ -46,15 +46,15 @@ class Stages:
     micro_batches: int
 
 
-Observe = Callable[[Mapping[str, Any]], Observed]
-Seen = Callable[[Observed, Observed], bool]
+Observe = Callable[[Mapping[str, Any]], Recorded]
+Seen = Callable[[Recorded, Recorded], bool]
 
 
-def weights(one: Observed, other: Observed) -> bool:
+def weights(one: Recorded, other: Recorded) -> bool:
     return float((one.weights - other.weights).abs().max()) > 2e-5
 
 
-def buckets(one: Observed, other: Observed) -> bool:
+def buckets(one: Recorded, other: Recorded) -> bool:
     return one.buckets != other.buckets
 
 
@@ -165,7 +165,7 @@ def observe(context: WorkerContext, checkpoint: Path, counted: Counter[str]) -> 
     """Return a function from ``[train]`` to what it gives; the same for the same."""
 
     @cache
-    def known(train: str) -> Observed:
+    def known(train: str) -> Recorded:
         counted.clear()
         allowed = torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction
         try:
@@ -178,7 +178,7 @@ def observe(context: WorkerContext, checkpoint: Path, counted: Counter[str]) -> 
 
 def trained(
     train: Mapping[str, Any], checkpoint: Path, context: WorkerContext, counted: Counter[str]
-) -> Observed:
+) -> Recorded:
     tree = {
         "run": {"name": "test", "steps": 3},
         "model": {"path": checkpoint},
@@ -190,7 +190,7 @@ def trained(
     )
     for _ in range(2):
         take_step(engine)
-    return Observed(
+    return Recorded(
         weights=torch.cat([weight.flatten().float() for _, weight in engine.weights()]),
         buckets=[
             bucket.grad_data.numel()
@@ -206,7 +206,7 @@ def trained(
 
 def take_step(engine: Any) -> None:
     def loss(inputs: LossInputs) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        value = -(inputs.log_probs * inputs.advantages * inputs.weights).sum()
+        value = -(inputs.log_probs * inputs.advantages * inputs.loss_weights).sum()
         return value, {"loss": value.detach()}
 
     samples = [
@@ -223,7 +223,7 @@ def take_step(engine: Any) -> None:
         samples,
         loss,
         temperature=1.0,
-        weights=[[1 / 40] * sample.response_length for sample in samples],
+        loss_weights=[[1 / 40] * sample.response_length for sample in samples],
         old_log_probs=[sample.rollout_log_probs for sample in samples],
         reference_log_probs=None,
         entropy_grad=False,

@@ -137,7 +137,7 @@ class Witness:
     def loss(self, inputs: LossInputs) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         self.look("loss")
         inputs.log_probs.register_hook(lambda grad: self.look("backward"))
-        loss = -(inputs.log_probs * inputs.weights).sum()
+        loss = -(inputs.log_probs * inputs.loss_weights).sum()
         return loss, {"loss": loss.detach()}
 
 
@@ -211,7 +211,7 @@ def train_step(engine: TrainEngine, witness: Witness) -> None:
         SAMPLES,
         witness.loss,
         temperature=1.0,
-        weights=[[0.02] * sample.response_length for sample in SAMPLES],
+        loss_weights=[[0.02] * sample.response_length for sample in SAMPLES],
         old_log_probs=[sample.rollout_log_probs for sample in SAMPLES],
         reference_log_probs=None,
         entropy_grad=False,
@@ -325,12 +325,12 @@ def test_building_a_rollout_model_restores_the_initialisers(
 
     path, device = Path(config.model.path), torch.device("cpu")
     _build(
-        path, torch.float32, device, trust_remote_code=False, sees=False
+        path, torch.float32, device, trust_remote_code=False, has_towers=False
     )  # transformers imports the model's module on first use
     before = identities()
     with monkeypatch.context() as patch:
         patch.setattr(AutoModelForCausalLM, "from_config", looking)
-        _build(path, torch.float32, device, trust_remote_code=False, sees=False)
+        _build(path, torch.float32, device, trust_remote_code=False, has_towers=False)
     (inside,) = witness.seen["building"]
     rows = ledger("While the rollout model is built")
     assert unlisted(changed(before, inside), rows) == set()

@@ -71,7 +71,7 @@ def masters(engine: Any) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def loss(inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
-    value = -(inputs.log_probs * inputs.weights).sum()
+    value = -(inputs.log_probs * inputs.loss_weights).sum()
     return value, {"loss": value.detach()}
 
 
@@ -92,7 +92,7 @@ def take_step(engine: Any, seed: int = 0) -> dict[str, float]:
             samples,
             loss,
             temperature=1.0,
-            weights=[[0.01] * sample.response_length for sample in samples],
+            loss_weights=[[0.01] * sample.response_length for sample in samples],
             old_log_probs=[sample.rollout_log_probs for sample in samples],
             reference_log_probs=None,
             entropy_grad=False,

@@ -18,9 +18,9 @@ from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import _get_feat
 from anygauge.engines.megatron.weights.mapping import model_rules
 from anygauge.plugins import load_plugins
 from anygauge.rollout.transformers.weights import copy_weights
-from anygauge.testing.beside_transformers import Both, build, sample
 from anygauge.testing.media import DictStore
-from anygauge.testing.sights import write_seeing
+from anygauge.testing.transformers_parity import ParityPair, build, sample
+from anygauge.testing.vision_models import write_vision_model
 from anygauge_hooks.engines import WorkerContext
 from anygauge_hooks.errors import ConfigError, MediaError
 from anygauge_hooks.media import Content, Decoded, Header, Media, MediaLimits
@@ -220,7 +220,7 @@ CONTENTS = {
 @pytest.fixture(scope="module")
 def both(context: WorkerContext, tmp_path_factory: pytest.TempPathFactory) -> Any:
     audio = {**HF["audio_config"], "initializer_range": 0.1}
-    path = write_seeing(OMNI, tmp_path_factory.mktemp("omni"), audio_config=audio)
+    path = write_vision_model(OMNI, tmp_path_factory.mktemp("omni"), audio_config=audio)
     reference = AutoModelForMultimodalLM.from_pretrained(path, dtype=torch.float32).eval()
     store = DictStore(CONTENTS)
     tall, small = seen("tall", "image", (1, 4, 2)), seen("small", "image", (1, 2, 2))
@@ -233,10 +233,10 @@ def both(context: WorkerContext, tmp_path_factory: pytest.TempPathFactory) -> An
         sample([2, video, 1, heard("long", 250), 2, small, 3], HOLDER),
     ]
     policy = build(path, context, ("image", "video", "audio"))
-    return Both(OMNI, path, store, samples, policy, reference, given, context)
+    return ParityPair(OMNI, path, store, samples, policy, reference, given, context)
 
 
-def given(both: Both, sample: TrainSample) -> dict[str, Any]:
+def given(both: ParityPair, sample: TrainSample) -> dict[str, Any]:
     """Return what transformers is given of a sample; positions it counts itself."""
     found = {**told(sample.media), "attention_mask": torch.ones(1, len(sample.tokens), dtype=torch.int64)}
     for kind, pixels in (("image", "pixel_values"), ("video", "pixel_values_videos")):

@@ -14,9 +14,9 @@ from transformers import WhisperFeatureExtractor
 
 from anygauge.engines.megatron.weights.mapping import model_rules
 from anygauge.plugins import load_plugins
-from anygauge.testing.beside_transformers import Both, build, sample
 from anygauge.testing.composed import write_composed
 from anygauge.testing.media import DictStore
+from anygauge.testing.transformers_parity import ParityPair, build, sample
 from anygauge_hooks.engines import WorkerContext
 from anygauge_hooks.errors import ConfigError, MediaError
 from anygauge_hooks.media import Content, Decoded, Header, Media, MediaLimits
@@ -116,7 +116,7 @@ SHORT = Media("audio", "short", ((1, 2),), (20, 1, 1), 0.2), [56, -1, -1, 57]
 
 
 @pytest.fixture(scope="module")
-def both(context: WorkerContext, tmp_path_factory: pytest.TempPathFactory) -> Both:
+def both(context: WorkerContext, tmp_path_factory: pytest.TempPathFactory) -> ParityPair:
     path = tmp_path_factory.mktemp("glm_omni")
     reference = write_composed(path, HF)
     samples = [
@@ -126,10 +126,10 @@ def both(context: WorkerContext, tmp_path_factory: pytest.TempPathFactory) -> Bo
         sample([2, VIDEO, 1, TALL, 2, LONG, 3], HOLDER),
     ]
     policy = build(path, context, ("image", "video", "audio"))
-    return Both(OMNI, path, DictStore(CONTENTS), samples, policy, reference, given, context)
+    return ParityPair(OMNI, path, DictStore(CONTENTS), samples, policy, reference, given, context)
 
 
-def given(both: Both, sample: TrainSample) -> dict[str, Any]:
+def given(both: ParityPair, sample: TrainSample) -> dict[str, Any]:
     """Return what the composition is given of a sample: positions, and what it sees and hears."""
     assert OMNI.media is not None
     visual, audio = OMNI.media.towers(HF)
@@ -148,12 +148,12 @@ def given(both: Both, sample: TrainSample) -> dict[str, Any]:
     return found
 
 
-def test_logits_and_gradients_equal_those_of_the_composition(both: Both) -> None:
+def test_logits_and_gradients_equal_those_of_the_composition(both: ParityPair) -> None:
     """Of text, images, a video and sound, in one micro-batch."""
     both.check(["visual.blocks.1", "audio_tower.layers.1", "multi_modal_projector.linear_2", "lm_head"])
 
 
-def test_other_sound_gives_other_logits(both: Both) -> None:
+def test_other_sound_gives_other_logits(both: ParityPair) -> None:
     contents = {**CONTENTS, "long": CONTENTS["long"]._replace(data=-CONTENTS["long"].data)}
     start = sum(len(each.tokens) for each in both.samples[:2])
     with torch.no_grad():
@@ -162,14 +162,14 @@ def test_other_sound_gives_other_logits(both: Both) -> None:
     assert (right - wrong)[start:].abs().max() > 0.01
 
 
-def test_weights_come_out_as_they_went_in(both: Both) -> None:
+def test_weights_come_out_as_they_went_in(both: ParityPair) -> None:
     expected = load_file(both.path / "model.safetensors")
     actual = dict(both.policy.weights())
     assert actual.keys() == expected.keys()
     assert all(torch.equal(actual[name], expected[name]) for name in expected)
 
 
-def test_a_checkpoint_of_megatron_has_the_same_weights(both: Both, tmp_path: Path) -> None:
+def test_a_checkpoint_of_megatron_has_the_same_weights(both: ParityPair, tmp_path: Path) -> None:
     from anygauge.engines.megatron.conversion.convert import hf_to_megatron, megatron_to_hf
 
     assert hf_to_megatron(both.path, tmp_path / "megatron", both.context.plugins) == {}
@@ -181,7 +181,7 @@ def test_a_checkpoint_of_megatron_has_the_same_weights(both: Both, tmp_path: Pat
     assert all(torch.equal(actual[name], expected[name]) for name in expected)
 
 
-def test_a_critic_has_its_head_where_the_output_layer_was(both: Both) -> None:
+def test_a_critic_has_its_head_where_the_output_layer_was(both: ParityPair) -> None:
     from anygauge.engines.megatron.layers.value_head import ValueHead
 
     critic = build(both.path, both.context, ("image", "video", "audio"), is_critic=True)
@@ -189,12 +189,12 @@ def test_a_critic_has_its_head_where_the_output_layer_was(both: Both) -> None:
     assert not hasattr(critic.chunks[0], "output_layer")
 
 
-def test_without_sound_the_model_has_no_audio_tower(both: Both) -> None:
+def test_without_sound_the_model_has_no_audio_tower(both: ParityPair) -> None:
     policy = build(both.path, both.context, ("image",))
     assert policy.tensors.keys() == {name for name in both.policy.tensors if ".audio_tower." not in name}
 
 
-def test_a_blank_second_has_one_feature(both: Both) -> None:
+def test_a_blank_second_has_one_feature(both: ParityPair) -> None:
     assert OMNI.media is not None
     audio = OMNI.media.towers(HF)[1]
     inputs = dict(audio.inputs(HF, [audio.blank(HF)], CPU))
@@ -202,7 +202,7 @@ def test_a_blank_second_has_one_feature(both: Both) -> None:
     assert len(audio.outputs(audio.build(HF)(**inputs))[0]) == 1
 
 
-def test_flops_of_sound_are_two_per_weight_that_a_position_meets(both: Both) -> None:
+def test_flops_of_sound_are_two_per_weight_that_a_position_meets(both: ParityPair) -> None:
     assert OMNI.media is not None
     tower = both.reference.model.audio_tower.named_parameters()
     weights = {name: each.numel() for name, each in tower if each.dim() > 1}

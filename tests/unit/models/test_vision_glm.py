@@ -24,16 +24,16 @@ from anygauge.data.media.expand import Expander, Measurement
 from anygauge.data.problems import BadMediaError
 from anygauge.engines.megatron.weights.mapping import canonical_shape, division_problems, model_rules
 from anygauge.plugins import load_plugins
-from anygauge.testing.beside_transformers import Both, build, sample
 from anygauge.testing.media import DictStore
-from anygauge.testing.sights import write_seeing
 from anygauge.testing.tiny import tiny_tokenizer
+from anygauge.testing.transformers_parity import ParityPair, build, sample
+from anygauge.testing.vision_models import write_vision_model
 from anygauge_hooks.engines import WorkerContext
 from anygauge_hooks.errors import ConfigError, MediaError
 from anygauge_hooks.media import Content, Decoded, Header, Measured, Media, MediaLimits
 from anygauge_hooks.models import ModelSpec
 from anygauge_hooks.rl import TrainSample
-from anygauge_models.pictures import Budget
+from anygauge_models.image_processing import Budget
 
 FAMILIES = ("glm4v", "glm46v", "glm4v_moe")
 WRITTEN = {"glm4v": Glm4vProcessor, "glm46v": Glm46VProcessor, "glm4v_moe": Glm4vProcessor}
@@ -333,7 +333,7 @@ def test_the_published_dense_model_has_the_tensors_of_transformers_and_can_be_di
 
 @pytest.fixture(scope="module")
 def both(spec: ModelSpec, context: WorkerContext, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    path = write_seeing(spec, tmp_path_factory.mktemp(spec.name))
+    path = write_vision_model(spec, tmp_path_factory.mktemp(spec.name))
     reference = AutoModelForMultimodalLM.from_pretrained(path, dtype=torch.float32).eval()
     store = DictStore(dict(zip("abc", CONTENTS, strict=True)))
     tall, small = (Media("image", key, ((1, n),), (1, h, 2)) for key, n, h in (("a", 2, 4), ("c", 1, 2)))
@@ -347,10 +347,10 @@ def both(spec: ModelSpec, context: WorkerContext, tmp_path_factory: pytest.TempP
         sample([2, (video, framed), 4], holder),  # transformers takes no image beside it
     ]
     policy = build(path, context, ("image", "video"))
-    return Both(spec, path, store, samples, policy, reference, given, context)
+    return ParityPair(spec, path, store, samples, policy, reference, given, context)
 
 
-def given(both: Both, sample: TrainSample) -> dict[str, Any]:
+def given(both: ParityPair, sample: TrainSample) -> dict[str, Any]:
     """Return what transformers is given of a sample; positions it counts itself."""
     found: dict[str, Any] = {"mm_token_type_ids": torch.zeros(1, len(sample.tokens), dtype=torch.int64)}
     for number, kind, pixels in ((1, "image", "pixel_values"), (2, "video", "pixel_values_videos")):

@@ -31,9 +31,9 @@ from anygauge.config import Config
 from anygauge.engines.megatron.weights.mapping import model_rules
 from anygauge.plugins import load_plugins
 from anygauge.rollout.transformers.weights import copy_weights
-from anygauge.testing.sights import beside_a_tower
 from anygauge.testing.tiny import tiny_tokenizer
 from anygauge.testing.toy_tower import Store
+from anygauge.testing.vision_models import with_vision_tower
 from anygauge_hooks.engines import WorkerContext
 from anygauge_hooks.errors import ConfigError, MediaError
 from anygauge_hooks.media import Decoded, Header, Measured, Media, MediaLimits
@@ -55,7 +55,7 @@ def tiny(name: str) -> dict[str, Any]:
     """Return a config of a model that sees, whose initial values are far from uniform."""
     hf = dict(FAMILIES[name].tiny())
     if "text_config" not in hf:
-        hf = beside_a_tower(FAMILIES[name])
+        hf = with_vision_tower(FAMILIES[name])
     parts = {part: {**hf[part], "initializer_range": 0.1} for part in ("text_config", "vision_config")}
     return {**hf, **parts}
 
@@ -152,7 +152,7 @@ class Model:
         from anygauge.engines.megatron.scope import make_scope
 
         policy, reader = self.policy, None
-        if policy.sees:
+        if policy.has_towers:
             reader = MediaReader(policy.spec.media, policy.hf, self.store, is_first_stage=True)
         device = torch.device("cpu")
         batches = micro_batches(self.samples, 1000, policy.rotary, device, media=reader)
@@ -334,13 +334,13 @@ def test_weights_come_out_as_they_went_in_and_transformers_reads_them(model: Mod
 def test_the_embedded_engine_sees_what_the_trainer_sees(model: Model) -> None:
     """With weights that were pushed; prompts with the same images, pixels and positions."""
     from anygauge.rollout.transformers.engine import TransformersEngine
-    from anygauge.rollout.transformers.sight import Senses
+    from anygauge.rollout.transformers.multimodal import MultimodalContext
 
     tiny_tokenizer(model.path, alphabet="".join(map(chr, range(0x4E00, 0x4E00 + 62))))
     assert model.spec.media is not None
-    senses = Senses(model.spec.media, model.policy.hf, ("image", "video"), model.store)
+    senses = MultimodalContext(model.spec.media, model.policy.hf, ("image", "video"), model.store)
     options: dict[str, Any] = {"dtype": torch.float32, "device": torch.device("cpu")}
-    engine = TransformersEngine(model.path, max_batch_tokens=10_000, senses=senses, **options)
+    engine = TransformersEngine(model.path, max_batch_tokens=10_000, multimodal=senses, **options)
     parameters = [each for chunk in model.policy.chunks for each in chunk.parameters()]
     values = [each.detach().clone() for each in parameters]
     with torch.no_grad():

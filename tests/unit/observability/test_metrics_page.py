@@ -88,9 +88,9 @@ def training() -> dict[str, float]:
         reference_log_probs=-ones,
         advantages=ones,
         loss_mask=ones,
-        weights=ones / 2,
-        teacher_likeliest=-ones[:, None],
-        likeliest=-ones[:, None],
+        loss_weights=ones / 2,
+        teacher_top_k_log_probs=-ones[:, None],
+        top_k_log_probs=-ones[:, None],
         samples=[0],
         lengths=[2],
     )
@@ -109,7 +109,7 @@ def criticism() -> dict[str, float]:
     (gae,) = [each for each in register_advantage_estimators() if each.name == "gae"]
     passes = Passes(old=[one], reference=[one], teacher=[one], values=[one])
     found = estimate(Algorithm(advantage="gae", distill_coef=1.0), gae, [sample], passes, lambda x: x)
-    inputs = ValueInputs(values=one, old_values=one, returns=one, loss_mask=one, weights=one)
+    inputs = ValueInputs(values=one, old_values=one, returns=one, loss_mask=one, loss_weights=one)
     metrics = {**found.metrics, **value_loss(inputs, clip=0.2)[1]}
     return {f"train/{name}": float(value) for name, value in metrics.items()}
 

@@ -10,7 +10,7 @@ import pytest
 
 from anygauge.config import Config
 from anygauge.trainer import loop as module
-from anygauge.trainer.parts import Parts
+from anygauge.trainer.components import Components
 from anygauge_hooks.rl import Group, Prompt, Sample
 
 PROMPT = Prompt(
@@ -50,8 +50,8 @@ def loop(monkeypatch: pytest.MonkeyPatch) -> module.Loop:
     groups = [Group(prompt=PROMPT, samples=(SAMPLE,))]
     monkeypatch.setattr(module, "collect_groups", lambda *_: (groups, 0.0))
     plugins = SimpleNamespace(notify=lambda *_, **__: None)
-    parts, state = Parts(trains=True, generates=True), SimpleNamespace(version=2)
-    session = SimpleNamespace(plugins=plugins, parts=parts, state=state, media=None)
+    components, state = Components(trains=True, generates=True), SimpleNamespace(version=2)
+    session = SimpleNamespace(plugins=plugins, components=components, state=state, media=None)
     fields: dict[str, Any] = {"config": config, "session": session, "next_prompts": (PROMPT,), "info": None}
     fields |= {"flops": (lambda length: 1.0, None, ()), "estimator": None, "control": None}
     return cast(module.Loop, SimpleNamespace(**fields))

@@ -239,7 +239,7 @@ def test_no_more_requests_are_sent_than_there_is_room_for(server: FakeServer) ->
             await client.pause("in_place")
             tasks = [asyncio.create_task(client.generate(request(str(name)))) for name in range(6)]
             await until(lambda: server.state()["events"].get("generate", 0) >= before + 2)
-            most = len(client.under_way())
+            most = len(client.in_flight())
             await client.resume()
             await asyncio.gather(*tasks)
             return most

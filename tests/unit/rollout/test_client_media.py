@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from anygauge.config.schema import RolloutClient
-from anygauge.rollout.client import EngineClient, Pictures
+from anygauge.rollout.client import EngineClient, ImageEncoder
 from anygauge.rollout.client.media import collapsed
 from anygauge.rollout.client.wire import request_body
 from anygauge.testing.fake_engine import FakeServer, Options, expected
@@ -104,7 +104,7 @@ def ask(
     server: FakeServer, store: DictStore, asked: GenerateRequest, *, stream: bool = False
 ) -> list[Generation]:
     async def run() -> list[Generation]:
-        client = EngineClient(server.address, RolloutClient(pause_s=0.01), pictures=Pictures(store))
+        client = EngineClient(server.address, RolloutClient(pause_s=0.01), image_encoder=ImageEncoder(store))
         try:
             return [each async for each in client.stream(asked)] if stream else [await client.generate(asked)]
         finally:
@@ -143,7 +143,7 @@ def test_an_image_that_is_gone_is_named_and_the_next_request_is_served(
     server: FakeServer, store: DictStore
 ) -> None:
     async def run() -> None:
-        pictures = Pictures(store)
+        pictures = ImageEncoder(store)
         with pytest.raises(RolloutError, match=r"Image late \(row 3\) is not in the run's store"):
             await pictures.encoded([image("late", 0, 1, 1)])
         store.put("late", store.get("a"))
@@ -157,16 +157,18 @@ def test_a_png_is_made_once_and_the_oldest_go_first(
     store: DictStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[str] = []
-    encode = Pictures._encode
-    monkeypatch.setattr(Pictures, "_encode", lambda self, each: made.append(each.key) or encode(self, each))
+    encode = ImageEncoder._encode
+    monkeypatch.setattr(
+        ImageEncoder, "_encode", lambda self, each: made.append(each.key) or encode(self, each)
+    )
 
     async def run() -> None:
         media = {key: image(key, 0, 1, 1) for key in ("a", "b", "odd")}
-        pictures = Pictures(store)
+        pictures = ImageEncoder(store)
         together = await asyncio.gather(*(pictures.encoded([media["a"], media["b"]]) for _ in range(8)))
         assert sorted(made) == ["a", "b"]
         assert all(each == together[0] for each in together)
-        small = Pictures(store, max_bytes=len(together[0][0]) + len(together[0][1]))
+        small = ImageEncoder(store, max_bytes=len(together[0][0]) + len(together[0][1]))
         await small.encoded([media["a"], media["b"]])
         await small.encoded([media["b"]])
         await small.encoded([media["odd"]])  # without room for all: a goes

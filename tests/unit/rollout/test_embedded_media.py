@@ -13,7 +13,7 @@ from transformers import Qwen2VLImageProcessorPil, Qwen3VLForConditionalGenerati
 
 from anygauge.plugins import load_plugins
 from anygauge.rollout.transformers.engine import TransformersEngine
-from anygauge.rollout.transformers.sight import Senses
+from anygauge.rollout.transformers.multimodal import MultimodalContext
 from anygauge.rollout.transformers.weights import read_weights
 from anygauge.testing.media import DictStore
 from anygauge.testing.tiny import tiny_tokenizer
@@ -46,14 +46,14 @@ class Given:
         self.store = DictStore({key: Content("image", each) for key, each in contents.items()})
 
     def engine(self, **options: Any) -> TransformersEngine:
-        senses = Senses(self.spec.media, self.hf, frozenset({"image"}), self.store)
+        senses = MultimodalContext(self.spec.media, self.hf, frozenset({"image"}), self.store)
         return TransformersEngine(
             self.path,
             **{
                 "dtype": torch.float32,
                 "device": HOST,
                 "max_batch_tokens": 100_000,
-                "senses": senses,
+                "multimodal": senses,
                 **options,
             },
         )

@@ -27,7 +27,7 @@ from transformers import (
 from anygauge.config import Config
 from anygauge.plugins import Plugins
 from anygauge.rollout import plugin as rollout_plugin
-from anygauge.rollout.transformers.batches import Row, plan_batches
+from anygauge.rollout.transformers.batches import PendingSample, plan_batches
 from anygauge.rollout.transformers.engine import TransformersEngine
 from anygauge.rollout.transformers.sampling import seed_tensor, uniforms
 from anygauge.rollout.transformers.weights import copy_weights
@@ -221,9 +221,9 @@ def test_each_distinct_prefix_is_computed_once(engine: TransformersEngine) -> No
 
 
 def test_equal_tokens_of_different_images_are_prefixes_of_their_own() -> None:
-    def row(index: int, *keys: str) -> Row:
+    def row(index: int, *keys: str) -> PendingSample:
         media = tuple(Media("image", key, ((0, 1),), (1, 2, 2)) for key in keys)
-        return Row(index=index, tokens=(1, 2, 3), seed=index, max_new_tokens=1, media=media)
+        return PendingSample(index=index, tokens=(1, 2, 3), seed=index, max_new_tokens=1, media=media)
 
     rows = [row(0, "a"), row(1, "b"), row(2, "a"), row(3, "a", "b"), row(4)]
     assert len({each.prompt for each in rows}) == 4
@@ -257,7 +257,7 @@ def test_ended_samples_leave_the_batch(engine: TransformersEngine) -> None:
 
 def test_batches_stay_within_the_bound() -> None:
     rows = [
-        Row(index=i, tokens=(0,) * (1 + i * 7 % 23), seed=i, max_new_tokens=10)
+        PendingSample(index=i, tokens=(0,) * (1 + i * 7 % 23), seed=i, max_new_tokens=10)
         for i in range(60)
         for _ in range(3)
     ]

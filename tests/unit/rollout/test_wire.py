@@ -9,8 +9,8 @@ import orjson
 import pytest
 
 from anygauge.rollout.client.wire import (
-    Meeting,
-    Parts,
+    BootstrapRoom,
+    StreamDecoder,
     generation_of,
     read_answer,
     reading,
@@ -72,9 +72,9 @@ def test_what_is_off_is_left_to_the_engine() -> None:
 
 def test_both_halves_of_a_request_are_told_the_same_meeting() -> None:
     request = GenerateRequest("7-0", (1, 2), SamplingParams(max_new_tokens=1), seed=0)
-    meeting = Meeting("10.0.0.3", 8998, 2**63 - 1, rank=2)
-    reads = orjson.loads(request_body(request, "r", rank=2, meeting=meeting))
-    writes = orjson.loads(request_body(request, "w", rank=5, meeting=meeting))
+    bootstrap = BootstrapRoom("10.0.0.3", 8998, 2**63 - 1, rank=2)
+    reads = orjson.loads(request_body(request, "r", rank=2, bootstrap=bootstrap))
+    writes = orjson.loads(request_body(request, "w", rank=5, bootstrap=bootstrap))
     told = {"bootstrap_host": "10.0.0.3", "bootstrap_port": 8998, "bootstrap_room": 2**63 - 1}
     assert reads == {**reads, **told, "routed_dp_rank": 2}
     assert writes == {**reads, "rid": "w", "routed_dp_rank": 5, "disagg_prefill_dp_rank": 2}
@@ -154,7 +154,7 @@ def test_values_that_are_no_tokens_and_no_log_probs(pair: Any) -> None:
         read_answer(json.dumps(whole).encode(), "e")
     streamed = {"meta_info": {**chunk(3, "7")["meta_info"], "output_token_logprobs": pairs}}
     with pytest.raises(RolloutError, match="e answered with what is no generation"), reading(b"", "e"):
-        Parts("e", "7").next(streamed)
+        StreamDecoder("e", "7").next(streamed)
 
 
 def test_a_log_prob_that_rounding_has_put_above_0_is_0() -> None:
@@ -183,7 +183,7 @@ def chunk(count: int, version: str, *, since: int = 0, spans: Any = None) -> dic
 @pytest.mark.parametrize("incremental", [False, True])
 def test_tokens_of_a_stream_wait_until_their_weights_are_known(incremental: bool) -> None:
     """The third chunk names version 8, but its first token may be of version 7: only the last chunk tells."""
-    parts = Parts("e", "7")
+    parts = StreamDecoder("e", "7")
     since = (0, 2, 4, 6) if incremental else (0, 0, 0, 0)
     chunks = [
         chunk(2, "7", since=since[0]),
@@ -199,14 +199,14 @@ def test_tokens_of_a_stream_wait_until_their_weights_are_known(incremental: bool
 
 
 def test_the_first_tokens_of_a_stream_may_be_of_the_weights_before() -> None:
-    parts = Parts("e", "7")
+    parts = StreamDecoder("e", "7")
     assert parts.next(chunk(3, "8")).tokens == ()
     last = parts.next(chunk(4, "8", spans=[("7", 0, 2), ("8", 2, 4)]))
     assert (last.tokens, last.weight_versions) == ((0, 1, 2, 3), (7, 7, 8, 8))
 
 
 def test_a_stream_with_a_gap() -> None:
-    parts = Parts("e", "7")
+    parts = StreamDecoder("e", "7")
     parts.next(chunk(2, "7"))
     with pytest.raises(RolloutError, match=r"streamed 3 tokens .* there are 5"):
         parts.next(chunk(5, "7", since=4))

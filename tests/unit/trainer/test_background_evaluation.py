@@ -12,14 +12,14 @@ import pytest
 
 from anygauge.config import Config
 from anygauge.data.evaluation import eval_datasets
-from anygauge.rollout.control import Making, TextTools, UserFunctions
+from anygauge.rollout.control import RolloutContext, TextTools, UserFunctions
 from anygauge.rollout.control.functions import UserFunction, single_turn
 from anygauge.testing.scripted_engine import ScriptedEngine
 from anygauge.testing.tiny import tiny_tokenizer
 from anygauge.trainer.background_evaluation import BackgroundEvaluation
 from anygauge.trainer.event_loop import EventLoop
+from anygauge.trainer.generation_client import GenerationClient, SampleMaker
 from anygauge.trainer.inputs import EvalSet
-from anygauge.trainer.requests import Requests, SampleMaker
 from anygauge_hooks.errors import RolloutError
 from anygauge_hooks.rl import Group, Prompt
 from anygauge_hooks.rollout import GenerateRequest
@@ -68,13 +68,15 @@ class Opened:
         )
         ((name, settings),) = eval_datasets(config).items()
         functions = UserFunctions(UserFunction("single_turn", single_turn))
-        making = Making(config=config.rollout, generator=self.engine, functions=functions, text=text)
-        requests = Requests(self.engine, loop, lambda work, what: loop.run(work, timeout_s=20, what=what))
+        context = RolloutContext(config=config.rollout, generator=self.engine, functions=functions, text=text)
+        client = GenerationClient(
+            self.engine, loop, lambda work, what: loop.run(work, timeout_s=20, what=what)
+        )
         self.session = SimpleNamespace(
             config=config,
             media=None,
             forbidden=(),
-            maker=SampleMaker(requests, making),
+            maker=SampleMaker(client, context),
             info=RunInfo(
                 name="x", directory=".", backend="cpu", total_steps=9, config=SimpleNamespace(), step=2
             ),
@@ -119,7 +121,7 @@ def test_it_is_recorded_when_it_is_done_at_the_step_that_it_is_of(
     opened: Opened, caplog: pytest.LogCaptureFixture
 ) -> None:
     opened.background.start()
-    opened.until(lambda: len(opened.engine.held) == 6)
+    opened.until(lambda: len(opened.engine.waiting) == 6)
     opened.go_on_to(4)
     opened.background.collect()
     assert opened.rows == []
@@ -127,7 +129,7 @@ def test_it_is_recorded_when_it_is_done_at_the_step_that_it_is_of(
     (warning,) = [each.getMessage() for each in caplog.records if each.levelname == "WARNING"]
     assert warning == "no evaluation after step 4: that after step 2 is still under way"
     opened.engine.version = 7
-    while len(opened.engine.requests) < len(PROMPTS) or opened.engine.held:
+    while len(opened.engine.requests) < len(PROMPTS) or opened.engine.waiting:
         opened.release()
     opened.background.finish()
     ((step, metrics),) = opened.rows

@@ -16,9 +16,9 @@ import pytest
 
 from anygauge.config import Config
 from anygauge.trainer import checkpoints
+from anygauge.trainer.checkpoint_reader import latest_checkpoint
 from anygauge.trainer.checkpoints import CheckpointWriter, export_hf
 from anygauge.trainer.run import salvaged
-from anygauge.trainer.saved import latest_checkpoint
 from anygauge_hooks.errors import CheckpointError
 
 

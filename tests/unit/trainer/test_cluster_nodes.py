@@ -13,12 +13,12 @@ import pytest
 
 from anygauge.config.schema import Cluster, Config
 from anygauge.trainer.cluster import (
+    ClusterNode,
     NodeFacts,
-    Place,
     address_of,
     check_nodes,
     is_one_plain_host,
-    make_meeting,
+    make_rendezvous,
     marker_file,
     model_paths,
     node_facts,
@@ -40,8 +40,8 @@ def facts(
     return NodeFacts(packages=packages or {"torch": "2.13.0"}, addresses=addresses or BOTH, **more)
 
 
-def place(found: NodeFacts, name: str = "b (10.0.0.1)") -> Place:
-    return Place(name=name, ip="10.0.0.1", facts=found)
+def place(found: NodeFacts, name: str = "b (10.0.0.1)") -> ClusterNode:
+    return ClusterNode(name=name, ip="10.0.0.1", facts=found)
 
 
 def config(**sections: Any) -> Config:
@@ -115,19 +115,19 @@ def test_a_node_is_reached_where_the_config_says(
 
 
 def test_one_host_meets_on_the_loopback_interface() -> None:
-    meeting = make_meeting(Cluster(), ["a", "a"], [])
-    assert ipaddress.ip_address(meeting.host).is_loopback
-    assert meeting.single_host
-    assert len(meeting.token) == 32
-    assert make_meeting(Cluster(), ["a", "a"], []).token != meeting.token
+    rendezvous = make_rendezvous(Cluster(), ["a", "a"], [])
+    assert ipaddress.ip_address(rendezvous.host).is_loopback
+    assert rendezvous.single_host
+    assert len(rendezvous.token) == 32
+    assert make_rendezvous(Cluster(), ["a", "a"], []).token != rendezvous.token
 
 
 def test_several_hosts_meet_on_an_address_of_the_first_and_know_all() -> None:
-    second = Place(name="b", ip="10.0.0.2", facts=facts(addresses={"eth0": ("10.0.0.2",)}))
-    meeting = make_meeting(Cluster(), ["a", "b"], [place(facts()), second])
-    assert meeting.host == "10.0.0.1"
-    assert not meeting.single_host
-    assert set(meeting.peers) == {"127.0.0.1", "::1", "10.0.0.1", "fd00::1", "10.0.0.2"}
+    second = ClusterNode(name="b", ip="10.0.0.2", facts=facts(addresses={"eth0": ("10.0.0.2",)}))
+    rendezvous = make_rendezvous(Cluster(), ["a", "b"], [place(facts()), second])
+    assert rendezvous.host == "10.0.0.1"
+    assert not rendezvous.single_host
+    assert set(rendezvous.peers) == {"127.0.0.1", "::1", "10.0.0.1", "fd00::1", "10.0.0.2"}
 
 
 def test_only_one_plain_host_needs_no_look() -> None:

@@ -21,7 +21,7 @@ from anygauge.data.media import store as stores
 from anygauge.data.media.store import MappedFiles
 from anygauge.testing.tiny import tiny_qwen3
 from anygauge.trainer import dumps
-from anygauge.trainer.plan import TrainShare
+from anygauge.trainer.plan import MiniBatch
 from anygauge_hooks.engines import LossInputs
 from anygauge_hooks.errors import CheckpointError, DataError
 from anygauge_hooks.media import Content, Media
@@ -60,7 +60,7 @@ def group(index: int = 0, **sample: Any) -> Group:
     return Group(prompt=prompt, samples=(Sample(**{**values, **sample}), Sample(**values)))
 
 
-def shares() -> list[TrainShare]:
+def mini_batches() -> list[MiniBatch]:
     def sample(first: int) -> TrainSample:
         return TrainSample(
             tokens=[first, *range(7)],
@@ -73,8 +73,8 @@ def shares() -> list[TrainShare]:
 
     weights = [value / 3 for value in HARD]
     return [
-        TrainShare((sample(1), sample(2)), (weights, weights)),
-        TrainShare((sample(3),), (weights,), idle=1),
+        MiniBatch((sample(1), sample(2)), (weights, weights)),
+        MiniBatch((sample(3),), (weights,), idle=1),
     ]
 
 
@@ -223,8 +223,14 @@ def test_a_missing_step_names_those_that_are_there(tmp_path: Path) -> None:
 def written(directory: Path, *, share: int = 0, num_shares: int = 1) -> Path:
     path = dumps.batch_path(directory, 7, share)
     old = [torch.arange(len(HARD)) / 3 for _ in range(3)]
-    dumps.write_shares(
-        path, shares(), {"old": old, "current": old}, old, share=share, num_shares=num_shares, model=MODEL
+    dumps.write_mini_batches(
+        path,
+        mini_batches(),
+        {"old": old, "current": old},
+        old,
+        dp_rank=share,
+        dp_size=num_shares,
+        model=MODEL,
     )
     return path
 
@@ -232,9 +238,9 @@ def written(directory: Path, *, share: int = 0, num_shares: int = 1) -> Path:
 def test_shares_come_back_the_same(tmp_path: Path) -> None:
     path = written(tmp_path)
     assert path.name == "batch-00000007-share-0.safetensors"
-    for found, wanted in zip(dumps.read_shares(path, num_shares=1), shares(), strict=True):
+    for found, wanted in zip(dumps.read_mini_batches(path, dp_size=1), mini_batches(), strict=True):
         assert found.samples == wanted.samples
-        for one, other in zip(found.weights, wanted.weights, strict=True):
+        for one, other in zip(found.loss_weights, wanted.loss_weights, strict=True):
             assert bits(list(one)) == bits(list(other))
     log_probs = dumps.read_log_probs(path)
     assert log_probs.keys() == {"old", "current"}
@@ -251,7 +257,7 @@ def test_another_number_of_workers_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
         DataError, match=r"of a run with 1 data-parallel workers; this one has 2(.|\n)*that it has 1"
     ):
-        dumps.read_shares(written(tmp_path), num_shares=2)
+        dumps.read_mini_batches(written(tmp_path), dp_size=2)
 
 
 def test_a_batch_of_another_model_is_refused(tmp_path: Path) -> None:
@@ -272,7 +278,7 @@ def test_a_damaged_batch_is_refused(tmp_path: Path) -> None:
     ):
         path.write_bytes(damaged)
         with pytest.raises(DataError, match="no dump that can be replayed"):
-            dumps.read_shares(path, num_shares=1)
+            dumps.read_mini_batches(path, dp_size=1)
 
 
 # -------------------------------------------------------------------------
@@ -285,10 +291,10 @@ def test_a_recorded_loss_returns_what_the_loss_does_and_undoes_the_packing() -> 
         x = torch.tensor(values, requires_grad=True)
         return LossInputs(
             log_probs=x, entropy=x, old_log_probs=x, rollout_log_probs=x, reference_log_probs=None,
-            advantages=x, loss_mask=x, weights=x, samples=samples, lengths=lengths,
+            advantages=x, loss_mask=x, loss_weights=x, samples=samples, lengths=lengths,
         )  # fmt: skip
 
-    loss = dumps.RecordedLoss(lambda inputs: (inputs.log_probs.sum(), {"n": inputs.weights.sum()}))
+    loss = dumps.RecordedLoss(lambda inputs: (inputs.log_probs.sum(), {"n": inputs.loss_weights.sum()}))
     value, metrics = loss(inputs([1.0, 2.0, 3.0], (2, 0), (2, 1)))
     assert value.item() == metrics["n"].item() == 6.0
     assert value.requires_grad

@@ -14,10 +14,10 @@ from anygauge.config import Config
 from anygauge.data.evaluation import eval_datasets
 from anygauge.plugins import Plugins, load_plugins
 from anygauge.trainer import loop as loop_module
+from anygauge.trainer.colocation import ColocationScheduler
 from anygauge.trainer.evaluation import evaluate
 from anygauge.trainer.inputs import EvalSet
 from anygauge.trainer.run import open_scorers
-from anygauge.trainer.turns import Turns
 from anygauge_hooks.errors import RewardError
 from anygauge_hooks.rl import Prompt, Sample
 
@@ -70,7 +70,7 @@ def session_with(config: Config, plugins: Plugins, stack: ExitStack, label: str 
         info=SimpleNamespace(step=2),
         workers=SimpleNamespace(call=lambda name: None),
         engines=SimpleNamespace(reports=lambda: ()),
-        turns=Turns(),
+        colocation=ColocationScheduler(),
         generate=lambda *_: [list(map(sampled, TEXTS))],
         eval_sets=[eval_set],
         scorers=open_scorers(config, plugins, [eval_set], Path("run"), stack),

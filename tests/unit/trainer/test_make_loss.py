@@ -21,7 +21,7 @@ from anygauge_hooks.types import NamedFunction
 
 
 def last_token_only(inputs: LossInputs, *, factor: float = 1.0) -> Correction:
-    weights = torch.zeros_like(inputs.weights)
+    weights = torch.zeros_like(inputs.loss_weights)
     weights[-1] = factor
     return Correction(weights, {"gap": inputs.old_log_probs - inputs.rollout_log_probs})
 
@@ -57,7 +57,7 @@ def inputs() -> LossInputs:
         reference_log_probs=None,
         advantages=torch.tensor([1.0, 2.0, -1.0]),
         loss_mask=torch.ones(3),
-        weights=torch.full((3,), 1 / 3),
+        loss_weights=torch.full((3,), 1 / 3),
         samples=[0, 1],
         lengths=[2, 1],
     )

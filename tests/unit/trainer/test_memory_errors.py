@@ -19,8 +19,8 @@ from anygauge import device as device_module
 from anygauge.config import Config
 from anygauge.device import is_out_of_memory, memory_phase, peak_memory_by_phase
 from anygauge.observability.host import read_oom_kills
-from anygauge.trainer.calls import Died, Raised, Request, WorkerId, decode, encode, error_of
 from anygauge.trainer.memory_advice import ADVICE, PHASES, advise, advise_death, memory_advice
+from anygauge.trainer.rpc import Died, MethodCall, Raised, WorkerId, decode, encode, error_of
 from anygauge.trainer.worker import Worker, WorkerSetup
 from anygauge_cpu.device import CpuDevice
 from anygauge_hooks.errors import OutOfMemoryError
@@ -210,7 +210,7 @@ def test_a_worker_sends_the_advice_with_the_error() -> None:
             torch.empty(1 << 50)
 
     worker._object = SimpleNamespace(train=train)
-    reply = decode(worker.handle(encode(Request(method="train", kwargs={}))))
+    reply = decode(worker.handle(encode(MethodCall(method="train", kwargs={}))))
     assert isinstance(reply, Raised)
     assert reply.code == "AG605"
     error = decode(reply.pickled or b"")

@@ -26,12 +26,12 @@ from anygauge.config.schema import Algorithm, Config, Critic, Reference, Train
 from anygauge.plugins import load_plugins
 from anygauge.testing.tabular import TabularPlugin, logits, values
 from anygauge.trainer.actors import ActorWorker
+from anygauge.trainer.colocation import ColocationScheduler
+from anygauge.trainer.components import Components
 from anygauge.trainer.inputs import group_estimator
 from anygauge.trainer.loop import Loop, train_on_rollouts
-from anygauge.trainer.parts import Parts
 from anygauge.trainer.session import Session
 from anygauge.trainer.state import RunState
-from anygauge.trainer.turns import Turns
 from anygauge_hooks.engines import WorkerContext
 from anygauge_hooks.rl import Group, Prompt, Sample
 from anygauge_hooks.types import RunInfo
@@ -504,15 +504,23 @@ class Product:
             device=self.plugins.make_device(self.backend, 0),
             plugins=self.plugins,
         )
-        parts = Parts(trains=True, generates=False, learns=True)
-        worker = ActorWorker(config, context, parts=parts)
+        components = Components(trains=True, generates=False, learns=True)
+        worker = ActorWorker(config, context, components=components)
         info = RunInfo(name="keys", directory=str(self.root), backend="cpu", total_steps=4, config=config)
         nobody: Any = SimpleNamespace(
             reports=list, collect=lambda: self.groups, metrics=dict, keep=lambda state: None
         )
         driven: Any = Driven(worker)
         session = Session(
-            config, self.plugins, parts, driven, nobody, (), {}, RunState(info, version=VERSION), Turns()
+            config,
+            self.plugins,
+            components,
+            driven,
+            nobody,
+            (),
+            {},
+            RunState(info, version=VERSION),
+            ColocationScheduler(),
         )
         loop = Loop(
             session=session,

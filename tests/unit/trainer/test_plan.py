@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from anygauge.algorithms.advantages import grpo
 from anygauge.trainer.loop import are_any_scored
 from anygauge.trainer.plan import (
-    TrainShare,
+    MiniBatch,
     conversation_samples,
     plan_metrics,
     plan_steps,
@@ -92,7 +92,7 @@ def test_a_sample_that_was_not_scored_moves_nothing() -> None:
     assert [first, second] == whole
     assert [sample.loss_mask for sample in (left_out, *others)] == [(0, 0)] * 3
     shares = plan_steps([first, left_out, second, *others], 1, 1, "token_mean")
-    assert [sum(weights) for weights in shares[0][0].weights] == pytest.approx([0.4, 0.0, 0.6, 0.0, 0.0])
+    assert [sum(weights) for weights in shares[0][0].loss_weights] == pytest.approx([0.4, 0.0, 0.6, 0.0, 0.0])
 
 
 def test_an_empty_response_is_no_sample(caplog: pytest.LogCaptureFixture) -> None:
@@ -131,7 +131,7 @@ def test_every_sample_is_in_one_share(
     seen = sorted(sample.tokens[0] for shares in plan for share in shares for sample in share.samples)
     assert seen == list(range(len(lengths)))
     for step in range(num_steps):
-        total = sum(sum(map(sum, shares[step].weights)) for shares in plan)
+        total = sum(sum(map(sum, shares[step].loss_weights)) for shares in plan)
         assert total == pytest.approx(1.0)
         assert all(shares[step].samples for shares in plan)
 
@@ -180,13 +180,13 @@ def test_no_rank_is_without_work(
     assert len(idle) == sum(max(num_ranks - len(shares.samples), 0) for shares in alone[0])
 
 
-def learnt(plan: Sequence[Sequence[TrainShare]]) -> list[dict[int, list[float]]]:
+def learnt(plan: Sequence[Sequence[MiniBatch]]) -> list[dict[int, list[float]]]:
     """Return the token weights of each sample by optimizer step; what repeats another has none."""
     return [
         {
             sample.tokens[0]: list(weights)
             for share in step
-            for sample, weights in zip(share.samples, share.weights, strict=True)
+            for sample, weights in zip(share.samples, share.loss_weights, strict=True)
             if any(weights)
         }
         for step in zip(*plan, strict=True)
@@ -261,7 +261,7 @@ def test_a_rollout_of_several_samples_is_in_one_optimizer_step_and_weighs_as_one
     for step in steps:
         weights: dict[int | None, float] = {}
         for share in step:
-            for sample, weight in zip(share.samples, share.weights, strict=True):
+            for sample, weight in zip(share.samples, share.loss_weights, strict=True):
                 weights[sample.rollout] = weights.get(sample.rollout, 0.0) + sum(weight)
         found.append(weights)
     assert not (found[0].keys() & found[1].keys()) - {None}

@@ -105,9 +105,7 @@ class Opened:
 
         async def one(number: int) -> Generation:
             params = SamplingParams(max_new_tokens=50)
-            return await self.servers.fleet.generate(
-                GenerateRequest(str(number), (5, number), params, number)
-            )
+            return await self.servers.pool.generate(GenerateRequest(str(number), (5, number), params, number))
 
         async def all_of_them() -> list[Generation]:
             return await asyncio.gather(*map(one, range(count)))

@@ -63,7 +63,7 @@ def test_a_masked_token_is_in_no_mean_and_its_sample_in_its_group() -> None:
     samples = train_samples(groups, lambda rewards: rewards - rewards.mean())
     assert [each.advantages for each in samples] == [(0.5, 0.5), (-0.5, -0.5)]
     ((share,),) = plan_steps(samples, 1, 1, "token_mean")
-    assert share.weights == ([0.0, 1 / 3], [1 / 3, 1 / 3])
+    assert share.loss_weights == ([0.0, 1 / 3], [1 / 3, 1 / 3])
 
 
 def test_a_step_that_is_too_old_as_a_whole_is_said(caplog: pytest.LogCaptureFixture) -> None:

@@ -12,7 +12,7 @@ from anygauge.plugins import Plugins
 from anygauge.testing.scripted_engine import ScriptedEngine
 from anygauge.testing.tiny import tiny_tokenizer
 from anygauge.trainer.event_loop import EventLoop
-from anygauge.trainer.requests import Requests, open_maker
+from anygauge.trainer.generation_client import GenerationClient, open_maker
 from anygauge_hooks.errors import RolloutError
 from anygauge_hooks.rl import Prompt, SamplingParams
 
@@ -28,12 +28,12 @@ def test_a_token_beyond_the_models_vocabulary_is_refused(
     )
     prompts = [Prompt(index=0, tokens=(1,), text="1")]
     with EventLoop() as loop:
-        requests = Requests(
+        client = GenerationClient(
             ScriptedEngine(lambda request: [token]),
             loop,
             lambda work, what: loop.run(work, timeout_s=20, what=what),
         )
-        maker, params = open_maker(config, plugins, requests), SamplingParams(max_new_tokens=4)
+        maker, params = open_maker(config, plugins, client), SamplingParams(max_new_tokens=4)
         if token < 20:
             [[sample]] = maker.generate(prompts, params, [[0]])
             assert sample.response_tokens == (token,)

@@ -112,8 +112,8 @@ def started(
         accelerators=accelerators,
     )
     made = Worker(setup)
-    made.start(workers_on_host=1, meeting=None)
-    made.connect(meeting=None, port=None)
+    made.start(workers_on_host=1, rendezvous=None)
+    made.connect(rendezvous=None, port=None)
     return made
 
 

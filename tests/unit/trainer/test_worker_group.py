@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from anygauge.config.schema import Config
-from anygauge.trainer.calls import Died, Returned, encode
+from anygauge.trainer.rpc import Died, Returned, encode
 from anygauge.trainer.worker_group import WorkerGroup
 from anygauge_hooks.errors import WorkerDiedError
 

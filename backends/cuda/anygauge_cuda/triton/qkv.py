@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from anygauge_cuda.guards import check_angles, check_shape
+from anygauge_cuda.guards import check_rope, check_shape
 from anygauge_cuda.triton import rows as gpu
 from anygauge_cuda.triton.rows import total, warps_for
 
@@ -39,7 +39,7 @@ def qk_norm_rotary(
     op, width = "qk_norm_rotary", qkv.shape[-1]
     check_shape(op, "q_weight", q_weight, (width,), "[D]")
     check_shape(op, "k_weight", k_weight, (width,), "[D]")
-    check_angles(op, cos, sin, len(qkv), width)
+    check_rope(op, cos, sin, len(qkv), width)
     # torch leaves apply() untyped
     split: tuple[Tensor, Tensor, Tensor] = _Split.apply(qkv, q_weight, k_weight, cos, sin, eps)  # type: ignore[no-untyped-call]
     return split
@@ -96,7 +96,9 @@ def _shape(qkv: Tensor, cos: Tensor) -> tuple[tuple[int, ...], int]:
 
 
 @triton.jit
-def _angles(cos: tl.tensor, sin: tl.tensor, token: tl.tensor, ROTARY: tl.constexpr, COLUMNS: tl.constexpr):
+def _rope_tables(
+    cos: tl.tensor, sin: tl.tensor, token: tl.tensor, ROTARY: tl.constexpr, COLUMNS: tl.constexpr
+):
     """Return cosines and sines of both halves of a token."""
     column = tl.arange(0, COLUMNS)[None, :]
     here = column < ROTARY // 2
@@ -202,7 +204,7 @@ def _split_heads(
     HEIGHT: tl.constexpr,
 ):
     """Do so with queries or with keys; ``HEADS`` of them begin at slot ``FIRST`` of each group."""
-    c_first, c_second, s_first, s_second = _angles(cos, sin, token, ROTARY, COLUMNS)
+    c_first, c_second, s_first, s_second = _rope_tables(cos, sin, token, ROTARY, COLUMNS)
     every = tl.full((1, 1), 1, tl.int1)
     g_first, g_second, g_kept = _load(weight, every, WIDTH, ROTARY, COLUMNS, REST)
     for lowest in range(0, COUNT, HEIGHT):
@@ -293,7 +295,7 @@ def _join_heads(
     w_kept = tl.zeros((HEIGHT, REST), tl.float32)
     for number in range(tl.program_id(0), tokens, tl.num_programs(0)):
         token = nought + number
-        c_first, c_second, s_first, s_second = _angles(cos, sin, token, ROTARY, COLUMNS)
+        c_first, c_second, s_first, s_second = _rope_tables(cos, sin, token, ROTARY, COLUMNS)
         for lowest in range(0, COUNT, HEIGHT):
             head = lowest + tl.arange(0, HEIGHT)[:, None]
             is_head = head < COUNT

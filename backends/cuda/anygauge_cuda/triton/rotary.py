@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from anygauge_cuda.guards import check_angles, check_shape
+from anygauge_cuda.guards import check_rope, check_shape
 from anygauge_cuda.triton.rows import warps_for
 
 __all__ = ["rotary_embedding"]
@@ -32,7 +32,7 @@ def rotary_embedding(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Te
     :raises KernelInputError: The shapes do not fit.
     """
     check_shape("rotary_embedding", "k", k, (len(q), k.shape[1], q.shape[2]), "[T, K, D]")
-    check_angles("rotary_embedding", cos, sin, *q.shape[::2])
+    check_rope("rotary_embedding", cos, sin, *q.shape[::2])
     # torch leaves apply() untyped
     turned: tuple[Tensor, Tensor] = _Rotate.apply(q, k, cos, sin)  # type: ignore[no-untyped-call]
     return turned
@@ -60,7 +60,7 @@ def _rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, back: bool) -> tu
     rotary, width = cos.shape[1], q.shape[2]
     columns = triton.next_power_of_2(max(1, rotary // 2))
     heads = [min(triton.next_power_of_2(x.shape[1]), max(1, TILE // columns)) for x in (q, k)]
-    _turn_token[(len(q),)](
+    _rotate_token[(len(q),)](
         q, k, *turned, cos, sin, q.stride(0), q.stride(1), k.stride(0), k.stride(1),
         q.shape[1], k.shape[1], width, rotary, columns, triton.next_power_of_2(max(1, width - rotary)),
         *heads, back, num_warps=warps_for(max(heads) * columns, EACH),
@@ -69,7 +69,7 @@ def _rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, back: bool) -> tu
 
 
 @triton.jit
-def _turn_token(
+def _rotate_token(
     q: tl.tensor,
     k: tl.tensor,
     q_out: tl.tensor,
@@ -101,12 +101,12 @@ def _turn_token(
     sin_second = tl.load(sin + angle + ROTARY // 2, mask=here, other=0.0)
     if BACK:
         sin_first, sin_second = -sin_second, -sin_first
-    _turn_heads(
+    _rotate_heads(
         q + token * q_step, q_out + token * HEADS * WIDTH, q_head_step,
         cos_first, cos_second, sin_first, sin_second,
         HEADS, WIDTH, ROTARY, COLUMNS, REST, HEIGHT,
     )  # fmt: skip
-    _turn_heads(
+    _rotate_heads(
         k + token * k_step, k_out + token * KEY_HEADS * WIDTH, k_head_step,
         cos_first, cos_second, sin_first, sin_second,
         KEY_HEADS, WIDTH, ROTARY, COLUMNS, REST, KEY_HEIGHT,
@@ -114,7 +114,7 @@ def _turn_token(
 
 
 @triton.jit
-def _turn_heads(
+def _rotate_heads(
     x: tl.tensor,
     out: tl.tensor,
     head_step: int,

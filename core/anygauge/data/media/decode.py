@@ -27,7 +27,7 @@ _DECODED_IN_PYTHON = ("ppm_plain", "bmp_rle")
 _SCAN, _MOST_SCANS = b"\xff\xda", 500
 """A progressive JPEG has some 10 scans, and the pictures and profiles in its header a few such bytes."""
 _ORIENTATION = 0x0112
-_TURNS = {2: 0, 3: 3, 4: 1, 5: 5, 6: 4, 7: 6, 8: 2}
+_ORIENTATIONS = {2: 0, 3: 3, 4: 1, 5: 5, 6: 4, 7: 6, 8: 2}
 """From the orientation that Exif gives to Pillow's number of the transposition that undoes it."""
 _SIDEWAYS = {5, 6, 7, 8}
 """Orientations that exchange height and width."""
@@ -131,7 +131,7 @@ def as_pixels(image: Image) -> NDArray[Any]:
     """
     from PIL import Image
 
-    turn = _TURNS.get(_orientation(image))
+    turn = _ORIENTATIONS.get(_orientation(image))
     if turn is not None:
         image = image.transpose(Image.Transpose(turn))
     if image.mode.startswith("I") or image.mode == "F":

@@ -73,7 +73,7 @@ class Expander:
             position = place + len(self._marks[kind])
         return made + self._plain(tokens[position:]), media
 
-    def holds_mark(self, tokens: Sequence[int]) -> bool:
+    def has_mark(self, tokens: Sequence[int]) -> bool:
         """Return whether a medium stands among tokens."""
         return self._next_mark(tokens, 0) is not None
 

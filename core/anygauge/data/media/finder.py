@@ -18,7 +18,7 @@ from anygauge.data.problems import BadMediaError
 from anygauge_hooks.errors import MediaError
 from anygauge_hooks.media import Content, Measured, MediaKind, MediaLimits, MediaProcessor
 
-__all__ = ["Found", "MediaFinder", "media_limits"]
+__all__ = ["FoundMedia", "MediaFinder", "media_limits"]
 
 
 def media_limits(settings: Settings) -> MediaLimits:
@@ -28,7 +28,7 @@ def media_limits(settings: Settings) -> MediaLimits:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class FoundMedia:
     """A medium of a row that was measured."""
 
     kind: MediaKind
@@ -70,7 +70,7 @@ class MediaFinder:
         self.processor = processor
         self.marks = {kind: mark for kind, mark in processor.marks.items() if kinds is None or kind in kinds}
         self.expander = Expander(processor, tokenizer, self.marks)
-        self.drawn: dict[str, Found] = {}
+        self.drawn: dict[str, FoundMedia] = {}
         """By key, all that were drawn: some hundred bytes each."""
         self.left_out: list[str] = []
         """What was wrong with rows that were read and left out, since somebody asked."""
@@ -115,7 +115,7 @@ class MediaFinder:
 
     def measure(
         self, values: Sequence[tuple[MediaKind, Any]], folder: Path | None, *, keyed: bool
-    ) -> list[Found]:
+    ) -> list[FoundMedia]:
         """Look at the headers of media.
 
         :param folder: Of the row's file; ``None`` for what a tool shows.
@@ -130,7 +130,7 @@ class MediaFinder:
                 found.append(self._measure(kind, number, value, folder or Path.cwd(), keyed))
         return found
 
-    def remember(self, found: Found, place: str, again: Callable[[], Source] | None) -> None:
+    def remember(self, found: FoundMedia, place: str, again: Callable[[], Source] | None) -> None:
         """Keep where a drawn medium is.
 
         :param again: Reads its row again; then bytes that are part of the row are not kept.
@@ -152,7 +152,7 @@ class MediaFinder:
                 source = found.again()
             return content_of(found.kind, source, found.measured, self.processor)
 
-    def _measure(self, kind: MediaKind, number: int, value: Any, folder: Path, keyed: bool) -> Found:
+    def _measure(self, kind: MediaKind, number: int, value: Any, folder: Path, keyed: bool) -> FoundMedia:
         if kind not in self.marks:
             raise MediaError(
                 f"is of a kind that the run does not take: it takes {', '.join(self.marks)}.",
@@ -161,7 +161,7 @@ class MediaFinder:
         source = source_of(kind, value, self.settings.root or folder, self.settings)
         measured = self.processor.measure(kind, header_of(kind, source), self._limits)
         key = key_of(kind, source, measured, self._fingerprint) if keyed else ""
-        return Found(kind, number, source, measured, key)
+        return FoundMedia(kind, number, source, measured, key)
 
 
 def _name(kind: MediaKind, value: Any) -> str:

@@ -54,7 +54,7 @@ class MediaLoader:
 
     def load(self, prompts: Iterable[Prompt]) -> list[MediaError | None]:
         """Decode what prompts show and hold it as long as they live; return what failed, by prompt."""
-        held = [(prompt, self._hold(_keys(prompt.media), prompt)) for prompt in prompts]
+        held = [(prompt, self._acquire(_keys(prompt.media), prompt)) for prompt in prompts]
         return [_failure(futures) for _, futures in held]
 
     @contextmanager
@@ -64,7 +64,7 @@ class MediaLoader:
         :raises MediaError: Something cannot be decoded.
         """
         keys = [key for prompt in prompts for key in _keys(prompt.media)]
-        futures = self._hold(keys, None)
+        futures = self._acquire(keys, None)
         try:
             if (failed := _failure(futures)) is not None:
                 raise failed
@@ -111,7 +111,7 @@ class MediaLoader:
             raise MediaError(f"A message has {len(found)} media, of which the text shows {len(media)}.")
         new = {each.key: each for each in found if each.key not in self.finder.drawn}
         self.finder.drawn.update(new)
-        failed = _failure(self._hold(list({each.key: None for each in found}), prompt))
+        failed = _failure(self._acquire(list({each.key: None for each in found}), prompt))
         for key in new:
             self.finder.drawn.pop(key, None)  # a tool shows it again if it is wanted again
         if failed is not None:
@@ -137,7 +137,7 @@ class MediaLoader:
     # Holding
     # -------------------------------------------------------------------------
 
-    def _hold(self, keys: Sequence[str], prompt: Prompt | None) -> list[Future[None]]:
+    def _acquire(self, keys: Sequence[str], prompt: Prompt | None) -> list[Future[None]]:
         """Count a holder of each key, and decode what is not there yet.
 
         :param prompt: Lets go when it is gone.

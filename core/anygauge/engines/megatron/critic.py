@@ -27,10 +27,10 @@ from anygauge_hooks.algorithms import ValueInputs, ValueLoss
 from anygauge_hooks.engines import WorkerContext
 from anygauge_hooks.rl import TrainSample
 
-__all__ = ["CriticEngine"]
+__all__ = ["MegatronCritic"]
 
 
-class CriticEngine(MegatronEngine):
+class MegatronCritic(MegatronEngine):
     """Implements ``anygauge_hooks.engines.CriticEngine``.
 
     :param config: The critic's: its model and its training are those of ``model`` and ``train``.
@@ -53,12 +53,12 @@ class CriticEngine(MegatronEngine):
         samples: Sequence[TrainSample],
         loss: ValueLoss,
         *,
-        weights: Sequence[Sequence[float]],
+        loss_weights: Sequence[Sequence[float]],
         old_values: Sequence[Tensor],
         returns: Sequence[Tensor],
     ) -> Mapping[str, float]:
         """Take one optimizer step on this rank's share and return the metrics of the whole step."""
-        data = _ValueData(samples, weights, old_values, returns)
+        data = _ValueData(samples, loss_weights, old_values, returns)
         step = _ValueTrainPass(self.policy.spec.output_owner, loss, data, self.device)
         with self._timed("train_values"), make_scope(self.context.device):
             batches = self._pack(samples)
@@ -72,7 +72,7 @@ class _ValueData:
     """What the loss needs for each sample of this rank, beside the model's output."""
 
     samples: Sequence[TrainSample]
-    weights: Sequence[Sequence[float]]
+    loss_weights: Sequence[Sequence[float]]
     old_values: Sequence[Tensor]
     returns: Sequence[Tensor]
 
@@ -130,5 +130,5 @@ class _ValueTrainPass(_ValuePass):
             old_values=response_values(batch, data.old_values, self.device),
             returns=response_values(batch, data.returns, self.device),
             loss_mask=response_weights(batch, masks, self.device),
-            weights=response_weights(batch, data.weights, self.device),
+            loss_weights=response_weights(batch, data.loss_weights, self.device),
         )

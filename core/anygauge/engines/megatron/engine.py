@@ -21,24 +21,24 @@ from torch import Tensor
 from anygauge.config import Config
 from anygauge.device import memory_phase, seed_everything
 from anygauge.distributed.all_gather import all_gather_values
-from anygauge.engines.megatron.agreement import check_configs_agree, check_ranks_agree
 from anygauge.engines.megatron.checkpoints.checkpoint import Checkpointer
+from anygauge.engines.megatron.consistency_check import check_configs_agree, check_ranks_agree
 from anygauge.engines.megatron.gradients import begin_gradients
 from anygauge.engines.megatron.inputs import MicroBatches, micro_batches, per_sample
 from anygauge.engines.megatron.layers.moe import expert_load, routers
 from anygauge.engines.megatron.layers.output import output_logprob
 from anygauge.engines.megatron.layers.routing import RoutingStore, attach_routes, keep_routes
 from anygauge.engines.megatron.media.batch import MediaReader
+from anygauge.engines.megatron.memory_offload import DeviceMemory, gradients, optimizer_state
 from anygauge.engines.megatron.model import Policy, build_policy, initialize_parallel
 from anygauge.engines.megatron.optimizer import make_optimizer, make_schedule, wrap_model
-from anygauge.engines.megatron.passes import LikeliestPass, LogProbPass, StepData, TrainPass
+from anygauge.engines.megatron.passes import LogProbPass, StepData, TopKPass, TrainPass
 from anygauge.engines.megatron.ranks import common_count, from_last_stage, sum_metrics, token_cut, token_slice
-from anygauge.engines.megatron.residency import DeviceMemory, gradients, optimizer_state
 from anygauge.engines.megatron.roles import ACTOR, RoleWeights
 from anygauge.engines.megatron.scope import make_scope
 from anygauge.engines.megatron.update import Update
 from anygauge.engines.megatron.weights.hf import write_directory
-from anygauge_hooks.engines import Likeliest, LossFunction, Residency, WorkerContext
+from anygauge_hooks.engines import LossFunction, MemoryState, TopKLogProbs, WorkerContext
 from anygauge_hooks.errors import ConfigError, NonFiniteError
 from anygauge_hooks.rl import TrainSample
 
@@ -109,15 +109,15 @@ class MegatronEngine:
         self._weight_update.begin()  # drops those that lie outside of what is found
         return gradients(self.chunks)
 
-    def hold(self, what: Residency) -> None:
-        """Have that much on the device; see :class:`anygauge_hooks.engines.HoldsMemory`."""
+    def set_memory_state(self, state: MemoryState) -> None:
+        """Have that much on the device; see :class:`anygauge_hooks.engines.SupportsOffload`."""
         with make_scope(self.context.device):
-            if self._memory.holds != "nothing":
+            if self._memory.state != "nothing":
                 self._synchronize_parameters()
             self._biases_before = []
-            if what != "everything":
+            if state != "everything":
                 parallel_state.get_global_memory_buffer().buffer.clear()  # scratch of sequence parallelism
-            self._memory.hold(what)
+            self._memory.set_state(state)
 
     def _check_saving(self) -> None:
         """Raise now, and not at the first save, if there is something that no checkpoint can hold."""
@@ -151,16 +151,16 @@ class MegatronEngine:
                 keep_routes(batches.plans, samples, captured)
             return found
 
-    def likeliest(
+    def top_k_log_probs(
         self, samples: Sequence[TrainSample], count: int, *, temperature: float, role: str = "actor"
-    ) -> list[Likeliest]:
+    ) -> list[TopKLogProbs]:
         """Return the likeliest tokens in the place of each response token under a role's weights."""
         count = min(count, self._logprob.vocab_size - len(self._logprob.forbidden))
-        step = LikeliestPass(self._logprob, temperature, count)
+        step = TopKPass(self._logprob, temperature, count)
         with self._asking(role):
             found = self._collect(step, self._pack(samples), len(samples), (2 * count + 2,))
         parts = [each.tensor_split((count, count + 1), 1) for each in found]
-        return [Likeliest(ids.long(), log_probs, sampled[:, 0]) for ids, sampled, log_probs in parts]
+        return [TopKLogProbs(ids.long(), log_probs, sampled[:, 0]) for ids, sampled, log_probs in parts]
 
     @contextmanager
     def _asking(self, role: str) -> Iterator[None]:
@@ -180,14 +180,14 @@ class MegatronEngine:
         loss: LossFunction,
         *,
         temperature: float,
-        weights: Sequence[Sequence[float]],
+        loss_weights: Sequence[Sequence[float]],
         old_log_probs: Sequence[Tensor] | Sequence[Sequence[float]],
         reference_log_probs: Sequence[Tensor] | None,
         entropy_grad: bool,
-        teacher: Sequence[Likeliest] | None = None,
+        teacher: Sequence[TopKLogProbs] | None = None,
     ) -> Mapping[str, float]:
         """Take one optimizer step on this rank's share and return the metrics of the whole step."""
-        data = StepData(samples, weights, old_log_probs, reference_log_probs, teacher)
+        data = StepData(samples, loss_weights, old_log_probs, reference_log_probs, teacher)
         step = TrainPass(
             self._logprob,
             temperature,
@@ -328,7 +328,7 @@ class MegatronEngine:
             for chunk in self.chunks:
                 chunk.start_param_sync(force_sync=True)
 
-    def sum_over_shares(self, values: Tensor) -> Tensor:
+    def data_parallel_sum(self, values: Tensor) -> Tensor:
         """Return the sum over data-parallel ranks, with every bit the same on each. A collective."""
         group = parallel_state.get_data_parallel_group()
         with make_scope(self.context.device):
@@ -355,7 +355,7 @@ class MegatronEngine:
     def _media(self) -> MediaReader | None:
         """Return what reads the media of samples, for a model that has towers."""
         policy = self.policy
-        if policy.spec.media is None or not policy.sees:
+        if policy.spec.media is None or not policy.has_towers:
             return None
         return MediaReader(
             policy.spec.media,

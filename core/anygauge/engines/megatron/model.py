@@ -21,14 +21,14 @@ from anygauge.config.modalities import modalities
 from anygauge.config.roles import as_language_model
 from anygauge.config.schema import Parallel
 from anygauge.distributed.layout import Layout
-from anygauge.engines.megatron.fields import unknown_values
+from anygauge.engines.megatron.config_fields import unknown_values
 from anygauge.engines.megatron.layers.embedding import replace_embeddings
 from anygauge.engines.megatron.layers.output import HiddenOutput, replace_output_layer
 from anygauge.engines.megatron.layers.provider import KernelSpecProvider, SpecProvider, complete
 from anygauge.engines.megatron.layers.spec import decoder_spec
 from anygauge.engines.megatron.layers.value_head import SCORE, ValueHead, ZeroFilled, value_model
 from anygauge.engines.megatron.media.model import Composer
-from anygauge.engines.megatron.media.towers import freeze, seeing
+from anygauge.engines.megatron.media.towers import freeze, with_modalities
 from anygauge.engines.megatron.options import MegatronOptions, megatron_options
 from anygauge.engines.megatron.weights.canonical import canonical_tensors
 from anygauge.engines.megatron.weights.gathering import Gathering, plan_gathering
@@ -42,7 +42,7 @@ from anygauge.engines.megatron.weights.mapping import (
     tied_weights,
     unused_prefixes,
 )
-from anygauge.engines.megatron.weights.sharding import Place, padded_vocab
+from anygauge.engines.megatron.weights.sharding import ShardPosition, padded_vocab
 from anygauge.kernels.table import KernelTable, resolve_kernels
 from anygauge.plugins import Plugins
 from anygauge_hooks.errors import ConfigError
@@ -50,7 +50,7 @@ from anygauge_hooks.media import MediaKind, TowerSpec
 from anygauge_hooks.models import ModelSpec
 from anygauge_hooks.types import BackendSpec, Device
 
-__all__ = ["Policy", "build_policy", "initialize_parallel", "rank_place"]
+__all__ = ["Policy", "build_policy", "initialize_parallel", "rank_position"]
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Policy:
     """The Hugging Face config."""
     rules: tuple[TensorRule, ...]
     """Of the whole model."""
-    place: Place
+    position: ShardPosition
     """Of this rank in the groups that divide tensors."""
     fresh: Mapping[str, Sequence[int]] = field(default_factory=dict)
     """Shapes, by Hugging Face name, of what a checkpoint may lack; that starts at 0."""
@@ -77,7 +77,7 @@ class Policy:
         return partial(self.spec.rotary, self.hf)
 
     @property
-    def sees(self) -> bool:
+    def has_towers(self) -> bool:
         """Return whether the model has towers, on its first stage."""
         return bool(_towers(self.spec, self.hf))
 
@@ -89,7 +89,7 @@ class Policy:
     @property
     def tensors(self) -> dict[str, Tensor]:
         """This rank's parameters and persistent buffers, by canonical name."""
-        return canonical_tensors(self.chunks, self.place.expert_rank)
+        return canonical_tensors(self.chunks, self.position.expert_rank)
 
     def load(self, directory: Path) -> None:
         """Copy the weights of a Hugging Face directory into the model. A collective.
@@ -100,7 +100,7 @@ class Policy:
             unused = unused_prefixes(self.spec, self.hf)
             filled = ZeroFilled(source, self.fresh)
             tied = tied_weights(self.spec, self.hf)
-            load_weights(self.tensors, self.rules, filled, self.place, unused=unused, tied=tied)
+            load_weights(self.tensors, self.rules, filled, self.position, unused=unused, tied=tied)
 
     def weights(self, *, on_every_rank: bool = True) -> Iterator[tuple[str, Tensor]]:
         """Yield every weight, whole, under its Hugging Face name. A collective.
@@ -108,14 +108,14 @@ class Policy:
         :param on_every_rank: Or on rank 0 alone; the others get nothing, and must still iterate.
         """
         stored = self._detached()
-        if on_every_rank and self.place == Place():
+        if on_every_rank and self.position == ShardPosition():
             yield from hf_tensors((rule, stored[rule.canonical]) for rule in self.rules)
         else:
             yield from self._gathering.weights(stored, on_every_rank=on_every_rank)
 
     @cached_property
     def _gathering(self) -> Gathering:
-        return plan_gathering(self._detached(), self.rules, self.place, _replica_group(self.place))
+        return plan_gathering(self._detached(), self.rules, self.position, _replica_group(self.position))
 
     @cached_property
     def _sent(self) -> dict[str, Tensor]:
@@ -126,9 +126,9 @@ class Policy:
         return {name: tensor.detach() for name, tensor in self._sent.items()}
 
 
-def rank_place() -> Place:
+def rank_position() -> ShardPosition:
     """Return where this rank stands in the groups that divide tensors."""
-    return Place(
+    return ShardPosition(
         tensor=parallel_state.get_tensor_model_parallel_world_size(),
         tensor_rank=parallel_state.get_tensor_model_parallel_rank(),
         expert_tensor=parallel_state.get_expert_tensor_parallel_world_size(),
@@ -139,7 +139,7 @@ def rank_place() -> Place:
     )
 
 
-def _replica_group(place: Place) -> dist.ProcessGroup | None:
+def _replica_group(place: ShardPosition) -> dist.ProcessGroup | None:
     """Return ranks that hold the whole model together, as few as Megatron has a group for; or ``None``."""
     if place.tensor % (experts := place.expert * place.expert_tensor) == 0:
         return parallel_state.get_model_parallel_group()
@@ -192,7 +192,7 @@ def build_policy(
     directory = config.model.path
     hf = read_config(directory)
     hf = as_language_model(hf) if is_critic else hf
-    spec: ModelSpec = _seeing(plugins.model(hf.get("architectures") or ()), hf, modalities(config))
+    spec: ModelSpec = _with_modalities(plugins.model(hf.get("architectures") or ()), hf, modalities(config))
     if is_critic:
         spec, hf = value_model(spec, hf)
     architecture = spec.transformer_config(hf)
@@ -205,7 +205,7 @@ def build_policy(
         kernels = kernels.preferring(config.train.provider or backend.name, provided.preferred_kernels())
     default = KernelSpecProvider(
         kernels,
-        unit_angles=_has_unit_angles(spec, hf),
+        unit_angles=_has_unit_rope_scale(spec, hf),
         remakes=config.train.recompute in ("elementwise", "selective"),
     )
     together = _composer(spec, hf, kernels, config)
@@ -218,7 +218,7 @@ def build_policy(
         spec=spec,
         hf=hf,
         rules=tuple(model_rules(spec, hf)),
-        place=rank_place(),
+        position=rank_position(),
         fresh={SCORE: (1, options.transformer.hidden_size)} if is_critic else {},
     )
     for chunk in policy.chunks:
@@ -246,7 +246,7 @@ def _composer(spec: ModelSpec, hf: Mapping[str, Any], kernels: KernelTable, conf
     )
 
 
-def _has_unit_angles(spec: ModelSpec, hf: Mapping[str, Any]) -> bool:
+def _has_unit_rope_scale(spec: ModelSpec, hf: Mapping[str, Any]) -> bool:
     """Return whether cosines and sines are within [-1, 1]: the cosine of 0 is what multiplies both."""
     with torch.device("cpu"):  # values are needed, also where the model is built without any
         cos, _ = spec.rotary(hf, torch.zeros(1, dtype=torch.int64))
@@ -314,7 +314,7 @@ def _towers(spec: ModelSpec, hf: Mapping[str, Any]) -> Sequence[TowerSpec]:
     return () if spec.media is None else spec.media.towers(hf)
 
 
-def _seeing(spec: ModelSpec, hf: Mapping[str, Any], kinds: Collection[MediaKind]) -> ModelSpec:
+def _with_modalities(spec: ModelSpec, hf: Mapping[str, Any], kinds: Collection[MediaKind]) -> ModelSpec:
     """Return the family with the towers of a run alone.
 
     :raises ConfigError: It has none for a kind.
@@ -324,7 +324,7 @@ def _seeing(spec: ModelSpec, hf: Mapping[str, Any], kinds: Collection[MediaKind]
             f"The run has {', '.join(sorted(unseen))}, and the {spec.name} model has no tower for it.",
             hint="Take a model that sees it, or leave it out of data.multimodal_keys and model.modalities.",
         )
-    return seeing(spec, kinds)
+    return with_modalities(spec, kinds)
 
 
 def _mark_split(tensors: Mapping[str, Tensor], rules: Iterable[TensorRule]) -> None:

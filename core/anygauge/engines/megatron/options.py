@@ -14,7 +14,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 
 from anygauge.config import Config
 from anygauge.config.schema import Parallel
-from anygauge.engines.megatron.fields import TUNABLE, config_fields
+from anygauge.engines.megatron.config_fields import TUNABLE, config_fields
 from anygauge_hooks.errors import ConfigError
 
 __all__ = ["MegatronOptions", "megatron_options", "refusal", "torch_dtype"]

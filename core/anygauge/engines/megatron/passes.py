@@ -17,10 +17,10 @@ from anygauge.engines.megatron.inputs import (
     whole_responses,
 )
 from anygauge.engines.megatron.layers.output import OutputLogprob, response_output
-from anygauge_hooks.engines import Likeliest, LossFunction, LossInputs
+from anygauge_hooks.engines import LossFunction, LossInputs, TopKLogProbs
 from anygauge_hooks.rl import TrainSample
 
-__all__ = ["LikeliestPass", "LogProbPass", "StepData", "TrainPass"]
+__all__ = ["LogProbPass", "StepData", "TopKPass", "TrainPass"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,10 +28,10 @@ class StepData:
     """What the loss needs for each sample of this rank, beside the model's output."""
 
     samples: Sequence[TrainSample]
-    weights: Sequence[Sequence[float]]
+    loss_weights: Sequence[Sequence[float]]
     old_log_probs: Sequence[Tensor] | Sequence[Sequence[float]]
     reference_log_probs: Sequence[Tensor] | None
-    teacher: Sequence[Likeliest] | None = None
+    teacher: Sequence[TopKLogProbs] | None = None
 
 
 class _Pass:
@@ -88,7 +88,7 @@ class LogProbPass(_Pass):
         return hidden, collect
 
 
-class LikeliestPass(_Pass):
+class TopKPass(_Pass):
     """Forward only; collects the likeliest tokens and what is compared of them, ``[R, 2 K + 2]`` float32.
 
     Ids below 2 ** 24 are whole numbers in float32 too.
@@ -105,7 +105,7 @@ class LikeliestPass(_Pass):
 
         def collect(hidden: Tensor, *, non_loss_data: bool) -> Tensor:
             assert non_loss_data
-            ids = self.logprob.likeliest(wrapped, hidden, self.count)
+            ids = self.logprob.top_k_ids(wrapped, hidden, self.count)
             log_probs = self.compared(wrapped, hidden, batch, ids, entropy_grad=False)[0]
             return torch.cat((whole_responses(ids.to(log_probs), batch), log_probs), 1)
 
@@ -146,13 +146,13 @@ class TrainPass(_Pass):
 
     def _loss_inputs(self, wrapped: Any, batch: MicroBatch, hidden: Tensor) -> LossInputs:
         data, samples = self.data, self.data.samples
-        likeliest = None
+        top_k_log_probs = None
         if data.teacher is None:
             log_probs, entropy = self.log_probs(wrapped, hidden, batch, entropy_grad=self.entropy_grad)
         else:
             ids = self._teacher_ids(batch, data.teacher)
             found, entropy = self.compared(wrapped, hidden, batch, ids, entropy_grad=self.entropy_grad)
-            log_probs, likeliest = found[:, 0], found[:, 1:]
+            log_probs, top_k_log_probs = found[:, 0], found[:, 1:]
 
         def values(of: Any) -> Tensor:
             return response_values(batch, of, self.device)
@@ -166,16 +166,16 @@ class TrainPass(_Pass):
             reference_log_probs=None if reference is None else values(reference),
             advantages=values([sample.advantages for sample in samples]),
             loss_mask=response_weights(batch, [sample.loss_mask for sample in samples], self.device),
-            weights=response_weights(batch, data.weights, self.device),
+            loss_weights=response_weights(batch, data.loss_weights, self.device),
             samples=batch.indices,
             lengths=batch.response_lengths,
-            teacher_likeliest=None
+            teacher_top_k_log_probs=None
             if data.teacher is None
             else values([each.log_probs for each in data.teacher]),
-            likeliest=likeliest,
+            top_k_log_probs=top_k_log_probs,
         )
 
-    def _teacher_ids(self, batch: MicroBatch, teacher: Sequence[Likeliest]) -> Tensor:
+    def _teacher_ids(self, batch: MicroBatch, teacher: Sequence[TopKLogProbs]) -> Tensor:
         """Return the teacher's likeliest tokens ``[r, K]`` in the places of this rank."""
         ids = on_device(torch.cat([teacher[index].ids for index in batch.indices]), self.device)
         return ids if batch.own is None else ids[batch.own]

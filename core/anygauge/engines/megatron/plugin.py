@@ -12,10 +12,10 @@ from anygauge_hooks.types import ConfigProblem
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
-    from anygauge.engines.megatron.critic import CriticEngine
+    from anygauge.engines.megatron.critic import MegatronCritic
     from anygauge.engines.megatron.engine import MegatronEngine
-    from anygauge.engines.megatron.frozen import FrozenEngine
-    from anygauge.engines.megatron.groups import SeparateEngine
+    from anygauge.engines.megatron.forward_only import ForwardOnlyEngine
+    from anygauge.engines.megatron.process_groups import ProcessGroupProxy
     from anygauge_hooks.engines import WorkerContext
     from anygauge_hooks.types import BackendSpec
 
@@ -35,25 +35,25 @@ def _make(config: Any, context: WorkerContext) -> MegatronEngine:
     return MegatronEngine(config, context)
 
 
-def _make_critic(config: Any, context: WorkerContext) -> CriticEngine | SeparateEngine:
+def _make_critic(config: Any, context: WorkerContext) -> MegatronCritic | ProcessGroupProxy:
     _prepare(context.plugins, context.backend)
-    from anygauge.engines.megatron.critic import CriticEngine
+    from anygauge.engines.megatron.critic import MegatronCritic
 
-    return _divided(config, lambda: CriticEngine(config, context))
+    return _divided(config, lambda: MegatronCritic(config, context))
 
 
-def _make_frozen(config: Any, context: WorkerContext) -> FrozenEngine | SeparateEngine:
+def _make_frozen(config: Any, context: WorkerContext) -> ForwardOnlyEngine | ProcessGroupProxy:
     _prepare(context.plugins, context.backend)
-    from anygauge.engines.megatron.frozen import FrozenEngine
+    from anygauge.engines.megatron.forward_only import ForwardOnlyEngine
 
-    return _divided(config, lambda: FrozenEngine(config, context))
+    return _divided(config, lambda: ForwardOnlyEngine(config, context))
 
 
-def _divided(config: Any, make: Callable[[], Engine]) -> Engine | SeparateEngine:
+def _divided(config: Any, make: Callable[[], Engine]) -> Engine | ProcessGroupProxy:
     """Make an engine beside the policy's, with groups of its own where it is divided otherwise."""
-    from anygauge.engines.megatron.groups import SeparateEngine, divides
+    from anygauge.engines.megatron.process_groups import ProcessGroupProxy, divides
 
-    return make() if divides(config.train.parallel) else SeparateEngine(make)
+    return make() if divides(config.train.parallel) else ProcessGroupProxy(make)
 
 
 @hookimpl
@@ -64,8 +64,8 @@ def register_train_engines() -> list[TrainEngineSpec]:
             name="megatron",
             make=_make,
             make_critic=_make_critic,
-            make_frozen=_make_frozen,
-            holds_memory=True,
+            make_forward_only=_make_frozen,
+            supports_offload=True,
             prepare=_prepare,
         )
     ]
@@ -79,7 +79,7 @@ def check_config(config: Any) -> Iterable[ConfigProblem] | None:
     problems = [*_experts(config)]
     for role, train in _trains(config):
         if train.megatron:
-            from anygauge.engines.megatron.fields import option_problems
+            from anygauge.engines.megatron.config_fields import option_problems
 
             problems += option_problems(train, role)
     return problems

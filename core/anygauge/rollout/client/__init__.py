@@ -3,17 +3,17 @@
 from anygauge.rollout.client.attach import Expected, check_engine
 from anygauge.rollout.client.channel import EngineAwayError
 from anygauge.rollout.client.engine import EngineClient, MemoryPart, PauseMode, retry_pause_s
-from anygauge.rollout.client.media import Pictures
-from anygauge.rollout.client.wire import Meeting
+from anygauge.rollout.client.media import ImageEncoder
+from anygauge.rollout.client.wire import BootstrapRoom
 
 __all__ = [
+    "BootstrapRoom",
     "EngineAwayError",
     "EngineClient",
     "Expected",
-    "Meeting",
+    "ImageEncoder",
     "MemoryPart",
     "PauseMode",
-    "Pictures",
     "check_engine",
     "retry_pause_s",
 ]

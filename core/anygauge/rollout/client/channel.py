@@ -53,7 +53,7 @@ class Channel:
         self._session: aiohttp.ClientSession | None = None
         self._closed = False
 
-    async def ask(self, path: str, body: bytes | None, *, timeout_s: float, purpose: str) -> bytes:
+    async def request(self, path: str, body: bytes | None, *, timeout_s: float, purpose: str) -> bytes:
         """Return the body of an answer.
 
         :param body: JSON to send; ``None`` sends a GET.

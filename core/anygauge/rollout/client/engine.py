@@ -14,10 +14,10 @@ import orjson
 
 from anygauge.config.schema import RolloutClient
 from anygauge.rollout.client.channel import Channel, EngineAwayError, OpenFilesError
-from anygauge.rollout.client.media import Pictures
+from anygauge.rollout.client.media import ImageEncoder
 from anygauge.rollout.client.wire import (
-    Meeting,
-    Parts,
+    BootstrapRoom,
+    StreamDecoder,
     check_length,
     read_answer,
     reading,
@@ -50,7 +50,7 @@ class EngineClient:
     :param address: ``http://host:port``.
     :param options: Limits; ``concurrency`` bounds what this client has under way.
     :param name: How errors call the engine.
-    :param pictures: Of requests that have media; ``None`` refuses them.
+    :param image_encoder: Of requests that have media; ``None`` refuses them.
     :param keys: That the server asks for.
 
     Example::
@@ -66,13 +66,13 @@ class EngineClient:
         options: RolloutClient,
         *,
         name: str | None = None,
-        pictures: Pictures | None = None,
+        image_encoder: ImageEncoder | None = None,
         keys: ServerKeys = NO_KEYS,
     ) -> None:
         self.address = address.rstrip("/")
         self.name = name or f"the engine at {self.address}"
         self.options = options
-        self._pictures = pictures
+        self._image_encoder = image_encoder
         self._rids: set[str] = set()
         self._probes = 0
         self.silence = ""
@@ -90,7 +90,7 @@ class EngineClient:
         *,
         rank: int | None = None,
         attempts: int | None = None,
-        meeting: Meeting | None = None,
+        bootstrap: BootstrapRoom | None = None,
         ends: float | None = None,
     ) -> Generation:
         """Return what follows the tokens of a request. Waits while the client has enough under way.
@@ -100,7 +100,7 @@ class EngineClient:
 
         :param rank: Data-parallel rank of the engine; ``None`` leaves the choice to the engine.
         :param attempts: ``None`` takes ``options.attempts``.
-        :param meeting: With an engine that has read the prompt.
+        :param bootstrap: With an engine that has read the prompt.
         :param ends: Of the time for all attempts, as the event loop tells it; ``None`` begins it now.
         :raises RolloutError: The engine refuses the request, or failed in every attempt.
         :raises DeadlineError: No answer in ``options.request_timeout_s``.
@@ -109,11 +109,13 @@ class EngineClient:
             ends = asyncio.get_running_loop().time() + self.options.request_timeout_s
 
         async def attempt() -> Generation:
-            return read_answer(await self._ask(request, rank, meeting, ends), self.name, request)
+            return read_answer(await self._request(request, rank, bootstrap, ends), self.name, request)
 
         return await self._repeat(attempt, attempts or self.options.attempts, ends)
 
-    async def read(self, request: GenerateRequest, meeting: Meeting, *, rank: int | None = None) -> None:
+    async def read(
+        self, request: GenerateRequest, bootstrap: BootstrapRoom, *, rank: int | None = None
+    ) -> None:
         """Have the engine read the prompt for another one. Returns once that has fetched what was read.
 
         What the answer says of the first token counts for nothing: the other engine says it too.
@@ -123,21 +125,21 @@ class EngineClient:
         :raises DeadlineError: No answer in ``options.request_timeout_s``.
         """
         ends = asyncio.get_running_loop().time() + self.options.request_timeout_s
-        if was_aborted(await self._ask(request, rank, meeting, ends)):
+        if was_aborted(await self._request(request, rank, bootstrap, ends)):
             raise EngineAwayError(f"{self.name} has ended request {request.id} before it was read.")
 
-    async def _ask(
-        self, request: GenerateRequest, rank: int | None, meeting: Meeting | None, ends: float
+    async def _request(
+        self, request: GenerateRequest, rank: int | None, bootstrap: BootstrapRoom | None, ends: float
     ) -> bytes:
         async with self._attempt(request, ends) as rid:
             images = await self._images(request)
             left_s = ends - asyncio.get_running_loop().time()
-            body = request_body(request, rid, rank=rank, meeting=meeting, images=images)
+            body = request_body(request, rid, rank=rank, bootstrap=bootstrap, images=images)
             purpose = f"request {request.id}"
-            return await self._channel.ask("/generate", body, timeout_s=left_s, purpose=purpose)
+            return await self._channel.request("/generate", body, timeout_s=left_s, purpose=purpose)
 
     async def stream(
-        self, request: GenerateRequest, *, rank: int | None = None, meeting: Meeting | None = None
+        self, request: GenerateRequest, *, rank: int | None = None, bootstrap: BootstrapRoom | None = None
     ) -> AsyncGenerator[Generation, None]:
         """Yield what follows in parts; only the last one's finish reason means something.
 
@@ -149,9 +151,9 @@ class EngineClient:
         ends = asyncio.get_running_loop().time() + limit_s
         async with self._attempt(request, ends) as rid:
             model = await self.command("/model_info", None, purpose=purpose, repeat=False)
-            parts = Parts(self.name, model.get("weight_version"))
+            parts = StreamDecoder(self.name, model.get("weight_version"))
             images = await self._images(request)
-            body = request_body(request, rid, rank=rank, stream=True, meeting=meeting, images=images)
+            body = request_body(request, rid, rank=rank, stream=True, bootstrap=bootstrap, images=images)
             pieces = self._channel.stream("/generate", body, timeout_s=limit_s, purpose=purpose)
             async with aclosing(pieces), aclosing(_events(pieces)) as events:
                 async for event in events:
@@ -168,12 +170,12 @@ class EngineClient:
     async def _images(self, request: GenerateRequest) -> list[bytes]:
         if not request.media:
             return []
-        if self._pictures is None:
+        if self._image_encoder is None:
             raise RolloutError(
                 f"Request {request.id} has media, and this run has no store of them.",
                 hint='Say what the model takes: model.modalities = ["image"].',
             )
-        return await self._pictures.encoded(request.media)
+        return await self._image_encoder.encoded(request.media)
 
     def _chunk(self, event: bytes, purpose: str) -> Mapping[str, Any]:
         chunk: Mapping[str, Any] = orjson.loads(event)
@@ -221,11 +223,13 @@ class EngineClient:
     async def _tell(self, rid: str) -> None:
         with suppress(RolloutError, DeadlineError):  # a dead engine generates nothing either
             body = orjson.dumps({"rid": rid})
-            await self._channel.ask("/abort_request", body, timeout_s=_ABANDON_S, purpose=f"the end of {rid}")
+            await self._channel.request(
+                "/abort_request", body, timeout_s=_ABANDON_S, purpose=f"the end of {rid}"
+            )
 
     # ---- control ----
 
-    def under_way(self) -> frozenset[str]:
+    def in_flight(self) -> frozenset[str]:
         """Return the ids of the requests that were sent and not answered."""
         return frozenset(self._rids)
 
@@ -292,7 +296,7 @@ class EngineClient:
     async def _answers(self, path: str, timeout_s: float | None) -> bool:
         limit_s = timeout_s or self.options.probe_timeout_s
         try:
-            await self._channel.ask(path, None, timeout_s=limit_s, purpose="a sign of life")
+            await self._channel.request(path, None, timeout_s=limit_s, purpose="a sign of life")
         except OpenFilesError:  # it was never asked; who waits for a request is told
             return True
         except (RolloutError, DeadlineError) as error:
@@ -331,7 +335,7 @@ class EngineClient:
 
         async def attempt() -> Mapping[str, Any]:
             left_s = max(ends - asyncio.get_running_loop().time(), 0.001)
-            found = await self._channel.ask(path, data, timeout_s=left_s, purpose=purpose)
+            found = await self._channel.request(path, data, timeout_s=left_s, purpose=purpose)
             return _mapping(found)
 
         return await self._repeat(attempt, self.options.attempts if repeat else 1, ends)

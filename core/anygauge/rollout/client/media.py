@@ -19,7 +19,7 @@ from anygauge_hooks.rollout import GenerateRequest
 if TYPE_CHECKING:
     from anygauge_hooks.media import Media, MediaStore
 
-__all__ = ["Pictures", "collapsed"]
+__all__ = ["ImageEncoder", "collapsed"]
 
 MAX_BYTES = 512 * 2**20
 """Of encoded images that are kept for the next request."""
@@ -58,7 +58,7 @@ def _refused(request: GenerateRequest, why: str) -> RolloutError:
     )
 
 
-class Pictures:
+class ImageEncoder:
     """PNG files of images, made once for the many requests that show them. Belongs to one event loop.
 
     :param store: Where the images are.

@@ -16,8 +16,8 @@ from anygauge_hooks.rl import FinishReason, SamplingParams
 from anygauge_hooks.rollout import GenerateRequest, Generation
 
 __all__ = [
-    "Meeting",
-    "Parts",
+    "BootstrapRoom",
+    "StreamDecoder",
     "check_length",
     "generation_of",
     "read_answer",
@@ -34,7 +34,7 @@ _LARGEST_SEED = 2**63 - 1
 _REASONS: Mapping[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
 
 
-class Meeting(NamedTuple):
+class BootstrapRoom(NamedTuple):
     """Where an engine that reads a prompt hands it to the one that writes the response."""
 
     host: str
@@ -52,7 +52,7 @@ def request_body(
     *,
     rank: int | None = None,
     stream: bool = False,
-    meeting: Meeting | None = None,
+    bootstrap: BootstrapRoom | None = None,
     images: Sequence[bytes] = (),
 ) -> bytes:
     """Return the body of a request.
@@ -60,7 +60,7 @@ def request_body(
     :param rid: The id that the engine knows it by. An engine that aborts ends every request whose id *begins*
         with the one it is given, so no id may begin with another.
     :param rank: Data-parallel rank of the engine that is to serve it; ``None`` lets the engine choose.
-    :param meeting: For an engine that does but one half of it; the other is told the same.
+    :param bootstrap: For an engine that does but one half of it; the other is told the same.
     :param images: Of the request's media, each as a JSON string.
     :raises RolloutError: Its placeholders and media do not go together.
     """
@@ -75,14 +75,14 @@ def request_body(
         body["image_data"] = [orjson.Fragment(image) for image in images]
     if rank is not None:
         body["routed_dp_rank"] = rank
-    if meeting is not None:
+    if bootstrap is not None:
         body |= {
-            "bootstrap_host": meeting.host,
-            "bootstrap_port": meeting.port,
-            "bootstrap_room": meeting.room,
+            "bootstrap_host": bootstrap.host,
+            "bootstrap_port": bootstrap.port,
+            "bootstrap_room": bootstrap.room,
         }
-        if meeting.rank is not None:
-            body["disagg_prefill_dp_rank"] = meeting.rank
+        if bootstrap.rank is not None:
+            body["disagg_prefill_dp_rank"] = bootstrap.rank
     return orjson.dumps(body)
 
 
@@ -243,7 +243,7 @@ def version_of(label: str | None, engine: str) -> int:
         ) from error
 
 
-class Parts:
+class StreamDecoder:
     """The chunks of one stream, cut into what is new.
 
     A server sends all tokens so far in each chunk, or with ``--incremental-streaming-output`` the new ones.

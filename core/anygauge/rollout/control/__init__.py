@@ -5,23 +5,23 @@ It works on any :class:`anygauge_hooks.rollout.Generator`.
 
 from __future__ import annotations
 
+from anygauge.rollout.control.context import ProducerContext, RolloutContext
 from anygauge.rollout.control.evaluation import sample_all
 from anygauge.rollout.control.functions import UserFunctions, resolve_functions
 from anygauge.rollout.control.producer import Continuous, Producer
 from anygauge.rollout.control.scoring import GroupScorer
 from anygauge.rollout.control.staleness import Staleness
 from anygauge.rollout.control.text import TextTools
-from anygauge.rollout.control.work import Making, Work
 
 __all__ = [
     "Continuous",
     "GroupScorer",
-    "Making",
     "Producer",
+    "ProducerContext",
+    "RolloutContext",
     "Staleness",
     "TextTools",
     "UserFunctions",
-    "Work",
     "resolve_functions",
     "sample_all",
 ]

@@ -7,13 +7,13 @@ import logging
 from collections.abc import Sequence
 from itertools import count
 
+from anygauge.rollout.control.context import RolloutContext
 from anygauge.rollout.control.functions import FunctionFailed
 from anygauge.rollout.control.gate import Gate
 from anygauge.rollout.control.groups import OpenGroup
-from anygauge.rollout.control.making import OneRollout, make_samples
 from anygauge.rollout.control.messages import place_of
+from anygauge.rollout.control.rollout_task import RolloutTask, make_samples
 from anygauge.rollout.control.tasks import first_error
-from anygauge.rollout.control.work import Making
 from anygauge_hooks.rl import Prompt, Sample, SamplingParams
 
 __all__ = ["sample_all"]
@@ -23,7 +23,7 @@ _calls = count(1)
 
 
 async def sample_all(
-    making: Making,
+    context: RolloutContext,
     prompts: Sequence[Prompt],
     params: SamplingParams,
     seeds: Sequence[Sequence[int]],
@@ -37,18 +37,18 @@ async def sample_all(
     :param at_once: Rollouts that are under way at most; ``None`` for all.
     :raises RolloutError: The engines failed.
     """
-    gate, call = Gate(making.generator, making.vocab_size), next(_calls)
+    gate, call = Gate(context.generator, context.vocab_size), next(_calls)
     gate.open()
     slots = asyncio.Semaphore(at_once or max(1, sum(map(len, seeds))))
 
     async def run(group: OpenGroup, rollout: int) -> Sample:
         async with slots:
-            which = OneRollout(group, rollout, f"eval{call}-{group.number}", params, gate)
+            task = RolloutTask(group, rollout, f"eval{call}-{group.number}", params, gate)
             try:
-                return (await make_samples(making, which))[-1]
+                return (await make_samples(context, task))[-1]
             except FunctionFailed as error:
                 _log.warning("a rollout of %s failed: %s", place_of(group.prompt), error)
-                return which.failed(str(error))[-1]
+                return task.failed(str(error))[-1]
 
     groups = [OpenGroup(number, *own) for number, own in enumerate(zip(prompts, seeds, strict=True))]
     async with first_error(), asyncio.TaskGroup() as tasks:

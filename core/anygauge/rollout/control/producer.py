@@ -13,15 +13,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from anygauge.rollout.control.context import ProducerContext
 from anygauge.rollout.control.functions import FunctionFailed
 from anygauge.rollout.control.gate import Gate
 from anygauge.rollout.control.groups import DoneGroup, OpenGroup, as_json
-from anygauge.rollout.control.making import OneRollout, judged, make_samples
 from anygauge.rollout.control.messages import late, named, place_of, shortage, why_short
+from anygauge.rollout.control.rollout_task import RolloutTask, make_samples, score_and_filter
 from anygauge.rollout.control.staleness import Owed, Staleness, choose, is_met
 from anygauge.rollout.control.tally import Tally
 from anygauge.rollout.control.tasks import cancel, first_error
-from anygauge.rollout.control.work import Work
 from anygauge_hooks.errors import CheckpointError
 from anygauge_hooks.rl import Group, Prompt
 
@@ -56,9 +56,9 @@ class Producer:
     :param drawn: Prompts that the run has drawn before.
     """
 
-    def __init__(self, work: Work, *, version: int = 0, drawn: int = 0) -> None:
-        self._work = work
-        self._gate = Gate(work.making.generator, work.making.vocab_size)
+    def __init__(self, context: ProducerContext, *, version: int = 0, drawn: int = 0) -> None:
+        self._context = context
+        self._gate = Gate(context.rollout_context.generator, context.rollout_context.vocab_size)
         self._continuous: Continuous | None = None
         self._goal = 0
         self._version = self._next_version = version
@@ -72,7 +72,7 @@ class Producer:
         self._wanted = asyncio.Event()
         self._pump: asyncio.Task[None] | None = None
         self._reading = asyncio.Lock()
-        self._tally = Tally(*self._bounds(work.config.prompts_per_step))
+        self._tally = Tally(*self._bounds(context.config.prompts_per_step))
         self._metrics: dict[str, float] = {}
 
     # -------------------------------------------------------------------------
@@ -98,7 +98,7 @@ class Producer:
             await self._wait(count, timeout_s)
         taken = self._pick(count)
         if self._continuous is None:
-            await self._stop_rest()
+            await self._stop_unfinished()
         self._end(count, taken)
         return [done.group for done in taken]
 
@@ -147,7 +147,7 @@ class Producer:
         async with self._reading:
             groups = [group for _, (group, _) in sorted(self._open.items())]
             state = {
-                "source": self._work.source.state_dict(),
+                "source": self._context.source.state_dict(),
                 "drawn": self._drawn,
                 "open": [group.state() for group in [*groups, *self._waiting]],
                 "done": [done.state() for done in self._done],
@@ -162,7 +162,7 @@ class Producer:
 
         :raises CheckpointError: It is not what :meth:`state_dict` returns.
         """
-        seeds = self._work.seeds
+        seeds = self._context.seeds
         try:
             source, self._drawn = state["source"], int(state["drawn"])
             self._waiting = deque(OpenGroup.restored(entry, seeds) for entry in state["open"])
@@ -172,7 +172,7 @@ class Producer:
                 f"The checkpoint's state of the rollouts cannot be read: {error!r}.",
                 hint="Go on from another checkpoint.",
             ) from error
-        self._work.source.load_state_dict(source)
+        self._context.source.load_state_dict(source)
 
     def prompts(self) -> list[Prompt]:
         """Return the prompts of the groups that wait or are done."""
@@ -189,8 +189,8 @@ class Producer:
         if self._pump is not None:
             tasks.append(self._pump)
         await cancel(tasks)
-        if self._work.scorer is not None:
-            await self._work.scorer.close()
+        if self._context.scorer is not None:
+            await self._context.scorer.close()
 
     # -------------------------------------------------------------------------
     # A step
@@ -228,8 +228,8 @@ class Producer:
             return True
         if self._open or not self._has_given_up():
             return False
-        if self._work.config.shortage == "error" or not self._done:
-            raise shortage(count, len(self._done), self._tally, self._work.config.max_rounds)
+        if self._context.config.shortage == "error" or not self._done:
+            raise shortage(count, len(self._done), self._tally, self._context.config.max_rounds)
         return True
 
     def _pick(self, count: int) -> list[DoneGroup]:
@@ -246,11 +246,11 @@ class Producer:
         ages += [group.started_at for group in self._waiting if group.is_begun]  # of before a resume
         return bound.owed([*ages, *(done.started_at for done in self._done)], self._next_version)
 
-    async def _stop_rest(self) -> None:
+    async def _stop_unfinished(self) -> None:
         """Keep what is not taken for the next step, or discard it."""
         self._goal = 0
         self._tally.discarded = len(self._open) + len(self._done)
-        if self._work.config.partial:
+        if self._context.config.partial:
             await self._gate.close()
             return
         self._gate.shut()
@@ -262,7 +262,7 @@ class Producer:
         self._done.clear()
         for group in groups:
             group.forget()
-        if self._work.config.redraw:
+        if self._context.config.redraw:
             self._waiting.extendleft(sorted(groups, key=lambda group: -group.number))
         elif groups:
             self._tally.dropped = len(groups)
@@ -303,7 +303,7 @@ class Producer:
         if self._failure is not None or self._has_given_up() or not self._gate.is_open:
             return 0
         if self._continuous is None:
-            wanted = self._goal + self._work.config.over_sampling if self._goal else 0
+            wanted = self._goal + self._context.config.over_sampling if self._goal else 0
             return wanted - len(self._open) - len(self._done)
         return self._room(self._continuous)
 
@@ -320,15 +320,15 @@ class Producer:
 
     def _has_given_up(self) -> bool:
         """Return whether no more groups are started for the step."""
-        needed = self._goal or self._work.config.prompts_per_step
+        needed = self._goal or self._context.config.prompts_per_step
         rejected = self._tally.rejected_groups()
-        return rejected >= needed * self._work.config.max_rounds or (self._exhausted and not self._waiting)
+        return rejected >= needed * self._context.config.max_rounds or (self._exhausted and not self._waiting)
 
     async def _read(self, count: int) -> None:
         async with self._reading:
-            prompts = await asyncio.to_thread(self._work.source.next, count)
+            prompts = await asyncio.to_thread(self._context.source.next, count)
             for prompt in prompts:
-                seeds = self._work.seeds(self._drawn)
+                seeds = self._context.seeds(self._drawn)
                 self._waiting.append(OpenGroup(number=self._drawn, prompt=prompt, seeds=seeds))
                 self._drawn += 1
         self._exhausted = not prompts
@@ -354,17 +354,17 @@ class Producer:
             self._notify()
 
     async def _run_rollout(self, group: OpenGroup, rollout: int) -> None:
-        which = OneRollout(group, rollout, str(group.number), self._work.params, self._gate)
+        task = RolloutTask(group, rollout, str(group.number), self._context.params, self._gate)
         try:
-            group.samples[rollout] = await make_samples(self._work.making, which)
+            group.samples[rollout] = await make_samples(self._context.rollout_context, task)
         except FunctionFailed as error:
             self._tally.add_failure(place_of(group.prompt), str(error))
-            group.samples[rollout] = which.failed(str(error))
+            group.samples[rollout] = task.failed(str(error))
         group.journals.pop(rollout, None)
 
     async def _settle(self, group: OpenGroup) -> None:
         """Score a group and ask the filters."""
-        scored = await judged(self._work, group, self._tally)
+        scored = await score_and_filter(self._context, group, self._tally)
         if scored is not None:
             self._done.append(DoneGroup(group.number, group.started_at, scored, group.seeds))
 
@@ -382,5 +382,5 @@ class Producer:
     # -------------------------------------------------------------------------
 
     def _bounds(self, count: int) -> tuple[float, float]:
-        rollouts = count * self._work.config.samples_per_prompt
-        return rollouts * self._work.config.max_failed_ratio, rollouts * self._work.max_unscored_ratio
+        rollouts = count * self._context.config.samples_per_prompt
+        return rollouts * self._context.config.max_failed_ratio, rollouts * self._context.max_unscored_ratio

@@ -10,7 +10,7 @@ from dataclasses import replace
 from anygauge_hooks.errors import RolloutError
 from anygauge_hooks.rl import Group, Sample
 
-__all__ = ["GroupScorer", "share_rewards"]
+__all__ = ["GroupScorer", "merge_rewards"]
 
 Score = Callable[[Sequence[Group]], Sequence[Group]]
 
@@ -37,14 +37,14 @@ class GroupScorer:
         """
         picked = _to_score(group)
         if not picked:
-            return share_rewards(group, {})
+            return merge_rewards(group, {})
         answer: asyncio.Future[Group] = asyncio.get_running_loop().create_future()
         reduced = Group(prompt=group.prompt, samples=tuple(group.samples[place] for place in picked))
         self._waiting.append((reduced, answer))
         if self._task is None or self._task.done():
             self._task = asyncio.create_task(self._serve())
         scored = await answer
-        return share_rewards(group, dict(zip(picked, scored.samples, strict=True)))
+        return merge_rewards(group, dict(zip(picked, scored.samples, strict=True)))
 
     async def _serve(self) -> None:
         loop = asyncio.get_running_loop()
@@ -84,7 +84,7 @@ def _rollout(place: int, sample: Sample) -> tuple[str, int]:
     return ("alone", place) if sample.rollout is None else ("of", sample.rollout)
 
 
-def share_rewards(group: Group, scored: dict[int, Sample]) -> Group:
+def merge_rewards(group: Group, scored: dict[int, Sample]) -> Group:
     """Return a group in which all samples of a rollout have the reward, or the error, of its last one.
 
     :param scored: By place.

@@ -8,8 +8,8 @@ from typing import Literal, NamedTuple
 
 from anygauge.rollout.gateway.detokenizer import Detokenizer
 from anygauge.rollout.gateway.messages import Call, Message
-from anygauge.rollout.gateway.reading import Block, Style, read
 from anygauge.rollout.gateway.rendering import Renderer
+from anygauge.rollout.gateway.response_parsing import Block, Style, read
 from anygauge.rollout.gateway.sampling import Choice
 from anygauge_hooks.rl import FinishReason
 

@@ -7,11 +7,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from anygauge.rollout.gateway.answers import Answer, Piece
-from anygauge.rollout.gateway.asks import Ask, content_of, field, number, stop_strings, text_of
 from anygauge.rollout.gateway.messages import Call, Chat, Message
 from anygauge.rollout.gateway.refusals import Refusal, bad_request
+from anygauge.rollout.gateway.request_parsing import (
+    ChatRequest,
+    content_of,
+    field,
+    number,
+    stop_strings,
+    text_of,
+)
 
-__all__ = ["Events", "ask_of", "chat_of", "error_body", "message", "models"]
+__all__ = ["Events", "chat_of", "error_body", "message", "models", "parse_request"]
 
 _KINDS = {
     400: "invalid_request_error",
@@ -25,7 +32,7 @@ _KINDS = {
 }
 
 
-def ask_of(body: Mapping[str, Any]) -> Ask:
+def parse_request(body: Mapping[str, Any]) -> ChatRequest:
     """Return what a request asks for.
 
     :raises Refusal: It is wrong, or asks for what is not here.
@@ -35,7 +42,7 @@ def ask_of(body: Mapping[str, Any]) -> Ask:
     if max_tokens is None:
         raise bad_request("max_tokens is missing.", "max_tokens")
     chat = chat_of(body)
-    return Ask(
+    return ChatRequest(
         model=field(body, "model", str, ""),
         chat=chat,
         max_tokens=max_tokens,
@@ -155,22 +162,22 @@ def _assistant(content: Any, where: str) -> Message:
     )
 
 
-def message(name: str, ask: Ask, answer: Answer) -> dict[str, Any]:
+def message(name: str, chat_request: ChatRequest, answer: Answer) -> dict[str, Any]:
     """Return the body of an answer that is sent as a whole."""
-    blocks = [_block(piece) for piece in answer.blocks if piece.kind != "reasoning" or ask.reasoning]
+    blocks = [_block(piece) for piece in answer.blocks if piece.kind != "reasoning" or chat_request.reasoning]
     return {
-        **_head(name, ask, answer.prompt_tokens, answer.response_tokens),
+        **_head(name, chat_request, answer.prompt_tokens, answer.response_tokens),
         **_end(answer),
         "content": blocks,
     }
 
 
-def _head(name: str, ask: Ask, prompt_tokens: int, response_tokens: int) -> dict[str, Any]:
+def _head(name: str, chat_request: ChatRequest, prompt_tokens: int, response_tokens: int) -> dict[str, Any]:
     return {
         "id": name,
         "type": "message",
         "role": "assistant",
-        "model": ask.model,
+        "model": chat_request.model,
         "content": [],
         "stop_reason": None,
         "stop_sequence": None,
@@ -204,9 +211,9 @@ def _block(piece: Piece) -> dict[str, Any]:
 class Events:
     """The events of a stream."""
 
-    def __init__(self, name: str, ask: Ask) -> None:
+    def __init__(self, name: str, chat_request: ChatRequest) -> None:
         self._name = name
-        self._ask = ask
+        self._ask = chat_request
         self._open: int | None = None
         """The block of the answer that is being told."""
         self._told = -1

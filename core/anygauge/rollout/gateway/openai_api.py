@@ -7,12 +7,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from anygauge.rollout.gateway.answers import Answer, Piece
-from anygauge.rollout.gateway.asks import Ask, content_of, field, number, stop_strings, text_of
 from anygauge.rollout.gateway.detokenizer import PARTIAL
 from anygauge.rollout.gateway.messages import Call, Chat, Message
 from anygauge.rollout.gateway.refusals import Refusal, bad_request
+from anygauge.rollout.gateway.request_parsing import (
+    ChatRequest,
+    content_of,
+    field,
+    number,
+    stop_strings,
+    text_of,
+)
 
-__all__ = ["Chunks", "ask_of", "completion", "error_body", "models"]
+__all__ = ["Chunks", "completion", "error_body", "models", "parse_request"]
 
 _SAMPLING = (
     "temperature",
@@ -38,14 +45,14 @@ _FINISH = {"stop": "stop", "length": "length", "abort": "stop"}
 _KINDS = {401: "authentication_error", 404: "invalid_request_error", 429: "rate_limit_error"}
 
 
-def ask_of(body: Mapping[str, Any]) -> Ask:
+def parse_request(body: Mapping[str, Any]) -> ChatRequest:
     """Return what a request asks for.
 
     :raises Refusal: It is wrong, or asks for what is not here.
     """
     _check_absent(body)
     tools = _tools(body)
-    return Ask(
+    return ChatRequest(
         model=field(body, "model", str, ""),
         chat=Chat(_messages(body), tools, field(body, "chat_template_kwargs", dict, {})),
         max_tokens=number(body, "max_completion_tokens", 1, number(body, "max_tokens", 1)),
@@ -135,31 +142,33 @@ def _call(call: Any, where: str) -> Call:
     return Call(str(call.get("id", "")), function["name"], text)
 
 
-def completion(name: str, created: int, ask: Ask, answers: Sequence[Answer]) -> dict[str, Any]:
+def completion(
+    name: str, created: int, chat_request: ChatRequest, answers: Sequence[Answer]
+) -> dict[str, Any]:
     """Return the body of an answer that is sent as a whole."""
     return {
         "id": name,
         "object": "chat.completion",
         "created": created,
-        "model": ask.model,
-        "choices": [_choice(answer, ask) for answer in answers],
+        "model": chat_request.model,
+        "choices": [_choice(answer, chat_request) for answer in answers],
         "usage": _usage(answers),
     }
 
 
-def _choice(answer: Answer, ask: Ask) -> dict[str, Any]:
+def _choice(answer: Answer, chat_request: ChatRequest) -> dict[str, Any]:
     message: dict[str, Any] = {"role": "assistant", "content": answer.content or None, "refusal": None}
     if not answer.calls:
         message["content"] = answer.content
     else:
         message["tool_calls"] = [_written_call(call) for call in answer.calls]
-    if answer.reasoning and ask.reasoning:
+    if answer.reasoning and chat_request.reasoning:
         message["reasoning_content"] = answer.reasoning
     return {
         "index": answer.number,
         "message": message,
         "finish_reason": _finish(answer),
-        "logprobs": _log_probs(answer) if ask.log_probs else None,
+        "logprobs": _log_probs(answer) if chat_request.log_probs else None,
     }
 
 
@@ -197,9 +206,14 @@ def _usage(answers: Sequence[Answer]) -> dict[str, int]:
 class Chunks:
     """The events of a stream."""
 
-    def __init__(self, name: str, created: int, ask: Ask) -> None:
-        self._head = {"id": name, "object": "chat.completion.chunk", "created": created, "model": ask.model}
-        self._ask = ask
+    def __init__(self, name: str, created: int, chat_request: ChatRequest) -> None:
+        self._head = {
+            "id": name,
+            "object": "chat.completion.chunk",
+            "created": created,
+            "model": chat_request.model,
+        }
+        self._ask = chat_request
 
     def begin(self, prompt_tokens: int) -> Iterator[bytes]:
         """Yield what comes before any token."""

@@ -9,8 +9,8 @@ from typing import Any
 
 from anygauge.data.template import apply_template
 from anygauge.rollout.gateway.messages import Chat, Message
-from anygauge.rollout.gateway.reading import THINK
 from anygauge.rollout.gateway.refusals import Refusal, bad_request
+from anygauge.rollout.gateway.response_parsing import THINK
 from anygauge_hooks.errors import ConfigError
 from anygauge_hooks.rl import FinishReason
 

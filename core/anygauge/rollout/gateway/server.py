@@ -22,15 +22,15 @@ from anygauge.config.schema import RolloutGateway
 from anygauge.rollout.gateway import anthropic_api, openai_api
 from anygauge.rollout.gateway.admission import Admission
 from anygauge.rollout.gateway.answers import Answer, Piece
-from anygauge.rollout.gateway.asks import Ask
 from anygauge.rollout.gateway.connections import Connections, most_connections
 from anygauge.rollout.gateway.images import Look
 from anygauge.rollout.gateway.messages import Chat
-from anygauge.rollout.gateway.reading import THINK
 from anygauge.rollout.gateway.refusals import Refusal, bad_request
 from anygauge.rollout.gateway.rendering import Renderer
+from anygauge.rollout.gateway.request_parsing import ChatRequest
+from anygauge.rollout.gateway.response_parsing import THINK
 from anygauge.rollout.gateway.sampling import Choice
-from anygauge.rollout.gateway.session import Asked, Manner, Session
+from anygauge.rollout.gateway.session import ActiveRequest, Manner, Session
 from anygauge.rollout.gateway.tool_formats import find_format
 from anygauge.strict_json import parse_json
 from anygauge_hooks.errors import DeadlineError, RolloutError
@@ -40,7 +40,7 @@ from anygauge_hooks.rollout import Generator
 __all__ = ["Gateway"]
 
 _log = logging.getLogger(__name__)
-T = TypeVar("T", Ask, Chat)
+T = TypeVar("T", ChatRequest, Chat)
 _SESSION_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _HEADER_TIMEOUT_S = 30.0
 """For the header of a request, from the beginning of a connection or the end of the request before."""
@@ -286,26 +286,26 @@ class Gateway:
         return model
 
     async def _openai(self, request: web.Request) -> web.StreamResponse:
-        session, ask, fingerprint = await self._read(request, openai_api.ask_of)
-        self._known(ask.model)
-        asked = await session.ask(ask, fingerprint, retried=_retried(request))
-        async with asked.sampling:
-            name, now = f"chatcmpl-{asked.sampling.name}", int(time.time())
-            if ask.stream:
-                return await _stream(request, asked, openai_api.Chunks(name, now, ask))
-            answers = await _answers(asked)
-            return await _send(request, asked, openai_api.completion(name, now, ask, answers))
+        session, chat_request, fingerprint = await self._read(request, openai_api.parse_request)
+        self._known(chat_request.model)
+        active = await session.submit(chat_request, fingerprint, retried=_retried(request))
+        async with active.sampling:
+            name, now = f"chatcmpl-{active.sampling.name}", int(time.time())
+            if chat_request.stream:
+                return await _stream(request, active, openai_api.Chunks(name, now, chat_request))
+            answers = await _answers(active)
+            return await _send(request, active, openai_api.completion(name, now, chat_request, answers))
 
     async def _anthropic(self, request: web.Request) -> web.StreamResponse:
-        session, ask, fingerprint = await self._read(request, anthropic_api.ask_of)
-        self._known(ask.model)
-        asked = await session.ask(ask, fingerprint, retried=_retried(request))
-        async with asked.sampling:
-            name = f"msg_{asked.sampling.name}"
-            if ask.stream:
-                return await _stream(request, asked, anthropic_api.Events(name, ask))
-            answers = await _answers(asked)
-            return await _send(request, asked, anthropic_api.message(name, ask, answers[0]))
+        session, chat_request, fingerprint = await self._read(request, anthropic_api.parse_request)
+        self._known(chat_request.model)
+        active = await session.submit(chat_request, fingerprint, retried=_retried(request))
+        async with active.sampling:
+            name = f"msg_{active.sampling.name}"
+            if chat_request.stream:
+                return await _stream(request, active, anthropic_api.Events(name, chat_request))
+            answers = await _answers(active)
+            return await _send(request, active, anthropic_api.message(name, chat_request, answers[0]))
 
     async def _count(self, request: web.Request) -> web.StreamResponse:
         session, chat, _ = await self._read(request, anthropic_api.chat_of)
@@ -336,8 +336,8 @@ class Gateway:
         """
         session = self._session(request)  # before the body: a stranger's is never read
         raw = await self._body(request, session)
-        asked = await asyncio.to_thread(lambda: parse(_json_object(raw)))
-        return session, asked, hashlib.blake2b(request.path.encode() + b"\0" + raw).hexdigest()
+        active = await asyncio.to_thread(lambda: parse(_json_object(raw)))
+        return session, active, hashlib.blake2b(request.path.encode() + b"\0" + raw).hexdigest()
 
     async def _body(self, request: web.Request, session: Session) -> bytes:
         if request.headers.get("Content-Encoding", "identity") != "identity":
@@ -382,12 +382,12 @@ def _retried(request: web.Request) -> bool:
     return count.isascii() and count.isdecimal() and count.strip("0") != ""  # of any length
 
 
-async def _answers(asked: Asked) -> list[Answer]:
+async def _answers(active: ActiveRequest) -> list[Answer]:
     try:
-        await asked.sampling.result()
+        await active.sampling.result()
     except (RolloutError, DeadlineError) as error:
         raise _unserved(error) from error
-    return asked.answers()
+    return active.answers()
 
 
 def _unserved(error: Exception) -> Refusal:
@@ -396,32 +396,32 @@ def _unserved(error: Exception) -> Refusal:
     return Refusal(status, str(error), code="engine_error", retry_after_s=_RETRY_AFTER_S)
 
 
-async def _send(request: web.Request, asked: Asked, body: Mapping[str, Any]) -> web.StreamResponse:
+async def _send(request: web.Request, active: ActiveRequest, body: Mapping[str, Any]) -> web.StreamResponse:
     response = web.json_response(body)
     await response.prepare(request)
     await response.write_eof()
-    asked.sampling.delivered = True
+    active.sampling.delivered = True
     return response
 
 
-async def _stream(request: web.Request, asked: Asked, events: _Stream) -> web.StreamResponse:
+async def _stream(request: web.Request, active: ActiveRequest, events: _Stream) -> web.StreamResponse:
     """Send the events of a request while it is being answered.
 
     A request that fails before its first token gets an answer with the right status.
     """
-    progress = asked.sampling.progress()
+    progress = active.sampling.progress()
     response = web.StreamResponse(
         headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
     )
     ended: set[int] = set()
     try:
         async for _ in progress:
-            if not response.prepared and any(map(_begun, asked.sampling.choices)):
+            if not response.prepared and any(map(_begun, active.sampling.choices)):
                 await response.prepare(request)
-                await _write(response, events.begin(len(asked.sampling.plan.tokens)))
+                await _write(response, events.begin(len(active.sampling.plan.tokens)))
             if response.prepared:
-                await _write(response, _new(asked, events, ended))
-        await _write(response, events.close(asked.answers()))
+                await _write(response, _new(active, events, ended))
+        await _write(response, events.close(active.answers()))
     except (RolloutError, DeadlineError, Refusal) as error:
         refusal = error if isinstance(error, Refusal) else _unserved(error)
         if not response.prepared:
@@ -435,19 +435,19 @@ async def _stream(request: web.Request, asked: Asked, events: _Stream) -> web.St
         await response.write(events.error(_unexpected(error)))
         return response
     await response.write_eof()
-    asked.sampling.delivered = True
+    active.sampling.delivered = True
     return response
 
 
-def _new(asked: Asked, events: _Stream, ended: set[int]) -> Iterator[bytes]:
+def _new(active: ActiveRequest, events: _Stream, ended: set[int]) -> Iterator[bytes]:
     """Yield the events of what is new in each answer."""
-    for index, (choice, reader) in enumerate(zip(asked.sampling.choices, asked.readers, strict=True)):
+    for index, (choice, reader) in enumerate(zip(active.sampling.choices, active.readers, strict=True)):
         if index in ended or not _begun(choice):
             continue
         yield from events.pieces(index, reader.pieces(choice))
-        if index in asked.sampling.results:
+        if index in active.sampling.results:
             ended.add(index)
-            yield from events.end(asked.sampling.results[index])
+            yield from events.end(active.sampling.results[index])
 
 
 def _begun(choice: Choice) -> bool:

@@ -11,12 +11,12 @@ from typing import Any, Literal, NamedTuple
 
 from anygauge.rollout.gateway.admission import Admission
 from anygauge.rollout.gateway.answers import Answer, Reader, answer_of
-from anygauge.rollout.gateway.asks import Ask, check_sampling
 from anygauge.rollout.gateway.images import Images, Look
 from anygauge.rollout.gateway.messages import Chat
-from anygauge.rollout.gateway.reading import Style
 from anygauge.rollout.gateway.refusals import Refusal, bad_request
 from anygauge.rollout.gateway.rendering import Renderer
+from anygauge.rollout.gateway.request_parsing import ChatRequest, check_sampling
+from anygauge.rollout.gateway.response_parsing import Style
 from anygauge.rollout.gateway.sampling import Choice, Sampling
 from anygauge.rollout.gateway.tool_formats import ToolFormat
 from anygauge.rollout.gateway.trajectories import trajectories
@@ -24,7 +24,7 @@ from anygauge.rollout.gateway.turns import Plan, Turn, Turns
 from anygauge_hooks.rl import Prompt, Sample, SamplingParams
 from anygauge_hooks.rollout import GenerateRequest, Generator
 
-__all__ = ["Asked", "Manner", "Session"]
+__all__ = ["ActiveRequest", "Manner", "Session"]
 
 _CHARACTERS_PER_TOKEN = 16
 """More than any context full of text has: prose has 3 to 5 characters a token, indented code and tables up to
@@ -49,11 +49,11 @@ class Manner:
     timeout_s: float
 
 
-class Asked(NamedTuple):
+class ActiveRequest(NamedTuple):
     """A request under way, and how its answers are read."""
 
     sampling: Sampling
-    ask: Ask
+    chat_request: ChatRequest
     readers: tuple[Reader, ...]
 
     def answers(self) -> list[Answer]:
@@ -119,7 +119,7 @@ class Session:
             raise _no_room(problem)
         return len((await self._plan(await self._images.marked(chat))).tokens)
 
-    async def ask(self, ask: Ask, fingerprint: str, *, retried: bool) -> Asked:
+    async def submit(self, chat_request: ChatRequest, fingerprint: str, *, retried: bool) -> ActiveRequest:
         """Begin to answer a request, or find the answer that its client did not get.
 
         :param fingerprint: The same for two requests only if they are the same to the byte.
@@ -127,21 +127,23 @@ class Session:
         :raises Refusal: It cannot be served.
         """
         if self._manner.sampling == "refuse":
-            check_sampling(ask, _run_settings(self._manner.params))
-        if (problem := self._oversize(ask.chat)) is not None:
+            check_sampling(chat_request, _run_settings(self._manner.params))
+        if (problem := self._oversize(chat_request.chat)) is not None:
             self.spent = True
             raise _no_room(problem)
-        ask = ask._replace(chat=await self._images.marked(ask.chat))
+        chat_request = chat_request._replace(chat=await self._images.marked(chat_request.chat))
         sampling = self._again(fingerprint, retried=retried)
         if sampling is None:
-            plan = await self._plan(ask.chat)
+            plan = await self._plan(chat_request.chat)
             # Another attempt of the same request may have begun in the meantime.
-            sampling = self._again(fingerprint, retried=retried) or self._begin(ask, plan, fingerprint)
-        style = self._style(ask, sampling.plan)
+            sampling = self._again(fingerprint, retried=retried) or self._begin(
+                chat_request, plan, fingerprint
+            )
+        style = self._style(chat_request, sampling.plan)
         readers = [
             Reader(self._manner.renderer, style, _short(choice.request.id)) for choice in sampling.choices
         ]
-        return Asked(sampling, ask, tuple(readers))
+        return ActiveRequest(sampling, chat_request, tuple(readers))
 
     def trajectories(self, prompt: Prompt) -> list[Sample]:
         """Return what is trained on: one sample for each way in which the session went on."""
@@ -185,15 +187,17 @@ class Session:
             f"The prompt has {characters} characters; the context of {context} tokens has no room for them."
         )
 
-    def _begin(self, ask: Ask, plan: Plan, fingerprint: str) -> Sampling:
-        params = self._params(ask, len(plan.tokens))
-        self._admission.admit(ask.answers)
-        requests = [self._request(ask, plan, params, number) for number in range(ask.answers)]
-        style = self._style(ask, plan)
+    def _begin(self, chat_request: ChatRequest, plan: Plan, fingerprint: str) -> Sampling:
+        params = self._params(chat_request, len(plan.tokens))
+        self._admission.admit(chat_request.answers)
+        requests = [
+            self._request(chat_request, plan, params, number) for number in range(chat_request.answers)
+        ]
+        style = self._style(chat_request, plan)
 
         def ended(number: int, choice: Choice) -> Answer:
             answer = answer_of(number, choice, self._manner.renderer, style, _short(choice.request.id))
-            if choice.finish_reason != "abort" or (ask.stream and choice.tokens):
+            if choice.finish_reason != "abort" or (chat_request.stream and choice.tokens):
                 self._record(plan, choice, answer)
             return answer
 
@@ -201,12 +205,12 @@ class Session:
             self._generator,
             plan,
             requests,
-            stream=ask.stream,
+            stream=chat_request.stream,
             timeout_s=self._manner.timeout_s,
             ended=ended,
             failed=self._fail,
         )
-        sampling.when_done(lambda: self._admission.release(ask.answers))
+        sampling.when_done(lambda: self._admission.release(chat_request.answers))
         self._samplings[fingerprint].append(sampling)
         return sampling
 
@@ -215,7 +219,7 @@ class Session:
             self.failure = error
         self.spent = self.spent or (isinstance(error, Refusal) and error.status == 400)
 
-    def _params(self, ask: Ask, prompt_tokens: int) -> SamplingParams:
+    def _params(self, chat_request: ChatRequest, prompt_tokens: int) -> SamplingParams:
         run, context = self._manner.params, self._manner.max_context_tokens
         room = run.max_new_tokens if context is None else min(run.max_new_tokens, context - prompt_tokens)
         if room < 1:
@@ -223,19 +227,25 @@ class Session:
             raise _no_room(
                 f"The prompt has {prompt_tokens} tokens; the context of {context} has no room for an answer."
             )
-        stop = (*run.stop, *ask.stop, *self._one_call(ask))
-        length = room if ask.max_tokens is None else min(room, ask.max_tokens)
+        stop = (*run.stop, *chat_request.stop, *self._one_call(chat_request))
+        length = room if chat_request.max_tokens is None else min(room, chat_request.max_tokens)
         return replace(run, max_new_tokens=length, stop=tuple(dict.fromkeys(stop)))
 
-    def _one_call(self, ask: Ask) -> tuple[str, ...]:
+    def _one_call(self, chat_request: ChatRequest) -> tuple[str, ...]:
         tools = self._manner.tools
-        return (tools.end,) if tools is not None and ask.calls == "one" else ()
+        return (tools.end,) if tools is not None and chat_request.calls == "one" else ()
 
-    def _request(self, ask: Ask, plan: Plan, params: SamplingParams, number: int) -> GenerateRequest:
+    def _request(
+        self, chat_request: ChatRequest, plan: Plan, params: SamplingParams, number: int
+    ) -> GenerateRequest:
         self._requests += 1
         drawn = self._drawn[plan.tokens]
         self._drawn[plan.tokens] += 1
-        seed = self._seed_of(plan.tokens, drawn) if ask.seed is None else (ask.seed + number) % 2**63
+        seed = (
+            self._seed_of(plan.tokens, drawn)
+            if chat_request.seed is None
+            else (chat_request.seed + number) % 2**63
+        )
         return GenerateRequest(
             id=f"{self.name}-{self._requests}",
             tokens=plan.tokens,
@@ -250,16 +260,17 @@ class Session:
         text = f"{self._seed}/{drawn}/{tokens}"
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
 
-    def _style(self, ask: Ask, plan: Plan) -> Style:
+    def _style(self, chat_request: ChatRequest, plan: Plan) -> Style:
         manner = self._manner
         return Style(
             think=manner.think,
             opened=plan.opened,
-            tools=None if ask.calls == "none" else manner.tools,
+            tools=None if chat_request.calls == "none" else manner.tools,
             schemas={
-                tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in ask.chat.tools
+                tool["function"]["name"]: tool["function"].get("parameters") or {}
+                for tool in chat_request.chat.tools
             },
-            stop=ask.stop,
+            stop=chat_request.stop,
         )
 
     def _record(self, plan: Plan, choice: Choice, answer: Answer) -> None:

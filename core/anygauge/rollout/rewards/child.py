@@ -25,7 +25,7 @@ from anygauge.rollout.rewards.messages import (
     Results,
     decode_reply,
 )
-from anygauge.rollout.rewards.work import Work
+from anygauge.rollout.rewards.pending_chunk import PendingChunk
 
 __all__ = ["Child"]
 
@@ -45,7 +45,7 @@ class Child:
     def __init__(self, setup: bytes, log: Path | None) -> None:
         self.log = log
         self.ready = False
-        self.work: Work | None = None
+        self.work: PendingChunk | None = None
         self.heard = time.monotonic()
         """When it last said something, or was given work."""
         self._partial = bytearray()

@@ -51,7 +51,7 @@ def concluded(text: str, named: Callable[[str], str | None]) -> str | None:
 def _conclusions(text: str, start: int, named: Callable[[str], str | None]) -> Iterator[tuple[int, str]]:
     """Yield the conclusions from ``start`` on, and where they are."""
     for cue in ANSWER.finditer(text, start):
-        letter = _answered(text, cue.end(), named)
+        letter = _stated_letter(text, cue.end(), named)
         if letter and not _before(cue, TAKEN_BACK):
             yield cue.end(), letter
     for cue in SO.finditer(text, start):
@@ -70,7 +70,7 @@ def _before(cue: re.Match[str], pattern: re.Pattern[str]) -> bool:
     return pattern.search(cue.string, max(0, cue.start() - _CONTEXT), cue.start()) is not None
 
 
-def _answered(text: str, start: int, named: Callable[[str], str | None]) -> str | None:
+def _stated_letter(text: str, start: int, named: Callable[[str], str | None]) -> str | None:
     """Return what follows "the answer is" as a letter."""
     value = VALUE.match(text, start)
     if value:

@@ -16,8 +16,8 @@ from pathlib import Path
 from anygauge.rollout.rewards.call import Call, Item, Outcome
 from anygauge.rollout.rewards.child import Child
 from anygauge.rollout.rewards.messages import Chunk, Ready, Results, Setup
+from anygauge.rollout.rewards.pending_chunk import PendingChunk
 from anygauge.rollout.rewards.resolve import is_async
-from anygauge.rollout.rewards.work import Work
 from anygauge_hooks.errors import RewardError
 
 __all__ = ["UNTRIED", "Bounds", "Job", "Pool"]
@@ -81,7 +81,7 @@ class Pool:
         self._count = count
         self._log = log
         self._processes: list[Child | None] = [None] * count
-        self._waiting: deque[Work] = deque()
+        self._waiting: deque[PendingChunk] = deque()
         self._failed: Counter[int] = Counter()
         """Samples, by call."""
         self._overdue = 0
@@ -106,8 +106,8 @@ class Pool:
         """
         results: list[list[Sequence[Outcome]]] = [[()] * len(job.items) for job in jobs]
         for job, outcomes in zip(jobs, results, strict=True):
-            whole = Work(job.call, job.items, range(len(job.items)), outcomes, job.place)
-            self._waiting.extend(whole.rest(self._chunk_size(job)))
+            whole = PendingChunk(job.call, job.items, range(len(job.items)), outcomes, job.place)
+            self._waiting.extend(whole.remaining(self._chunk_size(job)))
         self._failed.clear()
         self._overdue, self._quiet_until = 0, -math.inf
         ends = time.monotonic() + bounds.seconds
@@ -213,7 +213,7 @@ class Pool:
             self._processes[rank] = None
             process.end(EXIT_S)
             process.close()
-            self._waiting.extendleft(process.work.rest(LARGEST_CHUNK) if process.work else ())
+            self._waiting.extendleft(process.work.remaining(LARGEST_CHUNK) if process.work else ())
         elif process.work and not process.work.open:
             process.work = None
 
@@ -240,7 +240,7 @@ class Pool:
         elif mark and took > SLOW_S:
             self._warn(process.work, mark[0], f"has not returned for {took:.0f} s")
 
-    def _warn(self, work: Work, index: int | None, what: str) -> None:
+    def _warn(self, work: PendingChunk, index: int | None, what: str) -> None:
         """Say in the log of the run what a call does not do, unless another warning has just been given.
 
         :param index: Of its item, where it is known.
@@ -273,7 +273,7 @@ class Pool:
         why = why or f"did not return: its process {how}"
         self._waiting.extendleft(self._convict(process.work, guilty, why))
 
-    def _convict(self, work: Work, guilty: int | None, why: str) -> list[Work]:
+    def _convict(self, work: PendingChunk, guilty: int | None, why: str) -> list[PendingChunk]:
         """Fail the item that ended its process, and return what is to be done again."""
         if guilty is None and work.suspect:
             guilty = 0
@@ -282,11 +282,11 @@ class Pool:
             size = call.size(work.items[guilty])
             work.settle(guilty, [call.failed(why)] * size)
             self._failed[work.call] += size
-            return work.rest(LARGEST_CHUNK)
+            return work.remaining(LARGEST_CHUNK)
         # Nothing says which it was: one at a time will.
         return work.suspects()
 
-    def _write_down(self, work: Work, results: Results) -> None:
+    def _write_down(self, work: PendingChunk, results: Results) -> None:
         call = self._calls[work.call]
         for index, outcomes in results.outcomes:
             if index not in work.open:

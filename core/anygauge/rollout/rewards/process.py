@@ -64,12 +64,12 @@ class Server:
         if is_async(call.fn):
             self._loop.run_until_complete(self._score_together(call, items))
         else:
-            self._score_in_turn(call, items)
+            self._score_one_by_one(call, items)
         self._flush()
         if self.spent:
             self._send(Results((), spent=True))
 
-    def _score_in_turn(self, call: Call, items: Sequence[Item]) -> None:
+    def _score_one_by_one(self, call: Call, items: Sequence[Item]) -> None:
         flushed = time.monotonic_ns()
         for index, item in enumerate(items):
             self._mark.begin(index)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from anygauge.config.schema import Reward, RewardFunction
     from anygauge.plugins import Plugins
 
-__all__ = ["Origin", "Part", "imported", "is_async", "resolve_parts"]
+__all__ = ["Origin", "ResolvedReward", "imported", "is_async", "resolve_rewards"]
 
 _HOOK = "register_reward_functions"
 _HINT = (
@@ -36,7 +36,7 @@ class Origin:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class ResolvedReward:
     """One reward function of a config, ready to be called."""
 
     name: str
@@ -46,7 +46,7 @@ class Part:
     """``None`` for a function that may run in this process."""
 
 
-def resolve_parts(reward: Reward, plugins: Plugins) -> list[Part]:
+def resolve_rewards(reward: Reward, plugins: Plugins) -> list[ResolvedReward]:
     """Return the reward functions of a config.
 
     :raises UnknownNameError: There is no such function.
@@ -57,7 +57,7 @@ def resolve_parts(reward: Reward, plugins: Plugins) -> list[Part]:
     return [_resolve("", reward, plugins)]
 
 
-def _resolve(name: str, reward: RewardFunction, plugins: Plugins) -> Part:
+def _resolve(name: str, reward: RewardFunction, plugins: Plugins) -> ResolvedReward:
     if reward.function is None:
         raise RewardError("The config names no reward function.", hint="Set reward.function or reward.parts.")
     path = reward.function
@@ -73,7 +73,7 @@ def _resolve(name: str, reward: RewardFunction, plugins: Plugins) -> Part:
         accepted=accepted(parameters),
     )
     inline = found.inline and not is_async(found.fn)
-    return Part(name=name, call=call, origin=None if inline else _origin(path, found.fn))
+    return ResolvedReward(name=name, call=call, origin=None if inline else _origin(path, found.fn))
 
 
 def _origin(path: str, fn: Callable[..., Any]) -> Origin:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Self
 from anygauge.rollout.rewards.call import LARGEST, Call, Item, Outcome, failure
 from anygauge.rollout.rewards.messages import CallSpec, Setup
 from anygauge.rollout.rewards.pool import UNTRIED, Bounds, Job, Pool
-from anygauge.rollout.rewards.resolve import resolve_parts
+from anygauge.rollout.rewards.resolve import resolve_rewards
 from anygauge.rollout.rewards.shaping import overlong_penalty, raw_number
 from anygauge_hooks.errors import RewardError
 from anygauge_hooks.rl import Group, Sample
@@ -41,7 +41,7 @@ def check_reward(reward: Reward, plugins: Plugins) -> None:
     :raises UnknownNameError: There is no such function.
     :raises RewardError: It cannot be called as a reward function, or none is named.
     """
-    resolve_parts(reward, plugins)
+    resolve_rewards(reward, plugins)
 
 
 class Scorer:
@@ -71,7 +71,7 @@ class Scorer:
         self._lock = threading.Lock()
         self._max_new_tokens = max_new_tokens
         self._deadline_s = math.inf if deadline_s is None else deadline_s
-        self._parts = resolve_parts(reward, plugins)
+        self._parts = resolve_rewards(reward, plugins)
         apart = {part.name: (part.call, part.origin) for part in self._parts if part.origin is not None}
         self._apart = {name: index for index, name in enumerate(apart)}
         setup = Setup(

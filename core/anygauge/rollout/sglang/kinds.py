@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from anygauge.rollout.deployment import ServerPlan, plan_servers
+from anygauge.rollout.server_plan import ServerPlan, plan_servers
 
 if TYPE_CHECKING:
     from anygauge.config import Config

@@ -10,8 +10,8 @@ import sys
 import tempfile
 
 from anygauge.distributed.lifetime import die_with
-from anygauge.rollout.sglang.keeper import KEEPER
 from anygauge.rollout.sglang.keys import set_keys
+from anygauge.rollout.sglang.supervisor import SUPERVISOR
 
 __all__ = ["BACKEND", "ROLE"]
 
@@ -19,7 +19,7 @@ BACKEND = "ANYGAUGE_SGLANG_BACKEND"
 """Environment variable of a server: name of the backend whose processes these are."""
 ROLE = "sglang"
 """Role of these processes, for ``worker_env`` and ``prepare_worker``."""
-MEETING = "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"
+INIT_METHOD = "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"
 """SGLang's variable: where the processes of a server meet."""
 
 
@@ -42,7 +42,7 @@ def _serve(arguments: list[str]) -> None:
     set_keys(server_args)
     if server_args.dp_size == 1:  # copies of the model meet in one place each
         # the store behind --nccl-port listens on every interface, to everybody; this directory is the user's
-        os.environ.setdefault(MEETING, f"file://{tempfile.gettempdir()}/meeting")
+        os.environ.setdefault(INIT_METHOD, f"file://{tempfile.gettempdir()}/meeting")
     try:
         run_server(server_args)
     finally:
@@ -51,7 +51,7 @@ def _serve(arguments: list[str]) -> None:
 
 if __name__ in ("__main__", "__mp_main__") and BACKEND in os.environ:
     if __name__ == "__main__":
-        die_with(int(os.environ[KEEPER]))
+        die_with(int(os.environ[SUPERVISOR]))
     _prepare(os.environ[BACKEND])
     if __name__ == "__main__":
         _serve(sys.argv[1:])

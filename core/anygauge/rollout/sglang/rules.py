@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from anygauge.config.modalities import modalities
 from anygauge.config.schema import POLICY
 from anygauge.plugins import probe_backend
-from anygauge.rollout.deployment import plan_servers
+from anygauge.rollout.server_plan import plan_servers
 from anygauge.rollout.sglang.arguments import argument_problems
 from anygauge.rollout.sglang.installed import Installed, how_to_install, installed_sglang
 from anygauge.rollout.sglang.keys import key_problems

@@ -18,7 +18,7 @@ from typing import IO, TYPE_CHECKING, Any, NamedTuple
 import psutil
 
 from anygauge.distributed.addresses import in_url
-from anygauge.rollout.deployment import plan_servers
+from anygauge.rollout.server_plan import plan_servers
 from anygauge.rollout.sglang.arguments import (
     by_name,
     command_line,
@@ -27,17 +27,17 @@ from anygauge.rollout.sglang.arguments import (
     run_arguments,
 )
 from anygauge.rollout.sglang.installed import Installed, installed_sglang, missing
-from anygauge.rollout.sglang.keeper import LOOK, STOP, keeper_command
 from anygauge.rollout.sglang.keys import key_variable, own_keys
 from anygauge.rollout.sglang.kinds import plan_arguments, plan_ranks
 from anygauge.rollout.sglang.launch import BACKEND, ROLE
+from anygauge.rollout.sglang.supervisor import LOOK, STOP, supervisor_command
 from anygauge.rollout.sglang.versions import ServerApi, find_api
 from anygauge_hooks.errors import RolloutError
 from anygauge_hooks.weights import ServerKeys, WeightPeer
 
 if TYPE_CHECKING:
     from anygauge.config import Config
-    from anygauge.rollout.deployment import ServerPlan
+    from anygauge.rollout.server_plan import ServerPlan
     from anygauge_hooks.engines import WorkerContext
 
 __all__ = ["ENGINE", "SGLangServer", "make_server"]
@@ -187,7 +187,7 @@ class SGLangServer:
         with self.log.open("ab") as log:
             self._note(log)
             self._keeper = subprocess.Popen(
-                keeper_command(self._command, grace_s=GRACE_S),
+                supervisor_command(self._command, grace_s=GRACE_S),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
@@ -345,16 +345,16 @@ def _free_ports(host: str, http: int = 0) -> _Ports:
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
 
-    def hold(port: int) -> socket.socket:
+    def reserve(port: int) -> socket.socket:
         return stack.enter_context(socket.create_server((host, port), family=family))
 
     with ExitStack() as stack:
         try:
-            held = [hold(http)]
+            reserved = [reserve(http)]
         except OSError:
-            held = [hold(0)]
-        held += [hold(0) for _ in _Ports._fields[1:]]
-        return _Ports(*(each.getsockname()[1] for each in held))
+            reserved = [reserve(0)]
+        reserved += [reserve(0) for _ in _Ports._fields[1:]]
+        return _Ports(*(each.getsockname()[1] for each in reserved))
 
 
 def _answers(host: str, port: int) -> bool:

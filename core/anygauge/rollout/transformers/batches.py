@@ -16,12 +16,12 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from anygauge.rollout.transformers.decoding import Recorder
-    from anygauge.rollout.transformers.sight import Sight
+    from anygauge.rollout.transformers.multimodal import MultimodalTowers
     from anygauge.rollout.transformers.stopping import Stopper
     from anygauge_hooks.media import Media
     from anygauge_hooks.rl import FinishReason, SamplingParams
 
-__all__ = ["Response", "Row", "generate_batch", "plan_batches"]
+__all__ = ["PendingSample", "Response", "generate_batch", "plan_batches"]
 
 PromptKey = tuple[tuple[int, ...], tuple[str, ...]]
 
@@ -31,7 +31,7 @@ _BLOCK = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class PendingSample:
     """One sample to generate."""
 
     index: int
@@ -58,7 +58,9 @@ class Response:
     finish_reason: FinishReason = "abort"
 
 
-def plan_batches(rows: Sequence[Row], max_new_tokens: int, max_batch_tokens: int) -> Iterator[list[Row]]:
+def plan_batches(
+    rows: Sequence[PendingSample], max_new_tokens: int, max_batch_tokens: int
+) -> Iterator[list[PendingSample]]:
     """Divide rows into batches whose padded cache stays within a number of tokens.
 
     The longest prompts come first, so that a batch that does not fit in memory fails at once. Samples of one
@@ -67,7 +69,7 @@ def plan_batches(rows: Sequence[Row], max_new_tokens: int, max_batch_tokens: int
     :param max_new_tokens: Tokens reserved behind each prompt.
     :param max_batch_tokens: A row that exceeds it alone gets a batch of its own.
     """
-    batch: list[Row] = []
+    batch: list[PendingSample] = []
     for row in sorted(rows, key=lambda row: len(row.tokens), reverse=True):
         if batch and (len(batch) + 1) * (len(batch[0].tokens) + max_new_tokens) > max_batch_tokens:
             yield batch
@@ -80,23 +82,23 @@ def plan_batches(rows: Sequence[Row], max_new_tokens: int, max_batch_tokens: int
 @torch.inference_mode()
 def generate_batch(
     model: Any,
-    rows: Sequence[Row],
+    rows: Sequence[PendingSample],
     params: SamplingParams,
     stopper: Stopper,
     aborted: Callable[[], bool],
     recorder: Recorder,
-    sight: Sight | None = None,
+    towers: MultimodalTowers | None = None,
 ) -> list[Response]:
     """Generate a batch of samples, one forward pass for each token position.
 
     :param model: A causal language model of transformers, in eval mode.
     :param aborted: Asked once per position; when it says so, the responses so far are returned.
     :param recorder: What the passes are recorded with, where that is possible.
-    :param sight: Of a model that is shown media.
+    :param towers: Of a model that is shown media.
     :returns: One response per row.
     """
     device = model.device
-    firsts: dict[PromptKey, Row] = {}
+    firsts: dict[PromptKey, PendingSample] = {}
     for row in rows:
         firsts.setdefault(row.prompt, row)
     prompts = {key: index for index, key in enumerate(firsts)}
@@ -105,7 +107,7 @@ def generate_batch(
     seeds = seed_tensor([row.seed for row in rows], device)
     active = torch.arange(len(rows), device=device)
     prefix = torch.tensor([prompts[row.prompt] for row in rows], device=device)
-    prefixes = Prefixes(model, list(firsts.values()), params.max_new_tokens, recorder, sight)
+    prefixes = Prefixes(model, list(firsts.values()), params.max_new_tokens, recorder, towers)
     logits = prefixes.prefill()
     for position in range(params.max_new_tokens):
         if position % _BLOCK == 0:
@@ -124,7 +126,7 @@ def generate_batch(
 class _Output:
     """The responses of a batch while they grow."""
 
-    def __init__(self, rows: Sequence[Row], width: int, device: torch.device) -> None:
+    def __init__(self, rows: Sequence[PendingSample], width: int, device: torch.device) -> None:
         self._limits = torch.tensor([row.max_new_tokens for row in rows], device=device)
         self._tokens = torch.zeros(len(rows), width, dtype=torch.int64, device=device)
         self._log_probs = torch.zeros(len(rows), width, dtype=torch.float32, device=device)

@@ -20,9 +20,9 @@ from transformers.initialization import no_init_weights
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from anygauge.config.modalities import modalities
-from anygauge.rollout.transformers.batches import Response, Row, generate_batch, plan_batches
+from anygauge.rollout.transformers.batches import PendingSample, Response, generate_batch, plan_batches
 from anygauge.rollout.transformers.decoding import Recorder
-from anygauge.rollout.transformers.sight import Senses, Sight
+from anygauge.rollout.transformers.multimodal import MultimodalContext, MultimodalTowers
 from anygauge.rollout.transformers.stopping import StopRules, decode
 from anygauge.rollout.transformers.weights import copy_weights, read_weights
 from anygauge_hooks.errors import CheckpointError, RolloutError
@@ -50,11 +50,11 @@ def make_engine(config: Config, context: WorkerContext) -> TransformersEngine:
         max_batch_tokens=config.rollout.max_batch_tokens,
         trust_remote_code=config.model.trust_remote_code,
         capture=context.device.capture_graph if config.rollout.graphs == "auto" else None,
-        senses=_senses(config, context),
+        multimodal=_multimodal_context(config, context),
     )
 
 
-def _senses(config: Config, context: WorkerContext) -> Senses | None:
+def _multimodal_context(config: Config, context: WorkerContext) -> MultimodalContext | None:
     """Return what the model of a run is shown: nothing, if transformers has it only with its towers."""
     path, kinds = config.model.path / "config.json", modalities(config)
     if not path.is_file() or (kinds and context.media is None):
@@ -65,7 +65,7 @@ def _senses(config: Config, context: WorkerContext) -> Senses | None:
     spec = context.plugins.model(hf.get("architectures") or ())
     if spec.media is None:
         return None
-    return Senses(spec.media, hf, kinds, context.media, spec.unused_weights(hf))
+    return MultimodalContext(spec.media, hf, kinds, context.media, spec.unused_weights(hf))
 
 
 class TransformersEngine:
@@ -81,7 +81,7 @@ class TransformersEngine:
     :param max_batch_tokens: Prompt and response tokens held in the cache at once.
     :param trust_remote_code: Let Python files of the directory run.
     :param capture: Records the device's work, for decoding; ``None`` where every pass is queued anew.
-    :param senses: What the model is shown; ``None`` takes the class that reads text alone.
+    :param multimodal: What the model is shown; ``None`` takes the class that reads text alone.
     :raises CheckpointError: The directory is not complete, or needs Python files that may not run.
     """
 
@@ -94,7 +94,7 @@ class TransformersEngine:
         max_batch_tokens: int,
         trust_remote_code: bool = False,
         capture: CaptureGraph | None = None,
-        senses: Senses | None = None,
+        multimodal: MultimodalContext | None = None,
     ) -> None:
         if not (path / "config.json").is_file():
             raise CheckpointError(
@@ -107,16 +107,20 @@ class TransformersEngine:
         self._lock = threading.Lock()
         self._refusal: str | None = None
         self._recorder = Recorder(capture)
-        self._tokenizer, self._model = _load(path, dtype, device, trust_remote_code, sees=senses is not None)
-        self._sight = None if senses is None else Sight(self._model, senses)
+        self._tokenizer, self._model = _load(
+            path, dtype, device, trust_remote_code, has_towers=multimodal is not None
+        )
+        self._towers = None if multimodal is None else MultimodalTowers(self._model, multimodal)
         text = self._model.config.get_text_config()
         self._vocab_size: int = text.vocab_size
         self._context_length: int | None = getattr(text, "max_position_embeddings", None)
         self._stop_rules = StopRules(
             self._tokenizer, _eos_ids(path, self._model.config, self._tokenizer), self._vocab_size, device
         )
-        left_out = [prefix for spec in senses.left_out() for prefix in spec.hf_prefixes] if senses else []
-        unused = senses.unused if senses else ()
+        left_out = (
+            [prefix for spec in multimodal.left_out() for prefix in spec.hf_prefixes] if multimodal else []
+        )
+        unused = multimodal.unused if multimodal else ()
         copy_weights(self._model, read_weights(path, without=(*left_out, *unused)))
 
     def generate(
@@ -158,7 +162,7 @@ class TransformersEngine:
         """Release the model; the engine serves nothing after it."""
         self.abort()
         with self._lock:
-            self._model = self._sight = None
+            self._model = self._towers = None
 
     def _check_open(self) -> None:
         if self._model is None:
@@ -192,8 +196,8 @@ class TransformersEngine:
                 )
 
     def _check_media(self, prompt: Prompt, name: str) -> None:
-        if self._sight is not None:
-            self._sight.check(prompt.media, name)
+        if self._towers is not None:
+            self._towers.check(prompt.media, name)
         elif prompt.media:
             raise RolloutError(
                 f"{name} has {prompt.media[0].kind}, and the engine's model reads text alone.",
@@ -212,7 +216,7 @@ class TransformersEngine:
         stopper = self._stop_rules.stopper(params)
         pairs = [(prompt, seed) for prompt, some in zip(prompts, seeds, strict=True) for seed in some]
         rows = [
-            Row(
+            PendingSample(
                 index=index,
                 tokens=prompt.tokens,
                 seed=seed,
@@ -226,7 +230,7 @@ class TransformersEngine:
             if self._aborted.is_set():
                 break
             results = generate_batch(
-                self._model, batch, params, stopper, self._aborted.is_set, self._recorder, self._sight
+                self._model, batch, params, stopper, self._aborted.is_set, self._recorder, self._towers
             )
             for row, response in zip(batch, results, strict=True):
                 responses[row.index] = response
@@ -263,17 +267,17 @@ class TransformersEngine:
 
 
 def _load(
-    path: Path, dtype: torch.dtype, device: torch.device, trust_remote_code: bool, *, sees: bool
+    path: Path, dtype: torch.dtype, device: torch.device, trust_remote_code: bool, *, has_towers: bool
 ) -> tuple[Any, Any]:
     """Return the tokenizer, and the model with weights yet to be copied in.
 
-    :param sees: Whether the model has its towers.
+    :param has_towers: Whether the model has its towers.
     """
     try:
         tokenizer = AutoTokenizer.from_pretrained(
             path, local_files_only=True, trust_remote_code=trust_remote_code
         )
-        return tokenizer, _build(path, dtype, device, trust_remote_code, sees=sees)
+        return tokenizer, _build(path, dtype, device, trust_remote_code, has_towers=has_towers)
     except (OSError, ValueError) as error:
         raise CheckpointError(
             f"transformers cannot load {path}: {error}",
@@ -283,13 +287,13 @@ def _load(
 
 
 def _build(
-    path: Path, dtype: torch.dtype, device: torch.device, trust_remote_code: bool, *, sees: bool
+    path: Path, dtype: torch.dtype, device: torch.device, trust_remote_code: bool, *, has_towers: bool
 ) -> Any:
     config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=trust_remote_code)
     config = getattr(config, "thinker_config", config)  # of a model that speaks, what it thinks with
     # Every weight is about to be copied in; drawing them first would take longer and move the random state.
     with no_init_weights(), device:
-        model = (AutoModelForMultimodalLM if sees else AutoModelForCausalLM).from_config(
+        model = (AutoModelForMultimodalLM if has_towers else AutoModelForCausalLM).from_config(
             config, dtype=dtype, attn_implementation="sdpa", trust_remote_code=trust_remote_code
         )
     model.tie_weights()

@@ -19,8 +19,8 @@ from anygauge.rollout.transformers.decoding import RecordedStep, Recorder, cover
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from anygauge.rollout.transformers.batches import Row
-    from anygauge.rollout.transformers.sight import Sight
+    from anygauge.rollout.transformers.batches import PendingSample
+    from anygauge.rollout.transformers.multimodal import MultimodalTowers
 
 __all__ = ["Prefixes"]
 
@@ -39,16 +39,16 @@ class Prefixes:
     :param rows: One for each prompt.
     :param max_new_tokens: Tokens that can follow a prompt.
     :param recorder: Records the pass of a token where the rows stay the same from one to the next.
-    :param sight: Of a model that is shown media.
+    :param towers: Of a model that is shown media.
     """
 
     def __init__(
         self,
         model: Any,
-        rows: Sequence[Row],
+        rows: Sequence[PendingSample],
         max_new_tokens: int,
         recorder: Recorder,
-        sight: Sight | None = None,
+        towers: MultimodalTowers | None = None,
     ) -> None:
         self._model = model
         self._recorder = recorder
@@ -56,7 +56,7 @@ class Prefixes:
         self._kept = 0
         self._apart = False
         self._rows = rows
-        self._sight = sight if any(row.media for row in rows) else None
+        self._towers = towers if any(row.media for row in rows) else None
         self._length = max(len(row.tokens) for row in rows)
         capacity = self._length + max_new_tokens
         self._cache = make_cache(model.config, capacity)
@@ -77,18 +77,18 @@ class Prefixes:
         width = self._length
         padded = [[0] * (width - len(row.tokens)) + list(row.tokens) for row in self._rows]
         ids = torch.tensor(padded).to(self._model.device)
-        if self._sight is not None:
-            return self._look(self._sight, ids)
+        if self._towers is not None:
+            return self._look(self._towers, ids)
         steps = torch.arange(-width, 0, device=self._model.device)
         return self._forward(ids, (self._positions[:, None] + steps).clamp(min=0))
 
-    def _look(self, sight: Sight, ids: Tensor) -> Tensor:
+    def _look(self, towers: MultimodalTowers, ids: Tensor) -> Tensor:
         """Run prompts with media; what follows counts on from the largest of their positions."""
         positions = torch.zeros(3, *ids.shape, dtype=torch.int64)
         for number, row in enumerate(self._rows):
-            positions[:, number, self._length - len(row.tokens) :] = sight.positions(row)
+            positions[:, number, self._length - len(row.tokens) :] = towers.positions(row)
         self._positions = (positions.amax((0, 2)) + 1).to(ids.device)
-        return sight.logits(
+        return towers.logits(
             self._rows,
             ids,
             position_ids=positions.to(ids.device),

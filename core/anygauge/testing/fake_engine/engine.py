@@ -9,12 +9,12 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+from anygauge.testing.fake_engine.active_request import ActiveRequest
+from anygauge.testing.fake_engine.bootstrap_rooms import BootstrapRooms
 from anygauge.testing.fake_engine.faults import Faults, parse_faults
 from anygauge.testing.fake_engine.images import expanded
 from anygauge.testing.fake_engine.lengths import parse_lengths
 from anygauge.testing.fake_engine.options import Options
-from anygauge.testing.fake_engine.requests import Request
-from anygauge.testing.fake_engine.rooms import Rooms
 from anygauge.testing.fake_engine.scheduler import Scheduler
 from anygauge.testing.fake_engine.tokens import source_of
 from anygauge.testing.fake_engine.weights import Weights
@@ -30,8 +30,8 @@ class Engine:
         self.faults = Faults(parse_faults(options.faults))
         self.weights = Weights(options, self._change_version)
         self.ranks = [Scheduler(options, options.weight_version) for _ in range(options.dp_size)]
-        self.rooms = Rooms(options)
-        self.requests: dict[str, Request] = {}
+        self.rooms = BootstrapRooms(options)
+        self.requests: dict[str, ActiveRequest] = {}
         self.paused = False
         self.asleep: set[str] = set()
         """Memory that was released, by tag."""
@@ -47,7 +47,7 @@ class Engine:
 
     # ---- generation ----
 
-    def new_request(self, body: Mapping[str, Any]) -> Request:
+    def new_request(self, body: Mapping[str, Any]) -> ActiveRequest:
         """Return the request of a body.
 
         :raises ValueError: SGLang would refuse it.
@@ -65,7 +65,7 @@ class Engine:
             raise ValueError(f"Duplicate request ID detected: {rid}")
         seed = params.get("sampling_seed")
         source = source_of(prompt, next(self._numbers) if seed is None else seed, self.options.vocab_size)
-        request = Request(
+        request = ActiveRequest(
             rid,
             len(prompt),
             source,
@@ -136,7 +136,7 @@ class Engine:
         return int(given)
 
     @asynccontextmanager
-    async def generating(self, request: Request) -> AsyncIterator[None]:
+    async def generating(self, request: ActiveRequest) -> AsyncIterator[None]:
         """Let a request run while the block is entered, and forget it afterwards."""
         try:
             async with self._reader():
@@ -146,12 +146,12 @@ class Engine:
             self.requests.pop(request.rid, None)
             self.finished += 1
 
-    def current(self, request: Request) -> Request:
+    def current(self, request: ActiveRequest) -> ActiveRequest:
         """Return a request with its count of tokens up to date."""
         self.ranks[request.rank].update(request)
         return request
 
-    def answer(self, request: Request, since: int = 0) -> dict[str, Any]:
+    def answer(self, request: ActiveRequest, since: int = 0) -> dict[str, Any]:
         """Return what a client is sent about the tokens of a request from ``since`` on."""
         facts = {"spans": self.options.sglang != "0.5.17", "text": not self.options.skip_tokenizer}
         return request.answer(self.weights.version, since, facts)

@@ -9,7 +9,7 @@ from aiohttp.typedefs import Handler, Middleware
 
 from anygauge.testing.fake_engine.options import Options
 
-__all__ = ["ADMIN", "OPEN", "asks_for_keys"]
+__all__ = ["ADMIN", "OPEN", "require_keys"]
 
 OPEN = ("/health", "/ready", "/metrics")
 """Beginnings of paths that never need a key."""
@@ -36,7 +36,7 @@ ADMIN = frozenset(
 _OWN = "/fake/"
 
 
-def asks_for_keys(options: Options) -> Middleware:
+def require_keys(options: Options) -> Middleware:
     """Return the middleware that refuses requests without the right key."""
 
     @web.middleware

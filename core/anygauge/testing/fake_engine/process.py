@@ -16,12 +16,12 @@ from types import TracebackType
 from typing import IO, TYPE_CHECKING, Any
 
 from anygauge.testing.fake_engine.options import Options
-from anygauge.testing.warm import running
+from anygauge.testing.fork_server import running
 from anygauge_hooks.errors import RolloutError
 from anygauge_hooks.weights import ServerKeys, WeightApi, WeightPeer
 
 if TYPE_CHECKING:
-    from anygauge.testing.warm import WarmProcess, WarmProcesses
+    from anygauge.testing.fork_server import ForkedProcess, ForkServers
 
 __all__ = ["MODULE", "FakeServer"]
 
@@ -34,7 +34,7 @@ _ASK_S = 10.0
 class FakeServer:
     """An :class:`~anygauge_hooks.rollout.EngineServer` whose engine is fake. It dies with this process.
 
-    :param warm: Forks the process from one that has imported :data:`MODULE`, where many are started.
+    :param fork_servers: Forks the process from one that has imported :data:`MODULE`, where many are started.
 
     Example::
 
@@ -42,15 +42,15 @@ class FakeServer:
             address = server.address
     """
 
-    def __init__(self, options: Options | None = None, *, warm: WarmProcesses | None = None) -> None:
+    def __init__(self, options: Options | None = None, *, fork_servers: ForkServers | None = None) -> None:
         self.options = options or Options()
         self.address = ""
         self.port = 0
         """That it listens on when it is started; 0 takes a free one."""
         self.encoders: Sequence[str] = ()
         """That it was told when it was started."""
-        self._warm = warm
-        self._process: subprocess.Popen[bytes] | WarmProcess | None = None
+        self._fork_servers = fork_servers
+        self._process: subprocess.Popen[bytes] | ForkedProcess | None = None
         self._pipes: list[IO[bytes]] = []
 
     def __enter__(self) -> FakeServer:
@@ -76,8 +76,8 @@ class FakeServer:
         """
         self.close()
         self.encoders = encoders
-        warm = self._warm or running()
-        said = self._start_cold() if warm is None else self._start_warm(warm)
+        fork_servers = self._fork_servers or running()
+        said = self._start_cold() if fork_servers is None else self._start_forked(fork_servers)
         self.address = self._read_address(said)
         return self.address
 
@@ -91,13 +91,13 @@ class FakeServer:
         self._pipes = [process.stdin, process.stdout]
         return process.stdout
 
-    def _start_warm(self, warm: WarmProcesses) -> IO[bytes]:
+    def _start_forked(self, fork_servers: ForkServers) -> IO[bytes]:
         reading, writing = os.pipe()
         said = open(reading, "rb")  # noqa: SIM115 - closed with the process
         self._pipes = [said]
         try:
             arguments = [f"--parent={os.getpid()}", *self._arguments()]
-            self._process = warm.start(MODULE, arguments, output=writing, errors=2, new_session=False)
+            self._process = fork_servers.start(MODULE, arguments, output=writing, errors=2, new_session=False)
         finally:
             os.close(writing)
         return said
@@ -177,13 +177,13 @@ class FakeServer:
     def fault(self, kind: str, event: str = "generate", count: int = 0, argument: float = 0.0) -> None:
         """Let something go wrong: see :class:`~anygauge.testing.fake_engine.faults.Fault`. 0 is now."""
         body = {"kind": kind, "event": event, "count": count, "argument": argument}
-        self._ask("/fake/fault", json.dumps(body).encode())
+        self._request("/fake/fault", json.dumps(body).encode())
 
     def state(self) -> dict[str, Any]:
         """Return requests, slots, gates and counts of events."""
-        found: dict[str, Any] = self._ask("/fake/state")
+        found: dict[str, Any] = self._request("/fake/state")
         return found
 
-    def _ask(self, path: str, data: bytes | None = None) -> Any:
+    def _request(self, path: str, data: bytes | None = None) -> Any:
         with urllib.request.urlopen(self.address + path, data, timeout=_ASK_S) as answer:
             return json.load(answer)

@@ -7,8 +7,8 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from anygauge.testing.fake_engine.active_request import ActiveRequest
 from anygauge.testing.fake_engine.options import Options
-from anygauge.testing.fake_engine.requests import Request
 
 __all__ = ["Scheduler"]
 
@@ -17,7 +17,7 @@ __all__ = ["Scheduler"]
 class _Running:
     """A request in a slot."""
 
-    request: Request
+    request: ActiveRequest
     base: int
     """Tokens that it had when it began."""
     began: float
@@ -35,7 +35,7 @@ class Scheduler:
         self.slow = 1.0
         """Factor on all times."""
         self._options = options
-        self._waiting: deque[Request] = deque()
+        self._waiting: deque[ActiveRequest] = deque()
         self._running: dict[str, _Running] = {}
         self._paused = False
         self._loop = asyncio.get_running_loop()
@@ -53,12 +53,12 @@ class Scheduler:
         """Return how many requests have none."""
         return len(self._waiting)
 
-    def submit(self, request: Request) -> None:
+    def submit(self, request: ActiveRequest) -> None:
         """Take a request on."""
         self._waiting.append(request)
         self._admit()
 
-    def update(self, request: Request) -> None:
+    def update(self, request: ActiveRequest) -> None:
         """Bring the count of a request's tokens up to date."""
         if (slot := self._running.get(request.rid)) is not None and not self._paused:
             self._settle(slot)
@@ -161,7 +161,7 @@ class Scheduler:
             slot.timer.cancel()
             slot.timer = None
 
-    def requests(self) -> Iterator[Request]:
+    def requests(self) -> Iterator[ActiveRequest]:
         """Yield every request that has not finished."""
         yield from (slot.request for slot in self._running.values())
         yield from self._waiting

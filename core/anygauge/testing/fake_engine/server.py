@@ -11,13 +11,13 @@ from typing import Any
 import orjson
 from aiohttp import web
 
+from anygauge.testing.fake_engine.active_request import ActiveRequest
+from anygauge.testing.fake_engine.bootstrap_rooms import HANDOVER, BootstrapError
 from anygauge.testing.fake_engine.engine import Engine
 from anygauge.testing.fake_engine.faults import Fault, die
 from anygauge.testing.fake_engine.images import ImageCountError
-from anygauge.testing.fake_engine.keys import asks_for_keys
+from anygauge.testing.fake_engine.keys import require_keys
 from anygauge.testing.fake_engine.options import Options
-from anygauge.testing.fake_engine.requests import Request
-from anygauge.testing.fake_engine.rooms import HANDOVER, RoomError
 from anygauge.testing.fake_engine.weight_endpoints import WeightEndpoints
 
 __all__ = ["application"]
@@ -30,7 +30,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 def application(options: Options) -> web.Application:
     """Return the web application of an engine. Called on its event loop."""
-    app = web.Application(client_max_size=_LARGEST_BODY, middlewares=[asks_for_keys(options), _hang])
+    app = web.Application(client_max_size=_LARGEST_BODY, middlewares=[require_keys(options), _hang])
     engine = app[ENGINE] = Engine(options)
     routes: list[tuple[str, str, Handler]] = [
         ("POST", "/generate", _generate),
@@ -112,12 +112,12 @@ async def _generate(http: web.Request) -> web.StreamResponse:
         if half == "prefill" and (request.reason or {}).get("type") != "abort":
             await engine.rooms.hand_over(body)
         return json_response(engine.answer(request))
-    except RoomError as error:
+    except BootstrapError as error:
         engine.requests.pop(request.rid, None)
         return _error(str(error), 500)
 
 
-async def _finished(http: web.Request, engine: Engine, request: Request) -> None:
+async def _finished(http: web.Request, engine: Engine, request: ActiveRequest) -> None:
     """Wait for the end of a request; look now and then whether its client is still there."""
     while not request.moved.is_set():
         try:
@@ -138,13 +138,13 @@ async def _batch(engine: Engine, body: Mapping[str, Any]) -> web.Response:
     return json_response(await asyncio.gather(*(_answer(engine, request) for request in requests)))
 
 
-async def _answer(engine: Engine, request: Request) -> dict[str, Any]:
+async def _answer(engine: Engine, request: ActiveRequest) -> dict[str, Any]:
     async with engine.generating(request):
         await request.moved.wait()
         return engine.answer(request)
 
 
-async def _stream(http: web.Request, engine: Engine, request: Request) -> web.StreamResponse:
+async def _stream(http: web.Request, engine: Engine, request: ActiveRequest) -> web.StreamResponse:
     response = web.StreamResponse(headers={"content-type": "text/event-stream; charset=utf-8"})
     await response.prepare(http)
     with suppress(ConnectionError):  # the client has gone, which the next look at the request finds
@@ -153,7 +153,7 @@ async def _stream(http: web.Request, engine: Engine, request: Request) -> web.St
 
 
 async def _send_parts(
-    http: web.Request, engine: Engine, request: Request, response: web.StreamResponse
+    http: web.Request, engine: Engine, request: ActiveRequest, response: web.StreamResponse
 ) -> None:
     async with engine.generating(request):
         sent, finished = 0, False
@@ -170,7 +170,7 @@ async def _send_parts(
     await response.write_eof()
 
 
-async def _moved(engine: Engine, request: Request) -> bool:
+async def _moved(engine: Engine, request: ActiveRequest) -> bool:
     """Wait until a stream may send more; return whether the request has finished."""
     try:
         await asyncio.wait_for(request.moved.wait(), max(engine.options.stream_s, 0.001))
@@ -305,7 +305,7 @@ async def _handover(http: web.Request) -> web.Response:
     await engine.faults.wait_if_hung()
     try:
         await engine.rooms.fetched(body["room"], body["tokens"])
-    except RoomError as error:
+    except BootstrapError as error:
         return _error(str(error), 500)
     return json_response(None)
 

@@ -53,7 +53,7 @@ class DiskTransport:
             if target.exists():
                 remove(target)
             self._partial = self._writing.enter_context(appearing(target))
-            _copy_rest(self._model, self._partial)
+            _copy_other_files(self._model, self._partial)
         name = f"model-{bucket.index:05d}.safetensors"
         save_file(dict(unpack(bucket.tensors, bucket.data)), self._partial / name, {"format": "pt"})
         self._places |= {each.name: name for each in bucket.tensors}
@@ -81,7 +81,7 @@ class DiskTransport:
             "flush_cache": update.flushes,
             "load_format": "safetensors",
         }
-        update.ask("/update_weights_from_disk", lambda peer: body)
+        update.request("/update_weights_from_disk", lambda peer: body)
         for version, other in _versions(self._directory).items():
             if version != update.version:
                 remove(other)
@@ -114,7 +114,7 @@ def _versions(directory: Path) -> Mapping[int, Path]:
     return {int(match[1]): path for match, path in matches if match}
 
 
-def _copy_rest(model: Path, target: Path) -> None:
+def _copy_other_files(model: Path, target: Path) -> None:
     """Copy the files of a checkpoint that hold no weights."""
     for path in _files(model):
         shutil.copy2(path, target / path.name)

@@ -123,12 +123,12 @@ class DistributedTransport:
             }
             rank += peer.tensor_parallel
             threads.append(
-                threading.Thread(target=self._ask_to_join, args=(peer, body, refusals), daemon=True)
+                threading.Thread(target=self._request_join, args=(peer, body, refusals), daemon=True)
             )
             threads[-1].start()
         return threads
 
-    def _ask_to_join(self, peer: WeightPeer, body: dict[str, Any], refusals: list[BaseException]) -> None:
+    def _request_join(self, peer: WeightPeer, body: dict[str, Any], refusals: list[BaseException]) -> None:
         control = EngineControl(peer, deadline_s=self._deadline_s)
         try:
             control.post("/init_weights_update_group", body, what="the group for weights")
@@ -152,7 +152,7 @@ class DistributedTransport:
                 f"update to version {update.version}, so that nothing can be broadcast to the others.",
                 hint="The next update is sent without it, or once it has been started again.",
             )
-        asking = threading.Thread(target=self._ask, args=(bucket, update), daemon=True)
+        asking = threading.Thread(target=self._request, args=(bucket, update), daemon=True)
         asking.start()
         what = describe(bucket, update.version)
         try:
@@ -173,7 +173,7 @@ class DistributedTransport:
             raise refusal
         self._device = bucket.data.device
 
-    def _ask(self, bucket: WeightBucket, update: WeightUpdate) -> None:
+    def _request(self, bucket: WeightBucket, update: WeightUpdate) -> None:
         flattened = {"load_format": FLATTENED} if _flattened(update.peers) else {}
         body = {
             "names": [each.name for each in bucket.tensors],
@@ -183,7 +183,7 @@ class DistributedTransport:
             **flattened,
             **last_words(bucket, update),
         }
-        update.ask("/update_weights_from_distributed", lambda peer: body, bucket=bucket)
+        update.request("/update_weights_from_distributed", lambda peer: body, bucket=bucket)
 
     def _broadcast(self, group: Membership, bucket: WeightBucket, *, by_tensor: bool) -> None:
         if not by_tensor:
@@ -223,9 +223,9 @@ class DistributedTransport:
 
     def _dismiss(self, members: Sequence[WeightPeer]) -> None:
         with ThreadPoolExecutor(len(members)) as threads:
-            list(threads.map(self._ask_to_leave, members))
+            list(threads.map(self._request_leave, members))
 
-    def _ask_to_leave(self, peer: WeightPeer) -> None:
+    def _request_leave(self, peer: WeightPeer) -> None:
         control = EngineControl(peer, deadline_s=min(FAREWELL_S, self._deadline_s))
         with suppress(AnygaugeError):  # it never joined, has ended, or hangs: it is no longer counted on
             control.post("/destroy_weights_update_group", {"group_name": self._name}, what="leaving a group")

@@ -26,7 +26,7 @@ class TensorTransport:
 
     def send(self, bucket: WeightBucket, update: WeightUpdate) -> None:
         """Have the servers load a bucket."""
-        update.ask(
+        update.request(
             "/update_weights_from_tensor",
             lambda peer: tensor_request(bucket, update, processes=peer.tensor_parallel),
             bucket=bucket,

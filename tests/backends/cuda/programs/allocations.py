@@ -50,7 +50,7 @@ def segment(tensor: torch.Tensor) -> dict[str, Any]:
 
 
 def run_out_of_memory(device: CudaDevice, file: Path) -> None:
-    diagnosis.write_beside(str(file))
+    diagnosis.write_diagnosis(str(file))
     try:
         torch.empty(device.memory()["total"], dtype=torch.uint8, device="cuda")
     except torch.OutOfMemoryError:

@@ -113,7 +113,7 @@ def config_of(path: Path, dtype: str, provider: str | None) -> Config:
 
 def loss(inputs: Any) -> Any:
     """Return the likelihood, to be raised."""
-    value = -(inputs.log_probs * inputs.weights).sum()
+    value = -(inputs.log_probs * inputs.loss_weights).sum()
     return value, {"loss": value.detach()}
 
 
@@ -134,7 +134,7 @@ def train(engine: Any) -> Any:
         samples,
         loss,
         temperature=1.0,
-        weights=[[0.01] * sample.response_length for sample in samples],
+        loss_weights=[[0.01] * sample.response_length for sample in samples],
         old_log_probs=[sample.rollout_log_probs for sample in samples],
         reference_log_probs=None,
         entropy_grad=False,

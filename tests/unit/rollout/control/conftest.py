@@ -8,7 +8,14 @@ from typing import Any
 import pytest
 
 from anygauge.config.schema import Data, Rollout
-from anygauge.rollout.control import GroupScorer, Making, Producer, TextTools, UserFunctions, Work
+from anygauge.rollout.control import (
+    GroupScorer,
+    Producer,
+    ProducerContext,
+    RolloutContext,
+    TextTools,
+    UserFunctions,
+)
 from anygauge.rollout.control.functions import UserFunction, single_turn
 from anygauge.testing.scripted_engine import ListSource, ScriptedEngine
 from anygauge.testing.tiny import tiny_tokenizer
@@ -78,8 +85,8 @@ def make_producer(text: TextTools, prompts: list[Prompt]) -> MakeProducer:
         def named(function: Any) -> UserFunction:
             return UserFunction(function.__name__, function)
 
-        work = Work(
-            making=Making(
+        context = ProducerContext(
+            rollout_context=RolloutContext(
                 config=config,
                 generator=engine,
                 functions=UserFunctions(
@@ -96,6 +103,6 @@ def make_producer(text: TextTools, prompts: list[Prompt]) -> MakeProducer:
             scorer=None if score is None else GroupScorer(score),
             max_unscored_ratio=max_unscored_ratio,
         )
-        return Producer(work, version=version)
+        return Producer(context, version=version)
 
     return make

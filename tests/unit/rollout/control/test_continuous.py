@@ -61,13 +61,13 @@ def test_groups_are_taken_in_the_order_in_which_they_were_done(make_producer: Ma
 
     async def body() -> list[list[int]]:
         producer.keep_going(Continuous(groups=4))
-        await until(lambda: len(engine.held) == 4)
-        started = {name.rpartition("-")[0]: name for name in engine.held}
+        await until(lambda: len(engine.waiting) == 4)
+        started = {name.rpartition("-")[0]: name for name in engine.waiting}
         engine.release(started["3-0"])
         await until(lambda: len(engine.requests) == 5)
         engine.release(started["1-0"])
         taken = [indices(await producer.take(2, timeout_s=20))]
-        await until(lambda: len(engine.held) == 4)
+        await until(lambda: len(engine.waiting) == 4)
         engine.release()
         return [*taken, sorted(indices(await producer.take(2, timeout_s=20)))]
 
@@ -113,7 +113,7 @@ def test_the_trainer_may_hold_starts_back(make_producer: MakeProducer) -> None:
         allowed = 0
         await producer.take(1, timeout_s=20)
         assert len(engine.requests) <= before + 2
-        return [len(engine.held)]
+        return [len(engine.waiting)]
 
     assert run(producer, body) == [0]
 
@@ -139,9 +139,9 @@ def test_a_pause_lets_weights_change_in_the_middle_of_a_sample(make_producer: Ma
     async def body() -> list[Group]:
         nonlocal held
         producer.keep_going(Continuous(groups=2))
-        await until(lambda: len(engine.held) == 2)
+        await until(lambda: len(engine.waiting) == 2)
         await producer.pause()
-        assert engine.held == []
+        assert engine.waiting == []
         await passes()
         assert len(engine.requests) == 2
         engine.version, held = 5, False
@@ -167,12 +167,12 @@ def test_an_evaluation_goes_on_beside_training_and_leaves_it_room(
         nonlocal most
         producer.keep_going(Continuous(groups=3))
         params = SamplingParams(max_new_tokens=4, temperature=0.0)
-        making = producer._work.making
-        evaluation = asyncio.create_task(sample_all(making, prompts[:5], params, [[7, 8]] * 5, at_once=3))
-        await until(lambda: len(engine.held) == 3)
+        context = producer._context.rollout_context
+        evaluation = asyncio.create_task(sample_all(context, prompts[:5], params, [[7, 8]] * 5, at_once=3))
+        await until(lambda: len(engine.waiting) == 3)
         taken = [len(await producer.take(2, timeout_s=20)) for _ in range(3)]
         while not evaluation.done():
-            most = max(most, len(engine.held))
+            most = max(most, len(engine.waiting))
             engine.release()
             await asyncio.sleep(0)
         return taken, [[(s.seed, s.response_tokens) for s in own] for own in await evaluation]

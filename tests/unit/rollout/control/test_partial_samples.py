@@ -84,7 +84,7 @@ def test_what_a_step_leaves_over_goes_on_in_the_next(make_producer: MakeProducer
 
     async def steps() -> list[list[Group]]:
         first = await producer.take(4, timeout_s=20)
-        assert engine.held == []
+        assert engine.waiting == []
         engine.version = 1
         producer.advance(1)
         slow.clear()

@@ -166,7 +166,7 @@ def test_a_deadline_names_what_is_open(make_producer: MakeProducer) -> None:
     ):
         asyncio.run(late())
     assert engine.cancelled
-    assert engine.held == []
+    assert engine.waiting == []
 
 
 @pytest.mark.parametrize(

@@ -410,7 +410,7 @@ def test_a_run_that_ends_lets_functions_clean_up(make_producer: MakeProducer) ->
 
     async def ended() -> None:
         step = asyncio.create_task(producer.take(4))
-        while len(engine.held) < 8:
+        while len(engine.waiting) < 8:
             await asyncio.sleep(0)
         step.cancel()
         await producer.close()
@@ -418,4 +418,4 @@ def test_a_run_that_ends_lets_functions_clean_up(make_producer: MakeProducer) ->
 
     asyncio.run(ended())
     assert len(cleaned) == len(engine.cancelled) == 8
-    assert engine.held == []
+    assert engine.waiting == []

@@ -45,7 +45,7 @@ def show(
 
 
 @pytest.fixture
-def seeing(text: TextTools) -> TextTools:
+def vision_text(text: TextTools) -> TextTools:
     return TextTools(text.tokenizer, Data.model_validate({"train": ["data.jsonl"]}), show=show)
 
 
@@ -93,18 +93,18 @@ def talker(text: TextTools, *turns: str) -> ScriptedEngine:
 
 
 def test_a_prompts_media_go_with_every_request_and_the_sample(
-    make_producer: MakeProducer, text: TextTools, seeing: TextTools, rows: list[Prompt]
+    make_producer: MakeProducer, text: TextTools, vision_text: TextTools, rows: list[Prompt]
 ) -> None:
     engine = talker(text, "ok")
-    sample = one(make_producer, engine, seeing, rows)
+    sample = one(make_producer, engine, vision_text, rows)
     assert engine.requests[0].media == sample.media == rows[0].media
 
 
 def test_a_tool_shows_images_in_the_next_turn(
-    make_producer: MakeProducer, text: TextTools, seeing: TextTools, rows: list[Prompt]
+    make_producer: MakeProducer, text: TextTools, vision_text: TextTools, rows: list[Prompt]
 ) -> None:
     engine = talker(text, "<call>x</call>", "so 5")
-    sample = one(make_producer, engine, seeing, rows, function=calls("crop"))
+    sample = one(make_producer, engine, vision_text, rows, function=calls("crop"))
     whole = "<call>x</call><result>see xdddd</result>so 5"
     assert text.decode(sample.response_tokens) == whole
     first = 4 + whole.index("dddd")
@@ -118,16 +118,16 @@ def test_a_tool_shows_images_in_the_next_turn(
 
 
 def test_where_an_image_finds_no_room_the_rollout_ends(
-    make_producer: MakeProducer, text: TextTools, seeing: TextTools, rows: list[Prompt]
+    make_producer: MakeProducer, text: TextTools, vision_text: TextTools, rows: list[Prompt]
 ) -> None:
     engine = talker(text, "<call>x</call>", "so 5")
-    sample = one(make_producer, engine, seeing, rows, function=calls("crop"), max_new_tokens=30)
+    sample = one(make_producer, engine, vision_text, rows, function=calls("crop"), max_new_tokens=30)
     assert text.decode(sample.response_tokens) == "<call>x</call>"
     assert sample.media == rows[0].media
 
 
 def test_a_conversation_that_shows_too_much_is_refused(
-    make_producer: MakeProducer, text: TextTools, seeing: TextTools, rows: list[Prompt]
+    make_producer: MakeProducer, text: TextTools, vision_text: TextTools, rows: list[Prompt]
 ) -> None:
     async def shows(rollout: Any, prompt: Prompt, seed: int) -> Sample:
         draft = rollout.draft()
@@ -141,14 +141,14 @@ def test_a_conversation_that_shows_too_much_is_refused(
         found: Sample = draft.sample()
         return found
 
-    seeing.max_media = 2
-    sample = one(make_producer, talker(text, "ok"), seeing, rows, function=shows)
+    vision_text.max_media = 2
+    sample = one(make_producer, talker(text, "ok"), vision_text, rows, function=shows)
     assert [medium.key for medium in sample.media] == ["first", "k"]
 
 
 @pytest.mark.parametrize(
     ("tool", "tools", "why"),
-    [("odd", "seeing", "A tool returned 'picture'"), ("crop", "text", "this run's model takes none")],
+    [("odd", "vision_text", "A tool returned 'picture'"), ("crop", "text", "this run's model takes none")],
 )
 def test_what_cannot_be_shown_fails_the_rollout(
     make_producer: MakeProducer,
@@ -167,7 +167,7 @@ def test_what_cannot_be_shown_fails_the_rollout(
 
 
 def test_a_placeholder_in_a_tools_words_is_refused(
-    make_producer: MakeProducer, text: TextTools, seeing: TextTools, rows: list[Prompt]
+    make_producer: MakeProducer, text: TextTools, vision_text: TextTools, rows: list[Prompt]
 ) -> None:
     async def told(rollout: Any, prompt: Prompt, seed: int) -> Sample:
         draft = rollout.draft()
@@ -178,17 +178,19 @@ def test_a_placeholder_in_a_tools_words_is_refused(
         found: Sample = draft.sample()
         return found
 
-    sample = one(make_producer, talker(text, "ok"), seeing, rows, function=told, forbidden=(PAD,))
+    sample = one(make_producer, talker(text, "ok"), vision_text, rows, function=told, forbidden=(PAD,))
     assert sample.media[-1].spans == ((7, 2),)
 
 
 def test_a_sample_whose_media_lie_outside_is_refused(
-    make_producer: MakeProducer, text: TextTools, seeing: TextTools, rows: list[Prompt]
+    make_producer: MakeProducer, text: TextTools, vision_text: TextTools, rows: list[Prompt]
 ) -> None:
     def longer(sample: Sample, prompt: Prompt) -> Sample:
         return sample._replace(media=(image("first", 5),))
 
-    sample = one(make_producer, talker(text, "ok"), seeing, rows, after_sample=[longer], max_failed_ratio=1.0)
+    sample = one(
+        make_producer, talker(text, "ok"), vision_text, rows, after_sample=[longer], max_failed_ratio=1.0
+    )
     assert sample.error is not None
     assert "media end at token 7 of 6" in sample.error
 

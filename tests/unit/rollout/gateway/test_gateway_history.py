@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from anygauge.config.schema import RolloutGateway
-from anygauge.rollout.gateway.asks import Ask
 from anygauge.rollout.gateway.messages import Chat, Message
+from anygauge.rollout.gateway.request_parsing import ChatRequest
 from anygauge.rollout.gateway.server import Gateway
 from anygauge.testing.scripted import ScriptedGenerator
 from anygauge_hooks.rl import Prompt, Sample, SamplingParams
@@ -42,8 +42,8 @@ class Talk:
 
     async def say(self, *messages: Message, retried: bool = False, **fields: Any) -> Message:
         self._asks += not retried
-        ask = Ask("policy", Chat(tuple(messages)), **fields)
-        asked = await self.session.ask(ask, str(self._asks), retried=retried)
+        ask = ChatRequest("policy", Chat(tuple(messages)), **fields)
+        asked = await self.session.submit(ask, str(self._asks), retried=retried)
         async with asked.sampling:
             await asked.sampling.result()
         return asked.answers()[0].message()

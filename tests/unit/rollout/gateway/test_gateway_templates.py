@@ -11,10 +11,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from anygauge.config.schema import RolloutGateway
-from anygauge.rollout.gateway.asks import Ask
 from anygauge.rollout.gateway.messages import Call, Chat, Message
 from anygauge.rollout.gateway.refusals import Refusal
 from anygauge.rollout.gateway.rendering import Renderer
+from anygauge.rollout.gateway.request_parsing import ChatRequest
 from anygauge.rollout.gateway.server import Gateway
 from anygauge.rollout.gateway.session import Session
 from anygauge.testing.scripted import ScriptedGenerator
@@ -65,7 +65,9 @@ def opened(tokenizer: Any, script: list[Any], **options: Any) -> tuple[Session, 
 
 
 async def say(session: Session, *messages: Message) -> Message:
-    asked = await session.ask(Ask("policy", Chat(messages, TOOLS)), str(len(session.turns)), retried=False)
+    asked = await session.submit(
+        ChatRequest("policy", Chat(messages, TOOLS)), str(len(session.turns)), retried=False
+    )
     async with asked.sampling:
         await asked.sampling.result()
     return asked.answers()[0].message()

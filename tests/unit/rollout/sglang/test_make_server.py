@@ -23,7 +23,7 @@ Make = Callable[..., Config]
 PORTS = server_module._Ports(http=7, collectives=8, bootstrap=9)
 
 
-class Asks:
+class EngineArguments:
     """A plugin that wants arguments, as a backend does."""
 
     @hookimpl
@@ -34,7 +34,7 @@ class Asks:
 @pytest.fixture(scope="module")
 def plugins() -> Plugins:
     found = load_plugins(only=[])
-    found.register(Asks(), "asks")
+    found.register(EngineArguments(), "asks")
     return found
 
 

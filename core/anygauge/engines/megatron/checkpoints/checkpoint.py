@@ -39,9 +39,9 @@ from anygauge.engines.megatron.checkpoints.files import (
 )
 from anygauge.engines.megatron.checkpoints.shards import (
     MAIN,
-    Held,
-    Part,
+    LocalTensor,
     Shard,
+    TensorSlice,
     held_tensors,
     kept_parts,
     optimizer_shards,
@@ -138,9 +138,9 @@ class Checkpointer:
             raise self._refused
         return self._write is None or self._write.done()
 
-    def _held(self) -> list[Held]:
+    def _held(self) -> list[LocalTensor]:
         policy = self._policy
-        return held_tensors(policy.chunks, policy.tensors, policy.rules, policy.place)
+        return held_tensors(policy.chunks, policy.tensors, policy.rules, policy.position)
 
     def _copy(self) -> tuple[list[Piece], dict[str, Tensor]]:
         pieces: list[Piece] = []
@@ -223,7 +223,7 @@ class Checkpointer:
                 if shard.is_copy:
                     _check_stored(reader, MAIN, part, torch.float32)
 
-    def _check_model(self, reader: PieceReader, held: Sequence[Held]) -> None:
+    def _check_model(self, reader: PieceReader, held: Sequence[LocalTensor]) -> None:
         wanted = {each.name: each.region.shape for each in held}
         stored = reader.shapes
         everywhere = {rule.canonical for rule in self._policy.rules} | wanted.keys()
@@ -344,7 +344,7 @@ def _unwritten(reason: str, hint: str) -> CheckpointError:
     return CheckpointError(f"The checkpoint cannot be written: {reason}.", hint=hint)
 
 
-def _check_stored(reader: PieceReader, kind: str, part: Part, dtype: torch.dtype) -> None:
+def _check_stored(reader: PieceReader, kind: str, part: TensorSlice, dtype: torch.dtype) -> None:
     found = reader.dtype(kind, *part.key)
     if found != dtype:
         name = part.held.name
@@ -354,7 +354,7 @@ def _check_stored(reader: PieceReader, kind: str, part: Part, dtype: torch.dtype
         )
 
 
-def _kinds(reader: PieceReader, part: Part) -> list[str]:
+def _kinds(reader: PieceReader, part: TensorSlice) -> list[str]:
     """Return the names of the optimizer's state for a part."""
     return sorted(reader.kinds(*part.key) - {WEIGHT, MAIN})
 

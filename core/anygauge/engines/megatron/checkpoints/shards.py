@@ -15,15 +15,15 @@ from torch import Tensor, nn
 
 from anygauge.engines.megatron.checkpoints.files import WEIGHT, Region
 from anygauge.engines.megatron.weights.mapping import TensorRule, is_embedding
-from anygauge.engines.megatron.weights.sharding import Place, stretches
+from anygauge.engines.megatron.weights.sharding import ShardPosition, stretches
 from anygauge.kernels.remainders import join, split
 from anygauge_hooks.errors import CheckpointError
 
 __all__ = [
     "MAIN",
-    "Held",
-    "Part",
+    "LocalTensor",
     "Shard",
+    "TensorSlice",
     "held_tensors",
     "kept_parts",
     "optimizer_shards",
@@ -35,7 +35,7 @@ MAIN = "main"
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class LocalTensor:
     """A tensor of this rank."""
 
     name: str
@@ -49,20 +49,20 @@ class Held:
     """First element in the owner."""
     is_first: bool
     """Whether no rank before this one has the same region, but for data parallelism."""
-    has_first_share: bool
+    is_first_owner: bool
     """Whether this is the first of the ranks that divide the optimizer's state for it."""
 
     @property
-    def whole(self) -> Part:
+    def whole(self) -> TensorSlice:
         """Return all of it."""
-        return Part(self, 0, self.region.elements, slice(0, self.region.elements))
+        return TensorSlice(self, 0, self.region.elements, slice(0, self.region.elements))
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class TensorSlice:
     """A part of a tensor of this rank."""
 
-    held: Held
+    held: LocalTensor
     start: int
     end: int
     inside: slice
@@ -83,7 +83,7 @@ class Part:
 class Shard:
     """A part of a parameter that this rank's optimizer updates."""
 
-    parts: Sequence[Part]
+    parts: Sequence[TensorSlice]
     """Of the canonical tensors that the parameter is made of."""
     main: Tensor
     """What the optimizer updates: a view of the parameter, a float32 copy of the part, or int16 remainders
@@ -91,12 +91,12 @@ class Shard:
     is_copy: bool
     inner: torch.optim.Optimizer
 
-    def copy_of(self, part: Part) -> Tensor:
+    def copy_of(self, part: TensorSlice) -> Tensor:
         """Return the float32 copy of one of the parts, flat."""
         own = self.main.detach().view(-1)[part.inside]
         return join(part.weight, own) if own.dtype == torch.int16 else own
 
-    def restore(self, part: Part, values: Tensor) -> None:
+    def restore(self, part: TensorSlice, values: Tensor) -> None:
         """Write the float32 copy of one of the parts, and beside remainders the model's weights."""
         own = self.main.detach().view(-1)[part.inside]
         if own.dtype == torch.int16:
@@ -109,8 +109,8 @@ def held_tensors(
     chunks: Sequence[nn.Module],
     tensors: Mapping[str, Tensor],
     rules: Sequence[TensorRule],
-    place: Place,
-) -> list[Held]:
+    place: ShardPosition,
+) -> list[LocalTensor]:
     """Return what this rank has of a model.
 
     :param tensors: Of the chunks, by canonical name.
@@ -122,17 +122,19 @@ def held_tensors(
     return [_held(name, tensor, known.get(name), owners, place) for name, tensor in tensors.items()]
 
 
-def _held(name: str, tensor: Tensor, rule: TensorRule | None, owners: _Owners, place: Place) -> Held:
+def _held(
+    name: str, tensor: Tensor, rule: TensorRule | None, owners: _Owners, place: ShardPosition
+) -> LocalTensor:
     owner, offset = owners.find(name, tensor)
     experts = rule is not None and rule.declared.experts > 0
-    return Held(
+    return LocalTensor(
         name=name,
         tensor=tensor,
         region=Region.whole(tensor.shape) if rule is None else _region(rule, tensor.shape, place),
         owner=owner,
         offset=offset,
         is_first=_is_first(name, rule, place),
-        has_first_share=(
+        is_first_owner=(
             parallel_state.get_expert_data_parallel_rank()
             if experts
             else parallel_state.get_data_parallel_rank(with_context_parallel=True)
@@ -141,7 +143,7 @@ def _held(name: str, tensor: Tensor, rule: TensorRule | None, owners: _Owners, p
     )
 
 
-def _region(rule: TensorRule, local: Sequence[int], place: Place) -> Region:
+def _region(rule: TensorRule, local: Sequence[int], place: ShardPosition) -> Region:
     declared, dim = rule.declared, rule.declared.split_dim or 0
     if not local:
         return Region.whole(local)
@@ -155,7 +157,7 @@ def _region(rule: TensorRule, local: Sequence[int], place: Place) -> Region:
     )
 
 
-def _is_first(name: str, rule: TensorRule | None, place: Place) -> bool:
+def _is_first(name: str, rule: TensorRule | None, place: ShardPosition) -> bool:
     """Return whether this rank is the first of those that hold the same region of a tensor alike.
 
     The last pipeline stage has a copy of an embedding that the output layer is tied to.
@@ -190,13 +192,13 @@ class _Owners:
         )
 
 
-def optimizer_shards(held: Sequence[Held], optimizer: MegatronOptimizer) -> Iterator[Shard]:
+def optimizer_shards(held: Sequence[LocalTensor], optimizer: MegatronOptimizer) -> Iterator[Shard]:
     """Yield what the optimizer of this rank updates.
 
     :param held: All tensors of the model.
     :raises CheckpointError: The optimizer keeps its weights where they cannot be read.
     """
-    tensors: defaultdict[int, list[Held]] = defaultdict(list)
+    tensors: defaultdict[int, list[LocalTensor]] = defaultdict(list)
     for each in held:
         tensors[id(each.owner)].append(each)
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
@@ -214,10 +216,10 @@ def optimizer_shards(held: Sequence[Held], optimizer: MegatronOptimizer) -> Iter
                 yield Shard(filled, main, main.dtype != parameter.dtype, part.optimizer)
 
 
-def _part(held: Held, start: int, end: int) -> Part:
+def _part(held: LocalTensor, start: int, end: int) -> TensorSlice:
     """Return the part of a tensor that is within some elements of its owner."""
     first, last = max(start, held.offset), min(end, held.offset + held.region.elements)
-    return Part(held, first - held.offset, last - held.offset, slice(first - start, last - start))
+    return TensorSlice(held, first - held.offset, last - held.offset, slice(first - start, last - start))
 
 
 def _shards_of(part: Any) -> Iterator[tuple[Tensor, int, int, Tensor]]:
@@ -238,22 +240,24 @@ def _shards_of(part: Any) -> Iterator[tuple[Tensor, int, int, Tensor]]:
         yield parameter, 0, parameter.numel(), main
 
 
-def kept_parts(held: Sequence[Held], optimizer: MegatronOptimizer) -> Iterator[tuple[Part, Shard | None]]:
+def kept_parts(
+    held: Sequence[LocalTensor], optimizer: MegatronOptimizer
+) -> Iterator[tuple[TensorSlice, Shard | None]]:
     """Yield what this rank has to keep, with the shard that it is of: no two ranks keep the same element."""
     is_replicated = not any(
         hasattr(part, "shard_fp32_groups") for part in getattr(optimizer, "chained_optimizers", [optimizer])
     )
     for shard in optimizer_shards(held, optimizer):
         for part in shard.parts:
-            if part.held.is_first and (part.held.has_first_share or not is_replicated):
+            if part.held.is_first and (part.held.is_first_owner or not is_replicated):
                 yield part, shard
     for each in held:
-        if each.is_first and each.has_first_share and not each.owner.requires_grad:
+        if each.is_first and each.is_first_owner and not each.owner.requires_grad:
             yield each.whole, None
 
 
 def part_state(
-    part: Part, shard: Shard | None, *, joined: bool = True
+    part: TensorSlice, shard: Shard | None, *, joined: bool = True
 ) -> tuple[dict[str, Tensor], dict[str, float]]:
     """Return the tensors of a part by kind, flat, and the numbers that the optimizer keeps for it.
 

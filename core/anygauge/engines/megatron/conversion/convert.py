@@ -30,7 +30,12 @@ from torch import Tensor
 
 from anygauge.disk import appearing, read_json
 from anygauge.distributed.lifetime import die_with
-from anygauge.engines.megatron.conversion.dist_checkpoint import Part, stored_key, write_index, write_part
+from anygauge.engines.megatron.conversion.dist_checkpoint import (
+    WrittenFile,
+    stored_key,
+    write_index,
+    write_tensors,
+)
 from anygauge.engines.megatron.conversion.paths import check_source, check_target, conversion_error, is_of_run
 from anygauge.engines.megatron.conversion.sources import (
     CanonicalSource,
@@ -38,7 +43,7 @@ from anygauge.engines.megatron.conversion.sources import (
     open_weights,
     tensor_names,
 )
-from anygauge.engines.megatron.media.towers import seeing
+from anygauge.engines.megatron.media.towers import with_modalities
 from anygauge.engines.megatron.weights.hf import (
     FILE_BYTES,
     TensorReader,
@@ -104,7 +109,7 @@ def hf_to_megatron(
         rules = family.rules
         sizes, left_out = (_run_sizes if is_of_run(found.weights) else _hf_sizes)(found.weights, family)
         count = _count(workers, sum(sizes))
-        shares = _shares(rules, sizes, count)
+        shares = _partition(rules, sizes, count)
         written = partial / "model"
         written.mkdir()
         (partial / "hf").mkdir()
@@ -191,7 +196,7 @@ def _read_family(directory: Path, plugins: Plugins, weights: Path) -> _Family:
     with reading_config(directory):
         if spec.media is not None:  # a run of text has none of the towers
             names = tensor_names(weights)
-            spec = seeing(spec, {kind for tower in _there(spec, hf, names) for kind in tower.kinds})
+            spec = with_modalities(spec, {kind for tower in _there(spec, hf, names) for kind in tower.kinds})
         return _Family(
             model_rules(spec, hf),
             unused_prefixes(spec, hf),
@@ -382,7 +387,7 @@ def _count(workers: int | None, size: int) -> int:
     return workers or max(1, min(len(os.sched_getaffinity(0)), size // WORKER_BYTES))
 
 
-def _shares(rules: Sequence[TensorRule], sizes: Sequence[int], count: int) -> list[list[TensorRule]]:
+def _partition(rules: Sequence[TensorRule], sizes: Sequence[int], count: int) -> list[list[TensorRule]]:
     """Divide rules, in order, into shares of about the same bytes, one for each file."""
     total = max(sum(sizes), 1)
     number = max(min(count, len(rules)), math.ceil(total / FILE_BYTES))
@@ -399,9 +404,9 @@ def _shares(rules: Sequence[TensorRule], sizes: Sequence[int], count: int) -> li
 # -------------------------------------------------------------------------
 
 
-def _write_part(source: Path, path: Path, rules: Sequence[TensorRule]) -> Part:
+def _write_part(source: Path, path: Path, rules: Sequence[TensorRule]) -> WrittenFile:
     with open_weights(source) as reader:
-        return write_part(path, ((rule, reader.parts(rule)) for rule in rules))
+        return write_tensors(path, ((rule, reader.parts(rule)) for rule in rules))
 
 
 def _write_shard(source: Path, path: Path, rules: Sequence[TensorRule]) -> None:

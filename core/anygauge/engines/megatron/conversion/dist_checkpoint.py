@@ -36,7 +36,7 @@ from anygauge.engines.megatron.conversion.dist_index import Chunk, read_index, t
 from anygauge.engines.megatron.conversion.dist_payload import load_payload
 from anygauge.engines.megatron.weights.mapping import TensorRule
 
-__all__ = ["DistReader", "Part", "stored_key", "write_index", "write_part"]
+__all__ = ["DistReader", "WrittenFile", "stored_key", "write_index", "write_tensors"]
 
 _EXPERT = re.compile(r"(.*\.experts\.)(linear_fc[12]\.(?:weight|bias))\d+")
 _LAYER = re.compile(r"(.*\blayers\.)(\d+)\.(.+)")
@@ -69,19 +69,19 @@ def _key(rule: TensorRule) -> tuple[str, tuple[int, ...]]:
 
 
 @dataclass(slots=True)
-class Part:
+class WrittenFile:
     """What one file holds."""
 
     tensors: dict[str, TensorStorageMetadata] = field(default_factory=dict)
     storage: dict[MetadataIndex, Any] = field(default_factory=dict)
 
 
-def write_part(path: Path, tensors: Iterable[tuple[TensorRule, Sequence[Tensor]]]) -> Part:
+def write_tensors(path: Path, tensors: Iterable[tuple[TensorRule, Sequence[Tensor]]]) -> WrittenFile:
     """Write tensors, one after another, and return where they are.
 
     :param tensors: Each as pieces that make it up one under another.
     """
-    part = Part()
+    part = WrittenFile()
     with _File(FileIO(path, "wb")) as file:
         for rule, pieces in tensors:
             start = file.tell()
@@ -122,7 +122,7 @@ class _File(BufferedWriter):
         return super().seek(offset, whence)
 
 
-def write_index(directory: Path, parts: Sequence[Part]) -> None:
+def write_index(directory: Path, parts: Sequence[WrittenFile]) -> None:
     """Write what makes ``*.distcp`` files a checkpoint."""
     tensors: dict[str, TensorStorageMetadata] = {}
     for part in parts:

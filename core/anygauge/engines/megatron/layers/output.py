@@ -125,7 +125,7 @@ def replace_output_layer(model: nn.Module, make: Callable[[Any], ResponseOutput]
     owner: Any = output_owner(model, path)
     if not owner.post_process:
         return
-    _share_gradient(owner)
+    _mark_tied_gradient(owner)
     owner.output_layer = make(owner.output_layer)
 
 
@@ -166,7 +166,7 @@ def output_weight(owner: Any) -> Tensor:
     return weight
 
 
-def _share_gradient(owner: Any) -> None:
+def _mark_tied_gradient(owner: Any) -> None:
     """Tell Megatron's hook that a weight's gradient comes from an embedding and from an output layer.
 
     It would drop what autograd has of one, since the other adds to the main gradient itself. Megatron sets
@@ -224,7 +224,7 @@ class OutputLogprob:
         log_probs, entropy = _without(found, entropy, columns.shape[1], len(self.forbidden), entropy_grad)
         return (log_probs if targets.dim() == 2 else log_probs.squeeze(1)), entropy
 
-    def likeliest(self, wrapped: Any, hidden: Tensor, count: int) -> Tensor:
+    def top_k_ids(self, wrapped: Any, hidden: Tensor, count: int) -> Tensor:
         """Return the ids ``[R, count]`` of the likeliest tokens.
 
         :param wrapped: The last stage's model.

@@ -20,7 +20,7 @@ from anygauge_hooks.errors import ConfigError, MediaMismatchError
 from anygauge_hooks.media import MediaKind, TowerSpec
 from anygauge_hooks.models import ModelSpec, WeightRule
 
-__all__ = ["Tower", "bind", "build_tower", "freeze", "recompute", "seeing"]
+__all__ = ["Tower", "bind", "build_tower", "freeze", "recompute", "with_modalities"]
 
 ATTENTION = "anygauge_flash"
 """The table's attention among those of transformers, which packs sequences for names with "flash" in them."""
@@ -34,7 +34,7 @@ _lengths: ContextVar[Sequence[int] | None] = ContextVar("lengths", default=None)
 # -------------------------------------------------------------------------
 
 
-def seeing(spec: ModelSpec, kinds: Collection[MediaKind]) -> ModelSpec:
+def with_modalities(spec: ModelSpec, kinds: Collection[MediaKind]) -> ModelSpec:
     """Return a family without the towers that take nothing of these kinds.
 
     Their tensors are then unused in checkpoints.

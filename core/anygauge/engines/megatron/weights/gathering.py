@@ -18,14 +18,14 @@ from torch import Tensor
 from anygauge.distributed.all_gather import all_gather_values
 from anygauge.engines.megatron.weights.loading import BYTES_AS_TEXT
 from anygauge.engines.megatron.weights.mapping import TensorRule, hf_tensors, mapping_error
-from anygauge.engines.megatron.weights.sharding import Place, merge
+from anygauge.engines.megatron.weights.sharding import ShardPosition, merge
 
 __all__ = ["Gathering", "plan_gathering"]
 
 DTYPES = {str(each): each for each in vars(torch).values() if isinstance(each, torch.dtype)}
 _FORMS = TypeAdapter(dict[int, tuple[tuple[int, ...], str]])
 """Shape and dtype of a shard, by number of its rule."""
-_HELD = TypeAdapter(tuple[bytes, Place], config=BYTES_AS_TEXT)
+_HELD = TypeAdapter(tuple[bytes, ShardPosition], config=BYTES_AS_TEXT)
 """The rules whose tensors a rank holds, as bits, and its place."""
 
 
@@ -99,7 +99,7 @@ class Gathering:
 def plan_gathering(
     stored: Mapping[str, Tensor],
     rules: Sequence[TensorRule],
-    place: Place,
+    place: ShardPosition,
     group: dist.ProcessGroup | None = None,
 ) -> Gathering:
     """Find out which ranks hold what. A collective.
@@ -137,7 +137,7 @@ def _ranks_of(group: dist.ProcessGroup | None) -> list[int]:
 def _sources(
     stored: Mapping[str, Any],
     rules: Sequence[TensorRule],
-    place: Place,
+    place: ShardPosition,
     ranks: Sequence[int],
     group: dist.ProcessGroup | None,
 ) -> list[tuple[int, ...]]:

@@ -29,7 +29,7 @@ from anygauge.engines.megatron.weights.mapping import (
     tied_problem,
     to_canonical,
 )
-from anygauge.engines.megatron.weights.sharding import Place, hf_ranges, local_shape, ranks_of_group
+from anygauge.engines.megatron.weights.sharding import ShardPosition, hf_ranges, local_shape, ranks_of_group
 from anygauge.engines.megatron.weights.stacks import straight
 from anygauge_hooks.errors import CheckpointError
 
@@ -64,7 +64,7 @@ def load_weights(
     stored: Mapping[str, Tensor],
     rules: Sequence[TensorRule],
     source: TensorSource,
-    place: Place,
+    place: ShardPosition,
     *,
     unused: Sequence[str] = (),
     tied: tuple[str, str] | None = None,
@@ -98,7 +98,7 @@ def _unwritten(stored: Mapping[str, Any], held: Sequence[TensorRule]) -> Iterato
 
 
 def _misfits(
-    stored: Mapping[str, Tensor], held: Sequence[TensorRule], source: TensorSource, place: Place
+    stored: Mapping[str, Tensor], held: Sequence[TensorRule], source: TensorSource, place: ShardPosition
 ) -> Iterator[str]:
     names = source.names
     for rule in held:
@@ -120,7 +120,7 @@ def _misfits(
 
 
 def _untied(
-    held: Sequence[TensorRule], source: TensorSource, place: Place, tied: tuple[str, str]
+    held: Sequence[TensorRule], source: TensorSource, place: ShardPosition, tied: tuple[str, str]
 ) -> Iterator[str]:
     """Yield that the output layer differs from the embedding, in this rank's rows of it."""
     embedding, output = tied
@@ -133,7 +133,7 @@ def _untied(
 
 
 def _agree(
-    problems: Sequence[str], rules: Sequence[TensorRule], stored: Mapping[str, Any], place: Place
+    problems: Sequence[str], rules: Sequence[TensorRule], stored: Mapping[str, Any], place: ShardPosition
 ) -> None:
     """Raise on every rank if anything is wrong on one."""
     held = np.array([rule.canonical in stored for rule in rules], dtype=bool)
@@ -148,7 +148,7 @@ def _agree(
 
 
 def _wrongly_held(
-    rules: Sequence[TensorRule], holders: Sequence[int], place: Place, world_size: int
+    rules: Sequence[TensorRule], holders: Sequence[int], place: ShardPosition, world_size: int
 ) -> Iterator[str]:
     copied = copied_embedding(rules) if place.stages > 1 else None
     for rule, count in zip(rules, holders, strict=True):
@@ -183,7 +183,7 @@ def open_on_every_rank(directory: Path) -> Iterator[TensorReader]:
         yield reader
 
 
-def read_shard(target: Tensor, rule: TensorRule, source: TensorSource, place: Place) -> None:
+def read_shard(target: Tensor, rule: TensorRule, source: TensorSource, place: ShardPosition) -> None:
     """Write a rank's shard of a tensor, read from a checkpoint that has been checked."""
     declared = rule.declared
     ways, index, dim = place.ways(declared), place.index(declared), declared.split_dim or 0

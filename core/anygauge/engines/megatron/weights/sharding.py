@@ -21,7 +21,7 @@ from anygauge_hooks.models import WeightRule
 
 __all__ = [
     "CanonicalTensors",
-    "Place",
+    "ShardPosition",
     "division_problem",
     "global_expert",
     "hf_ranges",
@@ -58,7 +58,7 @@ class CanonicalTensors(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class ShardPosition:
     """Where a rank stands in the groups that divide tensors."""
 
     tensor: int = 1

@@ -1,0 +1,53 @@
+"""What groups are made with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from anygauge.rollout.control.functions import UserFunctions
+from anygauge.rollout.control.scoring import GroupScorer
+from anygauge.rollout.control.text import TextTools
+from anygauge_hooks.data import DataSource
+from anygauge_hooks.rl import SamplingParams
+from anygauge_hooks.rollout import Generator
+
+if TYPE_CHECKING:
+    from anygauge.config.schema import Rollout as RolloutConfig
+
+__all__ = ["ProducerContext", "RolloutContext"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutContext:
+    """What samples are made with."""
+
+    config: RolloutConfig
+    generator: Generator
+    functions: UserFunctions
+    text: TextTools
+    engines: Mapping[str, Generator] = field(default_factory=dict)
+    """Of other models than the one that is trained, by name."""
+    vocab_size: int | None = None
+    """Of the model, which all token ids of an engine must be below; ``None`` if it is not known."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProducerContext:
+    """What a producer works with."""
+
+    rollout_context: RolloutContext
+    source: DataSource
+    seeds: Callable[[int], Sequence[int]]
+    """Of each rollout of a group, from how many prompts were drawn before it in the run."""
+    params: SamplingParams
+    scorer: GroupScorer | None = None
+    """``None`` where the rollout function gives the rewards, or none is needed."""
+    max_unscored_ratio: float = 0.1
+    """Share of a step's rollouts that may fail to be scored."""
+
+    @property
+    def config(self) -> RolloutConfig:
+        """The table of the config."""
+        return self.rollout_context.config

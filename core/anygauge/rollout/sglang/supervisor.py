@@ -1,0 +1,145 @@
+"""The parent of a server: ends what the server started and removes what it leaves, whichever of them ends
+first.
+
+A server is several processes, which may outlive each other, and it leaves files in shared memory. Its keeper
+imports little and only waits: for the server's end, for the order to end it, or for the end of the worker,
+whose pipe is its standard input.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+
+from anygauge.distributed.lifetime import adopt_orphans, end_children
+
+__all__ = ["LOOK", "STOP", "SUPERVISOR", "supervisor_command"]
+
+SUPERVISOR = "ANYGAUGE_SGLANG_SUPERVISOR"
+"""Environment variable of a server: the process that it must not outlive."""
+STOP, LOOK = b"stop\n", b"look\n"
+"""What the worker writes to end a server in peace, the mere end of the pipe kills it; and to have it looked
+at now that it serves, which is answered by the same word on standard output. The log is standard error."""
+SHARED_MEMORY = Path("/dev/shm")
+OPENED, STAMPED = "sglang_", ("sgl_shm_", "multi_tokenizer_args_")
+"""How SGLang begins the names of files in shared memory: of those that its processes keep open, and of those
+whose names hold the number of the process that made them."""
+LOOK_EVERY_S = 1.0
+_LIFELINE = 0
+
+
+def supervisor_command(server: Sequence[str], *, grace_s: float) -> list[str]:
+    """Return the command that keeps a server.
+
+    :param server: The server's own command.
+    :param grace_s: From the order to end in peace to the kill.
+    """
+    return [sys.executable, "-m", __spec__.name, str(grace_s), *server]
+
+
+class _Traces:
+    """What a server has on the host: numbers of its processes, and files in shared memory."""
+
+    def __init__(self) -> None:
+        self.pids: set[int] = set()
+        self.files: set[Path] = set()
+
+    def look(self) -> None:
+        """Note what there is now."""
+        now = {child.pid for child in psutil.Process().children(recursive=True)}
+        self.pids |= now
+        self.files |= _opened(now)
+
+    def remove(self) -> None:
+        """Remove the files of the processes that were noted, which have ended."""
+        for path in self.files | set(_stamped(self.pids)):
+            path.unlink(missing_ok=True)
+
+
+def _opened(pids: Iterable[int]) -> set[Path]:
+    found = set()
+    for pid in pids:
+        with suppress(OSError):  # it has ended
+            for link in Path(f"/proc/{pid}/fd").iterdir():
+                with suppress(OSError):
+                    found.add(link.readlink())
+    return {path for path in found if path.parent == SHARED_MEMORY and path.name.startswith(OPENED)}
+
+
+def _stamped(pids: set[int]) -> Iterable[Path]:
+    """Yield ``sgl_shm_KIND_PID_RANDOM`` and ``multi_tokenizer_args_PID`` of these processes."""
+    with suppress(OSError):
+        for path in SHARED_MEMORY.iterdir():
+            parts = path.name.split("_")
+            pid = parts[-2] if path.name.startswith(STAMPED[0]) else parts[-1]
+            if path.name.startswith(STAMPED) and pid.isdecimal() and int(pid) in pids:
+                yield path
+
+
+def keep(command: Sequence[str], grace_s: float) -> int:
+    """Run a server to its end, leave nothing of it, and return its exit status."""
+    adopt_orphans()
+    wake = _wake_on_signals()
+    scratch = tempfile.mkdtemp(prefix="anygauge-sglang-")  # SGLang never removes its sockets
+    environment = {**os.environ, SUPERVISOR: str(os.getpid()), "TMPDIR": scratch}
+    server = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=sys.stderr.fileno(), env=environment)
+    traces = _Traces()
+    try:
+        if _wait(server, wake, traces):
+            server.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                server.wait(timeout=grace_s)
+    finally:
+        traces.look()
+        server.kill()
+        status = server.wait()
+        end_children()
+        traces.remove()
+        shutil.rmtree(scratch, ignore_errors=True)
+    return status
+
+
+def _wake_on_signals() -> int:
+    """Return a descriptor that gives the numbers of the signals that arrive."""
+    source, sink = os.pipe()
+    for descriptor in (source, sink):
+        os.set_blocking(descriptor, False)
+    signal.set_wakeup_fd(sink, warn_on_full_buffer=False)
+    for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: None)
+    return source
+
+
+def _wait(server: subprocess.Popen[bytes], wake: int, traces: _Traces) -> bool:
+    """Wait for a reason to end, and return whether the server may do so in peace."""
+    while server.poll() is None:
+        pause = None if traces.files else LOOK_EVERY_S  # of a server that is up, all that stays is noted
+        ready, _, _ = select.select([_LIFELINE, wake], [], [], pause)
+        if _LIFELINE in ready:
+            word = os.read(_LIFELINE, len(STOP))
+            traces.look()
+            if word != LOOK:
+                return word == STOP
+            with suppress(OSError):  # the worker is gone
+                os.write(1, LOOK)
+        if wake in ready and {signal.SIGTERM, signal.SIGINT} & set(os.read(wake, 64)):
+            traces.look()
+            return True
+        if not traces.files:
+            traces.look()
+    return False
+
+
+if __name__ == "__main__":
+    _status = keep(sys.argv[2:], float(sys.argv[1]))
+    sys.exit(_status if _status >= 0 else 128 - _status)

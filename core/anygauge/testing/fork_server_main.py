@@ -1,0 +1,20 @@
+"""``python -m anygauge`` in a forked process, whose workers and probes are forked too."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import runpy
+import sys
+
+from anygauge.testing import fork_server
+from anygauge.testing.fork_server_probes import forked_probes
+
+if __name__ == "__main__":
+    folders = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    sys.path[:0] = [os.path.abspath(folder) for folder in folders if folder]
+    processes = fork_server.running()
+    assert processes is not None
+    doctor = importlib.import_module("anygauge.cli.doctor")
+    with fork_server.forked_workers(processes), forked_probes(processes, doctor):
+        runpy.run_module("anygauge", run_name="__main__", alter_sys=True)

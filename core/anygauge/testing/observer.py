@@ -1,0 +1,42 @@
+"""A run of a recipe, and what its hooks were shown."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from anygauge.config.load import load_config
+from anygauge.plugins import load_plugins
+from anygauge.trainer.run import train
+from anygauge_hooks import hookimpl
+from anygauge_hooks.rl import Group
+from anygauge_hooks.types import RunInfo
+
+__all__ = ["Observer", "run_with_observer"]
+
+
+class Observer:
+    """Keeps what it is shown."""
+
+    def __init__(self) -> None:
+        self.groups: list[Group] = []
+        """Those of each step, one step after the other."""
+        self.metrics: list[Mapping[str, float]] = []
+        """Of each step."""
+
+    @hookimpl
+    def after_rollout(self, groups: Sequence[Group]) -> None:
+        """Keep the groups of a step."""
+        self.groups.extend(groups)
+
+    @hookimpl
+    def after_train_step(self, metrics: Mapping[str, float]) -> None:
+        """Keep the metrics of a step."""
+        self.metrics.append(metrics)
+
+
+def run_with_observer(recipe: Path, observer: Observer) -> RunInfo:
+    """Train as a config says, on the CPU, in sight of an observer."""
+    plugins = load_plugins()
+    plugins.register(observer, "observer")
+    return train(load_config(recipe, backend="cpu", plugins=plugins), plugins)

@@ -1,0 +1,194 @@
+"""Tiny models that see, as directories that a real server reads, and what they should say of images."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import load_file, save_file
+from tokenizers import AddedToken
+
+from anygauge.config.schema import RolloutClient
+from anygauge.rollout.client import EngineClient, ImageEncoder
+from anygauge.testing.media import DictStore
+from anygauge.testing.tiny import tiny_tokenizer
+from anygauge.testing.vision_models import with_vision_tower, write_vision_model
+from anygauge_hooks.media import Content, Media
+from anygauge_hooks.models import ModelSpec, text_config
+from anygauge_hooks.rl import SamplingParams
+from anygauge_hooks.rollout import GenerateRequest, Generation
+from anygauge_hooks.weights import WeightPeer
+
+__all__ = ["PATCH", "VisionReference", "published", "write_served"]
+
+PATCH = 16
+SIZES = {"wide": (32, 96), "square": (64, 64), "other": (64, 64)}
+_QWEN = {
+    "image_processor_type": "Qwen2VLImageProcessorFast",
+    "video_processor_type": "Qwen3VLVideoProcessor",
+    "processor_class": "Qwen3VLProcessor",
+    "size": {"shortest_edge": 32 * 32, "longest_edge": 256 * 256},
+    "image_mean": [0.5, 0.5, 0.5],
+    "image_std": [0.5, 0.5, 0.5],
+}
+_OMNI = {
+    **_QWEN,
+    "feature_extractor_type": "WhisperFeatureExtractor",
+    "video_processor_type": "Qwen2VLVideoProcessor",
+    "processor_class": "Qwen3OmniMoeProcessor",
+}
+_GLM = {
+    "image_processor_type": "Glm4vImageProcessor",
+    "video_processor_type": "Glm4vVideoProcessor",
+    "processor_class": "Glm4vProcessor",
+    "size": {"shortest_edge": 2 * 32 * 32, "longest_edge": 2 * 256 * 256},
+    "image_mean": [0.48145466, 0.4578275, 0.40821073],
+    "image_std": [0.26862954, 0.26130258, 0.27577711],
+}
+
+
+class VisionReference:
+    """A model of transformers, images, and requests with them."""
+
+    def __init__(self, spec: ModelSpec, path: Path) -> None:
+        """Load a directory, whose patches have :data:`PATCH` pixels on a side."""
+        from transformers import AutoModelForMultimodalLM
+
+        assert spec.media is not None
+        self.path = path
+        self.model: Any = AutoModelForMultimodalLM.from_pretrained(path, dtype=torch.float32).eval()
+        self.hf = text_config(self.model.config.to_dict())
+        self.media = spec.media
+        self.forbidden = tuple(self.media.forbidden(self.hf))
+        rng = np.random.default_rng(0)
+        self.store = DictStore(
+            {key: Content("image", rng.integers(0, 255, (*size, 3), np.uint8)) for key, size in SIZES.items()}
+        )
+
+    def request(self, name: str, *parts: int | str, count: int = 16) -> GenerateRequest:
+        """Return a request of tokens, and of images by their keys."""
+        marks = "vision" if "vision_start_token_id" in self.hf else "image"
+        start, end, pad = (self.hf[f"{key}_token_id"] for key in (f"{marks}_start", f"{marks}_end", "image"))
+        tokens: list[int] = []
+        media: list[Media] = []
+        for part in parts:
+            if isinstance(part, int):
+                tokens.append(part)
+                continue
+            height, width = (side // PATCH for side in SIZES[part])
+            media.append(Media("image", part, ((len(tokens) + 1, height * width // 4),), (1, height, width)))
+            tokens += [start, *[pad] * (height * width // 4), end]
+        params = SamplingParams(max_new_tokens=count, ignore_eos=True, forbidden=self.forbidden)
+        return GenerateRequest(name, tuple(tokens), params, seed=1, media=tuple(media))
+
+    def difference(
+        self, request: GenerateRequest, said: Generation, swapped: Mapping[str, str] | None = None
+    ) -> float:
+        """Return how far log-probs are from those of the model, at most.
+
+        :param swapped: Images that the model is shown in the place of others.
+        """
+        keys = [(swapped or {}).get(medium.key, medium.key) for medium in request.media]
+        tower = self.media.towers(self.hf)[0]
+        inputs = tower.inputs(self.hf, [self.store.get(key) for key in keys], torch.device("cpu"))
+        whole = (*request.tokens, *said.tokens)
+        positions = torch.from_numpy(self.media.positions(self.hf, len(whole), request.media))
+        with torch.no_grad():
+            logits = self.model(
+                input_ids=torch.tensor([whole]),
+                pixel_values=inputs["hidden_states"],
+                image_grid_thw=inputs["grid_thw"],
+                position_ids=positions[:, None],
+            ).logits[0]
+        left = logits.index_fill(1, torch.tensor(self.forbidden), -torch.inf).log_softmax(-1)
+        right = left[len(request.tokens) - 1 : -1].gather(1, torch.tensor(said.tokens)[:, None])[:, 0]
+        return float((torch.tensor(said.log_probs) - right).abs().max())
+
+    def generate(self, server: WeightPeer, *requests: GenerateRequest) -> list[Generation]:
+        """Return what a server answers; it has all requests at once."""
+
+        async def run() -> list[Generation]:
+            limits = RolloutClient(request_timeout_s=120)
+            pictures = ImageEncoder(self.store)
+            client = EngineClient(server.address, limits, image_encoder=pictures, keys=server.keys)
+            try:
+                return await asyncio.gather(*map(client.generate, requests))
+            finally:
+                await client.close()
+
+        return asyncio.run(run())
+
+
+def write_served(spec: ModelSpec, path: Path) -> Path:
+    """Write a tiny model of a family with a tokenizer and the settings of its pixels, return its path."""
+    tiny = spec.tiny()
+    fields = tiny if "vision_config" in tiny else with_vision_tower(spec)
+    marks = _marks(fields)
+    tokenizer = tiny_tokenizer(path, texts=["what is in the picture "] * 4)
+    tokenizer.add_tokens([AddedToken(mark, special=True, normalized=False) for mark in marks.values()])
+    tokenizer.save_pretrained(path)
+    text: dict[str, Any] = {"vocab_size": -(-len(tokenizer) // 32) * 32}
+    if "mlp_only_layers" in fields["text_config"]:
+        text["mlp_only_layers"] = []  # SGLang has experts in all layers, whatever a config says
+    parts = {
+        "text_config": text,
+        "vision_config": {"patch_size": PATCH, "image_size": 4 * PATCH},
+        "audio_config": {"encoder_ffn_dim": 64},  # on the host SGLang rounds it up to a multiple of this
+    }
+    changes = {part: {**fields[part], **found} for part, found in parts.items() if part in fields}
+    write_vision_model(
+        spec, path, **changes, **{key: tokenizer.convert_tokens_to_ids(mark) for key, mark in marks.items()}
+    )
+    _write_settings(path, marks)
+    return path
+
+
+def published(path: Path) -> Path:
+    """Return a directory of the model that a thinker is one part of, as it is published; else the path."""
+    alone = json.loads((path / "config.json").read_text())
+    if alone["model_type"] != "qwen3_omni_moe_thinker":
+        return path
+    whole = path / "whole"
+    whole.mkdir()
+    for found in (*path.glob("*token*"), *path.glob("*preprocessor*")):
+        (whole / found.name).write_bytes(found.read_bytes())
+    tensors = load_file(path / "model.safetensors")
+    save_file({f"thinker.{name}": each for name, each in tensors.items()}, whole / "model.safetensors")
+    name = "Qwen3OmniMoeForConditionalGeneration"
+    config = {"architectures": [name], "model_type": "qwen3_omni_moe", "thinker_config": alone}
+    (whole / "config.json").write_text(json.dumps(config))
+    return whole
+
+
+def _marks(fields: Mapping[str, Any]) -> dict[str, str]:
+    """Return the tokens that keys of the config are the numbers of, as published tokenizers write them."""
+    keys = [key for key in fields if key.endswith("_token_id")]
+    return {key: _mark(key, glm="image_start_token_id" in keys) for key in keys}
+
+
+def _mark(key: str, *, glm: bool) -> str:
+    kind, _, part = key.removesuffix("_token_id").partition("_")
+    if not glm:
+        return f"<|{kind}_{part or 'pad'}|>"
+    return f"<|{part.replace('start', 'begin')}_of_{kind}|>" if part else f"<|{kind}|>"
+
+
+def _write_settings(path: Path, marks: Mapping[str, str]) -> None:
+    settings = _GLM if "image_start_token_id" in marks else _OMNI if "audio_token_id" in marks else _QWEN
+    text = json.dumps({**settings, "patch_size": PATCH, "temporal_patch_size": 2, "merge_size": 2})
+    for name in ("preprocessor_config.json", "video_preprocessor_config.json"):
+        (path / name).write_text(text)
+    if settings is _OMNI:
+        _name_marks(path / "tokenizer_config.json", marks)
+
+
+def _name_marks(path: Path, marks: Mapping[str, str]) -> None:
+    """Let the tokenizer say which token is what: the processor of Qwen3-Omni asks it."""
+    names = {key.removesuffix("_id").replace("start", "bos").replace("end", "eos"): key for key in marks}
+    named = {name: marks[key] for name, key in names.items()}
+    path.write_text(json.dumps({**json.loads(path.read_text()), "extra_special_tokens": named}))

@@ -1,0 +1,204 @@
+"""A tiny model with towers in the trainer and in transformers, and what both make of the same samples."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from anygauge.config import Config
+from anygauge.rollout.transformers.engine import TransformersEngine
+from anygauge.rollout.transformers.multimodal import MultimodalContext
+from anygauge.testing.tiny import tiny_tokenizer
+from anygauge_hooks.engines import WorkerContext
+from anygauge_hooks.media import Media, MediaKind
+from anygauge_hooks.models import ModelSpec, text_config
+from anygauge_hooks.rl import Prompt, SamplingParams, TrainSample
+
+__all__ = ["ParityPair", "build", "exported_tensors", "sample"]
+
+_ALPHABET = "".join(map(chr, range(0x4E00, 0x4E00 + 62)))
+"""With the padding token and the end of a sequence as many tokens as the tiny models have."""
+
+
+@dataclass(frozen=True)
+class ParityPair:
+    """A model twice."""
+
+    spec: ModelSpec
+    path: Path
+    store: Any
+    samples: Sequence[TrainSample]
+    policy: Any
+    reference: Any
+    """What is called like a model of transformers and saved like one."""
+    given: Callable[[ParityPair, TrainSample], Mapping[str, Any]]
+    """Keyword arguments of the reference, beside the tokens."""
+    context: WorkerContext
+
+    def logits(self) -> Tensor:
+        """Return the trainer's logits of all samples in one micro-batch, ``[T, V]``."""
+        from anygauge.engines.megatron.inputs import micro_batches
+        from anygauge.engines.megatron.media.batch import MediaReader
+        from anygauge.engines.megatron.scope import make_scope
+
+        reader = MediaReader(self.policy.spec.media, self.policy.hf, self.store, is_first_stage=True)
+        device = torch.device("cpu")
+        seen = reader if self.policy.has_towers else None
+        batches = micro_batches(self.samples, 10_000, self.policy.rotary, device, media=seen)
+        (batch,) = batches.readers(1)[0]
+        with make_scope(self.context.device):
+            packed = self.policy.chunks[0](**batch.inputs).flatten(0, 1)
+        lengths = [len(self.samples[index].tokens) for index in batch.indices]
+        parts = dict(zip(batch.indices, packed.split(lengths), strict=True))
+        return torch.cat([parts[index] for index in sorted(parts)])
+
+    def expected(self) -> Tensor:
+        """Return the reference's logits, one sample after another."""
+        return torch.cat(
+            [
+                self.reference(input_ids=torch.tensor([each.tokens]), **self.given(self, each)).logits[0]
+                for each in self.samples
+            ]
+        )
+
+    def check(self, towers: Iterable[str]) -> None:
+        """Compare logits and gradients.
+
+        :param towers: Parts of names that must be among those of the gradients.
+        """
+        actual, expected = self.logits(), self.expected()
+        assert expected.std() > 0.1
+        torch.testing.assert_close(actual, expected, rtol=0, atol=1e-5)
+        torch.testing.assert_close(actual.log_softmax(-1), expected.log_softmax(-1), rtol=0, atol=1e-5)
+        targets = torch.tensor([token for each in self.samples for token in each.tokens]).roll(-1)
+        for logits in (actual, expected):
+            torch.autograd.backward(torch.nn.functional.cross_entropy(logits, targets))
+        found, wanted = self.gradients(), self.reference_gradients()
+        assert found.keys() == wanted.keys()
+        for tower in towers:
+            assert any(tower in name for name in found), tower
+        for name, gradient in found.items():
+            # That of a key's bias is nothing but rounding, since softmax does not see it.
+            error = (gradient - wanted[name]).norm() / wanted[name].norm().clamp(min=1e-3)
+            assert error < 1e-5, f"{name}: {error}"
+
+    def check_sampling(self, kinds: Collection[MediaKind], tokens: int) -> None:
+        """Compare the log-probabilities of what the embedded engine samples with the trainer's.
+
+        :param kinds: That it is shown.
+        :param tokens: To sample after each of the samples.
+        """
+        media = self.spec.media
+        assert media is not None
+        tiny_tokenizer(self.path, alphabet=_ALPHABET)
+        hf = text_config(self.policy.hf)
+        store = self.store if kinds else None
+        senses = MultimodalContext(media, hf, kinds, store, self.spec.unused_weights(hf))
+        cpu = torch.device("cpu")
+        engine = TransformersEngine(
+            self.path, dtype=torch.float32, device=cpu, max_batch_tokens=10_000, multimodal=senses
+        )
+        forbidden = tuple(media.forbidden(self.policy.hf))
+        params = SamplingParams(max_new_tokens=tokens, ignore_eos=True, forbidden=forbidden)
+        prompts = [
+            Prompt(index=number, tokens=tuple(each.tokens), text="", media=each.media)
+            for number, each in enumerate(self.samples)
+        ]
+        sampled = [group[0] for group in engine.generate(prompts, params, [[1]] * len(prompts))]
+        longer = [
+            before._replace(tokens=[*before.tokens, *after.response_tokens])
+            for before, after in zip(self.samples, sampled, strict=True)
+        ]
+        with torch.no_grad():
+            logits = replace(self, samples=longer).logits()
+        found = logits.index_fill(-1, torch.tensor(forbidden), -torch.inf).log_softmax(-1)
+        lengths = [len(each.tokens) for each in longer]
+        for each, part in zip(sampled, torch.split(found, lengths), strict=True):
+            assert not set(each.response_tokens) & set(forbidden)
+            wanted = part[-tokens - 1 : -1].gather(1, torch.tensor(each.response_tokens)[:, None])[:, 0]
+            torch.testing.assert_close(torch.tensor(each.log_probs), wanted, rtol=0, atol=1e-5)
+
+    def gradients(self) -> dict[str, Tensor]:
+        """Return the gradients of the trainer's parameters, by name of the checkpoint."""
+        parameters = [each for chunk in self.policy.chunks for each in chunk.parameters()]
+        buffers = {name for chunk in self.policy.chunks for name, _ in chunk.named_buffers()}
+        with _gradients_for_values(parameters):
+            found = {name: tensor.clone() for name, tensor in self.policy.weights()}
+        left = {rule.hf[0] for rule in self.policy.rules if rule.canonical in buffers}
+        return {name: tensor for name, tensor in found.items() if name not in left}
+
+    def reference_gradients(self) -> dict[str, Tensor]:
+        """Return those of the reference."""
+        buffers = {name.rpartition(".")[2] for name, _ in self.reference.named_buffers()}
+        with _gradients_for_values(list(self.reference.parameters())):
+            found = exported_tensors(self.reference)
+        return {name: each for name, each in found.items() if name.rpartition(".")[2] not in buffers}
+
+
+@contextmanager
+def _gradients_for_values(parameters: Sequence[Tensor]) -> Iterator[None]:
+    """Let parameters hold their gradients, and then none."""
+    values = [each.detach().clone() for each in parameters]
+    with torch.no_grad():
+        for parameter in parameters:
+            parameter.copy_(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
+    yield
+    with torch.no_grad():
+        for parameter, value in zip(parameters, values, strict=True):
+            parameter.copy_(value)
+            parameter.grad = None
+
+
+def exported_tensors(model: Any) -> dict[str, Tensor]:
+    """Return what a model writes."""
+    with tempfile.TemporaryDirectory() as directory:
+        model.save_pretrained(directory)
+        found: dict[str, Tensor] = load_file(Path(directory) / "model.safetensors")
+    return found
+
+
+def build(path: Path, context: WorkerContext, modalities: Sequence[str], **options: Any) -> Any:
+    """Return the trainer's model of a directory.
+
+    :param options: Of ``build_policy``.
+    """
+    from anygauge.engines.megatron.model import build_policy, initialize_parallel
+    from anygauge.engines.megatron.scope import make_scope
+
+    config = Config.model_validate(
+        {
+            "run": {"name": "test", "steps": 1},
+            "model": {"path": path, "modalities": list(modalities)},
+            "data": {"train": []},
+            "reward": {"function": "none"},
+        }
+    )
+    with make_scope(context.device):
+        initialize_parallel(seed=0, timeout_s=60)
+        return build_policy(config, context.plugins, context.backend, context.device, **options)
+
+
+def sample(parts: Iterable[int | tuple[Media, Sequence[int]]], holder: Mapping[str, int]) -> TrainSample:
+    """Return a sample of so many tokens of text, or of a medium with the tokens between its spans.
+
+    :param parts: A medium's tokens hold -1 where its features go; its spans are made here.
+    """
+    tokens: list[int] = []
+    media: list[Media] = []
+    for part in parts:
+        if isinstance(part, int):
+            generator = torch.Generator().manual_seed(len(tokens))
+            tokens += torch.randint(2, 50, (part,), generator=generator).tolist()
+        else:
+            medium, inside = part
+            media.append(medium.moved(len(tokens)))
+            tokens += [holder[medium.kind] if token < 0 else token for token in inside]
+    return TrainSample(tokens, 2, [1, 1], [-0.5] * 2, [1.0] * 2, media=tuple(media))

@@ -1,0 +1,113 @@
+"""Who has how much of devices that trainers and engines share, and in which order they give and take.
+
+Both never fit together. So each turn first has those give memory up that have more of it than the turn lets
+them, and only then has the others take theirs:
+
+========  ==========  ==========================  =====================================================
+turn      trainers    engines                     is taken to
+========  ==========  ==========================  =====================================================
+start     nothing     what they have              start servers, which see how much memory is free
+generate  nothing     everything                  make samples; the engines' caches come back last
+train     everything  nothing                     train
+sync      weights     weights                     move the weights from one to the other
+save      everything  weights, if they have any   write a checkpoint; what the engines have stays current
+========  ==========  ==========================  =====================================================
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Literal
+
+from anygauge_hooks.engines import MemoryState
+
+__all__ = ["ColocationPhase", "ColocationScheduler", "SetMemoryState"]
+
+SetMemoryState = Callable[[MemoryState], object]
+"""Has a group of engines hold that much on their devices, and returns when they do."""
+ColocationPhase = Literal["start", "generate", "train", "sync", "save"]
+_AMOUNT: Mapping[MemoryState, int] = {"nothing": 0, "weights": 1, "everything": 2}
+
+
+class ColocationScheduler:
+    """The turns of one run. Without trainers nothing is shared: every turn is taken at once.
+
+    :param trainers: Has the trainers hold so much. They hold everything until the first turn.
+    """
+
+    def __init__(self, trainers: SetMemoryState | None = None) -> None:
+        self._trainers = trainers
+        self._engines: SetMemoryState | None = None
+        self._refresh: Callable[[], None] | None = None
+        self._trainers_state: MemoryState = "everything"
+        self._engines_state: MemoryState = "nothing"
+        self._current = True
+        self._seconds = 0.0
+
+    @property
+    def shared(self) -> bool:
+        """Whether there are devices to share."""
+        return self._trainers is not None
+
+    def join(self, engines: SetMemoryState, refresh: Callable[[], None]) -> None:
+        """Let the engines take part, which have started and hold everything.
+
+        :param refresh: Sends the engines their current weights, which they have given up.
+        """
+        self._engines, self._refresh = engines, refresh
+        self._engines_state = "everything"
+
+    def enter(self, phase: ColocationPhase) -> None:
+        """Have everybody hold what a turn lets them; returns when they do."""
+        if self._trainers is None:
+            return
+        started = time.perf_counter()
+        try:
+            self._enter(phase)
+        finally:
+            self._seconds += time.perf_counter() - started
+
+    def seconds(self) -> Mapping[str, float]:
+        """Return and reset the seconds that turns have taken; nothing where none is shared."""
+        seconds, self._seconds = self._seconds, 0.0
+        return {} if self._trainers is None else {"turns": seconds}
+
+    def synced(self) -> None:
+        """Learn that the engines have been sent the trainers' weights."""
+        self._current = True
+
+    def outdated(self) -> None:
+        """Learn that an engine has other weights than the trainers': the next generation waits for a sync."""
+        self._current = False
+
+    def _enter(self, phase: ColocationPhase) -> None:
+        if phase == "generate" and not self._current:
+            assert self._refresh is not None, "engines that have lost their weights have joined"
+            self._enter("sync")
+            self._refresh()
+            self._current = True
+        has = self._engines_state
+        wanted: dict[ColocationPhase, tuple[MemoryState, MemoryState]] = {
+            "start": ("nothing", has),
+            "generate": ("nothing", "everything"),
+            "train": ("everything", "nothing"),
+            "sync": ("weights", "weights"),
+            "save": ("everything", "nothing" if has == "nothing" else "weights"),
+        }
+        trainers, engines = wanted[phase]
+        if _AMOUNT[engines] < _AMOUNT[has]:
+            self._set_engines(engines)
+        self._set_trainers(trainers)
+        self._set_engines(engines)
+
+    def _set_trainers(self, state: MemoryState) -> None:
+        if self._trainers is not None and state != self._trainers_state:
+            self._trainers(state)
+            self._trainers_state = state
+
+    def _set_engines(self, state: MemoryState) -> None:
+        if self._engines is not None and state != self._engines_state:
+            self._engines(state)
+            self._engines_state = state
+            self._current = self._current and state != "nothing"

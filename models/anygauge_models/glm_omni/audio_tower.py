@@ -1,0 +1,51 @@
+"""GLM-ASR's encoder and projector as one module. Needs torch: import it where the module is built."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any
+
+from torch import Tensor, nn
+from transformers.models.glmasr.configuration_glmasr import GlmAsrEncoderConfig
+from transformers.models.glmasr.modeling_glmasr import GlmAsrEncoder, GlmAsrMultiModalProjector
+
+__all__ = ["AudioTower"]
+
+
+class AudioTower(nn.Module):
+    """Features of sound in the decoder's width.
+
+    :param audio: Fields of the encoder's config.
+    :param width: Of the decoder.
+    :param activation: Of the projector.
+    """
+
+    def __init__(self, audio: Mapping[str, Any], width: int, activation: str) -> None:
+        super().__init__()
+        config = GlmAsrEncoderConfig(**audio)
+        parts: Any = SimpleNamespace(
+            audio_config=config,
+            text_config=SimpleNamespace(hidden_size=width),
+            projector_hidden_act=activation,
+        )
+        self.encoder = GlmAsrEncoder(config)
+        self.projector = GlmAsrMultiModalProjector(parts)
+
+    def forward(self, spectrum: Tensor, kept: Tensor) -> Tensor:
+        """Return the features of the sound in some windows.
+
+        :param spectrum: ``[windows, mels, frames]``.
+        :param kept: ``[N]``, int64: which of the joined outputs of all windows are of sound, not of silence
+            behind it.
+        :returns: ``[N, width]``.
+        """
+        found = self.encoder(spectrum.to(self.encoder.conv1.weight.dtype)).last_hidden_state
+        joined = found.reshape(-1, self.encoder.config.intermediate_size).index_select(0, kept)
+        features: Tensor = self.projector(joined)
+        return features
+
+    def gradient_checkpointing_enable(self, *options: Any) -> None:
+        """Let the encoder compute its layers again in the backward pass."""
+        names = ("activation_checkpointing_enable", "gradient_checkpointing_enable")
+        next(getattr(self.encoder, name) for name in names if hasattr(self.encoder, name))(*options)
