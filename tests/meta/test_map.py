@@ -21,7 +21,11 @@ RECORDS = sorted((DOCS / "adr").glob("[0-9]*.md"))
 PAGES = [DOCS / "architecture.md", DOCS / "glossary.md", *RECORDS]
 NAMED = re.compile(r"`([\w./*-]+?(?:\.py|\.md|\.toml|/))`")
 BACKENDS = sorted((ROOT / "backends").glob("*/anygauge_*/"))
-FILES = {str(path.relative_to(ROOT)) for path in ROOT.glob("*/**/*.py") if ".venv" not in path.parts}
+FILES = {
+    str(path.relative_to(ROOT))
+    for folder in ("core", "hooks", "models", "backends")
+    for path in (ROOT / folder).rglob("*.py")
+}
 
 
 def relative(path: Path) -> str:
