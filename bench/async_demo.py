@@ -87,7 +87,7 @@ def run(name: str, keys: list[str], inputs: str, options: argparse.Namespace) ->
             *(f"--model.path={inputs}/model", f'--data.train=["{inputs}/train.jsonl"]'),
             f'--eval.data=[{{path = "{inputs}/eval.jsonl", name = "held-out"}}]',
             f"--eval.interval={max(1, options.steps // 3)}",
-            *("--rollout.engine=sglang", "--placement.rollout_workers=1", "--placement.num_workers=1"),
+            *("--rollout.engine=sglang", "--placement.rollout_workers=1", "--placement.train_workers=1"),
             f"--rollout.prompts_per_step={options.prompts}",
             "--rollout.sglang={context_length = 64, max_running_requests = 256, skip_server_warmup = true}",
             *("--placement.start_timeout_s=600", "--train.optimizer_steps=2", "--save.every=none"),

@@ -159,7 +159,7 @@ def train(
     rewarded = [[sample._replace(reward=float(n % 2)) for n, sample in enumerate(own)] for own in samples]
     groups = group_samples(prompts, rewarded)
     given = train_samples(groups, lambda rewards: rewards - rewards.mean())
-    shares = plan_steps(given, 1, len(workers.workers), loaded.config.algorithm.aggregation)
+    shares = plan_steps(given, 1, len(workers.workers), loaded.config.algorithm.loss_aggregation)
     metrics = workers.call("train", per_rank=[((own,), {}) for own in shares])[0][0]
     return float(metrics["current_rollout_logprob_abs_diff"])
 

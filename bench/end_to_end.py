@@ -53,7 +53,7 @@ ROWS: Mapping[str, tuple[int, Mapping[str, Any]]] = {
         {
             **SERVED,
             "placement.colocated": True,
-            "placement.num_workers": 2,
+            "placement.train_workers": 2,
             "placement.rollout_workers": 2,
         },
     ),
@@ -62,7 +62,7 @@ ROWS: Mapping[str, tuple[int, Mapping[str, Any]]] = {
 COMMON = {
     "run.overwrite": True,
     "placement.launcher": "local",
-    "placement.num_workers": 1,
+    "placement.train_workers": 1,
     "algorithm.clip_high": 0.28,
     "train.optimizer_steps": 2,
     "eval.temperature": 0.0,

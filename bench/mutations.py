@@ -109,9 +109,11 @@ WIRING = [
         "64 if",
         KEYS,
     ),
-    fault("aggregation", LOOP, "        config.algorithm.aggregation,\n", '        "token_mean",\n', KEYS),
+    fault(
+        "aggregation", LOOP, "        config.algorithm.loss_aggregation,\n", '        "token_mean",\n', KEYS
+    ),
     fault("max_new_tokens", LOOP, "        config.rollout.max_new_tokens,\n", "        8,\n", KEYS),
-    fault("optimizer_steps", LOOP, "        config.train.optimizer_steps,\n", "        2,\n", KEYS),
+    fault("optimizer_steps", LOOP, "        config.optimizer_steps,\n", "        2,\n", KEYS),
     fault(
         "mask_stale",
         LOOP,
@@ -244,7 +246,7 @@ FORMULAS = [
 
 RUNS = [
     fault(
-        "only_steps: the policy is trained",
+        "warmup_steps: the policy is trained",
         ACTORS,
         "            if update_policy:\n",
         "            if True:\n",
@@ -252,10 +254,10 @@ RUNS = [
         "tests/integration/test_roles.py::test_the_warm_up_leaves_the_policy_as_it_is",
     ),
     fault(
-        "only_steps: off by one",
+        "warmup_steps: off by one",
         LOOP,
-        "step > loop.config.critic.only_steps",
-        "step >= loop.config.critic.only_steps",
+        "step > loop.config.critic.warmup_steps",
+        "step >= loop.config.critic.warmup_steps",
         KEYS,
     ),
     fault(

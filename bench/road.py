@@ -60,7 +60,7 @@ KEYS = {
     "rollout.max_new_tokens": 8,
     "train.dtype": "float32",
     "placement.launcher": "local",
-    "placement.num_workers": 1,
+    "placement.train_workers": 1,
     "placement.rollout_workers": 1,
     "placement.threads_per_worker": 1,
     "weight_sync.transport": "tensor",

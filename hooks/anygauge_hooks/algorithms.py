@@ -62,7 +62,7 @@ class Correction(NamedTuple):
     """By name, ``[T]``: averaged as the loss is."""
     sample_metrics: Mapping[str, Tensor] = _NOTHING
     """By name, ``[T]``: averaged over samples, of each the mean of its tokens, whatever
-    ``algorithm.aggregation`` is."""
+    ``algorithm.loss_aggregation`` is."""
     by_sample: bool = False
     """Whether the weights are alike for all tokens of a sample, and so are reported as ``sample_metrics``."""
 

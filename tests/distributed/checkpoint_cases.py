@@ -123,7 +123,7 @@ def shares(config: Config, context: WorkerContext, case: dict[str, Any]) -> Any:
         sample._replace(reward=float(index % 3), baseline=1.0)
         for index, sample in enumerate(make_samples(case["vocab"], 12, 24))
     ]
-    plan = plan_steps(samples, STEPS, layout.data, config.algorithm.aggregation)
+    plan = plan_steps(samples, STEPS, layout.data, config.algorithm.loss_aggregation)
     return plan[layout.dp_rank(context.rank)]
 
 

@@ -22,7 +22,9 @@ def train(config: Config, context: WorkerContext, case: dict[str, Any]) -> dict[
         sample._replace(reward=float(index % 3), baseline=1.0)
         for index, sample in enumerate(make_samples(case["vocab"], 9, 24))
     ]
-    mine = plan_steps(samples, 2, layout.data, config.algorithm.aggregation)[layout.dp_rank(context.rank)]
+    mine = plan_steps(samples, 2, layout.data, config.algorithm.loss_aggregation)[
+        layout.dp_rank(context.rank)
+    ]
     own = [sample for share in mine for sample in share.samples]
     metrics = [actor.train(mine) for _ in range(2)]
     values = dict(zip((tuple(sample.tokens) for sample in own), actor._critic.values(own), strict=True))

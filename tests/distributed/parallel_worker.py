@@ -59,10 +59,14 @@ def make_config(case: dict[str, Any]) -> Config:
             "reward": {"function": "none"},
             "rollout": {"temperature": 0.8},
             "debug": {"mode": "train_only"},
-            "algorithm": {"entropy_coef": 0.01, "aggregation": "sample_mean", **case.get("algorithm", {})},
+            "algorithm": {
+                "entropy_coef": 0.01,
+                "loss_aggregation": "sample_mean",
+                **case.get("algorithm", {}),
+            },
             **{name: case.get(name, {}) for name in ("critic", "teacher")},
             "train": train,
-            "placement": {"launcher": "local", "num_workers": case["world"], "threads_per_worker": 1},
+            "placement": {"launcher": "local", "train_workers": case["world"], "threads_per_worker": 1},
         }
     )
 
@@ -99,7 +103,7 @@ def train(config: Config, context: WorkerContext, case: dict[str, Any]) -> dict[
     actor = ActorWorker(config, context)
     layout = layout_of(config)
     samples = make_samples(case["vocab"], case.get("samples", 9), case.get("longest", 24))
-    shares = plan_steps(samples, case.get("steps", 3), layout.data, config.algorithm.aggregation)
+    shares = plan_steps(samples, case.get("steps", 3), layout.data, config.algorithm.loss_aggregation)
     mine = shares[layout.dp_rank(context.rank)]
     own = [sample for share in mine for sample in share.samples]
     before = actor.trainer.log_probs(own, temperature=0.8)
@@ -191,7 +195,7 @@ def take_turns(config: Config, context: WorkerContext, case: dict[str, Any]) -> 
     """Return the metrics of some steps, and the weights, where memory is given up between the steps."""
     actor = ActorWorker(config, context)
     layout = layout_of(config)
-    shares = plan_steps(make_samples(case["vocab"], 9, 24), 3, layout.data, config.algorithm.aggregation)
+    shares = plan_steps(make_samples(case["vocab"], 9, 24), 3, layout.data, config.algorithm.loss_aggregation)
     metrics: list[Any] = []
     for share in shares[layout.dp_rank(context.rank)]:
         metrics += actor.train([share])

@@ -59,7 +59,7 @@ def train(config: Any, context: Any, case: dict[str, Any]) -> dict[str, Any]:
             sample._replace(advantages=[a * w for a, w in zip(sample.advantages, own, strict=True)])
             for sample, own in zip(samples, weights, strict=True)
         ]
-    shares = plan_steps(samples, 1, layout.data, config.algorithm.aggregation)
+    shares = plan_steps(samples, 1, layout.data, config.algorithm.loss_aggregation)
     (metrics,) = actor.train(shares[layout.dp_rank(context.rank)])
     after = {name: tensor.clone() for name, tensor in actor.trainer.weights()}
     return {"metrics": metrics, "weights": after, "by_hand": weights}

@@ -103,7 +103,9 @@ def replayed(config: Config, context: WorkerContext, case: dict[str, Any]) -> di
     engine: Any = actor.trainer
     layout = layout_of(config)
     samples = case_samples(case["vocab"])
-    (share,) = plan_steps(samples, 1, layout.data, config.algorithm.aggregation)[layout.dp_rank(context.rank)]
+    (share,) = plan_steps(samples, 1, layout.data, config.algorithm.loss_aggregation)[
+        layout.dp_rank(context.rank)
+    ]
     engine.log_probs(share.samples, temperature=0.8)
     if case["perturb"]:
         for router in routers(engine.policy.chunks):

@@ -79,7 +79,7 @@ def gradients(config: Any, context: Any, case: dict[str, Any]) -> dict[str, Any]
     ]
     actor = ActorWorker(config, context)
     layout = layout_of(config)
-    shares = plan_steps(samples, 1, layout.data, config.algorithm.aggregation)
+    shares = plan_steps(samples, 1, layout.data, config.algorithm.loss_aggregation)
     actor.train(shares[layout.dp_rank(context.rank)])
     engine: Any = actor.trainer
     return {

@@ -36,7 +36,7 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
         run__steps=3,
         run__report=False,
         algorithm__entropy_coef=0.1,  # something to learn whatever the rewards are
-        placement__num_workers=2,
+        placement__train_workers=2,
         save__every=3,
     )
 

@@ -61,7 +61,7 @@ def launch_actors(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LaunchAc
     ) -> Borrowed:
         placement = config.placement
         key = (
-            *(placement.num_workers, placement.threads_per_worker),
+            *(placement.train_workers, placement.threads_per_worker),
             *(placement.colocated, config.run.deterministic),
         )
         if key not in groups or groups[key].is_ended:

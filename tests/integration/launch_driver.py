@@ -18,7 +18,7 @@ def main(launcher: str, ending: str, directory: str, address: str) -> None:
             "model": {"path": "model"},
             "data": {"train": ["train.jsonl"]},
             "reward": {"function": "exact_match"},
-            "placement": {"launcher": launcher, "num_workers": 2},
+            "placement": {"launcher": launcher, "train_workers": 2},
             "cluster": {"address": address or "start"},
         }
     )

@@ -33,7 +33,7 @@ def start(directory: Path, num_workers: int, **train: Any) -> WorkerGroup:
             "model": {"path": directory.parent / "model"},
             "data": {"train": []},
             "train": {"lr": 1e-3, "micro_batch_tokens": 64, **train},
-            "placement": {"launcher": "local", "num_workers": num_workers, "threads_per_worker": 1},
+            "placement": {"launcher": "local", "train_workers": num_workers, "threads_per_worker": 1},
         }
     )
     plugins = load_plugins()

@@ -31,7 +31,7 @@ def launch(directory: Path, num_workers: int, **cluster: Any) -> WorkerGroup:
             "model": str(directory),
             "data": {"train": []},
             "reward": {"function": "exact_match"},
-            "placement": {"launcher": "local", "num_workers": num_workers, "start_timeout_s": 120},
+            "placement": {"launcher": "local", "train_workers": num_workers, "start_timeout_s": 120},
             "cluster": cluster,
         }
     )

@@ -144,7 +144,7 @@ def test_the_kubernetes_job_runs_what_this_release_has() -> None:
     assert {word.removeprefix("--") for word in words if word.startswith("--")} <= known
     workers = cluster["workerGroupSpecs"][0]
     devices = workers["template"]["spec"]["containers"][0]["resources"]["limits"]["nvidia.com/gpu"]
-    assert int(devices) * workers["replicas"] == int(words[words.index("--placement.num_workers") + 1])
+    assert int(devices) * workers["replicas"] == int(words[words.index("--placement.train_workers") + 1])
 
 
 @pytest.mark.skipif(shutil.which("shellcheck") is None, reason="shellcheck is not installed")
@@ -177,7 +177,7 @@ def write_recipe(directory: Path) -> Path:
         samples_per_prompt = 2
         max_new_tokens = 4
         [placement]
-        num_workers = 2
+        train_workers = 2
         threads_per_worker = 1
         """
     )

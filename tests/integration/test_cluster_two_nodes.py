@@ -165,7 +165,7 @@ def test_ranks_on_two_nodes_share_a_process_group(launch: Launch, second_node: p
 @pytest.mark.usefixtures("second_node")
 def test_trainers_on_two_nodes_give_what_two_processes_give(inputs: Path) -> None:
     two, alone = Observer(), Observer()
-    workers = {"placement__num_workers": 2, "save__hf_at_end": True}
+    workers = {"placement__train_workers": 2, "save__hf_at_end": True}
     run(inputs, two, run__name="spread", **workers)
     run(inputs, alone, run__name="together", placement__launcher="local", **workers)
     assert training(two) == training(alone)

@@ -61,7 +61,7 @@ def run(tmp_path: Path, forked_actors: None) -> Train:
         reward__function="even",
         algorithm__advantage="gae",
         critic__lr=1e-2,
-        critic__only_steps=ALONE,
+        critic__warmup_steps=ALONE,
         train__lr=LR,
         train__lr_schedule="cosine",
         save__every=1,

@@ -30,9 +30,9 @@ def make_config(path: Path, num_workers: int, **train: Any) -> Config:
             "model": {"path": path},
             "data": {"train": []},
             "reward": {"function": "none"},
-            "algorithm": {"kl_coef": 0.1, "entropy_coef": 0.01, "aggregation": "sample_mean"},
+            "algorithm": {"kl_coef": 0.1, "entropy_coef": 0.01, "loss_aggregation": "sample_mean"},
             "train": {"lr": 1e-3, "micro_batch_tokens": 64, "optimizer_steps": 3, **train},
-            "placement": {"launcher": "local", "num_workers": num_workers, "threads_per_worker": 1},
+            "placement": {"launcher": "local", "train_workers": num_workers, "threads_per_worker": 1},
         }
     )
 
@@ -81,7 +81,10 @@ def train(launch_actors: Callable[..., WorkerGroup], tmp_path_factory: pytest.Te
         samples, steps = make_samples(), config.train.optimizer_steps
         # Of so few, one of two ranks has none of its own in the last two steps.
         each, few = (
-            [((share,), {}) for share in plan_steps(part, steps, num_workers, config.algorithm.aggregation)]
+            [
+                ((share,), {})
+                for share in plan_steps(part, steps, num_workers, config.algorithm.loss_aggregation)
+            ]
             for part in (samples, samples[:4])
         )
         with launch_actors(config, backend, plugins) as group:

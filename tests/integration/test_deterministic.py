@@ -63,7 +63,7 @@ def make_config(root: Path) -> Path:
         train__micro_batch_tokens=32,
         eval__data=[root / "data.jsonl"],
         save__every="none",
-        placement__num_workers=2,
+        placement__train_workers=2,
     )
 
 

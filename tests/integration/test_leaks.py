@@ -59,7 +59,7 @@ def test_a_hundred_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         hf_every = 50
         [placement]
         launcher = "local"
-        num_workers = 2
+        train_workers = 2
         threads_per_worker = 1
         """
     )

@@ -147,7 +147,7 @@ OCCURRENCES = {
 def whole(run: Run) -> Mapping[int, str]:
     """Return runs that nobody disturbs, with one worker and with two."""
     for count in (1, 2):
-        run(f"whole-{count}", "--placement.num_workers", str(count))
+        run(f"whole-{count}", "--placement.train_workers", str(count))
     return {count: f"whole-{count}" for count in (1, 2)}
 
 
@@ -167,7 +167,7 @@ def test_killed_at_a_point(
     draw = random.Random(f"{SEED}/{point}/{workers}")
     count = draw.choice(OCCURRENCES.get(point, range(1, 4)))
     name = f"{point}-{workers}".replace(" ", "-")
-    options = ("--placement.num_workers", str(workers))
+    options = ("--placement.train_workers", str(workers))
     run(name, *options, kill=(point, count))
     run(name, *options, "--run.resume", "true")
     assert_same(inputs, name, whole[workers])
@@ -185,7 +185,7 @@ def test_killed_again_and_again(inputs: Path, run: Run, whole: Mapping[int, str]
 @pytest.mark.soak
 @pytest.mark.timeout(600)
 def test_killed_on_ray(inputs: Path, run: Run, whole: Mapping[int, str]) -> None:
-    options = ("--placement.launcher", "ray", "--placement.num_workers", "2")
+    options = ("--placement.launcher", "ray", "--placement.train_workers", "2")
     run("ray", *options, kill=("boundary", 5))
     run("ray", *options, "--run.resume", "true")
     assert_same(inputs, "ray", whole[2])

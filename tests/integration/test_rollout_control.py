@@ -80,7 +80,7 @@ def recipe(tmp_path: Path, forked_actors: None, monkeypatch: pytest.MonkeyPatch)
         run__progress=False,
         reward__function="digits",
         rollout__max_new_tokens=12,
-        algorithm__aggregation="sample_mean",
+        algorithm__loss_aggregation="sample_mean",
         save__every=2,
         save__hf_at_end=False,
     )
@@ -145,7 +145,7 @@ def test_control_that_asks_for_nothing_more_gives_the_samples_of_a_plain_run(rec
 
 
 def test_a_resumed_run_goes_on_with_what_was_kept(recipe: Path, tmp_path: Path) -> None:
-    keys = {"run__steps": 4, "rollout__over_sampling": 3, "rollout__partial": True}
+    keys = {"run__steps": 4, "rollout__over_sampling": 3, "rollout__partial_rollout": True}
     whole = run(recipe, run__name="whole", **keys)
     with pytest.raises(KeyError):
         run(recipe, fails_at=3, run__name="parts", **keys)

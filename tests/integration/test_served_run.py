@@ -152,10 +152,10 @@ def test_trainers_and_servers_on_one_device_take_turns(
     """
     install(tmp_path / "plugin", ["die@generate:20", "die@generate:20"], monkeypatch)
     observer = Observer()
-    keys = {"placement__colocated": True, "placement__num_workers": 2, "save__every": 2}
+    keys = {"placement__colocated": True, "placement__train_workers": 2, "save__every": 2}
     run(tmp_path, observer, **keys)
     assert versions(observer.groups) == [{0}, {1}, {2}]
-    assert all(metrics["perf/turns_time"] > 0 for metrics in observer.metrics)
+    assert all(metrics["perf/wake_up_time"] > 0 for metrics in observer.metrics)
     steps = tmp_path / "run" / "checkpoints"
     assert sorted(path.name for path in steps.glob("step-*")) == ["step-00000002", "step-00000003"]
 

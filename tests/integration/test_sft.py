@@ -48,7 +48,7 @@ def chats(tmp_path_factory: pytest.TempPathFactory) -> Path:
         train__dtype="float32",
         eval__data=[root / "chats.jsonl"],
         eval__interval=3,
-        placement__num_workers=2,
+        placement__train_workers=2,
     )
     return root
 

@@ -106,7 +106,7 @@ def make_inputs(directory: Path) -> Path:
         train__optimizer_steps=2,
         eval__data=[directory / "data.jsonl"],
         eval__interval=2,
-        placement__num_workers=2,
+        placement__train_workers=2,
     ).parent
 
 
@@ -206,7 +206,7 @@ def check_directory(directory: Path) -> None:
 def test_an_error_ends_the_run_in_order(inputs: Path) -> None:
     plugins, recorder = with_recorder(failing=True)
     with pytest.raises(RewardError, match="a reward that fails"):
-        train(load(inputs, plugins, "local", **{"placement.num_workers": 1, "eval.data": []}), plugins)
+        train(load(inputs, plugins, "local", **{"placement.train_workers": 1, "eval.data": []}), plugins)
     assert isinstance(recorder.error, RewardError)
     assert recorder.events == [("before_train", 0), ("on_error", 0), ("after_train", 0), ("closed", 0)]
     assert not (inputs / "run" / "hf").exists()

@@ -50,7 +50,7 @@ STATUS = {"timeout -s KILL": 128 + signal.SIGKILL}
 TWO_MORE = "$(( 2 + 10#$(ls runs/first/checkpoints | grep -o '[0-9]*$' | tail -n 1) ))"
 """Steps of a run that was killed somewhere."""
 ONE = (
-    "--placement.num_workers 1 --placement.threads_per_worker 1 --eval.max_prompts 4 "
+    "--placement.train_workers 1 --placement.threads_per_worker 1 --eval.max_prompts 4 "
     "--rollout.prompts_per_step 4"
 )
 FEW = f"{ONE} --rollout.samples_per_prompt 2 --train.optimizer_steps 1"
@@ -63,7 +63,7 @@ SHORTER = {
     r"anygauge train .*--run\.name first --resume.*": rf"\g<0> --run.steps {TWO_MORE}",
     r"anygauge train .*--run\.name (dumped|replayed).*": r"\g<0> --save.hf_at_end false --run.report false",
     r"anygauge train examples/arithmetic_agent\.toml(?!.*--dry-run).*": rf"\g<0> {FEW} --run.steps 3",
-    r"anygauge train examples/arithmetic_ppo\.toml.*": rf"\g<0> {FEW} --critic.only_steps 1",
+    r"anygauge train examples/arithmetic_ppo\.toml.*": rf"\g<0> {FEW} --critic.warmup_steps 1",
     r"anygauge train examples/arithmetic_sft\.toml.*": rf"\g<0> {ONE} --run.steps 3",
     r"anygauge train (mine|examples/qwen3_0p6b_one_gpu)\.toml(?!.*--dry-run).*": rf"\g<0> {FEW} "
     "--run.steps 2 --rollout.max_new_tokens 8 --train.micro_batch_tokens 512",

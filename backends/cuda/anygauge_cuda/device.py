@@ -93,5 +93,5 @@ def _require(index: int, count: int) -> None:
         raise PlacementError(
             f"This worker is to take GPU {index}, counted from 0, and its process sees {count}: "
             f"{VISIBLE_DEVICES} is {os.environ.get(VISIBLE_DEVICES)!r}.",
-            hint="Lower placement.num_workers or placement.rollout_workers to as many GPUs as there are.",
+            hint="Lower placement.train_workers or placement.rollout_workers to as many GPUs as there are.",
         )

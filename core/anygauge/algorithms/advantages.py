@@ -43,7 +43,7 @@ def grpo(rewards_G: Tensor, *, center: bool = True, scale: bool = True, eps: Not
 def dr_grpo(rewards_G: Tensor) -> Tensor:
     """Return rewards less their mean, https://arxiv.org/abs/2503.20783 section 3.2.
 
-    ``A_i = r_i - mean(r)``. The paper's other half is ``algorithm.aggregation = "constant_length"``.
+    ``A_i = r_i - mean(r)``. The paper's other half is ``algorithm.loss_aggregation = "constant_length"``.
 
     :param rewards_G: ``[G]``, floating, finite.
     :returns: ``[G]``, the dtype of ``rewards_G``.

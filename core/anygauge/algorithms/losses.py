@@ -53,7 +53,7 @@ def gspo(inputs: LossInputs, *, clip_low: float, clip_high: float) -> tuple[Tens
     ``-min(s_it A_t, clip(s_it, 1 - clip_low, 1 + clip_high) A_t)`` with ``s_it = sg(s_i) p_t / sg(p_t)``: the
     paper's GSPO-token, whose value is that of its equation 5. With one advantage per sample the gradient is
     too; advantages of tokens keep their own, which a ratio of the whole sample would average away. The
-    paper's mean is that of ``algorithm.aggregation = "sample_mean"``, its clip range 3e-4 and 4e-4.
+    paper's mean is that of ``algorithm.loss_aggregation = "sample_mean"``, its clip range 3e-4 and 4e-4.
 
     :param inputs: Tokens of whole samples, ``[T]``.
     :param clip_low: The ratio is clipped below at ``1 - clip_low``.

@@ -153,13 +153,13 @@ def _devices(args: argparse.Namespace, config: Config | None) -> int:
     """
     placement = config.placement if config else None
     engines = placement.rollout_workers if placement and not placement.colocated else 0
-    needed = placement.num_workers + engines if placement else 1
+    needed = placement.train_workers + engines if placement else 1
     devices: int = args.devices or -(-needed // args.nodes)
     if devices * args.nodes < needed:
         raise PlacementError(
             f"The run has {needed} workers; {args.nodes} nodes with {devices} devices each have room for "
             f"{args.nodes * devices}.",
-            hint="Raise --nodes or --devices, or lower placement.num_workers and rollout_workers.",
+            hint="Raise --nodes or --devices, or lower placement.train_workers and rollout_workers.",
         )
     return devices
 

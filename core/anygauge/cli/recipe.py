@@ -320,14 +320,14 @@ def _places(machine: Machine) -> Iterator[tuple[str, list[Row]]]:
         "placement",
         [
             ("launcher", "local" if local else "ray", why),
-            ("num_workers", machine.devices, "one device each"),
+            ("train_workers", machine.devices, "one device each"),
         ],
     )
 
 
 def _try_on_cpu() -> Iterator[tuple[str, list[Row]]]:
     yield "on.cpu.train", [("micro_batch_tokens", SMALLEST_BATCH, ""), ("recompute", "none", "")]
-    yield "on.cpu.placement", [("launcher", "local", ""), ("num_workers", 1, "")]
+    yield "on.cpu.placement", [("launcher", "local", ""), ("train_workers", 1, "")]
 
 
 def _lengths(context: int | None, prompt: int, response: int) -> tuple[int, int]:

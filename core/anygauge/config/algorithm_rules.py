@@ -74,12 +74,12 @@ def compares(config: Config) -> bool:
 
 def algorithm_rule(config: Config, user_keys: Collection[str]) -> Problems:
     """Yield what does not fit, whatever the plugins provide."""
-    if config.run.task == "sft" and config.algorithm.aggregation == "constant_length":
+    if config.run.task == "sft" and config.algorithm.loss_aggregation == "constant_length":
         hint = "a row of SFT has no rollout.max_new_tokens to be divided by; take another"
-        yield ConfigProblem(path="algorithm.aggregation", found="constant_length", hint=hint)
-    if config.critic.only_steps >= config.run.steps:
+        yield ConfigProblem(path="algorithm.loss_aggregation", found="constant_length", hint=hint)
+    if config.critic.warmup_steps >= config.run.steps:
         hint = f"leaves no step for the policy: run.steps is {config.run.steps}"
-        yield ConfigProblem(path="critic.only_steps", found=config.critic.only_steps, hint=hint)
+        yield ConfigProblem(path="critic.warmup_steps", found=config.critic.warmup_steps, hint=hint)
 
 
 def algorithm_rules(config: Config, plugins: Plugins) -> Problems:
@@ -140,9 +140,9 @@ def algorithm_warnings(config: Config) -> Problems:
     if config.run.task == "sft" or algorithm.policy_loss != SEQUENCE_RATIO:
         return
     paper = "GSPO's paper (arXiv 2507.18071)"
-    if algorithm.aggregation == "token_mean":
+    if algorithm.loss_aggregation == "token_mean":
         hint = f'{paper} takes "sample_mean"; a ratio of the whole sample weighs long responses more here'
-        yield ConfigProblem(path="algorithm.aggregation", found=algorithm.aggregation, hint=hint)
+        yield ConfigProblem(path="algorithm.loss_aggregation", found=algorithm.loss_aggregation, hint=hint)
     for key, value in (("clip_low", 3e-4), ("clip_high", 4e-4)):
         if (found := getattr(algorithm, key)) > WIDEST_SEQUENCE_CLIP:
             hint = f"{paper} takes {value}; the ratio of a sample is a geometric mean, which hardly ever "
@@ -197,10 +197,10 @@ def _loss(config: Config, plugins: Plugins) -> Problems:
         if key not in taken and value != Algorithm.model_fields[key].default:
             hint = f"has no effect: {algorithm.policy_loss!r} takes {takes}"
             yield ConfigProblem(path=f"algorithm.{key}", found=value, hint=hint)
-    if algorithm.policy_loss == ON_POLICY and config.train.optimizer_steps > 1:
+    if algorithm.policy_loss == ON_POLICY and config.optimizer_steps > 1:
         hint = f"{ON_POLICY!r} knows no ratio to the policy that sampled, which is another after one step; "
         hint += "write 1, or take a loss that clips"
-        yield ConfigProblem(path="train.optimizer_steps", found=config.train.optimizer_steps, hint=hint)
+        yield ConfigProblem(path="train.optimizer_steps", found=config.optimizer_steps, hint=hint)
 
 
 def _takers(plugins: Plugins, need: str) -> str:

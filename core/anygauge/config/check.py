@@ -70,7 +70,7 @@ RL_ONLY = (
     "rollout.after_sample",
     "rollout.filters",
     "rollout.over_sampling",
-    "rollout.partial",
+    "rollout.partial_rollout",
 )
 """Keys that mean nothing to SFT."""
 
@@ -134,22 +134,27 @@ def check(
 
 
 def _optimizer_steps(config: Config, user_keys: Collection[str]) -> Problems:
-    rollout, steps = config.rollout, config.train.optimizer_steps
-    each = 1 if config.run.task == "sft" else rollout.samples_per_prompt
-    samples = rollout.prompts_per_step * each
+    rollout, steps, samples = config.rollout, config.optimizer_steps, config.rollout_samples
+    each = samples // rollout.prompts_per_step
     sizes = f"{samples} samples a step ({rollout.prompts_per_step} prompts x {each})"
-    if samples % steps:
+    if (size := config.train.global_batch_size) is not None and samples % size:
+        hint = f"must divide the {sizes}"
+        yield ConfigProblem(path="train.global_batch_size", found=size, hint=hint)
+    elif config.train.optimizer_steps not in (1, steps):
+        hint = f"train.global_batch_size = {size} makes {steps} of the {sizes}; leave one of the two keys out"
+        yield ConfigProblem(path="train.optimizer_steps", found=config.train.optimizer_steps, hint=hint)
+    elif samples % steps:
         divisors = ", ".join(str(n) for n in range(1, min(samples, 64) + 1) if samples % n == 0)
         hint = f"must divide the {sizes}: one of {divisors}"
         yield ConfigProblem(path="train.optimizer_steps", found=steps, hint=hint)
     elif samples // steps < data_parallel_size(config):
         hint = f"leaves workers without a sample: {sizes} over {steps} optimizer steps; use fewer workers"
-        yield ConfigProblem(path="placement.num_workers", found=config.placement.num_workers, hint=hint)
-    elif rollout.prompts_per_step < config.placement.num_workers and not config.has_engines_apart:
+        yield ConfigProblem(path="placement.train_workers", found=config.placement.train_workers, hint=hint)
+    elif rollout.prompts_per_step < config.placement.train_workers and not config.has_engines_apart:
         hint = (
             f"leaves workers without a prompt: at most rollout.prompts_per_step = {rollout.prompts_per_step}"
         )
-        yield ConfigProblem(path="placement.num_workers", found=config.placement.num_workers, hint=hint)
+        yield ConfigProblem(path="placement.train_workers", found=config.placement.train_workers, hint=hint)
 
 
 def _evaluation(config: Config, user_keys: Collection[str]) -> Problems:
@@ -214,14 +219,15 @@ RULES = (
             "rollout.prompts_per_step",
             "rollout.samples_per_prompt",
             "train.optimizer_steps",
-            "placement.num_workers",
+            "train.global_batch_size",
+            "placement.train_workers",
             "placement.rollout_workers",
             "rollout.external",
             "train.parallel",
         ),
     ),
-    Check(parallel_rule, ("placement.num_workers", "train.parallel")),
-    Check(role_rule, ("placement.num_workers", "train.parallel", "critic", "teacher")),
+    Check(parallel_rule, ("placement.train_workers", "train.parallel")),
+    Check(role_rule, ("placement.train_workers", "train.parallel", "critic", "teacher")),
     Check(groups_rule, ("rollout.groups", "placement.rollout_workers")),
     Check(
         external_rule,
@@ -254,11 +260,11 @@ RULES = (
             "debug",
         ),
     ),
-    Check(algorithm_rule, ("run.task", "run.steps", "algorithm.aggregation", "critic.only_steps")),
+    Check(algorithm_rule, ("run.task", "run.steps", "algorithm.loss_aggregation", "critic.warmup_steps")),
     Check(control_rule, ("rollout", "placement.rollout_workers", "eval")),
     Check(
         stale_rule,
-        ("algorithm.mask_stale", "rollout.schedule", "rollout.partial", "rollout.max_staleness"),
+        ("algorithm.mask_stale", "rollout.schedule", "rollout.partial_rollout", "rollout.max_staleness"),
     ),
     Check(mask_rule, ()),
     Check(_schedule, ("train.lr", "train.min_lr", "train.adam_betas")),

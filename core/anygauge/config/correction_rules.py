@@ -51,10 +51,10 @@ def stale_rule(config: Config, user_keys: Collection[str]) -> Problems:
     if bound is None or config.run.task == "sft":
         return
     match rollout.schedule:
-        case "sync" if rollout.partial:
+        case "sync" if rollout.partial_rollout:
             return
         case "sync":
-            hint = "has no effect: without rollout.partial every token is of the weights that are trained"
+            hint = "has no effect: without rollout.partial_rollout all tokens are of the trained weights"
         case "one_step_off" if bound == 0:
             hint = 'masks every token: with rollout.schedule = "one_step_off" all are one version old'
         case "one_step_off":

@@ -22,6 +22,7 @@ import tomli_w
 from anygauge.config.algorithm_rules import algorithm_warnings
 from anygauge.config.changes import AppliedChange, adjust
 from anygauge.config.check import check
+from anygauge.config.deprecated_keys import renamed_keys
 from anygauge.config.overrides import read_overrides
 from anygauge.config.schema import Config
 from anygauge.config.secret_values import masked
@@ -175,20 +176,23 @@ def _pruned(value: Any) -> Any:
 
 
 def _read(path: Path, overrides: Iterable[str | tuple[str, Any]]) -> _Source:
-    base = _parse(path)
+    base, both_names = renamed_keys(_parse(path))
     tables = base.pop("on", {})
+    overlays = {name: renamed_keys(table) for name, table in _items(tables) if isinstance(table, dict)}
     command_line, problems = read_overrides(overrides)
+    command_line, both_there = renamed_keys(command_line)
     if is_nested(command_line, MAX_DEPTH):
         raise ConfigError(
             f"A key or a value {_COMMAND_LINE} has more than {MAX_DEPTH} levels.", hint="Nest it less deeply."
         )
     return _Source(
         base=base,
-        overlays={name: table for name, table in _items(tables) if isinstance(table, dict)},
+        overlays={name: table for name, (table, _) in overlays.items()},
         overrides=command_line,
         problems=[
-            *((each, _COMMAND_LINE) for each in problems),
-            *((each, None) for each in _bad_tables(tables)),
+            *((each, _COMMAND_LINE) for each in (*problems, *both_there)),
+            *((each, None) for each in (*both_names, *_bad_tables(tables))),
+            *((each, f"in [on.{name}]") for name, (_, both) in overlays.items() for each in both),
         ],
     )
 

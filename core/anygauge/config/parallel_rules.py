@@ -45,12 +45,12 @@ _SPLIT = (
 def data_parallel_size(config: Config) -> int:
     """Return how many shares the samples of a step are divided into; 1 where sizes do not fit."""
     sizes = config.train.parallel
-    return max(1, config.placement.num_workers // (sizes.tensor * sizes.pipeline * sizes.context))
+    return max(1, config.placement.train_workers // (sizes.tensor * sizes.pipeline * sizes.context))
 
 
 def parallel_rule(config: Config, user_keys: Collection[str]) -> Iterator[ConfigProblem]:
     """Yield the sizes that do not fit each other or the workers."""
-    yield from size_problems(config.placement.num_workers, config.train.parallel)
+    yield from size_problems(config.placement.train_workers, config.train.parallel)
 
 
 def role_rule(config: Config, user_keys: Collection[str]) -> Iterator[ConfigProblem]:
@@ -62,7 +62,7 @@ def role_rule(config: Config, user_keys: Collection[str]) -> Iterator[ConfigProb
         sizes = getattr(config, role).parallel
         if sizes is None:
             continue
-        found = list(size_problems(config.placement.num_workers, sizes))
+        found = list(size_problems(config.placement.train_workers, sizes))
         yield from (of_role(problem, config, role) for problem in found)
         ours = config.train.parallel
         share = ours.tensor * ours.context
@@ -99,7 +99,8 @@ def size_problems(num_ranks: int, sizes: Parallel) -> Iterator[ConfigProblem]:
     stage = num_ranks // sizes.pipeline
     if num_ranks % model:
         hint = (
-            f"placement.num_workers = {num_ranks} must be a multiple of tensor * pipeline * context = {model}"
+            f"placement.train_workers = {num_ranks} must be a multiple of "
+            f"tensor * pipeline * context = {model}"
         )
         yield _problem(sizes, _largest(sizes, ("tensor", "pipeline", "context")), hint)
     elif stage % (sizes.expert * sizes.expert_tensor):

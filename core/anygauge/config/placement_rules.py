@@ -73,11 +73,11 @@ def _engines_that_sleep(config: Config, plugins: Plugins) -> Iterator[ConfigProb
         yield ConfigProblem(path="rollout.engine", found=engine.name, hint=hint)
         return
     servers, each = config.placement.rollout_workers, engine.devices(config) if engine.devices else 1
-    if servers * each > config.placement.num_workers:
+    if servers * each > config.placement.train_workers:
         hint = (
             f"with placement.colocated {servers} servers of {each} devices each must fit on the devices of "
-            f"placement.num_workers = {config.placement.num_workers}; at most "
-            f"{config.placement.num_workers // each}"
+            f"placement.train_workers = {config.placement.train_workers}; at most "
+            f"{config.placement.train_workers // each}"
         )
         yield ConfigProblem(path="placement.rollout_workers", found=servers, hint=hint)
 

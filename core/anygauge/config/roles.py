@@ -31,7 +31,7 @@ def critic_config(config: Config) -> Config:
         "warmup_steps": warmup,
         "dtype": critic.dtype or train.dtype,
     }
-    config = config.model_copy(update={"critic": critic.model_copy(update={"only_steps": 0})})
+    config = config.model_copy(update={"critic": critic.model_copy(update={"warmup_steps": 0})})
     return _with_model(config, critic, own)
 
 

@@ -90,4 +90,4 @@ class Layout:
 
 def layout_of(config: Config) -> Layout:
     """Return the layout of the workers that train."""
-    return Layout(config.placement.num_workers, config.train.parallel)
+    return Layout(config.placement.train_workers, config.train.parallel)

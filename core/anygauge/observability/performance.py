@@ -136,11 +136,17 @@ def performance_metrics(
         "perf/step_time": wall_s,
         **{f"perf/{phase}_time": value for phase, value in seconds.items()},
         "perf/overhead_time": wall_s - sum(seconds.values()),
+        **_deprecated(seconds),
         **_speeds(work, seconds, wall_s, devices=len(reports)),
         **_operations(work, reports, seconds),
         **_waiting(seconds, wall_s),
         **memory_metrics([report.get("memory", {}) for report in reports]),
     }
+
+
+def _deprecated(seconds: Mapping[str, float]) -> dict[str, float]:
+    """Return the metrics that have a new name, under the old one, for one release."""
+    return {"perf/turns_time": seconds["sleep"] + seconds["wake_up"]} if "sleep" in seconds else {}
 
 
 def _critical_seconds(reports: Sequence[WorkerReport]) -> dict[str, float]:

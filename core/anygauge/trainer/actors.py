@@ -299,7 +299,7 @@ class ActorWorker(GeneratingWorker):
         from anygauge.distributed.process_groups import release_process_groups, reload_process_groups
 
         teacher = None if self._teacher is None or self._borrows else self._teacher.engine
-        with self._timed("turns"):
+        with self._timed("sleep" if state == "nothing" else "wake_up"):
             if state != "nothing":
                 reload_process_groups()
             for engine in (self._critic, teacher):

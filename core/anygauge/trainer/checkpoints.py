@@ -145,7 +145,7 @@ class CheckpointWriter:
         path = None
         while (pending := self._pending) is not None and path is None and time.monotonic() < deadline:
             if pending.completing is None:
-                if pending.driver and _is_whole(pending.partial, self._config.placement.num_workers):
+                if pending.driver and _is_whole(pending.partial, self._config.placement.train_workers):
                     self._complete_in_thread(pending)
                 elif not are_writing:
                     break
@@ -217,7 +217,7 @@ class CheckpointWriter:
         return not failures
 
     def _complete_in_thread(self, pending: _Pending) -> None:
-        pending.completing = _in_thread(partial(_complete, pending, self._config.placement.num_workers))
+        pending.completing = _in_thread(partial(_complete, pending, self._config.placement.train_workers))
 
     def _end(self, pending: _Pending, completing: Future[Path]) -> Path | None:
         try:

@@ -17,7 +17,8 @@ save      everything  weights, if they have any   write a checkpoint; what the e
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Literal
 
 from anygauge_hooks.engines import MemoryState
@@ -43,7 +44,7 @@ class ColocationScheduler:
         self._trainers_state: MemoryState = "everything"
         self._engines_state: MemoryState = "nothing"
         self._current = True
-        self._seconds = 0.0
+        self._seconds = {"sleep": 0.0, "wake_up": 0.0}
 
     @property
     def shared(self) -> bool:
@@ -60,18 +61,13 @@ class ColocationScheduler:
 
     def enter(self, phase: ColocationPhase) -> None:
         """Have everybody hold what a turn lets them; returns when they do."""
-        if self._trainers is None:
-            return
-        started = time.perf_counter()
-        try:
+        if self._trainers is not None:
             self._enter(phase)
-        finally:
-            self._seconds += time.perf_counter() - started
 
     def seconds(self) -> Mapping[str, float]:
-        """Return and reset the seconds that turns have taken; nothing where none is shared."""
-        seconds, self._seconds = self._seconds, 0.0
-        return {} if self._trainers is None else {"turns": seconds}
+        """Return and reset the seconds spent on sleep and on wake-up; nothing if no devices are shared."""
+        seconds, self._seconds = self._seconds, {"sleep": 0.0, "wake_up": 0.0}
+        return {} if self._trainers is None else seconds
 
     def synced(self) -> None:
         """Learn that the engines have been sent the trainers' weights."""
@@ -103,11 +99,22 @@ class ColocationScheduler:
 
     def _set_trainers(self, state: MemoryState) -> None:
         if self._trainers is not None and state != self._trainers_state:
-            self._trainers(state)
+            with self._timed(self._trainers_state, state):
+                self._trainers(state)
             self._trainers_state = state
 
     def _set_engines(self, state: MemoryState) -> None:
         if self._engines is not None and state != self._engines_state:
-            self._engines(state)
+            with self._timed(self._engines_state, state):
+                self._engines(state)
             self._engines_state = state
             self._current = self._current and state != "nothing"
+
+    @contextmanager
+    def _timed(self, before: MemoryState, after: MemoryState) -> Iterator[None]:
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            name = "sleep" if _AMOUNT[after] < _AMOUNT[before] else "wake_up"
+            self._seconds[name] += time.perf_counter() - started

@@ -332,7 +332,7 @@ def _mini_batches(
     if facts["num_shares"] != dp_size:
         raise DataError(
             f"{path} is of a run with {facts['num_shares']} data-parallel workers; this one has {dp_size}.",
-            hint=f"Choose placement.num_workers and train.parallel so that it has {facts['num_shares']}, "
+            hint=f"Choose placement.train_workers and train.parallel so that it has {facts['num_shares']}, "
             "or replay the rollouts instead.",
         )
     seen = _media_type().validate_python(facts.get("media") or [()] * len(tensors["lengths"]))

@@ -183,6 +183,6 @@ def open_engines(
         run_directory=directory,
         num_workers=count,
         collective=False,
-        first_device=config.placement.num_workers,
+        first_device=config.placement.train_workers,
     ) as rollouts:
         yield SeparateEngines(workers if parts.trains else None, rollouts)

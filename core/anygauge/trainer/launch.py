@@ -46,7 +46,7 @@ def launch_workers(
         ``WorkerContext``.
     :param role: Names the workers in errors and logs, and decides their environment.
     :param run_directory: Gets ``logs/<role>-<rank>.log``.
-    :param num_workers: ``None`` takes ``placement.num_workers``.
+    :param num_workers: ``None`` takes ``placement.train_workers``.
     :param collective: Whether the workers form a process group.
     :param first_device: Devices of this host that another role's plain processes take.
     :param devices: That each worker takes.
@@ -65,7 +65,7 @@ def launch_workers(
         backend=backend,
         worker_class=worker_class,
         role=role,
-        num_workers=config.placement.num_workers if num_workers is None else num_workers,
+        num_workers=config.placement.train_workers if num_workers is None else num_workers,
         run_directory=run_directory.resolve(),
         env=worker_environment(config, backend, plugins, role),
         plugins=tuple(plugins.installed),

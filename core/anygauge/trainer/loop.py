@@ -322,9 +322,9 @@ def start_training(loop: Loop, step: int, samples: Sequence[TrainSample]) -> Tra
     config = loop.config
     mini_batches = plan_steps(
         samples,
-        config.train.optimizer_steps,
+        config.optimizer_steps,
         loop.session.layout.data,
-        config.algorithm.aggregation,
+        config.algorithm.loss_aggregation,
         loop.flops_per_token,
         config.rollout.max_new_tokens,
         loop.media_flops,
@@ -343,7 +343,7 @@ def send_mini_batches(loop: Loop, step: int, mini_batches: Sequence[Sequence[Min
     per_rank = [
         ((mini_batches[own],), {"dump": dumps.get(rank)}) for rank, own in enumerate(layout.dp_ranks())
     ]
-    updates = step > loop.config.critic.only_steps
+    updates = step > loop.config.critic.warmup_steps
     loop.session.colocation.enter("train")
     answer = loop.session.workers.call_async("train", per_rank=per_rank, update_policy=updates)
     return Training(answer, plan_metrics(mini_batches, loop.flops_per_token, loop.media_flops), updates)

@@ -16,7 +16,7 @@ __all__ = ["advise", "advise_death", "memory_advice"]
 LESS = "lower"
 MORE = "raise"
 ADVICE: Mapping[str, Mapping[str, str]] = {
-    "load": {"train.dtype": "bfloat16", "placement.num_workers": MORE},
+    "load": {"train.dtype": "bfloat16", "placement.train_workers": MORE},
     "generate": {
         "rollout.max_batch_tokens": LESS,
         "rollout.max_new_tokens": LESS,
@@ -24,12 +24,12 @@ ADVICE: Mapping[str, Mapping[str, str]] = {
     },
     "log_probs": {"train.micro_batch_tokens": LESS},
     "forward_backward": {"train.micro_batch_tokens": LESS, "train.recompute": "full"},
-    "optimizer": {"placement.num_workers": MORE, "train.dtype": "bfloat16"},
+    "optimizer": {"placement.train_workers": MORE, "train.dtype": "bfloat16"},
     "values": {"train.micro_batch_tokens": LESS},
     "train_values": {
         "train.micro_batch_tokens": LESS,
         "train.recompute": "full",
-        "placement.num_workers": MORE,
+        "placement.train_workers": MORE,
     },
     "weight_sync": {"rollout.max_batch_tokens": LESS, "rollout.dtype": "bfloat16"},
 }

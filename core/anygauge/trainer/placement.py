@@ -103,4 +103,4 @@ def _amounts(bundle: Resources, there: Resources) -> str:
 def _hint(bundle: Resources) -> str:
     custom = [key for key in bundle if key not in RAY_NAMES.values()]
     declare = "".join(f" or start the nodes with --resources='{{\"{key}\": 8}}'" for key in custom)
-    return f"Lower placement.num_workers, wait for other jobs to end{declare}."
+    return f"Lower placement.train_workers, wait for other jobs to end{declare}."

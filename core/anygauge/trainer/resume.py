@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from anygauge.config import Config
+from anygauge.config.deprecated_keys import renamed_keys
 from anygauge.config.load import dump_config
 from anygauge.config.secret_values import masked
 from anygauge.config.tree import flatten
@@ -35,7 +36,7 @@ HARMLESS = (
 ROUNDING = (
     *("train.micro_batch_tokens", "train.recompute", "train.fused_loss"),
     *("rollout.max_batch_tokens", "rollout.graphs"),
-    *("placement.num_workers", "placement.threads_per_worker", "placement.rollout_workers"),
+    *("placement.train_workers", "placement.threads_per_worker", "placement.rollout_workers"),
     "placement.colocated",
     *("run.deterministic", "train.parallel", "critic.parallel", "teacher.parallel"),
     *("rollout.sglang", "rollout.sglang_version", "rollout.groups", "rollout.external"),
@@ -131,7 +132,7 @@ def _changes(old: Path, config: Config) -> Iterator[_Change]:
 
 def _leaves(text: str) -> dict[str, Any]:
     """Return the keys of a resolved config. Its secrets are masked: another one makes no other run."""
-    return flatten(masked(parse_toml(text)))
+    return flatten(masked(renamed_keys(parse_toml(text), warn=False)[0]))
 
 
 def _defaults(config: Config) -> Mapping[str, Any]:

@@ -30,7 +30,7 @@ __all__ = ["RolloutScheduler", "open_rollout_scheduler", "producer_context", "us
 
 _log = logging.getLogger(__name__)
 
-CONTROL = ("function", "after_sample", "filters", "over_sampling", "partial")
+CONTROL = ("function", "after_sample", "filters", "over_sampling", "partial_rollout")
 """Keys of ``[rollout]`` that one call of the engines for the whole step cannot serve."""
 
 

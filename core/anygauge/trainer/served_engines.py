@@ -216,7 +216,7 @@ def _source(
             run_directory=directory,
             num_workers=config.placement.rollout_workers,
             collective=False,
-            first_device=0 if config.placement.colocated else config.placement.num_workers,
+            first_device=0 if config.placement.colocated else config.placement.train_workers,
             devices=devices_of_server(config, plugins),
             seats=seats,
         ) as workers,

@@ -296,6 +296,6 @@ def local_accelerator_id(backend: BackendSpec, index: int, env: Mapping[str, str
         raise PlacementError(
             f"There is no device {index} for a worker: {name}={env[name]!r} shows {len(visible)}.",
             hint=f"Name more devices in it, one by one between commas, or take at most {len(visible)} with "
-            "placement.num_workers and placement.rollout_workers.",
+            "placement.train_workers and placement.rollout_workers.",
         )
     return visible[index]

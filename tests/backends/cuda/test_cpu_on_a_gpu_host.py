@@ -40,7 +40,7 @@ def group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[WorkerGro
             "reward": {"function": "none"},
             "train": {"lr": 1e-3, "recompute": "full"},
             "rollout": {"temperature": 1.0},
-            "placement": {"launcher": "local", "num_workers": 1},
+            "placement": {"launcher": "local", "train_workers": 1},
         }
     )
     plugins = load_plugins()

@@ -24,7 +24,7 @@ DEMO = ROOT / "examples" / "arithmetic_grpo.toml"
 STEPS = 5
 SIMULATED = "SIMULATED: 2 x Ascend910B3, no hardware, no CANN"
 SAME = (
-    *("--run.steps", str(STEPS), "--placement.num_workers", "2"),
+    *("--run.steps", str(STEPS), "--placement.train_workers", "2"),
     *("--train.micro_batch_tokens", "8192", "--train.dtype", "float32", "--eval.data", "[]"),
 )
 """What the demo has in another way on each backend."""

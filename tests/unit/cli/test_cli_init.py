@@ -62,7 +62,7 @@ def test_what_is_written_loads_for_every_backend(backend: str, task: str, device
     for other in BACKENDS:
         config = load(other)
         assert (str(config.model.path), config.run.task) == (NAME, task)
-    assert load(backend).placement.num_workers == devices or backend == "cpu"
+    assert load(backend).placement.train_workers == devices or backend == "cpu"
 
 
 def test_every_line_that_is_not_obvious_says_why(capsys: pytest.CaptureFixture[str]) -> None:

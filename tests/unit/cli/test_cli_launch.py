@@ -25,7 +25,7 @@ train = ["train.jsonl"]
 [reward]
 function = "exact_match"
 [placement]
-num_workers = 3
+train_workers = 3
 rollout_workers = 2
 """
 

@@ -82,7 +82,11 @@ def other_model(directory: Path, name: str, vocab_size: int = 8) -> Path:
             "algorithm.distill_top_k: found 8",
             "has no effect without algorithm.distill_kl_coef",
         ),
-        ([GAE, "--critic.only_steps=100"], "critic.only_steps: found 100", "leaves no step for the policy"),
+        (
+            [GAE, "--critic.warmup_steps=100"],
+            "critic.warmup_steps: found 100",
+            "leaves no step for the policy",
+        ),
         (
             [GAE, "--algorithm.advantage_options={lam=1.0}"],
             "algorithm.advantage_options.lam: found 1.0",
@@ -215,7 +219,7 @@ def other_model(directory: Path, name: str, vocab_size: int = 8) -> Path:
         (
             ["--algorithm.mask_stale=0"],
             "algorithm.mask_stale: found 0",
-            "has no effect: without rollout.partial every token is of the weights that are trained",
+            "has no effect: without rollout.partial_rollout all tokens are of the trained weights",
         ),
         *(
             ([f"--{key}={value}"], f"{key}: found {value}", "log-probs are over the whole vocabulary")
@@ -231,19 +235,19 @@ def test_a_wrong_algorithm(load: Load, overrides: list[str], found: str, hint: s
     assert f"; {hint}" in str(error.value)
 
 
-GSPO = ("--algorithm.policy_loss=gspo", "--algorithm.aggregation=sample_mean")
+GSPO = ("--algorithm.policy_loss=gspo", "--algorithm.loss_aggregation=sample_mean")
 NARROW = ("--algorithm.clip_low=3e-4", "--algorithm.clip_high=4e-4")
 
 
 @pytest.mark.parametrize(
     ("overrides", "warned"),
     [
-        (GSPO[:1], ["aggregation: found 'token_mean'", "clip_low: found 0.2", "clip_high: found 0.2"]),
+        (GSPO[:1], ["loss_aggregation: found 'token_mean'", "clip_low: found 0.2", "clip_high: found 0.2"]),
         (GSPO, ["clip_low: found 0.2", "clip_high: found 0.2"]),
         ((*GSPO, *NARROW[:1]), ["clip_high: found 0.2"]),
         ((*GSPO, *NARROW), []),
-        ((GSPO[0], *NARROW), ["aggregation: found 'token_mean'"]),
-        ((GSPO[0], *NARROW, "--algorithm.aggregation=constant_length"), []),
+        ((GSPO[0], *NARROW), ["loss_aggregation: found 'token_mean'"]),
+        ((GSPO[0], *NARROW, "--algorithm.loss_aggregation=constant_length"), []),
         (("--algorithm.policy_loss=cispo",), []),
         ((), []),
     ],
@@ -253,7 +257,7 @@ def test_gspo_with_settings_of_ppo_is_a_warning(
 ) -> None:
     load({}, overrides, check_files=False)
     assert [record.levelname for record in caplog.records] == ["WARNING"] * len(warned)
-    paper = {"aggregation": "sample_mean", "clip_low": "0.0003", "clip_high": "0.0004"}
+    paper = {"loss_aggregation": "sample_mean", "clip_low": "0.0003", "clip_high": "0.0004"}
     for line, text in zip(caplog.messages, warned, strict=True):
         assert line.startswith(f"algorithm.{text}")
         assert paper[text.split(":")[0]] in line
@@ -294,7 +298,7 @@ def test_another_vocabulary(load: Load, tmp_path: Path, model_dir: Path, role: s
         ["--algorithm.correction={tis={level='sequence',high=3},veto={},metrics_only={}}"],
         ["--algorithm.correction={rejection={level='geometric',low=0.999,high=1.001}}"],
         ["--algorithm.correction={sequence_mask={delta=0.1}}", "--algorithm.old_log_probs=rollout"],
-        ["--algorithm.mask_stale=0", "--rollout.partial=true", "--rollout.over_sampling=4"],
+        ["--algorithm.mask_stale=0", "--rollout.partial_rollout=true", "--rollout.over_sampling=4"],
         ["--algorithm.correction={}"],
         ['--eval.data=["a.jsonl"]', "--eval.top_p=0.95", "--eval.top_k=20"],
         ['--eval.datasets.hard={files=["a.jsonl"],top_p=0.95,top_k=20}'],
@@ -376,7 +380,7 @@ def test_who_is_needed(load: Load, plugins: Plugins) -> None:
         "--algorithm.kl_reward_coef=0.1",
         "--algorithm.normalize_advantages=true",
         "--algorithm.distill_coef=1.0",
-        "--algorithm.aggregation=constant_length",
+        "--algorithm.loss_aggregation=constant_length",
         "--critic.lr=1.0",
     ],
 )

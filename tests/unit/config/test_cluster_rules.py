@@ -46,5 +46,5 @@ def test_an_address_of_each_kind_is_taken(load: Load, address: str) -> None:
 
 
 def test_more_trainers_than_prompts_are_fine_where_others_generate(load: Load) -> None:
-    given = ["--rollout.prompts_per_step=2", "--placement.num_workers=3", "--placement.rollout_workers=2"]
-    assert load(overrides=given).config.placement.num_workers == 3
+    given = ["--rollout.prompts_per_step=2", "--placement.train_workers=3", "--placement.rollout_workers=2"]
+    assert load(overrides=given).config.placement.train_workers == 3

@@ -15,7 +15,7 @@ from anygauge_hooks.weights import WeightTransportSpec
 
 Load = Callable[..., LoadedConfig]
 SLEEPS = ["--placement.colocated=true", "--train.engine=sleeper", "--rollout.engine=server"]
-TWO = ["--placement.num_workers=2", "--placement.rollout_workers=1"]
+TWO = ["--placement.train_workers=2", "--placement.rollout_workers=1"]
 
 
 class Sleepers:
@@ -82,7 +82,7 @@ def test_a_replay_shares_devices_with_nobody(load: Load) -> None:
         ),
         (
             ["--placement.rollout_workers=2"],
-            "2 servers of 2 devices each must fit on the devices of placement.num_",
+            "2 servers of 2 devices each must fit on the devices of placement.train_",
         ),
     ],
 )

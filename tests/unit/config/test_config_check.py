@@ -26,10 +26,10 @@ Load = Callable[..., LoadedConfig]
             ["--train.optimizer_steps=3"],
             "divide the 256 samples a step (32 prompts x 8): one of 1, 2, 4",
         ),
-        (["--train.optimizer_steps=256", "--placement.num_workers=2"], "leaves workers without a sample"),
+        (["--train.optimizer_steps=256", "--placement.train_workers=2"], "leaves workers without a sample"),
         (
-            ["--rollout.prompts_per_step=2", "--placement.num_workers=3"],
-            "placement.num_workers: found 3; leaves workers without a prompt: at most",
+            ["--rollout.prompts_per_step=2", "--placement.train_workers=3"],
+            "placement.train_workers: found 3; leaves workers without a prompt: at most",
         ),
         (["--rollout.stop_token_ids=[7, 8]"], "stop_token_ids[1]: found 8; the model's vocab_size is 8"),
         (["--reward.function=json:lodas"], "module 'json' has no 'lodas'; did you mean loads or load?"),

@@ -47,11 +47,15 @@ FILTER = '--rollout.filters=["zero_variance"]'
             "rollout.after_sample: found 'seen'",
             "package.module:function",
         ),
-        (["--rollout.partial=true"], "rollout.partial: found True", "without rollout.over_sampling"),
         (
-            ["--rollout.partial=true", "--rollout.over_sampling=2", "--rollout.redraw=false"],
+            ["--rollout.partial_rollout=true"],
+            "rollout.partial_rollout: found True",
+            "without rollout.over_sampling",
+        ),
+        (
+            ["--rollout.partial_rollout=true", "--rollout.over_sampling=2", "--rollout.redraw=false"],
             "rollout.redraw: found False",
-            "has no effect with rollout.partial",
+            "has no effect with rollout.partial_rollout",
         ),
         (["--rollout.redraw=false"], "rollout.redraw: found False", "without rollout.over_sampling"),
         (["--rollout.max_rounds=0"], "rollout.max_rounds: found 0", "must be greater than 0"),
@@ -78,7 +82,7 @@ def test_a_step_after_the_other_waits_for_evaluations(load: Load, key: str, said
 
 
 @pytest.mark.parametrize("schedule", ["one_step_off", "async"])
-@pytest.mark.parametrize("key", ["over_sampling=1", "partial=true", "redraw=false"])
+@pytest.mark.parametrize("key", ["over_sampling=1", "partial_rollout=true", "redraw=false"])
 def test_a_schedule_that_leaves_nothing_over(load: Load, schedule: str, key: str) -> None:
     keys = [f"--rollout.schedule={schedule}", f"--rollout.{key}"]
     with pytest.raises(
@@ -90,7 +94,9 @@ def test_a_schedule_that_leaves_nothing_over(load: Load, schedule: str, key: str
 def test_right_control(load: Load) -> None:
     options = "--rollout.filter_options={zero_variance={tolerance=0.1}}"
     function = ["--rollout.function=turns", "--rollout.function_options={tool='json:loads'}"]
-    config = load({}, [FILTER, options, *function, "--rollout.partial=true", "--rollout.over_sampling=3"])
+    config = load(
+        {}, [FILTER, options, *function, "--rollout.partial_rollout=true", "--rollout.over_sampling=3"]
+    )
     assert config.config.rollout.filters == ("zero_variance",)
 
 

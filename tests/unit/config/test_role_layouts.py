@@ -19,7 +19,7 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_recipe(
         tmp_path_factory.mktemp("roles"),
         algorithm__advantage="gae",
-        placement__num_workers=4,
+        placement__train_workers=4,
         rollout__prompts_per_step=4,
         train__parallel__tensor=2,
     )

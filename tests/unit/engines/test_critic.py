@@ -197,7 +197,7 @@ def test_what_is_the_policys_alone_does_not_reach_other_roles(tmp_path: Path) ->
     assert critic.train.lr == 1e-2
     assert critic.train.warmup_steps == 3
     assert not critic.train.router_replay
-    assert critic_config(make_config(tmp_path, {"only_steps": 4})).critic.only_steps == 0
+    assert critic_config(make_config(tmp_path, {"warmup_steps": 4})).critic.warmup_steps == 0
     assert not teacher_config(config).train.router_replay
     assert critic_config(make_config(tmp_path, {"lr": 1e-4}, min_lr=5e-4)).train.min_lr == 1e-4
     assert config.train.router_replay

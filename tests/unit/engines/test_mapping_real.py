@@ -186,7 +186,7 @@ class Host:
         from anygauge.engines.megatron.scope import make_scope
 
         on_meta = SimpleNamespace(torch_device=torch.device("meta"))
-        store, world_size = FakeStore(), config.placement.num_workers
+        store, world_size = FakeStore(), config.placement.train_workers
         dist.init_process_group("fake", store=store, rank=rank, world_size=world_size)
         try:
             with pytest.MonkeyPatch.context() as patch, make_scope(self.device):
@@ -228,7 +228,7 @@ def test_every_rank_has_its_part(
     known = published(model)
     config = config_with(layout, tmp_path, known.hf)
     assert problems(config, known.hf) == []
-    ranks = Layout(config.placement.num_workers, config.train.parallel)
+    ranks = Layout(config.placement.train_workers, config.train.parallel)
     layers_of: dict[int, set[int]] = {}
     for rank in built_ranks(ranks):
         with host.tensors_of(config, rank, known.rules) as policy:
@@ -260,7 +260,7 @@ def config_with(layout: Mapping[str, Any], directory: Path, hf: Mapping[str, Any
             "model": {"path": directory},
             "data": {"train": []},
             "reward": {"function": "none"},
-            "placement": {"num_workers": stage * sizes.pipeline},
+            "placement": {"train_workers": stage * sizes.pipeline},
             "train": {"dtype": "bfloat16", "parallel": sizes, "megatron": layout.get("megatron", {})},
         }
     )
@@ -271,7 +271,7 @@ def problems(config: Config, hf: Mapping[str, Any]) -> list[str]:
     sizes, options = config.train.parallel, config.train.megatron
     architecture = load_plugins().model(hf["architectures"]).transformer_config(hf)
     found = [
-        *size_problems(config.placement.num_workers, sizes),
+        *size_problems(config.placement.train_workers, sizes),
         *model_problems(sizes, architecture, options),
         *option_problems(config.train),
     ]

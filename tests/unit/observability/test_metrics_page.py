@@ -130,7 +130,9 @@ def performance() -> dict[str, float]:
         "passes": {"log_probs": 1},
     }
     work = StepWork.of_groups(groups(), lambda length: 1e9)
-    return performance_metrics(work, [report], wall_s=9.0, driver_seconds={"reward": 1.0, "turns": 1.0})
+    return performance_metrics(
+        work, [report], wall_s=9.0, driver_seconds={"reward": 1.0, "sleep": 1.0, "wake_up": 1.0}
+    )
 
 
 def emitted() -> set[str]:

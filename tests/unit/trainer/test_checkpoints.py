@@ -50,7 +50,7 @@ def make_config(**save: Any) -> Config:
             "model": "model",
             "data": {"train": ["data.jsonl"]},
             "save": save,
-            "placement": {"num_workers": 2},
+            "placement": {"train_workers": 2},
         }
     )
 

@@ -189,7 +189,7 @@ def test_a_death_that_memory_may_have_brought(how: str, oom_kills: int, expected
     assert advice is not None
     assert advice.startswith(expected)
     assert "lower train.micro_batch_tokens (now 16384)" in advice
-    assert "raise placement.num_workers (now 1)" in advice
+    assert "raise placement.train_workers (now 1)" in advice
 
 
 def test_a_worker_sends_the_advice_with_the_error() -> None:
@@ -215,7 +215,7 @@ def test_a_worker_sends_the_advice_with_the_error() -> None:
     assert reply.code == "AG605"
     error = decode(reply.pickled or b"")
     assert str(error).startswith("Out of memory in phase optimizer: ")
-    assert "raise placement.num_workers (now 1)" in error.hint
+    assert "raise placement.train_workers (now 1)" in error.hint
 
 
 def test_the_advice_comes_before_the_consequences() -> None:

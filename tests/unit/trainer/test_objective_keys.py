@@ -56,14 +56,14 @@ BASE: Settings = {
     "train.optimizer_steps": 2,
     "train.dtype": "float32",
 }
-PARTIAL = {"rollout.over_sampling": 1, "rollout.partial": True}
+PARTIAL = {"rollout.over_sampling": 1, "rollout.partial_rollout": True}
 TEACHER = {"algorithm.distill_coef": 0.7, "teacher.path": "teacher"}
 TOP_K = {"algorithm.distill_kl_coef": 0.7, "teacher.path": "teacher", "algorithm.distill_top_k": 3}
 OTHER = {"reference.path": "other"}
 KL, KL_REWARD = {"algorithm.kl_coef": 0.4}, {"algorithm.kl_reward_coef": 0.4}
 PPO = {"algorithm.advantage": "gae", "algorithm.advantage_options": {"gamma": 0.9, "lambd": 0.8}}
 FAR_PPO = {**PPO, **KL, **OTHER}
-GSPO = {"algorithm.policy_loss": "gspo", "algorithm.aggregation": "sample_mean"}
+GSPO = {"algorithm.policy_loss": "gspo", "algorithm.loss_aggregation": "sample_mean"}
 ONE_STEP = {"train.optimizer_steps": 1}
 
 ROWS: list[tuple[str, Any, Settings]] = [
@@ -76,7 +76,7 @@ ROWS: list[tuple[str, Any, Settings]] = [
     ("algorithm.advantage_options", {"eps": 0.5}, {}),
     ("algorithm.advantage_options", {"gamma": 0.8}, {"algorithm.advantage": "reinforce_plus_plus"}),
     ("algorithm.advantage_options", {"lambd": 0.5, "gamma": 0.9}, {"algorithm.advantage": "gae"}),
-    ("algorithm.policy_loss", "gspo", {"algorithm.aggregation": "sample_mean"}),
+    ("algorithm.policy_loss", "gspo", {"algorithm.loss_aggregation": "sample_mean"}),
     ("algorithm.policy_loss", "gspo", PPO),
     ("algorithm.policy_loss", "cispo", {}),
     ("algorithm.policy_loss", "policy_gradient", ONE_STEP),
@@ -99,9 +99,9 @@ ROWS: list[tuple[str, Any, Settings]] = [
     ("algorithm.distill_kl_coef", 0.7, TEACHER),
     ("algorithm.distill_top_k", 1, TOP_K),
     ("algorithm.distill_top_k", 6, TOP_K),
-    ("algorithm.aggregation", "sample_mean", {}),
-    ("algorithm.aggregation", "constant_length", {}),
-    ("algorithm.aggregation", "token_mean", {"algorithm.aggregation": "sample_mean"}),
+    ("algorithm.loss_aggregation", "sample_mean", {}),
+    ("algorithm.loss_aggregation", "constant_length", {}),
+    ("algorithm.loss_aggregation", "token_mean", {"algorithm.loss_aggregation": "sample_mean"}),
     *(("algorithm.old_log_probs", "rollout", each) for each in ({}, ONE_STEP, {**KL_REWARD, **PPO})),
     ("algorithm.old_log_probs", "recompute", {"algorithm.old_log_probs": "rollout"}),
     *(
@@ -118,7 +118,7 @@ ROWS: list[tuple[str, Any, Settings]] = [
     ("algorithm.mask_stale", 1, PARTIAL),
     ("algorithm.mask_stale", 0, {**PARTIAL, "algorithm.advantage": "gae"}),
     ("critic.path", "reward-model", PPO),
-    ("critic.only_steps", 1, PPO),
+    ("critic.warmup_steps", 1, PPO),
     ("critic.value_clip", 0.6, PPO),
     ("critic.value_clip", None, PPO),
     ("reference.path", "other", KL),
@@ -131,7 +131,7 @@ ROWS: list[tuple[str, Any, Settings]] = [
     ("teacher.path", "other", TOP_K),
     ("rollout.temperature", 0.7, {**KL, "algorithm.entropy_coef": 0.3}),
     ("rollout.temperature", 0.7, TOP_K),
-    ("rollout.max_new_tokens", 16, {"algorithm.aggregation": "constant_length"}),
+    ("rollout.max_new_tokens", 16, {"algorithm.loss_aggregation": "constant_length"}),
 ]
 """Key, value, and what else is set: before with the key as it is there, after with this value."""
 
@@ -205,8 +205,8 @@ def expected(config: Config, groups: Sequence[Group]) -> tuple[Steps, Steps]:
     policy, critic = [], []
     for step in range(count):
         own = samples[step::count]
-        shares = aggregate(a.aggregation, [each.mask for each in own], config.rollout.max_new_tokens)
-        if config.critic.only_steps == 0:
+        shares = aggregate(a.loss_aggregation, [each.mask for each in own], config.rollout.max_new_tokens)
+        if config.critic.warmup_steps == 0:
             table = logits(config.model.path, step + 1).requires_grad_()
             losses = [policy_losses(config, each, table) @ w for each, w in zip(own, shares, strict=True)]
             policy.append(with_gradient(sum(losses), table))
@@ -582,7 +582,9 @@ def test_every_key_has_a_row_or_a_reason() -> None:
     assert sorted([*rows, *reasons]) == sorted(schema)
 
 
-@pytest.mark.parametrize("key", ["algorithm.kl_type", "algorithm.aggregation", "algorithm.old_log_probs"])
+@pytest.mark.parametrize(
+    "key", ["algorithm.kl_type", "algorithm.loss_aggregation", "algorithm.old_log_probs"]
+)
 def test_every_choice_has_a_row(key: str) -> None:
     choices = get_args(Algorithm.model_fields[key.split(".")[1]].annotation)
     assert {value for name, value, _ in ROWS if name == key} == set(choices)

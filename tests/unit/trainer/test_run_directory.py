@@ -304,14 +304,14 @@ def test_keys_that_may_change_are_applied_and_said(tmp_path: Path, caplog: pytes
         run__resume=True,
         run__steps=500,
         save__keep=5,
-        placement__num_workers=2,
+        placement__train_workers=2,
         eval__data=["e.jsonl"],
     )
     opened(changed)
     assert "changed with the resume: run.steps: 100 -> 500" in caplog.messages
     assert "changed with the resume: save.keep: 2 -> 5" in caplog.messages
     assert (
-        "changed with the resume: placement.num_workers: 1 -> 2; the bits may differ from here on"
+        "changed with the resume: placement.train_workers: 1 -> 2; the bits may differ from here on"
         in caplog.messages
     )
     assert "run.resume" not in caplog.text

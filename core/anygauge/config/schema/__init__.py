@@ -93,6 +93,18 @@ class Config(Section):
         return self.placement.rollout_workers > 0 or bool(self.rollout.external)
 
     @property
+    def rollout_samples(self) -> int:
+        """Samples of one rollout; in SFT, rows of one step."""
+        per_prompt = 1 if self.run.task == "sft" else self.rollout.samples_per_prompt
+        return self.rollout.prompts_per_step * per_prompt
+
+    @property
+    def optimizer_steps(self) -> int:
+        """Optimizer steps for each rollout, from ``train.global_batch_size`` if it is set."""
+        size = self.train.global_batch_size
+        return self.train.optimizer_steps if size is None else max(1, self.rollout_samples // size)
+
+    @property
     def samples(self) -> bool:
         """Whether there is anything to generate for: training by rewards, or an evaluation with one."""
         rewards = [self.reward, *(each.reward for each in self.eval.datasets.values() if each.reward)]

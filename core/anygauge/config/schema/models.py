@@ -17,7 +17,7 @@ Modality = Literal["image", "video", "audio"]
 class Parallel(Section):
     """How one model is divided among workers; what is left of them holds copies of it (data parallel).
 
-    ``num_workers = tensor * pipeline * context * data``, in Megatron's order of ranks.
+    ``train_workers = tensor * pipeline * context * data``, in Megatron's order of ranks.
     """
 
     tensor: Positive = 1
@@ -78,7 +78,7 @@ class Critic(Section):
     """Peak learning rate; ``None`` takes ``train.lr``."""
     lr_warmup_steps: NonNegative | None = None
     """Optimizer steps of linear warm-up; ``None`` takes ``train.warmup_steps``."""
-    only_steps: NonNegative = 0
+    warmup_steps: NonNegative = 0
     """Steps at the start of the run that train the critic and leave the policy as it is."""
     value_clip: Annotated[float, Field(gt=0)] | None = 0.2
     """How far a value may move from that before the step's first update, in units of the reward; ``None``

@@ -14,7 +14,7 @@ class Placement(Section):
 
     launcher: Literal["ray", "local"] = "ray"
     """``ray`` places workers on a cluster; ``local`` starts plain processes on this host."""
-    num_workers: Positive = 1
+    train_workers: Positive = 1
     """Worker processes, each with one device."""
     threads_per_worker: NonNegative = 0
     """CPU threads of each worker; 0 divides the host's cores among them."""

@@ -153,7 +153,7 @@ class Rollout(Section):
     """What then happens: the run ends, or the step trains on the groups that there are."""
     over_sampling: NonNegative = 0
     """Prompts that are started beyond those that a step needs; it ends with the first that are done."""
-    partial: bool = False
+    partial_rollout: bool = False
     """Go on with unfinished samples in the next step, from the tokens that they have, instead of discarding
     them."""
     redraw: bool = True

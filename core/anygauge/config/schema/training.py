@@ -43,7 +43,7 @@ class Algorithm(Section):
     """Weight in the loss of the KL divergence of the teacher from the policy, over its likeliest tokens."""
     distill_top_k: Positive = 64
     """How many of the teacher's tokens ``distill_kl_coef`` compares; all others count as one."""
-    aggregation: Literal["token_mean", "sample_mean", "constant_length"] = "token_mean"
+    loss_aggregation: Literal["token_mean", "sample_mean", "constant_length"] = "token_mean"
     """Mean over all tokens of an optimizer step; over samples of each sample's token mean; or over samples of
     each sample's sum of tokens over ``rollout.max_new_tokens``."""
     old_log_probs: Literal["rollout", "recompute"] = "recompute"
@@ -65,6 +65,9 @@ class Train(Section):
     """Precision of the weights; the optimizer keeps float32. ``None`` lets the backend choose."""
     optimizer_steps: Positive = 1
     """Optimizer steps for each rollout; its samples are divided among them."""
+    global_batch_size: Positive | None = None
+    """Samples in one optimizer step: another way to set ``optimizer_steps``, which is then the number of
+    samples of a rollout divided by this. ``None`` uses ``optimizer_steps``."""
     micro_batch_tokens: Positive = 16_384
     """Most tokens in one packed micro-batch; a longer sample is alone in its own. Under context parallelism
     it counts whole sequences, of which each rank gets its part."""

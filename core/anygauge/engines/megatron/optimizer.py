@@ -120,8 +120,8 @@ def make_schedule(optimizer: MegatronOptimizer, config: Config) -> OptimizerPara
     """Return the learning-rate schedule, in optimizer steps; it is advanced before each of them."""
     train = config.train
     # The decay ends one step after the run: at its end the rate may be 0, and a step would train nothing.
-    steps = config.run.steps - config.critic.only_steps
-    total = max(steps * train.optimizer_steps, train.warmup_steps) + 1
+    steps = config.run.steps - config.critic.warmup_steps
+    total = max(steps * config.optimizer_steps, train.warmup_steps) + 1
     return OptimizerParamScheduler(
         optimizer,
         init_lr=0.0 if train.warmup_steps else train.lr,

@@ -109,7 +109,7 @@ def facts(files: RunFiles, now: datetime) -> list[tuple[str, str]]:
         "algorithm": _value(config, "algorithm", "advantage"),
         "task": _value(config, "run", "task"),
         "backend": _backend(files),
-        "workers": _value(config, "placement", "num_workers"),
+        "workers": _value(config, "placement", "train_workers") or _value(config, "placement", "num_workers"),
         "started": _started(files),
         "took": _duration_text(files, now),
         "parts": _parts(files),

@@ -250,7 +250,7 @@ class Producer:
         """Keep what is not taken for the next step, or discard it."""
         self._goal = 0
         self._tally.discarded = len(self._open) + len(self._done)
-        if self._context.config.partial:
+        if self._context.config.partial_rollout:
             await self._gate.close()
             return
         self._gate.shut()

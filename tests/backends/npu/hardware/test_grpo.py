@@ -38,7 +38,7 @@ def trained(run: Run, backend: str, inputs: Path, tmp_path: Path) -> list[dict[s
         *("--model.path", str(inputs / files["model.path"])),
         *("--data.train", json.dumps([str(inputs / "train.jsonl")])),
         *("--eval.data", "[]", "--run.steps", str(STEPS), "--run.directory", str(tmp_path)),
-        *("--run.name", backend, "--placement.num_workers", "1", "--save.every", "none"),
+        *("--run.name", backend, "--placement.train_workers", "1", "--save.every", "none"),
     )
     lines = (tmp_path / backend / "metrics.jsonl").read_text().splitlines()
     return [line for line in map(json.loads, lines) if "train/loss" in line]

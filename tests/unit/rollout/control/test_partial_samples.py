@@ -80,7 +80,9 @@ def test_a_sample_goes_on_after_a_cut_at_any_token(
 def test_what_a_step_leaves_over_goes_on_in_the_next(make_producer: MakeProducer) -> None:
     slow = {"1-0"}
     engine = ScriptedEngine(counting, lambda request: 3 if request.session in slow else None)
-    producer = make_producer(engine, samples_per_prompt=1, max_new_tokens=5, over_sampling=1, partial=True)
+    producer = make_producer(
+        engine, samples_per_prompt=1, max_new_tokens=5, over_sampling=1, partial_rollout=True
+    )
 
     async def steps() -> list[list[Group]]:
         first = await producer.take(4, timeout_s=20)
@@ -108,7 +110,7 @@ def test_a_resume_goes_on_with_the_tokens_that_are_there(make_producer: MakeProd
     def engine() -> ScriptedEngine:
         return ScriptedEngine(counting, lambda request: 3 if request.session in slow else None)
 
-    keys: dict[str, Any] = {"max_new_tokens": 5, "over_sampling": 2, "partial": True}
+    keys: dict[str, Any] = {"max_new_tokens": 5, "over_sampling": 2, "partial_rollout": True}
 
     async def first() -> dict[str, Any]:
         producer = make_producer(engine(), **keys)

@@ -1,0 +1,85 @@
+"""Old names of config keys work with a warning that names the new key."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from anygauge.config import Config
+from anygauge.config.deprecated_keys import RENAMED, renamed_keys
+from anygauge.config.load import dump_config
+from anygauge.config.validate import keys
+from anygauge.trainer.resume import is_changed
+
+VALUES = {"loss_aggregation": "sample_mean", "warmup_steps": 3, "train_workers": 2, "partial_rollout": True}
+
+
+@pytest.mark.parametrize(("section", "old"), RENAMED)
+def test_an_old_name_is_read_with_a_warning(section: str, old: str, caplog: pytest.LogCaptureFixture) -> None:
+    new = RENAMED[section, old]
+    assert renamed_keys({section: {old: 1, "other": 2}}) == ({section: {"other": 2, new: 1}}, [])
+    assert caplog.messages == [f"{section}.{old} is deprecated; write {section}.{new} instead"]
+
+
+def test_new_names_are_keys_and_old_ones_are_not() -> None:
+    known = {path for path, _ in keys()}
+    assert known.issuperset(f"{section}.{new}" for (section, _), new in RENAMED.items())
+    assert known.isdisjoint(f"{section}.{old}" for section, old in RENAMED)
+
+
+def test_both_names_are_a_problem() -> None:
+    tree = {"placement": {"num_workers": 2, "train_workers": 4}}
+    renamed, [problem] = renamed_keys(tree, warn=False)
+    assert renamed == {"placement": {"train_workers": 4}}
+    assert (problem.path, problem.found) == ("placement.num_workers", 2)
+    assert "placement.train_workers, which is set too" in problem.hint
+
+
+def test_a_file_and_a_command_line_may_use_old_names(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    from anygauge.config.load import load_config
+    from anygauge.plugins import load_plugins
+
+    text = """
+run = { name = "old" }
+model = "model"
+data = { train = ["rows.jsonl"] }
+reward = { function = "math" }
+algorithm = { aggregation = "sample_mean" }
+
+[on.cpu]
+placement = { num_workers = 2 }
+"""
+    path = tmp_path / "old.toml"
+    path.write_text(text)
+    config = load_config(
+        path,
+        ["--rollout.partial=true", "--rollout.over_sampling=2"],
+        backend="cpu",
+        plugins=load_plugins(only=["cpu"]),
+        check_files=False,
+    ).config
+    assert sum("is deprecated" in message for message in caplog.messages) == 3
+    assert config.algorithm.loss_aggregation == "sample_mean"
+    assert config.placement.train_workers == 2
+    assert config.rollout.partial_rollout
+
+
+def test_a_run_of_an_earlier_version_goes_on(tmp_path: Path) -> None:
+    config = Config.model_validate(
+        {
+            "run": {"name": "old"},
+            "model": {"path": "model"},
+            "data": {"train": [{"path": "rows.jsonl"}]},
+            "algorithm": {"loss_aggregation": "sample_mean"},
+            "placement": {"train_workers": 2},
+        }
+    )
+    written = dump_config(config)
+    for (_, old), new in RENAMED.items():
+        written = written.replace(f"\n{new} = ", f"\n{old} = ", 1) if old != "only_steps" else written
+    assert "num_workers = 2" in written.split("[placement]")[1]
+    (tmp_path / "config.toml").write_text(written)
+    assert not is_changed(tmp_path / "config.toml", config)
