@@ -131,7 +131,7 @@ COMMON = {
     "train.optimizer_steps": 2,
     "train.lr": 1e-3,
     "placement.launcher": "local",
-    "placement.train_workers": 2,
+    "placement.num_workers": 2,  # old names of keys, which the base may have instead of the new ones
     "placement.threads_per_worker": 1,
     "save.every": MADE_STEPS,
 }
@@ -143,7 +143,7 @@ SCENARIOS = (
             "rollout.function": "compatibility_task:several_turns",
             "rollout.max_new_tokens": 24,
             "rollout.over_sampling": 8,
-            "rollout.partial_rollout": True,
+            "rollout.partial": True,
             "data.shuffle": False,  # prompts have the numbers that the function goes by
             "save.keep": 1,
         },

@@ -77,9 +77,7 @@ WIRING = [
     ),
     fault("distill_kl_coef", ACTORS, "distill_kl_coef=algorithm.distill_kl_coef,", "", KEYS),
     fault("correction", ACTORS, "if algorithm.correction:", "if False:", KEYS),
-    fault(
-        "correction options", ACTORS, "partial(found(name).fn, **options)", "partial(found(name).fn)", KEYS
-    ),
+    fault("correction options", ACTORS, "partial(find(name).fn, **options)", "partial(find(name).fn)", KEYS),
     fault("policy_loss", ACTORS, "losses(algorithm.policy_loss).fn", 'losses("ppo_clip").fn', KEYS),
     fault("old_log_probs", ACTORS, ' or self.config.algorithm.old_log_probs == "rollout"', "", KEYS),
     fault("value_clip", ACTORS, "clip=self.config.critic.value_clip", "clip=0.2", KEYS),
@@ -98,8 +96,8 @@ WIRING = [
     fault(
         "advantage_options of groups",
         "core/anygauge/trainer/inputs.py",
-        "partial(found.fn, **config.algorithm.advantage_options)",
-        "partial(found.fn)",
+        "partial(estimator.fn, **config.algorithm.advantage_options)",
+        "partial(estimator.fn)",
         KEYS,
     ),
     fault(

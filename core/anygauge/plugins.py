@@ -87,28 +87,28 @@ class Plugins:
         :raises DuplicateNameError: Two plugins use one name.
         """
         owners: dict[str, str] = {}
-        found: dict[str, Any] = {}
+        items: dict[str, Any] = {}
         for owner, result in self.answers(hook):
             for item in result:
-                if item.name in found:
+                if item.name in items:
                     raise DuplicateNameError(
                         f"{hook}: {item.name!r} is registered by {owners[item.name]} and by {owner}.",
                         hint="Uninstall or rename one of the two; `anygauge hooks` lists every owner.",
                     )
-                found[item.name], owners[item.name] = item, owner
-        return found
+                items[item.name], owners[item.name] = item, owner
+        return items
 
     def get(self, hook: str, name: str) -> Any:
         """Return one item that was registered through a ``register_*`` hook.
 
         :raises UnknownNameError: No plugin provides the name.
         """
-        found = self.named(hook)
-        if name in found:
-            return found[name]
+        items = self.named(hook)
+        if name in items:
+            return items[name]
         kind = hook.removeprefix("register_").replace("_", " ")
         raise UnknownNameError(
-            f"Unknown name {name!r} for {kind}; available: {', '.join(sorted(found)) or 'none'}.",
+            f"Unknown name {name!r} for {kind}; available: {', '.join(sorted(items)) or 'none'}.",
             hint=self._failed_hint() or "Choose one of these, or install the plugin that provides it.",
         ) from self.load_errors.get(name)
 
@@ -333,10 +333,10 @@ def select_backend(plugins: Plugins, requested: str | None = None) -> tuple[Back
     :raises UnknownBackendError: No such backend is installed.
     :raises BackendUnavailableError: It cannot run on this host, or the choice is not unique.
     """
-    found: dict[str, BackendSpec] = plugins.named("register_backends")
+    backends: dict[str, BackendSpec] = plugins.named("register_backends")
     if requested is not None:
-        return _requested(plugins, found, requested)
-    states = {name: probe_backend(spec) for name, spec in found.items() if name != "cpu"}
+        return _requested(plugins, backends, requested)
+    states = {name: probe_backend(spec) for name, spec in backends.items() if name != "cpu"}
     usable = sorted(name for name, state in states.items() if state.ok)
     if len(usable) > 1:
         raise BackendUnavailableError(
@@ -344,15 +344,15 @@ def select_backend(plugins: Plugins, requested: str | None = None) -> tuple[Back
             hint=f"Name one: --backend {usable[0]}.",
         )
     if usable:
-        return found[usable[0]], "the only accelerator whose probe passes"
+        return backends[usable[0]], "the only accelerator whose probe passes"
     known = {name: state.reason for name, state in states.items()}
     known |= {name: f"failed to load: {error!r}" for name, error in plugins.load_errors.items()}
     reasons = "; ".join(f"{name}: {reason}" for name, reason in sorted(known.items()))
-    return found["cpu"], f"no accelerator backend is usable ({reasons or 'none is installed'})"
+    return backends["cpu"], f"no accelerator backend is usable ({reasons or 'none is installed'})"
 
 
-def _requested(plugins: Plugins, found: Mapping[str, BackendSpec], name: str) -> tuple[BackendSpec, str]:
-    spec = find_backend(plugins, found, name)
+def _requested(plugins: Plugins, backends: Mapping[str, BackendSpec], name: str) -> tuple[BackendSpec, str]:
+    spec = find_backend(plugins, backends, name)
     state = probe_backend(spec)
     if not state.ok:
         raise BackendUnavailableError(
@@ -361,14 +361,14 @@ def _requested(plugins: Plugins, found: Mapping[str, BackendSpec], name: str) ->
     return spec, "asked for"
 
 
-def find_backend(plugins: Plugins, found: Mapping[str, BackendSpec], name: str) -> BackendSpec:
+def find_backend(plugins: Plugins, backends: Mapping[str, BackendSpec], name: str) -> BackendSpec:
     """Return an installed backend, whether or not it can run here.
 
     :raises UnknownBackendError: It is not installed.
     :raises BackendUnavailableError: It is, but its plugin failed to load.
     """
-    if name in found:
-        return found[name]
+    if name in backends:
+        return backends[name]
     if name in plugins.load_errors:
         error = plugins.load_errors[name]
         raise BackendUnavailableError(
@@ -376,6 +376,6 @@ def find_backend(plugins: Plugins, found: Mapping[str, BackendSpec], name: str) 
         ) from error
     failed = "".join(f"; failed to load: {other}" for other in sorted(plugins.load_errors))
     raise UnknownBackendError(
-        f"Unknown backend {name!r}; installed: {', '.join(sorted(found))}{failed}.",
+        f"Unknown backend {name!r}; installed: {', '.join(sorted(backends))}{failed}.",
         hint=f"pip install 'anygauge[{name}]'" if name in published_backends() else None,
     )

@@ -221,11 +221,11 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> None:
     """Make the inputs, unless they are there already."""
     args = parse_args(argv)
-    wanted, found = recipe(args), read_manifest(args.out)
-    if found.get("recipe") == wanted:
+    wanted, manifest = recipe(args), read_manifest(args.out)
+    if manifest.get("recipe") == wanted:
         print(f"{args.out} is up to date.")
         return
-    if args.out.exists() and not found:
+    if args.out.exists() and not manifest:
         raise SystemExit(
             f"{args.out} exists and is not the work of this script; name another directory with --out."
         )

@@ -66,8 +66,8 @@ async def solve(
 
 def called(said: str) -> str | None:
     """Return the call with which a turn ends, or ``None``."""
-    before, found, rest = said.rpartition(END)
-    if not found or rest.strip():
+    before, separator, rest = said.rpartition(END)
+    if not separator or rest.strip():
         return None
     return before.rpartition(START)[2]
 

@@ -34,7 +34,7 @@ def check_settings(directory: Path, family: str, mels: int) -> None:
     :param mels: Bands that the tower takes.
     :raises ConfigError: It says so.
     """
-    found = settings(directory, "audio")
+    values = settings(directory, "audio")
     needed = {
         "sampling_rate": RATE,
         "hop_length": _HOP,
@@ -43,9 +43,9 @@ def check_settings(directory: Path, family: str, mels: int) -> None:
         "dither": 0.0,
     }
     for key, needs in needed.items():
-        if found.get(key, needs) != needs:
+        if values.get(key, needs) != needs:
             raise ConfigError(
-                f"The checkpoint's {key} = {found[key]} is not supported by the {family} family, "
+                f"The checkpoint's {key} = {values[key]} is not supported by the {family} family, "
                 f"which needs {needs}.",
                 hint=f"No published model of the {family} family has it; check preprocessor_config.json.",
             )
@@ -91,8 +91,10 @@ def log_mels(raw: Decoded, frames: int, mels: int, *, window: int = 0) -> NDArra
     lengths: dict[str, Any] = (
         {"padding": "max_length", "max_length": window * _HOP} if window else {"padding": "longest"}
     )
-    found = _extractor(mels)(samples, sampling_rate=RATE, truncation=False, return_tensors="np", **lengths)
-    features: NDArray[np.float32] = np.ascontiguousarray(found["input_features"][0].T, np.float32)
+    extracted = _extractor(mels)(
+        samples, sampling_rate=RATE, truncation=False, return_tensors="np", **lengths
+    )
+    features: NDArray[np.float32] = np.ascontiguousarray(extracted["input_features"][0].T, np.float32)
     return features
 
 

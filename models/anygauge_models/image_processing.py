@@ -97,24 +97,24 @@ def settings(directory: Path, kind: MediaKind) -> dict[str, Any]:
     """
     for name, part in _FILES[kind]:
         if (path := directory / name).is_file():
-            found = _read(path)
+            values = _read(path)
             if part is None:
-                return found
-            if isinstance(inside := found.get(part), dict):
+                return values
+            if isinstance(inside := values.get(part), dict):
                 return inside
     return {}
 
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ConfigError(f"{path} is no JSON: {error}.", hint="Download the file again.") from error
-    if not isinstance(found, dict):
+    if not isinstance(value, dict):
         raise ConfigError(
-            f"{path} holds {type(found).__name__}, not an object.", hint="Download the file again."
+            f"{path} holds {type(value).__name__}, not an object.", hint="Download the file again."
         )
-    return found
+    return value
 
 
 def checked_settings(
@@ -144,9 +144,9 @@ def checked_settings(
         **_MADE,
     }
     image, video = settings(directory, "image"), settings(directory, "video")
-    for found in (image, video):
+    for values in (image, video):
         for key, needs in needed.items():
-            if not _agree(given := found.get(key), needs):
+            if not _agree(given := values.get(key), needs):
                 raise ConfigError(
                     f"The checkpoint's {key} = {given} is not supported by the {family} family, "
                     f"which needs {needs}.",

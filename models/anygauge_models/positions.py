@@ -34,18 +34,18 @@ def in_three_axes(length: int, blocks: Iterable[Block]) -> NDArray[np.int64]:
     :param blocks: In any order; they do not overlap.
     :returns: ``[3, length]``.
     """
-    found = np.empty((3, length), np.int64)
+    positions = np.empty((3, length), np.int64)
     filled = position = 0
     for block in sorted(blocks):
-        found[:, filled : block.start] = np.arange(position, position + block.start - filled)
+        positions[:, filled : block.start] = np.arange(position, position + block.start - filled)
         position += block.start - filled
         axes = np.indices(block.grid).reshape(3, -1)
         axes[0] = (axes[0] * block.step).astype(np.int64)
         filled = block.start + axes.shape[1]
-        found[:, block.start : filled] = axes + position
+        positions[:, block.start : filled] = axes + position
         position += int(axes.max()) + 1
-    found[:, filled:] = np.arange(position, position + length - filled)
-    return found
+    positions[:, filled:] = np.arange(position, position + length - filled)
+    return positions
 
 
 def frame_by_frame(hf: Mapping[str, Any], length: int, media: Sequence[Media]) -> NDArray[np.int64]:

@@ -58,18 +58,18 @@ def rope_parameters(hf: Mapping[str, Any]) -> dict[str, Any]:
     keys of the config itself. Where both are there, its order is kept (modeling_rope_utils.py,
     ``convert_rope_params_to_dict`` and ``standardize_rope_params``), so that rollouts have the same angles.
     """
-    found = dict(hf.get("rope_scaling") or hf.get("rope_parameters") or {})
-    found.setdefault("rope_type", found.get("type", "default"))
-    if found["rope_type"] == "mrope":  # which scales nothing: mrope_section says the same
-        found["rope_type"] = "default"
+    parameters = dict(hf.get("rope_scaling") or hf.get("rope_parameters") or {})
+    parameters.setdefault("rope_type", parameters.get("type", "default"))
+    if parameters["rope_type"] == "mrope":  # which scales nothing: mrope_section says the same
+        parameters["rope_type"] = "default"
     for name, default in (("rope_theta", 10_000.0), ("partial_rotary_factor", None)):
-        found.setdefault(name, hf.get(name, default))
-    if found["rope_type"] in _KNOW_TRAINED_LENGTH:
+        parameters.setdefault(name, hf.get(name, default))
+    if parameters["rope_type"] in _KNOW_TRAINED_LENGTH:
         if (trained := hf.get(_TRAINED_LENGTH)) is not None:
-            found[_TRAINED_LENGTH] = trained
-        elif _TRAINED_LENGTH not in found:
-            found[_TRAINED_LENGTH] = hf["max_position_embeddings"]
-    return found
+            parameters[_TRAINED_LENGTH] = trained
+        elif _TRAINED_LENGTH not in parameters:
+            parameters[_TRAINED_LENGTH] = hf["max_position_embeddings"]
+    return parameters
 
 
 def turning_part(hf: Mapping[str, Any], size: int, default: float) -> int:

@@ -76,7 +76,7 @@ def packed_patches(
     import torch
 
     shift, scale = (on_device(each, device) for each in (mean, deviation))
-    found = []
+    patches = []
     for content in contents:
         time, height, width = grid_of(content, patch, temporal)
         pixels = on_device(content.data, device).float()
@@ -84,8 +84,8 @@ def packed_patches(
         if content.kind == "image":
             frames = frames.expand(temporal, -1, -1, -1)
         cut = frames.reshape(time, temporal, height // merge, merge, patch, width // merge, merge, patch, 3)
-        found.append(cut.permute(0, 2, 5, 3, 6, 8, 1, 4, 7).reshape(time * height * width, -1))
-    return found[0] if len(found) == 1 else torch.cat(found)
+        patches.append(cut.permute(0, 2, 5, 3, 6, 8, 1, 4, 7).reshape(time * height * width, -1))
+    return patches[0] if len(patches) == 1 else torch.cat(patches)
 
 
 @lru_cache(maxsize=256)

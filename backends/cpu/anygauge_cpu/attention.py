@@ -187,11 +187,11 @@ def _buckets(lengths: tuple[int, ...], key_lengths: tuple[int, ...], causal: boo
         if seen:
             members[(_width(length), 0) if padded else (length, seen)].append(index)
     # An empty micro-batch is one empty batch, so that its gradients exist.
-    found = [
+    buckets = [
         _Bucket(max(lengths[i] for i in group), max(key_lengths[i] for i in group), tuple(group))
         for group in members.values()
     ]
-    return tuple(found) or (_Bucket(1, 1, ()),)
+    return tuple(buckets) or (_Bucket(1, 1, ()),)
 
 
 @lru_cache(maxsize=8)  # every layer of a micro-batch, forward and backward, asks for the same

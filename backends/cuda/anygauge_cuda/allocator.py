@@ -37,8 +37,8 @@ def shareable() -> Iterator[None]:
 def _setter() -> Callable[[str], None]:
     """Return the function that changes settings at run time; torch has renamed it."""
     bindings: Any = torch._C
-    found: Callable[[str], None] = (
+    set_settings: Callable[[str], None] = (
         getattr(bindings, "_accelerator_setAllocatorSettings", None)
         or bindings._cuda_cudaCachingAllocator_set_allocator_settings
     )
-    return found
+    return set_settings

@@ -126,8 +126,8 @@ class _Cudnn(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, output, sums = ctx.saved_tensors
-        found = cudnn_attention.backward(_dense(grad.contiguous()), q, k, v, output, sums, *ctx.options)
-        return *found, None, None, None
+        grads = cudnn_attention.backward(_dense(grad.contiguous()), q, k, v, output, sums, *ctx.options)
+        return *grads, None, None, None
 
 
 class _Flash(torch.autograd.Function):
@@ -153,10 +153,10 @@ class _Flash(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         *saved, state, unused = ctx.saved_tensors
         longest, scale, causal = ctx.options
-        found = torch.ops.aten._flash_attention_backward(
+        grads = torch.ops.aten._flash_attention_backward(
             grad, *saved, *longest, 0.0, causal, state, unused, scale=scale
         )
-        return *found, None, None, None
+        return *grads, None, None, None
 
 
 @lru_cache(maxsize=64)

@@ -142,11 +142,11 @@ def backward(
     :param grad: ``[T, H, E]``, contiguous.
     """
     case = _Case.of(q, k, v, packing, scale, causal)
-    found = tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+    outputs = tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
     given = {Q: q, K: k, V: v, OUT: output, SUMS: sums, GRAD: grad}
-    grads = dict(zip((GRAD_Q, GRAD_K, GRAD_V), found, strict=True))
+    grads = dict(zip((GRAD_Q, GRAD_K, GRAD_V), outputs, strict=True))
     _run(_backward_graph(case), given | grads, case, packing)
-    return found[0], found[1], found[2]
+    return outputs[0], outputs[1], outputs[2]
 
 
 def by_token(sums: Tensor) -> Tensor:

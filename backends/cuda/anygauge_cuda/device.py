@@ -82,8 +82,8 @@ class CudaDevice:
     def meters(self) -> Mapping[str, float]:
         """Return what NVML says of the GPU since the last call; nothing without ``nvidia-ml-py``."""
         if self._meters is None:
-            found = find_gpu(str(torch.cuda.get_device_properties(self.index).uuid))
-            self._meters = Meters(*found) if found else None
+            gpu = find_gpu(str(torch.cuda.get_device_properties(self.index).uuid))
+            self._meters = Meters(*gpu) if gpu else None
         return self._meters.read() if self._meters else {}
 
 

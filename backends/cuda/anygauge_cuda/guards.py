@@ -13,14 +13,14 @@ from anygauge_hooks.errors import KernelInputError
 __all__ = ["check_lengths", "check_rope", "check_shape", "refuse"]
 
 
-def refuse(op: str, found: str, hint: str) -> NoReturn:
+def refuse(op: str, given: str, hint: str) -> NoReturn:
     """Raise the error of a call.
 
     :param op: Name of the kernel op.
-    :param found: What it got, as the rest of a sentence.
+    :param given: What it got, as the rest of a sentence.
     :raises KernelInputError: Always.
     """
-    raise KernelInputError(f"{op} got {found}.", hint=hint)
+    raise KernelInputError(f"{op} got {given}.", hint=hint)
 
 
 def check_shape(op: str, name: str, tensor: Tensor, shape: Sequence[int], meaning: str) -> None:

@@ -96,24 +96,24 @@ def host_checks(host: Host | None = None) -> Sequence[HostCheck]:
 def facts(host: Host | None = None) -> dict[str, str]:
     """Return the versions that a run's log should have, of what is there."""
     driver, nccl = _driver_release(host or here()), _nccl()
-    found = {"NVIDIA driver": driver, "NCCL": nccl.version if nccl else None}
-    return {name: version for name, version in found.items() if version}
+    versions = {"NVIDIA driver": driver, "NCCL": nccl.version if nccl else None}
+    return {name: version for name, version in versions.items() if version}
 
 
-def _passed(name: str, found: str) -> HostCheck:
-    return HostCheck(name=name, status="PASS", found=found)
+def _passed(name: str, value: str) -> HostCheck:
+    return HostCheck(name=name, status="PASS", found=value)
 
 
-def _failed(name: str, found: str, fix: str) -> HostCheck:
-    return HostCheck(name=name, status="FAIL", found=found, fix=fix)
+def _failed(name: str, value: str, fix: str) -> HostCheck:
+    return HostCheck(name=name, status="FAIL", found=value, fix=fix)
 
 
-def _absent(name: str, found: str, fix: str) -> HostCheck:
-    return HostCheck(name=name, status="NOT INSTALLED", found=found, fix=fix)
+def _absent(name: str, value: str, fix: str) -> HostCheck:
+    return HostCheck(name=name, status="NOT INSTALLED", found=value, fix=fix)
 
 
-def _unknown(name: str, found: str, fix: str | None = None) -> HostCheck:
-    return HostCheck(name=name, status="UNKNOWN", found=found, fix=fix)
+def _unknown(name: str, value: str, fix: str | None = None) -> HostCheck:
+    return HostCheck(name=name, status="UNKNOWN", found=value, fix=fix)
 
 
 # -------------------------------------------------------------------------
@@ -146,17 +146,17 @@ def _gpus(host: Host) -> Checks:
 
 
 def _device_files(host: Host) -> list[str]:
-    found = [path.name[6:] for path in (host.root / "dev").glob("nvidia[0-9]*")]
-    return [f"/dev/nvidia{number}" for number in sorted(int(each) for each in found if each.isdecimal())]
+    indices = [path.name[6:] for path in (host.root / "dev").glob("nvidia[0-9]*")]
+    return [f"/dev/nvidia{number}" for number in sorted(int(each) for each in indices if each.isdecimal())]
 
 
 def _models(host: Host) -> dict[str, int]:
     """Return how many GPUs of each model the driver has; a container is told of those of the whole host."""
     counts: dict[str, int] = {}
     for file in (host.root / DRIVER).glob("gpus/*/information"):
-        found = re.search(r"^Model:\s*(.+?)\s*$", _text(file), re.MULTILINE)
-        if found:
-            counts[found[1]] = counts.get(found[1], 0) + 1
+        match = re.search(r"^Model:\s*(.+?)\s*$", _text(file), re.MULTILINE)
+        if match:
+            counts[match[1]] = counts.get(match[1], 0) + 1
     return counts
 
 
@@ -167,8 +167,8 @@ def _models(host: Host) -> dict[str, int]:
 
 def _driver_release(host: Host) -> str | None:
     """Return the release of the kernel module that is loaded."""
-    found = _RELEASE.search(_text(host.root / DRIVER / "version").partition("\n")[0])
-    return found[0] if found else None
+    match = _RELEASE.search(_text(host.root / DRIVER / "version").partition("\n")[0])
+    return match[0] if match else None
 
 
 def _driver(host: Host) -> Checks:
@@ -243,15 +243,15 @@ def _driver_of_torch(driver: str | None, cuda: str) -> Checks:
 
 def _cuda_of(torch: Distribution) -> str | None:
     """Return the CUDA that torch was built for, from the file that says so."""
-    found = re.search(
+    match = re.search(
         r"^cuda\b[^=]*= *'([\d.]+)'", _text(Path(str(torch.locate_file("torch/version.py")))), re.M
     )
-    return found[1] if found else None
+    return match[1] if match else None
 
 
 def _nccl() -> Distribution | None:
-    found = (_installed(f"nvidia-nccl-cu{major}") for major in sorted(DRIVER_OF_CUDA, reverse=True))
-    return next((each for each in found if each is not None), None)
+    distributions = (_installed(f"nvidia-nccl-cu{major}") for major in sorted(DRIVER_OF_CUDA, reverse=True))
+    return next((each for each in distributions if each is not None), None)
 
 
 # -------------------------------------------------------------------------
@@ -261,12 +261,12 @@ def _nccl() -> Distribution | None:
 
 def _packages() -> Checks:
     for name, (distributions, fix) in _OPTIONAL.items():
-        found = next(filter(None, map(_installed, distributions)), None)
-        if found is None:
+        installed = next(filter(None, map(_installed, distributions)), None)
+        if installed is None:
             yield _absent(name, "not installed; optional", fix)
         else:
-            other = "" if found.name == name or len(distributions) == 1 else f" ({found.name})"
-            yield _passed(name, f"{found.version}{other}")
+            other = "" if installed.name == name or len(distributions) == 1 else f" ({installed.name})"
+            yield _passed(name, f"{installed.version}{other}")
 
 
 def _serving(host: Host) -> Checks:

@@ -38,10 +38,10 @@ def bind_to_device() -> None:
 
 def near_cores(uuid: str, devices: Path = _DEVICES) -> set[int]:
     """Return the numbers of the cores on a GPU's side of the machine; none if that is not known."""
-    found = find_gpu(uuid)
-    if found is None:
+    handles = find_gpu(uuid)
+    if handles is None:
         return set()
-    nvml, gpu = found
+    nvml, gpu = handles
     try:
         address: str | bytes = nvml.nvmlDeviceGetPciInfo(gpu).busId
         text = address.decode() if isinstance(address, bytes) else address

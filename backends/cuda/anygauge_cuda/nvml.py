@@ -52,12 +52,12 @@ class Meters:
 
     def read(self) -> dict[str, float]:
         """Return what is known of what ``anygauge_hooks.types.Device.meters`` names."""
-        found = {
+        values = {
             "utilization": self._utilization(),
             "temperature": self._query("nvmlDeviceGetTemperature", _TEMPERATURE_OF_GPU),
             "clock": self._query("nvmlDeviceGetClockInfo", _CLOCK_OF_MULTIPROCESSORS),
         }
-        return {**{name: value for name, value in found.items() if value is not None}, **self._rates()}
+        return {**{name: value for name, value in values.items() if value is not None}, **self._rates()}
 
     def _utilization(self) -> float | None:
         """Return the mean of the samples since the last call, which the driver keeps for some seconds."""
@@ -81,12 +81,12 @@ class Meters:
     def _totals(self) -> dict[str, float]:
         """Return joules and seconds since the driver was loaded."""
         energy_mj = self._query("nvmlDeviceGetTotalEnergyConsumption")
-        found = {} if energy_mj is None else {"power": energy_mj / 1e3}
+        totals = {} if energy_mj is None else {"power": energy_mj / 1e3}
         for name, policy in _POLICIES.items():
             status = self._call("nvmlDeviceGetViolationStatus", policy)
             if status is not None:
-                found[name] = status.violationTime / 1e9
-        return found
+                totals[name] = status.violationTime / 1e9
+        return totals
 
     def _query(self, function: str, *arguments: Any) -> float | None:
         answer = self._call(function, *arguments)

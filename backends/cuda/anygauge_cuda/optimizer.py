@@ -124,11 +124,11 @@ class FusedAdamW(torch.optim.AdamW):
                 update = weight, gradient, state["exp_avg"], state["exp_avg_sq"], copy
                 kind = number, state["step"].item() + 1, copy is not None, is_remainder
                 launches[kind].append((update, state["step"]))
-        found = []
+        planned = []
         for place, (kind, of_kind) in enumerate(launches.items()):
             updates, counts = zip(*of_kind, strict=True)
-            found.append(_Launch(*kind, self._plan(place, updates), counts))
-        return found
+            planned.append(_Launch(*kind, self._plan(place, updates), counts))
+        return planned
 
     def _begin(self, weight: Tensor) -> Any:
         """Return the state before the first step."""

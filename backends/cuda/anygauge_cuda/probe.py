@@ -63,8 +63,10 @@ def probe() -> Availability:
 def locked_files(root: Path) -> list[str]:
     """Return the device files that this user may not open, as paths."""
     names = ["nvidiactl", "nvidia-uvm", *(path.name for path in (root / "dev").glob("nvidia[0-9]*"))]
-    found = [name for name in names if (root / "dev" / name).exists()]
-    return [f"/dev/{name}" for name in sorted(found) if not os.access(root / "dev" / name, os.R_OK | os.W_OK)]
+    present = [name for name in names if (root / "dev" / name).exists()]
+    return [
+        f"/dev/{name}" for name in sorted(present) if not os.access(root / "dev" / name, os.R_OK | os.W_OK)
+    ]
 
 
 def _no(reason: str, hint: str) -> Availability:
@@ -148,19 +150,19 @@ def _divided() -> list[int]:
     if importlib.util.find_spec("pynvml") is None:
         return []
     nvml: Any = importlib.import_module("pynvml")
-    found = []
+    divided = []
     try:
         nvml.nvmlInit()
         for index in range(nvml.nvmlDeviceGetCount()):
             handle = nvml.nvmlDeviceGetHandleByIndex(index)
             try:
                 if nvml.nvmlDeviceGetMigMode(handle)[0]:
-                    found.append(index)
+                    divided.append(index)
             except nvml.NVMLError:  # a GPU that cannot be divided
                 continue
     except nvml.NVMLError:
-        return found
-    return found
+        return divided
+    return divided
 
 
 def _failure(torch: Any) -> str:

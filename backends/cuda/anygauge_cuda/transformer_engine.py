@@ -48,8 +48,8 @@ def provide() -> Modules:
             f"train.provider is {NAME!r}, which is not installed in this environment.",
             hint=f"{INSTALL}. Without the key the backend's own kernels are used.",
         )
-    found = _version()
-    if found is not None and not SINCE <= found < BEFORE:
+    installed = _version()
+    if installed is not None and not SINCE <= installed < BEFORE:
         raise ProviderError(
             f"Transformer Engine {version(PACKAGE)} is not one that megatron-core 0.16.1 is made for.",
             hint=f"{INSTALL}.",

@@ -35,12 +35,12 @@ def signatures(package: Path) -> dict[str, str]:
 
     :raises LookupError: A class or a method is not where it was.
     """
-    found = {}
+    texts = {}
     for name, (file, methods) in CALLED.items():
         tree = ast.parse((package / file).read_text(encoding="utf-8"))
         for method in methods:
-            found[f"{name}.{method}"] = _parameters(tree, name.rpartition(".")[2], method)
-    return found
+            texts[f"{name}.{method}"] = _parameters(tree, name.rpartition(".")[2], method)
+    return texts
 
 
 def _parameters(tree: ast.Module, name: str, method: str) -> str:
@@ -69,12 +69,12 @@ def _bare(arguments: ast.arguments) -> ast.arguments:
 
 def main(directory: str, version: str, commit: str) -> None:
     """Write the contract of a version."""
-    found = {
+    versions = {
         "version": version,
         "commit": commit,
         "signatures": signatures(Path(directory) / "transformer_engine"),
     }
-    text = json.dumps(found, indent=1) + "\n"
+    text = json.dumps(versions, indent=1) + "\n"
     (FOLDER / f"transformer_engine-{version}.json").write_text(text, encoding="utf-8")
 
 

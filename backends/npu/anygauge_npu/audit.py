@@ -64,12 +64,12 @@ class Audit:
 
     def changes(self) -> list[Change]:
         """Return what differs now, by name."""
-        found = [
+        changes = [
             change
             for name, before in self._before.items()
             for change in _compared(name, before, self._classes[name])
         ]
-        return sorted([*found, *self._made_up()], key=lambda change: change.name)
+        return sorted([*changes, *self._made_up()], key=lambda change: change.name)
 
     def _covers(self, module: str) -> bool:
         return module.partition(".")[0] in self._packages

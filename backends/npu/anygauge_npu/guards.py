@@ -19,14 +19,14 @@ DTYPES: tuple[str, ...] = ("float32", "bfloat16", "float16")
 """What every fused floating-point operator computes in."""
 
 
-def refuse(op: str, found: str, hint: str) -> NoReturn:
+def refuse(op: str, given: str, hint: str) -> NoReturn:
     """Raise the error of a call.
 
     :param op: Name of the kernel op.
-    :param found: What it got, as the rest of a sentence.
+    :param given: What it got, as the rest of a sentence.
     :raises KernelInputError: Always.
     """
-    raise KernelInputError(f"{op} got {found}.", hint=hint)
+    raise KernelInputError(f"{op} got {given}.", hint=hint)
 
 
 def check_dtypes(op: str, **tensors: Tensor) -> None:

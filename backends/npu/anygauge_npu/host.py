@@ -95,24 +95,24 @@ def host_checks(host: Host | None = None) -> Sequence[HostCheck]:
 def facts(host: Host | None = None) -> dict[str, str]:
     """Return the versions that a run's log should have, of what is there."""
     host = host or here()
-    found = {
+    versions = {
         "Ascend driver": _version(_ascend(host) / "driver/version.info"),
         "Ascend firmware": _version(_ascend(host) / "firmware/version.info"),
         "CANN": _cann_version(host)[1],
     }
-    return {name: version for name, version in found.items() if version}
+    return {name: version for name, version in versions.items() if version}
 
 
-def _passed(name: str, found: str) -> HostCheck:
-    return HostCheck(name=name, status="PASS", found=found)
+def _passed(name: str, value: str) -> HostCheck:
+    return HostCheck(name=name, status="PASS", found=value)
 
 
-def _failed(name: str, found: str, fix: str) -> HostCheck:
-    return HostCheck(name=name, status="FAIL", found=found, fix=fix)
+def _failed(name: str, value: str, fix: str) -> HostCheck:
+    return HostCheck(name=name, status="FAIL", found=value, fix=fix)
 
 
-def _absent(name: str, found: str, fix: str) -> HostCheck:
-    return HostCheck(name=name, status="NOT INSTALLED", found=found, fix=fix)
+def _absent(name: str, value: str, fix: str) -> HostCheck:
+    return HostCheck(name=name, status="NOT INSTALLED", found=value, fix=fix)
 
 
 # -------------------------------------------------------------------------
@@ -257,8 +257,8 @@ def _cann_of(host: Host, npu: str) -> Checks:
             fix = f"torch-npu {npu} wants CANN {' or '.join(known)}: install that, or another torch-npu"
             yield _failed(name, f"{cann} does not serve torch-npu {npu}", fix)
         case _:
-            found = f"torch-npu {npu} is in no published table; CANN is {cann}"
-            yield HostCheck(name=name, status="UNKNOWN", found=found)
+            text = f"torch-npu {npu} is in no published table; CANN is {cann}"
+            yield HostCheck(name=name, status="UNKNOWN", found=text)
 
 
 # -------------------------------------------------------------------------
@@ -267,21 +267,23 @@ def _cann_of(host: Host, npu: str) -> Checks:
 
 
 def _mindspeed() -> Checks:
-    found = _installed("mindspeed")
-    if found is None:
+    package = _installed("mindspeed")
+    if package is None:
         yield _absent("MindSpeed", "not installed; optional", INSTALL_MINDSPEED)
         return
-    wanted, megatron = MEGATRON_OF_MINDSPEED.get(number(found.version)), _installed("megatron-core")
-    source = _source(found)
-    if found.version.startswith("0.0."):
+    wanted, megatron = MEGATRON_OF_MINDSPEED.get(number(package.version)), _installed("megatron-core")
+    source = _source(package)
+    if package.version.startswith("0.0."):
         yield _failed(
-            "MindSpeed", f"{found.version} is a placeholder", f"pip uninstall mindspeed; {INSTALL_MINDSPEED}"
+            "MindSpeed",
+            f"{package.version} is a placeholder",
+            f"pip uninstall mindspeed; {INSTALL_MINDSPEED}",
         )
     elif megatron is not None and wanted != number(megatron.version):
-        text = f"{found.version}{source} does not fit megatron-core {megatron.version}"
+        text = f"{package.version}{source} does not fit megatron-core {megatron.version}"
         yield _failed("MindSpeed", text, INSTALL_MINDSPEED)
     else:
-        yield _passed("MindSpeed", f"{found.version}{source}")
+        yield _passed("MindSpeed", f"{package.version}{source}")
 
 
 def _serving() -> Checks:
@@ -297,19 +299,19 @@ def _serving() -> Checks:
 
 
 def _simple(name: str, fix: str) -> Checks:
-    found = _installed(name)
-    yield _passed(name, found.version) if found else _absent(name, "not installed; optional", fix)
+    package = _installed(name)
+    yield _passed(name, package.version) if package else _absent(name, "not installed; optional", fix)
 
 
 def _sglang() -> Checks:
-    found, torch = _installed("sglang"), _installed("torch")
+    package, torch = _installed("sglang"), _installed("torch")
     fix = f"install it {INSTALLS['sglang']}"
-    if found is None:
+    if package is None:
         yield _absent("SGLang", "not installed; optional", fix)
-    elif torch is not None and (wanted := refused(found, torch)):
-        yield _failed("SGLang", f"{found.version} is the wheel that wants torch{wanted}", fix)
+    elif torch is not None and (wanted := refused(package, torch)):
+        yield _failed("SGLang", f"{package.version} is the wheel that wants torch{wanted}", fix)
     else:
-        yield _passed("SGLang", f"{found.version}{_source(found)}")
+        yield _passed("SGLang", f"{package.version}{_source(package)}")
 
 
 # -------------------------------------------------------------------------
@@ -370,9 +372,9 @@ def _version(file: Path) -> str | None:
     """Return the release that a version file names: of the package, or of the directory that it is in."""
     values = _values(file)
     for key in ("version_dir", "version"):
-        found = _RELEASE.search(values.get(key, ""))
-        if found:
-            return found[0]
+        match = _RELEASE.search(values.get(key, ""))
+        if match:
+            return match[0]
     return None
 
 
@@ -383,9 +385,9 @@ def _installed(name: str) -> Distribution | None:
         return None
 
 
-def _source(found: Distribution) -> str:
+def _source(package: Distribution) -> str:
     """Return the branch and commit that a distribution was installed from, as far as pip or git tell."""
-    text = found.read_text("direct_url.json")
+    text = package.read_text("direct_url.json")
     origin = json.loads(text) if text else {}
     git = origin.get("vcs_info", {})
     if git:

@@ -90,8 +90,8 @@ class _ChosenSoftmax(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, topk: int, bias: None) -> tuple[Tensor, Tensor]:
         """Return weights and numbers ``[T, K]``."""
-        found, chosen, _ = torch.ops.npu.npu_moe_gating_top_k_softmax(logits, k=topk)
-        weights, numbers = found / found.sum(1, keepdim=True), chosen.long()
+        scores, chosen, _ = torch.ops.npu.npu_moe_gating_top_k_softmax(logits, k=topk)
+        weights, numbers = scores / scores.sum(1, keepdim=True), chosen.long()
         ctx.save_for_backward(weights, numbers)
         ctx.experts = logits.shape[1]
         ctx.mark_non_differentiable(numbers)

@@ -53,8 +53,8 @@ def _check_permute(tokens: Tensor, probs: Tensor, routing_map: Tensor, topk: int
     check_dtypes(op, tokens=tokens)
     check_dtypes(op, probs=probs)
     if probs.dtype != tokens.dtype and (tokens.dtype, probs.dtype) != (torch.bfloat16, torch.float32):
-        found = f"tokens in {dtype_name(tokens)} and probs in {dtype_name(probs)}"
-        refuse(op, found, "Give both one dtype; float32 goes with bfloat16 too.")
+        given = f"tokens in {dtype_name(tokens)} and probs in {dtype_name(probs)}"
+        refuse(op, given, "Give both one dtype; float32 goes with bfloat16 too.")
     if routing_map.dtype != torch.bool:
         refuse(op, f"routing_map in {dtype_name(routing_map)}", "Give it in bool.")
     check_shape(op, "tokens", tokens, (None, None), "[T, H]")

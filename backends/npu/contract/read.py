@@ -50,15 +50,15 @@ SETTINGS = {"config", "conv", "matmul", "version"}
 
 def operators(package: Path) -> dict[str, str]:
     """Return the schema of each operator that a package's library declares, by name with overload."""
-    found: dict[str, str] = {}
+    schemas: dict[str, str] = {}
     for text in _texts((package / "lib" / "libtorch_npu.so").read_bytes(), b") -> "):
         try:
             schema = torch._C.parse_schema(f"{NAMESPACE}::{text}")
         except RuntimeError:
             continue  # a text that only looks like one
         name = schema.name.removeprefix(f"{NAMESPACE}::")
-        found[f"{name}.{schema.overload_name}" if schema.overload_name else name] = str(schema)
-    return found
+        schemas[f"{name}.{schema.overload_name}" if schema.overload_name else name] = str(schema)
+    return schemas
 
 
 def _texts(library: bytes, part: bytes) -> Iterator[str]:
@@ -74,15 +74,15 @@ def _texts(library: bytes, part: bytes) -> Iterator[str]:
 
 def functions(package: Path) -> dict[str, str]:
     """Return the signature of each function and class of ``torch.npu``, by name."""
-    found: dict[str, str] = {}
+    signatures: dict[str, str] = {}
     for module in DEFINED_IN:
         tree = ast.parse((package / "npu" / f"{module}.py").read_text())
         for node in tree.body:
             if isinstance(node, ast.FunctionDef):
-                found.setdefault(node.name, f"({ast.unparse(node.args)})")
+                signatures.setdefault(node.name, f"({ast.unparse(node.args)})")
             elif isinstance(node, ast.ClassDef):
-                found.setdefault(node.name, _constructor(node))
-    return found
+                signatures.setdefault(node.name, _constructor(node))
+    return signatures
 
 
 def _constructor(node: ast.ClassDef) -> str:

@@ -230,8 +230,8 @@ def _attention(
         outputs.append(torch.einsum("nqk,knd->qnd", scores.softmax(-1), values))
         peak = scores.amax(-1)
         total = (scores - peak[..., None]).exp().sum(-1)
-        for found, rows in zip(statistics, (peak, total), strict=True):
-            found.append((rows.t() if softmax_layout == "TND" else rows).flatten())
+        for target, rows in zip(statistics, (peak, total), strict=True):
+            target.append((rows.t() if softmax_layout == "TND" else rows).flatten())
     peaks, totals = map(torch.cat, statistics)
     return torch.cat(outputs), peaks, totals
 
@@ -343,11 +343,11 @@ def npu_fusion_attention_grad(
         inner = torch.einsum("qnd,knd->nqk", grad[a:b], values) - delta[a:b].T[..., None]
         slope = scale_value * weights * inner
         dq[a:b] = torch.einsum("nqk,knd->qnd", slope, k[c:d].repeat_interleave(shared, 1))
-        for target, found in (
+        for target, gradient in (
             (dk, torch.einsum("nqk,qnd->knd", slope, q[a:b])),
             (dv, torch.einsum("nqk,qnd->knd", weights, grad[a:b])),
         ):
-            target[c:d] = found.unflatten(1, (-1, shared)).sum(2)
+            target[c:d] = gradient.unflatten(1, (-1, shared)).sum(2)
     grads = dq.to(query.dtype), dk.to(key.dtype), dv.to(value.dtype)
     return *grads, None, torch.empty(0)
 

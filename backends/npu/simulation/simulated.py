@@ -242,9 +242,9 @@ def _check_devices(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None
             if isinstance(each, torch.Tensor) and (key in written or not _is_host_number(each))
         }
         if len(devices) > 1:
-            found = " and ".join(devices)
+            names = " and ".join(devices)
             raise RuntimeError(
-                f"{op.name()}: expected all tensors to be on the same device, but found {found}!"
+                f"{op.name()}: expected all tensors to be on the same device, but found {names}!"
             )
 
 
@@ -359,10 +359,10 @@ def _check_results(op: Any, args: Any, kwargs: Any, result: Any) -> None:
     if op.namespace != "npu" or not _has_kernel(op.name(), "Meta"):
         return
     expected = op(*tree_map(_to_meta, args), **tree_map(_to_meta, kwargs))
-    for i, (wanted, found) in enumerate(zip(tree_leaves(expected), tree_leaves(result), strict=True)):
-        if wanted is not None and _described(wanted) != _described(found):
+    for i, (wanted, actual) in enumerate(zip(tree_leaves(expected), tree_leaves(result), strict=True)):
+        if wanted is not None and _described(wanted) != _described(actual):
             raise AssertionError(
-                f"{op.name()}, result {i}: the reference returns {_described(found)}, "
+                f"{op.name()}, result {i}: the reference returns {_described(actual)}, "
                 f"torch-npu {_described(wanted)}"
             )
 

@@ -47,10 +47,14 @@ class CorrectedLoss:
         :raises PluginError: A correction returned something else than a number for each token.
         """
         with torch.no_grad():
-            found = {name: _found(name, fn(inputs), inputs) for name, fn in self.corrections.items()}
-            metrics = dict(chain.from_iterable(_report(name, each, inputs) for name, each in found.items()))
+            corrections = {name: _found(name, fn(inputs), inputs) for name, fn in self.corrections.items()}
+            metrics = dict(
+                chain.from_iterable(_report(name, each, inputs) for name, each in corrections.items())
+            )
             metrics[COUNT] = sample_mean_weights(inputs).sum()
-        factors = [each.importance_weights for each in found.values() if each.importance_weights is not None]
+        factors = [
+            each.importance_weights for each in corrections.values() if each.importance_weights is not None
+        ]
         if not factors:
             loss, reported = self.policy_loss(inputs)
             return loss, {**reported, **metrics}
@@ -62,13 +66,15 @@ class CorrectedLoss:
         return loss, {**reported, **terms, **metrics}
 
 
-def _found(name: str, found: Any, inputs: LossInputs) -> Correction:
+def _found(name: str, result: Any, inputs: LossInputs) -> Correction:
     """Return what a correction returned, checked."""
     size = inputs.loss_weights.shape
-    problem = None if isinstance(found, Correction) else f"it returned a {type(found).__name__}"
+    problem = None if isinstance(result, Correction) else f"it returned a {type(result).__name__}"
     if problem is None:
-        weights = {} if found.importance_weights is None else {"importance_weights": found.importance_weights}
-        for key, value in {**found.metrics, **found.sample_metrics, **weights}.items():
+        weights = (
+            {} if result.importance_weights is None else {"importance_weights": result.importance_weights}
+        )
+        for key, value in {**result.metrics, **result.sample_metrics, **weights}.items():
             if not isinstance(value, Tensor):
                 problem = f"its {key} is a {type(value).__name__}"
             elif value.shape != size:
@@ -78,15 +84,15 @@ def _found(name: str, found: Any, inputs: LossInputs) -> Correction:
             f"Correction {name!r} must return a Correction with tensors {list(size)}; {problem}.",
             hint="One number per token; importance_weights = None for a correction without weights.",
         )
-    checked: Correction = found
+    checked: Correction = result
     return checked
 
 
-def _report(name: str, found: Correction, x: LossInputs) -> list[tuple[str, Tensor]]:
+def _report(name: str, correction: Correction, x: LossInputs) -> list[tuple[str, Tensor]]:
     """Return the metrics of a correction, summed."""
-    by_token, by_sample = dict(found.metrics), dict(found.sample_metrics)
-    if (weights := found.importance_weights) is not None:
-        own = by_sample if found.by_sample else by_token
+    by_token, by_sample = dict(correction.metrics), dict(correction.sample_metrics)
+    if (weights := correction.importance_weights) is not None:
+        own = by_sample if correction.by_sample else by_token
         own |= {"weight": weights, "masked": (weights == 0).to(weights.dtype)}
         own |= {SQUARE[1:]: weights.square(), TOTAL[1:]: torch.ones_like(weights)}
     shares = sample_mean_weights(x)

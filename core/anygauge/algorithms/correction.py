@@ -163,14 +163,14 @@ def _log_ratio(x: LossInputs, level: Level) -> Tensor:
     log_ratio = _token_log_ratio(x)
     match level:
         case "token":
-            found = log_ratio
+            ratio = log_ratio
         case "sequence":
-            found = sample_sums(log_ratio, x)
+            ratio = sample_sums(log_ratio, x)
         case "geometric":
-            found = sample_means(log_ratio, x)
+            ratio = sample_means(log_ratio, x)
         case _:
             assert_never(level)
-    return found.clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
+    return ratio.clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
 
 
 def _token_log_ratio(x: LossInputs) -> Tensor:

@@ -60,6 +60,6 @@ def explained_variance(values_T: Tensor, returns_T: Tensor, mask_T: Tensor, tota
 def _mean(x: Tensor, total: Total) -> tuple[Tensor, Tensor]:
     """Return the number of tokens on all ranks, and the mean along the last dimension."""
     sums = x.sum(-1).reshape(-1)
-    found = total(torch.cat((sums.new_tensor([x.shape[-1]]), sums)))
-    mean = found[1:] / found[0].clamp(min=1)
-    return found[0], mean if x.dim() > 1 else mean[0]
+    totals = total(torch.cat((sums.new_tensor([x.shape[-1]]), sums)))
+    mean = totals[1:] / totals[0].clamp(min=1)
+    return totals[0], mean if x.dim() > 1 else mean[0]

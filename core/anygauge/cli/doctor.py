@@ -256,8 +256,8 @@ def _installed(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     yield "  " + ", ".join(f"{name} {version}" for name, version in versions.items())
     wrong = [row for row in rows if not row["ok"]]
     for row in wrong:
-        found = f"{row['name']} {row['installed']}" if row["installed"] else f"{row['name']} is missing"
-        yield f"  CONFLICT  {found}; {row['owner']} needs {row['name']}{row['wanted']}"
+        package = f"{row['name']} {row['installed']}" if row["installed"] else f"{row['name']} is missing"
+        yield f"  CONFLICT  {package}; {row['owner']} needs {row['name']}{row['wanted']}"
         yield f"            fix: {row['fix']}"
     if not wrong:
         yield f"  all {len(rows)} requirements are met"

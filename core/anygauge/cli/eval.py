@@ -77,10 +77,10 @@ def _check_target(path: Path) -> None:
     raise _unwritable(path, problem)
 
 
-def _write(path: Path, found: Mapping[str, float | str]) -> None:
+def _write(path: Path, results: Mapping[str, float | str]) -> None:
     sys.stdout.flush()  # what follows may fail, and the table has the result
     try:
-        path.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+        path.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
     except OSError as error:
         raise _unwritable(path, str(error)) from error
 

@@ -132,10 +132,10 @@ def _model(text: str) -> tuple[ModelFacts, str]:
 
     directory = Path(os.path.expanduser(text))
     if not os.path.exists(directory):
-        found = _cached(text)
-        if found is None:
+        cached = _cached(text)
+        if cached is None:
             return facts_of_name(text), f"{text} is not in the cache: sizes follow from its name alone"
-        directory, name = found, text
+        directory, name = cached, text
     else:
         name = str(directory)
     if not directory.is_dir():

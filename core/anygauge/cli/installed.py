@@ -50,10 +50,10 @@ def read_installed() -> list[Requires]:
     return rows
 
 
-def _canonical(found: Distribution) -> str:
+def _canonical(package: Distribution) -> str:
     from packaging.utils import canonicalize_name
 
-    return str(canonicalize_name(found.name))
+    return str(canonicalize_name(package.name))
 
 
 def _direct(owner: str, *, optional: bool) -> Iterator[Requires]:
@@ -72,9 +72,9 @@ def _requirements(owner: str) -> Iterator[tuple[Requirement, bool]]:
     """Yield what a distribution requires on this platform, and whether only an extra asks for it."""
     from packaging.requirements import Requirement
 
-    found = distribution(owner)
-    extras = found.metadata.get_all("Provides-Extra") or []
-    for text in found.requires or []:
+    package = distribution(owner)
+    extras = package.metadata.get_all("Provides-Extra") or []
+    for text in package.requires or []:
         requirement = Requirement(text)
         if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
             yield requirement, False

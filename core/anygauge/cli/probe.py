@@ -45,8 +45,8 @@ def _backend(entry: str) -> dict[str, Any]:
 
 
 def _available(spec: BackendSpec) -> Availability:
-    found = probe_backend(spec)
-    return (_torch_failure() or found) if found.ok else found
+    availability = probe_backend(spec)
+    return (_torch_failure() or availability) if availability.ok else availability
 
 
 def _torch_failure() -> Availability | None:
@@ -62,8 +62,8 @@ def _torch_failure() -> Availability | None:
     return None
 
 
-def _row(name: str, found: Availability) -> dict[str, Any]:
-    return {"name": name, **dataclasses.asdict(found)}
+def _row(name: str, availability: Availability) -> dict[str, Any]:
+    return {"name": name, **dataclasses.asdict(availability)}
 
 
 def _plugins() -> dict[str, Any]:

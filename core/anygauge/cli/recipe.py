@@ -96,8 +96,8 @@ def facts_of_name(name: str) -> ModelFacts:
     >>> facts_of_name("Qwen/Qwen3-30B-A3B").billions, facts_of_name("HuggingFaceTB/SmolLM2-135M").billions
     (30.0, 0.135)
     """
-    found = _BILLIONS.search(name)
-    billions = float(found[1]) / (1 if found[2] in "bB" else 1000) if found else 0.0
+    match = _BILLIONS.search(name)
+    billions = float(match[1]) / (1 if match[2] in "bB" else 1000) if match else 0.0
     return ModelFacts(
         name=name,
         billions=billions or None,

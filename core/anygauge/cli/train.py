@@ -119,8 +119,8 @@ def _backend(plugins: Plugins, args: argparse.Namespace) -> tuple[BackendSpec, s
     from anygauge.plugins import find_backend, select_backend
 
     if args.dry_run and args.backend is not None:
-        found = plugins.named("register_backends")
-        return find_backend(plugins, found, args.backend), "asked for; a dry run does not probe it"
+        backends = plugins.named("register_backends")
+        return find_backend(plugins, backends, args.backend), "asked for; a dry run does not probe it"
     return select_backend(plugins, args.backend)
 
 

@@ -44,14 +44,14 @@ def estimator(config: Config, plugins: Plugins) -> NamedFunction | None:
     """Return the advantage estimator, if there is one of its name; SFT has none."""
     if config.run.task == "sft":
         return None
-    found: NamedFunction | None = plugins.named(ESTIMATORS).get(config.algorithm.advantage)
-    return found
+    named: NamedFunction | None = plugins.named(ESTIMATORS).get(config.algorithm.advantage)
+    return named
 
 
 def has_critic(config: Config, plugins: Plugins) -> bool:
     """Return whether a critic is trained beside the policy."""
-    found = estimator(config, plugins)
-    return found is not None and VALUES in found.needs
+    named = estimator(config, plugins)
+    return named is not None and VALUES in named.needs
 
 
 def has_teacher(config: Config, plugins: Plugins) -> bool:
@@ -62,8 +62,8 @@ def has_teacher(config: Config, plugins: Plugins) -> bool:
 
 def rates_samples(config: Config, plugins: Plugins) -> bool:
     """Return whether the teacher is asked for the log-probs of what the policy sampled."""
-    found = estimator(config, plugins)
-    return found is not None and (TEACHER in found.needs or config.algorithm.distill_coef > 0)
+    named = estimator(config, plugins)
+    return named is not None and (TEACHER in named.needs or config.algorithm.distill_coef > 0)
 
 
 def compares(config: Config) -> bool:
@@ -84,20 +84,20 @@ def algorithm_rule(config: Config, user_keys: Collection[str]) -> Problems:
 
 def algorithm_rules(config: Config, plugins: Plugins) -> Problems:
     """Yield what the advantage estimator cannot use, and what it lacks."""
-    found, algorithm = estimator(config, plugins), config.algorithm
-    if found is None and config.run.task != "sft":
+    named, algorithm = estimator(config, plugins), config.algorithm
+    if named is None and config.run.task != "sft":
         return  # an unknown name is a problem of its own
-    if found is not None:
-        yield from _registered(config, found)
-        yield from _alone(config, found)
-        yield from value_problems("algorithm.advantage_options", found, algorithm.advantage_options)
+    if named is not None:
+        yield from _registered(config, named)
+        yield from _alone(config, named)
+        yield from value_problems("algorithm.advantage_options", named, algorithm.advantage_options)
         yield from _loss(config, plugins)
     by_token = [name for name, each in sorted(plugins.named(ESTIMATORS).items()) if each.kind == "token"]
-    if algorithm.kl_reward_coef > 0 and found is not None and found.kind == "group":
-        hint = f"{found.name!r} knows one reward for each sample; use kl_coef, or one of {_listed(by_token)}"
+    if algorithm.kl_reward_coef > 0 and named is not None and named.kind == "group":
+        hint = f"{named.name!r} knows one reward for each sample; use kl_coef, or one of {_listed(by_token)}"
         yield ConfigProblem(path="algorithm.kl_reward_coef", found=algorithm.kl_reward_coef, hint=hint)
-    if algorithm.distill_coef > 0 and found is not None and TEACHER in found.needs:
-        hint = f"{found.name!r} is distillation already; leave it out"
+    if algorithm.distill_coef > 0 and named is not None and TEACHER in named.needs:
+        hint = f"{named.name!r} is distillation already; leave it out"
         yield ConfigProblem(path="algorithm.distill_coef", found=algorithm.distill_coef, hint=hint)
     if algorithm.distill_kl_coef == 0 and algorithm.distill_top_k != Algorithm().distill_top_k:
         hint = "has no effect without algorithm.distill_kl_coef above 0"
@@ -111,26 +111,26 @@ def algorithm_rules(config: Config, plugins: Plugins) -> Problems:
         yield ConfigProblem(path="teacher.path", found=None, hint="name the model that is to be distilled")
 
 
-def _registered(config: Config, found: NamedFunction) -> Problems:
+def _registered(config: Config, named: NamedFunction) -> Problems:
     """Yield how a plugin registers an estimator that the trainer would not know how to call."""
     for name, given, known in (
-        ("kind", (found.kind,), ("group", "token")),
-        ("needs", tuple(found.needs), (VALUES, TEACHER)),
+        ("kind", (named.kind,), ("group", "token")),
+        ("needs", tuple(named.needs), (VALUES, TEACHER)),
     ):
         if wrong := [each for each in given if each not in known]:
             hint = f"its plugin registers it with {name} = {_listed(wrong)}; known: {_listed(known)}"
-            yield ConfigProblem(path="algorithm.advantage", found=found.name, hint=hint)
+            yield ConfigProblem(path="algorithm.advantage", found=named.name, hint=hint)
 
 
-def _alone(config: Config, found: NamedFunction) -> Problems:
+def _alone(config: Config, named: NamedFunction) -> Problems:
     """Yield an estimator that compares the samples of a prompt, where each is alone."""
     algorithm, samples = config.algorithm, config.rollout.samples_per_prompt
     options = algorithm.advantage_options
     compares_none = options.get("center") is False and options.get("scale") is False
     distils = algorithm.distill_coef > 0 or algorithm.distill_kl_coef > 0
-    if samples < found.min_samples and not compares_none and not distils:
-        hint = f"{found.name!r} compares the samples of a prompt, and learns nothing of one; "
-        hint += f"write {found.min_samples} or more, or take another algorithm.advantage"
+    if samples < named.min_samples and not compares_none and not distils:
+        hint = f"{named.name!r} compares the samples of a prompt, and learns nothing of one; "
+        hint += f"write {named.min_samples} or more, or take another algorithm.advantage"
         yield ConfigProblem(path="rollout.samples_per_prompt", found=samples, hint=hint)
 
 
@@ -144,10 +144,10 @@ def algorithm_warnings(config: Config) -> Problems:
         hint = f'{paper} takes "sample_mean"; a ratio of the whole sample weighs long responses more here'
         yield ConfigProblem(path="algorithm.loss_aggregation", found=algorithm.loss_aggregation, hint=hint)
     for key, value in (("clip_low", 3e-4), ("clip_high", 4e-4)):
-        if (found := getattr(algorithm, key)) > WIDEST_SEQUENCE_CLIP:
+        if (width := getattr(algorithm, key)) > WIDEST_SEQUENCE_CLIP:
             hint = f"{paper} takes {value}; the ratio of a sample is a geometric mean, which hardly ever "
             hint += "leaves a range for single tokens, so nothing would be clipped"
-            yield ConfigProblem(path=f"algorithm.{key}", found=found, hint=hint)
+            yield ConfigProblem(path=f"algorithm.{key}", found=width, hint=hint)
 
 
 def sampling_rule(config: Config) -> Problems:
@@ -155,14 +155,14 @@ def sampling_rule(config: Config) -> Problems:
     if config.run.task == "sft":
         return
     for key, off in (("top_p", 1), ("top_k", 0)):
-        if (found := getattr(config.rollout, key)) != off:
+        if (value := getattr(config.rollout, key)) != off:
             hint = (
                 "log-probs are over the whole vocabulary, while tokens would be drawn from a part of it, so "
             )
             hint += (
                 f"every ratio of the loss would be wrong; write {off}. Evaluation has eval.{key} of its own"
             )
-            yield ConfigProblem(path=f"rollout.{key}", found=found, hint=hint)
+            yield ConfigProblem(path=f"rollout.{key}", found=value, hint=hint)
 
 
 def value_problems(path: str, function: NamedFunction, options: Mapping[str, Any]) -> Problems:

@@ -42,8 +42,8 @@ def read_architecture(spec: ModelSpec, hf: Mapping[str, Any]) -> tuple[Mapping[s
 
 
 def _quantization(hf: Mapping[str, Any]) -> Iterator[str]:
-    if (found := hf.get("quantization_config")) is not None:
-        method = found.get("quant_method") if isinstance(found, Mapping) else found
+    if (quantization := hf.get("quantization_config")) is not None:
+        method = quantization.get("quant_method") if isinstance(quantization, Mapping) else quantization
         yield (
             f"its config.json has a quantization_config ({method}), and quantised weights cannot be trained: "
             "write it in bfloat16 first, without that key"

@@ -104,7 +104,7 @@ def check(
     :param trains: Whether the data of a training and the models beside the policy are needed.
     """
     files = (*FILE_RULES, *(TRAINING_FILE_RULES if trains else ())) if check_files else ()
-    found = chain(
+    problems_of_rules = chain(
         *(
             each.rule(config, user_keys)
             for each in (*RULES, *files)
@@ -124,7 +124,9 @@ def check(
         model_rules(config, plugins, trains=trains) if check_files else (),
         plugins.collect("check_config", config=config, backend=backend),
     )
-    problems = [problem for problem in found if not any(covers(path, problem.path) for path in broken)]
+    problems = [
+        problem for problem in problems_of_rules if not any(covers(path, problem.path) for path in broken)
+    ]
     return list({(problem.path, problem.hint): problem for problem in problems}.values())
 
 

@@ -60,14 +60,14 @@ def _left_over(rollout: Rollout) -> Problems:
             f'has no effect with rollout.schedule = "{rollout.schedule}": what is unfinished always goes on'
         )
         for key in ("over_sampling", "partial_rollout", "redraw"):
-            if (found := getattr(rollout, key)) != Rollout.model_fields[key].default:
-                yield ConfigProblem(path=f"rollout.{key}", found=found, hint=f"{hint}; leave it out")
+            if (value := getattr(rollout, key)) != Rollout.model_fields[key].default:
+                yield ConfigProblem(path=f"rollout.{key}", found=value, hint=f"{hint}; leave it out")
         return
     if not rollout.over_sampling:
         hint = "has no effect without rollout.over_sampling: a step ends when all of its samples are done"
         for key in ("partial_rollout", "redraw"):
-            if (found := getattr(rollout, key)) != Rollout.model_fields[key].default:
-                yield ConfigProblem(path=f"rollout.{key}", found=found, hint=hint)
+            if (value := getattr(rollout, key)) != Rollout.model_fields[key].default:
+                yield ConfigProblem(path=f"rollout.{key}", found=value, hint=hint)
     elif not rollout.redraw and rollout.partial_rollout:
         hint = "has no effect with rollout.partial_rollout, which discards nothing; leave it out"
         yield ConfigProblem(path="rollout.redraw", found=False, hint=hint)

@@ -35,23 +35,23 @@ def split_slice(path: str) -> tuple[str, slice]:
 
     :raises ValueError: What follows the file is no slice; says what it must look like.
     """
-    found = _SLICE.search(path)
-    if found is None:
+    match = _SLICE.search(path)
+    if match is None:
         return path, slice(None)
-    bounds = _BOUNDS.fullmatch(found[0])
+    bounds = _BOUNDS.fullmatch(match[0])
     if bounds is None:
         raise ValueError(
-            f"{found[0]} is no slice: write @[a:b] with whole numbers, either of which may be left out "
+            f"{match[0]} is no slice: write @[a:b] with whole numbers, either of which may be left out "
             "or, counted from the end, negative"
         )
     start, stop = (None if bound is None else int(bound) for bound in bounds.groups())
-    return path[: found.start()], slice(start, stop)
+    return path[: match.start()], slice(start, stop)
 
 
 def meant_slice(path: str) -> str | None:
     """Return what was meant by a path that ends like a slice without its ``@``."""
-    found = _BARE.fullmatch(path)
-    return f"{found[1]}@{found[2]}" if found else None
+    match = _BARE.fullmatch(path)
+    return f"{match[1]}@{match[2]}" if match else None
 
 
 def dataset_name(file: DataFile) -> str:

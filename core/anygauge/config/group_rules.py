@@ -37,8 +37,8 @@ def groups_rule(config: Config, user_keys: Collection[str]) -> Problems:
         hint = f"no group serves the policy: leave model out of one of them, or write {POLICY!r}"
         yield ConfigProblem(path="rollout.groups", found=[group.model for group in groups], hint=hint)
     for index, group in enumerate(groups):
-        for key, found, hint in _of_group(group, groups):
-            yield ConfigProblem(path=f"rollout.groups[{index}].{key}", found=found, hint=hint)
+        for key, value, hint in _of_group(group, groups):
+            yield ConfigProblem(path=f"rollout.groups[{index}].{key}", found=value, hint=hint)
 
 
 def _of_group(group: RolloutGroup, groups: Sequence[RolloutGroup]) -> Iterator[tuple[str, Any, str]]:

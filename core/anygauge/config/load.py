@@ -216,8 +216,8 @@ def _parse(path: Path) -> Tree:
     except OSError as error:
         directory = path if os.path.isdir(path) else path.parent
         # os.path.isdir and not Path.is_dir, which raises where a path is too long.
-        found = sorted(str(other) for other in directory.glob("*.toml")) if os.path.isdir(directory) else []
-        hint = f"Config files there: {', '.join(found)}." if found else "`anygauge init` writes one."
+        names = sorted(str(other) for other in directory.glob("*.toml")) if os.path.isdir(directory) else []
+        hint = f"Config files there: {', '.join(names)}." if names else "`anygauge init` writes one."
         raise ConfigError(f"Cannot read config {path}: {error.strerror}.", hint=hint) from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"Config {path} is not UTF-8: {error}.", hint="Save it as UTF-8.") from error
@@ -257,10 +257,10 @@ def _other_overlays(
 def _line(problem: ConfigProblem, where: str | None) -> str:
     text = repr(problem.found)
     text = text if len(text) <= _LONGEST_VALUE else f"{text[: _LONGEST_VALUE - 3]}..."
-    found = "not set" if problem.found is None else f"found {text}"
+    value = "not set" if problem.found is None else f"found {text}"
     separator = "." if problem.hint[:1].isupper() else ";"
     hint = _for_the_shell(problem) if where == _COMMAND_LINE else problem.hint
-    return f"{problem.path}: {found}{f' {where}' if where else ''}{separator} {hint}"
+    return f"{problem.path}: {value}{f' {where}' if where else ''}{separator} {hint}"
 
 
 def _for_the_shell(problem: ConfigProblem) -> str:

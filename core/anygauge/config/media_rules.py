@@ -88,12 +88,12 @@ def _levels(config: Config, hf: Mapping[str, Any], spec: ModelSpec) -> Problems:
             f"the first {levels} layers get features and must be in the first part, which has {depth}; "
             "lower it, or see train.megatron.num_layers_in_first_pipeline_stage"
         )
-        key, found = (
+        key, value = (
             ("virtual_pipeline", sizes.virtual_pipeline)
             if sizes.virtual_pipeline > 1
             else ("pipeline", sizes.pipeline)
         )
-        yield ConfigProblem(path=f"train.parallel.{key}", found=found, hint=hint)
+        yield ConfigProblem(path=f"train.parallel.{key}", found=value, hint=hint)
 
 
 def media_mismatches(
@@ -144,9 +144,9 @@ def _without_media(config: Config) -> Problems:
     hint = "has no effect without data.multimodal_keys or model.modalities; leave it out"
     default = Media()
     for name in Media.model_fields:
-        found = getattr(config.media, name)
-        if found != getattr(default, name):
-            shown = found if isinstance(found, bool | int | float | str) else str(found)
+        value = getattr(config.media, name)
+        if value != getattr(default, name):
+            shown = value if isinstance(value, bool | int | float | str) else str(value)
             yield ConfigProblem(path=f"media.{name}", found=shown, hint=hint)
     if frozen := sorted(set(config.train.freeze) & set(TOWERS)):
         yield ConfigProblem(path="train.freeze", found=frozen, hint=hint)

@@ -25,8 +25,8 @@ def modalities(config: Config) -> frozenset[MediaKind]:
 
 def media_fields(config: Config) -> dict[str, Mapping[MediaKind, str]]:
     """Return the fields of rows that hold media, by the path of what names them."""
-    found: dict[str, Mapping[MediaKind, str]] = {"data.multimodal_keys": config.data.multimodal_keys}
+    fields: dict[str, Mapping[MediaKind, str]] = {"data.multimodal_keys": config.data.multimodal_keys}
     for name, dataset in config.eval.datasets.items():
         if dataset.multimodal_keys is not None:
-            found[f"eval.datasets.{name}.multimodal_keys"] = dataset.multimodal_keys
-    return found
+            fields[f"eval.datasets.{name}.multimodal_keys"] = dataset.multimodal_keys
+    return fields

@@ -82,10 +82,10 @@ def _code(directory: Path, hf: Mapping[str, Any]) -> Iterator[str]:
 
 def _auto_map(hf: Any) -> str:
     """Return the classes that a JSON file names in Python files beside it."""
-    found = hf.get("auto_map") if isinstance(hf, Mapping) else None
-    if isinstance(found, Mapping):
-        found = found.values()
-    return ", ".join(str(name) for name in found) if isinstance(found, Iterable) else ""
+    names = hf.get("auto_map") if isinstance(hf, Mapping) else None
+    if isinstance(names, Mapping):
+        names = names.values()
+    return ", ".join(str(name) for name in names) if isinstance(names, Iterable) else ""
 
 
 def _is_known(model_type: Any) -> bool:

@@ -159,8 +159,8 @@ def _architecture(path: str, config: Config, hf: Mapping[str, Any], plugins: Plu
     except AnygaugeError:
         return  # a problem of its own
     architecture, hints = read_architecture(spec, hf)
-    found = getattr(config, path.split(".")[0]).path
-    yield from (ConfigProblem(path=path, found=str(found), hint=hint) for hint in hints)
+    value = getattr(config, path.split(".")[0]).path
+    yield from (ConfigProblem(path=path, found=str(value), hint=hint) for hint in hints)
     if architecture is None:
         return
     if path != "reference.path":
@@ -237,6 +237,6 @@ def _chat_template(config: Config) -> Problems:
     except (OSError, ValueError):
         tokenizer = {}
     if not tokenizer.get("chat_template"):
-        for path, (found, advice) in needed.items():
+        for path, (value, advice) in needed.items():
             hint = f"the tokenizer of {directory} has no chat template; {advice} chat_template.jinja"
-            yield ConfigProblem(path=path, found=found, hint=hint)
+            yield ConfigProblem(path=path, found=value, hint=hint)

@@ -54,20 +54,20 @@ def import_problems(path: str, name: str) -> Problems:
 
 def _attribute(path: str, name: str, module: str, function: str) -> Problems:
     try:
-        found: Any = importlib.import_module(module)
+        target: Any = importlib.import_module(module)
     except (Exception, SystemExit) as error:  # noqa: BLE001 - importing it runs the user's code
         hint = f"importing module {module!r} failed: {error!r}"
         yield ConfigProblem(path=path, found=name, hint=hint)
         return
     for part in function.split("."):
-        if not hasattr(found, part):
-            functions = [known for known in dir(found) if callable(getattr(found, known, None))]
+        if not hasattr(target, part):
+            functions = [known for known in dir(target) if callable(getattr(target, known, None))]
             close = difflib.get_close_matches(part, functions)
             hint = f"module {module!r} has no {function!r}"
             hint += f"; did you mean {' or '.join(close)}?" if close else "; define it there"
             yield ConfigProblem(path=path, found=name, hint=hint)
             return
-        found = getattr(found, part)
+        target = getattr(target, part)
 
 
 def option_problems(path: str, name: str, fn: Callable[..., Any], options: Mapping[str, Any]) -> Problems:

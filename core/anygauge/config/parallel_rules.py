@@ -62,11 +62,11 @@ def role_rule(config: Config, user_keys: Collection[str]) -> Iterator[ConfigProb
         sizes = getattr(config, role).parallel
         if sizes is None:
             continue
-        found = list(size_problems(config.placement.train_workers, sizes))
-        yield from (of_role(problem, config, role) for problem in found)
+        problems = list(size_problems(config.placement.train_workers, sizes))
+        yield from (of_role(problem, config, role) for problem in problems)
         ours = config.train.parallel
         share = ours.tensor * ours.context
-        if not found and (sizes.tensor * sizes.context, sizes.pipeline) != (share, ours.pipeline):
+        if not problems and (sizes.tensor * sizes.context, sizes.pipeline) != (share, ours.pipeline):
             hint = (
                 f"must leave every rank its samples: tensor * context = {share}, pipeline = {ours.pipeline}"
             )
@@ -165,7 +165,7 @@ def _unrolled(layout: str) -> str:
     """Return a layout with its products written out, as Megatron's ``parse_str_to_list`` does."""
     layout = layout.replace(",", "")
     for product in (r"\(([^)]+)\)\*(\d+)", r"(.)\*(\d+)"):
-        layout = re.sub(product, lambda found: found[1] * int(found[2]), layout)
+        layout = re.sub(product, lambda match: match[1] * int(match[2]), layout)
     return layout
 
 

@@ -68,7 +68,11 @@ def _media_inputs(spec: ModelSpec, hf: Mapping[str, Any], kinds: Collection[Medi
 
 def _tower(module: nn.Module) -> object:
     """Return the modules of a tower, and all that transformers knows of it, defaults filled in."""
-    configs = {id(found): found for each in module.modules() if (found := getattr(each, "config", None))}
+    configs = {
+        id(tower_config): tower_config
+        for each in module.modules()
+        if (tower_config := getattr(each, "config", None))
+    }
     told = [
         {name: value for name, value in config.to_dict().items() if name not in _TOWER_TRAINING}
         for config in configs.values()

@@ -37,14 +37,14 @@ def masked(tree: Any) -> Any:
 
 def secret_values(config: Config) -> tuple[str, ...]:
     """Return every secret that a config holds literally."""
-    found: dict[str, None] = {}
+    values: dict[str, None] = {}
 
     def noted(value: str) -> str:
-        found[value] = None
+        values[value] = None
         return MASK
 
     _replaced(config.model_dump(mode="json"), noted)
-    return tuple(found)
+    return tuple(values)
 
 
 def without_secrets(text: str, secrets: Collection[str]) -> str:

@@ -56,14 +56,14 @@ class TurnFinder:
 
     def _spans(self, text: str) -> Iterator[tuple[int, int]]:
         """Yield where the content of each turn begins and its closing marker ends."""
-        found = text.find(self.turns.start)
-        while found >= 0:
-            begin = found + len(self.turns.start)
+        start = text.find(self.turns.start)
+        while start >= 0:
+            begin = start + len(self.turns.start)
             end = text.find(self.turns.end, begin)
             if end < 0:
                 return
             yield begin, end + len(self.turns.end)
-            found = text.find(self.turns.start, end)
+            start = text.find(self.turns.start, end)
 
     def _check_markers(self, messages: Sequence[Message]) -> None:
         for number, message in enumerate(messages):

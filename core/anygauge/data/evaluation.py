@@ -29,8 +29,8 @@ def eval_datasets(config: Config) -> dict[str, EvalDataset]:
     for file in config.eval.data:
         name = dataset_name(file)
         files[name] = (*files.get(name, ()), file)
-    found = {name: EvalDataset(files=group) for name, group in files.items()} | config.eval.datasets
-    return {name: _filled(config, name, dataset) for name, dataset in found.items()}
+    datasets = {name: EvalDataset(files=group) for name, group in files.items()} | config.eval.datasets
+    return {name: _filled(config, name, dataset) for name, dataset in datasets.items()}
 
 
 def eval_data(config: Config, dataset: EvalDataset) -> Data:

@@ -226,8 +226,8 @@ def _check_rows(
     while chunk := list(islice(lines, at_once)):
         num_rows += len(chunk)
         usable = []
-        found = reader.read([line.content for line in chunk], [path.parent] * len(chunk))
-        for line, row in zip(chunk, found, strict=True):
+        rows = reader.read([line.content for line in chunk], [path.parent] * len(chunk))
+        for line, row in zip(chunk, rows, strict=True):
             if isinstance(row, BadMediaError) and reader.drops_media:
                 num_unreadable += 1
                 logger.warning("%s is left out: %s", _place(path, line.number), row)

@@ -32,9 +32,9 @@ def _without_template(config: Any) -> Iterator[ConfigProblem]:
         if used is None:
             used = config.data.apply_chat_template
         for name in CHAT_ONLY:
-            if (found := getattr(table, name)) and not used:
+            if (value := getattr(table, name)) and not used:
                 hint = f"Set {path}.apply_chat_template = true, or leave this out."
-                yield ConfigProblem(path=f"{path}.{name}", found=found, hint=hint)
+                yield ConfigProblem(path=f"{path}.{name}", found=value, hint=hint)
 
 
 def _eval_tables(config: Any) -> dict[str, Any]:

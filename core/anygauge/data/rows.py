@@ -194,11 +194,11 @@ class RowReader:
             raise self._bad_prompt(f" {problem}")
         self._check_fields(fields, value)
         prompt = as_messages(value, config.system_prompt) if chats else value
-        found: Sequence[FoundMedia] = ()
+        media: Sequence[FoundMedia] = ()
         if self._media is not None:
             placed = self._media.locate(fields, prompt, parts=self._parts)
-            prompt, found = placed.prompt, self._media.measure(placed.values, folder, keyed=keyed)
-        return _Rendered(fields, self._pieces(fields, prompt), found)
+            prompt, media = placed.prompt, self._media.measure(placed.values, folder, keyed=keyed)
+        return _Rendered(fields, self._pieces(fields, prompt), media)
 
     def _pieces(self, fields: dict[str, Any], prompt: Any) -> list[str]:
         """Return a row as text: the prompt; for SFT then by turns what is trained on and what is not.
@@ -254,8 +254,8 @@ class RowReader:
         if config.tools_key is not None:
             tools = _required(fields, config.tools_key)
             if tools is not None and not _are_objects(tools):
-                found = "a list of other things" if isinstance(tools, list) else kind(tools)
-                raise BadRowError(f"field {config.tools_key!r} is {found}, not a list of objects")
+                what = "a list of other things" if isinstance(tools, list) else kind(tools)
+                raise BadRowError(f"field {config.tools_key!r} is {what}, not a list of objects")
 
     def _with_answer(self, messages: list[Message], fields: Mapping[str, Any]) -> list[Message]:
         """Add the label as the last turn of a conversation that ends before it."""
@@ -269,8 +269,8 @@ class RowReader:
             raise self._bad_prompt(" has no answer to train on", hint="Name its field in data.label_key.")
         answer = fields[key]
         if not isinstance(answer, str) or not answer:
-            found = "empty" if answer == "" else f"{kind(answer)}, not a string"
-            raise BadRowError(f"field {key!r} is {found}; SFT trains on it")
+            what = "empty" if answer == "" else f"{kind(answer)}, not a string"
+            raise BadRowError(f"field {key!r} is {what}; SFT trains on it")
         return answer
 
     # -------------------------------------------------------------------------
@@ -314,16 +314,20 @@ class RowReader:
                 return BadMediaError(f"field {self._config.input_key!r} {error}", hint=error.hint)
         response = tuple(token for ids in tokens[1:] for token in ids)
         mask = tuple(number % 2 for number, ids in enumerate(tokens[1:], 1) for _ in ids)
-        found = Row(
+        candidate = Row(
             row.fields, row.pieces[0], tuple(tokens[0]), response, mask, tuple(media), tuple(row.found)
         )
-        return found if self.is_too_long(found) else self._length_problem(found.num_tokens) or found
+        return (
+            candidate
+            if self.is_too_long(candidate)
+            else self._length_problem(candidate.num_tokens) or candidate
+        )
 
     def _expanded(
-        self, finder: MediaFinder, pieces: list[list[int]], found: Sequence[FoundMedia]
+        self, finder: MediaFinder, pieces: list[list[int]], measured: Sequence[FoundMedia]
     ) -> tuple[list[list[int]], list[Media]]:
         """Return the tokens of each piece with room for its media, and these."""
-        waiting = (each.measurement() for each in found)
+        waiting = (each.measurement() for each in measured)
         made: list[list[int]] = []
         media: list[Media] = []
         for number, ids in enumerate(pieces):
@@ -332,9 +336,9 @@ class RowReader:
             tokens, own = finder.expander.expand(ids, waiting, start=sum(map(len, made)))
             made.append(tokens)
             media += own
-        if len(media) < len(found):
+        if len(media) < len(measured):
             raise BadMediaError(
-                f"has {len(found)} media, of which the chat template writes {len(media)}",
+                f"has {len(measured)} media, of which the chat template writes {len(media)}",
                 hint="Does the template leave out messages, or know no content parts?",
             )
         return made, media
@@ -433,11 +437,11 @@ def _refuse_constant(name: str) -> NoReturn:
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
         keys = [key for key, _ in pairs]
         raise BadRowError(f"has the key {next(key for key in keys if keys.count(key) > 1)!r} twice")
-    return found
+    return fields
 
 
 _DECODER = json.JSONDecoder(parse_constant=_refuse_constant, object_pairs_hook=_object)

@@ -85,15 +85,15 @@ class FileSource:
 
     def next(self, num_prompts: int) -> list[Prompt]:
         """Return the next prompts. At the end of an epoch the next one begins, in a new order."""
-        found: list[Prompt] = []
+        prompts: list[Prompt] = []
         left_out = 0
-        while (missing := num_prompts - len(found)) > 0:
+        while (missing := num_prompts - len(prompts)) > 0:
             drawn = self._read(self._order.next(missing).tolist())
-            found += drawn
+            prompts += drawn
             left_out = 0 if drawn else left_out + missing
             if left_out > len(self):
                 raise MediaError("No row is left whose media can be read.", hint="The log names them.")
-        return found
+        return prompts
 
     def recall(self, prompts: Iterable[Prompt]) -> None:
         """Find the media of prompts again that another source of the same files has drawn."""
@@ -205,8 +205,8 @@ class FileSource:
         contents: dict[int, bytes] = {}
         for number in sorted(set(owners)):
             places = [place for place, owner in enumerate(owners) if owner == number]
-            found = self._files[number].contents([local[place] for place in places])
-            contents |= zip(places, found, strict=True)
+            lines = self._files[number].contents([local[place] for place in places])
+            contents |= zip(places, lines, strict=True)
         folders = [self._files[owner].path.parent for owner in owners]
         rows = self._reader.read([contents[place] for place in range(len(owners))], folders, keyed=True)
         drawn = zip(positions, owners, local, rows, strict=True)
@@ -231,8 +231,8 @@ class FileSource:
         if self._media is None:
             return
         place = self._files[owner].place(position)
-        for number, found in enumerate(row.found):
-            self._media.remember(found, place, partial(self._source_again, owner, position, number))
+        for number, medium in enumerate(row.found):
+            self._media.remember(medium, place, partial(self._source_again, owner, position, number))
 
     def _source_again(self, owner: int, position: int, number: int) -> Source:
         """Read a row once more, and return where one of its media is."""

@@ -36,7 +36,7 @@ def admit_only(listener: socket.socket, addresses: Sequence[str]) -> None:
     :raises PlacementError: The kernel does not filter sockets.
     """
     version = 6 if listener.family == socket.AF_INET6 else 4
-    allowed = [found for text in dict.fromkeys(addresses) if (found := _parsed(text)).version == version]
+    allowed = [parsed for text in dict.fromkeys(addresses) if (parsed := _parsed(text)).version == version]
     program = [step for address in allowed for step in _accept_if_from(address)]
     code = b"".join(struct.pack("HBBI", *step) for step in (*program, (RETURN, 0, 0, DROP)))
     buffer = ctypes.create_string_buffer(code, len(code))

@@ -57,10 +57,10 @@ class ModelScope(Client):
         from modelscope_hub.errors import CacheError
 
         try:
-            found = self._get(name, local_files_only=True)
+            files = self._get(name, local_files_only=True)
         except CacheError:
             return None
-        return found if found.path.exists() else None
+        return files if files.path.exists() else None
 
     def download(self, name: HubName) -> HubFiles:
         """Download a name, or what the cache lacks of it.
@@ -68,13 +68,13 @@ class ModelScope(Client):
         :raises HubError: Says what the hub answered and what to do.
         """
         try:
-            found = self._get(name, local_files_only=False)
+            files = self._get(name, local_files_only=False)
         except Exception as error:  # whatever its HTTP client raises
             raise self._error(name, self._explanation(name, error)) from error
-        if not found.path.exists():
+        if not files.path.exists():
             listed = f"Its files are listed on {self.host}/datasets/{name.repository}/files."
             raise self._error(name, (f"the data set has no such file on {self.host}", listed))
-        return found
+        return files
 
     def _get(self, name: HubName, *, local_files_only: bool) -> HubFiles:
         from modelscope_hub import HubApi

@@ -51,11 +51,11 @@ def model_name(key: str, path: Path, revision: str | None = None) -> HubName | N
 
     :param revision: Of a path that names none itself.
     """
-    found = None if os.path.exists(path) else _MODEL.fullmatch(str(path))
-    if found is None:
+    match = None if os.path.exists(path) else _MODEL.fullmatch(str(path))
+    if match is None:
         return None
     return HubName(
-        key=key, kind="model", repository=found["repository"], revision=found["revision"] or revision
+        key=key, kind="model", repository=match["repository"], revision=match["revision"] or revision
     )
 
 
@@ -65,14 +65,14 @@ def data_name(key: str, path: str) -> HubName | None:
     >>> str(data_name("data.train[0]", "hf://datasets/openai/gsm8k@main/main/train.parquet@[:100]").at("abc"))
     'hf://datasets/openai/gsm8k@abc/main/train.parquet@[:100]'
     """
-    found = _DATA.fullmatch(path)
-    if found is None or not re.fullmatch(_REPOSITORY, found["repository"], re.ASCII):
+    match = _DATA.fullmatch(path)
+    if match is None or not re.fullmatch(_REPOSITORY, match["repository"], re.ASCII):
         return None
     return HubName(
         key=key,
         kind="dataset",
-        repository=found["repository"],
-        revision=found["revision"],
-        file=found["file"],
-        rows=found["rows"] or "",
+        repository=match["repository"],
+        revision=match["revision"],
+        file=match["file"],
+        rows=match["rows"] or "",
     )

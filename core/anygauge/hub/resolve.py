@@ -55,8 +55,8 @@ def pinned(config: Config, *, download: bool = True) -> Config:
     find = _finder(config, download=download)
 
     def replace(name: HubName) -> str:
-        found = find(name)
-        return str(name if found is None else name.at(found.revision))
+        files = find(name)
+        return str(name if files is None else name.at(files.revision))
 
     config = _replaced(config, replace)
     name = model_name("model.path", config.model.path, config.model.revision)
@@ -81,16 +81,16 @@ def localized(config: Config, *, download: bool = True, data: bool = True) -> Co
     def replace(name: HubName) -> str:
         if name.kind == "dataset" and not data:
             return str(name)
-        found = find(name)
-        return str(name) if found is None else f"{found.path}{name.rows}"
+        files = find(name)
+        return str(name) if files is None else f"{files.path}{name.rows}"
 
     return _replaced(config, replace)
 
 
 def cached_model(name: HubName, hub: Hub) -> Path | None:
     """Return the directory that the cache keeps for a model, if it has its ``config.json`` at least."""
-    found = _source(hub, code=False).cached(name)
-    return found.path if found is not None and (found.path / "config.json").is_file() else None
+    files = _source(hub, code=False).cached(name)
+    return files.path if files is not None and (files.path / "config.json").is_file() else None
 
 
 def unresolved(config: Config) -> list[HubName]:
@@ -186,10 +186,10 @@ def _source(hub: Hub, *, code: bool) -> Source:
 
 
 def _find(source: Source, name: HubName, *, download: bool) -> HubFiles | None:
-    found = source.cached(name)
-    missing = list(_missing(name, found))
-    if found is not None and not missing:
-        return found
+    files = source.cached(name)
+    missing = list(_missing(name, files))
+    if files is not None and not missing:
+        return files
     if not download:
         return None
     if source.offline is None:
@@ -203,8 +203,8 @@ def _find(source: Source, name: HubName, *, download: bool) -> HubFiles | None:
     )
 
 
-def _missing(name: HubName, found: HubFiles | None) -> Iterator[str]:
-    if found is None or name.kind != "model":
+def _missing(name: HubName, files: HubFiles | None) -> Iterator[str]:
+    if files is None or name.kind != "model":
         return
-    missing = list(lacking(found.path))
-    yield from missing if missing or found.complete else ["some files"]
+    missing = list(lacking(files.path))
+    yield from missing if missing or files.complete else ["some files"]

@@ -123,8 +123,8 @@ def linear_topk(
     for block in tiles.blocks:
         for tile in block:
             tiles.fill(tile)
-            found, column = tile.logits.topk(min(count, tile.logits.shape[1]), dim=1)
-            known = (best[tile.tokens], found), (ids[tile.tokens], column + tile.first)
+            values, column = tile.logits.topk(min(count, tile.logits.shape[1]), dim=1)
+            known = (best[tile.tokens], values), (ids[tile.tokens], column + tile.first)
             best[tile.tokens], ids[tile.tokens] = _merge(*known, count)
     return ids if group is None else _merge(_gather(best, group), _gather(ids, group), count)[1]
 

@@ -125,10 +125,10 @@ class KernelTable:
         :param facts: What else is known when the module is built, of ``KERNEL_FACTS``: ``head_dim=64``.
         :returns: A function with the signature of the op's Protocol; the reference where nothing else serves.
         """
-        found = self.candidates(op, dtype=dtype, **facts)
-        if op in _PARTS and (not found or found[0].priority == _LAST):
+        candidates = self.candidates(op, dtype=dtype, **facts)
+        if op in _PARTS and (not candidates or candidates[0].priority == _LAST):
             return self._by_parts(op, dtype, **facts)
-        return found[0].fn if found else reference_kernel(op).fn
+        return candidates[0].fn if candidates else reference_kernel(op).fn
 
     def _by_parts(self, op: KernelOp, dtype: str | torch.dtype, **facts: Any) -> Callable[..., Any]:
         """Return an op as made of what serves its parts."""
@@ -184,11 +184,11 @@ def resolve_kernels(plugins: Plugins, backend: BackendSpec) -> KernelTable:
     """
     answers = plugins.answers("register_kernels", backend=backend)
     declared = [_Owned(owner, kernel) for owner, kernels in answers for kernel in kernels]
-    found = [replace(o, kernel=_whole(o.kernel)) for o in declared if not _missing(o.kernel)]
-    found += [_Owned(_CORE, kernel) for kernel in core_kernels()]
-    for owned in found:
+    owned_kernels = [replace(o, kernel=_whole(o.kernel)) for o in declared if not _missing(o.kernel)]
+    owned_kernels += [_Owned(_CORE, kernel) for kernel in core_kernels()]
+    for owned in owned_kernels:
         _check_kernel(owned)
-    by_op = {op: [owned for owned in found if owned.kernel.op == op] for op in KERNEL_OPS}
+    by_op = {op: [owned for owned in owned_kernels if owned.kernel.op == op] for op in KERNEL_OPS}
     for group in by_op.values():
         _check_unique(group)
         group.sort(key=lambda owned: -owned.kernel.priority)

@@ -37,11 +37,11 @@ def truncated_ratio(samples: Sequence[Sample]) -> float:
 
 def repetition_ratio(samples: Sequence[Sample]) -> float:
     """Return the share of samples that end in a repeated passage."""
-    found = 0
+    count = 0
     for sample in samples:
         tokens = sample.response_tokens
-        found += len(tokens) >= REPEATED_TOKENS and repeats(tokens)
-    return found / len(samples)
+        count += len(tokens) >= REPEATED_TOKENS and repeats(tokens)
+    return count / len(samples)
 
 
 def repeats(tokens: Sequence[int]) -> bool:

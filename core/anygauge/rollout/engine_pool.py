@@ -295,12 +295,12 @@ class EnginePool:
                 if tickets is None:
                     return Generation((), (), (), "abort")
                 try:
-                    found = await self._generate(active, request, tickets)
+                    generation = await self._generate(active, request, tickets)
                 except (EngineAwayError, DeadlineError) as error:
                     self._note(request, active, _Failure(tickets.engines, error))
                 else:
-                    self._balancer.release(tickets.answering, _length(found))
-                    return found
+                    self._balancer.release(tickets.answering, _length(generation))
+                    return generation
                 finally:
                     self._leave(tickets)
 
@@ -547,9 +547,9 @@ def _prompt_alone(request: GenerateRequest) -> GenerateRequest:
     return request._replace(params=replace(request.params, max_new_tokens=1))
 
 
-def _length(found: Generation) -> int | None:
+def _length(generation: Generation) -> int | None:
     """Return the length of a response that ended by itself."""
-    return None if found.finish_reason == "abort" else len(found.tokens)
+    return None if generation.finish_reason == "abort" else len(generation.tokens)
 
 
 def _after(request: GenerateRequest, part: Generation) -> GenerateRequest:

@@ -192,7 +192,7 @@ class LoadBalancer:
     def _least(self, avoid: Collection[str]) -> _Rank | None:
         """Return the least loaded rank with room. It stays in the heap until its load changes."""
         heap, avoided = self._heap, []
-        found = None
+        least = None
         while heap:
             entry = heap[0]
             rank = entry[4]
@@ -201,11 +201,11 @@ class LoadBalancer:
             elif rank.engine in avoid:
                 avoided.append(heapq.heappop(heap))
             else:
-                found = rank
+                least = rank
                 break
         for entry in avoided:
             heapq.heappush(heap, entry)
-        return found or (avoided[0][4] if avoided else None)
+        return least or (avoided[0][4] if avoided else None)
 
     def _changed(self, rank: _Rank) -> None:
         """Bring the heap's idea of a rank up to date."""

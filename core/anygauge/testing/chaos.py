@@ -144,12 +144,12 @@ class _ChaosRun:
             number = next(self._numbers)
             self.outcome.sent += 1
             try:
-                found = await self._request(number)
+                generation = await self._request(number)
             except AnygaugeError as error:
                 self.outcome.problems.append(f"request {number}: {error}")
                 continue
             self.outcome.answers[number] += 1
-            self._check(number, found)
+            self._check(number, generation)
 
     async def _request(self, number: int) -> Generation:
         params = SamplingParams(max_new_tokens=1000)
@@ -166,21 +166,21 @@ class _ChaosRun:
             finish_reason=parts[-1].finish_reason,
         )
 
-    def _check(self, number: int, found: Generation) -> None:
+    def _check(self, number: int, generation: Generation) -> None:
         """Compare every token and log-prob with what the weights of its version give."""
         start, prompt = 0, (5, number % 997)
-        for version, run in itertools.groupby(found.weight_versions):
+        for version, run in itertools.groupby(generation.weight_versions):
             end = start + len(list(run))
             tokens, log_probs = expected(prompt, number, version, start, end)
-            ours = found.tokens[start:end]
-            if end == len(found.tokens):
+            ours = generation.tokens[start:end]
+            if end == len(generation.tokens):
                 tokens = (*tokens[:-1], EOS)
-            if ours != tokens or found.log_probs[start:end] != log_probs:
+            if ours != tokens or generation.log_probs[start:end] != log_probs:
                 self.outcome.problems.append(f"request {number} has wrong tokens of version {version}")
             self.outcome.mixed += bool(start)
             start = end
-        if found.finish_reason != "stop":
-            self.outcome.problems.append(f"request {number} ended for {found.finish_reason}")
+        if generation.finish_reason != "stop":
+            self.outcome.problems.append(f"request {number} ended for {generation.finish_reason}")
 
     # ---- strikes ----
 
@@ -197,7 +197,7 @@ class _ChaosRun:
         await asyncio.sleep(self._draw.uniform(0, 0.05))
 
     def _strikes(self) -> Mapping[Strike, Callable[[str], Coroutine[Any, Any, None]]]:
-        found: dict[Strike, Callable[[str], Coroutine[Any, Any, None]]] = {
+        strikes: dict[Strike, Callable[[str], Coroutine[Any, Any, None]]] = {
             "kill": self._kill,
             "pause": self._pause,
             "update": self._update,
@@ -208,8 +208,8 @@ class _ChaosRun:
             "slow": self._slow,
             "error": lambda name: self._order(name, "error", count=1, argument=self._draw.choice([500, 503])),
         }
-        assert set(found) == set(get_args(Strike))
-        return found
+        assert set(strikes) == set(get_args(Strike))
+        return strikes
 
     async def _order(self, name: str, kind: str, **more: Any) -> None:
         await asyncio.to_thread(self._servers[name].fault, kind, **more)

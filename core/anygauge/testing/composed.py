@@ -51,8 +51,8 @@ class Composed(nn.Module):
         if features:
             places = torch.cat([torch.arange(start, start + count) for start, count in spans])
             hidden = hidden.index_copy(1, places, torch.cat(features)[None])
-        found = self.model.language_model(inputs_embeds=hidden, position_ids=positions[:, None])
-        return SimpleNamespace(logits=self.lm_head(found.last_hidden_state))
+        output = self.model.language_model(inputs_embeds=hidden, position_ids=positions[:, None])
+        return SimpleNamespace(logits=self.lm_head(output.last_hidden_state))
 
     def _seen(self, pixels: Tensor | None = None, grid: Tensor | None = None) -> list[Tensor]:
         return [] if pixels is None else [self.model.visual(pixels, grid_thw=grid).pooler_output]

@@ -108,9 +108,9 @@ class ListSource:
         last = self._at + num_prompts
         if self._epochs is not None:
             last = min(last, self._epochs * len(self._prompts))
-        found = [self._prompts[place % len(self._prompts)] for place in range(self._at, last)]
+        prompts = [self._prompts[place % len(self._prompts)] for place in range(self._at, last)]
         self._at = last
-        return found
+        return prompts
 
     def all(self, limit: int | None = None) -> list[Prompt]:
         """Return every prompt once."""

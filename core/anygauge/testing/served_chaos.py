@@ -165,8 +165,8 @@ class _ServedChaosRun:
         self._over = True
         for each in workers:
             each.result(QUIET_S)
-        for request, found in self._said:
-            self._check(request, found)
+        for request, generation in self._said:
+            self._check(request, generation)
         return self.outcome
 
     def _inject(self, fault: Fault) -> None:
@@ -203,12 +203,12 @@ class _ServedChaosRun:
             request = GenerateRequest(str(number), (3, 1 + number % 13), params, number)
             self.outcome.sent += 1
             try:
-                found = await self._servers.pool.generate(request)
+                generation = await self._servers.pool.generate(request)
             except AnygaugeError as error:
                 self.outcome.problems.append(f"request {number}: {error}")
                 continue
             self.outcome.answers[number] += 1
-            self._said.append((request, found))
+            self._said.append((request, generation))
 
     def _wait_for(self, count: int) -> None:
         """Wait for some more answers, as a step of a run does."""
@@ -220,18 +220,18 @@ class _ServedChaosRun:
 
         self._engines.wait(there(), "answers")
 
-    def _check(self, request: GenerateRequest, found: Generation) -> None:
+    def _check(self, request: GenerateRequest, generation: Generation) -> None:
         import torch
 
-        prompt, versions = list(request.tokens), found.weight_versions
+        prompt, versions = list(request.tokens), generation.weight_versions
         self.outcome.mixed += len(set(versions)) > 1
         for number in {version % 2 for version in versions}:
             with torch.no_grad():
-                logits = self._models[number](torch.tensor([[*prompt, *found.tokens]])).logits[0]
+                logits = self._models[number](torch.tensor([[*prompt, *generation.tokens]])).logits[0]
             rows = torch.log_softmax(logits[len(prompt) - 1 : -1].float(), dim=-1)
-            right = rows.gather(1, torch.tensor(found.tokens)[:, None])[:, 0].tolist()
+            right = rows.gather(1, torch.tensor(generation.tokens)[:, None])[:, 0].tolist()
             for place, version in enumerate(versions):
-                if version % 2 == number and abs(right[place] - found.log_probs[place]) > TOLERANCE:
+                if version % 2 == number and abs(right[place] - generation.log_probs[place]) > TOLERANCE:
                     self.outcome.problems.append(
                         f"request {request.id} has a token that is not of version {version}"
                     )

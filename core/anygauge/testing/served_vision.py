@@ -140,7 +140,7 @@ def write_served(spec: ModelSpec, path: Path) -> Path:
         "vision_config": {"patch_size": PATCH, "image_size": 4 * PATCH},
         "audio_config": {"encoder_ffn_dim": 64},  # on the host SGLang rounds it up to a multiple of this
     }
-    changes = {part: {**fields[part], **found} for part, found in parts.items() if part in fields}
+    changes = {part: {**fields[part], **changed} for part, changed in parts.items() if part in fields}
     write_vision_model(
         spec, path, **changes, **{key: tokenizer.convert_tokens_to_ids(mark) for key, mark in marks.items()}
     )
@@ -155,8 +155,8 @@ def published(path: Path) -> Path:
         return path
     whole = path / "whole"
     whole.mkdir()
-    for found in (*path.glob("*token*"), *path.glob("*preprocessor*")):
-        (whole / found.name).write_bytes(found.read_bytes())
+    for file in (*path.glob("*token*"), *path.glob("*preprocessor*")):
+        (whole / file.name).write_bytes(file.read_bytes())
     tensors = load_file(path / "model.safetensors")
     save_file({f"thinker.{name}": each for name, each in tensors.items()}, whole / "model.safetensors")
     name = "Qwen3OmniMoeForConditionalGeneration"

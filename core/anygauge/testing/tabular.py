@@ -80,13 +80,13 @@ class TabularEngine:
         self, samples: Sequence[TrainSample], count: int, *, temperature: float, role: str = "actor"
     ) -> list[TopKLogProbs]:
         """Return the likeliest tokens in the place of each response token."""
-        found, table = [], self._table(role) / temperature
+        top_k, table = [], self._table(role) / temperature
         for each in samples:
             rows = _rows(table, each)
             ids = rows.topk(min(count, VOCABULARY)).indices
             sampled = _taken(rows, _response(each)).float()
-            found.append(TopKLogProbs(ids, _with_remainder(rows, ids).float(), sampled))
-        return found
+            top_k.append(TopKLogProbs(ids, _with_remainder(rows, ids).float(), sampled))
+        return top_k
 
     def train_step(
         self,

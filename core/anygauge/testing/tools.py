@@ -14,8 +14,8 @@ def calculator(asked: str) -> str:
 
     :raises ValueError: It is no sum, difference or product of two of them.
     """
-    found = _SUM.fullmatch(asked)
-    if found is None:
+    match = _SUM.fullmatch(asked)
+    if match is None:
         raise ValueError(f"{asked!r} is not like 3+4")
-    left, sign, right = int(found[1]), found[2], int(found[3])
+    left, sign, right = int(match[1]), match[2], int(match[3])
     return str({"+": left + right, "-": left - right, "*": left * right}[sign])

@@ -43,21 +43,21 @@ class ToyTower(nn.Module):
 
 def inputs(hf: Mapping[str, Any], contents: Sequence[Content], device: torch.device) -> dict[str, Any]:
     """Return pixels by patch."""
-    found = [torch.from_numpy(np.array(each.data)).to(device).float() / 127.5 - 1 for each in contents]
-    cut = [x.unfold(0, PATCH, PATCH).unfold(1, PATCH, PATCH).reshape(-1, 3 * PATCH * PATCH) for x in found]
+    images = [torch.from_numpy(np.array(each.data)).to(device).float() / 127.5 - 1 for each in contents]
+    cut = [x.unfold(0, PATCH, PATCH).unfold(1, PATCH, PATCH).reshape(-1, 3 * PATCH * PATCH) for x in images]
     return {"patches": torch.cat(cut), "lengths": tuple(len(each) for each in cut)}
 
 
 def positions(hf: Mapping[str, Any], length: int, media: Sequence[Media]) -> Any:
     """Return positions that go on by one for each placeholder, but for height and width."""
-    found = np.broadcast_to(np.arange(length), (3, length)).copy()
+    axes = np.broadcast_to(np.arange(length), (3, length)).copy()
     for each in media:
         ((start, count),) = each.spans
         _, _, width = each.grid
-        found[0, start : start + count] = start
-        found[1, start : start + count] = start + np.arange(count) // width
-        found[2, start : start + count] = start + np.arange(count) % width
-    return found
+        axes[0, start : start + count] = start
+        axes[1, start : start + count] = start + np.arange(count) // width
+        axes[2, start : start + count] = start + np.arange(count) % width
+    return axes
 
 
 TOWER = TowerSpec(

@@ -81,11 +81,11 @@ class ParityPair:
         targets = torch.tensor([token for each in self.samples for token in each.tokens]).roll(-1)
         for logits in (actual, expected):
             torch.autograd.backward(torch.nn.functional.cross_entropy(logits, targets))
-        found, wanted = self.gradients(), self.reference_gradients()
-        assert found.keys() == wanted.keys()
+        gradients, wanted = self.gradients(), self.reference_gradients()
+        assert gradients.keys() == wanted.keys()
         for tower in towers:
-            assert any(tower in name for name in found), tower
-        for name, gradient in found.items():
+            assert any(tower in name for name in gradients), tower
+        for name, gradient in gradients.items():
             # That of a key's bias is nothing but rounding, since softmax does not see it.
             error = (gradient - wanted[name]).norm() / wanted[name].norm().clamp(min=1e-3)
             assert error < 1e-5, f"{name}: {error}"
@@ -119,9 +119,9 @@ class ParityPair:
         ]
         with torch.no_grad():
             logits = replace(self, samples=longer).logits()
-        found = logits.index_fill(-1, torch.tensor(forbidden), -torch.inf).log_softmax(-1)
+        log_probs = logits.index_fill(-1, torch.tensor(forbidden), -torch.inf).log_softmax(-1)
         lengths = [len(each.tokens) for each in longer]
-        for each, part in zip(sampled, torch.split(found, lengths), strict=True):
+        for each, part in zip(sampled, torch.split(log_probs, lengths), strict=True):
             assert not set(each.response_tokens) & set(forbidden)
             wanted = part[-tokens - 1 : -1].gather(1, torch.tensor(each.response_tokens)[:, None])[:, 0]
             torch.testing.assert_close(torch.tensor(each.log_probs), wanted, rtol=0, atol=1e-5)
@@ -131,16 +131,16 @@ class ParityPair:
         parameters = [each for chunk in self.policy.chunks for each in chunk.parameters()]
         buffers = {name for chunk in self.policy.chunks for name, _ in chunk.named_buffers()}
         with _gradients_for_values(parameters):
-            found = {name: tensor.clone() for name, tensor in self.policy.weights()}
+            tensors = {name: tensor.clone() for name, tensor in self.policy.weights()}
         left = {rule.hf[0] for rule in self.policy.rules if rule.canonical in buffers}
-        return {name: tensor for name, tensor in found.items() if name not in left}
+        return {name: tensor for name, tensor in tensors.items() if name not in left}
 
     def reference_gradients(self) -> dict[str, Tensor]:
         """Return those of the reference."""
         buffers = {name.rpartition(".")[2] for name, _ in self.reference.named_buffers()}
         with _gradients_for_values(list(self.reference.parameters())):
-            found = exported_tensors(self.reference)
-        return {name: each for name, each in found.items() if name.rpartition(".")[2] not in buffers}
+            tensors = exported_tensors(self.reference)
+        return {name: each for name, each in tensors.items() if name.rpartition(".")[2] not in buffers}
 
 
 @contextmanager
@@ -161,8 +161,8 @@ def exported_tensors(model: Any) -> dict[str, Tensor]:
     """Return what a model writes."""
     with tempfile.TemporaryDirectory() as directory:
         model.save_pretrained(directory)
-        found: dict[str, Tensor] = load_file(Path(directory) / "model.safetensors")
-    return found
+        tensors: dict[str, Tensor] = load_file(Path(directory) / "model.safetensors")
+    return tensors
 
 
 def build(path: Path, context: WorkerContext, modalities: Sequence[str], **options: Any) -> Any:

@@ -87,8 +87,8 @@ def make_loss(config: Config, context: WorkerContext) -> LossFunction:
 
 def corrections(config: Config, plugins: Plugins) -> dict[str, Callable[[LossInputs], Correction]]:
     """Return the corrections that the config names, with their options bound."""
-    found = partial(plugins.get, "register_corrections")
-    return {name: partial(found(name).fn, **options) for name, options in config.algorithm.correction.items()}
+    find = partial(plugins.get, "register_corrections")
+    return {name: partial(find(name).fn, **options) for name, options in config.algorithm.correction.items()}
 
 
 def replays(config: Config) -> bool:
@@ -148,22 +148,22 @@ class ActorWorker(GeneratingWorker):
         samples = [sample for batch in mini_batches for sample in batch.samples]
         passes = self._passes(samples, updates=update_policy)
         total = self.trainer.data_parallel_sum
-        found = estimate(self.config.algorithm, self._estimator, samples, passes, total)
+        estimation = estimate(self.config.algorithm, self._estimator, samples, passes, total)
         loss = RecordedLoss(self.loss)
         current: list[Tensor] = []
         metrics, first = [], 0
         for share in mini_batches:
             own = slice(first, first + len(share.samples))
             first = own.stop
-            step = found.metrics | self._train_critic(share, own, passes, found)
+            step = estimation.metrics | self._train_critic(share, own, passes, estimation)
             if update_policy:
-                estimated = replace(share, samples=tuple(found.samples[own]))
+                estimated = replace(share, samples=tuple(estimation.samples[own]))
                 step |= self._train_policy(estimated, own, passes, loss if dump else self.loss)
             metrics.append(step)
             current += loss.take()
         if dump:
             taken = {"old": passes.old, "reference": passes.reference, "teacher": passes.teacher}
-            advantages = [sample.advantages for sample in found.samples]
+            advantages = [sample.advantages for sample in estimation.samples]
             self._write(Path(dump), mini_batches, {**taken, "current": current}, advantages)
         return metrics
 
@@ -206,19 +206,19 @@ class ActorWorker(GeneratingWorker):
         return with_sample_sizes(metrics)
 
     def _train_critic(
-        self, share: MiniBatch, own: slice, passes: Passes, found: Estimate
+        self, share: MiniBatch, own: slice, passes: Passes, estimation: Estimate
     ) -> dict[str, float]:
         """Take one optimizer step of the critic, if there is one."""
         if self._critic is None:
             return {}
         assert passes.values is not None
-        assert found.returns is not None, "an estimator that needs values gives returns"
+        assert estimation.returns is not None, "an estimator that needs values gives returns"
         metrics = self._critic.train_values(
             share.samples,
             partial(value_loss, clip=self.config.critic.value_clip),
             loss_weights=share.loss_weights,
             old_values=passes.values[own],
-            returns=found.returns[own],
+            returns=estimation.returns[own],
         )
         return {CRITIC_NAMES.get(name, name): value for name, value in metrics.items() if name != "loss"}
 

@@ -98,8 +98,8 @@ class BackgroundEvaluation:
             some = groups[start : start + SCORED]
             scored += await asyncio.to_thread(scorer.score, some, tolerant=True)
         versions = {version for own in samples for each in own for version in each.weight_versions}
-        found = score_metrics(self._session.config, eval_set, scored)
-        return {**found, f"eval/{eval_set.name}/versions": len(versions - {NO_VERSION})}
+        metrics = score_metrics(self._session.config, eval_set, scored)
+        return {**metrics, f"eval/{eval_set.name}/versions": len(versions - {NO_VERSION})}
 
     async def _samples(
         self, prompts: Sequence[Prompt], params: SamplingParams, seeds: Sequence[Sequence[int]]

@@ -67,8 +67,8 @@ class Checkpoint:
 
 def checkpoint_paths(directory: Path) -> list[Path]:
     """Return the checkpoints in a directory, the latest first."""
-    found = directory.iterdir() if directory.is_dir() else ()
-    return sorted((path for path in found if _NAME.fullmatch(path.name)), reverse=True)
+    paths = directory.iterdir() if directory.is_dir() else ()
+    return sorted((path for path in paths if _NAME.fullmatch(path.name)), reverse=True)
 
 
 def latest_checkpoint(run_directory: Path) -> Checkpoint | None:
@@ -185,9 +185,9 @@ def _read_driver(path: Path) -> dict[str, Any]:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        found = read_json(path)
+        value = read_json(path)
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}", hint="Take another checkpoint.") from error
-    if not isinstance(found, dict):
+    if not isinstance(value, dict):
         raise CheckpointError(f"{path} holds no object.", hint="Take another checkpoint.")
-    return found
+    return value

@@ -341,8 +341,8 @@ def _describe(directory: Path, world_size: int) -> Iterator[tuple[str, dict[str,
 def _tensors(path: Path) -> Mapping[str, Any]:
     """Return what a rank says of its file with tensors; nothing if it has none."""
     try:
-        found = read_json(path).get("tensors") or {}
-        return {key: found[key] for key in ("file", "bytes", "sha256")} if found else {}
+        tensors = read_json(path).get("tensors") or {}
+        return {key: tensors[key] for key in ("file", "bytes", "sha256")} if tensors else {}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise _not_as_written(f"{path} cannot be read: {error!r}") from error
 
@@ -365,13 +365,13 @@ def append_only_files(directory: Path) -> list[Path]:
 
 def installed_packages() -> dict[str, str]:
     """Return the versions of the packages that decide the bits of a step."""
-    found = {}
+    versions = {}
     for name in PACKAGES:
         try:
-            found[name] = version(name)
+            versions[name] = version(name)
         except PackageNotFoundError:
             continue
-    return found
+    return versions
 
 
 def export_hf(workers: WorkerGroup, target: Path) -> None:

@@ -111,13 +111,13 @@ def _package_versions() -> dict[str, str]:
     owners = [distribution(PROJECT)]
     for group in (BACKENDS_GROUP, PLUGINS_GROUP):
         owners += [entry.dist for entry in entry_points(group=group) if entry.dist is not None]
-    found = {"Python": python} | {owner.name: owner.version for owner in owners}
+    versions = {"Python": python} | {owner.name: owner.version for owner in owners}
     for name in {name for owner in owners for name in _required(owner)}:
         try:
-            found[name] = distribution(name).version
+            versions[name] = distribution(name).version
         except PackageNotFoundError:
             continue
-    return found
+    return versions
 
 
 def _required(owner: Distribution) -> Iterator[str]:
@@ -129,11 +129,11 @@ def _required(owner: Distribution) -> Iterator[str]:
 
 def host_addresses() -> dict[str, tuple[str, ...]]:
     """Return the addresses of this host; those that are valid on one link alone are left out."""
-    found = {}
+    addresses = {}
     for name, entries in psutil.net_if_addrs().items():
         texts = [entry.address for entry in entries if entry.family.name in ("AF_INET", "AF_INET6")]
-        found[name] = tuple(text for text in texts if not ipaddress.ip_address(text).is_link_local)
-    return found
+        addresses[name] = tuple(text for text in texts if not ipaddress.ip_address(text).is_link_local)
+    return addresses
 
 
 def _appears(path: Path) -> bool:
@@ -204,9 +204,9 @@ _HINT = (
 )
 
 
-def _differences(wanted: Mapping[str, str], found: Mapping[str, str]) -> Iterator[str]:
-    for name in sorted(wanted.keys() | found.keys(), key=str.lower):
-        here, there = wanted.get(name), found.get(name)
+def _differences(wanted: Mapping[str, str], actual: Mapping[str, str]) -> Iterator[str]:
+    for name in sorted(wanted.keys() | actual.keys(), key=str.lower):
+        here, there = wanted.get(name), actual.get(name)
         if _public(here) != _public(there):
             yield f"{name} {there or 'is not installed'}, but {here or 'not installed'} on the driver's node"
 
@@ -217,7 +217,7 @@ def _public(version: str | None) -> str | None:
 
 
 def _no_address(addresses: Addresses, cluster: Cluster) -> str:
-    there = "; ".join(f"{name}: {', '.join(found) or 'no address'}" for name, found in addresses.items())
+    there = "; ".join(f"{name}: {', '.join(texts) or 'no address'}" for name, texts in addresses.items())
     version = "" if cluster.ip_version == "any" else f"IPv{cluster.ip_version} "
     where = f"on interface {cluster.interface!r}" if cluster.interface else "on any interface"
     return f"no {version}address {where}; it has {there}"
@@ -233,7 +233,7 @@ def make_rendezvous(cluster: Cluster, nodes: Sequence[str], places: Sequence[Clu
     host = LOOPBACK["any"]
     if places:
         host = address_of(places[0].facts.addresses, cluster, single_host=single_host, known=places[0].ip)
-    peers = {text for place in places for found in place.facts.addresses.values() for text in found}
+    peers = {text for place in places for texts in place.facts.addresses.values() for text in texts}
     return GroupRendezvous(host=host, peers=sorted(peers), token=token_hex(16), single_host=single_host)
 
 
@@ -243,17 +243,17 @@ def address_of(addresses: Addresses, cluster: Cluster, *, single_host: bool, kno
     :param single_host: Nobody but this host needs to reach it.
     :param known: The address that Ray knows, taken where it fits.
     """
-    found = _candidates(addresses, cluster)
+    candidates = _candidates(addresses, cluster)
     if single_host and cluster.interface is None:
         return LOOPBACK[cluster.ip_version]
-    return known if known in found else sorted(found, key=_is_loopback)[0]
+    return known if known in candidates else sorted(candidates, key=_is_loopback)[0]
 
 
 def _candidates(addresses: Addresses, cluster: Cluster) -> list[str]:
     return [
         text
-        for name, found in addresses.items()
-        for text in found
+        for name, texts in addresses.items()
+        for text in texts
         if cluster.interface in (None, name)
         and cluster.ip_version in ("any", str(ipaddress.ip_address(text).version))
     ]

@@ -151,8 +151,8 @@ def _resumed(directory: Path, config: Config, environment: Mapping[str, str]) ->
 
 
 def _identity(directory: Path) -> tuple[int, int]:
-    found = directory.stat()
-    return found.st_dev, found.st_ino
+    info = directory.stat()
+    return info.st_dev, info.st_ino
 
 
 def _check_steps(checkpoint: Checkpoint | None, config: Config) -> None:
@@ -199,8 +199,8 @@ def _refuse(directory: Path, config: Config) -> None:
 
 def _refuse_foreign(directory: Path) -> None:
     """Raise if the directory of a run holds something that no run made: it is not ours to delete."""
-    found = (path.name for path in _content(directory))
-    foreign = sorted(name for name in found if not any(fnmatchcase(name, own) for own in OWN))
+    names = (path.name for path in _content(directory))
+    foreign = sorted(name for name in names if not any(fnmatchcase(name, own) for own in OWN))
     if foreign:
         listed = ", ".join(foreign[:LISTED])
         more = f" and {len(foreign) - LISTED} more" if len(foreign) > LISTED else ""

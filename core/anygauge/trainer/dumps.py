@@ -129,9 +129,9 @@ def _check_facts(where: Path, facts: Mapping[str, Any], model: ModelFacts | None
     if model is None or wrote == model:
         return
     differ = [
-        f"{key} {wrote.get(key)} there, {found} here"
-        for key, found in model.items()
-        if wrote.get(key) != found
+        f"{key} {wrote.get(key)} there, {value} here"
+        for key, value in model.items()
+        if wrote.get(key) != value
     ]
     raise DataError(
         f"{where} was written by a run of another model: {'; '.join(differ)}.",
@@ -471,9 +471,9 @@ def _read(path: Path) -> bytes:
 
 def _missing(path: Path) -> DataError:
     kind = path.name.partition("-")[0]
-    found = sorted(other.name for other in path.parent.glob(f"{kind}-*")) if path.parent.is_dir() else []
+    names = sorted(other.name for other in path.parent.glob(f"{kind}-*")) if path.parent.is_dir() else []
     dumps = (
-        f"the dumps there are {found[0]} to {found[-1]}" if found else f"there is no dump of a {kind} there"
+        f"the dumps there are {names[0]} to {names[-1]}" if names else f"there is no dump of a {kind} there"
     )
     return DataError(
         f"There is nothing to replay: {path} does not exist; {dumps}.",

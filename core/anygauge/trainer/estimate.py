@@ -68,11 +68,11 @@ def estimate(
     if estimator is None or (estimator.kind == "group" and not added and not algorithm.normalize_advantages):
         return Estimate(samples)
     inputs = _inputs(algorithm, samples, passes, total)
-    found = TokenAdvantages(_flat([sample.advantages for sample in samples]))
+    token_advantages = TokenAdvantages(_flat([sample.advantages for sample in samples]))
     if estimator.kind == "token":
-        found = estimator.fn(inputs, **algorithm.advantage_options)
-        _check(found, estimator, len(inputs.loss_mask))
-    advantages = found.advantages
+        token_advantages = estimator.fn(inputs, **algorithm.advantage_options)
+        _check(token_advantages, estimator, len(inputs.loss_mask))
+    advantages = token_advantages.advantages
     if added:
         assert inputs.teacher_log_probs is not None
         advantages = advantages + algorithm.distill_coef * (inputs.teacher_log_probs - inputs.log_probs)
@@ -81,8 +81,10 @@ def estimate(
     split = torch.split(advantages, list(inputs.lengths))
     return Estimate(
         [sample._replace(advantages=own.tolist()) for sample, own in zip(samples, split, strict=True)],
-        None if found.returns is None else torch.split(found.returns, list(inputs.lengths)),
-        _metrics(inputs, found, passes),
+        None
+        if token_advantages.returns is None
+        else torch.split(token_advantages.returns, list(inputs.lengths)),
+        _metrics(inputs, token_advantages, passes),
     )
 
 
@@ -109,13 +111,13 @@ def _inputs(
     )
 
 
-def _check(found: Any, estimator: NamedFunction, tokens: int) -> None:
+def _check(result: Any, estimator: NamedFunction, tokens: int) -> None:
     """Raise if an estimator of tokens returned something else than a number for each."""
-    problem = None if isinstance(found, TokenAdvantages) else f"it returned a {type(found).__name__}"
+    problem = None if isinstance(result, TokenAdvantages) else f"it returned a {type(result).__name__}"
     if problem is None:
-        wanted = {"advantages": found.advantages}
-        if found.returns is not None or "values" in estimator.needs:
-            wanted["returns"] = found.returns
+        wanted = {"advantages": result.advantages}
+        if result.returns is not None or "values" in estimator.needs:
+            wanted["returns"] = result.returns
         for name, value in wanted.items():
             if not isinstance(value, torch.Tensor):
                 problem = f"its {name} are a {type(value).__name__}"
@@ -129,15 +131,15 @@ def _check(found: Any, estimator: NamedFunction, tokens: int) -> None:
         )
 
 
-def _metrics(inputs: AdvantageInputs, found: TokenAdvantages, passes: Passes) -> dict[str, float]:
+def _metrics(inputs: AdvantageInputs, estimated: TokenAdvantages, passes: Passes) -> dict[str, float]:
     mask, total = inputs.loss_mask, inputs.total
-    metrics = {"advantages": masked_mean(found.advantages, mask, total)}
+    metrics = {"advantages": masked_mean(estimated.advantages, mask, total)}
     if passes.teacher is not None:
         metrics["opd_reverse_kl"] = masked_mean(inputs.log_probs - _flat(passes.teacher), mask, total)
     if passes.reference is not None:
         metrics["reference_kl"] = masked_mean(inputs.log_probs - _flat(passes.reference), mask, total)
-    if inputs.values is not None and found.returns is not None:
-        metrics["explained_variance"] = explained_variance(inputs.values, found.returns, mask, total)
+    if inputs.values is not None and estimated.returns is not None:
+        metrics["explained_variance"] = explained_variance(inputs.values, estimated.returns, mask, total)
     return metrics
 
 

@@ -48,10 +48,10 @@ class SampleMaker:
         self, prompts: Sequence[Prompt], params: SamplingParams, seeds: Sequence[Sequence[int]]
     ) -> list[list[Sample]]:
         """Return one sample per seed for each prompt, in order, beside what is under way for training."""
-        found: list[list[Sample]] = self.client.wait(
+        samples: list[list[Sample]] = self.client.wait(
             sample_all(self.context, prompts, params, seeds), "samples"
         )
-        return found
+        return samples
 
 
 def open_maker(

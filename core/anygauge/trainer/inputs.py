@@ -87,8 +87,8 @@ def read_inputs(config: Config, plugins: Plugins) -> Inputs:
 
 def group_estimator(config: Config, plugins: Plugins) -> Callable[..., Tensor] | None:
     """Return the estimator with its options, if it is one of groups."""
-    found = plugins.get("register_advantage_estimators", config.algorithm.advantage)
-    return partial(found.fn, **config.algorithm.advantage_options) if found.kind == "group" else None
+    estimator = plugins.get("register_advantage_estimators", config.algorithm.advantage)
+    return partial(estimator.fn, **config.algorithm.advantage_options) if estimator.kind == "group" else None
 
 
 def read_model(config: Config, plugins: Plugins) -> tuple[Mapping[str, Any], ModelSpec]:
@@ -172,8 +172,8 @@ def longest_context(config: Config, plugins: Plugins, hf: Mapping[str, Any]) -> 
 
     :param hf: The Hugging Face config.
     """
-    found = hf.get("max_position_embeddings")
-    context = found if isinstance(found, int) else None
+    length = hf.get("max_position_embeddings")
+    context = length if isinstance(length, int) else None
     if config.run.task == "sft":
         return context
     engines: Mapping[str, RolloutEngineSpec] = plugins.named("register_rollout_engines")

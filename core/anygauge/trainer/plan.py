@@ -130,29 +130,29 @@ def _parted(
     :param advantages: Of the rollouts that could be scored, in the order in which they begin.
     :param first: How many samples there are before these, which makes the numbers of rollouts unique.
     """
-    rest, of_rollout, found = iter(advantages), dict[tuple[bool, int], tuple[int, float | None]](), []
+    rest, of_rollout, parts = iter(advantages), dict[tuple[bool, int], tuple[int, float | None]](), []
     for place, sample in enumerate(samples):
         owner = _owner(place, sample)
         if owner not in of_rollout:
             of_rollout[owner] = first + place, None if sample.error is not None else next(rest)
         number, advantage = of_rollout[owner]
         made = _left_out(sample) if advantage is None else _train_sample(sample, advantage, baseline, version)
-        found.append(made if sample.rollout is None else made._replace(rollout=number))
-    return found
+        parts.append(made if sample.rollout is None else made._replace(rollout=number))
+    return parts
 
 
 def _advantages(rewards: Sequence[float | None], estimator: Estimator | None) -> list[float]:
     if not rewards or estimator is None:
         return [0.0] * len(rewards)
-    found: Any = estimator(torch.tensor(rewards, dtype=torch.float32))
-    if not isinstance(found, torch.Tensor) or found.shape != (len(rewards),):
-        shape = f" {list(found.shape)}" if isinstance(found, torch.Tensor) else ""
+    result: Any = estimator(torch.tensor(rewards, dtype=torch.float32))
+    if not isinstance(result, torch.Tensor) or result.shape != (len(rewards),):
+        shape = f" {list(result.shape)}" if isinstance(result, torch.Tensor) else ""
         raise PluginError(
             f"An advantage estimator must return one advantage for each of {len(rewards)} rewards; "
-            f"this one returned a {type(found).__name__}{shape}.",
+            f"this one returned a {type(result).__name__}{shape}.",
             hint="Return a tensor [G], or register the estimator with kind = 'token'.",
         )
-    advantages: list[float] = found.tolist()
+    advantages: list[float] = result.tolist()
     return advantages
 
 

@@ -86,12 +86,12 @@ class ServedEngines:
                 self._repair()
                 if time.perf_counter() - started > self._config.run.timeout_s:
                     raise self._late(what)
-            found = future.result()
+            result = future.result()
         finally:
             future.cancel()
             self._seconds += time.perf_counter() - started
         self._servers.prove()
-        return found
+        return result
 
     def trained(self, version: int) -> None:
         """Learn that the workers that train have a version now: servers that are up again get that one."""

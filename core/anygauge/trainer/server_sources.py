@@ -71,22 +71,22 @@ class StartedServers:
         serving: dict[int, Serving] = {}
         for wave in sorted({plan.wave for plan in self._plans}):
             encoders = self._encoders(serving)
-            found = self._workers.call("serve", timeout_s=self._start_s, wave=wave, encoders=encoders)
-            serving |= {rank: server for rank, server in enumerate(found) if server is not None}
+            servers = self._workers.call("serve", timeout_s=self._start_s, wave=wave, encoders=encoders)
+            serving |= {rank: server for rank, server in enumerate(servers) if server is not None}
         return [serving[rank] for rank in range(len(serving))]
 
     def _encoders(self, serving: Mapping[int, Serving]) -> Mapping[str, Sequence[str]]:
         """Return the addresses of the encoders that serve, by model."""
-        found: defaultdict[str, list[str]] = defaultdict(list)
+        encoders: defaultdict[str, list[str]] = defaultdict(list)
         for rank, server in serving.items():
             if self._plans[rank].kind == "encoder":
-                found[self._plans[rank].model].append(server.address)
-        return dict(found)
+                encoders[self._plans[rank].model].append(server.address)
+        return dict(encoders)
 
     def look(self, lost: Mapping[int, int]) -> list[Serving | None]:
         """Have lost servers started again."""
-        found: list[Serving | None] = self._workers.call("look", lost=dict(lost))
-        return found
+        servers: list[Serving | None] = self._workers.call("look", lost=dict(lost))
+        return servers
 
     def end(self, ranks: Collection[int]) -> None:
         """Have lost servers ended by the workers beside them."""
@@ -94,8 +94,8 @@ class StartedServers:
 
     def reports(self) -> list[Mapping[str, Any]]:
         """Return and reset what the workers report."""
-        found: list[Mapping[str, Any]] = self._workers.call("report")
-        return found
+        reports: list[Mapping[str, Any]] = self._workers.call("report")
+        return reports
 
     def close(self) -> None:
         """Do nothing: the workers end the servers."""

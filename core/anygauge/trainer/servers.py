@@ -86,8 +86,8 @@ class Servers:
 
     def _reports(self) -> dict[int, EngineReport]:
         """Return how each server is, by rank."""
-        found = self._loop.run(_reports(self.pools.values()))
-        return {plan.rank: found[_name(plan.rank)] for plan in self._plans}
+        reports = self._loop.run(_reports(self.pools.values()))
+        return {plan.rank: reports[_name(plan.rank)] for plan in self._plans}
 
     def look(self) -> None:
         """Have lost servers started again, and take back those that have been.
@@ -105,10 +105,10 @@ class Servers:
         for rank in lost.keys() - self._away:
             _log.warning("engine %d is started again: %s", rank, lost[rank])
         self._away |= lost.keys()
-        found = self._source.look({rank: self.serving[rank].incarnation for rank in lost})
+        current = self._source.look({rank: self.serving[rank].incarnation for rank in lost})
         news = {
             rank: now
-            for rank, (then, now) in enumerate(zip(self.serving, found, strict=True))
+            for rank, (then, now) in enumerate(zip(self.serving, current, strict=True))
             if now is not None and now.incarnation != then.incarnation
         }
         for rank, server in news.items():

@@ -267,8 +267,8 @@ class WorkerGroup:
             marker = stack.enter_context(marker_file(directory)) if shared else None
             facts: list[NodeFacts] = self._lifecycle("inspect", deadline, paths=paths, marker=marker)
         places = [
-            ClusterNode(name=f"{host.host} ({host.ip})", ip=host.ip, facts=found)
-            for host, found in zip(hosts, facts, strict=True)
+            ClusterNode(name=f"{host.host} ({host.ip})", ip=host.ip, facts=facts_of_host)
+            for host, facts_of_host in zip(hosts, facts, strict=True)
         ]
         check_nodes(config.cluster, node_facts(), places, directory)
         return places

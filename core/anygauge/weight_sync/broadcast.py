@@ -136,7 +136,7 @@ def address_towards(address: str) -> str:
     """
     parts = urlsplit(address)
     assert parts.hostname is not None, address
-    found = socket.getaddrinfo(parts.hostname, parts.port, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(found[0], socket.SOCK_DGRAM) as probe:
-        probe.connect(found[4])  # sends nothing
+    target = socket.getaddrinfo(parts.hostname, parts.port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(target[0], socket.SOCK_DGRAM) as probe:
+        probe.connect(target[4])  # sends nothing
         return str(probe.getsockname()[0])

@@ -121,11 +121,11 @@ class _Packer:
     def bucket(self, *, last: bool) -> WeightBucket:
         """Return what was added, and begin anew."""
         data = self._data if self._data is not None else self._buffers.take(0, 0)
-        found = WeightBucket(
+        bucket = WeightBucket(
             index=self._index, tensors=tuple(self._tensors), data=data[: self._size], last=last
         )
         self._index, self._tensors, self._data = self._index + 1, [], None
-        return found
+        return bucket
 
 
 def overlapped(buckets: Iterator[WeightBucket], send: Callable[[WeightBucket], None]) -> None:
@@ -155,6 +155,6 @@ def dtype_of(name: str) -> torch.dtype:
     """Return the dtype of a name."""
     import torch
 
-    found = getattr(torch, name)
-    assert isinstance(found, torch.dtype), f"{name} is no dtype"
-    return found
+    dtype = getattr(torch, name)
+    assert isinstance(dtype, torch.dtype), f"{name} is no dtype"
+    return dtype

@@ -58,8 +58,8 @@ def bytes_view(tensor: Tensor) -> Bytes:
     """Return a contiguous host tensor's bytes, as an array that shares its memory."""
     import torch
 
-    found: Bytes = tensor.reshape(-1).view(torch.uint8).numpy()
-    return found
+    view: Bytes = tensor.reshape(-1).view(torch.uint8).numpy()
+    return view
 
 
 def whole(number: int, new: Bytes, checksum: str) -> Change:
@@ -138,16 +138,16 @@ def apply_change(change: Change, held: Bytes, itemsize: int) -> None:
 
 
 def _read_planes(data: bytes, count: int, length: int) -> NDArray[np.uint8]:
-    found, at = [], 0
+    planes, at = [], 0
     for _ in range(count):
         flag, size = _PLANE.unpack_from(data, at)
         at += _PLANE.size
         plane = data[at : at + size]
         at += size
-        found.append(np.frombuffer(zlib.decompress(plane) if flag else plane, np.uint8))
-    if any(plane.size != length for plane in found):
+        planes.append(np.frombuffer(zlib.decompress(plane) if flag else plane, np.uint8))
+    if any(plane.size != length for plane in planes):
         raise ValueError("the planes of a change are of different lengths")
-    return np.stack(found)
+    return np.stack(planes)
 
 
 def framed(places: Sequence[WeightTensor], changes: Sequence[Change]) -> bytes:
@@ -176,7 +176,7 @@ def unframed(data: bytes) -> tuple[list[tuple[str, list[int], str]], list[Change
 
 
 def _read_changes(data: bytes, at: int) -> list[Change]:
-    found = []
+    changes = []
     while at < len(data):
         if at + _HEADER.size > len(data):
             raise ValueError("a change ends within its header")
@@ -186,5 +186,5 @@ def _read_changes(data: bytes, at: int) -> list[Change]:
             raise ValueError("a change ends before its last byte")
         parts = (data[at : at + places], data[at + places : at + places + values])
         at += places + values
-        found.append(Change(number, flags, count, *parts, checksum.hex()))
-    return found
+        changes.append(Change(number, flags, count, *parts, checksum.hex()))
+    return changes

@@ -129,15 +129,15 @@ class EngineControl:
         """
         reply = self.post("/weights_checker", {"action": "checksum"}, what="checksums")
         try:
-            found = [dict(rank["checksums"]) for rank in reply["ranks"]]
+            checksums = [dict(rank["checksums"]) for rank in reply["ranks"]]
         except (LookupError, TypeError, ValueError):
-            found = []
-        if not found or not all(found):
+            checksums = []
+        if not checksums or not all(checksums):
             raise RolloutError(
                 f"{self.peer.address}/weights_checker told no checksums: {str(reply)[:EXCERPT]}.",
                 hint='An engine that cannot tell them: weight_sync.verify = "none".',
             )
-        return found
+        return checksums
 
     def close(self) -> None:
         """Close the connections."""
@@ -146,13 +146,13 @@ class EngineControl:
 
 def message_of(reply: httpx2.Response) -> str:
     """Return what a refusal says."""
-    found = _object(reply).get("message") or reply.text
-    return repr(str(found)[:EXCERPT])
+    message = _object(reply).get("message") or reply.text
+    return repr(str(message)[:EXCERPT])
 
 
 def _object(reply: httpx2.Response) -> Mapping[str, Any]:
     try:
-        found = reply.json()
+        value = reply.json()
     except ValueError:
         return {}
-    return found if isinstance(found, dict) else {}
+    return value if isinstance(value, dict) else {}

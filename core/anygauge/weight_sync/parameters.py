@@ -92,11 +92,11 @@ class ExpectedParameters:
     def add(self, name: str, tensor: Tensor) -> None:
         """Note a tensor."""
         self.checksums[name] = checksum(tensor)
-        found = self._parameter([tensor], (name,))
+        parameter = self._parameter([tensor], (name,))
         if name.endswith(PADDED) and tensor.shape[0] % PADDING:
             padded = self._parameter([tensor, _padding(tensor)], (name,))
-            found = _Parameter(found.checksums | padded.checksums, (name,))  # not every server pads
-        self._parameters[name] = self._parameters[served_name(name)] = found
+            parameter = _Parameter(parameter.checksums | padded.checksums, (name,))  # not every server pads
+        self._parameters[name] = self._parameters[served_name(name)] = parameter
         fused = fused_name(name)
         if fused is not None:
             self._collect(fused, name, tensor)

@@ -102,5 +102,5 @@ def _inputs(hf: Mapping[str, Any], contents: Sequence[Content], device: torch.de
     }
 
 
-def _outputs(found: Any) -> tuple[Tensor, tuple[Tensor, ...]]:
-    return found.pooler_output, ()
+def _outputs(output: Any) -> tuple[Tensor, tuple[Tensor, ...]]:
+    return output.pooler_output, ()

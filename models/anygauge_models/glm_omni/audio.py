@@ -39,7 +39,7 @@ def tower(hf: Mapping[str, Any]) -> TowerSpec:
         kinds=frozenset(("audio",)),
         build=_build,
         inputs=_inputs,
-        outputs=lambda found: (found, ()),
+        outputs=lambda features: (features, ()),
         blank=_blank,
         hf_prefixes=(f"{_ENCODER}.", f"{_PROJECTOR}."),
     )

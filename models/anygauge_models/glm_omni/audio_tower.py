@@ -40,8 +40,8 @@ class AudioTower(nn.Module):
             behind it.
         :returns: ``[N, width]``.
         """
-        found = self.encoder(spectrum.to(self.encoder.conv1.weight.dtype)).last_hidden_state
-        joined = found.reshape(-1, self.encoder.config.intermediate_size).index_select(0, kept)
+        encoded = self.encoder(spectrum.to(self.encoder.conv1.weight.dtype)).last_hidden_state
+        joined = encoded.reshape(-1, self.encoder.config.intermediate_size).index_select(0, kept)
         features: Tensor = self.projector(joined)
         return features
 

@@ -131,5 +131,5 @@ def _inputs(hf: Mapping[str, Any], contents: Sequence[Content], device: torch.de
     }
 
 
-def _outputs(found: Any) -> tuple[Tensor, tuple[Tensor, ...]]:
-    return found.last_hidden_state, ()
+def _outputs(output: Any) -> tuple[Tensor, tuple[Tensor, ...]]:
+    return output.last_hidden_state, ()

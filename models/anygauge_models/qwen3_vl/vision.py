@@ -130,9 +130,9 @@ def inputs(hf: Mapping[str, Any], contents: Sequence[Content], device: torch.dev
     }
 
 
-def outputs(found: Any) -> tuple[Tensor, Sequence[Tensor]]:
+def outputs(output: Any) -> tuple[Tensor, Sequence[Tensor]]:
     """Return the features of the last layer, and those of layers before it."""
-    return found.pooler_output, getattr(found, "deepstack_features", None) or ()
+    return output.pooler_output, getattr(output, "deepstack_features", None) or ()
 
 
 def blank(hf: Mapping[str, Any]) -> Content:

@@ -94,10 +94,10 @@ def _adamw(
 
 @triton.jit
 def _pointer(place: tl.tensor, dtype: tl.constexpr, ALIGNED: tl.constexpr):
-    found = tl.load(place).to(tl.pointer_type(dtype))
+    pointer = tl.load(place).to(tl.pointer_type(dtype))
     if ALIGNED:
-        found = tl.multiple_of(found, 16)
-    return found
+        pointer = tl.multiple_of(pointer, 16)
+    return pointer
 
 
 @triton.jit

@@ -62,8 +62,8 @@ def add_rms_norm(
     if residual is not None:
         check_shape("add_rms_norm", "residual", residual, x.shape, "[..., D]")
     # torch leaves apply() untyped
-    found: tuple[Tensor, Tensor] = _AddRmsNorm.apply(x, weight, eps, residual)  # type: ignore[no-untyped-call]
-    return found
+    outputs: tuple[Tensor, Tensor] = _AddRmsNorm.apply(x, weight, eps, residual)  # type: ignore[no-untyped-call]
+    return outputs
 
 
 class _RmsNorm(torch.autograd.Function):

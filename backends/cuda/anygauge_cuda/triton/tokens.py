@@ -45,8 +45,8 @@ def token_permute(
     check_shape(op, "tokens", tokens, (count, tokens.shape[1]), "[T, H]")
     check_shape(op, "probs", probs, (count, experts), "[T, E]")
     if routing_map.dtype != torch.bool or not 1 <= topk <= experts:
-        found = f"a map in {routing_map.dtype} and {topk} of {experts} experts"
-        refuse(op, found, "The map is of booleans, with as many experts at least.")
+        given = f"a map in {routing_map.dtype} and {topk} of {experts} experts"
+        refuse(op, given, "The map is of booleans, with as many experts at least.")
     routing_map = routing_map.contiguous()
     rows = _number(routing_map, topk)
     permuted: Tensor = _Spread.apply(tokens, rows)  # type: ignore[no-untyped-call]  # torch leaves it untyped

@@ -147,8 +147,8 @@ def _orientation(image: Image) -> int:
     # To look for what a PNG says behind its pixels, Pillow would decode them.
     if image.format == "PNG" and "exif" not in image.info:
         return 1
-    found = image.getexif().get(_ORIENTATION, 1)
-    return found if isinstance(found, int) else 1
+    orientation = image.getexif().get(_ORIENTATION, 1)
+    return orientation if isinstance(orientation, int) else 1
 
 
 def _eight_bits(image: Image) -> Image:

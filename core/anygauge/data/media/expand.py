@@ -54,8 +54,8 @@ class Expander:
         made: list[int] = []
         media: list[Media] = []
         position = 0
-        while (found := self._next_mark(tokens, position)) is not None:
-            place, kind = found
+        while (mark := self._next_mark(tokens, position)) is not None:
+            place, kind = mark
             made += self._plain(tokens[position:place])
             medium = next(waiting, None)
             if medium is None or medium.kind != kind:
@@ -86,13 +86,13 @@ class Expander:
         if any(held in self._encode(marks[other]) for other in owners):
             return
         owner = owners[0]
-        found = ", ".join(
+        listed = ", ".join(
             f"{token} {self._tokenizer.decode([token])!r}" for token in self._encode(marks[owner])
         )
         raise ConfigError(
             f"Token {held} holds the place of {kind} in sequences, which is {owner}_token_id in the model's "
             f"config.json (or its family's, if that has none), and the tokenizer makes other tokens of the "
-            f"mark {marks[owner]!r}: {found or 'none'}.",
+            f"mark {marks[owner]!r}: {listed or 'none'}.",
             hint="Take config.json and the tokenizer's files from one checkpoint; or write into config.json "
             "the id that the tokenizer has for the token in the middle of the mark.",
         )
@@ -127,8 +127,8 @@ class Expander:
 
     def _next_mark(self, tokens: Sequence[int], start: int) -> tuple[int, MediaKind] | None:
         """Return where the next mark begins, and whose it is."""
-        found = ((_find(tokens, mark, start), kind) for kind, mark in self._marks.items())
-        return min(((place, kind) for place, kind in found if place >= 0), default=None)
+        places = ((_find(tokens, mark, start), kind) for kind, mark in self._marks.items())
+        return min(((place, kind) for place, kind in places if place >= 0), default=None)
 
     def _known(self, text: str) -> list[int]:
         if text not in self._texts:

@@ -123,20 +123,20 @@ class MediaFinder:
         :raises MediaError: One cannot be used; a clause with its kind, number and name.
         """
         counts: dict[MediaKind, int] = {}
-        found = []
+        media = []
         for kind, value in values:
             counts[kind] = number = counts.get(kind, 0) + 1
             with naming("", kind, number, _name(kind, value) or ("in the row" if folder else "in a message")):
-                found.append(self._measure(kind, number, value, folder or Path.cwd(), keyed))
-        return found
+                media.append(self._measure(kind, number, value, folder or Path.cwd(), keyed))
+        return media
 
-    def remember(self, found: FoundMedia, place: str, again: Callable[[], Source] | None) -> None:
+    def remember(self, medium: FoundMedia, place: str, again: Callable[[], Source] | None) -> None:
         """Keep where a drawn medium is.
 
         :param again: Reads its row again; then bytes that are part of the row are not kept.
         """
-        source = None if again is not None and found.source and found.source.is_large else found.source
-        self.drawn[found.key] = replace(found, source=source, place=place, again=again)
+        source = None if again is not None and medium.source and medium.source.is_large else medium.source
+        self.drawn[medium.key] = replace(medium, source=source, place=place, again=again)
 
     def content(self, key: str) -> Content:
         """Return the content of a medium that was drawn.
@@ -144,13 +144,13 @@ class MediaFinder:
         :raises KeyError: None has that key.
         :raises MediaError: It cannot be decoded.
         """
-        found = self.drawn[key]
-        source = found.source
-        with naming(found.place, found.kind, found.number, source.name if source else "in the row"):
+        medium = self.drawn[key]
+        source = medium.source
+        with naming(medium.place, medium.kind, medium.number, source.name if source else "in the row"):
             if source is None:
-                assert found.again is not None, "what is not kept can be read again"
-                source = found.again()
-            return content_of(found.kind, source, found.measured, self.processor)
+                assert medium.again is not None, "what is not kept can be read again"
+                source = medium.again()
+            return content_of(medium.kind, source, medium.measured, self.processor)
 
     def _measure(self, kind: MediaKind, number: int, value: Any, folder: Path, keyed: bool) -> FoundMedia:
         if kind not in self.marks:

@@ -101,17 +101,17 @@ class MediaLoader:
             marks differ.
         """
         check_number(len(values), self.finder.settings.max_per_sample)
-        found = self.finder.measure(values, None, keyed=True)
-        waiting: Iterator[Measurement] = (each.measurement() for each in found)
+        measured = self.finder.measure(values, None, keyed=True)
+        waiting: Iterator[Measurement] = (each.measurement() for each in measured)
         try:
             made, media = self.finder.expander.expand(tokens, waiting)
         except BadMediaError as error:
             raise MediaError(f"A message {error}.", hint=error.hint) from error
-        if len(media) < len(found):
-            raise MediaError(f"A message has {len(found)} media, of which the text shows {len(media)}.")
-        new = {each.key: each for each in found if each.key not in self.finder.drawn}
+        if len(media) < len(measured):
+            raise MediaError(f"A message has {len(measured)} media, of which the text shows {len(media)}.")
+        new = {each.key: each for each in measured if each.key not in self.finder.drawn}
         self.finder.drawn.update(new)
-        failed = _failure(self._acquire(list({each.key: None for each in found}), prompt))
+        failed = _failure(self._acquire(list({each.key: None for each in measured}), prompt))
         for key in new:
             self.finder.drawn.pop(key, None)  # a tool shows it again if it is wanted again
         if failed is not None:
@@ -230,15 +230,15 @@ class LoadedSource:
 
         :raises MediaError: One of them cannot be decoded, or none is left that can.
         """
-        found: list[Prompt] = []
+        prompts: list[Prompt] = []
         in_a_row = 0
-        while len(found) < num_prompts and (drawn := self._source.next(num_prompts - len(found))):
+        while len(prompts) < num_prompts and (drawn := self._source.next(num_prompts - len(prompts))):
             usable = self._usable(drawn)
-            found += usable
+            prompts += usable
             in_a_row = 0 if usable else in_a_row + len(drawn)
             if in_a_row > len(self):
                 raise MediaError("No row is left whose media can be decoded.", hint="The log names them.")
-        return found
+        return prompts
 
     def _usable(self, prompts: Sequence[Prompt]) -> list[Prompt]:
         failures = self._loader.load(prompts)
@@ -295,10 +295,10 @@ def _failure(futures: Iterable[Future[None]]) -> MediaError | None:
 
     :raises Exception: It is none of media.
     """
-    found: MediaError | None = None
+    first: MediaError | None = None
     for future in futures:
         error = future.exception()
         if error is not None and not isinstance(error, MediaError):
             raise error
-        found = found or error
-    return found
+        first = first or error
+    return first

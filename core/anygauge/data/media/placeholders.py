@@ -73,14 +73,14 @@ class _Walk:
         content = message.get("content")
         before = len(self.placed.values)
         if isinstance(content, str):
-            found = list(self._split(content))
+            parts = list(self._split(content))
         elif isinstance(content, list):
-            found = [own for part in content for own in self._part(part)]
+            parts = [own for part in content for own in self._part(part)]
         else:
             return message
         if self._parts and (isinstance(content, list) or len(self.placed.values) > before):
-            return {**message, "content": found}
-        texts = (part["text"] if part["type"] == "text" else self._marks[part["type"]] for part in found)
+            return {**message, "content": parts}
+        texts = (part["text"] if part["type"] == "text" else self._marks[part["type"]] for part in parts)
         return {**message, "content": "".join(texts)}
 
     def _part(self, part: Any) -> Iterator[dict[str, Any]]:
@@ -102,14 +102,14 @@ class _Walk:
     def _split(self, text: str) -> Iterator[dict[str, Any]]:
         """Yield the parts of a text; kinds that no field holds are text."""
         position = 0
-        for found in _ANY.finditer(text):
-            kind: Any = found[1]
+        for match in _ANY.finditer(text):
+            kind: Any = match[1]
             if kind in self._given:
-                if found.start() > position:
-                    yield {"type": "text", "text": text[position : found.start()]}
+                if match.start() > position:
+                    yield {"type": "text", "text": text[position : match.start()]}
                 self._take(kind, {})
                 yield {"type": kind}
-                position = found.end()
+                position = match.end()
         if position < len(text) or not text:
             yield {"type": "text", "text": text[position:]}
 

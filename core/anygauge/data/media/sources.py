@@ -126,9 +126,9 @@ def _of_object(kind: MediaKind, value: Mapping[str, Any], folder: Path, settings
     """Return where a medium is that Hugging Face's data sets or a chat message wrote down."""
     for key in ("bytes", "path", "url", kind, f"{kind}_url"):
         if value.get(key) is not None:
-            found = source_of(kind, value[key], folder, settings)
+            source = source_of(kind, value[key], folder, settings)
             name = value.get("path") if key == "bytes" else None
-            return found if name is None else Source(str(name), settings, raw=found.raw)
+            return source if name is None else Source(str(name), settings, raw=source.raw)
     raise MediaError(
         f"is an object with {', '.join(map(repr, value)) or 'nothing'}, and none of 'bytes' and 'path'.",
         hint="docs/media.md lists what may be given.",

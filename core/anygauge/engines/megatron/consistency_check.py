@@ -58,20 +58,20 @@ def check_configs_agree(config: Config, plugins: Plugins) -> None:
         facts = dict(_facts(config, plugins))
     except AnygaugeError as error:
         problem = error
-    found = [facts]
+    facts_of_ranks = [facts]
     if len(set(all_gather_values(hashlib.blake2b(repr(facts).encode()).hexdigest(), _DIGEST))) > 1:
-        found = all_gather_values(facts, _FACTS)
+        facts_of_ranks = all_gather_values(facts, _FACTS)
     if problem is not None:
         raise problem
-    if len(found) > 1:
-        raise RankMismatchError(_difference(found), hint=_hint("model"))
+    if len(facts_of_ranks) > 1:
+        raise RankMismatchError(_difference(facts_of_ranks), hint=_hint("model"))
 
 
-def _difference(found: Sequence[Mapping[str, str] | None]) -> str:
+def _difference(facts_of_ranks: Sequence[Mapping[str, str] | None]) -> str:
     """Return what ranks read that is not the same, or which of them cannot read it."""
-    if unread := [rank for rank, facts in enumerate(found) if facts is None]:
+    if unread := [rank for rank, facts in enumerate(facts_of_ranks) if facts is None]:
         return f"The model cannot be read by {_named(unread)}; this rank could."
-    read = [facts for facts in found if facts is not None]
+    read = [facts for facts in facts_of_ranks if facts is not None]
     by_key = {key: [facts.get(key, "nothing") for facts in read] for facts in read for key in facts}
     different = [_odd_value(key, values) for key, values in by_key.items() if len(set(values)) > 1]
     return f"Ranks start with different configs: {_shown(different)}."
@@ -158,9 +158,9 @@ def _odd(
     if not names or dist.get_world_size(group) == 1:
         return
     mine = torch.stack([prints[name] for name in names]).to(device)
-    found = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(found, mine, group=group)
-    values, ranks = torch.stack(found, dim=1).cpu(), dist.get_process_group_ranks(group)
+    gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(gathered, mine, group=group)
+    values, ranks = torch.stack(gathered, dim=1).cpu(), dist.get_process_group_ranks(group)
     for row in (values != values[:, :1]).any(1).nonzero().flatten().tolist():
         by_rank = values[row].tolist()
         usual = _most(by_rank)

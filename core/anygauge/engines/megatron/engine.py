@@ -146,10 +146,10 @@ class MegatronEngine:
             captured = self._routes if role == ACTOR else None
             if captured is not None:
                 attach_routes(batches.plans, samples, captured.capture)
-            found = self._collect(step, batches, len(samples))
+            log_probs = self._collect(step, batches, len(samples))
             if captured is not None:
                 keep_routes(batches.plans, samples, captured)
-            return found
+            return log_probs
 
     def top_k_log_probs(
         self, samples: Sequence[TrainSample], count: int, *, temperature: float, role: str = "actor"
@@ -158,8 +158,8 @@ class MegatronEngine:
         count = min(count, self._logprob.vocab_size - len(self._logprob.forbidden))
         step = TopKPass(self._logprob, temperature, count)
         with self._asking(role):
-            found = self._collect(step, self._pack(samples), len(samples), (2 * count + 2,))
-        parts = [each.tensor_split((count, count + 1), 1) for each in found]
+            collected = self._collect(step, self._pack(samples), len(samples), (2 * count + 2,))
+        parts = [each.tensor_split((count, count + 1), 1) for each in collected]
         return [TopKLogProbs(ids.long(), log_probs, sampled[:, 0]) for ids, sampled, log_probs in parts]
 
     @contextmanager

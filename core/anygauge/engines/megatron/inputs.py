@@ -284,8 +284,8 @@ def response_weights(
     batch: MicroBatch, values: Sequence[Sequence[float]] | Sequence[Tensor], device: torch.device
 ) -> Tensor:
     """Return :func:`response_values`, or zeros for an idle micro-batch."""
-    found = response_values(batch, values, device)
-    return torch.zeros_like(found) if batch.is_idle else found
+    weights = response_values(batch, values, device)
+    return torch.zeros_like(weights) if batch.is_idle else weights
 
 
 def response_values(

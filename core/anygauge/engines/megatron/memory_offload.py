@@ -91,8 +91,8 @@ class DeviceMemory:
 
         :param without: Addresses of storages that are left out.
         """
-        found = (each.untyped_storage() for each in tensors if each.device.type == self._device.type)
-        by_address = {storage.data_ptr(): storage for storage in found if storage.nbytes()}
+        storages = (each.untyped_storage() for each in tensors if each.device.type == self._device.type)
+        by_address = {storage.data_ptr(): storage for storage in storages if storage.nbytes()}
         return [storage for address, storage in by_address.items() if address not in without]
 
 

@@ -49,8 +49,8 @@ class _Pass:
         self, wrapped: Any, hidden: Tensor, batch: MicroBatch, *, entropy_grad: bool
     ) -> tuple[Tensor, Tensor]:
         """Return log-probabilities and entropies of all response tokens, ``[R]``."""
-        found = self.logprob(wrapped, hidden, batch.targets, self.temperature, entropy_grad=entropy_grad)
-        return whole_responses(found[0], batch), whole_responses(found[1], batch)
+        outputs = self.logprob(wrapped, hidden, batch.targets, self.temperature, entropy_grad=entropy_grad)
+        return whole_responses(outputs[0], batch), whole_responses(outputs[1], batch)
 
     def compared(
         self, wrapped: Any, hidden: Tensor, batch: MicroBatch, ids: Tensor, *, entropy_grad: bool
@@ -63,13 +63,15 @@ class _Pass:
         """
         own = batch.targets[:, None]
         targets = torch.cat((own, ids), 1)
-        found, entropy = self.logprob(
+        log_probs, entropy = self.logprob(
             wrapped, hidden, targets, self.temperature, entropy_grad=entropy_grad, rest=True
         )
         # the op leaves the response's token out of the rest, whether it is among the others or not
-        rest, is_known = found[:, -1:], (own == ids).any(1, keepdim=True)
-        rest = torch.where(is_known, rest, torch.logaddexp(rest, found[:, :1]))
-        return whole_responses(torch.cat((found[:, :-1], rest), 1), batch), whole_responses(entropy, batch)
+        rest, is_known = log_probs[:, -1:], (own == ids).any(1, keepdim=True)
+        rest = torch.where(is_known, rest, torch.logaddexp(rest, log_probs[:, :1]))
+        return whole_responses(torch.cat((log_probs[:, :-1], rest), 1), batch), whole_responses(
+            entropy, batch
+        )
 
 
 class LogProbPass(_Pass):
@@ -151,8 +153,8 @@ class TrainPass(_Pass):
             log_probs, entropy = self.log_probs(wrapped, hidden, batch, entropy_grad=self.entropy_grad)
         else:
             ids = self._teacher_ids(batch, data.teacher)
-            found, entropy = self.compared(wrapped, hidden, batch, ids, entropy_grad=self.entropy_grad)
-            log_probs, top_k_log_probs = found[:, 0], found[:, 1:]
+            compared, entropy = self.compared(wrapped, hidden, batch, ids, entropy_grad=self.entropy_grad)
+            log_probs, top_k_log_probs = compared[:, 0], compared[:, 1:]
 
         def values(of: Any) -> Tensor:
             return response_values(batch, of, self.device)

@@ -74,10 +74,10 @@ class ProcessGroupProxy:
             self._engine = make()
 
     def __getattr__(self, name: str) -> Any:
-        found = getattr(self._engine, name)
-        if not inspect.ismethod(found):
-            return found
-        return self._stepwise(found) if inspect.isgeneratorfunction(found) else self._whole(found)
+        attribute = getattr(self._engine, name)
+        if not inspect.ismethod(attribute):
+            return attribute
+        return self._stepwise(attribute) if inspect.isgeneratorfunction(attribute) else self._whole(attribute)
 
     def _whole(self, method: Call) -> Call:
         @wraps(method)

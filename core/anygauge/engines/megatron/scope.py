@@ -259,11 +259,11 @@ def _own_prefix(device: Device) -> str:
 
 
 def _check_map(scope_map: ScopeMap) -> None:
-    found, wanted = set(scope_map.functions), set(REDIRECTED)
-    if found != wanted:
+    functions, wanted = set(scope_map.functions), set(REDIRECTED)
+    if functions != wanted:
         raise ScopeError(
-            f"The scope map of {scope_map.device_type!r} lacks {sorted(wanted - found)} and has "
-            f"{sorted(found - wanted)} that the scope does not know.",
+            f"The scope map of {scope_map.device_type!r} lacks {sorted(wanted - functions)} and has "
+            f"{sorted(functions - wanted)} that the scope does not know.",
             hint="A backend stands in for exactly the names of anygauge.engines.megatron.scope.REDIRECTED.",
         )
 

@@ -49,9 +49,9 @@ class Update:
         self._limit = limit
         self._device = device
         self._parts: list[Any] = list(getattr(optimizer, "chained_optimizers", [optimizer]))
-        found = [_shards(part) for part in self._parts]
-        self._shards = [each for each in found if each is not None]
-        self._takes_all = bool(found) and len(self._shards) == len(found)
+        shards_of_parts = [_shards(part) for part in self._parts]
+        self._shards = [each for each in shards_of_parts if each is not None]
+        self._takes_all = bool(shards_of_parts) and len(self._shards) == len(shards_of_parts)
         if self._takes_all:
             for part, shards in zip(self._parts, self._shards, strict=True):
                 if getattr(part.optimizer, "takes_remainders", False):
@@ -110,8 +110,8 @@ class Update:
 
     def _scale(self, scale: float) -> None:
         for part in self._parts if scale < 1 else ():
-            found = [weight.grad for weight in part.get_parameters()]
-            if gradients := [each.detach() for each in found if each is not None]:
+            grads = [weight.grad for weight in part.get_parameters()]
+            if gradients := [each.detach() for each in grads if each is not None]:
                 torch._foreach_mul_(gradients, scale)
 
 
@@ -151,16 +151,16 @@ def _keep_remainders(part: Any, copies: Sequence[Sequence[Tensor | None]]) -> No
 
 def _gradient(part: Any, parameter: Any) -> Tensor:
     own = part._get_model_param_range_map(parameter)["param"]
-    found: Tensor = parameter.main_grad.view(-1)[own.start : own.end]
-    return found
+    gradient: Tensor = parameter.main_grad.view(-1)[own.start : own.end]
+    return gradient
 
 
 def _copy(part: Any, parameter: Any) -> Tensor:
     """Return this rank's part of what the ranks gather after a step."""
     own = part._get_model_param_range_map(parameter)["gbuf_world_in_bucket"]
     buffer, _, bucket = part.model_param_gbuf_map[parameter]
-    found: Tensor = part.buffers[buffer].buckets[bucket].param_data.view(-1)[own.start : own.end]
-    return found
+    copy: Tensor = part.buffers[buffer].buckets[bucket].param_data.view(-1)[own.start : own.end]
+    return copy
 
 
 def _is_counted(part: Any, main: Tensor) -> bool:

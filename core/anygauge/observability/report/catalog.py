@@ -329,10 +329,10 @@ SFT_SECTIONS = (
 
 def phase_metrics(names: Mapping[str, object]) -> list[tuple[str, str]]:
     """Return name and label of the metrics that divide the time of a step, in the order of a step."""
-    found = dict(Lines(r"perf/(\w+)_time", r"\1").find(names))
+    names_of_phases = dict(Lines(r"perf/(\w+)_time", r"\1").find(names))
     # ``turns`` is the old name of ``sleep`` and ``wake_up`` together; runs of older versions have it alone.
-    other = {"step", "turns"} if "perf/sleep_time" in found else {"step"}
-    phases = {phase: name for name, phase in found.items() if phase not in other}
+    other = {"step", "turns"} if "perf/sleep_time" in names_of_phases else {"step"}
+    phases = {phase: name for name, phase in names_of_phases.items() if phase not in other}
     others = [phase for phase in phases if phase not in (*_PHASES, _REST)]
     order = [phase for phase in (*_PHASES, *others, _REST) if phase in phases]
     return [(phases[phase], phase.replace("_", " ")) for phase in order]

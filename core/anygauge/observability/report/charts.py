@@ -144,8 +144,8 @@ def _draw(spec: ChartSpec, metrics: Metrics, steps: Range) -> Chart | None:
 
 
 def _lines(spec: ChartSpec, metrics: Metrics) -> Iterator[Line]:
-    found = [(*match, lines.marked) for lines in spec.lines for match in lines.find(metrics.series)]
-    recorded = [match for match in found if metrics.series[match[0]].numbers]
+    matches = [(*match, lines.marked) for lines in spec.lines for match in lines.find(metrics.series)]
+    recorded = [match for match in matches if metrics.series[match[0]].numbers]
     for colour, (metric, label, marked) in enumerate(recorded):
         yield Line(metric, label.replace("_", " ").strip() if not marked else label, colour, marked)
 

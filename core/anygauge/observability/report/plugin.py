@@ -48,7 +48,7 @@ def after_train(run: RunInfo) -> None:
     directory, error = Path(run.directory), _errors.pop(run.directory, None)
     if run.directory not in _begun and (directory / RECORD_FILE).exists():
         return
-    if _begun.pop(run.directory, found := _identity(run.directory)) != found:
+    if _begun.pop(run.directory, identity := _identity(run.directory)) != identity:
         _log.warning("%s is not where the run began: its end is not recorded there", directory)
         return
     try:
@@ -62,6 +62,6 @@ def after_train(run: RunInfo) -> None:
 def _identity(directory: str) -> tuple[int, int] | None:
     """Return device and inode of a directory, or ``None`` if it is not there."""
     with suppress(OSError):
-        found = os.stat(directory)
-        return found.st_dev, found.st_ino
+        info = os.stat(directory)
+        return info.st_dev, info.st_ino
     return None

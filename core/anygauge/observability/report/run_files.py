@@ -84,9 +84,9 @@ def _check(directory: Path) -> None:
     if any((directory / name).is_file() for name in marks):
         return
     if not directory.is_dir():
-        found = "it is a file" if directory.exists() else "it does not exist"
+        reason = "it is a file" if directory.exists() else "it does not exist"
         raise CheckpointError(
-            f"{directory} is no run directory: {found}.", hint=_neighbours(directory.parent)
+            f"{directory} is no run directory: {reason}.", hint=_neighbours(directory.parent)
         )
     raise CheckpointError(
         f"{directory} is no run directory: it has neither {', '.join(marks[:-1])} nor {marks[-1]}.",

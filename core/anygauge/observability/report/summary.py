@@ -102,7 +102,7 @@ def _is_alive(part: Mapping[str, Any]) -> bool | None:
 def facts(files: RunFiles, now: datetime) -> list[tuple[str, str]]:
     """Return name and value of what the run is."""
     config = files.config
-    found = {
+    values = {
         "model": _short(_value(config, "model", "path")),
         "data": ", ".join(_files(_value(config, "data", "train"))),
         "reward": _value(config, "reward", "function") or " + ".join(_reward_parts(config)),
@@ -114,9 +114,9 @@ def facts(files: RunFiles, now: datetime) -> list[tuple[str, str]]:
         "took": _duration_text(files, now),
         "parts": _parts(files),
     }
-    if found["task"] == "sft":
-        found["reward"] = found["algorithm"] = None
-    return [(name, str(value)) for name, value in found.items() if value]
+    if values["task"] == "sft":
+        values["reward"] = values["algorithm"] = None
+    return [(name, str(value)) for name, value in values.items() if value]
 
 
 def _backend(files: RunFiles) -> str | None:
@@ -226,7 +226,7 @@ def _warning(events: Sequence[HealthEvent]) -> str:
 def tiles(files: RunFiles) -> list[Tile]:
     """Return the numbers that head the page; those whose metrics were recorded."""
     series = files.metrics.series
-    found = [
+    listed = [
         _course(series, "rollout/raw_reward", "Reward"),
         _course(series, "train/loss", "Loss") if "rollout/raw_reward" not in series else None,
         *(_evaluation(series, name, f"Evaluation loss: {label}") for name, label in eval_losses(series)),
@@ -236,7 +236,7 @@ def tiles(files: RunFiles) -> list[Tile]:
         _typical(series, "perf/step_time", "Time of a step", "s"),
         *(_peak(series, name) for name in series if name.endswith("memory_gib")),
     ]
-    return [tile for tile in found if tile is not None]
+    return [tile for tile in listed if tile is not None]
 
 
 def _course(series: Mapping[str, Series], name: str, label: str, unit: str = "") -> Tile | None:

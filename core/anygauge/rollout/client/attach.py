@@ -51,17 +51,17 @@ async def check_engine(client: EngineClient, expected: Expected) -> Mapping[str,
 def _of_model(model: Mapping[str, Any], expected: Expected) -> list[str]:
     if not model.get("is_generation", True):
         return [f"{model.get('model_path')} does not generate"]
-    found = tuple(model.get("architectures") or ())
-    if expected.architectures and found and not set(found) & set(expected.architectures):
+    served = tuple(model.get("architectures") or ())
+    if expected.architectures and served and not set(served) & set(expected.architectures):
         wanted = ", ".join(expected.architectures)
-        return [f"it serves {model.get('model_path')}, a {', '.join(found)}; the run's model is a {wanted}"]
+        return [f"it serves {model.get('model_path')}, a {', '.join(served)}; the run's model is a {wanted}"]
     return []
 
 
 def _of_size(server: Mapping[str, Any], expected: Expected) -> list[str]:
-    found = server.get("context_length")
-    if expected.context_length is not None and found is not None and found < expected.context_length:
-        return [f"its context length is {found} tokens; the run needs {expected.context_length}"]
+    length = server.get("context_length")
+    if expected.context_length is not None and length is not None and length < expected.context_length:
+        return [f"its context length is {length} tokens; the run needs {expected.context_length}"]
     return []
 
 

@@ -174,11 +174,11 @@ def _too_many_files(asked: str, purpose: str) -> OpenFilesError:
 def _words(body: bytes) -> str:
     """Return what a refusal says: SGLang answers ``{"error": {"message": ...}}``, or ``{"message": ...}``."""
     try:
-        found: Any = orjson.loads(body)
+        message: Any = orjson.loads(body)
     except orjson.JSONDecodeError:
         return body.decode(errors="replace").strip()[:_EXCERPT] or "nothing more"
-    if isinstance(found, dict):
-        found = found.get("error", found)
-    if isinstance(found, dict):
-        found = found.get("message", found)
-    return str(found)[:_EXCERPT]
+    if isinstance(message, dict):
+        message = message.get("error", message)
+    if isinstance(message, dict):
+        message = message.get("message", message)
+    return str(message)[:_EXCERPT]

@@ -335,8 +335,8 @@ class EngineClient:
 
         async def attempt() -> Mapping[str, Any]:
             left_s = max(ends - asyncio.get_running_loop().time(), 0.001)
-            found = await self._channel.request(path, data, timeout_s=left_s, purpose=purpose)
-            return _mapping(found)
+            answer = await self._channel.request(path, data, timeout_s=left_s, purpose=purpose)
+            return _mapping(answer)
 
         return await self._repeat(attempt, self.options.attempts if repeat else 1, ends)
 
@@ -374,10 +374,10 @@ def _is_refusal(error: BaseException) -> bool:
 
 def _mapping(data: bytes) -> Mapping[str, Any]:
     try:
-        found = orjson.loads(data)
+        value = orjson.loads(data)
     except orjson.JSONDecodeError:
         return {}
-    return found if isinstance(found, dict) else {}
+    return value if isinstance(value, dict) else {}
 
 
 async def _events(chunks: AsyncIterator[bytes]) -> AsyncGenerator[bytes, None]:

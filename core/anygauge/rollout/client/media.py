@@ -31,7 +31,7 @@ def collapsed(request: GenerateRequest) -> list[int]:
     :raises RolloutError: The placeholders and the media do not go together, or a medium is no image.
     """
     tokens, media = request.tokens, request.media
-    found: list[int] = []
+    ids: list[int] = []
     end = 0
     for medium in media:
         if medium.kind != "image" or len(medium.spans) != 1:
@@ -41,13 +41,13 @@ def collapsed(request: GenerateRequest) -> list[int]:
             raise _refused(request, f"the places {medium.spans} of an image are not in order")
         if len(set(tokens[start : start + count])) != 1:
             raise _refused(request, f"tokens {start} to {start + count} are not an image's alone")
-        found += tokens[end : start + 1]
+        ids += tokens[end : start + 1]
         end = start + count
-    found += tokens[end:]
+    ids += tokens[end:]
     pads = {tokens[medium.spans[0][0]] for medium in media}
-    if (count := sum(token in pads for token in found)) != len(media):
+    if (count := sum(token in pads for token in ids)) != len(media):
         raise _refused(request, f"its tokens have {count} placeholders for {len(media)} images")
-    return found
+    return ids
 
 
 def _refused(request: GenerateRequest, why: str) -> RolloutError:
@@ -76,9 +76,9 @@ class ImageEncoder:
 
         :raises RolloutError: One is not in the store.
         """
-        found = await asyncio.gather(*(self._one(medium) for medium in media))
+        images = await asyncio.gather(*(self._one(medium) for medium in media))
         self._forget_oldest()
-        return found
+        return images
 
     async def _one(self, medium: Media) -> bytes:
         if (making := self._kept.get(medium.key)) is None:

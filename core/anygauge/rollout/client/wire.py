@@ -87,7 +87,7 @@ def request_body(
 
 
 def _sampling_params(params: SamplingParams, seed: int) -> dict[str, Any]:
-    found: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "max_new_tokens": params.max_new_tokens,
         "temperature": params.temperature,
         "top_p": params.top_p,
@@ -99,12 +99,12 @@ def _sampling_params(params: SamplingParams, seed: int) -> dict[str, Any]:
         "sampling_seed": seed & _LARGEST_SEED,
     }
     if params.stop:
-        found["stop"] = params.stop
+        fields["stop"] = params.stop
     if params.stop_token_ids:
-        found["stop_token_ids"] = params.stop_token_ids
+        fields["stop_token_ids"] = params.stop_token_ids
     if params.forbidden:
-        found["logit_bias"] = {str(token): NEVER for token in params.forbidden}
-    return found
+        fields["logit_bias"] = {str(token): NEVER for token in params.forbidden}
+    return fields
 
 
 def read_answer(data: bytes, engine: str, request: GenerateRequest | None = None) -> Generation:
@@ -201,13 +201,13 @@ def _check_tokens(tokens: tuple[int, ...], answer: Mapping[str, Any], engine: st
 
 
 def _reason(meta: Mapping[str, Any], engine: str) -> FinishReason:
-    found = str((meta.get("finish_reason") or {}).get("type"))
-    if found not in _REASONS:
+    reason = str((meta.get("finish_reason") or {}).get("type"))
+    if reason not in _REASONS:
         raise RolloutError(
-            f"{engine} says that request {meta.get('id')} finished for the reason {found!r}.",
+            f"{engine} says that request {meta.get('id')} finished for the reason {reason!r}.",
             hint=f"Known reasons are {', '.join(_REASONS)}; is this an SGLang server of a known version?",
         )
-    return _REASONS[found]
+    return _REASONS[reason]
 
 
 def _versions(meta: Mapping[str, Any], count: int, engine: str) -> tuple[int, ...]:

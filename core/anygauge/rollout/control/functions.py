@@ -131,8 +131,8 @@ async def apply_hooks(hooks: Sequence[UserFunction], sample: Sample, prompt: Pro
     """
     for hook in hooks:
         try:
-            found = await _value(hook.fn(sample, prompt))
-            sample = sample if found is None else check_sample(found, prompt)
+            replaced = await _value(hook.fn(sample, prompt))
+            sample = sample if replaced is None else check_sample(replaced, prompt)
         except Exception as error:
             raise FunctionFailed(f"{hook.name} {failure(error)}") from error
     return sample
@@ -144,15 +144,15 @@ async def passes(filter_: UserFunction, group: Group) -> bool:
     :raises FunctionFailed: It raised, or returned something else than a truth value.
     """
     try:
-        found = await _value(filter_.fn(group))
-        if isinstance(found, bool) or type(found).__name__ == "bool":
-            return bool(found)
+        verdict = await _value(filter_.fn(group))
+        if isinstance(verdict, bool) or type(verdict).__name__ == "bool":
+            return bool(verdict)
         raise RolloutError(
-            f"A {type(found).__name__} was returned, not a bool.", hint="Return True to keep the group."
+            f"A {type(verdict).__name__} was returned, not a bool.", hint="Return True to keep the group."
         )
     except Exception as error:
         raise FunctionFailed(f"{filter_.name} {failure(error)}") from error
 
 
-async def _value(found: Any) -> Any:
-    return await found if inspect.isawaitable(found) else found
+async def _value(value: Any) -> Any:
+    return await value if inspect.isawaitable(value) else value

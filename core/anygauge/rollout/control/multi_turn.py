@@ -58,17 +58,17 @@ async def multi_turn(
 
 @cache
 def _tool(path: str) -> Callable[[str], Any]:
-    found: Callable[[str], Any] = imported(path, "Tool")
-    return found
+    tool: Callable[[str], Any] = imported(path, "Tool")
+    return tool
 
 
 def _called(said: str, start: str, end: str) -> str | None:
     """Return what a turn asks the tool, or ``None`` if it does not end with a call."""
-    before, found, rest = said.rpartition(end)
-    if not found or rest.strip():
+    before, separator, rest = said.rpartition(end)
+    if not separator or rest.strip():
         return None
-    _, found, asked = before.rpartition(start)
-    return asked if found else None
+    _, separator, asked = before.rpartition(start)
+    return asked if separator else None
 
 
 class _Result(NamedTuple):
@@ -85,15 +85,15 @@ async def _result(call: Callable[[str], Any], asked: str) -> _Result:
         return _Result(f"error: {error}")
 
 
-def _read(found: Any) -> _Result:
-    if not isinstance(found, Mapping):
-        return _Result(str(found))
-    if unknown := set(found) - {"text", "images"}:
+def _read(answer: Any) -> _Result:
+    if not isinstance(answer, Mapping):
+        return _Result(str(answer))
+    if unknown := set(answer) - {"text", "images"}:
         raise RolloutError(
             f"A tool returned {', '.join(map(repr, sorted(map(str, unknown))))} in its answer.",
             hint="Return a text, or a dict with 'text' and 'images'.",
         )
-    return _Result(str(found.get("text", "")), tuple(found.get("images", ())))
+    return _Result(str(answer.get("text", "")), tuple(answer.get("images", ())))
 
 
 async def _tell(rollout: Rollout, draft: Draft, answer: str, result: _Result, *, chat: bool) -> bool:

@@ -152,8 +152,8 @@ class Producer:
                 "open": [group.state() for group in [*groups, *self._waiting]],
                 "done": [done.state() for done in self._done],
             }
-        found: dict[str, Any] = as_json(state)
-        return found
+        encoded: dict[str, Any] = as_json(state)
+        return encoded
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go to where another producer of the same config stood; the data source goes with it.

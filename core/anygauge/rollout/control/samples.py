@@ -169,27 +169,27 @@ def _is_finite(value: Any) -> bool:
 
 def _problems(sample: Sample, prompt: Prompt) -> list[str]:
     count = len(sample.response_tokens)
-    found = [
+    problems = [
         f"{count} response_tokens with {len(values)} {name}"
         for name in _PER_TOKEN
         if len(values := getattr(sample, name)) != count
     ]
     if (odd := _no_number(sample.log_probs)) is not None:
-        found.append(f"log_probs[{odd}] is {sample.log_probs[odd]!r}")
+        problems.append(f"log_probs[{odd}] is {sample.log_probs[odd]!r}")
     if sample.reward is not None and not _is_finite(sample.reward):
-        found.append(f"reward is {sample.reward!r}")
+        problems.append(f"reward is {sample.reward!r}")
     if not sample.prompt_tokens:
-        found.append("prompt_tokens is empty")
+        problems.append("prompt_tokens is empty")
     if sample.prompt_index != prompt.index:
-        found.append(f"prompt_index is {sample.prompt_index}, and the prompt's {prompt.index}")
+        problems.append(f"prompt_index is {sample.prompt_index}, and the prompt's {prompt.index}")
     end = max((start + size for medium in sample.media for start, size in medium.spans), default=0)
     if end > (length := len(sample.prompt_tokens) + count):
-        found.append(f"media end at token {end} of {length}")
+        problems.append(f"media end at token {end} of {length}")
     if not set(sample.loss_mask) <= {0, 1}:
-        found.append("loss_mask has other values than 0 and 1")
+        problems.append("loss_mask has other values than 0 and 1")
     unmade = [
         mask for mask, version in zip(sample.loss_mask, sample.weight_versions, strict=False) if version < 0
     ]
     if any(unmade):
-        found.append("a token that no weights made has a loss mask of 1")
-    return found
+        problems.append("a token that no weights made has a loss mask of 1")
+    return problems

@@ -44,15 +44,15 @@ class Staleness(NamedTuple):
 
         :param started_at: The version that served when each untaken group was started.
         """
-        found: list[Owed] = []
+        owed: list[Owed] = []
         ages = sorted(started_at)
         for count, age in enumerate(ages, 1):
             if ages[count : count + 1] == [age]:
                 continue  # the last one of its age counts them all
             later = max(0, age + self.max_versions - next_version)
             if count > later * self.groups_per_step:
-                found.append(Owed(age, count - later * self.groups_per_step))
-        return found
+                owed.append(Owed(age, count - later * self.groups_per_step))
+        return owed
 
 
 def is_met(owed: Iterable[Owed], started_at: Sequence[int]) -> bool:

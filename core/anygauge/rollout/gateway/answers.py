@@ -98,12 +98,12 @@ def answer_of(number: int, choice: Choice, renderer: Renderer, style: Style, nam
     """Return what an agent is told of a generation that has ended."""
     tokens = renderer.spoken(choice.tokens, choice.finish_reason)
     text = renderer.decode(tokens)
-    found = [(at, each) for each in style.stop if (at := text.find(each)) >= 0]
+    stops = [(at, each) for each in style.stop if (at := text.find(each)) >= 0]
     return Answer(
         number=number,
         blocks=Reader(renderer, style, name).blocks(choice),
         finish_reason=choice.finish_reason or "abort",
-        stop=min(found)[1] if found else None,
+        stop=min(stops)[1] if stops else None,
         prompt_tokens=len(choice.request.tokens),
         response_tokens=len(choice.tokens),
         log_probs=tuple(

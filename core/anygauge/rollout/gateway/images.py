@@ -44,14 +44,14 @@ def image_in(block: Any, where: str) -> str | None:
     if kind not in ("image_url", "input_image", "image"):
         return None
     source = block.get("source") if kind == "image" else block.get("image_url")
-    found = source
+    address = source
     if isinstance(source, Mapping):
-        found = source.get("url")
+        address = source.get("url")
         if source.get("type") == "base64":
-            found = f"data:{source.get('media_type', 'image/png')};base64,{source.get('data', '')}"
-    if not isinstance(found, str) or not found.startswith(_TAKEN):
+            address = f"data:{source.get('media_type', 'image/png')};base64,{source.get('data', '')}"
+    if not isinstance(address, str) or not address.startswith(_TAKEN):
         raise bad_request(f"{where} has no image as data: or as an address.", where)
-    return found
+    return address
 
 
 class Images:
@@ -133,13 +133,13 @@ class Images:
 
     def single(self, shown: Shown) -> tuple[int, ...]:
         """Return tokens with one placeholder for each image, as the template writes them."""
-        found: list[int] = []
+        ids: list[int] = []
         end = 0
         for medium in shown.media:
             [(start, count)] = medium.spans
-            found += shown.tokens[end : start + 1]
+            ids += shown.tokens[end : start + 1]
             end = start + count
-        return (*found, *shown.tokens[end:])
+        return (*ids, *shown.tokens[end:])
 
     def _differing(self, messages: Sequence[Message]) -> Exception:
         count = sum(len(message.images) for message in messages)

@@ -61,9 +61,9 @@ def read(text: str, style: Style, *, final: bool) -> list[Block]:
 
 
 def _until_stop(text: str, stop: Iterable[str], final: bool) -> tuple[str, bool]:
-    found = [at for each in stop if (at := text.find(each)) >= 0]
-    if found:
-        return text[: min(found)], final
+    positions = [at for each in stop if (at := text.find(each)) >= 0]
+    if positions:
+        return text[: min(positions)], final
     return (text if final else _without_beginning(text, stop)), final
 
 

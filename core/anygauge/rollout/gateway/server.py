@@ -317,8 +317,8 @@ class Gateway:
 
     async def _model(self, request: web.Request) -> web.StreamResponse:
         self._session(request)
-        found = self._listed(request, [self._known(request.match_info["model"])])
-        return web.json_response(found["data"][0])
+        listing = self._listed(request, [self._known(request.match_info["model"])])
+        return web.json_response(listing["data"][0])
 
     def _listed(self, request: web.Request, names: Sequence[str]) -> Mapping[str, Any]:
         """Return models as the API of a request lists them."""
@@ -474,13 +474,13 @@ async def _refusing(
     try:
         return await handler(request)
     except Refusal as refusal:
-        found = refusal
+        answer = refusal
     except web.HTTPException as error:
         known = f"; here are {_ENDPOINTS}." if error.status in (404, 405) else ""
-        found = Refusal(error.status, f"{error.reason}: {request.method} {request.path}{known}")
+        answer = Refusal(error.status, f"{error.reason}: {request.method} {request.path}{known}")
     except Exception as error:  # noqa: BLE001 - an agent is told in the shape that its client reads
-        found = _unexpected(error)
+        answer = _unexpected(error)
     anthropics = "/v1/messages" in request.path or "anthropic-version" in request.headers
-    body = anthropic_api.error_body(found) if anthropics else openai_api.error_body(found)
-    headers = {} if found.retry_after_s is None else {"Retry-After": f"{found.retry_after_s:g}"}
-    return web.json_response(body, status=found.status, headers=headers)
+    body = anthropic_api.error_body(answer) if anthropics else openai_api.error_body(answer)
+    headers = {} if answer.retry_after_s is None else {"Retry-After": f"{answer.retry_after_s:g}"}
+    return web.json_response(body, status=answer.status, headers=headers)

@@ -43,9 +43,9 @@ def _hermes(text: str, schemas: Schemas) -> list[Called] | None:
         value = parse_json(text, max_depth=_MAX_DEPTH)
     except ValueError:
         return None
-    found = [_json_call(each) for each in (value if isinstance(value, list) else [value])]
-    calls = [each for each in found if each is not None]
-    return calls if calls and len(calls) == len(found) else None
+    parsed = [_json_call(each) for each in (value if isinstance(value, list) else [value])]
+    calls = [each for each in parsed if each is not None]
+    return calls if calls and len(calls) == len(parsed) else None
 
 
 def _json_call(value: Any) -> Called | None:
@@ -67,8 +67,8 @@ _GLM_ARGUMENT = re.compile(r"\s*<arg_key>(?>(.*?)</arg_key>)\s*<arg_value>(.*?)<
 
 def _glm(text: str, schemas: Schemas) -> list[Called] | None:
     """Read ``name`` and pairs of ``<arg_key>`` and ``<arg_value>``."""
-    name, found, rest = text.partition("<arg_key>")
-    return _tagged(name.strip(), _GLM_ARGUMENT, found + rest, schemas)
+    name, separator, rest = text.partition("<arg_key>")
+    return _tagged(name.strip(), _GLM_ARGUMENT, separator + rest, schemas)
 
 
 _XML_CALL = re.compile(r"\s*<function=([^>\s]+)>(.*)</function>\s*", re.S)
@@ -98,9 +98,9 @@ _DEEPSEEK_CALL = re.compile(
 
 def _deepseek(text: str, schemas: Schemas) -> list[Called] | None:
     """Read calls that each have markers of their own around name and JSON."""
-    found = list(_each(_DEEPSEEK_CALL, text))
-    calls = [_json_call({"name": call[1], "arguments": call[2]}) for call in found]
-    whole = bool(found) and found[-1].end() == len(text)
+    matches = list(_each(_DEEPSEEK_CALL, text))
+    calls = [_json_call({"name": call[1], "arguments": call[2]}) for call in matches]
+    whole = bool(matches) and matches[-1].end() == len(text)
     return [call for call in calls if call is not None] if whole and None not in calls else None
 
 
@@ -108,25 +108,25 @@ def _tagged(name: str, argument: re.Pattern[str], text: str, schemas: Schemas) -
     if not name or any(sign in name for sign in "<>{}\n"):
         return None
     arguments, at = {}, 0
-    for found in _each(argument, text):
-        arguments[found[1].strip()] = _typed(found[2], _schema_of(schemas, name, found[1].strip()))
-        at = found.end()
+    for match in _each(argument, text):
+        arguments[match[1].strip()] = _typed(match[2], _schema_of(schemas, name, match[1].strip()))
+        at = match.end()
     return [Called(name, arguments)] if not text[at:].strip() else None
 
 
 def _each(pattern: re.Pattern[str], text: str) -> Iterator[re.Match[str]]:
     """Yield matches that follow each other without a gap."""
     at = 0
-    while at < len(text) and (found := pattern.match(text, at)):
-        yield found
-        at = found.end()
+    while at < len(text) and (match := pattern.match(text, at)):
+        yield match
+        at = match.end()
 
 
 def _schema_of(schemas: Schemas, name: str, key: str) -> Mapping[str, Any]:
-    found: Any = schemas.get(name)
+    schema: Any = schemas.get(name)
     for step in ("properties", key):
-        found = found.get(step) if isinstance(found, Mapping) else None
-    return found if isinstance(found, Mapping) else {}
+        schema = schema.get(step) if isinstance(schema, Mapping) else None
+    return schema if isinstance(schema, Mapping) else {}
 
 
 def _typed(text: str, schema: Mapping[str, Any]) -> Any:
@@ -161,13 +161,13 @@ def find_format(name: str, template: str) -> ToolFormat | None:
         return None
     if name == "auto":
         return next((each for each in FORMATS.values() if each.sign in template), None)
-    found = FORMATS.get(name) or _imported(name)
-    if not isinstance(found, ToolFormat):
+    tool_format = FORMATS.get(name) or _imported(name)
+    if not isinstance(tool_format, ToolFormat):
         raise ConfigError(
             f"rollout.gateway.tool_format = {name!r} is no format of tool calls.",
             hint=f"Take auto, none, {', '.join(FORMATS)}, or package.module:attribute with a ToolFormat.",
         )
-    return found
+    return tool_format
 
 
 def _imported(name: str) -> Any:

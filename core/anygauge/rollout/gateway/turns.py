@@ -82,9 +82,9 @@ class Turns:
         text = self.renderer.render(chat, generate=True)
         opened = self.renderer.opens_thinking(text)
         for position in sorted(said, reverse=True):
-            found = self._onward(chat, position, said[position], text)
-            if found is not None:
-                shown, parent = found
+            onward = self._onward(chat, position, said[position], text)
+            if onward is not None:
+                shown, parent = onward
                 return Plan(shown, key, parent, opened)
         shown = self.images.placed(self.renderer.encode(text), chat.messages)
         return Plan(shown, key, None, opened)

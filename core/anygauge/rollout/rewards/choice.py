@@ -55,20 +55,20 @@ def chosen_letter(response: str, choices: Mapping[str, str]) -> str | None:
     """
     text = after_thinking(response).strip()
     box = boxed(text[-_TAIL:])
-    found = _alone(text, choices) if box is None else _boxed_letter(plain(box), choices)
-    if found is None:
-        found = _told(text, choices)
-    return found if found in choices else None
+    letter = _alone(text, choices) if box is None else _boxed_letter(plain(box), choices)
+    if letter is None:
+        letter = _told(text, choices)
+    return letter if letter in choices else None
 
 
 def _boxed_letter(text: str, choices: Mapping[str, str]) -> str | None:
     """Return the letter in a box, or ``None`` if the box holds something else, such as a number."""
-    found = _alone(text, choices) or _named(text, choices)
-    if found:
-        return found
+    letter = _alone(text, choices) or _named(text, choices)
+    if letter:
+        return letter
     words = [word for word in _WORD.findall(text) if word.lower() not in _JOINTS]
-    if len(words) == 1 and (found := _alone(words[0], choices)):
-        return found
+    if len(words) == 1 and (letter := _alone(words[0], choices)):
+        return letter
     if words and all(word.isupper() and (len(word) == 1 or set(word) <= choices.keys()) for word in words):
         return SEVERAL
     leading = leading_letter(text)
@@ -82,9 +82,9 @@ def _told(text: str, choices: Mapping[str, str]) -> str | None:
         return texts.get(_words(text)) if texts else None
 
     tail = plain(text[-_TAIL:])
-    found = concluded(tail, named) or mentioned(tail)
-    if found:
-        return found
+    told = concluded(tail, named) or mentioned(tail)
+    if told:
+        return told
     head = tail if len(text) <= _TAIL else plain(text[:_TAIL])
     leading, closing = leading_letter(head), closing_letter(tail)
     if leading and closing and leading != closing:

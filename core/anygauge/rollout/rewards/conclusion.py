@@ -42,9 +42,9 @@ def concluded(text: str, named: Callable[[str], str | None]) -> str | None:
     :param named: Returns the letter of the choice of which it is given the text, or ``None``.
     """
     for start in dict.fromkeys((max(0, len(text) - _NEAR), 0)):
-        found = max(_conclusions(text, start, named), default=None)
-        if found:
-            return found[1]
+        conclusion = max(_conclusions(text, start, named), default=None)
+        if conclusion:
+            return conclusion[1]
     return None
 
 

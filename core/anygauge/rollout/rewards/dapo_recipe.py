@@ -45,15 +45,15 @@ def dapo(response: str, label: Any, *, boxed: bool = False) -> dict[str, Any]:
     """
     expected = str(required_label("dapo", label)).strip()
     if boxed:
-        found = boxed_answer(response[-_BOX_TAIL:])
-        return _verdict(found == expected, found or _INVALID)
+        answer = boxed_answer(response[-_BOX_TAIL:])
+        return _verdict(answer == expected, answer or _INVALID)
     answers = _ANSWER.findall(response[-_TAIL:])
-    found = normalized(answers[-1]) if answers else ""
-    return _verdict(found != "" and found in _expected(expected), found or _INVALID)
+    answer = normalized(answers[-1]) if answers else ""
+    return _verdict(answer != "" and answer in _expected(expected), answer or _INVALID)
 
 
-def _verdict(correct: bool, found: str) -> dict[str, Any]:
-    return {"score": 1.0 if correct else -1.0, "acc": correct, "pred": found}
+def _verdict(correct: bool, answer: str) -> dict[str, Any]:
+    return {"score": 1.0 if correct else -1.0, "acc": correct, "pred": answer}
 
 
 @lru_cache(maxsize=1024)

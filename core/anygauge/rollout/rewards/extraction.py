@@ -20,7 +20,7 @@ def boxed(text: str) -> str | None:
     if "box" not in text:
         return None
     opened: list[int | None] = []
-    found, found_at = None, -1
+    content, content_start = None, -1
     # One pass from the left: searching backwards from each box takes quadratic time where none is closed.
     for token in _TOKEN.finditer(text):
         if token["box"]:
@@ -29,9 +29,9 @@ def boxed(text: str) -> str | None:
             opened.append(None)
         elif token[0] == "}" and opened:
             start = opened.pop()
-            if start is not None and start > found_at:
-                found, found_at = text[start : token.start()].strip(), start
-    return found
+            if start is not None and start > content_start:
+                content, content_start = text[start : token.start()].strip(), start
+    return content
 
 
 def after_thinking(text: str) -> str:

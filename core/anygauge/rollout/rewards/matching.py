@@ -91,8 +91,8 @@ def _label_words(label: str) -> list[str]:
     return _words(label)
 
 
-def _f1(found: Sequence[str], expected: Sequence[str]) -> float:
-    if not found or not expected:
-        return float(found == expected)
-    shared = (Counter(found) & Counter(expected)).total()
-    return 2 * shared / (len(found) + len(expected))
+def _f1(words: Sequence[str], expected: Sequence[str]) -> float:
+    if not words or not expected:
+        return float(words == expected)
+    shared = (Counter(words) & Counter(expected)).total()
+    return 2 * shared / (len(words) + len(expected))

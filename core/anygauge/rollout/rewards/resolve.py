@@ -61,19 +61,19 @@ def _resolve(name: str, reward: RewardFunction, plugins: Plugins) -> ResolvedRew
     if reward.function is None:
         raise RewardError("The config names no reward function.", hint="Set reward.function or reward.parts.")
     path = reward.function
-    found = NamedFunction(name=path, fn=imported(path)) if ":" in path else plugins.get(_HOOK, path)
-    parameters = _checked_parameters(path, found.fn, reward.options)
+    named = NamedFunction(name=path, fn=imported(path)) if ":" in path else plugins.get(_HOOK, path)
+    parameters = _checked_parameters(path, named.fn, reward.options)
     call = Call(
         name=path,
-        fn=found.fn,
+        fn=named.fn,
         options=dict(reward.options),
         key=reward.key,
         extract=reward.extract == "boxed",
         per_group=reward.per == "group",
         accepted=accepted(parameters),
     )
-    inline = found.inline and not is_async(found.fn)
-    return ResolvedReward(name=name, call=call, origin=None if inline else _origin(path, found.fn))
+    inline = named.inline and not is_async(named.fn)
+    return ResolvedReward(name=name, call=call, origin=None if inline else _origin(path, named.fn))
 
 
 def _origin(path: str, fn: Callable[..., Any]) -> Origin:
@@ -99,15 +99,15 @@ def imported(path: str, kind: str = "Reward function") -> Any:
             f"{kind} {path!r}: importing {module_name!r} raised {error!r}.",
             hint="It must be importable: install it, or put its folder on PYTHONPATH.",
         ) from error
-    found: Any = module
+    target: Any = module
     for part in attribute.split("."):
-        if not hasattr(found, part):
+        if not hasattr(target, part):
             raise UnknownNameError(
                 f"{kind} {path!r}: {module_name!r} has no {attribute!r}.",
                 hint=f"Define it in {getattr(module, '__file__', None)}, or name a function that it has.",
             )
-        found = getattr(found, part)
-    return found
+        target = getattr(target, part)
+    return target
 
 
 def is_async(fn: Callable[..., Any]) -> bool:

@@ -113,8 +113,8 @@ class Scorer:
         """
         picked = _open_groups(groups)
         with self._lock:  # training and an evaluation may share a scorer, each in a thread of its own
-            found = self._score(picked, tolerant=tolerant) if picked else []
-        return _put_back(groups, _samples(found))
+            outcomes = self._score(picked, tolerant=tolerant) if picked else []
+        return _put_back(groups, _samples(outcomes))
 
     def _score(self, groups: Sequence[Group], *, tolerant: bool) -> list[Group]:
         allowed = math.inf if tolerant else self._reward.max_failed_ratio * _count(groups)
@@ -272,21 +272,21 @@ def _whole(group: Group) -> Item:
 
 def _called_here(call: Call, groups: Sequence[Group]) -> list[Outcome]:
     """Call a function in this process."""
-    found: list[Outcome] = []
+    outcomes: list[Outcome] = []
     for group in groups:
         prompt = group.prompt
         if call.per_group:
-            found += _called(call, _whole(group))
+            outcomes += _called(call, _whole(group))
             continue
         shared = call.shared(Item("", prompt.label, prompt.metadata, prompt.text))
         for sample in group.samples:
             try:
                 value = call.fn(response=call.given(sample.text), **shared)
             except Exception as error:  # noqa: BLE001 - the reason goes to the sample
-                found.append(call.failed(failure(error)))
+                outcomes.append(call.failed(failure(error)))
             else:
-                found.append(call.outcome(value))
-    return found
+                outcomes.append(call.outcome(value))
+    return outcomes
 
 
 def _called(call: Call, item: Item) -> list[Outcome]:

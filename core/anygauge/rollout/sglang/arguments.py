@@ -96,8 +96,8 @@ def argument_problems(
             hint = _value_hint(installed.arguments[name], value)
         seen.setdefault(name, key)
         if hint:
-            found = "..." if name in _KEYS else value  # not on the terminal
-            yield ConfigProblem(path=f"{path}.{key}", found=found, hint=hint)
+            shown = "..." if name in _KEYS else value  # not on the terminal
+            yield ConfigProblem(path=f"{path}.{key}", found=shown, hint=hint)
 
 
 def by_name(table: Mapping[str, Any], installed: Installed) -> dict[str, Any]:
@@ -111,7 +111,7 @@ def run_arguments(config: Config, *, path: str | None = None) -> dict[str, Any]:
     :param path: Of the model, if it is not the policy.
     """
     rollout = config.rollout
-    found: dict[str, Any] = {
+    arguments: dict[str, Any] = {
         "model_path": path or str(config.model.path),
         "dtype": rollout.dtype or config.train.dtype or "auto",
         "random_seed": config.run.seed % 2**31,  # SGLang adds a rank to it and hands it to numpy
@@ -120,8 +120,8 @@ def run_arguments(config: Config, *, path: str | None = None) -> dict[str, Any]:
         "sampling_defaults": "openai",
     }
     if "max_batch_tokens" in rollout.model_fields_set:
-        found["max_total_tokens"] = rollout.max_batch_tokens
-    return found
+        arguments["max_total_tokens"] = rollout.max_batch_tokens
+    return arguments
 
 
 def media_arguments(config: Config, installed: Installed) -> dict[str, Any]:

@@ -96,13 +96,13 @@ def read_arguments(sources: Iterable[str]) -> dict[str, Argument]:
 
     :param sources: Texts of the modules that hold the annotated fields and the parser.
     """
-    found: dict[str, Argument] = {}
+    arguments: dict[str, Argument] = {}
     for source in sources:
         for argument in _declared(ast.parse(source)):
             spellings = (option.lstrip("-").replace("-", "_") for option in argument.options)
             for spelling in (argument.name, *spellings):
-                found.setdefault(spelling, argument)
-    return found
+                arguments.setdefault(spelling, argument)
+    return arguments
 
 
 def _declared(tree: ast.Module) -> Iterator[Argument]:

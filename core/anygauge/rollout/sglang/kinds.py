@@ -79,5 +79,5 @@ def _plain(config: Config, plan: ServerPlan) -> dict[str, Any]:
 
 def _last(arguments: Mapping[str, Any], spellings: Sequence[str]) -> int:
     """Return what a server takes of one argument: that of its group comes after that of all."""
-    found = [value for name, value in arguments.items() if name in spellings and isinstance(value, int)]
-    return found[-1] if found else 1
+    values = [value for name, value in arguments.items() if name in spellings and isinstance(value, int)]
+    return values[-1] if values else 1

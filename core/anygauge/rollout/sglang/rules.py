@@ -52,10 +52,10 @@ def sglang_problems(config: Config, backend: BackendSpec) -> Iterator[ConfigProb
 
 def _without_effect(config: Config) -> Iterator[ConfigProblem]:
     rollout = config.rollout
-    found: dict[str, Any] = {"sglang": rollout.sglang, "sglang_version": rollout.sglang_version}
-    found |= {key: getattr(rollout, key) and "..." for key in ("api_key", "admin_api_key")}
-    found |= {f"groups[{index}].sglang": group.sglang for index, group in enumerate(rollout.groups)}
-    for key, value in found.items():
+    values: dict[str, Any] = {"sglang": rollout.sglang, "sglang_version": rollout.sglang_version}
+    values |= {key: getattr(rollout, key) and "..." for key in ("api_key", "admin_api_key")}
+    values |= {f"groups[{index}].sglang": group.sglang for index, group in enumerate(rollout.groups)}
+    for key, value in values.items():
         if value:
             hint = f'has no effect with rollout.engine = "{rollout.engine}"; leave it out'
             yield ConfigProblem(path=f"rollout.{key}", found=value, hint=hint)

@@ -137,7 +137,7 @@ class SGLangServer:
         prompts.
         """
         server = self._server()
-        found = {
+        facts = {
             "version": self.api.version,
             "installed": self._installed.version,
             "command": " ".join(self._command),
@@ -147,8 +147,8 @@ class SGLangServer:
             "ranks": str(self._ranks),
         }
         if self._bootstrap is not None:
-            found["bootstrap"] = f"{self._host}:{self._bootstrap}"
-        return found
+            facts["bootstrap"] = f"{self._host}:{self._bootstrap}"
+        return facts
 
     def weight_peer(self) -> WeightPeer:
         """Return how its version takes weights; see :class:`anygauge_hooks.rollout.EngineServer`."""

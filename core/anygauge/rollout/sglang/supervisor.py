@@ -67,13 +67,13 @@ class _Traces:
 
 
 def _opened(pids: Iterable[int]) -> set[Path]:
-    found = set()
+    paths = set()
     for pid in pids:
         with suppress(OSError):  # it has ended
             for link in Path(f"/proc/{pid}/fd").iterdir():
                 with suppress(OSError):
-                    found.add(link.readlink())
-    return {path for path in found if path.parent == SHARED_MEMORY and path.name.startswith(OPENED)}
+                    paths.add(link.readlink())
+    return {path for path in paths if path.parent == SHARED_MEMORY and path.name.startswith(OPENED)}
 
 
 def _stamped(pids: set[int]) -> Iterable[Path]:

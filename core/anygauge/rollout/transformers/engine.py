@@ -305,8 +305,8 @@ def _eos_ids(path: Path, config: Any, tokenizer: Any) -> set[int]:
     source = config.get_text_config()
     if (path / "generation_config.json").is_file():
         source = GenerationConfig.from_pretrained(path, local_files_only=True)
-    found = getattr(source, "eos_token_id", None)
-    ids = set(found) if isinstance(found, list) else {found}
+    value = getattr(source, "eos_token_id", None)
+    ids = set(value) if isinstance(value, list) else {value}
     return {token for token in ids | {tokenizer.eos_token_id} if token is not None}
 
 

@@ -94,8 +94,8 @@ class MultimodalTowers:
 
     def positions(self, row: PendingSample) -> Tensor:
         """Return the positions of a prompt, int64 ``[3, S]``, on the host."""
-        found = self._context.spec.positions(self._context.hf, len(row.tokens), row.media)
-        return torch.from_numpy(np.ascontiguousarray(found))
+        positions = self._context.spec.positions(self._context.hf, len(row.tokens), row.media)
+        return torch.from_numpy(np.ascontiguousarray(positions))
 
     def logits(self, rows: Sequence[PendingSample], ids: Tensor, **arguments: Any) -> Tensor:
         """Run prompts, with features in the places of their media.

@@ -118,5 +118,5 @@ class Stopper:
 
     def _contain_stop(self, window: Tensor) -> Tensor:
         texts = decode(self._tokenizer, window.tolist(), special=True)
-        found = [any(stop in text for stop in self._strings) for text in texts]
-        return torch.tensor(found, dtype=torch.bool, device=window.device)
+        flags = [any(stop in text for stop in self._strings) for text in texts]
+        return torch.tensor(flags, dtype=torch.bool, device=window.device)

@@ -147,10 +147,10 @@ class CheckpointNames:
 
 
 def _check(model: str, problems: dict[str, list[str]]) -> None:
-    found = [f"{kind}: {', '.join(names)}" for kind, names in problems.items() if names]
-    if found:
+    lists = [f"{kind}: {', '.join(names)}" for kind, names in problems.items() if names]
+    if lists:
         raise WeightMappingError(
-            f"These weights do not fit {model}. {'; '.join(found)}.",
+            f"These weights do not fit {model}. {'; '.join(lists)}.",
             hint="A complete set of weights under Hugging Face names is needed; "
             "compare the directory's config.json with the model that the weights are from.",
         )

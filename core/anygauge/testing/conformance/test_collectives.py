@@ -89,9 +89,9 @@ def test_asynchronous_work_completes(numbers: torch.Tensor) -> None:
 @pytest.mark.filterwarnings("ignore:barrier:UserWarning")  # the device is the current one, as it guesses
 def test_barrier_and_objects(world: None) -> None:
     dist.barrier()
-    found: list[object] = [None]
-    dist.all_gather_object(found, {"rank": 0})
-    assert found == [{"rank": 0}]
+    gathered: list[object] = [None]
+    dist.all_gather_object(gathered, {"rank": 0})
+    assert gathered == [{"rank": 0}]
 
 
 def test_subgroup(numbers: torch.Tensor) -> None:

@@ -93,10 +93,10 @@ def test_memory_that_can_be_shared_is_as_good_as_other(device: Device) -> None:
 
 
 def test_meters_are_of_known_names_and_ranges(device: Device) -> None:
-    for found in (device.meters(), device.meters()):
-        assert found.keys() <= METERS
-        assert all(value >= 0 for value in found.values())
-        assert found.get("utilization", 0) <= 1
+    for meters in (device.meters(), device.meters()):
+        assert meters.keys() <= METERS
+        assert all(value >= 0 for value in meters.values())
+        assert meters.get("utilization", 0) <= 1
 
 
 def test_a_recorded_graph_does_its_work_again(device: Device) -> None:

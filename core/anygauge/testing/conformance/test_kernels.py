@@ -543,8 +543,8 @@ CASES = [
 def call(fn: Callable[..., Any], case: Case, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
     named = {} if case.keyword is None else {case.keyword: tensors[-1]}
     given = tensors[: len(tensors) - len(named)]
-    found = fn(*given, *case.arguments, **case.options, **named)
-    outputs = found if isinstance(found, tuple) else (found,)
+    result = fn(*given, *case.arguments, **case.options, **named)
+    outputs = result if isinstance(result, tuple) else (result,)
     for index, output in enumerate(outputs):
         if output.is_floating_point() and output.dtype != torch.float64:
             wanted = torch.float32 if index in case.wide_outputs else tensors[0].dtype
@@ -637,8 +637,8 @@ def check_kernel(
     for kind in ("outputs", "gradients"):
         pairs = zip(getattr(actual, kind), getattr(expected, kind), strict=True)
         beside = max(map(_largest, getattr(expected, kind)), default=0.0)
-        for index, (found, wanted) in enumerate(pairs):
-            assert_close(found, wanted, tolerance, f"{kernel.source}: {kind[:-1]} {index} of {case}", beside)
+        for index, (result, wanted) in enumerate(pairs):
+            assert_close(result, wanted, tolerance, f"{kernel.source}: {kind[:-1]} {index} of {case}", beside)
     if case.op != "vocab_parallel_logprob":  # logits may be overwritten
         for index, (now, then) in enumerate(zip(inputs, before, strict=True)):
             assert torch.equal(now, then), f"{kernel.source} overwrites argument {index} in {case}"
@@ -728,8 +728,8 @@ def test_logprob_may_overwrite_the_output_of_a_projection(
 
     expected = gradients(reference_kernel("vocab_parallel_logprob").fn, torch.float64, torch.device("cpu"))
     for kernel in kernels.candidates("vocab_parallel_logprob", dtype=dtype):
-        found = gradients(kernel.fn, getattr(torch, dtype), device.torch_device)
+        actual = gradients(kernel.fn, getattr(torch, dtype), device.torch_device)
         # the projection itself rounds: twice what a kernel alone may differ
         relative, absolute = TOLERANCES[dtype]
-        for one, other in zip(found, expected, strict=True):
+        for one, other in zip(actual, expected, strict=True):
             assert_close(one, other, (2 * relative, 2 * absolute), kernel.source)

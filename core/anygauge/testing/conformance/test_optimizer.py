@@ -68,10 +68,10 @@ def take_step(optimizer: Optimizer, step: int) -> None:
     optimizer.step()
 
 
-def assert_alike(found: Tensor, expected: Tensor) -> None:
+def assert_alike(actual: Tensor, expected: Tensor) -> None:
     relative, absolute = TOLERANCES["float32"]
     scale = expected.abs().max().item()
-    torch.testing.assert_close(found.cpu().double(), expected, rtol=relative, atol=absolute * scale)
+    torch.testing.assert_close(actual.cpu().double(), expected, rtol=relative, atol=absolute * scale)
 
 
 def assert_remainders_do(build: Callable[[list[Tensor]], Any], weights: list[Tensor]) -> None:

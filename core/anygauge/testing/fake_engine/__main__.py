@@ -40,9 +40,9 @@ def _read_lifeline(ended: asyncio.Event) -> None:
 
 def main() -> None:
     """Serve as the command line says."""
-    options, found = parse_options()
-    die_with(found.parent)
-    asyncio.run(_serve(options, found.host, found.port, lifeline=found.lifeline))
+    options, arguments = parse_options()
+    die_with(arguments.parent)
+    asyncio.run(_serve(options, arguments.host, arguments.port, lifeline=arguments.lifeline))
 
 
 if __name__ == "__main__":

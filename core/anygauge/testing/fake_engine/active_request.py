@@ -95,10 +95,10 @@ class ActiveRequest:
         if not wanted:
             return
         for text in [wanted] if isinstance(wanted, str) else wanted:
-            found = text_of(ids[: self.end].tolist())
-            at = found.find(text)
+            response = text_of(ids[: self.end].tolist())
+            at = response.find(text)
             if at >= 0:
-                self.end = max(self.done, found[: at + len(text) - 1].count("<"), 1)
+                self.end = max(self.done, response[: at + len(text) - 1].count("<"), 1)
                 self._ends_with = {"type": "stop", "matched": text}
 
     def change_version(self, old: str, new: str) -> None:

@@ -92,12 +92,12 @@ def parse_options(arguments: Sequence[str] | None = None) -> tuple[Options, argp
     parser.add_argument("--lifeline", action="store_true", help="end with standard input")
     for field in fields(Options):
         _add(parser, field.name, field.default)
-    found = parser.parse_args(arguments)
-    options = Options(**{field.name: getattr(found, field.name) for field in fields(Options)})
+    parsed = parser.parse_args(arguments)
+    options = Options(**{field.name: getattr(parsed, field.name) for field in fields(Options)})
     if options.sglang not in VERSIONS:
         parser.error(f"--sglang {options.sglang} is none of {', '.join(VERSIONS)}")
     parse_lengths(options.lengths)
-    return options, found
+    return options, parsed
 
 
 def _add(parser: argparse.ArgumentParser, name: str, default: Any) -> None:

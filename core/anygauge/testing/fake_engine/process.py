@@ -132,12 +132,12 @@ class FakeServer:
 
     def facts(self) -> Mapping[str, str]:
         """Return what it is, for the run's records."""
-        found = {"version": f"fake {self.options.sglang}", "command": " ".join(self._command()), "log": ""}
+        facts = {"version": f"fake {self.options.sglang}", "command": " ".join(self._command()), "log": ""}
         if self.options.dp_size > 1:
-            found["ranks"] = str(self.options.dp_size)
+            facts["ranks"] = str(self.options.dp_size)
         if self.options.disaggregation == "prefill":
-            found["bootstrap"] = self.address.removeprefix("http://")
-        return found
+            facts["bootstrap"] = self.address.removeprefix("http://")
+        return facts
 
     def weight_peer(self) -> WeightPeer:
         """Return how its version takes weights."""
@@ -181,8 +181,8 @@ class FakeServer:
 
     def state(self) -> dict[str, Any]:
         """Return requests, slots, gates and counts of events."""
-        found: dict[str, Any] = self._request("/fake/state")
-        return found
+        state: dict[str, Any] = self._request("/fake/state")
+        return state
 
     def _request(self, path: str, data: bytes | None = None) -> Any:
         with urllib.request.urlopen(self.address + path, data, timeout=_ASK_S) as answer:

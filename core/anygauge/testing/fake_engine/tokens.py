@@ -67,8 +67,8 @@ def expected(
     prompt: Sequence[int], seed: int, version: str | int, start: int, end: int, vocab: int = 32768
 ) -> tuple[tuple[int, ...], tuple[float, ...]]:
     """Return the ids and log-probs that weights of a version give after a prompt, without end of sequence."""
-    found = source_of(prompt, seed, vocab).tokens(str(version), start, end)
-    return tuple(found.ids.tolist()), tuple(found.log_probs.tolist())
+    tokens = source_of(prompt, seed, vocab).tokens(str(version), start, end)
+    return tuple(tokens.ids.tolist()), tuple(tokens.log_probs.tolist())
 
 
 def _digest(data: bytes) -> int:

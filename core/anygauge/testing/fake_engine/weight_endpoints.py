@@ -30,7 +30,7 @@ class WeightEndpoints:
     def routes(self) -> list[tuple[str, str, Handler]]:
         """Return method, path and handler of each endpoint that this version has."""
         weights = self._engine.weights
-        found: list[tuple[str, str, Handler]] = [
+        routes: list[tuple[str, str, Handler]] = [
             ("POST", "/update_weight_version", self._set_version),
             ("POST", "/update_weights_from_tensor", self._handler("update", weights.update_from_tensor)),
             ("POST", "/update_weights_from_disk", self._handler("update", weights.update_from_disk)),
@@ -45,11 +45,11 @@ class WeightEndpoints:
             ("POST", "/weights_checker", self._handler("check", weights.check)),
         ]
         if self._engine.options.sglang != "0.5.17":
-            found += [
+            routes += [
                 ("POST", "/begin_weight_update", self._handler("begin", weights.begin)),
                 ("POST", "/end_weight_update", self._handler("end", weights.end)),
             ]
-        return found
+        return routes
 
     def _handler(self, event: str, change: Callable[[Mapping[str, Any]], Answer]) -> Handler:
         async def handle(http: web.Request) -> web.StreamResponse:

@@ -159,8 +159,8 @@ class DeltaTransport:
         if not reply.is_success:
             raise RefusedError(f"{where} refused {what}: {reply.status_code} {message_of(reply)}.")
         self._moved[peer.address] = self._moved.get(peer.address, 0) + len(data)
-        found: Mapping[str, Any] = reply.json()
-        return found
+        answer: Mapping[str, Any] = reply.json()
+        return answer
 
     def abandon(self) -> None:
         """Forget what the servers have, and the copy, if it is of no whole version.

@@ -103,8 +103,8 @@ class DiskTransport:
 
 def latest_version(directory: Path) -> Path | None:
     """Return the directory of the last version that was published, if there is one."""
-    found = _versions(directory)
-    return found[max(found)] if found else None
+    versions = _versions(directory)
+    return versions[max(versions)] if versions else None
 
 
 def _versions(directory: Path) -> Mapping[int, Path]:

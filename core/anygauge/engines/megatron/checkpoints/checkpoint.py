@@ -191,9 +191,9 @@ class Checkpointer:
 
     def _agree(self, directory: Path, problem: CheckpointError | None) -> None:
         ok = torch.tensor([problem is None], dtype=torch.int32, device=self._context.device.torch_device)
-        found = [torch.empty_like(ok) for _ in range(self._context.world_size)]
-        dist.all_gather(found, ok)
-        failed = [rank for rank, each in enumerate(found) if not each.item()]
+        flags = [torch.empty_like(ok) for _ in range(self._context.world_size)]
+        dist.all_gather(flags, ok)
+        failed = [rank for rank, each in enumerate(flags) if not each.item()]
         if problem is not None:
             raise problem
         if failed:
@@ -245,10 +245,10 @@ class Checkpointer:
                     hint="Load it with the layout that wrote it.",
                 )
             return
-        found, groups = len(reader.files[self._context.rank].groups), len(self._optimizer.param_groups)
-        if found != groups:
+        stored, groups = len(reader.files[self._context.rank].groups), len(self._optimizer.param_groups)
+        if stored != groups:
             raise CheckpointError(
-                f"The checkpoint has {found} groups of parameters, and the optimizer has {groups}.",
+                f"The checkpoint has {stored} groups of parameters, and the optimizer has {groups}.",
                 hint="Load it with the settings of the run.",
             )
 
@@ -345,11 +345,11 @@ def _unwritten(reason: str, hint: str) -> CheckpointError:
 
 
 def _check_stored(reader: PieceReader, kind: str, part: TensorSlice, dtype: torch.dtype) -> None:
-    found = reader.dtype(kind, *part.key)
-    if found != dtype:
+    stored = reader.dtype(kind, *part.key)
+    if stored != dtype:
         name = part.held.name
         raise CheckpointError(
-            f"The checkpoint has {found or 'none'} for the {kind} of {name}, the engine needs {dtype}.",
+            f"The checkpoint has {stored or 'none'} for the {kind} of {name}, the engine needs {dtype}.",
             hint="Load it with the train.dtype and [train.megatron] of the run.",
         )
 

@@ -234,17 +234,17 @@ class PieceReader:
         :raises CheckpointError: Some of the elements are in no file, or of another type than others.
         """
         overlaps = self._overlaps(kind, name, region, start, end)
-        found = {
+        dtypes = {
             _stored_dtype(part, kind, piece)
             for overlap in overlaps
             for piece, part, _ in self._covering(kind, name, overlap)
         }
-        if len(found) > 1:
+        if len(dtypes) > 1:
             raise CheckpointError(
-                f"The checkpoint has {kind} of {name} in several types: {sorted(map(str, found))}.",
+                f"The checkpoint has {kind} of {name} in several types: {sorted(map(str, dtypes))}.",
                 hint="Take an earlier checkpoint.",
             )
-        return found.pop() if found else None
+        return dtypes.pop() if dtypes else None
 
     def read(self, kind: str, name: str, region: Region, start: int, end: int) -> Tensor | None:
         """Return elements of one kind of a region, ``[end - start]`` on the host; padding is 0.
@@ -266,29 +266,29 @@ class PieceReader:
             if target is None:
                 shape = (rows.stop - rows.start, columns.stop - columns.start, region.inner)
                 target = flat.new_zeros(shape)
-            found = flat.view(overlap.rows, -1, region.inner).narrow(1, overlap.first, overlap.count)
+            values = flat.view(overlap.rows, -1, region.inner).narrow(1, overlap.first, overlap.count)
             if overlap.count:
-                target.narrow(1, overlap.target - columns.start, overlap.count).copy_(found)
+                target.narrow(1, overlap.target - columns.start, overlap.count).copy_(values)
         assert target is not None
         before = (rows.start * region.size + columns.start) * region.inner
         return target.view(-1)[start - before : end - before]
 
     def _flat(self, kind: str, name: str, overlap: _Overlap) -> Tensor:
-        found = [part[elements] for _, part, elements in self._covering(kind, name, overlap)]
-        return torch.cat(found) if len(found) > 1 else found[0]
+        parts = [part[elements] for _, part, elements in self._covering(kind, name, overlap)]
+        return torch.cat(parts) if len(parts) > 1 else parts[0]
 
     def scalars(self, name: str, region: Region, start: int, end: int) -> Mapping[str, float]:
         """Return the numbers that belong to a part of a region.
 
         :raises CheckpointError: The pieces that it is made of have different ones.
         """
-        found = [piece.scalars for piece in self._used(name, region, start, end)]
-        if any(scalars != found[0] for scalars in found):
+        scalars_of_pieces = [piece.scalars for piece in self._used(name, region, start, end)]
+        if any(scalars != scalars_of_pieces[0] for scalars in scalars_of_pieces):
             raise CheckpointError(
-                f"The optimizer took different steps on the parts of {name}: {found}.",
+                f"The optimizer took different steps on the parts of {name}: {scalars_of_pieces}.",
                 hint="Take an earlier checkpoint.",
             )
-        return found[0] if found else {}
+        return scalars_of_pieces[0] if scalars_of_pieces else {}
 
     def kinds(self, name: str, region: Region, start: int, end: int) -> set[str]:
         """Return what is kept for a part of a region."""
@@ -300,17 +300,17 @@ class PieceReader:
 
     def _overlaps(self, kind: str, name: str, region: Region, start: int, end: int) -> list[_Overlap]:
         """Return what makes up a part of a region; nothing if no piece of it has the kind."""
-        found = self._regions(name, region, start, end)
-        pieces = (piece for overlap in found for piece, _ in self._pieces_of(name, overlap))
+        overlaps = self._regions(name, region, start, end)
+        pieces = (piece for overlap in overlaps for piece, _ in self._pieces_of(name, overlap))
         if not any(kind in piece.kinds for piece in pieces):
             return []
-        missing = _wanted(region, start, end) - sum(overlap.count for overlap in found)
-        if missing > 0 and found[0].region != region:
+        missing = _wanted(region, start, end) - sum(overlap.count for overlap in overlaps)
+        if missing > 0 and overlaps[0].region != region:
             raise CheckpointError(
                 f"The checkpoint lacks {missing} indices of {kind} of {name} along dimension {region.dim}.",
                 hint="Files of a rank are missing; resume from an earlier checkpoint.",
             )
-        return found
+        return overlaps
 
     def _regions(self, name: str, region: Region, start: int, end: int) -> list[_Overlap]:
         """Return what the stored regions have of a part of a region: all from one that is the same."""
@@ -323,7 +323,7 @@ class PieceReader:
 
     def _covering(self, kind: str, name: str, overlap: _Overlap) -> list[tuple[Piece, Any, slice]]:
         """Return pieces that are elements of one kind one after another, with the part to take of each."""
-        found, position = [], overlap.start
+        covering, position = [], overlap.start
         for piece, handle in self._pieces_of(name, overlap):
             first, last = max(position, piece.start), min(overlap.end, piece.end)
             if kind not in piece.kinds or last <= first:
@@ -331,14 +331,14 @@ class PieceReader:
             if first > position:
                 break
             part = _slice(handle, key(kind, name))
-            found.append((piece, part, slice(first - piece.start, last - piece.start)))
+            covering.append((piece, part, slice(first - piece.start, last - piece.start)))
             position = last
         if position < overlap.end:
             raise CheckpointError(
                 f"The checkpoint lacks elements {position} to {overlap.end} of {kind} of {name}.",
                 hint="Files of a rank are missing; take an earlier checkpoint.",
             )
-        return found
+        return covering
 
     def _pieces_of(self, name: str, overlap: _Overlap) -> list[tuple[Piece, Any]]:
         held = self._pieces[name][overlap.region]
@@ -442,10 +442,10 @@ def _rank_files(directory: Path) -> list[RankFile]:
 
 def _rank_file(path: Path) -> RankFile:
     try:
-        found = read_json(path)
-        number = found["format"]
+        fields = read_json(path)
+        number = fields["format"]
         if number == FORMAT:
-            return RankFile(**found | {"pieces": [_piece(each) for each in found["pieces"]]})
+            return RankFile(**fields | {"pieces": [_piece(each) for each in fields["pieces"]]})
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise _torn(path, f"{type(error).__name__}: {error}") from error
     raise CheckpointError(
@@ -454,10 +454,10 @@ def _rank_file(path: Path) -> RankFile:
     )
 
 
-def _piece(found: Mapping[str, Any]) -> Piece:
-    region = found["region"]
+def _piece(fields: Mapping[str, Any]) -> Piece:
+    region = fields["region"]
     shape, stretches = tuple(region["shape"]), tuple((first, last) for first, last in region["stretches"])
-    return Piece(**{**found, "region": Region(**{**region, "shape": shape, "stretches": stretches})})
+    return Piece(**{**fields, "region": Region(**{**region, "shape": shape, "stretches": stretches})})
 
 
 def _torn(path: Path, reason: str) -> CheckpointError:

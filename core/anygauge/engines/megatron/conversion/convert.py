@@ -102,24 +102,24 @@ def hf_to_megatron(
     :raises CheckpointError: ``source`` cannot be read, or ``target`` holds something or cannot be written.
     :raises WeightMappingError: The weights do not fit the architecture.
     """
-    found = check_source(source, megatron=False, model=model)
+    origin = check_source(source, megatron=False, model=model)
     target = check_target(target, source)
     with _converting(source, target) as partial:
-        family = _read_family(found.hf, plugins, found.weights)
+        family = _read_family(origin.hf, plugins, origin.weights)
         rules = family.rules
-        sizes, left_out = (_run_sizes if is_of_run(found.weights) else _hf_sizes)(found.weights, family)
+        sizes, left_out = (_run_sizes if is_of_run(origin.weights) else _hf_sizes)(origin.weights, family)
         count = _count(workers, sum(sizes))
         shares = _partition(rules, sizes, count)
         written = partial / "model"
         written.mkdir()
         (partial / "hf").mkdir()
-        copy_other_files(found.hf, partial / "hf")
+        copy_other_files(origin.hf, partial / "hf")
         files = [written / f"__{number}_0.distcp" for number in range(len(shares))]
         with _processes(min(count, len(shares))) as run:
-            parts = run(_write_part, [(found.weights, *each) for each in zip(files, shares, strict=True)])
+            parts = run(_write_part, [(origin.weights, *each) for each in zip(files, shares, strict=True)])
             write_index(written, parts)
             if check:
-                _compare(run, found.weights, written, shares)
+                _compare(run, origin.weights, written, shares)
     return left_out
 
 
@@ -144,12 +144,12 @@ def megatron_to_hf(
         be written.
     :raises WeightMappingError: The weights do not fit the architecture.
     """
-    found = check_source(source, megatron=True, model=model)
+    origin = check_source(source, megatron=True, model=model)
     target = check_target(target, source)
     with _converting(source, target) as partial:
-        family = _read_family(found.hf, plugins, found.weights)
-        copy_other_files(found.hf, partial)
-        with open_canonical(found.weights) as reader:
+        family = _read_family(origin.hf, plugins, origin.weights)
+        copy_other_files(origin.hf, partial)
+        with open_canonical(origin.weights) as reader:
             _check_fit(reader, family)
             files = _plan_files(reader, family.rules)
             _state_weights(partial / "config.json", _main_dtype(family.rules, reader))
@@ -162,9 +162,9 @@ def megatron_to_hf(
         held = {tensor: name for name, file in zip(names, files, strict=True) for tensor in file.tensors}
         write_hf_index(partial, held, total)
         with _processes(min(count, len(shares))) as run:
-            run(_write_shard, [(found.weights, *each) for each in zip(paths, shares, strict=True)])
+            run(_write_shard, [(origin.weights, *each) for each in zip(paths, shares, strict=True)])
             if check:
-                _compare(run, partial, found.weights, shares)
+                _compare(run, partial, origin.weights, shares)
     return {name: rows for name, rows in padding.items() if rows}
 
 
@@ -266,10 +266,10 @@ def _hf_sizes(source: Path, family: _Family) -> tuple[list[int], dict[str, int]]
 
 def _mixed_stacks(rules: Sequence[TensorRule], reader: TensorReader) -> Iterator[str]:
     """Yield which experts, that are to be one tensor, are of several types."""
-    found: defaultdict[str, set[str]] = defaultdict(set)
+    dtypes_of_keys: defaultdict[str, set[str]] = defaultdict(set)
     for rule in rules:
-        found[stored_key(rule)].add(str(reader.dtype(rule.hf[0])))
-    for key, dtypes in found.items():
+        dtypes_of_keys[stored_key(rule)].add(str(reader.dtype(rule.hf[0])))
+    for key, dtypes in dtypes_of_keys.items():
         if len(dtypes) > 1:
             yield f"{key}: of several types, {', '.join(sorted(dtypes))}"
 
@@ -344,11 +344,11 @@ def _padding(rule: TensorRule, reader: CanonicalSource) -> int:
 
 def _padding_problem(rule: TensorRule, reader: CanonicalSource) -> str | None:
     rows = _padding(rule, reader)
-    found = f"{rows} rows beyond a vocabulary of {rule.rows}"
+    padding = f"{rows} rows beyond a vocabulary of {rule.rows}"
     if rows >= MOST_PADDING:
-        return f"{found}, which is more than any padding"
+        return f"{padding}, which is more than any padding"
     if rows and reader.padding(rule).count_nonzero():
-        return f"{found}, which are not all 0: to keep them, set vocab_size to {reader.shape(rule)[0]}"
+        return f"{padding}, which are not all 0: to keep them, set vocab_size to {reader.shape(rule)[0]}"
     return None
 
 
@@ -417,8 +417,8 @@ def _write_shard(source: Path, path: Path, rules: Sequence[TensorRule]) -> None:
 
 def _compare(run: Run, one: Path, other: Path, shares: Sequence[Sequence[TensorRule]]) -> None:
     """Raise if a tensor has not the same bits in both."""
-    found = run(_differences, [(one, other, share) for share in shares])
-    different = list(chain.from_iterable(found))
+    differences = run(_differences, [(one, other, share) for share in shares])
+    different = list(chain.from_iterable(differences))
     if different:
         shown = ", ".join(different[:SHOWN])
         raise CheckpointError(

@@ -59,8 +59,8 @@ def _key(rule: TensorRule) -> tuple[str, tuple[int, ...]]:
     """Return a tensor's key and its place along the axes that its key has in front of it."""
     if rule.expert is None:
         return rule.canonical, ()
-    found = _EXPERT.fullmatch(rule.canonical)
-    return (f"{found[1]}experts.{found[2]}", (rule.expert,)) if found else (rule.canonical, ())
+    match = _EXPERT.fullmatch(rule.canonical)
+    return (f"{match[1]}experts.{match[2]}", (rule.expert,)) if match else (rule.canonical, ())
 
 
 # -------------------------------------------------------------------------
@@ -126,11 +126,11 @@ def write_index(directory: Path, parts: Sequence[WrittenFile]) -> None:
     """Write what makes ``*.distcp`` files a checkpoint."""
     tensors: dict[str, TensorStorageMetadata] = {}
     for part in parts:
-        for key, found in part.tensors.items():
+        for key, entry in part.tensors.items():
             if key in tensors:
-                tensors[key].chunks.extend(found.chunks)
+                tensors[key].chunks.extend(entry.chunks)
             else:
-                tensors[key] = found
+                tensors[key] = entry
     storage = {index: info for part in parts for index, info in part.storage.items()}
     metadata = Metadata(state_dict_metadata=dict(tensors), storage_data=storage)
     (directory / ".metadata").write_bytes(pickle.dumps(metadata))
@@ -264,13 +264,13 @@ class DistReader:
         layer = _LAYER.fullmatch(key)
         stacked = (f"{layer[1]}{layer[3]}", (int(layer[2]), *front)) if layer else (key, front)
         for name, place in ((key, front), stacked):
-            found = self._tensors.get(name)
+            entry = self._tensors.get(name)
             if (
-                found is not None
-                and len(place) <= len(found.size)
-                and all(index < size for index, size in zip(place, found.size, strict=False))
+                entry is not None
+                and len(place) <= len(entry.size)
+                and all(index < size for index, size in zip(place, entry.size, strict=False))
             ):
-                return _Region(name, place, found.size[len(place) :], found.dtype)
+                return _Region(name, place, entry.size[len(place) :], entry.dtype)
         return None
 
     def _view(self, chunk: Chunk) -> memoryview:

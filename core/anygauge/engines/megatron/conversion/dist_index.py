@@ -55,9 +55,9 @@ def read_index(directory: Path) -> dict[str, Stored]:
         if not isinstance(metadata, Metadata):
             raise pickle.UnpicklingError(f"it holds {type(metadata).__name__}")
         tensors = {
-            str(key): _stored(key, found, metadata.storage_data)
-            for key, found in metadata.state_dict_metadata.items()
-            if isinstance(found, TensorStorageMetadata) and not key.startswith(_OPTIMIZER)
+            str(key): _stored(key, entry, metadata.storage_data)
+            for key, entry in metadata.state_dict_metadata.items()
+            if isinstance(entry, TensorStorageMetadata) and not key.startswith(_OPTIMIZER)
         }
     except FileNotFoundError:
         raise torn(path, "there is no such file") from None
@@ -67,12 +67,12 @@ def read_index(directory: Path) -> dict[str, Stored]:
     return tensors
 
 
-def _stored(key: str, found: Any, storage: Mapping[Any, Any]) -> Stored:
-    size, dtype = tuple(map(int, found.size)), found.properties.dtype
+def _stored(key: str, entry: Any, storage: Mapping[Any, Any]) -> Stored:
+    size, dtype = tuple(map(int, entry.size)), entry.properties.dtype
     if not isinstance(dtype, torch.dtype):
         raise TypeError(f"the type of {key} is {dtype!r}")
     chunks: dict[tuple[int, ...], Chunk] = {}
-    for each in found.chunks:
+    for each in entry.chunks:
         offsets, sizes = tuple(map(int, each.offsets)), tuple(map(int, each.sizes))
         info = storage[MetadataIndex(key, each.offsets)]
         chunk = Chunk(offsets, sizes, str(info.relative_path), int(info.offset), int(info.length))
@@ -93,9 +93,9 @@ def _check_files(directory: Path, tensors: Mapping[str, Stored]) -> None:
             ends[chunk.file] = max(ends[chunk.file], chunk.start + chunk.length)
     for name, end in ends.items():
         path = directory / name
-        found = path.stat().st_size if path.is_file() else None
-        if found is None or found < end:
-            raise torn(path, "is missing" if found is None else f"has {found} bytes and should have {end}")
+        size = path.stat().st_size if path.is_file() else None
+        if size is None or size < end:
+            raise torn(path, "is missing" if size is None else f"has {size} bytes and should have {end}")
 
 
 def torn(path: Path, reason: str) -> CheckpointError:

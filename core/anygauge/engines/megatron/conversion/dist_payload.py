@@ -28,9 +28,9 @@ def load_payload(view: memoryview, dtype: torch.dtype, shape: Sequence[int]) -> 
         form = torch.load(_open(view), weights_only=True)
     if not isinstance(form, Tensor):
         raise ValueError(f"it holds {type(form).__name__}, where a tensor belongs")
-    found, wanted = tuple(form.shape), tuple(shape)
-    if form.dtype != dtype or [n for n in found if n != 1] != [n for n in wanted if n != 1]:
-        raise ValueError(f"it holds {form.dtype} of shape {found}, where .metadata says {dtype} of {wanted}")
+    actual, wanted = tuple(form.shape), tuple(shape)
+    if form.dtype != dtype or [n for n in actual if n != 1] != [n for n in wanted if n != 1]:
+        raise ValueError(f"it holds {form.dtype} of shape {actual}, where .metadata says {dtype} of {wanted}")
     with _reading():
         first = form.untyped_storage()._checkpoint_offset
         if first is not None and form.is_contiguous() and form.numel():

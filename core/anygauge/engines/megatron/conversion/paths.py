@@ -139,8 +139,8 @@ def conversion_error(error: Exception, source: Path, target: Path) -> Checkpoint
 
     :param error: Of the system, or of safetensors, which has the number in its text.
     """
-    found = _NUMBER.search(str(error))
-    number = getattr(error, "errno", None) or (int(found[1]) if found else None)
+    match = _NUMBER.search(str(error))
+    number = getattr(error, "errno", None) or (int(match[1]) if match else None)
     name = getattr(error, "filename", None)
     if name is not None and source.resolve() in Path(os.fsdecode(name)).resolve().parents:
         return CheckpointError(f"Cannot convert {source}: {error}.", hint="See that it can be read.")

@@ -43,8 +43,8 @@ def sharded_experts(
             for number, part in enumerate(tensor.chunk(parts, split_dim))
         ]
 
-    def merge(found: Sequence[Tensor]) -> Tensor:
-        return torch.cat(list(found), split_dim)
+    def merge(shards: Sequence[Tensor]) -> Tensor:
+        return torch.cat(list(shards), split_dim)
 
     replica = (0, 0, parallel_state.get_expert_data_parallel_rank())
     return ShardedTensorFactory(key, weight.detach(), build, merge, replica)

@@ -158,8 +158,8 @@ def gather_together(tensors: Sequence[Tensor], rows: Tensor, group: dist.Process
     :param rows: ``[S]``, int64, numbers of gathered rows; each rank may ask for others.
     :returns: ``[S, F, ...]`` each.
     """
-    found: tuple[Tensor, ...] = _GatherRows.apply(rows, group, *tensors)
-    return found
+    gathered: tuple[Tensor, ...] = _GatherRows.apply(rows, group, *tensors)
+    return gathered
 
 
 class _GatherRows(torch.autograd.Function):

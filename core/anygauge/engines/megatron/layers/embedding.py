@@ -41,10 +41,10 @@ class Embedding(VocabParallelEmbedding):
             rows = embedding(ids, self.weight).masked_fill(elsewhere.unsqueeze(-1), 0)
         if self.reduce_scatter_embeddings:
             by_token = rows.transpose(0, 1).contiguous()
-            found: Tensor = reduce_scatter_to_sequence_parallel_region(by_token, group=self.tp_group)
+            embedded: Tensor = reduce_scatter_to_sequence_parallel_region(by_token, group=self.tp_group)
         else:
-            found = reduce_from_tensor_model_parallel_region(rows, group=self.tp_group)
-        return found
+            embedded = reduce_from_tensor_model_parallel_region(rows, group=self.tp_group)
+        return embedded
 
 
 def replace_embeddings(model: nn.Module) -> None:
@@ -65,8 +65,8 @@ def embedding(ids: Tensor, weight: Tensor) -> Tensor:
     """
     if not hasattr(weight, "main_grad"):
         return F.embedding(ids, weight)
-    found: Tensor = _Embedding.apply(ids, weight)
-    return found
+    embedded: Tensor = _Embedding.apply(ids, weight)
+    return embedded
 
 
 class _Embedding(torch.autograd.Function):

@@ -378,10 +378,10 @@ def expert_load(chunks: Sequence[nn.Module], config: TransformerConfig) -> Mappi
     """
     if not config.num_moe_experts:
         return {}
-    found = list(routers(chunks))
+    all_routers = list(routers(chunks))
     device = next(chunks[0].parameters()).device
     counts = torch.zeros(config.num_layers, config.num_moe_experts, dtype=torch.float32, device=device)
-    for router in found:
+    for router in all_routers:
         assert router.layer_number is not None
         counts[router.layer_number - 1] = router.load
         router.load.zero_()

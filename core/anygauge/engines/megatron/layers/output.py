@@ -220,8 +220,12 @@ class OutputLogprob:
             return result
         columns = targets if targets.dim() == 2 else targets.unsqueeze(1)
         others = targets.new_tensor(self.forbidden).expand(len(targets), -1)
-        found, entropy = call(hidden, weight, torch.cat((columns, others), 1), temperature, self.group)
-        log_probs, entropy = _without(found, entropy, columns.shape[1], len(self.forbidden), entropy_grad)
+        all_log_probs, entropy = call(
+            hidden, weight, torch.cat((columns, others), 1), temperature, self.group
+        )
+        log_probs, entropy = _without(
+            all_log_probs, entropy, columns.shape[1], len(self.forbidden), entropy_grad
+        )
         return (log_probs if targets.dim() == 2 else log_probs.squeeze(1)), entropy
 
     def top_k_ids(self, wrapped: Any, hidden: Tensor, count: int) -> Tensor:
@@ -240,17 +244,17 @@ class OutputLogprob:
 
 
 def _without(
-    found: Tensor, entropy: Tensor, own: int, count: int, entropy_grad: bool
+    log_probs: Tensor, entropy: Tensor, own: int, count: int, entropy_grad: bool
 ) -> tuple[Tensor, Tensor]:
     """Return log-probabilities and entropy of what is left when some tokens are never drawn.
 
-    :param found: ``[R, own + count, ...]``: of targets, of those tokens, and further ones.
+    :param log_probs: ``[R, own + count, ...]``: of targets, of those tokens, and further ones.
     :param entropy: ``[R]``, of all tokens.
     """
-    gone = found[:, own : own + count]
+    gone = log_probs[:, own : own + count]
     share = gone.exp().sum(1)
     left = torch.log1p(-share)
-    kept = torch.cat((found[:, :own], found[:, own + count :]), 1) - left.unsqueeze(1)
+    kept = torch.cat((log_probs[:, :own], log_probs[:, own + count :]), 1) - left.unsqueeze(1)
     if not entropy_grad:
         gone, share, left = gone.detach(), share.detach(), left.detach()
     return kept, (entropy + (gone.exp() * gone).sum(1)) / (1 - share) + left

@@ -78,25 +78,25 @@ class RoutingStore:
         :param parts: How their tokens are divided among ranks.
         :raises RouterReplayError: Nothing was captured for a sample.
         """
-        found = [self._of(sample) for sample in samples]
+        routes_of_samples = [self._of(sample) for sample in samples]
         rows = _real_rows(samples, parts)
         return Routes(
             is_replay=True,
             experts={
-                layer: _padded(torch.cat([routes[layer] for routes in found]), rows, parts)
+                layer: _padded(torch.cat([routes[layer] for routes in routes_of_samples]), rows, parts)
                 for layer in self._layers
             },
         )
 
     def _of(self, sample: TrainSample) -> dict[int, Tensor]:
-        found = self._routes.get(_key(sample))
-        if found is None:
+        routes = self._routes.get(_key(sample))
+        if routes is None:
             raise RouterReplayError(
                 f"A sample of {len(sample.tokens)} tokens has no captured routes; "
                 f"those of {len(self._routes)} samples are kept.",
                 hint="A sample needs a log-prob pass of the actor on the same rank before it is trained on.",
             )
-        return found
+        return routes
 
     def clear(self) -> None:
         """Forget all routes."""

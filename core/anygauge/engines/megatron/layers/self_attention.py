@@ -53,6 +53,6 @@ class SelfAttention(MegatronSelfAttention):
         split = self.core_attention.prepare(heads, *weights, packed.cos, packed.sin, norms[0].eps)
         attend = partial(self.core_attention.attend_to, packed=packed)
         is_recomputed = self.checkpoint_core_attention and self.training
-        found = checkpoint(attend, False, *split) if is_recomputed else attend(*split)
-        output: tuple[Tensor, Tensor | None] = self.linear_proj(found.unsqueeze(1))
+        attended = checkpoint(attend, False, *split) if is_recomputed else attend(*split)
+        output: tuple[Tensor, Tensor | None] = self.linear_proj(attended.unsqueeze(1))
         return output

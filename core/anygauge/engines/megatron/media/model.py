@@ -121,9 +121,9 @@ class Holder(MegatronModule):
 
     def shared_embedding_or_output_weight(self) -> Tensor | None:
         """Return the embedding, if the output layer is the same."""
-        found: Tensor | None
-        found = self._modules[self._name].shared_embedding_or_output_weight()
-        return found
+        weight: Tensor | None
+        weight = self._modules[self._name].shared_embedding_or_output_weight()
+        return weight
 
     def forward(self, **inputs: Any) -> Any:
         """Run the part."""

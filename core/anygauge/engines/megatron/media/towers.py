@@ -145,8 +145,8 @@ class PackedAttention:
         query, key, value = qkv.unbind(1)
         query, key = self.rotate(query, key, *(each.float() for each in angles))
         output = self.attend(query, key, value, tuple(lengths), self.scaling, causal=False)
-        found: Tensor = self.proj(output.flatten(1))
-        return found
+        projected: Tensor = self.proj(output.flatten(1))
+        return projected
 
 
 @cache

@@ -31,12 +31,12 @@ def canonical_tensors(chunks: Sequence[nn.Module], expert_rank: int = 0) -> dict
     :param expert_rank: Position of this rank among those that divide the experts.
     :returns: By canonical name, in the model's order; what the modules hold, or views of it.
     """
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for chunk in chunks:
         for name, tensor in _tensors(chunk, expert_rank):
-            assert name not in found, f"two tensors are called {name}"
-            found[name] = tensor
-    return found
+            assert name not in tensors, f"two tensors are called {name}"
+            tensors[name] = tensor
+    return tensors
 
 
 def _tensors(module: nn.Module, expert_rank: int) -> Iterator[tuple[str, Tensor]]:
@@ -61,11 +61,11 @@ def _below(module: nn.Module, expert_rank: int) -> Iterator[tuple[str, Tensor]]:
 def _renamed(module: nn.Module, name: str, expert_rank: int) -> str:
     experts = getattr(module, "num_local_experts", None)
     if isinstance(experts, int):
-        found = _GROUPED.fullmatch(name)
-        if found and not isinstance(getattr(module, found[2]), CanonicalTensors):
-            return f"{found[1]}{global_expert(int(found[3]), expert_rank, experts)}"
-        if found := _SEQUENTIAL.fullmatch(name):
-            return f"{found[2]}{global_expert(int(found[1]), expert_rank, experts)}"
+        match = _GROUPED.fullmatch(name)
+        if match and not isinstance(getattr(module, match[2]), CanonicalTensors):
+            return f"{match[1]}{global_expert(int(match[3]), expert_rank, experts)}"
+        if match := _SEQUENTIAL.fullmatch(name):
+            return f"{match[2]}{global_expert(int(match[1]), expert_rank, experts)}"
     if name == OUTPUT and getattr(module, "share_embeddings_and_output_weights", False):
         return EMBEDDING
     for stored, canonical in _fused_norms(module).items():

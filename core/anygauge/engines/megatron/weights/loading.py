@@ -113,10 +113,10 @@ def _misfits(
         except ValueError as error:
             yield f"{' + '.join(rule.hf)}: {error}"
             continue
-        ways, found = place.ways(rule.declared), tuple(stored[rule.canonical].shape)
+        ways, shape = place.ways(rule.declared), tuple(stored[rule.canonical].shape)
         yield from (undivided := list(division_problems([(rule, whole, ways)])))
-        if not undivided and (here := local_shape(rule.declared, whole, ways)) != found:
-            yield f"{' + '.join(rule.hf)}: shape {here}, the model has {found}"
+        if not undivided and (here := local_shape(rule.declared, whole, ways)) != shape:
+            yield f"{' + '.join(rule.hf)}: shape {here}, the model has {shape}"
 
 
 def _untied(
@@ -137,12 +137,12 @@ def _agree(
 ) -> None:
     """Raise on every rank if anything is wrong on one."""
     held = np.array([rule.canonical in stored for rule in rules], dtype=bool)
-    found = all_gather_values((np.packbits(held).tobytes(), list(problems[:SHOWN]), len(problems)), _REPORT)
+    reports = all_gather_values((np.packbits(held).tobytes(), list(problems[:SHOWN]), len(problems)), _REPORT)
     holders = np.sum(
-        [np.unpackbits(np.frombuffer(bits, np.uint8), count=len(rules)) for bits, *_ in found], 0
+        [np.unpackbits(np.frombuffer(bits, np.uint8), count=len(rules)) for bits, *_ in reports], 0
     )
-    listed = dict.fromkeys(chain.from_iterable(texts for _, texts, _ in found))
-    listed |= dict.fromkeys(_wrongly_held(rules, holders.tolist(), place, len(found)))
+    listed = dict.fromkeys(chain.from_iterable(texts for _, texts, _ in reports))
+    listed |= dict.fromkeys(_wrongly_held(rules, holders.tolist(), place, len(reports)))
     if listed:
         raise mapping_error(list(listed))
 

@@ -316,8 +316,8 @@ def left_out(rules: Iterable[TensorRule], names: Iterable[str], unused: Sequence
     :param unused: Beginnings of names.
     """
     extra = set(names).difference(*(rule.hf for rule in rules))
-    found = (next((each for each in unused if name.startswith(each)), None) for name in sorted(extra))
-    return dict(Counter(each for each in found if each is not None))
+    prefixes = (next((each for each in unused if name.startswith(each)), None) for name in sorted(extra))
+    return dict(Counter(each for each in prefixes if each is not None))
 
 
 def division_problems(rules: Iterable[tuple[TensorRule, Sequence[int], int]]) -> Iterator[str]:

@@ -121,8 +121,8 @@ def shape_problem(rule: TensorRule, shape: Sequence[int], fields: Fields, owner:
     name = rule.canonical.removeprefix(f"{owner}.")
     place = _PLACE.match(name)
     inner = name[place.end() :] if place else ""
-    found = _EXPERT.fullmatch(inner)
-    expected = _SHAPES.get(found[1] if found else inner)
+    match = _EXPERT.fullmatch(inner)
+    expected = _SHAPES.get(match[1] if match else inner)
     if expected is None:
         return None
     wanted = expected(fields)
