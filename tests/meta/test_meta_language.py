@@ -1,0 +1,159 @@
+"""Names and documents use the terms of the field: retired words do not come back."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SHIPPED = ("core", "hooks", "models", "backends")
+SOURCES = [
+    path
+    for folder in (*SHIPPED, "tests", "bench", "examples")
+    for path in sorted((ROOT / folder).rglob("*.py"))
+]
+DOCUMENTS = sorted(
+    [*(ROOT / "docs").rglob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md"]
+)
+
+RETIRED = {
+    "angles": "rope, rotary",
+    "answered": "summary, response",
+    "ask": "request",
+    "asked": "request",
+    "asks": "request",
+    "beside": "extra",
+    "controlled": "rollout scheduler",
+    "hearing": "audio",
+    "hold": "set_memory_state, acquire",
+    "holds": "memory state",
+    "keeper": "supervisor",
+    "likeliest": "top-k",
+    "making": "rollout context",
+    "meeting": "rendezvous, bootstrap room",
+    "observed": "recorded",
+    "pictures": "images",
+    "residency": "memory state",
+    "rest": "release, remaining",
+    "saved": "checkpoint",
+    "sees": "vision, multimodal",
+    "senses": "multimodal",
+    "share": "data-parallel rank, mini-batch, fraction",
+    "shares": "data-parallel ranks, mini-batches, fractions",
+    "sight": "vision",
+    "sights": "vision",
+    "speakers": "reporting ranks",
+    "storm": "chaos",
+    "turns": "colocation",
+    "warm": "fork server",
+}
+"""What stands in the place of each word."""
+RETIRED_MODULES = {"calls", "found", "members", "parts", "requests", "waiting", "work"}
+"""Whole names of modules, which say nothing about them."""
+EXCEPTIONS = {
+    ("core/anygauge/rollout/gateway/session.py", "Session.turns"),
+    ("core/anygauge/rollout/gateway/turns.py", "Turns"),
+    ("hooks/anygauge_hooks/models.py", "AssistantTurns"),
+    ("core/anygauge/config/reward_rules.py", "_shares_reward_and_label"),  # a verb
+    ("core/anygauge/rollout/gateway/turns.py", "turns"),
+}
+"""By file, and name of the module or qualified name."""
+
+FOUND_MOST = 150
+
+NOT_IN_DOCUMENTS = (
+    *("anew", "hearkens", "hitherto", "keeper", "likeliest", "manieth", "mend", "mends", "speakers", "storm"),
+    *(
+        "storms",
+        "thereof",
+        "whereof",
+        "counts for nothing",
+        "in which it is",
+        "of which it is",
+        "that it is asked for",
+    ),
+    *("what can run here", "what tells", "takes its turn", "holds its memory"),
+)
+
+
+@cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+def words(name: str) -> set[str]:
+    return {word.lower() for word in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", name)}
+
+
+def definitions(node: ast.AST, prefix: str = "") -> Iterator[tuple[str, ast.AST]]:
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+            yield prefix + child.name, child
+            yield from definitions(child, f"{prefix}{child.name}.")
+        else:
+            yield from definitions(child, prefix)
+
+
+def is_judged(path: str, name: str, node: ast.AST) -> bool:
+    """Classes of all files; functions of what ships. A test's own name is a sentence."""
+    return isinstance(node, ast.ClassDef) or (
+        path.startswith(SHIPPED) and not name.rpartition(".")[2].startswith("test_")
+    )
+
+
+def test_no_module_has_a_retired_name() -> None:
+    retired = {
+        str(path.relative_to(ROOT)): sorted(words(path.stem) & RETIRED.keys())
+        for path in SOURCES
+        if words(path.stem) & RETIRED.keys() or path.stem in RETIRED_MODULES
+        if (str(path.relative_to(ROOT)), path.stem) not in EXCEPTIONS
+    }
+    assert retired == {}
+
+
+def test_no_class_or_function_has_a_retired_name() -> None:
+    retired = {
+        f"{path.relative_to(ROOT)}: {name}": f"write {RETIRED[word]}"
+        for path in SOURCES
+        for name, node in definitions(tree_of(path))
+        if is_judged(str(path.relative_to(ROOT)), name, node)
+        for word in words(name.rpartition(".")[2]) & RETIRED.keys()
+        if (str(path.relative_to(ROOT)), name) not in EXCEPTIONS
+    }
+    assert retired == {}
+
+
+def test_no_docstring_begins_with_a_relative_or_a_preposition() -> None:
+    riddles = [
+        f"{path.relative_to(ROOT)}: {name}: {text.splitlines()[0]}"
+        for path in SOURCES
+        for name, node in (("module", tree_of(path)), *definitions(tree_of(path)))
+        if re.match(r"(What|Of|By|That)\b", text := ast.get_docstring(node) or "")  # type: ignore[arg-type]
+    ]
+    assert riddles == []
+
+
+def test_a_local_variable_has_the_name_of_what_it_holds() -> None:
+    nodes = (
+        node
+        for path in SOURCES
+        if path.relative_to(ROOT).parts[0] in SHIPPED
+        for node in ast.walk(tree_of(path))
+    )
+    found = sum(
+        (isinstance(node, ast.Name) and node.id == "found")
+        or (isinstance(node, ast.arg) and node.arg == "found")
+        for node in nodes
+    )
+    assert found < FOUND_MOST
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_a_document_is_in_plain_english(document: Path) -> None:
+    text = " ".join(document.read_text(encoding="utf-8").lower().split())
+    assert [each for each in NOT_IN_DOCUMENTS if re.search(rf"\b{each}\b", text)] == []
