@@ -39,7 +39,7 @@ HELD_OUT = "eval/held-out"
 
 
 class Outcome(NamedTuple):
-    """What one schedule did."""
+    """Result of one schedule."""
 
     before: float
     after: float

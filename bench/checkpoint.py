@@ -1,4 +1,4 @@
-"""What checkpoints cost the demo: pairs of runs, with a save in every step and with none, in turns.
+"""Cost of checkpoints in the demo: pairs of runs, with a save in every step and with none, alternated.
 
     python bench/checkpoint.py                       # 2 pairs of 60 steps
     python bench/checkpoint.py --pairs 5 --steps 100

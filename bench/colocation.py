@@ -1,4 +1,4 @@
-"""What trainers and servers leave of the memory of a device that they share, and how long the turns take.
+"""Memory that colocated trainers and servers leave free on a device, and seconds for each switch.
 
     python bench/colocation.py --backend cuda                            # Qwen3 of 0.6 B, SGLang, one GPU
     python bench/colocation.py --backend cuda --size 4b --server mem_fraction_static=0.8

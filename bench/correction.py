@@ -1,4 +1,4 @@
-"""What a correction costs beside the loss that it corrects.
+"""Cost of a correction compared with the loss that it corrects.
 
 Run as ``python bench/correction.py [--tokens 16384]``. A micro-batch of whole samples is taken forward and
 backward through ``ppo_clip``, alternately without and with each correction, on this host's processor.

@@ -38,7 +38,7 @@ DIFFERENCE = "train/train_rollout_logprob_abs_diff"
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one seed did."""
+    """Result of one seed."""
 
     seed: int
     before: float

@@ -30,7 +30,7 @@ HEADER = "seed  before   after  swapped    inputs   warm-up        RL     whole 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one seed did."""
+    """Result of one seed."""
 
     seed: int
     before: float

@@ -140,7 +140,7 @@ class Engine:
 
 @dataclass
 class Outcome:
-    """Of one simulation."""
+    """Result of one simulation."""
 
     makespan: float
     read: float

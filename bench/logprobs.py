@@ -84,7 +84,7 @@ class Row(NamedTuple):
 
     @property
     def mean(self) -> float:
-        """Of the differences."""
+        """Mean of the differences."""
         return sum(self.found) / len(self.found)
 
     @property

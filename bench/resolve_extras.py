@@ -29,7 +29,7 @@ SHOWN = ("torch", "torch-npu", "sglang", "megatron-core", "transformers", "ray")
 
 @dataclass(frozen=True, slots=True)
 class Resolution:
-    """What pip answered for one extra, Python and platform."""
+    """Packages that pip resolved for one extra, Python version and platform."""
 
     extra: str
     python: str

@@ -1,4 +1,4 @@
-"""What scoring a step costs the driver: 128 groups of 8 samples, by kind of function."""
+"""Time that scoring a step costs the driver: 128 groups of 8 samples, by kind of function."""
 
 from __future__ import annotations
 

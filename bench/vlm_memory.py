@@ -1,4 +1,4 @@
-"""What the decoded images of a step take: each is in the host's memory once, whatever shows it.
+"""Host memory for the decoded images of a step: each is stored once, however many samples show it.
 
     python bench/vlm_memory.py                         # 64 prompts x 8 samples, an image of a megapixel each
     python bench/vlm_memory.py --prompts 8 --workers 4

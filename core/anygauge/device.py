@@ -1,4 +1,4 @@
-"""What ``torch.accelerator`` lacks and every layer above needs of the device of a process."""
+"""Device functions that ``torch.accelerator`` lacks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an algorithm gets and makes of the samples of a step: advantages, corrections, the critic's loss.
+"""Inputs and outputs of algorithms: advantages, corrections, the critic's loss.
 
 Shape suffixes: N samples, T their response tokens, end to end.
 """
@@ -44,7 +44,7 @@ class AdvantageInputs:
 
 
 class TokenAdvantages(NamedTuple):
-    """What an estimator makes of them."""
+    """Output of a token-level advantage estimator."""
 
     advantages: Tensor
     """``[T]``."""
@@ -53,7 +53,7 @@ class TokenAdvantages(NamedTuple):
 
 
 class Correction(NamedTuple):
-    """What a correction makes of one micro-batch."""
+    """Output of a correction for one micro-batch."""
 
     importance_weights: Tensor | None
     """``[T]``, what the policy loss of each token is multiplied by, without gradient: not negative, and 0 of

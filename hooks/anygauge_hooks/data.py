@@ -1,4 +1,4 @@
-"""What a data source is to the trainer."""
+"""Interface of data sources."""
 
 from __future__ import annotations
 

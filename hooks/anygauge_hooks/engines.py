@@ -1,4 +1,4 @@
-"""What the trainer asks of a train engine and of a rollout engine."""
+"""Interfaces of train engines and rollout engines."""
 
 from __future__ import annotations
 

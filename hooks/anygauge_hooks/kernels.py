@@ -167,7 +167,7 @@ class RotaryEmbedding(Protocol):
 
 
 class QkNormRotary(Protocol):
-    """What is between a layer's projection and its attention: split, norms of queries and keys, rotation.
+    """Fused split, query and key norms and rotary embedding between projection and attention.
 
     Where nobody serves it, it is made of ``rms_norm`` and ``rotary_embedding`` of the same table.
     """

@@ -67,7 +67,7 @@ class Media(NamedTuple):
 
 
 class Header(NamedTuple):
-    """What a file says of itself without being decoded."""
+    """Media properties read without decoding."""
 
     size: tuple[int, int] = (0, 0)
     """Height and width in pixels, as shown: after the turn that a camera asks for."""
@@ -92,7 +92,7 @@ class Decoded(NamedTuple):
 
 
 class Content(NamedTuple):
-    """What a tower's inputs are made of, small enough to keep for every prompt of a step."""
+    """Decoded content, the source of a tower's inputs; small enough to keep for every prompt of a step."""
 
     kind: MediaKind
     data: NDArray[Any]
@@ -103,7 +103,7 @@ class Content(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """What a medium becomes, known from its header alone."""
+    """Size of a media item after processing, known from its header alone."""
 
     grid: tuple[int, int, int]
     size: tuple[int, int]
@@ -208,7 +208,7 @@ class TowerSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MediaSpec:
-    """What a family of models does with media."""
+    """Media support of a model family."""
 
     make_processor: Callable[[Path, Mapping[str, Any]], MediaProcessor]
     """From a model's directory and its Hugging Face config."""
@@ -223,7 +223,7 @@ class MediaSpec:
 
 
 class Compose(Protocol):
-    """What ``ModelSpec.build`` of a family with media is given: it makes Megatron models with towers."""
+    """Argument of ``ModelSpec.build`` for a family with media: makes Megatron models with towers."""
 
     def __call__(self, towers: Sequence[TowerSpec], config: Any, decoder: Any, **ends: Any) -> Any:
         """Return this stage of a model.

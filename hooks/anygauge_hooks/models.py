@@ -1,4 +1,4 @@
-"""What a model plugin declares about a family of architectures."""
+"""Declarations of a model plugin about a family of architectures."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def _none(hf: Mapping[str, Any]) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerKind:
-    """What one decoder layer is made of. Sizes and switches are fields of the transformer config.
+    """Modules of one decoder layer. Sizes and switches are fields of the transformer config.
 
     Example::
 

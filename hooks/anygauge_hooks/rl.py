@@ -1,4 +1,4 @@
-"""What flows through one RL step: prompts, samples and groups.
+"""Data of one RL step: prompts, samples and groups.
 
 Legend of shape suffixes used across the project:
 B batch, T token, D hidden, V vocabulary, H query head, K key/value head, S sequence.

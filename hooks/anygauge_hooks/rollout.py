@@ -1,4 +1,4 @@
-"""What rollout control asks of engines that answer each request by itself, and of a server of one."""
+"""Interfaces between rollout control, engines that answer single requests, and their servers."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class GenerateRequest(NamedTuple):
 
 
 class Generation(NamedTuple):
-    """What follows the tokens of a request; each field but the last has one entry per token."""
+    """Generated tokens of a request; each field but the last has one entry per token."""
 
     tokens: tuple[int, ...]
     log_probs: tuple[float, ...]
@@ -139,7 +139,7 @@ class Draft(Protocol):
 
 
 class Rollout(Protocol):
-    """What a rollout function is given: the policy, and what belongs to one rollout.
+    """Argument of a rollout function: the policy, and the state of one rollout.
 
     Example::
 

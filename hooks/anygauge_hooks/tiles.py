@@ -38,7 +38,7 @@ class Tile:
 
 @dataclass(frozen=True, slots=True)
 class Sums:
-    """What the tiles so far say of each token, with ``z = (logit - peak) * scale``. Contiguous."""
+    """Running sums over tiles for each token, with ``z = (logit - peak) * scale``. Contiguous."""
 
     peak: Tensor
     """``[t]``: the largest logit, -1e30 before the first tile."""
@@ -52,7 +52,7 @@ class Sums:
 
 @dataclass(frozen=True, slots=True)
 class Slopes:
-    """What the derivatives by the logits of a token are made of. Contiguous."""
+    """Factors of the derivatives by the logits of a token. Contiguous."""
 
     base: Tensor
     """``[t]``: the logit whose probability is 1."""

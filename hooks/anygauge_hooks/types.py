@@ -72,7 +72,7 @@ def _between_commas(text: str) -> Sequence[str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BackendSpec:
-    """What the core must know of a backend before it imports its vendor libraries."""
+    """Facts about a backend that the core needs before it imports the vendor libraries."""
 
     name: str
     device_type: str
@@ -148,7 +148,7 @@ class NamedFunction:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunInfo:
-    """What an observer may know of the run it watches."""
+    """Run properties that observers may read."""
 
     name: str
     directory: str
@@ -217,7 +217,7 @@ and leaves its results where it finds them again. By when it returns, the work m
 
 
 class Device(Protocol):
-    """What ``torch.accelerator`` lacks, for one device of one process.
+    """Device functions that ``torch.accelerator`` lacks, for one device of one process.
 
     A capability that is absent is a value (``None`` or ``False``), never an exception.
     """

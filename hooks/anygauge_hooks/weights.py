@@ -1,4 +1,4 @@
-"""What moves the weights of a step to the servers that generate with them."""
+"""Interface of weight transports from the trainer to the servers."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class WeightBucket:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightApi:
-    """What the server's version asks for. The engine that serves it fills this in."""
+    """Endpoints and formats of the server's version. The engine that serves it fills this in."""
 
     has_session: bool = True
     """An update from memory is opened and closed: ``/begin_weight_update`` and ``/end_weight_update``."""

@@ -249,7 +249,7 @@ def content_of(kind: MediaKind, raw: Decoded, measured: Measured, temporal: int)
 
 @dataclass(slots=True, kw_only=True)
 class Patches:
-    """What the processors of all families do alike: cut into patches what was resized."""
+    """Cutting resized images into patches, which the processors of all families share."""
 
     kinds: Mapping[MediaKind, int]
     marks: Mapping[MediaKind, str]

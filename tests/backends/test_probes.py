@@ -1,4 +1,4 @@
-"""What each backend finds on a host, says about it, and gives to its workers."""
+"""Probes of each backend: findings, messages and worker environments."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a rank does for the tests of checkpoints."""
+"""Rank programs for the tests of checkpoints."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a rank does for the tests of conversion: Megatron's own dist-checkpoints of our models."""
+"""Rank programs for the tests of conversion: Megatron's own dist-checkpoints of our models."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a rank does for the tests of the critic."""
+"""Rank programs for the tests of the critic."""
 
 from __future__ import annotations
 

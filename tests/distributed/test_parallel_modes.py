@@ -338,6 +338,6 @@ def test_a_rank_that_the_system_ends_is_an_error_with_stacks(crew: Any) -> None:
 
 
 def test_a_rank_that_hangs_is_an_error_with_stacks(crew: Any) -> None:
-    """Of the tests' own deadline; the next case has new processes."""
+    """Let the tests' own deadline end a hung rank; the next case has new processes."""
     with pytest.raises(pytest.fail.Exception, match=r"has not answered within(.|\n)*in hang"):
         crew.run(world=2, action="hang", limit_s=5.0)

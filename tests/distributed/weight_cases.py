@@ -1,4 +1,4 @@
-"""What a rank does for the tests of loading and gathering weights, with tensors and no model."""
+"""Rank programs for the tests of loading and gathering weights, with tensors and no model."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ def make_samples() -> list[TrainSample]:
 
 
 class Trained(NamedTuple):
-    """What came out of training on all samples, and again on a few of them."""
+    """Results of training on all samples, and again on a few of them."""
 
     first: Metrics
     second: Metrics

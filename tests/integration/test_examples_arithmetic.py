@@ -1,4 +1,4 @@
-"""What ``make demo`` runs: the inputs of the arithmetic recipe, and a few steps of it."""
+"""``make demo``: the inputs of the arithmetic recipe, and a few steps of it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a user installs: wheel, sdist and editable, each in a fresh environment, without network.
+"""Installation from wheel, sdist and editable, each in a fresh environment without network.
 
 The environments are those of ``make_environment`` in conftest.py.
 """

@@ -1,4 +1,4 @@
-"""What a group of workers does is the same under every launcher."""
+"""A group of workers behaves the same under every launcher."""
 
 from __future__ import annotations
 

@@ -185,7 +185,7 @@ def test_a_teacher_of_the_policys_size_borrows_its_memory(make_worker: MakeWorke
 def test_the_policy_learns_what_the_teacher_thinks_of_the_samples(
     make_worker: MakeWorker, tmp_path: Path
 ) -> None:
-    """Of given samples, the gradient with these advantages is that of half the squared differences."""
+    """Compare the gradient with that of half the squared differences."""
     teacher = tiny_qwen3(tmp_path / "teacher", vocab_size=64, init_std=0.2, seed=9)
     worker = make_worker(
         algorithm={"advantage": "on_policy_distillation", "policy_loss": "policy_gradient"},
@@ -328,7 +328,7 @@ def divergence(share: MiniBatch, teacher: Path, policy: Path, *, temperature: fl
 
 @pytest.mark.parametrize("layers", [2, 3])
 def test_few_of_the_teachers_tokens_are_enough(make_worker: MakeWorker, tmp_path: Path, layers: int) -> None:
-    """Of a teacher in the policy's memory, and of one beside it."""
+    """Use a teacher in the policy's memory, and one beside it."""
     teacher = tiny_qwen3(tmp_path / "teacher", vocab_size=64, init_std=0.2, seed=9, layers=layers)
     few, all_ = (
         make_worker(algorithm={"distill_kl_coef": 1.0, "distill_top_k": count}, teacher={"path": teacher})

@@ -98,7 +98,7 @@ class Command:
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """What a reader does with a tutorial."""
+    """Commands that a reader of a tutorial runs."""
 
     run: list[Command]
     not_run: list[str]

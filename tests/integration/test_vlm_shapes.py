@@ -1,4 +1,4 @@
-"""What ``make demo-vlm`` runs: pictures of shapes, a warm-up and a few steps of RL."""
+"""``make demo-vlm``: pictures of shapes, a warm-up and a few steps of RL."""
 
 from __future__ import annotations
 

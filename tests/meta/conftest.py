@@ -1,4 +1,4 @@
-"""What the meta tests read: this checkout."""
+"""Fixtures of the meta tests: this checkout."""
 
 from __future__ import annotations
 

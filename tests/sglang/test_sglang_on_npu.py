@@ -1,4 +1,4 @@
-"""What this project takes for granted of SGLang on NPUs, looked up in the source of the installed SGLang.
+"""Assumptions about SGLang on NPUs, checked in the source of the installed SGLang.
 
 No NPU and no torch-npu is needed. docs/npu-patches.md says of which change of a patch each finding is.
 """

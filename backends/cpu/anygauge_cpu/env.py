@@ -1,4 +1,4 @@
-"""What a CPU worker's process is given."""
+"""Environment and config defaults of CPU workers."""
 
 from __future__ import annotations
 

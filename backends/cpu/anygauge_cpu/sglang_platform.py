@@ -16,7 +16,7 @@ __all__ = ["HostPlatform"]
 
 
 class HostPlatform(CpuDeviceMixin, SRTPlatform):
-    """What SGLang asks of a platform; the rest of its defaults hold for any torch device."""
+    """SGLang platform for the host; SGLang's other defaults hold for any torch device."""
 
     # not CPU: with that SGLang imports kernels that no wheel has
     _enum = PlatformEnum.OOT

@@ -49,7 +49,7 @@ _per_thread = threading.local()
 
 @dataclass(frozen=True, slots=True)
 class _Case:
-    """What a graph is built for."""
+    """Shape and options that a graph is built for."""
 
     device: int
     dtype: torch.dtype

@@ -1,4 +1,4 @@
-"""What a worker's process is given, and which GPU it takes."""
+"""Environment of a worker process, and the GPU that it uses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a kernel in Triton takes, checked before it runs: it would read and write past the end of a tensor."""
+"""Input checks for Triton kernels, which would otherwise read and write past the end of a tensor."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What NVML, the driver's library of meters, says of a GPU. Where it says nothing, nothing is returned."""
+"""GPU meters read through NVML, the driver's library. Missing values are left out."""
 
 from __future__ import annotations
 

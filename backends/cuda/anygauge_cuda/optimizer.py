@@ -14,7 +14,7 @@ __all__ = ["FusedAdamW", "adamw"]
 
 
 class _Launch(NamedTuple):
-    """What one launch updates."""
+    """Tensors that one kernel launch updates."""
 
     group: int
     step: float

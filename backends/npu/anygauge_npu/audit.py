@@ -1,4 +1,4 @@
-"""What a library replaces in other libraries: every attribute, by its identity before and after."""
+"""Audit of the attributes that a library replaces in other libraries, by identity before and after."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a worker's process is given, and which NPU it takes."""
+"""Environment of a worker process, and the NPU that it uses."""
 
 from __future__ import annotations
 

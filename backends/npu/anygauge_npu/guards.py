@@ -1,4 +1,4 @@
-"""What the operators of torch-npu take, checked before they are called.
+"""Input checks for the operators of torch-npu.
 
 The wheel's own host code lets most wrong calls through to CANN, which answers with a number or not at all.
 The limits are those of torch-npu's documentation, and of CANN's for the kernel that is reached.

@@ -1,4 +1,4 @@
-"""What an Ascend host has of all that a run needs, read from files: nothing here is imported.
+"""Checks of an Ascend host, read from files: nothing here is imported.
 
 ``ANYGAUGE_NPU_ROOT`` is the directory that the files are looked for in, ``/`` by default.
 """

@@ -69,7 +69,7 @@ _log = logging.getLogger(__name__)
 
 
 class _State:
-    """Of this process: what was there before the library."""
+    """Attributes of this process as they were before the library replaced them."""
 
     audit: Audit | None = None
 

@@ -1,1 +1,1 @@
-"""What the NPU backend takes for granted of torch-npu, per version, and a stand-in that holds calls to it."""
+"""Parts of torch-npu that the NPU backend relies on, per version, and a checked stand-in."""

@@ -1,4 +1,4 @@
-"""What the NPU backend takes for granted of torch-npu: schemas of operators, signatures of functions.
+"""Read the schemas and signatures of torch-npu that the NPU backend relies on.
 
 Read from an unpacked wheel without importing it, so for any version and on any host. An operator's schema is
 a text in ``libtorch_npu.so``; a function of ``torch.npu`` is Python. Needs torch to parse a schema.

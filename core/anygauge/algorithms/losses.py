@@ -157,7 +157,7 @@ def policy_objective(
 
 @dataclass(frozen=True, slots=True)
 class _Objective:
-    """What :func:`policy_objective` returns: an instance, because a closure cannot be sent to a worker."""
+    """Loss that :func:`policy_objective` returns: an instance, because a closure cannot be pickled."""
 
     policy_loss: LossFunction
     kl_coef: float

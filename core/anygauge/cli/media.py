@@ -1,4 +1,4 @@
-"""What reads images, video and sound here."""
+"""Decoders for images, video and audio that are installed here."""
 
 from __future__ import annotations
 

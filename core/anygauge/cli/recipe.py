@@ -40,7 +40,7 @@ Row = tuple[str, Any, str]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFacts:
-    """What a first config depends on."""
+    """Model properties that a first config depends on."""
 
     name: str
     """As it goes into the config."""
@@ -76,7 +76,7 @@ class DataFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """What the config is for."""
+    """Hardware that the config is written for."""
 
     backend: str
     accelerator: bool

@@ -1,4 +1,4 @@
-"""What plugins fill in: keys that the user left out, never one that the user wrote."""
+"""Config values that plugins fill in: keys that the user left out, never one that the user wrote."""
 
 from __future__ import annotations
 

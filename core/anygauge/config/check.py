@@ -1,4 +1,4 @@
-"""What the schema cannot say: names that plugins provide, keys that need each other, files."""
+"""Config checks beyond the schema: names that plugins provide, keys that need each other, files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the string of a data file says: which file, and which of its rows."""
+"""Parse the string of a data file into a path and a row range."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is wrong with the files and directories that a config names."""
+"""Checks of the files and directories that a config names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is wrong with the models that a config names, and the keys that do not fit them."""
+"""Checks of the models that a config names, and of the keys that depend on them."""
 
 from __future__ import annotations
 

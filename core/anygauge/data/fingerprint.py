@@ -1,4 +1,4 @@
-"""What tells one tokenizer from another."""
+"""Fingerprint of a tokenizer."""
 
 from __future__ import annotations
 

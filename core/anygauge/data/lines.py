@@ -27,7 +27,7 @@ class Line(NamedTuple):
 
 
 class Identity(NamedTuple):
-    """What changes when a file does."""
+    """File identity, which changes when the file does."""
 
     path: str
     size: int

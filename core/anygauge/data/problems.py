@@ -1,4 +1,4 @@
-"""What is wrong with rows, gathered until all of them have been seen."""
+"""Errors in data rows, collected until all rows have been read."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MAX_REPORTED = 5
 
 
 class BadRowError(Exception):
-    """What is wrong with a row, as a clause.
+    """Problem of one row, as a clause.
 
     :param hint: What to do about it, if it is not to correct the row.
     """
@@ -25,7 +25,7 @@ class BadRowError(Exception):
 
 
 class BadMediaError(BadRowError):
-    """What is wrong with a row's media, as a clause; ``media.on_error`` may leave such rows out."""
+    """Problem of a row's media, as a clause; ``media.on_error`` may drop such rows."""
 
 
 @dataclass(slots=True)

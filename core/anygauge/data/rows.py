@@ -57,7 +57,7 @@ class Row:
 
     @property
     def num_tokens(self) -> int:
-        """Of prompt and response."""
+        """Number of prompt and response tokens."""
         return len(self.tokens) + len(self.response)
 
 

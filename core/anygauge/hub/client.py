@@ -1,4 +1,4 @@
-"""What the clients of all hubs have in common."""
+"""Code shared by the clients of all hubs."""
 
 from __future__ import annotations
 

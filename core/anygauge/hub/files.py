@@ -1,4 +1,4 @@
-"""What a hub gave, and which files of a model are asked of it."""
+"""Files downloaded from a hub, and the file patterns of a model."""
 
 from __future__ import annotations
 

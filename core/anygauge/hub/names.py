@@ -1,4 +1,4 @@
-"""What a name on a hub looks like: ``OWNER/NAME[@REVISION]``, ``hf://datasets/OWNER/NAME[@REVISION]/FILE``."""
+"""Hub names: ``OWNER/NAME[@REVISION]``, ``hf://datasets/OWNER/NAME[@REVISION]/FILE``."""
 
 from __future__ import annotations
 

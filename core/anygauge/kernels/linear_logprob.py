@@ -273,7 +273,7 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 
 class _Eager:
-    """By operators of torch."""
+    """Tile math with plain torch operators."""
 
     in_place = False
 
@@ -346,7 +346,7 @@ def _move(sums: Sums, peak: Tensor, scale: float) -> None:
 
 @dataclass(slots=True)
 class _Statistics:
-    """What is known of each token's distribution. Differences are taken before they are scaled."""
+    """Running statistics of each token's distribution. Differences are taken before they are scaled."""
 
     scale: float
     """One over the temperature."""

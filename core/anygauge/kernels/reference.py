@@ -600,7 +600,7 @@ def _shared(x: Tensor, group: Any | None) -> Tensor:
 
 
 class _Shared(torch.autograd.Function):
-    """What every rank of a group has whole, and from which each makes a part: the gradient is their sum."""
+    """Replicated tensor from which each rank computes a part: the gradient is the sum over the group."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Any | None) -> Tensor:

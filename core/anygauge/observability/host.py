@@ -1,4 +1,4 @@
-"""What this process may use of the host: affinity and cgroup limits, not what the machine has."""
+"""CPU and memory limits of this process: affinity and cgroups, not the machine's totals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What responses look like: how long they are, how they end, and how many turns they have.
+"""Response statistics: lengths, endings and number of turns.
 
 These run on the driver for every sample of every step, so each does little for a response that is ordinary.
 """

@@ -40,7 +40,7 @@ class DisplacedError(EngineAwayError):
 
 
 class _Holder(Protocol):
-    """What an attempt depends on."""
+    """Resource that an attempt depends on."""
 
     attempts: set[asyncio.Timeout]
     """Each ends when it is brought forward."""

@@ -17,7 +17,7 @@ _SHARE = 1 / 64
 
 
 class Load(NamedTuple):
-    """What one data-parallel rank of an engine has under way."""
+    """Requests and tokens in flight on one data-parallel rank of an engine."""
 
     requests: int
     tokens: int

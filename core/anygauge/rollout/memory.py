@@ -1,4 +1,4 @@
-"""What one engine has in memory, where it shares its device with a trainer."""
+"""Memory state of one engine that shares its device with a trainer."""
 
 from __future__ import annotations
 

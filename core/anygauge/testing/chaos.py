@@ -58,7 +58,7 @@ _LAST_S = 60.0
 
 @dataclass
 class Outcome(RequestSummary):
-    """What was left of it."""
+    """Result of a chaos run."""
 
     strikes: Counter[Strike] = field(default_factory=Counter)
     restarts: int = 0

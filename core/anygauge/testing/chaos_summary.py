@@ -1,4 +1,4 @@
-"""What a storm leaves of the requests that were under way in it."""
+"""Summary of in-flight requests after a chaos run."""
 
 from __future__ import annotations
 

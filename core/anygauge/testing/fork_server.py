@@ -74,7 +74,7 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Request:
-    """What to run, and as what."""
+    """Command to run in a forked process."""
 
     module: str
     arguments: Sequence[str]

@@ -63,7 +63,7 @@ class FaultOutcome(NamedTuple):
 
 @dataclass
 class ServedOutcome(RequestSummary):
-    """What was left of it."""
+    """Result of a chaos run against real servers."""
 
     faults: list[FaultOutcome] = field(default_factory=list)
 

@@ -1,4 +1,4 @@
-"""What runs in a worker process: a train engine and a rollout engine side by side, behind a few calls.
+"""Worker with a train engine and a rollout engine side by side.
 
 An actor is thin: it holds no state of the run beyond its engines, and a call takes and returns plain data.
 """

@@ -1,4 +1,4 @@
-"""What the nodes of a run must have in common, and where its workers meet."""
+"""Checks that the nodes of a run are alike, and the rendezvous of its workers."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ Addresses = Mapping[str, Sequence[str]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeFacts:
-    """What one node has."""
+    """Packages, addresses and paths of one node."""
 
     packages: Mapping[str, str]
     """Versions by name; Python is one of them."""

@@ -11,7 +11,7 @@ __all__ = ["Components", "evaluation_components", "run_components"]
 
 @dataclass(frozen=True, slots=True)
 class Components:
-    """What is built."""
+    """Components that a run builds."""
 
     trains: bool
     """A train engine in each worker."""

@@ -1,4 +1,4 @@
-"""What a driver can learn of a worker that does not answer: its stacks and the end of its log."""
+"""Diagnose a worker that does not answer: its stacks and the end of its log."""
 
 from __future__ import annotations
 

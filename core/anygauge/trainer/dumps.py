@@ -1,4 +1,4 @@
-"""What a step trained on, in files from which the same step can be taken again.
+"""Dumps of training batches, from which a step can be replayed.
 
 ``rollout-00000007.jsonl.gz`` holds the scored groups of a step, one line per group, before they are divided
 among ranks. ``batch-00000007-share-0.safetensors`` holds what the ranks of one data-parallel share trained

@@ -31,11 +31,11 @@ BUCKET_BYTES = 512 * 2**20
 
 
 class Engines(Protocol):
-    """What the loop asks of the rollout engines."""
+    """Interface of the rollout engines for the training loop."""
 
     @property
     def generate(self) -> Generate | None:
-        """What divides prompts among the engines and returns their samples in one call.
+        """Function that divides prompts among the engines and returns their samples in one call.
 
         ``None`` where an engine answers each request by itself: then all samples are made so.
         """

@@ -28,7 +28,7 @@ PerToken = Sequence["Tensor"] | Sequence[Sequence[float]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Passes:
-    """What the models say of a rollout's samples before the first optimizer step."""
+    """Log-probs and values of a rollout's samples before the first optimizer step."""
 
     old: PerToken
     """Log-probs that the ratio is taken against."""

@@ -39,7 +39,7 @@ class GenerationClient:
 
 @dataclass(frozen=True, slots=True)
 class SampleMaker:
-    """What makes the samples of a run, those of its training and those of its evaluations."""
+    """Makes the samples of a run, for training and for evaluation."""
 
     client: GenerationClient
     context: RolloutContext

@@ -1,4 +1,4 @@
-"""What a run reads, made and checked before its directory exists."""
+"""Inputs of a run, made and checked before its directory exists."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class EvalSet:
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """What the steps of a run draw on."""
+    """Data sources, tokenizer and model facts that the steps of a run use."""
 
     source: DataSource
     eval_sets: Sequence[EvalSet]

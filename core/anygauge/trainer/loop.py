@@ -76,7 +76,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class Loop:
-    """What the steps of a run share."""
+    """State shared by the steps of a run."""
 
     session: Session
     directory: RunDirectory
@@ -107,7 +107,7 @@ class Loop:
 
     @property
     def flops(self) -> tuple[Callable[[int], float], Callable[[Media], float], Collection[str]]:
-        """What counts the operations of a step, and the parts that are frozen in it."""
+        """Functions that count the operations of a step, and the frozen parts."""
         return self.flops_per_token, self.media_flops, self.config.train.freeze
 
     @property
@@ -122,7 +122,7 @@ class Loop:
 
     @property
     def model(self) -> ModelFacts:
-        """Of the policy: what dumps keep of it."""
+        """Facts about the policy that dumps keep."""
         return model_facts(localized(self.config, data=False).model.path)
 
 

@@ -1,4 +1,4 @@
-"""What to change where a worker runs out of memory."""
+"""Advice on which config keys to change after an out-of-memory error."""
 
 from __future__ import annotations
 

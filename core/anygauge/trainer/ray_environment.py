@@ -1,4 +1,4 @@
-"""What Ray reads from the environment, set before Ray is imported."""
+"""Environment variables for Ray, set before Ray is imported."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run that goes on may change of its config, and what it does with the output it goes back behind."""
+"""Config changes allowed on resume, and handling of output written after the checkpoint."""
 
 from __future__ import annotations
 

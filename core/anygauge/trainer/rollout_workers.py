@@ -1,4 +1,4 @@
-"""What runs in a process that only generates, and what it shares with those that train too."""
+"""Worker that only generates, and the base class that it shares with training workers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What travels between the driver and a worker, and how a failure reads when it arrives.
+"""Messages between the driver and a worker, and how a remote failure is reported.
 
 Requests and replies are bytes, pickled here and not by the transport. So a value arrives the same way under
 every launcher: arrays are writable, and tensors are copied instead of moving through shared-memory files

@@ -1,4 +1,4 @@
-"""What runs in a process that looks after one server, on the server's node."""
+"""Worker that supervises one server on the server's node."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ class Servers:
 
     @property
     def pool(self) -> EnginePool:
-        """Of the model that is trained."""
+        """Engine pool of the trained model."""
         return self.pools[POLICY]
 
     def _join(self, ranks: Collection[int]) -> None:

@@ -31,7 +31,7 @@ TRAINING = ""
 
 @dataclass(slots=True)
 class Session:
-    """What runs, and what an evaluation needs of it."""
+    """Running processes of a run, and the settings that an evaluation needs."""
 
     config: Config
     plugins: Plugins

@@ -1,4 +1,4 @@
-"""What changes while a run goes on."""
+"""State of a run that changes from step to step."""
 
 from __future__ import annotations
 

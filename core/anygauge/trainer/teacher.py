@@ -31,7 +31,7 @@ TEACHER = "teacher"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Teacher:
-    """What the teacher is asked for."""
+    """Teacher model and the outputs that training needs of it."""
 
     engine: TrainEngine
     role: str

@@ -42,7 +42,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerSetup:
-    """What a worker process is told when it is made."""
+    """Settings that a worker process is created with."""
 
     config: Config
     backend: str

@@ -39,7 +39,7 @@ Bytes = NDArray[np.uint8]
 
 
 class Change(NamedTuple):
-    """What turns a tensor into its next version."""
+    """Encoded difference between a tensor and its next version."""
 
     tensor: int
     """Its number in the order of the weights."""

@@ -1,4 +1,4 @@
-"""What is asked of one server around its weights, over HTTP, without an event loop."""
+"""HTTP commands to one server before and after a weight update, without an event loop."""
 
 from __future__ import annotations
 

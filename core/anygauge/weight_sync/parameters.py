@@ -1,4 +1,4 @@
-"""What the parameters of a server must be after an update, told by their checksums.
+"""Expected parameters of a server after an update, by checksum.
 
 A server holds some tensors of a checkpoint as one parameter, one below the other, and tells a checksum of
 each of its own. Here the checkpoint's tensors are put together the same way: no code of ours runs in it.

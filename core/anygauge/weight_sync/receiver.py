@@ -1,4 +1,4 @@
-"""What keeps the weights of a version beside a server, takes the changes to the next, and has it load them.
+"""Process beside a server that keeps its weights, applies changes and has the server load them.
 
 It runs in the worker that owns the server, on its node; only changes come over the network.
 """

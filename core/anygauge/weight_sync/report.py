@@ -1,4 +1,4 @@
-"""What an update did."""
+"""Report of a weight update."""
 
 from __future__ import annotations
 

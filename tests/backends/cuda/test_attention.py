@@ -1,4 +1,4 @@
-"""What cuDNN is told of packed sequences. What it makes of that the conformance suite looks at, on a GPU."""
+"""cuDNN graphs of packed sequences. The conformance suite checks their results, on a GPU."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_a_deterministic_run_has_graphs_of_its_own() -> None:
 
 
 class RecordedTensor:
-    """What a graph is told of one of its tensors, by argument or by setter."""
+    """Settings of one of a graph's tensors, by argument or by setter."""
 
     def __init__(self, **facts: Any) -> None:
         self.facts = facts

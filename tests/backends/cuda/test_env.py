@@ -1,4 +1,4 @@
-"""What the CUDA backend gives to workers' processes, and which GPU each takes."""
+"""Environment of CUDA workers, and the GPU that each uses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a recording that fails leaves behind. What one does on a GPU is in the conformance suite."""
+"""Failed graph captures and what they leave behind. Captures on a GPU are in the conformance suite."""
 
 from __future__ import annotations
 

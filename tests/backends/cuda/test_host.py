@@ -1,4 +1,4 @@
-"""What ``anygauge doctor`` finds of an NVIDIA host, on trees of files that are made up here."""
+"""``anygauge doctor`` on NVIDIA hosts, on directory trees made up here."""
 
 from __future__ import annotations
 

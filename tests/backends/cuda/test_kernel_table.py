@@ -1,4 +1,4 @@
-"""What the CUDA backend declares, on a host with neither a GPU nor Triton."""
+"""Kernels that the CUDA backend declares, on a host with neither a GPU nor Triton."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the CUDA backend's probe says of hosts that are made up here."""
+"""Probe of the CUDA backend on hosts made up here."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a rank does for the tests of devices and communication."""
+"""Rank programs for the tests of devices and communication."""
 
 from __future__ import annotations
 

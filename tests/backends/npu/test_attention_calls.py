@@ -1,4 +1,4 @@
-"""What one call of the operator does not take becomes several, of the same result."""
+"""Attention inputs that one operator call does not take are split into several calls with the same result."""
 
 from __future__ import annotations
 

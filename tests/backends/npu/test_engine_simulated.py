@@ -56,7 +56,7 @@ def assert_same_bits(found: Mapping[Any, torch.Tensor], expected: Mapping[Any, t
 
 @pytest.mark.parametrize(("name", "parallel"), [("tied", {}), ("experts", {"expert": 2}), ("post-norms", {})])
 def test_fused_kernels_change_the_rounding_alone(train: Train, name: str, parallel: dict[str, Any]) -> None:
-    """What the backend takes by itself, beside what the host takes by itself: other orders of sums."""
+    """Compare the backend's kernels with those of the host: the order of sums differs."""
     host, npu = (train(backend, name, parallel=parallel) for backend in ("cpu", "npu"))
     whole = {**host[0], **{when: {**host[0][when], **host[1][when]} for when in ("before", "after")}}
     MODES["assert_same"](npu, whole)

@@ -1,4 +1,4 @@
-"""What ``anygauge doctor`` finds of an Ascend host, on trees of files that are made up here. Simulated."""
+"""``anygauge doctor`` on Ascend hosts, on directory trees made up here. Simulated."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the NPU backend calls is there, with those arguments, in every version of torch-npu that it is for."""
+"""Operators that the NPU backend calls exist, with those arguments, in every supported torch-npu version."""
 
 from __future__ import annotations
 

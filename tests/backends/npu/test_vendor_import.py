@@ -1,4 +1,4 @@
-"""What importing torch-npu replaces, against docs/seams.md: the real wheel on a simulated device."""
+"""Replacements made by importing torch-npu, against docs/seams.md: the real wheel on a simulated device."""
 
 from __future__ import annotations
 

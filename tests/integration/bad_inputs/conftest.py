@@ -1,4 +1,4 @@
-"""What the tests of bad inputs share: a model, data, an earlier run, and the path of the command.
+"""Fixtures of the tests of bad inputs: a model, data, an earlier run and the path of the command.
 
 Every case takes it with ``run.overwrite = true``, on a directory that holds an earlier run: whatever is wrong
 must be found, with a code, before that is touched and before any process starts.

@@ -1,4 +1,4 @@
-"""What the core's algorithm plugin registers."""
+"""Registrations of the core's algorithm plugin."""
 
 from __future__ import annotations
 

@@ -287,7 +287,7 @@ def test_an_extreme_ratio_stays_finite(name: str, dtype: torch.dtype, old: float
 
 @pytest.mark.parametrize("name", [name for name in ALL if name != "metrics_only"])
 def test_tokens_that_do_not_count_change_no_weight_of_those_that_do(name: str) -> None:
-    """What a tool answered lies between two turns: the sample's ratio is that of the policy's own tokens."""
+    """Put a tool's answer between two turns: the sample's ratio is that of the policy's own tokens."""
     inputs = make_inputs([5, 5], seed=2)
     counts = inputs.loss_mask != 0
     assert 0 < int(counts.sum()) < 10

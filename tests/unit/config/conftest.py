@@ -40,7 +40,7 @@ def named(*names: str, fn: Callable[..., Any] = grpo) -> list[NamedFunction]:
 
 
 class Model:
-    """What ``check`` reads of a ``ModelSpec``."""
+    """Fields of a ``ModelSpec`` that ``check`` reads."""
 
     name = "toy"
     architectures = ("ToyForCausalLM",)

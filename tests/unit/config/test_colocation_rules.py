@@ -1,4 +1,4 @@
-"""What is said about trainers and engines that cannot have the same devices."""
+"""Errors about trainers and engines that cannot share devices."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What plugins fill in. Covers adjust_config."""
+"""Values that plugins fill in. Covers adjust_config."""
 
 from __future__ import annotations
 

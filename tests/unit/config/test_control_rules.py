@@ -1,4 +1,4 @@
-"""What is said about wrong rollout control before a run starts."""
+"""Errors about wrong rollout control before a run starts."""
 
 from __future__ import annotations
 

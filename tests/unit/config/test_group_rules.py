@@ -1,4 +1,4 @@
-"""What is said about servers that are not alike, and about engines that a run does not start."""
+"""Errors about groups of servers, and about external engines."""
 
 from __future__ import annotations
 

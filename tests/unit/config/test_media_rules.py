@@ -1,4 +1,4 @@
-"""What a run says of images, video and sound must go together, and with its model."""
+"""Config keys about images, video and sound must agree, and fit the model."""
 
 from __future__ import annotations
 

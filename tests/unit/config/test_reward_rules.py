@@ -1,4 +1,4 @@
-"""What is said about a wrong ``[reward]`` before a run starts."""
+"""Errors about a wrong ``[reward]`` before a run starts."""
 
 from __future__ import annotations
 

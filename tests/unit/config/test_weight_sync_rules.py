@@ -1,4 +1,4 @@
-"""What is said about wrong weight sync before a run starts."""
+"""Errors about wrong weight sync before a run starts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the core's data plugin registers and refuses."""
+"""Registrations and refusals of the core's data plugin."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the modules of hybrid families do that a whole model in float32 on one process does not show."""
+"""Modules of hybrid families, in cases that a whole float32 model on one process does not show."""
 
 from __future__ import annotations
 

@@ -201,7 +201,7 @@ def ways_only(rank: ShardPosition) -> dict[str, int]:
 
 
 class Part(Source):
-    """What some rules use of a checkpoint."""
+    """Part of a checkpoint that some rules use."""
 
     def __init__(self, source: Source, rules: Sequence[TensorRule]) -> None:
         self.tensors = {name: source.tensors[name] for rule in rules for name in rule.hf}

@@ -262,7 +262,7 @@ def test_a_tower_that_makes_fewer_features_is_refused(
 def test_both_passes_get_every_input(
     make_engine: MakeEngine, mixed: list[TrainSample], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is put into the one dictionary reaches the model in either, whatever it is."""
+    """Put an input into the one dictionary: it reaches the model in either pass."""
     from anygauge.engines.megatron import inputs
 
     engine, canary, seen = make_engine(), object(), []

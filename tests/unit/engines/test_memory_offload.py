@@ -1,4 +1,4 @@
-"""What a train engine keeps on its device, and that it forgets nothing of what it gives up."""
+"""Offloading of a train engine, which loses nothing that it moves to the host."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What takes the place of the output layer: gradients as with all logits, and room for another head."""
+"""Replacement of the output layer: gradients as with all logits, and room for another head."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ def test_gradients_are_those_of_all_logits(make_engine: Make, overlap: bool) -> 
 def test_gradients_are_those_of_megatrons_embedding(
     make_engine: Make, monkeypatch: pytest.MonkeyPatch, fused: bool, overlap: bool
 ) -> None:
-    """Of a second step, which finds those of the first; there are several micro-batches."""
+    """Take a second step, which finds the gradients of the first; there are several micro-batches."""
     from anygauge.engines.megatron import model
 
     megatron = {"overlap_grad_reduce": overlap, "overlap_param_gather": overlap}

@@ -1,4 +1,4 @@
-"""What ``bench/parallel_step.py`` makes of what it measures; the steps themselves need devices."""
+"""Calculations of ``bench/parallel_step.py``; the steps themselves need devices."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ from anygauge_hooks.rl import TrainSample
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """What two optimizer steps of a tiny model with experts show of its options."""
+    """Results of two optimizer steps of a tiny model with experts."""
 
     weights: torch.Tensor
     buckets: list[int]

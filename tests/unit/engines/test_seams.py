@@ -1,4 +1,4 @@
-"""What differs from upstream before, inside and after a real use, against the ledger in ``docs/seams.md``."""
+"""Differences from upstream before, inside and after a real use, against the ledger in ``docs/seams.md``."""
 
 from __future__ import annotations
 

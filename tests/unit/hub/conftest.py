@@ -26,7 +26,7 @@ ROWS = b'{"prompt": "1+1=", "label": "2"}\n'
 
 @dataclass
 class Repository:
-    """What a hub holds under a name."""
+    """Files of a name on a hub."""
 
     files: dict[str, bytes]
     revisions: dict[str, str] = field(default_factory=lambda: {"main": COMMIT, "v1": COMMIT})

@@ -254,7 +254,7 @@ def given(both: ParityPair, sample: TrainSample) -> dict[str, Any]:
 
 
 def test_logits_and_gradients_equal_transformers(both: Any) -> None:
-    """Of text, images, a video and sound, in one micro-batch."""
+    """Compare text, images, a video and sound in one micro-batch."""
     both.check(["visual.blocks.1", "visual.merger_list.1", "audio_tower.conv2d1", "audio_tower.layers.1"])
 
 

@@ -232,7 +232,7 @@ STATES = {
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_flops_of_a_token_are_two_per_weight_that_it_meets(family: str) -> None:
-    """Of the experts those that it goes to; transformers has the weights, and what is a vector adds alone."""
+    """Count the experts that a token goes to; transformers has the weights, and vectors only add."""
     spec = FAMILIES[family]
     hf = spec.tiny()
     with torch.device("meta"):
@@ -321,7 +321,7 @@ HEADS = {
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_flops_of_the_scores_are_those_of_half_a_square(family: str) -> None:
-    """By hand: multiplications and additions of queries with keys, and of weights with values."""
+    """Count by hand: multiplications and additions of queries with keys, and of weights with values."""
     spec = FAMILIES[family]
     hf = spec.tiny()
     size = hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"]

@@ -149,7 +149,7 @@ def given(both: ParityPair, sample: TrainSample) -> dict[str, Any]:
 
 
 def test_logits_and_gradients_equal_those_of_the_composition(both: ParityPair) -> None:
-    """Of text, images, a video and sound, in one micro-batch."""
+    """Compare text, images, a video and sound in one micro-batch."""
     both.check(["visual.blocks.1", "audio_tower.layers.1", "multi_modal_projector.linear_2", "lm_head"])
 
 

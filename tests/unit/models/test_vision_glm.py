@@ -365,7 +365,7 @@ def given(both: ParityPair, sample: TrainSample) -> dict[str, Any]:
 
 
 def test_logits_and_gradients_equal_transformers(both: Any) -> None:
-    """Of text, an image that two samples share, two images in one, and a video, in one micro-batch."""
+    """Compare text, an image shared by two samples, two images in one, and a video, in one micro-batch."""
     both.check(["visual.blocks.1", "visual.merger", "visual.embeddings"])
 
 

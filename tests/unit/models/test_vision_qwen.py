@@ -247,7 +247,7 @@ def build(path: Path, context: WorkerContext, modalities: Sequence[str] = ("imag
 
 
 def test_logits_and_gradients_equal_transformers(model: Model) -> None:
-    """Of text, an image that two samples share, two images in one, and a video, in one micro-batch."""
+    """Compare text, an image shared by two samples, two images in one, and a video, in one micro-batch."""
     actual, expected = model.logits(), model.expected()
     assert expected.std() > 0.1
     torch.testing.assert_close(actual, expected, rtol=0, atol=1e-5)

@@ -1,4 +1,4 @@
-"""What a cgroup leaves of a host."""
+"""Host resources within a cgroup's limits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run shows: lines without a terminal, a bar with time left on one, nothing left behind."""
+"""Progress display: lines without a terminal, a bar with time left on one, nothing left behind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a report reads from the metrics file, and how numbers become places, ticks and texts."""
+"""Report data from the metrics file: numbers become places, ticks and texts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the loop records of each data set, at a step that drew from one of two."""
+"""Metrics by data set, at a step that drew from one of two."""
 
 from __future__ import annotations
 

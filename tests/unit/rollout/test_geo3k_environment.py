@@ -1,4 +1,4 @@
-"""What the policy is told in ``examples/geo3k_vlm_multi_turn``."""
+"""Messages to the policy in ``examples/geo3k_vlm_multi_turn``."""
 
 from __future__ import annotations
 

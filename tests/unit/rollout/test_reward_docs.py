@@ -1,4 +1,4 @@
-"""What docs/rewards.md shows is so."""
+"""The examples of docs/rewards.md are true."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What may go wrong in a process that scores."""
+"""Failures of a scoring process."""
 
 from __future__ import annotations
 

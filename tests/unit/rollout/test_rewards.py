@@ -1,4 +1,4 @@
-"""What each reward function that comes with the core makes of a response."""
+"""Reward functions that come with the core."""
 
 from __future__ import annotations
 

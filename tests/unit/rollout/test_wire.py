@@ -1,4 +1,4 @@
-"""What SGLang is asked in bytes, and how its answers are read."""
+"""Requests to SGLang in bytes, and parsing of its answers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the nodes of a run must have in common, and where its workers meet."""
+"""Checks that the nodes of a run are alike, and the rendezvous of its workers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is built, by what a run is for."""
+"""Components that a run builds, by its task."""
 
 from __future__ import annotations
 

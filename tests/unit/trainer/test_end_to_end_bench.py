@@ -1,4 +1,4 @@
-"""What ``bench/end_to_end.py`` runs, stores and makes of the metrics; a run of its own is in integration."""
+"""Calculations of ``bench/end_to_end.py``; the runs themselves take minutes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What shows media keeps them, wherever it is made anew."""
+"""Samples and prompts keep their media wherever they are copied."""
 
 from __future__ import annotations
 

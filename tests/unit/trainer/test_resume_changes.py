@@ -1,4 +1,4 @@
-"""What counts as another config, where a run goes on."""
+"""Config changes that a resume refuses."""
 
 from __future__ import annotations
 

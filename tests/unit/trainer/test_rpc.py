@@ -1,4 +1,4 @@
-"""What a failure in a worker looks like on the driver."""
+"""Failures in a worker as the driver reports them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What changed of a tensor, as few bytes, and back."""
+"""Tensor differences, encoded in few bytes and decoded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is compared where the tensors are."""
+"""Checksums computed where the tensors are."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a server must hold after an update, where it holds a checkpoint's tensors together."""
+"""Expected parameters of a server that fuses a checkpoint's tensors."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ ALIGNMENT = 16
 
 
 class Rates(NamedTuple):
-    """What is the same for every number of a launch."""
+    """Optimizer constants of one launch."""
 
     fresh1: float
     """``1 - beta1``, which rounded numbers would not give."""
@@ -153,7 +153,7 @@ def _weight(
 
 
 class Plan(NamedTuple):
-    """What a launch reads of its tensors, on the device."""
+    """Tensor addresses and sizes of one launch, on the device."""
 
     addresses: Tensor
     sizes: Tensor

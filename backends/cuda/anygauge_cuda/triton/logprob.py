@@ -123,7 +123,7 @@ def _summarise(
     scale: float,
     TILE: tl.constexpr,
 ):
-    """Of one row: the peak, the sums of ``exp z`` and of ``z exp z``, and the logit of the target."""
+    """Reduce one row to its peak, the sums of ``exp z`` and ``z exp z``, and the target's logit."""
     # -1e30 is below every logit, and finite
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, TILE)

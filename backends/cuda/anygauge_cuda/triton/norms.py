@@ -84,7 +84,7 @@ class _RmsNorm(torch.autograd.Function):
 
 
 class _AddRmsNorm(torch.autograd.Function):
-    """Of the inputs the weight is kept, and the sum."""
+    """Fused residual add and RMS norm; keeps the weight and the sum for backward."""
 
     @staticmethod
     def forward(

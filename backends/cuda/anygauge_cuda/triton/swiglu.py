@@ -97,7 +97,7 @@ def _derive(
     TILE: tl.constexpr,
     TILES: tl.constexpr,
 ):
-    """Of a part of a row: ``s = sigmoid(gate)`` again, ``g up s (1 + gate (1 - s))`` and ``g gate s``."""
+    """Gradients of a row: ``s = sigmoid(gate)``, ``g up s (1 + gate (1 - s))`` and ``g gate s``."""
     row = (tl.program_id(0) // TILES).to(tl.int64)
     column = tl.program_id(0) % TILES * TILE + tl.arange(0, TILE)
     here = column < WIDTH

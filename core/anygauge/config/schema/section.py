@@ -1,4 +1,4 @@
-"""What every section is made of."""
+"""Base class and types shared by all config sections."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is optimized, and how."""
+"""Training and algorithm sections."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a medium's header says, and its content, whatever its kind."""
+"""Read the header and the content of a media file of any kind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is wrong with a medium, and where it is."""
+"""Errors about a media file, with its place in the data."""
 
 from __future__ import annotations
 

@@ -377,7 +377,7 @@ def _hint(name: str, known: list[str]) -> str | None:
 
 
 class _Names(dict[str, Any]):
-    """What annotations mean; a class that TOML has no value of stands for any other name."""
+    """Names that annotations resolve to; a class that TOML has no value of stands for any other name."""
 
     def __missing__(self, name: str) -> type:
         return type(name, (), {})

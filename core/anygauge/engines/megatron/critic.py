@@ -69,7 +69,7 @@ class MegatronCritic(MegatronEngine):
 
 @dataclass(frozen=True, slots=True)
 class _ValueData:
-    """What the loss needs for each sample of this rank, beside the model's output."""
+    """Per-sample inputs of the value loss on this rank, besides the model's output."""
 
     samples: Sequence[TrainSample]
     loss_weights: Sequence[Sequence[float]]

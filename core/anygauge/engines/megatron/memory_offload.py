@@ -1,4 +1,4 @@
-"""What a train engine has on its device, and the host copies of what it has not.
+"""Offloading of a train engine: device memory and its host copies.
 
 The unit is a storage: its bytes go to the host and it shrinks to none, so that every view of it, of which
 Megatron keeps many, is whole again once it has its size and its bytes back. Megatron's own way gives each

@@ -119,7 +119,7 @@ class Policy:
 
     @cached_property
     def _sent(self) -> dict[str, Tensor]:
-        """What :attr:`tensors` returns, looked up once: that takes longer than many a push."""
+        """Cached result of :attr:`tensors`: looking them up takes longer than many a push."""
         return self.tensors
 
     def _detached(self) -> dict[str, Tensor]:

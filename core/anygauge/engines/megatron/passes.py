@@ -1,4 +1,4 @@
-"""What Megatron's schedule calls for each micro-batch: a log-prob pass and a training pass."""
+"""Forward steps for Megatron's schedule: a log-prob pass and a training pass."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ __all__ = ["LogProbPass", "StepData", "TopKPass", "TrainPass"]
 
 @dataclass(frozen=True, slots=True)
 class StepData:
-    """What the loss needs for each sample of this rank, beside the model's output."""
+    """Per-sample inputs of the loss on this rank, besides the model's output."""
 
     samples: Sequence[TrainSample]
     loss_weights: Sequence[Sequence[float]]

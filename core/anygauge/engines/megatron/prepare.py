@@ -1,4 +1,4 @@
-"""What must happen before the first import of Megatron."""
+"""Preparation before the first import of Megatron."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the ranks of a model agree on, and how results reach all of them."""
+"""Agreement among the ranks of a model, and broadcast of results to all of them."""
 
 from __future__ import annotations
 

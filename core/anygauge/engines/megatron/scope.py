@@ -152,7 +152,7 @@ class DeviceScope(AbstractContextManager[None]):
 
 
 class _Process:
-    """What is replaced in this process, and how many scopes need it."""
+    """Attributes replaced in this process, and the number of scopes that need them."""
 
     entries = 0
     device_type = ""
@@ -394,7 +394,7 @@ class _Redirection(TorchFunctionMode):
 
 
 class _Thread(threading.local):
-    """What this thread has entered."""
+    """Scopes that this thread has entered."""
 
     entries = 0
     mode: _Redirection | None = None

@@ -29,7 +29,7 @@ _TINY = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class _Shards:
-    """What a part of Megatron's optimizer updates, by parameter group."""
+    """Parameters that one of Megatron's optimizers updates, by parameter group."""
 
     gradients: Sequence[Sequence[Tensor]]
     copies: Sequence[Sequence[Tensor | None]]

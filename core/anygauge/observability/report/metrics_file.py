@@ -29,7 +29,7 @@ class Series:
 
     @cached_property
     def points(self) -> list[tuple[int, float | None]]:
-        """What is drawn and summed up: the values, so far bounded that no sum of them overflows."""
+        """Points to draw and to sum up, clamped so that no sum of them overflows."""
         bounded = (v if v is None else max(-_LARGEST, min(v, _LARGEST)) for v in self.values)
         return list(zip(self.steps, bounded, strict=True))
 

@@ -28,7 +28,7 @@ __all__ = ["PhaseRow", "draw_phases", "phase_rows"]
 
 @dataclass(frozen=True, slots=True)
 class PhaseRow:
-    """What one phase takes; seconds."""
+    """Seconds that one phase takes."""
 
     label: str
     median: float

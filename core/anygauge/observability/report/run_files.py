@@ -1,4 +1,4 @@
-"""What a run left in its directory. Every file may be missing, cut short or from a run that still goes on."""
+"""Read the files of a run directory. Any of them may be missing, cut short or still growing."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ __all__ = ["Expected", "check_engine"]
 
 
 class Expected(NamedTuple):
-    """What a run needs of an engine; what is ``None`` or empty is not checked."""
+    """Properties that a run requires of an engine; ``None`` or empty ones are not checked."""
 
     architectures: tuple[str, ...] = ()
     """Of the model's ``config.json``."""

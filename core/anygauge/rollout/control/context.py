@@ -1,4 +1,4 @@
-"""What groups are made with."""
+"""Contexts that rollouts and the producer run in."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["ProducerContext", "RolloutContext"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutContext:
-    """What samples are made with."""
+    """Engines, functions and text tools that samples are made with."""
 
     config: RolloutConfig
     generator: Generator
@@ -35,7 +35,7 @@ class RolloutContext:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProducerContext:
-    """What a producer works with."""
+    """Data source, sampling parameters and scorer of a producer."""
 
     rollout_context: RolloutContext
     source: DataSource

@@ -1,4 +1,4 @@
-"""What stands between rollouts and the engines: it can be closed, and knows what is under way."""
+"""Gate between rollouts and the engines: it can be closed and counts requests in flight."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the policy said in a rollout so far, from which the rollout can go on.
+"""Journal of a rollout's generations so far, from which the rollout can resume.
 
 A rollout whose process has ended is run again from its beginning. The generations that it asks for then come
 from here as long as it asks for the same, so that the tokens, log-probs and weight versions that were paid

@@ -1,4 +1,4 @@
-"""What is said of steps that have too few groups."""
+"""Error texts for steps with too few groups."""
 
 from __future__ import annotations
 

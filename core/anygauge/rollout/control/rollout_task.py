@@ -36,7 +36,7 @@ class RolloutTask(NamedTuple):
 
     @property
     def seed(self) -> int:
-        """Of its first generation."""
+        """Seed of the first generation."""
         return self.group.seeds[self.place]
 
     def failed(self, why: str) -> tuple[Sample, ...]:

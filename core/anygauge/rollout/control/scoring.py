@@ -16,7 +16,7 @@ Score = Callable[[Sequence[Group]], Sequence[Group]]
 
 
 class GroupScorer:
-    """What scores groups, in a thread of its own; those that come while it is busy are its next call.
+    """Scores groups in a thread of its own; groups that arrive while it is busy form its next call.
 
     Each rollout is scored once, by its last sample, whose reward all samples of the rollout get. One that has
     a reward already, or an error, is left as it is.

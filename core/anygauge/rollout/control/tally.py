@@ -1,4 +1,4 @@
-"""What became of the rollouts since the last step, and how many of them may fail."""
+"""Counts of rollouts since the last step, and limits on their failures."""
 
 from __future__ import annotations
 

@@ -172,7 +172,7 @@ def _rewarded(samples: Sequence[Sample], returned: Any) -> list[Sample]:
 
 
 class _Made(NamedTuple):
-    """What a gateway is made of; rollouts with the same share one."""
+    """Settings of a gateway; rollouts with equal settings share one."""
 
     tokenizer: Any
     params: Any

@@ -1,4 +1,4 @@
-"""What an agent is told of a generation: as a whole, and piece by piece while it grows."""
+"""Answers to an agent: complete, or as increments while the generation grows."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["Answer", "Piece", "Reader", "answer_of"]
 
 
 class Piece(NamedTuple):
-    """What an answer has more than before."""
+    """Increment of an answer."""
 
     kind: Literal["reasoning", "text", "call"]
     text: str = ""

@@ -1,4 +1,4 @@
-"""What was said in a chat, whichever API said it, and when two messages say the same."""
+"""Chat messages, independent of the API, and when two of them are equal."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ class Message(NamedTuple):
 
 
 class Chat(NamedTuple):
-    """What a request shows the model."""
+    """Messages and tools that a request shows the model."""
 
     messages: tuple[Message, ...]
     tools: tuple[Mapping[str, Any], ...] = ()

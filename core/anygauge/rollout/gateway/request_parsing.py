@@ -1,4 +1,4 @@
-"""What a request asks for, whichever API it came through."""
+"""Chat requests, parsed the same for every API."""
 
 from __future__ import annotations
 

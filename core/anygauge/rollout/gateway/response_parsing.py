@@ -1,4 +1,4 @@
-"""What a model wrote, told apart: reasoning, text and calls of tools; also while the text still grows."""
+"""Split a model's output into reasoning, text and tool calls, also while it is still growing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What must hold of a config for agents."""
+"""Config rules for agents."""
 
 from __future__ import annotations
 

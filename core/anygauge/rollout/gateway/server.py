@@ -221,7 +221,7 @@ class Gateway:
 
     @property
     def host(self) -> str:
-        """Of :attr:`address`."""
+        """Host part of :attr:`address`."""
         return urlsplit(self._address).hostname or ""
 
     def key(self, session: Session) -> str:

@@ -99,7 +99,7 @@ class Session:
 
     @property
     def turns(self) -> Sequence[Turn]:
-        """What was sampled, in the order in which it ended."""
+        """Turns sampled so far, in the order in which they ended."""
         return self._turns.all
 
     @property

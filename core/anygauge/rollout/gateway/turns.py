@@ -1,4 +1,4 @@
-"""What the model sampled in a session, and how a later request goes on from it."""
+"""Turns sampled in a session, and how a later request continues from them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Plan(NamedTuple):
 
     @property
     def tokens(self) -> tuple[int, ...]:
-        """Of the prompt."""
+        """Tokens of the prompt."""
         return self.shown.tokens
 
 

@@ -32,7 +32,7 @@ _DEPTH = 4
 
 
 class Item(NamedTuple):
-    """What one call is about: a sample, or lists with one entry per sample of a group."""
+    """Arguments of one call: a sample, or lists with one entry per sample of a group."""
 
     response: Any
     label: Any

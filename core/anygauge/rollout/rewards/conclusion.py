@@ -1,4 +1,4 @@
-"""What a text about a multiple-choice question concludes, by the ways in which models say so."""
+"""Extract the conclusion of a text about a multiple-choice question, in the phrases that models use."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ class CallSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
-    """What a process needs to know before its first sample."""
+    """Settings that a scoring process gets before its first sample."""
 
     calls: Sequence[CallSpec]
     memory_bytes: int

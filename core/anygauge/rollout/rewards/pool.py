@@ -55,7 +55,7 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """What ends the work on jobs before all of it is done."""
+    """Limits that end scoring before all jobs are done."""
 
     most_failed: float = math.inf
     """Samples of one job that may fail."""

@@ -1,4 +1,4 @@
-"""What SGLang's servers of each kind are started with."""
+"""Arguments of SGLang servers by kind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What must hold of a config for SGLang's servers."""
+"""Config rules for SGLang servers."""
 
 from __future__ import annotations
 

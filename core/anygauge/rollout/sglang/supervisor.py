@@ -48,7 +48,7 @@ def supervisor_command(server: Sequence[str], *, grace_s: float) -> list[str]:
 
 
 class _Traces:
-    """What a server has on the host: numbers of its processes, and files in shared memory."""
+    """Processes and shared-memory files of a server on the host."""
 
     def __init__(self) -> None:
         self.pids: set[int] = set()

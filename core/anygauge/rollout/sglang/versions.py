@@ -1,4 +1,4 @@
-"""What differs between the versions of SGLang that were tested: the only place that knows."""
+"""Differences between the tested versions of SGLang: the only place that knows them."""
 
 from __future__ import annotations
 

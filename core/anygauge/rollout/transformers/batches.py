@@ -45,13 +45,13 @@ class PendingSample:
 
     @property
     def prompt(self) -> PromptKey:
-        """What is the same for two rows that begin alike: equal tokens may stand for different images."""
+        """Key of samples with the same prompt: equal tokens may stand for different images."""
         return self.tokens, tuple(medium.key for medium in self.media)
 
 
 @dataclass(frozen=True, slots=True)
 class Response:
-    """What a row became; by default, one that was aborted before its first token."""
+    """Response of one sample; the default is one that was aborted before its first token."""
 
     tokens: tuple[int, ...] = ()
     log_probs: tuple[float, ...] = ()

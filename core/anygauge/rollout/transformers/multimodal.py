@@ -1,4 +1,4 @@
-"""What a model of transformers makes of the images, video and sound in its prompts.
+"""Vision and audio inputs of a transformers model.
 
 Contents become a tower's inputs by the same function as in the trainer, and positions are the family's own,
 so that both see the same. Each content is encoded once for a batch, however many prompts show it.
@@ -24,7 +24,7 @@ __all__ = ["MultimodalContext", "MultimodalTowers"]
 
 
 class MultimodalContext(NamedTuple):
-    """What an engine needs to show media to its model."""
+    """Specs and store that an engine needs to feed media to its model."""
 
     spec: MediaSpec
     hf: Mapping[str, Any]

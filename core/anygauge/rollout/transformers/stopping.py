@@ -32,7 +32,7 @@ def decode(tokenizer: Any, sequences: Sequence[Sequence[int]], *, special: bool)
 
 
 class StopRules:
-    """What can end a response of one model; makes the :class:`Stopper` of a request.
+    """Stop conditions of one model; makes the :class:`Stopper` of a request.
 
     :param tokenizer: The model's tokenizer.
     :param eos_ids: The model's end-of-sequence tokens.

@@ -1,1 +1,1 @@
-"""What every backend passes: ``pytest --pyargs anygauge.testing.conformance --backend NAME``."""
+"""Conformance suite of backends: ``pytest --pyargs anygauge.testing.conformance --backend NAME``."""

@@ -1,4 +1,4 @@
-"""What goes wrong with a fake engine: by itself after so many events, or when it is told to."""
+"""Faults of a fake engine: after a number of events, or on command."""
 
 from __future__ import annotations
 

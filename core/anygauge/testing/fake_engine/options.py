@@ -1,4 +1,4 @@
-"""What a fake engine is told when it starts."""
+"""Start options of a fake engine."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ _LENGTH_SALT = 0x5851F42D4C957F2D
 
 
 class Tokens(NamedTuple):
-    """What follows a prompt."""
+    """Tokens that follow a prompt."""
 
     ids: NDArray[np.int64]
     log_probs: NDArray[np.float64]

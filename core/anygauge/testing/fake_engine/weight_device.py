@@ -1,4 +1,4 @@
-"""What a fake engine's weights are on, and how its process joins groups there."""
+"""Device of a fake engine's weights, and its process groups."""
 
 from __future__ import annotations
 

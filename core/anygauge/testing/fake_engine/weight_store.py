@@ -1,4 +1,4 @@
-"""What a server does with the weights that it is sent, on named tensors and without a model.
+"""Weight updates of a fake server, on named tensors without a model.
 
 It reads what SGLang 0.5.17 and 0.5.23 read: flattened buckets whose memory it maps, broadcasts, directories.
 """

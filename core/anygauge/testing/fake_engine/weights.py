@@ -13,7 +13,7 @@ __all__ = ["Answer", "Weights"]
 
 
 class Answer(NamedTuple):
-    """What an endpoint says about the weights."""
+    """Answer of a weight endpoint."""
 
     success: bool
     message: str

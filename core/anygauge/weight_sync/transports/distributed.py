@@ -1,4 +1,4 @@
-"""By a broadcast from training rank 0 to every process of every server."""
+"""Weight transport by broadcast from training rank 0 to every process of every server."""
 
 from __future__ import annotations
 

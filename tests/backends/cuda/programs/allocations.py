@@ -1,4 +1,4 @@
-"""What torch's allocator does in a trainer: memory for others, and a lack of it. Used by test_on_a_gpu.
+"""Memory that torch's allocator gives back, and out-of-memory errors. Used by test_on_a_gpu.
 
 ``allocations.py share FILE`` writes down where a bucket is, and then runs out of memory; ``map FILE``, a
 process that is no relative of the first, reads the bucket.

@@ -1,4 +1,4 @@
-"""What Transformer Engine 2.11 is called with: its signatures, and host arithmetic for one rank behind them.
+"""Stand-in for Transformer Engine 2.11: its signatures, and host arithmetic for one rank.
 
 A call that its signature would refuse is refused. Nothing here says how it computes, or how fast.
 """
@@ -54,7 +54,7 @@ def bound(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
 
 
 class Stateful(nn.Module):
-    """What every module of the library has beside its tensors."""
+    """State that every module of the library has besides its tensors."""
 
     def get_extra_state(self) -> Tensor:
         """Return the state of FP8: none."""

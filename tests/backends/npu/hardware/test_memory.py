@@ -1,4 +1,4 @@
-"""What the loss needs on a real NPU."""
+"""Memory of the loss on a real NPU."""
 
 from __future__ import annotations
 

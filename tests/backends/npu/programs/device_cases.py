@@ -1,4 +1,4 @@
-"""What a process sees of two simulated NPUs. Run by ``test_simulation.py``, inside the launcher."""
+"""A process with two simulated NPUs. Run by ``test_simulation.py``, inside the launcher."""
 
 from __future__ import annotations
 

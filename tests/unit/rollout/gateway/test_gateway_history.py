@@ -1,4 +1,4 @@
-"""What a request goes on from: exact tokens, forks, retries; and what of it is trained on."""
+"""Continuation of earlier requests: exact tokens, forks, retries; and the samples trained on."""
 
 from __future__ import annotations
 

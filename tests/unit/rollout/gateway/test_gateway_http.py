@@ -1,4 +1,4 @@
-"""What no client of OpenAI's or Anthropic's sends, and what both get when time is over."""
+"""HTTP that no client of OpenAI's or Anthropic's sends, and timeouts of both."""
 
 from __future__ import annotations
 

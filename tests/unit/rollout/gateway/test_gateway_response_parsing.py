@@ -1,4 +1,4 @@
-"""What a model wrote, told apart: whole, and while it grows."""
+"""Parsing of model output: whole, and while it grows."""
 
 from __future__ import annotations
 

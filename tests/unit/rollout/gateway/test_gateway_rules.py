@@ -1,4 +1,4 @@
-"""What is said about a wrong agent, or a wrong gateway, before a run starts."""
+"""Errors about a wrong agent, or a wrong gateway, before a run starts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a worker's server is started with: whose word counts, and what its kind needs."""
+"""Arguments of a worker's server: precedence, and those of its kind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the config check says of SGLang's servers."""
+"""Config checks of SGLang servers."""
 
 from __future__ import annotations
 

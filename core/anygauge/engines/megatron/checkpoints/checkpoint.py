@@ -1,4 +1,4 @@
-"""What the engine needs to go on exactly where it was: copied at once, written behind its back, read whole.
+"""Training checkpoints: state is copied at once, written in the background and restored exactly.
 
 Each rank keeps the pieces of the parameters that its optimizer updates, with the optimizer's state for them,
 under canonical names and with the part of the whole parameter that they are; ranks that divide the model in

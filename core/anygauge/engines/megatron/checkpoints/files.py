@@ -60,7 +60,7 @@ _DTYPES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Region:
-    """What a rank has of a parameter: stretches along one dimension, put one after another."""
+    """Part of a parameter that a rank holds: stretches along one dimension, concatenated."""
 
     shape: tuple[int, ...]
     """Of the whole parameter, without padding."""

@@ -1,4 +1,4 @@
-"""What a rank has of a model and of its optimizer's state, under canonical names."""
+"""This rank's shards of the model and of the optimizer state, under canonical names."""
 
 from __future__ import annotations
 

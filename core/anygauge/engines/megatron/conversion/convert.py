@@ -170,7 +170,7 @@ def megatron_to_hf(
 
 @dataclass(frozen=True, slots=True)
 class _Family:
-    """What a family declares about a model."""
+    """Declarations of a model family."""
 
     rules: list[TensorRule]
     unused: tuple[str, ...]

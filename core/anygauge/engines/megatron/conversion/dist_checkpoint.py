@@ -70,7 +70,7 @@ def _key(rule: TensorRule) -> tuple[str, tuple[int, ...]]:
 
 @dataclass(slots=True)
 class WrittenFile:
-    """What one file holds."""
+    """Tensors that one file holds."""
 
     tensors: dict[str, TensorStorageMetadata] = field(default_factory=dict)
     storage: dict[MetadataIndex, Any] = field(default_factory=dict)

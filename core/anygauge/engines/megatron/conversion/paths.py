@@ -1,4 +1,4 @@
-"""What a conversion reads and writes, checked before anything heavy is imported."""
+"""Source and target paths of a conversion, checked before heavy imports."""
 
 from __future__ import annotations
 

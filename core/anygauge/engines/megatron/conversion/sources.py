@@ -1,4 +1,4 @@
-"""What a conversion reads weights from: a Hugging Face directory, a dist-checkpoint, a checkpoint of a run.
+"""Weight sources of a conversion: a Hugging Face directory, a dist-checkpoint or a run's checkpoint.
 
 All give tensors by the rules of the model's family, whole, under canonical names.
 """

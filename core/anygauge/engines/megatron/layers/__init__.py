@@ -1,1 +1,1 @@
-"""What a model is made of: Megatron's layers with our modules in them."""
+"""Megatron layers built from our modules."""

@@ -43,7 +43,7 @@ class Cut:
 
     @property
     def multiple(self) -> int:
-        """What the length of each sequence must be a multiple of."""
+        """Number that the length of each sequence must be a multiple of."""
         return 1 if self.context == 1 else 2 * self.context
 
     def padded(self, length: int) -> int:
@@ -53,7 +53,7 @@ class Cut:
 
 @dataclass(frozen=True, slots=True)
 class SequenceParts:
-    """What a rank has of packed sequences, and where it finds the rest.
+    """This rank's part of packed sequences, and the place of the rest.
 
     Row numbers are host tensors, int64. What is gathered has the rows of rank 0, then those of rank 1, ...
     """

@@ -30,7 +30,7 @@ class DecoderLayerSubmodules(TransformerLayerSubmodules):
 
 @dataclass(frozen=True, slots=True)
 class MlpSpec:
-    """What ``build_module`` reads of a module spec.
+    """Fields of a module spec that ``build_module`` reads.
 
     Megatron's own class makes its layer warn about an MLP that is not one of four classes.
     """

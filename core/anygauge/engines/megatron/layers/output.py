@@ -1,4 +1,4 @@
-"""What stands where Megatron has its output layer: the hidden states of response tokens go to the loss.
+"""Output layer that passes the hidden states of response tokens to the fused loss.
 
 Megatron names the class of that layer in the model, so it is replaced in the model that was built. Megatron
 imports happen here at module level: import this file only after ``prepare_megatron``.

@@ -22,7 +22,7 @@ __all__ = ["MediaBatch", "MediaInputs", "MediaReader", "TowerBatch", "media_inpu
 
 @dataclass(frozen=True, slots=True)
 class TowerBatch:
-    """What a tower sees of a micro-batch. ``N`` features, ``n`` tokens of this rank."""
+    """Inputs of one tower for a micro-batch. ``N`` features, ``n`` tokens of this rank."""
 
     inputs: Mapping[str, Any]
     """Keyword arguments, from ``TowerSpec.inputs``."""
@@ -36,7 +36,7 @@ class TowerBatch:
 
 @dataclass(frozen=True, slots=True)
 class MediaBatch:
-    """What the towers see of a micro-batch."""
+    """Inputs of all towers for a micro-batch."""
 
     parts: Mapping[str, TowerBatch]
     """By name of the tower; those that see nothing are not there."""
@@ -44,7 +44,7 @@ class MediaBatch:
 
 @dataclass(frozen=True, slots=True)
 class MediaInputs:
-    """What media add to the inputs of a micro-batch."""
+    """Media inputs added to a micro-batch."""
 
     positions: Tensor | None
     """``[3, T]``, int64, on the host: of the packed tokens without padding; ``None`` for those of text."""

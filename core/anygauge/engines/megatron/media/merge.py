@@ -21,7 +21,7 @@ __all__ = ["Deposits", "Features", "merge"]
 
 @dataclass(frozen=True, slots=True)
 class Features:
-    """What a tower made of the contents of a micro-batch, and where it goes. ``N`` features, ``n`` tokens."""
+    """Tower features of a micro-batch, and their places. ``N`` features, ``n`` tokens."""
 
     main: Tensor
     """``[N, H]``, in the place of embeddings."""
@@ -35,7 +35,7 @@ class Features:
 
 @dataclass(slots=True)
 class Deposits:
-    """What the first layers add, and the gradients that come back from there."""
+    """Features that the first layers add, and the gradients that come back from there."""
 
     levels: Sequence[Tensor]
     """``[N, H]`` each, without a history."""

@@ -123,11 +123,11 @@ class _Patches:
 
 
 class Patches2d(_Patches, nn.Conv2d):
-    """Of two dimensions."""
+    """Patch embedding of images: two dimensions."""
 
 
 class Patches3d(_Patches, nn.Conv3d):
-    """Of three dimensions."""
+    """Patch embedding of video: three dimensions."""
 
 
 _PATCHES: Mapping[type, type] = {nn.Conv2d: Patches2d, nn.Conv3d: Patches3d}

@@ -1,4 +1,4 @@
-"""What a model does not keep of the checkpoint that it is loaded from: told once, by one rank."""
+"""Report of checkpoint tensors that the model does not use, logged once by one rank."""
 
 from __future__ import annotations
 
