@@ -104,7 +104,7 @@ def everything(actor: ActorWorker) -> dict[str, Any]:
 def make_actor(config: Config, context: WorkerContext) -> ActorWorker:
     """Return an actor, with a critic where the algorithm needs one."""
     learns = config.algorithm.advantage == "gae"
-    return ActorWorker(config, context, parts=Components(trains=True, generates=False, learns=learns))
+    return ActorWorker(config, context, components=Components(trains=True, generates=False, learns=learns))
 
 
 def keep_small(actor: ActorWorker) -> None:

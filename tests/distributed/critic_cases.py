@@ -16,7 +16,9 @@ from anygauge_hooks.engines import WorkerContext
 
 def train(config: Config, context: WorkerContext, case: dict[str, Any]) -> dict[str, Any]:
     """Return the metrics of two rollouts, and the values after them."""
-    actor: Any = ActorWorker(config, context, parts=Components(trains=True, generates=False, learns=True))
+    actor: Any = ActorWorker(
+        config, context, components=Components(trains=True, generates=False, learns=True)
+    )
     layout = layout_of(config)
     samples = [
         sample._replace(reward=float(index % 3), baseline=1.0)

@@ -57,8 +57,8 @@ def make_worker(context: WorkerContext, models: dict[str, Path], store: Store) -
                 **sections,
             }
         )
-        parts = Components(trains=True, generates=False, learns=True)
-        return ActorWorker(config, replace(context, plugins=plugins, media=store), parts=parts)
+        components = Components(trains=True, generates=False, learns=True)
+        return ActorWorker(config, replace(context, plugins=plugins, media=store), components=components)
 
     return make
 

@@ -42,7 +42,7 @@ def make_worker(context: WorkerContext, model: Path) -> MakeWorker:
                 **sections,
             }
         )
-        return ActorWorker(config, context, parts=Components(trains=True, generates=False, learns=True))
+        return ActorWorker(config, context, components=Components(trains=True, generates=False, learns=True))
 
     return make
 

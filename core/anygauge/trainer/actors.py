@@ -102,27 +102,29 @@ class ActorWorker(GeneratingWorker):
     Reference and teacher borrow the actor's memory where they are of its size. The critic is an engine of its
     own.
 
-    :param parts: What the run builds; ``None`` takes what the config says.
+    :param components: What the run builds; ``None`` takes what the config says.
     """
 
-    def __init__(self, config: Config, context: WorkerContext, *, parts: Components | None = None) -> None:
+    def __init__(
+        self, config: Config, context: WorkerContext, *, components: Components | None = None
+    ) -> None:
         super().__init__(context)
-        parts = parts or run_components(config)
+        components = components or run_components(config)
         self.config = config
         self.loss = make_loss(config, context)
         self._context = context
         self._layout = layout_of(config)
         self._estimator = estimator(config, context.plugins)
-        self._trainer = make_trainer(config, context) if parts.trains else None
+        self._trainer = make_trainer(config, context) if components.trains else None
         self._teacher: Teacher | None = None
         self._critic: CriticEngine | None = None
         self._refused: str | None = None
         """Why the last checkpoint was not begun."""
-        if parts.learns:
+        if components.learns:
             load_reference(config, self.trainer)
             self._teacher = make_teacher(config, context, self.trainer)
             self._critic = make_critic(config, context)
-        if parts.generates and not config.has_engines_apart:
+        if components.generates and not config.has_engines_apart:
             self._engine = make_engine(config, context)
         self._rollouts_trained = 0
         self._sender = WeightSender(is_sender=context.rank == 0)

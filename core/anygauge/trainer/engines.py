@@ -151,7 +151,7 @@ def open_engines(
     config: Config,
     backend: BackendSpec,
     plugins: Plugins,
-    parts: Components,
+    components: Components,
     workers: WorkerGroup,
     directory: Path,
     colocation: ColocationScheduler,
@@ -163,12 +163,12 @@ def open_engines(
     :param colocation: That the engines take with the trainers, where they share devices.
     """
     count = config.placement.rollout_workers
-    if not (config.has_engines_apart and parts.generates):
+    if not (config.has_engines_apart and components.generates):
         yield SharedEngines(workers)
         return
     if plugins.get("register_rollout_engines", config.rollout.engine).serve is not None:
         make = colocated(config, plugins, colocation) if colocation.shared else ServedEngines
-        trainers = workers if parts.trains else None
+        trainers = workers if components.trains else None
         is_seated = config.placement.colocated and config.placement.launcher == "ray"
         seats = workers.seats(count, devices_of_server(config, plugins)) if is_seated else ()
         with open_servers(config, backend, plugins, trainers, directory, make, seats) as servers:
@@ -185,4 +185,4 @@ def open_engines(
         collective=False,
         first_device=config.placement.train_workers,
     ) as rollouts:
-        yield SeparateEngines(workers if parts.trains else None, rollouts)
+        yield SeparateEngines(workers if components.trains else None, rollouts)

@@ -161,7 +161,7 @@ def open_session(
             run_directory=directory,
             extra_devices=extra_devices(config, plugins),
             reads=[] if checkpoint is None else [checkpoint],
-            options={"parts": components},
+            options={"components": components},
         )
     )
     if checkpoint is not None:

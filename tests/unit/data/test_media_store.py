@@ -255,7 +255,7 @@ def test_holding_and_letting_go_in_many_threads_leaves_nothing(opened: SimpleNam
         thread.start()
     for thread in threads:
         thread.join()
-    assert not opened.loader._acquireers
+    assert not opened.loader._holders
     assert opened.store.bytes() == 0
     assert not opened.loader._under_way
 

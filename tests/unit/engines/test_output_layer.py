@@ -95,7 +95,7 @@ def test_a_step_has_no_tensor_as_large_as_all_logits(
             **sections,
         }
     )
-    worker = ActorWorker(config, context, parts=Components(trains=True, generates=False, learns=True))
+    worker = ActorWorker(config, context, components=Components(trains=True, generates=False, learns=True))
     generator = torch.Generator().manual_seed(1)
     samples = [
         TrainSample(

@@ -138,7 +138,9 @@ ROWS: list[tuple[str, Any, Settings]] = [
 ENGINE = "tests/unit/engines/test_megatron_engine.py::test_"
 CRITIC_KEYS = "tests/unit/engines/test_critic.py::test_keys_of_the_critic_take_the_place_of_the_policys"
 ADAM, SCHEDULE = f"{ENGINE}steps_follow_adamw", f"{ENGINE}learning_rate"
+SIZES = "tests/unit/config/test_global_batch_size.py::test_optimizer_steps_follow_from_the_batch_size"
 NO_LOSS: Mapping[str, Mapping[str, str]] = {
+    "is another way to set train.optimizer_steps": {"train.global_batch_size": SIZES},
     "changes the update, not the loss": {
         **dict.fromkeys(("train.lr", "train.clip_grad", "train.weight_decay"), ADAM),
         **dict.fromkeys(("train.adam_betas", "train.adam_eps"), ADAM),
@@ -199,7 +201,7 @@ class Tokens:
 
 def expected(config: Config, groups: Sequence[Group]) -> tuple[Steps, Steps]:
     """Return the optimizer steps of the policy and of the critic."""
-    a, count = config.algorithm, config.train.optimizer_steps
+    a, count = config.algorithm, config.optimizer_steps
     samples = tokens_of(config, groups)
     estimate_advantages(a, samples, config.rollout.samples_per_prompt)
     policy, critic = [], []

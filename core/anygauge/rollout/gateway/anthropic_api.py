@@ -213,7 +213,7 @@ class Events:
 
     def __init__(self, name: str, chat_request: ChatRequest) -> None:
         self._name = name
-        self._ask = chat_request
+        self._chat_request = chat_request
         self._open: int | None = None
         """The block of the answer that is being told."""
         self._told = -1
@@ -221,14 +221,14 @@ class Events:
 
     def begin(self, prompt_tokens: int) -> Iterator[bytes]:
         """Yield what comes before any token."""
-        head = _head(self._name, self._ask, prompt_tokens, 0)
+        head = _head(self._name, self._chat_request, prompt_tokens, 0)
         yield _event("message_start", message=head)
         yield _event("ping")
 
     def pieces(self, index: int, pieces: Sequence[Piece]) -> Iterator[bytes]:
         """Yield what is new of the answer."""
         for piece in pieces:
-            if piece.kind == "reasoning" and not self._ask.reasoning:
+            if piece.kind == "reasoning" and not self._chat_request.reasoning:
                 continue
             if piece.block != self._open:
                 yield from self._close_block()

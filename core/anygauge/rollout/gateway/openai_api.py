@@ -213,11 +213,11 @@ class Chunks:
             "created": created,
             "model": chat_request.model,
         }
-        self._ask = chat_request
+        self._chat_request = chat_request
 
     def begin(self, prompt_tokens: int) -> Iterator[bytes]:
         """Yield what comes before any token."""
-        for index in range(self._ask.answers):
+        for index in range(self._chat_request.answers):
             yield self._delta(index, {"role": "assistant", "content": "", "refusal": None})
 
     def pieces(self, index: int, pieces: Sequence[Piece]) -> Iterator[bytes]:
@@ -225,7 +225,7 @@ class Chunks:
         for piece in pieces:
             if piece.kind == "text":
                 yield self._delta(index, {"content": piece.text})
-            elif piece.kind == "reasoning" and self._ask.reasoning:
+            elif piece.kind == "reasoning" and self._chat_request.reasoning:
                 yield self._delta(index, {"reasoning_content": piece.text})
             elif piece.call is not None:
                 call = {"index": piece.number, **_written_call(piece.call)}
@@ -233,12 +233,12 @@ class Chunks:
 
     def end(self, answer: Answer) -> Iterator[bytes]:
         """Yield the end of an answer."""
-        log_probs = _log_probs(answer) if self._ask.log_probs else None
+        log_probs = _log_probs(answer) if self._chat_request.log_probs else None
         yield self._delta(answer.number, {}, _finish(answer), log_probs)
 
     def close(self, answers: Sequence[Answer]) -> Iterator[bytes]:
         """Yield the end of the stream."""
-        if self._ask.usage:
+        if self._chat_request.usage:
             yield _event({**self._head, "choices": [], "usage": _usage(answers)})
         yield b"data: [DONE]\n\n"
 
@@ -254,7 +254,9 @@ class Chunks:
         log_probs: dict[str, Any] | None = None,
     ) -> bytes:
         choice = {"index": index, "delta": delta, "finish_reason": finish, "logprobs": log_probs}
-        return _event({**self._head, "choices": [choice], **({"usage": None} if self._ask.usage else {})})
+        return _event(
+            {**self._head, "choices": [choice], **({"usage": None} if self._chat_request.usage else {})}
+        )
 
 
 def _event(value: Mapping[str, Any]) -> bytes:
