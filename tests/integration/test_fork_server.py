@@ -37,6 +37,20 @@ if sys.argv[1:]:
     os.write(int(sys.argv[1]), b"here")
 """
 
+RENUMBERED = """
+import fcntl, os, sys
+from anygauge.testing.fork_server import _renumber
+
+def files(descriptors):
+    return [os.readlink(f"/proc/self/fd/{each}") for each in descriptors]
+
+given = [fcntl.fcntl(os.pipe()[0], fcntl.F_DUPFD, int(sys.argv[1])) for _ in range(8)]
+print(files(given))
+numbers = [each + 1 for each in reversed(given)]
+_renumber(given, numbers)
+print(files(numbers))
+"""
+
 Start = StartScript = Callable[..., tuple[ForkedProcess, Path]]
 
 
@@ -84,6 +98,15 @@ def test_it_looks_like_a_process_that_was_started(start: Start, tmp_path: Path) 
         "megatron": True,
         "sum": 1e6,
     }
+
+
+@pytest.mark.parametrize("lowest", [3, 1000])
+def test_descriptors_get_their_numbers_also_where_these_are_taken(start: Start, lowest: int) -> None:
+    """A process of the tests has many open files, so numbers are high, and in the way of each other."""
+    process, output = start(RENUMBERED, str(lowest))
+    assert process.wait(60) == 0
+    given, kept = output.read_text().splitlines()
+    assert given == kept
 
 
 @pytest.mark.parametrize(

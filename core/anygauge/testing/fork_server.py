@@ -64,8 +64,8 @@ _TIMEOUT_S = 1800.0
 _WORKER = "anygauge.trainer.worker_main"
 SCORER = "anygauge.rollout.rewards.process"
 """The module of a process of rewards."""
-_ABOVE = 1000
-"""Descriptors are moved out of the way to here before each gets its number."""
+_FIRST = 3
+"""Descriptor after those of standard input, output and error."""
 _MESSAGE_BYTES = 1 << 17
 _MAX_DESCRIPTORS = 16
 _IMPORT_S, _FORK_S = 240.0, 60.0
@@ -380,12 +380,7 @@ def _become(request: _Request, given: Sequence[int]) -> NoReturn:
     """Be the process that was asked for."""
     if request.new_session:
         os.setsid()
-    moved = [fcntl.fcntl(each, fcntl.F_DUPFD_CLOEXEC, _ABOVE) for each in given]
-    for each in given:
-        os.close(each)
-    for each, number in zip(moved, request.numbers, strict=True):
-        os.dup2(each, number, inheritable=True)
-        os.close(each)
+    _renumber(given, request.numbers)
     os.environ.clear()
     os.environ.update(request.env)
     for name in _READ_ENVIRONMENT & sys.modules.keys():
@@ -396,6 +391,20 @@ def _become(request: _Request, given: Sequence[int]) -> NoReturn:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     use(*([ForkServers.forked()] if request.has_own else []))
     _exit(_run(request.module))
+
+
+def _renumber(descriptors: Sequence[int], numbers: Sequence[int]) -> None:
+    """Give each descriptor its number, whatever numbers they have now."""
+    copies, wrong = [], []
+    for each in descriptors:
+        while (copy := fcntl.fcntl(each, fcntl.F_DUPFD_CLOEXEC, _FIRST)) in numbers:
+            wrong.append(copy)  # and would be overwritten below
+        copies.append(copy)
+    for each in (*descriptors, *wrong):
+        os.close(each)
+    for copy, number in zip(copies, numbers, strict=True):
+        os.dup2(copy, number, inheritable=True)
+        os.close(copy)
 
 
 def _run(module: str) -> int:
