@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 from anygauge.cli.arguments import local_path
+from anygauge.observability.control_characters import visible
 
 __all__ = ["HELP", "add_arguments", "run"]
 
@@ -65,10 +66,11 @@ def run(args: argparse.Namespace) -> int:
         source, target, load_plugins(), workers=args.workers, check=args.check, model=args.model
     )
     for name, count in sorted(left_out.items()):
-        print(
+        text = (
             f"left out: {count} tensors ({name} ...), which the model does not have or has already"
             if args.to_megatron
             else f"left out: {count} rows of {name}, which are padding: 0, and of no token of the vocabulary"
         )
+        print(visible(text))
     print(f"wrote {target}{', the same to the bit' if args.check else ''}")
     return 0

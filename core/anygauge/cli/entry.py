@@ -8,14 +8,15 @@ import gc
 import logging
 import os
 import sys
-import traceback
 from collections.abc import Sequence
+from types import TracebackType
 
 from anygauge import __version__
 from anygauge.cli import convert, doctor, hooks, init, launch, report, train
 from anygauge.cli import eval as evaluate
 from anygauge.cli.arguments import split_arguments
 from anygauge.cli.torch_extensions import extension_failure
+from anygauge.observability.control_characters import VisibleFormatter, format_exception, visible
 from anygauge_hooks.errors import AnygaugeError, WorkerFailedError
 
 __all__ = ["COMMANDS", "make_parser", "run"]
@@ -40,15 +41,27 @@ def run(argv: Sequence[str]) -> int:
     # A last search of torch's and Megatron's modules for cycles takes longer than a second.
     atexit.register(gc.freeze)
     _open_missing_streams()
-    terminal = logging.StreamHandler()
-    terminal.setLevel(logging.WARNING)  # the log of a run has more
-    logging.basicConfig(format="%(levelname)s: %(message)s", handlers=[terminal])
+    sys.excepthook = _print_uncaught
+    logging.basicConfig(handlers=[_terminal()])
     try:
         status = _run(_parse(argv))
         return status if _flushed() else 1
     except BrokenPipeError:
         _flushed()
         return 1
+
+
+def _terminal() -> logging.Handler:
+    """Return the handler that shows warnings on the terminal; the log of a run has more."""
+    handler = logging.StreamHandler()
+    handler.setLevel(logging.WARNING)
+    handler.setFormatter(VisibleFormatter("%(levelname)s: %(message)s"))
+    return handler
+
+
+def _print_uncaught(_: type[BaseException], error: BaseException, __: TracebackType | None) -> None:
+    """Print an exception as Python does, without control characters: its text may be a model's."""
+    print(format_exception(error), end="", file=sys.stderr)
 
 
 def _open_missing_streams() -> None:
@@ -119,9 +132,9 @@ def _run(args: argparse.Namespace) -> int:
 
 def _report(error: AnygaugeError) -> None:
     if os.environ.get("ANYGAUGE_DEBUG") == "1":
-        traceback.print_exception(error)
+        print(format_exception(error), end="", file=sys.stderr)
     else:
-        print(f"anygauge: error: {_text(error)}", file=sys.stderr)
+        print(f"anygauge: error: {visible(_text(error))}", file=sys.stderr)
 
 
 def _text(error: AnygaugeError) -> str:

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from anygauge.cli.arguments import local_path
+from anygauge.observability.control_characters import visible
 from anygauge_hooks.errors import ConfigError
 
 __all__ = ["HELP", "add_arguments", "run"]
@@ -96,4 +97,4 @@ def print_table(metrics: Mapping[str, float]) -> None:
     """Print one line for each metric."""
     width = max(map(len, metrics))
     for name, value in metrics.items():
-        print(f"{name:<{width}}  {value:.6g}")
+        print(visible(f"{name:<{width}}  {value:.6g}"))

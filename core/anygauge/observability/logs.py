@@ -21,6 +21,7 @@ from typing import Any, TextIO
 
 from anygauge import __version__
 from anygauge.config.secret_values import without_secrets
+from anygauge.observability.control_characters import VisibleFormatter
 from anygauge.observability.eval_names import EVAL_RESULT
 
 __all__ = ["DRIVER_LOG", "driver_log", "log_worker", "summary"]
@@ -35,7 +36,7 @@ TIME = "%Y-%m-%d %H:%M:%S"
 STACKS_SIGNAL = signal.SIGUSR1
 
 
-class _Lines(logging.Formatter):
+class _Lines(VisibleFormatter):
     """One line per event; the further lines of one with more are indented.
 
     :param secrets: Masked wherever they stand, also in command lines and tracebacks.

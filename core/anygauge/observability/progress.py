@@ -12,6 +12,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from anygauge.observability.control_characters import visible
 from anygauge.observability.eval_names import EVAL_RESULT
 from anygauge_hooks import hookimpl
 
@@ -162,7 +163,7 @@ class RunProgress:
         """Print above the live display; nothing for a run that ended before it began."""
         if self._console is not None:
             with self._display():
-                self._console.print(line, soft_wrap=True, markup=False, highlight=False)
+                self._console.print(visible(line), soft_wrap=True, markup=False, highlight=False)
 
     @contextmanager
     def _display(self) -> Iterator[None]:

@@ -33,7 +33,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Path, Path]]:
             assert isinstance(plugins, Plugins)
             assert (workers, check) in ((None, False), (3, True))
             calls.append((name, source, target))
-            return {"model.layers.61.": 12}
+            return {"model.\x1blayers.61.": 12}
 
         setattr(stub, name, convert)
 
@@ -57,8 +57,8 @@ def sources(tmp_path: Path) -> dict[str, Path]:
 @pytest.mark.parametrize(
     ("option", "function", "text"),
     [
-        ("--to-megatron", "hf_to_megatron", "left out: 12 tensors (model.layers.61. ...)"),
-        ("--to-hf", "megatron_to_hf", "left out: 12 rows of model.layers.61."),
+        ("--to-megatron", "hf_to_megatron", r"left out: 12 tensors (model.\x1blayers.61. ...)"),
+        ("--to-hf", "megatron_to_hf", r"left out: 12 rows of model.\x1blayers.61."),
     ],
 )
 @pytest.mark.parametrize("exists", [False, True])

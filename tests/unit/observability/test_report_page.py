@@ -18,13 +18,14 @@ from hypothesis import strategies as st
 from anygauge.cli import main
 from anygauge.config import Config
 from anygauge.config.load import write_resolved
+from anygauge.observability.control_characters import visible
 from anygauge.observability.health import HealthEvent, append_event
 from anygauge.observability.report import REPORT_FILE, write_report
 from anygauge.observability.report.catalog import SECTIONS, SFT_SECTIONS
 from anygauge.observability.report.charts import COLOURS, MOST_POINTS
 from anygauge.observability.report.page import render_page
 from anygauge.observability.report.run_files import read_run
-from anygauge.observability.report.texts import MOST_CHARACTERS, sample_steps, visible
+from anygauge.observability.report.texts import MOST_CHARACTERS, sample_steps
 from anygauge_hooks.errors import CheckpointError
 
 VOID = {"meta", "input", "br", "hr", "img", "link", "base", "path"}

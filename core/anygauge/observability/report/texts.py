@@ -10,28 +10,19 @@ from typing import Any
 
 from anygauge.config.schema import Section
 from anygauge.config.validate import NONE, keys
+from anygauge.observability.control_characters import visible
 from anygauge.observability.report.scale import format_number
 from anygauge.observability.samples import shorten
 
-__all__ = ["ConfigLine", "SampleStep", "SampleView", "config_tables", "sample_steps", "visible"]
+__all__ = ["ConfigLine", "SampleStep", "SampleView", "config_tables", "sample_steps"]
 
 MOST_CHARACTERS = 1_000_000
 """Of all samples in a page; above, steps are left out evenly."""
 
 _LONGEST = 6000
 """Characters of one text in a page. The recorder keeps fewer; the file may come from elsewhere."""
-_HIDDEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]")
 _HEADER = re.compile(r"\[+([^\[\]]+)\]+")
 _ENTRY = re.compile(r'([\w-]+|"[^"]*") = ')
-
-
-def visible(text: str) -> str:
-    r"""Return a text with a picture for each control character, which HTML must not contain.
-
-    >>> visible("a\x00b\tc")
-    'a\u2400b\tc'
-    """
-    return _HIDDEN.sub(lambda match: chr(0x2400 + ord(match[0])) if match[0] < " " else "\ufffd", text)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,13 +17,13 @@ import signal
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable, Coroutine, Generator, Sequence
 from multiprocessing.connection import Connection
 from queue import SimpleQueue
 from typing import Any
 
 from anygauge.distributed.guard import Log, fork_guarded
+from anygauge.observability.control_characters import format_exception
 from anygauge.rollout.rewards.call import Call, Item, Outcome, failure
 from anygauge.rollout.rewards.mark import Mark
 from anygauge.rollout.rewards.messages import (
@@ -163,8 +163,8 @@ class _Marked:
 
 def _print(error: BaseException) -> None:
     """Write a traceback to the log, unless a function has closed the way there."""
-    with contextlib.suppress(OSError, ValueError):
-        traceback.print_exception(error)
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        sys.stderr.write(format_exception(error))
 
 
 def _function(origin: Origin) -> Any:
