@@ -446,6 +446,47 @@ def test_a_body_without_a_length_is_read_up_to_the_limit(tokenizer: Any) -> None
     asyncio.run(main())
 
 
+@pytest.mark.parametrize("length", ["Content-Length: 1000", "Transfer-Encoding: chunked"])
+def test_bodies_of_a_session_are_bounded_together(tokenizer: Any, length: str) -> None:
+    """Each is within the limit of one body, and on a connection of its own."""
+
+    async def main() -> None:
+        async with serve_script(tokenizer, ["yes"], max_body_bytes=1000) as served:
+            lines = head(served, served.gateway.key(served.session), length)
+            uploads = [await connect(served) for _ in range(16)]
+            for _, writer in uploads:
+                writer.write(lines)
+            while served.session.bodies._under_way < 16_000:
+                await asyncio.sleep(0)
+            refused = await post(served, CHAT, OPENAI)
+            assert refused.status_code == 429
+            assert refused.json()["error"]["code"] == "rate_limit_exceeded"
+            assert "bytes of requests" in refused.json()["error"]["message"]
+            other = served.gateway.open(served.generator, seed=4)
+            assert (await post(served._replace(session=other), CHAT, OPENAI)).status_code == 200
+            for _, writer in uploads:
+                writer.close()
+            while served.session.bodies._under_way:
+                await asyncio.sleep(0)
+
+    asyncio.run(asyncio.wait_for(main(), 30))
+
+
+def test_a_body_counts_until_it_is_answered(tokenizer: Any) -> None:
+    async def main() -> None:
+        async with serve_script(tokenizer, ["yes"]) as served:
+            served.generator.hold.clear()
+            asking = asyncio.ensure_future(post(served, CHAT, OPENAI))
+            await served.generator.began.wait()
+            assert served.session.bodies._under_way == len(json.dumps(OPENAI))
+            served.generator.hold.set()
+            assert (await asking).status_code == 200
+            while served.session.bodies._under_way:
+                await asyncio.sleep(0)
+
+    asyncio.run(asyncio.wait_for(main(), 30))
+
+
 @pytest.mark.parametrize("sent", [b"", b"POST /v1/chat/completions HTTP/1.1\r\nx-api-key: a"])
 def test_a_connection_without_a_header_is_closed(
     tokenizer: Any, sent: bytes, monkeypatch: pytest.MonkeyPatch

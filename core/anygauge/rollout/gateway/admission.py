@@ -1,4 +1,4 @@
-"""How many generations a gateway has under way."""
+"""Limits on what is under way at once: generations of a gateway, bytes of requests of a session."""
 
 from __future__ import annotations
 
@@ -10,29 +10,31 @@ _RETRY_AFTER_S = 1.0
 
 
 class Admission:
-    """Counts generations, and refuses those that are too many.
+    """Counts what is under way, and refuses what is too much.
 
     :param most: Under way at once; ``None`` for any number.
+    :param unit: What is counted, in the plural.
     """
 
-    def __init__(self, most: int | None) -> None:
+    def __init__(self, most: int | None, unit: str) -> None:
         self._most = most
+        self._unit = unit
         self._under_way = 0
 
     def admit(self, count: int) -> None:
-        """Count generations that begin.
+        """Count what begins.
 
-        :raises Refusal: There are too many.
+        :raises Refusal: It is too much.
         """
         if self._most is not None and self._under_way + count > self._most:
             raise Refusal(
                 429,
-                f"{self._under_way} generations are under way; at most {self._most} may be.",
+                f"{self._under_way} {self._unit} are under way; at most {self._most} may be.",
                 code="rate_limit_exceeded",
                 retry_after_s=_RETRY_AFTER_S,
             )
         self._under_way += count
 
     def release(self, count: int) -> None:
-        """Count generations that have ended."""
+        """Count what has ended."""
         self._under_way -= count

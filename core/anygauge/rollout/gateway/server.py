@@ -9,9 +9,9 @@ import logging
 import re
 import secrets
 import socket
-import sys
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from datetime import UTC, datetime
 from typing import Any, Protocol, TypeVar
 from urllib.parse import urlsplit
@@ -106,9 +106,10 @@ class Gateway:
             history=options.history,
             sampling=options.sampling,
             max_context_tokens=options.max_context_tokens,
+            max_body_bytes=options.max_body_bytes,
             timeout_s=options.timeout_s,
         )
-        self._admission = Admission(options.max_requests)
+        self._admission = Admission(options.max_requests, "generations")
         self._secret = secrets.token_bytes(32)
         self._sessions: dict[str, Session] = {}
         self._runner: web.AppRunner | None = None
@@ -286,10 +287,7 @@ class Gateway:
         return model
 
     async def _openai(self, request: web.Request) -> web.StreamResponse:
-        session, chat_request, fingerprint = await self._read(request, openai_api.parse_request)
-        self._known(chat_request.model)
-        active = await session.submit(chat_request, fingerprint, retried=_retried(request))
-        async with active.sampling:
+        async with self._submitted(request, openai_api.parse_request) as (chat_request, active):
             name, now = f"chatcmpl-{active.sampling.name}", int(time.time())
             if chat_request.stream:
                 return await _stream(request, active, openai_api.Chunks(name, now, chat_request))
@@ -297,10 +295,7 @@ class Gateway:
             return await _send(request, active, openai_api.completion(name, now, chat_request, answers))
 
     async def _anthropic(self, request: web.Request) -> web.StreamResponse:
-        session, chat_request, fingerprint = await self._read(request, anthropic_api.parse_request)
-        self._known(chat_request.model)
-        active = await session.submit(chat_request, fingerprint, retried=_retried(request))
-        async with active.sampling:
+        async with self._submitted(request, anthropic_api.parse_request) as (chat_request, active):
             name = f"msg_{active.sampling.name}"
             if chat_request.stream:
                 return await _stream(request, active, anthropic_api.Events(name, chat_request))
@@ -308,8 +303,8 @@ class Gateway:
             return await _send(request, active, anthropic_api.message(name, chat_request, answers[0]))
 
     async def _count(self, request: web.Request) -> web.StreamResponse:
-        session, chat, _ = await self._read(request, anthropic_api.chat_of)
-        return web.json_response({"input_tokens": await session.count(chat)})
+        async with self._read(request, anthropic_api.chat_of) as (session, chat, _):
+            return web.json_response({"input_tokens": await session.count(chat)})
 
     async def _models(self, request: web.Request) -> web.StreamResponse:
         self._session(request)
@@ -327,22 +322,42 @@ class Gateway:
             return anthropic_api.models(names, created)
         return openai_api.models(names, self._started)
 
+    @asynccontextmanager
+    async def _submitted(
+        self, request: web.Request, parse: Callable[[Mapping[str, Any]], ChatRequest]
+    ) -> AsyncIterator[tuple[ChatRequest, ActiveRequest]]:
+        """Give a chat request and its generation, which is waited for until the block ends."""
+        async with self._read(request, parse) as (session, chat_request, fingerprint):
+            self._known(chat_request.model)
+            active = await session.submit(chat_request, fingerprint, retried=_retried(request))
+            async with active.sampling:
+                yield chat_request, active
+
+    @asynccontextmanager
     async def _read(
         self, request: web.Request, parse: Callable[[Mapping[str, Any]], T]
-    ) -> tuple[Session, T, str]:
-        """Return the session, the parsed body, and what only the same request has too.
+    ) -> AsyncIterator[tuple[Session, T, str]]:
+        """Give the session, the parsed body, and what only the same request has too.
+
+        Until the block ends, the body counts among those of its session that are under way.
 
         :param parse: Of an API, from a JSON object to what it asks for.
         """
         session = self._session(request)  # before the body: a stranger's is never read
-        raw = await self._body(request, session)
-        active = await asyncio.to_thread(lambda: parse(_json_object(raw)))
-        return session, active, hashlib.blake2b(request.path.encode() + b"\0" + raw).hexdigest()
+        length, limit = request.content_length, session.max_body_bytes
+        size = limit if length is None else min(length, limit)
+        session.bodies.admit(size)
+        try:
+            raw = await self._body(request, session)
+            parsed = await asyncio.to_thread(lambda: parse(_json_object(raw)))
+            yield session, parsed, hashlib.blake2b(request.path.encode() + b"\0" + raw).hexdigest()
+        finally:
+            session.bodies.release(size)
 
     async def _body(self, request: web.Request, session: Session) -> bytes:
         if request.headers.get("Content-Encoding", "identity") != "identity":
             raise Refusal(415, "The body is compressed. Send it as it is.")
-        limit = min(self._options.max_body_bytes, session.max_text_bytes or sys.maxsize)
+        limit = session.max_body_bytes
         try:
             _check_length(request.content_length or 0, limit)
             async with asyncio.timeout(_BODY_TIMEOUT_S):

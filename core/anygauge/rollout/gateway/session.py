@@ -31,6 +31,9 @@ _CHARACTERS_PER_TOKEN = 16
 8, and only long runs of blanks or rules have more."""
 _BYTES_PER_CHARACTER = 6
 """Largest number of bytes for one character in JSON: it may be escaped."""
+_BODIES_AT_ONCE = 16
+"""Largest bodies that a session may have under way; smaller ones may be more. What an agent sends stays in
+memory until it is answered."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +49,7 @@ class Manner:
     history: Literal["template", "append"]
     sampling: Literal["run", "refuse"]
     max_context_tokens: int | None
+    max_body_bytes: int
     timeout_s: float
 
 
@@ -92,6 +96,8 @@ class Session:
         self._admission = admission
         self._images = Images(manner.renderer, look, manner.params.forbidden, max_media)
         self._turns = Turns(manner.renderer, self._images, manner.history)
+        self.bodies = Admission(_BODIES_AT_ONCE * self.max_body_bytes, "bytes of requests")
+        """Bodies under way."""
         self._samplings: dict[str, list[Sampling]] = defaultdict(list)
         self._drawn: dict[tuple[int, ...], int] = defaultdict(int)
         self._requests = 0
@@ -103,12 +109,12 @@ class Session:
         return self._turns.all
 
     @property
-    def max_text_bytes(self) -> int | None:
-        """Largest body that can fit into the context, where there is one and images are not taken."""
-        context = self._manner.max_context_tokens
+    def max_body_bytes(self) -> int:
+        """Largest body of a request: where images are not taken, what can fit into the context."""
+        context, most = self._manner.max_context_tokens, self._manner.max_body_bytes
         if context is None or self._images.taken:
-            return None
-        return _BYTES_PER_CHARACTER * _CHARACTERS_PER_TOKEN * context
+            return most
+        return min(most, _BYTES_PER_CHARACTER * _CHARACTERS_PER_TOKEN * context)
 
     async def count(self, chat: Chat) -> int:
         """Return the tokens of the prompt that a chat would be.
