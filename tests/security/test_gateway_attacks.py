@@ -25,6 +25,7 @@ from hypothesis import strategies as st
 
 from anygauge.rollout.control import multi_turn
 from anygauge.rollout.gateway import anthropic_api, openai_api, server
+from anygauge.rollout.gateway import session as session_module
 from anygauge.rollout.gateway.agent import agent
 from anygauge.rollout.gateway.answers import answer_of
 from anygauge.rollout.gateway.messages import Chat, Message
@@ -32,6 +33,7 @@ from anygauge.rollout.gateway.rendering import Renderer
 from anygauge.rollout.gateway.request_parsing import ChatRequest
 from anygauge.rollout.gateway.response_parsing import Style, read
 from anygauge.rollout.gateway.sampling import Choice
+from anygauge.rollout.gateway.session import Session
 from anygauge.rollout.gateway.tool_formats import FORMATS, Called, ToolFormat
 from anygauge.testing.scripted_gateway import ScriptedRollout, Served, chat_tokenizer, serve_script
 from anygauge_hooks.rl import Prompt, SamplingParams
@@ -359,6 +361,55 @@ def test_an_agent_whose_prompt_grew_too_long_is_scored_as_far_as_it_got(
     options = {"size": size}
     [sample] = asyncio.run(agent(rollout, PROMPT, 5, agent="attacked_agents:shows", agent_options=options))
     assert sample.text == "rainy"
+
+
+async def asks_on(base_url: str, api_key: str, row: Any) -> float:
+    """Ask for tokens when none are left, each time with another prompt, and then more often than may be."""
+    headers = {"x-api-key": api_key}
+    async with httpx.AsyncClient(verify=False, headers=headers) as client:
+        for number, status in enumerate([200, 400, 400, 400, 429]):
+            body = {**OPENAI, "messages": [{"role": "user", "content": str(number)}]}
+            reply = await client.post(f"{base_url}/chat/completions", json=body)
+            assert reply.status_code == status, reply.text
+    assert reply.json()["error"]["code"] == "too_many_failed_requests"
+    return 0.25
+
+
+def test_an_agent_that_asks_on_without_a_budget_is_bounded(
+    tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sessions: list[Session] = []
+
+    class Recorded(Session):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            sessions.append(self)
+
+    monkeypatch.setattr(server, "Session", Recorded)
+    monkeypatch.setattr(session_module, "MOST_FAILURES", 3)
+    monkeypatch.setattr(sys.modules["attacked_agents"], "asks_on", asks_on, raising=False)
+    rollout = ScriptedRollout(PROMPT, tokenizer, [("ab", "length")], budget=2)
+    [sample] = asyncio.run(agent(rollout, PROMPT, 5, agent="attacked_agents:asks_on"))
+    assert (sample.text, sample.reward) == ("ab", 0.25)
+    [session] = sessions
+    assert [len(each) for each in session._samplings.values()] == [1]
+    assert all(isinstance(prompt, int) for prompt in session._drawn)
+
+
+def test_a_generation_that_is_cancelled_has_failed(tokenizer: Any) -> None:
+    """Also one that the end of the event loop cancels."""
+
+    async def main() -> None:
+        async with serve_script(tokenizer, ["four"]) as served:
+            served.generator.hold.clear()
+            asking = asyncio.ensure_future(post(served, CHAT, OPENAI))
+            await served.generator.began.wait()
+            [[sampling]] = served.session._samplings.values()
+            sampling._task.cancel()
+            assert (await asking).status_code == 503
+            assert (served.session._failures, served.session._samplings) == (1, {})
+
+    asyncio.run(asyncio.wait_for(main(), 30))
 
 
 def test_templates_and_tokenizers_run_outside_of_the_event_loop(

@@ -9,15 +9,17 @@ from typing import Any, NamedTuple
 
 from anygauge.data.media.problems import check_number
 from anygauge.rollout.gateway.messages import Chat, Message
-from anygauge.rollout.gateway.refusals import bad_request
+from anygauge.rollout.gateway.refusals import Refusal, bad_request
 from anygauge.rollout.gateway.rendering import Renderer
 from anygauge_hooks.errors import MediaError, RolloutError
 from anygauge_hooks.media import Media
 
-__all__ = ["SLOT", "Images", "Look", "Shown", "image_in"]
+__all__ = ["MOST_IMAGES", "SLOT", "Images", "Look", "Shown", "image_in"]
 
 SLOT = f"image{secrets.token_hex(16)}"
 """Stands for an image in the text of a message until it is known how the model marks one."""
+MOST_IMAGES = 1000
+"""Different images of a session: each stays in the run's store until the session ends."""
 _TAKEN = ("data:", "http://", "https://")
 Look = Callable[[Sequence[Mapping[str, Any]]], Awaitable[tuple[tuple[int, ...], tuple[Media, ...]]]]
 """From messages with media to tokens and the media among them; see :meth:`Rollout.look`."""
@@ -100,6 +102,9 @@ class Images:
         if name not in self._known:
             if self._look is None:
                 raise bad_request("Only text can be given to this model.", "messages")
+            if len(self._known) >= MOST_IMAGES:
+                text = f"This session has shown {MOST_IMAGES} different images, and takes no more."
+                raise Refusal(429, text, parameter="messages", code="too_many_images")
             parts = [{"type": "image", "image": image}]
             try:
                 tokens, (medium,) = await self._look([{"role": "user", "content": parts}])

@@ -105,7 +105,9 @@ class Sampling:
     @property
     def failed(self) -> bool:
         """Whether it was given up, or raised."""
-        return self._given_up or (self._task.done() and self._task.exception() is not None)
+        if self._given_up or not self.done:
+            return self._given_up
+        return self._task.cancelled() or self._task.exception() is not None
 
     async def __aenter__(self) -> Sampling:
         self._waiting += 1

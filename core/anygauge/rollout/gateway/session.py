@@ -24,13 +24,15 @@ from anygauge.rollout.gateway.turns import Plan, Turn, Turns
 from anygauge_hooks.rl import Prompt, Sample, SamplingParams
 from anygauge_hooks.rollout import GenerateRequest, Generator
 
-__all__ = ["ActiveRequest", "Manner", "Session"]
+__all__ = ["MOST_FAILURES", "ActiveRequest", "Manner", "Session"]
 
 _CHARACTERS_PER_TOKEN = 16
 """More than any context full of text has: prose has 3 to 5 characters a token, indented code and tables up to
 8, and only long runs of blanks or rules have more."""
 _BYTES_PER_CHARACTER = 6
 """Largest number of bytes for one character in JSON: it may be escaped."""
+MOST_FAILURES = 1000
+"""Requests of a session that may fail or be given up. The rollout's budget bounds those that succeed."""
 _BODIES_AT_ONCE = 16
 """Largest bodies that a session may have under way; smaller ones may be more. What an agent sends stays in
 memory until it is answered."""
@@ -98,8 +100,11 @@ class Session:
         self._turns = Turns(manner.renderer, self._images, manner.history)
         self.bodies = Admission(_BODIES_AT_ONCE * self.max_body_bytes, "bytes of requests")
         """Bodies under way."""
-        self._samplings: dict[str, list[Sampling]] = defaultdict(list)
-        self._drawn: dict[tuple[int, ...], int] = defaultdict(int)
+        self._samplings: dict[str, list[Sampling]] = {}
+        """By fingerprint; those that failed are dropped."""
+        self._drawn: dict[int, int] = defaultdict(int)
+        """Number of samples by hash of the prompt's tokens, which themselves would take megabytes."""
+        self._failures = 0
         self._requests = 0
         self._closed = False
 
@@ -132,6 +137,9 @@ class Session:
         :param retried: Whether the client says that it has sent the request before.
         :raises Refusal: It cannot be served.
         """
+        if self._failures >= MOST_FAILURES:
+            text = f"{self._failures} requests of this session have failed, and it takes no more."
+            raise Refusal(429, text, code="too_many_failed_requests")
         if self._manner.sampling == "refuse":
             check_sampling(chat_request, _run_settings(self._manner.params))
         if (problem := self._oversize(chat_request.chat)) is not None:
@@ -168,7 +176,7 @@ class Session:
         An agent may well ask the same twice, to have two answers. So it is the same request only if its
         client says so, or if nobody has got the first answer.
         """
-        known = [each for each in self._samplings[fingerprint] if not each.failed]
+        known = [each for each in self._samplings.get(fingerprint, ()) if not each.failed]
         lost = [each for each in known if not each.delivered and (retried or not each.awaited)]
         if lost:
             return lost[0]
@@ -217,8 +225,17 @@ class Session:
             failed=self._fail,
         )
         sampling.when_done(lambda: self._admission.release(chat_request.answers))
-        self._samplings[fingerprint].append(sampling)
+        sampling.when_done(lambda: self._drop_failed(fingerprint))
+        self._samplings.setdefault(fingerprint, []).append(sampling)
         return sampling
+
+    def _drop_failed(self, fingerprint: str) -> None:
+        """Forget the failed attempts of a request, whose prompts and answers nobody reads any more."""
+        known = self._samplings.pop(fingerprint, [])
+        kept = [each for each in known if not each.failed]
+        self._failures += len(known) - len(kept)
+        if kept:
+            self._samplings[fingerprint] = kept
 
     def _fail(self, error: Exception) -> None:
         if not isinstance(error, Refusal):
@@ -245,8 +262,9 @@ class Session:
         self, chat_request: ChatRequest, plan: Plan, params: SamplingParams, number: int
     ) -> GenerateRequest:
         self._requests += 1
-        drawn = self._drawn[plan.tokens]
-        self._drawn[plan.tokens] += 1
+        prompt = hash(plan.tokens)
+        drawn = self._drawn[prompt]
+        self._drawn[prompt] += 1
         seed = (
             self._seed_of(plan.tokens, drawn)
             if chat_request.seed is None

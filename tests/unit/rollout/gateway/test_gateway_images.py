@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import anthropic
@@ -11,6 +12,7 @@ import openai
 import pytest
 
 from anygauge.config.schema import RolloutGateway
+from anygauge.rollout.gateway import images
 from anygauge.rollout.gateway.server import Gateway
 from anygauge.testing.scripted import ScriptedGenerator
 from anygauge.testing.tiny import tiny_tokenizer
@@ -115,14 +117,15 @@ def test_images_of_two_turns_are_in_one_sample_each_in_its_place(tokenizer: Any)
     assert talk.pad not in masked
 
 
+def asked(url: str) -> list[Any]:
+    data = {"type": "base64", "media_type": "image/png", "data": url.partition(",")[2]}
+    return [{"role": "user", "content": [{"type": "image", "source": data}]}]
+
+
 def test_another_image_is_another_conversation(tokenizer: Any) -> None:
     talk = Talk(tokenizer, ["same", "a", "b"])
 
     async def converse(gateway: Gateway, session: Any) -> None:
-        def asked(url: str) -> list[Any]:
-            data = {"type": "base64", "media_type": "image/png", "data": url.partition(",")[2]}
-            return [{"role": "user", "content": [{"type": "image", "source": data}]}]
-
         async with anthropic_client(gateway, session) as client:
             said = await client.messages.create(model="policy", max_tokens=9, messages=asked(ONE))
             for url in (ONE, TWO):
@@ -163,3 +166,20 @@ def test_what_cannot_be_shown_is_refused(tokenizer: Any, content: Any, sees: boo
                 await client.chat.completions.create(model="policy", messages=asked)
 
     assert asyncio.run(talk.run(converse, sees=sees)) == []
+
+
+def test_images_of_a_session_are_bounded(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also those of requests that only count tokens, which cost nothing of the budget."""
+    monkeypatch.setattr(images, "MOST_IMAGES", 1)
+
+    async def talk(gateway: Gateway, session: Any) -> None:
+        async with anthropic_client(gateway, session) as client:
+            count = partial(client.messages.count_tokens, model="policy")
+            await count(messages=asked(ONE))
+            await count(messages=asked(ONE))
+            with pytest.raises(anthropic.RateLimitError, match="takes no more"):
+                await count(messages=asked(TWO))
+
+    served = Talk(tokenizer, [])
+    asyncio.run(served.run(talk))
+    assert served.looked == [ONE]
