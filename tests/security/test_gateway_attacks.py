@@ -11,6 +11,7 @@ import threading
 import types
 import zlib
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, suppress
 from functools import partial
 from typing import Any
@@ -439,6 +440,57 @@ def test_templates_and_tokenizers_run_outside_of_the_event_loop(
         assert not any(threading.get_ident() in known for known in threads.values())
 
     asyncio.run(main())
+
+
+def test_slow_prompts_of_an_agent_leave_threads_to_others(
+    tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    release = threading.Event()
+    apply = tokenizer.apply_chat_template
+
+    def slow(messages: Any, **kwargs: Any) -> Any:
+        if "slow" in str(messages):
+            release.wait()
+        return apply(messages, **kwargs)
+
+    async def main() -> None:
+        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(4))
+        async with serve_script(tokenizer, lambda _: "yes") as served:
+            monkeypatch.setattr(tokenizer, "apply_chat_template", slow)
+            body = {**OPENAI, "messages": [{"role": "user", "content": "slow"}]}
+            waiting = [asyncio.ensure_future(post(served, CHAT, body)) for _ in range(8)]
+            try:
+                while served.session.bodies._under_way < 8 * len(json.dumps(body)):
+                    await asyncio.sleep(0)
+                other = served.gateway.open(served.generator, seed=4)
+                async with asyncio.timeout(10):
+                    reply = await post(served._replace(session=other), CHAT, OPENAI)
+                assert reply.status_code == 200
+            finally:
+                release.set()
+            assert {reply.status_code for reply in await asyncio.gather(*waiting)} == {200}
+
+    asyncio.run(main())
+
+
+def test_a_thread_is_in_use_until_it_ends(tokenizer: Any) -> None:
+    """An agent may go away and come again as often as it likes."""
+    release = threading.Event()
+
+    async def main() -> None:
+        async with serve_script(tokenizer, []) as served:
+            threads = served.session._threads
+            running = [asyncio.ensure_future(served.session.in_thread(release.wait)) for _ in range(2)]
+            while not threads.locked():
+                await asyncio.sleep(0)
+            for each in running:
+                each.cancel()
+            await asyncio.wait(running)
+            assert threads.locked()
+            release.set()
+            assert await served.session.in_thread(release.is_set)
+
+    asyncio.run(asyncio.wait_for(main(), 30))
 
 
 # -----------------------------------------------------------------------------

@@ -349,7 +349,7 @@ class Gateway:
         session.bodies.admit(size)
         try:
             raw = await self._body(request, session)
-            parsed = await asyncio.to_thread(lambda: parse(_json_object(raw)))
+            parsed = await session.in_thread(lambda: parse(_json_object(raw)))
             yield session, parsed, hashlib.blake2b(request.path.encode() + b"\0" + raw).hexdigest()
         finally:
             session.bodies.release(size)

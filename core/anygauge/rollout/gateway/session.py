@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple
+from functools import partial
+from typing import Any, Literal, NamedTuple, TypeVar
 
 from anygauge.rollout.gateway.admission import Admission
 from anygauge.rollout.gateway.answers import Answer, Reader, answer_of
@@ -26,6 +27,9 @@ from anygauge_hooks.rollout import GenerateRequest, Generator
 
 __all__ = ["MOST_FAILURES", "ActiveRequest", "Manner", "Session"]
 
+T = TypeVar("T")
+_THREADS = 2
+"""Of those that all sessions share, so many are used by one: its slow prompts do not delay others."""
 _CHARACTERS_PER_TOKEN = 16
 """More than any context full of text has: prose has 3 to 5 characters a token, indented code and tables up to
 8, and only long runs of blanks or rules have more."""
@@ -100,6 +104,7 @@ class Session:
         self._turns = Turns(manner.renderer, self._images, manner.history)
         self.bodies = Admission(_BODIES_AT_ONCE * self.max_body_bytes, "bytes of requests")
         """Bodies under way."""
+        self._threads = asyncio.Semaphore(_THREADS)
         self._samplings: dict[str, list[Sampling]] = {}
         """By fingerprint; those that failed are dropped."""
         self._drawn: dict[int, int] = defaultdict(int)
@@ -120,6 +125,14 @@ class Session:
         if context is None or self._images.taken:
             return most
         return min(most, _BYTES_PER_CHARACTER * _CHARACTERS_PER_TOKEN * context)
+
+    async def in_thread(self, work: Callable[[], T]) -> T:
+        """Run something in one of this session's threads, and return its result."""
+        await self._threads.acquire()
+        running = asyncio.ensure_future(asyncio.to_thread(work))
+        # A thread cannot be cancelled, and is in use until it ends, also after its client has left.
+        running.add_done_callback(lambda _: self._threads.release())
+        return await asyncio.shield(running)
 
     async def count(self, chat: Chat) -> int:
         """Return the tokens of the prompt that a chat would be.
@@ -184,7 +197,7 @@ class Session:
 
     async def _plan(self, chat: Chat) -> Plan:
         # Templates and tokenizers take seconds for a long chat, in which the event loop serves other agents.
-        plan = await asyncio.to_thread(self._turns.plan, chat)
+        plan = await self.in_thread(partial(self._turns.plan, chat))
         if self._closed:
             raise Refusal(404, f"Session {self.name!r} is closed.")
         return plan
