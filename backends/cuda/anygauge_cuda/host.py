@@ -183,7 +183,7 @@ def _driver(host: Host) -> Checks:
         fix = "a container's runtime mounts it: --gpus all, NVIDIA_DRIVER_CAPABILITIES=compute,utility"
         yield _failed("libcuda", "no libcuda.so.1 beside a loaded driver", fix)
     elif _RELEASE.search(library) and not library.endswith(release):
-        fix = "reboot the host after an update of the driver; start the container anew"
+        fix = "reboot the host after an update of the driver; restart the container"
         yield _failed("libcuda", f"{library} beside the kernel module of {release}", fix)
     else:
         yield _passed("libcuda", library)

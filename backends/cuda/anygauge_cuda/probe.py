@@ -34,7 +34,7 @@ CODES: Mapping[int, tuple[str, str]] = {
     ),
     803: (
         "the driver's library is of another release than its kernel module",
-        "reboot the host after an update of the driver; in a container, start it anew",
+        "reboot the host after an update of the driver; restart a container",
     ),
     804: (
         "the driver's library is a compatibility package that this GPU does not take",
@@ -42,7 +42,7 @@ CODES: Mapping[int, tuple[str, str]] = {
     ),
     999: ("the driver fails for a reason that it does not know", "look into dmesg for NVRM and Xid"),
 }
-"""What ``cuInit`` answers, beside success and no device: what it means, and what to do."""
+"""Causes and actions for the error codes of ``cuInit``, other than success and no device."""
 
 
 def probe() -> Availability:

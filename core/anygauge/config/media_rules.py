@@ -1,4 +1,4 @@
-"""The rules of images, video and sound: what a run says it has, and what its model takes."""
+"""Rules of media: the modalities of a run's data, and those that its model takes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["media_mismatches", "media_rule", "model_media"]
 
 Problems = Iterator[ConfigProblem]
 _ALIKE = tuple(("vision_config", key) for key in ("patch_size", "spatial_merge_size", "temporal_patch_size"))
-"""What says how many placeholders an image has."""
+"""Keys that decide how many placeholders an image has."""
 
 
 def media_rule(config: Config, user_keys: Collection[str]) -> Problems:
@@ -99,9 +99,9 @@ def _levels(config: Config, hf: Mapping[str, Any], spec: ModelSpec) -> Problems:
 def media_mismatches(
     config: Config, policy: Mapping[str, Any], other: Mapping[str, Any], plugins: Plugins
 ) -> Iterator[str]:
-    """Yield why a model beside the policy cannot see what the policy's samples show.
+    """Yield why another model cannot take the media of the policy's samples.
 
-    They have the policy's placeholders, and contents of its sizes.
+    The samples have the policy's placeholders, and contents of its sizes.
 
     :param policy: Its Hugging Face config; ``other`` is that of the other model.
     """
@@ -112,7 +112,7 @@ def media_mismatches(
     except AnygaugeError:
         return  # a problem of its own
     if specs[0].media != specs[1].media:
-        yield f"a {specs[1].name} model does not see as {specs[0].name} does, which samples are made for"
+        yield f"a {specs[1].name} model has other media inputs than the policy, {specs[0].name}"
         return
     for part, key in _ALIKE:
         one, another = ((hf.get(part) or {}).get(key) for hf in (policy, other))

@@ -1,4 +1,4 @@
-"""Which rows of a file can be used, and where they are: found in one pass, kept for the next start.
+"""Index of a file's usable rows and their offsets: built in one pass, cached for the next start.
 
 The pass parses and tokenizes every row, so that a bad one is known before anything starts. What stays is 20
 bytes a row, mapped from disk; a row is parsed again when it is drawn.
@@ -55,15 +55,15 @@ class FileIndex:
     lines: Path
     """Where the rows are as JSON lines."""
     rows: NDArray[np.void]
-    """Of the type :data:`ROW`, mapped from disk."""
+    """Rows of dtype :data:`ROW`, memory-mapped from disk."""
     num_rows: int
-    """That were looked at."""
+    """Rows read."""
     num_dropped: int
-    """That were too long."""
+    """Rows dropped because they were too long."""
     num_unreadable: int
-    """That were left out because their media cannot be read."""
+    """Rows dropped because their media cannot be read."""
     digest: str
-    """Of the usable rows' bytes."""
+    """Digest of the usable rows' bytes."""
     problems: Problems = field(default_factory=Problems)
     """Rows that are wrong; then the index is not to be used."""
 
@@ -112,7 +112,7 @@ def open_index(path: Path, rows: slice, reader: RowReader, cache: IndexCache) ->
         try:
             return _load(kept, path, key)
         except (OSError, ValueError, KeyError, TypeError) as error:
-            logger.warning("the index of %s is made anew, since %s cannot be used: %s", path, kept, error)
+            logger.warning("rebuilding the index of %s, since %s cannot be used: %s", path, kept, error)
             cache.remove(kept)
     directory, problems = _make_somewhere(path, rows, reader, cache, key)
     if key and not problems.count:

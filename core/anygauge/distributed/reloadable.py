@@ -1,4 +1,4 @@
-"""Process groups whose communicators can be given up and made again.
+"""Reloadable process groups, whose communicators can be released and created again.
 
 A communicator of an accelerator holds memory of the device for as long as it lives, and engines on the same
 device have use for it. So torch is given groups that forward to a group inside; that one goes, and another
@@ -85,7 +85,7 @@ class ReloadableGroup(ProcessGroup):
         if self._inside is None:
             raise AsleepError(
                 f"A process group was asked for {purpose}, which takes a communicator; it has none now.",
-                hint="Have the workers hold more first; see placement.colocated.",
+                hint="Wake the workers up first; see placement.colocated.",
             )
         return self._inside
 

@@ -1,4 +1,4 @@
-"""Requests that wait for an engine with room, first come first served."""
+"""Admission queue: requests that wait for an engine with room, first come, first served."""
 
 from __future__ import annotations
 
@@ -99,7 +99,9 @@ class AdmissionQueue:
             self._timer.cancel()
         for each in self._drain():
             each.ticket.set_exception(
-                RolloutError(f"The fleet was closed while request {each.request.id} waited for an engine.")
+                RolloutError(
+                    f"The engine pool was closed while request {each.request.id} waited for an engine."
+                )
             )
 
     def set_outage(self, outage: bool) -> None:

@@ -1,4 +1,4 @@
-"""A fleet of fake engines in a storm: they are killed, hang, refuse weights, and are started again."""
+"""Chaos test of an engine pool: fake engines are killed, hang, refuse weights, and are restarted."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from anygauge_hooks.rollout import GenerateRequest, Generation
 __all__ = ["Outcome", "Strike", "run_chaos"]
 
 Strike = Literal["kill", "pause", "update", "refuse", "refuse late", "die in update", "hang", "slow", "error"]
-"""What happens to an engine. ``refuse`` is the beginning of an update, ``refuse late`` its end."""
+"""Fault injected into an engine. ``refuse`` rejects the beginning of an update, ``refuse late`` its end."""
 _WEIGHTS: Mapping[Strike, int] = {
     "kill": 8,
     "pause": 8,
@@ -53,7 +53,7 @@ _ENGINE = Options(
     weight_version="0", token_s=0.004, slots=16, lengths="uniform:20:200", stream_s=0.05, disconnect_s=0.5
 )
 _LAST_S = 60.0
-"""For what is still under way when the storm is over."""
+"""Seconds for in-flight requests to finish after the last fault."""
 
 
 @dataclass
@@ -66,7 +66,7 @@ class Outcome(RequestSummary):
 
 
 def run_chaos(seed: int, strikes: int, *, engines: int = 4, under_way: int = 12) -> Outcome:
-    """Return what becomes of the requests of a fleet while so many things happen to its engines.
+    """Return the outcome of an engine pool's requests while faults are injected into its engines.
 
     Each token of each response is compared with what the weights of its version give.
 
@@ -113,7 +113,7 @@ class _ChaosRun:
         _, late = await asyncio.wait(workers, timeout=_LAST_S)
         for task in late:
             task.cancel()
-            self.outcome.problems.append("a request was still under way long after the storm")
+            self.outcome.problems.append("a request was still in flight long after the faults ended")
 
     # ---- engines ----
 

@@ -1,4 +1,4 @@
-"""Checkpoints that are there: found, checked and read."""
+"""Find, verify and read checkpoints."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = ["DIRECTORY", "MANIFEST", "Checkpoint", "checkpoint_paths", "latest_ch
 logger = logging.getLogger(__name__)
 
 FORMAT = 1
-"""Of the manifest; another is refused."""
+"""Format version of the manifest; another is refused."""
 DIRECTORY = "checkpoints"
 """In the run directory."""
 MANIFEST, DRIVER = "manifest.json", "driver.json"
@@ -58,7 +58,7 @@ class Checkpoint:
     path: Path
     step: int
     state: Mapping[str, Any]
-    """What :meth:`anygauge.trainer.checkpoints.CheckpointWriter.start` was given."""
+    """Run state passed to :meth:`anygauge.trainer.checkpoints.CheckpointWriter.start`."""
     files: Mapping[str, int]
     """Bytes that each append-only file of the run directory had."""
     packages: Mapping[str, str]
@@ -87,7 +87,7 @@ def latest_checkpoint(run_directory: Path) -> Checkpoint | None:
     if problems:
         raise CheckpointError(
             "No checkpoint of the run can be used:\n  " + "\n  ".join(problems),
-            hint="Bring the files back, or start anew with --overwrite or another --run.name.",
+            hint="Bring the files back, or start over with --overwrite or another --run.name.",
         )
     return None
 

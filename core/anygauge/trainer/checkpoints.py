@@ -1,4 +1,4 @@
-"""Checkpoints as the driver writes them: directories that are complete or do not exist.
+"""Checkpoint writer of the driver: a directory is complete or does not exist.
 
 The ranks write their files into ``.step-N.partial`` while the run goes on. When all have, the driver adds its
 own state and a manifest with every file's size and SHA-256, sees all of it to the disk and renames the
@@ -165,7 +165,7 @@ class CheckpointWriter:
         kept = f"the last good one is {there[0]}" if there else "the run has none"
         exported = self._run_directory / "hf"
         model = f" The trained model is in {exported}." if exported.is_dir() else ""
-        then = "take the steps since then again with --resume" if there else "start anew with --overwrite"
+        then = "take the steps since then again with --resume" if there else "start over with --overwrite"
         raise CheckpointError(
             f"The run took all its steps, but its last checkpoint, of step {self._failed[-1]}, could not be "
             f"written: {kept}.{model}",

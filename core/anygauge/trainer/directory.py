@@ -31,7 +31,7 @@ CONFIG_FILE = "config.toml"
 LOCK_FILE = ".lock"
 """Held by the driver as long as it runs; says who that is."""
 MARKS = (CONFIG_FILE, ENVIRONMENT_FILE)
-"""What every run has; a config alone may be one that somebody wrote by hand."""
+"""Files that mark a run directory; a config alone may have been written by hand."""
 OWN = (
     *(*MARKS, "config.until-step-*.toml", "capabilities.json", "run.json", "report.html", ".run.json.*"),
     *(".report.html.*", "metrics.jsonl", "samples.jsonl", HEALTH_FILE, "*.superseded.jsonl", "logs"),
@@ -69,7 +69,7 @@ class RunDirectory:
         if not is_there:
             raise CheckpointError(
                 f"The run directory {self.path} was moved or deleted while the run was writing to it.",
-                hint="Move it back and go on from its last checkpoint with --resume, or start anew.",
+                hint="Move it back and go on from its last checkpoint with --resume, or start over.",
             )
 
     def begin(self) -> None:

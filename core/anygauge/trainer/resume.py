@@ -119,7 +119,7 @@ def _changes(old: Path, config: Config) -> Iterator[_Change]:
     except (OSError, ValueError) as error:
         raise CheckpointError(
             f"{old} cannot be read, so it is not known what run this is: {error}",
-            hint="Bring the file back, or start anew with --overwrite.",
+            hint="Bring the file back, or start over with --overwrite.",
         ) from error
     after, usual = _leaves(dump_config(config)), _defaults(config)
     for key in sorted(before.keys() | after.keys()):

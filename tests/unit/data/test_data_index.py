@@ -176,7 +176,7 @@ def test_a_damaged_index_is_made_anew(
         changed = {"truncated": content[:-3], "flipped": bytes([content[0] ^ 1]) + content[1:], "empty": b""}
         file.write_bytes(changed[damage])
     assert open_source(train).all() == expected
-    assert f"the index of {train} is made anew" in caplog.text
+    assert f"rebuilding the index of {train}" in caplog.text
     caplog.clear()
     assert open_source(train).all() == expected
     assert not caplog.messages

@@ -34,13 +34,13 @@ _ANIMATIONS = (b"GIF8", b"\x89PNG", b"RIFF")
 _DEFAULT_S = 0.1
 """Shown of a frame whose animation does not say how long, as browsers do."""
 _MOST_FRAMES = 50_000
-"""Of an animation."""
+"""Most frames of an animation."""
 _CONTAINER_OPTIONS = {
     "format_whitelist": "mov,matroska,avi,mpegts,mpeg,flv,ogg,asf,mpegvideo,h264,hevc,ivf,dv",
     "protocol_whitelist": "none",
 }
-"""Of FFmpeg, for a file that holds its frames itself. Playlists and session descriptions (HLS, DASH, concat,
-SDP) make it open other files, fetch from any host, and listen."""
+"""FFmpeg options that accept only files with their frames inside. Playlists and session descriptions (HLS,
+DASH, concat, SDP) make it open other files, fetch from any host, and listen."""
 
 
 def video_header(source: Source) -> Header:
@@ -218,7 +218,7 @@ def _container(file: BinaryIO) -> Iterator[Any]:
         ) from error
     with decoding(), av.open(file, container_options=_CONTAINER_OPTIONS) as container:
         if not container.streams.video:
-            raise MediaError("has no pictures.", hint=BROKEN)
+            raise MediaError("has no video frames.", hint=BROKEN)
         yield container
 
 

@@ -21,7 +21,7 @@ from anygauge_hooks.types import Device
 __all__ = ["DeviceMemory", "HostCopies", "gradients", "optimizer_state"]
 
 CHUNK_BYTES = 256 * 2**20
-"""Of host memory: pinned memory is rounded up to a power of two, which this is."""
+"""Host memory allocated at a time. Pinned memory is rounded up to a power of two, so this is one."""
 Storage = torch.UntypedStorage
 Find = Callable[[], Iterable[Tensor]]
 _ORDER: Sequence[MemoryState] = ("nothing", "weights", "everything")
@@ -32,7 +32,7 @@ class DeviceMemory:
 
     :param weights: Finds the tensors of the model.
     :param rest: Finds what else a step changes.
-    :param temporary: Finds what each step fills anew; its bytes are not kept, and are zeros afterwards.
+    :param temporary: Finds what each step fills again; its bytes are not kept, and are zeros afterwards.
     """
 
     def __init__(self, device: Device, *, weights: Find, rest: Find, temporary: Find) -> None:
@@ -44,7 +44,7 @@ class DeviceMemory:
         self.state: MemoryState = "everything"
 
     def set_state(self, state: MemoryState) -> None:
-        """Have that much on the device."""
+        """Set the memory state (sleep, wake up)."""
         while self.state != state:
             at, to = _ORDER.index(self.state), _ORDER.index(state)
             if to < at:
@@ -54,15 +54,15 @@ class DeviceMemory:
             self.state = _ORDER[at + (1 if to > at else -1)]
 
     def need(self, state: MemoryState, purpose: str) -> None:
-        """Check that so much is on the device.
+        """Check that the device has at least this state.
 
-        :raises AsleepError: Less is.
+        :raises AsleepError: It has less.
         """
         if _ORDER.index(self.state) < _ORDER.index(state):
             raise AsleepError(
                 f"The train engine was asked for {purpose}, which takes {state} on the device; it has "
                 f"{self.state} there.",
-                hint="Have it hold more first: its ``set_memory_state`` says how much.",
+                hint="Wake it up first: call its ``set_memory_state`` with a larger state.",
             )
 
     def _give_up(self, level: MemoryState) -> None:

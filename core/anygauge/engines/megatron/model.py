@@ -58,16 +58,16 @@ class Policy:
     """A built model and what its family declares about it."""
 
     chunks: Sequence[GPTModel]
-    """What this rank has of the model; several under the interleaved schedule."""
+    """Model chunks of this rank; several under the interleaved schedule."""
     kernels: KernelTable
     options: MegatronOptions
     spec: ModelSpec
     hf: Mapping[str, Any]
     """The Hugging Face config."""
     rules: tuple[TensorRule, ...]
-    """Of the whole model."""
+    """Tensor rules of the whole model."""
     position: ShardPosition
-    """Of this rank in the groups that divide tensors."""
+    """Position of this rank in the groups that shard tensors."""
     fresh: Mapping[str, Sequence[int]] = field(default_factory=dict)
     """Shapes, by Hugging Face name, of what a checkpoint may lack; that starts at 0."""
 
@@ -322,7 +322,7 @@ def _with_modalities(spec: ModelSpec, hf: Mapping[str, Any], kinds: Collection[M
     if unseen := set(kinds).difference(*(tower.kinds for tower in _towers(spec, hf))):
         raise ConfigError(
             f"The run has {', '.join(sorted(unseen))}, and the {spec.name} model has no tower for it.",
-            hint="Take a model that sees it, or leave it out of data.multimodal_keys and model.modalities.",
+            hint="Use a model that has one, or leave it out of data.multimodal_keys and model.modalities.",
         )
     return with_modalities(spec, kinds)
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 __all__ = ["ImageEncoder", "collapsed"]
 
 MAX_BYTES = 512 * 2**20
-"""Of encoded images that are kept for the next request."""
+"""Most bytes of encoded images that are cached for later requests."""
 
 
 def collapsed(request: GenerateRequest) -> list[int]:
@@ -35,7 +35,7 @@ def collapsed(request: GenerateRequest) -> list[int]:
     end = 0
     for medium in media:
         if medium.kind != "image" or len(medium.spans) != 1:
-            raise _refused(request, f"it has {medium.kind}, and a server of SGLang reads its tokens anew")
+            raise _refused(request, f"it has {medium.kind}, and a server of SGLang tokenizes it again")
         [(start, count)] = medium.spans
         if count < 1 or not end <= start <= start + count <= len(tokens):
             raise _refused(request, f"the places {medium.spans} of an image are not in order")

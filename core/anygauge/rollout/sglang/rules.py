@@ -73,10 +73,8 @@ def _of_media(config: Config) -> Iterator[ConfigProblem]:
     """Yield what servers cannot be shown, and towers that would be trained here and stay old there."""
     kinds = modalities(config)
     if unserved := sorted(kinds - {"image"}):
-        hint = (
-            f"a server of SGLang tokenizes the text around {' and '.join(unserved)} anew, so that its tokens "
-        )
-        hint += 'are others than the run\'s; write rollout.engine = "transformers", or images alone'
+        hint = f"a server of SGLang tokenizes the text around {' and '.join(unserved)} again, so that its "
+        hint += 'tokens differ from the run\'s; write rollout.engine = "transformers", or images alone'
         yield ConfigProblem(path="model.modalities", found=unserved, hint=hint)
     encodes = any(plan.kind == "encoder" and plan.model == POLICY for plan in plan_servers(config))
     if encodes and "image" in kinds and "vision" not in config.train.freeze:
@@ -164,5 +162,5 @@ def _without_tokenizer(config: Config) -> Iterator[ConfigProblem]:
         *((f"eval.datasets.{name}.stop", each.stop or ()) for name, each in config.eval.datasets.items()),
     ):
         if stop:
-            hint = "a server with skip_tokenizer_init sees no text; use stop_token_ids"
+            hint = "a server with skip_tokenizer_init gets no text; use stop_token_ids"
             yield ConfigProblem(path=path, found=list(stop), hint=hint)

@@ -63,7 +63,7 @@ def test_servers_are_shown_images_alone(config: Make, cpu: BackendSpec) -> None:
     images = {"train": ["a.jsonl"], "multimodal_keys": {"image": "images"}}
     assert found(config(data=images), cpu) == {}
     both = {"train": ["a.jsonl"], "multimodal_keys": {"image": "images", "audio": "sound"}}
-    assert "text around audio anew" in found(config(data=both), cpu)["model.modalities"]
+    assert "text around audio again" in found(config(data=both), cpu)["model.modalities"]
 
 
 def test_encoders_need_a_tower_that_is_not_trained(config: Make, cpu: BackendSpec) -> None:
