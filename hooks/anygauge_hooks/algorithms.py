@@ -39,8 +39,8 @@ class AdvantageInputs:
     teacher_log_probs: Tensor | None
     """``[T]``, under the teacher; ``None`` without one."""
     total: Callable[[Tensor], Tensor]
-    """Sums a tensor over the data-parallel ranks. A collective: every rank calls it equally often. The ranks
-    of one share (context, tensor and pipeline parallel) have the same samples, which count once."""
+    """Sums a tensor over the data-parallel ranks. A collective: every rank calls it equally often.
+    Context-, tensor- and pipeline-parallel ranks have the same samples, which are counted once."""
 
 
 class TokenAdvantages(NamedTuple):
@@ -59,9 +59,9 @@ class Correction(NamedTuple):
     """``[T]``, what the policy loss of each token is multiplied by, without gradient: not negative, and 0 of
     a token that is masked; ``None`` leaves the loss as it is."""
     metrics: Mapping[str, Tensor] = _NOTHING
-    """By name, ``[T]``: averaged as the loss is."""
+    """Metrics by name, ``[T]``: averaged as the loss is."""
     sample_metrics: Mapping[str, Tensor] = _NOTHING
-    """By name, ``[T]``: averaged over samples, of each the mean of its tokens, whatever
+    """Metrics by name, ``[T]``: averaged over samples, each by the mean of its tokens, whatever
     ``algorithm.loss_aggregation`` is."""
     by_sample: bool = False
     """Whether the weights are alike for all tokens of a sample, and so are reported as ``sample_metrics``."""
@@ -72,7 +72,7 @@ class ValueInputs:
     """One micro-batch of the critic, flattened over its loss tokens. All tensors are ``[T]``, float32."""
 
     values: Tensor
-    """Of the weights being trained, with gradient."""
+    """Values of the weights being trained, with gradient."""
     old_values: Tensor
     """Before the first optimizer step."""
     returns: Tensor

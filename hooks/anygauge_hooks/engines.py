@@ -50,7 +50,7 @@ class WorkerContext:
     accelerators: Sequence[str] = ()
     """Physical ids of the devices that the process was given."""
     address: str = "127.0.0.1"
-    """Of this node, for what listens on it and is asked by other nodes; loopback where there is one node."""
+    """Address of this node, for services that other nodes call; loopback on a single node."""
     logs: str | None = None
     """Directory for the logs of what the process starts; ``None`` takes that of the run."""
     media: MediaStore | None = None
@@ -113,7 +113,7 @@ class TrainEngine(Protocol):
     ) -> list[Tensor]:
         """Return the log-probabilities of each sample's response tokens under a role's weights.
 
-        :param samples: This data-parallel rank's share.
+        :param samples: Samples of this data-parallel rank.
         :param role: ``"actor"``, or a role whose weights :meth:`load_role` keeps.
         :returns: One host tensor ``[R]`` per sample, float32, in the order of ``samples``.
         """
@@ -138,7 +138,7 @@ class TrainEngine(Protocol):
         entropy_grad: bool,
         teacher: Sequence[TopKLogProbs] | None = None,
     ) -> Mapping[str, float]:
-        """Take one optimizer step on this rank's share and return the metrics of the whole step.
+        """Take one optimizer step on this rank's mini-batch and return the metrics of the whole step.
 
         :param loss_weights: Per sample and response token, the token's share in the mean of the whole step.
         :param teacher: Per sample, what the loss compares the policy with.
@@ -176,7 +176,8 @@ class TrainEngine(Protocol):
     def data_parallel_sum(self, values: Tensor) -> Tensor:
         """Return the sum of a small host tensor over data-parallel ranks, the same on each. A collective.
 
-        The ranks of one share (context, tensor and pipeline parallel) have the same samples; they count once.
+        Context-, tensor- and pipeline-parallel ranks of one data-parallel rank have the same samples, counted
+        once.
         """
 
     def timings(self) -> Mapping[str, float]:
@@ -184,13 +185,13 @@ class TrainEngine(Protocol):
 
 
 class SupportsOffload(Protocol):
-    """An engine that shares its device with others, in turns."""
+    """An engine that shares its device with others, and can release its memory (sleep)."""
 
     def set_memory_state(self, state: MemoryState) -> None:
-        """Have that much on the device from now on, from whatever there was before.
+        """Sleep or wake up: change from any memory state to this one.
 
         What is given up is kept in host memory, but for gradients and other things that the next step makes
-        anew: a step after ``"nothing"`` and ``"everything"`` is bit for bit the step without. With
+        again: a step after ``"nothing"`` and ``"everything"`` is bit for bit the step without. With
         ``"weights"`` a train engine yields :meth:`TrainEngine.weights`, and anything else is an error that
         says so; with ``"nothing"`` everything is. A collective.
         """
@@ -202,7 +203,7 @@ class CriticEngine(Protocol):
     def values(self, samples: Sequence[TrainSample]) -> list[Tensor]:
         """Return what the critic expects before each response token. No temperature has a part in it.
 
-        :param samples: This data-parallel rank's share.
+        :param samples: Samples of this data-parallel rank.
         :returns: One host tensor ``[R]`` per sample, float32, in the order of ``samples``.
         """
 
@@ -215,7 +216,7 @@ class CriticEngine(Protocol):
         old_values: Sequence[Tensor],
         returns: Sequence[Tensor],
     ) -> Mapping[str, float]:
-        """Take one optimizer step on this rank's share and return the metrics of the whole step.
+        """Take one optimizer step on this rank's mini-batch and return the metrics of the whole step.
 
         :param loss_weights: Per sample and response token, the token's share in the mean of the whole step.
         :raises NonFiniteError: The loss or the gradient norm is not finite; no weight was changed.
@@ -300,7 +301,7 @@ class RolloutEngineSpec:
     """Whether its servers know ``/release_memory_occupation`` and ``/resume_memory_occupation``, with which
     ``placement.colocated`` has them share devices with the trainers."""
     kinds: Sequence[ServerKind] = ("regular",)
-    """What its servers can be, for ``[[rollout.groups]]``."""
+    """Kinds of servers that it supports, for ``[[rollout.groups]]``."""
     attach: Callable[[Any, str], EngineServer] | None = None
     """From the config and an address to a server that somebody else has started: its ``start`` looks whether
     it is the one that the run needs, its ``close`` lets go of it. ``None`` if there is no such thing."""

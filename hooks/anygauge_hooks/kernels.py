@@ -69,9 +69,9 @@ KERNEL_FACTS: Mapping[KernelOp, Sequence[str]] = {
     ),
     "varlen_attention": ("head_dim", "value_dim", "causal", "return_lse"),
 }
-"""What is known of each op, beside its dtype, when a module is built: what ``KernelImpl.limits`` may name.
-Tensors come with any strides, so there is no fact of a layout. ``unit_angles`` says whether cosines and sines
-are within [-1, 1], as they are but for YaRN's factor."""
+"""Facts about each op, beside its dtype, that are known when a module is built and that ``KernelImpl.limits``
+may name. Tensors come with any strides, so no fact describes a layout. ``unit_angles`` says whether cosines
+and sines are within [-1, 1], as they are but for YaRN's factor."""
 
 Tolerance = tuple[float, float]
 """Relative and absolute tolerance against the float64 reference."""
@@ -91,7 +91,7 @@ class KernelImpl:
     """Allowed values of facts that ``KERNEL_FACTS`` has for the op: ``{"head_dim": range(1, 257), "causal":
     (True,)}``. A fact that is not listed is not limited."""
     tolerance: Mapping[str, Tolerance] | None = None
-    """By dtype name; ``None`` takes the conformance suite's own."""
+    """Tolerances by dtype name; ``None`` takes the conformance suite's own."""
     priority: int = 0
     """Where several plugins serve an op, the highest that accepts the static facts is taken."""
     requires: Sequence[str] = ()

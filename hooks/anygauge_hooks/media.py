@@ -115,7 +115,7 @@ class Measured(NamedTuple):
     seconds: float = 0.0
     """As in :class:`Media`."""
     times: tuple[float, ...] = ()
-    """Of a video: seconds at which frames are taken."""
+    """Times of a video's sampled frames, in seconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,14 +129,15 @@ class MediaLimits:
     """Frames that are taken of a second of video."""
     max_frames: int = 64
     max_seconds: float = 30.0
-    """Of sound; a longer recording is an error."""
+    """Longest recording of audio, in seconds; a longer one is an error."""
 
 
 class MediaProcessor(Protocol):
     """Turns files into contents for one model. Works on the host, and needs no torch."""
 
     kinds: Mapping[MediaKind, int]
-    """What the model takes, and the token that holds the place of each kind's features in sequences."""
+    """Media kinds that the model takes, each with the token that holds the place of its features in
+    sequences."""
     marks: Mapping[MediaKind, str]
     """The chat template's text for one medium: ``"<|vision_start|><|image_pad|><|vision_end|>"``."""
 

@@ -62,7 +62,7 @@ class WeightRule:
     ``copy`` and ``concat`` tensor parallelism splits each part by itself, so that every rank has its share of
     gate and of up. ``concat`` and ``interleave`` need it; without it a tensor is one part."""
     groups: int = 1
-    """Of ``interleave``: query groups. Tensor parallelism gives whole groups to a rank."""
+    """Query groups, for ``interleave``. Tensor parallelism gives whole groups to a rank."""
     split_dim: int | None = None
     """Dimension of the canonical tensor that tensor parallelism splits; ``None`` replicates. With
     ``{expert}`` it is what expert tensor parallelism splits."""
@@ -87,9 +87,9 @@ class AssistantTurns:
     """
 
     start: str
-    """What comes before the content of a turn; not trained on."""
+    """Text before the content of a turn; not trained on."""
     end: str
-    """What closes a turn; trained on, since the policy has to write it."""
+    """Text that closes a turn; trained on, since the policy has to write it."""
 
 
 def _none(hf: Mapping[str, Any]) -> tuple[str, ...]:
@@ -156,5 +156,5 @@ class ModelSpec:
     """Names of the rollout engines that have a model for the family, where they are few or none; ``None``
     leaves it to each engine to say so when it starts."""
     media: MediaSpec | None = None
-    """What the family does with images, video and sound; ``None`` if it reads text alone. :attr:`build` of
-    a family that has one is called with ``compose=`` too, a :class:`~anygauge_hooks.media.Compose`."""
+    """Images, video and audio of the family; ``None`` if it takes text alone. :attr:`build` of a family that
+    has one is called with ``compose=`` too, a :class:`~anygauge_hooks.media.Compose`."""

@@ -90,14 +90,15 @@ class Sample(NamedTuple):
     """Version of the weights that made each token; :data:`NO_VERSION` of one that the policy did not
     sample."""
     text: str
-    """What is scored."""
+    """Text that is scored."""
     finish_reason: FinishReason
     seed: int
     reward: float | None = None
-    """What is trained on; ``None`` before scoring, and for a sample that could not be scored."""
+    """Reward that is trained on; ``None`` before scoring, and for a sample that could not be scored."""
     metadata: Mapping[str, Any] = _NOTHING
     raw_reward: Any = None
-    """What the reward functions returned: a number or a dict; by name of the part where there are several."""
+    """Result of the reward functions: a number or a dict; for several functions, a dict by the name of
+    each."""
     error: str | None = None
     """Why the sample could not be scored, or made."""
     rollout: int | None = None
@@ -129,7 +130,7 @@ class TrainSample(NamedTuple):
     advantages: Sequence[float]
     """Length R; zeros until a token-level estimator has seen the sample."""
     reward: float = 0.0
-    """What is trained on; 0 for a sample that could not be scored, whose mask is 0 everywhere."""
+    """Reward that is trained on; 0 for a sample that could not be scored, whose mask is 0 everywhere."""
     baseline: float = 0.0
     """The mean reward of the sample's group."""
     rollout: int | None = None

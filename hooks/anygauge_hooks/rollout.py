@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 __all__ = ["Draft", "EngineServer", "GenerateRequest", "Generation", "Generator", "Rollout", "ServerKind"]
 
 ServerKind = Literal["regular", "prefill", "decode", "encoder"]
-"""What a server does: all of a request, the reading of a prompt alone, the writing of a response alone, or
-the encoding of images and sound alone."""
+"""Task of a server: whole requests, prefill alone, decode alone, or the encoding of images and audio
+alone."""
 
 
 class GenerateRequest(NamedTuple):
@@ -32,7 +32,7 @@ class GenerateRequest(NamedTuple):
     params: SamplingParams
     """``max_new_tokens`` counts from here on."""
     seed: int
-    """Of an engine that can draw the same tokens again; others ignore it."""
+    """Seed for engines that can draw the same tokens again; others ignore it."""
     session: str | None = None
     """Requests of one session begin alike: they are sent to the engine that has read their beginning."""
     group: str | None = None
@@ -48,7 +48,7 @@ class Generation(NamedTuple):
     log_probs: tuple[float, ...]
     """At the sampling temperature."""
     weight_versions: tuple[int, ...]
-    """Of the weights that made each token."""
+    """Version of the weights that sampled each token."""
     finish_reason: FinishReason
     """``"abort"`` where it was cut short: a request with these tokens at its end goes on from here."""
 

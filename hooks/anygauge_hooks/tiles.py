@@ -31,7 +31,7 @@ class Tile:
     spare: Tensor | None
     """Other memory of the same shape and dtype, or ``None`` for passes that work in place."""
     dtype: torch.dtype
-    """That of the hidden states."""
+    """Dtype of the hidden states."""
     scale: float
     """One over the temperature."""
 

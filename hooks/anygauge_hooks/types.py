@@ -42,9 +42,9 @@ class Availability:
 
     ok: bool
     reason: str = ""
-    """What was found, as a clause: ``"torch_npu is not installed"``."""
+    """Cause of the unavailability, as a clause: ``"torch_npu is not installed"``."""
     hint: str | None = None
-    """What the user can do about it, as a command where there is one."""
+    """Action for the user, as a command where there is one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +58,7 @@ class HostCheck:
     found: str = ""
     """As a clause: ``"9.1.0"``, ``"2.13.0 does not fit torch 2.10.0"``."""
     fix: str | None = None
-    """What the user can do about it, as a command where there is one."""
+    """Action for the user, as a command where there is one."""
 
 
 def _counted_by_ray(count: int) -> Mapping[str, float]:
@@ -103,8 +103,8 @@ class BackendSpec:
     """How a rollout engine is installed here, as a clause, by the engine's name; without it a user is told
     the engine's usual command."""
     host_checks: Callable[[], Sequence[HostCheck]] | None = None
-    """What ``anygauge doctor`` looks at beyond the probe. Must import neither torch nor a vendor library, so
-    that it says what is wrong with them."""
+    """Checks of ``anygauge doctor`` beyond the probe. Must import neither torch nor a vendor library, so that
+    it can report what is wrong with them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,7 +124,7 @@ class ConfigProblem:
     path: str
     found: Any
     hint: str
-    """What to write instead."""
+    """Suggested value or action."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,7 +160,7 @@ class RunInfo:
     step: int = 0
     """Steps finished so far."""
     devices: str = ""
-    """What a plugin reports of the backend's devices (``report_environment``), if one does."""
+    """Description of the backend's devices from a plugin (``report_environment``), if one gives it."""
 
     @property
     def where(self) -> str:
@@ -193,7 +193,7 @@ class ScopeMap:
     device_type: str
     """The ``torch.device`` type that stands for the named one."""
     functions: Mapping[str, Any]
-    """What stands for each function of the vendor's torch module, by name (``"synchronize"``)."""
+    """Replacements for functions of the vendor's torch module, by name (``"synchronize"``)."""
     has_index: bool = True
     """Whether ``device:1`` keeps its index; a host has only one device."""
     has_pinned_memory: bool = True

@@ -28,7 +28,7 @@ class WeightTensor(NamedTuple):
     """Where a tensor lies in a bucket."""
 
     name: str
-    """Of the Hugging Face checkpoint."""
+    """Name in the Hugging Face checkpoint."""
     shape: tuple[int, ...]
     dtype: str
     """As torch names it: ``"bfloat16"``."""
@@ -63,8 +63,9 @@ class WeightApi:
     """Whether requests that a pause has sent back to the queue survive that the cache is dropped; where not,
     a pause ends them with what they have."""
     checksums: Literal["sha256", "none"] = "none"
-    """What ``/weights_checker`` tells of each parameter: the first 64 bits of SHA-256 where parameters are in
-    host memory, or what nothing else can be compared with."""
+    """Checksums that ``/weights_checker`` returns for each parameter: ``sha256`` is the first 64 bits of
+    SHA-256 where parameters are in host memory; ``none`` is for values that cannot be compared with anything
+    else."""
     info_path: str = "/model_info"
     """Answers with the ``weight_version``."""
 
@@ -92,7 +93,7 @@ class ServerKeys:
 
 
 NO_KEYS = ServerKeys()
-"""Of a server that asks for none."""
+"""Keys for a server that requires none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,7 +108,7 @@ class WeightPeer:
     device: str | None = None
     """The ``torch.device`` type that the server says it runs on, if it says so."""
     dtype: str | None = None
-    """Of the model's parameters, as torch names it; ``None`` if they are of the dtype that is sent."""
+    """Dtype of the model's parameters, as torch names it; ``None`` if they are of the dtype that is sent."""
     incarnation: int = 0
     """How often it has been started again: after that it knows no group and no earlier weights."""
     receiver: str | None = None

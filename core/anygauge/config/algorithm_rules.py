@@ -1,4 +1,4 @@
-"""Which models an algorithm needs beside the policy, and the keys that mean something only with them."""
+"""Rules of algorithms: the models that each needs beside the policy, and keys that depend on them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether a ``config.json`` describes a model that its family has, before anything is built from it."""
+"""Check that a family supports the model of a ``config.json``, before anything is built from it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rules of what corrects for tokens of other policies: ``algorithm.correction`` and ``mask_stale``."""
+"""Rules of off-policy corrections: ``algorithm.correction`` and ``mask_stale``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The limits of ``[health]``: which hold for a run, and which contradict each other."""
+"""Rules of ``[health]``: which limits apply to a run, and which contradict each other."""
 
 from __future__ import annotations
 

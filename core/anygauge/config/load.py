@@ -1,4 +1,4 @@
-"""From a TOML file, a backend and a command line to the config of a run.
+"""Load the config of a run from a TOML file, a backend and a command line.
 
 Precedence: defaults, then the file, then its table ``[on.<backend>]``, then the command line; last, plugins
 fill in what none of these wrote. Relative paths start at the current directory, wherever the file is.
@@ -55,7 +55,7 @@ class LoadedConfig:
     user_keys: frozenset[str]
     """Dotted paths that the user wrote, in the file or on the command line."""
     changes: tuple[AppliedChange, ...]
-    """What plugins filled in."""
+    """Changes that plugins made."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +66,7 @@ class _Source:
     overlays: dict[str, Tree]
     overrides: Tree
     problems: list[tuple[ConfigProblem, str | None]]
-    """What cannot be read into the layers, and where it was written if not in the file."""
+    """Problems of layers that cannot be read, each with its origin if that is not the file."""
 
     def tree(self, backend: str) -> Tree:
         return merge(merge(self.base, self.overlays.get(backend, {})), self.overrides)

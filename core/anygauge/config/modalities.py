@@ -1,4 +1,4 @@
-"""Which media a run's model sees and hears."""
+"""Modalities of the media that a run's model takes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ TOWERS: Mapping[str, frozenset[MediaKind]] = {
     "vision": frozenset({"image", "video"}),
     "audio": frozenset({"audio"}),
 }
-"""What ``train.freeze`` calls the towers that take these kinds."""
+"""Media kinds of each tower, by the tower's name in ``train.freeze``."""
 
 
 def modalities(config: Config) -> frozenset[MediaKind]:

@@ -1,4 +1,4 @@
-"""Whether a Hugging Face directory is complete and of one piece, as far as it shows without torch."""
+"""Check that a Hugging Face directory is complete and consistent, as far as it shows without torch."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 __all__ = ["other_tokens", "read_model"]
 
 UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError)
-"""What reading a JSON file raises that is not what it should be."""
+"""Exceptions raised by reading a malformed JSON file."""
 
 _log = logging.getLogger(__name__)
 
 LENGTH_BYTES = 8
-"""What a safetensors file starts with: the length of its JSON header, little endian."""
+"""Size of the length field at the start of a safetensors file: its JSON header's length, little endian."""
 
 
 def read_model(

@@ -1,4 +1,4 @@
-"""Functions that a config names: where a dotted path leads, and which options they take."""
+"""Functions named in a config: resolve the dotted path, and check the options."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 __all__ = ["failed_plugins", "import_problems", "option_problems", "taken_options"]
 
 NOT_OPTIONS = ("response", "label", "metadata", "prompt")
-"""What the core passes to a reward function; what it passes to an estimator has no default."""
+"""Arguments that the core passes to a reward function. Those that it passes to an estimator have no
+default."""
 
 Problems = Iterator[ConfigProblem]
 

@@ -43,7 +43,7 @@ _SPLIT = (
 
 
 def data_parallel_size(config: Config) -> int:
-    """Return how many shares the samples of a step are divided into; 1 where sizes do not fit."""
+    """Return the data-parallel size, which the samples of a step are divided by; 1 where sizes do not fit."""
     sizes = config.train.parallel
     return max(1, config.placement.train_workers // (sizes.tensor * sizes.pipeline * sizes.context))
 

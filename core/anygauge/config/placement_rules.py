@@ -34,7 +34,7 @@ def engines_rule(config: Config, user_keys: Collection[str]) -> Iterator[ConfigP
 
 
 def colocation_rules(config: Config, plugins: Plugins) -> Iterator[ConfigProblem]:
-    """Yield what keeps trainers and engines from having the same devices in turns."""
+    """Yield problems of colocated trainers and engines."""
     placement = config.placement
     if not placement.colocated or config.debug.mode == "train_only":
         return

@@ -1,4 +1,4 @@
-"""The config of each model of a run beside the policy, in which it stands where the policy does.
+"""Role configs: the config of each model beside the policy, with the role in the place of the policy.
 
 What is the policy's alone never reaches it.
 """

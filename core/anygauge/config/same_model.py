@@ -1,4 +1,4 @@
-"""Whether two ``config.json`` of one family describe the same function of its weights."""
+"""Compare two ``config.json`` of one family: whether they describe the same function of the weights."""
 
 from __future__ import annotations
 

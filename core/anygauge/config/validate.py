@@ -1,4 +1,4 @@
-"""From a tree to a :class:`Config`, or to every problem that it has."""
+"""Validate a tree: return a :class:`Config`, or all of its problems."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _PLACEHOLDERS: Tree = {
     "model": {"path": "."},
     "data": {"train": ["."]},
 }
-"""What stands for a required field that is missing or wrong, so that the rest can still be checked."""
+"""Placeholders for required fields that are missing or wrong, so that the rest can still be checked."""
 
 
 @dataclass(frozen=True, slots=True)

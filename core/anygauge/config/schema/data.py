@@ -19,7 +19,7 @@ class DataFile(Section):
     """A JSONL or Parquet file, local or ``hf://datasets/OWNER/NAME/FILE``; ``FILE@[a:b]`` takes rows a to b,
     as Python slices do."""
     name: Name | None = None
-    """Of the data set, in metrics; ``None`` takes the file's name without its suffix."""
+    """Name of the data set in metrics; ``None`` takes the file's name without its suffix."""
     weight: Annotated[float, Field(gt=0)] | None = None
     """Share of the prompts that are drawn from this file, in relation to the others' weights; ``None`` for
     all files takes each row equally often."""

@@ -1,4 +1,4 @@
-"""Limits of numbers that tell whether a run still does what it should."""
+"""Limits of metrics that show whether a run still works."""
 
 from __future__ import annotations
 

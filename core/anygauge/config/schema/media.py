@@ -43,7 +43,7 @@ class Media(Section):
     max_seconds: Seconds = 30.0
     """Longest recording, in seconds."""
     on_error: Literal["stop", "drop"] = "stop"
-    """What a row does whose media cannot be read: stop the run, or be left out and counted."""
+    """Action for a row whose media cannot be read: stop the run, or drop the row and count it."""
     threads: Positive = 4
     """Threads that decode."""
     store: Literal["auto", "files", "ray"] = "auto"

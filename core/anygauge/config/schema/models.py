@@ -27,7 +27,7 @@ class Parallel(Section):
     pipeline: Positive = 1
     """Ranks that split the layers."""
     virtual_pipeline: Positive = 1
-    """Parts of the layers that each pipeline rank holds, taken in turns (interleaved schedule)."""
+    """Model chunks of each pipeline rank (interleaved schedule)."""
     context: Positive = 1
     """Ranks that split every sequence."""
     expert: Positive = 1
@@ -46,8 +46,8 @@ class Model(Section):
     trust_remote_code: bool = False
     """Let Python files of the checkpoint run. Without, a checkpoint that needs them is refused."""
     modalities: Annotated[tuple[Modality, ...] | None, BeforeValidator(list_as_tuple)] = None
-    """What the model sees and hears; towers of other kinds are not built. ``None`` takes the kinds of
-    ``data.multimodal_keys`` and of ``eval.datasets``; name them where tools alone show images."""
+    """Modalities of the model's inputs; towers of other modalities are not built. ``None`` takes the kinds of
+    ``data.multimodal_keys`` and of ``eval.datasets``; name them where only tools return images."""
 
 
 class Reference(Section):

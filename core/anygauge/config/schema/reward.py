@@ -44,7 +44,7 @@ class Reward(RewardFunction):
     overlong_buffer: NonNegative = 0
     """Tokens before ``max_new_tokens`` over which a penalty grows from 0; 0 is off."""
     overlong_penalty: Annotated[float, Field(ge=0)] = 1.0
-    """What a response that fills ``max_new_tokens`` loses."""
+    """Penalty for a response that fills ``max_new_tokens``."""
     num_workers: Positive = 1
     """Processes that run functions which may be slow or may crash."""
     concurrency: Positive = 64

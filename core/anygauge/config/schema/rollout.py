@@ -45,8 +45,8 @@ class RolloutGroup(Section):
     """Servers that are alike. Without groups there is one: ``placement.rollout_workers`` of the policy."""
 
     kind: Literal["regular", "prefill", "decode", "encoder"] = "regular"
-    """What its servers do: all of a request, the reading of a prompt alone, the writing of a response alone,
-    or the encoding of images and sound alone."""
+    """Task of the group's servers: whole requests, prefill alone, decode alone, or the encoding of images and
+    audio alone."""
     servers: Positive = 1
     """How many there are; all groups together have ``placement.rollout_workers``."""
     model: Name = POLICY
@@ -71,9 +71,9 @@ class RolloutGateway(Section):
     run does, whatever temperature, top_p, top_k and penalties a request has; ``refuse`` answers 400 to a
     request that differs."""
     history: Literal["template", "append"] = "template"
-    """What the model sees of earlier turns that the template shows otherwise than they were sampled, such as
-    Qwen3's, which leaves out earlier reasoning. ``template`` shows what the template does, in a new sample;
-    ``append`` always goes on from the tokens that were sampled."""
+    """Treatment of earlier turns that the template renders otherwise than they were sampled; Qwen3's, for
+    example, leaves out earlier reasoning. ``template`` follows the template and starts a new sample;
+    ``append`` always continues from the sampled tokens."""
     tool_format: str = "auto"
     """How the model writes calls of tools: ``hermes``, ``xml``, ``glm``, ``deepseek``, ``none``, or a
     ``ToolFormat`` as ``package.module:attribute``; ``auto`` takes what the chat template teaches."""
@@ -120,7 +120,7 @@ class Rollout(Section):
     """Precision of the engine; ``None`` takes ``train.dtype``."""
     graphs: Literal["auto", False] = "auto"
     """For ``transformers``: have the device record the pass of a token and replay it, where it and the model
-    can; ``false`` queues every pass anew. Servers have arguments of their own for it."""
+    can; ``false`` queues every pass again. Servers have arguments of their own for it."""
     schedule: Literal["sync", "one_step_off", "async"] = "sync"
     """When samples are generated: before each step with its weights; while the step before trains; or all the
     time, through updates of the weights. All but ``sync`` need engines that are servers."""
@@ -129,8 +129,8 @@ class Rollout(Section):
     client: RolloutClient = RolloutClient()
     """How engines that are servers are talked to."""
     function: str = "single_turn"
-    """What makes a sample of a prompt: a registered name (``single_turn``, ``multi_turn``, ``agent``), or
-    ``package.module:function``."""
+    """Function that turns a prompt into a sample: a registered name (``single_turn``, ``multi_turn``,
+    ``agent``), or ``package.module:function``."""
     function_options: dict[str, Any] = {}
     """Keyword arguments of the function."""
     function_timeout_s: Seconds = 600.0
@@ -150,7 +150,8 @@ class Rollout(Section):
     max_rounds: Positive = 10
     """A step gives up once the filters have rejected this many times the groups that it needs."""
     shortage: Literal["error", "smaller_step"] = "error"
-    """What then happens: the run ends, or the step trains on the groups that there are."""
+    """Action when ``max_rounds`` is reached: end the run with an error, or train the step on the groups that
+    passed."""
     over_sampling: NonNegative = 0
     """Prompts that are started beyond those that a step needs; it ends with the first that are done."""
     partial_rollout: bool = False
@@ -189,9 +190,9 @@ class WeightSync(Section):
     """Compare the checksums of what the servers hold with what was sent, tensor by tensor: never, after the
     first update of each server, or after every one."""
     pause: Literal["retract", "in_place", "abort"] = "retract"
-    """What becomes of requests under way: they begin anew with the tokens that they have, they go on with the
-    cache that the old weights have made, or they end with what they have."""
+    """Treatment of in-flight requests: ``retract`` restarts them with the tokens sampled so far, ``in_place``
+    continues them with the KV cache of the old weights, ``abort`` ends them with what they have."""
     deadline_s: Seconds = 300.0
     """Longest wait for a server to take one bucket, or to answer anything else, in seconds."""
     directory: Path | None = None
-    """Of the versions, for ``disk``; ``None`` takes ``weights/`` in the run directory."""
+    """Directory of the weight versions, for ``disk``; ``None`` takes ``weights/`` in the run directory."""

@@ -30,7 +30,8 @@ class Algorithm(Section):
     kl_coef: Annotated[float, Field(ge=0)] = 0.0
     """Weight of the KL term against the reference in the loss."""
     kl_reward_coef: Annotated[float, Field(ge=0)] = 0.0
-    """What a nat of log-ratio to the reference costs of each token's reward; for estimators of tokens."""
+    """Penalty subtracted from each token's reward, per nat of log-ratio to the reference; for token-level
+    estimators."""
     kl_type: Literal["k1", "k2", "k3", "low_var_kl"] = "k3"
     """Estimator of the KL term."""
     entropy_coef: Annotated[float, Field(ge=0)] = 0.0
@@ -47,7 +48,7 @@ class Algorithm(Section):
     """Mean over all tokens of an optimizer step; over samples of each sample's token mean; or over samples of
     each sample's sum of tokens over ``rollout.max_new_tokens``."""
     old_log_probs: Literal["rollout", "recompute"] = "recompute"
-    """What the ratio is taken against: the engine's log-probs, or the trainer's own before its first step."""
+    """Log-probs in the denominator of the ratio: the engine's, or the trainer's own before its first step."""
     correction: dict[str, dict[str, Any]] = {}
     """Corrections for what another policy sampled, by registered name, each with its keyword arguments:
     ``{tis = {high = 2.0}, veto = {}}``. Their weights are multiplied."""
@@ -97,7 +98,7 @@ class Train(Section):
     """Library that brings modules of layers, or replaces functions of the engine, in the place of the
     backend's own kernels; which there are, the backend says. ``None`` takes none."""
     provider_options: dict[str, Any] = {}
-    """What the provider takes."""
+    """Options passed to the provider."""
     fused_loss: bool = True
     """Compute log-probs a tile of the logits at a time; ``false`` keeps those of a whole micro-batch."""
     parallel: Parallel = Parallel()
