@@ -32,9 +32,9 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 """Runs a script where torchvision is a build for another torch, as it is beside SGLang on a CPU."""
 APART = 0.08
-"""What the rewards of the demo's seeds differ by, at most: ``bench/demo.py``."""
+"""Largest difference between the rewards of the demo's seeds: ``bench/demo.py``."""
 GAIN = 0.1
-"""That a run must bring."""
+"""Least gain in reward of a run."""
 HELD_OUT = "eval/held-out"
 
 

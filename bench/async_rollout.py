@@ -38,7 +38,8 @@ ENGINE = {
     "token_s": 0.01,
     "lengths": "longtail:16:128:0.1",
 }
-"""Of each of two engines: 10 ms a token, and one response in ten is eight times as long as the others."""
+"""Options of each of two engines: 10 ms a token, and one response in ten is eight times as long as the
+others."""
 FAKE: dict[str, Any] = {
     "rollout__engine": "fake",
     "weight_sync__verify": "none",
@@ -67,14 +68,14 @@ MODELS: dict[str, dict[str, Any]] = {
     }
     | {"mlp": 3072, "dtype": "bfloat16"},
 }
-"""Of the real servers, which have kernels for usual sizes alone on a GPU."""
+"""Models of the real servers, which have kernels only for usual sizes on a GPU."""
 SCHEDULES: dict[str, dict[str, Any]] = {
     "sync": {},
     "one_step_off": {"rollout__schedule": "one_step_off"},
     "async": {"rollout__schedule": "async", "rollout__max_staleness": 2},
 }
 EVALUATION = {"eval__interval": 4, "eval__samples_per_prompt": 16}
-"""Of twelve prompts: in four steps as many samples as training has in two."""
+"""Evaluation of twelve prompts: in four steps as many samples as training has in two."""
 EVALUATIONS: dict[str, dict[str, Any]] = {
     "no evaluation": SCHEDULES["async"],
     "beside training": {**SCHEDULES["async"], **EVALUATION},

@@ -30,7 +30,7 @@ install_fake_engine(Path(sys.argv[1]), *json.loads(sys.argv[2]))
 """
 """With the packages of a tree."""
 OPTIONS = {"vocab_size": 18, "lengths": "uniform:2:8"}
-"""Of the fake engine: the vocabulary of the tiny model."""
+"""Options of the fake engine, with the vocabulary of the tiny model."""
 
 
 def extract(commit: str, directory: Path) -> Path:

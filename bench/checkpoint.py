@@ -42,7 +42,7 @@ class Outcome:
 
     steps_s: tuple[float, ...]
     save_s: tuple[float, ...]
-    """What each save blocked."""
+    """Seconds that each save blocked."""
 
     @property
     def step_s(self) -> float:

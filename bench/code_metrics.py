@@ -370,7 +370,7 @@ ROWS: dict[str, Callable[[Tree], Counter[str] | list[str] | float]] = {
     "broad excepts in core without testing": broad_excepts,
     "the same in a thousand lines": broad_ratio,
 }
-"""What counts each row: lines by file, places, or a ratio."""
+"""Function that counts each row: lines by file, places, or a ratio."""
 
 
 def value(counted: Counter[str] | list[str] | float) -> str:

@@ -93,7 +93,7 @@ class Scenario(NamedTuple):
 
     name: str
     keys: Mapping[str, Any]
-    """Of the config, beside those that all have."""
+    """Config keys beyond those of all scenarios."""
     is_killed: bool = False
     is_dump: bool = False
 
@@ -102,7 +102,7 @@ class Result(NamedTuple):
     """A run as it ended."""
 
     metrics: Mapping[int, Mapping[str, Any]]
-    """Of each step that is compared."""
+    """Metrics of each step that is compared."""
     tensors: Mapping[str, str]
     """Checksums of all that the run exported and saved, by file and name."""
 

@@ -37,7 +37,7 @@ class Outcome:
     after: float
     swapped: float
     seconds: tuple[float, float, float]
-    """Of inputs, warm-up and RL."""
+    """Seconds of input creation, warm-up and RL."""
     step_ms: float
     peak_pss: int
     phases: str

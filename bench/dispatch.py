@@ -87,7 +87,7 @@ class Engine:
         self._workload = workload
         self.queue: deque[tuple[Sample, Ticket | None]] = deque()
         self.running: list[tuple[float, int, Sample, Ticket | None]] = []
-        """By the count of tokens at which each ends."""
+        """Requests, ordered by the count of tokens at which each ends."""
         self.read = 0
         """Tokens of prompts."""
         self._known: OrderedDict[int, None] = OrderedDict()

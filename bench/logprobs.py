@@ -44,7 +44,7 @@ from anygauge_hooks.rollout import GenerateRequest, Generation  # noqa: E402
 
 MOST = 1e-4
 LEAST = 0.1
-"""By which the log-probs of other weights differ, in the mean."""
+"""Least mean difference of log-probs between different weights."""
 VOCABULARY = 2048
 """So many that the token which ends a response is rare."""
 CONTEXT = 1024

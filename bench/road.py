@@ -44,7 +44,7 @@ from checkout import (
 
 RECORDER = Path(__file__).parent / "recorder"
 STEPS = 8
-"""Of which the first two are not recorded."""
+"""Steps, of which the first two are not recorded."""
 SERVER = "fake_engine"
 """Names the module of the server's process, and the folder whose functions do not count."""
 KEYS = {

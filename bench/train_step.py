@@ -112,7 +112,7 @@ TOWERS = {
         "deepstack_visual_indexes": [0],
     },
 }
-"""Of Qwen3-VL-4B, and of a model that sees on the host."""
+"""Vision configs: that of Qwen3-VL-4B, and of a tiny model for the host."""
 SPECIAL = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
 
 

@@ -29,14 +29,15 @@ __all__ = [
 ]
 
 DETERMINISTIC_ENV: Mapping[str, str] = {"PYTHONHASHSEED": "0"}
-"""Of the workers of a deterministic run on any backend: the order of a set of strings hangs on it."""
+"""Environment of the workers of a deterministic run on any backend: it fixes the iteration order of sets of
+strings."""
 OUT_OF_MEMORY = re.compile(r"out of memory|can't allocate memory|cannot allocate memory", re.IGNORECASE)
 """How allocators that raise a bare ``RuntimeError`` say it, the host's among them."""
 MAX_REASON = 400
 GIB = 2**30
 
 _peaks: dict[str, int] = {}
-"""Of this process: by phase, the most bytes that were allocated at once."""
+"""Peak bytes allocated in this process, by phase."""
 _recent: dict[str, int] = {}
 """The same since :func:`take_peak_memory` was last called."""
 

@@ -63,7 +63,7 @@ class Plugins:
 
     manager: pluggy.PluginManager
     load_errors: dict[str, Exception] = field(default_factory=dict)
-    """By entry-point or plugin name."""
+    """Load errors by name of the entry point or plugin."""
     installed: list[str] = field(default_factory=list)
     """Entry points that were loaded."""
 

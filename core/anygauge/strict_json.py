@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 __all__ = ["MAX_DEPTH", "is_nested", "parse_json", "too_deep"]
 
 MAX_DEPTH = 128
-"""Of nested containers. Encoders and chat templates recurse into what they are given: orjson writes 254
+"""Deepest nesting of containers. Encoders and chat templates recurse into their input: orjson writes 254
 levels, and Python has about 1000 frames, some of which the caller has used."""
 _EXCERPT = 20
 _SURROGATE = re.compile(r"[\ud800-\udfff]|\\u[dD][89a-fA-F]")

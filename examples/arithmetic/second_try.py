@@ -13,7 +13,7 @@ from typing import Any
 from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 
 MOST_TOKENS = 4
-"""Of one answer: three digits and the end."""
+"""Most tokens of an answer: three digits and the end."""
 
 
 @cache

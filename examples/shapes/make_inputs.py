@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 SIDE = 48
-"""Of a picture, in pixels: three cells of 16."""
+"""Side of an image in pixels: three cells of 16."""
 CELL = SIDE // 3
 KINDS = ("circle", "square", "triangle")
 MOST = 4

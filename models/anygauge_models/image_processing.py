@@ -32,7 +32,7 @@ __all__ = [
 ]
 
 LARGEST_RATIO = 200
-"""Of the sides of an image."""
+"""Largest aspect ratio of an image."""
 UNKNOWN_RATE = 24.0
 """Frames a second of a video that does not say."""
 _FILES: Mapping[str, tuple[tuple[str, str | None], ...]] = {

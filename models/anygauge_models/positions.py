@@ -22,7 +22,7 @@ class Block(NamedTuple):
     grid: tuple[int, int, int]
     """Features in time, height and width."""
     step: float = 1.0
-    """Of the position in time, from one feature to the next."""
+    """Increment of the temporal position from one feature to the next."""
 
 
 def in_three_axes(length: int, blocks: Iterable[Block]) -> NDArray[np.int64]:

@@ -242,7 +242,7 @@ OWN_PLUGINS: dict[str, Callable[[], Any]] = {
     "rounds": partial(TakingOptimizer, Rounding),
     "joins": partial(TakingOptimizer, Joining),
 }
-"""By the key of the case that asks for them."""
+"""Plugins by the key of the case that asks for them."""
 
 
 def run_case(case: dict[str, Any], rank: int, store: Any, plugins: Plugins, on: Place) -> Any:

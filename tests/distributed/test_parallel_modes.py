@@ -104,7 +104,7 @@ SPLIT = {
     "self_attention.linear_proj.weight": 1,
     "self_attention.out_proj.weight": 1,
 }
-"""Of what tensor parallelism divides, how names end, and the dimension."""
+"""Ends of the names that tensor parallelism divides, each with the dimension."""
 
 
 def train_model(crew: Any, make_model: Any, model: str, world: int, **case: Any) -> list[Any]:

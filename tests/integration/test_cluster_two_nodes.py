@@ -32,7 +32,7 @@ Launch = Callable[..., WorkerGroup]
 STEPS = 2
 DEADLINE_S = 120.0
 SLOTS = 8
-"""Of the session's cluster; all but one are taken, so that each node has room for one worker."""
+"""Slots of the session's cluster; all but one are taken, so that each node has room for one worker."""
 
 
 @pytest.fixture(scope="module")

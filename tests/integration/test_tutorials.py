@@ -71,7 +71,7 @@ SHORTER = {
     r"anygauge train examples/shapes_vlm\.toml.*": rf"\g<0> {FEW} --run.steps 3",
     r"anygauge eval .*": r"\g<0> --eval.max_prompts 4",
 }
-"""What is changed in every command that a pattern is found in, one after the other."""
+"""Replacements in every command that a pattern matches, one after the other."""
 KILL_AFTER_A_SAVE = """
 timeout() {  # stands in for the command: kills the run as soon as it has something to go on from
   shift 3
@@ -105,7 +105,7 @@ class Page:
     files: Mapping[str, str]
     """Texts to be written, by name."""
     paths: list[str]
-    """What the prose says is there at the end."""
+    """Paths that exist at the end, according to the prose."""
 
 
 BLOCK = re.compile(r"^```(\w*)[ ]?(.*)\n((?s:.*?))^```$", re.M)

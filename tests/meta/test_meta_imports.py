@@ -31,7 +31,7 @@ KERNEL_LANGUAGES = {
     "anygauge_cuda.triton.": "triton",
     "anygauge_cpu.sglang_platform": "sglang",  # SGLang imports it, nobody else
 }
-"""What modules of a package import that the development environment does not have."""
+"""Languages that modules import and the development environment lacks, by prefix of the modules."""
 HEAVY = ("torch", "megatron", "transformers", "ray", "numpy", "pandas")
 
 IMPORT_ALL = """

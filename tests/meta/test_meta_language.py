@@ -52,7 +52,7 @@ RETIRED = {
     "turns": "colocation",
     "warm": "fork server",
 }
-"""What stands in the place of each word."""
+"""Replacements for each word."""
 RETIRED_MODULES = {"calls", "found", "members", "parts", "requests", "waiting", "work"}
 """Whole names of modules, which say nothing about them."""
 EXCEPTIONS = {
@@ -62,7 +62,7 @@ EXCEPTIONS = {
     ("core/anygauge/config/reward_rules.py", "_shares_reward_and_label"),  # a verb
     ("core/anygauge/rollout/gateway/turns.py", "turns"),
 }
-"""By file, and name of the module or qualified name."""
+"""Exceptions by file, and by name of the module or qualified name."""
 
 FOUND_MOST = 150
 
@@ -128,12 +128,20 @@ def test_no_class_or_function_has_a_retired_name() -> None:
     assert retired == {}
 
 
+def docstrings(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Yield line and text of every docstring, those of attributes and constants included."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.Expr(value=ast.Constant(value=str(text))):
+                yield node.lineno, text.strip()
+
+
 def test_no_docstring_begins_with_a_relative_or_a_preposition() -> None:
     riddles = [
-        f"{path.relative_to(ROOT)}: {name}: {text.splitlines()[0]}"
+        f"{path.relative_to(ROOT)}:{line}: {text.splitlines()[0]}"
         for path in SOURCES
-        for name, node in (("module", tree_of(path)), *definitions(tree_of(path)))
-        if re.match(r"(What|Of|By|That)\b", text := ast.get_docstring(node) or "")  # type: ignore[arg-type]
+        for line, text in docstrings(tree_of(path))
+        if re.match(r"(What|Of|By|That)\b", text)
     ]
     assert riddles == []
 

@@ -135,9 +135,9 @@ def test_every_command_is_bash() -> None:
 # -------------------------------------------------------------------------
 
 HOST = {"docker", "git", "hccn_tool", "ls", "npu-smi", "python3", "source"}
-"""What a host with the driver has, and the shell."""
+"""Commands of a host with the driver, and of the shell."""
 IMAGE = {"git", "pip", "python", "python3", "source"}
-"""What the image of CANN has, and the shell. Unchecked."""
+"""Commands of CANN's image, and of the shell. Unchecked."""
 DECLARED = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 PLUGINS = {"pytest": {"pytest-timeout"}}
 """Packages without which a program refuses this project's settings."""

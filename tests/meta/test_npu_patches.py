@@ -28,7 +28,7 @@ TARGETS = {
     "sglang": ("test-sglang", "tests/sglang"),
     "npu_sim": ("test-npu-sim", "tests/backends/npu"),
 }
-"""Of the Makefile, and the folder where it looks, by the marker of its tests."""
+"""Targets of the Makefile, each with the folder of its tests, by the marker of those tests."""
 
 NEEDS_IPV6 = {"tests/unit/weight_sync/test_push.py::test_the_group_is_formed_over_ipv6"}
 """Skipped on a host that has none."""

@@ -26,11 +26,12 @@ from anygauge_hooks.errors import PlacementError
 
 WORLD = 2
 LISTENING_HOST, CONNECTING_HOST = "127.0.0.1", "127.0.0.2"
-"""Of two ranks, gloo lets the one with the higher address connect to the other."""
+"""Hosts of two ranks: gloo lets the one with the higher address connect to the other."""
 PLACE = struct.pack("q", 1)
-"""What rank 1 sends first, so that rank 0 takes the connection for rank 1's."""
+"""First bytes that rank 1 sends, so that rank 0 takes the connection for rank 1's."""
 HEADER = struct.Struct("6Q")
-"""Of each later message: whole length, kind, slot, offset, length of the data, offset at the receiver."""
+"""Header of each later message: whole length, kind, slot, offset, length of the data, offset at the
+receiver."""
 DATA, WILL_SEND, WILL_RECEIVE = 1, 2, 3
 HARMLESS = {
     "nothing": b"",

@@ -36,7 +36,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     # SGLang has the model under this name alone
     "glm46v": {"json_model_override_args": {"architectures": ["Glm4vForConditionalGeneration"]}},
 }
-"""What their servers are started with."""
+"""Options that the servers of each family start with."""
 TOLERANCE = 1e-4
 OTHER = 100 * TOLERANCE
 

@@ -57,7 +57,7 @@ class Starting(NamedTuple):
 
     whole: Future[WeightPeer]
     divided: Future[WeightPeer]
-    """Of one that has the decoder alone; an encoder sees for it."""
+    """Server with the decoder alone; an encoder computes its image features."""
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ __all__ = ["CpuDevice", "HostEvent", "HostStream"]
 
 CLEAR_REFS = Path("/proc/self/clear_refs")
 RESET_PEAK = "5"
-"""What the kernel takes there for: the peak of the resident memory is what is resident now."""
+"""Value that resets the peak of the resident memory to its current size."""
 
 
 class CpuDevice:

@@ -60,7 +60,8 @@ class _Case:
     is_batch: bool
     """Whether sizes are exact: a plain batch, or else ragged sequences with lengths and offsets."""
     steps: tuple[tuple[int, int], ...]
-    """Of queries, keys and values: elements from a token to the next, and from a head to the next."""
+    """Strides of queries, keys and values, in elements: from a token to the next, and from a head to the
+    next."""
     sequences: int
     longest: int
     longest_key: int

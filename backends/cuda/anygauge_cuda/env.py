@@ -54,7 +54,7 @@ FORMER: Mapping[str, str] = {
 }
 """Older names of torch's variables, which it reads where the newer one is not set."""
 ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
-"""Of trainers: sequences of all lengths fragment segments of a fixed size."""
+"""Allocator of trainers: sequences of all lengths fragment segments of a fixed size."""
 ALLOCATOR_NAMES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 """Where torch looks for settings of its allocator; the first that is set counts."""
 FORWARDED = ("NCCL_", "TORCH_NCCL_", "TORCH_FR_", "TORCH_SYMM_MEM_", "ANYGAUGE_CUDA_")

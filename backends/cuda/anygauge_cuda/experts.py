@@ -13,7 +13,7 @@ from torch import Tensor
 __all__ = ["grouped_matmul"]
 
 BYTES = 16
-"""What addresses and strides that the operator takes divide by."""
+"""Alignment of addresses and strides that the operator takes."""
 
 ALIGNED = BYTES // torch.bfloat16.itemsize
 """The same of the sizes of a weight."""

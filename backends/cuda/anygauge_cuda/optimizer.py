@@ -23,7 +23,7 @@ class _Launch(NamedTuple):
     has_remainders: bool
     plan: Any
     counts: Sequence[Tensor]
-    """Of the steps of its weights, on the host."""
+    """Step counters of its weights, on the host."""
 
 
 def adamw(
@@ -57,12 +57,12 @@ class FusedAdamW(torch.optim.AdamW):
     """
 
     takes_remainders = True
-    """Of ``make_optimizer`` in :mod:`anygauge_hooks.specs`."""
+    """Declaration for ``make_optimizer`` in :mod:`anygauge_hooks.specs`."""
 
     def __init__(self, groups: Sequence[dict[str, Any]], **settings: Any) -> None:
         super().__init__(groups, **settings, foreach=False)
         self._plans: dict[int, tuple[tuple[int, ...], Any]] = {}
-        """By place of the launch in a step: the addresses that a plan is of, and the plan."""
+        """Plans by index of the launch in a step, each with the addresses that it was made for."""
         self._prepared: tuple[Any, list[_Launch]] | None = None
         """The gradients of the next step, and its launches."""
 

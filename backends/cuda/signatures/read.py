@@ -27,7 +27,7 @@ CALLED: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "ops.RMSNorm": ("pytorch/ops/basic/rmsnorm.py", ("__init__",)),
     "ops.SwiGLU": ("pytorch/ops/basic/activation.py", ("__init__",)),
 }
-"""By name below ``transformer_engine.pytorch``: the file of a class, and which of its methods are called."""
+"""Classes by name below ``transformer_engine.pytorch``: the file of each, and the methods that are called."""
 
 
 def signatures(package: Path) -> dict[str, str]:

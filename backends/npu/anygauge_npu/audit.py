@@ -30,7 +30,7 @@ class Change:
     by: str
     """Module whose code is there now; of a wrapper, the wrapper's. Empty if nobody's is."""
     value: Any
-    """What is there now."""
+    """Current value."""
 
 
 class Audit:

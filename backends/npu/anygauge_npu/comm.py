@@ -11,7 +11,8 @@ from anygauge_npu.env import BUFFER, WORKER
 __all__ = ["communicator", "group_options"]
 
 SMALL_BUFFER_MB = 32
-"""Of the default group, which carries agreements and barriers; large tensors go through Megatron's groups."""
+"""Buffer of the default group, which carries agreements and barriers; large tensors go through Megatron's
+groups."""
 
 
 def communicator(options: Any, own: Any) -> Any:

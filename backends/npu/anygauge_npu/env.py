@@ -46,8 +46,8 @@ WORKER: Mapping[str, str] = {
     BUFFER: "200",
 }
 ALLOCATOR: Mapping[str, str] = {"PYTORCH_NPU_ALLOC_CONF": "expandable_segments:True"}
-"""Of trainers: sequences of all lengths fragment fixed segments. A server's memory saver has its own
-allocator, so servers are left as they are. With ``max_split_size_mb`` or ``garbage_collection_threshold``
+"""Allocator of trainers: sequences of all lengths fragment fixed segments. A server's memory saver has its
+own allocator, so servers are left as they are. With ``max_split_size_mb`` or ``garbage_collection_threshold``
 torch-npu refuses it."""
 FAMILIES: Mapping[str, str] = {"4": "AF_INET", "6": "AF_INET6"}
 """Address families by IP version, as HCCL names them."""
@@ -67,8 +67,8 @@ HIDDEN: Mapping[str, str] = {VISIBLE_DEVICES: "", AUTOLOAD: "0"}
 CONNECT_S = (120, 7200)
 """Range of ``HCCL_CONNECT_TIMEOUT``, which bounds how long the members of a group wait for one another."""
 EVENT_MARGIN_S = 32
-"""By how much torch-npu's wait for the device outlasts HCCL's, as their defaults of 1868 and 1836 s do: the
-message of HCCL names the collective."""
+"""Seconds by which torch-npu's wait for the device outlasts HCCL's, as their defaults of 1868 and 1836 s do:
+HCCL's message names the collective."""
 
 
 def ray_options(count: int) -> Mapping[str, Any]:

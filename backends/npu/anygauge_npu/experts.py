@@ -14,11 +14,12 @@ __all__ = ["grouped_matmul"]
 OP = "grouped_matmul"
 EXPERTS = 1024
 WIDEST = 65535
-"""Of the inner dimension of each operand."""
+"""Widest inner dimension of each operand."""
 
 ROWS, INNER = 0, 2
-"""What the groups divide: the rows of the first operand, or what is summed over. For Atlas A2 torch-npu's
-documentation has the first alone, and CANN's of aclnnGroupedMatmulV5, which is reached, has both."""
+"""Axis that the groups divide: the rows of the first operand, or the dimension that is summed over. For Atlas
+A2, torch-npu's documentation has the first alone; CANN's for aclnnGroupedMatmulV5, the operator that is
+called, has both."""
 
 
 def grouped_matmul(x: Tensor, weight: Tensor, tokens_per_expert: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from anygauge_hooks.errors import KernelInputError
 __all__ = ["DTYPES", "check_dtypes", "check_lengths", "check_shape", "check_size", "dtype_name", "refuse"]
 
 DTYPES: tuple[str, ...] = ("float32", "bfloat16", "float16")
-"""What every fused floating-point operator computes in."""
+"""Dtypes of every fused floating-point operator."""
 
 
 def refuse(op: str, given: str, hint: str) -> NoReturn:

@@ -34,7 +34,7 @@ __all__ = ["ROOT", "Host", "facts", "host_checks"]
 ROOT = "ANYGAUGE_NPU_ROOT"
 MACHINES = ("aarch64", "x86_64")
 OLDEST_LIBC = (2, 28)
-"""Of the wheels of torch-npu: manylinux_2_28."""
+"""Oldest libc that the wheels of torch-npu run on: manylinux_2_28."""
 DEVICE_FILES = ("davinci_manager", "devmm_svm", "hisi_hdc")
 """Beside one davinciN for each NPU."""
 CANN_HOMES = ("ASCEND_TOOLKIT_HOME", "ASCEND_HOME_PATH")

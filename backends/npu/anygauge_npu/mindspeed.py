@@ -51,9 +51,10 @@ WATCHED = (
 )
 """Packages whose attributes are compared."""
 TRANSFER = "torch_npu.contrib.transfer_to_npu"
-"""What the adaptor imports first: it makes torch's literal CUDA names mean the NPU."""
+"""Module that the adaptor imports first: it makes torch's literal CUDA names mean the NPU."""
 TRANSFERRED = ("torch.cuda.*", "torch._dynamo.variables.*.__new__raw")
-"""What torch-npu fills with things from elsewhere: imports of its modules, a method that it sets aside."""
+"""Names that torch-npu fills with objects from elsewhere: imports of its modules, a method that it sets
+aside."""
 AUTHORS = ("torch_npu",)
 """Packages that may replace anything: that function is in torch-npu, which changes much of torch."""
 OPTIONS: Mapping[str, tuple[type, str]] = {

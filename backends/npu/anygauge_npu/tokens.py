@@ -16,7 +16,7 @@ from anygauge_npu.guards import check_dtypes, check_shape, check_size, dtype_nam
 __all__ = ["PERMUTED_DTYPES", "token_permute", "token_unpermute"]
 
 PERMUTED_DTYPES = ("float32", "bfloat16")
-"""Of tokens whose probabilities may be float32."""
+"""Dtypes of tokens whose probabilities may be float32."""
 
 MOST = (1 << 24) - 2
 """Tokens, experts and rows: the operator counts them in float32."""

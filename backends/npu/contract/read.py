@@ -42,7 +42,7 @@ DEFINED_IN = ("__init__", "utils", "memory", "random", "streams", "npu_config")
 """Modules of ``torch_npu.npu`` whose functions it offers as its own."""
 
 NAMES = ("npu", "self._npu")
-"""What the backend calls ``torch.npu``."""
+"""Expressions that the backend uses for ``torch.npu``."""
 
 SETTINGS = {"config", "conv", "matmul", "version"}
 """Its attributes that are not called."""

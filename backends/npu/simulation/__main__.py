@@ -27,13 +27,13 @@ ROOT = "ANYGAUGE_NPU_ROOT"
 CANN = ("usr/local/Ascend/ascend-toolkit", "usr/local/Ascend/cann*")
 SOC = "Ascend910B3"
 SCRATCH = "simulated-npu-"
-"""What the names of scratch directories begin with."""
+"""Prefix of scratch directories."""
 LOCK = "lock"
 METADATA = {
     "METADATA": "Metadata-Version: 2.1\nName: anygauge-npu-simulation\nVersion: 0.1.0\n",
     "entry_points.txt": "[anygauge.plugins]\nnpu_simulation = simulation.plugin\n",
 }
-"""What makes the plugin found by the processes of a run, and by no others."""
+"""Package metadata through which only the processes of a run find the plugin."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

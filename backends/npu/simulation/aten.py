@@ -11,7 +11,7 @@ from torch import Tensor
 __all__ = ["OPERATORS", "gradients"]
 
 OPERATORS: dict[str, Callable[..., Any]] = {}
-"""By qualified name, as ``aten::mm.dtype``; without an overload, for all of them."""
+"""Operators by qualified name, as ``aten::mm.dtype``; a name without an overload is for all of them."""
 
 NUMBERED = {
     0: torch.uint8,

@@ -21,7 +21,7 @@ from simulation.aten import gradients
 __all__ = ["OPERATORS"]
 
 OPERATORS: dict[str, Callable[..., Any]] = {}
-"""By name in the ``npu::`` namespace."""
+"""Operators by name in the ``npu::`` namespace."""
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 UNLIMITED = 2147483647

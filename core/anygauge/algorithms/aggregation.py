@@ -1,4 +1,4 @@
-"""Which share each token has in the mean of an optimizer step, and which samples make one.
+"""Loss aggregation: the weight of each token in the mean of an optimizer step, and a step's samples.
 
 Both are decided on the driver over all samples, before they are divided among ranks and micro-batches.
 """

@@ -38,7 +38,7 @@ class CorrectedLoss:
 
     policy_loss: LossFunction
     corrections: Mapping[str, Callable[[LossInputs], Correction]]
-    """By name, functions of the inputs alone."""
+    """Corrections by name: functions of the inputs alone."""
 
     def __call__(self, inputs: LossInputs) -> tuple[Tensor, Metrics]:
         """Return the scalar loss, and metrics that add up over micro-batches.

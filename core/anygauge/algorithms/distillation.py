@@ -1,4 +1,4 @@
-"""Distillation from the likeliest tokens of a teacher, beside those that the policy sampled."""
+"""Distillation from a teacher's top-k tokens, in addition to the sampled ones."""
 
 from __future__ import annotations
 

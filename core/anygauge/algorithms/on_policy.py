@@ -1,4 +1,4 @@
-"""How far trainer and rollout engine disagree about tokens that the weights being trained have sampled."""
+"""Difference between trainer and rollout engine on tokens that the trained weights have sampled."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class OnPolicyDifference:
 
     loss: LossFunction
     is_on_policy: Sequence[bool]
-    """Of each sample of the optimizer step."""
+    """One flag for each sample of the optimizer step."""
 
     def __call__(self, inputs: LossInputs) -> tuple[Tensor, Mapping[str, Tensor]]:
         """Return the scalar loss, and metrics that add up over micro-batches."""

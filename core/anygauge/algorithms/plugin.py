@@ -1,4 +1,4 @@
-"""The advantage estimators, policy losses and corrections that come with the core."""
+"""Built-in advantage estimators, policy losses and corrections."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Advantage estimators that look at each token: from what a rank knows of its samples to ``[T]``.
+"""Token-level advantage estimators: from a rank's samples to ``[T]``.
 
 Each is a function of :class:`~anygauge_hooks.algorithms.AdvantageInputs`. Tokens whose mask is 0, such as
 what a tool answered, are passed over: the token after them follows the one before them. Shape suffixes: N

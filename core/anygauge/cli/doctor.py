@@ -1,4 +1,4 @@
-"""``anygauge doctor``: what can run here, what cannot, and what to do about it.
+"""``anygauge doctor``: what runs on this machine, and how to fix what doesn't.
 
 This process imports neither torch nor a plugin. What does runs in processes of its own with a deadline, so
 that a vendor library that crashes or hangs is a row of the report.

@@ -1,4 +1,4 @@
-"""Where every command starts and every error ends."""
+"""Entry point of every command, and its error handling."""
 
 from __future__ import annotations
 

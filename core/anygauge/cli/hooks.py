@@ -1,4 +1,4 @@
-"""``anygauge hooks``: who implements what, and what is only the reference."""
+"""``anygauge hooks``: implementations of every hook, and ops that have the reference alone."""
 
 from __future__ import annotations
 

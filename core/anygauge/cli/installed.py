@@ -1,4 +1,4 @@
-"""Which distributions are installed, and whether they fit together."""
+"""Installed distributions, and whether they fit together."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A first config for a model: what is known of it, what follows from that, and the text of the file."""
+"""First config for a model: facts about the model, settings derived from them, and the file's text."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DEVICE_GIB = 64
 LONGEST_PROMPT = 512
 LONGEST_RESPONSE = 1024
 LONGEST_ROW = 2048
-"""Of SFT: prompt and answer, in tokens."""
+"""Longest SFT row, prompt and answer, in tokens."""
 LARGEST_CACHE = 262_144
 KV_BYTES = 131_072
 """Per token, where the model's shape is not known: between those of a 0.6B and of an 8B model."""
@@ -49,7 +49,7 @@ class ModelFacts:
     context: int | None
     """Tokens that a prompt and its response may have."""
     kv_bytes: int
-    """Of one token in the rollout engine's cache."""
+    """Bytes of one token in the rollout engine's KV cache."""
     vocabulary: int
     """Rows of the output layer."""
     chat: bool
@@ -82,7 +82,7 @@ class Machine:
     accelerator: bool
     devices: int
     memory_gib: float
-    """Of one device; of the host where the devices are its cores."""
+    """Memory of one device; on a CPU-only host, memory of the host."""
 
 
 # -------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Why torch cannot be imported: it loads vendors' extensions, and one that fails takes torch with it."""
+"""Diagnose a torch that cannot be imported: it loads vendors' extensions, and one of them fails."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from anygauge_hooks.rl import TrainSample
 __all__ = ["alike", "balance", "divide", "free", "imbalance", "media_costs", "sequence_costs"]
 
 TOLERANCE = 1e-3
-"""Of the mean: how much above it the largest part may stay."""
+"""Relative excess over the mean that the largest part may have."""
 MAX_EXCHANGES = 8
 """For each part."""
 

@@ -1,4 +1,4 @@
-"""Where indexes are kept from one start to the next."""
+"""Cache directory of the indexes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which part of a rendered chat the policy would have to write, for SFT."""
+"""Trained parts of a rendered chat, for SFT: those that the policy would have to write."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ class TurnFinder:
 
     turns: AssistantTurns
     opening: str
-    """What the generation prompt puts behind ``turns.start``: a turn that begins so is trained from there."""
+    """Text of the generation prompt after ``turns.start``. In a turn that begins with it, training starts
+    after it."""
 
     def split(self, messages: Sequence[Message], text: str) -> list[str]:
         """Return a rendered chat in pieces, of which every second one is trained on.

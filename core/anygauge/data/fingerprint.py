@@ -11,7 +11,8 @@ from weakref import WeakKeyDictionary
 __all__ = ["tokenizer_fingerprint"]
 
 _digests: WeakKeyDictionary[Any, tuple[int, str]] = WeakKeyDictionary()
-"""Of tokenizers that were seen, with their size: it takes a while, and several data sets ask."""
+"""Digests of tokenizers, each with the size of its vocabulary: a cache, since they are slow to compute and
+several data sets share a tokenizer."""
 
 
 def tokenizer_fingerprint(tokenizer: Any) -> str | None:

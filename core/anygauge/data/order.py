@@ -1,4 +1,4 @@
-"""In which order rows are drawn: epoch after epoch, or from several data sets by weight.
+"""Order of the rows: epoch after epoch, or from several data sets by weight.
 
 Every order is a function of the seed and of how much was drawn, so that it needs no more than two numbers per
 data set to go on from where it stood.

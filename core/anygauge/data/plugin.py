@@ -1,4 +1,4 @@
-"""The data source that comes with the core, and the rules of the ``[data]`` table."""
+"""Built-in data source, and the rules of the ``[data]`` table."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From the lines of JSON Lines files to rows that can be generated from, or trained on."""
+"""Convert lines of JSON Lines files to rows for generation or for training."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Row:
 
     fields: dict[str, Any]
     text: str
-    """The prompt as the policy sees it."""
+    """The prompt as given to the policy."""
     tokens: tuple[int, ...]
     response: tuple[int, ...] = ()
     """For SFT, what follows ``tokens``."""

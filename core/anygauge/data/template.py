@@ -1,4 +1,4 @@
-"""From the prompt field of a row to chat messages, and from these to text."""
+"""Chat template: from a row's prompt field to messages, and from these to text."""
 
 from __future__ import annotations
 

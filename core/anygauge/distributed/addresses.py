@@ -1,4 +1,4 @@
-"""How an address is written."""
+"""Formatting of network addresses."""
 
 from __future__ import annotations
 

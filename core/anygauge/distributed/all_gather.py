@@ -1,4 +1,4 @@
-"""Values of every rank on every rank, without pickle.
+"""All-gather of plain values, without pickle.
 
 Torch's object collectives unpickle what a peer sends, and the ports of gloo authenticate nobody. Here a value
 travels as JSON in a tensor and must be of the type that was asked for.

@@ -1,4 +1,4 @@
-"""Torch's view of the key-value store where ranks meet: a client that proves to know the run's secret."""
+"""Torch client of the rendezvous store, which proves that it knows the run's secret."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A module of this project as a process of this host, at the other end of a socket pair."""
+"""Child process that runs a module of this project, at the other end of a socket pair."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The parent of a process that runs anybody's code, which outlives it and whatever it starts.
+"""Guard process: parent of a process that runs untrusted code; it outlives that and its children.
 
 Reward functions and agents may start processes that detach themselves, crash, hang or print without end. The
 guard runs nothing but its own few lines: it adopts processes that detach themselves, bounds the output, and

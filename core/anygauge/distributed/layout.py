@@ -1,4 +1,4 @@
-"""Which part of the model and of the data each rank has, in Megatron's order of ranks.
+"""Parallel layout: each rank's part of the model and of the data, in Megatron's order of ranks.
 
 Neighbouring ranks share a tensor-parallel group, then come context, data and pipeline parallelism. Experts
 divide the ranks of a pipeline stage once more: expert tensor parallelism first, then expert parallelism.
@@ -45,7 +45,7 @@ class Layout:
 
     @property
     def data(self) -> int:
-        """Number of shares that the samples of a step are divided into."""
+        """Data-parallel size, which the samples of a step are divided by."""
         sizes = self.parallel
         return self.world_size // (sizes.tensor * sizes.pipeline * sizes.context)
 
@@ -71,15 +71,15 @@ class Layout:
         )
 
     def dp_rank(self, rank: int) -> int:
-        """Return which share of the samples a rank works on."""
+        """Return the data-parallel rank of a rank, which determines its samples."""
         return self.coordinates(rank).data
 
     def dp_ranks(self) -> list[int]:
-        """Return the share of every rank."""
+        """Return the data-parallel rank of every rank."""
         return [self.dp_rank(rank) for rank in range(self.world_size)]
 
     def reporting_ranks(self) -> list[int]:
-        """Return one rank for each share, which knows all that its share gives.
+        """Return one rank for each data-parallel rank, which has all results of its samples.
 
         Losses are computed on the last pipeline stage alone.
         """

@@ -1,4 +1,4 @@
-"""Processes that do not outlive the one that started them."""
+"""Lifetime of child processes: they do not outlive the process that started them."""
 
 from __future__ import annotations
 

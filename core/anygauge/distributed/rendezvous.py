@@ -1,4 +1,4 @@
-"""Where the ranks of a group of workers meet: a key-value store on a free port of rank 0.
+"""Rendezvous of a group of workers: a key-value store on a free port of rank 0.
 
 The port is chosen by the operating system while the socket is bound, and that same socket is handed to the
 server, so no port is fixed and none can be taken by somebody else in between. On one host the store listens

@@ -1,4 +1,4 @@
-"""Serve the key-value store where ranks meet to those that know the run's secret."""
+"""Server of the rendezvous store, for clients that know the run's secret."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 __all__ = ["Client", "Explanation"]
 
 Explanation = tuple[str, str]
-"""What happened, as a clause, and what to do."""
+"""Cause, as a clause, and action."""
 FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -38,7 +38,7 @@ class Client:
         self.host: str = hub.endpoint or host
         self.cache = Path(hub.cache or cache).expanduser().absolute()
         self.offline: str | None = "hub.offline = true" if hub.offline else None
-        """What forbids a download, if anything does."""
+        """Setting that forbids downloads, if one does."""
         self._wanted = [*WANTED, *([CODE] if code else [])]
 
     def folder(self, name: HubName) -> Path:

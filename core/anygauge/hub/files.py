@@ -26,7 +26,7 @@ class HubFiles:
     path: Path
     """A directory of a model, or a file of data."""
     revision: str
-    """What pins it: the commit, where the hub tells it."""
+    """Pinned revision: the commit, where the hub reports it."""
     complete: bool = True
     """Whether nothing of it is known to be missing."""
 

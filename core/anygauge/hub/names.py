@@ -24,7 +24,7 @@ class HubName:
     """A repository of a hub, or one file of it, and the key that names it."""
 
     key: str
-    """Of the config, for messages: ``model.path``."""
+    """Config key, for messages: ``model.path``."""
     kind: Literal["model", "dataset"]
     repository: str
     """``OWNER/NAME``."""

@@ -1,4 +1,4 @@
-"""From the names in a config to paths of this host.
+"""Resolve the names in a config to paths of this host.
 
 A name is looked up in the cache first and then downloaded, so a run that worked once works without a network.
 The driver pins each name to the commit that it found; a worker on another node then gets the same files.
@@ -31,7 +31,7 @@ class Source(Protocol):
 
     cache: Path
     offline: str | None
-    """What forbids a download, if anything does."""
+    """Setting that forbids downloads, if one does."""
 
     def folder(self, name: HubName) -> Path:
         """Return where the cache keeps a repository."""

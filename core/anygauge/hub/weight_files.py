@@ -1,4 +1,4 @@
-"""Which files of a Hugging Face directory hold its weights. Only safetensors are read: they hold no code."""
+"""Weight files of a Hugging Face directory. Only safetensors are read: they contain no code."""
 
 from __future__ import annotations
 

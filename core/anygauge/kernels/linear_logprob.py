@@ -1,4 +1,4 @@
-"""The output layer, log-probability and entropy in one, a tile of the logits at a time.
+"""Fused output layer, log-probability and entropy, one tile of the logits at a time.
 
 Forward keeps the logarithm of each token's normaliser; backward computes each tile of logits again, from the
 last one on, but for a few that are still there. A tile is some tokens by some rows of the weight. The more

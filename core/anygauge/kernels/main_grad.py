@@ -1,4 +1,4 @@
-"""Gradients of weights that are added to the buffer that the engine has for them: Megatron's ``main_grad``.
+"""Weight gradients added to the buffer that the engine has for them: Megatron's ``main_grad``.
 
 They are added where they are made: never rounded to the type of the weight, nor kept until they are added.
 """

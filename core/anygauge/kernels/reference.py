@@ -1,4 +1,4 @@
-"""The meaning of every kernel op, in plain torch.
+"""Reference implementation of every kernel op, in plain torch.
 
 Written to be read, not to be fast. Every function also runs in float64, which is what the conformance suite
 measures a backend's kernels against.
@@ -46,7 +46,7 @@ NOTHING = -1e30
 """A logit of no probability whose differences are finite."""
 
 LEAST_LOGPROB = -1e4
-"""Of no token; its exponential is 0."""
+"""Lower bound of log-probs, below that of any token; its exponential is 0."""
 
 
 def causal_conv1d(x: Tensor, weight: Tensor, lengths: Sequence[int]) -> Tensor:

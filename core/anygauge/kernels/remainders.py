@@ -1,4 +1,4 @@
-"""Float32 weights as the model's bfloat16 weights and the 16 bits that those lack.
+"""Float32 weights split into the model's bfloat16 weights and the missing 16 bits.
 
 The upper half of a float32 number is a bfloat16 number, so that a rank that has the model's weights needs the
 lower halves alone. Read as int16, a half of 0x8000 or more is negative and the upper half is one more: the

@@ -1,4 +1,4 @@
-"""The kernel table: which implementation of an op a module is bound to.
+"""Kernel table: binds each op of a module to an implementation.
 
 Modules ask once, when they are built, with the static facts that they know (dtype, head size, causal). What
 nobody serves is the reference, or an error where the run is strict.

@@ -1,4 +1,4 @@
-"""``health.jsonl``: what a run's health rules have found, a line for each step that broke one."""
+"""Health log ``health.jsonl``: a line for each step that broke a rule."""
 
 from __future__ import annotations
 

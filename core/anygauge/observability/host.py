@@ -22,7 +22,7 @@ class Cpus:
     present: int
     usable: float
     reason: str
-    """What limits them, or an empty string."""
+    """Source of the limit, or an empty string."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,12 +30,12 @@ class Memory:
     """Bytes of memory."""
 
     total: int
-    """Of the host, or the cgroup's limit if that is less."""
+    """Memory of the host, or the cgroup's limit if that is lower."""
     available: int
     used: int
-    """By everything on the host, or in the cgroup whose limit counts; a cache of files that can go is not."""
+    """Bytes used on the host, or in the cgroup whose limit applies; reclaimable file cache is not counted."""
     reason: str
-    """What limits them, or an empty string."""
+    """Source of the limit, or an empty string."""
 
 
 def read_cpus(cgroup: Path = CGROUP) -> Cpus:

@@ -1,4 +1,4 @@
-"""``logs/``: what the driver and each worker say, with the time of every line."""
+"""Log files ``logs/``: output of the driver and of each worker, each line with its time."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _log = logging.getLogger(__name__)
 DRIVER_LOG = "logs/driver.log"
 """In the run directory."""
 OURS = "anygauge"
-"""What the names of our loggers begin with, those of the backends and models too."""
+"""Prefix of our loggers' names, those of backends and models included."""
 TIME = "%Y-%m-%d %H:%M:%S"
 STACKS_SIGNAL = signal.SIGUSR1
 

@@ -15,19 +15,19 @@ from anygauge_hooks.rl import Group, Sample, TrainSample
 __all__ = ["StepWork", "WorkerReport", "performance_metrics"]
 
 WorkerReport = Mapping[str, Mapping[str, float]]
-"""Of one worker and step: ``seconds`` by phase, ``memory`` in bytes, from
-:func:`~anygauge.observability.memory.worker_memory`, and of one that trains the ``passes`` of ``log_probs``:
-how often the policy's engine went forward over all samples in that phase."""
+"""Report of one worker for one step: ``seconds`` by phase; ``memory`` in bytes, from
+:func:`~anygauge.observability.memory.worker_memory`; and from a training worker the ``passes`` of
+``log_probs``, the number of forward passes over all samples that the policy's engine made in that phase."""
 
 NAMES = {"generate": "rollout", "weight_sync": "update_weights"}
 """Phases of workers that have another name among the metrics."""
 TRAIN_PHASES = ("forward_backward", "optimizer")
 ROLE_PHASES = ("teacher", "values", "train_values")
-"""Of engines beside the policy's."""
+"""Phases of engines other than the policy's."""
 ENGINE_PHASES = ("generate", "log_probs", *TRAIN_PHASES, *ROLE_PHASES)
 NO_TOWERS: Mapping[str, float] = MappingProxyType({})
 LANGUAGE = "language"
-"""What ``train.freeze`` calls all of a model but its towers."""
+"""Name of all parts of a model but its towers, in ``train.freeze``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,13 +35,14 @@ class StepWork:
     """How much there was to do in a step. Made while the workers train: it costs a pass over the samples."""
 
     tokens: int
-    """Of prompts and responses."""
+    """Tokens of prompts and responses."""
     response_tokens: int
     longest_response: int
     forward_flops: float | None
-    """Of one forward pass over all samples, and over each medium once; ``None`` if the model does not say."""
+    """FLOPs of one forward pass over all samples, and over each medium once; ``None`` if the model does not
+    say."""
     spared_flops: float = 0.0
-    """What a backward pass, of twice as many, does without where parts are frozen."""
+    """FLOPs that a backward pass, which has twice as many, saves where parts are frozen."""
 
     @classmethod
     def of_groups(

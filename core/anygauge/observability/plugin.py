@@ -1,4 +1,4 @@
-"""The trackers, the progress display and the host facts that come with the core."""
+"""Built-in trackers, progress display and host facts."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ OPTIONS: Mapping[str, Mapping[str, type]] = {
     },
     "trackio": dict.fromkeys(("project", "name", "group", "space_id", "server_url"), str),
 }
-"""What ``run.tracker_options`` may hold for each tracker of the core."""
+"""Keys that ``run.tracker_options`` may have for each tracker of the core."""
 WANDB_MODES = ("online", "offline", "disabled")
 
 

@@ -1,4 +1,4 @@
-"""How old the weights are that made the tokens of a step."""
+"""Staleness metrics: age of the weights that sampled the tokens of a step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run's trackers: which they are, and what becomes of one that fails."""
+"""Trackers of a run, and the handling of one that fails."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Many engines as one: requests go to the least loaded, and what a lost engine had goes to another."""
+"""Engine pool: routes requests to the least loaded engine, and those of a lost engine to another."""
 
 from __future__ import annotations
 
@@ -69,22 +69,22 @@ class _Active:
     failures: list[_Failure] = field(default_factory=list)
     aborted: asyncio.Event = field(default_factory=asyncio.Event)
     ends: float | None = None
-    """Of the time for all attempts, as the event loop tells it; ``None`` before the first."""
+    """Deadline of all attempts, on the event loop's clock; ``None`` before the first."""
 
 
 class EnginePool:
     """A :class:`~anygauge_hooks.rollout.Generator` over engines that come and go. Belongs to one event loop.
 
-    :param options: Limits of each engine's client and of the fleet.
+    :param options: Limits of each engine's client and of the pool.
     :param died: Called with the name of an engine and the reason, when it is found dead.
     :param store: Where the media of requests are; ``None`` in a run of text.
 
     Example::
 
-        fleet = Fleet(config.rollout.client)
-        fleet.add("engine-0", "http://127.0.0.1:30000")
-        generation = await fleet.generate(request)
-        await fleet.close()
+        pool = EnginePool(config.rollout.client)
+        pool.add("engine-0", "http://127.0.0.1:30000")
+        generation = await pool.generate(request)
+        await pool.close()
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class EnginePool:
         self._balancer = LoadBalancer(affinity=options.affinity)
         self._queue = AdmissionQueue(self._balancer, options.outage_timeout_s, self._describe)
         self._prefill_balancer = LoadBalancer(affinity=options.affinity)
-        """Of the engines that read prompts alone."""
+        """Load balancer of the prefill engines."""
         self._prefill_queue = AdmissionQueue(self._prefill_balancer, options.outage_timeout_s, self._describe)
         self._engines: dict[str, PoolEngine] = {}
         self._active: set[_Active] = set()
@@ -172,7 +172,7 @@ class EnginePool:
     async def using(self, name: str) -> AsyncIterator[EngineClient]:
         """Yield the client of an engine for commands that end at once if the engine is given up.
 
-        :raises EngineAwayError: In the block, when the fleet finds the engine dead or it is marked as lost.
+        :raises EngineAwayError: In the block, when the pool finds the engine dead or it is marked as lost.
         """
         engine = self._engines[name]
         async with attempting(engine):

@@ -1,4 +1,4 @@
-"""The engines of a fleet, and what ends with one of them."""
+"""State of an engine in a pool, and the end of its in-flight requests when it is lost."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LOST = ("unusable", "dead")
 
 
 class EngineReport(NamedTuple):
-    """How one engine of a fleet is."""
+    """State of one engine in a pool."""
 
     state: EngineState
     address: str
@@ -54,14 +54,14 @@ class _Holder(Protocol):
 
 @dataclass(eq=False, slots=True)
 class PoolEngine:
-    """An engine of a fleet."""
+    """An engine in a pool."""
 
     name: str
     client: EngineClient
     ranks: int
     kind: ServerKind = "regular"
     bootstrap: str | None = None
-    """``host:port`` at which one that reads prompts hands them over."""
+    """Bootstrap address ``host:port`` of a prefill engine."""
     state: EngineState = "serving"
     reason: str = ""
     probe: asyncio.Task[None] | None = None
@@ -69,9 +69,9 @@ class PoolEngine:
     watch: asyncio.Task[None] | None = None
     memory: EngineMemory = field(default_factory=EngineMemory)
     awake: EngineState = "serving"
-    """What one that is asleep will be when it wakes."""
+    """State that a sleeping engine returns to when it wakes up."""
     attempts: set[asyncio.Timeout] = field(default_factory=set)
-    """Of requests that it has."""
+    """Timeouts of its in-flight requests."""
 
     @property
     def is_lost(self) -> bool:

@@ -1,4 +1,4 @@
-"""Which engine a request goes to: the one with the least tokens in flight. Pure: no clock and no I/O."""
+"""Load balancer: chooses the engine with the fewest tokens in flight. Pure: no clock and no I/O."""
 
 from __future__ import annotations
 

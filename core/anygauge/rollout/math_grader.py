@@ -1,4 +1,4 @@
-"""Mathematical equivalence, judged by the ``math-verify`` library in a process of its own.
+"""Math grader: mathematical equivalence by the ``math-verify`` library, in a process of its own.
 
 The library bounds its time with signals, which work on the main thread alone and cannot interrupt one long
 integer operation (``2^(3^(4^5))`` takes a few characters to write). A process can be bounded in time and

@@ -28,7 +28,7 @@ class EngineMemory:
         self._away: frozenset[MemoryPart] = frozenset()
 
     async def set_state(self, client: EngineClient, state: MemoryState) -> None:
-        """Have the engine release or regain what it lacks to hold so much.
+        """Have the engine release or restore memory, up to a memory state.
 
         :raises DeadlineError: It still has requests after ``control_timeout_s``.
         :raises RolloutError: It refuses.

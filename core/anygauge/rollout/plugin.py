@@ -1,4 +1,4 @@
-"""The core's own engines, rewards, rollout functions and filters, registered as anybody's are."""
+"""Built-in engines, rewards, rollout functions and filters, registered like those of any plugin."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Prompts that one engine reads for another, which writes the response: SGLang's prefill and decode servers.
+"""Prefill-decode disaggregation: SGLang's prefill server reads a prompt, its decode server responds.
 
-Both are given the same request with the same meeting place. The one that reads sends its cache there, the one
-that writes fetches it and answers. https://docs.sglang.io/advanced_features/pd_disaggregation.html
+Both are given the same request with the same bootstrap room. The prefill server sends its KV cache there; the
+decode server fetches it and answers. https://docs.sglang.io/advanced_features/pd_disaggregation.html
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ __all__ = ["Prefill"]
 
 
 class Prefill:
-    """The reading of one prompt, which has begun. What depends on it ends if it fails.
+    """Prefill of one prompt, in progress. The decode request that depends on it ends if it fails.
 
     :param reader: A prefill engine.
     :param rank: Data-parallel rank of it; ``None`` if it has but one.
     """
 
     def __init__(self, reader: PoolEngine, request: GenerateRequest, rank: int | None) -> None:
-        assert reader.bootstrap is not None, "a prefill engine has a place to meet"
+        assert reader.bootstrap is not None, "a prefill engine has a bootstrap address"
         host, _, port = reader.bootstrap.rpartition(":")
         self.bootstrap = BootstrapRoom(host, int(port), secrets.randbits(63), rank)
         self.attempts: set[asyncio.Timeout] = set()

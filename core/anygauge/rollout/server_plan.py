@@ -1,4 +1,4 @@
-"""Which servers a config asks for, in the order in which they start."""
+"""Server plan: the servers that a config asks for, in start order."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ class ServerPlan:
     """One server, as the config wants it."""
 
     rank: int
-    """Of the worker that owns it: servers start in the order of their ranks, the encoders first."""
+    """Rank of the worker that owns it: servers start in the order of their ranks, the encoders first."""
     wave: int
     """Servers of one wave start at once; those of the next once these answer."""
     kind: ServerKind
     model: str
     path: Path | None
-    """Of the model; ``None`` for the policy's own."""
+    """Path of the model; ``None`` for the policy's own."""
     group: RolloutGroup
     needs_encoders: bool
     """Whether it is to be told the addresses of the encoders of its model when it starts."""

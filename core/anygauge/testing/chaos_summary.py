@@ -14,7 +14,7 @@ class RequestSummary:
 
     sent: int = 0
     answers: Counter[int] = field(default_factory=Counter)
-    """By the number of the request."""
+    """Answers by the number of the request."""
     mixed: int = 0
     """Responses that several versions of the weights made, each of its own tokens."""
     problems: list[str] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""A tiny GLM that sees and hears, of the modules of transformers: what docs/glm_omni.md defines."""
+"""A tiny GLM with vision and audio, of the modules of transformers: what docs/glm_omni.md defines."""
 
 from __future__ import annotations
 

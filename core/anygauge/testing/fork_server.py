@@ -55,12 +55,12 @@ _MODULES = (
     "transformers.models.auto.tokenization_auto",
     "transformers.models.qwen3.modeling_qwen3",
 )
-"""What workers and their drivers import, not counting what these import."""
+"""Modules that workers and their drivers import, without those that these import."""
 _READ_ENVIRONMENT = {"huggingface_hub.constants"}
 """Modules whose values are those of the environment that they were imported in."""
 _ROLE = "actor"
 _TIMEOUT_S = 1800.0
-"""Of collectives, unless the run that takes a process says otherwise."""
+"""Timeout of collectives, unless the run that takes a process sets another."""
 _WORKER = "anygauge.trainer.worker_main"
 SCORER = "anygauge.rollout.rewards.process"
 """The module of a process of rewards."""
@@ -82,7 +82,7 @@ class _Request:
     directory: str
     path: Sequence[str]
     numbers: Sequence[int]
-    """Of the descriptors that come with the request, in their order."""
+    """Numbers of the descriptors that come with the request, in order."""
     new_session: bool
     has_own: bool
     """Whether a warm process goes with it."""

@@ -22,7 +22,7 @@ class Observer:
         self.groups: list[Group] = []
         """Those of each step, one step after the other."""
         self.metrics: list[Mapping[str, float]] = []
-        """Of each step."""
+        """Metrics of each step."""
 
     @hookimpl
     def after_rollout(self, groups: Sequence[Group]) -> None:
@@ -36,7 +36,7 @@ class Observer:
 
 
 def run_with_observer(recipe: Path, observer: Observer) -> RunInfo:
-    """Train as a config says, on the CPU, in sight of an observer."""
+    """Train as a config says, on the CPU, with an observer registered as a plugin."""
     plugins = load_plugins()
     plugins.register(observer, "observer")
     return train(load_config(recipe, backend="cpu", plugins=plugins), plugins)

@@ -30,7 +30,7 @@ class ScriptedGenerator:
         self._script = script
         self.requests: list[GenerateRequest] = []
         self.sampled: list[Generation] = []
-        """What was returned, each with the whole of its tokens."""
+        """Generations returned so far, each with all of its tokens."""
         self.cancelled: list[str] = []
         """Requests that were cancelled."""
         self.version = 0

@@ -30,7 +30,7 @@ class ScriptedEngine:
         self._holds = holds
         self._waiting: dict[str, asyncio.Future[bool]] = {}
         self.version = 0
-        """Of the weights that it claims to have."""
+        """Version of the weights that it reports."""
         self.requests: list[GenerateRequest] = []
         """All that it got."""
         self.cancelled: list[str] = []

@@ -45,7 +45,7 @@ __all__ = ["FaultOutcome", "ServedOutcome", "run_served_chaos"]
 Fault = Literal["kill", "hang", "pause", "bad update", "die in update"]
 SERVERS, UNDER_WAY, TOKENS = 2, 8, 64
 TOLERANCE = 1e-3
-"""Of log-probs: the two sets of weights are 100 times as far apart."""
+"""Tolerance of log-probs: the two sets of weights are 100 times as far apart."""
 QUIET_S = 900.0
 """For both servers to serve again after a fault."""
 

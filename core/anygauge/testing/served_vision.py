@@ -1,4 +1,4 @@
-"""Tiny models that see, as directories that a real server reads, and what they should say of images."""
+"""Tiny multimodal models as directories that a real server reads, and their expected answers."""
 
 from __future__ import annotations
 

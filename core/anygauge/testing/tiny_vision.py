@@ -1,4 +1,4 @@
-"""A tiny model that sees, made on the spot, as a complete Hugging Face directory."""
+"""Tiny multimodal model as a complete Hugging Face directory, made on the spot."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ CHAT_TEMPLATE = (
     "{% else %}{{ part['text'] }}{% endif %}{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-"""ChatML with images among the text, as Qwen's models that see have it."""
+"""ChatML with images among the text, as in Qwen's multimodal models."""
 
 
 def add_vision_tokens(tokenizer: PreTrainedTokenizerFast) -> PreTrainedTokenizerFast:

@@ -1,4 +1,4 @@
-"""A family that sees: Qwen3 with a tower small enough to be read at a glance."""
+"""Toy multimodal family: Qwen3 with a tower small enough to be read at a glance."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ class ParityPair:
     samples: Sequence[TrainSample]
     policy: Any
     reference: Any
-    """What is called like a model of transformers and saved like one."""
+    """Reference model, called and saved like a transformers model."""
     given: Callable[[ParityPair, TrainSample], Mapping[str, Any]]
     """Keyword arguments of the reference, beside the tokens."""
     context: WorkerContext

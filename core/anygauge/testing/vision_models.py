@@ -1,4 +1,4 @@
-"""Tiny models that see, images for them, and samples of both."""
+"""Tiny multimodal models, images for them, and samples of both."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ __all__ = [
 
 
 def with_vision_tower(spec: ModelSpec) -> dict[str, Any]:
-    """Return the tiny config of a family of text models, inside one that sees as it is published.
+    """Return the tiny config of a family of text models, inside a multimodal one as it is published.
 
     The heads of the tower are as large as in the published ones.
     """
@@ -44,7 +44,7 @@ def with_vision_tower(spec: ModelSpec) -> dict[str, Any]:
 
 
 def write_vision_model(spec: ModelSpec, path: Path, **changes: Any) -> Path:
-    """Write a tiny model of a family that sees, with weights that are far from uniform.
+    """Write a tiny model of a multimodal family, with weights that are far from uniform.
 
     :param changes: Of the family's tiny config.
     """

@@ -1,1 +1,1 @@
-"""The loop, its roles and the processes they run in."""
+"""Training loop, its roles and their worker processes."""

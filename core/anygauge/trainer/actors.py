@@ -1,4 +1,4 @@
-"""Worker with a train engine and a rollout engine side by side.
+"""Actor: a worker with a train engine and, if it is embedded, a rollout engine.
 
 An actor is thin: it holds no state of the run beyond its engines, and a call takes and returns plain data.
 """
@@ -139,12 +139,12 @@ class ActorWorker(GeneratingWorker):
     def train(
         self, mini_batches: Sequence[MiniBatch], dump: str | None = None, *, update_policy: bool = True
     ) -> list[dict[str, float]]:
-        """Take one optimizer step per share and return the metrics of each.
+        """Take one optimizer step per mini-batch and return the metrics of each.
 
         The log-probs that the ratio is taken against, those of other models and the critic's values are of
         the weights before the first step.
 
-        :param dump: File to write the shares and the log-probs of every pass to.
+        :param dump: File to write the mini-batches and the log-probs of every pass to.
         :param update_policy: Or train the critic alone.
         """
         samples = [sample for batch in mini_batches for sample in batch.samples]
@@ -193,7 +193,7 @@ class ActorWorker(GeneratingWorker):
     ) -> Mapping[str, float]:
         """Take one optimizer step.
 
-        :param own: Where the share's samples are among those of the passes.
+        :param own: Slice of the mini-batch's samples among those of the passes.
         """
         metrics = self.trainer.train_step(
             share.samples,
@@ -295,8 +295,9 @@ class ActorWorker(GeneratingWorker):
         return self._sender.next(self.trainer.weights, max_bytes)
 
     def set_memory_state(self, state: MemoryState) -> None:
-        """Have the engines hold that much on the device; other engines than the policy's have no weights
-        that anybody is sent.
+        """Set the memory state of the engines.
+
+        Only the policy's weights are sent to rollout engines, so the others sleep at ``"weights"`` too.
         """
         from anygauge.distributed.process_groups import release_process_groups, reload_process_groups
 

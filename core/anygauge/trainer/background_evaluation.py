@@ -1,4 +1,4 @@
-"""Evaluations that go on while training does.
+"""Background evaluation, which runs while training continues.
 
 An evaluation begins with the weights that serve then. An update does not wait for it: what it has under way
 goes on with the new weights, as training samples do, and it says how many versions made its tokens.

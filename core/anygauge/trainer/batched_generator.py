@@ -1,4 +1,4 @@
-"""Engines that answer a batch at a time, as ones that answer each request by itself."""
+"""Adapter from a batch rollout engine to a generator of single requests."""
 
 from __future__ import annotations
 

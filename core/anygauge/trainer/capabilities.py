@@ -1,4 +1,4 @@
-"""The capability table: who implements each hook and each kernel operation, of which plugin and version."""
+"""Capability table: implementations of each hook and kernel operation, with plugin and version."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checks that the nodes of a run are alike, and the rendezvous of its workers."""
+"""Consistency checks of a run's nodes, and the rendezvous of its workers."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ __all__ = [
 ]
 
 LOOPBACK = {"any": "127.0.0.1", "4": "127.0.0.1", "6": "::1"}
-"""By ``cluster.ip_version``."""
+"""Loopback addresses by ``cluster.ip_version``."""
 MARKER_WAIT_S = 2.0
 """For a file to appear on another node; network file systems keep what they know for a moment."""
 
 Addresses = Mapping[str, Sequence[str]]
-"""By network interface."""
+"""Addresses by network interface."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Servers on the devices of the workers that train, which have them in turns."""
+"""Colocated rollout engines: servers that sleep while the trainers on the same devices work."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class ColocatedEngines(ServedEngines):
     A server that was lost while others generate gets no request before the next sync: trainers could not send
     it weights without taking the memory of the others.
 
-    :param colocation: In which the trainers hold nothing while the servers start.
+    :param colocation: Scheduler of the shared devices; the trainers sleep while the servers start.
     :param sender: From a server to the training rank that sends it the weights.
     """
 

@@ -1,10 +1,10 @@
-"""Who has how much of devices that trainers and engines share, and in which order they give and take.
+"""Colocation scheduler: sleep and wake-up of trainers and engines on the same devices.
 
-Both never fit together. So each turn first has those give memory up that have more of it than the turn lets
-them, and only then has the others take theirs:
+Both never fit together. So each phase first puts to sleep whoever has more memory than the phase allows, and
+only then wakes the others up:
 
 ========  ==========  ==========================  =====================================================
-turn      trainers    engines                     is taken to
+phase     trainers    engines                     purpose
 ========  ==========  ==========================  =====================================================
 start     nothing     what they have              start servers, which see how much memory is free
 generate  nothing     everything                  make samples; the engines' caches come back last
@@ -26,15 +26,15 @@ from anygauge_hooks.engines import MemoryState
 __all__ = ["ColocationPhase", "ColocationScheduler", "SetMemoryState"]
 
 SetMemoryState = Callable[[MemoryState], object]
-"""Has a group of engines hold that much on their devices, and returns when they do."""
+"""Sets the memory state of a group of engines, and returns when all have it."""
 ColocationPhase = Literal["start", "generate", "train", "sync", "save"]
 _AMOUNT: Mapping[MemoryState, int] = {"nothing": 0, "weights": 1, "everything": 2}
 
 
 class ColocationScheduler:
-    """The turns of one run. Without trainers nothing is shared: every turn is taken at once.
+    """Colocation phases of one run. Without trainers nothing is shared: a phase is entered at once.
 
-    :param trainers: Has the trainers hold so much. They hold everything until the first turn.
+    :param trainers: Sets the trainers' memory state, which is ``"everything"`` until the first phase.
     """
 
     def __init__(self, trainers: SetMemoryState | None = None) -> None:
@@ -52,7 +52,7 @@ class ColocationScheduler:
         return self._trainers is not None
 
     def join(self, engines: SetMemoryState, refresh: Callable[[], None]) -> None:
-        """Let the engines take part, which have started and hold everything.
+        """Add the engines, which have started and are awake.
 
         :param refresh: Sends the engines their current weights, which they have given up.
         """
@@ -60,7 +60,7 @@ class ColocationScheduler:
         self._engines_state = "everything"
 
     def enter(self, phase: ColocationPhase) -> None:
-        """Have everybody hold what a turn lets them; returns when they do."""
+        """Put trainers and engines into the memory states of a phase; return when they have them."""
         if self._trainers is not None:
             self._enter(phase)
 

@@ -1,4 +1,4 @@
-"""Which engines a run builds, or an evaluation alone."""
+"""Components of a run or of an evaluation: which engines it builds."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """Dumps of training batches, from which a step can be replayed.
 
 ``rollout-00000007.jsonl.gz`` holds the scored groups of a step, one line per group, before they are divided
-among ranks. ``batch-00000007-share-0.safetensors`` holds what the ranks of one data-parallel share trained
-on, after that, with the log-probs of every pass. Numbers keep every bit in both, and both tell the model that
-they are for: a rollout in its first line. ``media/`` holds what was seen and heard, each content once.
+among ranks. ``batch-00000007-share-0.safetensors`` holds the samples that one data-parallel rank trained on,
+with the log-probs of every pass. Both keep every bit of a number and name the model that they are for: a
+rollout in its first line. ``media/`` holds the media, each content once.
 """
 
 from __future__ import annotations
@@ -68,15 +68,15 @@ FACTS = "anygauge"
 PASSES = "log_probs."
 """Before the name of a pass: ``old``, ``reference``, ``current``."""
 DIGITS = 16
-"""Of a digest, in hexadecimal."""
+"""Hexadecimal digits of a digest."""
 COMPRESSION = 1
 """Higher levels take several times as long and save little: most of a dump is digits of log-probs."""
 
 T = TypeVar("T")
 ModelFacts = Mapping[str, Any]
-"""What tells models apart whose tokens mean different things, as JSON can write it."""
+"""JSON facts that distinguish models whose token ids mean different things."""
 PerToken = Sequence[Sequence[float]] | Sequence["Tensor"]
-"""By sample, one value per response token."""
+"""Values by sample, one per response token."""
 
 
 def rollout_path(directory: Path, step: int) -> Path:

@@ -1,4 +1,4 @@
-"""The rollout engines of a run: in the workers that train, or in processes of their own."""
+"""Rollout engines of a run: embedded in the training workers, or in processes of their own."""
 
 from __future__ import annotations
 

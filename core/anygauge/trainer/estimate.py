@@ -1,4 +1,4 @@
-"""Advantages of tokens, on each rank that trains: after all passes, before the first optimizer step."""
+"""Advantage estimation on each training rank: after all passes, before the first optimizer step."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 __all__ = ["Estimate", "Passes", "estimate"]
 
 PerToken = Sequence["Tensor"] | Sequence[Sequence[float]]
-"""By sample, one value per response token."""
+"""Values by sample, one per response token."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +35,7 @@ class Passes:
     reference: Sequence[Tensor] | None = None
     teacher: Sequence[Tensor] | None = None
     top_k_log_probs: Sequence[TopKLogProbs] | None = None
-    """What the teacher would have said."""
+    """Top-k log-probs of the teacher."""
     values: Sequence[Tensor] | None = None
 
 
@@ -45,9 +45,9 @@ class Estimate:
 
     samples: Sequence[TrainSample]
     returns: Sequence[Tensor] | None = None
-    """What the critic is to expect, ``[R]`` for each sample."""
+    """Targets of the critic, ``[R]`` for each sample."""
     metrics: dict[str, float] = field(default_factory=dict)
-    """Of the whole rollout, over all ranks."""
+    """Metrics of the whole rollout, over all ranks."""
 
 
 def estimate(

@@ -1,4 +1,4 @@
-"""An evaluation alone, of a Hugging Face directory or of a checkpoint."""
+"""Standalone evaluation of a Hugging Face directory or of a checkpoint."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from anygauge_hooks.errors import AnygaugeError, CheckpointError, ConfigError, W
 __all__ = ["evaluate_checkpoint", "evaluation_overrides", "find_checkpoint"]
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
-"""What a disk says that takes no more files."""
+"""Errors of a disk that takes no more files."""
 
 Override = tuple[str, Any]
 OF_TRAINING: Sequence[Override] = (

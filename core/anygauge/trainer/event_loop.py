@@ -1,4 +1,4 @@
-"""An asyncio loop beside the driver's own thread, for what talks to many engines at once."""
+"""Event loop in a thread of its own, for clients that talk to many engines at once."""
 
 from __future__ import annotations
 

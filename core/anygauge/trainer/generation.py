@@ -1,4 +1,4 @@
-"""How each kind of samples is drawn: seeds and sampling parameters."""
+"""Seeds and sampling parameters of training and evaluation samples."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from anygauge_hooks.rl import SamplingParams
 __all__ = ["eval_params", "eval_seeds", "group_seeds", "rollout_params", "rollout_seeds"]
 
 TRAIN_STREAM, EVAL_STREAM = 0, 1
-"""Of random numbers."""
+"""Streams of random numbers."""
 
 
 def rollout_seeds(config: Config, step: int, num_prompts: int) -> list[list[int]]:

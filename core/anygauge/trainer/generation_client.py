@@ -1,4 +1,4 @@
-"""Samples of engines that answer each request by itself, made in an event loop beside the driver's thread."""
+"""Generation client: sends single requests to engines from an event loop beside the driver's thread."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class GenerationClient:
 
     generator: Generator
     loop: EventLoop
-    """That the generator belongs to."""
+    """Event loop that the generator belongs to."""
     wait: Wait
     """For what runs in the loop, with an eye on the engines."""
     others: Mapping[str, Generator] = field(default_factory=dict)

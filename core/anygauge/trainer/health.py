@@ -1,4 +1,4 @@
-"""Health rules: what ends a run that no longer does what it should, or warns of it.
+"""Health rules: conditions that end a run, or warn about it.
 
 There is one so far: trainer and rollout engine must agree about the log-probs of the same tokens under the
 same weights. Where they differ by more than rounding, they have different models: what is trained is not what

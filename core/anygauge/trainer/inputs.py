@@ -1,4 +1,4 @@
-"""Inputs of a run, made and checked before its directory exists."""
+"""Inputs of a run, created and checked before its directory exists."""
 
 from __future__ import annotations
 
@@ -53,11 +53,11 @@ class Inputs:
     estimator: Callable[..., Tensor] | None
     """Advantages from the rewards of a group; ``None`` where the workers estimate those of tokens."""
     flops_per_token: Callable[[int], float]
-    """Of the model's forward pass, from the length of a sequence."""
+    """FLOPs per token of the model's forward pass, from the length of a sequence."""
     media_flops: Callable[[Media], float] = free
-    """Of a tower's forward pass over a medium."""
+    """FLOPs of a tower's forward pass over a medium."""
     media: MediaFinder | None = None
-    """Of all of the run's data; ``None`` for a run of text."""
+    """Media of all data sets of the run; ``None`` for a text-only run."""
 
 
 def read_inputs(config: Config, plugins: Plugins) -> Inputs:

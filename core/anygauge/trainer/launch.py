@@ -1,4 +1,4 @@
-"""From the config and the backend to a running group of workers."""
+"""Launch a group of workers from the config and the backend."""
 
 from __future__ import annotations
 

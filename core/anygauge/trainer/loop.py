@@ -1,4 +1,4 @@
-"""The synchronous loop: generate, score, train, sync; evaluate and save now and then.
+"""Synchronous training loop: generate, score, train, sync; evaluate and save at intervals.
 
 Data flows one way through the functions below. What a step needs is in :class:`Loop`; what it made is in the
 metrics that it returns.
@@ -84,17 +84,17 @@ class Loop:
     estimator: Callable[..., Tensor] | None
     """Advantages from the rewards of a group; ``None`` where the workers estimate those of tokens."""
     flops_per_token: Callable[[int], float]
-    """Of the model's forward pass, from the length of a sequence."""
+    """FLOPs per token of the model's forward pass, from the length of a sequence."""
     checkpoints: CheckpointWriter | None
     """``None`` where nothing is saved."""
     next_prompts: Sequence[Prompt] = ()
     """Read ahead of the next step."""
     media_flops: Callable[[Media], float] = free
-    """Of a tower's forward pass over a medium."""
+    """FLOPs of a tower's forward pass over a medium."""
     save_s: float = 0.0
-    """What saving took after the last step; 0 if there was nothing to save."""
+    """Seconds that saving took after the last step; 0 if nothing was saved."""
     control: RolloutScheduler | None = None
-    """What makes the samples, where the config asks for more than one batch of them for each step."""
+    """Scheduler of the rollouts, where the config asks for more than one batch of samples per step."""
     restored: frozenset[str] = frozenset()
     """Keys of the media that a replay has put into the store."""
     background: BackgroundEvaluation | None = None
@@ -131,7 +131,7 @@ class Training:
     """Optimizer steps that the workers are taking."""
 
     answer: PendingCall
-    """Of each worker, the metrics of every optimizer step."""
+    """Pending call, which returns from each worker the metrics of every optimizer step."""
     planned: Mapping[str, float]
     """Metrics of how the samples were divided."""
     updates: bool
@@ -318,7 +318,7 @@ def train_on_batches(loop: Loop, step: int) -> dict[str, float]:
 
 
 def start_training(loop: Loop, step: int, samples: Sequence[TrainSample]) -> Training:
-    """Send each rank its share of the samples."""
+    """Send each rank the samples of its data-parallel rank."""
     config = loop.config
     mini_batches = plan_steps(
         samples,
@@ -333,7 +333,7 @@ def start_training(loop: Loop, step: int, samples: Sequence[TrainSample]) -> Tra
 
 
 def send_mini_batches(loop: Loop, step: int, mini_batches: Sequence[Sequence[MiniBatch]]) -> Training:
-    """Let each rank train on its share."""
+    """Let each rank train on its mini-batches."""
     layout, dumps = loop.session.layout, dict[int, str]()
     if loop.config.debug.dump_batches:
         paths = (batch_path(loop.dumps, step, dp_rank) for dp_rank in range(layout.data))

@@ -1,4 +1,4 @@
-"""Which store of contents the processes of a run share."""
+"""Choice of the media store that the processes of a run share."""
 
 from __future__ import annotations
 

@@ -33,15 +33,15 @@ ADVICE: Mapping[str, Mapping[str, str]] = {
     },
     "weight_sync": {"rollout.max_batch_tokens": LESS, "rollout.dtype": "bfloat16"},
 }
-"""By phase: keys, and which way to move each or what to set it to. The state of the optimizer is divided
-among the workers, so that each of more workers needs less."""
+"""Advice by phase: keys, and the direction to move each in or the value to set. The optimizer's state is
+divided among the workers, so more workers need less memory each."""
 PHASES: Mapping[str, tuple[str, ...]] = {
     "connect": ("load",),
     "generate": ("generate",),
     "train": ("forward_backward", "optimizer"),
     "sync_weights": ("weight_sync",),
 }
-"""What a worker may be at, by the call that it was asked to do."""
+"""Phases that a worker may be in, by the call that it runs."""
 KILLED = re.compile(r"SIGKILL|out of memory|low on memory|\bOOM\b|connection error code 2", re.IGNORECASE)
 """How a death reads that the kernel, or Ray before it, may have brought."""
 

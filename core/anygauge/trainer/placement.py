@@ -1,4 +1,4 @@
-"""Which resources a group of workers needs of a cluster, and whether it has them. Pure functions."""
+"""Placement: resources that a group of workers needs, and whether the cluster has them. Pure functions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From scored groups to each rank's share of each optimizer step. Pure functions, on the driver."""
+"""Batch planning: from scored groups to each data-parallel rank's mini-batches. Pure, on the driver."""
 
 from __future__ import annotations
 
@@ -193,7 +193,7 @@ def plan_steps(
     :param flops_per_token: From the length of a sequence to the forward operations of one of its tokens.
     :param max_length: Most tokens that a response may have, which ``"constant_length"`` divides by.
     :param media_flops: The forward operations of a tower over a medium.
-    :returns: For each rank, its share of each step; none is empty. There are fewer steps than asked for if
+    :returns: Each rank's mini-batch of each step; none is empty. There are fewer steps than asked for if
         there are fewer samples.
     :raises RolloutError: There is no sample.
     """

@@ -1,4 +1,4 @@
-"""The command lines that start a Ray cluster with what a backend's workers need. Nothing here imports Ray."""
+"""Commands that start a Ray cluster with the resources of a backend's workers. Nothing here imports Ray."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Contents in Ray's object store, for a run on several hosts: one copy on each that asks."""
+"""Media in Ray's object store, for a run on several hosts: one copy on each host that requests it."""
 
 from __future__ import annotations
 

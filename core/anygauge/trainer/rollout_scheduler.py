@@ -1,4 +1,4 @@
-"""Rollout control in the loop of a run, where a step asks for more than one batch of samples."""
+"""Rollout scheduler in the training loop, for steps that need more than one batch of samples."""
 
 from __future__ import annotations
 

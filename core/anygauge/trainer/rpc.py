@@ -83,7 +83,7 @@ class Raised:
     pickled: bytes | None = None
     """The exception, if it survives pickling."""
     code: str | None = None
-    """Of an :class:`AnygaugeError`."""
+    """Code of an :class:`AnygaugeError`."""
     lost_peer: bool = False
     """Whether the exception looks like the consequence of another rank's death."""
 

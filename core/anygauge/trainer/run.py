@@ -1,4 +1,4 @@
-"""One run, from a checked config to a trained model, or to an evaluation."""
+"""One run, from a checked config to a trained model or to an evaluation."""
 
 from __future__ import annotations
 
@@ -199,7 +199,7 @@ def extra_devices(config: Config, plugins: Plugins) -> int:
 
 
 def open_colocation(config: Config, components: Components, workers: WorkerGroup) -> ColocationScheduler:
-    """Return the turns of trainers and engines; where these share devices, there is room for servers now."""
+    """Return the colocation scheduler; on shared devices the trainers sleep, so that servers can start."""
     if not (config.placement.colocated and components.trains and components.generates):
         return ColocationScheduler()
     colocation = ColocationScheduler(lambda state: workers.call("set_memory_state", state=state))

@@ -1,4 +1,4 @@
-"""Rollout engines that are servers, each looked after by a worker on its node.
+"""Served rollout engines: a worker on each server's node supervises it.
 
 The driver's event loop speaks to them over HTTP. New weights do not pass through the driver: the first
 training rank sends them. A server that has ended, or no longer answers, is started again at once; it gets

@@ -1,4 +1,4 @@
-"""Where the servers of a run come from: workers of the run that start them, or somebody else."""
+"""Sources of a run's servers: started by its workers, or already running elsewhere."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class ServerSource(Protocol):
         """
 
     def end(self, ranks: Collection[int]) -> None:
-        """End servers that were lost, so that they hold no memory of their devices."""
+        """End lost servers, so that they free the memory of their devices."""
 
     def reports(self) -> list[Mapping[str, Any]]:
         """Return and reset what the processes beside the servers report."""

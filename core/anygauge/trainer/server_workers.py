@@ -122,7 +122,7 @@ class ServerWorker:
         self._start()
 
     def end(self, ranks: Collection[int]) -> None:
-        """End the server, or its start, if it is one of those that are named: it holds no memory then."""
+        """End the server, or its start, if it is among the named ones, to free its memory."""
         if self._rank in ranks:
             self._end()
             self._starting = None

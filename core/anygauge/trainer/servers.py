@@ -1,7 +1,7 @@
-"""The servers of a run as a fleet for each model, in which a lost one is replaced by itself started again.
+"""Servers of a run: an engine pool for each model, in which lost servers are restarted.
 
 A start takes long and needs nothing of the driver's own thread, so it begins as soon as a server is found
-dead, in the worker that looks after it. The fleet gets it back without requests: it has old weights.
+dead, in the worker that supervises it. It returns to the pool without requests, since its weights are old.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ __all__ = ["Servers"]
 
 _log = logging.getLogger(__name__)
 RESTARTS = 3
-"""Of a server between two answers that were waited for; one that ends more often ends the run."""
+"""Most restarts of a server between two answers; more end the run."""
 LOST = ("unusable", "dead")
 
 
 class Servers:
-    """Fleets whose servers are started again. Its methods are called in the driver's own thread.
+    """Engine pools whose servers are restarted. Its methods are called in the driver's own thread.
 
-    :param loop: Of the fleets.
+    :param loop: Event loop of the pools.
     :param store: Of the run's media; ``None`` in a run of text.
     """
 
@@ -46,7 +46,7 @@ class Servers:
         self._loop = loop
         self._plans = plan_servers(config)
         self.serving: list[Serving] = source.serve()
-        """By rank."""
+        """Servers by rank."""
         self.has_first_weights = source.has_first_weights
         """Whether servers come with the weights of version 0."""
         self.synced = {plan.rank for plan in self._plans if plan.is_synced}
@@ -55,7 +55,7 @@ class Servers:
         """Those of them that have other weights than the rest; they get no requests."""
         self._proven = [server.incarnation for server in self.serving]
         self._lock = threading.Lock()
-        """Of the workers, which take one call at a time, and of what is known of the servers."""
+        """Lock around the workers, which take one call at a time, and the state of the servers."""
         self._away = set[int]()
         """Those that are being started again."""
         self._is_closed = False
@@ -65,7 +65,7 @@ class Servers:
         self.pools: Mapping[str, EnginePool] = loop.run(
             _made(config, {plan.model for plan in self._plans}, self._died, store)
         )
-        """By the names of their models."""
+        """Pools by name of the model."""
         self._join(range(len(self._plans)))
 
     @property
@@ -74,7 +74,7 @@ class Servers:
         return self.pools[POLICY]
 
     def _join(self, ranks: Collection[int]) -> None:
-        """Let the fleets know servers; those that are behind get nothing yet."""
+        """Add servers to their pools; those with old weights get no requests yet."""
         self._loop.run(
             _join(self.pools, [(self._plans[rank], self.serving[rank]) for rank in ranks], self.behind)
         )
@@ -140,9 +140,9 @@ class Servers:
         self._proven = [server.incarnation for server in self.serving]
 
     def set_memory_state(self, state: MemoryState) -> None:
-        """Have the servers hold that much on their devices.
+        """Set the memory state of the servers.
 
-        Unless it is everything, those that are lost are ended, and started again only when it is.
+        Lost servers are ended unless it is ``"everything"``, and restarted only once it is.
         """
         with self._lock:
             self._rests = state != "everything"
@@ -185,7 +185,7 @@ class Servers:
 
 
 def _name(rank: int) -> str:
-    """Return how the fleet and its errors call a server."""
+    """Return the name of a server in its pool and in errors."""
     return f"engine {rank}"
 
 

@@ -1,4 +1,4 @@
-"""The running processes of a run, or of an evaluation alone, and what both do with them."""
+"""Session: the running processes of a run or of an evaluation, and the operations of both."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ class Session:
     engines: Engines
     eval_sets: Sequence[EvalSet]
     scorers: Mapping[str, Scorer]
-    """Of the data sets that are scored, by name; :data:`TRAINING` is that of the training samples."""
+    """Scorers by data set; :data:`TRAINING` is the training samples' scorer."""
     state: RunState
     colocation: ColocationScheduler
-    """Of trainers and engines on the same devices."""
+    """Scheduler of trainers and engines on the same devices."""
     maker: SampleMaker | None = None
-    """Of samples, each by itself; ``None`` where one call of the engines makes those of a step."""
+    """Maker of individual samples; ``None`` where one call of the engines makes all samples of a step."""
     forbidden: tuple[int, ...] = ()
     """Tokens that are never drawn: those that hold the places of media."""
     media: MediaLoader | None = None

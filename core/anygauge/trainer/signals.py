@@ -1,4 +1,4 @@
-"""Signals that end a run in order."""
+"""Signal handling: a signal ends a run in order."""
 
 from __future__ import annotations
 

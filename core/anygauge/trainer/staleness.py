@@ -1,4 +1,4 @@
-"""Which tokens are too old to be trained on."""
+"""Staleness mask: leaves out tokens whose weights are too old."""
 
 from __future__ import annotations
 

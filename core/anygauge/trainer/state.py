@@ -18,11 +18,11 @@ class RunState:
     info: RunInfo
     """With the number of finished steps; what observers get."""
     version: int = 0
-    """Of the weights in the rollout engines."""
+    """Version of the weights in the rollout engines."""
     source: Mapping[str, Any] = field(default_factory=dict)
     """Where the data source stood when the prompts of the finished steps had been drawn, and no more."""
     rollout: Mapping[str, Any] = field(default_factory=dict)
-    """What rollout control had under way then; empty without it."""
+    """State of the rollout scheduler at that step; empty without one."""
 
     def finish_step(self, step: int) -> None:
         """Record that a step is done."""

@@ -1,4 +1,4 @@
-"""The model that the policy learns from, in the policy's memory where it has its size."""
+"""Teacher for distillation; it borrows the policy's memory where both have the same architecture."""
 
 from __future__ import annotations
 

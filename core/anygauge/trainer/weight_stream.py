@@ -1,4 +1,4 @@
-"""How new weights reach rollout engines in other processes: in parts of bounded size.
+"""Weight stream: sends new weights to rollout engines in other processes, in parts of bounded size.
 
 The training workers gather the weights; rank 0 sends them to the driver part by part, and the driver passes
 each part on to every engine. Neither side holds more than two parts beside its own copy of the weights.

@@ -1,4 +1,4 @@
-"""The inside of a worker process, the same under every launcher.
+"""Worker runtime inside a process, the same under every launcher.
 
 A process comes up in two steps, since the ranks have to learn where rank 0 listens: ``start`` prepares the
 process and opens the store on rank 0, ``connect`` joins the process group and makes the worker object.
@@ -56,13 +56,13 @@ class WorkerSetup:
     """Where the process writes its output."""
     run_directory: str = ""
     timeout_s: float
-    """Of every collective."""
+    """Timeout of every collective."""
     plugins: Sequence[str] = ()
     """Entry points that the driver loaded; the process must have them too."""
     first_device: int = 0
-    """Of the role's workers among the devices of a host, where they are plain processes."""
+    """Index of the role's first device on a host, where workers are plain processes."""
     devices: int = 1
-    """That the process takes, one after the other."""
+    """Consecutive devices that the process takes."""
     accelerators: Sequence[str] | None = None
     """Physical ids of the devices, where they are those of other workers."""
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -198,7 +198,7 @@ class Worker:
     def connect(self, *, rendezvous: GroupRendezvous | None, port: int | None) -> None:
         """Join the process group, if there is one, and make the worker object.
 
-        :param port: Where rank 0 serves the store of the meeting.
+        :param port: Port of the rendezvous store on rank 0.
         """
         setup = self.setup
         if rendezvous is not None and port is not None:
@@ -259,7 +259,7 @@ class Worker:
 
 
 def reloads_groups(config: Config) -> bool:
-    """Return whether process groups are given up between turns: no pipeline can do without plain ones."""
+    """Return whether process groups are released during sleep. Pipeline parallelism needs plain groups."""
     layouts = (config.train.parallel, config.critic.parallel, config.teacher.parallel)
     return config.placement.colocated and all(each is None or each.pipeline == 1 for each in layouts)
 

@@ -1,4 +1,4 @@
-"""A group of workers as the driver sees it: calls with deadlines, and one error for whatever goes wrong."""
+"""Worker group: the driver's calls to its workers, with deadlines and one error for any failure."""
 
 from __future__ import annotations
 
@@ -77,9 +77,10 @@ class LaunchSpec:
     collective: bool = True
     """Whether the workers form a process group; those that train do."""
     first_device: int = 0
-    """Of the role's workers on a host, where they are plain processes and share it with another role's."""
+    """Index of the role's first device on a host, where workers are plain processes and share the host with
+    another role's."""
     devices: int = 1
-    """That each worker takes."""
+    """Devices that each worker takes."""
     seats: Sequence[Seat] = ()
     """Where each worker goes that takes devices of other workers, and none of its own."""
     extra_devices: int = 0

@@ -1,1 +1,1 @@
-"""New weights on their way from the trainer to the rollout engines: in buckets, checked on both sides."""
+"""Weight sync: sends new weights from the trainer to the rollout engines in buckets that both sides check."""

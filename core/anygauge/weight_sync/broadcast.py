@@ -1,4 +1,4 @@
-"""A process group of training rank 0 and the processes of servers, beside the group that the trainer has.
+"""Broadcast group of training rank 0 and the servers' processes, separate from the trainer's groups.
 
 The server makes its side with torch's private helper, so the store and its prefixes must be those that the
 helper makes of an address and a name.

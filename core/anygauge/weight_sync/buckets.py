@@ -1,4 +1,4 @@
-"""Weights cut into buckets of bounded size, in two buffers: one is filled while the other is on its way."""
+"""Weight buckets of bounded size, in two buffers: one is filled while the other is being sent."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _fits(size: int, tensor: Tensor, max_bytes: int) -> bool:
 
 
 class Buffers:
-    """Two pieces of memory, used in turns, that grow to what the largest bucket takes.
+    """Two buffers, used alternately, that grow to the size of the largest bucket.
 
     :param allocate: Returns that many bytes, uint8.
     :param lends: Type of device of the tensors that may be sent from where they lie, if any may.
@@ -55,7 +55,7 @@ class Buffers:
         self._next = 0
 
     def take(self, size: int, capacity: int) -> Tensor:
-        """Return ``size`` bytes of the buffer whose turn it is.
+        """Return ``size`` bytes of the next buffer.
 
         :param capacity: Bytes to allocate, where the buffer is too small; ``size`` if that is more.
         """
@@ -119,7 +119,7 @@ class _Packer:
         self._tensors.append(WeightTensor(name, tuple(tensor.shape), dtype, start, end))
 
     def bucket(self, *, last: bool) -> WeightBucket:
-        """Return what was added, and begin anew."""
+        """Return what was added, and start over."""
         data = self._data if self._data is not None else self._buffers.take(0, 0)
         bucket = WeightBucket(
             index=self._index, tensors=tuple(self._tensors), data=data[: self._size], last=last

@@ -1,4 +1,4 @@
-"""The bytes of a tensor that changed, and what says where they belong.
+"""Weight deltas: the changed bytes of a tensor, and their positions.
 
 An element that changed is sent as its difference (exclusive or) from the old one, byte plane by byte plane: a
 small step of training changes the low bytes, so the high planes are zeros, which cost nothing. Where the
@@ -27,7 +27,8 @@ _HEADER = struct.Struct("<IBQQQ8s")
 """Tensor, flags, elements that changed, bytes of the places, bytes of the differences, checksum."""
 _WHOLE, _BITS_COMPRESSED, _GAPS = 1, 2, 4
 _SPARSE = 16
-"""Of one element in more than so many that changed, the gaps between them cost less than bits."""
+"""Threshold of sparse changes: below one changed element in this many, gaps between them are smaller than a
+bit mask."""
 _PLANE = struct.Struct("<BQ")
 """Before each plane: whether it is compressed, and its bytes."""
 _LENGTH = struct.Struct("<Q")
@@ -51,7 +52,7 @@ class Change(NamedTuple):
     values: bytes
     """Differences of these elements, plane by plane; or the whole tensor."""
     checksum: str
-    """Of the tensor as it is to be."""
+    """Checksum of the tensor after the change."""
 
 
 def bytes_view(tensor: Tensor) -> Bytes:

@@ -73,7 +73,7 @@ class EngineControl:
     def pause(self, mode: str) -> None:
         """Let the engine make no more tokens.
 
-        :param mode: What becomes of the requests that it has: ``"abort"``, ``"retract"`` (they begin anew
+        :param mode: What becomes of the requests that it has: ``"abort"``, ``"retract"`` (they start over
             with the tokens that they have) or ``"in_place"`` (they go on, with the old cache).
         """
         self.post("/pause_generation", {"mode": mode}, what="a pause")

@@ -30,7 +30,7 @@ RENAMED: Mapping[str, str] = {
     ".attn.qkv.": ".attn.qkv_proj.",
     ".self_attn.out_proj.": ".self_attn.proj.",
 }
-"""Parts of names in checkpoints of models that see or hear, and what a server calls them."""
+"""Parts of names in checkpoints of multimodal models, and what a server calls them."""
 TIED = {"lm_head.weight": "model.embed_tokens.weight"}
 """Parameters that are another one where a checkpoint has none of their own."""
 PADDED = ("embed_tokens.weight", "lm_head.weight", "visual.pos_embed.weight")
@@ -77,10 +77,10 @@ class ExpectedParameters:
 
     def __init__(self, dtypes: Collection[str] = ()) -> None:
         self.checksums: dict[str, str] = {}
-        """Of each tensor as it was sent."""
+        """Checksums of the tensors as they were sent."""
         self._dtypes = [dtype_of(each) for each in dtypes]
         self._parameters: dict[str, _Parameter] = {}
-        """What a server that does not split the model holds."""
+        """Parameters of a server that does not split the model."""
         self._waiting: dict[str, dict[str, Tensor]] = {}
         self._unverified: set[str] = set()
 

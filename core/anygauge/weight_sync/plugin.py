@@ -1,4 +1,4 @@
-"""The core's own weight transports, registered through the same hook as anybody's."""
+"""Built-in weight transports, registered like those of any plugin."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One update of several servers: pause, begin, buckets, end, verify, go on.
+"""Update protocol for several servers: pause, begin, buckets, end, verify, resume.
 
 A server is in one of these states, and what happens to it when something fails depends on nothing else:
 
@@ -40,7 +40,7 @@ class _Member:
         self.peer = peer
         self.control = control
         self.version = before.version if before else None
-        """That it had before; ``None`` where that is not known."""
+        """Version before the update; ``None`` where it is unknown."""
         self.is_broken = before is not None and before.state == "unusable"
         self.state: State = "serving"
         self.error: BaseException | None = None

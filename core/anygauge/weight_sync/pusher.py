@@ -1,4 +1,4 @@
-"""Gives the weights of training rank 0 to servers, as whole versions or not at all."""
+"""Weight pusher: sends the weights of training rank 0 to servers, as whole versions or not at all."""
 
 from __future__ import annotations
 
@@ -110,7 +110,8 @@ class _Push:
         tells = any(peer.api.checksums != "none" for peer in peers)
         self._expected = ExpectedParameters(_dtypes(peers)) if verifies and tells else None
         self._digests: dict[str, list[Tensor]] | None = {} if verifies and not tells else None
-        """Of each tensor as it was gathered and as it lay in its bucket, where servers tell no checksums."""
+        """Digests of each tensor as gathered and as copied into its bucket, for servers that report no
+        checksums."""
         self._sent = [0, 0, 0]
         """Bytes, buckets, tensors."""
 

@@ -1,4 +1,4 @@
-"""Process beside a server that keeps its weights, applies changes and has the server load them.
+"""Weight receiver beside a server: keeps its weights, applies deltas and has the server load them.
 
 It runs in the worker that owns the server, on its node; only changes come over the network.
 """

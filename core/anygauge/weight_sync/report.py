@@ -20,7 +20,7 @@ class PeerOutcome:
     """``unusable``: its weights may be mixed. It is left paused, and must not generate before a whole update
     or a start of its own."""
     version: int | None
-    """Of the weights that it has; ``None`` where that is not one version, or not known."""
+    """Version of its weights; ``None`` where that is not one version, or unknown."""
     error: str | None = None
 
 
@@ -31,15 +31,15 @@ class SyncReport:
     version: int
     transport: str
     bytes: int
-    """Of the weights."""
+    """Bytes of the weights."""
     wire_bytes: int
-    """That travelled to each server, where the transport counts them; else ``bytes``."""
+    """Bytes sent to each server, where the transport counts them; else ``bytes``."""
     buckets: int
     tensors: int
     seconds: Mapping[str, float] = field(default_factory=dict)
-    """By phase: ``pause``, ``begin``, ``move``, ``end``, ``verify``, ``resume``, ``total``."""
+    """Seconds by phase: ``pause``, ``begin``, ``move``, ``end``, ``verify``, ``resume``, ``total``."""
     checksums: Mapping[str, str] = field(default_factory=dict)
-    """Of each tensor that was sent, where servers tell theirs and the update was verified."""
+    """Checksums of the tensors that were sent, where servers report theirs and the update was verified."""
     unverified: tuple[str, ...] = ()
     """Parameters of engines that nothing sent could be compared with."""
     peers: tuple[PeerOutcome, ...] = ()

@@ -1,4 +1,4 @@
-"""HTTP server that answers whoever shows a secret, and bounds what everybody else can make it hold."""
+"""HTTP server that requires a secret, and bounds the memory that anybody else can make it use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tensors that another process of the host maps instead of copying."""
+"""Shared-memory tensors, which another process of the host maps instead of copying."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ _VISION = {
 }
 _TOKENS = {"image": 151_343, "video": 151_344}
 _TOKENS_OF_MIXTURES = {"image": 151_363, "video": 151_364}
-"""Of the published models."""
+"""Placeholder tokens of the published models."""
 
 
 def decoder(hf: Mapping[str, Any]) -> dict[str, Any]:

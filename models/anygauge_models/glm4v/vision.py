@@ -24,7 +24,7 @@ __all__ = ["IMAGE_DEVIATION", "IMAGE_MEAN", "flops", "towers"]
 
 IMAGE_MEAN = (0.48145466, 0.4578275, 0.40821073)
 IMAGE_DEVIATION = (0.26862954, 0.26130258, 0.27577711)
-"""Of red, green and blue, from 0 to 1, in the images that CLIP was trained on
+"""Standard deviation of red, green and blue, from 0 to 1, in the images that CLIP was trained on
 (https://arxiv.org/abs/2103.00020)."""
 
 

@@ -18,7 +18,7 @@ from anygauge_models.architecture import (
 __all__ = ["attention_of", "flops_per_token", "model_options", "tiny", "transformer_config"]
 
 _WINDOW = 4096
-"""That transformers takes where a config has none."""
+"""Default of transformers for configs without a window."""
 
 
 def attention_of(hf: Mapping[str, Any]) -> dict[str, Any]:

@@ -32,7 +32,7 @@ __all__ = [
 ]
 
 _TOKENS = {"image": 151_655, "video": 151_656, "audio": 151_646}
-"""What transformers takes where a config does not say."""
+"""Defaults of transformers for configs without these tokens."""
 _AUDIO = {
     "num_mel_bins": 128,
     "encoder_layers": 32,

@@ -68,10 +68,10 @@ class Processor(Patches):
 
     mels: int
     per_second: int
-    """By how much the position in time grows."""
+    """Increment of the temporal position per second."""
     image: Budget
     frame: Budget
-    """Of a video, each by itself."""
+    """Pixel budget of each frame of a video."""
     fewest_frames: int
     most_frames: int
 

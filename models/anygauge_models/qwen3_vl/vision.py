@@ -44,7 +44,7 @@ __all__ = [
 TOWER, HF_TOWER = "visual", "model.visual"
 """How the names of the tower's tensors begin, canonical ones and those of checkpoints."""
 MEAN = DEVIATION = (0.5, 0.5, 0.5)
-"""Of red, green and blue, in every published model."""
+"""Mean and standard deviation of red, green and blue, in every published model."""
 _DEFAULTS = {
     "patch_size": 16,
     "spatial_merge_size": 2,

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("interpreter_loops") if INTERPRETED else py
 
 SHAPES = [(1, 1), (3, 100), (5, 4096), (4, 4097), (2, 9000), (0, 7)]
 FIRST = 50
-"""Of a tile's rows in the vocabulary."""
+"""First of a tile's rows in the vocabulary."""
 
 
 def make_tile(height: int, width: int, dtype: torch.dtype, scale: float, count: int = 3) -> Tile:

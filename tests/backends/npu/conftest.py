@@ -25,8 +25,8 @@ SOURCES = ("core", "hooks", "models", "backends/cpu", "backends/npu")
 PARALLEL = runpy.run_path(str(ROOT / "tests" / "distributed" / "conftest.py"))
 RANKS, VOCAB = 2, 63
 CASES_PER_START = {"cpu": 6, "npu": 40}
-"""Of simulated devices all, which take long to start. Gloo has a thread for each group, which wakes a hundred
-times a second also when nobody calls."""
+"""Cases per start of all simulated devices, since they take long to start. Gloo has a thread for each group,
+which wakes a hundred times a second also when nobody calls."""
 
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
 Train = Callable[..., list[Any]]

@@ -27,7 +27,7 @@ SAME = (
     *("--run.steps", str(STEPS), "--placement.train_workers", "2"),
     *("--train.micro_batch_tokens", "8192", "--train.dtype", "float32", "--eval.data", "[]"),
 )
-"""What the demo has in another way on each backend."""
+"""Arguments that differ from the demo's, the same on each backend."""
 
 
 class Demo:

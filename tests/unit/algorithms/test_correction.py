@@ -30,7 +30,7 @@ from anygauge_hooks.engines import LossInputs
 LENGTHS = st.lists(st.integers(1, 7), min_size=1, max_size=5)
 LEVELS: tuple[Level, ...] = ("token", "sequence", "geometric")
 Rows = list[tuple[float, ...]]
-"""Of a sample, by token: old, rollout and current log-prob, advantage, mask."""
+"""Rows of a sample, by token: old, rollout and current log-prob, advantage, mask."""
 ALL: dict[str, Callable[[LossInputs], Correction]] = {
     **{f"tis-{level}": partial(tis, level=level, low=0.5, high=1.5) for level in LEVELS},
     **{f"mis-{level}": partial(mis, level=level, low=0.5, high=1.5) for level in LEVELS},

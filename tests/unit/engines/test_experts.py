@@ -121,7 +121,7 @@ FACTS: dict[KernelOp, dict[str, tuple[Any, ...]]] = {
     "token_permute": {"experts": (8,), "topk": (2,)},
     "token_unpermute": {"topk": (2,)},
 }
-"""Of the model of these tests. A kernel that is limited to them serves no module that states others."""
+"""Facts about the model of these tests. A kernel that is limited to them serves no module with others."""
 
 
 def test_routers_and_dispatchers_run_the_kernels_of_the_table(

@@ -24,7 +24,7 @@ from anygauge_hooks.rl import TrainSample
 
 Make = Callable[..., Any]
 DTYPES = ("float32", "bfloat16", "remainders")
-"""Of the weights; the last is bfloat16, with an optimizer that takes remainders."""
+"""Dtypes of the weights; the last is bfloat16, with an optimizer that takes remainders."""
 
 
 @pytest.fixture

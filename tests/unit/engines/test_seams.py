@@ -47,7 +47,8 @@ ONCE_PER_PROCESS = {
     "torch.optim.adamw.AdamW.step": "torch wraps it for its profiler when the first one is made",
     "torch.autograd.profiler._cupti_monitor*": "torch 2.13 looks once for an optional library",
 }
-"""What torch sets on a first use: allowed but not required, since an earlier test may have been the first."""
+"""Attributes that torch sets on first use: allowed but not required, since an earlier test may have been the
+first."""
 
 ABSENT = object()
 Identities = dict[str, Any]

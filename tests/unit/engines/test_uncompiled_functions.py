@@ -66,7 +66,7 @@ HUNKS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "G38": ("transformer.utils", ("gelu_impl",)),
     "G39": ("transformer.utils", ("erf_gelu",)),
 }
-"""By the row of the document: the module below ``megatron.core``, and the functions in it."""
+"""Functions by row of the document: the module below ``megatron.core``, and its functions."""
 
 
 def source(module: str) -> Path:

@@ -44,7 +44,7 @@ class Hub(ThreadingHTTPServer):
         self.repositories = repositories
         self.asked: list[str] = []
         self.status: int | None = None
-        """Of every answer, if the hub has a bad day."""
+        """Status of every answer, to simulate an outage of the hub."""
 
     @property
     def url(self) -> str:

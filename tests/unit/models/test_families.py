@@ -519,7 +519,7 @@ WRITTEN = [
         },
     ),
 ]
-"""What users write into a ``config.json`` that has ``rope_parameters``."""
+"""User edits of a ``config.json`` that has ``rope_parameters``."""
 
 
 @pytest.mark.parametrize(("family", "keys"), WRITTEN)

@@ -41,7 +41,7 @@ OF_THE_LOOP = {
     *("train/moe/load_max_over_mean", "train/moe/load_max_over_mean/layer_<n>"),
     *("rollout/media_tokens", "data/step", "data/media_bytes", "data/media_decode_s", "data/media_dropped"),
 }
-"""What an engine or the loop itself records; a run's own test sees them."""
+"""Metrics that an engine or the loop itself records; a run's own test checks them."""
 NAMES = {
     **{"dataset-a": "<dataset>", "dataset-b": "<dataset>", "prefill": "<phase>"},
     **{"correction/tis/": "correction/<name>/", "<name>/clipped": "tis/clipped"},

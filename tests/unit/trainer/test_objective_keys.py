@@ -38,10 +38,10 @@ from anygauge_hooks.types import RunInfo
 
 Settings = Mapping[str, Any]
 Steps = list[tuple[float, Tensor]]
-"""Of each optimizer step, the loss and its gradient by the table of the model."""
+"""Loss and gradient of each optimizer step, by the model's table."""
 ROOT = Path(__file__).parents[3]
 VERSION = 3
-"""Of the weights that are trained."""
+"""Version of the weights being trained."""
 BASE: Settings = {
     "run.name": "keys",
     "run.steps": 4,

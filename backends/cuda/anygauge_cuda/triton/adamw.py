@@ -30,13 +30,13 @@ class Rates(NamedTuple):
     fresh2: float
     eps: float
     decay: float
-    """What a weight is multiplied by."""
+    """Factor of a weight."""
     rate: float
     """The learning rate over ``1 - beta1 ** step``."""
     root: float
     """``sqrt(1 - beta2 ** step)``"""
     scale: float
-    """What a gradient is multiplied by."""
+    """Factor of a gradient."""
 
 
 @triton.jit
@@ -158,7 +158,7 @@ class Plan(NamedTuple):
     addresses: Tensor
     sizes: Tensor
     owners: Tensor
-    """Of each program, which tensor it has a chunk of."""
+    """Tensor that each program has a chunk of."""
     places: Tensor
     """Which chunk of that."""
     is_aligned: bool

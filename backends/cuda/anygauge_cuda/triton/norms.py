@@ -19,17 +19,18 @@ TILE = 4096
 """Numbers that a program has at a time, where rows are that short."""
 
 EACH = 32
-"""Of them per thread."""
+"""Numbers per thread."""
 
 PIECES, PIECE_EACH = 5, 4
-"""Of a wide row in the backward pass: how many at most, and how much of each a thread has. With 20 numbers of
-a row, and those of the next one on their way, a thread has 128 registers."""
+"""Pieces of a wide row in the backward pass: how many at most, and the numbers of each per thread. With 20
+numbers of a row, and those of the next one being loaded, a thread has 128 registers."""
 
 WARPS_PER_PROCESSOR = 16
-"""Of the backward pass: what so many registers leave room for. Each program leaves a row of partial sums."""
+"""Warps of the backward pass that fit on a processor with so many registers. Each program writes a row of
+partial sums."""
 
 MOST_WARPS = 32
-"""Of a program."""
+"""Most warps of a program."""
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

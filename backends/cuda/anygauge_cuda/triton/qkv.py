@@ -19,7 +19,7 @@ TILE = 512
 """Numbers of a half of some heads that a program has at a time."""
 
 PROGRAMS_PER_PROCESSOR = 8
-"""Of the backward pass; each leaves a row of partial sums for the weights."""
+"""Programs of the backward pass on a processor; each writes a row of partial sums for the weights."""
 
 
 def qk_norm_rotary(

@@ -24,7 +24,7 @@ __all__ = ["gated_delta_rule"]
 
 LONGEST_CHUNK = 64
 LEAST_TILE = 16
-"""What a matrix product of a kernel has at least on each side."""
+"""Smallest side of a matrix product in a kernel."""
 
 PART = 32
 """Columns of a state that a program has."""

@@ -18,7 +18,7 @@ TILE = 2048
 """Pairs that a program has at a time."""
 
 EACH = 16
-"""Of them per thread."""
+"""Pairs per thread."""
 
 
 def rotary_embedding(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""Sound as one channel of 16 kHz: WAV by the standard library, the rest by soundfile."""
+"""Audio decoding to one channel of 16 kHz: WAV by the standard library, the rest by soundfile."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ RATE = 16_000
 _ZEROS = 32
 """Crossings of the resampling filter on each side."""
 _BETA = 8.0
-"""Of its Kaiser window: what is above the band is brought down by 80 dB."""
+"""Beta of the filter's Kaiser window: attenuates frequencies above the band by 80 dB."""
 _BLOCK = 2**14
 """Samples that are made at once."""
 _MAX_COEFFICIENTS = 2**22

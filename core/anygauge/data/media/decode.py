@@ -1,4 +1,4 @@
-"""Images as pixels, and what their headers say. Pillow is imported when the first one is looked at."""
+"""Image decoding, and the facts in image headers. Pillow is imported at the first image."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From the tokens of a text with a template's marks to those of a sequence with room for features."""
+"""Placeholder expansion: from the tokens of a text with marks to a sequence with room for features."""
 
 from __future__ import annotations
 

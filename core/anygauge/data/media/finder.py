@@ -1,4 +1,4 @@
-"""The media of a row: found, measured by their headers, and remembered until somebody decodes them."""
+"""Media finder: the media of a row, measured by their headers and remembered until they are decoded."""
 
 from __future__ import annotations
 
@@ -71,9 +71,9 @@ class MediaFinder:
         self.marks = {kind: mark for kind, mark in processor.marks.items() if kinds is None or kind in kinds}
         self.expander = Expander(processor, tokenizer, self.marks)
         self.drawn: dict[str, FoundMedia] = {}
-        """By key, all that were drawn: some hundred bytes each."""
+        """Media drawn so far, by key; some hundred bytes each."""
         self.left_out: list[str] = []
-        """What was wrong with rows that were read and left out, since somebody asked."""
+        """Problems of rows dropped since the list was last taken."""
         self._limits = media_limits(settings)
         self._fingerprint = processor.fingerprint()
 

@@ -1,4 +1,4 @@
-"""Contents of the prompts under way: decoded once, dropped with the last prompt that shows them."""
+"""Media loader: decodes the media of open prompts once, and drops them with the last such prompt."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where media stand in a prompt: ``<image>`` in text, or content parts of messages."""
+"""Positions of media in a prompt: ``<image>`` in text, or content parts of messages."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Placed:
     """A prompt with its media taken out."""
 
     values: list[tuple[MediaKind, Any]] = field(default_factory=list)
-    """What the row holds of each medium, in the order in which they stand in the prompt."""
+    """Values of the row's media, in the order of their positions in the prompt."""
     prompt: Any = None
     """Text, or messages, whose contents are text or lists of parts ``{"type": "text", "text": …}`` and
     ``{"type": "image"}``."""

@@ -1,4 +1,4 @@
-"""Where the bytes of a medium are: a file, the row itself, an address, or an object of Pillow's."""
+"""Sources of a medium's bytes: a file, the row itself, a URL, or a Pillow object."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ _BEGINNINGS = (
     *(b"\x89PNG", b"\xff\xd8\xff", b"GIF8", b"RIFF", b"BM", b"II*\0", b"MM\0*"),
     *(b"fLaC", b"OggS", b"ID3", b"\xff\xfb", b"\x1aE\xdf\xa3"),
 )
-"""Of files that hold media."""
+"""Magic bytes of media files."""
 _IMAGES = {".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff"}
-"""Of the files in a folder, those that are frames of a video."""
+"""Suffixes of files that are frames of a video when they are in a folder."""
 _MIB = 2**20
 
 
@@ -49,7 +49,7 @@ class Source:
     path: Path | None = None
     raw: bytes | None = field(default=None, repr=False)
     frames: tuple[Source, ...] = ()
-    """Of a video that is given as images."""
+    """Frames of a video that is given as images."""
 
     @property
     def is_large(self) -> bool:

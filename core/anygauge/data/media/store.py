@@ -1,4 +1,4 @@
-"""Contents that every process of a host can map: one file each, in memory where the host has room there."""
+"""Media store that every process of a host can map: one file per content, in memory where there is room."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class MappedFiles:
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._disk = directory.with_name(f"{directory.name}-on-disk")
-        """Of what the other had no room for."""
+        """Overflow directory on disk, for contents that the first has no room for."""
 
     def put(self, key: str, content: Content) -> None:
         """Keep a content. One that is there already stays.

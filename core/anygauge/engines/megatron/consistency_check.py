@@ -1,4 +1,4 @@
-"""Whether ranks that are to build the same model, and to hold the same weights, do."""
+"""Check that ranks agree on model config and weights."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ __all__ = ["check_configs_agree", "check_ranks_agree"]
 SHOWN = 5
 """Tensors or keys that an error names."""
 TABLES = ("run", "algorithm", "train", "rollout")
-"""Of the resolved config: those that a model is built and trained by."""
+"""Tables of the resolved config that determine how a model is built and trained."""
 CHUNK = 2**20
 """Elements of a tensor that are widened to int64 at a time."""
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -1,4 +1,4 @@
-"""The engine of the critic: the policy's model and schedule, with values for log-probabilities."""
+"""Critic engine: the policy's model and schedule, with values in place of log-probabilities."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class MegatronCritic(MegatronEngine):
         old_values: Sequence[Tensor],
         returns: Sequence[Tensor],
     ) -> Mapping[str, float]:
-        """Take one optimizer step on this rank's share and return the metrics of the whole step."""
+        """Take one optimizer step on this rank's mini-batch and return the metrics of the whole step."""
         data = _ValueData(samples, loss_weights, old_values, returns)
         step = _ValueTrainPass(self.policy.spec.output_owner, loss, data, self.device)
         with self._timed("train_values"), make_scope(self.context.device):

@@ -110,7 +110,7 @@ class MegatronEngine:
         return gradients(self.chunks)
 
     def set_memory_state(self, state: MemoryState) -> None:
-        """Have that much on the device; see :class:`anygauge_hooks.engines.SupportsOffload`."""
+        """Set the memory state (sleep, wake up); see :class:`anygauge_hooks.engines.SupportsOffload`."""
         with make_scope(self.context.device):
             if self._memory.state != "nothing":
                 self._synchronize_parameters()
@@ -186,7 +186,7 @@ class MegatronEngine:
         entropy_grad: bool,
         teacher: Sequence[TopKLogProbs] | None = None,
     ) -> Mapping[str, float]:
-        """Take one optimizer step on this rank's share and return the metrics of the whole step."""
+        """Take one optimizer step on this rank's mini-batch and return the metrics of the whole step."""
         data = StepData(samples, loss_weights, old_log_probs, reference_log_probs, teacher)
         step = TrainPass(
             self._logprob,

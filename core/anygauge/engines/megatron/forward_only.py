@@ -1,4 +1,4 @@
-"""The engine of a model that is not trained: no gradients, no optimizer, and no memory for either."""
+"""Forward-only engine for models that are not trained: no gradients, no optimizer, no memory for them."""
 
 from __future__ import annotations
 

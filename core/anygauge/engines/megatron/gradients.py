@@ -1,4 +1,4 @@
-"""Main gradients before a step's first backward pass and after its last.
+"""Main gradients: their state before a step's first backward pass and after its last.
 
 Megatron writes zeros to all of them. The gradient of a linear's weight comes from products alone, of which
 the first can take the place of what is there: zeros would be written and read for nothing, 8 bytes of traffic

@@ -1,4 +1,4 @@
-"""Micro-batches: what the model gets, as one dictionary of keyword arguments built in one place.
+"""Micro-batches: the model's keyword arguments, built in one place.
 
 The log-prob pass and the training pass call :func:`model_inputs` alike, so neither can lose an argument.
 
@@ -87,7 +87,7 @@ class MicroBatch:
 
 @dataclass(frozen=True, slots=True)
 class MicroBatches:
-    """The micro-batches of a share. Each is on the device from when it is reached until it is done with."""
+    """Micro-batches of a mini-batch. Each is on the device from when it is reached until it is done with."""
 
     plans: Sequence[PlannedBatch]
     make: Callable[[PlannedBatch], MicroBatch]

@@ -1,4 +1,4 @@
-"""Megatron's own configs, from ours: what a run fixes, what the user passes through, and what is refused."""
+"""Megatron's configs from ours: settings that a run fixes, passes through, or refuses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Process groups of several layouts in one process, of which Megatron knows one at a time.
+"""Process groups of several layouts in one process; Megatron knows one layout at a time.
 
 Megatron keeps its groups in variables of ``parallel_state``, and so has one layout. The policy's stay there;
 an engine that is divided otherwise puts its own in their place while one of its methods runs.

@@ -1,4 +1,4 @@
-"""Weights of several roles of one architecture, which share the actor's memory in turns."""
+"""Role weights: several roles of one architecture swap their weights in the actor's memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The update of the weights: norm of all gradients, clipping, AdamW, and the copies that the model has.
+"""Weight update: norm of all gradients, clipping, AdamW, and the model's copies of the weights.
 
 Megatron does each of these over one tensor after another, and reads every norm back to the host. Here the
 norms are taken together and read once. An optimizer that takes gradients and copies with its step

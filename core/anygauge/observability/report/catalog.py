@@ -1,4 +1,4 @@
-"""Which charts a report has, and which metrics each of them shows."""
+"""Chart catalog: the charts of a report, and the metrics that each shows."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class ChartSpec:
     """Identifies the chart in the page."""
     title: str
     about: str
-    """What is shown, in a sentence."""
+    """Description of the chart, in a sentence."""
     lines: tuple[Lines, ...]
     unit: str = ""
     floor: float | None = None

@@ -36,7 +36,7 @@ __all__ = [
 ]
 
 MOST_POINTS = 590
-"""Of one series in a drawing; the page's data have them all."""
+"""Most points of one series in a drawing; the page's data have them all."""
 COLOURS = 8
 """Series that one chart tells apart; further ones are named below it."""
 _SMOOTHED = 100

@@ -14,7 +14,7 @@ from anygauge.strict_json import parse_json
 __all__ = ["MOST_NUMBERS", "Metrics", "Series", "page_data", "read_metrics"]
 
 MOST_NUMBERS = 150_000
-"""Of a page, about 3 MB. A longer run's data are thinned in the page, and are whole in the file."""
+"""Most numbers in a page, about 3 MB. A longer run is thinned in the page, and complete in the file."""
 _LARGEST = 1e290
 _SHORT = 1000
 """Series of up to so many points are never thinned."""

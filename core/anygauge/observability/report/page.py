@@ -1,4 +1,4 @@
-"""The page itself: one file that needs no other, no network and, to be read, no script."""
+"""HTML page of the report: one file that needs no other file, no network and, to be read, no script."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The time of a step: which phases take it, over the run and in all."""
+"""Time of a step by phase, over the run and in total."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class PhaseRow:
     median: float
     longest: float
     share: float
-    """Of the time of all steps, in percent."""
+    """Fraction of the time of all steps, in percent."""
 
 
 def draw_phases(metrics: Metrics) -> Chart | None:

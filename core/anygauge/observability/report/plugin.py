@@ -17,7 +17,7 @@ _log = logging.getLogger(__name__)
 _begun: dict[str, tuple[int, int] | None] = {}
 """Directories of runs between ``before_train`` and ``after_train``, and which ones these are on disk."""
 _errors: dict[str, BaseException] = {}
-"""What ended a run, by its directory, until ``after_train``."""
+"""Errors that ended a run, by run directory, until ``after_train``."""
 
 after_rollout = SampleRecorder().after_rollout
 

@@ -36,7 +36,7 @@ class RunFiles:
     """A sentence for each file that is not there or cannot be read."""
     metrics: Metrics = field(default_factory=lambda: Metrics({}))
     samples: Mapping[int, Sequence[Mapping[str, Any]]] = field(default_factory=dict)
-    """By step, ascending."""
+    """Samples by step, ascending."""
     health: Sequence[HealthEvent] = ()
     """Steps that broke a health rule."""
     config_text: str = ""

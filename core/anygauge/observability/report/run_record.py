@@ -1,4 +1,4 @@
-"""``run.json``: when each part of a run began and ended, and how."""
+"""Run record ``run.json``: start, end and outcome of each part of a run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The head of a report: how the run stands, what it is, and its few most important numbers."""
+"""Head of a report: status, description and the most important numbers of a run."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Standing:
     step: int
     total: int | None
     error: str = ""
-    """What ended it."""
+    """Error that ended the run."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Texts that anybody may have written, as a page can show them: samples and the config."""
+"""Untrusted texts in a page: samples and the config."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from anygauge.observability.samples import shorten
 __all__ = ["ConfigLine", "SampleStep", "SampleView", "config_tables", "sample_steps"]
 
 MOST_CHARACTERS = 1_000_000
-"""Of all samples in a page; above, steps are left out evenly."""
+"""Most characters of all samples in a page; above that, steps are left out evenly."""
 
 _LONGEST = 6000
 """Characters of one text in a page. The recorder keeps fewer; the file may come from elsewhere."""
@@ -34,7 +34,7 @@ class SampleView:
     response: str
     reward: str
     share: float | None
-    """Of the way from the lowest to the highest reward shown, in percent; ``None`` without a reward."""
+    """Position between the lowest and the highest reward shown, in percent; ``None`` without a reward."""
     details: Sequence[tuple[str, str]]
     error: str
 

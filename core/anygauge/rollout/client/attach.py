@@ -1,4 +1,4 @@
-"""Whether an engine that somebody else has started is the one that a run needs."""
+"""Checks of an attached engine against the requirements of a run."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ class Expected(NamedTuple):
     """Properties that a run requires of an engine; ``None`` or empty ones are not checked."""
 
     architectures: tuple[str, ...] = ()
-    """Of the model's ``config.json``."""
+    """Architectures in the model's ``config.json``."""
     tokens: Mapping[str, tuple[int, ...]] = {}
-    """What the run's own tokenizer makes of some texts, without special tokens."""
+    """Token ids from the run's own tokenizer for some texts, without special tokens."""
     context_length: int | None = None
     """Prompt and response together, at least."""
 

@@ -1,4 +1,4 @@
-"""Connections to one server: bodies in, bodies out, each with a deadline."""
+"""HTTP connections to one server: request and response bodies, each with a deadline."""
 
 from __future__ import annotations
 

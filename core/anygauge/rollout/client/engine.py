@@ -31,16 +31,16 @@ from anygauge_hooks.weights import NO_KEYS, ServerKeys
 __all__ = ["EngineClient", "MemoryPart", "PauseMode", "retry_pause_s"]
 
 MemoryPart = Literal["kv_cache", "weights", "cuda_graph"]
-"""Of an engine's memory, as SGLang tags it. What was released comes back empty."""
+"""Part of an engine's memory, by SGLang's tag. Released parts come back empty."""
 
 PauseMode = Literal["abort", "retract", "in_place"]
-"""``abort`` returns what there is of every response; ``retract`` computes its beginning anew afterwards, with
-the weights that are then there; ``in_place`` goes on from the old cache."""
+"""``abort`` returns the part of every response that was sampled; ``retract`` recomputes its KV cache with the
+new weights; ``in_place`` continues with the old cache."""
 _LONGEST_PAUSE_S = 10.0
 _ABANDON_S = 10.0
 """For telling an engine that nobody waits for a request any more."""
 _jitter = Random()
-"""Of its own, so that a retry moves no random number of a run."""
+"""Separate random generator, so that a retry draws no random number of the run."""
 T = TypeVar("T")
 
 

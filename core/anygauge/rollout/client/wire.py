@@ -1,4 +1,4 @@
-"""SGLang's ``/generate`` in bytes: what is asked, and what the answer says."""
+"""Wire format of SGLang's ``/generate``: encode requests, decode and check responses."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ class BootstrapRoom(NamedTuple):
 
     host: str
     port: int
-    """Of the reading engine's bootstrap server."""
+    """Port of the prefill engine's bootstrap server."""
     room: int
-    """Of this request alone, below ``2**63``."""
+    """Room id, unique to this request and below ``2**63``."""
     rank: int | None = None
     """Data-parallel rank of the reading engine; ``None`` if it has but one."""
 

@@ -28,9 +28,10 @@ class RolloutContext:
     functions: UserFunctions
     text: TextTools
     engines: Mapping[str, Generator] = field(default_factory=dict)
-    """Of other models than the one that is trained, by name."""
+    """Engines of models other than the trained one, by name."""
     vocab_size: int | None = None
-    """Of the model, which all token ids of an engine must be below; ``None`` if it is not known."""
+    """Vocabulary size of the model: all token ids of an engine must be below it; ``None`` if it is
+    unknown."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +41,7 @@ class ProducerContext:
     rollout_context: RolloutContext
     source: DataSource
     seeds: Callable[[int], Sequence[int]]
-    """Of each rollout of a group, from how many prompts were drawn before it in the run."""
+    """Seeds for each rollout of a group, from the number of prompts drawn before it in the run."""
     params: SamplingParams
     scorer: GroupScorer | None = None
     """``None`` where the rollout function gives the rewards, or none is needed."""

@@ -1,4 +1,4 @@
-"""Samples that are not trained on, made beside those that are."""
+"""Evaluation samples, generated while training samples are."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which groups are worth training on."""
+"""Group filters: which groups are worth training on."""
 
 from __future__ import annotations
 

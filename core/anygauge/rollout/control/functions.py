@@ -1,4 +1,4 @@
-"""Functions of the user's that a config names: found, given their options, and called."""
+"""User functions that a config names: resolved, bound to their options, and called."""
 
 from __future__ import annotations
 

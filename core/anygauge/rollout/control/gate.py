@@ -32,7 +32,7 @@ class Gate:
         self.answered = 0
         """Requests that came back."""
         self.failure: Exception | None = None
-        """What an engine raised."""
+        """Exception that an engine raised."""
 
     @property
     def is_open(self) -> bool:

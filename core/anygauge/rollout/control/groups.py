@@ -1,4 +1,4 @@
-"""A group under way: its rollouts, what is done of them, and what is known of the rest."""
+"""Open group: a prompt's unfinished rollouts, their journals and the finished samples."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["DoneGroup", "OpenGroup", "as_json", "whole_group"]
 
 @dataclass(slots=True)
 class OpenGroup:
-    """A prompt that is being generated from, or waits for its turn."""
+    """A prompt whose samples are being generated, or that waits to start."""
 
     number: int
     """How many prompts were drawn before it in the run; its seeds depend on nothing else."""
@@ -27,9 +27,9 @@ class OpenGroup:
     started_at: int = 0
     """The version that the engines served when it was started; no token of it is older."""
     journals: dict[int, Journal] = field(default_factory=dict)
-    """What was said so far, by rollout."""
+    """Journals of unfinished rollouts, by rollout."""
     samples: dict[int, tuple[Sample, ...]] = field(default_factory=dict)
-    """Of the rollouts that are done."""
+    """Samples of finished rollouts."""
 
     def journal(self, rollout: int) -> Journal:
         """Return what was said in a rollout."""

@@ -1,4 +1,4 @@
-"""One rollout: what a rollout function is given."""
+"""Rollout handle: the object that a rollout function is given."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rollouts of several turns, in which the policy calls a tool."""
+"""Multi-turn rollouts, in which the policy calls a tool."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Groups of samples from engines that answer each request by itself: a step's worth, or one after the other.
+"""Group producer: samples groups from per-request generators, for one step or continuously.
 
 All of it runs in one event loop. A group is *open* from the moment its prompt was drawn, *done* once its
 samples are scored and every filter let it pass, and *taken* when :meth:`Producer.take` has returned it.
@@ -35,7 +35,7 @@ class Continuous:
     """How groups are kept under way while training goes on."""
 
     groups: int
-    """That are open at once, at most."""
+    """Most groups that are open at once."""
     staleness: Staleness | None = None
     """``None`` for any age."""
     may_start: Callable[[int], bool] | None = None
@@ -127,7 +127,7 @@ class Producer:
             raise self._failure
 
     async def pause(self) -> None:
-        """Hold every rollout where it is, and return once the engines have no request.
+        """Pause every rollout, and return once the engines have no request.
 
         What they were generating is kept and goes on at :meth:`resume`, with whatever weights serve then.
         """

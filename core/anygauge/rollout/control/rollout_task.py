@@ -1,4 +1,4 @@
-"""From an open group to its samples, and to a scored group that the filters let pass."""
+"""Rollout task: from an open group to its samples, and to a scored group that passes the filters."""
 
 from __future__ import annotations
 

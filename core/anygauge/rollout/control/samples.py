@@ -1,4 +1,4 @@
-"""Making samples, with one of each value per token."""
+"""Sample construction, with one of each value per token."""
 
 from __future__ import annotations
 

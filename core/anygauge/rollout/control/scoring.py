@@ -1,4 +1,4 @@
-"""Rewards for coroutines: each group is scored as soon as it is whole."""
+"""Asynchronous scoring: each group is scored as soon as it is complete."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How old the weights that made a sample may be when it is trained on."""
+"""Staleness limit: the most versions between the weights that sample and those that train."""
 
 from __future__ import annotations
 

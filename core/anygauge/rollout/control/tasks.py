@@ -1,4 +1,4 @@
-"""Tasks that belong together."""
+"""Helpers for groups of asyncio tasks."""
 
 from __future__ import annotations
 

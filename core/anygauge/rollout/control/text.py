@@ -1,4 +1,4 @@
-"""Between tokens and text, for rollout functions."""
+"""Conversion between tokens and text, for rollout functions."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class TextTools:
         """Return what follows an answer that ended with the end-of-sequence token.
 
         :raises ConfigError: The tokenizer has no chat template.
-        :raises RolloutError: The template renders what was said before anew when more follows.
+        :raises RolloutError: The template renders earlier turns otherwise when more follow.
         """
         require_template(self.tokenizer)
         before = render(_EARLIER, self.tokenizer, self._data, generate=False)

@@ -1,1 +1,1 @@
-"""OpenAI and Anthropic endpoints on any generator; they record what was sampled, to the token."""
+"""Gateway: OpenAI and Anthropic endpoints on any generator, which record every sampled token."""

@@ -1,4 +1,4 @@
-"""Limits on what is under way at once: generations of a gateway, bytes of requests of a session."""
+"""Admission control: limits on the generations of a gateway and on the request bytes of a session."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A rollout function that lets an agent of the user's talk to the policy, and returns what was sampled."""
+"""Agent rollout function: lets a user's agent talk to the policy, and returns the sampled turns."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Answers to an agent: complete, or as increments while the generation grows."""
+"""Responses to an agent: complete, or as increments while the generation grows."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Piece(NamedTuple):
     block: int = 0
     """Which part of the answer it belongs to."""
     number: int = 0
-    """Of the call."""
+    """Number of the call."""
 
 
 class Answer(NamedTuple):

@@ -1,4 +1,4 @@
-"""Anthropic's messages: from a request to what it asks for, and from answers to what it gets."""
+"""Anthropic's messages API: parse requests, build responses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Agents that are programs of their own."""
+"""Agents that run as separate programs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Limits on connections to the gateway, which anybody who reaches its port can open."""
+"""Connection limits of the gateway: anybody who reaches its port can open connections."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Text of tokens that come one after the other."""
+"""Incremental detokenizer: text of tokens that arrive one after the other."""
 
 from __future__ import annotations
 

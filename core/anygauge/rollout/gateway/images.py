@@ -1,4 +1,4 @@
-"""Images in what agents send: taken into the run's store, and given their places in a prompt."""
+"""Images in agents' requests: put into the run's media store, with placeholders in the prompt."""
 
 from __future__ import annotations
 
@@ -72,11 +72,11 @@ class Images:
         self._look = look
         self._reserved = frozenset(reserved)
         self._known: dict[str, tuple[str, Media]] = {}
-        """By image: how the model marks it, and what holds its place in that mark."""
+        """Marks by image: the model's mark for it, and the media of the placeholder in that mark."""
 
     @property
     def taken(self) -> bool:
-        """Whether the model sees images."""
+        """Whether the model takes images."""
         return self._look is not None
 
     async def marked(self, chat: Chat) -> Chat:

@@ -1,4 +1,4 @@
-"""Chat messages, independent of the API, and when two of them are equal."""
+"""Chat messages, independent of the API, and their comparison."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ class Message(NamedTuple):
     role: str
     content: str
     reasoning: str | None = None
-    """Of the assistant; ``None`` where it is not told, as most agents do not send it back."""
+    """Reasoning of the assistant; ``None`` where it is not sent, as by most agents."""
     calls: tuple[Call, ...] = ()
     call_id: str | None = None
-    """Of a tool's answer."""
+    """Id of the call that a tool's result answers."""
     name: str | None = None
     images: tuple[str, ...] = ()
     """``data:`` or addresses, in the order of their places in the content."""

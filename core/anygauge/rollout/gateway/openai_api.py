@@ -1,4 +1,4 @@
-"""OpenAI's chat completions: from a request to what it asks for, and from answers to what it gets."""
+"""OpenAI's chat completions API: parse requests, build responses."""
 
 from __future__ import annotations
 

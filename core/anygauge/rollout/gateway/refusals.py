@@ -1,4 +1,4 @@
-"""Answers that are no answer: what both APIs say when a request cannot be served."""
+"""Error responses of both APIs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From chats to text and tokens, with the tokenizer's own template."""
+"""Chat rendering: messages to text and tokens, with the tokenizer's own template."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One request to the model under way: its generations grow part by part, whoever waits for them."""
+"""In-flight model request: its generations grow part by part, whoever waits for them."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class Sampling:
         self.plan = plan
         self.choices = [Choice(request) for request in requests]
         self.results: dict[int, Any] = {}
-        """What ``ended`` returned, by number of the choice."""
+        """Results of ``ended``, by number of the choice."""
         self.stream = stream
         self.delivered = False
         """Whether a handler has written all of it to its client."""

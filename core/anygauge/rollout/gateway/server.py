@@ -1,4 +1,4 @@
-"""The gateway: an HTTP server in the driver's event loop that agents take for OpenAI's or Anthropic's."""
+"""Gateway server: serves OpenAI's and Anthropic's APIs to agents from the driver's event loop."""
 
 from __future__ import annotations
 

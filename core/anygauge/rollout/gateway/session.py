@@ -1,4 +1,4 @@
-"""One agent's conversation with the model, or several that it leads at once."""
+"""Agent session: one or more conversations of an agent with the model."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class Session:
     ) -> None:
         self.name = name
         self.failure: Exception | None = None
-        """What the engine raised, if it has answered nothing since."""
+        """Exception that the engine raised, if no answer followed it."""
         self.spent = False
         """Whether a request was refused because there was no room for another token."""
         self._generator = generator

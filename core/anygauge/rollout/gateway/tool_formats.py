@@ -1,4 +1,4 @@
-"""How models write calls of tools: one function for each format, chosen by name or from the chat template."""
+"""Formats of tool calls: one parser for each, chosen by name or from the chat template."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ __all__ = ["FORMATS", "Called", "ToolFormat", "find_format"]
 
 Schemas = Mapping[str, Any]
 _MAX_DEPTH = 100
-"""Of arguments: below what the gateway takes, since an agent sends a call back inside of a request."""
+"""Deepest nesting of arguments. It is below the gateway's own limit, since an agent sends a call back inside
+a request."""
 
 
 class Called(NamedTuple):
@@ -34,7 +35,7 @@ class ToolFormat(NamedTuple):
     """From what is between the two, and each tool's parameters as JSON schema, to the calls; ``None`` where
     it cannot be read, and then it stays text."""
     sign: str
-    """What a chat template that teaches the format holds."""
+    """Text by which a chat template that teaches the format is recognized."""
 
 
 def _hermes(text: str, schemas: Schemas) -> list[Called] | None:

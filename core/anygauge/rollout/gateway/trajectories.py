@@ -1,4 +1,4 @@
-"""From the turns of a session to samples: each token that was sampled is trained on in one of them."""
+"""From the turns of a session to samples: each sampled token is trained on in one of them."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ class Plan(NamedTuple):
 
     shown: Shown
     key: str
-    """Of the chat, by what was said in it."""
+    """Key of the chat, made from its messages."""
     parent: Turn | None = None
     """Whose prompt and response it begins with."""
     opened: bool = False
@@ -38,7 +38,7 @@ class Turn:
 
     plan: Plan
     message: Message
-    """What the agent was told that the model said."""
+    """Message that was returned to the agent as the model's."""
     tokens: tuple[int, ...]
     log_probs: tuple[float, ...]
     weight_versions: tuple[int, ...]
@@ -56,7 +56,7 @@ class Turns:
     """The turns of a session, found again by what was said before them and in them.
 
     :param history: ``"template"``: where the template shows a turn otherwise than it was sampled, the prompt
-        begins anew from the template's text. ``"append"``: it always goes on from the sampled tokens.
+        starts again from the template's text. ``"append"``: it always goes on from the sampled tokens.
     """
 
     renderer: Renderer

@@ -1,4 +1,4 @@
-"""One call of a reward function: what it is given, and what may come back."""
+"""Call of a reward function: its arguments, and the results that are valid."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ from anygauge_hooks.errors import AnygaugeError
 __all__ = ["ARGUMENTS", "DEFAULT_KEY", "LARGEST", "Call", "Item", "Outcome", "accepted", "failure", "number"]
 
 ARGUMENTS = ("response", "label", "metadata", "prompt")
-"""What a reward function may take, each by name; the first it must."""
+"""Arguments that a reward function may take, each by name; the first is required."""
 DEFAULT_KEY = "score"
 """Which number of a result that is a dict, where ``reward.key`` names none."""
 LARGEST = 1e30
 """Well inside float32, so that the differences within a group are too."""
 Outcome = tuple[Any, str | None]
-"""What a function returned for a sample, a float or a dict of plain values, or else why there is nothing."""
+"""Result of a function for a sample, a float or a dict of plain values, or else the reason why there is
+none."""
 _EXCERPT = 200
 """Characters of a value or an error that a reason shows."""
 _DEPTH = 4

@@ -1,4 +1,4 @@
-"""The driver's end of one process that scores."""
+"""Handle of one scoring process, in the driver."""
 
 from __future__ import annotations
 

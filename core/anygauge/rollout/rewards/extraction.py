@@ -1,4 +1,4 @@
-r"""The final answer inside a response."""
+"""Extract the final answer from a response."""
 
 from __future__ import annotations
 

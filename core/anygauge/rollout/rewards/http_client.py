@@ -1,4 +1,4 @@
-"""A reward that a server computes."""
+"""HTTP reward: a server computes it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _RETRIED = (408, 429)
 _LONGEST_PAUSE_S = 10.0
 _EXCERPT = 120
 _jitter = Random()
-"""Of its own, so that a retry moves no random number of a run."""
+"""Separate random generator, so that a retry draws no random number of the run."""
 _clients: WeakKeyDictionary[asyncio.AbstractEventLoop, AsyncClient] = WeakKeyDictionary()
 
 

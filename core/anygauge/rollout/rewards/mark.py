@@ -1,4 +1,4 @@
-"""Which sample a process is at work on, readable from outside whatever the process does."""
+"""Progress mark of a scoring process: the sample it works on, readable whatever the process does."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rewards that compare text with text."""
+"""Text-matching rewards."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Messages between the driver and a process that scores.
+"""Messages between the driver and a scoring process.
 
 The driver pickles what it sends. Replies come from a process that runs anybody's code: each is a line of JSON
 of a checked form, and the driver unpickles nothing.
@@ -45,7 +45,7 @@ class CallSpec:
 
     origin: Origin
     fields: dict[str, Any]
-    """Of :class:`~anygauge.rollout.rewards.call.Call`, but for the function."""
+    """Fields of :class:`~anygauge.rollout.rewards.call.Call`, except the function."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +64,8 @@ class Chunk:
 
     call: int
     columns: Sequence[Sequence[Any]]
-    """Of the fields of :class:`~anygauge.rollout.rewards.call.Item`, which pickle faster than items."""
+    """Columns of the fields of :class:`~anygauge.rollout.rewards.call.Item`, which pickle faster than
+    items."""
 
     @classmethod
     def of(cls, call: int, items: Sequence[Item]) -> Self:

@@ -1,4 +1,4 @@
-"""Chunks of what is to be scored, and what is known of them."""
+"""Chunks of items to score, and their state."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class PendingChunk:
     call: int
     items: Sequence[Item]
     positions: Sequence[int]
-    """Of the items in their job."""
+    """Positions of the items in their job."""
     results: list[Sequence[Outcome]]
-    """Of the job."""
+    """Results of the job."""
     place: Callable[[int], str]
     """Names the prompt of a position."""
     suspect: bool = False

@@ -104,7 +104,7 @@ _ANSWERS = {
     "\u6545\u9009C": r"(?<!\u4e0d)\u9009(?!\u9879)[\u62e9\u662f:\s]*",
 }
 ANSWER = re.compile(_any_of(_ANSWERS), re.X | re.I)
-"""What makes the letter after it the answer, whatever follows."""
+"""Phrases that make the letter after them the answer, whatever follows."""
 
 _SO_CUES = {
     "hence C": _words(
@@ -120,7 +120,7 @@ _SO_CUES = {
     "this matches C": _words("match | matches | corresponds to"),
 }
 SO = re.compile(rf"\b{_any_of(_SO_CUES)}(?=[\s,:(])", re.X | re.I)
-"""What makes the letter after it the answer if nothing but a reason follows."""
+"""Phrases that make the letter after them the answer if nothing but a reason follows."""
 
 _NAMED = r"""(?<![A-Za-z0-9'\-])[(\[]?
     (?P<upper>[A-Z]|(?<=(?:option|choice)[ ])[a-z])(?:[)\]]|(?=[\s.:,]))"""

@@ -1,4 +1,4 @@
-"""Text without its markup."""
+"""Strip the markup from a text."""
 
 from __future__ import annotations
 

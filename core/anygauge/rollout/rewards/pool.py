@@ -1,4 +1,4 @@
-"""The driver's end of the processes that score."""
+"""Pool of scoring processes, in the driver."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ WARNING_PAUSE_S = 30.0
 EXIT_S = 2.0
 """For a process to end by itself."""
 CHUNKS_PER_PROCESS = 4
-"""Of quick samples, so that no process waits long for the slowest."""
+"""Chunks of quick samples for each process, so that no process waits long for the slowest."""
 LARGEST_CHUNK = 256
 UNTRIED = "left, because too many others could not be scored"
 """The error of a sample that has none of its own."""
@@ -61,7 +61,7 @@ class Bounds:
     """Samples of one job that may fail."""
     seconds: float = math.inf
     late: str = ""
-    """What is said of a sample that has no outcome by then, as a clause."""
+    """Error of a sample without an outcome at the deadline, as a clause."""
 
 
 class Pool:

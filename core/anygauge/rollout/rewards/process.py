@@ -1,4 +1,4 @@
-"""A process that scores: ``python -m anygauge.rollout.rewards.process SOCKET MARK LOG``.
+"""Scoring process: ``python -m anygauge.rollout.rewards.process SOCKET MARK LOG``.
 
 It runs what may raise, hang, crash or eat memory, as the child of a :mod:`~anygauge.distributed.guard`.
 That leads a session, so that Ctrl-C on the terminal reaches the driver alone.

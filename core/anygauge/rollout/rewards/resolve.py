@@ -1,4 +1,4 @@
-"""Finding the reward functions that a config names, and refusing those that cannot be called."""
+"""Resolve the reward functions that a config names, and refuse those that cannot be called."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class ResolvedReward:
     """One reward function of a config, ready to be called."""
 
     name: str
-    """Of the part; empty where a config has a single function."""
+    """Name of the function; empty where a config has a single one."""
     call: Call
     origin: Origin | None
     """``None`` for a function that may run in this process."""

@@ -1,4 +1,4 @@
-"""Scoring the groups of a step."""
+"""Score the groups of a step."""
 
 from __future__ import annotations
 

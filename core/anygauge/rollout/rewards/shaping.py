@@ -1,4 +1,4 @@
-"""From what reward functions return to the number that is trained on."""
+"""Reward shaping: from the results of reward functions to the number that is trained on."""
 
 from __future__ import annotations
 

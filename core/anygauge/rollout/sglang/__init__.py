@@ -1,1 +1,1 @@
-"""SGLang as a rollout engine: its servers, started and stopped; how they are spoken to is in ``client``."""
+"""SGLang as a rollout engine: starts and stops its servers. The HTTP client is in ``client``."""

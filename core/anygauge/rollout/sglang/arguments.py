@@ -1,4 +1,4 @@
-"""From the config to the command line of a server."""
+"""Command-line arguments of a server, from the config."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ class Installed(NamedTuple):
 
     version: str
     arguments: Mapping[str, Argument]
-    """By name, and by each other spelling with underscores."""
+    """Arguments by name, and by each other spelling with underscores."""
 
 
 @cache

@@ -1,4 +1,4 @@
-"""Keys of SGLang servers: random, or of the environment, and in no file, log or command line."""
+"""API keys of SGLang servers: random or from the environment, and in no file, log or command line."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ _SIZES = {
     "pp_size": ("pp_size", "pipeline_parallel_size"),
     "dp_size": ("dp_size", "data_parallel_size"),
 }
-"""What multiplies the devices of a server, and how it may be spelt."""
+"""Sizes that multiply the devices of a server, each with its spellings."""
 _ATTENTION_SIZES = ("attn_dp_size", "attention_data_parallel_size")
 _WITHIN_TENSOR = (*_ATTENTION_SIZES, "enable_dp_attention")
 """With these, data-parallel ranks share the devices of ``tp_size``."""

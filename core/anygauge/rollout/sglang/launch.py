@@ -1,4 +1,4 @@
-"""The main module of a server: prepares the process as the backend wants it, and hands over to SGLang.
+"""Main module of a server: prepares the process as the backend needs it, then runs SGLang.
 
 The processes that the server starts import this module too, under another name, before anything of SGLang.
 """

@@ -1,4 +1,4 @@
-"""One SGLang server on this host: started, watched, started again, ended."""
+"""SGLang server on this host: start, health checks, restart, stop."""
 
 from __future__ import annotations
 
@@ -44,16 +44,16 @@ __all__ = ["ENGINE", "SGLangServer", "make_server"]
 
 ENGINE = "sglang"
 GRACE_S = 3.0
-"""From the order to end to the kill; SGLang looks for the order every few seconds."""
+"""Seconds from the command to stop until the kill; SGLang looks for it every few seconds."""
 KILL_S = 30.0
-"""For the keeper to end after it, and to remove what the server leaves."""
+"""Seconds for the supervisor to end after the server, and to remove its leftovers."""
 POLL_S = 0.2
 ANSWER_S = 10.0
 """For one answer of a server that starts."""
 LOG_LINES = 40
-"""Of the end of a log, in errors."""
+"""Lines from the end of a log that errors show."""
 TRIES = 3
-"""Of free ports: between the choice and the server's own listening, somebody else may take one."""
+"""Attempts at a free port: another process may take one between the choice and the server's own listening."""
 _TAKEN = ("address already in use", "port is already in use", "eaddrinuse")
 
 _log = logging.getLogger(__name__)
@@ -229,9 +229,7 @@ class SGLangServer:
         self._look()
 
     def _look(self) -> None:
-        """Let the keeper note what the server has on the host; from now on it leaves nothing, however it
-        ends.
-        """
+        """Have the supervisor record the server's processes and files, so that it can remove all of them."""
         assert self._keeper is not None
         assert self._keeper.stdin is not None
         assert self._keeper.stdout is not None

@@ -1,9 +1,8 @@
-"""The parent of a server: ends what the server started and removes what it leaves, whichever of them ends
-first.
+"""Supervisor of a server, its parent process: ends the server's processes and removes its leftovers.
 
-A server is several processes, which may outlive each other, and it leaves files in shared memory. Its keeper
-imports little and only waits: for the server's end, for the order to end it, or for the end of the worker,
-whose pipe is its standard input.
+A server is several processes, which may outlive each other, and it leaves files in shared memory. The
+supervisor imports little and only waits: for the end of the server, for the command to end it, or for the end
+of the worker, whose pipe is its standard input.
 """
 
 from __future__ import annotations
@@ -28,8 +27,9 @@ __all__ = ["LOOK", "STOP", "SUPERVISOR", "supervisor_command"]
 SUPERVISOR = "ANYGAUGE_SGLANG_SUPERVISOR"
 """Environment variable of a server: the process that it must not outlive."""
 STOP, LOOK = b"stop\n", b"look\n"
-"""What the worker writes to end a server in peace, the mere end of the pipe kills it; and to have it looked
-at now that it serves, which is answered by the same word on standard output. The log is standard error."""
+"""Commands on the supervisor's standard input. ``STOP`` ends a server gracefully; closing the pipe without it
+kills the server. ``LOOK`` asks for an inspection once the server serves, and is answered by the same word on
+standard output. The log is standard error."""
 SHARED_MEMORY = Path("/dev/shm")
 OPENED, STAMPED = "sglang_", ("sgl_shm_", "multi_tokenizer_args_")
 """How SGLang begins the names of files in shared memory: of those that its processes keep open, and of those
@@ -39,10 +39,10 @@ _LIFELINE = 0
 
 
 def supervisor_command(server: Sequence[str], *, grace_s: float) -> list[str]:
-    """Return the command that keeps a server.
+    """Return the command that runs a server under its supervisor.
 
     :param server: The server's own command.
-    :param grace_s: From the order to end in peace to the kill.
+    :param grace_s: Seconds from the command to stop until the kill.
     """
     return [sys.executable, "-m", __spec__.name, str(grace_s), *server]
 

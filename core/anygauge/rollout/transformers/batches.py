@@ -1,4 +1,4 @@
-"""Which samples are generated together, and the loop that generates them."""
+"""Batching: which samples are generated together, and the loop that generates them."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class PendingSample:
     seed: int
     max_new_tokens: int
     media: tuple[Media, ...] = ()
-    """Of the prompt."""
+    """Media of the prompt."""
 
     @property
     def prompt(self) -> PromptKey:

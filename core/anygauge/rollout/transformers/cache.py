@@ -1,4 +1,4 @@
-"""The key/value cache of a batch: room for the responses is taken once, then tokens are written in place."""
+"""KV cache of a batch: room for the responses is allocated once, then tokens are written in place."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Decoding by replay: the forward pass of one token, recorded on the device and queued again as a whole.
+"""Graph decoding: the forward pass of one token is recorded on the device and replayed as a whole.
 
 A pass for one token is hundreds of short kernels, and starting them takes longer than running them. The
 device records them once; what changes between tokens lies in memory that each pass reads: the tokens, their

@@ -30,7 +30,7 @@ class MultimodalContext(NamedTuple):
     hf: Mapping[str, Any]
     """The Hugging Face config."""
     kinds: Collection[MediaKind]
-    """That the run has; towers of others are left out of the model."""
+    """Media kinds of the run; towers of others are left out of the model."""
     store: MediaStore | None
     """``None`` for a run without media."""
     unused: Collection[str] = ()
@@ -49,9 +49,9 @@ class _Placed(NamedTuple):
     source: Tensor
     """``[N]``: the feature that goes to each."""
     contents: list[Content]
-    """What the features are made of, each once."""
+    """Contents that the features are computed from, each once."""
     total: int
-    """Of the features."""
+    """Number of features."""
 
 
 class MultimodalTowers:

@@ -1,4 +1,4 @@
-"""The forward passes of a batch, each distinct sequence computed once.
+"""Prefix sharing: forward passes of a batch that compute each distinct sequence once.
 
 Samples of one prompt are the same sequence until they draw different tokens. So the batch is a set of
 *prefixes*, one cache row each: first the prompts, then, after every token, the distinct continuations. Rows

@@ -1,4 +1,4 @@
-"""Drawing tokens: one uniform number per sample and position, turned into a token by the inverse CDF.
+"""Token sampling: one uniform number per sample and position, mapped to a token by the inverse CDF.
 
 The numbers come from a counter-based hash instead of a generator, so that a sample's draws depend on nothing
 but its own seed and the position, whichever other samples share its batch and in whatever order.

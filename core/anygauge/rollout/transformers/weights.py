@@ -1,4 +1,4 @@
-"""Weights in: from the files of a Hugging Face directory, and from a stream of named tensors."""
+"""Weight loading: from a Hugging Face directory, and from a stream of named tensors."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ NEEDED_FUNCTIONS = {
     "set_rng_state",
     "synchronize",
 }
-"""What a training step asks of an accelerator's torch module, whatever its layout."""
+"""Functions of an accelerator's torch module that a training step calls, whatever its layout."""
 
 
 def draw(device: Device) -> torch.Tensor:

@@ -22,7 +22,7 @@ SIZES = (1, 7, 64, 1031)
 SETTINGS: dict[str, Any] = {"lr": 0.1, "betas": (0.8, 0.98), "eps": 1e-3, "weight_decay": 0.3}
 """None is torch's default, so that an optimizer that forgets one differs."""
 RATES = (0.1, 0.05, 0.2)
-"""Of each step, as a schedule sets them."""
+"""Learning rate of each step, as a schedule sets it."""
 ODD = (0.0, -0.0, 1.00390625, -1.01171875, torch.inf, -torch.inf, torch.finfo(torch.float32).max, torch.nan)
 """The third and the fourth are in the middle between two bfloat16 numbers."""
 

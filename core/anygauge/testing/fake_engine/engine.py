@@ -41,7 +41,7 @@ class Engine:
         self._lengths = parse_lengths(options.lengths)
         self._numbers, self._next_rank = itertools.count(), itertools.count()
         self._gate = asyncio.Condition()
-        """Of ``paused``, ``_readers`` and ``_writing``."""
+        """Guard of ``paused``, ``_readers`` and ``_writing``."""
         self._readers, self._writing = 0, False
         self._tokenizer: Any = None
 

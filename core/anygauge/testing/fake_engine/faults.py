@@ -29,7 +29,8 @@ class Fault:
 
     kind: str
     event: str = "generate"
-    """What is counted: ``generate``, ``update`` (a bucket, or the whole from disk), ``begin``, ``end``."""
+    """Event that is counted: ``generate``, ``update`` (a bucket, or a whole update from disk), ``begin``,
+    ``end``."""
     count: int = 1
     """It happens at this event from now on, the first being 1."""
     argument: float = 0.0

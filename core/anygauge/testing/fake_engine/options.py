@@ -72,7 +72,7 @@ class Options:
     """Asked for as SGLang does; empty lets everybody in, as does the next."""
     admin_api_key: str = ""
     faults: str = ""
-    """What goes wrong by itself, such as ``die@generate:20,refuse@update:1``; see :class:`Faults`."""
+    """Faults that occur by themselves, such as ``die@generate:20,refuse@update:1``; see :class:`Faults`."""
 
 
 _HELP = {

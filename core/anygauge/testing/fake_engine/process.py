@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 __all__ = ["MODULE", "FakeServer"]
 
 MODULE = "anygauge.testing.fake_engine"
-"""What the process runs."""
+"""Module that the process runs."""
 _START_S = 60.0
 _ASK_S = 10.0
 
@@ -46,9 +46,9 @@ class FakeServer:
         self.options = options or Options()
         self.address = ""
         self.port = 0
-        """That it listens on when it is started; 0 takes a free one."""
+        """Port to listen on when it starts; 0 takes a free one."""
         self.encoders: Sequence[str] = ()
-        """That it was told when it was started."""
+        """Encoders that it was given when it started."""
         self._fork_servers = fork_servers
         self._process: subprocess.Popen[bytes] | ForkedProcess | None = None
         self._pipes: list[IO[bytes]] = []

@@ -34,7 +34,7 @@ class Source(NamedTuple):
     """Where the tokens of a request come from."""
 
     key: int
-    """Of prompt and seed."""
+    """Hash of prompt and seed."""
     done: int
     """Tokens of the response that are in the prompt already."""
     vocab: int

@@ -1,1 +1,1 @@
-"""Ways for weights to servers."""
+"""Weight transports to servers."""

@@ -1,4 +1,4 @@
-"""Only the bytes that changed, to a receiver beside each server."""
+"""Delta transport: sends only the bytes that changed, to a receiver beside each server."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ class DeltaTransport:
         self._copy: list[tuple[WeightTensor, Tensor]] = []
         self._sums: list[str] = []
         self._version: int | None = None
-        """Of the copy; ``None`` while an update is on its way."""
+        """Version of the copy; ``None`` while an update is in progress."""
         self._base: int | None = None
-        """Of the copy before it."""
+        """Version of the copy before it."""
         self._loaded: dict[str, int] = {}
         """How often each server that has the copy's weights had been started, by address."""
         self._clients: dict[str, httpx2.Client] = {}
@@ -54,7 +54,7 @@ class DeltaTransport:
         """Addresses of servers whose receivers hold the base; the others get everything."""
         self._moved: dict[str, int] = {}
         self._number = 0
-        """Of the next tensor."""
+        """Number of the next tensor."""
 
     def connect(self, peers: Sequence[WeightPeer]) -> None:
         """Find out which receivers hold the version of the copy.
@@ -118,7 +118,7 @@ class DeltaTransport:
         return whole(number, bytes_view(tensor), self._sums[number])
 
     def wire_bytes(self) -> int | None:
-        """Return the bytes of the largest share, without the headers of HTTP."""
+        """Return the most bytes sent to one server, without HTTP headers."""
         return max(self._moved.values(), default=0)
 
     def commit(self, update: WeightUpdate) -> None:

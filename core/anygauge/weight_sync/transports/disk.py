@@ -1,4 +1,4 @@
-"""Through a directory that the servers can read: a complete checkpoint of each version."""
+"""Disk transport: writes each version as a complete checkpoint that the servers can read."""
 
 from __future__ import annotations
 

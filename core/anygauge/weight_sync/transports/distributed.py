@@ -29,12 +29,12 @@ FLATTENED = "flattened_bucket"
 FAREWELL_S = 5.0
 """Longest wait for a server to leave a group that is no longer used."""
 SPARE_S = 30.0
-"""That an accelerator's library waits beyond the deadline: some of them end the process then. Gloo does not,
-and its groups end no sooner than what is under way in them."""
+"""Margin by which an accelerator's library outwaits the deadline, since some libraries then end the process.
+Gloo does not, and its groups end no sooner than the collectives in them."""
 
 
 class DistributedTransport:
-    """A process group with the servers, made anew when one of them has been started again.
+    """A process group with the servers, rebuilt when one of them was restarted.
 
     :param device_type: Of the buckets; the servers must run on such devices too.
     :param backends: The ``torch.distributed`` backend of each type of device that is known here.

@@ -1,4 +1,4 @@
-"""To servers on the same host: they map the sender's memory."""
+"""Tensor transport for servers on the same host, which map the sender's memory."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ KNOWN = json.loads(CONTRACT.read_text())
 CALLS: list[str] = []
 """Methods that were called, in order."""
 ARGUMENTS: dict[str, list[dict[str, Any]]] = {}
-"""By method, what each call passed."""
+"""Arguments that each call passed, by method."""
 
 
 def signature(name: str) -> inspect.Signature:

@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.npu_hw, pytest.mark.filterwarnings("default"), pytest.
 
 HEADS, KEY_HEADS, HEAD_DIM = 32, 8, 128
 TOLERANCE = 2e-2
-"""Of bfloat16, whose eight bits give 4e-3 of each number, through two products and a softmax."""
+"""Tolerance of bfloat16, whose eight bits give 4e-3 of each number, through two products and a softmax."""
 
 
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])

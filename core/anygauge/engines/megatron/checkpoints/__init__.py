@@ -1,1 +1,1 @@
-"""The training state of a run, written while it goes on."""
+"""Training checkpoints, written in the background."""

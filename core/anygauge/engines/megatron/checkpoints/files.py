@@ -1,4 +1,4 @@
-"""The files of a checkpoint, one pair per rank: tensors as safetensors, and what describes them as JSON.
+"""Checkpoint files, a pair for each rank: tensors as safetensors, and their descriptions as JSON.
 
 A tensor is a flat piece of a rank's region of a parameter, or of an optimizer's state for it. The JSON file
 says which part of which parameter a piece is, so that ranks with other regions can read it; it is written
@@ -37,7 +37,7 @@ __all__ = [
 ]
 
 FORMAT = 2
-"""Of the files of a rank; a reader refuses another."""
+"""Format version of a rank's files; a reader refuses another."""
 WEIGHT = "weight"
 """The kind of what every piece has: the values of the model."""
 ALIGNMENT = 8
@@ -55,7 +55,7 @@ _DTYPES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-"""What a file of tensors may hold, and how it calls it."""
+"""Safetensors names of the dtypes that a file may hold."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +63,7 @@ class Region:
     """Part of a parameter that a rank holds: stretches along one dimension, concatenated."""
 
     shape: tuple[int, ...]
-    """Of the whole parameter, without padding."""
+    """Shape of the whole parameter, without padding."""
     dim: int
     stretches: tuple[tuple[int, int], ...]
     """First index along the dimension and the one after the last."""

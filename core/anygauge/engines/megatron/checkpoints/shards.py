@@ -84,10 +84,10 @@ class Shard:
     """A part of a parameter that this rank's optimizer updates."""
 
     parts: Sequence[TensorSlice]
-    """Of the canonical tensors that the parameter is made of."""
+    """Slices of the canonical tensors that the parameter consists of."""
     main: Tensor
-    """What the optimizer updates: a view of the parameter, a float32 copy of the part, or int16 remainders
-    that make one of it."""
+    """Main weights that the optimizer updates: a view of the parameter, a float32 copy of the part, or int16
+    remainders that complete it to float32."""
     is_copy: bool
     inner: torch.optim.Optimizer
 

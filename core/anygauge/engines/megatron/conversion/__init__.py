@@ -1,1 +1,1 @@
-"""Whole models from one format of checkpoints to another."""
+"""Conversion of whole models between checkpoint formats."""

@@ -178,7 +178,7 @@ class _Family:
     tied: tuple[str, str] | None
     """Hugging Face names of the embedding and of the output layer that is the same."""
     fields: Mapping[str, Any]
-    """Of ``TransformerConfig``."""
+    """Fields of ``TransformerConfig``."""
     owner: str
     """Path from the model to what has its decoder."""
 

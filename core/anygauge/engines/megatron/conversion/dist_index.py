@@ -40,7 +40,7 @@ class Stored:
     size: tuple[int, ...]
     dtype: torch.dtype
     chunks: Mapping[tuple[int, ...], Chunk]
-    """By their offsets."""
+    """Chunks by their offsets."""
 
 
 def read_index(directory: Path) -> dict[str, Stored]:
@@ -133,14 +133,16 @@ _TRUSTED = {
     ("pathlib._local", "PosixPath"),
     ("builtins", "set"),
 }
-"""What a ``.metadata`` is made of. A pickle could name any function, and loading it would call that."""
+"""Classes that a ``.metadata`` consists of. A pickle could name any function, and loading it would call
+that."""
 
 
 _STAND_INS: dict[tuple[str, str], type] = {
     ("megatron.core.dist_checkpointing.strategies.torch", "MCoreMetadata"): Metadata,
     ("megatron.core.dist_checkpointing.strategies.torch", "MCoreSavePlan"): SavePlan,
 }
-"""What some versions of Megatron save with an optimizer: subclasses, of which nothing more is needed."""
+"""Stand-ins for subclasses that some versions of Megatron save with an optimizer. Nothing beyond the base
+class is needed from them."""
 
 
 class _Unpickler(pickle.Unpickler):

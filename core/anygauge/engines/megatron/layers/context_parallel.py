@@ -1,4 +1,4 @@
-"""Context parallelism: each rank has two chunks of every sequence, and gathers what it needs of the others.
+"""Context parallelism: each rank has two chunks of every sequence and gathers the keys it needs.
 
 A sequence is cut into ``2 C`` chunks for ``C`` ranks. Rank ``r`` has chunks ``r`` and ``2 C - 1 - r``, one
 from the front and one from the back, so that under a causal mask all ranks do the same work
@@ -37,9 +37,9 @@ class Cut:
     context: int = 1
     """Ranks that each have a part of every sequence."""
     rank: int = 0
-    """Of this process among them."""
+    """Rank of this process among them."""
     tokens: int = 1
-    """What the number of a rank's tokens must be a multiple of: ranks of sequence parallelism."""
+    """Divisor of the number of a rank's tokens: ranks of sequence parallelism."""
 
     @property
     def multiple(self) -> int:
@@ -59,11 +59,11 @@ class SequenceParts:
     """
 
     lengths: tuple[int, ...]
-    """Of the packed sequences with their padding; the last may be padding alone."""
+    """Lengths of the packed sequences with their padding; the last may be padding alone."""
     own_lengths: tuple[int, ...]
-    """Of this rank's chunks, in the order of its tokens."""
+    """Lengths of this rank's chunks, in the order of its tokens."""
     key_lengths: tuple[int, ...]
-    """Of what each chunk attends to: its sequence up to its end."""
+    """Number of keys that each chunk attends to: its sequence up to the end of the chunk."""
     own_rows: Tensor
     """``[T / C]``: which rows of the packed sequences this rank's tokens are."""
     whole_rows: Tensor

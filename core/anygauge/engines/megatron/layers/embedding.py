@@ -1,4 +1,4 @@
-"""An embedding whose backward pass adds the gradient of its rows to Megatron's main gradient.
+"""Embedding whose backward pass adds the gradient of its rows to Megatron's main gradient.
 
 Autograd has a gradient of the whole weight, which is zeros but for the rows of the tokens, and Megatron's
 hook adds all of it. Megatron imports happen here at module level: import this file only after

@@ -1,6 +1,6 @@
-"""The gated delta net (https://arxiv.org/abs/2412.06464) in the place of a layer's attention.
+"""Gated DeltaNet (https://arxiv.org/abs/2412.06464) in place of a layer's attention.
 
-Its state and its convolution start anew with every packed sequence. Tensor parallelism divides the heads.
+Its state and its convolution restart with every packed sequence. Tensor parallelism divides the heads.
 Context parallelism does too, for the recurrence alone: a sequence is one long dependency, so ranks exchange
 their chunks of all heads for whole sequences of some heads, and back.
 """

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 __all__ = ["LatentAttention", "LatentAttentionSubmodules", "ReplicatedLinear", "attention_spec"]
 
 LATENT_EPSILON = 1e-6
-"""Of the norms of latents; checkpoints of the family have no key for it."""
+"""Epsilon of the latent norms; checkpoints of the family have no key for it."""
 
 
 @dataclass
@@ -40,7 +40,7 @@ class LatentAttentionSubmodules:
     linear_up: Any
     """The linear from a latent, or from hidden states, to all heads."""
     norm: Any
-    """Of a latent."""
+    """Norm of a latent."""
     core_attention: Any
     linear_proj: Any
     sharded_state_dict_keys_map: dict[str, str] = field(

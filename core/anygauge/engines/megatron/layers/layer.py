@@ -1,4 +1,4 @@
-"""A decoder layer of Megatron with what some families add: norms of the branches, and routes of a batch."""
+"""Megatron decoder layer with additions of some families: norms of the branches, expert routes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Linears whose backward pass adds the gradient of the weight to Megatron's main gradient.
+"""Linear layers whose backward pass adds the weight gradient to Megatron's main gradient.
 
 Megatron's own do so with a kernel of Apex alone. These are its modules with another function under them, and
 the same collectives, which run while the gradient of the weight is computed.

@@ -1,4 +1,4 @@
-"""The modules that the layer spec names. Each takes its kernel from the table when it is built.
+"""Modules that the layer spec names. Each takes its kernel from the table when it is built.
 
 Megatron imports happen here at module level: import this file only after ``prepare_megatron``.
 """
@@ -57,7 +57,7 @@ class PackedSequences(PackedSeqParams):
     routes: Routes | None = None
     """Which experts the tokens go to, where a pass captures or replays it."""
     deposits: Sequence[Deposits] = ()
-    """What the first layers add; the first stage's forward pass sets it."""
+    """Features that the first layers add; set by the first stage's forward pass."""
 
 
 class RmsNorm(nn.Module):

@@ -1,4 +1,4 @@
-"""The classes that a layer is made of: what a backend may name, and what stands where it names none."""
+"""Layer provider: the classes of a layer, from the backend or from our own defaults."""
 
 from __future__ import annotations
 

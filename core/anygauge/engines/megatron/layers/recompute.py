@@ -1,4 +1,4 @@
-"""Outputs of cheap functions that a linear makes again in its backward pass, where it would have kept them.
+"""Output recompute: a linear computes its input again in the backward pass instead of keeping it.
 
 What a norm or an activation returns is kept for the linear that follows and for nothing else; what they were
 computed from is there anyway. The same kernel makes the same bits again.

@@ -1,4 +1,4 @@
-"""Which experts the tokens of a micro-batch go to: captured in one pass, replayed in another.
+"""Router replay: captures the experts of a micro-batch's tokens in one pass, replays them in another.
 
 Routes are read by layer from the record that travels with the micro-batch's inputs. Recompute and the
 interleaved schedule run a layer twice and out of order, so nothing may be taken from a queue.
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 __all__ = ["Routes", "RoutingStore", "attach_routes", "keep_routes"]
 
 STORED = torch.int16
-"""Of expert indices between passes; no model has more than 32,767 experts."""
+"""Dtype of expert indices between passes; no model has more than 32,767 experts."""
 
 
 @dataclass(slots=True)
@@ -35,7 +35,7 @@ class Routes:
     is_replay: bool
     """Whether layers take them from here; else they put them here."""
     experts: dict[int, Tensor] = field(default_factory=dict)
-    """By global layer index: ``[T, K]``, int16, the experts of each token of this rank."""
+    """Experts of each token of this rank, by global layer index: ``[T, K]``, int16."""
 
     def put(self, layer: int, chosen: Tensor) -> None:
         """Keep what a layer chose, ``[T, K]``."""

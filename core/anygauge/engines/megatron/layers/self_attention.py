@@ -1,4 +1,4 @@
-"""Megatron's attention with grouped queries, and a shorter way from its projection to its kernel.
+"""Megatron's grouped-query attention, with a shorter path from its projection to its kernel.
 
 Megatron imports happen here at module level: import this file only after ``prepare_megatron``.
 """

@@ -54,8 +54,8 @@ _ATTENTION: dict[str, tuple[AttentionSpec, str]] = {
     "latent": (latent_attention.attention_spec, "input_layernorm."),
     "gated_delta": (gated_delta.attention_spec, "self_attention.in_proj.layer_norm_"),
 }
-"""By kind: the attention, and the canonical name of the norm before it. Transformer Engine fuses that norm
-into the linear that follows, where one follows; our layers keep it as a module."""
+"""Attention and the canonical name of the norm before it, by kind of layer. Transformer Engine fuses that
+norm into the linear that follows, where one follows; our layers keep it as a module."""
 
 
 # -------------------------------------------------------------------------
@@ -90,7 +90,7 @@ _MLP: dict[str, tuple[Callable[[SpecProvider], Any], str]] = {
     "dense": (dense_mlp, "mlp.linear_fc1.layer_norm_"),
     "moe": (expert_mlp, "pre_mlp_layernorm."),
 }
-"""By kind: the MLP, and the canonical name of the norm before it."""
+"""MLP and the canonical name of the norm before it, by kind of layer."""
 
 
 # -------------------------------------------------------------------------

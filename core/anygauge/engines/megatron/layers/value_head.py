@@ -1,4 +1,4 @@
-"""A critic: any family's model with one number for each token in the place of its output layer.
+"""Value head: a critic is any family's model with one number per token in place of the output layer.
 
 Megatron imports happen here at module level: import this file only after ``prepare_megatron``.
 """
@@ -22,7 +22,7 @@ from anygauge_hooks.models import ModelSpec, WeightRule
 __all__ = ["SCORE", "ValueHead", "ZeroFilled", "value_model"]
 
 SCORE = "score.weight"
-"""What transformers calls the weight of a model for classification; with one label it is a value head."""
+"""Name of a classification model's weight in transformers; with one label it is a value head."""
 
 
 class ValueHead(ResponseOutput):
@@ -79,7 +79,7 @@ class ZeroFilled:
 
     source: TensorSource
     shapes: Mapping[str, Sequence[int]]
-    """By name, of what it may lack."""
+    """Shapes of the tensors that the checkpoint may lack, by name."""
 
     @property
     def names(self) -> set[str]:

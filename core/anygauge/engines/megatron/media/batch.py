@@ -1,4 +1,4 @@
-"""The media of a micro-batch: contents once each, packed, and the tokens whose places their features take."""
+"""Media of a micro-batch: distinct contents, packed, and the tokens that take their features."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class MediaBatch:
     """Inputs of all towers for a micro-batch."""
 
     parts: Mapping[str, TowerBatch]
-    """By name of the tower; those that see nothing are not there."""
+    """Inputs by name of the tower; a tower without inputs is absent."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Features in the places of their tokens: in the embeddings, and after the first layers.
+"""Feature merge: puts features in place of their tokens' embeddings, and adds some after the first layers.
 
 A layer that is computed again in the backward pass must not be the owner of a path to the towers: that path
 would be walked once for each time. So layers add features without a history, and leave the gradients of those
@@ -44,7 +44,7 @@ class Deposits:
     is_learnt: bool
     """Whether anybody wants the gradients."""
     gradients: dict[int, Tensor] = field(default_factory=dict)
-    """By level: ``[n, H]``."""
+    """Gradients by level: ``[n, H]``."""
 
     def add_to(self, hidden: Tensor, layer: int) -> Tensor:
         """Return the output of a layer with the features of its level, if it has one.

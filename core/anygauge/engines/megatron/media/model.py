@@ -1,4 +1,4 @@
-"""A decoder with towers beside its embedding.
+"""Multimodal model: a decoder with towers beside its embedding.
 
 Towers are replicated parts of the first pipeline stage: every tensor- and context-parallel rank has them, and
 runs them over all contents of its micro-batch. Megatron imports happen here at module level: import this file
@@ -58,7 +58,7 @@ class MultimodalModel(GPTModel):
     ) -> Tensor:
         """Run the stage; the first one puts features in the places of their tokens.
 
-        :param media: What the towers see and hear; ``None`` for a micro-batch of text.
+        :param media: Inputs of the towers; ``None`` for a micro-batch of text.
         """
         hidden = None
         if self.pre_process:

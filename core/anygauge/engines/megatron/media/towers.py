@@ -1,4 +1,4 @@
-"""Towers: which of them a model has, what they compute with, and how they run over a micro-batch."""
+"""Towers: which of them a model builds, their kernels, and how they run over a micro-batch."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ATTENTION = "anygauge_flash"
 """The table's attention among those of transformers, which packs sequences for names with "flash" in them."""
 
 _lengths: ContextVar[Sequence[int] | None] = ContextVar("lengths", default=None)
-"""Of the sequences that a tower attends within, while it runs."""
+"""Lengths of the sequences that a tower attends within, set while it runs."""
 
 
 # -------------------------------------------------------------------------

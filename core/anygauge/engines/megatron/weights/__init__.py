@@ -1,1 +1,1 @@
-"""Which Hugging Face tensors a rank's tensors are made of, and back."""
+"""Weight conversion between Hugging Face tensors and a rank's tensors."""

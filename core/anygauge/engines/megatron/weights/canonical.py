@@ -1,4 +1,4 @@
-"""The tensors of a built model under their canonical names, wherever its modules keep them.
+"""Canonical names of a built model's tensors, wherever its modules keep them.
 
 Canonical names are Transformer Engine's, with global indices of layers and experts. Three things make them
 differ from the names that a module has: layers count from 0 in each pipeline stage, a layer keeps as modules

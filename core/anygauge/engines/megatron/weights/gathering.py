@@ -1,4 +1,4 @@
-"""Whole Hugging Face tensors out of a model that is divided over ranks.
+"""Gather whole Hugging Face tensors from a sharded model.
 
 It goes tensor by tensor, so that besides the model no more than one whole tensor is in memory.
 """
@@ -35,10 +35,10 @@ class _Shared:
 
     rule: TensorRule
     shape: tuple[int, ...]
-    """Of a shard."""
+    """Shape of a shard."""
     dtype: torch.dtype
     sources: tuple[int, ...]
-    """By shard."""
+    """Source rank of each shard."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class Gathering:
     tensors: Sequence[_Shared]
     rank: int
     ranks: Sequence[int]
-    """Of the group, which holds everything."""
+    """Ranks of the group, which together hold all tensors."""
     group: dist.ProcessGroup | None
     device: torch.device
 

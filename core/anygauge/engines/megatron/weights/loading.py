@@ -1,4 +1,4 @@
-"""Hugging Face tensors into a model that is divided over ranks.
+"""Load Hugging Face tensors into a sharded model.
 
 Each rank reads what it has and no more, after all ranks have agreed that everything fits.
 """
@@ -36,11 +36,12 @@ from anygauge_hooks.errors import CheckpointError
 __all__ = ["TensorSource", "load_weights", "open_on_every_rank", "read_shard"]
 
 TYPES = frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float16})
-"""Of weights; numbers of fewer bits mean nothing without scales, which no family has."""
+"""Dtypes of weights. Narrower numbers need scales, which no family has."""
 BYTES_AS_TEXT = ConfigDict(ser_json_bytes="base64", val_json_bytes="base64")
 _READABLE = TypeAdapter(bool)
 _REPORT = TypeAdapter(tuple[bytes, list[str], int], config=BYTES_AS_TEXT)
-"""Of a rank: the rules whose tensors it holds as bits, the first of its problems, and their number."""
+"""Report of one rank: a bit mask of the rules whose tensors it has, its first problems, and the number of
+problems."""
 
 
 class TensorSource(Protocol):

@@ -1,4 +1,4 @@
-"""Weights between Hugging Face names and canonical ones, by the rules that a model declares.
+"""Weight mapping between Hugging Face names and canonical ones, by the rules that a model declares.
 
 A rule makes one canonical tensor of Hugging Face tensors; :func:`from_canonical` is the exact inverse of
 :func:`to_canonical`. Neither knows about ranks: :mod:`anygauge.engines.megatron.weights.sharding` does.
@@ -59,7 +59,7 @@ class TensorRule:
     expert: int | None = None
     """Global index."""
     rows: int | None = None
-    """Of a vocabulary: how many are no padding."""
+    """Rows of a vocabulary that are not padding."""
 
     @property
     def is_stacked(self) -> bool:

@@ -1,4 +1,4 @@
-"""The whole shapes of canonical tensors, from the fields of Megatron's config and without a model.
+"""Shapes of whole canonical tensors, from the fields of Megatron's config and without a model.
 
 A name that is not listed here, such as one of a vision tower, is checked by its rule alone.
 """
@@ -15,7 +15,7 @@ __all__ = ["shape_problem"]
 
 Fields = Mapping[str, Any]
 _PLACE = re.compile(r"decoder\.(layers\.\d+\.)?|(?=embedding\.)|(?=output_layer\.)")
-"""What comes before the name of a tensor inside a layer."""
+"""Prefix of a tensor's name inside a layer."""
 _EXPERT = re.compile(r"(mlp\.experts\.linear_fc[12]\.weight)\d+")
 
 
@@ -108,7 +108,8 @@ _SHAPES: dict[str, Callable[[Fields], tuple[int | None, ...]]] = {
     ),
     "mlp.shared_experts.gate_weight": lambda fields: (1, _hidden(fields)),
 }
-"""By name inside a layer, Transformer Engine's; ``None`` for rows that the sections or the vocabulary fix."""
+"""Shapes by name inside a layer, in Transformer Engine's names; ``None`` for rows fixed by the sections or
+the vocabulary."""
 
 
 def shape_problem(rule: TensorRule, shape: Sequence[int], fields: Fields, owner: str = "") -> str | None:

@@ -1,4 +1,4 @@
-"""How a canonical tensor is divided among ranks: pure functions, the same for loading, saving and sync.
+"""Sharding of canonical tensors: pure functions, the same for loading, saving and sync.
 
 A tensor is divided along one dimension into as many shards as tensor parallelism has ranks (expert tensor
 parallelism for experts). Each part of it, such as gate and up, is divided by itself; of a tensor that is

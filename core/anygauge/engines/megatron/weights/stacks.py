@@ -1,4 +1,4 @@
-"""Stacks of experts whose matrices lie the other way round in some checkpoints of a family."""
+"""Expert stacks whose matrices are transposed in some checkpoints of a family."""
 
 from __future__ import annotations
 
