@@ -58,10 +58,10 @@ class WorkerContext:
 
 
 class TopKLogProbs(NamedTuple):
-    """The tokens that a model finds likeliest in the place of each of ``R`` response tokens."""
+    """The top-k tokens of a model in the place of each of ``R`` response tokens."""
 
     ids: Tensor
-    """``[R, K]``, int64, likeliest first."""
+    """``[R, K]``, int64, most probable first."""
     log_probs: Tensor
     """``[R, K + 1]``, float32; the last one is of all other tokens together, -1e4 where there are none."""
     sampled: Tensor
@@ -94,7 +94,7 @@ class LossInputs:
     lengths: Sequence[int] = ()
     """How many tokens each of these samples has; they add up to ``T``."""
     teacher_top_k_log_probs: Tensor | None = None
-    """``[T, K + 1]``, float32, the teacher's log-probs of its likeliest tokens, and last that of all others;
+    """``[T, K + 1]``, float32, the teacher's log-probs of its top-k tokens, and last that of all others;
     ``None`` without such a term."""
     top_k_log_probs: Tensor | None = None
     """``[T, K + 1]``, those of the same tokens under the weights being trained, with gradient."""
@@ -121,7 +121,7 @@ class TrainEngine(Protocol):
     def top_k_log_probs(
         self, samples: Sequence[TrainSample], count: int, *, temperature: float, role: str = "actor"
     ) -> list[TopKLogProbs]:
-        """Return the likeliest tokens in the place of each response token, as :meth:`log_probs` does.
+        """Return the top-k tokens in the place of each response token, as :meth:`log_probs` does.
 
         :param count: Of tokens; there are no more than the vocabulary has.
         """

@@ -32,7 +32,7 @@ class SamplingParams:
     """Divides the logits. ``0`` decodes greedily; training needs a value above 0."""
     top_p: float = 1.0
     top_k: int = 0
-    """Keep the ``k`` likeliest tokens; ``0`` keeps all."""
+    """Sample from the ``k`` most probable tokens; ``0`` keeps all."""
     stop: tuple[str, ...] = ()
     """Strings that end a response; they stay part of it."""
     stop_token_ids: tuple[int, ...] = ()

@@ -8,7 +8,7 @@ __all__ = ["top_k_kl"]
 
 
 def top_k_kl(log_probs_TK: Tensor, teacher_log_probs_TK: Tensor) -> Tensor:
-    """Return KL(teacher || policy) with all but the teacher's likeliest tokens taken as one.
+    """Return KL(teacher || policy) with all but the teacher's top-k tokens taken as one.
 
     ``sum_k p_k (log p_k - log q_k)``, the divergence of the two distributions over ``K`` outcomes, of which
     the last one is all other tokens: a lower bound of that over the vocabulary, 0 for equal policies, and

@@ -139,7 +139,7 @@ def policy_objective(
     """Return a policy loss with further terms.
 
     ``policy_loss + kl_coef * KL(policy || reference) - entropy_coef * entropy``, and ``distill_kl_coef *
-    KL(teacher || policy)`` over the teacher's likeliest tokens.
+    KL(teacher || policy)`` over the teacher's top-k tokens.
 
     With :func:`ppo_clip` and advantages of a group it is the objective of https://arxiv.org/abs/2402.03300
     equation 3.
@@ -149,7 +149,7 @@ def policy_objective(
     :param kl_type: Estimator of the KL term.
     :param entropy_coef: Above 0 the inputs' entropy must carry a gradient.
     :param distill_kl_coef: Weight of :func:`~anygauge.algorithms.distillation.top_k_kl`; above 0 the inputs
-        must have the teacher's likeliest tokens.
+        must have the teacher's top-k tokens.
     :returns: A picklable loss function.
     """
     return _Objective(policy_loss, kl_coef, kl_type, entropy_coef, distill_kl_coef)

@@ -110,12 +110,12 @@ def linear_topk(
     *,
     vocab_size: int | None = None,
 ) -> Tensor:
-    """Return the likeliest tokens of ``softmax(hidden @ weight.T)``, for distillation.
+    """Return the top-k tokens of ``softmax(hidden @ weight.T)``, for distillation.
 
     The other parameters are those of :func:`linear_logprob`, which knows their log-probabilities.
 
     :param count: Tokens per row, at most the size of the vocabulary.
-    :returns: Their ids ``[T, count]``, int64, likeliest first.
+    :returns: Their ids ``[T, count]``, int64, most probable first.
     """
     best = torch.full((len(hidden), count), -torch.inf, dtype=_wide(hidden.dtype), device=hidden.device)
     ids = torch.zeros_like(best, dtype=torch.int64)

@@ -79,7 +79,7 @@ class TabularEngine:
     def top_k_log_probs(
         self, samples: Sequence[TrainSample], count: int, *, temperature: float, role: str = "actor"
     ) -> list[TopKLogProbs]:
-        """Return the likeliest tokens in the place of each response token."""
+        """Return the top-k tokens in the place of each response token."""
         top_k, table = [], self._table(role) / temperature
         for each in samples:
             rows = _rows(table, each)

@@ -23,7 +23,7 @@ class EvalDataset(Section):
     files: DataFiles
     """Data files."""
     reward: Reward | None = None
-    """How its samples are scored."""
+    """Reward of its samples."""
     input_key: str | None = None
     """As in ``[data]``."""
     label_key: str | None = None
@@ -51,13 +51,13 @@ class EvalDataset(Section):
     top_p: Probability | None = None
     """Nucleus sampling; 1 is off."""
     top_k: NonNegative | None = None
-    """Keep the likeliest tokens; 0 keeps all."""
+    """Sample from the ``top_k`` most probable tokens; 0 keeps all."""
     max_new_tokens: Positive | None = None
     """Longest response, in tokens."""
     stop: tuple[Annotated[str, Field(min_length=1)], ...] | None = None
     """Strings that end a response."""
     stop_token_ids: tuple[NonNegative, ...] | None = None
-    """Tokens that end a response, beside the model's own."""
+    """Tokens that end a response, in addition to the model's own."""
 
     @model_serializer(mode="wrap")
     def _written(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
@@ -83,10 +83,11 @@ class Eval(Section):
     top_p: Probability = 1.0
     """Nucleus sampling; 1 is off."""
     top_k: NonNegative = 0
-    """Keep the likeliest tokens; 0 keeps all."""
+    """Sample from the ``top_k`` most probable tokens; 0 keeps all."""
     max_new_tokens: Positive | None = None
     """``None`` takes ``rollout.max_new_tokens``."""
     wait: bool = False
     """Let training wait for an evaluation with every ``rollout.schedule``, not with ``"sync"`` alone."""
     concurrency: Positive | None = None
-    """Samples under way at once beside training; ``None`` for a fourth of those that training has."""
+    """Concurrent evaluation samples during training; ``None`` for a fourth of the training samples in
+    flight."""

@@ -18,12 +18,12 @@ class Media(Section):
     root: Path | None = None
     """Directory that relative paths in rows start from; ``None`` takes that of the data file."""
     allow_urls: bool = False
-    """Fetch what a row gives as an ``http`` or ``https`` address."""
+    """Fetch media that rows give as ``http`` or ``https`` URLs."""
     allow_private_urls: bool = False
-    """Fetch from addresses that are not public too: this host, private networks and the cloud's metadata
+    """Also fetch from addresses that are not public: this host, private networks and the cloud's metadata
     service; and through the proxies that the environment names."""
     timeout_s: Seconds = 10.0
-    """Longest time for one address, in seconds: names, connections, redirects and the last byte."""
+    """Longest time for one URL, in seconds: name resolution, connections, redirects and the last byte."""
     max_bytes: Positive = 64 * 2**20
     """Largest file."""
     max_image_pixels: Annotated[int, Field(gt=0, le=178_956_970)] = 50_000_000
@@ -33,11 +33,11 @@ class Media(Section):
     max_per_sample: Positive = 16
     """Most media in one row, and in one conversation with tools."""
     min_pixels: Positive | None = None
-    """Smaller images are enlarged; ``None`` takes what the model's processor says."""
+    """Smaller images are enlarged; ``None`` takes the limit of the model's processor."""
     max_pixels: Positive | None = None
-    """Larger images are made smaller; ``None`` takes what the model's processor says."""
+    """Larger images are shrunk; ``None`` takes the limit of the model's processor."""
     fps: Annotated[float, Field(gt=0)] = 2.0
-    """Frames that are taken of each second of a video."""
+    """Frames sampled from each second of a video."""
     max_frames: Positive = 64
     """Most frames of a video."""
     max_seconds: Seconds = 30.0
@@ -45,7 +45,7 @@ class Media(Section):
     on_error: Literal["stop", "drop"] = "stop"
     """Action for a row whose media cannot be read: stop the run, or drop the row and count it."""
     threads: Positive = 4
-    """Threads that decode."""
+    """Threads that decode media."""
     store: Literal["auto", "files", "ray"] = "auto"
-    """Where decoded media are held for all processes: files in shared memory, for a run on one host, or Ray's
+    """Store of decoded media for all processes: files in shared memory, for a run on one host, or Ray's
     object store; ``auto`` takes the one that fits."""

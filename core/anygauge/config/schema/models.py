@@ -81,7 +81,7 @@ class Critic(Section):
     warmup_steps: NonNegative = 0
     """Steps at the start of the run that train the critic and leave the policy as it is."""
     value_clip: Annotated[float, Field(gt=0)] | None = 0.2
-    """How far a value may move from that before the step's first update, in units of the reward; ``None``
+    """Clip range of a value around its value before the step's first update, in units of the reward; ``None``
     does not clip."""
     dtype: DType | None = None
     """Precision of the weights; ``None`` takes ``train.dtype``."""

@@ -21,10 +21,10 @@ class Placement(Section):
     start_timeout_s: Seconds = 300.0
     """Longest wait for every worker to be placed and ready, in seconds."""
     rollout_workers: NonNegative = 0
-    """Processes of their own for rollout engines; 0 lets each worker hold an engine."""
+    """Dedicated rollout worker processes; 0 embeds an engine in each training worker."""
     colocated: bool = False
-    """Let engines that are servers have the devices of the workers that train, in turns: who does not work
-    keeps its memory on the host. Otherwise they have devices of their own."""
+    """Run served engines on the devices of the training workers: engines and trainers alternate, and whoever
+    sleeps keeps its memory on the host. Otherwise engines have devices of their own."""
 
 
 class Cluster(Section):
@@ -36,6 +36,6 @@ class Cluster(Section):
     interface: str | None = None
     """Network interface of collectives, such as ``eth0``; ``None`` lets the libraries choose."""
     ip_version: Literal["any", "4", "6"] = "any"
-    """Which addresses nodes use among themselves."""
+    """IP version of the addresses that nodes use among themselves."""
     check_packages: bool = True
     """Refuse to start unless every node has the same versions of the packages that a run depends on."""

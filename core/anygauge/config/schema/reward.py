@@ -19,9 +19,9 @@ class RewardFunction(Section):
     options: dict[str, Any] = {}
     """Keyword arguments of the function."""
     key: str | None = None
-    """Which number of a result that is a dict."""
+    """Key of the reward in a result that is a dict."""
     per: Literal["sample", "group"] = "sample"
-    """Whether the function scores one response, or gets the responses of a group as a list."""
+    """Scope of a call: one response, or the responses of a group as a list."""
     extract: Literal["none", "boxed"] = "none"
     """``boxed`` gives the function what is in the last ``\\boxed{}`` of a response alone; without a box, an
     empty string."""
@@ -40,7 +40,7 @@ class Reward(RewardFunction):
     """Scoring."""
 
     parts: dict[str, RewardPart] = {}
-    """Several rewards by name, added up with their weights; instead of ``function``."""
+    """Several rewards by name, summed with their weights; instead of ``function``."""
     overlong_buffer: NonNegative = 0
     """Tokens before ``max_new_tokens`` over which a penalty grows from 0; 0 is off."""
     overlong_penalty: Annotated[float, Field(ge=0)] = 1.0
@@ -48,10 +48,10 @@ class Reward(RewardFunction):
     num_workers: Positive = 1
     """Processes that run functions which may be slow or may crash."""
     concurrency: Positive = 64
-    """Calls of an ``async`` function that one process has under way at once."""
+    """Concurrent calls of an ``async`` function in one process."""
     timeout_s: Seconds = 30.0
     """Longest time for one sample, or one group."""
     memory_gib: Annotated[float, Field(ge=0.125, le=2**20)] = 4.0
-    """Most memory of a process that scores, which takes up to 0.1 before it imports a function of yours."""
+    """Memory limit of a scoring process, which takes up to 0.1 before it imports a function of yours."""
     max_failed_ratio: Annotated[float, Field(ge=0, le=1)] = 0.1
-    """Share of a step's samples that may fail to be scored; they are left out. More end the run."""
+    """Fraction of a step's samples that may fail to be scored; they are left out. More end the run."""

@@ -17,49 +17,52 @@ POLICY = "policy"
 
 
 class RolloutClient(Section):
-    """How engines that are servers are talked to."""
+    """HTTP client of served engines."""
 
     concurrency: Positive = 256
-    """Requests that one data-parallel rank of an engine has under way at once; others wait for the first
-    engine that has room. Set it to what the engine runs at once, or somewhat above."""
+    """Most requests in flight for one data-parallel rank of an engine; others wait for the first engine with
+    room. Set it to the engine's batch size, or somewhat above."""
     request_timeout_s: Seconds = 1800.0
-    """Longest time for one response from when an engine first gets the request, all attempts together."""
+    """Longest time for one response since an engine first got the request, all attempts included."""
     control_timeout_s: Seconds = 60.0
-    """Longest wait for the answer to a command that generates nothing: pause, resume, flush, abort."""
+    """Longest wait for a control command: pause, resume, flush, abort."""
     attempts: Positive = 10
-    """Most engines that a request is given to, one after the other, while they die, hang or fail on it."""
+    """Most attempts of a request, each on another engine, while engines die, hang or fail on it."""
     pause_s: Annotated[float, Field(gt=0, le=60)] = 0.1
-    """The first pause between two attempts is drawn from 0 to this; the range doubles each time."""
+    """Initial retry pause: drawn from 0 to this; the range doubles with each attempt."""
     probe_every_s: Seconds = 10.0
-    """How often an engine that owes answers is asked whether it is well."""
+    """Interval of health probes to an engine with requests in flight."""
     probe_timeout_s: Seconds = 30.0
-    """An engine that does not say so in this time hangs: it counts as dead, and its requests go to others."""
+    """Timeout of a health probe. An engine that misses two in a row counts as dead, and its requests go to
+    others."""
     outage_timeout_s: Seconds = 600.0
     """Longest wait for an engine while none serves: all are paused, restarted or dead."""
     affinity: Annotated[float, Field(ge=1)] = 1.5
-    """A session goes to the engine that has read its beginning, unless that one's load is above this many
-    times the least one."""
+    """Prefix affinity: a session goes to the engine that has its prefix cached, unless that engine's load
+    exceeds the lowest load by this factor."""
 
 
 class RolloutGroup(Section):
-    """Servers that are alike. Without groups there is one: ``placement.rollout_workers`` of the policy."""
+    """Servers with the same settings. Without groups there is one group: ``placement.rollout_workers``
+    servers of the policy.
+    """
 
     kind: Literal["regular", "prefill", "decode", "encoder"] = "regular"
     """Task of the group's servers: whole requests, prefill alone, decode alone, or the encoding of images and
     audio alone."""
     servers: Positive = 1
-    """How many there are; all groups together have ``placement.rollout_workers``."""
+    """Number of servers; all groups together have ``placement.rollout_workers``."""
     model: Name = POLICY
-    """Name of the model that it serves. Weights are synced to ``policy`` alone; a rollout function asks
-    another as ``rollout.engines[NAME]``."""
+    """Name of the served model. Only ``policy`` gets synced weights; rollout functions call another model as
+    ``rollout.engines[NAME]``."""
     path: Path | None = None
     """Hugging Face directory of that model; ``None`` takes ``model.path``, which only ``policy`` may."""
     sglang: dict[str, Any] = {}
-    """Arguments of these servers, laid over those in ``[rollout.sglang]``."""
+    """Arguments of these servers, which override those in ``[rollout.sglang]``."""
 
 
 class RolloutGateway(Section):
-    """How agents are served: OpenAI's and Anthropic's API, for ``rollout.function = "agent"``."""
+    """Gateway for agents: OpenAI's and Anthropic's APIs, for ``rollout.function = "agent"``."""
 
     host: Annotated[str, Field(min_length=1)] = "127.0.0.1"
     """Address to listen at, on a free port, and that agents are given. Only processes of the trainer's host
@@ -75,22 +78,22 @@ class RolloutGateway(Section):
     example, leaves out earlier reasoning. ``template`` follows the template and starts a new sample;
     ``append`` always continues from the sampled tokens."""
     tool_format: str = "auto"
-    """How the model writes calls of tools: ``hermes``, ``xml``, ``glm``, ``deepseek``, ``none``, or a
-    ``ToolFormat`` as ``package.module:attribute``; ``auto`` takes what the chat template teaches."""
+    """Format of the model's tool calls: ``hermes``, ``xml``, ``glm``, ``deepseek``, ``none``, or a
+    ``ToolFormat`` as ``package.module:attribute``; ``auto`` detects it from the chat template."""
     reasoning: Literal["auto", "split", "keep"] = "auto"
-    """``split`` tells reasoning apart from the answer, ``keep`` leaves it in the text; ``auto`` splits if the
-    template knows reasoning."""
+    """``split`` separates reasoning from the answer, ``keep`` leaves it in the text; ``auto`` splits if the
+    template has reasoning."""
     max_requests: Positive | None = None
-    """Generations under way at once; one more is answered with 429. ``None`` refuses none: those that the
-    engines have no room for wait."""
+    """Most concurrent generations; further requests are answered with 429. ``None`` refuses none: requests
+    wait until an engine has room."""
     max_context_tokens: Positive | None = None
-    """Longest prompt and response together; ``None`` takes what the model can. A request with more than 16
-    characters for each of these tokens is refused before its chat is rendered."""
+    """Most tokens of prompt and response together; ``None`` takes the model's limit. A request with more than
+    16 characters for each of these tokens is refused before its chat is rendered."""
     max_body_bytes: Positive = 8 * 2**20
     """Largest body of a request, images that are sent as ``data:`` included; a larger one is answered with
     413."""
     timeout_s: Seconds = 1800.0
-    """Longest time for one generation, waits included."""
+    """Longest time for one generation, waiting included."""
 
 
 class Rollout(Section):
@@ -107,88 +110,90 @@ class Rollout(Section):
     temperature: Annotated[float, Field(gt=0)] = 1.0
     """Divides the logits, in generation and in training alike."""
     top_p: Probability = 1.0
-    """Nucleus sampling; 1 is off, and all that training takes: log-probs are over the whole vocabulary."""
+    """Nucleus sampling; 1 is off, the only value that training takes: log-probs are over the whole
+    vocabulary."""
     top_k: NonNegative = 0
-    """Keep the likeliest tokens; 0 keeps all, and is all that training takes, as for ``top_p``."""
+    """Sample from the ``top_k`` most probable tokens; 0 keeps all, the only value that training takes, as for
+    ``top_p``."""
     stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
     """Strings that end a response."""
     stop_token_ids: tuple[NonNegative, ...] = ()
-    """Tokens that end a response, beside the model's own."""
+    """Tokens that end a response, in addition to the model's own."""
     max_batch_tokens: Positive = 262_144
-    """Prompt and response tokens that one engine holds in its cache at once."""
+    """Prompt and response tokens that fit into one engine's KV cache at once."""
     dtype: DType | None = None
     """Precision of the engine; ``None`` takes ``train.dtype``."""
     graphs: Literal["auto", False] = "auto"
-    """For ``transformers``: have the device record the pass of a token and replay it, where it and the model
-    can; ``false`` queues every pass again. Servers have arguments of their own for it."""
+    """For ``transformers``: record the decode pass of a token as a device graph and replay it, where device
+    and model can; ``false`` launches every pass. Servers have arguments of their own for it."""
     schedule: Literal["sync", "one_step_off", "async"] = "sync"
-    """When samples are generated: before each step with its weights; while the step before trains; or all the
-    time, through updates of the weights. All but ``sync`` need engines that are servers."""
+    """Schedule of generation: ``sync`` before each step with its weights; ``one_step_off`` while the previous
+    step trains; ``async`` all the time, through weight updates. All but ``sync`` need served engines."""
     max_staleness: Positive = 1
     """For ``async``: most weight versions between a sample's first token and the step that trains on it."""
     client: RolloutClient = RolloutClient()
-    """How engines that are servers are talked to."""
+    """HTTP client of served engines."""
     function: str = "single_turn"
     """Function that turns a prompt into a sample: a registered name (``single_turn``, ``multi_turn``,
     ``agent``), or ``package.module:function``."""
     function_options: dict[str, Any] = {}
     """Keyword arguments of the function."""
     function_timeout_s: Seconds = 600.0
-    """Longest time that the function may take for itself between two generations."""
+    """Longest time, in seconds, that the function may take between two generations."""
     gateway: RolloutGateway = RolloutGateway()
-    """How agents are served."""
+    """Gateway that serves agents."""
     max_failed_ratio: Annotated[float, Field(ge=0, le=1)] = 0.1
-    """Share of a step's rollouts whose function may fail; they are left out. More end the run."""
+    """Fraction of a step's rollouts whose function may fail; they are left out. More end the run."""
     after_sample: tuple[str, ...] = ()
     """Functions ``package.module:function`` that see each finished sample before it is scored, in order; what
     they return instead of ``None`` takes its place."""
     filters: tuple[str, ...] = ()
-    """Which groups are trained on: registered names (``zero_variance``), or ``package.module:function``. All
-    must let a group pass; others are drawn in place of those that do not."""
+    """Filters of groups: registered names (``zero_variance``), or ``package.module:function``. A group must
+    pass all of them; rejected groups are replaced by others."""
     filter_options: dict[str, dict[str, Any]] = {}
     """Keyword arguments of the filters, by name."""
     max_rounds: Positive = 10
-    """A step gives up once the filters have rejected this many times the groups that it needs."""
+    """Limit on rejected groups, in multiples of the groups that a step needs."""
     shortage: Literal["error", "smaller_step"] = "error"
     """Action when ``max_rounds`` is reached: end the run with an error, or train the step on the groups that
     passed."""
     over_sampling: NonNegative = 0
-    """Prompts that are started beyond those that a step needs; it ends with the first that are done."""
+    """Extra prompts started for a step, which ends with the first groups that are done."""
     partial_rollout: bool = False
-    """Go on with unfinished samples in the next step, from the tokens that they have, instead of discarding
+    """Continue unfinished samples in the next step, from the tokens that they have, instead of discarding
     them."""
     redraw: bool = True
-    """Start the prompts of discarded groups again, first thing in the next step; ``false`` drops them."""
+    """Restart the prompts of discarded groups at the start of the next step; ``false`` drops them."""
     sglang: dict[str, Any] = {}
     """Any argument of SGLang's server by its name, such as ``tp_size = 2``; checked against the installed
     one."""
     sglang_version: str | None = None
-    """A tested version of SGLang that one which was not tested is taken for."""
+    """Tested version of SGLang to treat an untested one as."""
     external: tuple[str, ...] = ()
-    """Addresses ``http://HOST:PORT`` of engines that somebody else has started, instead of servers of the
-    run. Their model and tokenizer are compared with the run's; they get its weights and are never ended."""
+    """Addresses ``http://HOST:PORT`` of running engines to use instead of servers of the run. Their model and
+    tokenizer are compared with the run's; they get its weights and are never ended."""
     api_key: str | None = None
     """Environment variable, as ``$NAME``, with the key that servers ask for: files and logs of the run hold
     its name alone. ``None`` gives each server of the run a random key, and shows ``external`` ones none."""
     admin_api_key: str | None = None
     """The same, for the key of requests that change a server: weights, cache, memory, pauses."""
     groups: tuple[RolloutGroup, ...] = ()
-    """Groups of servers, where they are not all alike."""
+    """Groups of servers with different settings."""
 
 
 class WeightSync(Section):
     """How engines that are servers get the trained weights."""
 
     transport: str = "tensor"
-    """Way to the servers, by registered name: ``tensor`` (memory that processes of one host share, or one
-    accelerator), ``distributed`` (broadcast), ``disk`` (a directory that all see), ``delta`` (changed bytes
-    alone). Servers with devices of their own, or on other hosts, get ``distributed`` if nothing is said."""
+    """Weight transport to the servers, by registered name: ``tensor`` (memory that processes of one host
+    share, or one accelerator), ``distributed`` (broadcast), ``disk`` (a shared directory), ``delta`` (only
+    changed bytes). By default, servers with devices of their own or on other hosts use ``distributed``."""
     bucket_bytes: Annotated[int, Field(ge=4096)] = 2**30
-    """Memory for what is sent at once, which is a little less. Two such buffers are held; a larger tensor has
-    a bucket for itself. Each bucket costs a request, so larger ones are faster."""
+    """Size of a bucket's buffer. There are two buffers; a larger tensor has a bucket for itself. Each bucket
+    costs a request, so larger ones are faster."""
     verify: Literal["none", "first", "always"] = "first"
-    """Compare the checksums of what the servers hold with what was sent, tensor by tensor: never, after the
-    first update of each server, or after every one."""
+    """Compare the checksums of the servers' weights with those sent, tensor by tensor: never, after the first
+    update of each server, or after every one."""
     pause: Literal["retract", "in_place", "abort"] = "retract"
     """Treatment of in-flight requests: ``retract`` restarts them with the tokens sampled so far, ``in_place``
     continues them with the KV cache of the old weights, ``abort`` ends them with what they have."""

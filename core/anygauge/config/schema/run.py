@@ -52,7 +52,7 @@ class Hub(Section):
     endpoint: str | None = None
     """Address of a mirror; ``None`` takes the hub's own, or ``HF_ENDPOINT``."""
     offline: bool = False
-    """Look in the cache alone."""
+    """Use only the cache; download nothing."""
     cache: Path | None = None
     """Directory of downloads; ``None`` takes the hub's own."""
 

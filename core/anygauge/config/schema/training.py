@@ -41,20 +41,21 @@ class Algorithm(Section):
     distill_coef: Annotated[float, Field(ge=0)] = 0.0
     """Weight of the teacher's log-prob less the policy's, added to each token's advantage."""
     distill_kl_coef: Annotated[float, Field(ge=0)] = 0.0
-    """Weight in the loss of the KL divergence of the teacher from the policy, over its likeliest tokens."""
+    """Weight in the loss of the KL divergence of the teacher from the policy, over the teacher's top-k
+    tokens."""
     distill_top_k: Positive = 64
-    """How many of the teacher's tokens ``distill_kl_coef`` compares; all others count as one."""
+    """Top-k tokens of the teacher that ``distill_kl_coef`` compares; all others count as one."""
     loss_aggregation: Literal["token_mean", "sample_mean", "constant_length"] = "token_mean"
     """Mean over all tokens of an optimizer step; over samples of each sample's token mean; or over samples of
     each sample's sum of tokens over ``rollout.max_new_tokens``."""
     old_log_probs: Literal["rollout", "recompute"] = "recompute"
     """Log-probs in the denominator of the ratio: the engine's, or the trainer's own before its first step."""
     correction: dict[str, dict[str, Any]] = {}
-    """Corrections for what another policy sampled, by registered name, each with its keyword arguments:
-    ``{tis = {high = 2.0}, veto = {}}``. Their weights are multiplied."""
+    """Off-policy corrections by registered name, each with its keyword arguments: ``{tis = {high = 2.0}, veto
+    = {}}``. Their weights are multiplied."""
     mask_stale: NonNegative | None = None
-    """Tokens of weights that are more versions older than those being trained are not trained on; ``None``
-    trains on all."""
+    """Most versions between the weights that sampled a token and those being trained; older tokens are
+    masked. ``None`` trains on all."""
 
 
 class Train(Section):
@@ -91,12 +92,12 @@ class Train(Section):
     recompute: Literal["none", "elementwise", "selective", "full"] = "none"
     """Activation recompute: none; norms and gated activations; core attention too; or every layer."""
     freeze: tuple[Literal["vision", "audio", "language"], ...] = ()
-    """Parts of a model with images or sound that are not trained."""
+    """Parts of a multimodal model that are not trained."""
     router_replay: bool = False
     """Send tokens to the experts that the log-prob pass before the step chose for them."""
     provider: str | None = None
-    """Library that brings modules of layers, or replaces functions of the engine, in the place of the
-    backend's own kernels; which there are, the backend says. ``None`` takes none."""
+    """Library with layer modules or engine functions that replace the backend's own kernels; the backend
+    defines which there are. ``None`` uses none."""
     provider_options: dict[str, Any] = {}
     """Options passed to the provider."""
     fused_loss: bool = True

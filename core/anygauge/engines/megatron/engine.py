@@ -154,7 +154,7 @@ class MegatronEngine:
     def top_k_log_probs(
         self, samples: Sequence[TrainSample], count: int, *, temperature: float, role: str = "actor"
     ) -> list[TopKLogProbs]:
-        """Return the likeliest tokens in the place of each response token under a role's weights."""
+        """Return the top-k tokens in the place of each response token under a role's weights."""
         count = min(count, self._logprob.vocab_size - len(self._logprob.forbidden))
         step = TopKPass(self._logprob, temperature, count)
         with self._asking(role):

@@ -91,7 +91,7 @@ class LogProbPass(_Pass):
 
 
 class TopKPass(_Pass):
-    """Forward only; collects the likeliest tokens and what is compared of them, ``[R, 2 K + 2]`` float32.
+    """Forward only; collects the top-k tokens and what is compared of them, ``[R, 2 K + 2]`` float32.
 
     Ids below 2 ** 24 are whole numbers in float32 too.
     """
@@ -101,7 +101,7 @@ class TopKPass(_Pass):
         self.count = count
 
     def __call__(self, batches: Iterator[MicroBatch], wrapped: Any) -> tuple[Tensor, Callable[..., Tensor]]:
-        """Return hidden states, and what finds the likeliest tokens."""
+        """Return hidden states, and what finds the top-k tokens."""
         batch = next(batches)
         hidden = self.outputs(wrapped, batch)
 
@@ -178,6 +178,6 @@ class TrainPass(_Pass):
         )
 
     def _teacher_ids(self, batch: MicroBatch, teacher: Sequence[TopKLogProbs]) -> Tensor:
-        """Return the teacher's likeliest tokens ``[r, K]`` in the places of this rank."""
+        """Return the teacher's top-k tokens ``[r, K]`` in the places of this rank."""
         ids = on_device(torch.cat([teacher[index].ids for index in batch.indices]), self.device)
         return ids if batch.own is None else ids[batch.own]

@@ -75,7 +75,7 @@ def draw(
     :param logits: ``[P, V]``, one row for each distinct prefix, any floating dtype.
     :param prefix: ``[B]``, int64: the row of ``logits`` that each sample draws from.
     :param numbers: ``[B]``, float32, those of the samples at this position, see :func:`uniforms`.
-    :param params: Temperature 0 takes the likeliest token.
+    :param params: Temperature 0 takes the most probable token.
     :param forbidden: int64, ``params.forbidden`` on the device of the logits; ``None`` if it is empty.
     :returns: Tokens ``[B]``, int64, and their log-probabilities ``[B]``, float32, under the whole
         distribution at the sampling temperature: truncation by ``top_k`` and ``top_p`` does not enter, and
@@ -110,7 +110,7 @@ def _draw(
 
 
 def _truncate(probs: Tensor, params: SamplingParams) -> tuple[Tensor, Tensor]:
-    """Return the weights that are left, likeliest first, and their tokens.
+    """Return the weights that are left, most probable first, and their tokens.
 
     ``top_p`` applies to what ``top_k`` leaves, renormalised: the fewest tokens that hold this share of it
     (https://arxiv.org/abs/1904.09751 equation 2).
@@ -122,7 +122,7 @@ def _truncate(probs: Tensor, params: SamplingParams) -> tuple[Tensor, Tensor]:
     if params.top_p < 1:
         before = weights.cumsum(dim=-1) - weights
         limit = params.top_p * weights.sum(dim=-1, keepdim=True)
-        # The likeliest token stays whatever the rounding.
+        # The most probable token stays whatever the rounding.
         weights = torch.cat([weights[:, :1], weights[:, 1:].masked_fill(before[:, 1:] >= limit, 0)], dim=-1)
     return weights, order
 

@@ -229,7 +229,7 @@ class OutputLogprob:
         return (log_probs if targets.dim() == 2 else log_probs.squeeze(1)), entropy
 
     def top_k_ids(self, wrapped: Any, hidden: Tensor, count: int) -> Tensor:
-        """Return the ids ``[R, count]`` of the likeliest tokens.
+        """Return the ids ``[R, count]`` of the top-k tokens.
 
         :param wrapped: The last stage's model.
         :param hidden: ``[R, H]``.
