@@ -74,7 +74,7 @@ class ValueInputs:
     values: Tensor
     """Values of the weights being trained, with gradient."""
     old_values: Tensor
-    """Before the first optimizer step."""
+    """Values before the first optimizer step."""
     returns: Tensor
     loss_mask: Tensor
     """1 where a token counts."""

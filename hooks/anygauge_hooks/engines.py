@@ -54,7 +54,7 @@ class WorkerContext:
     logs: str | None = None
     """Directory for the logs of what the process starts; ``None`` takes that of the run."""
     media: MediaStore | None = None
-    """Where contents of images, video and sound are; ``None`` in a run of text."""
+    """Store of images, videos and audio; ``None`` in a text-only run."""
 
 
 class TopKLogProbs(NamedTuple):
@@ -293,7 +293,7 @@ class RolloutEngineSpec:
     serve: Callable[[Any, WorkerContext], EngineServer] | None = None
     """The same for a server, which is yet to be started."""
     devices: Callable[[Any], int] | None = None
-    """From the config to how many devices each server takes; ``None`` is one."""
+    """Function from the config to the number of devices of each server; ``None`` is one."""
     context: Callable[[Any, int | None], int | None] | None = None
     """From the config and the model's longest context to how many tokens it takes of a prompt and its
     response, also of one that goes on; a number that is ``None`` is any. ``None`` takes the model's."""

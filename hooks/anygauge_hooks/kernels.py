@@ -84,7 +84,7 @@ class KernelImpl:
     op: KernelOp
     fn: Callable[..., Any]
     source: str
-    """Where it comes from, for the capability table: ``"torch.nn.functional.rms_norm"``."""
+    """Origin, for the capability table: ``"torch.nn.functional.rms_norm"``."""
     dtypes: Sequence[str] = ("float32", "bfloat16")
     """Names of the torch dtypes that it accepts."""
     limits: Mapping[str, Sequence[Any]] | None = None
@@ -93,7 +93,7 @@ class KernelImpl:
     tolerance: Mapping[str, Tolerance] | None = None
     """Tolerances by dtype name; ``None`` takes the conformance suite's own."""
     priority: int = 0
-    """Where several plugins serve an op, the highest that accepts the static facts is taken."""
+    """Precedence where several plugins serve an op: the highest that accepts the static facts is taken."""
     requires: Sequence[str] = ()
     """Top-level modules that its function imports. Where one is not installed the kernel is left out, and
     ``anygauge hooks`` says so."""

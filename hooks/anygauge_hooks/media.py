@@ -52,7 +52,7 @@ class Media(NamedTuple):
     grid: tuple[int, int, int]
     """Patches in time, height and width; of sound, frames of features, 1 and 1."""
     seconds: float = 0.0
-    """Between two patches in time; 0 for images."""
+    """Seconds between two patches in time; 0 for images."""
     source: str = ""
     """File or row that it came from, for errors."""
 
@@ -191,7 +191,7 @@ class TowerSpec:
     """Attribute of the model, and the first part of its tensors' canonical names: ``"visual"``."""
     kinds: frozenset[MediaKind]
     build: Callable[[Mapping[str, Any]], nn.Module]
-    """From the Hugging Face config to the module, on torch's current default device and dtype."""
+    """Builds the module from the Hugging Face config, on torch's current default device and dtype."""
     inputs: Callable[[Mapping[str, Any], Sequence[Content], torch.device], Mapping[str, Any]]
     """From the Hugging Face config and contents to the module's keyword arguments: all contents packed one
     after another, pixels normalised on the device, what depends on grids alone made on the host. Under
@@ -212,7 +212,7 @@ class MediaSpec:
     """Media support of a model family."""
 
     make_processor: Callable[[Path, Mapping[str, Any]], MediaProcessor]
-    """From a model's directory and its Hugging Face config."""
+    """Makes the processor from a model's directory and its Hugging Face config."""
     towers: Callable[[Mapping[str, Any]], Sequence[TowerSpec]]
     positions: Callable[[Mapping[str, Any], int, Sequence[Media]], NDArray[Any]]
     """From the Hugging Face config, the length of a sequence and its media to rotary positions of time,

@@ -123,11 +123,12 @@ class ModelSpec:
     architectures: tuple[str, ...]
     """Exact entries of ``architectures`` in the Hugging Face ``config.json``."""
     transformer_config: Callable[[Mapping[str, Any]], Mapping[str, Any]]
-    """From the Hugging Face config, as a mapping, to fields of Megatron's ``TransformerConfig``."""
+    """Function from the Hugging Face config, a mapping, to fields of Megatron's ``TransformerConfig``."""
     model_options: Callable[[Mapping[str, Any]], Mapping[str, Any]]
-    """From the Hugging Face config to ``vocab_size``, ``max_sequence_length``, ``tie_embeddings``."""
+    """Function from the Hugging Face config to ``vocab_size``, ``max_sequence_length``,
+    ``tie_embeddings``."""
     weight_rules: Callable[[Mapping[str, Any]], Sequence[WeightRule]]
-    """From the Hugging Face config to the mapping of every weight."""
+    """Function from the Hugging Face config to the mapping of every weight."""
     rotary: Callable[[Mapping[str, Any], Tensor], tuple[Tensor, Tensor]]
     """From the Hugging Face config and positions ``[T]`` (int64) to ``cos, sin`` ``[T, R]``, float32.
 
@@ -137,7 +138,7 @@ class ModelSpec:
     tiny: Callable[[], Mapping[str, Any]]
     """A Hugging Face config of a model that trains on a laptop in seconds."""
     layers: Callable[[Mapping[str, Any]], Sequence[LayerKind]]
-    """From the Hugging Face config to the kind of each layer, in order."""
+    """Function from the Hugging Face config to the kind of each layer, in order."""
     unused_weights: Callable[[Mapping[str, Any]], Sequence[str]] = _none
     """From the Hugging Face config to prefixes of tensors in its checkpoints that the model does not have,
     such as multi-token prediction heads."""

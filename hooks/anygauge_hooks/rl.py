@@ -105,7 +105,7 @@ class Sample(NamedTuple):
     """Which rollout of its group it is a part of, where one became several samples; ``None`` if it is one by
     itself. The samples of a rollout share its reward, and its weight in the loss."""
     media: tuple[Media, ...] = ()
-    """Those of the prompt, and what tools showed; spans count from the prompt's first token."""
+    """Media of the prompt and of tool results; spans count from the prompt's first token."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -46,7 +46,7 @@ class Generation(NamedTuple):
 
     tokens: tuple[int, ...]
     log_probs: tuple[float, ...]
-    """At the sampling temperature."""
+    """Log-probs at the sampling temperature."""
     weight_versions: tuple[int, ...]
     """Version of the weights that sampled each token."""
     finish_reason: FinishReason
@@ -112,7 +112,7 @@ class Draft(Protocol):
 
     @property
     def media(self) -> tuple[Media, ...]:
-        """Those of the prompt, and what was shown since; spans count from the prompt's first token."""
+        """Media of the prompt and of later messages; spans count from the prompt's first token."""
 
     async def generate(self, *, max_new_tokens: int | None = None, stop: Sequence[str] = ()) -> Generation:
         """Let the policy go on, and return what it added; as :meth:`Rollout.generate`."""

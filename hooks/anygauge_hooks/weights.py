@@ -25,7 +25,7 @@ __all__ = [
 
 
 class WeightTensor(NamedTuple):
-    """Where a tensor lies in a bucket."""
+    """Position of a tensor in a bucket."""
 
     name: str
     """Name in the Hugging Face checkpoint."""
@@ -43,7 +43,7 @@ class WeightBucket:
     """A part of an update: whole tensors, one after the other, without a gap."""
 
     index: int
-    """From 0."""
+    """Index, from 0."""
     tensors: tuple[WeightTensor, ...]
     data: Tensor
     """``[bytes]``, uint8, in memory that is used again: valid until the transport's :meth:`send` returns, for
@@ -194,7 +194,7 @@ class WeightTransportSpec:
     same_host: bool = False
     """Whether servers must be on the host of training rank 0."""
     buffer_device: Callable[[WorkerContext], str] | None = None
-    """Where buckets are to be, as a ``torch.device`` string; ``None`` takes host memory."""
+    """Device of the buckets, as a ``torch.device`` string; ``None`` takes host memory."""
     same_device: bool = True
     """Whether servers may be on the accelerators of the trainers; a communicator cannot have one twice."""
     other_device: bool = True

@@ -23,7 +23,7 @@ LARGEST_CACHE = 262_144
 KV_BYTES = 131_072
 """Per token, where the model's shape is not known: between those of a 0.6B and of an 8B model."""
 VOCABULARY = 152_064
-"""Where it is not known: that of a large one."""
+"""Assumed vocabulary size where it is unknown: a large one."""
 LOGIT_BYTES = 32
 """Per token and entry of the vocabulary: logits, their softmax and gradients, in float32."""
 SMALLEST_BATCH, LARGEST_BATCH = 1024, 16_384
@@ -62,7 +62,7 @@ class ModelFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataFacts:
-    """Where the prompts are and under which fields."""
+    """Location and fields of the prompts."""
 
     train: str
     evaluation: str | None

@@ -19,7 +19,7 @@ __all__ = ["correction_rules", "stale_rule"]
 
 OLD = "old_log_probs"
 WEIGHING = ("tis", "icepop", "mis")
-"""Those of the core that weigh by the ratio; the others only mask."""
+"""Built-in corrections that weigh by the ratio; the others only mask."""
 
 Problems = Iterator[ConfigProblem]
 

@@ -20,7 +20,7 @@ _TRAINING = ("init_method_std", "moe_aux_loss_coeff", "moe_router_bias_update_ra
 _TOWER_TRAINING = ("architectures", "dtype", "initializer_range", "transformers_version")
 """Fields of a tower's config that say nothing of what it computes."""
 _POSITIONS = (1, 30, 1_000, 30_000)
-"""Where angles are compared: among the first few tokens, and where scaled ones differ most."""
+"""Positions whose rotary angles are compared: the first few tokens, and where scaled angles differ most."""
 
 
 def differing_keys(

@@ -40,7 +40,7 @@ ROWS_AT_ONCE = 1000
 ROWS_WITH_MEDIA = 50
 """Rows that are read together where they may hold whole images."""
 ROW = np.dtype([("offset", "<u8"), ("length", "<u4"), ("number", "<u4"), ("crc", "<u4")])
-"""Where a row is, its line or row number, and the checksum of its bytes."""
+"""Offset and length of a row, its line or row number, and the checksum of its bytes."""
 _ROWS, _LINES, _SUMMARY = "rows.bin", "lines.jsonl", "index.json"
 _LARGE = 2**26
 """Bytes of a file whose first pass is worth a line in the log."""
@@ -53,7 +53,7 @@ class FileIndex:
     path: Path
     """As the config names it."""
     lines: Path
-    """Where the rows are as JSON lines."""
+    """File with the rows as JSON lines."""
     rows: NDArray[np.void]
     """Rows of dtype :data:`ROW`, memory-mapped from disk."""
     num_rows: int

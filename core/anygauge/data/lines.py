@@ -20,7 +20,7 @@ class Line(NamedTuple):
     """A line that is not blank."""
 
     number: int
-    """From 1, blank lines counted in."""
+    """Line number from 1, blank lines included."""
     offset: int
     content: bytes
     """With its end."""

@@ -53,7 +53,7 @@ class Row:
     """For SFT, one per token of ``response``."""
     media: tuple[Media, ...] = ()
     found: tuple[FoundMedia, ...] = ()
-    """Where each of ``media`` is."""
+    """Location of each of ``media``."""
 
     @property
     def num_tokens(self) -> int:

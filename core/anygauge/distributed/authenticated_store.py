@@ -29,7 +29,7 @@ from anygauge_hooks.errors import PlacementError
 __all__ = ["AuthenticatedStore"]
 
 RETRY_S = 0.05
-"""Between two attempts to connect."""
+"""Seconds between two attempts to connect."""
 
 
 class AuthenticatedStore(Store):

@@ -17,7 +17,7 @@ __all__ = ["Coordinates", "Layout", "layout_of"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Coordinates:
-    """Where a rank stands, each from 0."""
+    """Coordinates of a rank in each parallel dimension, from 0."""
 
     tensor: int
     context: int

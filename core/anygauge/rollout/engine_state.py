@@ -65,7 +65,7 @@ class PoolEngine:
     state: EngineState = "serving"
     reason: str = ""
     probe: asyncio.Task[None] | None = None
-    """While it runs the engine gets nothing new."""
+    """Health probe in progress; the engine gets no new requests meanwhile."""
     watch: asyncio.Task[None] | None = None
     memory: EngineMemory = field(default_factory=EngineMemory)
     awake: EngineState = "serving"

@@ -12,7 +12,7 @@ from anygauge_hooks.errors import DeadlineError
 __all__ = ["EngineMemory"]
 
 _LOOK_S = 0.05
-"""Between two looks at whether an engine is idle."""
+"""Interval of checks whether an engine is idle."""
 _AWAY: Mapping[MemoryState, frozenset[MemoryPart]] = {
     "nothing": frozenset({"kv_cache", "cuda_graph", "weights"}),
     "weights": frozenset({"kv_cache", "cuda_graph"}),

@@ -20,7 +20,7 @@ class Observer:
 
     def __init__(self) -> None:
         self.groups: list[Group] = []
-        """Those of each step, one step after the other."""
+        """Groups of each step, in the order of steps."""
         self.metrics: list[Mapping[str, float]] = []
         """Metrics of each step."""
 

@@ -17,7 +17,7 @@ from anygauge_hooks.rollout import GenerateRequest, Generation
 __all__ = ["BatchedGenerator", "Generate", "batched_generation_client"]
 
 Generate = Callable[[Sequence[Prompt], SamplingParams, Sequence[Sequence[int]]], list[list[Sample]]]
-"""From prompts, and for each one seed per sample, to the samples in order."""
+"""Function from prompts, with one seed per sample, to samples in order."""
 
 QUIET_PASSES = 3
 """Passes of the event loop without a new request after which a batch is complete: a coroutine that was
@@ -105,7 +105,7 @@ class _Call(NamedTuple):
 
     params: SamplingParams
     groups: Sequence[Sequence[_QueuedRequest]]
-    """Those of a group go on from the same tokens and media."""
+    """Requests by group; those of a group continue the same tokens and media."""
 
     @property
     def prompts(self) -> list[Prompt]:

@@ -47,7 +47,7 @@ CLOSE_S = 60.0
 SALVAGE_S = 5.0
 """Longest that a run which an error or a signal ends waits for the checkpoint that is being written."""
 PACKAGES = ("anygauge", "megatron-core", "numpy", "torch", "transformers")
-"""Whose versions decide the bits of a step."""
+"""Packages whose versions decide the bits of a step."""
 T = TypeVar("T")
 
 

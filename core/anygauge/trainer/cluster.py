@@ -54,7 +54,7 @@ class NodeFacts:
     """Versions by name; Python is one of them."""
     addresses: Addresses
     missing: Sequence[str] = ()
-    """Those of the paths asked for that are not there."""
+    """Requested paths that do not exist."""
     sees_marker: bool = True
 
 
@@ -70,7 +70,7 @@ class ClusterNode:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupRendezvous:
-    """Where the ranks of a group meet, and who may come."""
+    """Rendezvous of a group's ranks, and the token that admits them."""
 
     host: str
     """Address that rank 0 listens on."""

@@ -53,7 +53,7 @@ class RunDirectory:
     continues: bool
     """Whether an earlier part of the run was here."""
     checkpoint: Checkpoint | None
-    """Where to go on; ``None`` to begin."""
+    """Checkpoint to resume from; ``None`` to begin."""
     identity: tuple[int, int]
     """Device and inode."""
 

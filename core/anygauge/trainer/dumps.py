@@ -66,7 +66,7 @@ FORMAT = 3
 FACTS = "anygauge"
 """Key of the metadata; one alone, since safetensors writes several in any order."""
 PASSES = "log_probs."
-"""Before the name of a pass: ``old``, ``reference``, ``current``."""
+"""Prefix of the name of a pass: ``old``, ``reference``, ``current``."""
 DIGITS = 16
 """Hexadecimal digits of a digest."""
 COMPRESSION = 1

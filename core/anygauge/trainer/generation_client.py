@@ -21,7 +21,7 @@ from anygauge_hooks.rollout import Generator
 __all__ = ["GenerationClient", "SampleMaker", "Wait", "open_maker"]
 
 Wait = Callable[[Coroutine[Any, Any, Any], str], Any]
-"""From a coroutine, and what is waited for, to what it returns."""
+"""Function that runs a coroutine, described by a text, and returns its result."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,11 +20,11 @@ from anygauge.trainer.worker_group import LaunchSpec
 __all__ = ["LocalTransport"]
 
 POLL_S = 0.2
-"""Between looks at whether a process has ended without closing its connection."""
+"""Interval of checks whether a process has ended without closing its connection."""
 EXIT_GRACE_S = 5.0
 """For a worker that was closed to exit by itself."""
 TERMINATE_GRACE_S = 2.0
-"""Between asking a process to end and ending it."""
+"""Grace period between the request to end a process and its kill."""
 
 
 class _Process(ChildProcess):

@@ -35,7 +35,7 @@ __all__ = ["RayTransport", "RayWorker"]
 NAMESPACE = "anygauge"
 QUIET = {"namespace": NAMESPACE, "log_to_driver": False, "logging_level": logging.ERROR}
 PING_S = 1.0
-"""Between looks at whether an idle actor still lives."""
+"""Interval of checks whether an idle actor is alive."""
 IDLE_S = 0.1
 OUTSIDE = "ray://"
 """Start of the address of a cluster that the driver is no part of."""
@@ -46,7 +46,7 @@ REACH_S = 10.0
 REMOTE_READ_S = 30.0
 """For reading a log on another node."""
 SHARED_BYTES = 2**20
-"""From this size on, a message that goes to several workers is stored once for all of them."""
+"""Size above which a message to several workers is stored once for all of them."""
 PING = encode(MethodCall(method="ping", kwargs={}, lifecycle=True))
 EXIT_DETAIL = re.compile(r"Worker exit detail: *(.*?)(?= Some common causes| There are some|\n|$)")
 

@@ -117,7 +117,7 @@ class Loop:
 
     @property
     def dumps(self) -> Path:
-        """Where dumps are written."""
+        """Directory of dumps."""
         return Path(self.info.directory) / DIRECTORY
 
     @property

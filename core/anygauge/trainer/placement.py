@@ -40,7 +40,7 @@ def rank_order(bundle_nodes: Mapping[int, str]) -> list[int]:
 
 
 class Seat(NamedTuple):
-    """Where a worker goes that takes devices of other workers."""
+    """Placement of a worker on devices of other workers."""
 
     node: str
     accelerators: Sequence[str]

@@ -23,7 +23,7 @@ def ray_name(link: object) -> str:
 
 
 class Directory:
-    """From keys to references; the actor that every process of the run asks."""
+    """Map from keys to references: the actor that every process of the run calls."""
 
     def __init__(self) -> None:
         self._known: dict[str, list[Any]] = {}

@@ -42,7 +42,7 @@ SERVER = "anygauge.trainer.server_workers:ServerWorker"
 SHOWN = 3
 """Names in a message."""
 WATCH_S = 0.2
-"""Between looks at whether a server has ended."""
+"""Interval of checks whether a server has ended."""
 
 
 class ServedEngines:

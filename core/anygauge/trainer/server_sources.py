@@ -25,7 +25,7 @@ __all__ = ["AttachedServers", "ServerSource", "StartedServers"]
 
 _log = logging.getLogger(__name__)
 RETURN_S = 1.0
-"""Between looks at whether a lost server of somebody else's is back."""
+"""Interval of checks whether a lost external server is back."""
 
 
 class ServerSource(Protocol):

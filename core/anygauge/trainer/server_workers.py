@@ -34,7 +34,7 @@ class Serving(NamedTuple):
     """A server that runs."""
 
     peer: WeightPeer
-    """Where it is found, and how it takes weights."""
+    """Address of the server, and how it takes weights."""
     facts: Mapping[str, str]
 
     @property
@@ -65,7 +65,7 @@ class ServerWorker:
         self._config = config
         self._starts = 0
         self._starting: Future[None] | None = None
-        """While the server is being started again."""
+        """Restart of the server, while it is in progress."""
 
     def serve(self, wave: int, encoders: Mapping[str, Sequence[str]]) -> Serving | None:
         """Start the server, if it is one of this wave.

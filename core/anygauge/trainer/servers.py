@@ -50,14 +50,14 @@ class Servers:
         self.has_first_weights = source.has_first_weights
         """Whether servers come with the weights of version 0."""
         self.synced = {plan.rank for plan in self._plans if plan.is_synced}
-        """Those that get the trained weights."""
+        """Ranks of servers that get the trained weights."""
         self.behind = set() if self.has_first_weights else set(self.synced)
-        """Those of them that have other weights than the rest; they get no requests."""
+        """Ranks of synced servers with old weights; they get no requests."""
         self._proven = [server.incarnation for server in self.serving]
         self._lock = threading.Lock()
         """Lock around the workers, which take one call at a time, and the state of the servers."""
         self._away = set[int]()
-        """Those that are being started again."""
+        """Ranks of servers that are being restarted."""
         self._is_closed = False
         self._rests = False
         """Whether the servers have no room to start in."""

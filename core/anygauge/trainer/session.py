@@ -37,7 +37,7 @@ class Session:
     plugins: Plugins
     components: Components
     workers: WorkerGroup
-    """Those that train, if any do."""
+    """Training workers, if there are any."""
     engines: Engines
     eval_sets: Sequence[EvalSet]
     scorers: Mapping[str, Scorer]

@@ -20,7 +20,7 @@ class RunState:
     version: int = 0
     """Version of the weights in the rollout engines."""
     source: Mapping[str, Any] = field(default_factory=dict)
-    """Where the data source stood when the prompts of the finished steps had been drawn, and no more."""
+    """State of the data source after drawing exactly the prompts of the finished steps."""
     rollout: Mapping[str, Any] = field(default_factory=dict)
     """State of the rollout scheduler at that step; empty without one."""
 

@@ -35,7 +35,7 @@ class Teacher:
 
     engine: TrainEngine
     role: str
-    """Whose weights of the engine are the teacher's."""
+    """Role whose weights in the engine are the teacher's."""
     temperature: float
     rates_samples: bool
     """Whether what the policy sampled is compared."""

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 __all__ = ["PickledBucket", "StreamedUpdate", "WeightSender"]
 
 POLL_S = 0.1
-"""Between looks at whether an engine that takes no more weights has failed."""
+"""Interval of checks whether an engine that stopped taking weights has failed."""
 
 Weights = Iterator[tuple[str, "Tensor"]]
 

@@ -53,7 +53,7 @@ class WorkerSetup:
     rank: int
     world_size: int
     log: str
-    """Where the process writes its output."""
+    """Log file of the process's output."""
     run_directory: str = ""
     timeout_s: float
     """Timeout of every collective."""
@@ -71,7 +71,7 @@ class WorkerSetup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostInfo:
-    """Where a worker process runs."""
+    """Facts about the host of a worker process."""
 
     pid: int
     host: str

@@ -82,7 +82,7 @@ class LaunchSpec:
     devices: int = 1
     """Devices that each worker takes."""
     seats: Sequence[Seat] = ()
-    """Where each worker goes that takes devices of other workers, and none of its own."""
+    """Placements of workers that use devices of other workers and none of their own."""
     extra_devices: int = 0
     """Devices that workers of other roles will take."""
     reads: Sequence[Path] = ()

@@ -30,7 +30,7 @@ _SPARSE = 16
 """Threshold of sparse changes: below one changed element in this many, gaps between them are smaller than a
 bit mask."""
 _PLANE = struct.Struct("<BQ")
-"""Before each plane: whether it is compressed, and its bytes."""
+"""Header of each plane: whether it is compressed, and its bytes."""
 _LENGTH = struct.Struct("<Q")
 _LEVEL = 1
 _SAMPLE = 1 << 14

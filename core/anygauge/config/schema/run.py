@@ -33,7 +33,7 @@ class Run(Section):
     deterministic: bool = False
     """Let two runs of one config give the same bits, where that costs speed."""
     trackers: tuple[str, ...] = ("jsonl",)
-    """Where metrics go: ``jsonl`` (always), ``tensorboard``, ``wandb``, ``trackio``."""
+    """Trackers of metrics: ``jsonl`` (always), ``tensorboard``, ``wandb``, ``trackio``."""
     tracker_options: dict[str, dict[str, Any]] = {}
     """Settings of trackers by name, such as ``{wandb = {project = "demo", mode = "offline"}}``."""
     report: bool = True
@@ -45,7 +45,7 @@ class Run(Section):
 
 
 class Hub(Section):
-    """Where names of models and data are looked up, after local directories and the cache."""
+    """Model and data hub, searched after local directories and the cache."""
 
     source: Literal["huggingface", "modelscope"] = "huggingface"
     """Which hub."""

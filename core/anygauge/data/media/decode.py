@@ -28,7 +28,7 @@ _SCAN, _MOST_SCANS = b"\xff\xda", 500
 """A progressive JPEG has some 10 scans, and the pictures and profiles in its header a few such bytes."""
 _ORIENTATION = 0x0112
 _ORIENTATIONS = {2: 0, 3: 3, 4: 1, 5: 5, 6: 4, 7: 6, 8: 2}
-"""From the orientation that Exif gives to Pillow's number of the transposition that undoes it."""
+"""Pillow's transposition that undoes each Exif orientation."""
 _SIDEWAYS = {5, 6, 7, 8}
 """Orientations that exchange height and width."""
 

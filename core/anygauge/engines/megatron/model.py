@@ -73,7 +73,7 @@ class Policy:
 
     @property
     def rotary(self) -> Any:
-        """From positions ``[T]`` to cosines and sines."""
+        """Function from positions ``[T]`` to cosines and sines."""
         return partial(self.spec.rotary, self.hf)
 
     @property

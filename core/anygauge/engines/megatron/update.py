@@ -33,7 +33,7 @@ class _Shards:
 
     gradients: Sequence[Sequence[Tensor]]
     copies: Sequence[Sequence[Tensor | None]]
-    """Where the model has the weights, if what is updated is no view of that."""
+    """Model copies of the weights, where the main weights are no view of them."""
     counted: Sequence[Tensor]
     """The gradients of which the norm is."""
 

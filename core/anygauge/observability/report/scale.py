@@ -26,7 +26,7 @@ _SAME = 1e-9
 """Relative difference below which values are one."""
 _TINY = 1e-290
 _MANY = 50
-"""From so many points on, a few outliers do not set the range."""
+"""Number of points above which a few outliers do not set the range."""
 _FAR = 6.0
 """Spread of all points over that of the inner 98 %, above which the others are outliers."""
 

@@ -21,7 +21,7 @@ __all__ = ["Standing", "Tile", "facts", "standing", "tiles", "warnings"]
 Kind = Literal["finished", "running", "failed", "stopped", "unknown"]
 
 _OUTCOMES: Mapping[str, Kind] = {"finished": "finished", "failed": "failed", "interrupted": "stopped"}
-"""From what ``run.json`` says of a part."""
+"""Kind of standing for each outcome in ``run.json``."""
 _LAST = 10
 """Steps over which a noisy metric's final value is the mean."""
 
@@ -47,7 +47,7 @@ class Tile:
     unit: str = ""
     note: str = ""
     metric: str = ""
-    """Whose course is drawn under it."""
+    """Metric whose curve is drawn under the number."""
 
 
 def standing(files: RunFiles) -> Standing:

@@ -35,7 +35,7 @@ _REASONS: Mapping[str, FinishReason] = {"stop": "stop", "length": "length", "abo
 
 
 class BootstrapRoom(NamedTuple):
-    """Where an engine that reads a prompt hands it to the one that writes the response."""
+    """Bootstrap room through which a prefill server hands a prompt's KV cache to a decode server."""
 
     host: str
     port: int

@@ -42,7 +42,7 @@ class UserFunction(NamedTuple):
 
 
 class UserFunctions(NamedTuple):
-    """Those of a config."""
+    """User functions of a config."""
 
     rollout: UserFunction
     after_sample: Sequence[UserFunction] = ()

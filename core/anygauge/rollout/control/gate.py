@@ -11,7 +11,7 @@ from anygauge_hooks.rollout import GenerateRequest, Generation, Generator
 __all__ = ["Gate"]
 
 AGAIN_S = 1.0
-"""After which engines are asked once more to end what is under way: a request may have crossed the first."""
+"""Seconds until engines are asked again to abort requests: one may have crossed the first abort."""
 
 
 class Gate:

@@ -245,7 +245,7 @@ class LiveRollout:
 
 
 class _Generating:
-    """While it is entered, the function's own time stands still."""
+    """Context in which the function's own time does not count."""
 
     def __init__(self, rollout: LiveRollout) -> None:
         self._rollout = rollout

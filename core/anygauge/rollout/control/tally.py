@@ -31,7 +31,7 @@ class Tally:
     discarded: int = 0
     """Groups that were not done when the step was."""
     dropped: int = 0
-    """Those of them whose prompts are not drawn again."""
+    """Discarded groups whose prompts are not drawn again."""
     continued: int = 0
     """Tokens of samples that were begun in an earlier step."""
     failed: dict[str, list[str]] = field(default_factory=dict)

@@ -15,7 +15,7 @@ from anygauge_hooks.rl import Prompt
 __all__ = ["Show", "TextTools"]
 
 Rendered = Callable[[Sequence[Mapping[str, Any]]], tuple[int, ...]]
-"""From messages without media, whose places are marked, to their tokens."""
+"""Function from messages without media, with marked placeholders, to their tokens."""
 Show = Callable[[Sequence[Mapping[str, Any]], Prompt, Rendered], tuple[tuple[int, ...], tuple[Media, ...]]]
 """From messages with media, the prompt that they belong to and how messages become tokens, to the tokens
 and the media among them."""

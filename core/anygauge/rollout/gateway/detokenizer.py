@@ -19,7 +19,7 @@ class Detokenizer:
         self._renderer = renderer
         self._text = ""
         self._context = 0
-        """From where on tokens are decoded: what a token looks like depends on the one before it."""
+        """Start of the decoded window: the text of a token depends on the one before it."""
         self._read = 0
 
     def text(self, tokens: Sequence[int]) -> str:

@@ -16,7 +16,7 @@ from anygauge.distributed.guard import Tail, fork_guarded
 __all__ = ["KEPT_BYTES", "main"]
 
 KEPT_BYTES = 1 << 20
-"""From the end of standard output and of standard error each."""
+"""Bytes kept from the end of standard output and of standard error."""
 _CANNOT_RUN = 127
 """Exit status, as shells have it."""
 

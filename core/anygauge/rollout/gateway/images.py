@@ -22,7 +22,7 @@ MOST_IMAGES = 1000
 """Different images of a session: each stays in the run's store until the session ends."""
 _TAKEN = ("data:", "http://", "https://")
 Look = Callable[[Sequence[Mapping[str, Any]]], Awaitable[tuple[tuple[int, ...], tuple[Media, ...]]]]
-"""From messages with media to tokens and the media among them; see :meth:`Rollout.look`."""
+"""Function from messages with media to tokens and their media; see :meth:`Rollout.look`."""
 
 
 class Shown(NamedTuple):

@@ -217,7 +217,7 @@ class Gateway:
 
     @property
     def address(self) -> str:
-        """Where it listens; the session is then known by the key."""
+        """Address that it listens on; the session is then identified by the key."""
         return self._address
 
     @property

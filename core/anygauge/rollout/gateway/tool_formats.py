@@ -27,7 +27,7 @@ class Called(NamedTuple):
 
 
 class ToolFormat(NamedTuple):
-    """Where calls are in a text, and how one is read."""
+    """Format of tool calls: their markers in a text, and the parser."""
 
     start: str
     end: str

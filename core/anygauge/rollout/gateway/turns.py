@@ -22,7 +22,7 @@ class Plan(NamedTuple):
     key: str
     """Key of the chat, made from its messages."""
     parent: Turn | None = None
-    """Whose prompt and response it begins with."""
+    """Turn whose prompt and response it begins with."""
     opened: bool = False
     """Whether the prompt has opened the reasoning already."""
 

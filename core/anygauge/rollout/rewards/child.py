@@ -34,7 +34,7 @@ STACKS_S = 3.0
 QUIET_S = 0.2
 """Without a new line, after which the stacks are taken to be whole."""
 READ_BYTES = 1 << 20
-"""At a time, of what a process sends."""
+"""Bytes read at a time from a process."""
 GUARD_S = 5.0
 """For a guard to end everything."""
 

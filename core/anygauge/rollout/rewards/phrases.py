@@ -200,7 +200,7 @@ REJECTED = re.compile(
     rf"""\s*(?:(?:is|are|was|would\s+be|seems|looks)\s+)?(?:clearly\s+|also\s+|simply\s+)*{_any_of(_FLAWS)}""",
     re.X | re.I,
 )
-"""After such a letter: it is turned down."""
+"""Text after a letter that rejects it."""
 REJECTING = re.compile(
     r"\b(?:not|unlike|than|over|eliminates?|eliminating|out|excludes?|rejects?|against|without)\s+(?:the\s+)?$",
     re.I,

@@ -27,13 +27,13 @@ logger = logging.getLogger(__name__)
 START_S = 300.0
 """Longest wait for a process to import the functions."""
 POLL_S = 0.2
-"""Between looks at whether a process has ended without closing its connection."""
+"""Interval of checks whether a process has ended without closing its connection."""
 SILENCE_GRACE_S = 5.0
 """Added to the time of one sample, for a process at work that has nothing marked."""
 SLOW_S = 60.0
-"""From then on, a warning names a sample that is still at work."""
+"""Seconds after which a warning names a sample that is still being scored."""
 WARNING_PAUSE_S = 30.0
-"""Between two warnings."""
+"""Seconds between two warnings."""
 EXIT_S = 2.0
 """For a process to end by itself."""
 CHUNKS_PER_PROCESS = 4

@@ -29,7 +29,7 @@ _HINT = (
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Where another process finds a function."""
+    """Origin of a function, from which another process gets it."""
 
     kind: Literal["path", "pickle", "plugin"]
     value: Any

@@ -42,7 +42,7 @@ class MultimodalContext(NamedTuple):
 
 
 class _Placed(NamedTuple):
-    """Where the features of a tower go."""
+    """Positions of a tower's features."""
 
     places: Tensor
     """``[N]``, ascending, in the flattened prompts."""

@@ -31,7 +31,7 @@ class Options:
     context_length: int = 131072
     """Prompt and response together, in tokens."""
     weight_version: str = "default"
-    """Before the first update."""
+    """Weight version before the first update."""
     device: str = "cpu"
     """Type of the device that weights are broadcast to."""
     tp_size: int = 1
@@ -41,9 +41,9 @@ class Options:
     slots: int = 64
     """Requests that one rank generates at once; others wait in its queue."""
     start_s: float = 0.0
-    """From the request's start in a slot to its first token, in seconds; again after it was retracted."""
+    """Seconds from the request's start in a slot to its first token; again after it was retracted."""
     token_s: float = 0.001
-    """From one token to the next, in seconds."""
+    """Seconds from one token to the next."""
     lengths: str = "uniform:16:128"
     """Distribution of response lengths in tokens; see :func:`parse_lengths`."""
     stream_s: float = 0.01
@@ -51,7 +51,7 @@ class Options:
     health_s: float = 0.005
     """How long ``/health`` takes; the real one takes one second."""
     health_timeout_s: float = 20.0
-    """After which ``/health`` gives up, as it does while the engine is paused."""
+    """Seconds after which ``/health`` gives up, as it does while the engine is paused."""
     abort_poll_s: float = 0.02
     """Between the looks of a pause with aborts at what still runs; the real one takes one second."""
     disconnect_s: float = 4.0

@@ -31,7 +31,7 @@ class Tokens(NamedTuple):
 
 
 class Source(NamedTuple):
-    """Where the tokens of a request come from."""
+    """Source of a request's tokens."""
 
     key: int
     """Hash of prompt and seed."""

@@ -145,7 +145,7 @@ def write_index(directory: Path, parts: Sequence[WrittenFile]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Region:
-    """Where a canonical tensor is in a stored one."""
+    """Region of a canonical tensor in a stored one."""
 
     key: str
     front: tuple[int, ...]

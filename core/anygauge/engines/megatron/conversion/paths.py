@@ -33,7 +33,7 @@ _HINTS = {
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Where a conversion finds what it reads."""
+    """Source of a conversion."""
 
     weights: Path
     """Directory with the files of weights."""

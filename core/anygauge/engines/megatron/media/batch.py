@@ -54,7 +54,7 @@ class MediaInputs:
 
 @dataclass(frozen=True, slots=True)
 class MediaReader:
-    """Where media come from, and what becomes of them on this rank."""
+    """Source of media, and their preparation on this rank."""
 
     spec: MediaSpec
     hf: Mapping[str, Any]

@@ -136,7 +136,7 @@ class Composer:
 
     hf: Mapping[str, Any]
     sizes: Mapping[str, Any]
-    """Those of ``ModelSpec.model_options``."""
+    """Sizes from ``ModelSpec.model_options``."""
     kernels: KernelTable
     built: frozenset[str]
     """Names of the towers that a run has."""

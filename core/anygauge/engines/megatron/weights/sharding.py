@@ -59,7 +59,7 @@ class CanonicalTensors(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardPosition:
-    """Where a rank stands in the groups that divide tensors."""
+    """Position of a rank in the groups that shard tensors."""
 
     tensor: int = 1
     """Ranks that divide what all tokens use."""
