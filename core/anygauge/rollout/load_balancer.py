@@ -41,7 +41,7 @@ class _Rank:
 
 @dataclass(slots=True, eq=False)
 class Ticket:
-    """A place in an engine. Give it back with :meth:`Dispatcher.release`, however the request ends."""
+    """A place in an engine. Give it back with :meth:`LoadBalancer.release`, however the request ends."""
 
     engine: str
     rank: int
@@ -63,9 +63,9 @@ class LoadBalancer:
 
     Example::
 
-        dispatcher = Dispatcher()
-        dispatcher.add("engine-0", ranks=2, concurrency=64)
-        with dispatcher.claim(prompt_tokens=100, max_new_tokens=512) as ticket: ...
+        balancer = LoadBalancer()
+        balancer.add("engine-0", ranks=2, concurrency=64)
+        with balancer.claim(prompt_tokens=100, max_new_tokens=512) as ticket: ...
     """
 
     def __init__(self, *, affinity: float = 1.5, sessions: int = 1 << 16) -> None:

@@ -29,7 +29,7 @@ __all__ = ["MOST_FAILURES", "ActiveRequest", "Manner", "Session"]
 
 T = TypeVar("T")
 _THREADS = 2
-"""Of those that all sessions share, so many are used by one: its slow prompts do not delay others."""
+"""Threads of the shared pool that one session uses at most: its slow prompts do not delay others."""
 _CHARACTERS_PER_TOKEN = 16
 """More than any context full of text has: prose has 3 to 5 characters a token, indented code and tables up to
 8, and only long runs of blanks or rules have more."""
@@ -106,7 +106,7 @@ class Session:
         """Bodies under way."""
         self._threads = asyncio.Semaphore(_THREADS)
         self._samplings: dict[str, list[Sampling]] = {}
-        """By fingerprint; those that failed are dropped."""
+        """Samplings by fingerprint; failed ones are dropped."""
         self._drawn: dict[int, int] = defaultdict(int)
         """Number of samples by hash of the prompt's tokens, which themselves would take megabytes."""
         self._failures = 0

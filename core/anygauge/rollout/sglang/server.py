@@ -101,7 +101,7 @@ class SGLangServer:
         self._deadline_s = deadline_s
         self._ranks = ranks
         self._encoders: Sequence[str] = ()
-        self._keeper: subprocess.Popen[bytes] | None = None
+        self._supervisor: subprocess.Popen[bytes] | None = None
         self._command: list[str] = []
         self._address = ""
         self._bootstrap: int | None = None
@@ -127,7 +127,7 @@ class SGLangServer:
 
     def is_alive(self) -> bool:
         """Return whether the process runs; it may hang nevertheless."""
-        return self._keeper is not None and self._keeper.poll() is None and self._server() is not None
+        return self._supervisor is not None and self._supervisor.poll() is None and self._server() is not None
 
     def facts(self) -> Mapping[str, str]:
         """Return what the run is to know of it.
@@ -162,22 +162,22 @@ class SGLangServer:
 
     def close(self) -> None:
         """End the server with all of its processes, and remove what they leave. May be called again."""
-        keeper, self._keeper = self._keeper, None
-        if keeper is None:
+        supervisor, self._supervisor = self._supervisor, None
+        if supervisor is None:
             return
-        assert keeper.stdin is not None
-        assert keeper.stdout is not None
+        assert supervisor.stdin is not None
+        assert supervisor.stdout is not None
         with suppress(OSError, ValueError):  # it has ended already, or the pipe has
-            keeper.stdin.write(STOP)
-            keeper.stdin.flush()
+            supervisor.stdin.write(STOP)
+            supervisor.stdin.flush()
         with suppress(OSError):
-            keeper.stdin.close()
-        keeper.stdout.close()
+            supervisor.stdin.close()
+        supervisor.stdout.close()
         try:
-            keeper.wait(timeout=GRACE_S + KILL_S)
+            supervisor.wait(timeout=GRACE_S + KILL_S)
         except subprocess.TimeoutExpired:
-            keeper.kill()  # the kernel kills the server with it
-            keeper.wait()
+            supervisor.kill()  # the kernel kills the server with it
+            supervisor.wait()
 
     def _start(self, deadline: float) -> str:
         ports = _free_ports(self._host, self._earlier_port())
@@ -186,7 +186,7 @@ class SGLangServer:
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with self.log.open("ab") as log:
             self._note(log)
-            self._keeper = subprocess.Popen(
+            self._supervisor = subprocess.Popen(
                 supervisor_command(self._command, grace_s=GRACE_S),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
@@ -219,25 +219,25 @@ class SGLangServer:
 
     def _await(self, port: int, deadline: float) -> None:
         """Return once the server answers on the port."""
-        assert self._keeper is not None
+        assert self._supervisor is not None
         while not (_answers(self._host, port) and self._listens(port)):
             with suppress(subprocess.TimeoutExpired):
-                self._keeper.wait(timeout=POLL_S)
-                raise self._failed(f"ended with status {self._keeper.returncode} before it answered")
+                self._supervisor.wait(timeout=POLL_S)
+                raise self._failed(f"ended with status {self._supervisor.returncode} before it answered")
             if monotonic() > deadline:
                 raise self._failed(f"did not answer within {self._deadline_s:g} s")
         self._look()
 
     def _look(self) -> None:
         """Have the supervisor record the server's processes and files, so that it can remove all of them."""
-        assert self._keeper is not None
-        assert self._keeper.stdin is not None
-        assert self._keeper.stdout is not None
+        assert self._supervisor is not None
+        assert self._supervisor.stdin is not None
+        assert self._supervisor.stdout is not None
         with suppress(OSError):
-            self._keeper.stdin.write(LOOK)
-            self._keeper.stdin.flush()
-        answered, _, _ = select.select([self._keeper.stdout], [], [], ANSWER_S)
-        if not answered or self._keeper.stdout.read(len(LOOK)) != LOOK:
+            self._supervisor.stdin.write(LOOK)
+            self._supervisor.stdin.flush()
+        answered, _, _ = select.select([self._supervisor.stdout], [], [], ANSWER_S)
+        if not answered or self._supervisor.stdout.read(len(LOOK)) != LOOK:
             raise self._failed("ended as soon as it had answered")
 
     def _listens(self, port: int) -> bool:
@@ -251,10 +251,10 @@ class SGLangServer:
         return False
 
     def _server(self) -> psutil.Process | None:
-        if self._keeper is None:
+        if self._supervisor is None:
             return None
         with suppress(psutil.Error):
-            for child in psutil.Process(self._keeper.pid).children():
+            for child in psutil.Process(self._supervisor.pid).children():
                 if child.status() != psutil.STATUS_ZOMBIE:
                     return child
         return None

@@ -114,9 +114,9 @@ def make(tmp_path: Path, installed: Installed, monkeypatch: pytest.MonkeyPatch) 
 
 
 def family(server: SGLangServer) -> list[psutil.Process]:
-    keeper = psutil.Process(int(server.facts()["pid"])).parent()
-    assert keeper is not None
-    return [keeper, *keeper.children(recursive=True)]
+    supervisor = psutil.Process(int(server.facts()["pid"])).parent()
+    assert supervisor is not None
+    return [supervisor, *supervisor.children(recursive=True)]
 
 
 def traces(pid: str) -> list[Path]:
@@ -220,17 +220,17 @@ def test_another_server_on_the_port_is_not_taken_for_this_one(
 def test_a_server_ends_with_a_killed_owner(make: Make, tmp_path: Path) -> None:
     server = make()
     server.start()
-    keeper, processes = server._keeper, family(server)
+    supervisor, processes = server._supervisor, family(server)
     pid = server.facts()["pid"]
-    assert keeper is not None
-    assert keeper.stdin is not None
-    keeper.stdin.close()  # as the kernel does when the owner is killed
+    assert supervisor is not None
+    assert supervisor.stdin is not None
+    supervisor.stdin.close()  # as the kernel does when the owner is killed
     assert not wait_until_ended(processes[1:], 30)
-    keeper.wait(timeout=30)
+    supervisor.wait(timeout=30)
     assert not any(path.exists() for path in traces(pid))
 
 
-def test_a_server_ends_with_a_killed_keeper(make: Make) -> None:
+def test_a_server_ends_with_a_killed_supervisor(make: Make) -> None:
     server = make()
     server.start()
     processes = family(server)
