@@ -13,6 +13,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from anygauge.config.tree import Tree, put
+
 ROOT = Path(__file__).parents[1]
 CHECK = """
 import importlib, json, sys
@@ -119,10 +121,7 @@ def install_fake_engine(
 
 def nested(keys: Mapping[str, Any]) -> dict[str, Any]:
     """Return dotted keys as tables in tables."""
-    tables: dict[str, Any] = {}
-    for key, value in keys.items():
-        table, *path = tables, *key.split(".")
-        for part in path[:-1]:
-            table = table.setdefault(part, {})
-        table[path[-1]] = value
+    tables: Tree = {}
+    for path, value in keys.items():
+        put(tables, path, value)
     return tables

@@ -72,7 +72,7 @@ class Source(NamedTuple):
 
     @property
     def is_core(self) -> bool:
-        """Whether it is of the core, without what only tests use."""
+        """Whether the file is in core, outside testing."""
         return self.path.startswith("core/") and not self.path.startswith(TESTING)
 
     def at(self, node: ast.stmt | ast.expr | ast.arg | ast.excepthandler, what: str = "") -> str:

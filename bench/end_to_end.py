@@ -32,6 +32,8 @@ from typing import Any
 
 import tomli_w
 
+from anygauge.config.tree import Tree, put
+
 ROOT = Path(__file__).parents[1]
 MAKE_INPUTS = ROOT / "examples" / "arithmetic" / "make_inputs.py"
 WARM_UP = 3
@@ -161,7 +163,10 @@ def run_row(row: str, arguments: argparse.Namespace, inputs: Mapping[str, Any]) 
     keys = keys_of(row, arguments, inputs)
     directory = arguments.directory / keys["run.name"]
     config = arguments.directory / f"{row}.toml"
-    config.write_text(tomli_w.dumps(nested(keys)), encoding="utf-8")
+    tables: Tree = {}
+    for path, value in keys.items():
+        put(tables, path, value)
+    config.write_text(tomli_w.dumps(tables), encoding="utf-8")
     command = [sys.executable, "-m", "anygauge", "train", str(config), "--backend", arguments.backend]
     paths = os.pathsep.join(filter(None, (str(Path(__file__).parent), os.environ.get("PYTHONPATH"))))
     started = time.perf_counter()
@@ -186,17 +191,6 @@ def settings(row: str, arguments: argparse.Namespace) -> dict[str, Any]:
     model = "made" if arguments.model is None else str(arguments.model.resolve())
     chosen = {"backend": arguments.backend, "model": model, "extra": arguments.extra}
     return {**chosen, "keys": {key: value for key, value in keys.items() if key != "run.directory"}}
-
-
-def nested(keys: Mapping[str, Any]) -> dict[str, Any]:
-    """Return dotted keys as tables in tables."""
-    tables: dict[str, Any] = {}
-    for key, value in keys.items():
-        table, *path = tables, *key.split(".")
-        for part in path[:-1]:
-            table = table.setdefault(part, {})
-        table[path[-1]] = value
-    return tables
 
 
 def measured(rows: Sequence[Mapping[str, float]]) -> dict[str, Any]:

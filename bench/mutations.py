@@ -49,7 +49,7 @@ class Edit(NamedTuple):
 
 
 class Mutation(NamedTuple):
-    """A fault, and the tests of which at least one must fail."""
+    """A fault, and tests: at least one of them must fail."""
 
     name: str
     edits: Sequence[Edit]

@@ -44,7 +44,7 @@ from checkout import (
 
 RECORDER = Path(__file__).parent / "recorder"
 STEPS = 8
-"""Steps, of which the first two are not recorded."""
+"""Steps of the run; the first two are not recorded."""
 SERVER = "fake_engine"
 """Names the module of the server's process, and the folder whose functions do not count."""
 KEYS = {
@@ -79,7 +79,7 @@ class Function(NamedTuple):
 
     @property
     def package(self) -> str:
-        """The package of the distribution that it is in."""
+        """Top-level package of the function."""
         return ".".join(self.module.split(".")[:2])
 
 
