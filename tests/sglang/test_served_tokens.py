@@ -72,7 +72,7 @@ def expected(
 def family(server: SGLangServer) -> list[psutil.Process]:
     """Return the server's processes and its keeper."""
     keeper = psutil.Process(int(server.facts()["pid"])).parent()
-    assert keeper is not None
+    assert supervisor is not None
     return [keeper, *keeper.children(recursive=True)]
 
 
@@ -279,12 +279,12 @@ def test_a_server_whose_worker_is_gone_ends_itself_and_leaves_nothing(
     both: tuple[SGLangServer, SGLangServer],
 ) -> None:
     processes, files = family(both[1]), shared_memory(family(both[1]))
-    keeper = both[1]._keeper
+    supervisor = both[1]._supervisor
     assert files
-    assert keeper is not None
-    assert keeper.stdin is not None
-    keeper.stdin.close()  # as the kernel does when a worker is killed
-    keeper.wait(timeout=60)
+    assert supervisor is not None
+    assert supervisor.stdin is not None
+    supervisor.stdin.close()  # as the kernel does when a worker is killed
+    supervisor.wait(timeout=60)
     assert not any(each.is_running() for each in processes)
     assert not any(path.exists() for path in files)
 
