@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from anygauge.trainer.checkpoint_reader import latest_checkpoint
+from anygauge.run_directory.checkpoint_reader import latest_checkpoint
 
 ROOT = Path(__file__).parents[1]
 RECIPE = ROOT / "examples" / "arithmetic_grpo.toml"

@@ -84,7 +84,7 @@ def _server(options: argparse.Namespace, folder: Path) -> Iterator[tuple[str, Pa
 def _real(options: argparse.Namespace, folder: Path) -> Any:
     from anygauge.config.validate import validate
     from anygauge.plugins import find_backend, load_plugins
-    from anygauge.rollout.sglang.server import make_server
+    from anygauge.serving.sglang.server import make_server
     from anygauge_hooks.engines import WorkerContext
 
     plugins = load_plugins()
@@ -174,7 +174,7 @@ def _ours(options: argparse.Namespace, address: str, requests: Path) -> float:
 
 async def _generate_all(options: argparse.Namespace) -> dict[str, float]:
     from anygauge.config.schema import RolloutClient
-    from anygauge.rollout.client import EngineClient
+    from anygauge.serving.client import EngineClient
     from anygauge_hooks.rl import SamplingParams
     from anygauge_hooks.rollout import GenerateRequest
 

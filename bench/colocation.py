@@ -24,17 +24,17 @@ from pathlib import Path
 from typing import Any
 
 from anygauge.config.load import LoadedConfig, load_config
+from anygauge.config.roles import Components
 from anygauge.plugins import Plugins, load_plugins
+from anygauge.runtime.launch import launch_workers
+from anygauge.runtime.worker_group import WorkerGroup
+from anygauge.serving.colocated_engines import ColocatedEngines
+from anygauge.serving.colocation import ColocationPhase, ColocationScheduler, SetMemoryState
+from anygauge.serving.engines import open_engines
 from anygauge.testing.fake_engine.installed import install_fake_engine
 from anygauge.trainer.actors import ActorWorker
-from anygauge.trainer.colocated_engines import ColocatedEngines
-from anygauge.trainer.colocation import ColocationPhase, ColocationScheduler, SetMemoryState
-from anygauge.trainer.components import Components
-from anygauge.trainer.engines import open_engines
-from anygauge.trainer.generation_client import SampleMaker, open_maker
-from anygauge.trainer.launch import launch_workers
+from anygauge.trainer.generation import SampleMaker, open_maker
 from anygauge.trainer.plan import group_samples, plan_steps, train_samples
-from anygauge.trainer.worker_group import WorkerGroup
 from anygauge_hooks.engines import MemoryState
 from anygauge_hooks.rl import Prompt, Sample, SamplingParams
 

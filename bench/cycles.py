@@ -24,11 +24,11 @@ from pathlib import Path
 import psutil
 from colocation import PARTS, SIZES, load, prompts_of, train
 
-from anygauge.trainer.colocated_engines import ColocatedEngines
-from anygauge.trainer.colocation import ColocationScheduler
-from anygauge.trainer.engines import open_engines
-from anygauge.trainer.generation_client import open_maker
-from anygauge.trainer.launch import launch_workers
+from anygauge.runtime.launch import launch_workers
+from anygauge.serving.colocated_engines import ColocatedEngines
+from anygauge.serving.colocation import ColocationScheduler
+from anygauge.serving.engines import open_engines
+from anygauge.trainer.generation import open_maker
 from anygauge_hooks.rl import SamplingParams
 
 MIB = 2**20

@@ -22,7 +22,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from anygauge.plugins import load_plugins, select_backend
-from anygauge.rollout.transformers.engine import TransformersEngine
+from anygauge.serving.embedded.engine import TransformersEngine
 from anygauge.testing.tiny import tiny_qwen3
 from anygauge_hooks.rl import Prompt, Sample, SamplingParams
 from anygauge_hooks.types import CaptureGraph, Device

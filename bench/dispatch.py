@@ -8,7 +8,7 @@ nothing. Of each row:
 
 ``list``        makespan in seconds of greedy list scheduling: each sample in turn goes to the engine with the
                 fewest requests, as soon as one has a free slot
-``ours``        that of ``anygauge.rollout.load_balancer``, over that of list scheduling
+``ours``        that of ``anygauge.serving.load_balancer``, over that of list scheduling
 ``sessions``    the same where each sample is a session, and those of a prompt are a group
 ``read``        share of the prompts' tokens that are read with sessions
 ``round robin`` sample i goes to engine i modulo 256
@@ -31,8 +31,8 @@ from dataclasses import dataclass
 from random import Random
 from typing import NamedTuple
 
-from anygauge.rollout.admission_queue import AdmissionQueue
-from anygauge.rollout.load_balancer import LoadBalancer, Ticket
+from anygauge.serving.admission_queue import AdmissionQueue
+from anygauge.serving.load_balancer import LoadBalancer, Ticket
 from anygauge.testing.fake_engine.lengths import parse_lengths
 from anygauge_hooks.rl import SamplingParams
 from anygauge_hooks.rollout import GenerateRequest

@@ -166,8 +166,8 @@ class Sender:
 
     def __init__(self, config: Any, context: Any, *, place: str, bucket_mib: int) -> None:
         from anygauge.engines.megatron.engine import MegatronEngine
-        from anygauge.rollout.sglang.server import make_server
-        from anygauge.trainer.event_loop import EventLoop
+        from anygauge.runtime.event_loop import EventLoop
+        from anygauge.serving.sglang.server import make_server
 
         self._config, self._context, self._place = config, context, place
         self._device = context.device.torch_device
@@ -221,7 +221,7 @@ class Sender:
             raise self._failed
         facts = self._server.facts()
         self._peer = self._server.weight_peer()
-        from anygauge.rollout.client import EngineClient
+        from anygauge.serving.client import EngineClient
 
         self._client = EngineClient(facts["address"], self._config.rollout.client, keys=self._peer.keys)
         rows = [Row(f"server, SGLang {facts['installed']}", f"{self._up_s:.1f} s until it answered")]
@@ -621,7 +621,7 @@ def parsed(text: str) -> Any:
 @contextmanager
 def opened(arguments: argparse.Namespace, directory: Path) -> Iterator[Callable[..., list[Row]]]:
     """Start the worker; yield what calls it."""
-    from anygauge.trainer.launch import launch_workers
+    from anygauge.runtime.launch import launch_workers
 
     loaded, plugins = load(arguments, directory)
     with launch_workers(

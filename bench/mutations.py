@@ -28,12 +28,12 @@ CAUGHT, PASSED = 1, 0
 
 ACTORS, ESTIMATE = "core/anygauge/trainer/actors.py", "core/anygauge/trainer/estimate.py"
 LOOP, PLAN = "core/anygauge/trainer/loop.py", "core/anygauge/trainer/plan.py"
-ALGORITHMS, CONTROL = "core/anygauge/algorithms", "core/anygauge/rollout/control"
+ALGORITHMS, CONTROL = "core/anygauge/algorithms", "core/anygauge/rollout"
 LOSSES, CORRECTION = f"{ALGORITHMS}/losses.py", f"{ALGORITHMS}/correction.py"
 OPTIONS = "core/anygauge/engines/megatron/options.py"
 SCHEDULE = "core/anygauge/engines/megatron/optimizer.py"
 
-UNIT, STEPS = "tests/unit", "tests/unit/rollout/control"
+UNIT, STEPS = "tests/unit", "tests/unit/rollout/producer"
 POLICY_LOSSES = f"{UNIT}/algorithms/test_policy_losses.py"
 KEYS = f"{UNIT}/trainer/test_objective_keys.py::test_a_key_does_what_its_formula_says"
 CORRECTIONS = f"{UNIT}/algorithms/test_correction.py::test_every_weight_is_that_of_a_loop_over_tokens"

@@ -21,11 +21,11 @@ from anygauge.config.schema import Config
 from anygauge.distributed import child_process
 from anygauge.engines.megatron.prepare import prepare_megatron
 from anygauge.plugins import Plugins, find_backend, load_plugins
+from anygauge.runtime.launch import launch_workers
+from anygauge.runtime.placement import Seat
+from anygauge.runtime.worker_group import WorkerGroup
 from anygauge.testing import datasets, fork_server, fork_server_probes
 from anygauge.testing.fork_server import ForkedProcess, ForkServers
-from anygauge.trainer.launch import launch_workers
-from anygauge.trainer.placement import Seat
-from anygauge.trainer.worker_group import WorkerGroup
 from anygauge_hooks.engines import WorkerContext
 
 Launch = Callable[..., WorkerGroup]

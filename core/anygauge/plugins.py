@@ -52,6 +52,7 @@ DEFAULT_PLUGINS = (
     "anygauge.observability.plugin",
     "anygauge.observability.report.plugin",
     "anygauge.rollout.plugin",
+    "anygauge.serving.plugin",
     "anygauge.weight_sync.plugin",
 )
 """The core's own plugins. They use the same hooks as anybody's; listed so that they work uninstalled."""

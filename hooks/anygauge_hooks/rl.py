@@ -15,7 +15,16 @@ from typing import Any, Final, Literal, NamedTuple
 
 from anygauge_hooks.media import Media  # dumps are read by the annotations
 
-__all__ = ["NO_VERSION", "FinishReason", "Group", "Prompt", "Sample", "SamplingParams", "TrainSample"]
+__all__ = [
+    "NO_VERSION",
+    "FinishReason",
+    "Group",
+    "MiniBatch",
+    "Prompt",
+    "Sample",
+    "SamplingParams",
+    "TrainSample",
+]
 
 _NOTHING: Mapping[str, Any] = {}
 NO_VERSION: Final = -1
@@ -139,3 +148,14 @@ class TrainSample(NamedTuple):
     """In the order of their placeholders in ``tokens``."""
     is_on_policy: bool = False
     """Whether the weights that the step trains sampled all of its tokens, before its first optimizer step."""
+
+
+@dataclass(frozen=True, slots=True)
+class MiniBatch:
+    """One rank's part of one optimizer step."""
+
+    samples: tuple[TrainSample, ...]
+    loss_weights: tuple[Sequence[float], ...]
+    """Per sample and response token: its share in the mean of the whole step."""
+    idle: int = 0
+    """How many of the samples repeat another one of the step, for a rank that would have none."""

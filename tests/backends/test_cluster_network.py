@@ -8,7 +8,7 @@ import pytest
 
 from anygauge.config.schema import Config
 from anygauge.plugins import find_backend, load_plugins
-from anygauge.trainer.launch import worker_environment
+from anygauge.runtime.launch import worker_environment
 
 
 def environment(backend: str, **cluster: Any) -> dict[str, str]:

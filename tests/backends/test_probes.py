@@ -24,7 +24,7 @@ import anygauge_npu.env
 import anygauge_npu.plugin
 from anygauge.device import seed_everything
 from anygauge.plugins import Plugins, probe_backend, select_backend
-from anygauge.trainer.worker import local_accelerator_id
+from anygauge.runtime.worker import local_accelerator_id
 from anygauge_cpu.device import CpuDevice
 from anygauge_cpu.optimizer import fused_adamw
 from anygauge_hooks import PROJECT, specs

@@ -7,9 +7,9 @@ from typing import Any
 from parallel_worker import make_samples  # type: ignore[import-not-found]
 
 from anygauge.config import Config
+from anygauge.config.roles import Components
 from anygauge.distributed.layout import layout_of
 from anygauge.trainer.actors import ActorWorker
-from anygauge.trainer.components import Components
 from anygauge.trainer.plan import plan_steps
 from anygauge_hooks.engines import WorkerContext
 

@@ -32,9 +32,9 @@ from anygauge.distributed.process_groups import destroy_process_group, init_proc
 from anygauge.engines.megatron.prepare import prepare_megatron
 from anygauge.kernels.table import reference_kernel
 from anygauge.plugins import Plugins, load_plugins
+from anygauge.runtime.diagnostics import enable_stacks
 from anygauge.testing.optimizers import Joining, Rounding, Taking, taking
 from anygauge.trainer.actors import ActorWorker
-from anygauge.trainer.diagnostics import enable_stacks
 from anygauge.trainer.plan import plan_steps
 from anygauge_hooks import hookimpl
 from anygauge_hooks.engines import WorkerContext

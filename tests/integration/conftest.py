@@ -17,9 +17,9 @@ import pytest
 
 from anygauge.config import Config
 from anygauge.plugins import Plugins
+from anygauge.runtime.launch import launch_workers
+from anygauge.runtime.worker_group import WorkerGroup
 from anygauge.trainer import run
-from anygauge.trainer.launch import launch_workers
-from anygauge.trainer.worker_group import WorkerGroup
 from anygauge_hooks.types import BackendSpec
 
 ROOT = Path(__file__).resolve().parents[2]

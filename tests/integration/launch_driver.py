@@ -7,8 +7,8 @@ from pathlib import Path
 
 from anygauge.config.schema import Config
 from anygauge.plugins import find_backend, load_plugins
-from anygauge.trainer.launch import launch_workers
-from anygauge.trainer.signals import terminate_as_exception
+from anygauge.runtime.launch import launch_workers
+from anygauge.runtime.signals import terminate_as_exception
 
 
 def main(launcher: str, ending: str, directory: str, address: str) -> None:

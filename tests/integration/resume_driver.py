@@ -17,7 +17,8 @@ import psutil
 from anygauge import disk
 from anygauge.config.load import load_config
 from anygauge.plugins import load_plugins
-from anygauge.trainer import actors, checkpoints, run
+from anygauge.run_directory import checkpoints
+from anygauge.trainer import actors, run
 from anygauge_hooks import hookimpl
 from anygauge_hooks.types import NamedFunction, RunInfo
 

@@ -11,8 +11,8 @@ import pytest
 
 from anygauge.config.schema import Config
 from anygauge.plugins import find_backend, load_plugins
-from anygauge.trainer.launch import launch_workers
-from anygauge.trainer.worker_group import WorkerGroup
+from anygauge.runtime.launch import launch_workers
+from anygauge.runtime.worker_group import WorkerGroup
 from anygauge_hooks.errors import PlacementError
 
 

@@ -201,7 +201,7 @@ def test_a_ray_job_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setenv("RAY_AUTH_MODE", "token")
     monkeypatch.setenv("RAY_AUTH_TOKEN", "secret-of-a-test")
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
-    from anygauge.trainer.ray_commands import free_port, head_command
+    from anygauge.runtime.ray_commands import free_port, head_command
     from anygauge_cpu.plugin import CPU
 
     dashboard = free_port("127.0.0.1")

@@ -20,9 +20,9 @@ from ray.util import placement_group, remove_placement_group
 
 from anygauge.config.load import load_config
 from anygauge.plugins import load_plugins
+from anygauge.runtime.worker_group import WorkerGroup
 from anygauge.testing.recipe import tiny_recipe
 from anygauge.trainer.run import train
-from anygauge.trainer.worker_group import WorkerGroup
 from anygauge_cpu.env import RAY_RESOURCE
 from anygauge_hooks import hookimpl
 from anygauge_hooks.errors import WorkerDiedError

@@ -13,9 +13,9 @@ from safetensors.torch import load_file
 
 from anygauge.config import Config
 from anygauge.plugins import load_plugins
+from anygauge.runtime.worker_group import WorkerGroup
 from anygauge.testing.tiny import tiny_qwen3
 from anygauge.trainer.plan import plan_steps
-from anygauge.trainer.worker_group import WorkerGroup
 from anygauge_hooks.rl import TrainSample
 
 SHARD = "model-00001-of-00001.safetensors"

@@ -21,12 +21,12 @@ from anygauge.device import peak_memory_by_phase
 from anygauge.distributed.process_groups import destroy_process_group, init_process_group
 from anygauge.engines.megatron.prepare import prepare_megatron
 from anygauge.plugins import Plugins, load_plugins
+from anygauge.run_directory import dumps
+from anygauge.runtime.rpc import WorkerId, decode, encode
 from anygauge.testing.recipe import tiny_recipe
 from anygauge.testing.tiny import tiny_qwen3, tiny_tokenizer
-from anygauge.trainer import dumps
 from anygauge.trainer import run as run_module
 from anygauge.trainer.actors import ActorWorker
-from anygauge.trainer.rpc import WorkerId, decode, encode
 from anygauge.trainer.run import train
 from anygauge_hooks import hookimpl
 from anygauge_hooks.engines import WorkerContext

@@ -12,7 +12,7 @@ import psutil
 import pytest
 import torch
 
-from anygauge.trainer.worker_group import WorkerGroup
+from anygauge.runtime.worker_group import WorkerGroup
 from anygauge_hooks.errors import DataError, DeadlineError, WorkerDiedError, WorkerFailedError
 
 Launch = Callable[..., WorkerGroup]

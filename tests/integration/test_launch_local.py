@@ -9,8 +9,8 @@ from collections.abc import Callable
 import psutil
 import pytest
 
+from anygauge.runtime.worker_group import WorkerGroup
 from anygauge.testing.processes import wait_until_ended
-from anygauge.trainer.worker_group import WorkerGroup
 from anygauge_hooks.errors import WorkerDiedError, WorkerFailedError
 
 Launch = Callable[..., WorkerGroup]

@@ -16,9 +16,9 @@ import psutil
 import pytest
 import ray
 
-from anygauge.trainer.launch_ray import _attach
-from anygauge.trainer.ray_media import RayStore, ray_name
-from anygauge.trainer.worker_group import WorkerGroup
+from anygauge.runtime.launch_ray import _attach
+from anygauge.runtime.ray_media import RayStore, ray_name
+from anygauge.runtime.worker_group import WorkerGroup
 from anygauge_hooks.errors import PlacementError
 from anygauge_hooks.media import Content
 

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from anygauge.config import Config
+from anygauge.config.roles import Components
 from anygauge.plugins import load_plugins
 from anygauge.testing.toy_tower import Package, Store, image, sample, toy_model
 from anygauge.trainer.actors import ActorWorker
-from anygauge.trainer.components import Components
 from anygauge_hooks.engines import WorkerContext
 from anygauge_hooks.rl import TrainSample
 

@@ -24,7 +24,7 @@ from anygauge.config.load import write_resolved
 from anygauge.observability.jsonl import METRICS_FILE, JsonlTracker
 from anygauge.observability.report import REPORT_FILE, plugin, write_report
 from anygauge.plugins import find_backend, load_plugins
-from anygauge.trainer.capabilities import write_capabilities
+from anygauge.run_directory.capabilities import write_capabilities
 from anygauge_hooks.rl import Group, Prompt, Sample
 from anygauge_hooks.types import RunInfo
 

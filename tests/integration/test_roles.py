@@ -12,13 +12,13 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from anygauge.config import Config
+from anygauge.config.roles import Components
+from anygauge.run_directory.dumps import read_log_probs, read_mini_batches
 from anygauge.testing.tiny import tiny_qwen3
 from anygauge.trainer.actors import ActorWorker
-from anygauge.trainer.components import Components
-from anygauge.trainer.dumps import read_log_probs, read_mini_batches
-from anygauge.trainer.plan import MiniBatch, plan_steps
+from anygauge.trainer.plan import plan_steps
 from anygauge_hooks.engines import WorkerContext
-from anygauge_hooks.rl import TrainSample
+from anygauge_hooks.rl import MiniBatch, TrainSample
 
 MakeWorker = Callable[..., ActorWorker]
 PPO: dict[str, Any] = {"algorithm": {"advantage": "gae"}, "critic": {"lr": 1e-3, "value_clip": None}}

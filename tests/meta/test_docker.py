@@ -14,7 +14,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
-from anygauge.rollout.sglang.versions import LISTED
+from anygauge.serving.sglang.versions import LISTED
 from anygauge_npu import mindspeed, releases
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -27,13 +27,13 @@ from anygauge.engines.megatron import scope
 from anygauge.hub import localized
 from anygauge.plugins import Plugins, load_plugins, select_backend
 from anygauge.rollout.rewards import Scorer
-from anygauge.rollout.transformers.engine import TransformersEngine
+from anygauge.run_directory.directory import open_run_directory
+from anygauge.runtime.memory_advice import advise, advise_death
+from anygauge.runtime.placement import check_capacity
+from anygauge.runtime.rpc import Died, Raised, WorkerId, deadline_error, error_of
+from anygauge.serving.embedded.engine import TransformersEngine
 from anygauge.testing.tiny import tiny_qwen3, tiny_tokenizer
-from anygauge.trainer.directory import open_run_directory
 from anygauge.trainer.health import HealthMonitor
-from anygauge.trainer.memory_advice import advise, advise_death
-from anygauge.trainer.placement import check_capacity
-from anygauge.trainer.rpc import Died, Raised, WorkerId, deadline_error, error_of
 from anygauge_cpu.device import CpuDevice
 from anygauge_cpu.plugin import CPU
 from anygauge_hooks import PROJECT, errors, hookimpl, specs

@@ -59,7 +59,7 @@ EXCEPTIONS = {
     ("core/anygauge/rollout/gateway/session.py", "Session.turns"),
     ("core/anygauge/rollout/gateway/turns.py", "Turns"),
     ("hooks/anygauge_hooks/models.py", "AssistantTurns"),
-    ("core/anygauge/config/reward_rules.py", "_shares_reward_and_label"),  # a verb
+    ("core/anygauge/config/rules/reward.py", "_shares_reward_and_label"),  # a verb
     ("core/anygauge/rollout/gateway/turns.py", "turns"),
 }
 """Exceptions by file, and by name of the module or qualified name."""

@@ -13,10 +13,10 @@ import pytest
 
 from anygauge.config.schema import RolloutClient
 from anygauge.config.validate import validate
-from anygauge.rollout.client import EngineClient
-from anygauge.rollout.engine_pool import EnginePool
-from anygauge.rollout.sglang import keys as sglang_keys
-from anygauge.rollout.sglang.keys import HiddenKey, key_problems, key_variable, own_keys, set_keys
+from anygauge.serving.client import EngineClient
+from anygauge.serving.engine_pool import EnginePool
+from anygauge.serving.sglang import keys as sglang_keys
+from anygauge.serving.sglang.keys import HiddenKey, key_problems, key_variable, own_keys, set_keys
 from anygauge.testing.fake_engine import FakeServer, Options
 from anygauge.testing.fake_engine.options import VERSIONS
 from anygauge.testing.fake_engine.server import application

@@ -24,7 +24,7 @@ from aiohttp.compression_utils import ZLibDecompressor
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from anygauge.rollout.control import multi_turn
+from anygauge.rollout import multi_turn
 from anygauge.rollout.gateway import anthropic_api, openai_api, server
 from anygauge.rollout.gateway import session as session_module
 from anygauge.rollout.gateway.agent import agent

@@ -22,7 +22,7 @@ OBJECT_COLLECTIVES = {
 }
 WORDS = re.compile(r"pickle|_object\b|_object_list\b|Unpickler")
 UNPICKLES = {
-    "trainer/rpc.py": "driver and workers, which the run has started",
+    "runtime/rpc.py": "driver and workers, which the run has started",
     "rollout/rewards/process.py": "a scoring process, of what the driver sends",
     "engines/megatron/conversion/dist_index.py": "a checkpoint's index, with a list of classes",
     "testing/fork_server.py": "processes of tests, of what the test process sends",

@@ -12,7 +12,7 @@ import pytest
 from anygauge.config import Config
 from anygauge.config.validate import validate
 from anygauge.plugins import Plugins
-from anygauge.rollout.sglang.server import SGLangServer, make_server
+from anygauge.serving.sglang.server import SGLangServer, make_server
 from anygauge_cpu.torchvision_operators import declare_missing_operators
 from anygauge_hooks.engines import WorkerContext
 

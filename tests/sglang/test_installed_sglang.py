@@ -18,10 +18,10 @@ import pytest
 
 from anygauge.config import Config
 from anygauge.plugins import Plugins
-from anygauge.rollout.server_plan import plan_servers
-from anygauge.rollout.sglang.arguments import by_name, command_line, run_arguments
-from anygauge.rollout.sglang.installed import installed_sglang
-from anygauge.rollout.sglang.kinds import plan_arguments
+from anygauge.serving.server_plan import plan_servers
+from anygauge.serving.sglang.arguments import by_name, command_line, run_arguments
+from anygauge.serving.sglang.installed import installed_sglang
+from anygauge.serving.sglang.kinds import plan_arguments
 from anygauge.testing.fake_engine.keys import ADMIN, OPEN
 from anygauge.testing.fake_engine.options import Options
 from anygauge.testing.fake_engine.server import application

@@ -15,8 +15,8 @@ import torch
 from anygauge.config.schema import WeightSync
 from anygauge.engines.megatron.weights.hf import write_directory
 from anygauge.plugins import Plugins
-from anygauge.rollout.sglang.server import SGLangServer
-from anygauge.rollout.transformers.weights import copy_weights
+from anygauge.serving.embedded.weights import copy_weights
+from anygauge.serving.sglang.server import SGLangServer
 from anygauge.testing.served_vision import VisionReference, published, write_served
 from anygauge.testing.transformers_parity import build
 from anygauge.weight_sync.buckets import Buffers

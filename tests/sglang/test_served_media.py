@@ -14,8 +14,8 @@ import torch
 
 from anygauge.config.schema import WeightSync
 from anygauge.plugins import Plugins
-from anygauge.rollout.client import ImageEncoder
-from anygauge.rollout.sglang.server import SGLangServer
+from anygauge.serving.client import ImageEncoder
+from anygauge.serving.sglang.server import SGLangServer
 from anygauge.testing.served_vision import PATCH, VisionReference
 from anygauge.weight_sync.buckets import Buffers
 from anygauge.weight_sync.pusher import WeightPusher

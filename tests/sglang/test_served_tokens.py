@@ -21,9 +21,9 @@ import torch
 
 from anygauge.config import Config
 from anygauge.config.schema import RolloutClient
-from anygauge.rollout.engine_pool import EnginePool
 from anygauge.rollout.gateway.server import Gateway
-from anygauge.rollout.sglang.server import SGLangServer
+from anygauge.serving.engine_pool import EnginePool
+from anygauge.serving.sglang.server import SGLangServer
 from anygauge_hooks.errors import RolloutError
 from anygauge_hooks.rl import Prompt, Sample, SamplingParams
 from anygauge_hooks.weights import NO_KEYS, ServerKeys, WeightPeer
@@ -70,10 +70,10 @@ def expected(
 
 
 def family(server: SGLangServer) -> list[psutil.Process]:
-    """Return the server's processes and its keeper."""
-    keeper = psutil.Process(int(server.facts()["pid"])).parent()
+    """Return the server's processes and its supervisor."""
+    supervisor = psutil.Process(int(server.facts()["pid"])).parent()
     assert supervisor is not None
-    return [keeper, *keeper.children(recursive=True)]
+    return [supervisor, *supervisor.children(recursive=True)]
 
 
 def shared_memory(processes: Sequence[psutil.Process]) -> set[Path]:

@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 
-from anygauge.rollout.sglang.arguments import argument_problems, command_line
-from anygauge.rollout.sglang.installed import Installed, installed_sglang
+from anygauge.serving.sglang.arguments import argument_problems, command_line
+from anygauge.serving.sglang.installed import Installed, installed_sglang
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(600)]
 

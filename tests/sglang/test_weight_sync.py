@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from anygauge.config.schema import WeightSync
-from anygauge.rollout.sglang.server import SGLangServer
+from anygauge.serving.sglang.server import SGLangServer
 from anygauge.weight_sync.buckets import Buffers
 from anygauge.weight_sync.pusher import WeightPusher
 from anygauge.weight_sync.receiver import Receiver

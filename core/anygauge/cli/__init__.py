@@ -9,7 +9,7 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from anygauge.trainer.signals import terminate_as_exception
+from anygauge.runtime.signals import terminate_as_exception
 
 __all__ = ["main"]
 

@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
     check_source(source, megatron=args.to_megatron is None, model=args.model)
     check_target(target, source)
     if is_of_run(source):
-        from anygauge.trainer.checkpoint_reader import read_checkpoint
+        from anygauge.run_directory.checkpoint_reader import read_checkpoint
 
         read_checkpoint(source)  # which looks at every byte
     from anygauge.engines.megatron.conversion import convert

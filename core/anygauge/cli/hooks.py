@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the capability table."""
     from anygauge.plugins import find_backend, load_plugins, select_backend
-    from anygauge.trainer.capabilities import capabilities
+    from anygauge.run_directory.capabilities import capabilities
 
     plugins = load_plugins()
     if args.backend is None:

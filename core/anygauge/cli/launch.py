@@ -73,20 +73,20 @@ class _Plan:
     @property
     def head(self) -> list[str]:
         """The command of the head."""
-        from anygauge.trainer.ray_commands import head_command
+        from anygauge.runtime.ray_commands import head_command
 
         return head_command(self.backend, self.devices, host=self.host, port=self.port)
 
     def worker(self, host: str | None = None) -> list[str]:
         """Return the command of another node."""
-        from anygauge.trainer.ray_commands import join_address, worker_command
+        from anygauge.runtime.ray_commands import join_address, worker_command
 
         return worker_command(self.backend, self.devices, head=join_address(self.host, self.port), host=host)
 
 
 def run(args: argparse.Namespace) -> int:
     """Print the lines, or become one of them."""
-    from anygauge.trainer.ray_commands import join_address
+    from anygauge.runtime.ray_commands import join_address
 
     if args.run == "worker" and (args.head is None or _port(args.head) is None):
         args.parser.error("--run worker needs --head HOST:PORT, as the head was started with")
@@ -103,7 +103,7 @@ def run(args: argparse.Namespace) -> int:
 def _plan(args: argparse.Namespace) -> _Plan:
     from anygauge.config.schema import Cluster
     from anygauge.plugins import find_backend, load_plugins, select_backend
-    from anygauge.trainer.ray_commands import free_port
+    from anygauge.runtime.ray_commands import free_port
 
     plugins = load_plugins()
     if args.backend is None:
@@ -165,7 +165,7 @@ def _devices(args: argparse.Namespace, config: Config | None) -> int:
 
 
 def _host(args: argparse.Namespace, cluster: Cluster) -> str:
-    from anygauge.trainer.cluster import address_of, host_addresses
+    from anygauge.runtime.cluster import address_of, host_addresses
 
     if args.head is not None:
         port = _port(args.head)
@@ -213,7 +213,7 @@ def _start(plan: _Plan, part: str) -> None:
 
     :raises PlacementError: A worker has no token to show.
     """
-    from anygauge.trainer.cluster import address_of, host_addresses
+    from anygauge.runtime.cluster import address_of, host_addresses
 
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     if plan.nodes == 1:

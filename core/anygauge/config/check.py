@@ -7,33 +7,33 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
-from anygauge.config.algorithm_rules import algorithm_rule, algorithm_rules, sampling_rule
-from anygauge.config.control_rules import control_functions, control_rule
-from anygauge.config.correction_rules import correction_rules, stale_rule
 from anygauge.config.data_files import dataset_name
-from anygauge.config.debug_rules import debug_rule, replay_rule
-from anygauge.config.file_rules import (
+from anygauge.config.named_functions import failed_plugins, option_problems
+from anygauge.config.rules.algorithm import algorithm_rule, algorithm_rules, sampling_rule
+from anygauge.config.rules.correction import correction_rules, stale_rule
+from anygauge.config.rules.debug import debug_rule, replay_rule
+from anygauge.config.rules.file import (
     data_files_rule,
     overwrite_rule,
     run_directory_rule,
     train_files_rule,
 )
-from anygauge.config.group_rules import engine_kinds, external_rule, groups_rule
-from anygauge.config.health_rules import health_rule
-from anygauge.config.media_rules import media_rule
-from anygauge.config.model_rules import model_rules
-from anygauge.config.named_functions import failed_plugins, option_problems
-from anygauge.config.parallel_rules import (
+from anygauge.config.rules.group import engine_kinds, external_rule, groups_rule
+from anygauge.config.rules.health import health_rule
+from anygauge.config.rules.media import media_rule
+from anygauge.config.rules.model import model_rules
+from anygauge.config.rules.parallel import (
     data_parallel_size,
     parallel_rule,
     role_rule,
 )
-from anygauge.config.placement_rules import cluster_rule, colocation_rules, engines_rule
-from anygauge.config.reward_rules import label_rule, reward_functions, reward_rule
+from anygauge.config.rules.placement import cluster_rule, colocation_rules, engines_rule
+from anygauge.config.rules.reward import label_rule, reward_functions, reward_rule
+from anygauge.config.rules.rollout import control_functions, control_rule
+from anygauge.config.rules.weight_sync import weight_sync_rules
 from anygauge.config.schema import Config, Eval, EvalDataset
 from anygauge.config.secret_values import mask_rule
 from anygauge.config.tree import covers
-from anygauge.config.weight_sync_rules import weight_sync_rules
 from anygauge_hooks.types import ConfigProblem
 
 if TYPE_CHECKING:

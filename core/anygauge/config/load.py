@@ -19,11 +19,11 @@ from typing import Any
 
 import tomli_w
 
-from anygauge.config.algorithm_rules import algorithm_warnings
 from anygauge.config.changes import AppliedChange, adjust
 from anygauge.config.check import check
 from anygauge.config.deprecated_keys import renamed_keys
 from anygauge.config.overrides import read_overrides
+from anygauge.config.rules.algorithm import algorithm_warnings
 from anygauge.config.schema import Config
 from anygauge.config.secret_values import masked
 from anygauge.config.tree import Tree, covers, flatten, merge, plain

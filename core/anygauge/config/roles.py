@@ -1,23 +1,60 @@
-"""Role configs: the config of each model beside the policy, with the role in the place of the policy.
+"""Roles of a run: which components it builds, and the config of each model beside the policy.
 
-What is the policy's alone never reaches it.
+A role's config has the role in the place of the policy; what is the policy's alone never reaches it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from anygauge.config.schema import Config, Critic, Teacher
 from anygauge_hooks.errors import ConfigError
 
-__all__ = ["as_classifier", "as_language_model", "critic_config", "teacher_config"]
+__all__ = [
+    "Components",
+    "as_classifier",
+    "as_language_model",
+    "critic_config",
+    "evaluation_components",
+    "run_components",
+    "teacher_config",
+]
 
 CLASSIFIER, LANGUAGE_MODEL = "ForSequenceClassification", "ForCausalLM"
 """How transformers ends the names of two architectures that differ in their output layer alone."""
 
 ACTOR_ONLY = {"router_replay": False}
 """Settings of ``[train]`` that no other model has: routes are those that the policy's own pass captured."""
+
+
+@dataclass(frozen=True, slots=True)
+class Components:
+    """Components that a run builds."""
+
+    trains: bool
+    """A train engine in each worker."""
+    generates: bool
+    """Rollout engines, in these workers or in processes of their own, and what scores their samples."""
+    learns: bool = False
+    """The models that training compares the policy with, and the critic."""
+
+
+def run_components(config: Config) -> Components:
+    """Return what a run builds: in a debug mode, one half alone."""
+    mode = config.debug.mode
+    trains = mode != "rollout_only"
+    return Components(trains=trains, generates=mode != "train_only" and config.samples, learns=trains)
+
+
+def evaluation_components(config: Config, *, loads: bool) -> Components:
+    """Return what an evaluation alone builds.
+
+    :param loads: Whether it reads a checkpoint, which only train engines can.
+    """
+    given = bool(config.rollout.external)  # they have whatever weights they have, until they are sent others
+    return Components(trains=loads or given or config.run.task == "sft", generates=config.samples)
 
 
 def critic_config(config: Config) -> Config:

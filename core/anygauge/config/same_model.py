@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
-from anygauge.config.architecture_rules import read_architecture
+from anygauge.config.rules.architecture import read_architecture
 
 if TYPE_CHECKING:
     from torch import nn

@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 from collections import Counter
 from collections.abc import Callable, Sequence
-from itertools import chain
+from itertools import chain, pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -200,3 +200,9 @@ def _best_pair(
     if misses.flat[best] >= gap / 2 * (1 - TOLERANCE):
         return None
     return int(given[best % len(given)]), int(taken[tried.flat[best]])
+
+
+def split_evenly(count: int, parts: int) -> list[slice]:
+    """Return ``parts`` contiguous slices of ``range(count)`` whose sizes differ by at most one."""
+    bounds = [count * part // parts for part in range(parts + 1)]
+    return [slice(first, last) for first, last in pairwise(bounds)]

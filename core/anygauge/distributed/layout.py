@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from anygauge.config.parallel_rules import size_problems
+from anygauge.config.rules.parallel import size_problems
 from anygauge.config.schema import Config, Parallel
 from anygauge_hooks.errors import ConfigError
 

@@ -7,8 +7,8 @@ from typing import Any
 
 from anygauge.config.schema import Config
 from anygauge.distributed.process_groups import reload_process_groups
+from anygauge.runtime.media_stores import open_store
 from anygauge.trainer.actors import ActorWorker
-from anygauge.trainer.media_stores import open_store
 from anygauge_hooks.engines import WorkerContext
 
 __all__ = ["SuccessiveActors"]

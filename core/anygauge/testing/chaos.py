@@ -14,8 +14,8 @@ from random import Random
 from typing import Any, Literal, get_args
 
 from anygauge.config.schema import RolloutClient
-from anygauge.rollout.client import EngineAwayError
-from anygauge.rollout.engine_pool import EnginePool
+from anygauge.serving.client import EngineAwayError
+from anygauge.serving.engine_pool import EnginePool
 from anygauge.testing.chaos_summary import RequestSummary
 from anygauge.testing.fake_engine import EOS, FakeServer, Options, expected
 from anygauge.testing.fake_engine.process import MODULE

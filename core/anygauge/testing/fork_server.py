@@ -45,12 +45,12 @@ __all__ = ["SCORER", "ForkServers", "ForkedProcess", "forked_workers", "running"
 _MODULES = (
     "anygauge.cli.train",
     "anygauge.engines.megatron.engine",
-    "anygauge.rollout.transformers.engine",
+    "anygauge.serving.embedded.engine",
     "anygauge.testing.fake_engine.server",
     "anygauge.testing.workers",
     "anygauge.trainer.actors",
     "anygauge.trainer.run",
-    "anygauge.trainer.worker",
+    "anygauge.runtime.worker",
     "transformers.models.auto.modeling_auto",
     "transformers.models.auto.tokenization_auto",
     "transformers.models.qwen3.modeling_qwen3",
@@ -61,7 +61,7 @@ _READ_ENVIRONMENT = {"huggingface_hub.constants"}
 _ROLE = "actor"
 _TIMEOUT_S = 1800.0
 """Timeout of collectives, unless the run that takes a process sets another."""
-_WORKER = "anygauge.trainer.worker_main"
+_WORKER = "anygauge.runtime.worker_main"
 SCORER = "anygauge.rollout.rewards.process"
 """The module of a process of rewards."""
 _FIRST = 3

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from anygauge.config.schema import Data, Rollout, RolloutGateway
-from anygauge.rollout.control.gate import Gate
-from anygauge.rollout.control.journal import Journal
-from anygauge.rollout.control.live import LiveRollout
-from anygauge.rollout.control.text import TextTools
+from anygauge.rollout.gate import Gate
 from anygauge.rollout.gateway.server import Gateway
 from anygauge.rollout.gateway.session import Session
+from anygauge.rollout.journal import Journal
+from anygauge.rollout.live import LiveRollout
+from anygauge.rollout.text import TextTools
 from anygauge.testing.scripted import ScriptedGenerator
 from anygauge.testing.tiny import tiny_tokenizer
 from anygauge_hooks.rl import Prompt, Sample, SamplingParams

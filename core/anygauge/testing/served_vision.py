@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken
 
 from anygauge.config.schema import RolloutClient
-from anygauge.rollout.client import EngineClient, ImageEncoder
+from anygauge.serving.client import EngineClient, ImageEncoder
 from anygauge.testing.media import DictStore
 from anygauge.testing.tiny import tiny_tokenizer
 from anygauge.testing.vision_models import with_vision_tower, write_vision_model

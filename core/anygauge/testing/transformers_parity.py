@@ -14,8 +14,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from anygauge.config import Config
-from anygauge.rollout.transformers.engine import TransformersEngine
-from anygauge.rollout.transformers.multimodal import MultimodalContext
+from anygauge.serving.embedded.engine import TransformersEngine
+from anygauge.serving.embedded.multimodal import MultimodalContext
 from anygauge.testing.tiny import tiny_tokenizer
 from anygauge_hooks.engines import WorkerContext
 from anygauge_hooks.media import Media, MediaKind

@@ -16,17 +16,15 @@ from anygauge.algorithms.losses import bind_options, policy_objective
 from anygauge.algorithms.on_policy import OnPolicyDifference
 from anygauge.algorithms.values import value_loss
 from anygauge.config import Config
-from anygauge.config.algorithm_rules import compares, estimator, has_critic
-from anygauge.config.roles import critic_config
+from anygauge.config.roles import Components, critic_config, run_components
+from anygauge.config.rules.algorithm import compares, estimator, has_critic
 from anygauge.distributed.layout import layout_of
 from anygauge.observability.performance import WorkerReport
-from anygauge.trainer.components import Components, run_components
-from anygauge.trainer.dumps import PerToken, RecordedLoss, model_facts, write_mini_batches
+from anygauge.run_directory.dumps import PerToken, RecordedLoss, model_facts, write_mini_batches
+from anygauge.serving.rollout_workers import GeneratingWorker, make_engine
+from anygauge.serving.weight_stream import PickledBucket, WeightSender
 from anygauge.trainer.estimate import Estimate, Passes, estimate
-from anygauge.trainer.plan import MiniBatch
-from anygauge.trainer.rollout_workers import GeneratingWorker, make_engine
 from anygauge.trainer.teacher import TEACHER, Teacher, make_teacher, maker
-from anygauge.trainer.weight_stream import PickledBucket, WeightSender
 from anygauge.weight_sync.pusher import WeightPusher, make_pusher
 from anygauge.weight_sync.report import SyncReport
 from anygauge_hooks.algorithms import Correction
@@ -40,7 +38,7 @@ from anygauge_hooks.engines import (
     WorkerContext,
 )
 from anygauge_hooks.errors import CheckpointError
-from anygauge_hooks.rl import TrainSample
+from anygauge_hooks.rl import MiniBatch, TrainSample
 from anygauge_hooks.weights import WeightPeer
 
 if TYPE_CHECKING:

@@ -13,7 +13,8 @@ from contextlib import closing
 from typing import TYPE_CHECKING
 
 from anygauge.data.media.loader import windows
-from anygauge.rollout.control import RolloutContext, sample_all
+from anygauge.rollout.context import RolloutContext
+from anygauge.rollout.evaluation import sample_all
 from anygauge.rollout.rewards import Scorer
 from anygauge.trainer.evaluation import Drawn, eval_draw, record, score_metrics
 from anygauge.trainer.plan import group_samples
@@ -22,7 +23,7 @@ from anygauge_hooks.rl import NO_VERSION, Group
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from anygauge.trainer.generation_client import GenerationClient
+    from anygauge.serving.generation_client import GenerationClient
     from anygauge.trainer.inputs import EvalSet
     from anygauge.trainer.session import Session
     from anygauge_hooks.rl import Prompt, Sample, SamplingParams

@@ -8,13 +8,14 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from anygauge.config import Config
+from anygauge.data.balance import split_evenly
 from anygauge.data.media.loader import windows
 from anygauge.observability.logs import summary
 from anygauge.observability.metrics import eval_metrics
 from anygauge.rollout.rewards import Scorer, raw_number
+from anygauge.runtime.worker_group import Arguments
 from anygauge.trainer.generation import eval_params, eval_seeds
-from anygauge.trainer.plan import conversation_samples, group_samples, split_evenly
-from anygauge.trainer.worker_group import Arguments
+from anygauge.trainer.plan import conversation_samples, group_samples
 from anygauge_hooks.rl import Group, Prompt, Sample, SamplingParams, TrainSample
 from anygauge_hooks.types import RunInfo
 

@@ -12,12 +12,13 @@ from typing import Any
 
 from anygauge.config import Config
 from anygauge.config.load import LoadedConfig
+from anygauge.config.roles import evaluation_components
 from anygauge.data.media.finder import MediaFinder
 from anygauge.hub import localized
 from anygauge.hub.names import model_name
 from anygauge.plugins import Plugins
 from anygauge.rollout.rewards import check_reward
-from anygauge.trainer.checkpoint_reader import (
+from anygauge.run_directory.checkpoint_reader import (
     DIRECTORY,
     MANIFEST,
     Checkpoint,
@@ -25,11 +26,10 @@ from anygauge.trainer.checkpoint_reader import (
     latest_checkpoint,
     read_checkpoint,
 )
-from anygauge.trainer.components import evaluation_components
+from anygauge.runtime.signals import terminate_as_exception
 from anygauge.trainer.evaluation import evaluate
 from anygauge.trainer.inputs import EvalSet, load_tokenizer, media_finder, read_eval_sets, rewards
 from anygauge.trainer.run import open_session, run_info
-from anygauge.trainer.signals import terminate_as_exception
 from anygauge.trainer.state import RunState
 from anygauge_hooks.errors import AnygaugeError, CheckpointError, ConfigError, WorkerFailedError
 

@@ -1,13 +1,35 @@
-"""Seeds and sampling parameters of training and evaluation samples."""
+"""Generation of training and evaluation samples: seeds, sampling parameters and the context of rollouts."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 from anygauge.config import Config
 from anygauge.config.schema import EvalDataset
+from anygauge.data.media.loader import MediaLoader
+from anygauge.hub import localized
+from anygauge.plugins import Plugins
+from anygauge.rollout.context import RolloutContext
+from anygauge.rollout.evaluation import sample_all
+from anygauge.rollout.functions import resolve_functions
+from anygauge.rollout.text import TextTools
+from anygauge.serving.generation_client import GenerationClient
+from anygauge.trainer.inputs import load_tokenizer, longest_context
 from anygauge.trainer.plan import sample_seeds
-from anygauge_hooks.rl import SamplingParams
+from anygauge_hooks.models import text_config
+from anygauge_hooks.rl import Prompt, Sample, SamplingParams
 
-__all__ = ["eval_params", "eval_seeds", "group_seeds", "rollout_params", "rollout_seeds"]
+__all__ = [
+    "SampleMaker",
+    "eval_params",
+    "eval_seeds",
+    "group_seeds",
+    "open_maker",
+    "rollout_params",
+    "rollout_seeds",
+]
 
 TRAIN_STREAM, EVAL_STREAM = 0, 1
 """Streams of random numbers."""
@@ -70,3 +92,46 @@ def eval_params(dataset: EvalDataset, forbidden: tuple[int, ...] = ()) -> Sampli
         stop_token_ids=dataset.stop_token_ids,
         forbidden=forbidden,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class SampleMaker:
+    """Makes the samples of a run, for training and for evaluation."""
+
+    client: GenerationClient
+    context: RolloutContext
+
+    def generate(
+        self, prompts: Sequence[Prompt], params: SamplingParams, seeds: Sequence[Sequence[int]]
+    ) -> list[list[Sample]]:
+        """Return one sample per seed for each prompt, in order, beside what is under way for training."""
+        samples: list[list[Sample]] = self.client.wait(
+            sample_all(self.context, prompts, params, seeds), "samples"
+        )
+        return samples
+
+
+def open_maker(
+    config: Config, plugins: Plugins, client: GenerationClient, media: MediaLoader | None = None
+) -> SampleMaker:
+    """Return what makes the samples of a run on its engines.
+
+    :param media: Takes what tools show; ``None`` in a run of text.
+    """
+    local = localized(config, data=False)
+    hf = text_config(json.loads((local.model.path / "config.json").read_text(encoding="utf-8")))
+    context = RolloutContext(
+        config=config.rollout,
+        generator=client.generator,
+        engines=client.others,
+        vocab_size=hf.get("vocab_size"),
+        functions=resolve_functions(config.rollout, plugins),
+        text=TextTools(
+            load_tokenizer(local),
+            config.data,
+            longest_context(config, plugins, hf),
+            None if media is None else media.show,
+            config.media.max_per_sample,
+        ),
+    )
+    return SampleMaker(client, context)

@@ -15,7 +15,7 @@ from typing import Literal
 
 from anygauge.algorithms.on_policy import ON_POLICY
 from anygauge.config import Config
-from anygauge.config.health_rules import computing_dtype, logprob_limits
+from anygauge.config.rules.health import computing_dtype, logprob_limits
 from anygauge.observability.health import HealthEvent, append_event
 from anygauge_hooks.errors import HealthError
 

@@ -30,10 +30,9 @@ from anygauge.observability.metrics import (
     train_datasets,
 )
 from anygauge.rollout.rewards import raw_number
-from anygauge.trainer.background_evaluation import BackgroundEvaluation
-from anygauge.trainer.checkpoints import CheckpointWriter, export_hf
-from anygauge.trainer.directory import RunDirectory
-from anygauge.trainer.dumps import (
+from anygauge.run_directory.checkpoints import CheckpointWriter, export_hf
+from anygauge.run_directory.directory import RunDirectory
+from anygauge.run_directory.dumps import (
     DIRECTORY,
     ModelFacts,
     batch_path,
@@ -45,25 +44,19 @@ from anygauge.trainer.dumps import (
     rollout_path,
     write_groups,
 )
+from anygauge.runtime.worker_group import PendingCall
+from anygauge.trainer.background_evaluation import BackgroundEvaluation
 from anygauge.trainer.evaluation import evaluate
 from anygauge.trainer.generation import rollout_params, rollout_seeds
 from anygauge.trainer.health import HealthMonitor, health_metrics
-from anygauge.trainer.plan import (
-    MiniBatch,
-    conversation_samples,
-    group_samples,
-    plan_metrics,
-    plan_steps,
-    train_samples,
-)
+from anygauge.trainer.plan import conversation_samples, group_samples, plan_metrics, plan_steps, train_samples
 from anygauge.trainer.rollout_scheduler import RolloutScheduler
 from anygauge.trainer.session import TRAINING, Session
 from anygauge.trainer.staleness import mask_stale
-from anygauge.trainer.worker_group import PendingCall
 from anygauge_hooks.data import DataSource
 from anygauge_hooks.errors import HealthError
 from anygauge_hooks.media import Media
-from anygauge_hooks.rl import Group, Prompt, TrainSample
+from anygauge_hooks.rl import Group, MiniBatch, Prompt, TrainSample
 from anygauge_hooks.types import RunInfo
 
 if TYPE_CHECKING:

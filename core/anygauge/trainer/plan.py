@@ -5,8 +5,6 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from itertools import pairwise
 from statistics import fmean
 from typing import Any
 
@@ -16,33 +14,20 @@ from anygauge.algorithms.aggregation import Aggregation, split_steps, token_weig
 from anygauge.data.balance import Numbers, alike, balance, free, imbalance, media_costs, sequence_costs
 from anygauge_hooks.errors import PluginError, RolloutError
 from anygauge_hooks.media import Media
-from anygauge_hooks.rl import NO_VERSION, Group, Prompt, Sample, TrainSample
+from anygauge_hooks.rl import NO_VERSION, Group, MiniBatch, Prompt, Sample, TrainSample
 
 __all__ = [
-    "MiniBatch",
     "conversation_samples",
     "group_samples",
     "plan_metrics",
     "plan_steps",
     "sample_seeds",
-    "split_evenly",
     "train_samples",
 ]
 
 _log = logging.getLogger(__name__)
 
 Estimator = Callable[..., torch.Tensor]
-
-
-@dataclass(frozen=True, slots=True)
-class MiniBatch:
-    """One rank's part of one optimizer step."""
-
-    samples: tuple[TrainSample, ...]
-    loss_weights: tuple[Sequence[float], ...]
-    """Per sample and response token: its share in the mean of the whole step."""
-    idle: int = 0
-    """How many of the samples repeat another one of the step, for a rank that would have none."""
 
 
 def group_samples(prompts: Sequence[Prompt], samples: Sequence[Sequence[Sample]]) -> list[Group]:
@@ -276,9 +261,3 @@ def sample_seeds(seed: int, stream: int, step: int, prompts: int, samples: int) 
     digest = hashlib.blake2b(f"{seed}/{stream}/{step}".encode(), digest_size=8).digest()
     first = int.from_bytes(digest, "big")
     return [[(first + p * samples + i) % (1 << 63) for i in range(samples)] for p in range(prompts)]
-
-
-def split_evenly(count: int, parts: int) -> list[slice]:
-    """Return ``parts`` contiguous slices of ``range(count)`` whose sizes differ by at most one."""
-    bounds = [count * part // parts for part in range(parts + 1)]
-    return [slice(first, last) for first, last in pairwise(bounds)]

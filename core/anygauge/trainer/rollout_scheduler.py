@@ -10,17 +10,13 @@ from functools import partial
 from anygauge.config import Config
 from anygauge.config.schema import Rollout
 from anygauge.data.media.loader import LoadedSource
-from anygauge.rollout.control import (
-    Continuous,
-    GroupScorer,
-    Producer,
-    ProducerContext,
-    RolloutContext,
-    Staleness,
-)
+from anygauge.rollout.context import ProducerContext, RolloutContext
+from anygauge.rollout.producer import Continuous, Producer
 from anygauge.rollout.rewards import Scorer
+from anygauge.rollout.scoring import GroupScorer
+from anygauge.rollout.staleness import Staleness
+from anygauge.serving.generation_client import GenerationClient
 from anygauge.trainer.generation import group_seeds, rollout_params
-from anygauge.trainer.generation_client import GenerationClient
 from anygauge.trainer.session import TRAINING, Session
 from anygauge.trainer.state import RunState
 from anygauge_hooks.data import DataSource

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from anygauge.config import Config
 from anygauge.config.load import LoadedConfig
+from anygauge.config.roles import Components, run_components
 from anygauge.config.secret_values import secret_values
 from anygauge.data.media.finder import MediaFinder
 from anygauge.data.media.loader import LoadedSource, MediaLoader
@@ -16,25 +17,24 @@ from anygauge.observability.logs import driver_log
 from anygauge.observability.trackers import open_tracker, tracker_names
 from anygauge.plugins import Plugins
 from anygauge.rollout.rewards import Scorer
+from anygauge.run_directory.capabilities import write_capabilities
+from anygauge.run_directory.checkpoints import CheckpointWriter, export_hf
+from anygauge.run_directory.directory import RunDirectory, open_run_directory
+from anygauge.runtime.launch import launch_workers
+from anygauge.runtime.media_stores import own_store
+from anygauge.runtime.signals import terminate_as_exception
+from anygauge.runtime.worker_group import WorkerGroup
+from anygauge.serving.colocation import ColocationScheduler
+from anygauge.serving.engines import open_engines
+from anygauge.serving.served_engines import devices_of_server
 from anygauge.trainer.actors import replays
 from anygauge.trainer.background_evaluation import BackgroundEvaluation
-from anygauge.trainer.capabilities import write_capabilities
-from anygauge.trainer.checkpoints import CheckpointWriter, export_hf
-from anygauge.trainer.colocation import ColocationScheduler
-from anygauge.trainer.components import Components, run_components
-from anygauge.trainer.directory import RunDirectory, open_run_directory
-from anygauge.trainer.engines import open_engines
-from anygauge.trainer.generation_client import open_maker
+from anygauge.trainer.generation import open_maker
 from anygauge.trainer.inputs import EvalSet, Inputs, forbidden_tokens, read_inputs
-from anygauge.trainer.launch import launch_workers
 from anygauge.trainer.loop import Loop, announce, run_loop
-from anygauge.trainer.media_stores import own_store
 from anygauge.trainer.rollout_scheduler import open_rollout_scheduler, uses_rollout_scheduler
-from anygauge.trainer.served_engines import devices_of_server
 from anygauge.trainer.session import TRAINING, Session
-from anygauge.trainer.signals import terminate_as_exception
 from anygauge.trainer.state import RunState
-from anygauge.trainer.worker_group import WorkerGroup
 from anygauge_hooks.types import RunInfo, Tracker
 
 __all__ = ["open_session", "run_info", "train"]

@@ -7,15 +7,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from anygauge.config import Config
+from anygauge.config.roles import Components
 from anygauge.distributed.layout import Layout, layout_of
 from anygauge.plugins import Plugins
 from anygauge.rollout.rewards import Scorer
-from anygauge.trainer.colocation import ColocationScheduler
-from anygauge.trainer.components import Components
-from anygauge.trainer.engines import Engines
-from anygauge.trainer.generation_client import SampleMaker
+from anygauge.runtime.worker_group import WorkerGroup
+from anygauge.serving.colocation import ColocationScheduler
+from anygauge.serving.engines import Engines
+from anygauge.trainer.generation import SampleMaker
 from anygauge.trainer.state import RunState
-from anygauge.trainer.worker_group import WorkerGroup
 from anygauge_hooks.rl import Prompt, Sample, SamplingParams
 from anygauge_hooks.types import RunInfo, Tracker
 

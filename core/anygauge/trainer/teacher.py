@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from anygauge.config import Config
-from anygauge.config.algorithm_rules import has_teacher, rates_samples
 from anygauge.config.modalities import modalities
 from anygauge.config.roles import teacher_config
+from anygauge.config.rules.algorithm import has_teacher, rates_samples
 from anygauge.config.same_model import differing_keys
 from anygauge_hooks.engines import TopKLogProbs, TrainEngine, WorkerContext
 from anygauge_hooks.errors import ConfigError

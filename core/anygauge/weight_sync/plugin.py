@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from anygauge.config.weight_sync_rules import are_on_other_devices, are_on_other_hosts
+from anygauge.config.rules.weight_sync import are_on_other_devices, are_on_other_hosts
 from anygauge_hooks import hookimpl
 from anygauge_hooks.types import ConfigChange
 from anygauge_hooks.weights import WeightTransportSpec

@@ -12,11 +12,10 @@ import torch
 
 from anygauge.config import Config
 from anygauge.plugins import find_backend, load_plugins
+from anygauge.runtime.launch import launch_workers
+from anygauge.runtime.worker_group import WorkerGroup
 from anygauge.testing.tiny import tiny_qwen3
-from anygauge.trainer.actors import MiniBatch
-from anygauge.trainer.launch import launch_workers
-from anygauge.trainer.worker_group import WorkerGroup
-from anygauge_hooks.rl import TrainSample
+from anygauge_hooks.rl import MiniBatch, TrainSample
 
 HAS_GPU = shutil.which("nvidia-smi") is not None or Path("/dev/nvidia0").exists()
 

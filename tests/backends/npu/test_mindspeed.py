@@ -17,7 +17,7 @@ import pytest
 
 from anygauge.config.load import load_config
 from anygauge.plugins import Plugins, load_plugins
-from anygauge.trainer.worker import Worker, WorkerSetup
+from anygauge.runtime.worker import Worker, WorkerSetup
 from anygauge_cpu.plugin import CPU
 from anygauge_hooks import hookimpl
 from anygauge_hooks.errors import ConfigError, PluginError, ProviderError

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from anygauge.config.load import load_config, write_resolved
 from anygauge.plugins import Plugins
-from anygauge.trainer.checkpoints import CheckpointWriter
+from anygauge.run_directory.checkpoints import CheckpointWriter
 from anygauge.trainer.inputs import read_inputs
 from anygauge_hooks.errors import AnygaugeError
 

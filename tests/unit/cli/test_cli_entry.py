@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from anygauge.cli import doctor, main
-from anygauge.trainer.rpc import WorkerId, capture, error_of
+from anygauge.runtime.rpc import WorkerId, capture, error_of
 from anygauge_hooks.errors import AnygaugeError, ConfigError, DataError
 
 WAITING = """

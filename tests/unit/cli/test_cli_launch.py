@@ -12,7 +12,7 @@ import pytest
 
 from anygauge.cli import main
 from anygauge.cli.launch import _port
-from anygauge.trainer.ray_commands import free_port, head_command, join_address, worker_command
+from anygauge.runtime.ray_commands import free_port, head_command, join_address, worker_command
 from anygauge_cpu.plugin import CPU
 
 CONFIG = """

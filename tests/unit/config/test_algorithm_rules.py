@@ -11,10 +11,10 @@ import pytest
 
 from anygauge.algorithms import plugin
 from anygauge.config import Config
-from anygauge.config.algorithm_rules import compares, has_critic, has_teacher
 from anygauge.config.check import check
-from anygauge.config.correction_rules import stale_rule
 from anygauge.config.load import LoadedConfig
+from anygauge.config.rules.algorithm import compares, has_critic, has_teacher
+from anygauge.config.rules.correction import stale_rule
 from anygauge.plugins import Plugins
 from anygauge_hooks import hookimpl
 from anygauge_hooks.errors import ConfigError

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from anygauge.config import LoadedConfig
-from anygauge.config.architecture_rules import read_architecture
+from anygauge.config.rules.architecture import read_architecture
 from anygauge.config.same_model import differing_keys
 from anygauge.plugins import Plugins, load_plugins
 from anygauge_hooks.errors import ConfigError

@@ -10,7 +10,7 @@ from anygauge.config import Config
 from anygauge.config.deprecated_keys import RENAMED, renamed_keys
 from anygauge.config.load import dump_config
 from anygauge.config.validate import keys
-from anygauge.trainer.resume import is_changed
+from anygauge.run_directory.resume import is_changed
 
 VALUES = {"loss_aggregation": "sample_mean", "warmup_steps": 3, "train_workers": 2, "partial_rollout": True}
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from anygauge.config.group_rules import external_rule, groups_rule
 from anygauge.config.load import LoadedConfig
+from anygauge.config.rules.group import external_rule, groups_rule
 from anygauge.config.validate import validate
 from anygauge.plugins import Plugins
 from anygauge_hooks import hookimpl

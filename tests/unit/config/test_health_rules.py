@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from anygauge.config import Config, LoadedConfig
-from anygauge.config.health_rules import logprob_limits
+from anygauge.config.rules.health import logprob_limits
 from anygauge_hooks.errors import ConfigError
 
 Load = Callable[..., LoadedConfig]

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from anygauge.config import Config, LoadedConfig
-from anygauge.config.media_rules import media_mismatches, model_media
-from anygauge.config.model_rules import model_rules
+from anygauge.config.rules.media import media_mismatches, model_media
+from anygauge.config.rules.model import model_rules
 from anygauge.config.schema import Parallel
 from anygauge.plugins import load_plugins
 from anygauge.testing.tiny import tiny_tokenizer

@@ -17,7 +17,7 @@ from anygauge.config.secret_values import MASK, mask_rule, masked, secret_values
 from anygauge.observability.logs import driver_log
 from anygauge.observability.trackio import make_trackio_tracker
 from anygauge.observability.wandb import make_wandb_tracker
-from anygauge.trainer.resume import is_changed
+from anygauge.run_directory.resume import is_changed
 from anygauge_hooks.types import RunInfo
 
 HIDDEN = "sk-1234'56"

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from anygauge.config.data_files import dataset_name, split_slice
-from anygauge.config.file_rules import _data_file
+from anygauge.config.rules.file import _data_file
 from anygauge.config.schema import Config, Data, DataFile
 from anygauge.data.lines import read_slice
 from anygauge.data.source import FileSource

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from anygauge.config.parallel_rules import model_problems, size_problems
+from anygauge.config.rules.parallel import model_problems, size_problems
 from anygauge.config.schema import Parallel
 from anygauge.distributed.layout import Layout
 from anygauge_hooks.errors import ConfigError

@@ -24,7 +24,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from anygauge.config import Config
-from anygauge.config.parallel_rules import model_problems, size_problems
+from anygauge.config.rules.parallel import model_problems, size_problems
 from anygauge.config.schema import Parallel
 from anygauge.distributed.layout import Layout
 from anygauge.engines.megatron.config_fields import option_problems

@@ -316,7 +316,7 @@ def test_experts_are_as_the_ledger_says(config: Config, context: WorkerContext, 
 def test_building_a_rollout_model_restores_the_initialisers(
     config: Config, witness: Witness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from anygauge.rollout.transformers.engine import _build
+    from anygauge.serving.embedded.engine import _build
 
     build = AutoModelForCausalLM.from_config
 

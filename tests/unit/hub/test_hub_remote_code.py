@@ -18,7 +18,7 @@ from anygauge.config.model_files import read_model
 from anygauge.config.schema import Config
 from anygauge.engines.megatron.weights.hf import open_tensors
 from anygauge.plugins import load_plugins
-from anygauge.rollout.transformers.engine import TransformersEngine
+from anygauge.serving.embedded.engine import TransformersEngine
 from anygauge.trainer.inputs import load_tokenizer
 from anygauge_hooks.errors import CheckpointError
 

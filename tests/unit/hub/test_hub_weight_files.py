@@ -15,7 +15,7 @@ from anygauge.config.model_files import read_model
 from anygauge.engines.megatron.weights.hf import open_tensors
 from anygauge.hub.weight_files import INDEX, weight_files
 from anygauge.plugins import load_plugins
-from anygauge.rollout.transformers.weights import read_weights
+from anygauge.serving.embedded.weights import read_weights
 from anygauge_hooks.errors import CheckpointError
 
 WRONG = {

@@ -17,7 +17,7 @@ from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import _get_feat
 
 from anygauge.engines.megatron.weights.mapping import model_rules
 from anygauge.plugins import load_plugins
-from anygauge.rollout.transformers.weights import copy_weights
+from anygauge.serving.embedded.weights import copy_weights
 from anygauge.testing.media import DictStore
 from anygauge.testing.transformers_parity import ParityPair, build, sample
 from anygauge.testing.vision_models import write_vision_model

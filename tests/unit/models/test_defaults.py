@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from anygauge.config.architecture_rules import read_architecture
+from anygauge.config.rules.architecture import read_architecture
 from anygauge.plugins import load_plugins
 from anygauge_hooks.models import ModelSpec
 

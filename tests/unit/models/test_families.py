@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from anygauge.config import Config
-from anygauge.config.architecture_rules import read_architecture
+from anygauge.config.rules.architecture import read_architecture
 from anygauge.engines.megatron.prepare import prepare_megatron
 from anygauge.kernels.table import KernelTable
 from anygauge.plugins import Plugins, load_plugins
@@ -707,7 +707,7 @@ def test_the_embedded_rollout_engine_serves_the_weights_of_the_policy(
 
 def check_rollouts(host: Host, policy: Any, checkpoint: Path) -> None:
     """Check that new weights arrive, and that what is sampled has the policy's log-probs."""
-    from anygauge.rollout.transformers.engine import TransformersEngine
+    from anygauge.serving.embedded.engine import TransformersEngine
 
     tiny_tokenizer(checkpoint, alphabet=ALPHABET)
     engine = TransformersEngine(
@@ -741,7 +741,7 @@ def check_rollouts(host: Host, policy: Any, checkpoint: Path) -> None:
 
 
 def test_the_embedded_rollout_engine_lists_the_experts_that_it_lacks(tmp_path: Path) -> None:
-    from anygauge.rollout.transformers.weights import copy_weights, read_weights
+    from anygauge.serving.embedded.weights import copy_weights, read_weights
 
     path = write_tiny(FAMILIES["qwen3_moe"], tmp_path)
     model = AutoModelForCausalLM.from_pretrained(path)

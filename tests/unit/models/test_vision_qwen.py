@@ -30,7 +30,7 @@ from transformers.models.qwen3_vl.video_processing_qwen3_vl import smart_resize 
 from anygauge.config import Config
 from anygauge.engines.megatron.weights.mapping import model_rules
 from anygauge.plugins import load_plugins
-from anygauge.rollout.transformers.weights import copy_weights
+from anygauge.serving.embedded.weights import copy_weights
 from anygauge.testing.tiny import tiny_tokenizer
 from anygauge.testing.toy_tower import Store
 from anygauge.testing.vision_models import with_vision_tower
@@ -333,8 +333,8 @@ def test_weights_come_out_as_they_went_in_and_transformers_reads_them(model: Mod
 
 def test_the_embedded_engine_sees_what_the_trainer_sees(model: Model) -> None:
     """With weights that were pushed; prompts with the same images, pixels and positions."""
-    from anygauge.rollout.transformers.engine import TransformersEngine
-    from anygauge.rollout.transformers.multimodal import MultimodalContext
+    from anygauge.serving.embedded.engine import TransformersEngine
+    from anygauge.serving.embedded.multimodal import MultimodalContext
 
     tiny_tokenizer(model.path, alphabet="".join(map(chr, range(0x4E00, 0x4E00 + 62))))
     assert model.spec.media is not None

@@ -24,7 +24,7 @@ from anygauge.observability.metrics import (
     rollout_metrics,
     with_step_axes,
 )
-from anygauge.rollout.control.tally import Tally
+from anygauge.rollout.tally import Tally
 from anygauge.trainer.estimate import Passes, estimate
 from anygauge.trainer.health import health_metrics
 from anygauge.trainer.loop import mean_over_steps

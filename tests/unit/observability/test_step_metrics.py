@@ -9,8 +9,8 @@ from typing import Any, cast
 import pytest
 
 from anygauge.config import Config
+from anygauge.config.roles import Components
 from anygauge.trainer import loop as module
-from anygauge.trainer.components import Components
 from anygauge_hooks.rl import Group, Prompt, Sample
 
 PROMPT = Prompt(

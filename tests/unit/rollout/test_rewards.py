@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 
 from anygauge.rollout import math_grader
 from anygauge.rollout.math_grader import Grader
+from anygauge.rollout.plugin import register_reward_functions
 from anygauge.rollout.rewards import (
     boxed,
     dapo,
@@ -483,3 +484,8 @@ def test_the_grader_ends_with_its_parent() -> None:
     assert parent.returncode == -signal.SIGKILL
     assert parent.stderr == b""
     assert int(parent.stdout) > 0
+
+
+def test_the_rewards_are_registered() -> None:
+    names = {function.name for function in register_reward_functions()}
+    assert {"exact_match", "math"} <= names

@@ -12,13 +12,15 @@ import pytest
 
 from anygauge.config import Config
 from anygauge.data.evaluation import eval_datasets
-from anygauge.rollout.control import RolloutContext, TextTools, UserFunctions
-from anygauge.rollout.control.functions import UserFunction, single_turn
+from anygauge.rollout.context import RolloutContext
+from anygauge.rollout.functions import UserFunction, UserFunctions, single_turn
+from anygauge.rollout.text import TextTools
+from anygauge.runtime.event_loop import EventLoop
+from anygauge.serving.generation_client import GenerationClient
 from anygauge.testing.scripted_engine import ScriptedEngine
 from anygauge.testing.tiny import tiny_tokenizer
 from anygauge.trainer.background_evaluation import BackgroundEvaluation
-from anygauge.trainer.event_loop import EventLoop
-from anygauge.trainer.generation_client import GenerationClient, SampleMaker
+from anygauge.trainer.generation import SampleMaker
 from anygauge.trainer.inputs import EvalSet
 from anygauge_hooks.errors import RolloutError
 from anygauge_hooks.rl import Group, Prompt

@@ -13,8 +13,8 @@ import pytest
 from anygauge.config import Config
 from anygauge.data.evaluation import eval_datasets
 from anygauge.plugins import Plugins, load_plugins
+from anygauge.serving.colocation import ColocationScheduler
 from anygauge.trainer import loop as loop_module
-from anygauge.trainer.colocation import ColocationScheduler
 from anygauge.trainer.evaluation import evaluate
 from anygauge.trainer.inputs import EvalSet
 from anygauge.trainer.run import open_scorers

@@ -22,12 +22,12 @@ from torch import Tensor
 
 from anygauge.algorithms import plugin as algorithms
 from anygauge.config.check import check
+from anygauge.config.roles import Components
 from anygauge.config.schema import Algorithm, Config, Critic, Reference, Train
 from anygauge.plugins import load_plugins
+from anygauge.serving.colocation import ColocationScheduler
 from anygauge.testing.tabular import TabularPlugin, logits, values
 from anygauge.trainer.actors import ActorWorker
-from anygauge.trainer.colocation import ColocationScheduler
-from anygauge.trainer.components import Components
 from anygauge.trainer.inputs import group_estimator
 from anygauge.trainer.loop import Loop, train_on_rollouts
 from anygauge.trainer.session import Session

@@ -12,19 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from anygauge.algorithms.advantages import grpo
+from anygauge.data.balance import split_evenly
 from anygauge.trainer.loop import are_any_scored
-from anygauge.trainer.plan import (
-    MiniBatch,
-    conversation_samples,
-    plan_metrics,
-    plan_steps,
-    sample_seeds,
-    split_evenly,
-    train_samples,
-)
+from anygauge.trainer.plan import conversation_samples, plan_metrics, plan_steps, sample_seeds, train_samples
 from anygauge_hooks.errors import PluginError, RolloutError
 from anygauge_hooks.media import Media
-from anygauge_hooks.rl import NO_VERSION, Group, Prompt, Sample, TrainSample
+from anygauge_hooks.rl import NO_VERSION, Group, MiniBatch, Prompt, Sample, TrainSample
 
 
 def make_sample(reward: float, length: int) -> Sample:

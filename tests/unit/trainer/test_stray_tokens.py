@@ -9,10 +9,11 @@ import pytest
 
 from anygauge.config import Config
 from anygauge.plugins import Plugins
+from anygauge.runtime.event_loop import EventLoop
+from anygauge.serving.generation_client import GenerationClient
 from anygauge.testing.scripted_engine import ScriptedEngine
 from anygauge.testing.tiny import tiny_tokenizer
-from anygauge.trainer.event_loop import EventLoop
-from anygauge.trainer.generation_client import GenerationClient, open_maker
+from anygauge.trainer.generation import open_maker
 from anygauge_hooks.errors import RolloutError
 from anygauge_hooks.rl import Prompt, SamplingParams
 

@@ -10,7 +10,7 @@ __all__ = ["install_fake_engine"]
 
 MODULE = '''"""Fake engines: written by anygauge.testing."""
 
-from anygauge.rollout.server_plan import plan_servers
+from anygauge.serving.server_plan import plan_servers
 from anygauge.testing.fake_engine import FakeServer, Options
 from anygauge_hooks import hookimpl
 from anygauge_hooks.engines import RolloutEngineSpec

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 
 from anygauge.plugins import Plugins
-from anygauge.rollout.control.journal import Journal
-from anygauge.rollout.control.samples import check_sample
 from anygauge.rollout.gateway import agent as module
 from anygauge.rollout.gateway.agent import RolloutGenerator, agent
 from anygauge.rollout.gateway.refusals import Refusal
+from anygauge.rollout.journal import Journal
+from anygauge.rollout.samples import check_sample
 from anygauge.testing import scripted_gateway
 from anygauge_hooks.errors import ConfigError, PluginError, RolloutError
 from anygauge_hooks.rl import Prompt, SamplingParams

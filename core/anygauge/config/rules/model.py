@@ -1,0 +1,242 @@
+"""Checks of the models that a config names, and of the keys that depend on them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from anygauge.config.modalities import modalities
+from anygauge.config.model_files import other_tokens, read_model
+from anygauge.config.rules.algorithm import compares
+from anygauge.config.rules.architecture import read_architecture
+from anygauge.config.rules.file import from_here
+from anygauge.config.rules.media import media_mismatches, model_media
+from anygauge.config.rules.parallel import divided, model_problems, of_role
+from anygauge.config.same_model import differing_keys
+from anygauge.config.schema import Config, Data, EvalDataset, Rollout
+from anygauge.disk import read_json
+from anygauge.hub.names import model_name
+from anygauge_hooks.errors import AnygaugeError
+from anygauge_hooks.types import ConfigProblem
+
+if TYPE_CHECKING:
+    from anygauge.plugins import Plugins
+    from anygauge_hooks.media import MediaKind
+
+__all__ = ["model_rules"]
+
+EXPERTS = "moe_"
+"""Begins the names of Megatron's options that experts alone read."""
+BIAS_RATE = "moe_router_bias_update_rate"
+"""Option of Megatron: how far the bias of an expert moves after a step."""
+
+Problems = Iterator[ConfigProblem]
+
+
+def model_rules(config: Config, plugins: Plugins, *, trains: bool) -> Problems:
+    """Yield what is wrong with the policy and, in a training, with the models beside it.
+
+    :param trains: As of :func:`~anygauge.config.check.check`.
+    """
+    trusted = config.model.trust_remote_code
+    policy, problems = _read_model("model.path", config.model.path, plugins, trusted)
+    yield from problems
+    if policy is not None:
+        yield from _context(config, policy)
+        yield from _architecture("model.path", config, policy, plugins)
+        yield from _stop_tokens(config, policy)
+        yield from _chat_template(config)
+        yield from model_media(config, policy, plugins)
+        yield from _rollout_engine(config, policy, plugins)
+    for index, group in enumerate(config.rollout.groups):
+        if group.path is not None and not os.path.isdir(group.path):
+            hint = f"no such directory{from_here(group.path)}"
+            yield ConfigProblem(path=f"rollout.groups[{index}].path", found=str(group.path), hint=hint)
+    for path, directory in _other_models(config) if trains else ():
+        other, problems = _read_model(path, directory, plugins, trusted)
+        yield from problems
+        if other is not None:
+            yield from _architecture(path, config, other, plugins)
+        if policy is None or other is None:
+            continue
+        hints = list(other_tokens(directory, config.model.path))
+        unlike = _unlike(path, policy, other, plugins, modalities(config))
+        for key in unlike:
+            one, another = _apart(other.get(key), policy.get(key))
+            hints.append(f"holds {key} = {one}; model.path holds {another}")
+        hints += [] if unlike else media_mismatches(config, policy, other, plugins)
+        yield from (ConfigProblem(path=path, found=str(directory), hint=hint) for hint in hints)
+
+
+def _apart(one: Any, other: Any) -> tuple[Any, Any]:
+    """Return two different values of ``config.json``; of parts, what differs in them."""
+    if not (isinstance(one, Mapping) and isinstance(other, Mapping)):
+        return one, other
+    keys = [key for key in sorted({*one, *other}) if one.get(key) != other.get(key)]
+    return {key: one.get(key) for key in keys}, {key: other.get(key) for key in keys}
+
+
+def _unlike(
+    path: str,
+    policy: Mapping[str, Any],
+    other: Mapping[str, Any],
+    plugins: Plugins,
+    kinds: Collection[MediaKind],
+) -> Sequence[str]:
+    """Return the keys of ``config.json`` that another model must have in common with the policy, and has not.
+
+    The weights of a reference take turns with the policy's in the policy's modules.
+    """
+    key = "architectures" if path == "reference.path" else "vocab_size"
+    if policy.get(key) != other.get(key):
+        return [key]
+    if path != "reference.path":
+        return []
+    try:
+        spec = plugins.model(policy.get("architectures") or ())
+    except AnygaugeError:
+        return []  # a problem of its own
+    readable = all(read_architecture(spec, hf)[0] is not None for hf in (policy, other))
+    return differing_keys(spec, policy, other, kinds) if readable else []
+
+
+def _other_models(config: Config) -> Iterator[tuple[str, Path]]:
+    """Yield key and directory of each model beside the policy; unused keys are a problem of their own."""
+    paths = {
+        "reference.path": config.reference.path if compares(config) else None,
+        "teacher.path": config.teacher.path,
+        "critic.path": config.critic.path,
+    }
+    yield from ((key, path) for key, path in paths.items() if path is not None)
+
+
+def _read_model(
+    path: str, directory: Path, plugins: Plugins, trust_remote_code: bool
+) -> tuple[dict[str, Any] | None, list[ConfigProblem]]:
+    """Return a Hugging Face config if it can be read, and what is wrong with its directory."""
+
+    def problem(hint: str) -> ConfigProblem:
+        return ConfigProblem(path=path, found=str(directory), hint=hint)
+
+    if model_name(path, directory) is not None:
+        return None, []  # looked up once nothing else is wrong
+    if not os.path.isdir(directory):
+        hint = f"no such directory{from_here(directory)}, and no name on a hub, which is OWNER/NAME"
+        return None, [problem(hint)]
+    is_critic = path == "critic.path"
+    hf, hints = read_model(directory, plugins, trust_remote_code=trust_remote_code, is_critic=is_critic)
+    return hf, [problem(hint) for hint in hints]
+
+
+def _stop_tokens(config: Config, hf: Mapping[str, Any]) -> Problems:
+    size = hf.get("vocab_size")
+    tables: dict[str, Rollout | EvalDataset] = {"rollout": config.rollout}
+    tables |= {f"eval.datasets.{name}": dataset for name, dataset in config.eval.datasets.items()}
+    for path, table in tables.items():
+        for index, token in enumerate(table.stop_token_ids or ()):
+            if isinstance(size, int) and token >= size:
+                hint = f"the model's vocab_size is {size}"
+                yield ConfigProblem(path=f"{path}.stop_token_ids[{index}]", found=token, hint=hint)
+
+
+def _context(config: Config, hf: Mapping[str, Any]) -> Problems:
+    limit = hf.get("max_position_embeddings")
+    longest = (config.data.max_prompt_tokens or 1) + config.rollout.max_new_tokens
+    if isinstance(limit, int) and longest > limit:
+        hint = (
+            f"a prompt and its response may have {longest} tokens; the model takes {limit} "
+            "(data.max_prompt_tokens + rollout.max_new_tokens must fit)"
+        )
+        yield ConfigProblem(path="rollout.max_new_tokens", found=config.rollout.max_new_tokens, hint=hint)
+
+
+def _architecture(path: str, config: Config, hf: Mapping[str, Any], plugins: Plugins) -> Problems:
+    """Yield what is wrong with a model, and the keys of ``[train]`` that do not fit it."""
+    try:
+        spec = plugins.model(hf.get("architectures") or ())
+    except AnygaugeError:
+        return  # a problem of its own
+    architecture, hints = read_architecture(spec, hf)
+    value = getattr(config, path.split(".")[0]).path
+    yield from (ConfigProblem(path=path, found=str(value), hint=hint) for hint in hints)
+    if architecture is None:
+        return
+    if path != "reference.path":
+        role = path.split(".")[0]
+        train = config.train if role == "model" else divided(config, role).train
+        for problem in model_problems(train.parallel, architecture, train.megatron):
+            yield problem if role == "model" else of_role(problem, config, role)
+        for table, options in _tables(config, role):
+            yield from _expert_options(table, options, path, architecture)
+    if path == "model.path":
+        yield from _router_replay(config, architecture)
+
+
+def _rollout_engine(config: Config, hf: Mapping[str, Any], plugins: Plugins) -> Problems:
+    """Yield an engine that has no model for the policy's family, where something is to be generated."""
+    if not config.samples or config.debug.mode == "train_only":
+        return
+    try:
+        spec = plugins.model(hf.get("architectures") or ())
+    except AnygaugeError:
+        return  # a problem of its own
+    engine = config.rollout.engine
+    if spec.rollout_engines is not None and engine not in spec.rollout_engines:
+        fit = f"these have: {', '.join(spec.rollout_engines)}" if spec.rollout_engines else "none has one yet"
+        hint = f'has no model for the {spec.name} family; {fit}; run.task = "sft" without rewards needs none'
+        yield ConfigProblem(path="rollout.engine", found=engine, hint=hint)
+
+
+def _tables(config: Config, role: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yield the tables of options of Megatron that are for the model of a role, with their names."""
+    if role == "model":
+        yield "train", config.train.megatron
+    for other in ("critic", "teacher"):
+        table = getattr(config, other)
+        if table.megatron is not None and role == (other if table.path is not None else "model"):
+            yield other, table.megatron
+
+
+def _expert_options(
+    table: str, options: Mapping[str, Any], path: str, architecture: Mapping[str, Any]
+) -> Problems:
+    """Yield what is asked of experts, or of biases in their routers, where the model has none.
+
+    :param path: Of the key that names the model.
+    """
+    for name in (name for name in options if name.startswith(EXPERTS)):
+        hint = None
+        if not architecture.get("num_moe_experts"):
+            hint = f"changes nothing: the model of {path} has no experts; leave it out"
+        elif name == BIAS_RATE and options[name] and not architecture.get("moe_router_enable_expert_bias"):
+            hint = f"changes nothing: the model of {path} has no routers with biases; leave it out"
+        if hint:
+            yield ConfigProblem(path=f"{table}.megatron.{name}", found=options[name], hint=hint)
+
+
+def _router_replay(config: Config, architecture: Mapping[str, Any]) -> Problems:
+    if config.train.router_replay and not architecture.get("num_moe_experts"):
+        hint = "the model has no experts whose choice could be replayed; leave it out"
+        yield ConfigProblem(path="train.router_replay", found=True, hint=hint)
+
+
+def _chat_template(config: Config) -> Problems:
+    directory = config.model.path
+    tables: dict[str, Data | EvalDataset] = {"data": config.data}
+    tables |= {f"eval.datasets.{name}": dataset for name, dataset in config.eval.datasets.items()}
+    paths = [f"{path}.apply_chat_template" for path, table in tables.items() if table.apply_chat_template]
+    needed: dict[str, tuple[Any, str]] = dict.fromkeys(paths, (True, "write false, or add"))
+    if config.rollout.function == "agent":
+        needed["rollout.function"] = "agent", "add"
+    if not needed or (directory / "chat_template.jinja").is_file():
+        return
+    try:
+        tokenizer = read_json(directory / "tokenizer_config.json")
+    except (OSError, ValueError):
+        tokenizer = {}
+    if not tokenizer.get("chat_template"):
+        for path, (value, advice) in needed.items():
+            hint = f"the tokenizer of {directory} has no chat template; {advice} chat_template.jinja"
+            yield ConfigProblem(path=path, found=value, hint=hint)

@@ -1,0 +1,158 @@
+"""User functions that a config names: resolved, bound to their options, and called."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from anygauge.rollout.live import LiveRollout
+from anygauge.rollout.rewards.call import failure
+from anygauge.rollout.rewards.resolve import imported, is_async
+from anygauge.rollout.samples import check_sample
+from anygauge_hooks.errors import PluginError, RolloutError
+from anygauge_hooks.rl import Group, Prompt, Sample
+from anygauge_hooks.rollout import Rollout
+
+if TYPE_CHECKING:
+    from anygauge.config.schema import Rollout as RolloutConfig
+    from anygauge.plugins import Plugins
+
+__all__ = [
+    "UserFunction",
+    "UserFunctions",
+    "apply_hooks",
+    "passes",
+    "resolve_functions",
+    "run_function",
+    "single_turn",
+]
+
+RolloutFunction = Callable[..., Awaitable[Sample | Sequence[Sample]]]
+
+
+class UserFunction(NamedTuple):
+    """A function with its options."""
+
+    name: str
+    """As the config names it."""
+    fn: Callable[..., Any]
+
+
+class UserFunctions(NamedTuple):
+    """User functions of a config."""
+
+    rollout: UserFunction
+    after_sample: Sequence[UserFunction] = ()
+    filters: Sequence[UserFunction] = ()
+
+
+def resolve_functions(config: RolloutConfig, plugins: Plugins) -> UserFunctions:
+    """Return the functions of a config.
+
+    :raises UnknownNameError: There is no such function.
+    :raises PluginError: It cannot be called as what it is named for.
+    """
+
+    def rollout(name: str) -> Any:
+        return plugins.get("register_rollout_functions", name).fn
+
+    def filter_(name: str) -> Any:
+        return plugins.get("register_sample_filters", name).fn
+
+    function = _resolved(config.function, "Rollout function", rollout, config.function_options)
+    if not is_async(function.fn):
+        raise PluginError(
+            f"Rollout function {function.name!r} is not async.",
+            hint="Write async def fn(rollout, prompt, seed, **options), which returns a Sample or several.",
+        )
+    return UserFunctions(
+        function,
+        [_resolved(name, "Function", None, {}) for name in config.after_sample],
+        [_resolved(name, "Filter", filter_, config.filter_options.get(name, {})) for name in config.filters],
+    )
+
+
+def _resolved(
+    name: str, kind: str, registered: Callable[[str], Any] | None, options: Mapping[str, Any]
+) -> UserFunction:
+    fn = imported(name, kind) if ":" in name or registered is None else registered(name)
+    if not callable(fn):
+        raise PluginError(f"{kind} {name!r} is {type(fn).__name__}, not a function.", hint="Name a function.")
+    return UserFunction(name, partial(fn, **options) if options else fn)
+
+
+async def single_turn(rollout: Rollout, prompt: Prompt, seed: int) -> Sample:
+    """Return what the policy says to the prompt."""
+    draft = rollout.draft()
+    await draft.generate()
+    return draft.sample()
+
+
+class FunctionFailed(Exception):
+    """Why a function of the user's did not do what it was asked for, as a clause with its name."""
+
+
+async def run_function(
+    function: UserFunction, rollout: LiveRollout, prompt: Prompt, seed: int, timeout_s: float
+) -> tuple[Sample, ...]:
+    """Return the samples of a rollout.
+
+    :param timeout_s: Longest time that the function may take for itself.
+    :raises FunctionFailed: It raised, took too long, or returned something else.
+    """
+    try:
+        async with asyncio.timeout(None) as clock:
+            rollout.bound(clock, timeout_s)
+            returned = await function.fn(rollout, prompt, seed)
+        return _checked(returned, prompt)
+    except (Exception, SystemExit) as error:
+        if clock.expired():
+            why = f"took more than {timeout_s:g} s between two generations (rollout.function_timeout_s)"
+            raise FunctionFailed(f"{function.name} {why}") from error
+        raise FunctionFailed(f"{function.name} {failure(error)}") from error
+
+
+def _checked(returned: Any, prompt: Prompt) -> tuple[Sample, ...]:
+    samples = (
+        [returned] if isinstance(returned, Sample) or not isinstance(returned, list | tuple) else returned
+    )
+    if not samples:
+        raise RolloutError("No sample was returned.", hint="Return at least one.")
+    return tuple(check_sample(sample, prompt) for sample in samples)
+
+
+async def apply_hooks(hooks: Sequence[UserFunction], sample: Sample, prompt: Prompt) -> Sample:
+    """Return a finished sample once every hook has seen it, or put another in its place.
+
+    :raises FunctionFailed: One raised, or returned something else.
+    """
+    for hook in hooks:
+        try:
+            replaced = await _value(hook.fn(sample, prompt))
+            sample = sample if replaced is None else check_sample(replaced, prompt)
+        except Exception as error:
+            raise FunctionFailed(f"{hook.name} {failure(error)}") from error
+    return sample
+
+
+async def passes(filter_: UserFunction, group: Group) -> bool:
+    """Return whether a filter lets a group pass.
+
+    :raises FunctionFailed: It raised, or returned something else than a truth value.
+    """
+    try:
+        verdict = await _value(filter_.fn(group))
+        if isinstance(verdict, bool) or type(verdict).__name__ == "bool":
+            return bool(verdict)
+        raise RolloutError(
+            f"A {type(verdict).__name__} was returned, not a bool.", hint="Return True to keep the group."
+        )
+    except Exception as error:
+        raise FunctionFailed(f"{filter_.name} {failure(error)}") from error
+
+
+async def _value(value: Any) -> Any:
+    return await value if inspect.isawaitable(value) else value

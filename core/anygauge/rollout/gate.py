@@ -1,0 +1,90 @@
+"""Gate between rollouts and the engines: it can be closed and counts requests in flight."""
+
+from __future__ import annotations
+
+import asyncio
+from itertools import count
+
+from anygauge.rollout.samples import check_generation
+from anygauge_hooks.rollout import GenerateRequest, Generation, Generator
+
+__all__ = ["Gate"]
+
+AGAIN_S = 1.0
+"""Seconds until engines are asked again to abort requests: one may have crossed the first abort."""
+
+
+class Gate:
+    """Lets requests through to the engines while it is open.
+
+    :param generator: The engines.
+    :param vocab_size: Of the model that they serve; ``None`` if it is not known.
+    """
+
+    def __init__(self, generator: Generator, vocab_size: int | None = None) -> None:
+        self._generator = generator
+        self._vocab_size = vocab_size
+        self._open = asyncio.Event()
+        self._empty = asyncio.Event()
+        self._empty.set()
+        self._under_way = 0
+        self._numbers = count()
+        self.answered = 0
+        """Requests that came back."""
+        self.failure: Exception | None = None
+        """Exception that an engine raised."""
+
+    @property
+    def is_open(self) -> bool:
+        """Whether requests pass."""
+        return self._open.is_set()
+
+    @property
+    def under_way(self) -> int:
+        """Requests that the engines have."""
+        return self._under_way
+
+    def number(self) -> int:
+        """Return a number that no other request has."""
+        return next(self._numbers)
+
+    def open(self) -> None:
+        """Let requests through."""
+        self._open.set()
+
+    async def close(self) -> None:
+        """Let none through, end those that are under way, and return once the engines have none."""
+        self._open.clear()
+        while self._under_way:
+            await self._generator.abort()
+            try:
+                async with asyncio.timeout(AGAIN_S):
+                    await self._empty.wait()
+            except TimeoutError:
+                continue
+
+    def shut(self) -> None:
+        """Let none through; what is under way stays."""
+        self._open.clear()
+
+    async def generate(self, request: GenerateRequest) -> Generation:
+        """Return what follows, as the engines' own does, once the gate is open.
+
+        :raises RolloutError: The engines cannot serve it, or returned what is not whole.
+        """
+        while not self._open.is_set():  # it may be closed again before who waits has its turn
+            await self._open.wait()
+        self._under_way += 1
+        self._empty.clear()
+        try:
+            said = await self._generator.generate(request)
+            check_generation(said, request.params.max_new_tokens, self._vocab_size)
+        except Exception as error:
+            self.failure = error
+            raise
+        finally:
+            self._under_way -= 1
+            self.answered += 1
+            if not self._under_way:
+                self._empty.set()
+        return said

@@ -1,0 +1,65 @@
+"""Error texts for steps with too few groups."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from anygauge.rollout.groups import OpenGroup
+from anygauge.rollout.tally import Tally
+from anygauge_hooks.errors import DeadlineError, RolloutError
+from anygauge_hooks.rl import Prompt
+
+__all__ = ["late", "named", "place_of", "shortage", "why_short"]
+
+SHOWN = 5
+"""Groups that a message names."""
+
+
+def place_of(prompt: Prompt) -> str:
+    """Return how a message names a prompt."""
+    return prompt.source or f"prompt {prompt.index}"
+
+
+def named(groups: Sequence[OpenGroup]) -> str:
+    """Return the first groups, with how far they have come."""
+    some = [
+        f"{place_of(group.prompt)} ({len(group.samples)} of {len(group.seeds)} rollouts done, "
+        f"{group.length} tokens of the others)"
+        for group in groups[:SHOWN]
+    ]
+    more = len(groups) - len(some)
+    return ", ".join(some) + (f" and {more} more" if more else "")
+
+
+def why_short(tally: Tally) -> str:
+    """Return why there are not enough groups, as a clause."""
+    if tally.rejected_groups() == 0:
+        return "the data source has no more prompts"
+    by_filter = ", ".join(f"{name} {count}" for name, count in tally.rejected.most_common())
+    return f"the filters let too few groups pass; rejected by {by_filter}"
+
+
+def shortage(count: int, passed: int, tally: Tally, max_rounds: int) -> RolloutError:
+    """Return the error of a step that cannot have its groups."""
+    return RolloutError(
+        f"A step needs {count} groups, and {passed} passed: {why_short(tally)}.",
+        hint="Loosen the filters, take data of another difficulty, raise rollout.max_rounds "
+        f'({max_rounds}), or set rollout.shortage = "smaller_step".',
+    )
+
+
+def late(
+    count: int, passed: int, groups: Sequence[OpenGroup], under_way: int, timeout_s: float
+) -> DeadlineError:
+    """Return the error of a step in which nothing happens.
+
+    :param groups: That are open.
+    :param under_way: Requests that the engines have.
+    """
+    waits = f"open: {named(groups)}" if groups else "none is open"
+    return DeadlineError(
+        f"{passed} of {count} groups of a step are done, and no engine has answered for {timeout_s:g} s; "
+        f"{waits}.",
+        hint=f"{under_way} requests are at the engines, whose logs may say more; raise run.timeout_s if they "
+        "need longer.",
+    )

@@ -1,0 +1,1 @@
+"""Files of a run: its directory, checkpoints, resume and dumps."""

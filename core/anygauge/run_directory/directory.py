@@ -1,0 +1,244 @@
+"""The run directory: config, facts about the host, metrics, logs, checkpoints and exports of one run."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import logging
+import os
+import shutil
+import socket
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+from anygauge.config import Config
+from anygauge.config.load import write_resolved
+from anygauge.disk import ABANDONED, free_name
+from anygauge.observability.health import HEALTH_FILE
+from anygauge.observability.report.run_files import ENVIRONMENT_FILE
+from anygauge.run_directory.checkpoint_reader import Checkpoint, latest_checkpoint
+from anygauge.run_directory.resume import apply_changes, is_changed, set_aside
+from anygauge_hooks.errors import CheckpointError
+
+__all__ = ["RunDirectory", "open_run_directory"]
+
+logger = logging.getLogger(__name__)
+
+CONFIG_FILE = "config.toml"
+LOCK_FILE = ".lock"
+"""Held by the driver as long as it runs; says who that is."""
+MARKS = (CONFIG_FILE, ENVIRONMENT_FILE)
+"""Files that mark a run directory; a config alone may have been written by hand."""
+OWN = (
+    *(*MARKS, "config.until-step-*.toml", "capabilities.json", "run.json", "report.html", ".run.json.*"),
+    *(".report.html.*", "metrics.jsonl", "samples.jsonl", HEALTH_FILE, "*.superseded.jsonl", "logs"),
+    *("checkpoints", "dumps", "hf", "hf-step-*", "tensorboard", "wandb", ".shared-*", *ABANDONED),
+)
+"""Names that a run and its trackers make in its directory, as patterns."""
+LISTED = 5
+"""Most names that an error lists."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunDirectory:
+    """The directory of a run that nobody else uses."""
+
+    path: Path
+    """Absolute."""
+    config: Config
+    environment: Mapping[str, str]
+    continues: bool
+    """Whether an earlier part of the run was here."""
+    checkpoint: Checkpoint | None
+    """Checkpoint to resume from; ``None`` to begin."""
+    identity: tuple[int, int]
+    """Device and inode."""
+
+    def check(self) -> None:
+        """Look whether the directory is still where the run writes to.
+
+        :raises CheckpointError: It was moved or deleted.
+        """
+        try:
+            is_there = _identity(self.path) == self.identity
+        except (FileNotFoundError, NotADirectoryError):
+            is_there = False
+        if not is_there:
+            raise CheckpointError(
+                f"The run directory {self.path} was moved or deleted while the run was writing to it.",
+                hint="Move it back and go on from its last checkpoint with --resume, or start over.",
+            )
+
+    def begin(self) -> None:
+        """Write the config, and set aside what an earlier part of the run wrote after the checkpoint.
+
+        Called once the run is known to be able to go on: until then the directory is as it was.
+
+        :raises CheckpointError: The disk refuses.
+        """
+        try:
+            if self.continues:
+                set_aside(self.path, self.checkpoint)
+                self._keep_old_config()
+            # At every moment the directory has a whole config: it is what makes it a run's.
+            fresh = self.path / f".{CONFIG_FILE}.new"
+            write_resolved(self.config, fresh)
+            facts = json.dumps(dict(self.environment), indent=2)
+            (self.path / ENVIRONMENT_FILE).write_text(facts + "\n")
+            fresh.replace(self.path / CONFIG_FILE)
+        except OSError as error:
+            raise _unusable(self.path, error) from error
+
+    def _keep_old_config(self) -> None:
+        current = self.path / CONFIG_FILE
+        if is_changed(current, self.config):
+            step = self.checkpoint.step if self.checkpoint else 0
+            shutil.copyfile(current, free_name(self.path / f"config.until-step-{step}.toml"))
+
+
+@contextmanager
+def open_run_directory(config: Config, environment: Mapping[str, str]) -> Iterator[RunDirectory]:
+    """Take the run's directory for as long as the block runs.
+
+    An earlier run there is never touched, unless the config says ``run.overwrite`` or ``run.resume``.
+
+    :param environment: Facts about the host, kept beside the config.
+    :raises CheckpointError: It cannot be made; it holds something and the config says neither, or it is no
+        earlier run; another process uses it; or the run in it cannot be continued with this config.
+    """
+    assert not (config.run.overwrite and config.run.resume), "the config was checked"
+    directory = (config.run.directory / config.run.name).resolve()
+    try:
+        _refuse(directory, config)
+        directory.mkdir(parents=True, exist_ok=True)
+        lock = _lock(directory)
+    except OSError as error:
+        raise _unusable(directory, error) from error
+    try:
+        _refuse(directory, config)
+        yield _prepared(directory, config, environment)
+    finally:
+        os.close(lock)
+
+
+def _prepared(directory: Path, config: Config, environment: Mapping[str, str]) -> RunDirectory:
+    opened = _resumed(directory, config, environment)
+    try:
+        if config.run.overwrite:
+            _clear(directory)
+        (directory / "logs").mkdir(exist_ok=True)
+    except OSError as error:
+        raise _unusable(directory, error) from error
+    if not opened.continues:
+        opened.begin()
+    return opened
+
+
+def _resumed(directory: Path, config: Config, environment: Mapping[str, str]) -> RunDirectory:
+    """Return the directory with what is in it to go on with; changes nothing."""
+    continues = config.run.resume and (directory / CONFIG_FILE).is_file()
+    checkpoint = None
+    if continues:
+        apply_changes(directory / CONFIG_FILE, config)
+        checkpoint = latest_checkpoint(directory)
+        _check_steps(checkpoint, config)
+    if config.run.resume and checkpoint is None:
+        logger.warning("nothing to resume in %s: the run starts from its beginning", directory)
+    return RunDirectory(directory, config, environment, continues, checkpoint, _identity(directory))
+
+
+def _identity(directory: Path) -> tuple[int, int]:
+    info = directory.stat()
+    return info.st_dev, info.st_ino
+
+
+def _check_steps(checkpoint: Checkpoint | None, config: Config) -> None:
+    if checkpoint is not None and checkpoint.step > config.run.steps:
+        raise CheckpointError(
+            f"The run is at step {checkpoint.step}; run.steps = {config.run.steps}.",
+            hint=f"Set run.steps to {checkpoint.step} or more, or choose another --run.name.",
+        )
+
+
+def _unusable(directory: Path, error: OSError) -> CheckpointError:
+    """Return the error of a directory that cannot be made, or of a file in one that an earlier run made."""
+    if (directory / CONFIG_FILE).is_file():
+        return CheckpointError(
+            f"The run in {directory} cannot be used: {error}.",
+            hint="See to it that you may read and write what is named and that the disk has room, then start "
+            "again; --resume goes on with the run.",
+        )
+    return CheckpointError(
+        f"The run directory {directory} cannot be made: {error}.",
+        hint="Name a directory that you may write to: --run.directory DIRECTORY.",
+    )
+
+
+def _refuse(directory: Path, config: Config) -> None:
+    """Raise if the directory holds something that this run must leave alone."""
+    if not directory.exists() or (directory.is_dir() and not _content(directory)):
+        return
+    if not (config.run.resume or config.run.overwrite):
+        raise CheckpointError(
+            f"The run directory {directory} is not empty.",
+            hint="Go on with the run in it with --resume, delete that with --overwrite, or choose another "
+            "--run.name.",
+        )
+    missing = [name for name in MARKS if not (directory / name).is_file()]
+    if missing:
+        raise CheckpointError(
+            f"{directory} was not made by a run, so it is left alone: it has no {missing[0]}.",
+            hint="Choose another --run.name or --run.directory.",
+        )
+    if config.run.overwrite:
+        _refuse_foreign(directory)
+
+
+def _refuse_foreign(directory: Path) -> None:
+    """Raise if the directory of a run holds something that no run made: it is not ours to delete."""
+    names = (path.name for path in _content(directory))
+    foreign = sorted(name for name in names if not any(fnmatchcase(name, own) for own in OWN))
+    if foreign:
+        listed = ", ".join(foreign[:LISTED])
+        more = f" and {len(foreign) - LISTED} more" if len(foreign) > LISTED else ""
+        raise CheckpointError(
+            f"{directory} holds what no run made, so it is left alone: {listed}{more}.",
+            hint="Move that elsewhere, or choose another --run.name.",
+        )
+
+
+def _content(directory: Path) -> list[Path]:
+    return [path for path in directory.iterdir() if path.name != LOCK_FILE]
+
+
+def _clear(directory: Path) -> None:
+    for path in _content(directory):
+        if path.name in MARKS:
+            continue  # replaced by the new run's; until then they tell that what is left was a run's
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+
+
+def _lock(directory: Path) -> int:
+    """Lock a run directory and return the descriptor that holds the lock; the kernel frees it at any end.
+
+    :raises CheckpointError: Another process holds it.
+    """
+    descriptor = os.open(directory / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        holder = os.read(descriptor, 1000).decode(errors="replace").strip()
+        os.close(descriptor)
+        raise CheckpointError(
+            f"The run directory {directory} is in use by {holder or 'another process'}.",
+            hint="Wait for that run or end it, or choose another --run.name.",
+        ) from None
+    os.ftruncate(descriptor, 0)
+    os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+    return descriptor

@@ -1,0 +1,1 @@
+"""Processes of a run: launchers, placement, workers, and calls between them."""

@@ -1,0 +1,1 @@
+"""Rollout engines, embedded or served: pool, load balancer, client and colocation."""

@@ -1,0 +1,63 @@
+"""Colocated rollout engines: servers that sleep while the trainers on the same devices work."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+from anygauge.serving.colocation import ColocationScheduler
+from anygauge.serving.served_engines import ServedEngines
+
+__all__ = ["ColocatedEngines"]
+
+T = TypeVar("T")
+
+
+class ColocatedEngines(ServedEngines):
+    """The servers of a run that sleep while the trainers work.
+
+    A server that was lost while others generate gets no request before the next sync: trainers could not send
+    it weights without taking the memory of the others.
+
+    :param colocation: Scheduler of the shared devices; the trainers sleep while the servers start.
+    :param sender: From a server to the training rank that sends it the weights.
+    """
+
+    def __init__(self, *args: Any, colocation: ColocationScheduler, sender: Callable[[int], int]) -> None:
+        super().__init__(*args)
+        self._colocation = colocation
+        self._sender_to = sender
+        colocation.join(self._servers.set_memory_state, self._refresh)
+
+    def wait(self, coroutine: Coroutine[Any, Any, T], what: str) -> T:
+        """Return what a coroutine in the event loop returns, with the servers awake."""
+        try:
+            self._colocation.enter("generate")
+        except BaseException:
+            coroutine.close()
+            raise
+        return super().wait(coroutine, what)
+
+    def sync(self, version: int) -> None:
+        """Give the trained weights to every server. They go on to sleep until they are to generate."""
+        self._version = version
+        self._colocation.enter("sync")
+        self._refresh()
+        self._colocation.synced()
+
+    def _repair(self) -> None:
+        """Have lost servers started again, and give them weights if there is no other to generate."""
+        self._servers.look()
+        if self._servers.behind and not self._servers.is_serving():
+            self._colocation.outdated()
+            self._colocation.enter("generate")
+
+    def _sender(self, rank: int) -> int:
+        return self._sender_to(rank)
+
+    def _refresh(self) -> None:
+        """Send the trainers' weights to every server that can take them."""
+        well = sorted(self._servers.synced - self._servers.lost().keys())
+        self._servers.behind.difference_update(well)
+        assert self._trainers is not None, "devices are shared with trainers"
+        self._give(self._trainers, well)

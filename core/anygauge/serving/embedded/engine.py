@@ -1,0 +1,332 @@
+"""The embedded rollout engine: a transformers model in the worker's own process."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForMultimodalLM,
+    AutoTokenizer,
+    GenerationConfig,
+)
+from transformers.initialization import no_init_weights
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from anygauge.config.modalities import modalities
+from anygauge.serving.embedded.batches import PendingSample, Response, generate_batch, plan_batches
+from anygauge.serving.embedded.decoding import Recorder
+from anygauge.serving.embedded.multimodal import MultimodalContext, MultimodalTowers
+from anygauge.serving.embedded.stopping import StopRules, decode
+from anygauge.serving.embedded.weights import copy_weights, read_weights
+from anygauge_hooks.errors import CheckpointError, RolloutError
+from anygauge_hooks.models import text_config
+from anygauge_hooks.rl import Sample
+
+if TYPE_CHECKING:
+    from anygauge.config import Config
+    from anygauge_hooks.engines import WeightStream, WorkerContext
+    from anygauge_hooks.rl import Prompt, SamplingParams
+    from anygauge_hooks.types import CaptureGraph
+
+__all__ = ["TransformersEngine", "make_engine"]
+
+
+def make_engine(config: Config, context: WorkerContext) -> TransformersEngine:
+    """Return an engine that serves the weights of ``model.path`` as version 0.
+
+    :raises CheckpointError: The directory is not complete.
+    """
+    return TransformersEngine(
+        config.model.path,
+        dtype=getattr(torch, config.rollout.dtype or config.train.dtype or "float32"),
+        device=context.device.torch_device,
+        max_batch_tokens=config.rollout.max_batch_tokens,
+        trust_remote_code=config.model.trust_remote_code,
+        capture=context.device.capture_graph if config.rollout.graphs == "auto" else None,
+        multimodal=_multimodal_context(config, context),
+    )
+
+
+def _multimodal_context(config: Config, context: WorkerContext) -> MultimodalContext | None:
+    """Return what the model of a run is shown: nothing, if transformers has it only with its towers."""
+    path, kinds = config.model.path / "config.json", modalities(config)
+    if not path.is_file() or (kinds and context.media is None):
+        return None
+    hf = text_config(json.loads(path.read_text(encoding="utf-8")))
+    if not kinds and ("auto_map" in hf or hf.get("model_type") in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
+        return None
+    spec = context.plugins.model(hf.get("architectures") or ())
+    if spec.media is None:
+        return None
+    return MultimodalContext(spec.media, hf, kinds, context.media, spec.unused_weights(hf))
+
+
+class TransformersEngine:
+    """Generates with a transformers model in this process; see :class:`anygauge_hooks.engines.RolloutEngine`.
+
+    A sample depends on the weights, its prompt, the sampling parameters and its seed. What else is in its
+    batch can only change the rounding of matrix products, and with it a token whose draw falls within that
+    rounding of the border between two tokens. The same call gives the same samples.
+
+    :param path: Hugging Face directory: config, tokenizer, safetensors.
+    :param dtype: Precision of the weights and of the cache.
+    :param device: Where the model lives.
+    :param max_batch_tokens: Prompt and response tokens held in the cache at once.
+    :param trust_remote_code: Let Python files of the directory run.
+    :param capture: Records the device's work, for decoding; ``None`` where every pass is queued again.
+    :param multimodal: What the model is shown; ``None`` takes the class that reads text alone.
+    :raises CheckpointError: The directory is not complete, or needs Python files that may not run.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        max_batch_tokens: int,
+        trust_remote_code: bool = False,
+        capture: CaptureGraph | None = None,
+        multimodal: MultimodalContext | None = None,
+    ) -> None:
+        if not (path / "config.json").is_file():
+            raise CheckpointError(
+                f"No model in {path}: config.json not found.",
+                hint="Set model.path to a Hugging Face directory.",
+            )
+        self.version = 0
+        self._max_batch_tokens = max_batch_tokens
+        self._aborted = threading.Event()
+        self._lock = threading.Lock()
+        self._refusal: str | None = None
+        self._recorder = Recorder(capture)
+        self._tokenizer, self._model = _load(
+            path, dtype, device, trust_remote_code, has_towers=multimodal is not None
+        )
+        self._towers = None if multimodal is None else MultimodalTowers(self._model, multimodal)
+        text = self._model.config.get_text_config()
+        self._vocab_size: int = text.vocab_size
+        self._context_length: int | None = getattr(text, "max_position_embeddings", None)
+        self._stop_rules = StopRules(
+            self._tokenizer, _eos_ids(path, self._model.config, self._tokenizer), self._vocab_size, device
+        )
+        left_out = (
+            [prefix for spec in multimodal.left_out() for prefix in spec.hf_prefixes] if multimodal else []
+        )
+        unused = multimodal.unused if multimodal else ()
+        copy_weights(self._model, read_weights(path, without=(*left_out, *unused)))
+
+    def generate(
+        self, prompts: Sequence[Prompt], params: SamplingParams, seeds: Sequence[Sequence[int]]
+    ) -> list[list[Sample]]:
+        """Return one sample per seed for each prompt, in order.
+
+        A response ends early, as ``length``, where prompt and response fill the model's context.
+
+        :raises RolloutError: The request cannot be served, or the last weight update failed.
+        """
+        with self._lock:
+            self._aborted.clear()
+            self._check_open()
+            if self._refusal is not None:
+                raise RolloutError(self._refusal, hint="Send a complete set of weights.")
+            self._check(prompts, params, seeds)
+            responses = self._run(prompts, params, seeds)
+            return self._samples(prompts, seeds, responses)
+
+    def update_weights(self, weights: WeightStream, version: int) -> None:
+        """Replace all weights, in place, between two calls of :meth:`generate`.
+
+        :raises WeightMappingError: A tensor is missing, unknown or of the wrong shape; all are listed. Until
+            an update succeeds, the engine refuses to generate.
+        """
+        with self._lock:
+            self._check_open()
+            self._refusal = f"The update to weight version {version} failed, so the weights are incomplete."
+            copy_weights(self._model, weights)
+            self.version = version
+            self._refusal = None
+
+    def abort(self) -> None:
+        """End the :meth:`generate` that is running, if any, after its current token."""
+        self._aborted.set()
+
+    def close(self) -> None:
+        """Release the model; the engine serves nothing after it."""
+        self.abort()
+        with self._lock:
+            self._model = self._towers = None
+
+    def _check_open(self) -> None:
+        if self._model is None:
+            raise RolloutError("The rollout engine is closed.", hint="Make another one.")
+
+    def _check(
+        self, prompts: Sequence[Prompt], params: SamplingParams, seeds: Sequence[Sequence[int]]
+    ) -> None:
+        """Refuse what would fail later, on the device, without a name."""
+        if len(prompts) != len(seeds):
+            raise RolloutError(
+                f"{len(prompts)} prompts came with seeds for {len(seeds)}.",
+                hint="Pass one sequence of seeds for each prompt.",
+            )
+        _check_params(params, self._vocab_size)
+        for prompt in prompts:
+            name = f"Prompt {prompt.index} of {prompt.source or 'the request'}"
+            if not prompt.tokens:
+                raise RolloutError(f"{name} has no tokens.", hint="Generation needs at least one.")
+            for token in (min(prompt.tokens), max(prompt.tokens)):
+                if not 0 <= token < self._vocab_size:
+                    raise RolloutError(
+                        f"{name} has token {token}, outside the vocabulary of {self._vocab_size}.",
+                        hint="Tokenize it with the tokenizer that the model in model.path was trained with.",
+                    )
+            self._check_media(prompt, name)
+            if self._room(prompt, params) < 1:
+                raise RolloutError(
+                    f"{name} has {len(prompt.tokens)} tokens; the model's context is {self._context_length}.",
+                    hint="Set data.max_prompt_tokens below it.",
+                )
+
+    def _check_media(self, prompt: Prompt, name: str) -> None:
+        if self._towers is not None:
+            self._towers.check(prompt.media, name)
+        elif prompt.media:
+            raise RolloutError(
+                f"{name} has {prompt.media[0].kind}, and the engine's model reads text alone.",
+                hint="Say what the model takes: model.modalities, or data.multimodal_keys.",
+            )
+
+    def _room(self, prompt: Prompt, params: SamplingParams) -> int:
+        if self._context_length is None:
+            return params.max_new_tokens
+        return min(params.max_new_tokens, self._context_length - len(prompt.tokens))
+
+    def _run(
+        self, prompts: Sequence[Prompt], params: SamplingParams, seeds: Sequence[Sequence[int]]
+    ) -> list[Response]:
+        """Return a response for each seed of each prompt, flattened."""
+        stopper = self._stop_rules.stopper(params)
+        pairs = [(prompt, seed) for prompt, some in zip(prompts, seeds, strict=True) for seed in some]
+        rows = [
+            PendingSample(
+                index=index,
+                tokens=prompt.tokens,
+                seed=seed,
+                max_new_tokens=self._room(prompt, params),
+                media=prompt.media,
+            )
+            for index, (prompt, seed) in enumerate(pairs)
+        ]
+        responses = [Response()] * len(rows)
+        for batch in plan_batches(rows, params.max_new_tokens, self._max_batch_tokens):
+            if self._aborted.is_set():
+                break
+            results = generate_batch(
+                self._model, batch, params, stopper, self._aborted.is_set, self._recorder, self._towers
+            )
+            for row, response in zip(batch, results, strict=True):
+                responses[row.index] = response
+        return responses
+
+    def _samples(
+        self, prompts: Sequence[Prompt], seeds: Sequence[Sequence[int]], responses: Sequence[Response]
+    ) -> list[list[Sample]]:
+        # Short answers repeat a lot, and a dictionary is cheaper than a tokenizer.
+        distinct = list(dict.fromkeys(response.tokens for response in responses))
+        texts = dict(zip(distinct, decode(self._tokenizer, distinct, special=False), strict=True))
+        rest = iter(responses)
+        return [
+            [self._sample(prompt, seed, next(rest), texts) for seed in some]
+            for prompt, some in zip(prompts, seeds, strict=True)
+        ]
+
+    def _sample(
+        self, prompt: Prompt, seed: int, response: Response, texts: Mapping[tuple[int, ...], str]
+    ) -> Sample:
+        length = len(response.tokens)
+        return Sample(
+            prompt_index=prompt.index,
+            prompt_tokens=prompt.tokens,
+            response_tokens=response.tokens,
+            log_probs=response.log_probs,
+            loss_mask=(1,) * length,
+            weight_versions=(self.version,) * length,
+            text=texts[response.tokens],
+            finish_reason=response.finish_reason,
+            seed=seed,
+            media=prompt.media,
+        )
+
+
+def _load(
+    path: Path, dtype: torch.dtype, device: torch.device, trust_remote_code: bool, *, has_towers: bool
+) -> tuple[Any, Any]:
+    """Return the tokenizer, and the model with weights yet to be copied in.
+
+    :param has_towers: Whether the model has its towers.
+    """
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(
+            path, local_files_only=True, trust_remote_code=trust_remote_code
+        )
+        return tokenizer, _build(path, dtype, device, trust_remote_code, has_towers=has_towers)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            f"transformers cannot load {path}: {error}",
+            hint="Complete the directory; one that needs Python files of its own also needs "
+            "model.trust_remote_code = true.",
+        ) from error
+
+
+def _build(
+    path: Path, dtype: torch.dtype, device: torch.device, trust_remote_code: bool, *, has_towers: bool
+) -> Any:
+    config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=trust_remote_code)
+    config = getattr(config, "thinker_config", config)  # of a model that speaks, what it thinks with
+    # Every weight is about to be copied in; drawing them first would take longer and move the random state.
+    with no_init_weights(), device:
+        model = (AutoModelForMultimodalLM if has_towers else AutoModelForCausalLM).from_config(
+            config, dtype=dtype, attn_implementation="sdpa", trust_remote_code=trust_remote_code
+        )
+    model.tie_weights()
+    return model.eval().requires_grad_(False)
+
+
+def _eos_ids(path: Path, config: Any, tokenizer: Any) -> set[int]:
+    """Return the tokens that end a response: those of the generation config, and the tokenizer's own."""
+    source = config.get_text_config()
+    if (path / "generation_config.json").is_file():
+        source = GenerationConfig.from_pretrained(path, local_files_only=True)
+    value = getattr(source, "eos_token_id", None)
+    ids = set(value) if isinstance(value, list) else {value}
+    return {token for token in ids | {tokenizer.eos_token_id} if token is not None}
+
+
+def _check_params(params: SamplingParams, vocab_size: int) -> None:
+    outside = [token for token in params.forbidden if not 0 <= token < vocab_size]
+    wrong = [
+        text
+        for text, ok in (
+            (
+                f"max_new_tokens = {params.max_new_tokens}, which must be at least 1",
+                params.max_new_tokens >= 1,
+            ),
+            (f"temperature = {params.temperature}, which must be at least 0", params.temperature >= 0),
+            (f"top_p = {params.top_p}, which must be above 0 and at most 1", 0 < params.top_p <= 1),
+            (f"top_k = {params.top_k}, which must be at least 0", params.top_k >= 0),
+            (f"forbidden tokens {outside} outside the vocabulary of {vocab_size}", not outside),
+        )
+        if not ok
+    ]
+    if wrong:
+        raise RolloutError(
+            f"Cannot sample with {'; '.join(wrong)}.", hint="Correct SamplingParams; a run takes [rollout]."
+        )

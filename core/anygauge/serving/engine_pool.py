@@ -1,0 +1,559 @@
+"""Engine pool: routes requests to the least loaded engine, and those of a lost engine to another."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Collection,
+    Coroutine,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
+from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple, TypeVar
+
+from anygauge.config.schema import RolloutClient
+from anygauge.serving.admission_queue import AdmissionQueue
+from anygauge.serving.client import EngineAwayError, EngineClient, ImageEncoder, PauseMode, retry_pause_s
+from anygauge.serving.engine_state import (
+    DisplacedError,
+    EngineReport,
+    EngineState,
+    PoolEngine,
+    attempting,
+    end_attempts,
+)
+from anygauge.serving.load_balancer import LoadBalancer, Ticket
+from anygauge.serving.prefill import Prefill
+from anygauge_hooks.engines import MemoryState
+from anygauge_hooks.errors import AnygaugeError, DeadlineError, RolloutError
+from anygauge_hooks.media import MediaStore
+from anygauge_hooks.rollout import GenerateRequest, Generation, ServerKind
+from anygauge_hooks.weights import NO_KEYS, ServerKeys
+
+__all__ = ["EnginePool", "EngineReport", "EngineState"]
+
+_SIGNS = 2
+"""Probes that an engine may miss, one after the other, before it counts as dead."""
+_ABORT_STEP_S = 0.2
+T = TypeVar("T")
+
+
+class _Failure(NamedTuple):
+    engines: Sequence[str]
+    error: AnygaugeError
+
+
+class _Tickets(NamedTuple):
+    """In the engine that answers, and in the one that reads the prompt for it."""
+
+    answering: Ticket
+    prefill: Ticket | None
+
+    @property
+    def engines(self) -> list[str]:
+        return [each.engine for each in self if each is not None]
+
+
+@dataclass(eq=False, slots=True)
+class _Active:
+    """A request under way."""
+
+    failures: list[_Failure] = field(default_factory=list)
+    aborted: asyncio.Event = field(default_factory=asyncio.Event)
+    ends: float | None = None
+    """Deadline of all attempts, on the event loop's clock; ``None`` before the first."""
+
+
+class EnginePool:
+    """A :class:`~anygauge_hooks.rollout.Generator` over engines that come and go. Belongs to one event loop.
+
+    :param options: Limits of each engine's client and of the pool.
+    :param died: Called with the name of an engine and the reason, when it is found dead.
+    :param store: Where the media of requests are; ``None`` in a run of text.
+
+    Example::
+
+        pool = EnginePool(config.rollout.client)
+        pool.add("engine-0", "http://127.0.0.1:30000")
+        generation = await pool.generate(request)
+        await pool.close()
+    """
+
+    def __init__(
+        self,
+        options: RolloutClient,
+        *,
+        died: Callable[[str, str], None] | None = None,
+        store: MediaStore | None = None,
+    ) -> None:
+        self._options, self._died = options, died
+        self._image_encoder = None if store is None else ImageEncoder(store)
+        self._balancer = LoadBalancer(affinity=options.affinity)
+        self._queue = AdmissionQueue(self._balancer, options.outage_timeout_s, self._describe)
+        self._prefill_balancer = LoadBalancer(affinity=options.affinity)
+        """Load balancer of the prefill engines."""
+        self._prefill_queue = AdmissionQueue(self._prefill_balancer, options.outage_timeout_s, self._describe)
+        self._engines: dict[str, PoolEngine] = {}
+        self._active: set[_Active] = set()
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    # ---- engines ----
+
+    def add(
+        self,
+        name: str,
+        address: str,
+        *,
+        kind: ServerKind = "regular",
+        bootstrap: str | None = None,
+        ranks: int = 1,
+        concurrency: int | None = None,
+        state: EngineState = "serving",
+        keys: ServerKeys = NO_KEYS,
+    ) -> None:
+        """Let requests go to an engine. One of this name, such as a dead one, is replaced.
+
+        :param kind: Requests go to ``regular`` engines, or to one that only reads prompts (``prefill``) and
+            one that only writes responses (``decode``). An ``encoder`` gets none, but is asked for signs of
+            life.
+        :param bootstrap: ``host:port`` at which a ``prefill`` engine hands over what it has read.
+        :param ranks: Its data-parallel ranks.
+        :param concurrency: Most requests that one rank has under way; ``None`` takes the options'.
+        :param state: Before its first request: ``"paused"`` until :meth:`mark` lets it serve.
+        :param keys: That its server asks for.
+        """
+        if name in self._engines:
+            self._forget(name, "it was replaced")
+        limit = concurrency or self._options.concurrency
+        options = self._options.model_copy(update={"concurrency": limit * ranks})
+        called = f"{name} ({address})"
+        client = EngineClient(address, options, name=called, image_encoder=self._image_encoder, keys=keys)
+        engine = self._engines[name] = PoolEngine(name, client, ranks, kind, bootstrap, state)
+        if (balancer := self._balancer_of(engine)) is not None:
+            balancer.add(name, ranks=ranks, concurrency=limit)
+        engine.watch = self._spawn(self._watch(engine))
+        self._changed(engine)
+
+    def _balancer_of(self, engine: PoolEngine) -> LoadBalancer | None:
+        if engine.kind == "encoder":
+            return None
+        return self._prefill_balancer if engine.kind == "prefill" else self._balancer
+
+    def remove(self, name: str) -> None:
+        """Let go of an engine; what it has is generated elsewhere. The server is not stopped."""
+        self._changed(self._forget(name, "it was removed"))
+
+    def _forget(self, name: str, reason: str) -> PoolEngine:
+        engine = self._engines.pop(name)
+        if (balancer := self._balancer_of(engine)) is not None:
+            balancer.remove(name)
+        patience = {"farewell_s": 0.0} if engine.state == "dead" else {}
+        engine.state, engine.reason = "dead", reason
+        end_attempts(engine)
+        for task in (engine.watch, engine.probe):
+            if task is not None:
+                task.cancel()
+        self._spawn(engine.client.close(**patience))
+        return engine
+
+    def client(self, name: str) -> EngineClient:
+        """Return the client of an engine, for commands to that engine alone; see :meth:`using`."""
+        return self._engines[name].client
+
+    @asynccontextmanager
+    async def using(self, name: str) -> AsyncIterator[EngineClient]:
+        """Yield the client of an engine for commands that end at once if the engine is given up.
+
+        :raises EngineAwayError: In the block, when the pool finds the engine dead or it is marked as lost.
+        """
+        engine = self._engines[name]
+        async with attempting(engine):
+            yield engine.client
+
+    def mark(self, name: str, state: EngineState, reason: str = "") -> None:
+        """Say how an engine is. What it has is generated elsewhere if it is unusable or dead.
+
+        One that is asleep serves or is paused once it wakes.
+        """
+        engine = self._engines[name]
+        if engine.state == "asleep" and state in ("serving", "paused"):
+            engine.awake = state
+            return
+        was, engine.state = engine.state, state
+        engine.reason = reason or ("" if state == "serving" else f"it was marked {state}")
+        if engine.is_lost:
+            end_attempts(engine)
+        self._changed(engine)
+        if state == "dead" and was != "dead" and self._died is not None:
+            self._died(name, engine.reason)
+
+    def report(self) -> Mapping[str, EngineReport]:
+        """Return how each engine is, by name."""
+        loads = {**self._balancer.loads(), **self._prefill_balancer.loads()}
+        return {
+            name: EngineReport(
+                engine.state, engine.client.address, engine.reason, loads.get(name, []), engine.kind
+            )
+            for name, engine in self._engines.items()
+        }
+
+    @property
+    def waiting(self) -> int:
+        """Return how many requests wait for an engine with room."""
+        return len(self._queue) + len(self._prefill_queue)
+
+    @property
+    def serves(self) -> bool:
+        """Return whether requests are answered, by one engine or by the two halves of one."""
+        return not self._queue.outage
+
+    def _changed(self, engine: PoolEngine) -> None:
+        """Let the state of an engine take effect."""
+        reads = any(each.state == "serving" for each in self._of_kind("prefill"))
+        # who only writes is of no use without one who reads
+        affected = [engine, *self._of_kind("decode")] if engine.kind == "prefill" else [engine]
+        for each in affected:
+            if (balancer := self._balancer_of(each)) is not None:
+                is_open = each.state == "serving" and each.probe is None
+                balancer.set_open(each.name, is_open and (reads or each.kind != "decode"))
+        answering = (*self._of_kind("regular"), *(self._of_kind("decode") if reads else ()))
+        self._queue.set_outage(all(each.state != "serving" for each in answering))
+        self._prefill_queue.set_outage(not reads)
+        self._serve()
+
+    def _of_kind(self, kind: ServerKind) -> Iterable[PoolEngine]:
+        return (each for each in self._engines.values() if each.kind == kind)
+
+    def _serve(self) -> None:
+        """Give places to those who wait."""
+        self._prefill_queue.serve()
+        self._queue.serve()
+
+    def _describe(self) -> str:
+        listed = [f"{name} is {each.state}: {each.reason}." for name, each in self._engines.items()]
+        return " ".join(listed) or "There is no engine."
+
+    def _spawn(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    # ---- signs of life ----
+
+    def _suspect(self, engine: PoolEngine) -> None:
+        """Give an engine nothing new until it says that it is well; without that it is dead."""
+        if engine.state == "serving" and engine.probe is None:
+            engine.probe = self._spawn(self._probe(engine))
+            self._changed(engine)
+
+    async def _probe(self, engine: PoolEngine) -> None:
+        well = await self._shows_life(engine)
+        engine.probe = None
+        self._conclude(engine, well)
+
+    async def _watch(self, engine: PoolEngine) -> None:
+        """Ask an engine that owes answers now and then whether it is well."""
+        while engine.state != "dead":
+            await asyncio.sleep(self._options.probe_every_s)
+            owes = engine.attempts or engine.kind == "encoder"  # the encoders' debtors are other engines
+            if owes and engine.probe is None and not engine.is_lost:
+                self._conclude(engine, await self._shows_life(engine))
+
+    async def _shows_life(self, engine: PoolEngine) -> bool:
+        for _ in range(_SIGNS):
+            asked = engine.state
+            # A paused engine makes no token, as its health check wants, but its front answers.
+            healthy = engine.client.is_healthy if asked == "serving" else engine.client.is_answering
+            if await healthy() or engine.state != asked:
+                return True
+        return False
+
+    def _conclude(self, engine: PoolEngine, well: bool) -> None:
+        if self._engines.get(engine.name) is not engine or engine.is_lost:
+            return
+        if well:
+            self._changed(engine)
+        else:
+            self.mark(engine.name, "dead", f"it shows no sign of life: {engine.client.silence}")
+
+    # ---- generation ----
+
+    async def generate(self, request: GenerateRequest) -> Generation:
+        """Return what follows. An engine that is lost meanwhile costs time, and nothing else."""
+        with self._active_request() as active:
+            while True:
+                tickets = await self._enter(active, request)
+                if tickets is None:
+                    return Generation((), (), (), "abort")
+                try:
+                    generation = await self._generate(active, request, tickets)
+                except (EngineAwayError, DeadlineError) as error:
+                    self._note(request, active, _Failure(tickets.engines, error))
+                else:
+                    self._balancer.release(tickets.answering, _length(generation))
+                    return generation
+                finally:
+                    self._leave(tickets)
+
+    async def _enter(self, active: _Active, request: GenerateRequest) -> _Tickets | None:
+        """Return a place, or ``None`` if the request was aborted."""
+        if active.failures and not isinstance(active.failures[-1].error, DisplacedError):
+            with suppress(TimeoutError):
+                async with asyncio.timeout(retry_pause_s(self._options, len(active.failures))):
+                    await active.aborted.wait()
+        if active.aborted.is_set():
+            return None
+        if self._sleeps():
+            raise RolloutError(
+                f"Request {request.id} came while the trainers have the engines' devices. {self._describe()}",
+                hint="Generate before a step trains, or after its weights were synced.",
+            )
+        avoid = {engine for failure in active.failures for engine in failure.engines}
+        answering = await self._queue.enter(request, avoid)
+        if answering is None:
+            return None
+        engine = self._engines.get(answering.engine)
+        if engine is None or engine.kind != "decode":
+            return _Tickets(answering, None)
+        prefill = None
+        try:
+            prefill = await self._prefill_queue.enter(_prompt_alone(request), avoid)
+        finally:
+            if prefill is None:
+                self._give_back(self._balancer, answering)
+        return None if prefill is None else _Tickets(answering, prefill)
+
+    async def _generate(self, active: _Active, request: GenerateRequest, tickets: _Tickets) -> Generation:
+        if active.ends is None:
+            active.ends = asyncio.get_running_loop().time() + self._options.request_timeout_s
+        engine, rank = self._engine_of(tickets.answering)
+        with self._prefill(request, tickets) as prefills:
+            async with attempting(engine, *prefills):
+                bootstrap = prefills[0].bootstrap if prefills else None
+                return await engine.client.generate(
+                    request, rank=rank, attempts=1, bootstrap=bootstrap, ends=active.ends
+                )
+
+    @contextmanager
+    def _prefill(self, request: GenerateRequest, tickets: _Tickets) -> Iterator[Sequence[Prefill]]:
+        """Have the prompt read by the engine that the place names for that, if it names one."""
+        if (ticket := tickets.prefill) is None:
+            yield ()
+            return
+        engine, rank = self._engine_of(ticket)
+        prefill = Prefill(engine, request, rank)
+        prefill.task.add_done_callback(lambda _: self._give_back(self._prefill_balancer, ticket))
+        try:
+            yield (prefill,)
+        finally:
+            prefill.end()
+
+    async def stream(self, request: GenerateRequest) -> AsyncIterator[Generation]:
+        """Yield what follows in parts. After the loss of an engine another goes on from what is there."""
+        rest = request
+        with self._active_request() as active:
+            while True:
+                tickets = await self._enter(active, rest)
+                if tickets is None:
+                    yield Generation((), (), (), "abort")
+                    return
+                try:
+                    async with aclosing(self._parts(rest, tickets)) as parts:
+                        async for part in parts:
+                            rest = _after(rest, part)
+                            yield part
+                    return
+                except (EngineAwayError, DeadlineError) as error:
+                    self._note(request, active, _Failure(tickets.engines, error))
+                finally:
+                    self._leave(tickets)
+                if not rest.params.max_new_tokens:
+                    yield Generation((), (), (), "length")
+                    return
+
+    async def _parts(self, request: GenerateRequest, tickets: _Tickets) -> AsyncGenerator[Generation, None]:
+        """Yield parts until the engine is given up."""
+        engine, rank = self._engine_of(tickets.answering)
+        with self._prefill(request, tickets) as prefills:
+            bootstrap = prefills[0].bootstrap if prefills else None
+            async with aclosing(engine.client.stream(request, rank=rank, bootstrap=bootstrap)) as parts:
+                while True:
+                    async with attempting(engine, *prefills):
+                        part = await anext(parts, None)
+                    if part is None:
+                        return
+                    yield part
+
+    def _engine_of(self, ticket: Ticket) -> tuple[PoolEngine, int | None]:
+        """Return the engine of a place, and the rank in it if it has several."""
+        engine = self._engines.get(ticket.engine)
+        if engine is None:
+            raise DisplacedError(f"{ticket.engine} was removed before a request reached it")
+        return engine, ticket.rank if engine.ranks > 1 else None
+
+    def _note(self, request: GenerateRequest, active: _Active, failure: _Failure) -> None:
+        """Remember a failed attempt; raise if there were too many, or no time is left."""
+        failures = active.failures
+        failures.append(failure)
+        for name in failure.engines:
+            engine = self._engines.get(name)
+            if engine is not None and not isinstance(failure.error, DisplacedError):
+                self._suspect(engine)
+        is_late = active.ends is not None and asyncio.get_running_loop().time() >= active.ends
+        if is_late or len(failures) >= self._options.attempts:
+            listed = "\n    ".join(dict.fromkeys(str(each.error.args[0]) for each in failures))
+            raise RolloutError(
+                f"Request {request.id} failed in {len(failures)} attempts:\n    {listed}",
+                hint="Look into the logs of these engines.",
+            ) from failure.error
+
+    def _leave(self, tickets: _Tickets) -> None:
+        self._give_back(self._balancer, tickets.answering)
+        if tickets.prefill is not None:
+            self._give_back(self._prefill_balancer, tickets.prefill)
+
+    def _give_back(self, balancer: LoadBalancer, ticket: Ticket) -> None:
+        balancer.release(ticket)
+        self._serve()
+
+    @contextmanager
+    def _active_request(self) -> Iterator[_Active]:
+        """Let :meth:`abort` see that a request is under way."""
+        active = _Active()
+        self._active.add(active)
+        try:
+            yield active
+        finally:
+            self._active.discard(active)
+
+    # ---- all engines at once ----
+
+    async def abort(self) -> None:
+        """End every generation under way soon; each returns what it has, as ``"abort"``."""
+        self._queue.abort()
+        self._prefill_queue.abort()
+        for active in self._active:
+            active.aborted.set()
+        had = {engine: engine.client.in_flight() for engine in self._engines.values()}
+        for engine, error in await self._command(self._reachable(), lambda client: client.abort()):
+            self._lose(engine, error)
+        self._spawn(self._insist(had))
+
+    async def _insist(self, had: Mapping[PoolEngine, Collection[str]]) -> None:
+        """End what reached an engine only after it was told to end all; later requests are spared."""
+        clock = asyncio.get_running_loop().time
+        ends = clock() + self._options.control_timeout_s
+        while clock() < ends:
+            await asyncio.sleep(_ABORT_STEP_S)
+            left = {engine: engine.client.in_flight() & set(rids) for engine, rids in had.items()}
+            late = [engine for engine in self._reachable() if left.get(engine)]
+            if not late:
+                return
+            await asyncio.gather(
+                *(engine.client.abort(left[engine]) for engine in late), return_exceptions=True
+            )
+
+    async def pause_all(self, mode: PauseMode = "retract") -> None:
+        """Let no engine make a token, and give them nothing new. An engine that cannot be paused is dead."""
+        engines = [engine for engine in self._reachable() if engine.state == "serving"]
+        for engine in engines:
+            self.mark(engine.name, "paused", "all engines are paused")
+        for engine, error in await self._command(engines, lambda client: client.pause(mode)):
+            self._lose(engine, error)
+
+    async def resume_all(self) -> None:
+        """Let the engines that are paused go on."""
+        engines = [engine for engine in self._engines.values() if engine.state == "paused"]
+        failed = dict(await self._command(engines, lambda client: client.resume()))
+        for engine in engines:
+            if engine in failed:
+                self._lose(engine, failed[engine])
+            elif self._engines.get(engine.name) is engine and engine.state == "paused":
+                self.mark(engine.name, "serving")
+
+    async def set_memory_state(self, state: MemoryState) -> None:
+        """Let the engines have that much in memory: all but ``"everything"`` puts them to sleep.
+
+        One that cannot be moved there counts as dead. None may have a request that is to be answered.
+        """
+        engines = self._living()
+        for engine in engines if state != "everything" else ():
+            if engine.state != "asleep":
+                engine.awake = engine.state
+            self.mark(engine.name, "asleep", f"it has {state} in memory")
+        memories = {engine.client: engine.memory for engine in engines}
+        moves = await self._command(engines, lambda client: memories[client].set_state(client, state))
+        for engine, error in moves:
+            self._lose(engine, error)
+        for engine in self._living() if state == "everything" else ():
+            if engine.state == "asleep":
+                engine.state = "paused"
+                self.mark(engine.name, engine.awake)
+
+    def _sleeps(self) -> bool:
+        """Return whether the engines have nothing left to generate with, so that no wait would help."""
+        held = [engine.memory.state for engine in self._living()]
+        return bool(held) and set(held) == {"nothing"}
+
+    def _living(self) -> list[PoolEngine]:
+        return [each for each in self._engines.values() if not each.is_lost]
+
+    def _reachable(self) -> list[PoolEngine]:
+        """Return the engines that requests go to."""
+        return [each for each in self._engines.values() if not each.is_lost and each.kind != "encoder"]
+
+    async def _command(
+        self, engines: Sequence[PoolEngine], call: Callable[[EngineClient], Awaitable[None]]
+    ) -> list[tuple[PoolEngine, AnygaugeError]]:
+        """Command engines at once; return those that failed, and why."""
+
+        async def one(engine: PoolEngine) -> AnygaugeError | None:
+            try:
+                async with attempting(engine):
+                    await call(engine.client)
+            except (RolloutError, DeadlineError) as error:
+                return error
+            return None
+
+        errors = await asyncio.gather(*map(one, engines))
+        return [(engine, error) for engine, error in zip(engines, errors, strict=True) if error is not None]
+
+    def _lose(self, engine: PoolEngine, error: AnygaugeError) -> None:
+        """Count an engine as dead that did not do as it was told."""
+        if self._engines.get(engine.name) is engine and not engine.is_lost:
+            self.mark(engine.name, "dead", str(error.args[0]))
+
+    async def close(self) -> None:
+        """Let go of every engine; requests under way fail. No server is stopped."""
+        for name in list(self._engines):
+            self.remove(name)
+        self._queue.close()
+        self._prefill_queue.close()
+        while self._tasks:
+            await asyncio.wait(self._tasks)
+
+
+def _prompt_alone(request: GenerateRequest) -> GenerateRequest:
+    """Return what one who only reads has to do."""
+    return request._replace(params=replace(request.params, max_new_tokens=1))
+
+
+def _length(generation: Generation) -> int | None:
+    """Return the length of a response that ended by itself."""
+    return None if generation.finish_reason == "abort" else len(generation.tokens)
+
+
+def _after(request: GenerateRequest, part: Generation) -> GenerateRequest:
+    """Return the request that goes on after a part of its response."""
+    budget = request.params.max_new_tokens - len(part.tokens)
+    params = replace(request.params, max_new_tokens=budget)
+    return request._replace(tokens=request.tokens + part.tokens, params=params)

@@ -1,0 +1,73 @@
+"""Built-in rollout engines, registered like those of any plugin."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from anygauge_hooks import hookimpl
+from anygauge_hooks.engines import RolloutEngineSpec
+
+if TYPE_CHECKING:
+    from anygauge.config import Config
+    from anygauge_hooks.engines import RolloutEngine, WorkerContext
+    from anygauge_hooks.rollout import EngineServer
+    from anygauge_hooks.types import BackendSpec, ConfigProblem
+
+__all__ = ["check_config", "register_rollout_engines"]
+
+
+@hookimpl
+def register_rollout_engines() -> Iterable[RolloutEngineSpec]:
+    """Return the embedded engine, and SGLang's servers."""
+    return [
+        RolloutEngineSpec(name="transformers", make=_make_transformers),
+        RolloutEngineSpec(
+            name="sglang",
+            serve=_serve_sglang,
+            devices=_sglang_devices,
+            context=_sglang_context,
+            kinds=("regular", "prefill", "decode", "encoder"),
+            attach=_attach_sglang,
+            releases_memory=True,
+        ),
+    ]
+
+
+@hookimpl
+def check_config(config: Config, backend: BackendSpec) -> Iterable[ConfigProblem]:
+    """Check what the config says of SGLang's servers."""
+    from anygauge.serving.sglang.rules import sglang_problems
+
+    return sglang_problems(config, backend)
+
+
+def _make_transformers(config: Config, context: WorkerContext) -> RolloutEngine:
+    from anygauge.serving.embedded.engine import make_engine
+
+    return make_engine(config, context)
+
+
+def _sglang_devices(config: Config) -> int:
+    from anygauge.serving.server_plan import plan_servers
+    from anygauge.serving.sglang.kinds import plan_devices
+
+    return max(plan_devices(config, plan) for plan in plan_servers(config))
+
+
+def _sglang_context(config: Config, longest: int | None) -> int | None:
+    from anygauge.serving.sglang.kinds import context_room
+
+    return context_room(config, longest)
+
+
+def _serve_sglang(config: Config, context: WorkerContext) -> EngineServer:
+    from anygauge.serving.sglang.server import make_server
+
+    return make_server(config, context)
+
+
+def _attach_sglang(config: Config, address: str) -> EngineServer:
+    from anygauge.serving.sglang.attached import AttachedServer
+
+    return AttachedServer(config, address)

@@ -1,0 +1,57 @@
+"""Prefill-decode disaggregation: SGLang's prefill server reads a prompt, its decode server responds.
+
+Both are given the same request with the same bootstrap room. The prefill server sends its KV cache there; the
+decode server fetches it and answers. https://docs.sglang.io/advanced_features/pd_disaggregation.html
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+
+from anygauge.serving.client import BootstrapRoom
+from anygauge.serving.engine_state import PoolEngine, attempting, end_attempts
+from anygauge_hooks.errors import AnygaugeError, DeadlineError, RolloutError
+from anygauge_hooks.rollout import GenerateRequest
+
+__all__ = ["Prefill"]
+
+
+class Prefill:
+    """Prefill of one prompt, in progress. The decode request that depends on it ends if it fails.
+
+    :param reader: A prefill engine.
+    :param rank: Data-parallel rank of it; ``None`` if it has but one.
+    """
+
+    def __init__(self, reader: PoolEngine, request: GenerateRequest, rank: int | None) -> None:
+        assert reader.bootstrap is not None, "a prefill engine has a bootstrap address"
+        host, _, port = reader.bootstrap.rpartition(":")
+        self.bootstrap = BootstrapRoom(host, int(port), secrets.randbits(63), rank)
+        self.attempts: set[asyncio.Timeout] = set()
+        self._reader = reader
+        self._failure: AnygaugeError | None = None
+        self.task = asyncio.get_running_loop().create_task(self._read(request, rank))
+
+    @property
+    def is_lost(self) -> bool:
+        """Return whether it has failed."""
+        return self._failure is not None
+
+    def lost(self) -> AnygaugeError:
+        """Return why it has failed."""
+        assert self._failure is not None
+        return self._failure
+
+    def end(self) -> None:
+        """End it, in the engine too."""
+        self.task.cancel()
+
+    async def _read(self, request: GenerateRequest, rank: int | None) -> None:
+        client = self._reader.client
+        try:
+            async with attempting(self._reader):
+                await client.read(request, self.bootstrap, rank=rank)
+        except (RolloutError, DeadlineError) as error:
+            self._failure = error
+            end_attempts(self)

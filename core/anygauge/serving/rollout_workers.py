@@ -1,0 +1,97 @@
+"""Worker that only generates, and the base class that it shares with training workers."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from time import perf_counter
+
+from anygauge.config import Config
+from anygauge.device import memory_phase
+from anygauge.observability.memory import worker_memory
+from anygauge.observability.performance import WorkerReport
+from anygauge.serving.weight_stream import StreamedUpdate
+from anygauge_hooks.engines import RolloutEngine, WorkerContext
+from anygauge_hooks.rl import Prompt, Sample, SamplingParams
+
+__all__ = ["GeneratingWorker", "RolloutWorker"]
+
+
+class GeneratingWorker:
+    """A worker that may have a rollout engine, and tells what its work took."""
+
+    def __init__(self, context: WorkerContext) -> None:
+        self._device = context.device
+        self._engine: RolloutEngine | None = None
+        self._seconds: defaultdict[str, float] = defaultdict(float)
+
+    @property
+    def engine(self) -> RolloutEngine:
+        """The rollout engine, where there is one."""
+        assert self._engine is not None, "these workers do not generate"
+        return self._engine
+
+    def generate(
+        self, prompts: Sequence[Prompt], params: SamplingParams, seeds: Sequence[Sequence[int]]
+    ) -> list[list[Sample]]:
+        """Return one sample per seed for each prompt."""
+        with self._timed("generate"):
+            return self.engine.generate(prompts, params, seeds) if prompts else []
+
+    def report(self) -> WorkerReport:
+        """Return the seconds spent since the last call, by phase, and the memory in use, in bytes."""
+        seconds, self._seconds = dict(self._seconds), defaultdict(float)
+        return {"seconds": {**seconds, **self._engine_seconds()}, "memory": worker_memory(self._device)}
+
+    def _engine_seconds(self) -> Mapping[str, float]:
+        """Return the seconds since the last call that an engine has counted itself."""
+        return {}
+
+    def close(self) -> None:
+        """Release the engine."""
+        if self._engine is not None:
+            self._engine.close()
+
+    @contextmanager
+    def _timed(self, phase: str) -> Iterator[None]:
+        """Count the time and the memory of the block as a phase's."""
+        start = perf_counter()
+        with memory_phase(self._device, phase):
+            yield
+        self._seconds[phase] += perf_counter() - start
+
+
+class RolloutWorker(GeneratingWorker):
+    """A rollout engine alone in its process."""
+
+    def __init__(self, config: Config, context: WorkerContext) -> None:
+        super().__init__(context)
+        self._engine = make_engine(config, context)
+        self._update: StreamedUpdate | None = None
+
+    def receive_weights(self, data: bytes, version: int, *, last: bool) -> None:
+        """Take a part of new weights; with the last one, return once the engine serves them."""
+        with self._timed("weight_sync"):
+            if self._update is None:
+                self._update = StreamedUpdate(self.engine, version, self._device.torch_device)
+            assert self._update.version == version, "one update at a time"
+            self._update.put(data)
+            if last:
+                update, self._update = self._update, None
+                update.put(None)
+                update.finish()
+
+    def close(self) -> None:
+        """Release the engine."""
+        if self._update is not None:
+            self._update.cancel()
+        super().close()
+
+
+def make_engine(config: Config, context: WorkerContext) -> RolloutEngine:
+    """Return the rollout engine."""
+    make = context.plugins.get("register_rollout_engines", config.rollout.engine).make
+    assert make is not None, "an engine that is a server has no place in a worker"
+    engine: RolloutEngine = make(config, context)
+    return engine

@@ -1,0 +1,230 @@
+"""Served rollout engines: a worker on each server's node supervises it.
+
+The driver's event loop speaks to them over HTTP. New weights do not pass through the driver: the first
+training rank sends them. A server that has ended, or no longer answers, is started again at once; it gets
+the weights of the others when the driver's own thread next waits for samples or syncs, since then no training
+is under way.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from concurrent import futures
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from anygauge.config import Config
+from anygauge.config.schema import POLICY
+from anygauge.plugins import Plugins
+from anygauge.runtime.event_loop import EventLoop
+from anygauge.runtime.launch import launch_workers
+from anygauge.runtime.media_stores import open_store
+from anygauge.runtime.placement import Seat
+from anygauge.runtime.worker_group import WorkerGroup
+from anygauge.serving.generation_client import GenerationClient
+from anygauge.serving.server_sources import AttachedServers, ServerSource, StartedServers
+from anygauge.serving.servers import Servers
+from anygauge_hooks.engines import RolloutEngineSpec
+from anygauge_hooks.errors import DeadlineError
+from anygauge_hooks.types import BackendSpec
+
+if TYPE_CHECKING:
+    from anygauge.weight_sync.report import SyncReport
+
+__all__ = ["ServedEngines", "open_servers"]
+
+_log = logging.getLogger(__name__)
+T = TypeVar("T")
+SERVER = "anygauge.serving.server_workers:ServerWorker"
+SHOWN = 3
+"""Names in a message."""
+WATCH_S = 0.2
+"""Interval of checks whether a server has ended."""
+
+
+class ServedEngines:
+    """The servers of a run, whose weights are those of the workers that train.
+
+    :param trainers: ``None`` where nothing is trained.
+    """
+
+    generate = None
+
+    def __init__(
+        self, config: Config, servers: Servers, trainers: WorkerGroup | None, loop: EventLoop
+    ) -> None:
+        self._config = config
+        self._servers = servers
+        self._trainers = trainers
+        self._loop = loop
+        self._version = 0
+        self._seconds = 0.0
+        self._unverified: Sequence[str] = ()
+        """Parameters that nothing could be compared with, as was last said."""
+
+    def generation_client(self) -> AbstractContextManager[GenerationClient]:
+        """Return how requests get to the servers."""
+        pools = self._servers.pools
+        others = {model: pool for model, pool in pools.items() if model != POLICY}
+        return nullcontext(GenerationClient(pools[POLICY], self._loop, self.wait, others))
+
+    def wait(self, coroutine: Coroutine[Any, Any, T], what: str) -> T:
+        """Return what a coroutine in the event loop returns; see to servers that are lost meanwhile.
+
+        :param what: Is waited for; for the error.
+        :raises DeadlineError: It is not there within ``run.timeout_s``.
+        :raises RolloutError: A server ends again and again.
+        """
+        started = time.perf_counter()
+        future = self._loop.start(coroutine)
+        try:
+            while not future.done():
+                futures.wait([future], WATCH_S)
+                self._repair()
+                if time.perf_counter() - started > self._config.run.timeout_s:
+                    raise self._late(what)
+            result = future.result()
+        finally:
+            future.cancel()
+            self._seconds += time.perf_counter() - started
+        self._servers.prove()
+        return result
+
+    def trained(self, version: int) -> None:
+        """Learn that the workers that train have a version now: servers that are up again get that one."""
+        self._version = version
+
+    def sync(self, version: int) -> None:
+        """Give the trained weights to every server.
+
+        One that does not come out of it with the new version is started again, and gets it later.
+        """
+        self._version = version
+        self._servers.look()
+        lost = self._servers.lost()
+        self._push(sorted(self._servers.synced - lost.keys()))
+        self._servers.look()
+
+    def reports(self) -> Sequence[Mapping[str, Any]]:
+        """Return and reset what each server's worker reports, and how long samples were waited for."""
+        seconds, self._seconds = self._seconds, 0.0
+        return [*self._servers.reports(), {"seconds": {"generate": seconds}, "memory": {}}]
+
+    def _repair(self) -> None:
+        """Take servers back that were started again, with the weights that the others have."""
+        self._servers.look()
+        if self._servers.behind:
+            self._push(sorted(self._servers.behind))
+
+    def _push(self, ranks: Sequence[int]) -> None:
+        """Send the weights of the training workers to some servers, which get no request meanwhile."""
+        self._servers.behind.difference_update(ranks)
+        if self._trainers is None or (not self._version and self._servers.has_first_weights):
+            self._servers.mark(ranks, "serving")
+            return
+        self._give(self._trainers, ranks)
+
+    def _give(self, trainers: WorkerGroup, ranks: Sequence[int]) -> None:
+        """Have the training workers send their weights to some servers; those that refuse are given up."""
+        if not ranks:
+            return
+        self._servers.mark(ranks, "paused")
+        refused = self._send(trainers, ranks)
+        if refused and len(ranks) > 1:  # one that fails may have taken others with it
+            refused = {rank: why for each in refused for rank, why in self._send(trainers, [each]).items()}
+        asked = set(ranks) - self._servers.behind  # one that is behind has come back meanwhile
+        self._servers.distrust({rank: refused[rank] for rank in asked & refused.keys()})
+        self._servers.mark(asked - refused.keys(), "serving")
+
+    def _send(self, trainers: WorkerGroup, ranks: Sequence[int]) -> dict[int, str]:
+        """Send the weights to paused servers, and return which did not take them, and why."""
+        peers = [self._servers.serving[rank].peer for rank in ranks]
+        senders = [self._sender(rank) for rank in ranks]
+        reports: list[SyncReport | None] = trainers.call(
+            "push_weights", version=self._version, peers=peers, senders=senders
+        )
+        sent = [report for report in reports if report is not None]
+        outcomes = {each.address: each for report in sent for each in report.peers}
+        refused = {
+            rank: outcomes[peer.address].error or "it kept the version before"
+            for rank, peer in zip(ranks, peers, strict=True)
+            if outcomes[peer.address].version != self._version
+        }
+        for rank, error in refused.items():
+            _log.warning("engine %d did not take weight version %d: %s", rank, self._version, error)
+        unverified = tuple(dict.fromkeys(name for report in sent for name in report.unverified))
+        if unverified and unverified != self._unverified:
+            some = ", ".join(unverified[:SHOWN])
+            _log.warning("%d parameters of engines were not verified: %s", len(unverified), some)
+            self._unverified = unverified
+        return refused
+
+    def _sender(self, rank: int) -> int:
+        """Return which training rank sends the weights to a server."""
+        return 0
+
+    def _late(self, what: str) -> DeadlineError:
+        return DeadlineError(
+            f"Waited {self._config.run.timeout_s:g} s for {what}. The engines: {self._servers.describe()}.",
+            hint="Raise run.timeout_s if it may take longer; the engines' logs are in the run directory.",
+        )
+
+
+@contextmanager
+def open_servers(
+    config: Config,
+    backend: BackendSpec,
+    plugins: Plugins,
+    trainers: WorkerGroup | None,
+    directory: Path,
+    make: Callable[..., ServedEngines] = ServedEngines,
+    seats: Sequence[Seat] = (),
+) -> Iterator[ServedEngines]:
+    """Start the servers of a run, and end them after.
+
+    :param trainers: The workers that train, if any do.
+    :param directory: Of the run.
+    :param seats: Of servers on the devices of others, where Ray places them.
+    :param make: Makes the engines of these servers.
+    """
+    with (
+        _source(config, backend, plugins, directory, seats) as source,
+        EventLoop() as loop,
+        closing(Servers(config, source, loop, open_store(config, directory.resolve()))) as servers,
+    ):
+        yield make(config, servers, trainers, loop)
+
+
+@contextmanager
+def _source(
+    config: Config, backend: BackendSpec, plugins: Plugins, directory: Path, seats: Sequence[Seat]
+) -> Iterator[ServerSource]:
+    """Yield where the servers come from; workers that start them end with the block."""
+    if config.rollout.external:
+        yield AttachedServers(config, plugins.get("register_rollout_engines", config.rollout.engine))
+        return
+    with (
+        launch_workers(
+            config,
+            backend,
+            plugins,
+            worker_class=SERVER,
+            role="rollout",
+            run_directory=directory,
+            num_workers=config.placement.rollout_workers,
+            collective=False,
+            first_device=0 if config.placement.colocated else config.placement.train_workers,
+            devices=devices_of_server(config, plugins),
+            seats=seats,
+        ) as workers,
+    ):
+        yield StartedServers(config, workers)
+
+
+def devices_of_server(config: Config, plugins: Plugins) -> int:
+    """Return how many devices each server takes."""
+    spec: RolloutEngineSpec = plugins.get("register_rollout_engines", config.rollout.engine)
+    return 1 if spec.devices is None else spec.devices(config)

@@ -1,0 +1,232 @@
+"""Servers of a run: an engine pool for each model, in which lost servers are restarted.
+
+A start takes long and needs nothing of the driver's own thread, so it begins as soon as a server is found
+dead, in the worker that supervises it. It returns to the pool without requests, since its weights are old.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+from anygauge.config import Config
+from anygauge.config.schema import POLICY
+from anygauge.runtime.event_loop import EventLoop
+from anygauge.serving.engine_pool import EnginePool
+from anygauge.serving.engine_state import EngineReport, EngineState
+from anygauge.serving.server_plan import ServerPlan, plan_servers
+from anygauge.serving.server_sources import ServerSource
+from anygauge.serving.server_workers import Serving
+from anygauge_hooks.engines import MemoryState
+from anygauge_hooks.errors import RolloutError
+from anygauge_hooks.media import MediaStore
+
+__all__ = ["Servers"]
+
+_log = logging.getLogger(__name__)
+RESTARTS = 3
+"""Most restarts of a server between two answers; more end the run."""
+LOST = ("unusable", "dead")
+
+
+class Servers:
+    """Engine pools whose servers are restarted. Its methods are called in the driver's own thread.
+
+    :param loop: Event loop of the pools.
+    :param store: Of the run's media; ``None`` in a run of text.
+    """
+
+    def __init__(
+        self, config: Config, source: ServerSource, loop: EventLoop, store: MediaStore | None = None
+    ) -> None:
+        self._source = source
+        self._loop = loop
+        self._plans = plan_servers(config)
+        self.serving: list[Serving] = source.serve()
+        """Servers by rank."""
+        self.has_first_weights = source.has_first_weights
+        """Whether servers come with the weights of version 0."""
+        self.synced = {plan.rank for plan in self._plans if plan.is_synced}
+        """Ranks of servers that get the trained weights."""
+        self.behind = set() if self.has_first_weights else set(self.synced)
+        """Ranks of synced servers with old weights; they get no requests."""
+        self._proven = [server.incarnation for server in self.serving]
+        self._lock = threading.Lock()
+        """Lock around the workers, which take one call at a time, and the state of the servers."""
+        self._away = set[int]()
+        """Ranks of servers that are being restarted."""
+        self._is_closed = False
+        self._rests = False
+        """Whether the servers have no room to start in."""
+        self._failure: Exception | None = None
+        self.pools: Mapping[str, EnginePool] = loop.run(
+            _made(config, {plan.model for plan in self._plans}, self._died, store)
+        )
+        """Pools by name of the model."""
+        self._join(range(len(self._plans)))
+
+    @property
+    def pool(self) -> EnginePool:
+        """Engine pool of the trained model."""
+        return self.pools[POLICY]
+
+    def _join(self, ranks: Collection[int]) -> None:
+        """Add servers to their pools; those with old weights get no requests yet."""
+        self._loop.run(
+            _join(self.pools, [(self._plans[rank], self.serving[rank]) for rank in ranks], self.behind)
+        )
+
+    def lost(self) -> dict[int, str]:
+        """Return which servers cannot be used, and why."""
+        reports = self._reports()
+        return {rank: report.reason for rank, report in reports.items() if report.state in LOST}
+
+    def _reports(self) -> dict[int, EngineReport]:
+        """Return how each server is, by rank."""
+        reports = self._loop.run(_reports(self.pools.values()))
+        return {plan.rank: reports[_name(plan.rank)] for plan in self._plans}
+
+    def look(self) -> None:
+        """Have lost servers started again, and take back those that have been.
+
+        :raises RolloutError: One cannot be started, or was lost again and again.
+        """
+        with self._lock:
+            if self._failure is not None:
+                raise self._failure
+            if not (self._is_closed or self._rests) and (lost := self.lost()):
+                self._look(lost)
+
+    def _look(self, lost: Mapping[int, str]) -> None:
+        self._check_restarts(lost)
+        for rank in lost.keys() - self._away:
+            _log.warning("engine %d is started again: %s", rank, lost[rank])
+        self._away |= lost.keys()
+        current = self._source.look({rank: self.serving[rank].incarnation for rank in lost})
+        news = {
+            rank: now
+            for rank, (then, now) in enumerate(zip(self.serving, current, strict=True))
+            if now is not None and now.incarnation != then.incarnation
+        }
+        for rank, server in news.items():
+            self.serving[rank] = server
+        self._away -= news.keys()
+        self.behind |= news.keys() & self.synced
+        self._join(news)
+
+    def _died(self, name: str, reason: str) -> None:
+        """Have a server started again from the event loop, whatever the driver's own thread is doing."""
+        asyncio.get_running_loop().run_in_executor(None, self._look_behind)
+
+    def _look_behind(self) -> None:
+        try:
+            self.look()
+        except Exception as error:  # noqa: BLE001 - it goes to the driver's own thread
+            self._failure = error
+
+    def _check_restarts(self, lost: Mapping[int, str]) -> None:
+        for rank, reason in lost.items():
+            if self.serving[rank].incarnation - self._proven[rank] >= RESTARTS:
+                raise RolloutError(
+                    f"Rollout engine {rank} was lost again after {RESTARTS} restarts: {reason}",
+                    hint="Look into its log; that of a server of the run is logs/rollout-* in its directory.",
+                )
+
+    def prove(self) -> None:
+        """Note that what was waited for is there: the restarts before it count no more."""
+        self._proven = [server.incarnation for server in self.serving]
+
+    def set_memory_state(self, state: MemoryState) -> None:
+        """Set the memory state of the servers.
+
+        Lost servers are ended unless it is ``"everything"``, and restarted only once it is.
+        """
+        with self._lock:
+            self._rests = state != "everything"
+        self._loop.run(self.pool.set_memory_state(state))
+        with self._lock:
+            if self._rests and (lost := self.lost()):
+                self._source.end(lost)
+
+    def is_serving(self) -> bool:
+        """Return whether there are servers that answer requests."""
+        return self._loop.run(_serves(self.pool))
+
+    def mark(self, ranks: Collection[int], state: EngineState) -> None:
+        """Let servers serve, or pause them; one that is lost meanwhile stays lost."""
+        self._loop.run(_mark(self.pool, ranks, state))
+
+    def distrust(self, reasons: Mapping[int, str]) -> None:
+        """Give servers up whose weights are not what they should be, for a reason each."""
+        self._loop.run(_distrust(self.pool, reasons))
+
+    def reports(self) -> list[Mapping[str, Any]]:
+        """Return and reset what each worker reports."""
+        with self._lock:
+            return self._source.reports()
+
+    def describe(self) -> str:
+        """Return how each server is, for an error."""
+        return ", ".join(
+            f"{_name(rank)} is {report.state} with {sum(load.requests for load in report.loads)} requests"
+            for rank, report in self._reports().items()
+        )
+
+    def close(self) -> None:
+        """Let go of the servers; nothing is started again any more. The workers end those of the run."""
+        with self._lock:
+            self._is_closed = True
+        self._source.close()
+        for pool in self.pools.values():
+            self._loop.run(pool.close())
+
+
+def _name(rank: int) -> str:
+    """Return the name of a server in its pool and in errors."""
+    return f"engine {rank}"
+
+
+async def _made(
+    config: Config,
+    models: Collection[str],
+    died: Callable[[str, str], None],
+    store: MediaStore | None,
+) -> Mapping[str, EnginePool]:
+    return {model: EnginePool(config.rollout.client, died=died, store=store) for model in models}
+
+
+async def _join(
+    pools: Mapping[str, EnginePool], servers: Sequence[tuple[ServerPlan, Serving]], behind: Collection[int]
+) -> None:
+    for plan, server in servers:
+        pools[plan.model].add(
+            _name(plan.rank),
+            server.address,
+            kind=plan.kind,
+            bootstrap=server.facts.get("bootstrap"),
+            ranks=int(server.facts.get("ranks", 1)),
+            state="paused" if plan.rank in behind else "serving",
+            keys=server.peer.keys,
+        )
+
+
+async def _reports(pools: Iterable[EnginePool]) -> Mapping[str, EngineReport]:
+    return {name: report for pool in pools for name, report in pool.report().items()}
+
+
+async def _serves(pool: EnginePool) -> bool:
+    return pool.serves
+
+
+async def _mark(pool: EnginePool, ranks: Collection[int], state: EngineState) -> None:
+    for rank in ranks:
+        if pool.report()[_name(rank)].state not in LOST:
+            pool.mark(_name(rank), state)
+
+
+async def _distrust(pool: EnginePool, reasons: Mapping[int, str]) -> None:
+    for rank, reason in reasons.items():
+        pool.mark(_name(rank), "unusable", reason)

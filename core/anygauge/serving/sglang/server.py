@@ -1,0 +1,382 @@
+"""SGLang server on this host: start, health checks, restart, stop."""
+
+from __future__ import annotations
+
+import http.client
+import logging
+import os
+import select
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from time import monotonic
+from typing import IO, TYPE_CHECKING, Any, NamedTuple
+
+import psutil
+
+from anygauge.distributed.addresses import in_url
+from anygauge.serving.server_plan import plan_servers
+from anygauge.serving.sglang.arguments import (
+    by_name,
+    command_line,
+    media_arguments,
+    media_environment,
+    run_arguments,
+)
+from anygauge.serving.sglang.installed import Installed, installed_sglang, missing
+from anygauge.serving.sglang.keys import key_variable, own_keys
+from anygauge.serving.sglang.kinds import plan_arguments, plan_ranks
+from anygauge.serving.sglang.launch import BACKEND, ROLE
+from anygauge.serving.sglang.supervisor import LOOK, STOP, supervisor_command
+from anygauge.serving.sglang.versions import ServerApi, find_api
+from anygauge_hooks.errors import RolloutError
+from anygauge_hooks.weights import ServerKeys, WeightPeer
+
+if TYPE_CHECKING:
+    from anygauge.config import Config
+    from anygauge.serving.server_plan import ServerPlan
+    from anygauge_hooks.engines import WorkerContext
+
+__all__ = ["ENGINE", "SGLangServer", "make_server"]
+
+ENGINE = "sglang"
+GRACE_S = 3.0
+"""Seconds from the command to stop until the kill; SGLang looks for it every few seconds."""
+KILL_S = 30.0
+"""Seconds for the supervisor to end after the server, and to remove its leftovers."""
+POLL_S = 0.2
+ANSWER_S = 10.0
+"""For one answer of a server that starts."""
+LOG_LINES = 40
+"""Lines from the end of a log that errors show."""
+TRIES = 3
+"""Attempts at a free port: another process may take one between the choice and the server's own listening."""
+_TAKEN = ("address already in use", "port is already in use", "eaddrinuse")
+
+_log = logging.getLogger(__name__)
+
+
+class _Ports(NamedTuple):
+    http: int
+    collectives: int
+    bootstrap: int
+
+
+class SGLangServer:
+    """An ``EngineServer``: SGLang in processes of its own, which end with this one."""
+
+    def __init__(
+        self,
+        *,
+        arguments: Mapping[str, Any],
+        installed: Installed,
+        api: ServerApi,
+        device_type: str,
+        environment: Mapping[str, str],
+        keys: ServerKeys,
+        host: str,
+        log: Path,
+        deadline_s: float,
+        ranks: int = 1,
+    ) -> None:
+        """Take what a server is started with; nothing is started yet.
+
+        :param arguments: By name, without those of addresses and ports.
+        :param keys: That it asks for from then on.
+        :param host: Address of this node that it listens on.
+        :param deadline_s: Longest time until it answers, in seconds.
+        :param ranks: Data-parallel ranks that the arguments ask for.
+        """
+        self.api = api
+        self.log = log
+        self._arguments = dict(arguments)
+        self._installed = installed
+        self._device_type = device_type
+        self._environment = {**environment, **key_variable(keys)}
+        self._keys = keys
+        self._host = host
+        self._deadline_s = deadline_s
+        self._ranks = ranks
+        self._encoders: Sequence[str] = ()
+        self._supervisor: subprocess.Popen[bytes] | None = None
+        self._command: list[str] = []
+        self._address = ""
+        self._bootstrap: int | None = None
+
+    def start(self, encoders: Sequence[str] = ()) -> str:
+        """Start the server and return its address; see :class:`anygauge_hooks.rollout.EngineServer`."""
+        self.close()
+        self._encoders = encoders
+        deadline = monotonic() + self._deadline_s
+        for left in reversed(range(TRIES)):
+            offset = self.log.stat().st_size if self.log.exists() else 0
+            try:
+                return self._start(deadline)
+            except RolloutError:
+                self.close()
+                if not (left and _lost_a_port(self.log, offset)):
+                    raise
+                _log.warning("a port was taken before the server listened on it; it is started again")
+            except BaseException:
+                self.close()
+                raise
+        raise AssertionError("the last try returns or raises")
+
+    def is_alive(self) -> bool:
+        """Return whether the process runs; it may hang nevertheless."""
+        return self._supervisor is not None and self._supervisor.poll() is None and self._server() is not None
+
+    def facts(self) -> Mapping[str, str]:
+        """Return what the run is to know of it.
+
+        ``version`` is the listed one that it is spoken to as, ``installed`` its own; ``command``,
+        ``log``, ``address``, ``pid``, ``ranks``; and ``bootstrap``, ``host:port``, of one that only reads
+        prompts.
+        """
+        server = self._server()
+        facts = {
+            "version": self.api.version,
+            "installed": self._installed.version,
+            "command": " ".join(self._command),
+            "log": str(self.log),
+            "address": self._address,
+            "pid": str(server.pid) if server else "",
+            "ranks": str(self._ranks),
+        }
+        if self._bootstrap is not None:
+            facts["bootstrap"] = f"{self._host}:{self._bootstrap}"
+        return facts
+
+    def weight_peer(self) -> WeightPeer:
+        """Return how its version takes weights; see :class:`anygauge_hooks.rollout.EngineServer`."""
+        return WeightPeer(
+            address=self._address,
+            tensor_parallel=int(self._arguments.get("tp_size", 1)),
+            device=self._device_type,
+            api=self.api.weights(self._device_type),
+            keys=self._keys,
+        )
+
+    def close(self) -> None:
+        """End the server with all of its processes, and remove what they leave. May be called again."""
+        supervisor, self._supervisor = self._supervisor, None
+        if supervisor is None:
+            return
+        assert supervisor.stdin is not None
+        assert supervisor.stdout is not None
+        with suppress(OSError, ValueError):  # it has ended already, or the pipe has
+            supervisor.stdin.write(STOP)
+            supervisor.stdin.flush()
+        with suppress(OSError):
+            supervisor.stdin.close()
+        supervisor.stdout.close()
+        try:
+            supervisor.wait(timeout=GRACE_S + KILL_S)
+        except subprocess.TimeoutExpired:
+            supervisor.kill()  # the kernel kills the server with it
+            supervisor.wait()
+
+    def _start(self, deadline: float) -> str:
+        ports = _free_ports(self._host, self._earlier_port())
+        self._command = self._command_for(ports)
+        self._address = f"http://{in_url(self._host)}:{ports.http}"
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        with self.log.open("ab") as log:
+            self._note(log)
+            self._supervisor = subprocess.Popen(
+                supervisor_command(self._command, grace_s=GRACE_S),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                env=self._environment,
+                start_new_session=True,  # an interrupt at the terminal is for the driver to handle
+            )
+        self._await(ports.http, deadline)
+        return self._address
+
+    def _earlier_port(self) -> int:
+        """Return where an encoder was found before, since those that ask it know no other place."""
+        if not (self._arguments.get("encoder_only") and self._address):
+            return 0
+        return int(self._address.rpartition(":")[2])
+
+    def _command_for(self, ports: _Ports) -> list[str]:
+        placed: dict[str, Any] = {"host": self._host, "port": ports.http, "nccl_port": ports.collectives}
+        if self._arguments.get("disaggregation_mode") == "prefill":
+            self._bootstrap = placed["disaggregation_bootstrap_port"] = ports.bootstrap
+        if self._arguments.get("language_only"):
+            placed["encoder_bootstrap_port"] = ports.bootstrap
+            placed["encoder_urls"] = list(self._encoders)
+        words = command_line({**self._arguments, **placed}, self._installed)
+        return [sys.executable, "-m", "anygauge.serving.sglang.launch", *words]
+
+    def _note(self, log: IO[bytes]) -> None:
+        log.write(f"\n$ {' '.join(self._command)}\n".encode())
+        log.flush()
+
+    def _await(self, port: int, deadline: float) -> None:
+        """Return once the server answers on the port."""
+        assert self._supervisor is not None
+        while not (_answers(self._host, port) and self._listens(port)):
+            with suppress(subprocess.TimeoutExpired):
+                self._supervisor.wait(timeout=POLL_S)
+                raise self._failed(f"ended with status {self._supervisor.returncode} before it answered")
+            if monotonic() > deadline:
+                raise self._failed(f"did not answer within {self._deadline_s:g} s")
+        self._look()
+
+    def _look(self) -> None:
+        """Have the supervisor record the server's processes and files, so that it can remove all of them."""
+        assert self._supervisor is not None
+        assert self._supervisor.stdin is not None
+        assert self._supervisor.stdout is not None
+        with suppress(OSError):
+            self._supervisor.stdin.write(LOOK)
+            self._supervisor.stdin.flush()
+        answered, _, _ = select.select([self._supervisor.stdout], [], [], ANSWER_S)
+        if not answered or self._supervisor.stdout.read(len(LOOK)) != LOOK:
+            raise self._failed("ended as soon as it had answered")
+
+    def _listens(self, port: int) -> bool:
+        """Return whether it is this server that listens on the port, and not another that was faster."""
+        server = self._server()
+        if server is None:
+            return False
+        with suppress(psutil.Error):
+            connections = server.net_connections(kind="tcp")
+            return any(each.status == psutil.CONN_LISTEN and each.laddr.port == port for each in connections)
+        return False
+
+    def _server(self) -> psutil.Process | None:
+        if self._supervisor is None:
+            return None
+        with suppress(psutil.Error):
+            for child in psutil.Process(self._supervisor.pid).children():
+                if child.status() != psutil.STATUS_ZOMBIE:
+                    return child
+        return None
+
+    def _failed(self, what: str) -> RolloutError:
+        return RolloutError(
+            f"The SGLang server {what}; the end of {self.log}:\n{_end_of(self.log)}",
+            hint="The log has all of it. A server that only needs longer: raise placement.start_timeout_s.",
+        )
+
+
+def make_server(config: Config, context: WorkerContext) -> SGLangServer:
+    """Return the server of a worker, by its rank in the deployment, yet to be started.
+
+    :raises RolloutError: SGLang is not installed, or its version is not one that was tested.
+    """
+    installed = installed_sglang()
+    if installed is None:
+        raise missing(context.backend)
+    plan = plan_servers(config)[context.rank]
+    return SGLangServer(
+        arguments=_arguments(config, context, plan, installed),
+        installed=installed,
+        api=find_api(installed.version, treat_as=config.rollout.sglang_version),
+        device_type=context.backend.device_type,
+        environment=_environment(config, context),
+        keys=own_keys(config),
+        host=context.address,
+        log=_logs(config, context) / f"rollout-{context.rank}-engine.log",
+        deadline_s=config.placement.start_timeout_s,
+        ranks=plan_ranks(config, plan),
+    )
+
+
+def _arguments(
+    config: Config, context: WorkerContext, plan: ServerPlan, installed: Installed
+) -> dict[str, Any]:
+    """Return the arguments by name: what the user wrote counts more than the backend's, the config's most."""
+    backend = context.plugins.merged(
+        "rollout_engine_args", config=config, backend=context.backend, engine=ENGINE
+    )
+    path = None if plan.path is None else str(plan.path)
+    return {
+        **media_arguments(config, installed),
+        **by_name(backend, installed),
+        **by_name(plan_arguments(config, plan), installed),
+        **run_arguments(config, path=path),
+    }
+
+
+def _environment(config: Config, context: WorkerContext) -> dict[str, str]:
+    backend = context.backend
+    asked = context.plugins.merged(
+        "worker_env",
+        backend=backend,
+        role=ROLE,
+        deterministic=config.run.deterministic,
+        interface=config.cluster.interface,
+        ip_version=config.cluster.ip_version,
+        timeout_s=config.run.timeout_s,
+    )
+    visible = {}
+    if backend.visible_devices_env and context.accelerators:
+        visible = {backend.visible_devices_env: ",".join(context.accelerators)}
+    offline = {"HF_HUB_OFFLINE": "1"}  # the model is a directory
+    # the server in Rust that SGLang may start instead asks for no key
+    own = {BACKEND: backend.name, "PYTHONUNBUFFERED": "1", "SGLANG_RUST_SERVER": "0"}
+    return {**os.environ, **offline, **asked, **visible, **media_environment(config), **own}
+
+
+def _logs(config: Config, context: WorkerContext) -> Path:
+    if context.logs is not None:
+        return Path(context.logs)
+    return config.run.directory / config.run.name / "logs"
+
+
+# -------------------------------------------------------------------------
+# Ports, answers, logs
+# -------------------------------------------------------------------------
+
+
+def _free_ports(host: str, http: int = 0) -> _Ports:
+    """Return ports of this host that nobody listens on, no two of them the same.
+
+    :param http: That is taken for requests if it is free.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+
+    def reserve(port: int) -> socket.socket:
+        return stack.enter_context(socket.create_server((host, port), family=family))
+
+    with ExitStack() as stack:
+        try:
+            reserved = [reserve(http)]
+        except OSError:
+            reserved = [reserve(0)]
+        reserved += [reserve(0) for _ in _Ports._fields[1:]]
+        return _Ports(*(each.getsockname()[1] for each in reserved))
+
+
+def _answers(host: str, port: int) -> bool:
+    """Return whether a server says that it is well."""
+    connection = http.client.HTTPConnection(host, port, timeout=ANSWER_S)
+    try:
+        connection.request("GET", "/health")
+        return connection.getresponse().status == http.HTTPStatus.OK
+    except (OSError, http.client.HTTPException):
+        return False
+    finally:
+        connection.close()
+
+
+def _lost_a_port(log: Path, offset: int) -> bool:
+    """Return whether what was logged from an offset on says that a port was taken."""
+    with log.open("rb") as file:
+        file.seek(offset)
+        text = file.read().decode(errors="replace").lower()
+    return any(phrase in text for phrase in _TAKEN)
+
+
+def _end_of(log: Path) -> str:
+    with log.open("rb") as file:
+        file.seek(max(0, log.stat().st_size - 16_384))
+        lines = file.read().decode(errors="replace").splitlines()
+    return "\n".join(f"    {line[:400]}" for line in lines[-LOG_LINES:])

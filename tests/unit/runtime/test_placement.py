@@ -1,0 +1,124 @@
+"""Where workers go: bundles, slots, ranks, devices, threads."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from anygauge.config import Config
+from anygauge.runtime.placement import (
+    Seat,
+    bundle_of,
+    check_capacity,
+    placement_error,
+    rank_order,
+    shared_seats,
+)
+from anygauge.runtime.worker import Worker, WorkerSetup, host_cores, local_accelerator_id, set_threads
+from anygauge_cpu.env import RAY_RESOURCE
+from anygauge_cpu.plugin import CPU
+from anygauge_hooks.errors import PlacementError
+from anygauge_hooks.types import Availability, BackendSpec
+
+
+def make_backend(device_type: str, options: Mapping[str, Any], env: str | None = None) -> BackendSpec:
+    return BackendSpec(
+        name="made_up",
+        device_type=device_type,
+        dist_backend="gloo",
+        probe=lambda: Availability(ok=True),
+        ray_options=lambda count: options,
+        local_device=lambda ids, environ: 0,
+        visible_devices_env=env,
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "bundle"),
+    [
+        ({"num_gpus": 1}, {"GPU": 1.0}),
+        ({"num_cpus": 0, "resources": {"slot": 1}}, {"slot": 1.0}),
+        ({"num_cpus": 2, "resources": {"slot": 0.5}}, {"CPU": 2.0, "slot": 0.5}),
+    ],
+)
+def test_actor_options_become_a_bundle(options: Mapping[str, Any], bundle: Mapping[str, float]) -> None:
+    assert bundle_of(options) == bundle
+
+
+def test_only_the_host_backend_declares_resources() -> None:
+    assert CPU.cluster_resources(3) == {RAY_RESOURCE: 3}
+    assert make_backend("chip", {"resources": {"CHIP": 1}}).cluster_resources(3) == {}
+
+
+def test_neighbouring_ranks_share_a_node() -> None:
+    assert rank_order({0: "b", 1: "a", 2: "b", 3: "a"}) == [0, 2, 1, 3]
+
+
+def test_a_cluster_that_is_large_enough_passes() -> None:
+    check_capacity({"GPU": 1.0}, 3, {"a": {"GPU": 2.0}, "b": {"GPU": 1.0}})
+
+
+def test_a_cluster_that_is_too_small_is_refused_at_once() -> None:
+    with pytest.raises(PlacementError, match="too small"):
+        check_capacity({"GPU": 2.0}, 2, {"a": {"GPU": 3.0}, "b": {"GPU": 1.0}})
+
+
+def test_the_error_shows_what_was_requested_and_what_each_node_has() -> None:
+    error = placement_error({"slot": 1.0}, 3, {"b": {}, "a": {"slot": 2.0, "CPU": 8.0}}, "No room")
+    assert str(error).splitlines()[:3] == [
+        "No room: requested 3 x {slot: 1}, available:",
+        "  node a: slot: 2",
+        "  node b: slot: 0",
+    ]
+    assert "--resources" in str(error)
+
+
+def test_local_workers_take_the_device_at_their_rank() -> None:
+    assert local_accelerator_id(make_backend("chip", {}), 1, {}) == "1"
+    assert local_accelerator_id(make_backend("chip", {}, "CHIPS"), 1, {"CHIPS": "4, 6"}) == "6"
+
+
+def test_a_rank_without_a_visible_device_is_an_error() -> None:
+    with pytest.raises(PlacementError, match="CHIPS='4' shows 1"):
+        local_accelerator_id(make_backend("chip", {}, "CHIPS"), 1, {"CHIPS": "4"})
+
+
+@pytest.mark.parametrize(
+    ("requested", "workers", "threads"), [(3, 8, 3), (0, 1, host_cores()), (0, 10**6, 1)]
+)
+def test_cores_are_divided_among_the_workers_of_a_host(
+    requested: int, workers: int, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen: list[int] = []
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setattr("torch.set_num_threads", chosen.append)
+    set_threads(requested, workers)
+    assert chosen == [threads]
+
+
+def test_who_shares_devices_sits_with_those_that_have_them() -> None:
+    workers = [("a", ("GPU-1",)), ("a", ("GPU-2",)), ("b", ("0",)), ("b", ("1",))]
+    assert shared_seats(workers, 2, 2) == [Seat("a", ("GPU-1", "GPU-2")), Seat("b", ("0", "1"))]
+    assert shared_seats(workers, 3, 1) == [Seat("a", ("GPU-1",)), Seat("a", ("GPU-2",)), Seat("b", ("0",))]
+    assert shared_seats([("a", ())], 1, 1) == [Seat("a", ())], "a host without devices to name"
+    with pytest.raises(PlacementError, match=r"3 devices .* on the nodes a, b"):
+        shared_seats(workers, 1, 3)
+
+
+def test_a_worker_that_shares_devices_is_given_these() -> None:
+    seen = WorkerSetup(
+        config=Config.model_validate(
+            {"run": {"name": "x"}, "model": {"path": "."}, "data": {"train": []}, "reward": {"function": "f"}}
+        ),
+        backend="chip",
+        worker_class="x:Y",
+        role="rollout",
+        rank=1,
+        world_size=2,
+        log="",
+        timeout_s=1.0,
+        accelerators=("5", "7"),
+    )
+    assert Worker(seen).accelerator_ids() == ("5", "7")

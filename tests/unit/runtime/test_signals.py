@@ -1,0 +1,100 @@
+"""Requests to end become exceptions."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+
+import pytest
+
+from anygauge.runtime.signals import terminate_as_exception
+
+
+def signal_twice(number: signal.Signals) -> None:
+    """Send a signal to this process, and again during the shut-down, which must not be disturbed."""
+    try:
+        os.kill(os.getpid(), number)
+    finally:
+        os.kill(os.getpid(), number)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_raises_once_with_the_code_of_a_shell(number: signal.Signals) -> None:
+    before = signal.getsignal(number)
+    with pytest.raises(SystemExit) as caught, terminate_as_exception():
+        signal_twice(number)
+    assert caught.value.code == 128 + number
+    assert signal.getsignal(number) is before
+
+
+def test_an_interrupt_raises_once() -> None:
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt), terminate_as_exception():
+        signal_twice(signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_a_block_within_a_block_ends_both_with_one_exception() -> None:
+    with pytest.raises(KeyboardInterrupt) as caught, terminate_as_exception():
+        interrupt_within_and_while_that_ends()
+    assert caught.value.__context__ is None
+
+
+def interrupt_within_and_while_that_ends() -> None:
+    try:
+        with terminate_as_exception():
+            os.kill(os.getpid(), signal.SIGINT)
+    finally:
+        os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_an_interrupt_that_was_lost_comes_again() -> None:
+    with pytest.raises(KeyboardInterrupt), terminate_as_exception():
+        lose_one_interrupt_of_two()
+
+
+def lose_one_interrupt_of_two() -> None:
+    with contextlib.suppress(KeyboardInterrupt):
+        os.kill(os.getpid(), signal.SIGINT)
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_a_signal_that_ended_the_process_is_ignored_for_good() -> None:
+    before, other = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+    try:
+        with pytest.raises(KeyboardInterrupt), terminate_as_exception(for_good=True):
+            os.kill(os.getpid(), signal.SIGINT)
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+        assert signal.getsignal(signal.SIGTERM) is other
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_an_ignored_signal_stays_ignored() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with terminate_as_exception():
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_the_code_survives_a_library_that_replaces_it() -> None:
+    with pytest.raises(SystemExit) as caught, terminate_as_exception():
+        exit_with_another_code()
+    assert caught.value.code == 128 + signal.SIGTERM
+
+
+def exit_with_another_code() -> None:
+    try:
+        os.kill(os.getpid(), signal.SIGTERM)
+    except SystemExit as error:
+        raise SystemExit(1) from error
+
+
+def test_an_exit_of_its_own_is_left_alone() -> None:
+    with pytest.raises(SystemExit) as caught, terminate_as_exception():
+        raise SystemExit(3)
+    assert caught.value.code == 3

@@ -1,0 +1,144 @@
+"""The order in which trainers and engines give memory up and take it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from anygauge.serving.colocation import ColocationPhase, ColocationScheduler
+from anygauge_hooks.engines import MemoryState
+
+AMOUNT = {"nothing": 0, "weights": 1, "everything": 2}
+
+
+class Recorder:
+    """Trainers and engines on one device, which write down what they are told and refuse what cannot be."""
+
+    def __init__(self) -> None:
+        self.said: list[str] = []
+        self.held: dict[str, MemoryState] = {"trainers": "everything", "engines": "nothing"}
+        self.has_weights = True
+        self.scheduler = ColocationScheduler(lambda state: self.hold("trainers", state))
+
+    def hold(self, who: str, state: MemoryState) -> None:
+        other = self.held["engines" if who == "trainers" else "trainers"]
+        grows = AMOUNT[state] > AMOUNT[self.held[who]]
+        assert not (grows and state == "everything" and other == "everything"), "there is no room"
+        if who == "engines" and state == "nothing":
+            self.has_weights = False
+        assert self.has_weights or (who, state) != ("engines", "everything"), "garbage would be generated"
+        self.held[who] = state
+        self.said.append(f"{who}: {state}")
+
+    def push(self) -> None:
+        assert self.held == {"trainers": "weights", "engines": "weights"}
+        self.has_weights = True
+        self.said.append("push")
+
+    def start(self) -> None:
+        """Start the servers, once there is room."""
+        self.scheduler.enter("start")
+        assert self.held["trainers"] == "nothing"
+        self.held["engines"] = "everything"
+        self.scheduler.join(lambda state: self.hold("engines", state), self.push)
+
+    def sync(self) -> None:
+        self.scheduler.enter("sync")
+        self.push()
+        self.scheduler.synced()
+
+    def entered(self, *scheduler: ColocationPhase) -> list[str]:
+        self.said.clear()
+        for phase in scheduler:
+            self.scheduler.enter(phase)
+        return list(self.said)
+
+
+@pytest.fixture
+def recorder() -> Recorder:
+    found = Recorder()
+    found.start()
+    return found
+
+
+def test_a_step_of_training_and_the_sync_after_it(recorder: Recorder) -> None:
+    recorder.said.clear()
+    recorder.scheduler.enter("generate")
+    assert recorder.said == [], "the servers start awake, with the weights of the model's directory"
+    recorder.scheduler.enter("train")
+    recorder.sync()
+    recorder.scheduler.enter("generate")
+    assert recorder.said == [
+        "engines: nothing",
+        "trainers: everything",
+        "trainers: weights",
+        "engines: weights",
+        "push",
+        "trainers: nothing",
+        "engines: everything",
+    ]
+
+
+def test_a_turn_that_goes_on_moves_nothing(recorder: Recorder) -> None:
+    assert recorder.entered("train", "train") == ["engines: nothing", "trainers: everything"]
+
+
+def test_a_checkpoint_costs_the_engines_their_caches_alone(recorder: Recorder) -> None:
+    recorder.scheduler.enter("train")
+    recorder.sync()
+    assert recorder.entered("save", "generate") == [
+        "trainers: everything",
+        "trainers: nothing",
+        "engines: everything",
+    ]
+    assert recorder.entered("save") == ["engines: weights", "trainers: everything"]
+
+
+def test_engines_that_lost_their_weights_are_sent_them_before_they_generate(recorder: Recorder) -> None:
+    """As after a step that trained the critic alone, which no sync follows."""
+    told = ["trainers: weights", "engines: weights", "push", "trainers: nothing", "engines: everything"]
+    recorder.scheduler.enter("train")
+    assert recorder.entered("save") == [], "there is nothing of the engines to keep"
+    assert recorder.entered("generate") == told
+
+
+def test_a_server_that_was_started_again_waits_for_the_weights(recorder: Recorder) -> None:
+    recorder.said.clear()
+    recorder.scheduler.enter("start")
+    assert recorder.said == []
+    recorder.scheduler.outdated()
+    assert recorder.entered("generate") == [
+        "engines: weights",
+        "trainers: weights",
+        "push",
+        "trainers: nothing",
+        "engines: everything",
+    ]
+
+
+@pytest.mark.parametrize(
+    "scheduler",
+    [("train", "generate", "save", "train"), ("save", "sync", "train", "save"), ("sync", "start")],
+)
+def test_any_order_has_room_and_no_garbage(recorder: Recorder, scheduler: Sequence[ColocationPhase]) -> None:
+    recorder.entered(*scheduler, "generate", *scheduler, "generate")
+    assert recorder.held == {"trainers": "nothing", "engines": "everything"}
+
+
+def test_a_failed_order_leaves_what_is_known_true(recorder: Recorder) -> None:
+    recorder.scheduler.enter("train")
+    hold, recorder.hold = recorder.hold, None  # type: ignore[assignment,method-assign]
+    with pytest.raises(TypeError):
+        recorder.scheduler.enter("sync")
+    recorder.hold = hold  # type: ignore[method-assign]
+    recorder.sync()
+    assert recorder.held == {"trainers": "weights", "engines": "weights"}
+
+
+def test_without_shared_devices_nothing_moves() -> None:
+    scheduler = ColocationScheduler()
+    for phase in ("generate", "train", "sync", "save", "start"):
+        scheduler.enter(phase)
+    assert not scheduler.shared
+    assert scheduler.seconds() == {}
