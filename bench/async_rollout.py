@@ -25,9 +25,9 @@ from typing import Any
 
 from anygauge.config.load import load_config
 from anygauge.plugins import load_plugins
-from anygauge.testing.fake_engine.installed import install_fake_engine
-from anygauge.testing.recipe import tiny_recipe
 from anygauge.trainer.run import train
+from anygauge_tests.fake_engine.installed import install_fake_engine
+from anygauge_tests.recipe import tiny_recipe
 
 WARM_UP = 3
 """Steps at the start of a run that count for nothing: workers warm up, and the pipeline fills."""

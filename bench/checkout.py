@@ -26,7 +26,10 @@ FAKE_ENGINE = """
 import json, sys
 from pathlib import Path
 
-from anygauge.testing.fake_engine.installed import install_fake_engine
+try:
+    from anygauge.testing.fake_engine.installed import install_fake_engine  # trees before 2026-11-24
+except ImportError:
+    from anygauge_tests.fake_engine.installed import install_fake_engine
 
 install_fake_engine(Path(sys.argv[1]), *json.loads(sys.argv[2]))
 """
@@ -75,7 +78,7 @@ def environment(tree: Path, metadata: Path, *, first: Sequence[Path] = ()) -> di
     """
     for _, project in distributions(tree):
         write_metadata(project["project"], metadata)
-    roots = dict.fromkeys(package.parent for package in packages(tree))
+    roots = dict.fromkeys(package.parent for package in packages(tree)) | {tree / "tests" / "support": None}
     path = os.pathsep.join(map(str, (*first, metadata, *roots)))
     return {**os.environ, "PYTHONPATH": path}
 

@@ -64,8 +64,8 @@ def _server(options: argparse.Namespace, folder: Path) -> Iterator[tuple[str, Pa
     if options.address:
         yield options.address, options.model
     elif options.fake:
-        from anygauge.testing.fake_engine import FakeServer, Options
         from anygauge.testing.tiny import tiny_tokenizer
+        from anygauge_tests.fake_engine import FakeServer, Options
 
         model = folder / "model"
         # SGLang's client makes tokens of every answer's text: it needs a tokenizer that knows any.

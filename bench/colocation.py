@@ -31,12 +31,12 @@ from anygauge.runtime.worker_group import WorkerGroup
 from anygauge.serving.colocated_engines import ColocatedEngines
 from anygauge.serving.colocation import ColocationPhase, ColocationScheduler, SetMemoryState
 from anygauge.serving.engines import open_engines
-from anygauge.testing.fake_engine.installed import install_fake_engine
 from anygauge.trainer.actors import ActorWorker
 from anygauge.trainer.generation import SampleMaker, open_maker
 from anygauge.trainer.plan import group_samples, plan_steps, train_samples
 from anygauge_hooks.engines import MemoryState
 from anygauge_hooks.rl import Prompt, Sample, SamplingParams
+from anygauge_tests.fake_engine.installed import install_fake_engine
 
 GIB = 2**30
 ROUNDS = 2
@@ -118,7 +118,7 @@ def load(arguments: argparse.Namespace, directory: Path) -> tuple[LoadedConfig, 
     plugins = load_plugins()
     backend = plugins.named("register_backends")[arguments.backend]
     plugins.prepare_worker(backend, "driver", "before_vendor_import")
-    from anygauge.testing.recipe import tiny_recipe  # transformers, once it can be imported
+    from anygauge_tests.recipe import tiny_recipe  # transformers, once it can be imported
 
     dtype = "float32" if arguments.backend == "cpu" else "bfloat16"
     path = tiny_recipe(directory, model={**SIZES[arguments.size], "dtype": dtype}, **keys)

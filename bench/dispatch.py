@@ -33,9 +33,9 @@ from typing import NamedTuple
 
 from anygauge.serving.admission_queue import AdmissionQueue
 from anygauge.serving.load_balancer import LoadBalancer, Ticket
-from anygauge.testing.fake_engine.lengths import parse_lengths
 from anygauge_hooks.rl import SamplingParams
 from anygauge_hooks.rollout import GenerateRequest
+from anygauge_tests.fake_engine.lengths import parse_lengths
 
 ENGINES, SAMPLES, GROUP = 256, 65_536, 16
 PREFIXES = 512

@@ -580,7 +580,7 @@ def load(arguments: argparse.Namespace, directory: Path) -> tuple[Any, Any]:
     plugins = load_plugins()
     backend = plugins.named("register_backends")[arguments.backend]
     plugins.prepare_worker(backend, "driver", "before_vendor_import")
-    from anygauge.testing.recipe import tiny_recipe  # transformers, once it can be imported
+    from anygauge_tests.recipe import tiny_recipe  # transformers, once it can be imported
 
     dtype = arguments.dtype or ("float32" if arguments.backend == "cpu" else "bfloat16")
     server = {

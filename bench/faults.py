@@ -21,8 +21,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-from anygauge.testing.chaos import Outcome, run_chaos
-from anygauge.testing.chaos_summary import RequestSummary
+from anygauge_tests.chaos import Outcome, run_chaos
+from anygauge_tests.chaos_summary import RequestSummary
 
 
 def main() -> int:
@@ -48,7 +48,7 @@ def _served(seed: int) -> bool:
     from anygauge_cpu.torchvision_operators import declare_missing_operators
 
     declare_missing_operators()  # before anything of transformers is imported
-    from anygauge.testing.served_chaos import run_served_chaos
+    from anygauge_tests.served_chaos import run_served_chaos
 
     with tempfile.TemporaryDirectory() as folder:
         outcome = run_served_chaos(seed, Path(folder))

@@ -15,8 +15,8 @@ from tempfile import TemporaryDirectory
 import httpx
 import psutil
 
-from anygauge.testing.scripted_gateway import Served, chat_tokenizer, serve_script
 from anygauge_hooks.rl import SamplingParams
+from anygauge_tests.scripted_gateway import Served, chat_tokenizer, serve_script
 
 MIB = 2**20
 CONTEXT = 30_000

@@ -384,9 +384,8 @@ def write(tree: Path, texts: dict[str, str]) -> None:
 
 def run_tests(tree: Path, tests: Sequence[str], *arguments: str) -> int:
     """Return what pytest ends with in the copy, whose packages stand before those that are installed."""
-    packages = [
-        tree / name for name in ("core", "hooks", "models", *(f"backends/{name}" for name in BACKENDS))
-    ]
+    backends = (f"backends/{name}" for name in BACKENDS)
+    packages = [tree / name for name in ("core", "hooks", "models", *backends, "tests/support")]
     # A file that is changed twice in a second has one time stamp: no bytecode is kept.
     environment = {
         **os.environ,

@@ -27,10 +27,10 @@ import torch.distributed as dist
 
 from anygauge.config import Config
 from anygauge.plugins import Plugins, load_plugins
-from anygauge.testing.media import DictStore
-from anygauge.testing.vision_models import random_image, vision_sample, write_vision_model
 from anygauge_hooks.engines import LossInputs, WorkerContext
 from anygauge_hooks.rl import TrainSample
+from anygauge_tests.media import DictStore
+from anygauge_tests.vision_models import random_image, vision_sample, write_vision_model
 
 IMAGES, SAMPLES, TEXT, RESPONSE = 16, 4, 12, 8
 PATCH = 8

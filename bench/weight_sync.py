@@ -29,7 +29,6 @@ import torch
 from torch import Tensor
 
 from anygauge.config.schema import WeightSync
-from anygauge.testing.fake_engine import FakeServer
 from anygauge.weight_sync.broadcast import Rendezvous, join_group
 from anygauge.weight_sync.buckets import Buffers
 from anygauge.weight_sync.pusher import WeightPusher
@@ -41,6 +40,7 @@ from anygauge.weight_sync.transports.disk import DiskTransport
 from anygauge.weight_sync.transports.distributed import DistributedTransport
 from anygauge.weight_sync.transports.tensor import TensorTransport
 from anygauge_hooks.weights import WeightPeer, WeightTransport
+from anygauge_tests.fake_engine import FakeServer
 
 GOAL_RATE, GOAL_BYTES = 0.6, 1.1
 DEADLINE_S = 300.0

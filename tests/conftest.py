@@ -24,15 +24,15 @@ from anygauge.plugins import Plugins, find_backend, load_plugins
 from anygauge.runtime.launch import launch_workers
 from anygauge.runtime.placement import Seat
 from anygauge.runtime.worker_group import WorkerGroup
-from anygauge.testing import datasets, fork_server, fork_server_probes
-from anygauge.testing.fork_server import ForkedProcess, ForkServers
 from anygauge_hooks.engines import WorkerContext
+from anygauge_tests import datasets, fork_server, fork_server_probes
+from anygauge_tests.fork_server import ForkedProcess, ForkServers
 
 Launch = Callable[..., WorkerGroup]
 StartScript = Callable[..., tuple[ForkedProcess, Path]]
 RunScript = Callable[..., str]
 start_cold = child_process.start_module
-PROBE = "anygauge.testing.workers:ProbeWorker"
+PROBE = "anygauge_tests.workers:ProbeWorker"
 # No test leaves loopback: read when huggingface_hub is imported, here and in every child process.
 os.environ["HF_ENDPOINT"] = "http://127.0.0.1:9"
 # As many processes as cores run tests: threads of theirs would wait for each other. Read with torch's import.
@@ -169,7 +169,7 @@ def forked_ray_workers(
         return nullcontext()
     from ray._private import ray_constants
 
-    from anygauge.testing.fork_server_ray import forked_ray_workers
+    from anygauge_tests.fork_server_ray import forked_ray_workers
 
     return forked_ray_workers(processes, tmp_path_factory.mktemp("ray"), ray_constants)
 

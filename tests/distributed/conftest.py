@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from anygauge.testing.fork_server import ForkedProcess, ForkServers
+from anygauge_tests.fork_server import ForkedProcess, ForkServers
 
 WORKER = Path(__file__).with_name("parallel_worker.py")
 START_S, CASE_S = 240.0, 120.0

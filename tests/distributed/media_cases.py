@@ -13,10 +13,10 @@ import checkpoint_cases  # type: ignore[import-not-found]
 import parallel_worker  # type: ignore[import-not-found]
 
 from anygauge.config import Config
-from anygauge.testing.media import DictStore
-from anygauge.testing.vision_models import random_audio, random_image, random_video, vision_sample
 from anygauge_hooks.engines import WorkerContext
 from anygauge_hooks.rl import TrainSample
+from anygauge_tests.media import DictStore
+from anygauge_tests.vision_models import random_audio, random_image, random_video, vision_sample
 
 
 def samples(model: Path, store: DictStore) -> list[TrainSample]:

@@ -33,7 +33,6 @@ from anygauge.engines.megatron.prepare import prepare_megatron
 from anygauge.kernels.table import reference_kernel
 from anygauge.plugins import Plugins, load_plugins
 from anygauge.runtime.diagnostics import enable_stacks
-from anygauge.testing.optimizers import Joining, Rounding, Taking, taking
 from anygauge.trainer.actors import ActorWorker
 from anygauge.trainer.plan import plan_steps
 from anygauge_hooks import hookimpl
@@ -42,6 +41,7 @@ from anygauge_hooks.errors import AnygaugeError
 from anygauge_hooks.kernels import KERNEL_OPS, KernelImpl
 from anygauge_hooks.rl import TrainSample
 from anygauge_hooks.types import BackendSpec, Device
+from anygauge_tests.optimizers import Joining, Rounding, Taking, taking
 
 COLLECTIVE_TIMEOUT_S = 60.0
 Action = Callable[[Config, WorkerContext, dict[str, Any]], Any]

@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file
 
 from anygauge.plugins import load_plugins
-from anygauge.testing.composed import write_composed
-from anygauge.testing.vision_models import write_vision_model
+from anygauge_tests.composed import write_composed
+from anygauge_tests.vision_models import write_vision_model
 
 pytestmark = [pytest.mark.parallel, pytest.mark.timeout(300)]
 

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from anygauge.cli import main
-from anygauge.testing.recipe import tiny_recipe
+from anygauge_tests.recipe import tiny_recipe
 
 pytestmark = pytest.mark.parallel
 

@@ -23,7 +23,7 @@ from anygauge.trainer import run
 from anygauge_hooks.types import BackendSpec
 
 ROOT = Path(__file__).resolve().parents[2]
-ACTORS = "anygauge.testing.actors:SuccessiveActors"
+ACTORS = "anygauge_tests.actors:SuccessiveActors"
 LaunchActors = Callable[..., "Borrowed"]
 
 
@@ -101,6 +101,11 @@ class Environment:
     def python(self) -> Path:
         return self.path / "bin" / "python"
 
+    @property
+    def site_packages(self) -> Path:
+        version = f"python{sys.version_info.major}.{sys.version_info.minor}"
+        return self.path / "lib" / version / "site-packages"
+
     def pip_install(self, *arguments: str | Path) -> None:
         options = (
             "--no-deps",
@@ -162,9 +167,7 @@ def make_environment(
     def make() -> Environment:
         environment = Environment(tmp_path_factory.mktemp("venv"))
         run_command(sys.executable, "-m", "venv", "--without-pip", environment.path)
-        version = f"python{sys.version_info.major}.{sys.version_info.minor}"
-        site_packages = environment.path / "lib" / version / "site-packages"
-        (site_packages / "dependencies.pth").write_text(f"{dependencies}\n", encoding="utf-8")
+        (environment.site_packages / "dependencies.pth").write_text(f"{dependencies}\n", encoding="utf-8")
         return environment
 
     return make

@@ -30,7 +30,7 @@ def main(launcher: str, ending: str, directory: str, address: str) -> None:
             config,
             backend,
             plugins,
-            worker_class="anygauge.testing.workers:ProbeWorker",
+            worker_class="anygauge_tests.workers:ProbeWorker",
             role="actor",
             run_directory=Path(directory),
         ) as group,

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from anygauge.testing.observer import Observer, run_with_observer
-from anygauge.testing.recipe import tiny_recipe
 from anygauge_hooks.rl import NO_VERSION
+from anygauge_tests.observer import Observer, run_with_observer
+from anygauge_tests.recipe import tiny_recipe
 
 MODULE = "agents_of_a_test"
 AGENT = """

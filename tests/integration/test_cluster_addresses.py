@@ -40,7 +40,7 @@ def launch(directory: Path, num_workers: int, **cluster: Any) -> WorkerGroup:
         config,
         find_backend(plugins, plugins.named("register_backends"), "cpu"),
         plugins,
-        worker_class="anygauge.testing.workers:ProbeWorker",
+        worker_class="anygauge_tests.workers:ProbeWorker",
         role="actor",
         run_directory=directory,
     )

@@ -21,12 +21,12 @@ from ray.util import placement_group, remove_placement_group
 from anygauge.config.load import load_config
 from anygauge.plugins import load_plugins
 from anygauge.runtime.worker_group import WorkerGroup
-from anygauge.testing.recipe import tiny_recipe
 from anygauge.trainer.run import train
 from anygauge_cpu.env import RAY_RESOURCE
 from anygauge_hooks import hookimpl
 from anygauge_hooks.errors import WorkerDiedError
 from anygauge_hooks.types import NamedFunction, RunInfo
+from anygauge_tests.recipe import tiny_recipe
 
 Launch = Callable[..., WorkerGroup]
 STEPS = 2

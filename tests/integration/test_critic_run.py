@@ -12,10 +12,10 @@ import pytest
 
 from anygauge.config.load import load_config
 from anygauge.plugins import load_plugins
-from anygauge.testing.recipe import tiny_recipe
 from anygauge.trainer.run import train
 from anygauge_hooks import hookimpl
 from anygauge_hooks.types import NamedFunction, RunInfo, TrackerSpec
+from anygauge_tests.recipe import tiny_recipe
 
 STEPS, ALONE, LR = 4, 2, 1e-3
 Train = Callable[..., "Observer"]

@@ -23,7 +23,6 @@ from anygauge.engines.megatron.prepare import prepare_megatron
 from anygauge.plugins import Plugins, load_plugins
 from anygauge.run_directory import dumps
 from anygauge.runtime.rpc import WorkerId, decode, encode
-from anygauge.testing.recipe import tiny_recipe
 from anygauge.testing.tiny import tiny_qwen3, tiny_tokenizer
 from anygauge.trainer import run as run_module
 from anygauge.trainer.actors import ActorWorker
@@ -32,6 +31,7 @@ from anygauge_hooks import hookimpl
 from anygauge_hooks.engines import WorkerContext
 from anygauge_hooks.errors import DataError, OutOfMemoryError
 from anygauge_hooks.types import BackendSpec, NamedFunction, RunInfo, TrackerSpec
+from anygauge_tests.recipe import tiny_recipe
 
 STEPS = 2
 

@@ -11,13 +11,13 @@ import pytest
 
 from anygauge.config.load import load_config
 from anygauge.plugins import load_plugins
-from anygauge.testing.fake_engine import FakeServer, Options
-from anygauge.testing.fake_engine.installed import install_fake_engine
-from anygauge.testing.recipe import tiny_recipe
 from anygauge.trainer.run import train
 from anygauge_hooks import hookimpl
 from anygauge_hooks.rl import Group
 from anygauge_hooks.types import RunInfo
+from anygauge_tests.fake_engine import FakeServer, Options
+from anygauge_tests.fake_engine.installed import install_fake_engine
+from anygauge_tests.recipe import tiny_recipe
 
 pytestmark = pytest.mark.usefixtures("forked_actors")
 

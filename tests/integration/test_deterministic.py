@@ -14,10 +14,10 @@ import pytest
 from anygauge.config.load import load_config
 from anygauge.device import DETERMINISTIC_ENV
 from anygauge.plugins import load_plugins
-from anygauge.testing.recipe import tiny_recipe
 from anygauge.trainer.run import train
 from anygauge_hooks import hookimpl
 from anygauge_hooks.types import NamedFunction, TrackerSpec
+from anygauge_tests.recipe import tiny_recipe
 
 ROW = re.compile(r"^\| `([A-Z_0-9]+)` \| `([^`]+)` \|", re.M)
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from anygauge.cli.entry import run
-from anygauge.testing.recipe import tiny_recipe
+from anygauge_tests.recipe import tiny_recipe
 
 BENCH = runpy.run_path(str(Path(__file__).parents[2] / "bench" / "end_to_end.py"))
 FEW = {"rollout.prompts_per_step": 4, "rollout.samples_per_prompt": 4, "run.progress": "false"}

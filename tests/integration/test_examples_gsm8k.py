@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from anygauge.cli import main
-from anygauge.testing.datasets import write_gsm8k
 from anygauge.testing.tiny import tiny_qwen3, tiny_tokenizer
+from anygauge_tests.datasets import write_gsm8k
 
 ROOT = Path(__file__).resolve().parents[2]
 

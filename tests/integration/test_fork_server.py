@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from anygauge.testing.fork_server import ForkedProcess, ForkServers
+from anygauge_tests.fork_server import ForkedProcess, ForkServers
 
 FACTS = """
 import json, os, sys, threading, torch
@@ -39,7 +39,7 @@ if sys.argv[1:]:
 
 RENUMBERED = """
 import fcntl, os, sys
-from anygauge.testing.fork_server import _renumber
+from anygauge_tests.fork_server import _renumber
 
 def files(descriptors):
     return [os.readlink(f"/proc/self/fd/{each}") for each in descriptors]

@@ -13,11 +13,11 @@ import pytest
 from anygauge.config.load import load_config
 from anygauge.observability.health import HEALTH_FILE, read_events
 from anygauge.plugins import load_plugins
-from anygauge.testing.recipe import tiny_recipe
 from anygauge.trainer.run import train
 from anygauge_hooks import hookimpl
 from anygauge_hooks.errors import HealthError
 from anygauge_hooks.types import NamedFunction, RunInfo
+from anygauge_tests.recipe import tiny_recipe
 
 MODULE = "engines_of_a_test"
 SOURCE = """

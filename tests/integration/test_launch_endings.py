@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from anygauge.testing.processes import wait_until_ended
+from anygauge_tests.processes import wait_until_ended
 
 DRIVER = Path(__file__).with_name("launch_driver.py")
 SHARED_MEMORY = Path("/dev/shm")

@@ -10,8 +10,8 @@ import psutil
 import pytest
 
 from anygauge.runtime.worker_group import WorkerGroup
-from anygauge.testing.processes import wait_until_ended
 from anygauge_hooks.errors import WorkerDiedError, WorkerFailedError
+from anygauge_tests.processes import wait_until_ended
 
 Launch = Callable[..., WorkerGroup]
 
@@ -67,5 +67,5 @@ def test_workers_import_from_where_the_driver_does(
 
 def test_a_worker_that_cannot_be_made_ends_the_start(launch: Launch) -> None:
     with pytest.raises(WorkerFailedError, match="no such data") as caught:
-        launch("local", worker_class="anygauge.testing.workers:BrokenWorker")
+        launch("local", worker_class="anygauge_tests.workers:BrokenWorker")
     assert str(caught.value).startswith("Rank 1 (actor, pid ")

@@ -11,11 +11,11 @@ import pytest
 
 from anygauge.config.load import load_config
 from anygauge.plugins import load_plugins
-from anygauge.testing.recipe import tiny_recipe
 from anygauge.trainer import run as run_module
 from anygauge_hooks import hookimpl
 from anygauge_hooks.errors import CheckpointError
 from anygauge_hooks.types import RunInfo
+from anygauge_tests.recipe import tiny_recipe
 
 Harm = Callable[[Path], object]
 

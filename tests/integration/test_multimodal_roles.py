@@ -14,10 +14,10 @@ import torch
 from anygauge.config import Config
 from anygauge.config.roles import Components
 from anygauge.plugins import load_plugins
-from anygauge.testing.toy_tower import Package, Store, image, sample, toy_model
 from anygauge.trainer.actors import ActorWorker
 from anygauge_hooks.engines import WorkerContext
 from anygauge_hooks.rl import TrainSample
+from anygauge_tests.toy_tower import Package, Store, image, sample, toy_model
 
 MakeWorker = Callable[..., ActorWorker]
 

@@ -17,11 +17,11 @@ from safetensors.torch import load_file
 
 from anygauge.config.load import load_config
 from anygauge.plugins import load_plugins
-from anygauge.testing.fork_server import ForkServers
-from anygauge.testing.recipe import tiny_recipe
 from anygauge.trainer.run import train
 from anygauge_hooks import hookimpl
 from anygauge_hooks.types import NamedFunction
+from anygauge_tests.fork_server import ForkServers
+from anygauge_tests.recipe import tiny_recipe
 
 DRIVER = Path(__file__).with_name("resume_driver.py")
 SHARD = "model-00001-of-00001.safetensors"

@@ -12,7 +12,6 @@ import pytest
 
 from anygauge.config.load import load_config
 from anygauge.plugins import load_plugins
-from anygauge.testing.recipe import tiny_recipe
 from anygauge.trainer.generation import EVAL_STREAM
 from anygauge.trainer.plan import sample_seeds
 from anygauge.trainer.run import train
@@ -20,6 +19,7 @@ from anygauge_hooks import hookimpl
 from anygauge_hooks.errors import RolloutError
 from anygauge_hooks.rl import NO_VERSION, Group
 from anygauge_hooks.types import NamedFunction, RunInfo
+from anygauge_tests.recipe import tiny_recipe
 
 MODULE = "own_rollouts_of_a_test"
 SOURCE = """

@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from anygauge.testing.fake_engine.installed import install_fake_engine
-from anygauge.testing.observer import Observer, run_with_observer
-from anygauge.testing.recipe import tiny_recipe
 from anygauge.testing.tiny import tiny_tokenizer
 from anygauge.testing.tiny_vision import add_vision_tokens, tiny_qwen3_vl
 from anygauge_hooks.errors import ConfigError
 from anygauge_hooks.rl import Group
 from anygauge_hooks.types import RunInfo
+from anygauge_tests.fake_engine.installed import install_fake_engine
+from anygauge_tests.observer import Observer, run_with_observer
+from anygauge_tests.recipe import tiny_recipe
 
 pytestmark = pytest.mark.usefixtures("forked_actors")
 BUCKET_BYTES = 1 << 20

@@ -12,9 +12,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from anygauge.config.load import load_config
 from anygauge.plugins import load_plugins
-from anygauge.testing.recipe import tiny_recipe
 from anygauge.testing.tiny import tiny_tokenizer
 from anygauge.trainer.run import train
+from anygauge_tests.recipe import tiny_recipe
 
 CHATS = [
     [{"role": "user", "content": f"What is {n}+2?"}, {"role": "assistant", "content": f"It is {n + 2}."}]

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from anygauge.testing.observer import Observer, run_with_observer
-from anygauge.testing.recipe import tiny_recipe
 from anygauge.testing.tiny import tiny_tokenizer
 from anygauge.testing.tiny_vision import add_vision_tokens, tiny_qwen3_vl
 from anygauge_hooks.rl import Prompt, Sample
+from anygauge_tests.observer import Observer, run_with_observer
+from anygauge_tests.recipe import tiny_recipe
 
 pytestmark = pytest.mark.usefixtures("forked_actors")
 

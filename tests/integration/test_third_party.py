@@ -6,18 +6,20 @@ import json
 import re
 from collections.abc import Callable
 from pathlib import Path
+from shutil import copytree
 from typing import Any
 
 import pytest
 
 from anygauge.engines.megatron.scope import REDIRECTED
-from anygauge.testing.recipe import tiny_recipe
 from anygauge_hooks.kernels import KERNEL_OPS
+from anygauge_tests.recipe import tiny_recipe
 
 pytestmark = pytest.mark.timeout(600)  # the whole suite has more than a thousand cases
 
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = ROOT / "tests/backends/third_party"
+SUPPORT = ROOT / "tests/support/anygauge_tests"
 DOCUMENT = ROOT / "docs/backends.md"
 BLOCK = re.compile(r"^```(?:python|toml)\n# (\S+)\n(.*?)^```", re.M | re.S)
 OWN_KERNELS = {"rms_norm": ["float32", "bfloat16"], "swiglu": ["float32"]}
@@ -45,12 +47,12 @@ print(json.dumps({
 }))
 """
 
-COMMAND = "anygauge.testing.fork_server_main"
+COMMAND = "anygauge_tests.fork_server_main"
 IMPORTED = "ignore:Module already imported:pytest.PytestAssertRewriteWarning"
 FORKED = """
 import json
 from pathlib import Path
-from anygauge.testing.fork_server import ForkServers
+from anygauge_tests.fork_server import ForkServers
 
 def start(name, module, *arguments):
     with open(name + ".out", "wb") as output, open(name + ".err", "wb") as errors:
@@ -82,6 +84,7 @@ def environment(
     """Install the outside backend from its wheel, which asks for anygauge's."""
     environment = make_environment()
     environment.pip_resolve("anygauge-abacus", build_wheel(PROJECT), artefacts[0])
+    copytree(SUPPORT, environment.site_packages / SUPPORT.name)  # forks the processes below
     return environment
 
 

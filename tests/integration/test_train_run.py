@@ -15,12 +15,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from anygauge.config.load import LoadedConfig, load_config
 from anygauge.plugins import Plugins, load_plugins
 from anygauge.run_directory.directory import open_run_directory
-from anygauge.testing.recipe import tiny_recipe
 from anygauge.trainer.run import train
 from anygauge_hooks import hookimpl
 from anygauge_hooks.errors import CheckpointError, RewardError
 from anygauge_hooks.rl import Group
 from anygauge_hooks.types import NamedFunction, RunInfo, TrackerSpec
+from anygauge_tests.recipe import tiny_recipe
 
 STEPS = 3
 

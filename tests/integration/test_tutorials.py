@@ -22,10 +22,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from anygauge.testing.datasets import write_gsm8k
-from anygauge.testing.fork_server import ForkServers
-from anygauge.testing.fork_server_commands import forked_commands
 from anygauge.testing.tiny import tiny_qwen3, tiny_tokenizer
+from anygauge_tests.datasets import write_gsm8k
+from anygauge_tests.fork_server import ForkServers
+from anygauge_tests.fork_server_commands import forked_commands
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = {path.name: path for path in sorted((ROOT / "docs" / "tutorials").glob("*.md"))}

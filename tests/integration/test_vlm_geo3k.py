@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from anygauge.cli import main
-from anygauge.testing.datasets import write_geo3k
+from anygauge_tests.datasets import write_geo3k
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = ROOT / "examples" / "geo3k_vlm_multi_turn"

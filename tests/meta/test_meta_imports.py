@@ -25,6 +25,7 @@ PACKAGES = {
     "anygauge_cpu": "backends/cpu",
     "anygauge_cuda": "backends/cuda",
     "anygauge_npu": "backends/npu",
+    "anygauge_tests": "tests/support",
 }
 VENDOR = ("torch_npu", "mindspeed", "transformer_engine", "apex", "flash_attn", "pynvml", "sglang")
 KERNEL_LANGUAGES = {

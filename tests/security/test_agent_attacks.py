@@ -18,9 +18,9 @@ import pytest
 from anygauge.distributed.guard import Tail
 from anygauge.rollout.gateway.command import run_command
 from anygauge.rollout.gateway.guarded_command import KEPT_BYTES
-from anygauge.testing.processes import wait_until_ended
-from anygauge.testing.scripted_gateway import chat_tokenizer, serve_script
 from anygauge_hooks.errors import RolloutError
+from anygauge_tests.processes import wait_until_ended
+from anygauge_tests.scripted_gateway import chat_tokenizer, serve_script
 
 ROW = {"prompt": "the weather?", "label": None, "metadata": {}, "index": 0}
 

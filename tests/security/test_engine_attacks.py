@@ -17,14 +17,14 @@ from anygauge.serving.client import EngineClient
 from anygauge.serving.engine_pool import EnginePool
 from anygauge.serving.sglang import keys as sglang_keys
 from anygauge.serving.sglang.keys import HiddenKey, key_problems, key_variable, own_keys, set_keys
-from anygauge.testing.fake_engine import FakeServer, Options
-from anygauge.testing.fake_engine.options import VERSIONS
-from anygauge.testing.fake_engine.server import application
 from anygauge.weight_sync.control import EngineControl, RefusedError
 from anygauge_hooks.errors import RolloutError
 from anygauge_hooks.rl import SamplingParams
 from anygauge_hooks.rollout import GenerateRequest
 from anygauge_hooks.weights import NO_KEYS, ServerKeys, WeightPeer
+from anygauge_tests.fake_engine import FakeServer, Options
+from anygauge_tests.fake_engine.options import VERSIONS
+from anygauge_tests.fake_engine.server import application
 
 KEYS = ServerKeys(api="the-key-of-the-run", admin="the-admin-key-of-the-run")
 REQUEST = GenerateRequest("1-0-0", (5, 6, 7), SamplingParams(max_new_tokens=3), seed=1)

@@ -36,9 +36,9 @@ from anygauge.rollout.gateway.response_parsing import Style, read
 from anygauge.rollout.gateway.sampling import Choice
 from anygauge.rollout.gateway.session import Session
 from anygauge.rollout.gateway.tool_formats import FORMATS, Called, ToolFormat
-from anygauge.testing.scripted_gateway import ScriptedRollout, Served, chat_tokenizer, serve_script
 from anygauge_hooks.rl import Prompt, SamplingParams
 from anygauge_hooks.rollout import GenerateRequest
+from anygauge_tests.scripted_gateway import ScriptedRollout, Served, chat_tokenizer, serve_script
 
 PROMPT = Prompt(index=7, tokens=(1,), text="the weather?")
 QUESTION = {"role": "user", "content": "the weather?"}

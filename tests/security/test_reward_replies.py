@@ -12,8 +12,8 @@ import pytest
 
 from anygauge.rollout.rewards import messages, pool
 from anygauge.rollout.rewards.messages import Ready, Results, decode_reply, encode_reply
-from anygauge.testing.scoring import errors, group, rewards, scorer
 from anygauge_hooks.errors import RewardError
+from anygauge_tests.scoring import errors, group, rewards, scorer
 
 MODULE = """
 import mmap, os, pickle, stat, struct, time

@@ -17,8 +17,8 @@ from anygauge.data.source import FileSource
 from anygauge.data.time_limit import OverrunError, TimeLimit
 from anygauge.rollout.gateway.messages import Chat, Message
 from anygauge.rollout.gateway.refusals import Refusal
-from anygauge.testing.scripted_gateway import chat_tokenizer, serve_script
 from anygauge_hooks.errors import ConfigError
+from anygauge_tests.scripted_gateway import chat_tokenizer, serve_script
 
 LOOPS = """
 {%- for a in range(99999) %}{% for b in range(99999) %}{% for c in range(99999) %}

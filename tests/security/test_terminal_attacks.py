@@ -23,8 +23,8 @@ from anygauge.observability.logs import driver_log, log_worker
 from anygauge.observability.progress import RunProgress
 from anygauge.rollout.gateway.command import run_command
 from anygauge.rollout.rewards.process import _print
-from anygauge.testing.scripted_gateway import chat_tokenizer, serve_script
 from anygauge_hooks.errors import RolloutError
+from anygauge_tests.scripted_gateway import chat_tokenizer, serve_script
 
 HOSTILE = "\x1b]0;owned\x07\x1b[2K\rdone \x9b31m \u202egpj.exe\u2066 \u2028."
 SHOWN = r"\x1b]0;owned\x07\x1b[2K\rdone \x9b31m \u202egpj.exe\u2066 \u2028."

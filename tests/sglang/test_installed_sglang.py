@@ -22,10 +22,10 @@ from anygauge.serving.server_plan import plan_servers
 from anygauge.serving.sglang.arguments import by_name, command_line, run_arguments
 from anygauge.serving.sglang.installed import installed_sglang
 from anygauge.serving.sglang.kinds import plan_arguments
-from anygauge.testing.fake_engine.keys import ADMIN, OPEN
-from anygauge.testing.fake_engine.options import Options
-from anygauge.testing.fake_engine.server import application
 from anygauge_hooks.weights import ServerKeys
+from anygauge_tests.fake_engine.keys import ADMIN, OPEN
+from anygauge_tests.fake_engine.options import Options
+from anygauge_tests.fake_engine.server import application
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(600)]
 

@@ -17,14 +17,14 @@ from anygauge.engines.megatron.weights.hf import write_directory
 from anygauge.plugins import Plugins
 from anygauge.serving.embedded.weights import copy_weights
 from anygauge.serving.sglang.server import SGLangServer
-from anygauge.testing.served_vision import VisionReference, published, write_served
-from anygauge.testing.transformers_parity import build
 from anygauge.weight_sync.buckets import Buffers
 from anygauge.weight_sync.pusher import WeightPusher
 from anygauge.weight_sync.transports.distributed import DistributedTransport
 from anygauge_hooks.engines import WorkerContext
 from anygauge_hooks.models import ModelSpec
 from anygauge_hooks.weights import WeightApi, WeightPeer
+from anygauge_tests.served_vision import VisionReference, published, write_served
+from anygauge_tests.transformers_parity import build
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(900)]
 

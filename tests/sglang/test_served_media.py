@@ -16,7 +16,6 @@ from anygauge.config.schema import WeightSync
 from anygauge.plugins import Plugins
 from anygauge.serving.client import ImageEncoder
 from anygauge.serving.sglang.server import SGLangServer
-from anygauge.testing.served_vision import PATCH, VisionReference
 from anygauge.weight_sync.buckets import Buffers
 from anygauge.weight_sync.pusher import WeightPusher
 from anygauge.weight_sync.receiver import Receiver
@@ -27,6 +26,7 @@ from anygauge.weight_sync.transports.distributed import DistributedTransport
 from anygauge.weight_sync.transports.tensor import TensorTransport
 from anygauge_hooks.errors import RolloutError
 from anygauge_hooks.weights import WeightApi, WeightPeer, WeightTransport
+from anygauge_tests.served_vision import PATCH, VisionReference
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(1500)]
 

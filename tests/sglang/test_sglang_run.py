@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from anygauge.testing.observer import Observer, run_with_observer
-from anygauge.testing.recipe import tiny_recipe
 from anygauge_hooks.rl import Group
+from anygauge_tests.observer import Observer, run_with_observer
+from anygauge_tests.recipe import tiny_recipe
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(1500)]
 

@@ -15,13 +15,13 @@ import torch.distributed as dist
 from anygauge.config import Config
 from anygauge.config.schema import WeightSync
 from anygauge.device import memory_phase
-from anygauge.testing.fake_engine import FakeServer, Options
 from anygauge.weight_sync.broadcast import Rendezvous, join_group
 from anygauge.weight_sync.buckets import Buffers
 from anygauge.weight_sync.plugin import register_weight_transports
 from anygauge.weight_sync.pusher import WeightPusher
 from anygauge_hooks.engines import WorkerContext
 from anygauge_hooks.errors import OutOfMemoryError
+from anygauge_tests.fake_engine import FakeServer, Options
 
 LIMIT_S = 60.0
 

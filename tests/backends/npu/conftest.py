@@ -20,7 +20,7 @@ import pytest
 
 ROOT = Path(__file__).parents[3]
 SIMULATION = ROOT / "backends" / "npu" / "simulation"
-SOURCES = ("core", "hooks", "models", "backends/cpu", "backends/npu")
+SOURCES = ("core", "hooks", "models", "backends/cpu", "backends/npu", "tests/support")
 
 PARALLEL = runpy.run_path(str(ROOT / "tests" / "distributed" / "conftest.py"))
 RANKS, VOCAB = 2, 63

@@ -10,8 +10,8 @@ from anygauge.config import Config
 from anygauge.config.load import load_config
 from anygauge.config.roles import critic_config, teacher_config
 from anygauge.plugins import load_plugins
-from anygauge.testing.recipe import tiny_recipe
 from anygauge_hooks.errors import ConfigError
+from anygauge_tests.recipe import tiny_recipe
 
 
 @pytest.fixture(scope="module")

@@ -30,11 +30,11 @@ from anygauge.engines.megatron.checkpoints.files import (
     write_rank,
 )
 from anygauge.engines.megatron.conversion.convert import hf_to_megatron, megatron_to_hf
-from anygauge.testing.optimizers import Joining, Rounding, Taking, taking
 from anygauge.testing.tiny import tiny_qwen3
 from anygauge_hooks.engines import LossInputs, WorkerContext
 from anygauge_hooks.errors import CheckpointError, WeightMappingError
 from anygauge_hooks.rl import TrainSample
+from anygauge_tests.optimizers import Joining, Rounding, Taking, taking
 
 MakeEngine = Callable[..., Any]
 OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True}

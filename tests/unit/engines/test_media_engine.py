@@ -16,11 +16,11 @@ from anygauge.algorithms.values import value_loss
 from anygauge.config import Config
 from anygauge.config.roles import critic_config
 from anygauge.plugins import load_plugins
-from anygauge.testing.toy_tower import HOLDER, Package, Store, image, sample, toy_model
 from anygauge_hooks.engines import LossInputs, WorkerContext
 from anygauge_hooks.errors import ConfigError, MediaMismatchError
 from anygauge_hooks.media import Media
 from anygauge_hooks.rl import TrainSample
+from anygauge_tests.toy_tower import HOLDER, Package, Store, image, sample, toy_model
 
 MakeEngine = Callable[..., Any]
 

@@ -15,10 +15,10 @@ from transformers import AutoModelForMultimodalLM
 
 from anygauge.config import Config
 from anygauge.plugins import Plugins
-from anygauge.testing.media import DictStore
-from anygauge.testing.vision_models import mixed_samples, random_image, write_vision_model
 from anygauge_hooks.engines import LossInputs, WorkerContext
 from anygauge_hooks.rl import TrainSample
+from anygauge_tests.media import DictStore
+from anygauge_tests.vision_models import mixed_samples, random_image, write_vision_model
 
 MakeEngine = Callable[..., Any]
 

@@ -20,11 +20,11 @@ from anygauge.engines.megatron.prepare import prepare_megatron
 from anygauge.kernels.remainders import join
 from anygauge.plugins import Plugins
 from anygauge.testing.conformance.test_optimizer import SETTINGS, SIZES, assert_remainders_do, two_groups
-from anygauge.testing.optimizers import Joining, Rounding, Taking, taking
 from anygauge.testing.tiny import tiny_qwen3
 from anygauge_hooks.engines import LossInputs, WorkerContext
 from anygauge_hooks.errors import NonFiniteError
 from anygauge_hooks.rl import TrainSample
+from anygauge_tests.optimizers import Joining, Rounding, Taking, taking
 
 VOCAB = 64
 MakeEngine = Callable[..., Any]

@@ -18,14 +18,14 @@ from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import _get_feat
 from anygauge.engines.megatron.weights.mapping import model_rules
 from anygauge.plugins import load_plugins
 from anygauge.serving.embedded.weights import copy_weights
-from anygauge.testing.media import DictStore
-from anygauge.testing.transformers_parity import ParityPair, build, sample
-from anygauge.testing.vision_models import write_vision_model
 from anygauge_hooks.engines import WorkerContext
 from anygauge_hooks.errors import ConfigError, MediaError
 from anygauge_hooks.media import Content, Decoded, Header, Media, MediaLimits
 from anygauge_hooks.models import ModelSpec
 from anygauge_hooks.rl import TrainSample
+from anygauge_tests.media import DictStore
+from anygauge_tests.transformers_parity import ParityPair, build, sample
+from anygauge_tests.vision_models import write_vision_model
 
 OMNI: ModelSpec = load_plugins().named("register_models")["qwen3_omni_moe"]
 HF = OMNI.tiny()

@@ -14,15 +14,15 @@ from transformers import WhisperFeatureExtractor
 
 from anygauge.engines.megatron.weights.mapping import model_rules
 from anygauge.plugins import load_plugins
-from anygauge.testing.composed import write_composed
-from anygauge.testing.media import DictStore
-from anygauge.testing.transformers_parity import ParityPair, build, sample
 from anygauge_hooks.engines import WorkerContext
 from anygauge_hooks.errors import ConfigError, MediaError
 from anygauge_hooks.media import Content, Decoded, Header, Media, MediaLimits
 from anygauge_hooks.models import ModelSpec
 from anygauge_hooks.rl import TrainSample
 from anygauge_models.glm4v_moe.spec import GLM4V_MOE
+from anygauge_tests.composed import write_composed
+from anygauge_tests.media import DictStore
+from anygauge_tests.transformers_parity import ParityPair, build, sample
 
 OMNI: ModelSpec = load_plugins().named("register_models")["glm_omni"]
 HF = OMNI.tiny()

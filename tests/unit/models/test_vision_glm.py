@@ -24,16 +24,16 @@ from anygauge.data.media.expand import Expander, Measurement
 from anygauge.data.problems import BadMediaError
 from anygauge.engines.megatron.weights.mapping import canonical_shape, division_problems, model_rules
 from anygauge.plugins import load_plugins
-from anygauge.testing.media import DictStore
 from anygauge.testing.tiny import tiny_tokenizer
-from anygauge.testing.transformers_parity import ParityPair, build, sample
-from anygauge.testing.vision_models import write_vision_model
 from anygauge_hooks.engines import WorkerContext
 from anygauge_hooks.errors import ConfigError, MediaError
 from anygauge_hooks.media import Content, Decoded, Header, Measured, Media, MediaLimits
 from anygauge_hooks.models import ModelSpec
 from anygauge_hooks.rl import TrainSample
 from anygauge_models.image_processing import Budget
+from anygauge_tests.media import DictStore
+from anygauge_tests.transformers_parity import ParityPair, build, sample
+from anygauge_tests.vision_models import write_vision_model
 
 FAMILIES = ("glm4v", "glm46v", "glm4v_moe")
 WRITTEN = {"glm4v": Glm4vProcessor, "glm46v": Glm46VProcessor, "glm4v_moe": Glm4vProcessor}

@@ -32,13 +32,13 @@ from anygauge.engines.megatron.weights.mapping import model_rules
 from anygauge.plugins import load_plugins
 from anygauge.serving.embedded.weights import copy_weights
 from anygauge.testing.tiny import tiny_tokenizer
-from anygauge.testing.toy_tower import Store
-from anygauge.testing.vision_models import with_vision_tower
 from anygauge_hooks.engines import WorkerContext
 from anygauge_hooks.errors import ConfigError, MediaError
 from anygauge_hooks.media import Decoded, Header, Measured, Media, MediaLimits
 from anygauge_hooks.models import ModelSpec
 from anygauge_hooks.rl import Prompt, SamplingParams, TrainSample
+from anygauge_tests.toy_tower import Store
+from anygauge_tests.vision_models import with_vision_tower
 
 FAMILIES: Mapping[str, ModelSpec] = load_plugins().named("register_models")
 NAMES = ["qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"]

@@ -16,8 +16,8 @@ import pytest
 from anygauge.config.schema import Reward
 from anygauge.plugins import Plugins, load_plugins
 from anygauge.rollout.rewards import Scorer, check_reward, raw_number
-from anygauge.testing.scoring import group
 from anygauge_hooks.rl import Group, Sample
+from anygauge_tests.scoring import group
 
 PAGE = (Path(__file__).parents[3] / "docs/rewards.md").read_text()
 TABLES = [tomllib.loads(text)["reward"] for text in re.findall(r"^```toml\n(.*?)^```", PAGE, re.M | re.S)]

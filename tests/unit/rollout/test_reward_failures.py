@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from anygauge.rollout.rewards import pool
-from anygauge.testing.scoring import errors, group, rewards, scorer
 from anygauge_hooks.errors import RewardError
+from anygauge_tests.scoring import errors, group, rewards, scorer
 
 GOOD = ["fine"] * 3
 

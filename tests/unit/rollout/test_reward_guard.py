@@ -17,8 +17,8 @@ import pytest
 from anygauge.config.schema import Reward
 from anygauge.distributed import guard
 from anygauge.rollout.rewards import Scorer, child
-from anygauge.testing.processes import wait_until_ended
-from anygauge.testing.scoring import group, plugins_with, rewards, scorer
+from anygauge_tests.processes import wait_until_ended
+from anygauge_tests.scoring import group, plugins_with, rewards, scorer
 
 
 def test_output_and_stacks_are_in_the_log(user_module: str, tmp_path: Path) -> None:

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from anygauge.testing.scoring import errors, group, rewards, scorer
 from anygauge_hooks.errors import RewardError
 from anygauge_hooks.types import NamedFunction
+from anygauge_tests.scoring import errors, group, rewards, scorer
 
 
 def test_dotted_paths(user_module: str) -> None:

@@ -15,9 +15,9 @@ from anygauge.config.schema import Reward
 from anygauge.rollout.rewards import check_reward, exact_match, raw_number
 from anygauge.rollout.rewards.call import Call, Item
 from anygauge.rollout.rewards.resolve import is_async
-from anygauge.testing.scoring import errors, group, plugins_with, rewards, scorer
 from anygauge_hooks.errors import RewardError, UnknownNameError
 from anygauge_hooks.types import NamedFunction
+from anygauge_tests.scoring import errors, group, plugins_with, rewards, scorer
 
 # -------------------------------------------------------------------------
 # Which functions there are

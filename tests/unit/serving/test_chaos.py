@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from anygauge.testing.chaos import Outcome, run_chaos
+from anygauge_tests.chaos import Outcome, run_chaos
 
 
 def check(outcome: Outcome, strikes: int) -> None:

@@ -13,11 +13,11 @@ import pytest
 
 from anygauge.config.schema import RolloutClient
 from anygauge.serving.client import EngineAwayError, EngineClient, Expected, check_engine
-from anygauge.testing.fake_engine import EOS, FakeServer, Options, expected
 from anygauge.testing.tiny import tiny_tokenizer
 from anygauge_hooks.errors import DeadlineError, RolloutError
 from anygauge_hooks.rl import SamplingParams
 from anygauge_hooks.rollout import GenerateRequest, Generation
+from anygauge_tests.fake_engine import EOS, FakeServer, Options, expected
 
 T = TypeVar("T")
 PROMPT = (5, 11, 2)

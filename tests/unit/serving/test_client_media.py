@@ -19,13 +19,13 @@ from anygauge.config.schema import RolloutClient
 from anygauge.serving.client import EngineClient, ImageEncoder
 from anygauge.serving.client.media import collapsed
 from anygauge.serving.client.wire import request_body
-from anygauge.testing.fake_engine import FakeServer, Options, expected
-from anygauge.testing.fake_engine.images import stand_ins
-from anygauge.testing.media import DictStore
 from anygauge_hooks.errors import RolloutError
 from anygauge_hooks.media import Content, Media
 from anygauge_hooks.rl import SamplingParams
 from anygauge_hooks.rollout import GenerateRequest, Generation
+from anygauge_tests.fake_engine import FakeServer, Options, expected
+from anygauge_tests.fake_engine.images import stand_ins
+from anygauge_tests.media import DictStore
 
 PAD, VOCAB = 90, 512
 PARAMS = SamplingParams(max_new_tokens=6, ignore_eos=True)

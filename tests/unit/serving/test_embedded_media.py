@@ -15,13 +15,13 @@ from anygauge.plugins import load_plugins
 from anygauge.serving.embedded.engine import TransformersEngine
 from anygauge.serving.embedded.multimodal import MultimodalContext
 from anygauge.serving.embedded.weights import read_weights
-from anygauge.testing.media import DictStore
 from anygauge.testing.tiny import tiny_tokenizer
 from anygauge.testing.tiny_vision import add_vision_tokens, tiny_qwen3_vl
 from anygauge_hooks.errors import RolloutError
 from anygauge_hooks.media import Content, Media
 from anygauge_hooks.models import text_config
 from anygauge_hooks.rl import Prompt, Sample, SamplingParams
+from anygauge_tests.media import DictStore
 
 HOST = torch.device("cpu")
 PATCH = 8

@@ -16,10 +16,10 @@ from anygauge.config.schema import RolloutClient
 from anygauge.serving.client import channel
 from anygauge.serving.engine_pool import EnginePool
 from anygauge.serving.load_balancer import Load
-from anygauge.testing.fake_engine import EOS, FakeServer, Options, expected
 from anygauge_hooks.errors import DeadlineError, RolloutError
 from anygauge_hooks.rl import SamplingParams
 from anygauge_hooks.rollout import GenerateRequest, Generation
+from anygauge_tests.fake_engine import EOS, FakeServer, Options, expected
 
 T = TypeVar("T")
 SEED = 7

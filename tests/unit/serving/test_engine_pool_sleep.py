@@ -12,10 +12,10 @@ import pytest
 from anygauge.config.schema import RolloutClient
 from anygauge.serving.client import EngineClient
 from anygauge.serving.engine_pool import EnginePool
-from anygauge.testing.fake_engine import FakeServer, Options
 from anygauge_hooks.errors import RolloutError
 from anygauge_hooks.rl import SamplingParams
 from anygauge_hooks.rollout import GenerateRequest
+from anygauge_tests.fake_engine import FakeServer, Options
 
 CLIENT = RolloutClient(pause_s=0.01, attempts=2, control_timeout_s=5.0)
 

@@ -18,11 +18,11 @@ from anygauge.serving.served_engines import ServedEngines
 from anygauge.serving.server_sources import StartedServers
 from anygauge.serving.server_workers import ServerWorker
 from anygauge.serving.servers import RESTARTS, Servers
-from anygauge.testing.fake_engine import FakeServer, Options
 from anygauge_hooks.errors import RolloutError
 from anygauge_hooks.rl import SamplingParams
 from anygauge_hooks.rollout import GenerateRequest, Generation
 from anygauge_hooks.weights import WeightApi, WeightPeer
+from anygauge_tests.fake_engine import FakeServer, Options
 
 CONFIG = Config.model_validate(
     {

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from anygauge.testing import fork_server_requests
+from anygauge_tests import fork_server_requests
 
 
 class Ended:

@@ -17,7 +17,6 @@ from anygauge.rollout.functions import UserFunction, UserFunctions, single_turn
 from anygauge.rollout.text import TextTools
 from anygauge.runtime.event_loop import EventLoop
 from anygauge.serving.generation_client import GenerationClient
-from anygauge.testing.scripted_engine import ScriptedEngine
 from anygauge.testing.tiny import tiny_tokenizer
 from anygauge.trainer.background_evaluation import BackgroundEvaluation
 from anygauge.trainer.generation import SampleMaker
@@ -26,6 +25,7 @@ from anygauge_hooks.errors import RolloutError
 from anygauge_hooks.rl import Group, Prompt
 from anygauge_hooks.rollout import GenerateRequest
 from anygauge_hooks.types import RunInfo
+from anygauge_tests.scripted_engine import ScriptedEngine
 
 PROMPTS = [Prompt(index=index, tokens=(1, index + 1), text=str(index), label="x") for index in range(40)]
 

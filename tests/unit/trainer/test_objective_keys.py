@@ -3,7 +3,7 @@
 Each row sets one key and takes a whole step of the loop with it: groups, advantages, mini-batches, the passes
 of all models, loss and gradient. The expected numbers come from the formulas below, which share no code with
 the product: plain torch, one sample at a time, in float64. The engines are tables
-(:mod:`anygauge.testing.tabular`), so that a step takes milliseconds.
+(:mod:`anygauge_tests.tabular`), so that a step takes milliseconds.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ from anygauge.config.roles import Components
 from anygauge.config.schema import Algorithm, Config, Critic, Reference, Train
 from anygauge.plugins import load_plugins
 from anygauge.serving.colocation import ColocationScheduler
-from anygauge.testing.tabular import TabularPlugin, logits, values
 from anygauge.trainer.actors import ActorWorker
 from anygauge.trainer.inputs import group_estimator
 from anygauge.trainer.loop import Loop, train_on_rollouts
@@ -35,6 +34,7 @@ from anygauge.trainer.state import RunState
 from anygauge_hooks.engines import WorkerContext
 from anygauge_hooks.rl import Group, Prompt, Sample
 from anygauge_hooks.types import RunInfo
+from anygauge_tests.tabular import TabularPlugin, logits, values
 
 Settings = Mapping[str, Any]
 Steps = list[tuple[float, Tensor]]

@@ -11,11 +11,11 @@ from anygauge.config import Config
 from anygauge.plugins import Plugins
 from anygauge.runtime.event_loop import EventLoop
 from anygauge.serving.generation_client import GenerationClient
-from anygauge.testing.scripted_engine import ScriptedEngine
 from anygauge.testing.tiny import tiny_tokenizer
 from anygauge.trainer.generation import open_maker
 from anygauge_hooks.errors import RolloutError
 from anygauge_hooks.rl import Prompt, SamplingParams
+from anygauge_tests.scripted_engine import ScriptedEngine
 
 
 @pytest.mark.parametrize("token", [19, 20])

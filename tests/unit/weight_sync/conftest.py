@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 from aiohttp import web
 
-from anygauge.testing.fake_engine import FakeServer, Options
-from anygauge.testing.fake_engine.server import application
+from anygauge_tests.fake_engine import FakeServer, Options
+from anygauge_tests.fake_engine.server import application
 
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 

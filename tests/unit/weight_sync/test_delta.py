@@ -14,7 +14,6 @@ from torch import Tensor
 
 from anygauge.config.schema import WeightSync
 from anygauge.plugins import load_plugins
-from anygauge.testing.fake_engine import FakeServer
 from anygauge.weight_sync import receiver as receiving
 from anygauge.weight_sync.buckets import Buffers
 from anygauge.weight_sync.changes import Change
@@ -23,6 +22,7 @@ from anygauge.weight_sync.pusher import WeightPusher
 from anygauge.weight_sync.receiver import Receiver
 from anygauge.weight_sync.transports.delta import DeltaTransport
 from anygauge_hooks.weights import WeightApi, WeightPeer
+from anygauge_tests.fake_engine import FakeServer
 
 API = WeightApi(checksums="sha256")
 

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from anygauge.config.schema import WeightSync
-from anygauge.testing.fake_engine import FakeServer
 from anygauge.weight_sync.buckets import Buffers
 from anygauge.weight_sync.checksum import checksum
 from anygauge.weight_sync.control import EngineControl
@@ -28,6 +27,7 @@ from anygauge.weight_sync.transports.distributed import DistributedTransport
 from anygauge.weight_sync.transports.tensor import TensorTransport
 from anygauge_hooks.errors import RolloutError
 from anygauge_hooks.weights import WeightApi, WeightBucket, WeightPeer, WeightTransport, WeightUpdate
+from anygauge_tests.fake_engine import FakeServer
 
 BUCKET = 4096
 TRANSPORTS = ("tensor", "disk", "distributed")

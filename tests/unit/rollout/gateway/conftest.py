@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from anygauge.testing.scripted_gateway import Served, chat_tokenizer, serve_script
+from anygauge_tests.scripted_gateway import Served, chat_tokenizer, serve_script
 
 Serve = Callable[..., AbstractAsyncContextManager[Served]]
 

@@ -18,10 +18,10 @@ from anygauge.rollout.gateway.agent import RolloutGenerator, agent
 from anygauge.rollout.gateway.refusals import Refusal
 from anygauge.rollout.journal import Journal
 from anygauge.rollout.samples import check_sample
-from anygauge.testing import scripted_gateway
 from anygauge_hooks.errors import ConfigError, PluginError, RolloutError
 from anygauge_hooks.rl import Prompt, SamplingParams
 from anygauge_hooks.rollout import GenerateRequest
+from anygauge_tests import scripted_gateway
 
 PROMPT = Prompt(index=7, tokens=(1,), text="the weather?", label="sunny", metadata={"city": "Paris"})
 

@@ -16,8 +16,8 @@ from anygauge.config.schema import RolloutGateway
 from anygauge.rollout.gateway.messages import Chat, Message
 from anygauge.rollout.gateway.request_parsing import ChatRequest
 from anygauge.rollout.gateway.server import Gateway
-from anygauge.testing.scripted import ScriptedGenerator
 from anygauge_hooks.rl import Prompt, Sample, SamplingParams
+from anygauge_tests.scripted import ScriptedGenerator
 
 PROMPT = Prompt(index=7, tokens=(1,), text="")
 

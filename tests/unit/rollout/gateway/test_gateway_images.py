@@ -14,12 +14,12 @@ import pytest
 from anygauge.config.schema import RolloutGateway
 from anygauge.rollout.gateway import images
 from anygauge.rollout.gateway.server import Gateway
-from anygauge.testing.scripted import ScriptedGenerator
 from anygauge.testing.tiny import tiny_tokenizer
 from anygauge.testing.tiny_vision import CHAT_TEMPLATE, add_vision_tokens
 from anygauge_hooks.errors import MediaError
 from anygauge_hooks.media import Media
 from anygauge_hooks.rl import Prompt, Sample, SamplingParams
+from anygauge_tests.scripted import ScriptedGenerator
 
 ONE, TWO = "data:image/png;base64,MQ==", "data:image/png;base64,MjI="
 MARK = "<|vision_start|><|image_pad|><|vision_end|>"

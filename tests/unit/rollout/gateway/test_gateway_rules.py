@@ -54,12 +54,12 @@ def problems(rollout: dict[str, Any], **data: Any) -> dict[str, str]:
         RIGHT,
         {**RIGHT, "function_options": {"command": ["python", "agent.py"], "pass_env": ["SEARCH_API_KEY"]}},
         {**RIGHT, "function_options": {"agent": "agents_here:solve", "agent_options": {"times": 3}}},
-        {**RIGHT, "gateway": {"max_requests": 8, "tool_format": "anygauge.testing.tools:SHOUTED"}},
+        {**RIGHT, "gateway": {"max_requests": 8, "tool_format": "anygauge_tests.tools:SHOUTED"}},
     ],
 )
 def test_what_fits_has_no_problem(rollout: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     from anygauge.rollout.gateway.tool_formats import FORMATS
-    from anygauge.testing import tools
+    from anygauge_tests import tools
 
     monkeypatch.setattr(tools, "SHOUTED", FORMATS["hermes"], raising=False)
     assert problems(rollout) == {}

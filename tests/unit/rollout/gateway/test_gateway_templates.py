@@ -17,9 +17,9 @@ from anygauge.rollout.gateway.rendering import Renderer
 from anygauge.rollout.gateway.request_parsing import ChatRequest
 from anygauge.rollout.gateway.server import Gateway
 from anygauge.rollout.gateway.session import Session
-from anygauge.testing.scripted import ScriptedGenerator
 from anygauge_hooks.errors import ConfigError
 from anygauge_hooks.rl import Prompt, SamplingParams
+from anygauge_tests.scripted import ScriptedGenerator
 
 TOOLS = ({"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}},)
 PROMPT = Prompt(index=0, tokens=(1,), text="")

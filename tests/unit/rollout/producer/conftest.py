@@ -13,9 +13,9 @@ from anygauge.rollout.functions import UserFunction, UserFunctions, single_turn
 from anygauge.rollout.producer import Producer
 from anygauge.rollout.scoring import GroupScorer
 from anygauge.rollout.text import TextTools
-from anygauge.testing.scripted_engine import ListSource, ScriptedEngine
 from anygauge.testing.tiny import tiny_tokenizer
 from anygauge_hooks.rl import Group, Prompt, SamplingParams
+from anygauge_tests.scripted_engine import ListSource, ScriptedEngine
 
 ALPHABET = "abcdefghijklmnopqrstuvwxyz0123456789+=<>/ :.-*()"
 MakeProducer = Callable[..., Producer]

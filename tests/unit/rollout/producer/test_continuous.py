@@ -13,10 +13,10 @@ from anygauge.rollout.evaluation import sample_all
 from anygauge.rollout.groups import DoneGroup, OpenGroup
 from anygauge.rollout.producer import Continuous, Producer
 from anygauge.rollout.staleness import Staleness
-from anygauge.testing.scripted_engine import ListSource, ScriptedEngine
 from anygauge_hooks.errors import CheckpointError, RolloutError
 from anygauge_hooks.rl import Group, Prompt, SamplingParams
 from anygauge_hooks.rollout import GenerateRequest, Generation
+from anygauge_tests.scripted_engine import ListSource, ScriptedEngine
 
 MakeProducer = Callable[..., Producer]
 ONE = {"samples_per_prompt": 1, "prompts_per_step": 2}

@@ -15,10 +15,10 @@ from anygauge.rollout import live
 from anygauge.rollout.gate import Gate
 from anygauge.rollout.producer import Producer
 from anygauge.rollout.text import TextTools
-from anygauge.testing.scripted_engine import ScriptedEngine
 from anygauge_hooks.errors import RolloutError
 from anygauge_hooks.rl import Group, Sample, SamplingParams
 from anygauge_hooks.rollout import GenerateRequest, Generation
+from anygauge_tests.scripted_engine import ScriptedEngine
 
 MakeProducer = Callable[..., Producer]
 ENDLESS = 12

@@ -10,10 +10,10 @@ import pytest
 
 from anygauge.rollout.filters import zero_variance
 from anygauge.rollout.producer import Producer
-from anygauge.testing.scripted_engine import ScriptedEngine
 from anygauge_hooks.errors import DeadlineError, RolloutError
 from anygauge_hooks.rl import Group
 from anygauge_hooks.rollout import GenerateRequest
+from anygauge_tests.scripted_engine import ScriptedEngine
 
 MakeProducer = Callable[..., Producer]
 

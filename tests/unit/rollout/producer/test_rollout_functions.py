@@ -16,16 +16,16 @@ from anygauge.rollout.functions import resolve_functions
 from anygauge.rollout.multi_turn import multi_turn
 from anygauge.rollout.producer import Producer
 from anygauge.rollout.text import TextTools
-from anygauge.testing.scripted_engine import ScriptedEngine
 from anygauge.testing.tiny import tiny_tokenizer
 from anygauge_hooks import PROJECT, hookimpl, specs
 from anygauge_hooks.errors import PluginError, RolloutError, UnknownNameError
 from anygauge_hooks.rl import NO_VERSION, Group, Prompt, Sample
 from anygauge_hooks.rollout import GenerateRequest, Generation
 from anygauge_hooks.types import NamedFunction
+from anygauge_tests.scripted_engine import ScriptedEngine
 
 MakeProducer = Callable[..., Producer]
-CALCULATOR = "anygauge.testing.tools:calculator"
+CALCULATOR = "anygauge_tests.tools:calculator"
 
 
 def take(producer: Producer, count: int = 1) -> list[Group]:

@@ -13,11 +13,11 @@ from anygauge.rollout.journal import Journal
 from anygauge.rollout.multi_turn import multi_turn
 from anygauge.rollout.producer import Producer
 from anygauge.rollout.text import Rendered, TextTools
-from anygauge.testing.scripted_engine import ListSource, ScriptedEngine
 from anygauge_hooks.errors import MediaError, RolloutError
 from anygauge_hooks.media import Media
 from anygauge_hooks.rl import Prompt, Sample
 from anygauge_hooks.rollout import GenerateRequest
+from anygauge_tests.scripted_engine import ListSource, ScriptedEngine
 
 MakeProducer = Callable[..., Producer]
 PAD = 3

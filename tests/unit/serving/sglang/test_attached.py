@@ -10,9 +10,9 @@ import pytest
 from anygauge.config import Config
 from anygauge.serving.client import EngineAwayError
 from anygauge.serving.sglang.attached import AttachedServer
-from anygauge.testing.fake_engine import FakeServer, Options
 from anygauge.testing.tiny import tiny_qwen3
 from anygauge_hooks.errors import RolloutError
+from anygauge_tests.fake_engine import FakeServer, Options
 
 Make = Callable[..., Config]
 

@@ -19,9 +19,9 @@ from anygauge.serving.sglang import server as server_module
 from anygauge.serving.sglang.installed import Installed
 from anygauge.serving.sglang.server import SGLangServer
 from anygauge.serving.sglang.versions import find_api
-from anygauge.testing.processes import wait_until_ended
 from anygauge_hooks.errors import RolloutError
 from anygauge_hooks.weights import ServerKeys, WeightApi, WeightPeer
+from anygauge_tests.processes import wait_until_ended
 
 STAND_IN = {
     "__init__.py": "",

@@ -11,8 +11,8 @@ import orjson
 from aiohttp import web
 
 from anygauge.distributed.lifetime import die_with
-from anygauge.testing.fake_engine.options import Options, parse_options
-from anygauge.testing.fake_engine.server import application
+from anygauge_tests.fake_engine.options import Options, parse_options
+from anygauge_tests.fake_engine.server import application
 
 
 async def _serve(options: Options, host: str, port: int, *, lifeline: bool) -> None:

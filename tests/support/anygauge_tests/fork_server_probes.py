@@ -1,4 +1,4 @@
-"""Probes of ``anygauge doctor`` that are forked as :mod:`anygauge.testing.fork_server` does it."""
+"""Probes of ``anygauge doctor`` that are forked as :mod:`anygauge_tests.fork_server` does it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tempfile import TemporaryFile
 from typing import IO, TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from anygauge.testing.fork_server import ForkServers
+    from anygauge_tests.fork_server import ForkServers
 
 __all__ = ["forked_probes"]
 

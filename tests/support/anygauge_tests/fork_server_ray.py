@@ -18,10 +18,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from anygauge.testing.fork_server_requests import answer_requests, run_forked
+from anygauge_tests.fork_server_requests import answer_requests, run_forked
 
 if TYPE_CHECKING:
-    from anygauge.testing.fork_server import ForkServers
+    from anygauge_tests.fork_server import ForkServers
 
 __all__ = ["forked_ray_workers"]
 

@@ -14,9 +14,9 @@ from anygauge.rollout.gateway.session import Session
 from anygauge.rollout.journal import Journal
 from anygauge.rollout.live import LiveRollout
 from anygauge.rollout.text import TextTools
-from anygauge.testing.scripted import ScriptedGenerator
 from anygauge.testing.tiny import tiny_tokenizer
 from anygauge_hooks.rl import Prompt, Sample, SamplingParams
+from anygauge_tests.scripted import ScriptedGenerator
 
 __all__ = ["TEMPLATE", "ScriptedRollout", "Served", "chat_tokenizer", "serve_script"]
 

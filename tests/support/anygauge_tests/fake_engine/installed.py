@@ -8,10 +8,10 @@ from typing import Any
 
 __all__ = ["install_fake_engine"]
 
-MODULE = '''"""Fake engines: written by anygauge.testing."""
+MODULE = '''"""Fake engines: written by anygauge_tests."""
 
 from anygauge.serving.server_plan import plan_servers
-from anygauge.testing.fake_engine import FakeServer, Options
+from anygauge_tests.fake_engine import FakeServer, Options
 from anygauge_hooks import hookimpl
 from anygauge_hooks.engines import RolloutEngineSpec
 
@@ -37,7 +37,7 @@ def register_rollout_engines():
 def install_fake_engine(directory: Path, faults: Sequence[str], options: Mapping[str, Any]) -> Path:
     """Write the distribution and return its directory: put it on ``sys.path``, which local workers get too.
 
-    :param faults: Of each engine, as :class:`~anygauge.testing.fake_engine.options.Options` has them.
+    :param faults: Of each engine, as :class:`~anygauge_tests.fake_engine.options.Options` has them.
     :param options: Of all engines; their weights begin as version 0, and each asks for keys of its own.
     """
     metadata = directory / "anygauge_fake_rollout-1.0.dist-info"

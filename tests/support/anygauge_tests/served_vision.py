@@ -15,14 +15,14 @@ from tokenizers import AddedToken
 
 from anygauge.config.schema import RolloutClient
 from anygauge.serving.client import EngineClient, ImageEncoder
-from anygauge.testing.media import DictStore
 from anygauge.testing.tiny import tiny_tokenizer
-from anygauge.testing.vision_models import with_vision_tower, write_vision_model
 from anygauge_hooks.media import Content, Media
 from anygauge_hooks.models import ModelSpec, text_config
 from anygauge_hooks.rl import SamplingParams
 from anygauge_hooks.rollout import GenerateRequest, Generation
 from anygauge_hooks.weights import WeightPeer
+from anygauge_tests.media import DictStore
+from anygauge_tests.vision_models import with_vision_tower, write_vision_model
 
 __all__ = ["PATCH", "VisionReference", "published", "write_served"]
 

@@ -7,8 +7,8 @@ import os
 import runpy
 import sys
 
-from anygauge.testing import fork_server
-from anygauge.testing.fork_server_probes import forked_probes
+from anygauge_tests import fork_server
+from anygauge_tests.fork_server_probes import forked_probes
 
 if __name__ == "__main__":
     folders = os.environ.get("PYTHONPATH", "").split(os.pathsep)

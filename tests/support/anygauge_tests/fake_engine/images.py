@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from hashlib import blake2b
 from typing import Any
 
-from anygauge.testing.fake_engine.options import Options
+from anygauge_tests.fake_engine.options import Options
 
 __all__ = ["ImageCountError", "expanded", "stand_ins"]
 

@@ -14,7 +14,7 @@ from typing import Any
 import aiohttp
 import orjson
 
-from anygauge.testing.fake_engine.options import Options
+from anygauge_tests.fake_engine.options import Options
 
 __all__ = ["HANDOVER", "BootstrapError", "BootstrapRooms"]
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from anygauge.testing.fake_engine.lengths import Lengths
-from anygauge.testing.fake_engine.tokens import EOS, Source, Tokens
+from anygauge_tests.fake_engine.lengths import Lengths
+from anygauge_tests.fake_engine.tokens import EOS, Source, Tokens
 
 __all__ = ["ActiveRequest"]
 

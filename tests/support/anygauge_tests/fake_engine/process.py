@@ -15,17 +15,17 @@ from dataclasses import fields
 from types import TracebackType
 from typing import IO, TYPE_CHECKING, Any
 
-from anygauge.testing.fake_engine.options import Options
-from anygauge.testing.fork_server import running
 from anygauge_hooks.errors import RolloutError
 from anygauge_hooks.weights import ServerKeys, WeightApi, WeightPeer
+from anygauge_tests.fake_engine.options import Options
+from anygauge_tests.fork_server import running
 
 if TYPE_CHECKING:
-    from anygauge.testing.fork_server import ForkedProcess, ForkServers
+    from anygauge_tests.fork_server import ForkedProcess, ForkServers
 
 __all__ = ["MODULE", "FakeServer"]
 
-MODULE = "anygauge.testing.fake_engine"
+MODULE = "anygauge_tests.fake_engine"
 """Module that the process runs."""
 _START_S = 60.0
 _ASK_S = 10.0
@@ -175,7 +175,7 @@ class FakeServer:
     # ---- what the real server has not ----
 
     def fault(self, kind: str, event: str = "generate", count: int = 0, argument: float = 0.0) -> None:
-        """Let something go wrong: see :class:`~anygauge.testing.fake_engine.faults.Fault`. 0 is now."""
+        """Let something go wrong: see :class:`~anygauge_tests.fake_engine.faults.Fault`. 0 is now."""
         body = {"kind": kind, "event": event, "count": count, "argument": argument}
         self._request("/fake/fault", json.dumps(body).encode())
 

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from anygauge.testing.fake_engine.weight_device import WeightDevice
     from anygauge.weight_sync.broadcast import Membership
+    from anygauge_tests.fake_engine.weight_device import WeightDevice
 
 __all__ = ["WeightStore"]
 
@@ -44,7 +44,7 @@ class WeightStore:
 
     @property
     def _on(self) -> WeightDevice:
-        from anygauge.testing.fake_engine.weight_device import weight_device
+        from anygauge_tests.fake_engine.weight_device import weight_device
 
         return weight_device(self._device)
 

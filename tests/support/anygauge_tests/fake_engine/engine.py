@@ -9,15 +9,15 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from anygauge.testing.fake_engine.active_request import ActiveRequest
-from anygauge.testing.fake_engine.bootstrap_rooms import BootstrapRooms
-from anygauge.testing.fake_engine.faults import Faults, parse_faults
-from anygauge.testing.fake_engine.images import expanded
-from anygauge.testing.fake_engine.lengths import parse_lengths
-from anygauge.testing.fake_engine.options import Options
-from anygauge.testing.fake_engine.scheduler import Scheduler
-from anygauge.testing.fake_engine.tokens import source_of
-from anygauge.testing.fake_engine.weights import Weights
+from anygauge_tests.fake_engine.active_request import ActiveRequest
+from anygauge_tests.fake_engine.bootstrap_rooms import BootstrapRooms
+from anygauge_tests.fake_engine.faults import Faults, parse_faults
+from anygauge_tests.fake_engine.images import expanded
+from anygauge_tests.fake_engine.lengths import parse_lengths
+from anygauge_tests.fake_engine.options import Options
+from anygauge_tests.fake_engine.scheduler import Scheduler
+from anygauge_tests.fake_engine.tokens import source_of
+from anygauge_tests.fake_engine.weights import Weights
 
 __all__ = ["Engine"]
 

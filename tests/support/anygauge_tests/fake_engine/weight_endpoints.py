@@ -11,9 +11,9 @@ from typing import Any
 import orjson
 from aiohttp import web
 
-from anygauge.testing.fake_engine.engine import Engine
-from anygauge.testing.fake_engine.faults import die
-from anygauge.testing.fake_engine.weights import Answer
+from anygauge_tests.fake_engine.engine import Engine
+from anygauge_tests.fake_engine.faults import die
+from anygauge_tests.fake_engine.weights import Answer
 
 __all__ = ["WeightEndpoints"]
 

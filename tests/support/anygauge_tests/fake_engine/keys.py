@@ -7,7 +7,7 @@ import hmac
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
-from anygauge.testing.fake_engine.options import Options
+from anygauge_tests.fake_engine.options import Options
 
 __all__ = ["ADMIN", "OPEN", "require_keys"]
 

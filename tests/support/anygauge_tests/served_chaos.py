@@ -26,7 +26,6 @@ from anygauge.serving.served_engines import ServedEngines
 from anygauge.serving.server_sources import StartedServers
 from anygauge.serving.server_workers import ServerWorker
 from anygauge.serving.servers import Servers
-from anygauge.testing.chaos_summary import RequestSummary
 from anygauge.testing.tiny import tiny_qwen3
 from anygauge.weight_sync.buckets import Buffers
 from anygauge.weight_sync.pusher import WeightPusher
@@ -36,6 +35,7 @@ from anygauge_hooks.engines import WorkerContext
 from anygauge_hooks.errors import AnygaugeError
 from anygauge_hooks.rl import SamplingParams
 from anygauge_hooks.rollout import GenerateRequest, Generation
+from anygauge_tests.chaos_summary import RequestSummary
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
-from anygauge.testing.fake_engine.options import Options
-from anygauge.testing.fake_engine.weight_store import WeightStore
+from anygauge_tests.fake_engine.options import Options
+from anygauge_tests.fake_engine.weight_store import WeightStore
 
 __all__ = ["Answer", "Weights"]
 

@@ -7,8 +7,8 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from anygauge.testing.fake_engine.active_request import ActiveRequest
-from anygauge.testing.fake_engine.options import Options
+from anygauge_tests.fake_engine.active_request import ActiveRequest
+from anygauge_tests.fake_engine.options import Options
 
 __all__ = ["Scheduler"]
 

@@ -13,10 +13,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from anygauge.testing.fork_server_requests import answer_requests, run_forked
+from anygauge_tests.fork_server_requests import answer_requests, run_forked
 
 if TYPE_CHECKING:
-    from anygauge.testing.fork_server import ForkServers
+    from anygauge_tests.fork_server import ForkServers
 
 __all__ = ["forked_commands"]
 
@@ -45,7 +45,7 @@ def _main(socket: str, name: str, *arguments: str) -> int:
     """Run a command and return its exit code. Only scripts of Python are forked, not ``python -c``."""
     env = dict(os.environ)
     if name == "anygauge":
-        return run_forked(socket, "anygauge.testing.fork_server_main", arguments, env, has_own=True)
+        return run_forked(socket, "anygauge_tests.fork_server_main", arguments, env, has_own=True)
     if not arguments[0].endswith(".py"):
         os.execv(sys.executable, [sys.executable, *arguments])
     script, *rest = arguments

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from anygauge.testing.fork_server import ForkServers
+    from anygauge_tests.fork_server import ForkServers
 
 __all__ = ["answer_requests", "run_forked"]
 
@@ -75,7 +75,7 @@ def run_forked(
     """Ask for a process with the output of this one and return its exit code.
 
     :param path: Of the socket.
-    :param options: As for :meth:`~anygauge.testing.fork_server.ForkServers.start`.
+    :param options: As for :meth:`~anygauge_tests.fork_server.ForkServers.start`.
     """
     asked = {"module": module, "arguments": arguments, "env": env, "directory": str(Path.cwd())}
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:

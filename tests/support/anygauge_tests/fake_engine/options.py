@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from anygauge.testing.fake_engine.lengths import parse_lengths
+from anygauge_tests.fake_engine.lengths import parse_lengths
 
 __all__ = ["VERSIONS", "Options", "parse_options"]
 
@@ -85,7 +85,7 @@ _HELP = {
 
 def parse_options(arguments: Sequence[str] | None = None) -> tuple[Options, argparse.Namespace]:
     """Return the options of a command line, and what else it says: host, port, parent and lifeline."""
-    parser = argparse.ArgumentParser(prog="python -m anygauge.testing.fake_engine", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m anygauge_tests.fake_engine", description=__doc__)
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=0, help="0 takes a free one; the address is printed")
     parser.add_argument("--parent", type=int, default=0, help="process id with which this one dies")

@@ -16,13 +16,13 @@ from typing import Any, Literal, get_args
 from anygauge.config.schema import RolloutClient
 from anygauge.serving.client import EngineAwayError
 from anygauge.serving.engine_pool import EnginePool
-from anygauge.testing.chaos_summary import RequestSummary
-from anygauge.testing.fake_engine import EOS, FakeServer, Options, expected
-from anygauge.testing.fake_engine.process import MODULE
-from anygauge.testing.fork_server import ForkServers
 from anygauge_hooks.errors import AnygaugeError, DeadlineError, RolloutError
 from anygauge_hooks.rl import SamplingParams
 from anygauge_hooks.rollout import GenerateRequest, Generation
+from anygauge_tests.chaos_summary import RequestSummary
+from anygauge_tests.fake_engine import EOS, FakeServer, Options, expected
+from anygauge_tests.fake_engine.process import MODULE
+from anygauge_tests.fork_server import ForkServers
 
 __all__ = ["Outcome", "Strike", "run_chaos"]
 

@@ -11,14 +11,14 @@ from typing import Any
 import orjson
 from aiohttp import web
 
-from anygauge.testing.fake_engine.active_request import ActiveRequest
-from anygauge.testing.fake_engine.bootstrap_rooms import HANDOVER, BootstrapError
-from anygauge.testing.fake_engine.engine import Engine
-from anygauge.testing.fake_engine.faults import Fault, die
-from anygauge.testing.fake_engine.images import ImageCountError
-from anygauge.testing.fake_engine.keys import require_keys
-from anygauge.testing.fake_engine.options import Options
-from anygauge.testing.fake_engine.weight_endpoints import WeightEndpoints
+from anygauge_tests.fake_engine.active_request import ActiveRequest
+from anygauge_tests.fake_engine.bootstrap_rooms import HANDOVER, BootstrapError
+from anygauge_tests.fake_engine.engine import Engine
+from anygauge_tests.fake_engine.faults import Fault, die
+from anygauge_tests.fake_engine.images import ImageCountError
+from anygauge_tests.fake_engine.keys import require_keys
+from anygauge_tests.fake_engine.options import Options
+from anygauge_tests.fake_engine.weight_endpoints import WeightEndpoints
 
 __all__ = ["application"]
 

@@ -1,0 +1,1 @@
+"""Test support of this repository: a fake SGLang server, scripted engines, chaos, forked workers."""
