@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 
 from anygauge.data.balance import balance, imbalance, sequence_costs
 from anygauge.data.packing import pack_by_cost, pack_by_tokens
-from anygauge_models.qwen3.config import flops_per_token
+from anygauge_models.qwen3 import flops_per_token
 
 QWEN3_8B = {
     "hidden_size": 4096,

@@ -13,23 +13,22 @@ if TYPE_CHECKING:
 @hookimpl
 def register_models() -> list[ModelSpec]:
     """Return the families, without importing torch."""
-    from anygauge_models.deepseek_v3.spec import DEEPSEEK_V3
-    from anygauge_models.glm4.spec import GLM4
-    from anygauge_models.glm4_moe.spec import GLM4_MOE
-    from anygauge_models.glm4v.spec import GLM4V
-    from anygauge_models.glm4v_moe.spec import GLM4V_MOE
-    from anygauge_models.glm46v.spec import GLM46V
+    from anygauge_models.deepseek_v3 import DEEPSEEK_V3
+    from anygauge_models.glm4 import GLM4
+    from anygauge_models.glm4_moe import GLM4_MOE
+    from anygauge_models.glm4v.spec import GLM4V, GLM46V
+    from anygauge_models.glm4v_moe import GLM4V_MOE
     from anygauge_models.glm_omni.spec import GLM_OMNI
-    from anygauge_models.llama.spec import LLAMA
-    from anygauge_models.mistral.spec import MISTRAL
-    from anygauge_models.qwen2.spec import QWEN2
-    from anygauge_models.qwen3.spec import QWEN3
+    from anygauge_models.llama import LLAMA
+    from anygauge_models.mistral import MISTRAL
+    from anygauge_models.qwen2 import QWEN2
+    from anygauge_models.qwen3 import QWEN3
     from anygauge_models.qwen3_5.spec import QWEN3_5
-    from anygauge_models.qwen3_5_moe.spec import QWEN3_5_MOE
-    from anygauge_models.qwen3_moe.spec import QWEN3_MOE
+    from anygauge_models.qwen3_5_moe import QWEN3_5_MOE
+    from anygauge_models.qwen3_moe import QWEN3_MOE
     from anygauge_models.qwen3_omni_moe.spec import QWEN3_OMNI_MOE
     from anygauge_models.qwen3_vl.spec import QWEN3_VL
-    from anygauge_models.qwen3_vl_moe.spec import QWEN3_VL_MOE
+    from anygauge_models.qwen3_vl_moe import QWEN3_VL_MOE
 
     glm = [GLM4, GLM4_MOE, GLM4V, GLM4V_MOE, GLM46V, GLM_OMNI]
     qwen = [QWEN2, QWEN3, QWEN3_5, QWEN3_5_MOE, QWEN3_MOE, QWEN3_OMNI_MOE, QWEN3_VL, QWEN3_VL_MOE]

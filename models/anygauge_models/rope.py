@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from anygauge_hooks.errors import ConfigError
@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "half_rotary",
+    "interleaved_rotary",
     "magnitude",
     "rope_parameters",
     "turning_part",
@@ -47,6 +48,30 @@ def half_rotary(size: Callable[[Mapping[str, Any]], int]) -> Rotary:
         else:
             positions = positions.unsqueeze(1)
         return _half_rotated(frequencies, positions, _yarn_magnitude(hf))
+
+    return rotary
+
+
+def interleaved_rotary(
+    size: Callable[[Mapping[str, Any]], int], sections: Sequence[int], theta: float
+) -> Rotary:
+    """Return the angles of a decoder whose pairs always take turns.
+
+    :param size: Returns how many dimensions of a head turn.
+    :param sections: Pairs that turn by time, height and width, where a checkpoint does not say.
+    :param theta: The base of the angles, where a checkpoint does not say.
+    """
+    halves = half_rotary(size)
+
+    def rotary(hf: Mapping[str, Any], positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the cosines and sines of each position's angles.
+
+        :param positions: ``[T]`` or ``[3, T]``, int64.
+        :returns: Two ``[T, size]`` float32 tensors.
+        """
+        key = "rope_scaling" if hf.get("rope_scaling") else "rope_parameters"
+        given = {"mrope_section": sections, **(hf.get(key) or {}), "mrope_interleaved": True}
+        return halves({"rope_theta": theta, **hf, key: given}, positions)
 
     return rotary
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from anygauge_hooks.models import text_config
-from anygauge_models.glm4 import config as glm4
+from anygauge_models import glm4
 from anygauge_models.rope import turning_part
 
 __all__ = [

@@ -1,17 +1,53 @@
-"""The family of GLM-4.1V."""
+"""The families of GLM-4.1V and GLM-4.6V."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
 from anygauge_hooks.media import MediaSpec
-from anygauge_hooks.models import LayerKind, ModelSpec
+from anygauge_hooks.models import LayerKind, ModelSpec, WeightRule
+from anygauge_models import glm4
 from anygauge_models.architecture import with_defaults
 from anygauge_models.glm4v import config, vision
+from anygauge_models.glm4v.config import decoder, rotary_dim
 from anygauge_models.glm4v.processor import make_processor
-from anygauge_models.glm4v.rotary import rotary
-from anygauge_models.glm4v.weights import weight_rules
 from anygauge_models.positions import frame_by_frame
+from anygauge_models.rope import half_rotary
+from anygauge_models.rules import inside
 
-__all__ = ["GLM4V"]
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["DECODER", "GLM4V", "GLM46V", "in_sections"]
+
+DECODER = "model.language_model."
+"""How the decoder's names begin in checkpoints."""
+
+
+def weight_rules(hf: Mapping[str, Any]) -> list[WeightRule]:
+    """Return one rule for each canonical tensor."""
+    return [*inside(DECODER, glm4.weight_rules(decoder(hf))), *vision.tower_rules(hf)]
+
+
+def rotary(hf: Mapping[str, Any], positions: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the cosines and sines of each position's angles.
+
+    :param positions: ``[T]`` or ``[3, T]``, int64.
+    :returns: Two ``[T, R]`` float32 tensors.
+    """
+    return _rotary(in_sections(decoder(hf)), positions)
+
+
+def in_sections(text: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a decoder's config that says what transformers takes where sections are left out."""
+    key = "rope_scaling" if text.get("rope_scaling") else "rope_parameters"
+    return {**text, key: {"mrope_section": [8, 12, 12], **(text.get(key) or {})}}
+
+
+_rotary = half_rotary(rotary_dim)
+
 
 GLM4V = with_defaults(
     ModelSpec(
@@ -36,3 +72,12 @@ GLM4V = with_defaults(
     rms_norm_eps=1e-5,
     max_position_embeddings=32_768,
 )
+
+
+def _tiny_glm46v() -> dict[str, Any]:
+    architectures = ["Glm46VForConditionalGeneration"]
+    return {**config.tiny(), "architectures": architectures, "model_type": "glm46v"}
+
+
+GLM46V = replace(GLM4V, name="glm46v", architectures=("Glm46VForConditionalGeneration",), tiny=_tiny_glm46v)
+"""GLM-4.6V is GLM-4.1V, but for the text between the frames of a video: the processor knows both."""

@@ -9,10 +9,20 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from anygauge_hooks.media import TowerSpec
+from anygauge_hooks.models import WeightRule
 from anygauge_models.glm4v.config import vision_of
-from anygauge_models.glm4v.weights import HF_TOWER, TOWER
 from anygauge_models.transfer import on_device
-from anygauge_models.vision import blank_image, grid_of, packed_patches, patch_of, patch_places, tower_flops
+from anygauge_models.vision import (
+    blank_image,
+    grid_of,
+    packed_patches,
+    patch_of,
+    patch_places,
+    stack_rules,
+    tensor_rules,
+    tower_flops,
+    with_biases,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -20,12 +30,16 @@ if TYPE_CHECKING:
 
     from anygauge_hooks.media import Content, Media
 
-__all__ = ["IMAGE_DEVIATION", "IMAGE_MEAN", "flops", "towers"]
+__all__ = ["IMAGE_DEVIATION", "IMAGE_MEAN", "flops", "tower_rules", "towers"]
 
 IMAGE_MEAN = (0.48145466, 0.4578275, 0.40821073)
 IMAGE_DEVIATION = (0.26862954, 0.26130258, 0.27577711)
 """Standard deviation of red, green and blue, from 0 to 1, in the images that CLIP was trained on
 (https://arxiv.org/abs/2103.00020)."""
+_TOWER, _HF_TOWER = "visual", "model.visual"
+"""How the tower's names begin, canonical and in checkpoints."""
+_BLOCK = ("norm1", "norm2", "attn.proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
+_MERGER = ("proj", "gate_proj", "up_proj", "down_proj")
 
 
 def towers(hf: Mapping[str, Any], *, model_type: str = "glm4v_vision") -> tuple[TowerSpec, ...]:
@@ -34,13 +48,13 @@ def towers(hf: Mapping[str, Any], *, model_type: str = "glm4v_vision") -> tuple[
     :param model_type: Of the module in transformers.
     """
     tower = TowerSpec(
-        name=TOWER,
+        name=_TOWER,
         kinds=frozenset({"image", "video"}),
         build=partial(_build, model_type),
         inputs=_inputs,
         outputs=_outputs,
         blank=lambda hf: blank_image(*patch_of(vision_of(hf))[:2]),
-        hf_prefixes=(f"{HF_TOWER}.",),
+        hf_prefixes=(f"{_HF_TOWER}.",),
     )
     return (tower,)
 
@@ -104,3 +118,24 @@ def _inputs(hf: Mapping[str, Any], contents: Sequence[Content], device: torch.de
 
 def _outputs(output: Any) -> tuple[Tensor, tuple[Tensor, ...]]:
     return output.pooler_output, ()
+
+
+def tower_rules(hf: Mapping[str, Any]) -> list[WeightRule]:
+    """Return the rules of the vision tower, which every rank of a first stage has whole."""
+    vision = vision_of(hf)
+    qkv = with_biases("attn.qkv") if vision.get("attention_bias") else ["attn.qkv.weight"]
+    names = [
+        "embeddings.position_embedding.weight",
+        *with_biases("patch_embed.proj", "downsample", "merger.post_projection_norm"),
+        *(f"{name}.weight" for name in ("post_conv_layernorm", "post_layernorm")),
+        *(f"merger.{name}.weight" for name in _MERGER),
+    ]
+    return [
+        *tensor_rules(_TOWER, _HF_TOWER, names),
+        *stack_rules(
+            f"{_TOWER}.blocks",
+            f"{_HF_TOWER}.blocks",
+            vision["depth"],
+            [*qkv, *(f"{name}.weight" for name in _BLOCK)],
+        ),
+    ]

@@ -9,7 +9,7 @@ from anygauge_hooks.errors import ConfigError
 from anygauge_hooks.models import ModelSpec
 from anygauge_models.glm4v import config as glm4v
 from anygauge_models.glm4v.spec import GLM4V
-from anygauge_models.glm4v_moe.spec import GLM4V_MOE
+from anygauge_models.glm4v_moe import GLM4V_MOE
 
 __all__ = [
     "JOINED",

@@ -3,22 +3,47 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from anygauge_hooks.media import Compose, MediaSpec, TowerSpec
-from anygauge_hooks.models import LayerKind, ModelSpec
-from anygauge_models.glm_omni import audio, config, vision
+from anygauge_hooks.models import LayerKind, ModelSpec, WeightRule
+from anygauge_models.glm4v import vision
+from anygauge_models.glm_omni import audio, config
+from anygauge_models.glm_omni.config import decoder_family
 from anygauge_models.glm_omni.processor import make_processor
-from anygauge_models.glm_omni.rotary import rotary
-from anygauge_models.glm_omni.weights import OWNER, unused_weights, weight_rules
 from anygauge_models.positions import frame_by_frame
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
+    from torch import Tensor
 
     from anygauge_hooks.media import Media
 
 __all__ = ["GLM_OMNI"]
+
+OWNER = "language_model"
+"""The part of the model that has its output layer."""
+
+
+def weight_rules(hf: Mapping[str, Any]) -> list[WeightRule]:
+    """Return one rule for each canonical tensor."""
+    rules = [*decoder_family(hf).weight_rules(hf), *audio.tower_rules(hf)]
+    return [replace(rule, canonical=f"{OWNER}.{rule.canonical}") for rule in rules]
+
+
+def unused_weights(hf: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the prefixes of the layers that predict tokens after the next."""
+    return tuple(decoder_family(hf).unused_weights(hf))
+
+
+def rotary(hf: Mapping[str, Any], positions: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the cosines and sines of each position's angles.
+
+    :param positions: ``[T]`` or ``[3, T]``, int64.
+    :returns: Two ``[T, R]`` float32 tensors.
+    """
+    return decoder_family(hf).rotary(hf, positions)
 
 
 def _build(*, config: Any, hf: Mapping[str, Any], decoder: Any, compose: Compose, **ends: Any) -> Any:
@@ -27,11 +52,13 @@ def _build(*, config: Any, hf: Mapping[str, Any], decoder: Any, compose: Compose
 
 
 def _layers(hf: Mapping[str, Any]) -> Sequence[LayerKind]:
-    return config.decoder_family(hf).layers(hf)
+    return decoder_family(hf).layers(hf)
 
 
 def _towers(hf: Mapping[str, Any]) -> Sequence[TowerSpec]:
-    return (*vision.towers(hf), audio.tower(hf))
+    seeing = decoder_family(hf).media
+    assert seeing is not None
+    return (*seeing.towers(hf), audio.tower(hf))
 
 
 def _positions(hf: Mapping[str, Any], length: int, media: Sequence[Media]) -> NDArray[Any]:

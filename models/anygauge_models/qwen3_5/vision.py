@@ -1,19 +1,24 @@
-"""The vision tower of Qwen3.5: that of Qwen3-VL without further features for the decoder's layers."""
+"""Images and video of Qwen3.5: Qwen3-VL's tower without deepstack, and its processor with other tokens."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from anygauge_hooks.media import Media, TowerSpec
 from anygauge_hooks.models import WeightRule
+from anygauge_models.qwen3_5.config import placeholders
 from anygauge_models.qwen3_vl import vision
+from anygauge_models.qwen3_vl.processor import processor_with
 
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["flops", "tower_rules", "towers"]
+    from anygauge_hooks.media import MediaProcessor
+
+__all__ = ["flops", "make_processor", "tower_rules", "towers"]
 
 
 def towers(hf: Mapping[str, Any]) -> tuple[TowerSpec, ...]:
@@ -45,3 +50,11 @@ def tower_rules(hf: Mapping[str, Any]) -> list[WeightRule]:
 def flops(hf: Mapping[str, Any], media: Media) -> float:
     """Return the floating-point operations of the tower's forward pass over one image or video."""
     return vision.flops(hf, media, _no_levels)
+
+
+def make_processor(directory: Path, hf: Mapping[str, Any]) -> MediaProcessor:
+    """Return the processor of a model.
+
+    :raises ConfigError: Its settings are another family's.
+    """
+    return processor_with(directory, hf, "qwen3_5", placeholders(hf))

@@ -11,9 +11,9 @@ from typing import Any
 
 from anygauge_hooks.errors import ConfigError
 from anygauge_hooks.models import text_config
+from anygauge_models import qwen3_moe
 from anygauge_models.architecture import model_options
-from anygauge_models.qwen3_moe import config as qwen3_moe
-from anygauge_models.qwen3_moe.config import expert_layers, flops_per_token
+from anygauge_models.qwen3_moe import expert_layers, flops_per_token
 from anygauge_models.qwen3_vl.config import tiny_text, tiny_vision
 
 __all__ = [

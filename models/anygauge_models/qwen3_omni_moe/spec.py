@@ -3,24 +3,48 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from anygauge_hooks.media import MediaSpec, TowerSpec
-from anygauge_hooks.models import ModelSpec
+from anygauge_hooks.models import ModelSpec, WeightRule
+from anygauge_models import qwen3_moe
 from anygauge_models.architecture import CHATML, with_defaults, with_experts
 from anygauge_models.positions import Block, in_three_axes
 from anygauge_models.qwen3_omni_moe import audio, config, vision
+from anygauge_models.qwen3_omni_moe.config import prefix
 from anygauge_models.qwen3_omni_moe.processor import make_processor
-from anygauge_models.qwen3_omni_moe.rotary import rotary
-from anygauge_models.qwen3_omni_moe.weights import unused_weights, weight_rules
+from anygauge_models.qwen3_vl.spec import rotary as of_qwen3_vl
 from anygauge_models.qwen3_vl.vision import vision_of
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
+    from torch import Tensor
 
     from anygauge_hooks.media import Media
 
 __all__ = ["QWEN3_OMNI_MOE"]
+
+
+def weight_rules(hf: Mapping[str, Any]) -> list[WeightRule]:
+    """Return one rule for each canonical tensor."""
+    before = prefix(hf)
+    rules = [*qwen3_moe.weight_rules(hf), *vision.tower_rules(hf), *audio.tower_rules(hf)]
+    return [replace(rule, hf=tuple(f"{before}{name}" for name in rule.hf)) for rule in rules]
+
+
+def unused_weights(hf: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the prefixes of the parts that speak."""
+    return ("talker.", "code2wav.") if prefix(hf) else ()
+
+
+def rotary(hf: Mapping[str, Any], positions: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the cosines and sines of each position's angles.
+
+    :param positions: ``[T]`` or ``[3, T]``, int64.
+    :returns: Two ``[T, R]`` float32 tensors.
+    """
+    return of_qwen3_vl({"rope_theta": 1_000_000.0, **hf}, positions)
 
 
 def _towers(hf: Mapping[str, Any]) -> Sequence[TowerSpec]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from anygauge_hooks.media import MediaKind
 from anygauge_models.architecture import decoder_config, model_options, refuse_variants
-from anygauge_models.qwen3.config import attention_of, flops_per_token, head_dim, refused
+from anygauge_models.qwen3 import attention_of, flops_per_token, head_dim, refused
 
 __all__ = [
     "attention_of",

@@ -2,16 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from anygauge_hooks.media import MediaSpec
-from anygauge_hooks.models import LayerKind, ModelSpec
+from anygauge_hooks.models import LayerKind, ModelSpec, WeightRule
 from anygauge_models.architecture import CHATML, with_defaults
 from anygauge_models.positions import frame_by_frame
+from anygauge_models.qwen3 import weight_rules as decoder_of
 from anygauge_models.qwen3_vl import config, vision
+from anygauge_models.qwen3_vl.config import head_dim
 from anygauge_models.qwen3_vl.processor import make_processor
-from anygauge_models.qwen3_vl.rotary import rotary
-from anygauge_models.qwen3_vl.weights import weight_rules
+from anygauge_models.qwen3_vl.vision import tower_rules
+from anygauge_models.rope import interleaved_rotary
+from anygauge_models.rules import inside
 
-__all__ = ["MEDIA", "QWEN3_VL"]
+__all__ = ["DECODER", "MEDIA", "QWEN3_VL", "rotary"]
+
+DECODER = "model.language_model."
+"""How the names of the decoder begin in checkpoints."""
+
+
+def weight_rules(hf: Mapping[str, Any]) -> list[WeightRule]:
+    """Return one rule for each canonical tensor."""
+    return [*inside(DECODER, decoder_of(hf)), *tower_rules(hf)]
+
+
+rotary = interleaved_rotary(head_dim, (24, 20, 20), 500_000.0)
+
 
 MEDIA = MediaSpec(
     make_processor=make_processor,

@@ -19,8 +19,8 @@ from anygauge.testing.tiny import tiny_tokenizer
 from anygauge_hooks.errors import ConfigError, DataError
 from anygauge_hooks.models import AssistantTurns
 from anygauge_hooks.rl import Prompt
-from anygauge_models.mistral.spec import MISTRAL
-from anygauge_models.qwen3.spec import QWEN3
+from anygauge_models.mistral import MISTRAL
+from anygauge_models.qwen3 import QWEN3
 
 WriteRows = Callable[..., Path]
 Read = Callable[..., list[Prompt]]

@@ -89,7 +89,7 @@ def train_twice(engine: Any) -> list[float]:
 
 def write_model(path: Path) -> Path:
     """Write a Qwen3 with a dense layer and one of experts."""
-    from anygauge_models.qwen3_moe.config import tiny
+    from anygauge_models.qwen3_moe import tiny
 
     fields = dict(tiny())
     config = AutoConfig.for_model(fields.pop("model_type"), initializer_range=0.1, **fields)

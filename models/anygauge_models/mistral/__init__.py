@@ -1,1 +1,0 @@
-"""Mistral, dense, without a sliding window (https://arxiv.org/abs/2310.06825)."""

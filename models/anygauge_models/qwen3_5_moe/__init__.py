@@ -1,1 +1,0 @@
-"""Qwen3.5 with a mixture of experts, text."""
