@@ -15,6 +15,7 @@ from tempfile import TemporaryDirectory
 import httpx
 import psutil
 
+from anygauge.distributed.garbage import freeze_living_objects
 from anygauge_hooks.rl import SamplingParams
 from anygauge_tests.scripted_gateway import Served, chat_tokenizer, serve_script
 
@@ -42,6 +43,8 @@ async def main() -> None:
         async with serve_script(
             tokenizer, lambda _: "four", params=params, max_context_tokens=CONTEXT
         ) as served:
+            # As the driver does before its first step, and outside the loop's thread as there.
+            await asyncio.to_thread(freeze_living_objects)
             print(f"{name:34} {await measure(served, size)}", flush=True)
 
 

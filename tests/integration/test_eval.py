@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from anygauge.cli import eval as evaluate_command
 from anygauge.cli import main
 from anygauge.testing.tiny import tiny_qwen3
 from anygauge.trainer import run
@@ -123,8 +124,15 @@ COMPARED = ("kl_coef", "kl_reward_coef", "distill_coef", "distill_kl_coef")
     [("runs/run/checkpoints/step-00000001", 1, "eval"), ("runs/run/hf", 2, "alone")],
 )
 def test_it_finds_what_the_run_found(
-    finished: Path, capsys: pytest.CaptureFixture[str], source: str, position: int, config: str
+    finished: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    source: str,
+    position: int,
+    config: str,
 ) -> None:
+    frozen: list[int] = []
+    monkeypatch.setattr(evaluate_command, "freeze_living_objects", lambda: frozen.append(1))
     others = [f"--{role}.path=not_there" for role in ("reference", "teacher", "critic")]
     needed = ["--algorithm.advantage=gae", *(f"--algorithm.{key}=0.1" for key in COMPARED)]
     found = evaluate(finished, "--checkpoint", str(finished / source), *others, *needed, config=config)
@@ -133,6 +141,7 @@ def test_it_finds_what_the_run_found(
         (None, str(finished / source), position) if "step" in source else (str(finished / source), None, None)
     )
     assert found == evaluations(finished)[position]
+    assert frozen == [1]
     assert any(line.startswith("eval/sums ") for line in capsys.readouterr().out.splitlines())
 
 

@@ -36,6 +36,9 @@ class Recorder:
         self.error: BaseException | None = None
         self.failing = failing
 
+    def when_built(self) -> None:
+        self.events.append(("when_built", 0))
+
     @hookimpl
     def before_train(self, run: RunInfo) -> None:
         self.events.append(("before_train", run.step))
@@ -133,7 +136,8 @@ def finished(
             request.getfixturevalue("ray_cluster")
         directory = make_inputs(tmp_path_factory.mktemp(launcher))
         plugins, recorder = with_recorder()
-        return directory, train(load(directory, plugins, launcher), plugins), recorder
+        loaded = load(directory, plugins, launcher)
+        return directory, train(loaded, plugins, when_built=recorder.when_built), recorder
 
     return run
 
@@ -143,6 +147,7 @@ def test_a_run_from_start_to_end(launcher: str, finished: Callable[[str], Finish
     directory, info, recorder = finished(launcher)
     assert info.step == STEPS
     assert recorder.events == [
+        ("when_built", 0),
         ("before_train", 0),
         ("after_evaluate", 0),
         *[("after_rollout", 0), ("after_weight_sync", 1), ("after_train_step", 1)],

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import atexit
-import gc
 import logging
 import os
 import sys
@@ -16,6 +14,7 @@ from anygauge.cli import convert, doctor, hooks, init, launch, report, train
 from anygauge.cli import eval as evaluate
 from anygauge.cli.arguments import split_arguments
 from anygauge.cli.torch_extensions import extension_failure
+from anygauge.distributed.garbage import skip_last_collection
 from anygauge.observability.control_characters import VisibleFormatter, format_exception, visible
 from anygauge_hooks.errors import AnygaugeError, WorkerFailedError
 
@@ -38,8 +37,7 @@ WITH_CONFIG = ("train", "eval", "launch")
 
 def run(argv: Sequence[str]) -> int:
     """Run a command line, without the program name, and return the exit status."""
-    # A last search of torch's and Megatron's modules for cycles takes longer than a second.
-    atexit.register(gc.freeze)
+    skip_last_collection()
     _open_missing_streams()
     sys.excepthook = _print_uncaught
     logging.basicConfig(handlers=[_terminal()])

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from anygauge.cli.arguments import local_path
+from anygauge.distributed.garbage import freeze_living_objects
 from anygauge.observability.control_characters import visible
 from anygauge_hooks.errors import ConfigError
 
@@ -57,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
     kind = "model" if checkpoint is None else "checkpoint"
     path = loaded.config.model.path if checkpoint is None else checkpoint.path
     print(f"{kind}: {path}", file=sys.stderr, flush=True)
-    metrics = evaluate_checkpoint(loaded, plugins, checkpoint)
+    metrics = evaluate_checkpoint(loaded, plugins, checkpoint, when_built=freeze_living_objects)
     print_table(metrics)
     if args.out is not None:
         _write(args.out, {kind: str(path), **metrics})

@@ -8,13 +8,13 @@ else prints there.
 from __future__ import annotations
 
 import dataclasses
-import gc
 import json
 import os
 import sys
 from typing import Any
 
 from anygauge.cli.torch_extensions import AUTOLOAD, extension_failure
+from anygauge.distributed.garbage import skip_last_collection
 from anygauge.plugins import load_plugins, probe_backend
 from anygauge_hooks.types import Availability, BackendSpec, HostCheck
 
@@ -88,4 +88,4 @@ def _checks(spec: BackendSpec) -> list[dict[str, Any]]:
 
 if __name__ == "__main__":
     main(sys.argv[1:])
-    gc.freeze()  # a last search of torch's modules for cycles takes half a second
+    skip_last_collection()

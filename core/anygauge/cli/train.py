@@ -86,9 +86,10 @@ def run(args: argparse.Namespace) -> int:
             _say(f"not checked: {each.key} = {str(each)!r} is not in the cache; a run downloads it")
         print(dump_config(loaded.config), end="")
         return 0
+    from anygauge.distributed.garbage import freeze_living_objects
     from anygauge.trainer.run import train
 
-    info = train(loaded, plugins)
+    info = train(loaded, plugins, when_built=freeze_living_objects)
     _say(f"done: {info.step} of {info.total_steps} steps; everything is in {info.directory}")
     return 0
 

@@ -7,8 +7,6 @@ even in the middle of a call, and on Linux the kernel does so even if Python can
 
 from __future__ import annotations
 
-import atexit
-import gc
 import os
 import signal
 import sys
@@ -16,6 +14,7 @@ import threading
 from multiprocessing.connection import Connection
 from queue import SimpleQueue
 
+from anygauge.distributed.garbage import skip_last_collection
 from anygauge.distributed.lifetime import die_with
 from anygauge.runtime.diagnostics import enable_stacks
 from anygauge.runtime.rpc import decode
@@ -30,8 +29,7 @@ def main(descriptor: int, parent: int) -> None:
     :param descriptor: Of the socket that leads to the driver.
     :param parent: Process id of the driver, or 0 if the driver's thread may end before its process.
     """
-    # A last search of torch's and Megatron's modules for cycles takes longer than a second.
-    atexit.register(gc.freeze)
+    skip_last_collection()
     os.set_inheritable(descriptor, False)
     enable_stacks()
     die_with(parent)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import shutil
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -90,12 +90,17 @@ def evaluation_overrides(model: Path | None) -> list[Override]:
 
 
 def evaluate_checkpoint(
-    loaded: LoadedConfig, plugins: Plugins, checkpoint: Checkpoint | None
+    loaded: LoadedConfig,
+    plugins: Plugins,
+    checkpoint: Checkpoint | None,
+    *,
+    when_built: Callable[[], object] = lambda: None,
 ) -> dict[str, float]:
     """Return the metrics of every evaluation data set of a config; of a checkpoint, its step is the first.
 
     :param loaded: With :func:`evaluation_overrides`.
     :param checkpoint: Loaded over the weights of ``model.path``.
+    :param when_built: Called once all processes and objects are there, before the first sample.
     :raises ConfigError: The config names no evaluation data, or no reward to evaluate with.
     """
     eval_sets, media = read_evaluation(localized(loaded.config), plugins)
@@ -108,6 +113,7 @@ def evaluate_checkpoint(
         session = open_session(
             loaded, plugins, components, eval_sets, state, stack, checkpoint=path, media=media
         )
+        when_built()
         metrics = evaluate(session)
     return metrics if checkpoint is None else {"eval/step": checkpoint.step, **metrics}
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 
@@ -44,12 +44,15 @@ logger = logging.getLogger(__name__)
 ACTOR = "anygauge.trainer.actors:ActorWorker"
 
 
-def train(loaded: LoadedConfig, plugins: Plugins) -> RunInfo:
+def train(
+    loaded: LoadedConfig, plugins: Plugins, *, when_built: Callable[[], object] = lambda: None
+) -> RunInfo:
     """Run a config to its end.
 
     Data and rewards are checked before the run directory is made, and it is made before any process starts.
 
     :param loaded: From :func:`anygauge.config.load.load_config`.
+    :param when_built: Called once all processes and objects of the run are there, before its first step.
     :returns: The run as it ended.
     """
     config = loaded.config
@@ -64,6 +67,7 @@ def train(loaded: LoadedConfig, plugins: Plugins) -> RunInfo:
         log = driver_log(directory.path, backend=state.info.where, secrets=secrets)
         with log, ExitStack() as stack, notify_observers(plugins, state):
             loop = open_loop(loaded, plugins, inputs, directory, state, stack)
+            when_built()
             with salvaged(loop):
                 run_loop(loop)
             if config.save.hf_at_end and loop.session.components.trains:

@@ -16,7 +16,6 @@ import atexit
 import ctypes
 import faulthandler
 import fcntl
-import gc
 import importlib
 import os
 import pickle
@@ -36,6 +35,7 @@ from typing import IO, Any, NoReturn
 
 from anygauge.distributed import child_process
 from anygauge.distributed.child_process import start_module
+from anygauge.distributed.garbage import freeze_living_objects
 from anygauge.distributed.lifetime import die_with
 from anygauge.engines.megatron.prepare import prepare_megatron
 from anygauge.plugins import load_plugins
@@ -323,8 +323,7 @@ def serve() -> NoReturn:
     threads = len(os.listdir("/proc/self/task"))
     if threads != 1:
         raise RuntimeError(f"An import has started {threads - 1} threads, and a fork would lose them.")
-    gc.collect()
-    gc.freeze()  # a collection in a fork would touch, and so copy, every page
+    freeze_living_objects()  # a collection in a fork would touch, and so copy, every page
     connection.send(b"ready")
     _serve(connection)
 

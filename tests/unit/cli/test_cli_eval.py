@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from anygauge.cli import main
+from anygauge.distributed.garbage import freeze_living_objects
 from anygauge.trainer import evaluation_run
 
 
@@ -17,7 +19,10 @@ def done(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     """Replace the work by a result; return what was asked for."""
     asked: list[object] = []
 
-    def evaluate_checkpoint(loaded: object, *others: object) -> dict[str, float]:
+    def evaluate_checkpoint(
+        loaded: object, *others: object, when_built: Callable[[], None]
+    ) -> dict[str, float]:
+        assert when_built is freeze_living_objects
         asked.append(loaded)
         return {"eval/e": 0.5}
 

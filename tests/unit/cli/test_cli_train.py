@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import tomllib
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -11,6 +12,7 @@ import pytest
 
 from anygauge.cli import main
 from anygauge.config import LoadedConfig
+from anygauge.distributed.garbage import freeze_living_objects
 from anygauge.plugins import Plugins
 
 CONFIG = """
@@ -146,7 +148,8 @@ def test_a_run_gets_the_loaded_config_and_modules_of_the_current_directory(
 ) -> None:
     seen: list[LoadedConfig] = []
 
-    def train(loaded: LoadedConfig, plugins: Plugins) -> SimpleNamespace:
+    def train(loaded: LoadedConfig, plugins: Plugins, *, when_built: Callable[[], None]) -> SimpleNamespace:
+        assert when_built is freeze_living_objects
         seen.append(loaded)
         return SimpleNamespace(step=3, total_steps=3, directory="/runs/t")
 

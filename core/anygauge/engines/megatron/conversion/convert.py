@@ -7,8 +7,6 @@ of its family say what every tensor is made of. Processes share the work, each w
 
 from __future__ import annotations
 
-import atexit
-import gc
 import json
 import math
 import multiprocessing
@@ -29,6 +27,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from anygauge.disk import appearing, read_json
+from anygauge.distributed.garbage import skip_last_collection
 from anygauge.distributed.lifetime import die_with
 from anygauge.engines.megatron.conversion.dist_checkpoint import (
     WrittenFile,
@@ -469,5 +468,5 @@ def _processes(count: int) -> Iterator[Run]:
 
 def _start(parent: int) -> None:
     die_with(parent)
-    atexit.register(gc.freeze)  # a last search of torch's modules for cycles takes half a second
+    skip_last_collection()
     torch.set_num_threads(1)
