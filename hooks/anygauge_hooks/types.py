@@ -29,7 +29,7 @@ __all__ = [
 ]
 
 AcceleratorIds = Sequence[str]
-"""Physical device ids as Ray or a job scheduler reports them."""
+"""Physical device ids as a scheduler reports them."""
 
 Phase = Literal["before_vendor_import", "after_config"]
 """When ``prepare_worker`` is called: before torch's vendor library and Megatron are imported, or once the
@@ -61,11 +61,6 @@ class HostCheck:
     """Action for the user, as a command where there is one."""
 
 
-def _counted_by_ray(count: int) -> Mapping[str, float]:
-    del count
-    return {}
-
-
 def _between_commas(text: str) -> Sequence[str]:
     return [entry.strip() for entry in text.split(",") if entry.strip()]
 
@@ -81,13 +76,11 @@ class BackendSpec:
     """The ``torch.distributed`` backend."""
     probe: Callable[[], Availability]
     """Cheap check of the host. May import the vendor library; must not raise."""
-    ray_options: Callable[[int], Mapping[str, Any]]
-    """Ray actor options that reserve ``count`` devices, such as ``{"num_gpus": 1}``."""
+    scheduler_resource: str
+    """Name under which a scheduler counts the devices, such as ``"GPU"``, or a new name if schedulers do not
+    know the device. A launcher translates it into its own options."""
     local_device: Callable[[AcceleratorIds, Mapping[str, str]], int]
-    """The device index inside this process, from the ids that Ray assigned and the environment."""
-    cluster_resources: Callable[[int], Mapping[str, float]] = _counted_by_ray
-    """Custom Ray resources that a cluster of our own must declare for so many workers; none by default, since
-    Ray counts the devices that it knows."""
+    """The device index inside this process, from the ids that a scheduler assigned and the environment."""
     make_communicator: Callable[[Any, Any], Any] | None = None
     """From torch's options for any backend (``store``, ``group_rank``, ``group_size``, ``timeout``, ...) and
     the group's own, or ``None``, to the ``torch.distributed`` object that a process group is made of. With it

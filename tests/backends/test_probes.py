@@ -356,12 +356,6 @@ def test_hccl_waits_no_longer_than_a_run(timeout_s: float, connects: str, execut
     }
 
 
-def test_ray_reserves_devices_and_no_cores() -> None:
-    assert CPU.ray_options(2) == {"num_cpus": 0, "resources": {"anygauge_cpu": 2}}
-    assert CUDA.ray_options(2) == {"num_cpus": 0, "num_gpus": 2}
-    assert NPU.ray_options(2) == {"num_cpus": 0, "resources": {"NPU": 2}}
-
-
 @pytest.mark.parametrize(
     ("spec", "ids", "environ", "index"),
     [

@@ -22,7 +22,7 @@ from anygauge.config.load import load_config
 from anygauge.plugins import load_plugins
 from anygauge.runtime.worker_group import WorkerGroup
 from anygauge.trainer.run import train
-from anygauge_cpu.env import RAY_RESOURCE
+from anygauge_cpu.env import WORKER_SLOT
 from anygauge_hooks import hookimpl
 from anygauge_hooks.errors import WorkerDiedError
 from anygauge_hooks.types import NamedFunction, RunInfo
@@ -38,7 +38,7 @@ SLOTS = 8
 @pytest.fixture(scope="module")
 def second_node(ray_cluster: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[psutil.Process]:
     """Add a node with room for one worker, as a user does, and leave as much on the first."""
-    reserved = placement_group([{RAY_RESOURCE: SLOTS - 1}])
+    reserved = placement_group([{WORKER_SLOT: SLOTS - 1}])
     assert reserved.wait(DEADLINE_S)
     command = ["launch", "--nodes=2", "--devices=1", "--backend=cpu", "--run=worker", f"--head={ray_cluster}"]
     log = tmp_path_factory.mktemp("node") / "log"
@@ -65,7 +65,7 @@ def free_slots() -> list[float]:
     from ray._private.state import available_resources_per_node
 
     left: Mapping[str, Mapping[str, float]] = available_resources_per_node()
-    return [resources.get(RAY_RESOURCE, 0.0) for resources in left.values()]
+    return [resources.get(WORKER_SLOT, 0.0) for resources in left.values()]
 
 
 def wait_until(condition: Callable[[], bool]) -> None:

@@ -46,7 +46,7 @@ def backend(name: str, *, ok: bool = True, probe: Callable[[], Availability] | N
         device_type=name,
         dist_backend="gloo",
         probe=probe or (lambda: found),
-        ray_options=lambda count: {},
+        scheduler_resource="GPU",
         local_device=lambda ids, env: 0,
     )
 

@@ -12,16 +12,15 @@ from anygauge_hooks.types import AcceleratorIds, ConfigChange
 __all__ = [
     "HIDDEN_ACCELERATORS",
     "HIDDEN_EXTENSIONS",
-    "RAY_RESOURCE",
-    "cluster_resources",
+    "WORKER_SLOT",
     "config_defaults",
     "hide_extensions",
     "local_device",
-    "ray_options",
 ]
 
-RAY_RESOURCE = "anygauge_cpu"
-"""Custom Ray resource: one unit is the slot of one worker."""
+WORKER_SLOT = "anygauge_cpu"
+"""Scheduler resource: one unit is the slot of one worker. Not a core: three workers of one core each would
+never start on a host with two."""
 
 AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 
@@ -50,19 +49,6 @@ def hide_extensions() -> None:
     for name in HIDDEN_EXTENSIONS:
         absent: Any = None  # what the import system takes for a module that cannot be found
         sys.modules.setdefault(name, absent)
-
-
-def ray_options(count: int) -> Mapping[str, Any]:
-    """Return Ray actor options for ``count`` worker slots.
-
-    Slots are a custom resource and not cores: three actors of one core each never start on a host with two.
-    """
-    return {"num_cpus": 0, "resources": {RAY_RESOURCE: count}}
-
-
-def cluster_resources(count: int) -> Mapping[str, float]:
-    """Return the worker slots of a cluster of our own; Ray knows nothing of them unless they are declared."""
-    return {RAY_RESOURCE: count}
 
 
 def local_device(ray_ids: AcceleratorIds, environ: Mapping[str, str]) -> int:

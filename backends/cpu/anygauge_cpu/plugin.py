@@ -17,9 +17,8 @@ CPU = BackendSpec(
     device_type="cpu",
     dist_backend="gloo",
     probe=probe.probe,
-    ray_options=env.ray_options,
+    scheduler_resource=env.WORKER_SLOT,
     local_device=env.local_device,
-    cluster_resources=env.cluster_resources,
     make_communicator=comm.communicator,
     engine_installs=rollout.INSTALLS,
 )

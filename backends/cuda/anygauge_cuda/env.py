@@ -6,7 +6,6 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from itertools import takewhile
-from typing import Any
 
 from anygauge_hooks.errors import PlacementError
 from anygauge_hooks.types import AcceleratorIds, ConfigChange
@@ -24,7 +23,6 @@ __all__ = [
     "expands",
     "local_device",
     "network",
-    "ray_options",
     "users_choice",
     "visible_devices",
 ]
@@ -70,11 +68,6 @@ DETERMINISTIC: Mapping[str, str] = {
 }
 """Added in a deterministic run."""
 HIDDEN: Mapping[str, str] = {VISIBLE_DEVICES: ""}
-
-
-def ray_options(count: int) -> Mapping[str, Any]:
-    """Return Ray actor options that reserve ``count`` GPUs."""
-    return {"num_cpus": 0, "num_gpus": count}
 
 
 def local_device(ray_ids: AcceleratorIds, environ: Mapping[str, str]) -> int:

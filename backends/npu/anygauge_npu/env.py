@@ -7,7 +7,6 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from itertools import takewhile
-from typing import Any
 
 from anygauge_hooks.errors import PlacementError
 from anygauge_hooks.types import AcceleratorIds, ConfigChange
@@ -25,7 +24,6 @@ __all__ = [
     "import_vendor",
     "local_device",
     "network",
-    "ray_options",
     "timeouts",
     "users_choice",
     "visible_devices",
@@ -69,11 +67,6 @@ CONNECT_S = (120, 7200)
 EVENT_MARGIN_S = 32
 """Seconds by which torch-npu's wait for the device outlasts HCCL's, as their defaults of 1868 and 1836 s do:
 HCCL's message names the collective."""
-
-
-def ray_options(count: int) -> Mapping[str, Any]:
-    """Return Ray actor options that reserve ``count`` NPUs, a custom resource to Ray."""
-    return {"num_cpus": 0, "resources": {"NPU": count}}
 
 
 def local_device(ray_ids: AcceleratorIds, environ: Mapping[str, str]) -> int:

@@ -22,7 +22,13 @@ from ray.util import get_node_ip_address, placement_group, placement_group_table
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from anygauge.runtime.diagnostics import dump_stacks, enable_stacks, log_size, tail
-from anygauge.runtime.placement import bundle_of, check_capacity, placement_error, rank_order
+from anygauge.runtime.placement import (
+    DETECTED_BY_RAY,
+    actor_options,
+    check_capacity,
+    placement_error,
+    rank_order,
+)
 from anygauge.runtime.ray_commands import head_command
 from anygauge.runtime.ray_environment import OWN_CLUSTER
 from anygauge.runtime.rpc import Died, MethodCall, capture, encode
@@ -119,8 +125,7 @@ class RayTransport:
                 affinity = NodeAffinitySchedulingStrategy(seat.node, soft=False)
                 self._actors.append(self._start_actor(rank, affinity, {"num_cpus": 0}, token))
             return
-        options = dict(self._spec.backend.ray_options(self._spec.devices))
-        bundle = bundle_of(options)
+        bundle = {self._spec.backend.scheduler_resource: float(self._spec.devices)}
         if self._connected and self._spec.config.cluster.address == OWN_CLUSTER:
             check_capacity(bundle, self._spec.num_workers + self._spec.extra_devices, _totals())
         self._placement = placement_group([bundle] * self._spec.num_workers, strategy="PACK")
@@ -132,7 +137,7 @@ class RayTransport:
         order = rank_order(placement_group_table(self._placement)["bundles_to_node_id"])
         for rank, index in enumerate(order):
             own = PlacementGroupSchedulingStrategy(self._placement, placement_group_bundle_index=index)
-            self._actors.append(self._start_actor(rank, own, options, token))
+            self._actors.append(self._start_actor(rank, own, actor_options(bundle), token))
 
     def _start_actor(self, rank: int, strategy: Any, options: Mapping[str, Any], token: str) -> Any:
         spec = self._spec
@@ -315,8 +320,9 @@ def _check_reachable(address: str) -> None:
 
 def _cluster(spec: LaunchSpec) -> dict[str, Any]:
     # Ray keeps an idle process ready for each core that it knows of; no worker of a run takes a core.
-    slots = spec.backend.cluster_resources(max(spec.num_workers, SLOTS))
-    return {"address": "local", "num_cpus": 1, "resources": dict(slots), "include_dashboard": False}
+    resource, slots = spec.backend.scheduler_resource, max(spec.num_workers, SLOTS)
+    declared = {} if resource in DETECTED_BY_RAY else {resource: slots}
+    return {"address": "local", "num_cpus": 1, "resources": declared, "include_dashboard": False}
 
 
 @contextmanager

@@ -8,8 +8,10 @@ from typing import Any, NamedTuple
 from anygauge_hooks.errors import PlacementError
 
 __all__ = [
+    "DETECTED_BY_RAY",
+    "GPU",
     "Seat",
-    "bundle_of",
+    "actor_options",
     "check_capacity",
     "placement_error",
     "rank_order",
@@ -17,17 +19,19 @@ __all__ = [
 ]
 
 Resources = Mapping[str, float]
-RAY_NAMES = {"num_cpus": "CPU", "num_gpus": "GPU"}
-"""Actor options that are resources under another name."""
+GPU = "GPU"
+"""Resource that Ray has options of its own for."""
+DETECTED_BY_RAY = frozenset({GPU, "FURIOSA", "HPU", "MBLT", "NPU", "RBLN", "TPU", "TTNPU", "neuron_cores"})
+"""Resources that Ray counts on each node by itself; others exist only where somebody declares them."""
 
 
-def bundle_of(options: Mapping[str, Any]) -> dict[str, float]:
-    """Return what a worker reserves, as a Ray placement bundle.
+def actor_options(bundle: Resources) -> dict[str, Any]:
+    """Return the options of a Ray actor that reserves a bundle, and no core.
 
-    :param options: Ray actor options of a backend, such as ``{"num_gpus": 1}``.
+    Ray takes GPUs by an option of their own, and refuses them among the other resources.
     """
-    bundle = {RAY_NAMES[key]: float(options[key]) for key in RAY_NAMES if options.get(key)}
-    return bundle | {key: float(amount) for key, amount in options.get("resources", {}).items()}
+    custom = {name: amount for name, amount in bundle.items() if name != GPU}
+    return {"num_cpus": 0, "num_gpus": bundle.get(GPU, 0), "resources": custom}
 
 
 def rank_order(bundle_nodes: Mapping[int, str]) -> list[int]:
@@ -101,6 +105,6 @@ def _amounts(bundle: Resources, there: Resources) -> str:
 
 
 def _hint(bundle: Resources) -> str:
-    custom = [key for key in bundle if key not in RAY_NAMES.values()]
+    custom = [key for key in bundle if key != GPU]
     declare = "".join(f" or start the nodes with --resources='{{\"{key}\": 8}}'" for key in custom)
     return f"Lower placement.train_workers, wait for other jobs to end{declare}."

@@ -7,7 +7,7 @@ import socket
 from collections.abc import Sequence
 
 from anygauge.distributed.addresses import in_url
-from anygauge.runtime.placement import bundle_of
+from anygauge.runtime.placement import GPU
 from anygauge_hooks.types import BackendSpec
 
 __all__ = ["free_port", "head_command", "join_address", "worker_command"]
@@ -58,9 +58,6 @@ def _resources(backend: BackendSpec, devices: int) -> Sequence[str]:
 
     No worker of a run takes a core, and Ray keeps an idle process ready for each core that it knows of.
     """
-    bundle = bundle_of(backend.ray_options(devices))
-    gpus = bundle.pop("GPU", 0)
-    options = ["--num-cpus=1"]
-    options += [f"--num-gpus={gpus:g}"] if gpus else []
-    amounts = {name: int(amount) for name, amount in bundle.items()}
-    return [*options, f"--resources={json.dumps(amounts)}"] if amounts else options
+    resource = backend.scheduler_resource
+    count = f"--num-gpus={devices}" if resource == GPU else f"--resources={json.dumps({resource: devices})}"
+    return ["--num-cpus=1", count]

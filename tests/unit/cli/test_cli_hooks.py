@@ -29,7 +29,7 @@ class Bare:
             device_type="cpu",
             dist_backend="gloo",
             probe=lambda: Availability(ok=True),
-            ray_options=lambda count: {},
+            scheduler_resource="GPU",
             local_device=lambda ids, env: 0,
         )
         return [spec]

@@ -27,7 +27,7 @@ def backend(name: str) -> BackendSpec:
         device_type=name,
         dist_backend="gloo",
         probe=lambda: Availability(ok=False, reason="no device"),
-        ray_options=lambda count: {},
+        scheduler_resource="GPU",
         local_device=lambda ids, env: 0,
     )
 

@@ -25,7 +25,7 @@ BACKEND = BackendSpec(
     device_type="cpu",
     dist_backend="gloo",
     probe=lambda: Availability(ok=True),
-    ray_options=lambda count: {},
+    scheduler_resource="GPU",
     local_device=lambda ids, environ: 0,
 )
 

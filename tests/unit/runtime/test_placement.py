@@ -2,54 +2,50 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 import pytest
 
 from anygauge.config import Config
 from anygauge.runtime.placement import (
+    DETECTED_BY_RAY,
     Seat,
-    bundle_of,
+    actor_options,
     check_capacity,
     placement_error,
     rank_order,
     shared_seats,
 )
 from anygauge.runtime.worker import Worker, WorkerSetup, host_cores, local_accelerator_id, set_threads
-from anygauge_cpu.env import RAY_RESOURCE
 from anygauge_cpu.plugin import CPU
+from anygauge_cuda.plugin import CUDA
 from anygauge_hooks.errors import PlacementError
 from anygauge_hooks.types import Availability, BackendSpec
+from anygauge_npu.plugin import NPU
 
 
-def make_backend(device_type: str, options: Mapping[str, Any], env: str | None = None) -> BackendSpec:
+def make_backend(device_type: str, env: str | None = None) -> BackendSpec:
     return BackendSpec(
         name="made_up",
         device_type=device_type,
         dist_backend="gloo",
         probe=lambda: Availability(ok=True),
-        ray_options=lambda count: options,
+        scheduler_resource="CHIP",
         local_device=lambda ids, environ: 0,
         visible_devices_env=env,
     )
 
 
-@pytest.mark.parametrize(
-    ("options", "bundle"),
-    [
-        ({"num_gpus": 1}, {"GPU": 1.0}),
-        ({"num_cpus": 0, "resources": {"slot": 1}}, {"slot": 1.0}),
-        ({"num_cpus": 2, "resources": {"slot": 0.5}}, {"CPU": 2.0, "slot": 0.5}),
-    ],
-)
-def test_actor_options_become_a_bundle(options: Mapping[str, Any], bundle: Mapping[str, float]) -> None:
-    assert bundle_of(options) == bundle
+def test_workers_reserve_devices_and_no_cores() -> None:
+    assert actor_options({CUDA.scheduler_resource: 2}) == {"num_cpus": 0, "num_gpus": 2, "resources": {}}
+    slots = {CPU.scheduler_resource: 2}
+    assert actor_options(slots) == {"num_cpus": 0, "num_gpus": 0, "resources": slots}
 
 
-def test_only_the_host_backend_declares_resources() -> None:
-    assert CPU.cluster_resources(3) == {RAY_RESOURCE: 3}
-    assert make_backend("chip", {"resources": {"CHIP": 1}}).cluster_resources(3) == {}
+def test_devices_that_ray_counts_itself_are_declared_to_no_cluster() -> None:
+    from ray._private.accelerators import get_all_accelerator_resource_names
+
+    assert get_all_accelerator_resource_names() <= DETECTED_BY_RAY
+    assert {CUDA.scheduler_resource, NPU.scheduler_resource} <= DETECTED_BY_RAY
+    assert CPU.scheduler_resource not in DETECTED_BY_RAY
 
 
 def test_neighbouring_ranks_share_a_node() -> None:
@@ -76,13 +72,13 @@ def test_the_error_shows_what_was_requested_and_what_each_node_has() -> None:
 
 
 def test_local_workers_take_the_device_at_their_rank() -> None:
-    assert local_accelerator_id(make_backend("chip", {}), 1, {}) == "1"
-    assert local_accelerator_id(make_backend("chip", {}, "CHIPS"), 1, {"CHIPS": "4, 6"}) == "6"
+    assert local_accelerator_id(make_backend("chip"), 1, {}) == "1"
+    assert local_accelerator_id(make_backend("chip", "CHIPS"), 1, {"CHIPS": "4, 6"}) == "6"
 
 
 def test_a_rank_without_a_visible_device_is_an_error() -> None:
     with pytest.raises(PlacementError, match="CHIPS='4' shows 1"):
-        local_accelerator_id(make_backend("chip", {}, "CHIPS"), 1, {"CHIPS": "4"})
+        local_accelerator_id(make_backend("chip", "CHIPS"), 1, {"CHIPS": "4"})
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,8 @@ ABACUS = BackendSpec(
     device_type="cpu",  # the torch.device type; "privateuseone", or what your vendor renames it to
     dist_backend="gloo",  # the torch.distributed backend
     probe=probe,
-    ray_options=env.ray_options,
+    scheduler_resource="ABACUS",
     local_device=env.local_device,
-    cluster_resources=env.cluster_resources,
 )
 
 

@@ -49,7 +49,7 @@ def context(plugins: Plugins, rank: int = 0, **facts: Any) -> WorkerContext:
         device_type="privateuseone",
         dist_backend="gloo",
         probe=lambda: (_ for _ in ()).throw(AssertionError("not asked")),
-        ray_options=lambda count: {},
+        scheduler_resource="GPU",
         local_device=lambda ids, env: 0,
         visible_devices_env="ABACUS_VISIBLE",
     )
