@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 __all__ = [
-    "Compose",
     "Content",
     "Decoded",
     "Header",
@@ -221,22 +220,3 @@ class MediaSpec:
     """Floating-point operations of a tower's forward pass over one medium."""
     forbidden: Callable[[Mapping[str, Any]], Sequence[int]]
     """Tokens that the policy may not sample: those that hold places."""
-
-
-class Compose(Protocol):
-    """Argument of ``ModelSpec.build`` for a family with media: makes Megatron models with towers."""
-
-    def __call__(self, towers: Sequence[TowerSpec], config: Any, decoder: Any, **ends: Any) -> Any:
-        """Return this stage of a model.
-
-        :param towers: Of the family; those of which a run has no media are left out.
-        :param config: Megatron's transformer config.
-        :param decoder: The spec of its layers.
-        :param ends: ``pre_process``, ``post_process`` and ``vp_stage``.
-        """
-
-    def held(self, name: str, model: Any) -> Any:
-        """Return a model whose only part is a model: what ``ModelSpec.output_owner`` names.
-
-        :param name: Of the part.
-        """

@@ -7,7 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 from anygauge_hooks.errors import ConfigError
-from anygauge_hooks.models import AssistantTurns, LayerKind, ModelSpec, text_config
+from anygauge_hooks.megatron import LayerKind, megatron_model, with_megatron
+from anygauge_hooks.models import AssistantTurns, ModelSpec, text_config
 
 __all__ = [
     "CHATML",
@@ -131,14 +132,18 @@ def with_defaults(spec: ModelSpec, **defaults: Any) -> ModelSpec:
     def complete(read: Callable[..., Any]) -> Callable[..., Any]:
         return lambda hf, *rest: read({**defaults, **text_config(hf)}, *rest)
 
+    model = megatron_model(spec)
+    model = replace(
+        model,
+        transformer_config=complete(model.transformer_config),
+        weight_rules=complete(model.weight_rules),
+        rotary=complete(model.rotary),
+        layers=complete(model.layers),
+    )
     return replace(
-        spec,
-        transformer_config=complete(spec.transformer_config),
+        with_megatron(spec, model),
         model_options=complete(spec.model_options),
-        weight_rules=complete(spec.weight_rules),
         unused_weights=complete(spec.unused_weights),
-        rotary=complete(spec.rotary),
-        layers=complete(spec.layers),
         flops_per_token=complete(spec.flops_per_token),
     )
 

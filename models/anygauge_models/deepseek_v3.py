@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from anygauge_hooks.models import ModelSpec, WeightRule
+from anygauge_hooks.megatron import MegatronModel, WeightRule
+from anygauge_hooks.models import ModelSpec
 from anygauge_models.architecture import (
     decoder_config,
     expert_config,
@@ -236,14 +237,18 @@ DEEPSEEK_V3 = with_defaults(
     ModelSpec(
         name="deepseek_v3",
         architectures=("DeepseekV3ForCausalLM",),
-        transformer_config=transformer_config,
         model_options=model_options,
-        weight_rules=weight_rules,
-        rotary=rotary,
-        layers=lambda hf: with_experts(hf, expert_layers(hf), attention="latent"),
         unused_weights=next_token_layers,
         flops_per_token=flops_per_token,
         tiny=tiny,
+        engines={
+            "megatron": MegatronModel(
+                transformer_config=transformer_config,
+                weight_rules=weight_rules,
+                rotary=rotary,
+                layers=lambda hf: with_experts(hf, expert_layers(hf), attention="latent"),
+            )
+        },
     ),
     rms_norm_eps=1e-6,
     first_k_dense_replace=3,

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from anygauge_hooks.models import LayerKind, ModelSpec, WeightRule
+from anygauge_hooks.megatron import LayerKind, MegatronModel, WeightRule
+from anygauge_hooks.models import ModelSpec
 from anygauge_models.architecture import (
     attention_sizes,
     decoder_config,
@@ -96,13 +97,17 @@ GLM4 = with_defaults(
     ModelSpec(
         name="glm4",
         architectures=("Glm4ForCausalLM",),
-        transformer_config=transformer_config,
         model_options=model_options,
-        weight_rules=weight_rules,
-        rotary=rotary,
-        layers=lambda hf: (LayerKind(post_norms=True),) * hf["num_hidden_layers"],
         flops_per_token=flops_per_token,
         tiny=tiny,
+        engines={
+            "megatron": MegatronModel(
+                transformer_config=transformer_config,
+                weight_rules=weight_rules,
+                rotary=rotary,
+                layers=lambda hf: (LayerKind(post_norms=True),) * hf["num_hidden_layers"],
+            )
+        },
     ),
     num_key_value_heads=2,
     rms_norm_eps=1.5625e-7,

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from anygauge_hooks.models import ModelSpec, WeightRule
+from anygauge_hooks.megatron import MegatronModel, WeightRule
+from anygauge_hooks.models import ModelSpec
 from anygauge_models.architecture import (
     attention_flops,
     attention_sizes,
@@ -161,14 +162,18 @@ GLM4_MOE = with_defaults(
     ModelSpec(
         name="glm4_moe",
         architectures=("Glm4MoeForCausalLM",),
-        transformer_config=transformer_config,
         model_options=model_options,
-        weight_rules=weight_rules,
-        rotary=rotary,
-        layers=lambda hf: with_experts(hf, expert_layers(hf)),
         unused_weights=next_token_layers,
         flops_per_token=flops_per_token,
         tiny=tiny,
+        engines={
+            "megatron": MegatronModel(
+                transformer_config=transformer_config,
+                weight_rules=weight_rules,
+                rotary=rotary,
+                layers=lambda hf: with_experts(hf, expert_layers(hf)),
+            )
+        },
     ),
     num_key_value_heads=8,
     rms_norm_eps=1e-5,

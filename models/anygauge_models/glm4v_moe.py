@@ -7,7 +7,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from anygauge_hooks.media import MediaSpec
-from anygauge_hooks.models import ModelSpec, WeightRule, text_config
+from anygauge_hooks.megatron import MegatronModel, WeightRule
+from anygauge_hooks.models import ModelSpec, text_config
 from anygauge_models import glm4_moe
 from anygauge_models.architecture import next_token_layers, with_defaults, with_experts
 from anygauge_models.glm4v import vision
@@ -86,11 +87,7 @@ GLM4V_MOE = with_defaults(
     ModelSpec(
         name="glm4v_moe",
         architectures=("Glm4vMoeForConditionalGeneration",),
-        transformer_config=transformer_config,
         model_options=model_options,
-        weight_rules=weight_rules,
-        rotary=rotary,
-        layers=lambda hf: with_experts(decoder(hf), expert_layers(hf)),
         unused_weights=unused_weights,
         flops_per_token=flops_per_token,
         tiny=tiny,
@@ -101,6 +98,14 @@ GLM4V_MOE = with_defaults(
             flops=vision.flops,
             forbidden=forbidden,
         ),
+        engines={
+            "megatron": MegatronModel(
+                transformer_config=transformer_config,
+                weight_rules=weight_rules,
+                rotary=rotary,
+                layers=lambda hf: with_experts(decoder(hf), expert_layers(hf)),
+            )
+        },
     ),
     num_key_value_heads=8,
     rms_norm_eps=1e-5,

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from anygauge_hooks.models import AssistantTurns, LayerKind, ModelSpec, WeightRule
+from anygauge_hooks.megatron import LayerKind, MegatronModel, WeightRule
+from anygauge_hooks.models import AssistantTurns, ModelSpec
 from anygauge_models.architecture import (
     attention_sizes,
     decoder_config,
@@ -84,16 +85,20 @@ LLAMA = with_defaults(
     ModelSpec(
         name="llama",
         architectures=("LlamaForCausalLM",),
-        transformer_config=transformer_config,
         model_options=model_options,
-        weight_rules=weight_rules,
-        rotary=rotary,
-        layers=lambda hf: (LayerKind(),) * hf["num_hidden_layers"],
         flops_per_token=flops_per_token,
         tiny=tiny,
         assistant_turns=AssistantTurns(
             start="<|start_header_id|>assistant<|end_header_id|>\n\n", end="<|eot_id|>"
         ),
+        engines={
+            "megatron": MegatronModel(
+                transformer_config=transformer_config,
+                weight_rules=weight_rules,
+                rotary=rotary,
+                layers=lambda hf: (LayerKind(),) * hf["num_hidden_layers"],
+            )
+        },
     ),
     num_key_value_heads=None,
     rms_norm_eps=1e-6,

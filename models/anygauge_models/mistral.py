@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from anygauge_hooks.errors import ConfigError
-from anygauge_hooks.models import AssistantTurns, LayerKind, ModelSpec, WeightRule
+from anygauge_hooks.megatron import LayerKind, MegatronModel, WeightRule
+from anygauge_hooks.models import AssistantTurns, ModelSpec
 from anygauge_models.architecture import (
     attention_sizes,
     decoder_config,
@@ -88,14 +89,18 @@ MISTRAL = with_defaults(
     ModelSpec(
         name="mistral",
         architectures=("MistralForCausalLM",),
-        transformer_config=transformer_config,
         model_options=model_options,
-        weight_rules=weight_rules,
-        rotary=rotary,
-        layers=lambda hf: (LayerKind(),) * hf["num_hidden_layers"],
         flops_per_token=flops_per_token,
         tiny=tiny,
         assistant_turns=AssistantTurns(start="[/INST]", end="</s>"),
+        engines={
+            "megatron": MegatronModel(
+                transformer_config=transformer_config,
+                weight_rules=weight_rules,
+                rotary=rotary,
+                layers=lambda hf: (LayerKind(),) * hf["num_hidden_layers"],
+            )
+        },
     ),
     num_key_value_heads=8,
     rms_norm_eps=1e-6,

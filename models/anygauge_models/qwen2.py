@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from anygauge_hooks.models import LayerKind, ModelSpec, WeightRule
+from anygauge_hooks.megatron import LayerKind, MegatronModel, WeightRule
+from anygauge_hooks.models import ModelSpec
 from anygauge_models.architecture import (
     CHATML,
     attention_sizes,
@@ -76,14 +77,18 @@ QWEN2 = with_defaults(
     ModelSpec(
         name="qwen2",
         architectures=("Qwen2ForCausalLM",),
-        transformer_config=transformer_config,
         model_options=model_options,
-        weight_rules=weight_rules,
-        rotary=rotary,
-        layers=lambda hf: (LayerKind(),) * hf["num_hidden_layers"],
         flops_per_token=flops_per_token,
         tiny=tiny,
         assistant_turns=CHATML,
+        engines={
+            "megatron": MegatronModel(
+                transformer_config=transformer_config,
+                weight_rules=weight_rules,
+                rotary=rotary,
+                layers=lambda hf: (LayerKind(),) * hf["num_hidden_layers"],
+            )
+        },
     ),
     num_key_value_heads=32,
     rms_norm_eps=1e-6,

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from anygauge_hooks.models import LayerKind, ModelSpec, WeightRule
+from anygauge_hooks.megatron import LayerKind, MegatronModel, WeightRule
+from anygauge_hooks.models import ModelSpec
 from anygauge_models.architecture import (
     CHATML,
     expert_config,
@@ -92,16 +93,20 @@ QWEN3_5_MOE = with_defaults(
     ModelSpec(
         name="qwen3_5_moe",
         architectures=("Qwen3_5MoeForCausalLM", "Qwen3_5MoeForConditionalGeneration"),
-        transformer_config=transformer_config,
         model_options=model_options,
-        weight_rules=weight_rules,
-        rotary=rotary,
-        layers=_layers,
         unused_weights=unused_weights,
         flops_per_token=flops_per_token,
         tiny=tiny,
         assistant_turns=CHATML,
         media=MEDIA,
+        engines={
+            "megatron": MegatronModel(
+                transformer_config=transformer_config,
+                weight_rules=weight_rules,
+                rotary=rotary,
+                layers=_layers,
+            )
+        },
     ),
     num_key_value_heads=2,
     rms_norm_eps=1e-6,

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from anygauge_hooks.models import ModelSpec, WeightRule
+from anygauge_hooks.megatron import MegatronModel, WeightRule
+from anygauge_hooks.models import ModelSpec
 from anygauge_models import qwen3_moe
 from anygauge_models.architecture import (
     CHATML,
@@ -91,15 +92,19 @@ QWEN3_VL_MOE = with_defaults(
     ModelSpec(
         name="qwen3_vl_moe",
         architectures=("Qwen3VLMoeForConditionalGeneration",),
-        transformer_config=transformer_config,
         model_options=model_options,
-        weight_rules=weight_rules,
-        rotary=rotary,
-        layers=lambda hf: with_experts(hf, expert_layers(hf)),
         flops_per_token=flops_per_token,
         tiny=tiny,
         assistant_turns=CHATML,
         media=MEDIA,
+        engines={
+            "megatron": MegatronModel(
+                transformer_config=transformer_config,
+                weight_rules=weight_rules,
+                rotary=rotary,
+                layers=lambda hf: with_experts(hf, expert_layers(hf)),
+            )
+        },
     ),
     num_key_value_heads=16,
     rms_norm_eps=1e-6,

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from anygauge_hooks.models import WeightRule
+from anygauge_hooks.megatron import WeightRule
 
 __all__ = [
     "decoder_rules",

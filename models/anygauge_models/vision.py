@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from anygauge_hooks.media import Content
-from anygauge_hooks.models import WeightRule
+from anygauge_hooks.megatron import WeightRule
 from anygauge_models.transfer import on_device
 
 if TYPE_CHECKING:

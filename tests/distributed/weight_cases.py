@@ -16,7 +16,7 @@ from anygauge.engines.megatron.weights.mapping import TensorRule, canonical_shap
 from anygauge.engines.megatron.weights.sharding import ShardPosition, local_shape
 from anygauge_hooks.engines import WorkerContext
 from anygauge_hooks.errors import WeightMappingError
-from anygauge_hooks.models import WeightRule
+from anygauge_hooks.megatron import WeightRule
 
 LAYERS, EXPERTS, VOCAB = 4, 4, 5
 LAYER = "decoder.layers.{layer}."

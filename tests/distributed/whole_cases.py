@@ -14,7 +14,8 @@ from anygauge.config import Config
 from anygauge.plugins import load_plugins
 from anygauge_hooks import hookimpl
 from anygauge_hooks.engines import WorkerContext
-from anygauge_hooks.models import LayerKind, ModelSpec
+from anygauge_hooks.megatron import LayerKind, megatron_model, with_megatron
+from anygauge_hooks.models import ModelSpec
 
 OWNER = "language_model"
 
@@ -25,19 +26,18 @@ class Package:
     @hookimpl
     def register_models(self) -> list[ModelSpec]:
         base: ModelSpec = load_plugins().get("register_models", "qwen3")
-        return [
-            replace(
-                base,
-                name="whole",
-                architectures=("WholeForCausalLM",),
-                layers=lambda hf: [LayerKind(build=build_layer)] * hf["num_hidden_layers"],
-                weight_rules=lambda hf: [
-                    replace(rule, canonical=f"{OWNER}.{rule.canonical}") for rule in base.weight_rules(hf)
-                ],
-                build=build_model,
-                output_owner=OWNER,
-            )
-        ]
+        family = replace(base, name="whole", architectures=("WholeForCausalLM",))
+        model = megatron_model(base)
+        whole = replace(
+            model,
+            layers=lambda hf: [LayerKind(build=build_layer)] * hf["num_hidden_layers"],
+            weight_rules=lambda hf: [
+                replace(rule, canonical=f"{OWNER}.{rule.canonical}") for rule in model.weight_rules(hf)
+            ],
+            build=build_model,
+            output_owner=OWNER,
+        )
+        return [with_megatron(family, whole)]
 
 
 def build_layer(provider: Any, config: Any) -> Any:

@@ -335,13 +335,9 @@ def family(name: str, *architectures: str) -> ModelSpec:
     return ModelSpec(
         name=name,
         architectures=architectures,
-        transformer_config=nothing,
         model_options=nothing,
-        weight_rules=nothing,
-        rotary=nothing,
         flops_per_token=nothing,
         tiny=nothing,
-        layers=nothing,
     )
 
 

@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 from anygauge.config.rules.architecture import read_architecture
+from anygauge_hooks.megatron import megatron_model
 
 if TYPE_CHECKING:
     from torch import nn
@@ -46,10 +47,11 @@ def _description(spec: ModelSpec, hf: Mapping[str, Any], kinds: Collection[Media
     """Return what a model computes with given weights; the longest sequence has no part in it."""
     import torch
 
-    fields = {name: each for name, each in spec.transformer_config(hf).items() if name not in _TRAINING}
+    model = megatron_model(spec)
+    fields = {name: each for name, each in model.transformer_config(hf).items() if name not in _TRAINING}
     options = {name: each for name, each in spec.model_options(hf).items() if name != "max_sequence_length"}
-    angles = [each.tolist() for each in spec.rotary(hf, torch.tensor(_POSITIONS))]
-    return fields, options, list(spec.layers(hf)), angles, _media_inputs(spec, hf, kinds)
+    angles = [each.tolist() for each in model.rotary(hf, torch.tensor(_POSITIONS))]
+    return fields, options, list(model.layers(hf)), angles, _media_inputs(spec, hf, kinds)
 
 
 def _media_inputs(spec: ModelSpec, hf: Mapping[str, Any], kinds: Collection[MediaKind]) -> object:

@@ -7,7 +7,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from anygauge_hooks.media import MediaSpec
-from anygauge_hooks.models import LayerKind, ModelSpec, WeightRule
+from anygauge_hooks.megatron import LayerKind, MegatronModel, WeightRule
+from anygauge_hooks.models import ModelSpec
 from anygauge_models import glm4
 from anygauge_models.architecture import with_defaults
 from anygauge_models.glm4v import config, vision
@@ -53,11 +54,7 @@ GLM4V = with_defaults(
     ModelSpec(
         name="glm4v",
         architectures=("Glm4vForConditionalGeneration",),
-        transformer_config=config.transformer_config,
         model_options=config.model_options,
-        weight_rules=weight_rules,
-        rotary=rotary,
-        layers=lambda hf: (LayerKind(post_norms=True),) * config.decoder(hf)["num_hidden_layers"],
         flops_per_token=config.flops_per_token,
         tiny=config.tiny,
         media=MediaSpec(
@@ -67,6 +64,14 @@ GLM4V = with_defaults(
             flops=vision.flops,
             forbidden=config.forbidden,
         ),
+        engines={
+            "megatron": MegatronModel(
+                transformer_config=config.transformer_config,
+                weight_rules=weight_rules,
+                rotary=rotary,
+                layers=lambda hf: (LayerKind(post_norms=True),) * config.decoder(hf)["num_hidden_layers"],
+            )
+        },
     ),
     num_key_value_heads=2,
     rms_norm_eps=1e-5,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from anygauge_hooks.media import TowerSpec
-from anygauge_hooks.models import WeightRule
+from anygauge_hooks.megatron import WeightRule
 from anygauge_models.glm4v.config import vision_of
 from anygauge_models.transfer import on_device
 from anygauge_models.vision import (

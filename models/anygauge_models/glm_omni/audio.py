@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from anygauge_hooks.media import Content, TowerSpec
-from anygauge_hooks.models import WeightRule, text_config
+from anygauge_hooks.megatron import WeightRule
+from anygauge_hooks.models import text_config
 from anygauge_models.audio import FRAME_RATE
 from anygauge_models.glm_omni.config import JOINED, WINDOW, audio_of
 from anygauge_models.vision import stack_rules, tensor_rules, with_biases

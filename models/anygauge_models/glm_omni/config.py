@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from anygauge_hooks.errors import ConfigError
+from anygauge_hooks.megatron import MegatronModel, megatron_model
 from anygauge_hooks.models import ModelSpec
 from anygauge_models.glm4v import config as glm4v
 from anygauge_models.glm4v.spec import GLM4V
@@ -16,6 +17,7 @@ __all__ = [
     "WINDOW",
     "audio_of",
     "decoder_family",
+    "decoder_model",
     "flops_per_token",
     "forbidden",
     "model_options",
@@ -55,6 +57,11 @@ def decoder_family(hf: Mapping[str, Any]) -> ModelSpec:
     return _DECODERS[kind]
 
 
+def decoder_model(hf: Mapping[str, Any]) -> MegatronModel:
+    """Return how Megatron builds that decoder."""
+    return megatron_model(decoder_family(hf))
+
+
 def audio_of(hf: Mapping[str, Any]) -> dict[str, Any]:
     """Return the config of the audio encoder, with the defaults of ``transformers``."""
     return {**_AUDIO, **hf["audio_config"]}
@@ -89,7 +96,7 @@ def transformer_config(hf: Mapping[str, Any]) -> dict[str, Any]:
             hint=f"max_position_embeddings is a multiple of {JOINED}, and intermediate_size {JOINED} times "
             "hidden_size.",
         )
-    return dict(decoder_family(hf).transformer_config(hf))
+    return dict(decoder_model(hf).transformer_config(hf))
 
 
 def model_options(hf: Mapping[str, Any]) -> dict[str, Any]:

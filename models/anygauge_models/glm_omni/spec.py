@@ -6,11 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from anygauge_hooks.media import Compose, MediaSpec, TowerSpec
-from anygauge_hooks.models import LayerKind, ModelSpec, WeightRule
+from anygauge_hooks.media import MediaSpec, TowerSpec
+from anygauge_hooks.megatron import Compose, LayerKind, MegatronModel, WeightRule
+from anygauge_hooks.models import ModelSpec
 from anygauge_models.glm4v import vision
 from anygauge_models.glm_omni import audio, config
-from anygauge_models.glm_omni.config import decoder_family
+from anygauge_models.glm_omni.config import decoder_family, decoder_model
 from anygauge_models.glm_omni.processor import make_processor
 from anygauge_models.positions import frame_by_frame
 
@@ -28,7 +29,7 @@ OWNER = "language_model"
 
 def weight_rules(hf: Mapping[str, Any]) -> list[WeightRule]:
     """Return one rule for each canonical tensor."""
-    rules = [*decoder_family(hf).weight_rules(hf), *audio.tower_rules(hf)]
+    rules = [*decoder_model(hf).weight_rules(hf), *audio.tower_rules(hf)]
     return [replace(rule, canonical=f"{OWNER}.{rule.canonical}") for rule in rules]
 
 
@@ -43,7 +44,7 @@ def rotary(hf: Mapping[str, Any], positions: Tensor) -> tuple[Tensor, Tensor]:
     :param positions: ``[T]`` or ``[3, T]``, int64.
     :returns: Two ``[T, R]`` float32 tensors.
     """
-    return decoder_family(hf).rotary(hf, positions)
+    return decoder_model(hf).rotary(hf, positions)
 
 
 def _build(*, config: Any, hf: Mapping[str, Any], decoder: Any, compose: Compose, **ends: Any) -> Any:
@@ -52,7 +53,7 @@ def _build(*, config: Any, hf: Mapping[str, Any], decoder: Any, compose: Compose
 
 
 def _layers(hf: Mapping[str, Any]) -> Sequence[LayerKind]:
-    return decoder_family(hf).layers(hf)
+    return decoder_model(hf).layers(hf)
 
 
 def _towers(hf: Mapping[str, Any]) -> Sequence[TowerSpec]:
@@ -74,16 +75,10 @@ def _flops(hf: Mapping[str, Any], media: Media) -> float:
 GLM_OMNI = ModelSpec(
     name="glm_omni",
     architectures=("GlmOmniForConditionalGeneration",),
-    transformer_config=config.transformer_config,
     model_options=config.model_options,
-    weight_rules=weight_rules,
-    rotary=rotary,
-    layers=_layers,
     unused_weights=unused_weights,
     flops_per_token=config.flops_per_token,
     tiny=config.tiny,
-    build=_build,
-    output_owner=OWNER,
     rollout_engines=(),
     media=MediaSpec(
         make_processor=make_processor,
@@ -92,4 +87,14 @@ GLM_OMNI = ModelSpec(
         flops=_flops,
         forbidden=config.forbidden,
     ),
+    engines={
+        "megatron": MegatronModel(
+            transformer_config=config.transformer_config,
+            weight_rules=weight_rules,
+            rotary=rotary,
+            layers=_layers,
+            build=_build,
+            output_owner=OWNER,
+        )
+    },
 )

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from anygauge_hooks.media import MediaSpec
-from anygauge_hooks.models import LayerKind, ModelSpec, WeightRule
+from anygauge_hooks.megatron import LayerKind, MegatronModel, WeightRule
+from anygauge_hooks.models import ModelSpec
 from anygauge_models.architecture import CHATML, with_defaults
 from anygauge_models.positions import frame_by_frame
 from anygauge_models.qwen3_5 import config, vision
@@ -94,16 +95,20 @@ QWEN3_5 = with_defaults(
     ModelSpec(
         name="qwen3_5",
         architectures=("Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration"),
-        transformer_config=config.transformer_config,
         model_options=config.model_options,
-        weight_rules=weight_rules,
-        rotary=rotary,
-        layers=_layers,
         unused_weights=config.unused_weights,
         flops_per_token=config.flops_per_token,
         tiny=config.tiny,
         assistant_turns=CHATML,
         media=MEDIA,
+        engines={
+            "megatron": MegatronModel(
+                transformer_config=config.transformer_config,
+                weight_rules=weight_rules,
+                rotary=rotary,
+                layers=_layers,
+            )
+        },
     ),
     num_key_value_heads=4,
     rms_norm_eps=1e-6,

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from anygauge_hooks.media import Media, TowerSpec
-from anygauge_hooks.models import WeightRule
+from anygauge_hooks.megatron import WeightRule
 from anygauge_models.qwen3_5.config import placeholders
 from anygauge_models.qwen3_vl import vision
 from anygauge_models.qwen3_vl.processor import processor_with

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from anygauge_hooks.media import Content, TowerSpec
-from anygauge_hooks.models import WeightRule
+from anygauge_hooks.megatron import WeightRule
 from anygauge_models.qwen3_omni_moe.config import CHUNK, audio_of, flat, prefix
 from anygauge_models.transfer import on_device
 from anygauge_models.vision import stack_rules, tensor_rules, with_biases

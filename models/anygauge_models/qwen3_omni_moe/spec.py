@@ -7,7 +7,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from anygauge_hooks.media import MediaSpec, TowerSpec
-from anygauge_hooks.models import ModelSpec, WeightRule
+from anygauge_hooks.megatron import MegatronModel, WeightRule
+from anygauge_hooks.models import ModelSpec
 from anygauge_models import qwen3_moe
 from anygauge_models.architecture import CHATML, with_defaults, with_experts
 from anygauge_models.positions import Block, in_three_axes
@@ -80,11 +81,7 @@ QWEN3_OMNI_MOE = with_defaults(
             "Qwen3OmniMoeForConditionalGeneration",
             "Qwen3OmniMoeThinkerForConditionalGeneration",
         ),
-        transformer_config=config.transformer_config,
         model_options=config.model_options,
-        weight_rules=weight_rules,
-        rotary=rotary,
-        layers=lambda hf: with_experts(hf, config.expert_layers(hf)),
         unused_weights=unused_weights,
         flops_per_token=config.flops_per_token,
         tiny=config.tiny,
@@ -96,6 +93,14 @@ QWEN3_OMNI_MOE = with_defaults(
             flops=_flops,
             forbidden=lambda hf: config.forbidden(config.flat(hf)),
         ),
+        engines={
+            "megatron": MegatronModel(
+                transformer_config=config.transformer_config,
+                weight_rules=weight_rules,
+                rotary=rotary,
+                layers=lambda hf: with_experts(hf, config.expert_layers(hf)),
+            )
+        },
     ),
     num_key_value_heads=4,
     rms_norm_eps=1e-6,

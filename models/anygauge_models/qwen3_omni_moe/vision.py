@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from anygauge_hooks.media import TowerSpec
-from anygauge_hooks.models import WeightRule
+from anygauge_hooks.megatron import WeightRule
 from anygauge_models.qwen3_omni_moe.config import flat, prefix
 from anygauge_models.qwen3_vl import vision as qwen3_vl
 from anygauge_models.qwen3_vl.vision import BLOCK, TOWER, flops, levels, module_fields, outputs, vision_of

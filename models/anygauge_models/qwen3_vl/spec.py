@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from anygauge_hooks.media import MediaSpec
-from anygauge_hooks.models import LayerKind, ModelSpec, WeightRule
+from anygauge_hooks.megatron import LayerKind, MegatronModel, WeightRule
+from anygauge_hooks.models import ModelSpec
 from anygauge_models.architecture import CHATML, with_defaults
 from anygauge_models.positions import frame_by_frame
 from anygauge_models.qwen3 import weight_rules as decoder_of
@@ -43,15 +44,19 @@ QWEN3_VL = with_defaults(
     ModelSpec(
         name="qwen3_vl",
         architectures=("Qwen3VLForConditionalGeneration",),
-        transformer_config=config.transformer_config,
         model_options=config.model_options,
-        weight_rules=weight_rules,
-        rotary=rotary,
-        layers=lambda hf: (LayerKind(),) * hf["num_hidden_layers"],
         flops_per_token=config.flops_per_token,
         tiny=config.tiny,
         assistant_turns=CHATML,
         media=MEDIA,
+        engines={
+            "megatron": MegatronModel(
+                transformer_config=config.transformer_config,
+                weight_rules=weight_rules,
+                rotary=rotary,
+                layers=lambda hf: (LayerKind(),) * hf["num_hidden_layers"],
+            )
+        },
     ),
     num_key_value_heads=32,
     rms_norm_eps=1e-6,

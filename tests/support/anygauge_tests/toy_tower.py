@@ -17,7 +17,8 @@ from anygauge.plugins import load_plugins
 from anygauge.testing.tiny import tiny_qwen3
 from anygauge_hooks import hookimpl
 from anygauge_hooks.media import Content, Media, MediaSpec, TowerSpec
-from anygauge_hooks.models import ModelSpec, WeightRule
+from anygauge_hooks.megatron import WeightRule, megatron_model, with_megatron
+from anygauge_hooks.models import ModelSpec
 from anygauge_hooks.rl import TrainSample
 
 ARCHITECTURE, HIDDEN, VOCAB, HOLDER, PATCH, LEVELS = "ToyForConditionalGeneration", 64, 64, 63, 2, 2
@@ -79,6 +80,12 @@ class Package:
     def register_models(self) -> list[ModelSpec]:
         """Register it."""
         base: ModelSpec = load_plugins().get("register_models", "qwen3")
+        model = megatron_model(base)
+
+        def weight_rules(hf: Mapping[str, Any]) -> list[WeightRule]:
+            own = (WeightRule(canonical=name, hf=(name,)) for name in names)
+            return [*model.weight_rules(hf), *own]
+
         names = [f"visual.{name}" for name in ToyTower().state_dict()]
         media = MediaSpec(
             make_processor=lambda path, hf: None,  # type: ignore[arg-type, return-value]
@@ -89,13 +96,9 @@ class Package:
         )
         return [
             replace(
-                base,
+                with_megatron(base, replace(model, weight_rules=weight_rules)),
                 name="toy",
                 architectures=(ARCHITECTURE,),
-                weight_rules=lambda hf: [
-                    *base.weight_rules(hf),
-                    *(WeightRule(canonical=name, hf=(name,)) for name in names),
-                ],
                 media=media,
             )
         ]

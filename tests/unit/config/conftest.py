@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pluggy
 import pytest
@@ -15,7 +15,7 @@ from anygauge.plugins import Plugins
 from anygauge.weight_sync import plugin as weight_sync
 from anygauge_hooks import PROJECT, hookimpl, specs
 from anygauge_hooks.engines import RolloutEngineSpec
-from anygauge_hooks.models import LayerKind, WeightRule
+from anygauge_hooks.megatron import LayerKind, MegatronModel
 from anygauge_hooks.types import Availability, BackendSpec, NamedFunction
 
 Load = Callable[..., LoadedConfig]
@@ -39,6 +39,11 @@ def named(*names: str, fn: Callable[..., Any] = grpo) -> list[NamedFunction]:
     return [NamedFunction(name=name, fn=fn) for name in names]
 
 
+def rotary(hf: Mapping[str, Any], positions: Any) -> tuple[Any, Any]:
+    angles = positions * hf.get("rope_theta", 1.0)
+    return angles.cos(), angles.sin()
+
+
 class Model:
     """Fields of a ``ModelSpec`` that ``check`` reads."""
 
@@ -46,27 +51,18 @@ class Model:
     architectures = ("ToyForCausalLM",)
     media = None
     rollout_engines: tuple[str, ...] | None = None
-
-    @staticmethod
-    def transformer_config(hf: Mapping[str, Any]) -> dict[str, int]:
-        return {"num_layers": 2}
+    engines: ClassVar[dict[str, object]] = {
+        "megatron": MegatronModel(
+            transformer_config=lambda hf: {"num_layers": 2},
+            weight_rules=lambda hf: [],
+            rotary=rotary,
+            layers=lambda hf: [LayerKind()] * 2,
+        )
+    }
 
     @staticmethod
     def model_options(hf: Mapping[str, Any]) -> dict[str, int]:
         return {}
-
-    @staticmethod
-    def layers(hf: Mapping[str, Any]) -> list[LayerKind]:
-        return [LayerKind()] * 2
-
-    @staticmethod
-    def rotary(hf: Mapping[str, Any], positions: Any) -> tuple[Any, Any]:
-        angles = positions * hf.get("rope_theta", 1.0)
-        return angles.cos(), angles.sin()
-
-    @staticmethod
-    def weight_rules(hf: Mapping[str, Any]) -> list[WeightRule]:
-        return []
 
     @staticmethod
     def unused_weights(hf: Mapping[str, Any]) -> list[str]:

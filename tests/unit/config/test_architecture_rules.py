@@ -17,6 +17,7 @@ from anygauge.config.same_model import differing_keys
 from anygauge.plugins import Plugins, load_plugins
 from anygauge_hooks.errors import ConfigError
 from anygauge_hooks.media import MediaKind
+from anygauge_hooks.megatron import megatron_model, with_megatron
 from anygauge_hooks.models import ModelSpec, text_config
 
 Load = Callable[..., LoadedConfig]
@@ -27,7 +28,7 @@ FAMILIES: Mapping[str, ModelSpec] = load_plugins().named("register_models")
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_a_model_of_its_family_is_no_problem(family: str) -> None:
     spec = FAMILIES[family]
-    assert read_architecture(spec, spec.tiny()) == (spec.transformer_config(spec.tiny()), [])
+    assert read_architecture(spec, spec.tiny()) == (megatron_model(spec).transformer_config(spec.tiny()), [])
 
 
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0}
@@ -70,7 +71,6 @@ def test_another_model_is_refused(family: str, changes: Mapping[str, Any], hint:
 
 
 BROKEN: Mapping[str, Callable[[Mapping[str, Any]], Any]] = {
-    "weight_rules": lambda hf: [hf["nothing"]],
     "unused_weights": lambda hf: [hf["nothing"]],
     "flops_per_token": lambda hf, *_: hf["nothing"],
 }
@@ -80,6 +80,18 @@ BROKEN: Mapping[str, Callable[[Mapping[str, Any]], Any]] = {
 def test_what_a_family_reads_later_is_read_before_the_run(part: str) -> None:
     spec = replace(FAMILIES["qwen3"], **{part: BROKEN[part]})
     assert read_architecture(spec, spec.tiny()) == (None, ["its config.json lacks 'nothing'"])
+
+
+def test_weight_rules_are_read_before_the_run() -> None:
+    model = replace(megatron_model(FAMILIES["qwen3"]), weight_rules=lambda hf: [hf["nothing"]])
+    spec = with_megatron(FAMILIES["qwen3"], model)
+    assert read_architecture(spec, spec.tiny()) == (None, ["its config.json lacks 'nothing'"])
+
+
+def test_a_family_without_an_entry_of_the_engine_is_refused() -> None:
+    spec = replace(FAMILIES["qwen3"], engines={"another": object()})
+    _, [problem] = read_architecture(spec, spec.tiny())
+    assert problem.startswith("The qwen3 family has no MegatronModel in ModelSpec.engines; it has another.")
 
 
 @pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe"])
@@ -206,11 +218,20 @@ def test_options_of_experts_are_refused_without_experts(load: Load, name: str, v
         load({}, [f"--train.megatron.moe_router_{name}={value}"])
 
 
+def set_architecture(
+    monkeypatch: pytest.MonkeyPatch, plugins: Plugins, architecture: Callable[[Mapping[str, Any]], Any]
+) -> None:
+    spec = plugins.model(["ToyForCausalLM"])
+    monkeypatch.setitem(
+        spec.engines, "megatron", replace(megatron_model(spec), transformer_config=architecture)
+    )
+
+
 def test_a_rate_without_biases_is_refused(
     load: Load, plugins: Plugins, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     experts = {"num_layers": 2, "num_moe_experts": 8}
-    monkeypatch.setattr(plugins.model(["ToyForCausalLM"]), "transformer_config", lambda hf: experts)
+    set_architecture(monkeypatch, plugins, lambda hf: experts)
     load({}, ["--train.megatron.moe_router_dtype=fp64", "--train.megatron.moe_router_bias_update_rate=0"])
     with pytest.raises(ConfigError, match=r"moe_router_bias_update_rate: .*no routers with biases"):
         load({}, ["--train.megatron.moe_router_bias_update_rate=0.1"])
@@ -222,10 +243,8 @@ def test_each_role_has_options_of_its_own_experts(
     """A dense teacher of a policy with experts may take over the policy's table."""
     dense = shutil.copytree(model_dir, tmp_path / "dense")
     write(model_dir, num_experts=8)
-    monkeypatch.setattr(
-        plugins.model(["ToyForCausalLM"]),
-        "transformer_config",
-        lambda hf: {"num_layers": 2, "num_moe_experts": hf.get("num_experts")},
+    set_architecture(
+        monkeypatch, plugins, lambda hf: {"num_layers": 2, "num_moe_experts": hf.get("num_experts")}
     )
     teacher = ["--algorithm.distill_coef=1.0", f"--teacher.path={dense}"]
     load({}, [*teacher, "--train.megatron.moe_router_dtype=fp64"])

@@ -18,7 +18,7 @@ from anygauge.engines.megatron.checkpoints.files import (
 )
 from anygauge.engines.megatron.weights.sharding import local_shape, shard, stretches
 from anygauge_hooks.errors import CheckpointError
-from anygauge_hooks.models import WeightRule
+from anygauge_hooks.megatron import WeightRule
 
 RULES: dict[str, tuple[WeightRule, tuple[int, ...]]] = {
     "rows": (WeightRule(canonical="t", hf=("t",), split_dim=0), (8, 3)),

@@ -31,6 +31,7 @@ from anygauge.engines.megatron.weights.mapping import model_rules
 from anygauge.plugins import Plugins, load_plugins
 from anygauge.testing.tiny import tiny_qwen3
 from anygauge_hooks.errors import CheckpointError, UnknownNameError, WeightMappingError
+from anygauge_hooks.megatron import megatron_model
 from anygauge_hooks.models import ModelSpec
 
 FAMILIES: dict[str, ModelSpec] = load_plugins().named("register_models")
@@ -59,7 +60,7 @@ def family_directory(spec: ModelSpec, directory: Path) -> Path:
         )
         for name, each in load_file(directory / "model.safetensors").items()
     }
-    if any(rule.transposed for rule in spec.weight_rules(hf)):
+    if any(rule.transposed for rule in megatron_model(spec).weight_rules(hf)):
         stacks = [name for name in tensors if ".experts." in name]
         tensors |= {name: tensors[name].mT.contiguous() for name in stacks}  # as it is published
     tensors |= {f"{prefix}extra": torch.zeros(1) for prefix in spec.unused_weights(hf)}

@@ -39,7 +39,8 @@ from anygauge.engines.megatron.weights.sharding import (
 from anygauge.engines.megatron.weights.stacks import straight
 from anygauge.plugins import load_plugins
 from anygauge_hooks.errors import WeightMappingError
-from anygauge_hooks.models import ModelSpec, WeightRule
+from anygauge_hooks.megatron import WeightRule
+from anygauge_hooks.models import ModelSpec
 
 FAMILIES: dict[str, ModelSpec] = load_plugins().named("register_models")
 SEES = replace(FAMILIES["qwen3_5_moe"], tiny=lambda: {"text_config": FAMILIES["qwen3_5_moe"].tiny()})

@@ -39,6 +39,7 @@ from anygauge.engines.megatron.weights.shapes import shape_problem
 from anygauge.engines.megatron.weights.sharding import ShardPosition, hf_ranges, local_shape, ranks_of_group
 from anygauge.plugins import Plugins, load_plugins
 from anygauge_hooks.errors import ConfigError
+from anygauge_hooks.megatron import megatron_model
 from anygauge_hooks.types import BackendSpec, Device
 
 MODELS: dict[str, Any] = json.loads((Path(__file__).parents[2] / "data" / "real_models.json").read_text())
@@ -123,7 +124,7 @@ def published() -> Callable[[str], Published]:
             canonical = {
                 rule.canonical: canonical_shape(rule, [whole[name] for name in rule.hf]) for rule in rules
             }
-            fields = load_plugins().model(hf["architectures"]).transformer_config(hf)
+            fields = megatron_model(load_plugins().model(hf["architectures"])).transformer_config(hf)
             assert [rule for rule in rules if shape_problem(rule, canonical[rule.canonical], fields)] == []
             for rule in rules:
                 shape = canonical[rule.canonical]
@@ -269,7 +270,7 @@ def config_with(layout: Mapping[str, Any], directory: Path, hf: Mapping[str, Any
 def problems(config: Config, hf: Mapping[str, Any]) -> list[str]:
     """Return what the driver refuses about a layout."""
     sizes, options = config.train.parallel, config.train.megatron
-    architecture = load_plugins().model(hf["architectures"]).transformer_config(hf)
+    architecture = megatron_model(load_plugins().model(hf["architectures"])).transformer_config(hf)
     found = [
         *size_problems(config.placement.train_workers, sizes),
         *model_problems(sizes, architecture, options),
@@ -402,4 +403,6 @@ def test_layers_divided_otherwise_are_checked_before_a_model_is_built(
     hf = config_of("DeepSeek-V3")
     config = config_with({"pipeline": 16, "megatron": megatron}, tmp_path, hf)
     with pytest.raises(ConfigError, match=reason):
-        megatron_options(config, host.plugins.model(hf["architectures"]).transformer_config(hf))
+        megatron_options(
+            config, megatron_model(host.plugins.model(hf["architectures"])).transformer_config(hf)
+        )

@@ -30,6 +30,7 @@ from anygauge_hooks.errors import (
     UnknownNameError,
     WeightMappingError,
 )
+from anygauge_hooks.megatron import megatron_model
 from anygauge_hooks.rl import TrainSample
 
 MakeEngine = Callable[..., TrainEngine]
@@ -591,7 +592,9 @@ def test_every_field_that_the_engine_sets_is_refused(make_engine: MakeEngine, ch
 
     engine: Any = make_engine(checkpoint)
     policy = engine.policy
-    ours = module._transformer(engine.config, policy.spec.transformer_config(policy.hf), torch.float32)
+    ours = module._transformer(
+        engine.config, megatron_model(policy.spec).transformer_config(policy.hf), torch.float32
+    )
     allowed = {"optimizer", "use_distributed_optimizer"}
     names = ours.keys() | module._optimizer(engine.config).keys() - allowed
     assert {

@@ -17,7 +17,8 @@ from anygauge.testing.tiny import tiny_qwen3
 from anygauge_hooks import hookimpl
 from anygauge_hooks.engines import WorkerContext
 from anygauge_hooks.errors import ConfigError
-from anygauge_hooks.models import LayerKind, ModelSpec
+from anygauge_hooks.megatron import LayerKind, megatron_model, with_megatron
+from anygauge_hooks.models import ModelSpec
 
 ARCHITECTURE = "OtherForCausalLM"
 MakeEngine = Callable[..., Any]
@@ -67,7 +68,10 @@ def qwen3(**changes: Any) -> ModelSpec:
 
 def with_fields(**fields: Any) -> ModelSpec:
     base = qwen3()
-    return replace(base, transformer_config=lambda hf: {**base.transformer_config(hf), **fields})
+    model = megatron_model(base)
+    return with_megatron(
+        base, replace(model, transformer_config=lambda hf: {**model.transformer_config(hf), **fields})
+    )
 
 
 DISREGARDED: list[dict[str, Any]] = [
@@ -96,20 +100,23 @@ def test_a_field_that_no_module_honours_is_refused(make_engine: MakeEngine, fiel
 
 
 def test_dropout_that_a_family_does_not_mention_is_none(make_engine: MakeEngine) -> None:
-    base = qwen3()
+    model = megatron_model(qwen3())
     fields = {"attention_dropout", "hidden_dropout"}
 
     def without(hf: Mapping[str, Any]) -> dict[str, Any]:
-        return {name: value for name, value in base.transformer_config(hf).items() if name not in fields}
+        return {name: value for name, value in model.transformer_config(hf).items() if name not in fields}
 
-    transformer = make_engine(replace(base, transformer_config=without)).policy.options.transformer
+    family = with_megatron(qwen3(), replace(model, transformer_config=without))
+    transformer = make_engine(family).policy.options.transformer
     assert {getattr(transformer, name) for name in fields} == {0.0}
 
 
 def test_layers_of_a_familys_own_may_honour_what_ours_do_not(make_engine: MakeEngine) -> None:
-    kinds = {"layers": lambda hf: [LayerKind(build=own_layer)] * hf["num_hidden_layers"]}
-    family = replace(with_fields(window_size=(4, 0), activation_func=F.gelu), **kinds)
-    transformer = make_engine(family).policy.options.transformer
+    family = with_fields(window_size=(4, 0), activation_func=F.gelu)
+    model = replace(
+        megatron_model(family), layers=lambda hf: [LayerKind(build=own_layer)] * hf["num_hidden_layers"]
+    )
+    transformer = make_engine(with_megatron(family, model)).policy.options.transformer
     assert transformer.window_size == (4, 0)
     assert transformer.activation_func is F.gelu
 

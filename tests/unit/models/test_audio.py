@@ -21,6 +21,7 @@ from anygauge.serving.embedded.weights import copy_weights
 from anygauge_hooks.engines import WorkerContext
 from anygauge_hooks.errors import ConfigError, MediaError
 from anygauge_hooks.media import Content, Decoded, Header, Media, MediaLimits
+from anygauge_hooks.megatron import megatron_model
 from anygauge_hooks.models import ModelSpec
 from anygauge_hooks.rl import TrainSample
 from anygauge_tests.media import DictStore
@@ -92,7 +93,9 @@ def test_what_cannot_be_heard_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="feature_size"):
         make_processor(tmp_path)
     with pytest.raises(ConfigError, match="n_window"):
-        OMNI.transformer_config({**HF, "audio_config": {**HF["audio_config"], "n_window": 25}})
+        megatron_model(OMNI).transformer_config(
+            {**HF, "audio_config": {**HF["audio_config"], "n_window": 25}}
+        )
 
 
 def test_a_video_is_one_row_of_placeholders_whose_time_is_in_whole_positions() -> None:
@@ -333,7 +336,7 @@ def test_a_published_directory_has_the_thinker_as_a_part() -> None:
     published = {rule.canonical: rule.hf for rule in model_rules(OMNI, whole)}
     assert published == {name: tuple(f"thinker.{each}" for each in hf) for name, hf in alone.items()}
     assert OMNI.unused_weights(whole) == ("talker.", "code2wav.")
-    assert OMNI.transformer_config(whole) == OMNI.transformer_config(HF)
+    assert megatron_model(OMNI).transformer_config(whole) == megatron_model(OMNI).transformer_config(HF)
     assert OMNI.media is not None
     assert OMNI.media.forbidden(whole) == (IMAGE, VIDEO, AUDIO)
     assert [tower.hf_prefixes for tower in OMNI.media.towers(whole)] == [

@@ -11,6 +11,7 @@ from transformers import AutoConfig
 
 from anygauge.config.rules.architecture import read_architecture
 from anygauge.plugins import load_plugins
+from anygauge_hooks.megatron import megatron_model
 from anygauge_hooks.models import ModelSpec
 
 FAMILIES: Mapping[str, ModelSpec] = load_plugins().named("register_models")
@@ -49,8 +50,8 @@ def described(spec: ModelSpec, hf: Mapping[str, Any]) -> object:
     architecture, problems = read_architecture(spec, hf)
     if architecture is None:
         return problems
-    angles = [each.tolist() for each in spec.rotary(hf, torch.tensor((1, 30, 1000)))]
-    return architecture, spec.model_options(hf), list(spec.layers(hf)), angles
+    angles = [each.tolist() for each in megatron_model(spec).rotary(hf, torch.tensor((1, 30, 1000)))]
+    return architecture, spec.model_options(hf), list(megatron_model(spec).layers(hf)), angles
 
 
 @pytest.mark.parametrize(("family", "key"), cases(shapes=False))

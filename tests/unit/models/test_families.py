@@ -26,7 +26,8 @@ from anygauge.plugins import Plugins, load_plugins
 from anygauge.testing.tiny import tiny_tokenizer
 from anygauge_hooks.errors import ConfigError, WeightMappingError
 from anygauge_hooks.kernels import KernelOp
-from anygauge_hooks.models import LayerKind, ModelSpec
+from anygauge_hooks.megatron import LayerKind, megatron_model
+from anygauge_hooks.models import ModelSpec
 from anygauge_hooks.rl import Prompt, SamplingParams
 from anygauge_hooks.types import BackendSpec, Device
 
@@ -205,7 +206,7 @@ def policy_gradients(policy: Any) -> dict[str, torch.Tensor]:
 
 
 def test_the_short_way_is_of_plain_layers_alone(spec: ModelSpec, policy: Any) -> None:
-    is_plain = [kind == LayerKind() for kind in spec.layers(spec.tiny())]
+    is_plain = [kind == LayerKind() for kind in megatron_model(spec).layers(spec.tiny())]
     assert [layer.is_short for layer in policy.chunks[0].decoder.layers] == is_plain
 
 
@@ -365,7 +366,7 @@ def test_a_variant_that_would_be_another_model_is_refused(family: str, key: str,
     with pytest.raises(
         ConfigError, match=f"{re.escape(f'{key} = {value!r}')} is not supported by the {family} family"
     ):
-        spec.transformer_config({**spec.tiny(), key: value})
+        megatron_model(spec).transformer_config({**spec.tiny(), key: value})
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
@@ -375,7 +376,7 @@ def test_angles_that_are_scaled_otherwise_are_refused(family: str) -> None:
     with pytest.raises(
         ConfigError, match="'longrope' of the checkpoint is not supported; supported: 'default'"
     ):
-        spec.rotary(hf, torch.arange(3))
+        megatron_model(spec).rotary(hf, torch.arange(3))
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
@@ -403,9 +404,19 @@ def differs_without(spec: ModelSpec, key: str) -> bool:
 def declared(spec: ModelSpec, hf: Mapping[str, Any]) -> Any:
     """Return all that a family says about a model, or what it does instead."""
     try:
-        angles = [each.tolist() for each in spec.rotary(hf, torch.arange(3))]
-        options = [spec.transformer_config(hf), spec.model_options(hf), spec.unused_weights(hf)]
-        return [*angles, *options, list(spec.layers(hf)), spec.weight_rules(hf), spec.flops_per_token(hf, 10)]
+        angles = [each.tolist() for each in megatron_model(spec).rotary(hf, torch.arange(3))]
+        options = [
+            megatron_model(spec).transformer_config(hf),
+            spec.model_options(hf),
+            spec.unused_weights(hf),
+        ]
+        return [
+            *angles,
+            *options,
+            list(megatron_model(spec).layers(hf)),
+            megatron_model(spec).weight_rules(hf),
+            spec.flops_per_token(hf, 10),
+        ]
     except KeyError:
         return "asks"
     except ConfigError:
@@ -442,7 +453,9 @@ def test_angles_are_read_from_configs_of_transformers_4(family: str) -> None:
     new = spec.tiny()
     old = {key: value for key, value in new.items() if key != "rope_parameters"} | OLD[family]
     positions = torch.arange(200)
-    for one, other in zip(spec.rotary(old, positions), spec.rotary(new, positions), strict=True):
+    for one, other in zip(
+        megatron_model(spec).rotary(old, positions), megatron_model(spec).rotary(new, positions), strict=True
+    ):
         assert torch.equal(one, other)
 
 
@@ -627,7 +640,7 @@ def test_a_text_model_is_trained_inside_one_that_sees(
     path = write_whole(spec, tmp_path)
     hf = json.loads((path / "config.json").read_text())
     alone = {**spec.tiny(), "initializer_range": 0.1}
-    assert read_architecture(spec, hf) == (spec.transformer_config(alone), [])
+    assert read_architecture(spec, hf) == (megatron_model(spec).transformer_config(alone), [])
     assert spec.model_options(hf) == spec.model_options(spec.tiny())
     compare_logits(host, path, sequences)
     policy = host.build(path)
@@ -691,7 +704,7 @@ def test_a_family_of_another_package_works_as_the_page_shows_it(
     config = json.loads((path / "config.json").read_text())
     for key, value in (("attention_out_bias", True), ("hidden_act", "gelu")):
         with pytest.raises(ConfigError, match=f"{key} = {value!r} is not supported by the seed_oss family"):
-            spec.transformer_config({**config, key: value})
+            megatron_model(spec).transformer_config({**config, key: value})
 
 
 # -------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from anygauge.plugins import load_plugins
 from anygauge_hooks.engines import WorkerContext
 from anygauge_hooks.errors import ConfigError, MediaError
 from anygauge_hooks.media import Content, Decoded, Header, Media, MediaLimits
+from anygauge_hooks.megatron import megatron_model
 from anygauge_hooks.models import ModelSpec
 from anygauge_hooks.rl import TrainSample
 from anygauge_models.glm4v_moe import GLM4V_MOE
@@ -82,11 +83,15 @@ def test_a_config_says_which_decoder_the_model_has() -> None:
     decoder = {f"language_model.{rule.canonical}": rule.hf for rule in model_rules(GLM4V_MOE, moe)}
     assert decoder.items() < rules.items()
     assert {name.split(".")[1] for name in rules.keys() - decoder.keys()} == {"audio_tower"}
-    assert OMNI.transformer_config(moe) == GLM4V_MOE.transformer_config(moe)
+    assert megatron_model(OMNI).transformer_config(moe) == megatron_model(GLM4V_MOE).transformer_config(moe)
     with pytest.raises(ConfigError, match=r"text_config\.model_type = 'llama'"):
-        OMNI.transformer_config({**HF, "text_config": {**HF["text_config"], "model_type": "llama"}})
+        megatron_model(OMNI).transformer_config(
+            {**HF, "text_config": {**HF["text_config"], "model_type": "llama"}}
+        )
     with pytest.raises(ConfigError, match="intermediate_size 96"):
-        OMNI.transformer_config({**HF, "audio_config": {**HF["audio_config"], "intermediate_size": 96}})
+        megatron_model(OMNI).transformer_config(
+            {**HF, "audio_config": {**HF["audio_config"], "intermediate_size": 96}}
+        )
 
 
 # -------------------------------------------------------------------------

@@ -28,6 +28,7 @@ from anygauge.testing.tiny import tiny_tokenizer
 from anygauge_hooks.engines import WorkerContext
 from anygauge_hooks.errors import ConfigError, MediaError
 from anygauge_hooks.media import Content, Decoded, Header, Measured, Media, MediaLimits
+from anygauge_hooks.megatron import megatron_model
 from anygauge_hooks.models import ModelSpec
 from anygauge_hooks.rl import TrainSample
 from anygauge_models.image_processing import Budget
@@ -233,7 +234,7 @@ def test_each_pair_of_a_head_turns_by_its_own_axis(spec: ModelSpec, reference: A
     positions = torch.tensor([[0, 1, 5, 5], [0, 1, 6, 7], [0, 1, 7, 6]])
     module = reference.model.language_model.rotary_emb
     expected = module(torch.zeros(1), positions[:, None])
-    for actual, theirs in zip(spec.rotary(spec.tiny(), positions), expected, strict=True):
+    for actual, theirs in zip(megatron_model(spec).rotary(spec.tiny(), positions), expected, strict=True):
         pairs = theirs[0, :, ::2] if spec.name != "glm4v_moe" else theirs[0, :, : theirs.shape[-1] // 2]
         torch.testing.assert_close(actual, torch.cat((pairs, pairs), -1), rtol=0, atol=0)
 
@@ -321,7 +322,7 @@ def test_the_published_dense_model_has_the_tensors_of_transformers_and_can_be_di
     shapes = [canonical_shape(rule, [tensors[name].shape for name in rule.hf]) for rule in rules]
     assert sum(math.prod(shape) for shape in shapes) / 1e9 == pytest.approx(10.29, abs=0.005)
     assert not list(division_problems((rule, shape, 2) for rule, shape in zip(rules, shapes, strict=True)))
-    cos, _ = spec.rotary(hf, torch.tensor([[5], [6], [7]]))
+    cos, _ = megatron_model(spec).rotary(hf, torch.tensor([[5], [6], [7]]))
     angle = torch.tensor([5.0] * 8 + [6.0] * 12 + [7.0] * 12) * 10_000.0 ** (-torch.arange(32) / 32)
     torch.testing.assert_close(cos[0, :32], angle.cos())
 

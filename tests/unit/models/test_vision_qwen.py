@@ -35,6 +35,7 @@ from anygauge.testing.tiny import tiny_tokenizer
 from anygauge_hooks.engines import WorkerContext
 from anygauge_hooks.errors import ConfigError, MediaError
 from anygauge_hooks.media import Decoded, Header, Measured, Media, MediaLimits
+from anygauge_hooks.megatron import megatron_model
 from anygauge_hooks.models import ModelSpec
 from anygauge_hooks.rl import Prompt, SamplingParams, TrainSample
 from anygauge_tests.toy_tower import Store
@@ -282,7 +283,7 @@ def published(spec: ModelSpec, tensors: Mapping[str, Tensor]) -> dict[str, Tenso
     """Return what transformers wrote with stacks of experts as they are published."""
     if spec.name == "qwen3_5_moe":
         return stacked(tensors)
-    turned = any(rule.transposed for rule in spec.weight_rules(tiny(spec.name)))
+    turned = any(rule.transposed for rule in megatron_model(spec).weight_rules(tiny(spec.name)))
     return {
         name: tensor.mT.contiguous() if turned and ".experts." in name else tensor
         for name, tensor in tensors.items()
@@ -634,7 +635,7 @@ def test_stacks_that_might_lie_either_way_are_refused(part: int) -> None:
     spec, hf = FAMILIES["qwen3_vl_moe"], tiny("qwen3_vl_moe")
     hf["text_config"]["moe_intermediate_size"] = part
     with pytest.raises(ConfigError, match=f"moe_intermediate_size = {part} is not supported by"):
-        spec.transformer_config(hf)
+        megatron_model(spec).transformer_config(hf)
 
 
 def test_what_is_left_out_has_the_default_of_transformers() -> None:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from anygauge_hooks.errors import AnygaugeError
+from anygauge_hooks.megatron import megatron_model
 from anygauge_hooks.models import text_config
 
 if TYPE_CHECKING:
@@ -29,8 +30,9 @@ def read_architecture(spec: ModelSpec, hf: Mapping[str, Any]) -> tuple[Mapping[s
     if problems := [*_quantization(hf), *_counts(text_config(hf))]:
         return None, problems
     try:
-        architecture = spec.transformer_config(hf)
-        problems = [*_misfits(architecture), *_depth(architecture, len(spec.layers(hf)))]
+        model = megatron_model(spec)
+        architecture = model.transformer_config(hf)
+        problems = [*_misfits(architecture), *_depth(architecture, len(model.layers(hf)))]
         _read_remaining(spec, hf)
     except AnygaugeError as error:
         return None, [f"{error.args[0]} {error.hint}"]
@@ -75,8 +77,9 @@ def _read_remaining(spec: ModelSpec, hf: Mapping[str, Any]) -> None:
     """Let the family read all that it needs; angles that it does not have it refuses."""
     import torch
 
+    model = megatron_model(spec)
+    model.rotary(hf, torch.zeros(1, dtype=torch.int64))
+    model.weight_rules(hf)
     spec.model_options(hf)
-    spec.rotary(hf, torch.zeros(1, dtype=torch.int64))
-    spec.weight_rules(hf)
     spec.unused_weights(hf)
     spec.flops_per_token(hf, 1)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from anygauge.config.modalities import TOWERS, media_fields, modalities
 from anygauge.config.schema import Config, Data, EvalDataset, Media
 from anygauge_hooks.errors import AnygaugeError
+from anygauge_hooks.megatron import megatron_model
 from anygauge_hooks.types import ConfigProblem
 
 if TYPE_CHECKING:
@@ -82,7 +83,7 @@ def _levels(config: Config, hf: Mapping[str, Any], spec: ModelSpec) -> Problems:
     towers = spec.media.towers(hf) if spec.media is not None else ()
     levels = max((tower.levels(hf) for tower in towers if tower.kinds & kinds), default=0)
     own = options.get("num_layers_in_first_pipeline_stage")
-    depth = (own or len(spec.layers(hf)) // sizes.pipeline) // sizes.virtual_pipeline
+    depth = (own or len(megatron_model(spec).layers(hf)) // sizes.pipeline) // sizes.virtual_pipeline
     if levels > depth and "pipeline_model_parallel_layout" not in options:
         hint = (
             f"the first {levels} layers get features and must be in the first part, which has {depth}; "

@@ -22,6 +22,7 @@ from anygauge.engines.megatron.weights.hf import read_config, reading_config
 from anygauge.engines.megatron.weights.mapping import TensorRule, copied_embedding
 from anygauge.plugins import Plugins
 from anygauge_hooks.errors import AnygaugeError, RankMismatchError
+from anygauge_hooks.megatron import megatron_model
 
 __all__ = ["check_configs_agree", "check_ranks_agree"]
 
@@ -88,7 +89,7 @@ def _facts(config: Config, plugins: Plugins) -> Iterator[tuple[str, str]]:
     spec = plugins.model(hf.get("architectures") or ())
     yield "family", spec.name
     with reading_config(directory):
-        yield from _leaves(f"family {spec.name}", spec.transformer_config(hf))
+        yield from _leaves(f"family {spec.name}", megatron_model(spec).transformer_config(hf))
 
 
 def _leaves(name: str, value: Any) -> Iterator[tuple[str, str]]:

@@ -41,7 +41,7 @@ class MegatronCritic(MegatronEngine):
 
     def values(self, samples: Sequence[TrainSample]) -> list[Tensor]:
         """Return what the critic expects before each response token."""
-        step = _ValuePass(self.policy.spec.output_owner)
+        step = _ValuePass(self.policy.output_owner)
         with self._timed("values"), make_scope(self.context.device), torch.no_grad():
             return self._collect(step, self._pack(samples), len(samples))
 
@@ -59,7 +59,7 @@ class MegatronCritic(MegatronEngine):
     ) -> Mapping[str, float]:
         """Take one optimizer step on this rank's mini-batch and return the metrics of the whole step."""
         data = _ValueData(samples, loss_weights, old_values, returns)
-        step = _ValueTrainPass(self.policy.spec.output_owner, loss, data, self.device)
+        step = _ValueTrainPass(self.policy.output_owner, loss, data, self.device)
         with self._timed("train_values"), make_scope(self.context.device):
             batches = self._pack(samples)
             outputs, norm = self._forward_backward(step, batches)
@@ -80,7 +80,7 @@ class _ValueData:
 class _ValuePass:
     """Forward only; collects values ``[R]``. No temperature has a part in them.
 
-    :param path: ``ModelSpec.output_owner``.
+    :param path: ``MegatronModel.output_owner``.
     """
 
     def __init__(self, path: str) -> None:

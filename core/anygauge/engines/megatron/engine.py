@@ -69,7 +69,7 @@ class MegatronEngine:
             dtype,
             self.policy.spec.model_options(self.policy.hf)["vocab_size"],
             fused=config.train.fused_loss,
-            path=self.policy.spec.output_owner,
+            path=self.policy.output_owner,
             forbidden=self.policy.forbidden,
         )
         parameters = [parameter for chunk in self.policy.chunks for parameter in chunk.parameters()]

@@ -47,6 +47,7 @@ from anygauge.kernels.table import KernelTable, resolve_kernels
 from anygauge.plugins import Plugins
 from anygauge_hooks.errors import ConfigError
 from anygauge_hooks.media import MediaKind, TowerSpec
+from anygauge_hooks.megatron import MegatronModel, megatron_model
 from anygauge_hooks.models import ModelSpec
 from anygauge_hooks.types import BackendSpec, Device
 
@@ -74,7 +75,12 @@ class Policy:
     @property
     def rotary(self) -> Any:
         """Function from positions ``[T]`` to cosines and sines."""
-        return partial(self.spec.rotary, self.hf)
+        return partial(megatron_model(self.spec).rotary, self.hf)
+
+    @property
+    def output_owner(self) -> str:
+        """Path from a chunk to the module that owns the output layer."""
+        return megatron_model(self.spec).output_owner
 
     @property
     def has_towers(self) -> bool:
@@ -195,8 +201,9 @@ def build_policy(
     spec: ModelSpec = _with_modalities(plugins.model(hf.get("architectures") or ()), hf, modalities(config))
     if is_critic:
         spec, hf = value_model(spec, hf)
-    architecture = spec.transformer_config(hf)
-    if spec.build is None and not any(kind.build for kind in spec.layers(hf)):
+    model = megatron_model(spec)
+    architecture = model.transformer_config(hf)
+    if model.build is None and not any(kind.build for kind in model.layers(hf)):
         _check_known(spec.name, architecture)
     options = megatron_options(config, architecture)
     kernels = resolve_kernels(plugins, backend)
@@ -205,7 +212,7 @@ def build_policy(
         kernels = kernels.preferring(config.train.provider or backend.name, provided.preferred_kernels())
     default = KernelSpecProvider(
         kernels,
-        unit_angles=_has_unit_rope_scale(spec, hf),
+        unit_angles=_has_unit_rope_scale(model, hf),
         remakes=config.train.recompute in ("elementwise", "selective"),
     )
     together = _composer(spec, hf, kernels, config)
@@ -222,7 +229,7 @@ def build_policy(
         fresh={SCORE: (1, options.transformer.hidden_size)} if is_critic else {},
     )
     for chunk in policy.chunks:
-        replace_output_layer(chunk, ValueHead if is_critic else HiddenOutput, spec.output_owner)
+        replace_output_layer(chunk, ValueHead if is_critic else HiddenOutput, model.output_owner)
         replace_embeddings(chunk)
         freeze(chunk, config.train.freeze, _towers(spec, hf))
     _mark_split(policy.tensors, policy.rules)
@@ -246,10 +253,10 @@ def _composer(spec: ModelSpec, hf: Mapping[str, Any], kernels: KernelTable, conf
     )
 
 
-def _has_unit_rope_scale(spec: ModelSpec, hf: Mapping[str, Any]) -> bool:
+def _has_unit_rope_scale(model: MegatronModel, hf: Mapping[str, Any]) -> bool:
     """Return whether cosines and sines are within [-1, 1]: the cosine of 0 is what multiplies both."""
     with torch.device("cpu"):  # values are needed, also where the model is built without any
-        cos, _ = spec.rotary(hf, torch.zeros(1, dtype=torch.int64))
+        cos, _ = model.rotary(hf, torch.zeros(1, dtype=torch.int64))
     return bool(cos.abs().max() <= 1)
 
 
@@ -280,11 +287,12 @@ def _build(
         "post_process": parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
         "vp_stage": vp_stage,
     }
-    decoder = decoder_spec(provider, spec.layers(hf), config, vp_stage)
+    model = megatron_model(spec)
+    decoder = decoder_spec(provider, model.layers(hf), config, vp_stage)
     _check_recompute(config, len(decoder.layer_specs))
-    if spec.build is not None:
+    if model.build is not None:
         composes = {} if spec.media is None else {"compose": together}
-        return spec.build(config=config, hf=hf, decoder=decoder, **composes, **ends)
+        return model.build(config=config, hf=hf, decoder=decoder, **composes, **ends)
     if towers := _towers(spec, hf):
         return together(towers, config, decoder, **ends)
     sizes = spec.model_options(hf)

@@ -72,6 +72,7 @@ from anygauge.engines.megatron.weights.stacks import straight
 from anygauge.plugins import Plugins
 from anygauge_hooks.errors import CheckpointError, WorkerDiedError
 from anygauge_hooks.media import TowerSpec
+from anygauge_hooks.megatron import megatron_model
 from anygauge_hooks.models import ModelSpec
 
 __all__ = ["hf_to_megatron", "megatron_to_hf"]
@@ -200,15 +201,16 @@ def _read_family(directory: Path, plugins: Plugins, weights: Path) -> _Family:
             model_rules(spec, hf),
             unused_prefixes(spec, hf),
             tied_weights(spec, hf),
-            spec.transformer_config(hf),
-            spec.output_owner,
+            megatron_model(spec).transformer_config(hf),
+            megatron_model(spec).output_owner,
         )
 
 
 def _there(spec: ModelSpec, hf: Mapping[str, Any], names: Collection[str]) -> Iterator[TowerSpec]:
     """Yield the towers of which a checkpoint has something."""
+    owner = megatron_model(spec).output_owner
     for tower in spec.media.towers(hf) if spec.media is not None else ():
-        prefixes = (f"{spec.output_owner}.{tower.name}.".lstrip("."), *tower.hf_prefixes)
+        prefixes = (f"{owner}.{tower.name}.".lstrip("."), *tower.hf_prefixes)
         if any(name.startswith(prefixes) for name in names):
             yield tower
 

@@ -120,7 +120,7 @@ class HiddenOutput(ResponseOutput):
 def replace_output_layer(model: nn.Module, make: Callable[[Any], ResponseOutput], path: str = "") -> None:
     """Put ``make(layer)`` in the place of a model's output layer, on the pipeline stage that has one.
 
-    :param path: ``ModelSpec.output_owner``.
+    :param path: ``MegatronModel.output_owner``.
     """
     owner: Any = output_owner(model, path)
     if not owner.post_process:
@@ -133,7 +133,7 @@ def output_owner(model: Any, path: str = "") -> Any:
     """Return the module that has the output layer, or would have it on the last pipeline stage.
 
     :param model: May be wrapped for data parallelism.
-    :param path: ``ModelSpec.output_owner``.
+    :param path: ``MegatronModel.output_owner``.
     """
     if path:
         while not hasattr(model, path.partition(".")[0]):
@@ -148,7 +148,7 @@ def response_output(wrapped: Any, rows: Tensor, inputs: Any, path: str = "") -> 
     :param wrapped: The model, wrapped for data parallelism.
     :param rows: ``[R]``, int64.
     :param inputs: Keyword arguments of the model.
-    :param path: ``ModelSpec.output_owner``.
+    :param path: ``MegatronModel.output_owner``.
     """
     owner = output_owner(wrapped, path)
     if not owner.post_process:
@@ -192,7 +192,7 @@ class OutputLogprob:
     vocab_size: int
     """Without padding."""
     path: str = ""
-    """``ModelSpec.output_owner``."""
+    """``MegatronModel.output_owner``."""
     forbidden: tuple[int, ...] = ()
     """Tokens that are never sampled: log-probabilities are those among the others."""
 

@@ -21,7 +21,7 @@ from anygauge.engines.megatron.layers.layer import DecoderLayer, DecoderLayerSub
 from anygauge.engines.megatron.layers.moe import ExpertLayer
 from anygauge.engines.megatron.layers.provider import SpecProvider
 from anygauge.engines.megatron.layers.self_attention import SelfAttention
-from anygauge_hooks.models import LayerKind
+from anygauge_hooks.megatron import LayerKind
 
 __all__ = ["decoder_spec", "first_stage_depth", "layer_spec", "stage_layers"]
 

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from anygauge.engines.megatron.layers.output import ResponseOutput
 from anygauge.engines.megatron.weights.loading import TensorSource
 from anygauge.engines.megatron.weights.mapping import OUTPUT
-from anygauge_hooks.models import ModelSpec, WeightRule
+from anygauge_hooks.megatron import WeightRule, megatron_model, with_megatron
+from anygauge_hooks.models import ModelSpec
 
 __all__ = ["SCORE", "ValueHead", "ZeroFilled", "value_model"]
 
@@ -54,18 +55,18 @@ def value_model(spec: ModelSpec, hf: Mapping[str, Any]) -> tuple[ModelSpec, dict
     Nothing is tied. A checkpoint of the language model fits: what it has for the output layer is not used.
     """
     untied = {**hf, "tie_word_embeddings": False}
-    output = f"{spec.output_owner}.{OUTPUT}".lstrip(".")
-    rules = spec.weight_rules(untied)
+    model = megatron_model(spec)
+    output = f"{model.output_owner}.{OUTPUT}".lstrip(".")
+    rules = model.weight_rules(untied)
     replaced = tuple(name for rule in rules if rule.canonical == output for name in rule.hf)
     score = WeightRule(canonical=output, hf=(SCORE,))
 
     def weight_rules(hf: Mapping[str, Any]) -> Sequence[WeightRule]:
-        return [*(rule for rule in spec.weight_rules(hf) if rule.canonical != output), score]
+        return [*(rule for rule in model.weight_rules(hf) if rule.canonical != output), score]
 
     return (
         replace(
-            spec,
-            weight_rules=weight_rules,
+            with_megatron(spec, replace(model, weight_rules=weight_rules)),
             model_options=lambda hf: {**spec.model_options(hf), "tie_embeddings": False},
             unused_weights=lambda hf: (*spec.unused_weights(hf), *replaced),
         ),

@@ -175,7 +175,7 @@ class Composer:
         )
 
     def held(self, name: str, model: MultimodalModel) -> Holder:
-        """Return a model whose only part is a model: what ``ModelSpec.output_owner`` names.
+        """Return a model whose only part is a model: what ``MegatronModel.output_owner`` names.
 
         :param name: Of the part.
         """

@@ -18,7 +18,8 @@ from anygauge.config.modalities import TOWERS
 from anygauge.kernels.table import KernelTable
 from anygauge_hooks.errors import ConfigError, MediaMismatchError
 from anygauge_hooks.media import MediaKind, TowerSpec
-from anygauge_hooks.models import ModelSpec, WeightRule
+from anygauge_hooks.megatron import WeightRule, megatron_model, with_megatron
+from anygauge_hooks.models import ModelSpec
 
 __all__ = ["Tower", "bind", "build_tower", "freeze", "recompute", "with_modalities"]
 
@@ -39,7 +40,7 @@ def with_modalities(spec: ModelSpec, kinds: Collection[MediaKind]) -> ModelSpec:
 
     Their tensors are then unused in checkpoints.
     """
-    media = spec.media
+    media, model = spec.media, megatron_model(spec)
     if media is None:
         return spec
 
@@ -50,15 +51,14 @@ def with_modalities(spec: ModelSpec, kinds: Collection[MediaKind]) -> ModelSpec:
         return [tower for tower in media.towers(hf) if not tower.kinds & set(kinds)]
 
     def weight_rules(hf: Mapping[str, Any]) -> list[WeightRule]:
-        names = tuple(f"{spec.output_owner}.{tower.name}.".lstrip(".") for tower in left_out(hf))
-        return [rule for rule in spec.weight_rules(hf) if not rule.canonical.startswith(names)]
+        names = tuple(f"{model.output_owner}.{tower.name}.".lstrip(".") for tower in left_out(hf))
+        return [rule for rule in model.weight_rules(hf) if not rule.canonical.startswith(names)]
 
     def unused_weights(hf: Mapping[str, Any]) -> tuple[str, ...]:
         return (*spec.unused_weights(hf), *(each for tower in left_out(hf) for each in tower.hf_prefixes))
 
     return replace(
-        spec,
-        weight_rules=weight_rules,
+        with_megatron(spec, replace(model, weight_rules=weight_rules)),
         unused_weights=unused_weights,
         media=replace(media, towers=built),
     )

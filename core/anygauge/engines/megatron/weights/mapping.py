@@ -17,7 +17,8 @@ from torch import Tensor
 
 from anygauge.engines.megatron.weights.sharding import division_problem, part_sizes
 from anygauge_hooks.errors import WeightMappingError
-from anygauge_hooks.models import ModelSpec, WeightRule
+from anygauge_hooks.megatron import WeightRule, megatron_model
+from anygauge_hooks.models import ModelSpec
 
 __all__ = [
     "EMBEDDING",
@@ -72,8 +73,8 @@ def model_rules(spec: ModelSpec, hf: Mapping[str, Any]) -> list[TensorRule]:
 
     :raises WeightMappingError: Two rules make one tensor, or two use one.
     """
-    layers, vocab = len(spec.layers(hf)), int(spec.model_options(hf)["vocab_size"])
-    return expand_rules(spec.weight_rules(hf), layers, vocab)
+    model, vocab = megatron_model(spec), int(spec.model_options(hf)["vocab_size"])
+    return expand_rules(model.weight_rules(hf), len(model.layers(hf)), vocab)
 
 
 def expand_rules(
@@ -133,7 +134,7 @@ def tied_weights(spec: ModelSpec, hf: Mapping[str, Any]) -> tuple[str, str] | No
     """Return the Hugging Face names of the embedding and of the output layer, if they are one tensor."""
     if not spec.model_options(hf)["tie_embeddings"]:
         return None
-    for rule in spec.weight_rules(hf):
+    for rule in megatron_model(spec).weight_rules(hf):
         if is_embedding(rule.canonical):
             return rule.hf[0], _HF_OUTPUT
     return None

@@ -17,7 +17,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from anygauge_hooks.models import WeightRule
+from anygauge_hooks.megatron import WeightRule
 
 __all__ = [
     "CanonicalTensors",

@@ -1,0 +1,166 @@
+"""Megatron's annex of the contract: how its train engine builds models.
+
+The engine adds these hook specifications itself; nothing neutral imports this module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Final, Literal, Protocol
+
+from anygauge_hooks.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from anygauge_hooks.media import TowerSpec
+    from anygauge_hooks.models import ModelSpec
+
+__all__ = [
+    "MEGATRON",
+    "Compose",
+    "LayerKind",
+    "MegatronModel",
+    "Transform",
+    "WeightRule",
+    "megatron_model",
+    "with_megatron",
+]
+
+MEGATRON: Final = "megatron"
+"""Name of the train engine, and of its entry in ``ModelSpec.engines``."""
+
+Transform = Literal["copy", "concat", "interleave"]
+"""How Hugging Face tensors become one canonical tensor:
+
+``copy``
+    One tensor, unchanged.
+``concat``
+    One under another along dimension 0, such as gate above up.
+``interleave``
+    Each is cut into ``groups`` equal parts along dimension 0, and the parts are put group by group: with
+    ``q, k, v`` projections, a group's queries, its key, its value.
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightRule:
+    """One canonical tensor and the Hugging Face tensors that it is made of.
+
+    ``{layer}`` in a name stands for the layer index, ``{expert}`` for the global index of an expert.
+
+    Example::
+
+        WeightRule(canonical="decoder.layers.{layer}.mlp.linear_fc1.weight",
+                   hf=("model.layers.{layer}.mlp.gate_proj.weight",
+                       "model.layers.{layer}.mlp.up_proj.weight"),
+                   transform="concat", sections=((1024,), (1024,)), split_dim=0)
+    """
+
+    canonical: str
+    """Transformer Engine's parameter name."""
+    hf: tuple[str, ...]
+    transform: Transform = "copy"
+    sections: tuple[tuple[int, ...], ...] = ()
+    """For each Hugging Face tensor, the sizes along ``split_dim`` of the parts that it consists of. With
+    ``copy`` and ``concat`` tensor parallelism splits each part by itself, so that every rank has its share of
+    gate and of up. ``concat`` and ``interleave`` need it; without it a tensor is one part."""
+    groups: int = 1
+    """Query groups, for ``interleave``. Tensor parallelism gives whole groups to a rank."""
+    split_dim: int | None = None
+    """Dimension of the canonical tensor that tensor parallelism splits; ``None`` replicates. With
+    ``{expert}`` it is what expert tensor parallelism splits."""
+    layers: tuple[int, ...] | None = None
+    """Layers that have the tensor; ``None`` for all."""
+    experts: int = 0
+    """Number of experts, where ``{expert}`` is in the canonical name. Where it is not in the Hugging Face
+    names, those tensors are stacks ``[experts, ...]`` of what the rule describes."""
+    transposed: bool = False
+    """Whether the matrices of such stacks are transposed in checkpoints."""
+    pads_vocab: bool = False
+    """Whether dimension 0 is the vocabulary, which is padded to a multiple of the ranks that split it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerKind:
+    """Modules of one decoder layer. Sizes and switches are fields of the transformer config.
+
+    Example::
+
+        LayerKind(attention="latent", mlp="moe")
+    """
+
+    attention: Literal["self", "gated", "latent", "gated_delta"] = "self"
+    """``self`` has grouped queries; ``gated`` multiplies its output with a gate that comes with the queries;
+    ``latent`` compresses keys and values; ``gated_delta`` is a linear recurrence."""
+    mlp: Literal["dense", "moe"] = "dense"
+    post_norms: bool = False
+    """Whether the outputs of attention and MLP are normalised too, before they are added."""
+    build: Callable[..., Any] | None = None
+    """``build(provider, config)`` returns Megatron's module spec of a layer that none of these describes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MegatronModel:
+    """How Megatron builds a family of models: its entry in ``ModelSpec.engines``."""
+
+    transformer_config: Callable[[Mapping[str, Any]], Mapping[str, Any]]
+    """Function from the Hugging Face config, a mapping, to fields of Megatron's ``TransformerConfig``."""
+    weight_rules: Callable[[Mapping[str, Any]], Sequence[WeightRule]]
+    """Function from the Hugging Face config to the mapping of every weight."""
+    rotary: Callable[[Mapping[str, Any], Tensor], tuple[Tensor, Tensor]]
+    """From the Hugging Face config and positions ``[T]`` (int64) to ``cos, sin`` ``[T, R]``, float32.
+
+    A model with images takes positions ``[3, T]`` of time, height and width too."""
+    layers: Callable[[Mapping[str, Any]], Sequence[LayerKind]]
+    """Function from the Hugging Face config to the kind of each layer, in order."""
+    build: Callable[..., Any] | None = None
+    """``build(config=, hf=, decoder=, pre_process=, post_process=, vp_stage=)`` returns the whole model,
+    where it is more than embedding, decoder and output layer; ``decoder`` is the spec of the layers. A family
+    with media is called with ``compose=`` too, a :class:`Compose`. The model is a
+    ``MegatronModule`` with what Megatron asks every model for: ``model_type``, ``pre_process``,
+    ``post_process``, ``vp_stage``, ``share_embeddings_and_output_weights``,
+    ``shared_embedding_or_output_weight()`` and ``set_input_tensor()``."""
+    output_owner: str = ""
+    """Path from the model to the module whose ``output_layer`` the loss or a critic's head replaces, such as
+    ``language_model``; empty for the model itself. It has Megatron's ``post_process`` on every stage."""
+
+
+class Compose(Protocol):
+    """Argument of :attr:`MegatronModel.build` for a family with media: makes Megatron models with towers."""
+
+    def __call__(self, towers: Sequence[TowerSpec], config: Any, decoder: Any, **ends: Any) -> Any:
+        """Return this stage of a model.
+
+        :param towers: Of the family; those of which a run has no media are left out.
+        :param config: Megatron's transformer config.
+        :param decoder: The spec of its layers.
+        :param ends: ``pre_process``, ``post_process`` and ``vp_stage``.
+        """
+
+    def held(self, name: str, model: Any) -> Any:
+        """Return a model whose only part is a model: what :attr:`MegatronModel.output_owner` names.
+
+        :param name: Of the part.
+        """
+
+
+def megatron_model(spec: ModelSpec) -> MegatronModel:
+    """Return the engine's entry of a family.
+
+    :raises ConfigError: It has none.
+    """
+    model = spec.engines.get(MEGATRON)
+    if isinstance(model, MegatronModel):
+        return model
+    raise ConfigError(
+        f"The {spec.name} family has no MegatronModel in ModelSpec.engines; it has "
+        f"{', '.join(sorted(spec.engines)) or 'no entry'}.",
+        hint='Choose another train.engine, or add engines={"megatron": MegatronModel(...)} to the family.',
+    )
+
+
+def with_megatron(spec: ModelSpec, model: MegatronModel) -> ModelSpec:
+    """Return a family with another entry of the engine."""
+    return replace(spec, engines={**spec.engines, MEGATRON: model})
