@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Final, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Final, Literal, Protocol, runtime_checkable
 
 from anygauge_hooks.errors import ConfigError
 
@@ -16,15 +16,19 @@ if TYPE_CHECKING:
 
     from anygauge_hooks.media import TowerSpec
     from anygauge_hooks.models import ModelSpec
+    from anygauge_hooks.types import Device
 
 __all__ = [
     "MEGATRON",
     "Compose",
     "LayerKind",
     "MegatronModel",
+    "ScopeMap",
+    "ScopedDevice",
     "Transform",
     "WeightRule",
     "megatron_model",
+    "scope_map_of",
     "with_megatron",
 ]
 
@@ -144,6 +148,37 @@ class Compose(Protocol):
 
         :param name: Of the part.
         """
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScopeMap:
+    """How Megatron, which names one vendor's device literally, is redirected to another device."""
+
+    device_type: str
+    """The ``torch.device`` type that stands for the named one."""
+    functions: Mapping[str, Any]
+    """Replacements for functions of the vendor's torch module, by name (``"synchronize"``)."""
+    tensor_types: Mapping[str, Sequence[str]]
+    """Legacy tensor type names by dtype (``fp32``, ``fp16``, ``bf16``), for Megatron's type tests."""
+    has_index: bool = True
+    """Whether ``device:1`` keeps its index; a host has only one device."""
+    has_pinned_memory: bool = True
+    """Whether ``pin_memory=True`` means anything for this device; it is dropped otherwise."""
+    is_accelerator: bool = True
+    """Whether tensors on this device answer that they are on the accelerator."""
+
+
+@runtime_checkable
+class ScopedDevice(Protocol):
+    """A :class:`~anygauge_hooks.types.Device` to which Megatron's literal device names are redirected."""
+
+    scope_map: ScopeMap | None
+    """How they are redirected; ``None`` if a library has made them mean this device in the whole process."""
+
+
+def scope_map_of(device: Device) -> ScopeMap | None:
+    """Return how Megatron's literal device names are redirected, or ``None`` if they mean the device."""
+    return device.scope_map if isinstance(device, ScopedDevice) else None
 
 
 def megatron_model(spec: ModelSpec) -> MegatronModel:

@@ -23,7 +23,6 @@ __all__ = [
     "NamedFunction",
     "Phase",
     "RunInfo",
-    "ScopeMap",
     "Tracker",
     "TrackerSpec",
 ]
@@ -179,22 +178,6 @@ class TrackerSpec:
     make: Callable[[RunInfo], Tracker]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ScopeMap:
-    """How code that names one vendor's device literally is redirected to another device."""
-
-    device_type: str
-    """The ``torch.device`` type that stands for the named one."""
-    functions: Mapping[str, Any]
-    """Replacements for functions of the vendor's torch module, by name (``"synchronize"``)."""
-    has_index: bool = True
-    """Whether ``device:1`` keeps its index; a host has only one device."""
-    has_pinned_memory: bool = True
-    """Whether ``pin_memory=True`` means anything for this device; it is dropped otherwise."""
-    is_accelerator: bool = True
-    """Whether tensors on this device answer that they are on the accelerator."""
-
-
 class Graph(Protocol):
     """Work that a device has recorded. It holds the memory that this uses until it is dropped."""
 
@@ -219,10 +202,6 @@ class Device(Protocol):
     """The ``torch.device`` type."""
     index: int
     torch_device: torch.device
-    scope_map: ScopeMap | None
-    """How Megatron's literal device names are redirected, or ``None`` if they already mean this device."""
-    tensor_types: Mapping[str, Sequence[str]]
-    """Legacy tensor type names by dtype (``fp32``, ``fp16``, ``bf16``), for Megatron's type tests."""
     capture_graph: CaptureGraph | None
     """How work is recorded to be queued again as a whole, or ``None`` if the device cannot."""
 

@@ -223,7 +223,7 @@ def name_not_in_the_cache() -> None:
 def device_in_use() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "is_initialized", lambda: True)
-        scope.DeviceScope(CpuDevice()).__enter__()
+        scope.make_scope(CpuDevice()).__enter__()
 
 
 def missed_redirection() -> None:

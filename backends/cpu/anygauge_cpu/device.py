@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import resource
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,8 @@ from typing import Any
 import psutil
 import torch
 
-from anygauge_hooks.types import CaptureGraph, ScopeMap
+from anygauge_hooks.megatron import ScopeMap
+from anygauge_hooks.types import CaptureGraph
 
 __all__ = ["CpuDevice", "HostEvent", "HostStream"]
 
@@ -25,11 +26,6 @@ class CpuDevice:
     """The host: one device without queues, whose memory is that of the process."""
 
     type = "cpu"
-    tensor_types: Mapping[str, Sequence[str]] = {
-        "fp32": ("torch.FloatTensor",),
-        "fp16": ("torch.HalfTensor",),
-        "bf16": ("torch.BFloat16Tensor",),
-    }
     capture_graph: CaptureGraph | None = None
 
     def __init__(self, index: int = 0) -> None:
@@ -150,6 +146,11 @@ def host_scope_map() -> ScopeMap:
             "set_stream": _nothing,
             "stream": contextlib.nullcontext,
             "synchronize": _nothing,
+        },
+        tensor_types={
+            "fp32": ("torch.FloatTensor",),
+            "fp16": ("torch.HalfTensor",),
+            "bf16": ("torch.BFloat16Tensor",),
         },
         has_index=False,
         has_pinned_memory=False,

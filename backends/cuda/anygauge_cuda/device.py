@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 
 import torch
@@ -13,7 +13,7 @@ from anygauge_cuda.env import VISIBLE_DEVICES
 from anygauge_cuda.graphs import capture_graph
 from anygauge_cuda.nvml import Meters, find_gpu
 from anygauge_hooks.errors import PlacementError
-from anygauge_hooks.types import CaptureGraph, ScopeMap
+from anygauge_hooks.types import CaptureGraph
 
 __all__ = ["CudaDevice"]
 
@@ -22,12 +22,6 @@ class CudaDevice:
     """A GPU, made the current device of the process."""
 
     type = "cuda"
-    scope_map: ScopeMap | None = None
-    tensor_types: Mapping[str, Sequence[str]] = {
-        "fp32": ("torch.FloatTensor", "torch.cuda.FloatTensor"),
-        "fp16": ("torch.HalfTensor", "torch.cuda.HalfTensor"),
-        "bf16": ("torch.BFloat16Tensor", "torch.cuda.BFloat16Tensor"),
-    }
     capture_graph: CaptureGraph | None = staticmethod(capture_graph)
 
     def __init__(self, index: int = 0) -> None:

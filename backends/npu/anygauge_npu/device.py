@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from anygauge_hooks.errors import PlacementError
-from anygauge_hooks.types import CaptureGraph, ScopeMap
+from anygauge_hooks.megatron import ScopeMap
+from anygauge_hooks.types import CaptureGraph
 from anygauge_npu import mindspeed
 from anygauge_npu.env import VISIBLE_DEVICES
 
@@ -34,17 +35,17 @@ _SAME_NAME = (
     "synchronize",
 )
 """Functions that torch.npu has under the same name and with the same meaning."""
+TENSOR_TYPES: Mapping[str, Sequence[str]] = {
+    "fp32": ("torch.FloatTensor", "torch.npu.FloatTensor"),
+    "fp16": ("torch.HalfTensor", "torch.npu.HalfTensor"),
+    "bf16": ("torch.BFloat16Tensor", "torch.npu.BFloat16Tensor"),
+}
 
 
 class NpuDevice:
     """An NPU, made the current device of the process."""
 
     type = "npu"
-    tensor_types: Mapping[str, Sequence[str]] = {
-        "fp32": ("torch.FloatTensor", "torch.npu.FloatTensor"),
-        "fp16": ("torch.HalfTensor", "torch.npu.HalfTensor"),
-        "bf16": ("torch.BFloat16Tensor", "torch.npu.BFloat16Tensor"),
-    }
     capture_graph: CaptureGraph | None = None
 
     def __init__(self, index: int = 0) -> None:
@@ -138,4 +139,4 @@ def npu_scope_map() -> ScopeMap:
     # the device argument may say CUDA; a worker has one NPU, the current one
     functions["get_rng_state"] = lambda device=None: npu.get_rng_state()
     functions["set_rng_state"] = lambda new_state, device=None: npu.set_rng_state(new_state)
-    return ScopeMap(device_type="npu", functions=functions)
+    return ScopeMap(device_type="npu", functions=functions, tensor_types=TENSOR_TYPES)

@@ -184,8 +184,9 @@ def test_tensors_answer_for_the_redirected_device(cpu: CpuDevice) -> None:
     ],
 )
 def test_type_names_are_those_of_the_device(types: tuple[str, ...], prefix: str, cpu: CpuDevice) -> None:
-    cpu.tensor_types = {"fp32": types}
-    assert scope._own_prefix(cpu) == prefix
+    assert cpu.scope_map is not None
+    scope_map = dataclasses.replace(cpu.scope_map, tensor_types={"fp32": types})
+    assert scope._own_prefix(scope_map) == prefix
 
 
 def test_an_accelerators_tensors_say_that_they_are_on_it(accelerator: Device) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from anygauge_hooks.engines import MemoryState
 from anygauge_hooks.errors import AsleepError
+from anygauge_hooks.megatron import scope_map_of
 from anygauge_hooks.types import Device
 
 __all__ = ["DeviceMemory", "HostCopies", "gradients", "optimizer_state"]
@@ -103,8 +104,8 @@ class HostCopies:
     """
 
     def __init__(self, device: Device, *, chunk_bytes: int = CHUNK_BYTES) -> None:
-        self._device = device
-        self._pinned = device.scope_map is None or device.scope_map.has_pinned_memory
+        self._device, scope_map = device, scope_map_of(device)
+        self._pinned = scope_map is None or scope_map.has_pinned_memory
         self._chunk_bytes = chunk_bytes
         self._chunks: list[Tensor] = []
         self._held: list[tuple[Storage, int]] = []

@@ -15,7 +15,7 @@ Most replaced attributes are a fence: a function of ``torch.cuda`` that nothing 
 Constructors that no Python function guards, such as ``torch.Generator(device="cuda")``, raise only where no
 such device is visible: the environment of a worker hides the devices of every backend but its own.
 
-A device whose ``scope_map`` is ``None`` needs none of this: :func:`make_scope` then returns a null context.
+A device without a scope map needs none of this: :func:`make_scope` then returns a null context.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ import torch._dynamo  # on import it tables the functions of torch, so that must
 from torch.overrides import TorchFunctionMode
 
 from anygauge_hooks.errors import MissedRedirectionError, ScopeError
-from anygauge_hooks.types import Device, ScopeMap
+from anygauge_hooks.megatron import ScopeMap, scope_map_of
+from anygauge_hooks.types import Device
 
 __all__ = [
     "FENCED_MODULES",
@@ -68,7 +69,7 @@ REDIRECTED = (
     "stream",
     "synchronize",
 )
-"""Names that a :class:`~anygauge_hooks.types.ScopeMap` stands in for, in every one of the fenced modules."""
+"""Names that a :class:`~anygauge_hooks.megatron.ScopeMap` stands in for, in each of the fenced modules."""
 
 FENCED_MODULES = ("torch.cuda", "torch.cuda.memory", "torch.cuda.random")
 """Modules whose other public functions raise."""
@@ -100,7 +101,8 @@ def make_scope(device: Device) -> AbstractContextManager[None]:
     :param device: The device of this process.
     :returns: A :class:`DeviceScope`, or a null context if Megatron's literal names already mean this device.
     """
-    return contextlib.nullcontext() if device.scope_map is None else DeviceScope(device)
+    scope_map = scope_map_of(device)
+    return contextlib.nullcontext() if scope_map is None else DeviceScope(scope_map)
 
 
 class DeviceScope(AbstractContextManager[None]):
@@ -110,17 +112,15 @@ class DeviceScope(AbstractContextManager[None]):
         already initialised the vendor's own device, or the device's map is incomplete.
     """
 
-    def __init__(self, device: Device) -> None:
-        assert device.scope_map is not None, "a device without a scope map needs no scope"
-        self._device = device
-        self._map = device.scope_map
+    def __init__(self, scope_map: ScopeMap) -> None:
+        self._map = scope_map
 
     def __enter__(self) -> None:
         # made first: nothing may fail once the process counts this entry
-        mode = None if _thread.entries else _Redirection(self._map, _own_prefix(self._device))
+        mode = None if _thread.entries else _Redirection(self._map, _own_prefix(self._map))
         with _lock:
             if not _process.entries:
-                _install(self._device, self._map)
+                _install(self._map)
             elif _process.device_type != self._map.device_type:
                 raise _two_devices(_process.device_type, self._map.device_type)
             _process.entries += 1
@@ -198,7 +198,7 @@ def _is_public_function(name: str, value: Any) -> bool:
     return isinstance(value, FunctionType) and value.__module__.startswith("torch.cuda")
 
 
-def _install(device: Device, scope_map: ScopeMap) -> None:
+def _install(scope_map: ScopeMap) -> None:
     """Replace every attribute, or none if one of them cannot be."""
     if torch.cuda.is_initialized():
         raise ScopeError(
@@ -207,7 +207,7 @@ def _install(device: Device, scope_map: ScopeMap) -> None:
             hint="Enter the scope first, or hide the GPUs from the process: CUDA_VISIBLE_DEVICES=''.",
         )
     try:
-        for dotted, value in _replacements(device, scope_map).items():
+        for dotted, value in _replacements(scope_map).items():
             owner, name = _locate(dotted)
             _process.saved.append((owner, name, getattr(owner, name)))
             setattr(owner, name, value)
@@ -233,14 +233,14 @@ def _locate(dotted: str) -> tuple[Any, str]:
         return getattr(importlib.import_module(module), cls), name
 
 
-def _replacements(device: Device, scope_map: ScopeMap) -> dict[str, Any]:
+def _replacements(scope_map: ScopeMap) -> dict[str, Any]:
     """Return what stands for each of :func:`scoped_attributes`."""
     _check_map(scope_map)
     functions, target = scope_map.functions, scope_map.device_type
     new: dict[str, Any] = {name: functions[name.rpartition(".")[2]] for name in redirected_attributes()}
     new |= {name: _fence(name, target) for name in fenced_attributes()}
     for dtype, name in _TENSOR_TYPES.items():
-        new[name] = tuple(_tensor_type(path) for path in device.tensor_types[dtype])
+        new[name] = tuple(_tensor_type(path) for path in scope_map.tensor_types[dtype])
     # Megatron's setter calls the vendor's generators by index, where its getter calls torch.cuda.random
     new[_SET_RNG_STATE] = lambda new_state, device=-1, graph_safe=False: functions["set_rng_state"](new_state)
     new[_AUTOCAST] = _fence_autocast(torch.autocast.__init__, target)
@@ -252,9 +252,9 @@ def _tensor_type(dotted: str) -> Any:
     return attrgetter(dotted.removeprefix("torch."))(torch)
 
 
-def _own_prefix(device: Device) -> str:
+def _own_prefix(scope_map: ScopeMap) -> str:
     """Return what names of tensor types on a device begin with; of several, the longest are its own."""
-    prefixes = [name.rpartition(".")[0] for names in device.tensor_types.values() for name in names]
+    prefixes = [name.rpartition(".")[0] for names in scope_map.tensor_types.values() for name in names]
     return f"{max(prefixes, key=len)}."
 
 

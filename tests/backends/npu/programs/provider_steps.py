@@ -18,6 +18,7 @@ from anygauge.config import Config
 from anygauge.device import seed_everything
 from anygauge.engines.megatron.scope import make_scope
 from anygauge.plugins import load_plugins, select_backend
+from anygauge_hooks.megatron import scope_map_of
 
 STAND_IN = Path(__file__).parents[1] / "provider"
 
@@ -44,7 +45,7 @@ def main(log: str) -> None:
     dist.init_process_group(backend.dist_backend, store=dist.HashStore(), rank=0, world_size=1)
     with make_scope(device):
         report = train(backend)
-    report["has_scope"] = device.scope_map is not None
+    report["has_scope"] = scope_map_of(device) is not None
     report["replaced"] = json.loads(Path(log).with_suffix(".mindspeed.json").read_text())["replaced"]
     sys.stdout.write(json.dumps(report) + "\n")
     dist.destroy_process_group()

@@ -3,16 +3,11 @@ import resource
 
 import torch
 
-from anygauge_hooks.types import ScopeMap
+from anygauge_hooks.megatron import ScopeMap
 
 
 class AbacusDevice:
     type = "cpu"
-    tensor_types = {  # yours: also "torch.abacus.FloatTensor" and so on
-        "fp32": ("torch.FloatTensor",),
-        "fp16": ("torch.HalfTensor",),
-        "bf16": ("torch.BFloat16Tensor",),
-    }
     capture_graph = None  # yours: how work is recorded to be replayed, if the device can
 
     def __init__(self, index):
@@ -77,6 +72,11 @@ def scope_map():
         "stream": contextlib.nullcontext,
         **dict.fromkeys(("empty_cache", "set_device", "set_stream", "synchronize"), nothing),
     }
+    types = {  # yours: also "torch.abacus.FloatTensor" and so on
+        "fp32": ("torch.FloatTensor",),
+        "fp16": ("torch.HalfTensor",),
+        "bf16": ("torch.BFloat16Tensor",),
+    }
     # yours: leave these three out
     capable = dict.fromkeys(("has_index", "has_pinned_memory", "is_accelerator"), False)
-    return ScopeMap(device_type="cpu", functions=functions, **capable)
+    return ScopeMap(device_type="cpu", functions=functions, tensor_types=types, **capable)
