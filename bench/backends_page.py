@@ -78,8 +78,7 @@ def kernel_rows(plugins: Plugins) -> Iterator[Sequence[str]]:
 
 def declared(plugins: Plugins, backend: BackendSpec) -> list[KernelImpl]:
     """Return every kernel of a backend and of the core, installed or not, the one to use first."""
-    answers = plugins.answers("register_kernels", backend=backend)
-    own = [kernel for _, kernels in answers for kernel in kernels]
+    own = plugins.collect("register_kernels", backend=backend)
     return sorted([*own, *core_kernels()], key=lambda kernel: -kernel.priority)
 
 

@@ -371,8 +371,8 @@ def main() -> None:
     }
     plugins = load_plugins()
     backend = plugins.get("register_backends", arguments.backend)
-    network = {"interface": None, "ip_version": "any", "timeout_s": TIMEOUT_S}
-    os.environ |= plugins.merged("worker_env", backend=backend, role="actor", deterministic=False, **network)
+    network: dict[str, Any] = {"interface": None, "ip_version": "any", "timeout_s": TIMEOUT_S}
+    os.environ |= plugins.worker_env(backend, role="actor", deterministic=False, **network)
     tokens, alone = arguments.sequences * arguments.length, {}
     with tempfile.TemporaryDirectory() as models:
         for name in MODELS:

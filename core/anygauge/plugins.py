@@ -10,14 +10,17 @@ import importlib
 import inspect
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from importlib.metadata import EntryPoint, PackageNotFoundError, entry_points, requires, version
+from importlib.metadata import PackageNotFoundError, entry_points, requires, version
+from types import ModuleType
 from typing import Any, cast
 
 import pluggy
 
-from anygauge_hooks import PROJECT, specs
+from anygauge.hook_answers import Owned, RecordedPlugin, call_collecting
+from anygauge_hooks import CONTRACT_VERSION, PROJECT, specs
 from anygauge_hooks.errors import (
     BackendUnavailableError,
     ConfigConflictError,
@@ -26,7 +29,7 @@ from anygauge_hooks.errors import (
     UnknownBackendError,
     UnknownNameError,
 )
-from anygauge_hooks.types import Availability, BackendSpec, Device, Phase
+from anygauge_hooks.types import Availability, BackendSpec, Device, Phase, PluginInfo
 
 __all__ = [
     "BACKENDS_GROUP",
@@ -58,29 +61,98 @@ DEFAULT_PLUGINS = (
 """The core's own plugins. They use the same hooks as anybody's; listed so that they work uninstalled."""
 
 
+_HOOKS_HINT = "docs/hooks.md has every hook with its exact signature."
+
+
+def _make_manager() -> pluggy.PluginManager:
+    manager = pluggy.PluginManager(PROJECT)
+    manager.add_hookspecs(specs)
+    return manager
+
+
 @dataclass(slots=True)
 class Plugins:
     """The plugins of a process, and what could not be loaded into it."""
 
-    manager: pluggy.PluginManager
+    manager: pluggy.PluginManager = field(default_factory=_make_manager)
+    """Holds a :class:`RecordedPlugin` for each plugin: register plugins here, not there."""
     load_errors: dict[str, Exception] = field(default_factory=dict)
     """Load errors by name of the entry point or plugin."""
     installed: list[str] = field(default_factory=list)
     """Entry points that were loaded."""
+    namespaces: list[tuple[str, ModuleType | type]] = field(default_factory=lambda: [(PROJECT, specs)])
+    """Owners of hook specifications, and the modules or classes that hold them."""
+    _infos: dict[str, PluginInfo] = field(default_factory=dict)
+    _backends: dict[str, set[str]] | None = None
+    """Names of the backends that a plugin belongs to, by plugin; those that belong to none are absent."""
 
     def register(self, plugin: object, name: str) -> None:
         """Register a plugin object and check it against the specifications.
 
         :raises PluginError: A hook is unknown, or takes an argument that its specification has not.
         """
+        for error in self.register_all({name: plugin}).values():
+            raise error
+
+    def register_all(self, plugins: Mapping[str, object]) -> dict[str, Exception]:
+        """Register plugins and return the errors of those that break the contract.
+
+        Every hook specification is added before an implementation is checked, so their order does not matter.
+        """
+        errors: dict[str, Exception] = {}
+        described: dict[str, RecordedPlugin] = {}
+        for name, plugin in plugins.items():
+            with _kept_error(errors, name):
+                described[name] = self._describe(name, plugin)
+        for name, recorded in described.items():
+            with _kept_error(errors, name):
+                self._implement(name, recorded)
+        self._backends = None
+        return errors
+
+    def _describe(self, name: str, plugin: object) -> RecordedPlugin:
+        """Read what a plugin says about itself, and add its hook specifications."""
+        recorded = RecordedPlugin(self.manager, plugin, name)
+        info = _plugin_info(recorded)
+        if info.contract_version != CONTRACT_VERSION:
+            raise PluginError(
+                f"it is written for version {info.contract_version} of the contract, and this is version "
+                f"{CONTRACT_VERSION}"
+            )
+        for namespace in info.hookspecs:
+            self._add_hookspecs(name, namespace)
+        self._infos[name] = info
+        return recorded
+
+    def _add_hookspecs(self, owner: str, namespace: ModuleType | type) -> None:
+        if any(namespace is other for _, other in self.namespaces):
+            return  # two plugins for one engine may add the hooks of that engine
+        for other_owner, other in self.namespaces:
+            if shared := set(_hook_names(self.manager, namespace)) & set(_hook_names(self.manager, other)):
+                raise DuplicateNameError(
+                    f"Hook {min(shared)!r} is specified by {other_owner} and by {owner}.",
+                    hint="Uninstall one of the two plugins, or rename its hook.",
+                )
+        self.manager.add_hookspecs(namespace)
+        self.namespaces.append((owner, namespace))
+
+    def _implement(self, name: str, plugin: RecordedPlugin) -> None:
+        """Register the implementations of a plugin."""
         try:
             self.manager.register(plugin, name=name)
-            _check_hook_names(self.manager, plugin, name)
-        except (pluggy.PluginValidationError, PluginError) as error:
+            _check_hook_names(self.manager, plugin)
+        except (PluginError, pluggy.PluginValidationError):
             if self.manager.is_registered(plugin):
                 self.manager.unregister(plugin)
-            text = error.args[0] if isinstance(error, PluginError) else str(error)
-            raise PluginError(f"Plugin {name!r} breaks the contract: {text}", hint=_HOOKS_HINT) from error
+            raise
+
+    def hooks(self) -> list[str]:
+        """Return the names of all hooks: those of the contract, then those that plugins specify."""
+        return [name for _, namespace in self.namespaces for name in _hook_names(self.manager, namespace)]
+
+    def implementations(self, hook: str, backend: BackendSpec) -> list[pluggy.HookImpl]:
+        """Return the implementations of a hook that are called in a run on a backend."""
+        return self._caller(hook, {"backend": backend}).get_hookimpls()
 
     def named(self, hook: str) -> dict[str, Any]:
         """Return what plugins registered through a ``register_*`` hook, by name.
@@ -89,14 +161,13 @@ class Plugins:
         """
         owners: dict[str, str] = {}
         items: dict[str, Any] = {}
-        for owner, result in self.answers(hook):
-            for item in result:
-                if item.name in items:
-                    raise DuplicateNameError(
-                        f"{hook}: {item.name!r} is registered by {owners[item.name]} and by {owner}.",
-                        hint="Uninstall or rename one of the two; `anygauge hooks` lists every owner.",
-                    )
-                items[item.name], owners[item.name] = item, owner
+        for owner, item in self.answers(hook):
+            if item.name in items:
+                raise DuplicateNameError(
+                    f"{hook}: {item.name!r} is registered by {owners[item.name]} and by {owner}.",
+                    hint="Uninstall or rename one of the two; `anygauge hooks` lists every owner.",
+                )
+            items[item.name], owners[item.name] = item, owner
         return items
 
     def get(self, hook: str, name: str) -> Any:
@@ -138,8 +209,8 @@ class Plugins:
     def _families(self) -> dict[str, Any]:
         owners: dict[str, str] = {}
         families: dict[str, Any] = {}
-        for owner, registered in self.answers("register_models"):
-            for name, family in ((name, spec) for spec in registered for name in spec.architectures):
+        for owner, family in self.answers("register_models"):
+            for name in family.architectures:
                 if name in owners:
                     raise DuplicateNameError(
                         f"Architecture {name!r} is claimed by {owners[name]} and by {owner}.",
@@ -157,36 +228,55 @@ class Plugins:
 
         :raises ConfigConflictError: Two plugins want different values for one key.
         """
-        union: dict[str, Any] = {}
-        owners: dict[str, str] = {}
-        for owner, result in self.answers(hook, **arguments):
-            for key, value in result.items():
-                if union.get(key, value) != value:
-                    raise ConfigConflictError(
-                        f"{hook}: {owners[key]} sets {key}={union[key]} and {owner} sets {key}={value}.",
-                        hint="Disable one of the two plugins, or set the key yourself.",
-                    )
-                union[key], owners[key] = value, owner
-        return union
+        return _union(hook, self.answers(hook, **arguments))
+
+    def worker_env(
+        self,
+        backend: BackendSpec,
+        *,
+        role: str,
+        deterministic: bool,
+        interface: str | None,
+        ip_version: str,
+        timeout_s: float,
+    ) -> dict[str, str]:
+        """Return the environment of a worker process, in which devices of other backends are hidden.
+
+        The arguments are those of the hook ``worker_env``.
+
+        :raises ConfigConflictError: Two plugins want different values for one variable.
+        """
+        others = [owned for owned in self.answers("register_backends") if owned.item.name != backend.name]
+        hidden = [Owned(owner, entry) for owner, spec in others for entry in spec.hidden_env.items()]
+        own = self.answers(
+            "worker_env",
+            backend=backend,
+            role=role,
+            deterministic=deterministic,
+            interface=interface,
+            ip_version=ip_version,
+            timeout_s=timeout_s,
+        )
+        return _union("worker_env", [*hidden, *own])
 
     def environment(self) -> dict[str, str]:
         """Return what plugins report about the host; the first value of a name is kept."""
         facts: dict[str, str] = {}
-        for _, answer in self.answers("report_environment"):
-            facts = {**answer, **facts}
+        for _, (name, value) in self.answers("report_environment"):
+            facts.setdefault(name, value)
         return facts
 
     def first(self, hook: str, **arguments: Any) -> Any:
         """Return the first answer of a hook that is not ``None``, or ``None``."""
-        return getattr(self.manager.hook, hook)(**arguments)
+        return self._caller(hook, arguments)(**arguments)
 
     def collect(self, hook: str, **arguments: Any) -> list[Any]:
         """Return the items of every plugin's answer, in registration order."""
-        return [item for _, result in self.answers(hook, **arguments) for item in result]
+        return [owned.item for owned in self.answers(hook, **arguments)]
 
     def notify(self, hook: str, **arguments: Any) -> None:
         """Call an observer hook of every plugin."""
-        getattr(self.manager.hook, hook)(**arguments)
+        self._caller(hook, arguments)(**arguments)
 
     def make_device(self, backend: BackendSpec, index: int) -> Device:
         """Return the device object of this process.
@@ -217,23 +307,79 @@ class Plugins:
         """
         self.notify("prepare_worker", backend=backend, role=role, phase=phase, config=config, log=log)
 
-    def answers(self, hook: str, **arguments: Any) -> Iterable[tuple[str, Any]]:
-        """Yield plugin name and answer of every implementation that answers, in registration order."""
-        caller = getattr(self.manager.hook, hook)
-        for implementation in caller.get_hookimpls():
-            accepted = {name: arguments[name] for name in implementation.argnames if name in arguments}
-            result = implementation.function(**accepted)
-            if result is not None:
-                yield implementation.plugin_name, result
+    def answers(self, hook: str, **arguments: Any) -> list[Owned]:
+        """Return the items of every plugin's answer with the plugin, in registration order."""
+        return call_collecting(self._caller(hook, arguments), arguments)
+
+    def _caller(self, hook: str, arguments: Mapping[str, Any]) -> pluggy.HookCaller:
+        """Return pluggy's caller of a hook, without the plugins of other backends where a call names one.
+
+        It is made anew for each call, since pluggy's would also call plugins that are registered later.
+        """
+        caller: pluggy.HookCaller = getattr(self.manager.hook, hook)
+        backend: BackendSpec | None = arguments.get("backend")
+        if backend is None or caller.spec is None or "backend" not in caller.spec.argnames:
+            return caller
+        others = [name for name, backends in self._backends_of().items() if backend.name not in backends]
+        return self.manager.subset_hook_caller(hook, filter(None, map(self.manager.get_plugin, others)))
+
+    def _backends_of(self) -> dict[str, set[str]]:
+        """Return the backends that plugins registered or declared; a plugin without any is for all."""
+        if self._backends is None:
+            backends = {name: {*info.backends} for name, info in self._infos.items() if info.backends}
+            for owner, spec in self.answers("register_backends"):
+                backends.setdefault(owner, set()).add(spec.name)
+            self._backends = backends
+        return self._backends
 
 
-_HOOKS_HINT = "docs/hooks.md has every hook with its exact signature."
+def _hook_names(manager: pluggy.PluginManager, namespace: ModuleType | type) -> Iterator[str]:
+    """Yield the hooks that a module or class specifies, in their order."""
+    yield from (name for name in vars(namespace) if manager.parse_hookspec_opts(namespace, name) is not None)
 
 
-def _check_hook_names(manager: pluggy.PluginManager, plugin: object, name: str) -> None:
-    for attribute in dir(plugin):
-        if manager.parse_hookimpl_opts(plugin, attribute) is not None and not hasattr(specs, attribute):
-            raise PluginError(f"unknown hook {attribute!r}")
+class _Description:
+    describe_plugin = staticmethod(specs.describe_plugin)
+
+
+def _plugin_info(plugin: RecordedPlugin) -> PluginInfo:
+    """Return what a plugin says about itself, asked alone: nothing else of it is checked yet."""
+    manager = pluggy.PluginManager(PROJECT)
+    manager.add_hookspecs(_Description)
+    manager.register(plugin)
+    return manager.hook.describe_plugin() or PluginInfo(contract_version=1)
+
+
+def _check_hook_names(manager: pluggy.PluginManager, plugin: RecordedPlugin) -> None:
+    for caller in manager.get_hookcallers(plugin) or ():
+        (own,) = [one for one in caller.get_hookimpls() if one.plugin is plugin]
+        if not caller.has_spec() and not own.optionalhook:
+            raise PluginError(f"unknown hook {caller.name!r}")
+
+
+@contextmanager
+def _kept_error(errors: dict[str, Exception], name: str) -> Iterator[None]:
+    """Keep the error of one plugin, so that the others load."""
+    try:
+        yield
+    except (PluginError, pluggy.PluginValidationError) as error:
+        errors[name] = PluginError(f"Plugin {name!r} breaks the contract: {error.args[0]}.", hint=_HOOKS_HINT)
+        errors[name].__cause__ = error
+    except Exception as error:  # noqa: BLE001 - importing and describing a plugin runs anybody's code
+        errors[name] = error
+
+
+def _union(hook: str, entries: Iterable[Owned]) -> dict[str, Any]:
+    union: dict[str, Any] = {}
+    owners: dict[str, str] = {}
+    for owner, (key, value) in entries:
+        if union.get(key, value) != value:
+            raise ConfigConflictError(
+                f"{hook}: {owners[key]} sets {key}={union[key]} and {owner} sets {key}={value}.",
+                hint="Disable one of the two plugins, or set the key yourself.",
+            )
+        union[key], owners[key] = value, owner
+    return union
 
 
 def load_plugins(*, only: Sequence[str] | None = None) -> Plugins:
@@ -244,16 +390,21 @@ def load_plugins(*, only: Sequence[str] | None = None) -> Plugins:
 
     :param only: Entry-point names to load. Default: all that are installed.
     """
-    plugins = Plugins(pluggy.PluginManager(PROJECT))
-    plugins.manager.add_hookspecs(specs)
+    plugins = Plugins()
     if os.environ.get("ANYGAUGE_TRACE_HOOKS"):
         _trace(plugins.manager)
-    for name in DEFAULT_PLUGINS:
-        plugins.register(importlib.import_module(name), name)
+    loaded: dict[str, object] = {name: importlib.import_module(name) for name in DEFAULT_PLUGINS}
     for group in (BACKENDS_GROUP, PLUGINS_GROUP):
         for entry in sorted(entry_points(group=group)):
             if only is None or entry.name in only:
-                _load_entry(plugins, entry)
+                name = entry.name if entry.name not in loaded else f"{entry.name} ({entry.value})"
+                with _kept_error(plugins.load_errors, name):
+                    loaded[name] = entry.load()
+    errors = plugins.register_all(loaded)
+    for error in (errors[name] for name in DEFAULT_PLUGINS if name in errors):
+        raise error
+    plugins.load_errors |= errors
+    plugins.installed += [name for name in loaded if name not in {*DEFAULT_PLUGINS, *errors}]
     return plugins
 
 
@@ -270,15 +421,6 @@ def require_plugins(plugins: Plugins, names: Sequence[str]) -> None:
                 f"Plugin {name!r}, which the driver has, {why}.",
                 hint="Install the same packages on every node.",
             ) from error
-
-
-def _load_entry(plugins: Plugins, entry: EntryPoint) -> None:
-    name = entry.name if plugins.manager.get_plugin(entry.name) is None else f"{entry.name} ({entry.value})"
-    try:
-        plugins.register(entry.load(), name)
-        plugins.installed.append(name)
-    except Exception as error:  # noqa: BLE001 - importing a plugin runs anybody's code
-        plugins.load_errors[name] = error
 
 
 def _trace(manager: pluggy.PluginManager) -> None:

@@ -9,8 +9,11 @@ from __future__ import annotations
 import pluggy
 
 PROJECT = "anygauge"
+CONTRACT_VERSION = 1
+"""Version of the hook specifications and their types. It rises when a plugin that was right becomes wrong: a
+hook or an argument goes or gets another meaning. A hook or an argument that is new does not change it."""
 
 hookspec = pluggy.HookspecMarker(PROJECT)
 hookimpl = pluggy.HookimplMarker(PROJECT)
 
-__all__ = ["PROJECT", "hookimpl", "hookspec"]
+__all__ = ["CONTRACT_VERSION", "PROJECT", "hookimpl", "hookspec"]

@@ -2,7 +2,11 @@
 
 Sections follow the life of a run. A hook that may return nothing has ``| None`` in its return type; ``None``
 always means "not mine, ask the next plugin". An implementation may leave out arguments that it does not
-need, so an argument can be added here without breaking a plugin, and none is ever renamed or removed.
+need, so an argument can be added here without breaking a plugin; a change that breaks one raises
+``CONTRACT_VERSION``.
+
+A hook with an argument ``backend`` is called for one backend. Plugins that registered other backends, or said
+in :func:`describe_plugin` that they are for others, are left out of the call.
 """
 
 from __future__ import annotations
@@ -24,10 +28,30 @@ if TYPE_CHECKING:
         Device,
         NamedFunction,
         Phase,
+        PluginInfo,
         RunInfo,
         TrackerSpec,
     )
     from anygauge_hooks.weights import WeightTransportSpec
+
+
+# -------------------------------------------------------------------------
+# Plugins
+# -------------------------------------------------------------------------
+
+
+@hookspec(firstresult=True)
+def describe_plugin() -> PluginInfo | None:
+    """Return the contract version of this plugin, the backends that it is for and the hooks that it adds.
+
+    Called on each plugin alone when it is loaded, before its other hooks are checked.
+
+    :returns: The facts, or ``None`` for a plugin of contract version 1 that is for every backend.
+
+    First result: no answer means ``PluginInfo(contract_version=1)``.
+
+    .. versionadded:: 0.1
+    """
 
 
 # -------------------------------------------------------------------------
@@ -56,7 +80,7 @@ def make_device(backend: BackendSpec, index: int) -> Device | None:
 
     Called once per worker, after ``prepare_worker`` with ``before_vendor_import``.
 
-    :param backend: The backend of the run; a plugin of another backend returns ``None``.
+    :param backend: The backend of the run.
     :param index: The device's index inside this process.
     :returns: The device, or ``None``.
 
@@ -79,7 +103,7 @@ def worker_env(
 
     Called on the driver, before the process starts.
 
-    :param backend: The backend of the run; a plugin of another backend returns ``None``.
+    :param backend: The backend of the run.
     :param role: ``"actor"`` for the processes that train; an engine launched by a worker has its own role.
     :param deterministic: Whether two runs must give the same bits (``run.deterministic``).
     :param interface: Network interface of collectives (``cluster.interface``); ``None`` leaves the choice.
@@ -101,7 +125,7 @@ def prepare_worker(
 
     Called in every worker and every spawned engine process, once for each phase.
 
-    :param backend: The backend of the run; a plugin of another backend returns ``None``.
+    :param backend: The backend of the run.
     :param role: ``"actor"`` for the processes that train; an engine launched by a worker has its own role.
     :param phase: ``"before_vendor_import"`` comes before torch is used and before the first megatron import,
         ``"after_config"`` once the config is known and before the first process group.
@@ -126,7 +150,7 @@ def make_process_group_options(backend: BackendSpec, group_name: str, timeout_s:
 
     Called in every worker, when the group is made.
 
-    :param backend: The backend of the run; a plugin of another backend returns ``None``.
+    :param backend: The backend of the run.
     :param group_name: What the group is for: ``"default"``.
     :param timeout_s: Seconds until a collective of the group fails.
     :returns: An options object of the backend's own class, or ``None`` for torch's defaults.
@@ -163,7 +187,7 @@ def register_kernels(backend: BackendSpec) -> Iterable[KernelImpl] | None:
 
     Called once per process, when the engine is built. No hook is called during a step.
 
-    :param backend: The backend of the run; a plugin of another backend returns ``None``.
+    :param backend: The backend of the run.
     :returns: The kernels, or ``None``.
 
     Collecting: per op the highest priority that accepts a module's static facts, else the reference.
@@ -178,7 +202,7 @@ def get_spec_provider(backend: BackendSpec, kernels: Any, config: Any) -> Any | 
 
     Called once per process, when the engine is built.
 
-    :param backend: The backend of the run; a plugin of another backend returns ``None``.
+    :param backend: The backend of the run.
     :param kernels: The resolved ``anygauge.kernels.table.KernelTable``.
     :param config: The ``anygauge.config.Config``, read-only; ``train.provider`` names what the user chose.
     :returns: An object with methods of ``anygauge.engines.megatron.layers.provider.SpecProvider``, all of
@@ -196,7 +220,7 @@ def make_jit_fuser(backend: BackendSpec) -> Callable[[Callable[..., Any]], Calla
 
     Called once per process, before the first megatron import.
 
-    :param backend: The backend of the run; a plugin of another backend returns ``None``.
+    :param backend: The backend of the run.
     :returns: A decorator, or ``None`` for the identity.
 
     First result: the backend's plugin decides; no answer means the identity.
@@ -218,7 +242,7 @@ def make_optimizer(
 
     Called once for each role with an optimizer.
 
-    :param backend: The backend of the run; a plugin of another backend returns ``None``.
+    :param backend: The backend of the run.
     :param param_groups: As ``torch.optim`` takes them; float32 tensors on the device.
     :param lr: Learning rate of the first step.
     :param betas: Decay rates of the two moments.
@@ -307,7 +331,7 @@ def rollout_engine_args(config: Any, backend: BackendSpec, engine: str) -> Mappi
     Called in the process that starts a server, for each server. What the user wrote counts more.
 
     :param config: The ``anygauge.config.Config``; read-only.
-    :param backend: The backend of the run; a plugin of another backend returns ``None``.
+    :param backend: The backend of the run.
     :param engine: Registered name of the engine, such as ``"sglang"``.
     :returns: The arguments by the names that the engine gives them, or ``None``.
 
@@ -453,7 +477,7 @@ def adjust_config(config: Any, backend: BackendSpec) -> Iterable[ConfigChange] |
     Called once, after the overlays are applied and before ``check_config``.
 
     :param config: The ``anygauge.config.Config``; read-only.
-    :param backend: The backend of the run; a plugin of another backend returns ``None``.
+    :param backend: The backend of the run.
     :returns: The changes, or ``None``.
 
     Collecting: a change to a key that the user wrote is dropped; two values for one key are an error (AG202).
@@ -469,7 +493,7 @@ def check_config(config: Any, backend: BackendSpec) -> Iterable[ConfigProblem] |
     Called once, after ``adjust_config``; also for a backend that is not present on this host.
 
     :param config: The ``anygauge.config.Config``; read-only.
-    :param backend: The backend of the run; a plugin of another backend returns ``None``.
+    :param backend: The backend of the run.
     :returns: The problems, or ``None``.
 
     Collecting: all problems of all plugins are reported in one error (AG201).

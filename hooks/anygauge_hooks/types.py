@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 if TYPE_CHECKING:
+    from types import ModuleType
+
     import torch
 
 __all__ = [
@@ -22,6 +24,7 @@ __all__ = [
     "HostCheck",
     "NamedFunction",
     "Phase",
+    "PluginInfo",
     "RunInfo",
     "Tracker",
     "TrackerSpec",
@@ -33,6 +36,20 @@ AcceleratorIds = Sequence[str]
 Phase = Literal["before_vendor_import", "after_config"]
 """When ``prepare_worker`` is called: before torch's vendor library and Megatron are imported, or once the
 config is known and before the first process group."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PluginInfo:
+    """Facts about a plugin that are read before its hooks are checked."""
+
+    contract_version: int
+    """``anygauge_hooks.CONTRACT_VERSION`` of the release that the plugin was written for, as a number."""
+    backends: Sequence[str] = ()
+    """Backends that an add-on is for, by name: in a run on another backend, its hooks with an argument
+    ``backend`` are not called. A plugin that registers backends need not name them."""
+    hookspecs: Sequence[ModuleType | type] = ()
+    """Modules or classes whose functions, marked with ``anygauge_hooks.hookspec``, are hooks that this plugin
+    adds and calls."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,6 +108,8 @@ class BackendSpec:
     providers: Sequence[str] = ()
     """Libraries that a run may choose to bring modules in the place of the kernel table's, or to replace
     functions of the engine's libraries: what ``train.provider`` takes."""
+    hidden_env: Mapping[str, str] = field(default_factory=dict)
+    """Environment that hides the devices from the workers of another backend."""
     engine_installs: Mapping[str, str] = field(default_factory=dict)
     """How a rollout engine is installed here, as a clause, by the engine's name; without it a user is told
     the engine's usual command."""

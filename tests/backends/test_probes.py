@@ -12,7 +12,6 @@ from importlib.metadata import PackageNotFoundError
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-import pluggy
 import pytest
 import torch
 
@@ -27,7 +26,6 @@ from anygauge.plugins import Plugins, probe_backend, select_backend
 from anygauge.runtime.worker import local_accelerator_id
 from anygauge_cpu.device import CpuDevice
 from anygauge_cpu.optimizer import fused_adamw
-from anygauge_hooks import PROJECT, specs
 from anygauge_hooks.errors import BackendUnavailableError, PlacementError
 from anygauge_hooks.types import Availability, BackendSpec
 
@@ -37,8 +35,7 @@ BACKENDS = {spec.name: spec for spec in (CPU, CUDA, NPU)}
 
 @pytest.fixture
 def plugins() -> Plugins:
-    plugins = Plugins(pluggy.PluginManager(PROJECT))
-    plugins.manager.add_hookspecs(specs)
+    plugins = Plugins()
     for module in (anygauge_cpu.plugin, anygauge_cuda.plugin, anygauge_npu.plugin):
         plugins.register(module, module.__name__)
     return plugins
@@ -272,9 +269,8 @@ def test_npu_workers_load_the_vendor_library(plugins: Plugins, monkeypatch: pyte
 def worker_env(
     plugins: Plugins, backend: BackendSpec, *, role: str = "actor", deterministic: bool = False
 ) -> Mapping[str, str]:
-    return plugins.merged(
-        "worker_env",
-        backend=backend,
+    return plugins.worker_env(
+        backend,
         role=role,
         deterministic=deterministic,
         interface=None,
@@ -291,8 +287,7 @@ def test_cpu_workers_see_no_accelerator(plugins: Plugins) -> None:
 
 
 def test_cpu_workers_see_none_without_the_other_plugins() -> None:
-    plugins = Plugins(pluggy.PluginManager(PROJECT))
-    plugins.manager.add_hookspecs(specs)
+    plugins = Plugins()
     plugins.register(anygauge_cpu.plugin, "cpu")
     environ = worker_env(plugins, CPU)
     assert (environ["CUDA_VISIBLE_DEVICES"], environ["ASCEND_RT_VISIBLE_DEVICES"]) == ("", "")

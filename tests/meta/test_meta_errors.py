@@ -12,7 +12,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import pluggy
 import pytest
 import torch
 
@@ -36,7 +35,7 @@ from anygauge.testing.tiny import tiny_qwen3, tiny_tokenizer
 from anygauge.trainer.health import HealthMonitor
 from anygauge_cpu.device import CpuDevice
 from anygauge_cpu.plugin import CPU
-from anygauge_hooks import PROJECT, errors, hookimpl, specs
+from anygauge_hooks import errors, hookimpl
 from anygauge_hooks.errors import AnygaugeError
 from anygauge_hooks.rl import Group, Prompt, Sample, SamplingParams
 from anygauge_hooks.types import Availability, BackendSpec, ConfigChange, NamedFunction
@@ -87,8 +86,7 @@ def test_an_error_survives_pickling(cls: type[AnygaugeError]) -> None:
 
 def plugins_of(**functions: Callable[..., Any]) -> Plugins:
     """Return plugins of one hook implementation each, named after the keyword: ``my_plugin__hook``."""
-    plugins = Plugins(pluggy.PluginManager(PROJECT))
-    plugins.manager.add_hookspecs(specs)
+    plugins = Plugins()
     for key, function in functions.items():
         name, _, hook = key.partition("__")
         module = ModuleType(name)

@@ -138,9 +138,8 @@ def test_without_our_launcher_sglang_finds_a_platform_of_its_own() -> None:
 
 
 def test_the_launchers_variables_choose_the_host_platform(plugins: Plugins) -> None:
-    asked = plugins.merged(
-        "worker_env",
-        backend=plugins.get("register_backends", "cpu"),
+    asked = plugins.worker_env(
+        plugins.get("register_backends", "cpu"),
         role="sglang",
         deterministic=False,
         interface=None,

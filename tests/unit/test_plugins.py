@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
+from dataclasses import replace
 from importlib.metadata import EntryPoint, EntryPoints
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import pluggy
 import pytest
 
 from anygauge import plugins as plugins_module
@@ -24,7 +24,7 @@ from anygauge.plugins import (
     require_plugins,
     select_backend,
 )
-from anygauge_hooks import PROJECT, hookimpl, specs
+from anygauge_hooks import CONTRACT_VERSION, hookimpl, hookspec
 from anygauge_hooks.errors import (
     BackendUnavailableError,
     ConfigConflictError,
@@ -34,9 +34,11 @@ from anygauge_hooks.errors import (
     UnknownNameError,
 )
 from anygauge_hooks.models import ModelSpec
-from anygauge_hooks.types import Availability, BackendSpec, NamedFunction
+from anygauge_hooks.types import Availability, BackendSpec, NamedFunction, PluginInfo
 
 Install = Callable[[Mapping[str, str]], None]
+ENV: dict[str, Any] = {"deterministic": False, "interface": None, "ip_version": "any", "timeout_s": 9.0}
+"""Arguments of ``worker_env``."""
 
 
 def backend(name: str, *, ok: bool = True, probe: Callable[[], Availability] | None = None) -> BackendSpec:
@@ -68,8 +70,7 @@ def plugin(**functions: Callable[..., Any]) -> SimpleNamespace:
 
 @pytest.fixture
 def plugins() -> Plugins:
-    plugins = Plugins(pluggy.PluginManager(PROJECT))
-    plugins.manager.add_hookspecs(specs)
+    plugins = Plugins()
     plugins.register(Provides(backend("cpu")), "cpu")
     return plugins
 
@@ -111,7 +112,7 @@ def test_only_the_named_entry_points_load() -> None:
 
 
 GOOD = """
-from anygauge_hooks import hookimpl
+from anygauge_hooks import CONTRACT_VERSION, hookimpl, hookspec
 
 @hookimpl
 def report_environment():
@@ -135,7 +136,7 @@ def test_a_broken_plugin_is_kept_with_its_reason_and_the_others_load(
     plugins = load_plugins()
     assert list(plugins.load_errors) == ["broken"]
     assert reason in str(plugins.load_errors["broken"])
-    assert {"good": "yes"} in [answer for _, answer in plugins.answers("report_environment")]
+    assert plugins.environment()["good"] == "yes"
     assert plugins.manager.get_plugin("broken") is None
 
 
@@ -195,10 +196,10 @@ def test_mappings_are_merged_and_a_conflict_names_both(plugins: Plugins) -> None
     cpu = backend("cpu")
     plugins.register(plugin(worker_env=lambda: {"A": "1"}), "one")
     plugins.register(plugin(worker_env=lambda role: {"A": "1", "B": role}), "two")
-    assert plugins.merged("worker_env", backend=cpu, role="actor") == {"A": "1", "B": "actor"}
+    assert plugins.worker_env(cpu, role="actor", **ENV) == {"A": "1", "B": "actor"}
     plugins.register(plugin(worker_env=lambda: {"A": "2"}), "three")
     with pytest.raises(ConfigConflictError, match=r"sets A=1 and three sets A=2"):
-        plugins.merged("worker_env", backend=cpu, role="actor")
+        plugins.worker_env(cpu, role="actor", **ENV)
 
 
 @pytest.mark.parametrize(
@@ -273,6 +274,235 @@ def test_workers_are_prepared_by_every_plugin(plugins: Plugins) -> None:
     plugins.register(plugin(prepare_worker=prepare_worker), "one")
     plugins.prepare_worker(backend("cpu"), "actor", "before_vendor_import")
     assert seen == ["before_vendor_import"]
+
+
+def adding(*answers: object) -> Callable[[], Iterator[None]]:
+    """Return a wrapper that adds answers to those of the plugins."""
+
+    @hookimpl(wrapper=True)
+    def wrapper() -> Generator[None, list[object], list[object]]:
+        return [*(yield), *answers]
+
+    return wrapper
+
+
+def test_a_wrapper_adds_to_what_plugins_register(plugins: Plugins) -> None:
+    plugins.register(plugin(register_reward_functions=rewards("a")), "one")
+    plugins.register(SimpleNamespace(register_reward_functions=adding(rewards("b")())), "wraps")
+    assert list(plugins.named("register_reward_functions")) == ["a", "b"]
+
+
+def test_a_wrapper_that_adds_a_name_twice_is_named(plugins: Plugins) -> None:
+    plugins.register(SimpleNamespace(register_reward_functions=adding(rewards("a")())), "wraps")
+    plugins.register(plugin(register_reward_functions=rewards("a")), "one")
+    with pytest.raises(DuplicateNameError, match="'a' is registered by one and by wraps"):
+        plugins.named("register_reward_functions")
+
+
+def test_a_wrapper_that_replaces_an_item_owns_it(plugins: Plugins) -> None:
+    @hookimpl(wrapper=True)
+    def rename() -> Generator[None, list[Any], list[Any]]:
+        return [[replace(item, name="same") for item in answer] for answer in (yield)]
+
+    plugins.register(plugin(register_reward_functions=rewards("a")), "one")
+    plugins.register(SimpleNamespace(register_reward_functions=rename), "wraps")
+    assert [owner for owner, _ in plugins.answers("register_reward_functions")] == ["wraps"]
+
+
+def test_a_wrapper_that_changes_a_variable_is_named(plugins: Plugins) -> None:
+    plugins.register(plugin(worker_env=lambda: {"A": "1", "B": "1"}), "one")
+    plugins.register(SimpleNamespace(worker_env=adding({"B": "2"})), "wraps")
+    with pytest.raises(ConfigConflictError, match=r"one sets B=1 and wraps sets B=2"):
+        plugins.worker_env(backend("cpu"), role="actor", **ENV)
+
+
+def test_a_wrapper_that_returns_nothing_is_named(plugins: Plugins) -> None:
+    @hookimpl(wrapper=True)
+    def forgets() -> Iterator[None]:
+        yield
+
+    plugins.register(SimpleNamespace(register_reward_functions=forgets), "wraps")
+    with pytest.raises(PluginError, match="'wraps' returned None from register_reward_functions"):
+        plugins.named("register_reward_functions")
+
+
+def test_one_object_of_two_plugins_has_two_owners(plugins: Plugins) -> None:
+    shared = rewards("a")()
+    plugins.register(plugin(register_reward_functions=lambda: shared), "one")
+    plugins.register(plugin(register_reward_functions=lambda: iter(shared)), "two")
+    with pytest.raises(DuplicateNameError, match="'a' is registered by one and by two"):
+        plugins.named("register_reward_functions")
+
+
+def test_items_come_in_registration_order_unless_a_plugin_is_tried_first_or_last(plugins: Plugins) -> None:
+    for name, order in {"last": "trylast", "one": None, "two": None, "first": "tryfirst"}.items():
+        marker = hookimpl(**{order: True}) if order else hookimpl
+        plugins.register(SimpleNamespace(register_reward_functions=marker(rewards(name))), name)
+    assert list(plugins.named("register_reward_functions")) == ["first", "one", "two", "last"]
+
+
+def test_the_first_report_of_a_fact_is_kept(plugins: Plugins) -> None:
+    plugins.register(plugin(report_environment=lambda: {"a": "1"}), "one")
+    plugins.register(plugin(report_environment=lambda: {"a": "2", "b": "2"}), "two")
+    assert plugins.environment() == {"a": "1", "b": "2"}
+
+
+def test_a_hook_that_calls_another_keeps_its_owners(plugins: Plugins) -> None:
+    inner = rewards("inner")
+    plugins.register(plugin(register_reward_functions=inner), "inner")
+    plugins.register(plugin(register_trackers=lambda: plugins.collect("register_reward_functions")), "outer")
+    assert [owner for owner, _ in plugins.answers("register_trackers")] == ["outer"]
+
+
+@pytest.mark.parametrize("hook", ["register_reward_functions", "register_backends"])
+def test_tracing_shows_collecting_hooks(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], hook: str
+) -> None:
+    monkeypatch.setenv("ANYGAUGE_TRACE_HOOKS", "1")
+    load_plugins(only=["cpu"]).collect(hook)
+    assert f"finish {hook} -->" in capfd.readouterr().err
+
+
+# -------------------------------------------------------------------------
+# The backend that a call names
+# -------------------------------------------------------------------------
+
+
+def environment_of(name: str) -> Callable[..., dict[str, str]]:
+    return lambda backend: {name: backend.name}
+
+
+def test_plugins_of_other_backends_are_not_called(plugins: Plugins) -> None:
+    for name in ("fast", "slow"):
+        own = plugin(
+            register_backends=lambda name=name: [backend(name)],
+            worker_env=environment_of(name),
+            make_jit_fuser=lambda backend, name=name: (name, backend.name),
+        )
+        plugins.register(own, name)  # a namespace, which cannot be hashed
+    assert plugins.worker_env(backend("fast"), role="actor", **ENV) == {"fast": "fast"}
+    assert plugins.first("make_jit_fuser", backend=backend("fast")) == ("fast", "fast")
+    assert plugins.first("make_jit_fuser", backend=backend("other")) is None
+
+
+def test_a_plugin_of_two_backends_is_told_which(plugins: Plugins) -> None:
+    two = plugin(
+        register_backends=lambda: [backend("fast"), backend("slow")], worker_env=environment_of("seen")
+    )
+    plugins.register(two, "two")
+    assert plugins.worker_env(backend("fast"), role="actor", **ENV) == {"seen": "fast"}
+    assert plugins.worker_env(backend("slow"), role="actor", **ENV) == {"seen": "slow"}
+    assert plugins.worker_env(backend("cpu"), role="actor", **ENV) == {}
+
+
+def test_an_add_on_is_called_for_the_backends_that_it_declares(plugins: Plugins) -> None:
+    info = PluginInfo(contract_version=CONTRACT_VERSION, backends=("fast",))
+    plugins.register(plugin(describe_plugin=lambda: info, worker_env=environment_of("add_on")), "add-on")
+    plugins.register(plugin(worker_env=environment_of("all")), "all")
+    assert plugins.worker_env(backend("fast"), role="actor", **ENV) == {"add_on": "fast", "all": "fast"}
+    assert plugins.worker_env(backend("cpu"), role="actor", **ENV) == {"all": "cpu"}
+    assert [one.plugin_name for one in plugins.implementations("worker_env", backend("cpu"))] == ["all"]
+
+
+def test_a_wrapper_of_another_backend_is_not_entered(plugins: Plugins) -> None:
+    entered: list[str] = []
+
+    @hookimpl(wrapper=True)
+    def prepare_worker(backend: BackendSpec) -> Generator[None, object, object]:
+        entered.append(backend.name)
+        return (yield)
+
+    info = PluginInfo(contract_version=CONTRACT_VERSION, backends=("fast",))
+    own = SimpleNamespace(describe_plugin=hookimpl(lambda: info), prepare_worker=prepare_worker)
+    plugins.register(own, "add-on")
+    for name in ("cpu", "fast"):
+        plugins.prepare_worker(backend(name), "actor", "before_vendor_import")
+    assert entered == ["fast"]
+
+
+def test_a_plugin_of_another_backend_that_is_registered_later_is_not_called(plugins: Plugins) -> None:
+    assert plugins.worker_env(backend("cpu"), role="actor", **ENV) == {}
+    late = plugin(register_backends=lambda: [backend("late")], worker_env=environment_of("late"))
+    plugins.register(late, "late")
+    assert plugins.worker_env(backend("cpu"), role="actor", **ENV) == {}
+
+
+def test_the_devices_of_other_backends_are_hidden(plugins: Plugins) -> None:
+    plugins.register(Provides(replace(backend("fast"), hidden_env={"FAST_VISIBLE": ""})), "fast")
+    assert plugins.worker_env(backend("cpu"), role="actor", **ENV) == {"FAST_VISIBLE": ""}
+    assert plugins.worker_env(backend("fast"), role="actor", **ENV) == {}
+    plugins.register(plugin(worker_env=lambda: {"FAST_VISIBLE": "0"}), "shows")
+    with pytest.raises(ConfigConflictError, match="fast sets FAST_VISIBLE= and shows sets FAST_VISIBLE=0"):
+        plugins.worker_env(backend("cpu"), role="actor", **ENV)
+
+
+# -------------------------------------------------------------------------
+# The contract's version, and hooks that plugins add
+# -------------------------------------------------------------------------
+
+
+class Shop:
+    """Hooks of a third party."""
+
+    @hookspec
+    def register_goods(self, kind: str) -> list[str] | None:
+        """Return goods."""
+
+
+def described(**facts: Any) -> Callable[[], PluginInfo]:
+    return hookimpl(lambda: PluginInfo(**{"contract_version": CONTRACT_VERSION, **facts}))
+
+
+def test_a_plugin_of_another_contract_is_refused_for_that_reason(plugins: Plugins) -> None:
+    newer = plugin(report_weather=lambda: None)
+    newer.describe_plugin = described(contract_version=CONTRACT_VERSION + 1)
+    with pytest.raises(PluginError, match=rf"for version {CONTRACT_VERSION + 1} of the contract") as caught:
+        plugins.register(newer, "newer")
+    assert "weather" not in str(caught.value)
+    assert plugins.manager.get_plugin("newer") is None
+
+
+def test_a_third_party_adds_hooks_whatever_the_order(plugins: Plugins) -> None:
+    seller = plugin(register_goods=lambda kind: [kind])
+    shop = SimpleNamespace(describe_plugin=described(hookspecs=[Shop]))
+    assert plugins.register_all({"seller": seller, "shop": shop}) == {}
+    assert plugins.collect("register_goods", kind="rods") == ["rods"]
+    assert plugins.hooks()[-1] == "register_goods"
+
+
+def test_an_argument_that_an_added_hook_has_not_is_refused_whatever_the_order(plugins: Plugins) -> None:
+    wrong = plugin(register_goods=lambda colour: [])
+    shop = SimpleNamespace(describe_plugin=described(hookspecs=[Shop]))
+    errors = plugins.register_all({"wrong": wrong, "shop": shop})
+    assert list(errors) == ["wrong"]
+    assert "colour" in str(errors["wrong"])
+
+
+def test_two_plugins_may_add_the_same_hooks_but_not_others_of_that_name(plugins: Plugins) -> None:
+    class Another:
+        register_goods = Shop.register_goods
+
+    for name in ("one", "two"):
+        plugins.register(SimpleNamespace(describe_plugin=described(hookspecs=[Shop])), name)
+    with pytest.raises(DuplicateNameError, match="'register_goods' is specified by one and by three"):
+        plugins.register(SimpleNamespace(describe_plugin=described(hookspecs=[Another])), "three")
+
+
+def test_an_optional_hook_may_be_unknown(plugins: Plugins) -> None:
+    optional = SimpleNamespace(register_goods=hookimpl(lambda: ["rods"], optionalhook=True))
+    plugins.register(optional, "optional")
+
+
+def test_an_old_style_wrapper_is_refused(plugins: Plugins) -> None:
+    old = SimpleNamespace(report_environment=hookimpl(lambda: iter([None]), hookwrapper=True))
+    with pytest.raises(PluginError, match=r"'report_environment' is a hookwrapper; write a wrapper"):
+        plugins.register(old, "old")
+
+
+def test_a_wrapper_must_be_a_generator(plugins: Plugins) -> None:
+    wrong = SimpleNamespace(report_environment=hookimpl(lambda: None, wrapper=True))
+    with pytest.raises(PluginError, match="function is not a generator function"):
+        plugins.register(wrong, "wrong")
 
 
 # -------------------------------------------------------------------------

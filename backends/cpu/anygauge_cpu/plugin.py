@@ -31,27 +31,23 @@ def register_backends() -> Iterable[BackendSpec]:
 
 
 @hookimpl
-def make_device(backend: BackendSpec, index: int) -> Device | None:
+def make_device(index: int) -> Device:
     """Make the host's device object."""
-    if backend.name != CPU.name:
-        return None
     from anygauge_cpu.device import CpuDevice
 
     return CpuDevice(index)
 
 
 @hookimpl
-def worker_env(backend: BackendSpec, role: str) -> Mapping[str, str] | None:
+def worker_env(role: str) -> Mapping[str, str]:
     """Hide every accelerator from CPU workers; let an SGLang server find its platform."""
-    if backend.name != CPU.name:
-        return None
     return {**env.HIDDEN_ACCELERATORS, **(rollout.PLATFORM_ENV if role == "sglang" else {})}
 
 
 @hookimpl
-def prepare_worker(backend: BackendSpec, phase: Phase) -> None:
+def prepare_worker(phase: Phase) -> None:
     """Hide vendors' extensions of torch; make a torchvision importable that was built for another torch."""
-    if backend.name == CPU.name and phase == "before_vendor_import":
+    if phase == "before_vendor_import":
         env.hide_extensions()
         from anygauge_cpu.torchvision_operators import declare_missing_operators
 
@@ -59,36 +55,33 @@ def prepare_worker(backend: BackendSpec, phase: Phase) -> None:
 
 
 @hookimpl
-def rollout_engine_args(config: Any, backend: BackendSpec, engine: str) -> Mapping[str, Any] | None:
+def rollout_engine_args(config: Any, engine: str) -> Mapping[str, Any] | None:
     """Keep SGLang to what the host has."""
-    return rollout.engine_args(engine, config.rollout.max_batch_tokens) if backend.name == CPU.name else None
+    return rollout.engine_args(engine, config.rollout.max_batch_tokens)
 
 
 @hookimpl
-def adjust_config(backend: BackendSpec) -> Iterable[ConfigChange] | None:
+def adjust_config() -> Iterable[ConfigChange]:
     """Choose the precision of the weights."""
-    return env.config_defaults() if backend.name == CPU.name else None
+    return env.config_defaults()
 
 
 @hookimpl
-def register_kernels(backend: BackendSpec) -> Iterable[KernelImpl] | None:
+def register_kernels() -> Iterable[KernelImpl]:
     """Provide torch's own fused operators."""
-    if backend.name != CPU.name:
-        return None
     from anygauge_cpu.kernels import cpu_kernels
 
     return cpu_kernels()
 
 
 @hookimpl
-def make_jit_fuser(backend: BackendSpec) -> Callable[[Callable[..., Any]], Callable[..., Any]] | None:
+def make_jit_fuser() -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Leave Megatron's fusible functions as they are: compiling them costs 11 s and gains nothing here."""
-    return _identity if backend.name == CPU.name else None
+    return _identity
 
 
 @hookimpl
 def make_optimizer(
-    backend: BackendSpec,
     param_groups: Sequence[Mapping[str, Any]],
     lr: float,
     betas: tuple[float, float],
@@ -96,8 +89,6 @@ def make_optimizer(
     weight_decay: float,
 ) -> Any | None:
     """Make torch's fused AdamW."""
-    if backend.name != CPU.name:
-        return None
     from anygauge_cpu.optimizer import fused_adamw
 
     return fused_adamw(param_groups, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)

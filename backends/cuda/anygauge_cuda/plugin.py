@@ -21,6 +21,7 @@ CUDA = BackendSpec(
     local_device=env.local_device,
     visible_devices_env=env.VISIBLE_DEVICES,
     visible_devices=env.visible_devices,
+    hidden_env=env.HIDDEN,
     make_communicator=comm.communicator,
     host_checks=host.host_checks,
     providers=(transformer_engine.NAME,),
@@ -34,9 +35,9 @@ def register_backends() -> Iterable[BackendSpec]:
 
 
 @hookimpl
-def prepare_worker(backend: BackendSpec, role: str, phase: Phase, config: Any, log: str | None) -> None:
+def prepare_worker(role: str, phase: Phase, config: Any, log: str | None) -> None:
     """Say where torch writes what explains a hang or a lack of memory, and bind trainers to near cores."""
-    if backend.name != CUDA.name or phase != "after_config" or config is None:
+    if phase != "after_config" or config is None:
         return
     from anygauge_cuda import diagnosis, numa
 
@@ -47,34 +48,29 @@ def prepare_worker(backend: BackendSpec, role: str, phase: Phase, config: Any, l
 
 
 @hookimpl
-def make_device(backend: BackendSpec, index: int) -> Device | None:
+def make_device(index: int) -> Device:
     """Make the device object of a GPU and make it current."""
-    if backend.name != CUDA.name:
-        return None
     from anygauge_cuda.device import CudaDevice
 
     return CudaDevice(index)
 
 
 @hookimpl
-def register_kernels(backend: BackendSpec) -> Iterable[KernelImpl] | None:
+def register_kernels() -> Iterable[KernelImpl]:
     """Provide what is faster than the references."""
-    if backend.name != CUDA.name:
-        return None
     from anygauge_cuda.kernels import kernels
 
     return kernels()
 
 
 @hookimpl
-def make_process_group_options(backend: BackendSpec, group_name: str, timeout_s: float) -> Any | None:
+def make_process_group_options(group_name: str, timeout_s: float) -> Any | None:
     """Make the options of an NCCL group."""
-    return comm.group_options(group_name, timeout_s) if backend.name == CUDA.name else None
+    return comm.group_options(group_name, timeout_s)
 
 
 @hookimpl
 def make_optimizer(
-    backend: BackendSpec,
     param_groups: Sequence[Mapping[str, Any]],
     lr: float,
     betas: tuple[float, float],
@@ -82,47 +78,39 @@ def make_optimizer(
     weight_decay: float,
 ) -> Any | None:
     """Make AdamW in one kernel."""
-    if backend.name != CUDA.name:
-        return None
     from anygauge_cuda.optimizer import adamw
 
     return adamw(param_groups, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
 
 
 @hookimpl
-def get_spec_provider(backend: BackendSpec, config: Any) -> Any | None:
+def get_spec_provider(config: Any) -> Any | None:
     """Name Transformer Engine's modules where the run asks for them."""
-    if backend.name != CUDA.name or config.train.provider != transformer_engine.NAME:
+    if config.train.provider != transformer_engine.NAME:
         return None
     return transformer_engine.provide()
 
 
 @hookimpl
-def worker_env(
-    backend: BackendSpec, role: str, deterministic: bool, interface: str | None, ip_version: str
-) -> Mapping[str, str]:
-    """Set up CUDA workers; hide every GPU from the workers of another backend."""
-    if backend.name != CUDA.name:
-        return env.HIDDEN
+def worker_env(role: str, deterministic: bool, interface: str | None, ip_version: str) -> Mapping[str, str]:
+    """Set up CUDA workers."""
     chosen = {**env.users_choice(env.WORKER), **env.allocator(role)}
     exact = env.DETERMINISTIC if deterministic else {}
     return {**chosen, **exact, **env.network(interface, ip_version)}
 
 
 @hookimpl
-def adjust_config(backend: BackendSpec) -> Iterable[ConfigChange] | None:
+def adjust_config() -> Iterable[ConfigChange]:
     """Choose the precision of the weights."""
-    return env.config_defaults() if backend.name == CUDA.name else None
+    return env.config_defaults()
 
 
 @hookimpl
-def check_config(config: Any, backend: BackendSpec) -> Iterable[ConfigProblem] | None:
+def check_config(config: Any, backend: BackendSpec) -> Iterable[ConfigProblem]:
     """Check the provider; what a server needs to sleep; that both ends of the weights' way have one memory.
 
     What is not installed here may be so where the run goes: it is missed where there is a GPU.
     """
-    if backend.name != CUDA.name:
-        return None
     served = (rollout,) if config.rollout.engine == "sglang" else ()
     absent = (transformer_engine, *served) if backend.probe().ok else ()
     return [
@@ -133,10 +121,8 @@ def check_config(config: Any, backend: BackendSpec) -> Iterable[ConfigProblem] |
 
 
 @hookimpl
-def rollout_engine_args(config: Any, backend: BackendSpec, engine: str) -> Mapping[str, Any] | None:
+def rollout_engine_args(config: Any, engine: str) -> Mapping[str, Any] | None:
     """Name the device to a server, and let it sleep where it shares that with trainers."""
-    if backend.name != CUDA.name:
-        return None
     return rollout.engine_args(engine, sleeps=config.placement.colocated)
 
 

@@ -21,6 +21,7 @@ NPU = BackendSpec(
     local_device=env.local_device,
     visible_devices_env=env.VISIBLE_DEVICES,
     visible_devices=env.visible_devices,
+    hidden_env=env.HIDDEN,
     make_communicator=comm.communicator,
     providers=(mindspeed.NAME,),
     engine_installs=rollout.INSTALLS,
@@ -35,10 +36,8 @@ def register_backends() -> Iterable[BackendSpec]:
 
 
 @hookimpl
-def prepare_worker(backend: BackendSpec, role: str, phase: Phase, config: Any, log: str | None) -> None:
+def prepare_worker(role: str, phase: Phase, config: Any, log: str | None) -> None:
     """Load torch-npu, which registers the device with torch, and then what the run chooses."""
-    if backend.name != NPU.name:
-        return
     if phase == "before_vendor_import":
         env.import_vendor()
     if mindspeed.is_chosen(config, role):
@@ -46,24 +45,21 @@ def prepare_worker(backend: BackendSpec, role: str, phase: Phase, config: Any, l
 
 
 @hookimpl
-def make_device(backend: BackendSpec, index: int) -> Device | None:
+def make_device(index: int) -> Device:
     """Make the device object of an NPU and make it current."""
-    if backend.name != NPU.name:
-        return None
     from anygauge_npu.device import NpuDevice
 
     return NpuDevice(index)
 
 
 @hookimpl
-def make_process_group_options(backend: BackendSpec, group_name: str, timeout_s: float) -> Any | None:
+def make_process_group_options(group_name: str, timeout_s: float) -> Any | None:
     """Make the options of an HCCL group."""
-    return comm.group_options(group_name, timeout_s) if backend.name == NPU.name else None
+    return comm.group_options(group_name, timeout_s)
 
 
 @hookimpl
 def make_optimizer(
-    backend: BackendSpec,
     param_groups: Sequence[Mapping[str, Any]],
     lr: float,
     betas: tuple[float, float],
@@ -71,8 +67,6 @@ def make_optimizer(
     weight_decay: float,
 ) -> Any | None:
     """Make torch's fused AdamW."""
-    if backend.name != NPU.name:
-        return None
     from anygauge_npu.optimizer import fused_adamw
 
     return fused_adamw(param_groups, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
@@ -80,16 +74,13 @@ def make_optimizer(
 
 @hookimpl
 def worker_env(
-    backend: BackendSpec,
     role: str,
     deterministic: bool,
     interface: str | None,
     ip_version: str,
     timeout_s: float,
 ) -> Mapping[str, str]:
-    """Set up NPU workers; hide every NPU from the workers of another backend."""
-    if backend.name != NPU.name:
-        return env.HIDDEN
+    """Set up NPU workers."""
     memory = {} if role == "sglang" else env.ALLOCATOR
     chosen = env.users_choice({**env.WORKER, **memory, **env.timeouts(timeout_s)})
     exact = env.DETERMINISTIC if deterministic else {}
@@ -97,43 +88,37 @@ def worker_env(
 
 
 @hookimpl
-def adjust_config(backend: BackendSpec) -> Iterable[ConfigChange] | None:
+def adjust_config() -> Iterable[ConfigChange]:
     """Choose the precision of the weights."""
-    return env.config_defaults() if backend.name == NPU.name else None
+    return env.config_defaults()
 
 
 @hookimpl
-def register_kernels(backend: BackendSpec) -> Iterable[KernelImpl] | None:
+def register_kernels() -> Iterable[KernelImpl]:
     """Provide torch-npu's fused operators."""
-    if backend.name != NPU.name:
-        return None
     from anygauge_npu.kernels import npu_kernels
 
     return npu_kernels()
 
 
 @hookimpl
-def check_config(config: Any, backend: BackendSpec) -> Iterable[ConfigProblem] | None:
+def check_config(config: Any, backend: BackendSpec) -> Iterable[ConfigProblem]:
     """Check what the provider is given, and that it is there; without an NPU it may be so elsewhere."""
-    if backend.name != NPU.name:
-        return None
     absent = mindspeed.missing(config) if backend.probe().ok else ()
     return [*mindspeed.option_problems(config), *absent]
 
 
 @hookimpl
-def get_spec_provider(backend: BackendSpec, config: Any) -> Any | None:
+def get_spec_provider(config: Any) -> Any | None:
     """Name MindSpeed's linears where the run asks for them."""
-    if backend.name != NPU.name or config.train.provider != mindspeed.NAME:
+    if config.train.provider != mindspeed.NAME:
         return None
     return mindspeed.Modules() if config.train.provider_options.get("linears") else None
 
 
 @hookimpl
-def rollout_engine_args(config: Any, backend: BackendSpec, engine: str) -> Mapping[str, Any] | None:
+def rollout_engine_args(config: Any, engine: str) -> Mapping[str, Any] | None:
     """Name the device to a server, and let it sleep where it shares that with trainers."""
-    if backend.name != NPU.name:
-        return None
     return rollout.engine_args(engine, sleeps=config.placement.colocated)
 
 

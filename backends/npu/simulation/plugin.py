@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator, Mapping
 
 from anygauge_hooks import hookimpl
-from anygauge_hooks.types import BackendSpec, Phase
+from anygauge_hooks.types import Phase, PluginInfo
 
 __all__ = ["LAUNCHED"]
 
@@ -17,10 +17,16 @@ LAUNCHED, SOC = "SIMULATED_NPU_DEVICES", "SIMULATED_NPU_SOC"
 _log = logging.getLogger("anygauge_npu.simulation")
 
 
+@hookimpl
+def describe_plugin() -> PluginInfo:
+    """Serve the NPU backend alone."""
+    return PluginInfo(contract_version=1, backends=("npu",))
+
+
 @hookimpl(wrapper=True)
-def prepare_worker(backend: BackendSpec, phase: Phase) -> Iterator[None]:
+def prepare_worker(phase: Phase) -> Iterator[None]:
     """Say what this is; install kernels once the NPU backend has loaded torch-npu, or refuse a real one."""
-    is_ours = LAUNCHED in os.environ and backend.name == "npu" and phase == "before_vendor_import"
+    is_ours = LAUNCHED in os.environ and phase == "before_vendor_import"
     if is_ours:
         _log.warning(_devices())
     yield

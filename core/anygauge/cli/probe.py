@@ -35,12 +35,7 @@ def _backend(entry: str) -> dict[str, Any]:
     if entry in plugins.load_errors:
         reason = f"its plugin failed to load: {plugins.load_errors[entry]!r}"
         return {"rows": [_row(entry, Availability(ok=False, reason=reason, hint="Reinstall the backend."))]}
-    specs = [
-        spec
-        for owner, answer in plugins.answers("register_backends")
-        for spec in answer
-        if owner.startswith(entry)
-    ]
+    specs = [spec for owner, spec in plugins.answers("register_backends") if owner.startswith(entry)]
     return {"rows": [_row(spec.name, _available(spec)) for spec in specs]}
 
 

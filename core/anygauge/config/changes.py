@@ -69,10 +69,9 @@ def adjust(
 
 
 def _wanted(config: Config, backend: BackendSpec, plugins: Plugins) -> Iterator[AppliedChange]:
-    for owner, answer in plugins.answers("adjust_config", config=config, backend=backend):
-        wanted: ConfigChange
-        for wanted in answer:
-            yield AppliedChange(owner, wanted.path, wanted.value, wanted.reason)
+    wanted: ConfigChange
+    for owner, wanted in plugins.answers("adjust_config", config=config, backend=backend):
+        yield AppliedChange(owner, wanted.path, wanted.value, wanted.reason)
 
 
 def _check_conflict(change: AppliedChange, changes: Mapping[str, AppliedChange]) -> None:

@@ -75,7 +75,7 @@ class IndexCache:
         """
         self._root.mkdir(parents=True, exist_ok=True)
         _sweep(self._root)
-        path = _workspace_beside(self._root / "any")
+        path = _new_workspace(self._root / "any")
         path.mkdir()
         self._temporary.append(path)
         self._pin(path)
@@ -180,9 +180,9 @@ def _delete(path: Path) -> None:
 
     :raises OSError: Its parent cannot be written.
     """
-    path = path.rename(_workspace_beside(path))
+    path = path.rename(_new_workspace(path))
     shutil.rmtree(path, ignore_errors=True)
 
 
-def _workspace_beside(path: Path) -> Path:
+def _new_workspace(path: Path) -> Path:
     return path.with_name(f"{_WORKSPACE}{uuid.uuid4().hex}")

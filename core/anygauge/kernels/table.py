@@ -183,7 +183,7 @@ def resolve_kernels(plugins: Plugins, backend: BackendSpec) -> KernelTable:
     :raises DuplicateNameError: Two kernels of one op and priority accept the same facts.
     """
     answers = plugins.answers("register_kernels", backend=backend)
-    declared = [_Owned(owner, kernel) for owner, kernels in answers for kernel in kernels]
+    declared = [_Owned(owner, kernel) for owner, kernel in answers]
     owned_kernels = [replace(o, kernel=_whole(o.kernel)) for o in declared if not _missing(o.kernel)]
     owned_kernels += [_Owned(_CORE, kernel) for kernel in core_kernels()]
     for owned in owned_kernels:

@@ -13,7 +13,6 @@ from typing import Any
 from anygauge.kernels.table import KernelRow, resolve_kernels
 from anygauge.observability.report.run_files import CAPABILITIES_FILE
 from anygauge.plugins import Plugins, plugin_distribution, source_location
-from anygauge_hooks import PROJECT, specs
 from anygauge_hooks.types import BackendSpec
 
 __all__ = ["capabilities", "write_capabilities"]
@@ -31,7 +30,7 @@ def capabilities(plugins: Plugins, backend: BackendSpec) -> dict[str, Any]:
     table = resolve_kernels(plugins, backend)
     return {
         "backend": backend.name,
-        "hooks": list(_hook_rows(plugins)),
+        "hooks": list(_hook_rows(plugins, backend)),
         "kernels": [_kernel_row(row) for row in table.rows()],
         "left_out": [asdict(kernel) for kernel in table.left_out],
         "plugin_errors": {name: repr(error) for name, error in plugins.load_errors.items()},
@@ -47,11 +46,11 @@ def write_capabilities(directory: Path, plugins: Plugins, backend: BackendSpec) 
         _logger.warning("there is no capability table of this run: %r", error)
 
 
-def _hook_rows(plugins: Plugins) -> Iterator[dict[str, Any]]:
-    """Yield one row for each implementation of each hook, and one for a hook that has none."""
+def _hook_rows(plugins: Plugins, backend: BackendSpec) -> Iterator[dict[str, Any]]:
+    """Yield one row for each implementation that is called on a backend, and one for a hook without any."""
     distribution = cache(plugin_distribution)  # each call reads what is installed
-    for hook in [name for name, value in vars(specs).items() if hasattr(value, f"{PROJECT}_spec")]:
-        implementations = getattr(plugins.manager.hook, hook).get_hookimpls()
+    for hook in plugins.hooks():
+        implementations = plugins.implementations(hook, backend)
         for implementation in implementations:
             package, release = distribution(implementation.plugin_name)
             yield {

@@ -91,9 +91,8 @@ def worker_environment(
     config: Config, backend: BackendSpec, plugins: Plugins, role: str
 ) -> Mapping[str, str]:
     """Return what is added to the environment of a role's workers."""
-    ours = plugins.merged(
-        "worker_env",
-        backend=backend,
+    ours = plugins.worker_env(
+        backend,
         role=role,
         deterministic=config.run.deterministic,
         interface=config.cluster.interface,

@@ -15,7 +15,7 @@ import torch
 
 from anygauge_cuda import allocator, comm, diagnosis, numa, nvml
 from anygauge_cuda.nvml import Meters
-from anygauge_cuda.plugin import CUDA, prepare_worker
+from anygauge_cuda.plugin import prepare_worker
 from anygauge_hooks.errors import ConfigError
 
 ALLOC = "PYTORCH_CUDA_ALLOC_CONF"
@@ -204,10 +204,10 @@ def test_a_worker_is_prepared_once_its_config_is_known(
     monkeypatch.delenv(diagnosis.DUMP, raising=False)
     monkeypatch.delenv(diagnosis.HISTORY, raising=False)
     log = str(tmp_path / "actor-0.log")
-    prepare_worker(CUDA, role, "before_vendor_import", object(), log)
-    prepare_worker(CUDA, role, "after_config", None, log)
+    prepare_worker(role, "before_vendor_import", object(), log)
+    prepare_worker(role, "after_config", None, log)
     assert (bound, diagnosis.DUMP in os.environ) == ([], False)
-    prepare_worker(CUDA, role, "after_config", object(), log)
+    prepare_worker(role, "after_config", object(), log)
     assert os.environ[diagnosis.DUMP] == str(tmp_path / "actor-0.collectives-")
     assert bound == ([role] if is_bound else [])
     monkeypatch.delenv(diagnosis.DUMP)

@@ -34,7 +34,7 @@ def _bare_shell(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def environment(plugins: Plugins, role: str = "actor", **other: Any) -> Mapping[str, str]:
     asked = {"deterministic": False, "interface": None, "ip_version": "any", "timeout_s": 60.0, **other}
-    found = plugins.merged("worker_env", backend=CUDA, role=role, **asked)
+    found = plugins.worker_env(CUDA, role=role, **asked)
     return {name: value for name, value in found.items() if not name.startswith(("ASCEND", "TORCH_DEVICE"))}
 
 

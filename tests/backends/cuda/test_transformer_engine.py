@@ -43,8 +43,8 @@ def run_with(provider: str | None, **options: Any) -> Any:
 def test_without_the_library_the_choice_is_an_error_that_says_how_to_install_it() -> None:
     assert transformer_engine.NAME in CUDA.providers
     with pytest.raises(ProviderError, match=r"not installed(.|\n)*pip install 'transformer-engine\["):
-        get_spec_provider(CUDA, run_with("transformer_engine"))
-    assert get_spec_provider(CUDA, run_with(None)) is None
+        get_spec_provider(run_with("transformer_engine"))
+    assert get_spec_provider(run_with(None)) is None
     (problem,) = transformer_engine.missing(run_with("transformer_engine"))
     assert "pip install" in problem.hint
     assert not list(transformer_engine.missing(run_with(None)))

@@ -345,8 +345,8 @@ def _serve(connection: socket.socket) -> NoReturn:
 def _prepare(name: str) -> None:
     plugins = load_plugins()
     backend = plugins.get("register_backends", name)
-    network = {"interface": None, "ip_version": "any", "timeout_s": _TIMEOUT_S}
-    env = plugins.merged("worker_env", backend=backend, role=_ROLE, deterministic=False, **network)
+    network: dict[str, Any] = {"interface": None, "ip_version": "any", "timeout_s": _TIMEOUT_S}
+    env = plugins.worker_env(backend, role=_ROLE, deterministic=False, **network)
     os.environ.update(env)
     plugins.prepare_worker(backend, _ROLE, "before_vendor_import")
     prepare_megatron(plugins, backend)

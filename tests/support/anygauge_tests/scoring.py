@@ -8,12 +8,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import pluggy
-
 from anygauge.config.schema import Reward
 from anygauge.plugins import Plugins
 from anygauge.rollout.rewards import Scorer, reward_functions
-from anygauge_hooks import PROJECT, hookimpl, specs
+from anygauge_hooks import hookimpl
 from anygauge_hooks.rl import Group, Prompt, Sample
 from anygauge_hooks.types import NamedFunction
 
@@ -46,9 +44,7 @@ def group(*texts: str, index: int = 0, label: Any = "4", length: int = 1, **meta
 
 def plugins_with(*functions: NamedFunction) -> Plugins:
     """Return plugins that register reward functions beside those of the core."""
-    manager = pluggy.PluginManager(PROJECT)
-    manager.add_hookspecs(specs)
-    plugins = Plugins(manager)
+    plugins = Plugins()
     plugins.register(
         SimpleNamespace(register_reward_functions=hookimpl(lambda: [*reward_functions(), *functions])),
         "rewards under test",

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
-import pluggy
 import pytest
 
 import anygauge.plugins
@@ -38,8 +37,7 @@ class Bare:
 @pytest.fixture
 def bare(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Plugins]:
     """Replace the installed plugins by one without kernels."""
-    plugins = Plugins(pluggy.PluginManager(PROJECT))
-    plugins.manager.add_hookspecs(specs)
+    plugins = Plugins()
     plugins.register(Bare(), "bare")
     plugins.load_errors["other"] = ImportError("libx.so")
     monkeypatch.setattr(anygauge.plugins, "load_plugins", lambda: plugins)

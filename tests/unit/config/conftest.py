@@ -7,13 +7,12 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
-import pluggy
 import pytest
 
 from anygauge.config import LoadedConfig, load_config
 from anygauge.plugins import Plugins
 from anygauge.weight_sync import plugin as weight_sync
-from anygauge_hooks import PROJECT, hookimpl, specs
+from anygauge_hooks import hookimpl
 from anygauge_hooks.engines import RolloutEngineSpec
 from anygauge_hooks.megatron import LayerKind, MegatronModel
 from anygauge_hooks.types import Availability, BackendSpec, NamedFunction
@@ -125,8 +124,7 @@ class Everything:
 
 @pytest.fixture
 def plugins() -> Plugins:
-    plugins = Plugins(pluggy.PluginManager(PROJECT))
-    plugins.manager.add_hookspecs(specs)
+    plugins = Plugins()
     plugins.register(Everything(), "everything")
     plugins.register(weight_sync, "weight_sync")
     return plugins

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import pluggy
 import pytest
 import torch
 import torch.utils.checkpoint
@@ -24,7 +23,7 @@ from anygauge.engines.megatron import scope
 from anygauge.engines.megatron.prepare import JIT_MODULE, prepare_megatron
 from anygauge.plugins import Plugins
 from anygauge_cpu.device import CpuDevice
-from anygauge_hooks import PROJECT, hookimpl, specs
+from anygauge_hooks import hookimpl
 from anygauge_hooks.errors import MissedRedirectionError, ScopeError
 from anygauge_hooks.types import BackendSpec, Device
 
@@ -34,8 +33,7 @@ from anygauge_hooks.types import BackendSpec, Device
 
 
 def make_plugins(*modules: object) -> Plugins:
-    plugins = Plugins(pluggy.PluginManager(PROJECT))
-    plugins.manager.add_hookspecs(specs)
+    plugins = Plugins()
     for module in modules:
         plugins.register(module, repr(module))
     return plugins

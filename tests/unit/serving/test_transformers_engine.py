@@ -11,7 +11,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
-import pluggy
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -32,7 +31,6 @@ from anygauge.serving.embedded.engine import TransformersEngine
 from anygauge.serving.embedded.sampling import seed_tensor, uniforms
 from anygauge.serving.embedded.weights import copy_weights
 from anygauge.testing.tiny import tiny_qwen3, tiny_tokenizer
-from anygauge_hooks import PROJECT, specs
 from anygauge_hooks.engines import WorkerContext
 from anygauge_hooks.errors import CheckpointError, RolloutError, WeightMappingError
 from anygauge_hooks.media import Media
@@ -654,8 +652,7 @@ def config_for(path: Path, **sections: Any) -> Config:
     ],
 )
 def test_the_engine_is_made_from_a_config(path: Path, sections: dict[str, Any], dtype: torch.dtype) -> None:
-    plugins = Plugins(pluggy.PluginManager(PROJECT))
-    plugins.manager.add_hookspecs(specs)
+    plugins = Plugins()
     plugins.register(serving_plugin, "serving")
     context = WorkerContext(
         rank=0,

@@ -5,7 +5,6 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any, cast
 
-import pluggy
 import pytest
 import torch
 
@@ -13,7 +12,7 @@ from anygauge.algorithms import plugin
 from anygauge.config import Config
 from anygauge.plugins import Plugins
 from anygauge.trainer.actors import make_loss
-from anygauge_hooks import PROJECT, hookimpl, specs
+from anygauge_hooks import hookimpl
 from anygauge_hooks.algorithms import Correction
 from anygauge_hooks.engines import LossInputs, WorkerContext
 from anygauge_hooks.errors import UnknownNameError
@@ -34,8 +33,7 @@ class Plugin:
 
 @pytest.fixture
 def context() -> WorkerContext:
-    plugins = Plugins(pluggy.PluginManager(PROJECT))
-    plugins.manager.add_hookspecs(specs)
+    plugins = Plugins()
     plugins.register(plugin, "core")
     plugins.register(Plugin(), "mine")
     return cast(WorkerContext, SimpleNamespace(plugins=plugins))

@@ -6,13 +6,12 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
-import pluggy
 import pytest
 
 from anygauge.plugins import Plugins, load_plugins
 from anygauge.weight_sync import plugin
 from anygauge_cpu.plugin import CPU
-from anygauge_hooks import PROJECT, hookimpl, specs
+from anygauge_hooks import hookimpl
 from anygauge_hooks.errors import DuplicateNameError
 from anygauge_hooks.weights import WeightTransportSpec
 
@@ -29,8 +28,7 @@ def test_two_transports_of_one_name_are_an_error() -> None:
         def register_weight_transports(self) -> list[WeightTransportSpec]:
             return [WeightTransportSpec(name="disk", make=lambda config, context: None)]  # type: ignore[arg-type,return-value]
 
-    plugins = Plugins(pluggy.PluginManager(PROJECT))
-    plugins.manager.add_hookspecs(specs)
+    plugins = Plugins()
     plugins.register(plugin, "anygauge.weight_sync.plugin")
     plugins.register(Other(), "other")
     with pytest.raises(DuplicateNameError, match="'disk' is registered by"):

@@ -307,9 +307,8 @@ def _arguments(
 
 def _environment(config: Config, context: WorkerContext) -> dict[str, str]:
     backend = context.backend
-    asked = context.plugins.merged(
-        "worker_env",
-        backend=backend,
+    asked = context.plugins.worker_env(
+        backend,
         role=ROLE,
         deterministic=config.run.deterministic,
         interface=config.cluster.interface,

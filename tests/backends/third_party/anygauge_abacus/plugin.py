@@ -19,36 +19,30 @@ def register_backends():
 
 
 @hookimpl
-def worker_env(backend):
-    return env.WORKER if backend.name == "abacus" else None
+def worker_env():
+    return env.WORKER
 
 
 @hookimpl
-def prepare_worker(backend, phase):
-    if backend.name == "abacus" and phase == "before_vendor_import":
+def prepare_worker(phase):
+    if phase == "before_vendor_import":
         import torch  # noqa: F401 - yours: import torch_abacus, which registers the device with torch
 
 
 @hookimpl
-def make_device(backend, index):
-    if backend.name != "abacus":
-        return None
+def make_device(index):
     from anygauge_abacus.device import AbacusDevice
 
     return AbacusDevice(index)
 
 
 @hookimpl
-def adjust_config(backend):
-    if backend.name != "abacus":
-        return None
+def adjust_config():
     return [ConfigChange(path="train.dtype", value="float32", reason="beads hold no bfloat16")]
 
 
 @hookimpl
-def register_kernels(backend):
-    if backend.name != "abacus":
-        return None
+def register_kernels():
     from anygauge_abacus.kernels import kernels
 
     return kernels()

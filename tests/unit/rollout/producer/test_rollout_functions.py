@@ -7,7 +7,6 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-import pluggy
 import pytest
 
 from anygauge.config.schema import Data, Rollout
@@ -17,7 +16,7 @@ from anygauge.rollout.multi_turn import multi_turn
 from anygauge.rollout.producer import Producer
 from anygauge.rollout.text import TextTools
 from anygauge.testing.tiny import tiny_tokenizer
-from anygauge_hooks import PROJECT, hookimpl, specs
+from anygauge_hooks import hookimpl
 from anygauge_hooks.errors import PluginError, RolloutError, UnknownNameError
 from anygauge_hooks.rl import NO_VERSION, Group, Prompt, Sample
 from anygauge_hooks.rollout import GenerateRequest, Generation
@@ -378,8 +377,7 @@ class Own:
 
 
 def test_functions_are_found_by_name_or_path_and_given_their_options() -> None:
-    plugins = Plugins(pluggy.PluginManager(PROJECT))
-    plugins.manager.add_hookspecs(specs)
+    plugins = Plugins()
     plugins.register(Own(), "own")
     keys = {"function": "raises", "filters": ["longer", f"{__name__}:nothing"]}
     with pytest.raises(UnknownNameError, match="Filter"):

@@ -198,7 +198,7 @@ def test_only_a_server_of_ours_is_told_of_the_platform(
     from anygauge_cpu.rollout import activate_platform
 
     ask = {"backend": cpu, "deterministic": False, "interface": None, "ip_version": "any", "timeout_s": 9.0}
-    asked, other = (plugins.merged("worker_env", role=role, **ask) for role in ("sglang", "rollout"))
+    asked, other = (plugins.worker_env(role=role, **ask) for role in ("sglang", "rollout"))
     assert asked.keys() - other.keys() == {"ANYGAUGE_SGLANG_PLATFORM", "SGLANG_PLATFORM"}
     monkeypatch.delenv("ANYGAUGE_SGLANG_PLATFORM", raising=False)
     assert activate_platform() is None

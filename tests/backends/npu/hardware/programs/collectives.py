@@ -30,9 +30,7 @@ def main() -> None:
     plugins = load_plugins()
     backend, _ = select_backend(plugins, "npu")
     network: dict[str, Any] = {"interface": None, "ip_version": "any"}
-    env = plugins.merged(
-        "worker_env", backend=backend, role="actor", deterministic=False, timeout_s=120.0, **network
-    )
+    env = plugins.worker_env(backend, role="actor", deterministic=False, timeout_s=120.0, **network)
     ranks = [
         subprocess.Popen(
             [sys.executable, __file__, str(rank), port],
