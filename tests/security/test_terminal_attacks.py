@@ -8,6 +8,7 @@ import io
 import logging
 import re
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from rich.console import Console
 from anygauge.cli import doctor, main
 from anygauge.cli.entry import _terminal
 from anygauge.cli.eval import print_table
+from anygauge.observability import control_characters
 from anygauge.observability.control_characters import visible
 from anygauge.observability.logs import driver_log, log_worker
 from anygauge.observability.progress import RunProgress
@@ -49,6 +51,12 @@ def doctor_does(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], Any]]
         monkeypatch.setattr(doctor, "run", run)
 
     return doctor_does
+
+
+@pytest.fixture
+def raw_warnings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Start with Python's format of warnings, which an earlier test may have replaced."""
+    monkeypatch.setattr(warnings, "formatwarning", control_characters._format_warning)
 
 
 def fail(error: Exception) -> None:
@@ -99,13 +107,29 @@ def test_a_warning_on_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     assert_visible(capsys.readouterr().err, 3)
 
 
+def warn() -> None:
+    """Print a warning as Python does outside of tests."""
+    sys.stderr.write(warnings.formatwarning(HOSTILE, UserWarning, HOSTILE, 1, HOSTILE))
+
+
+@pytest.mark.usefixtures("raw_warnings")
+def test_a_warning_of_python(
+    doctor_does: Callable[[Callable[[], Any]], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    doctor_does(warn)
+    assert main(["doctor"]) == 0
+    assert_visible(capsys.readouterr().err, 3)
+
+
+@pytest.mark.usefixtures("raw_warnings")
 def test_the_log_of_a_worker(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     root = logging.getLogger()
     monkeypatch.setattr(root, "handlers", [])
     monkeypatch.setattr(root, "level", root.level)
     log_worker("rollout", 3)
     root.handle(logged())
-    assert_visible(capsys.readouterr().err, 3)
+    warn()
+    assert_visible(capsys.readouterr().err, 6)
 
 
 def test_a_traceback_of_a_reward_function(capsys: pytest.CaptureFixture[str]) -> None:

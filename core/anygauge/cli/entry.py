@@ -6,6 +6,7 @@ import argparse
 import logging
 import os
 import sys
+import warnings
 from collections.abc import Sequence
 from types import TracebackType
 
@@ -15,7 +16,12 @@ from anygauge.cli import eval as evaluate
 from anygauge.cli.arguments import split_arguments
 from anygauge.cli.torch_extensions import extension_failure
 from anygauge.distributed.garbage import skip_last_collection
-from anygauge.observability.control_characters import VisibleFormatter, format_exception, visible
+from anygauge.observability.control_characters import (
+    VisibleFormatter,
+    format_exception,
+    format_warning,
+    visible,
+)
 from anygauge_hooks.errors import AnygaugeError, WorkerFailedError
 
 __all__ = ["COMMANDS", "make_parser", "run"]
@@ -41,6 +47,7 @@ def run(argv: Sequence[str]) -> int:
     _open_missing_streams()
     sys.excepthook = _print_uncaught
     logging.basicConfig(handlers=[_terminal()])
+    warnings.formatwarning = format_warning
     try:
         status = _run(_parse(argv))
         return status if _flushed() else 1

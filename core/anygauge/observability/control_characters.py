@@ -5,14 +5,17 @@ from __future__ import annotations
 import logging
 import re
 import traceback
+import warnings
 
-__all__ = ["VisibleFormatter", "format_exception", "visible"]
+__all__ = ["VisibleFormatter", "format_exception", "format_warning", "visible"]
 
 # C0 and C1 but for newline and tab, line and paragraph separators, bidirectional embeddings, overrides and
 # isolates, and code points that are no characters.
 _HIDDEN = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff\ufffe\uffff]",
 )
+
+_format_warning = warnings.formatwarning
 
 
 def visible(text: str) -> str:
@@ -30,6 +33,16 @@ def visible(text: str) -> str:
 def format_exception(error: BaseException) -> str:
     """Return a traceback as Python prints it, without control characters."""
     return visible("".join(traceback.format_exception(error)))
+
+
+def format_warning(
+    message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
+) -> str:
+    """Return a warning as Python prints it, without control characters: libraries quote what they read.
+
+    For ``warnings.formatwarning``.
+    """
+    return visible(_format_warning(message, category, filename, lineno, line))
 
 
 class VisibleFormatter(logging.Formatter):

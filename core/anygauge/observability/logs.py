@@ -21,7 +21,7 @@ from typing import Any, TextIO
 
 from anygauge import __version__
 from anygauge.config.secret_values import without_secrets
-from anygauge.observability.control_characters import VisibleFormatter
+from anygauge.observability.control_characters import VisibleFormatter, format_warning
 from anygauge.observability.eval_names import EVAL_RESULT
 
 __all__ = ["DRIVER_LOG", "driver_log", "log_worker", "summary"]
@@ -89,7 +89,10 @@ def summary(metrics: Mapping[str, float]) -> str:
 
 
 def log_worker(role: str, rank: int) -> None:
-    """Give what the loggers of this process say a time and a rank, on its standard error."""
+    """Give what the loggers of this process say a time and a rank, on its standard error.
+
+    Warnings of Python lose their control characters there.
+    """
     handler = logging.StreamHandler()
     handler.setFormatter(
         _Lines(f"%(asctime)s.%(msecs)03d %(levelname)s [{role}-{rank}] %(name)s: %(message)s")
@@ -97,6 +100,7 @@ def log_worker(role: str, rank: int) -> None:
     handler.addFilter(_wanted)
     root = logging.getLogger()
     root.addHandler(handler)
+    warnings.formatwarning = format_warning
     root.setLevel(logging.INFO)  # the loggers of backends and models are no children of the core's
 
 
