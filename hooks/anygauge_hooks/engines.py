@@ -6,14 +6,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
+from anygauge_hooks.types import WorkerContext
+
 if TYPE_CHECKING:
     from torch import Tensor
 
     from anygauge_hooks.algorithms import ValueLoss
-    from anygauge_hooks.media import MediaStore
     from anygauge_hooks.rl import Prompt, Sample, SamplingParams, TrainSample
     from anygauge_hooks.rollout import EngineServer, ServerKind
-    from anygauge_hooks.types import BackendSpec, Device
+    from anygauge_hooks.types import BackendSpec
 
 __all__ = [
     "CriticEngine",
@@ -35,26 +36,6 @@ MemoryState = Literal["nothing", "weights", "everything"]
 
 WeightStream = Iterable[tuple[str, "Tensor"]]
 """Full tensors under their Hugging Face names, in checkpoint order."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerContext:
-    """Who and where a worker process is."""
-
-    rank: int
-    world_size: int
-    backend: BackendSpec
-    device: Device
-    plugins: Any
-    """``anygauge.plugins.Plugins`` of this process."""
-    accelerators: Sequence[str] = ()
-    """Physical ids of the devices that the process was given."""
-    address: str = "127.0.0.1"
-    """Address of this node, for services that other nodes call; loopback on a single node."""
-    logs: str | None = None
-    """Directory for the logs of what the process starts; ``None`` takes that of the run."""
-    media: MediaStore | None = None
-    """Store of images, videos and audio; ``None`` in a text-only run."""
 
 
 class TopKLogProbs(NamedTuple):

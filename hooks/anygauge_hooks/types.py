@@ -12,6 +12,8 @@ if TYPE_CHECKING:
 
     import torch
 
+    from anygauge_hooks.media import MediaStore
+
 __all__ = [
     "AcceleratorIds",
     "Availability",
@@ -28,6 +30,7 @@ __all__ = [
     "RunInfo",
     "Tracker",
     "TrackerSpec",
+    "WorkerContext",
 ]
 
 AcceleratorIds = Sequence[str]
@@ -263,3 +266,23 @@ class Device(Protocol):
         ``thermal_slowed`` (shares of the time in which clocks were lowered) are means since the last call,
         ``temperature`` (degrees Celsius) and ``clock`` (MHz) are read now.
         """
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerContext:
+    """Who and where a worker process is."""
+
+    rank: int
+    world_size: int
+    backend: BackendSpec
+    device: Device
+    plugins: Any
+    """``anygauge.plugins.Plugins`` of this process."""
+    accelerators: Sequence[str] = ()
+    """Physical ids of the devices that the process was given."""
+    address: str = "127.0.0.1"
+    """Address of this node, for services that other nodes call; loopback on a single node."""
+    logs: str | None = None
+    """Directory for the logs of what the process starts; ``None`` takes that of the run."""
+    media: MediaStore | None = None
+    """Store of images, videos and audio; ``None`` in a text-only run."""

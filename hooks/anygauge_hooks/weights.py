@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from anygauge_hooks.engines import WorkerContext
+    from anygauge_hooks.types import WorkerContext
 
 __all__ = [
     "NO_KEYS",

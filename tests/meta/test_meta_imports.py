@@ -9,11 +9,13 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Callable
+from graphlib import TopologicalSorter
 from importlib.metadata import entry_points
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import grimp
 import pytest
 
 from anygauge.plugins import BACKENDS_GROUP, DEFAULT_PLUGINS, PLUGINS_GROUP
@@ -122,6 +124,14 @@ def test_help_takes_less_than_half_a_second() -> None:
         # Of the processor: a busy machine does not make it slower.
         seconds.append(usage.ru_utime + usage.ru_stime)
     assert min(seconds) < 0.5
+
+
+def test_no_module_imports_itself_through_others() -> None:
+    """Imports inside functions and under ``TYPE_CHECKING`` count: they too say who knows whom."""
+    graph = grimp.build_graph(*PACKAGES, cache_dir=None)
+    imports = {module: graph.find_modules_directly_imported_by(module) for module in graph.modules}
+    assert len(imports) > 400
+    TopologicalSorter(imports).prepare()  # its error names the modules of a cycle
 
 
 def test_no_top_level_folder_is_a_package(root: Path) -> None:

@@ -24,10 +24,16 @@ from anygauge.distributed.all_gather import all_gather_values
 from anygauge.engines.megatron.checkpoints.checkpoint import Checkpointer
 from anygauge.engines.megatron.consistency_check import check_configs_agree, check_ranks_agree
 from anygauge.engines.megatron.gradients import begin_gradients
-from anygauge.engines.megatron.inputs import MicroBatches, micro_batches, per_sample
+from anygauge.engines.megatron.inputs import (
+    MicroBatches,
+    attach_routes,
+    keep_routes,
+    micro_batches,
+    per_sample,
+)
 from anygauge.engines.megatron.layers.moe import expert_load, routers
 from anygauge.engines.megatron.layers.output import output_logprob
-from anygauge.engines.megatron.layers.routing import RoutingStore, attach_routes, keep_routes
+from anygauge.engines.megatron.layers.routing import RoutingStore
 from anygauge.engines.megatron.media.batch import MediaReader
 from anygauge.engines.megatron.memory_offload import DeviceMemory, gradients, optimizer_state
 from anygauge.engines.megatron.model import Policy, build_policy, initialize_parallel

@@ -29,7 +29,7 @@ from anygauge.engines.megatron.layers.context_parallel import (
     sum_over_context,
 )
 from anygauge.engines.megatron.layers.modules import PackedSequences
-from anygauge.engines.megatron.layers.routing import Routes
+from anygauge.engines.megatron.layers.routing import Routes, RoutingStore
 from anygauge.engines.megatron.media.batch import MediaInputs, MediaReader, media_inputs
 from anygauge_hooks.errors import DataError
 from anygauge_hooks.rl import TrainSample
@@ -38,6 +38,8 @@ __all__ = [
     "MicroBatch",
     "MicroBatches",
     "PlannedBatch",
+    "attach_routes",
+    "keep_routes",
     "micro_batches",
     "model_inputs",
     "per_sample",
@@ -310,3 +312,21 @@ def per_sample(batches: Sequence[PlannedBatch], outputs: Sequence[Tensor], count
         for index, part in zip(batch.indices, output.cpu().split(batch.response_lengths), strict=True):
             result[index] = part
     return result
+
+
+def attach_routes(
+    batches: Sequence[PlannedBatch],
+    samples: Sequence[TrainSample],
+    make: Callable[[Sequence[TrainSample], SequenceParts], Routes],
+) -> None:
+    """Give each micro-batch its record."""
+    for batch in batches:
+        batch.routes = make([samples[index] for index in batch.indices], batch.parts)
+
+
+def keep_routes(batches: Sequence[PlannedBatch], samples: Sequence[TrainSample], store: RoutingStore) -> None:
+    """Keep what the log-prob pass of a step captured, in the place of all before it."""
+    store.clear()
+    for batch in batches:
+        assert batch.routes is not None
+        store.keep([samples[index] for index in batch.indices], batch.parts, batch.routes)

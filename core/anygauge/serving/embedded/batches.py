@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from anygauge.serving.embedded.prefixes import Prefixes
-from anygauge.serving.embedded.sampling import draw, seed_tensor, uniforms
+from anygauge.serving.embedded.sampling import PendingSample, PromptKey, draw, seed_tensor, uniforms
 from anygauge_hooks.errors import RolloutError
 
 if TYPE_CHECKING:
@@ -18,35 +18,12 @@ if TYPE_CHECKING:
     from anygauge.serving.embedded.decoding import Recorder
     from anygauge.serving.embedded.multimodal import MultimodalTowers
     from anygauge.serving.embedded.stopping import Stopper
-    from anygauge_hooks.media import Media
     from anygauge_hooks.rl import FinishReason, SamplingParams
 
 __all__ = ["PendingSample", "Response", "generate_batch", "plan_batches"]
 
-PromptKey = tuple[tuple[int, ...], tuple[str, ...]]
-
-
 _BLOCK = 64
 """Positions for which random numbers are made at once: thirty operations, however few the numbers."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PendingSample:
-    """One sample to generate."""
-
-    index: int
-    """Position in the request."""
-    tokens: tuple[int, ...]
-    """The prompt."""
-    seed: int
-    max_new_tokens: int
-    media: tuple[Media, ...] = ()
-    """Media of the prompt."""
-
-    @property
-    def prompt(self) -> PromptKey:
-        """Key of samples with the same prompt: equal tokens may stand for different images."""
-        return self.tokens, tuple(medium.key for medium in self.media)
 
 
 @dataclass(frozen=True, slots=True)

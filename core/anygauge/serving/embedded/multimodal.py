@@ -17,7 +17,7 @@ from anygauge_hooks.errors import RolloutError
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from anygauge.serving.embedded.batches import PendingSample
+    from anygauge.serving.embedded.sampling import PendingSample
     from anygauge_hooks.media import Content, Media, MediaKind, MediaSpec, MediaStore, TowerSpec
 
 __all__ = ["MultimodalContext", "MultimodalTowers"]

@@ -19,8 +19,8 @@ from anygauge.serving.embedded.decoding import RecordedStep, Recorder, covers
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from anygauge.serving.embedded.batches import PendingSample
     from anygauge.serving.embedded.multimodal import MultimodalTowers
+    from anygauge.serving.embedded.sampling import PendingSample
 
 __all__ = ["Prefixes"]
 

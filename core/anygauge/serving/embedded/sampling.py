@@ -7,6 +7,7 @@ but its own seed and the position, whichever other samples share its batch and i
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,12 +15,34 @@ import torch
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from anygauge_hooks.media import Media
     from anygauge_hooks.rl import SamplingParams
 
-__all__ = ["draw", "seed_tensor", "uniforms"]
+__all__ = ["PendingSample", "PromptKey", "draw", "seed_tensor", "uniforms"]
+
+PromptKey = tuple[tuple[int, ...], tuple[str, ...]]
 
 _MAX_ELEMENTS = 1 << 26
 """Largest ``[rows, V]`` that is worked on at once: with a large vocabulary copies would fill the memory."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PendingSample:
+    """One sample to generate."""
+
+    index: int
+    """Position in the request."""
+    tokens: tuple[int, ...]
+    """The prompt."""
+    seed: int
+    max_new_tokens: int
+    media: tuple[Media, ...] = ()
+    """Media of the prompt."""
+
+    @property
+    def prompt(self) -> PromptKey:
+        """Key of samples with the same prompt: equal tokens may stand for different images."""
+        return self.tokens, tuple(medium.key for medium in self.media)
 
 
 def _signed(value: int) -> int:

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.tensor_parallel.mappings import all_to_all, copy_to_tensor_model_parallel_region
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.spec_utils import ModuleSpec, build_module
+from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
@@ -28,9 +28,8 @@ from anygauge_hooks.errors import ConfigError
 if TYPE_CHECKING:
     from anygauge.engines.megatron.layers.context_parallel import SequenceParts
     from anygauge.engines.megatron.layers.modules import PackedSequences
-    from anygauge.engines.megatron.layers.provider import SpecProvider
 
-__all__ = ["DeltaRule", "GatedDeltaNet", "GatedDeltaNetSubmodules", "GatedNorm", "attention_spec"]
+__all__ = ["DeltaRule", "GatedDeltaNet", "GatedDeltaNetSubmodules", "GatedNorm"]
 
 KEY_EPSILON = 1e-6
 """Added to the squared length of queries and keys."""
@@ -44,17 +43,6 @@ class GatedDeltaNetSubmodules:
     delta_rule: Any
     out_norm: Any
     out_proj: Any
-
-
-def attention_spec(provider: SpecProvider, config: TransformerConfig) -> ModuleSpec:
-    """Return a gated delta net; its sizes are fields of the config."""
-    submodules = GatedDeltaNetSubmodules(
-        in_proj=provider.column_parallel_linear(),
-        delta_rule=provider.delta_rule(),
-        out_norm=provider.gated_norm(),
-        out_proj=provider.row_parallel_linear(),
-    )
-    return ModuleSpec(module=GatedDeltaNet, submodules=submodules)
 
 
 class GatedNorm(nn.Module):

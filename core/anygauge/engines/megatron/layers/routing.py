@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -19,10 +18,7 @@ from anygauge.engines.megatron.layers.context_parallel import SequenceParts, gat
 from anygauge_hooks.errors import RouterReplayError
 from anygauge_hooks.rl import TrainSample
 
-if TYPE_CHECKING:
-    from anygauge.engines.megatron.inputs import PlannedBatch
-
-__all__ = ["Routes", "RoutingStore", "attach_routes", "keep_routes"]
+__all__ = ["Routes", "RoutingStore"]
 
 STORED = torch.int16
 """Dtype of expert indices between passes; no model has more than 32,767 experts."""
@@ -128,24 +124,6 @@ class RoutingStore:
             wide = chosen.int()  # gloo gathers no int16
             chosen = gather_rows(wide, parts.whole_rows.to(chosen.device), self._group).to(STORED)
         return chosen.cpu()
-
-
-def attach_routes(
-    batches: Sequence[PlannedBatch],
-    samples: Sequence[TrainSample],
-    make: Callable[[Sequence[TrainSample], SequenceParts], Routes],
-) -> None:
-    """Give each micro-batch its record."""
-    for batch in batches:
-        batch.routes = make([samples[index] for index in batch.indices], batch.parts)
-
-
-def keep_routes(batches: Sequence[PlannedBatch], samples: Sequence[TrainSample], store: RoutingStore) -> None:
-    """Keep what the log-prob pass of a step captured, in the place of all before it."""
-    store.clear()
-    for batch in batches:
-        assert batch.routes is not None
-        store.keep([samples[index] for index in batch.indices], batch.parts, batch.routes)
 
 
 def _key(sample: TrainSample) -> bytes:

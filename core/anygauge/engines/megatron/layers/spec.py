@@ -48,11 +48,22 @@ def self_attention(provider: SpecProvider, config: TransformerConfig) -> ModuleS
     )
 
 
+def gated_delta_net(provider: SpecProvider, config: TransformerConfig) -> ModuleSpec:
+    """Return a gated delta net; its sizes are fields of the config."""
+    submodules = gated_delta.GatedDeltaNetSubmodules(
+        in_proj=provider.column_parallel_linear(),
+        delta_rule=provider.delta_rule(),
+        out_norm=provider.gated_norm(),
+        out_proj=provider.row_parallel_linear(),
+    )
+    return ModuleSpec(module=gated_delta.GatedDeltaNet, submodules=submodules)
+
+
 _ATTENTION: dict[str, tuple[AttentionSpec, str]] = {
     "self": (self_attention, "self_attention.linear_qkv.layer_norm_"),
     "gated": (gated_attention.attention_spec, "self_attention.linear_qkv.layer_norm_"),
     "latent": (latent_attention.attention_spec, "input_layernorm."),
-    "gated_delta": (gated_delta.attention_spec, "self_attention.in_proj.layer_norm_"),
+    "gated_delta": (gated_delta_net, "self_attention.in_proj.layer_norm_"),
 }
 """Attention and the canonical name of the norm before it, by kind of layer. Transformer Engine fuses that
 norm into the linear that follows, where one follows; our layers keep it as a module."""
