@@ -12,10 +12,13 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
+import torch.nn.functional as F
+from torch import Tensor
+
 from anygauge_hooks.kernels import KernelImpl, KernelOp
 from anygauge_hooks.tiles import TileMath
 
-__all__ = ["kernels", "tile_math"]
+__all__ = ["kernels", "layer_norm", "tile_math"]
 
 MODULES: Mapping[KernelOp, str] = {
     "add_rms_norm": "norms",
@@ -74,10 +77,22 @@ def _of_heads(fn: Callable[..., Any], source: str, sizes: range) -> KernelImpl:
 
 def _by_torch() -> Iterable[KernelImpl]:
     """Return torch's own fused operators."""
-    from anygauge_cuda import experts, norms
+    from anygauge_cuda import experts
 
     yield KernelImpl(op="grouped_matmul", fn=experts.grouped_matmul, source="torch.nn.functional.grouped_mm")
-    yield KernelImpl(op="layer_norm", fn=norms.layer_norm, source="torch.nn.functional.layer_norm")
+    yield KernelImpl(op="layer_norm", fn=layer_norm, source="torch.nn.functional.layer_norm")
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    """Return the layer norm of ``x``; torch's kernel keeps mean and variance in float32.
+
+    :param x: ``[..., D]``.
+    :param weight: ``[D]``.
+    :param bias: ``[D]``.
+    :param eps: Added to the variance.
+    :returns: ``[..., D]``, the dtype of ``x``.
+    """
+    return F.layer_norm(x, weight.shape, weight, bias, eps)
 
 
 def _in_triton(op: KernelOp, module: str) -> KernelImpl:

@@ -1,6 +1,7 @@
-"""Monte Carlo estimators of KL(policy || reference) from tokens that the policy sampled.
+"""KL divergences: estimated from sampled tokens, and of a teacher's top-k tokens for distillation.
 
-John Schulman, "Approximating KL Divergence", http://joschu.net/blog/kl-approx.html. With
+Monte Carlo estimators of KL(policy || reference) from tokens that the policy sampled: John Schulman,
+"Approximating KL Divergence", http://joschu.net/blog/kl-approx.html. With
 ``d = log reference(x) - log policy(x)`` the estimators are ``k1 = -d``, ``k2 = d^2 / 2`` and
 ``k3 = exp(d) - 1 - d``.
 
@@ -15,7 +16,7 @@ from typing import Literal, assert_never
 
 from torch import Tensor
 
-__all__ = ["KlType", "kl_divergence"]
+__all__ = ["KlType", "kl_divergence", "top_k_kl"]
 
 KlType = Literal["k1", "k2", "k3", "low_var_kl"]
 
@@ -45,3 +46,21 @@ def kl_divergence(log_probs: Tensor, reference_log_probs: Tensor, kl_type: KlTyp
             return (bounded.expm1() - bounded).clamp(max=_MAX_LOW_VAR_KL)
         case _:
             assert_never(kl_type)
+
+
+def top_k_kl(log_probs_TK: Tensor, teacher_log_probs_TK: Tensor) -> Tensor:
+    """Return KL(teacher || policy) with all but the teacher's top-k tokens taken as one.
+
+    ``sum_k p_k (log p_k - log q_k)``, the divergence of the two distributions over ``K`` outcomes, of which
+    the last one is all other tokens: a lower bound of that over the vocabulary, 0 for equal policies, and
+    exact if there are no others. Its gradient is that of forward KL distillation,
+    https://arxiv.org/abs/1503.02531 section 2, without ``[T, V]`` of either model.
+
+    What is left for the others is given and not computed: ``1 - sum_k q_k`` of a policy that is sure of a
+    token has no digit that is right.
+
+    :param log_probs_TK: ``[T, K]``, of the policy for those outcomes; carries the gradient.
+    :param teacher_log_probs_TK: ``[T, K]``, of the teacher.
+    :returns: ``[T]``, in nats.
+    """
+    return (teacher_log_probs_TK.exp() * (teacher_log_probs_TK - log_probs_TK)).sum(1)

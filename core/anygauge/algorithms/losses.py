@@ -16,8 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from anygauge.algorithms.distillation import top_k_kl
-from anygauge.algorithms.kl import KlType, kl_divergence
+from anygauge.algorithms.kl import KlType, kl_divergence, top_k_kl
 from anygauge.algorithms.sample_sums import sample_means
 from anygauge_hooks.engines import LossFunction, LossInputs
 
@@ -148,7 +147,7 @@ def policy_objective(
     :param kl_coef: Above 0 the inputs must have ``reference_log_probs``.
     :param kl_type: Estimator of the KL term.
     :param entropy_coef: Above 0 the inputs' entropy must carry a gradient.
-    :param distill_kl_coef: Weight of :func:`~anygauge.algorithms.distillation.top_k_kl`; above 0 the inputs
+    :param distill_kl_coef: Weight of :func:`~anygauge.algorithms.kl.top_k_kl`; above 0 the inputs
         must have the teacher's top-k tokens.
     :returns: A picklable loss function.
     """

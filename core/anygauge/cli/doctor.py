@@ -17,15 +17,21 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from importlib.metadata import entry_points
+from importlib.metadata import PackageNotFoundError, entry_points, version
 from typing import Any, Literal
 
 from anygauge import __version__
 from anygauge_hooks.errors import UnknownBackendError
 
-__all__ = ["HELP", "BackendRow", "add_arguments", "run"]
+__all__ = ["HELP", "BackendRow", "MediaRow", "add_arguments", "read_media", "run"]
 
 HELP = "Say which backends can run on this host, and what to do about the others."
+
+_READERS = (
+    ("images, animations", "pillow", "pip install pillow"),
+    ("mp4 and other video", "av", "pip install 'anygauge[media]'"),
+    ("sound other than WAV", "soundfile", "pip install 'anygauge[media]'"),
+)
 
 Status = Literal["PASS", "FAIL", "NOT INSTALLED"]
 GIB = 1 << 30
@@ -38,6 +44,16 @@ class BackendRow:
     name: str
     status: Status
     reason: str
+    fix: str | None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class MediaRow:
+    """One kind of files."""
+
+    name: str
+    status: Status
+    found: str
     fix: str | None
 
 
@@ -95,7 +111,6 @@ def examine(timeout_s: float) -> dict[str, Any]:
     :param timeout_s: Deadline of all probes together.
     """
     from anygauge.cli.installed import read_installed
-    from anygauge.cli.media import read_media
     from anygauge.observability.host import read_cpus, read_memory
     from anygauge.plugins import BACKENDS_GROUP
 
@@ -261,3 +276,15 @@ def _installed(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         yield f"            fix: {row['fix']}"
     if not wrong:
         yield f"  all {len(rows)} requirements are met"
+
+
+def read_media() -> list[MediaRow]:
+    """Return what can be read, and what to install for the rest. Nothing is imported."""
+    return [_media_row(*each) for each in _READERS]
+
+
+def _media_row(name: str, distribution: str, fix: str) -> MediaRow:
+    try:
+        return MediaRow(name, "PASS", f"{distribution} {version(distribution)}", None)
+    except PackageNotFoundError:
+        return MediaRow(name, "NOT INSTALLED", f"{distribution} is not installed", fix)

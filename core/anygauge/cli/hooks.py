@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["HELP", "add_arguments", "run"]
+__all__ = ["HELP", "add_arguments", "columns", "run"]
 
 HELP = "List who implements each hook and each kernel operation."
 
@@ -46,8 +46,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _rendered(report: Mapping[str, Any]) -> str:
-    from anygauge.cli.text import columns
-
     kernels = [("OPERATION", "SERVED BY", "DTYPES", "PACKAGE", "WHERE"), *map(_kernel, report["kernels"])]
     hooks = [("HOOK", "PLUGIN", "PACKAGE", "WHERE"), *map(_hook, report["hooks"])]
     lines = [f"Kernels on {report['backend']}", columns(kernels), "", "Hooks", columns(hooks)]
@@ -78,3 +76,15 @@ def _short(location: str | None) -> str:
 
 def _package(row: Mapping[str, Any]) -> str:
     return f"{row['package']} {row['version']}" if row["package"] else "-"
+
+
+def columns(rows: Sequence[Sequence[str]], indent: int = 2) -> str:
+    """Return rows with their cells aligned; the last column is not padded.
+
+    >>> print(columns([("op", "source"), ("rms_norm", "torch")], indent=0))
+    op        source
+    rms_norm  torch
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
+    return "\n".join(f"{' ' * indent}{line}".rstrip() for line in lines)

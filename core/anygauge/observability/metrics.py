@@ -15,7 +15,6 @@ from math import fsum, sqrt
 from statistics import fmean
 from typing import Any
 
-from anygauge.observability.conversations import conversation_metrics
 from anygauge.observability.datasets import train_datasets
 from anygauge.observability.evaluation import (
     eval_metrics,
@@ -33,7 +32,7 @@ from anygauge.observability.responses import (
     turn_metrics,
 )
 from anygauge.observability.staleness import staleness_metrics
-from anygauge_hooks.rl import Group, Sample
+from anygauge_hooks.rl import Group, Prompt, Sample
 
 __all__ = [
     "StepWork",
@@ -133,3 +132,27 @@ def _dataset_metrics(
         metrics[f"rollout/{name}/response_len/mean"] = fmean(len(each.response_tokens) for each in samples)
         metrics[f"rollout/{name}/truncated_ratio"] = truncated_ratio(samples)
     return metrics
+
+
+def conversation_metrics(rows: Sequence[Prompt], *, datasets: int = 1) -> dict[str, float]:
+    """Return how much a step trains on, as ``train/samples``, ``tokens`` and ``sequence_len/mean``.
+
+    :param rows: At least one, each with a response and its loss mask.
+    :param datasets: How many data sets the run trains on; with several, those of the step have the same
+        metrics under ``train/<dataset>/``.
+    """
+    parts: dict[str, list[Prompt]] = defaultdict(list)
+    for row in rows:
+        parts[row.dataset].append(row)
+    metrics = _row_metrics("train/", rows)
+    for name, part in parts.items() if max(datasets, len(parts)) > 1 else ():
+        metrics |= _row_metrics(f"train/{name}/", part)
+    return metrics
+
+
+def _row_metrics(prefix: str, rows: Sequence[Prompt]) -> dict[str, float]:
+    return {
+        f"{prefix}samples": len(rows),
+        f"{prefix}tokens": sum(sum(row.loss_mask) for row in rows),
+        f"{prefix}sequence_len/mean": fmean(len(row.tokens) + len(row.response) for row in rows),
+    }

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from anygauge.algorithms.advantages import dr_grpo, rloo
 from anygauge.algorithms.aggregation import token_weights
-from anygauge.algorithms.distillation import top_k_kl
+from anygauge.algorithms.kl import top_k_kl
 from anygauge.algorithms.losses import bind_options, cispo, gspo, policy_gradient, policy_objective
 from anygauge.algorithms.values import value_loss
 from anygauge_hooks.algorithms import ValueInputs

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from anygauge.cli import doctor
+from anygauge.cli.doctor import MediaRow, read_media
 from anygauge.cli.installed import read_installed
-from anygauge.cli.media import MediaRow, read_media
 
 
 def run_doctor(*arguments: str, path: Path | None = None) -> subprocess.CompletedProcess[str]:

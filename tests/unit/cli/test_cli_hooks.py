@@ -11,7 +11,7 @@ import pytest
 
 import anygauge.plugins
 from anygauge.cli import main
-from anygauge.cli.text import columns
+from anygauge.cli.hooks import columns
 from anygauge.plugins import Plugins
 from anygauge_hooks import PROJECT, hookimpl, specs
 from anygauge_hooks.kernels import KERNEL_OPS, KernelImpl

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from anygauge.algorithms.distillation import top_k_kl
+from anygauge.algorithms.kl import top_k_kl
 from anygauge.kernels import linear_logprob as module
 from anygauge.kernels import reference
 from anygauge.kernels.linear_logprob import linear_logprob, linear_topk

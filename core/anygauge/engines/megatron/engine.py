@@ -48,7 +48,7 @@ from anygauge_hooks.engines import LossFunction, MemoryState, TopKLogProbs, Work
 from anygauge_hooks.errors import ConfigError, NonFiniteError
 from anygauge_hooks.rl import TrainSample
 
-__all__ = ["MegatronEngine"]
+__all__ = ["ForwardOnlyEngine", "MegatronEngine"]
 
 _NUMBERS = TypeAdapter(float | list[float], config=ConfigDict(ser_json_inf_nan="constants"))
 
@@ -380,3 +380,24 @@ class MegatronEngine:
         finally:
             self.context.device.synchronize()
             self._seconds[phase] += time.perf_counter() - start
+
+
+class ForwardOnlyEngine(MegatronEngine):
+    """An engine of a model that is not trained: no gradients, no optimizer, no memory for them.
+
+    It answers :meth:`log_probs`; what trains or saves is not there.
+    """
+
+    def _prepare_training(self) -> None:
+        for chunk in self.policy.chunks:
+            chunk.requires_grad_(False)
+        self.chunks = list(self.policy.chunks)
+
+    def _optimizer_tensors(self) -> Iterator[Tensor]:
+        return iter(())
+
+    def _gradients(self) -> Iterator[Tensor]:
+        return iter(())
+
+    def _synchronize_parameters(self) -> None:
+        """Do nothing: no optimizer step has left anything on other ranks."""
