@@ -41,6 +41,8 @@ BAD_OPENING = re.compile(r"(What|Of|By|That)\b")
 UNTYPED = ("config", "kernels", "plugins")
 """Arguments and fields of the contract that are no ``Any``."""
 BROAD = {"Exception", "BaseException"}
+FOREIGN = "foreign code: "
+"""Starts the reason beside a broad except: which plugin, reward, agent, engine or library it guards."""
 RETIRED = {
     *("angles", "answered", "asks", "beside", "calls", "controlled", "hearing", "hold", "holds", "keeper"),
     *("likeliest", "making", "meeting", "observed", "pictures", "requests", "residency", "saved", "sees"),
@@ -260,6 +262,11 @@ def broad_excepts(tree: Tree) -> list[str]:
     ]
 
 
+def unguarded(tree: Tree) -> list[str]:
+    """Return the broad excepts that do not say which foreign code they guard."""
+    return [each for each in broad_excepts(tree) if FOREIGN not in each]
+
+
 def is_broad(caught: ast.expr | None) -> bool:
     """Return whether an ``except`` clause catches every exception."""
     types = caught.elts if isinstance(caught, ast.Tuple) else [caught]
@@ -369,6 +376,7 @@ ROWS: dict[str, Callable[[Tree], Counter[str] | list[str] | float]] = {
     "lines of the third-party backend": third_party,
     "broad excepts in core without testing": broad_excepts,
     "the same in a thousand lines": broad_ratio,
+    "the same that guard no foreign code": unguarded,
 }
 """Function that counts each row: lines by file, places, or a ratio."""
 

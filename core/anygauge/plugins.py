@@ -365,7 +365,7 @@ def _kept_error(errors: dict[str, Exception], name: str) -> Iterator[None]:
     except (PluginError, pluggy.PluginValidationError) as error:
         errors[name] = PluginError(f"Plugin {name!r} breaks the contract: {error.args[0]}.", hint=_HOOKS_HINT)
         errors[name].__cause__ = error
-    except Exception as error:  # noqa: BLE001 - importing and describing a plugin runs anybody's code
+    except Exception as error:  # noqa: BLE001 - foreign code: a plugin is imported and describes itself
         errors[name] = error
 
 
@@ -462,7 +462,7 @@ def probe_backend(spec: BackendSpec) -> Availability:
     """Return whether a backend can run here; a probe that raises counts as no."""
     try:
         return spec.probe()
-    except Exception as error:  # noqa: BLE001 - a probe runs vendor code
+    except Exception as error:  # noqa: BLE001 - foreign code: a probe of a vendor's library
         return Availability(
             ok=False, reason=f"its probe raised {error!r}", hint="Report this to the backend."
         )

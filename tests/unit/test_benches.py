@@ -163,7 +163,15 @@ def test_each_row_of_the_code_metrics(tmp_path: Path, monkeypatch: pytest.Monkey
         "lines of the third-party backend": "0",
         "broad excepts in core without testing": "1",
         "the same in a thousand lines": f"{1000 / (1 + 60 + CODE.count(chr(10))):.2f}",
+        "the same that guard no foreign code": "1",
     }
+
+
+def test_every_broad_except_of_the_core_names_the_foreign_code_that_it_guards(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    metrics = script("code_metrics.py", monkeypatch)
+    assert metrics["unguarded"](metrics["read_tree"](BENCH.parent)) == []
 
 
 def test_the_recorder_sees_the_functions_of_a_step_alone_and_in_every_thread(

@@ -47,7 +47,7 @@ def _available(spec: BackendSpec) -> Availability:
 def _torch_failure() -> Availability | None:
     try:
         import torch
-    except Exception as error:  # noqa: BLE001 - importing torch loads the extensions of vendors
+    except Exception as error:  # noqa: BLE001 - foreign code: vendors' extensions of torch
         if (failure := extension_failure(error)) is not None:
             hint = f"export {AUTOLOAD}=0, or do what the row of the extension's backend says"
             return Availability(ok=False, reason=failure.args[0].rstrip("."), hint=hint)
@@ -76,7 +76,7 @@ def _checks(spec: BackendSpec) -> list[dict[str, Any]]:
         return []
     try:
         return [dataclasses.asdict(check) for check in spec.host_checks()]
-    except Exception as error:  # noqa: BLE001 - a backend's own code
+    except Exception as error:  # noqa: BLE001 - foreign code: a backend's checks
         fix = "Report this to the backend."
         return [dataclasses.asdict(HostCheck(name="checks", status="FAIL", found=repr(error), fix=fix))]
 

@@ -42,7 +42,7 @@ def import_problems(path: str, name: str) -> Problems:
         return
     try:
         missing = module not in sys.modules and importlib.util.find_spec(module) is None
-    except Exception as error:  # noqa: BLE001 - finding a submodule imports the user's package
+    except Exception as error:  # noqa: BLE001 - foreign code: the user's package is imported
         hint = f"importing the package of module {module!r} failed: {error!r}"
         yield ConfigProblem(path=path, found=name, hint=hint)
         return
@@ -56,7 +56,7 @@ def import_problems(path: str, name: str) -> Problems:
 def _attribute(path: str, name: str, module: str, function: str) -> Problems:
     try:
         target: Any = importlib.import_module(module)
-    except (Exception, SystemExit) as error:  # noqa: BLE001 - importing it runs the user's code
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - foreign code: the user's module is imported
         hint = f"importing module {module!r} failed: {error!r}"
         yield ConfigProblem(path=path, found=name, hint=hint)
         return

@@ -64,7 +64,7 @@ def _media_inputs(spec: ModelSpec, hf: Mapping[str, Any], kinds: Collection[Medi
         towers = [tower for tower in spec.media.towers(hf) if tower.kinds & set(kinds)]
         with torch.device("meta"):
             return tuple(spec.media.forbidden(hf)), [_tower(each.build(hf)) for each in towers]
-    except Exception as error:  # noqa: BLE001 - whose config is bad, transformers says in ways of its own
+    except Exception as error:  # noqa: BLE001 - foreign code: a family's tower, built by transformers
         return repr(error)
 
 

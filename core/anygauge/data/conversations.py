@@ -8,7 +8,7 @@ from typing import Any
 
 from anygauge.config.schema import Data
 from anygauge.data.problems import BadRowError
-from anygauge.data.template import Message, render
+from anygauge.data.template import Message, TemplateRefusal, render
 from anygauge_hooks.errors import ConfigError
 from anygauge_hooks.models import AssistantTurns
 
@@ -93,9 +93,7 @@ def make_turn_finder(turns: AssistantTurns, tokenizer: Any, config: Data) -> Tur
         )
     try:
         text = render([{"role": "user", "content": "a"}], tokenizer, config, generate=True)
-    except ConfigError:
-        raise
-    except Exception:  # noqa: BLE001 - a template that refuses this conversation may take those of the rows
+    except TemplateRefusal:  # it may take the conversations of the rows
         return TurnFinder(turns, "")
     _, start, opening = text.rpartition(turns.start)
     if not start:

@@ -15,6 +15,7 @@ from anygauge.data.media.finder import FoundMedia, MediaFinder
 from anygauge.data.problems import BadMediaError, BadRowError
 from anygauge.data.template import (
     Message,
+    TemplateRefusal,
     as_messages,
     kind,
     prompt_problem,
@@ -221,9 +222,7 @@ class RowReader:
     def _by_template(self, messages: Sequence[Message], tools: Any, *, generate: bool) -> str:
         try:
             return render(messages, self._tokenizer, self._config, tools=tools, generate=generate)
-        except ConfigError:
-            raise
-        except Exception as error:
+        except TemplateRefusal as error:
             raise self._bad_prompt(
                 f": the chat template refuses it: {error}",
                 hint="The template's rules are in the model directory's chat_template.jinja.",
@@ -286,7 +285,7 @@ class RowReader:
             return []
         try:
             return list(self._tokenizer(texts, add_special_tokens=special, **_IDS_ALONE)["input_ids"])
-        except Exception as error:  # noqa: BLE001 - the tokenizers library raises nothing narrower
+        except Exception as error:  # noqa: BLE001 - foreign code: a tokenizer
             if len(texts) > 1:
                 return [ids for text in texts for ids in self._tokenize([text], field, special=special)]
             return [

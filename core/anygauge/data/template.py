@@ -11,6 +11,7 @@ from anygauge_hooks.errors import ConfigError
 
 __all__ = [
     "Message",
+    "TemplateRefusal",
     "apply_template",
     "as_messages",
     "kind",
@@ -67,6 +68,10 @@ def _message_problems(message: Any, parts: bool) -> Iterator[str]:
         yield "'role' is empty"
 
 
+class TemplateRefusal(Exception):
+    """A chat template raised an error of its own."""
+
+
 def as_messages(value: str | Sequence[Message], system_prompt: str | None) -> list[Message]:
     """Return the messages of a prompt field; a string is one from the user, after the system prompt."""
     if not isinstance(value, str):
@@ -95,12 +100,9 @@ def takes_parts(tokenizer: Any, config: Data, part: Message, mark: str) -> bool:
     """
     content = [part, {"type": "text", "text": "a"}]
     try:
-        text = render([{"role": "user", "content": content}], tokenizer, config, generate=True)
-    except ConfigError:
-        raise
-    except Exception:  # noqa: BLE001 - a chat template is anybody's program
+        return mark in render([{"role": "user", "content": content}], tokenizer, config, generate=True)
+    except TemplateRefusal:
         return False
-    return mark in text
 
 
 def render(
@@ -116,7 +118,8 @@ def render(
     :param tokenizer: A Hugging Face tokenizer with a chat template.
     :param tools: JSON schemas of functions, for the template.
     :param generate: Whether an assistant turn is to follow; its opening is added.
-    :raises ConfigError: The template runs too long; else it raises what it likes.
+    :raises ConfigError: The template runs too long.
+    :raises TemplateRefusal: It raised; its error is the cause.
     """
     return apply_template(tokenizer, messages, tools, generate=generate, options=config.chat_template_kwargs)
 
@@ -144,6 +147,8 @@ def apply_template(
             f"The chat template has not rendered {len(messages)} messages in {LIMIT_S:g} s.",
             hint="Look for a loop in the model directory's chat_template.jinja.",
         ) from error
+    except Exception as error:  # foreign code: a chat template
+        raise TemplateRefusal(str(error)) from error
     return text
 
 

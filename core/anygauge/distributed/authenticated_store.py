@@ -24,6 +24,7 @@ from anygauge.distributed.secure_channel import (
     unpack,
 )
 from anygauge.distributed.store_server import ACCEPTED, LATE, REFUSED, StoreServer
+from anygauge.failures import on_failure
 from anygauge_hooks.errors import PlacementError
 
 __all__ = ["AuthenticatedStore"]
@@ -160,11 +161,8 @@ class AuthenticatedStore(Store):
             connection = self._idle.pop()
         except IndexError:
             connection = self._connected()
-        try:
+        with on_failure(connection.close):
             yield connection
-        except BaseException:
-            connection.close()
-            raise
         self._idle.append(connection)
 
     def _connected(self) -> _Connection:
@@ -192,7 +190,7 @@ class _Connection:
 
     def __init__(self, host: str, port: int, secret: bytes, timeout_s: float) -> None:
         self._socket = socket.create_connection((host, port), timeout_s)
-        try:
+        with on_failure(self.close):
             self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             nonce = secrets.token_bytes(NONCE_BYTES)
             self._socket.sendall(nonce)
@@ -204,9 +202,6 @@ class _Connection:
             # caller connects again; a request that is under way cannot be sent twice.
             if self._receive() != ACCEPTED:
                 raise ForgedMessageError("the server does not confirm the connection")
-        except BaseException:
-            self.close()
-            raise
 
     def set_timeout(self, seconds: float | None) -> None:
         """Limit the time that each read may wait."""

@@ -12,6 +12,8 @@ import time
 from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection
 
+from anygauge.failures import on_failure
+
 __all__ = ["ChildProcess", "start_module"]
 
 STALL_S = 60
@@ -65,19 +67,15 @@ class ChildProcess:
         ours, theirs = socket.socketpair()
         _limit_stalls(ours)
         self.connection = Connection(ours.detach())
-        try:
-            with theirs:
-                self.popen = start_module(
-                    module,
-                    [str(theirs.fileno()), *arguments],
-                    output=output,
-                    pass_fds=[theirs.fileno(), *pass_fds],
-                    env={**os.environ, **(env or {})},
-                    stdin=stdin,
-                )
-        except BaseException:
-            self.connection.close()
-            raise
+        with on_failure(self.connection.close), theirs:
+            self.popen = start_module(
+                module,
+                [str(theirs.fileno()), *arguments],
+                output=output,
+                pass_fds=[theirs.fileno(), *pass_fds],
+                env={**os.environ, **(env or {})},
+                stdin=stdin,
+            )
 
     @property
     def pid(self) -> int:

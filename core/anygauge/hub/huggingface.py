@@ -70,7 +70,7 @@ class HuggingFace(Client):
                 name.repository, repo_type=name.kind, revision=name.revision, timeout=CONNECT_S
             )
             return self._get(name, local_files_only=False)
-        except Exception as error:  # whatever its HTTP client or its native downloader raises
+        except Exception as error:  # foreign code: a hub's HTTP client and native downloader
             raise self._error(name, self._explanation(name, _root(error))) from error
 
     def _get(self, name: HubName, *, local_files_only: bool) -> HubFiles:

@@ -69,7 +69,7 @@ class ModelScope(Client):
         """
         try:
             files = self._get(name, local_files_only=False)
-        except Exception as error:  # whatever its HTTP client raises
+        except Exception as error:  # foreign code: a hub's HTTP client
             raise self._error(name, self._explanation(name, error)) from error
         if not files.path.exists():
             listed = f"Its files are listed on {self.host}/datasets/{name.repository}/files."

@@ -15,7 +15,7 @@ import threading
 import time
 import warnings
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -140,15 +140,18 @@ def _framed(log: logging.Logger, backend: str) -> Iterator[None]:
         "anygauge %s, backend %s, pid %d on %s, Python %s", __version__, backend, os.getpid(), host, python
     )
     log.info("in %s: %s", Path.cwd(), shlex.join([sys.executable, *sys.argv]))
-    try:
+    with ExitStack() as block:
+        block.push(lambda kind, error, _: _write_end(log, time.monotonic() - started, error))
         yield
-    except (KeyboardInterrupt, SystemExit) as stop:
-        log.error("stopped after %.1f s: %s", time.monotonic() - started, type(stop).__name__)
-        raise
-    except BaseException:
-        log.exception("failed after %.1f s", time.monotonic() - started)
-        raise
-    log.info("done after %.1f s", time.monotonic() - started)
+
+
+def _write_end(log: logging.Logger, seconds: float, error: BaseException | None) -> None:
+    if error is None:
+        log.info("done after %.1f s", seconds)
+    elif isinstance(error, KeyboardInterrupt | SystemExit):
+        log.error("stopped after %.1f s: %s", seconds, type(error).__name__)
+    else:
+        log.error("failed after %.1f s", seconds, exc_info=error)
 
 
 @contextmanager

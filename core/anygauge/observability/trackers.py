@@ -45,7 +45,7 @@ class GuardedTracker:
         """Record the metrics if the tracker can."""
         try:
             self._tracker.log(metrics, step=step)
-        except Exception as error:  # noqa: BLE001 - a tracker is anybody's code, its network and its disk
+        except Exception as error:  # noqa: BLE001 - foreign code: a tracker, its network and its disk
             self._lost += 1
             if self._lost == 1:
                 logger.warning(
@@ -59,7 +59,7 @@ class GuardedTracker:
         """Close the tracker, and say how much it lost."""
         try:
             self._tracker.close()
-        except Exception as error:  # noqa: BLE001 - as above; what the run made is on disk by now
+        except Exception as error:  # noqa: BLE001 - foreign code: a tracker; what the run made is on disk by now
             logger.warning("Tracker %r failed to close: %r", self.name, error)
         if self._lost:
             logger.warning("Tracker %r lost %d records of this run.", self.name, self._lost)

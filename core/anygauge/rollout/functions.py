@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -108,7 +109,7 @@ async def run_function(
             rollout.bound(clock, timeout_s)
             returned = await function.fn(rollout, prompt, seed)
         return _checked(returned, prompt)
-    except (Exception, SystemExit) as error:
+    except (Exception, SystemExit) as error:  # foreign code: a rollout function
         if clock.expired():
             why = f"took more than {timeout_s:g} s between two generations (rollout.function_timeout_s)"
             raise FunctionFailed(f"{function.name} {why}") from error
@@ -130,11 +131,9 @@ async def apply_hooks(hooks: Sequence[UserFunction], sample: Sample, prompt: Pro
     :raises FunctionFailed: One raised, or returned something else.
     """
     for hook in hooks:
-        try:
+        with _failures_of(hook):
             replaced = await _value(hook.fn(sample, prompt))
             sample = sample if replaced is None else check_sample(replaced, prompt)
-        except Exception as error:
-            raise FunctionFailed(f"{hook.name} {failure(error)}") from error
     return sample
 
 
@@ -143,15 +142,21 @@ async def passes(filter_: UserFunction, group: Group) -> bool:
 
     :raises FunctionFailed: It raised, or returned something else than a truth value.
     """
-    try:
+    with _failures_of(filter_):
         verdict = await _value(filter_.fn(group))
         if isinstance(verdict, bool) or type(verdict).__name__ == "bool":
             return bool(verdict)
         raise RolloutError(
             f"A {type(verdict).__name__} was returned, not a bool.", hint="Return True to keep the group."
         )
-    except Exception as error:
-        raise FunctionFailed(f"{filter_.name} {failure(error)}") from error
+
+
+@contextmanager
+def _failures_of(function: UserFunction) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:  # foreign code: functions of the user
+        raise FunctionFailed(f"{function.name} {failure(error)}") from error
 
 
 async def _value(value: Any) -> Any:

@@ -79,7 +79,7 @@ class Gate:
         try:
             said = await self._generator.generate(request)
             check_generation(said, request.params.max_new_tokens, self._vocab_size)
-        except Exception as error:
+        except Exception as error:  # foreign code: a rollout engine
             self.failure = error
             raise
         finally:

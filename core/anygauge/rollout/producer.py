@@ -295,7 +295,7 @@ class Producer:
                         self._start(self._waiting.popleft())
                 self._wanted.clear()
                 await self._wanted.wait()
-        except Exception as error:  # noqa: BLE001 - it goes to who takes
+        except Exception as error:  # noqa: BLE001 - foreign code: a data source; who takes gets the error
             self._fail(error)
 
     def _missing(self) -> int:
@@ -347,7 +347,7 @@ class Producer:
                     if rollout not in group.samples:
                         tasks.create_task(self._run_rollout(group, rollout))
             await self._settle(group)
-        except Exception as error:  # noqa: BLE001 - it goes to who takes
+        except Exception as error:  # noqa: BLE001 - foreign code: functions of the user; who takes gets the error
             self._fail(error)
         finally:
             self._open.pop(group.number, None)

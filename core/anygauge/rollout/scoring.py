@@ -53,7 +53,7 @@ class GroupScorer:
             batch, self._waiting = self._waiting, []
             try:
                 scored = await loop.run_in_executor(self._thread, self._score, [group for group, _ in batch])
-            except Exception as error:  # noqa: BLE001 - it goes to those who asked
+            except Exception as error:  # noqa: BLE001 - foreign code: rewards; who asked gets the error
                 for _, answer in batch:
                     if not answer.done():
                         answer.set_exception(error)

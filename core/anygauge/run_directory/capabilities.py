@@ -42,7 +42,7 @@ def write_capabilities(directory: Path, plugins: Plugins, backend: BackendSpec) 
     try:
         table = json.dumps(capabilities(plugins, backend), indent=2, default=str)
         (directory / CAPABILITIES_FILE).write_text(f"{table}\n", encoding="utf-8")
-    except Exception as error:  # noqa: BLE001 - listing kernels runs vendor code, which a driver may lack
+    except Exception as error:  # noqa: BLE001 - foreign code: plugins list their kernels
         _logger.warning("there is no capability table of this run: %r", error)
 
 

@@ -12,7 +12,7 @@ import logging
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from functools import partial
@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 
 from anygauge.config import Config
 from anygauge.disk import directory_to_disk, publish, read_json, remove, write_file
+from anygauge.failures import in_background
 from anygauge.observability.logs import DRIVER_LOG
 from anygauge.run_directory.checkpoint_reader import (
     DIRECTORY,
@@ -195,7 +196,9 @@ class CheckpointWriter:
         self._is_untidy = not self._is_tidied
         if not self._is_untidy:
             keep = self._config.save.keep
-            self._tidying = _in_thread(partial(_remove_old, self._directory, keep, self._latest))
+            self._tidying = in_background(
+                partial(_remove_old, self._directory, keep, self._latest), "checkpoint"
+            )
 
     def _driver_state(self, step: int, state: Mapping[str, Any]) -> bytes:
         described = {
@@ -217,12 +220,12 @@ class CheckpointWriter:
         return not failures
 
     def _complete_in_thread(self, pending: _Pending) -> None:
-        pending.completing = _in_thread(partial(_complete, pending, self._config.placement.train_workers))
+        pending.completing = in_background(
+            partial(_complete, pending, self._config.placement.train_workers), "checkpoint"
+        )
 
     def _end(self, pending: _Pending, completing: Future[Path]) -> Path | None:
-        try:
-            path = completing.result()
-        except Exception as error:  # noqa: BLE001 - the thread's boundary: no failed save ends the run
+        if isinstance(error := completing.exception(), Exception):  # no failed save ends the run
             self._fail(pending, _reason(error))
             return None
         self._pending = None
@@ -230,7 +233,7 @@ class CheckpointWriter:
         if pending.replaces:
             self._latest = pending.step
             self._tidy()
-        return path
+        return completing.result()
 
     def _fail(self, pending: _Pending, reason: str) -> None:
         self._pending = None
@@ -245,20 +248,6 @@ class CheckpointWriter:
         logger.warning(
             "no checkpoint of step %d: %s. The run goes on; earlier checkpoints stay.", step, reason
         )
-
-
-def _in_thread(function: Callable[[], T]) -> Future[T]:
-    """Run a function in a thread that keeps no process alive: a disk may be stuck for good."""
-    future: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(function())
-        except BaseException as error:  # noqa: BLE001 - the thread's boundary: result() raises it
-            future.set_exception(error)
-
-    threading.Thread(target=run, name="checkpoint", daemon=True).start()
-    return future
 
 
 def _reason(error: Exception) -> str:

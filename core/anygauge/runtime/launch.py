@@ -9,6 +9,7 @@ from typing import Any
 
 from anygauge.config.schema import Config
 from anygauge.device import DETERMINISTIC_ENV
+from anygauge.failures import on_failure
 from anygauge.plugins import Plugins
 from anygauge.runtime.placement import Seat
 from anygauge.runtime.ray_environment import set_ray_environment
@@ -78,11 +79,8 @@ def launch_workers(
         options=options or {},
     )
     group = WorkerGroup(make_launcher(config)(spec), spec)
-    try:
+    with on_failure(group.end):
         group.start()
-    except BaseException:
-        group.end()
-        raise
     _log.info("%s: %s", role, "; ".join(map(str, group.workers)))
     return group
 

@@ -9,9 +9,11 @@ import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from multiprocessing.connection import wait
 
 from anygauge.distributed.child_process import ChildProcess
+from anygauge.failures import on_failure
 from anygauge.runtime.diagnostics import dump_stacks, log_size, tail
 from anygauge.runtime.rpc import Died, encode
 from anygauge.runtime.worker import HostInfo
@@ -66,14 +68,11 @@ class LocalTransport:
         self.driver_node = socket.gethostname()
         self._processes: list[_Process] = []
         self._located = False
-        try:
+        with on_failure(partial(self.end, orderly=False)):
             for rank in range(spec.num_workers):
                 self._processes.append(_Process(spec, rank))
             for rank, process in enumerate(self._processes):
                 self._greet(process, spec, rank)
-        except BaseException:
-            self.end(orderly=False)
-            raise
 
     def _greet(self, process: _Process, spec: LaunchSpec, rank: int) -> None:
         path = [os.path.abspath(entry) for entry in sys.path]

@@ -13,6 +13,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from ray.exceptions import RayActorError, RayError
 from ray.util import get_node_ip_address, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
+from anygauge.failures import on_failure
 from anygauge.runtime.diagnostics import dump_stacks, enable_stacks, log_size, tail
 from anygauge.runtime.placement import (
     DETECTED_BY_RAY,
@@ -112,11 +114,8 @@ class RayTransport:
         # A driver that talks to the cluster from outside is on none of its nodes.
         self._outside = spec.config.cluster.address.startswith(OUTSIDE)
         self.driver_node = "" if self._outside else _this_node()
-        try:
+        with on_failure(partial(self.end, orderly=False)):
             self._place()
-        except BaseException:
-            self.end(orderly=False)
-            raise
 
     def _place(self) -> None:
         token = uuid.uuid4().hex[:8]

@@ -129,7 +129,7 @@ def _pickled_or_none(error: BaseException) -> bytes | None:
     try:
         message = encode(error)
         decode(message)  # many exceptions pickle but cannot be rebuilt
-    except Exception:  # noqa: BLE001 - an exception's reduce and constructor are anybody's code
+    except Exception:  # noqa: BLE001 - foreign code: an exception's own pickling
         return None
     return message
 
@@ -179,7 +179,7 @@ def _unpickled_or_none(pickled: bytes | None) -> BaseException | None:
         return None
     try:
         error: BaseException = decode(pickled)
-    except Exception:  # noqa: BLE001 - its class may not be importable here; the traceback text is
+    except Exception:  # noqa: BLE001 - foreign code: an exception's own unpickling
         return None
     return error
 

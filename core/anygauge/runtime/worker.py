@@ -108,7 +108,7 @@ class Worker:
             request: MethodCall = decode(message)
             target = self if request.lifecycle else self._object
             return encode(Returned(getattr(target, request.method)(*request.args, **request.kwargs)))
-        except BaseException as error:  # noqa: BLE001 - the outermost frame of a worker: the driver raises it
+        except BaseException as error:  # noqa: BLE001 - foreign code: engines and plugins; the driver raises it
             advise(error, self.setup.config)
             # into the worker's log, since the driver may show the message alone
             _log.error("a call of the driver failed", exc_info=error)

@@ -77,7 +77,7 @@ class BatchedGenerator:
     async def _make(self, call: _Call) -> None:
         try:
             samples = await asyncio.to_thread(self._generate, call.prompts, call.params, call.seeds)
-        except Exception as error:  # noqa: BLE001 - it goes to those who asked
+        except Exception as error:  # noqa: BLE001 - foreign code: a rollout engine; who asked gets the error
             for queued in call.requests():
                 if not queued.answer.done():
                     queued.answer.set_exception(error)

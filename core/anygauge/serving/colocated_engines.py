@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
+from anygauge.failures import on_failure
 from anygauge.serving.colocation import ColocationScheduler
 from anygauge.serving.served_engines import ServedEngines
 
@@ -31,11 +32,8 @@ class ColocatedEngines(ServedEngines):
 
     def wait(self, coroutine: Coroutine[Any, Any, T], what: str) -> T:
         """Return what a coroutine in the event loop returns, with the servers awake."""
-        try:
+        with on_failure(coroutine.close):
             self._colocation.enter("generate")
-        except BaseException:
-            coroutine.close()
-            raise
         return super().wait(coroutine, what)
 
     def sync(self, version: int) -> None:

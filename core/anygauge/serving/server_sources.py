@@ -13,10 +13,11 @@ from functools import partial
 from typing import Any, Protocol
 
 from anygauge.config import Config
+from anygauge.failures import in_background
 from anygauge.runtime.worker_group import WorkerGroup
 from anygauge.serving.client import EngineAwayError
 from anygauge.serving.server_plan import plan_servers
-from anygauge.serving.server_workers import Serving, in_background
+from anygauge.serving.server_workers import Serving
 from anygauge_hooks.engines import RolloutEngineSpec
 from anygauge_hooks.errors import DeadlineError, RolloutError
 from anygauge_hooks.rollout import EngineServer
@@ -133,7 +134,7 @@ class AttachedServers:
         """Wait in the background for the return of lost servers."""
         for rank, incarnation in lost.items():
             if rank not in self._returning and incarnation == self._incarnations[rank]:
-                self._returning[rank] = in_background(partial(self._await_return, rank))
+                self._returning[rank] = in_background(partial(self._await_return, rank), "start of a server")
         return [self._returned(rank) for rank in range(len(self._servers))]
 
     def _returned(self, rank: int) -> Serving | None:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent import futures
 from concurrent.futures import Future
 from dataclasses import replace
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from urllib.parse import urlsplit
 
 from anygauge.config import Config
+from anygauge.failures import in_background
 from anygauge.observability.memory import worker_memory
 from anygauge.observability.performance import WorkerReport
 from anygauge.serving.server_plan import plan_servers
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from anygauge.weight_sync.receiver import Receiver
     from anygauge_hooks.engines import RolloutEngineSpec
 
-__all__ = ["ServerWorker", "Serving", "in_background"]
+__all__ = ["ServerWorker", "Serving"]
 
 DELTA = "delta"
 """The transport that has a receiver beside each server."""
@@ -106,7 +106,7 @@ class ServerWorker:
         :param lost: Incarnations of servers that cannot be used, by rank.
         """
         if self._starting is None and self._is_lost(lost.get(self._rank)):
-            self._starting = in_background(self._start_again)
+            self._starting = in_background(self._start_again, "start of a server")
         if self._starting is not None:
             if not self._starting.done():
                 return None
@@ -154,19 +154,3 @@ class ServerWorker:
         if (receiver := self._receiver) is None:
             return peer
         return replace(peer, receiver=receiver.address, secret=receiver.secret)
-
-
-def in_background(work: Callable[[], None]) -> Future[None]:
-    """Do something in a thread that the end of the process does not wait for."""
-    future: Future[None] = Future()
-
-    def run() -> None:
-        try:
-            work()
-        except BaseException as error:  # noqa: BLE001 - it goes to who asks for the result
-            future.set_exception(error)
-        else:
-            future.set_result(None)
-
-    threading.Thread(target=run, name="start of a server", daemon=True).start()
-    return future

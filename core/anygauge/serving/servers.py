@@ -61,7 +61,7 @@ class Servers:
         self._is_closed = False
         self._rests = False
         """Whether the servers have no room to start in."""
-        self._failure: Exception | None = None
+        self._failure: BaseException | None = None
         self.pools: Mapping[str, EnginePool] = loop.run(
             _made(config, {plan.model for plan in self._plans}, self._died, store)
         )
@@ -119,13 +119,13 @@ class Servers:
 
     def _died(self, name: str, reason: str) -> None:
         """Have a server started again from the event loop, whatever the driver's own thread is doing."""
-        asyncio.get_running_loop().run_in_executor(None, self._look_behind)
+        looking = asyncio.get_running_loop().run_in_executor(None, self.look)
+        looking.add_done_callback(self._keep_failure)
 
-    def _look_behind(self) -> None:
-        try:
-            self.look()
-        except Exception as error:  # noqa: BLE001 - it goes to the driver's own thread
-            self._failure = error
+    def _keep_failure(self, looking: asyncio.Future[None]) -> None:
+        """Keep what was raised for the driver's own thread."""
+        if not looking.cancelled():
+            self._failure = looking.exception() or self._failure
 
     def _check_restarts(self, lost: Mapping[int, str]) -> None:
         for rank, reason in lost.items():

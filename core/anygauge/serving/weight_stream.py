@@ -89,7 +89,7 @@ class StreamedUpdate:
         try:
             _use(device)
             engine.update_weights(self._stream(), version)
-        except BaseException as error:  # noqa: BLE001 - raised again in the thread that serves the driver
+        except BaseException as error:  # noqa: BLE001 - foreign code: a rollout engine
             self._error = error
 
     def _stream(self) -> WeightStream:

@@ -141,24 +141,25 @@ def logs_of_failures() -> Iterator[Path]:
         directory = Path(tempfile.mkdtemp(prefix="anygauge-eval-"))
     except OSError as error:
         raise _no_place(error) from error
-    try:
+    with ExitStack() as block:
+        block.push(lambda kind, error, _: _keep_or_remove(directory, error))
         yield directory
-    except AnygaugeError as error:
+
+
+def _keep_or_remove(directory: Path, error: BaseException | None) -> None:
+    kept = f"The logs are kept in {directory}/logs."
+    is_full = isinstance(error, OSError) and error.errno in NO_ROOM
+    if isinstance(error, AnygaugeError):
         shown = error.__cause__ if isinstance(error, WorkerFailedError) else None
         for each in (error, shown):
             if isinstance(each, AnygaugeError):
-                each.hint = " ".join(filter(None, (each.hint, f"The logs are kept in {directory}/logs.")))
-        raise
-    except Exception as error:
-        if isinstance(error, OSError) and error.errno in NO_ROOM:
-            shutil.rmtree(directory, ignore_errors=True)
-            raise _no_place(error) from error
-        error.add_note(f"The logs are kept in {directory}/logs.")
-        raise
-    except BaseException:
+                each.hint = " ".join(filter(None, (each.hint, kept)))
+    elif isinstance(error, Exception) and not is_full:
+        error.add_note(kept)
+    else:  # a result is worth more than order in a temporary directory
         shutil.rmtree(directory, ignore_errors=True)
-        raise
-    shutil.rmtree(directory, ignore_errors=True)  # a result is worth more than order in a temporary directory
+    if isinstance(error, OSError) and is_full:
+        raise _no_place(error) from error
 
 
 def _no_place(error: OSError) -> CheckpointError:

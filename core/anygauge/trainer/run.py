@@ -250,26 +250,30 @@ def salvaged(loop: Loop) -> Iterator[None]:
 
     :raises CheckpointError: The run directory is gone, which is why the block broke off.
     """
-    try:
+    with ExitStack() as block:
+        block.push(lambda kind, error, _: _salvage(loop, error))
         yield
-    except BaseException as error:
-        if isinstance(error, Exception):
-            loop.directory.check()
-        if loop.checkpoints is not None:
-            try:
-                announce(loop, loop.checkpoints.salvage(are_writing=not loop.session.workers.is_ended))
-            except Exception as lost:  # noqa: BLE001 - what ended the run is what must be seen
-                logger.warning("the checkpoint that was being written is lost: %r", lost)
-        raise
+
+
+def _salvage(loop: Loop, error: BaseException | None) -> None:
+    if isinstance(error, Exception):
+        loop.directory.check()
+    if error is not None and loop.checkpoints is not None:
+        try:
+            announce(loop, loop.checkpoints.salvage(are_writing=not loop.session.workers.is_ended))
+        except Exception as lost:  # noqa: BLE001 - foreign code: plugins hear of it; `error` must be seen
+            logger.warning("the checkpoint that was being written is lost: %r", lost)
 
 
 @contextmanager
 def notify_observers(plugins: Plugins, state: RunState) -> Iterator[None]:
     """Tell the observers of an error, and of the end, while the workers are still there."""
-    try:
+    with ExitStack() as block:
+        block.callback(plugins.notify, "after_train", run=state.info)
+        block.push(lambda kind, error, _: _notify_of(error, plugins, state))
         yield
-    except BaseException as error:
+
+
+def _notify_of(error: BaseException | None, plugins: Plugins, state: RunState) -> None:
+    if error is not None:
         plugins.notify("on_error", run=state.info, error=error)
-        raise
-    finally:
-        plugins.notify("after_train", run=state.info)

@@ -119,7 +119,7 @@ class _Push:
         started = time.perf_counter()
         try:
             self._deliver(stream)
-        except BaseException as error:
+        except BaseException as error:  # foreign code: transports and engines
             self._transport.abandon()
             self._update.give_up(error)
             self._remember()

@@ -166,7 +166,7 @@ class _Handler(BaseHTTPRequestHandler):
             return HTTPStatus.CONFLICT, {"message": str(error)}
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             return HTTPStatus.BAD_REQUEST, {"message": f"this request cannot be read: {error!r}"}
-        except Exception as error:  # noqa: BLE001 - the sender fails with it, and its run
+        except Exception as error:  # noqa: BLE001 - foreign code: a transport; the sender raises it
             return HTTPStatus.INTERNAL_SERVER_ERROR, {"message": repr(error)}
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:

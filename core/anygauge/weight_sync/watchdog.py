@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, wait
 from typing import TYPE_CHECKING, TypeVar
 
+from anygauge.failures import in_background
 from anygauge_hooks.errors import DeadlineError
 
 if TYPE_CHECKING:
@@ -45,24 +46,10 @@ def within(
     :param given_up: Returns an error once there is no reason to wait any more, such as a server's refusal.
     :raises DeadlineError: It took longer.
     """
-    results: list[T] = []
-    errors: list[BaseException] = []
-    done = threading.Event()
-
-    def run() -> None:
-        try:
-            results.append(work())
-        except BaseException as error:  # noqa: BLE001 - raised again in the thread that waits
-            errors.append(error)
-        finally:
-            done.set()
-
-    threading.Thread(target=run, daemon=True, name="weight-sync-wait").start()
-    problem = _wait(done, deadline_s, given_up)
-    if problem is None and done.is_set():
-        if errors:
-            raise errors[0]
-        return results[0]
+    result = in_background(work, "weight-sync-wait")
+    problem = _wait(result, deadline_s, given_up)
+    if problem is None and result.done():
+        return result.result()
     release()
     if problem is not None:
         raise problem
@@ -73,12 +60,12 @@ def within(
 
 
 def _wait(
-    done: threading.Event, deadline_s: float, given_up: Callable[[], BaseException | None]
+    result: Future[T], deadline_s: float, given_up: Callable[[], BaseException | None]
 ) -> BaseException | None:
-    """Wait for the event, the deadline or a reason to give up, which is returned."""
+    """Wait for the result, the deadline or a reason to give up, which is returned."""
     ends = time.monotonic() + deadline_s
     while (left := ends - time.monotonic()) > 0:
-        if done.wait(min(POLL_S, left)):
+        if wait([result], min(POLL_S, left)).done:
             return None
         problem = given_up()
         if problem is not None:

@@ -172,7 +172,7 @@ def value_problems(path: str, function: NamedFunction, options: Mapping[str, Any
     """
     try:
         hints = get_type_hints(function.fn, include_extras=True)
-    except Exception:  # noqa: BLE001 - a name of a stranger's annotation need not be there
+    except Exception:  # noqa: BLE001 - foreign code: a stranger's annotation
         return
     for option, value in options.items():
         try:

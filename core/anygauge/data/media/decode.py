@@ -118,7 +118,7 @@ def decoding() -> Iterator[None]:
         yield
     except MediaError:
         raise
-    except Exception as error:
+    except Exception as error:  # foreign code: decoders
         # Decoders raise nearly everything: OSError, SyntaxError, ValueError, struct.error, zlib.error.
         what = str(error).rstrip(".") or type(error).__name__
         raise MediaError(f"cannot be decoded: {what}.", hint=BROKEN) from error

@@ -70,7 +70,7 @@ def make_optimizer(
     try:
         with plain_objects():  # ranks send each other the settings of their parameter groups, pickled
             optimizer = get_megatron_optimizer(options.optimizer, list(chunks), use_gloo_process_groups=False)
-    except Exception as error:
+    except Exception as error:  # foreign code: Megatron
         # Megatron raises Exception itself for an optimizer that it does not know. Other kinds, such as a
         # device without memory or a rank that is gone, say nothing about the config.
         if type(error) in (Exception, AssertionError, ValueError, TypeError):

@@ -34,6 +34,7 @@ import torch
 import torch._dynamo  # on import it tables the functions of torch, so that must not come inside a scope
 from torch.overrides import TorchFunctionMode
 
+from anygauge.failures import on_failure
 from anygauge_hooks.errors import MissedRedirectionError, ScopeError
 from anygauge_hooks.megatron import ScopeMap, scope_map_of
 from anygauge_hooks.types import Device
@@ -206,14 +207,11 @@ def _install(scope_map: ScopeMap) -> None:
             "could land there.",
             hint="Enter the scope first, or hide the GPUs from the process: CUDA_VISIBLE_DEVICES=''.",
         )
-    try:
+    with on_failure(_restore):
         for dotted, value in _replacements(scope_map).items():
             owner, name = _locate(dotted)
             _process.saved.append((owner, name, getattr(owner, name)))
             setattr(owner, name, value)
-    except BaseException:
-        _restore()
-        raise
     _process.device_type = scope_map.device_type
 
 

@@ -55,7 +55,7 @@ def after_train(run: RunInfo) -> None:
         end_part(run, error)
         if run.config.run.report:
             write_report(directory)
-    except Exception as problem:  # noqa: BLE001 - a report must not end a run, nor hide what did
+    except Exception as problem:  # noqa: BLE001 - foreign code: jinja2, and what plugins wrote
         _log.warning("the report of %s was not written: %r", directory, problem)
 
 

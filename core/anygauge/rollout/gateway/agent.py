@@ -54,7 +54,7 @@ async def agent(
         session = served.open(generator, seed=seed, look=look, max_media=rollout.max_media)
         try:
             returned = await talk(served, session, prompt)
-        except Exception:
+        except Exception:  # foreign code: an agent
             if session.failure is not None:
                 raise session.failure from None  # an agent's error that follows from it helps nobody
             if not session.spent:

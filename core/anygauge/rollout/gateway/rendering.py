@@ -7,7 +7,7 @@ import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from anygauge.data.template import apply_template
+from anygauge.data.template import TemplateRefusal, apply_template
 from anygauge.rollout.gateway.messages import Chat, Message
 from anygauge.rollout.gateway.refusals import Refusal, bad_request
 from anygauge.rollout.gateway.response_parsing import THINK
@@ -60,9 +60,13 @@ class Renderer:
         try:
             try:
                 return self._applied(chat, generate, spelt=False)
-            except TypeError:  # DeepSeek's template joins the arguments of calls to text
+            except TemplateRefusal as refusal:
+                if not isinstance(refusal.__cause__, TypeError):
+                    raise
+                # DeepSeek's template joins the arguments of calls to text
                 return self._applied(chat, generate, spelt=True)
-        except Exception as error:  # a template is a program of the model's, which raises what it likes
+        except (TemplateRefusal, ConfigError) as refusal:
+            error = refusal.__cause__ if isinstance(refusal, TemplateRefusal) else refusal
             problem = f"The chat template does not take this conversation: {type(error).__name__}: {error}"
             raise bad_request(problem, "messages") from error
 

@@ -443,7 +443,7 @@ async def _stream(request: web.Request, active: ActiveRequest, events: _Stream) 
             raise refusal from error
         await response.write(events.error(refusal))
         return response
-    except Exception as error:
+    except Exception as error:  # foreign code: a rollout engine
         if not response.prepared or isinstance(error, ConnectionError):
             raise
         # The status line is out: a second one would be garbage in the middle of the stream.
@@ -493,7 +493,7 @@ async def _refusing(
     except web.HTTPException as error:
         known = f"; here are {_ENDPOINTS}." if error.status in (404, 405) else ""
         answer = Refusal(error.status, f"{error.reason}: {request.method} {request.path}{known}")
-    except Exception as error:  # noqa: BLE001 - an agent is told in the shape that its client reads
+    except Exception as error:  # noqa: BLE001 - foreign code: engines and templates; an agent gets the error
         answer = _unexpected(error)
     anthropics = "/v1/messages" in request.path or "anthropic-version" in request.headers
     body = anthropic_api.error_body(answer) if anthropics else openai_api.error_body(answer)

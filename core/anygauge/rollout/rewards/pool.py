@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import wait
 from pathlib import Path
 
+from anygauge.failures import on_failure
 from anygauge.rollout.rewards.call import Call, Item, Outcome
 from anygauge.rollout.rewards.child import Child
 from anygauge.rollout.rewards.messages import Chunk, Ready, Results, Setup
@@ -111,7 +112,7 @@ class Pool:
         self._failed.clear()
         self._overdue, self._quiet_until = 0, -math.inf
         ends = time.monotonic() + bounds.seconds
-        try:
+        with on_failure(self._give_up):
             while self._has_work():
                 if max(self._failed.values(), default=0) > bounds.most_failed:
                     self._abandon(None)
@@ -120,11 +121,11 @@ class Pool:
                 else:
                     self._hand_out()
                     self._collect()
-        except BaseException:
-            self._waiting.clear()
-            self.close()
-            raise
         return results
+
+    def _give_up(self) -> None:
+        self._waiting.clear()
+        self.close()
 
     def close(self) -> None:
         """End every process."""

@@ -75,7 +75,7 @@ class Server:
             self._mark.begin(index)
             try:
                 outcomes = call.outcomes(self._returned(call.fn(**call.arguments(item))), item)
-            except BaseException as error:  # noqa: BLE001 - a reward function is anybody's code
+            except BaseException as error:  # noqa: BLE001 - foreign code: a reward
                 outcomes = self._failed(call, item, error)
             self._mark.end()
             self._done.append((index, outcomes))
@@ -112,7 +112,7 @@ class Server:
             async with asyncio.timeout(self._setup.timeout_s) as limit:
                 value = await _Marked(call.fn(**call.arguments(item)), self._mark, index)
             return call.outcomes(value, item)
-        except BaseException as error:
+        except BaseException as error:  # foreign code: a reward
             if limit.expired():
                 why = f"did not return in {self._setup.timeout_s:g} s"
                 return [call.failed(why)] * call.size(item)
@@ -157,7 +157,7 @@ class _Marked:
                 self._mark.end()
             try:
                 argument, resume = (yield awaited), self._coroutine.send
-            except BaseException as error:  # noqa: BLE001 - handed on to the coroutine
+            except BaseException as error:  # noqa: BLE001 - foreign code: handed on to a reward's coroutine
                 argument, resume = error, self._coroutine.throw
 
 
@@ -209,7 +209,7 @@ def main(socket: int, mark: int, log: int) -> None:
 
     try:
         server = Server(setup, Mark(mark), send)
-    except BaseException as error:  # noqa: BLE001 - the driver raises it
+    except BaseException as error:  # noqa: BLE001 - foreign code: rewards are imported; the driver raises it
         _print(error)
         send(Ready(f"{type(error).__name__}: {error}"))
         return

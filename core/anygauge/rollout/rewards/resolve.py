@@ -81,7 +81,7 @@ def _origin(path: str, fn: Callable[..., Any]) -> Origin:
         return Origin("path", path)
     try:
         return Origin("pickle", pickle.dumps(fn))
-    except Exception:  # noqa: BLE001 - a closure of a plugin, or whatever its own pickling raises
+    except Exception:  # noqa: BLE001 - foreign code: a plugin's own pickling
         return Origin("plugin", path)
 
 
@@ -94,7 +94,7 @@ def imported(path: str, kind: str = "Reward function") -> Any:
     module_name, _, attribute = path.partition(":")
     try:
         module = importlib.import_module(module_name)
-    except (Exception, SystemExit) as error:  # importing a user's module runs anybody's code
+    except (Exception, SystemExit) as error:  # foreign code: the user's module is imported
         raise UnknownNameError(
             f"{kind} {path!r}: importing {module_name!r} raised {error!r}.",
             hint="It must be importable: install it, or put its folder on PYTHONPATH.",

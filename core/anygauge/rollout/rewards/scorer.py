@@ -153,7 +153,11 @@ class Scorer:
         return [
             list(chain.from_iterable(next(apart)))
             if part.name in self._apart
-            else _called_here(part.call, groups)
+            else [
+                outcome
+                for item in _items(groups, per_group=part.call.per_group)
+                for outcome in _called(part.call, item)
+            ]
             for part in self._parts
         ]
 
@@ -270,29 +274,10 @@ def _whole(group: Group) -> Item:
     return Item(texts, [prompt.label] * count, [prompt.metadata] * count, [prompt.text] * count)
 
 
-def _called_here(call: Call, groups: Sequence[Group]) -> list[Outcome]:
-    """Call a function in this process."""
-    outcomes: list[Outcome] = []
-    for group in groups:
-        prompt = group.prompt
-        if call.per_group:
-            outcomes += _called(call, _whole(group))
-            continue
-        shared = call.shared(Item("", prompt.label, prompt.metadata, prompt.text))
-        for sample in group.samples:
-            try:
-                value = call.fn(response=call.given(sample.text), **shared)
-            except Exception as error:  # noqa: BLE001 - the reason goes to the sample
-                outcomes.append(call.failed(failure(error)))
-            else:
-                outcomes.append(call.outcome(value))
-    return outcomes
-
-
 def _called(call: Call, item: Item) -> list[Outcome]:
     try:
         return call.outcomes(call.fn(**call.arguments(item)), item)
-    except Exception as error:  # noqa: BLE001 - the reason goes to the samples
+    except Exception as error:  # noqa: BLE001 - foreign code: a reward; the samples get the reason
         return [call.failed(failure(error))] * call.size(item)
 
 

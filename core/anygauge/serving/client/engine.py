@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import secrets
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Mapping
-from contextlib import aclosing, asynccontextmanager, suppress
+from contextlib import ExitStack, aclosing, asynccontextmanager, suppress
 from random import Random
 from typing import Any, Literal, TypeVar
 
@@ -192,16 +192,16 @@ class EngineClient:
             # Of one length up to the request's own id: no id begins with another, see request_body.
             rid = f"{self._head}{next(self._numbers):010x}-{request.id}"
             self._rids.add(rid)
-            try:
+            with ExitStack() as attempt:
+                attempt.callback(self._rids.discard, rid)
+                attempt.push(lambda kind, error, _: self._abandon_failed(rid, error))
                 yield rid
-            except BaseException as error:
-                if not _is_refusal(error):
-                    self._abandon(rid)
-                raise
-            finally:
-                self._rids.discard(rid)
         finally:
             self._room.release()
+
+    def _abandon_failed(self, rid: str, error: BaseException | None) -> None:
+        if error is not None and not _is_refusal(error):
+            self._abandon(rid)
 
     async def _wait_for_room(self, request: GenerateRequest, ends: float) -> None:
         try:

@@ -52,7 +52,7 @@ class Recorder:
         assert self._capture is not None
         try:
             step.graph = self._capture(step.forward)
-        except Exception as error:
+        except Exception as error:  # foreign code: a model of transformers
             if is_out_of_memory(error):
                 raise
             # not every model takes the mask; what else is wrong, the pass that is queued anew raises

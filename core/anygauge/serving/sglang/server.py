@@ -18,6 +18,7 @@ from typing import IO, TYPE_CHECKING, Any, NamedTuple
 import psutil
 
 from anygauge.distributed.addresses import in_url
+from anygauge.failures import on_failure
 from anygauge.serving.server_plan import plan_servers
 from anygauge.serving.sglang.arguments import (
     by_name,
@@ -114,15 +115,12 @@ class SGLangServer:
         for left in reversed(range(TRIES)):
             offset = self.log.stat().st_size if self.log.exists() else 0
             try:
-                return self._start(deadline)
+                with on_failure(self.close):
+                    return self._start(deadline)
             except RolloutError:
-                self.close()
                 if not (left and _lost_a_port(self.log, offset)):
                     raise
                 _log.warning("a port was taken before the server listened on it; it is started again")
-            except BaseException:
-                self.close()
-                raise
         raise AssertionError("the last try returns or raises")
 
     def is_alive(self) -> bool:

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import logging
 import random
-import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, wait
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -49,6 +49,7 @@ from anygauge.engines.megatron.checkpoints.shards import (
 )
 from anygauge.engines.megatron.model import Policy
 from anygauge.engines.megatron.scope import make_scope
+from anygauge.failures import in_background
 from anygauge_hooks.engines import WorkerContext
 from anygauge_hooks.errors import CheckpointError
 from anygauge_hooks.types import Device
@@ -84,7 +85,7 @@ class Checkpointer:
         self._schedule = schedule
         self._context = context
         self._host: dict[str, Tensor] = {}
-        self._write: _Write | None = None
+        self._write: Future[None] | None = None
         self._refused: CheckpointError | None = None
         """Why the last save did not begin."""
 
@@ -102,7 +103,7 @@ class Checkpointer:
 
         What goes wrong is for :meth:`written` to say.
         """
-        if self._write is not None and not self._write.join(STUCK_S):
+        if self._write is not None and wait([self._write], STUCK_S).not_done:
             reason = f"the write before has not ended after {STUCK_S} s more"
             self._refused = _unwritten(reason, "Give the run a faster disk, or save less often.")
             return
@@ -127,16 +128,25 @@ class Checkpointer:
             groups=[_settings(group) for group in self._optimizer.param_groups],
             rng=_rng_state(self._context.device),
         )
-        self._write = _Write(lambda: write_rank(directory, description, tensors))
+        # No write of a run that has failed may keep its process alive.
+        self._write = in_background(lambda: write_rank(directory, description, tensors), "checkpoint")
 
     def written(self) -> bool:
         """Return whether the last save is on disk.
 
-        :raises CheckpointError: It could not be written.
+        :raises CheckpointError: It could not be written, for whatever reason: a run goes on without the save.
         """
         if self._refused is not None:
             raise self._refused
-        return self._write is None or self._write.done()
+        if self._write is None or not self._write.done():
+            return self._write is None
+        error = self._write.exception()
+        if isinstance(error, OSError):
+            hint = "Make room, or give the run a directory that every worker may write to."
+            raise _unwritten(str(error), hint) from error
+        if error is not None:
+            raise _unwritten(repr(error), SEE_LOG) from error
+        return True
 
     def _held(self) -> list[LocalTensor]:
         policy = self._policy
@@ -291,43 +301,6 @@ class Checkpointer:
                 logger.warning("the checkpoint was made on %s, this is %s: the bits differ", made_on, here)
         elif self._is_same_layout(reader):
             _restore_rng(self._context.device, reader.files[rank].rng)
-
-
-class _Write:
-    """A function that runs in a thread of its own."""
-
-    def __init__(self, function: Callable[[], None]) -> None:
-        self._function = function
-        self._error: BaseException | None = None
-        # No write of a run that has failed may keep its process alive.
-        self._thread = threading.Thread(target=self._run, name="checkpoint", daemon=True)
-        self._thread.start()
-
-    def _run(self) -> None:
-        try:
-            self._function()
-        except BaseException as error:  # noqa: BLE001 - the thread's boundary: done() raises it
-            self._error = error
-
-    def join(self, timeout_s: float | None = None) -> bool:
-        """Wait for the end, however it came, and return whether it did."""
-        self._thread.join(timeout_s)
-        return not self._thread.is_alive()
-
-    def done(self) -> bool:
-        """Return whether it has ended.
-
-        :raises CheckpointError: It failed, for whatever reason: a run goes on without the save.
-        """
-        if self._thread.is_alive():
-            return False
-        if self._error is None:
-            return True
-        hint = SEE_LOG
-        if isinstance(self._error, OSError):
-            hint = "Make room, or give the run a directory that every worker may write to."
-        reason = str(self._error) if isinstance(self._error, OSError) else repr(self._error)
-        raise _unwritten(reason, hint) from self._error
 
 
 def _no_copy(error: Exception) -> CheckpointError:

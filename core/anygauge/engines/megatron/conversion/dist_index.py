@@ -61,7 +61,7 @@ def read_index(directory: Path) -> dict[str, Stored]:
         }
     except FileNotFoundError:
         raise torn(path, "there is no such file") from None
-    except Exception as error:  # a boundary: unpickling what is torn fails in every way
+    except Exception as error:  # foreign code: unpickling what is torn fails in every way
         raise torn(path, f"{type(error).__name__}: {error}") from error
     _check_files(directory, tensors)
     return tensors

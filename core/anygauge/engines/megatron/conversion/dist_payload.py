@@ -44,7 +44,7 @@ def load_payload(view: memoryview, dtype: torch.dtype, shape: Sequence[int]) -> 
 def _reading() -> Iterator[None]:
     try:
         yield
-    except Exception as error:  # a boundary: reading what is torn fails in every way
+    except Exception as error:  # foreign code: torch reads what is torn
         raise ValueError(f"{type(error).__name__}: {error}") from error
 
 
