@@ -6,9 +6,9 @@ An op is resolved once per module, when the module is built, from static facts; 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
+from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args, runtime_checkable
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -24,6 +24,7 @@ __all__ = [
     "KernelOp",
     "LayerNorm",
     "LinearLogprob",
+    "PrefersKernels",
     "QkNormRotary",
     "RmsNorm",
     "RotaryEmbedding",
@@ -100,6 +101,14 @@ class KernelImpl:
     tiles: bool = False
     """Only for ``linear_logprob``: ``fn()`` returns a :class:`anygauge_hooks.tiles.TileMath`, and the core
     does the rest."""
+
+
+@runtime_checkable
+class PrefersKernels(Protocol):
+    """A provider of layer modules that brings kernels for the modules that it leaves to the engine."""
+
+    def preferred_kernels(self) -> Iterable[KernelImpl]:
+        """Return kernels that the engine's modules take before those of the table."""
 
 
 class RmsNorm(Protocol):

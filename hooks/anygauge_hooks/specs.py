@@ -161,6 +161,25 @@ def make_process_group_options(backend: BackendSpec, group_name: str, timeout_s:
     """
 
 
+@hookspec(firstresult=True)
+def make_communicator(backend: BackendSpec, options: Any, group_options: Any | None) -> Any | None:
+    """Return the ``torch.distributed`` object that a process group is made of.
+
+    Called in every worker each time that a reloadable group is loaded: groups release their device memory
+    while a rollout engine uses the device.
+
+    :param backend: The backend of the run.
+    :param options: Torch's options for any backend: ``store``, ``group_rank``, ``group_size``, ``timeout``,
+        ``group_id``, ``global_ranks_in_group``.
+    :param group_options: Result of ``make_process_group_options``, or ``None``.
+    :returns: The object, such as a ``ProcessGroupGloo``, or ``None``.
+
+    First result: no answer means groups that keep their device memory.
+
+    .. versionadded:: 0.1
+    """
+
+
 @hookspec
 def register_weight_transports() -> Iterable[WeightTransportSpec] | None:
     """Return the ways for weights to servers that this plugin provides.
@@ -249,20 +268,8 @@ def make_optimizer(
     :param eps: Added to the denominator.
     :param weight_decay: Decoupled decay.
     :returns: A ``torch.optim.Optimizer`` with ``exp_avg``, ``exp_avg_sq`` and ``step`` as state, or ``None``.
-        It may have a method ``step_from(gradients, scale, copies)``, which takes a step with ``scale`` times
-        these gradients instead of those of its weights, leaves them as they are, and writes each new weight
-        to its copy, rounded. Both are given for each weight of each group: a gradient is flat and float32, a
-        copy flat and bfloat16, or ``None``. Without it the engine scales and copies itself.
-
-        Beside that method it may have ``prepare(gradients, copies)``. The engine calls it before each step,
-        with what the step will get, while the device still computes the gradients: what the host has to do
-        for a step is done here, without reading them. A step may stay away after it.
-
-        Beside that method it may have ``takes_remainders = True``. The engine then turns each weight that has
-        a copy into int16 (``weight.data = ...``), and a step finds the float32 weight in both: its bits are
-        ``(bits of the copy << 16) + weight``. It writes both again. The copy is the new weight rounded to
-        nearest, ties away from zero, which leaves what int16 can hold; for a NaN it is a NaN. State and
-        results are those of float32 weights, to the bit.
+        One that is a :class:`anygauge_hooks.optimizers.FusedOptimizer` too takes gradients and the model's
+        copies of the weights with its step.
 
     First result: no answer means ``torch.optim.AdamW`` with its defaults.
 

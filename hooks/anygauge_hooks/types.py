@@ -100,10 +100,6 @@ class BackendSpec:
     know the device. A launcher translates it into its own options."""
     local_device: Callable[[AcceleratorIds, Mapping[str, str]], int]
     """The device index inside this process, from the ids that a scheduler assigned and the environment."""
-    make_communicator: Callable[[Any, Any], Any] | None = None
-    """From torch's options for any backend (``store``, ``group_rank``, ``group_size``, ``timeout``, ...) and
-    the group's own, or ``None``, to the ``torch.distributed`` object that a process group is made of. With it
-    groups give their memory up where trainers and engines share devices; without, they keep it."""
     visible_devices_env: str | None = None
     """The environment variable that hides devices, or ``None`` if there is none."""
     visible_devices: Callable[[str], Sequence[str]] = _between_commas

@@ -19,7 +19,6 @@ CPU = BackendSpec(
     probe=probe.probe,
     scheduler_resource=env.WORKER_SLOT,
     local_device=env.local_device,
-    make_communicator=comm.communicator,
     engine_installs=rollout.INSTALLS,
 )
 
@@ -52,6 +51,12 @@ def prepare_worker(phase: Phase) -> None:
         from anygauge_cpu.torchvision_operators import declare_missing_operators
 
         declare_missing_operators()
+
+
+@hookimpl
+def make_communicator(options: Any, group_options: Any | None) -> Any:
+    """Make the communicator of a group."""
+    return comm.communicator(options, group_options)
 
 
 @hookimpl

@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from anygauge_hooks.optimizers import FusedOptimizer
+
 __all__ = ["FusedAdamW", "adamw"]
 
 
@@ -50,14 +52,13 @@ def adamw(
     return FusedAdamW(groups, **settings)
 
 
-class FusedAdamW(torch.optim.AdamW):
+class FusedAdamW(torch.optim.AdamW, FusedOptimizer):
     """AdamW whose step reads and writes each number once: gradient, weight, moments and the model's copy.
 
     The count of steps is on the host, where what depends on it is computed.
     """
 
     takes_remainders = True
-    """Declaration for ``make_optimizer`` in :mod:`anygauge_hooks.specs`."""
 
     def __init__(self, groups: Sequence[dict[str, Any]], **settings: Any) -> None:
         super().__init__(groups, **settings, foreach=False)
@@ -83,7 +84,7 @@ class FusedAdamW(torch.optim.AdamW):
     def prepare(
         self, gradients: Sequence[Sequence[Tensor | None]], copies: Sequence[Sequence[Tensor | None]]
     ) -> None:
-        """Find what a step reads; see ``make_optimizer`` in :mod:`anygauge_hooks.specs`."""
+        """Find what a step reads."""
         # The first step makes its moments itself: memory that is missing then is the optimizer's.
         self._prepared = (gradients, self._find(gradients, copies)) if self.state else None
 
@@ -94,7 +95,7 @@ class FusedAdamW(torch.optim.AdamW):
         scale: float,
         copies: Sequence[Sequence[Tensor | None]],
     ) -> None:
-        """Take a step; see ``make_optimizer`` in :mod:`anygauge_hooks.specs`."""
+        """Take a step with these gradients."""
         from anygauge_cuda.triton import adamw as kernel
 
         prepared, self._prepared = self._prepared, None

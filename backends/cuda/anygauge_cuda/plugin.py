@@ -22,7 +22,6 @@ CUDA = BackendSpec(
     visible_devices_env=env.VISIBLE_DEVICES,
     visible_devices=env.visible_devices,
     hidden_env=env.HIDDEN,
-    make_communicator=comm.communicator,
     host_checks=host.host_checks,
     providers=(transformer_engine.NAME,),
 )
@@ -61,6 +60,12 @@ def register_kernels() -> Iterable[KernelImpl]:
     from anygauge_cuda.kernels import kernels
 
     return kernels()
+
+
+@hookimpl
+def make_communicator(options: Any, group_options: Any | None) -> Any:
+    """Make the communicator of a group."""
+    return comm.communicator(options, group_options)
 
 
 @hookimpl

@@ -22,7 +22,6 @@ NPU = BackendSpec(
     visible_devices_env=env.VISIBLE_DEVICES,
     visible_devices=env.visible_devices,
     hidden_env=env.HIDDEN,
-    make_communicator=comm.communicator,
     providers=(mindspeed.NAME,),
     engine_installs=rollout.INSTALLS,
     host_checks=host.host_checks,
@@ -50,6 +49,12 @@ def make_device(index: int) -> Device:
     from anygauge_npu.device import NpuDevice
 
     return NpuDevice(index)
+
+
+@hookimpl
+def make_communicator(options: Any, group_options: Any | None) -> Any:
+    """Make the communicator of a group."""
+    return comm.communicator(options, group_options)
 
 
 @hookimpl

@@ -49,13 +49,14 @@ def init_process_group(
 ) -> None:
     """Initialise the default process group. A collective: returns when every rank has come.
 
-    :param plugins: Asked for the group's options (``make_process_group_options``).
+    :param plugins: Asked for the group's options (``make_process_group_options``) and communicators
+        (``make_communicator``).
     :param store: Shared by all ranks.
     :param timeout_s: Seconds until a collective of the group fails.
     :param single_host: Keep host-side traffic on the loopback interface.
     :param address: Of this host, for collectives of the host backend; ``None`` lets it choose.
     :param reloadable: Whether this group, and those that are made of its ranks later, can be released and
-        reloaded; they are where the backend says what they are made of.
+        reloaded; they are if the backend makes communicators.
     """
     if single_host:
         # Otherwise gloo resolves the host's name, which fails or picks a dead interface on many laptops.
@@ -63,10 +64,10 @@ def init_process_group(
     options = plugins.first(
         "make_process_group_options", backend=backend, group_name="default", timeout_s=timeout_s
     )
-    name, make = backend.dist_backend, backend.make_communicator
+    name, make = backend.dist_backend, partial(_communicator, plugins, backend)
     if name == HOST_BACKEND:
         make = partial(_serial_group, address)
-    if reloadable and make is not None:
+    if reloadable and plugins.implementations("make_communicator", backend):
         groups = ReloadableGroups(store, world_size, timeout_s)
         _reloadable.append(groups)
         name = register_reloadable(groups, make, backend.device_type, name)
@@ -93,6 +94,10 @@ def reload_process_groups() -> None:
     """Let all groups communicate again, where they were released. Every rank does so."""
     for groups in _reloadable:
         groups.reload()
+
+
+def _communicator(plugins: Plugins, backend: BackendSpec, options: Any, own: Any) -> Any:
+    return plugins.first("make_communicator", backend=backend, options=options, group_options=own)
 
 
 def _serial_group(address: str | None, given: Any, own: Any) -> Any:

@@ -27,7 +27,7 @@ from anygauge_hooks.errors import AsleepError
 __all__ = ["ReloadableGroup", "ReloadableGroups", "register_reloadable"]
 
 Make = Callable[[Any, Any], Any]
-"""``BackendSpec.make_communicator``."""
+"""The hook ``make_communicator`` of a backend."""
 _OWN = frozenset(
     (
         *("rank", "size", "name", "boxed", "unbox", "get_group_store", "shutdown", "abort", "_id"),

@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 
 from anygauge.kernels.remainders import join, split
+from anygauge_hooks.optimizers import FusedOptimizer
 
 __all__ = ["Joining", "Rounding", "Taking", "taking"]
 
 
-class Taking(torch.optim.AdamW):
-    """Torch's optimizer with the method of the contract."""
+class Taking(torch.optim.AdamW, FusedOptimizer):
+    """Torch's optimizer with the methods of the contract."""
 
     steps = 0
     """How often the method was called."""

@@ -134,7 +134,12 @@ def test_weights_are_gathered_once_after_the_steps_of_all_parts(
     chunks = [SimpleNamespace(start_param_sync=partial(happened.append, f"gather {name}")) for name in "ab"]
     parts = [
         SimpleNamespace(
-            optimizer=SimpleNamespace(step_from=lambda *given: happened.append("step"), param_groups=[]),
+            optimizer=SimpleNamespace(
+                step_from=lambda *given: happened.append("step"),
+                prepare=lambda *given: None,
+                takes_remainders=False,
+                param_groups=[],
+            ),
             **{name: [] for name in ("shard_fp32_groups", "model_fp32_groups", "model_float16_groups")},
             ddp_config=SimpleNamespace(overlap_param_gather=overlap),
             model_chunks=list(chunks),

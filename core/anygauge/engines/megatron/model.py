@@ -46,6 +46,7 @@ from anygauge.engines.megatron.weights.sharding import ShardPosition, padded_voc
 from anygauge.kernels.table import KernelTable, resolve_kernels
 from anygauge.plugins import Plugins
 from anygauge_hooks.errors import ConfigError
+from anygauge_hooks.kernels import PrefersKernels
 from anygauge_hooks.media import MediaKind, TowerSpec
 from anygauge_hooks.megatron import MegatronModel, megatron_model
 from anygauge_hooks.models import ModelSpec
@@ -208,7 +209,7 @@ def build_policy(
     options = megatron_options(config, architecture)
     kernels = resolve_kernels(plugins, backend)
     provided = plugins.first("get_spec_provider", backend=backend, kernels=kernels, config=config)
-    if hasattr(provided, "preferred_kernels"):
+    if isinstance(provided, PrefersKernels):
         kernels = kernels.preferring(config.train.provider or backend.name, provided.preferred_kernels())
     default = KernelSpecProvider(
         kernels,

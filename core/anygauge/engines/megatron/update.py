@@ -1,9 +1,9 @@
 """Weight update: norm of all gradients, clipping, AdamW, and the model's copies of the weights.
 
 Megatron does each of these over one tensor after another, and reads every norm back to the host. Here the
-norms are taken together and read once. An optimizer that takes gradients and copies with its step
-(``make_optimizer`` in the hooks) does all the rest in it, and then no gradient is written. One that takes
-remainders too has float32 weights without their upper halves, which the model has: 2 bytes for each, not 4.
+norms are taken together and read once. A :class:`FusedOptimizer` does all the rest in its step, and then no
+gradient is written. One that takes remainders too has float32 weights without their upper halves, which the
+model has: 2 bytes for each, not 4.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from megatron.core.transformer.module import param_is_not_shared
 from torch import Tensor
 
 from anygauge.kernels.remainders import split
+from anygauge_hooks.optimizers import FusedOptimizer
 
 __all__ = ["Update"]
 
@@ -54,7 +55,7 @@ class Update:
         self._takes_all = bool(shards_of_parts) and len(self._shards) == len(shards_of_parts)
         if self._takes_all:
             for part, shards in zip(self._parts, self._shards, strict=True):
-                if getattr(part.optimizer, "takes_remainders", False):
+                if part.optimizer.takes_remainders:
                     _keep_remainders(part, shards.copies)
 
     def begin(self) -> None:
@@ -79,8 +80,7 @@ class Update:
     def _prepare(self) -> None:
         """Have the optimizers find what the step will read: the device is still at the gradients."""
         for part, shards in zip(self._parts, self._shards, strict=True) if self._takes_all else ():
-            if hasattr(part.optimizer, "prepare"):
-                part.optimizer.prepare(shards.gradients, shards.copies)
+            part.optimizer.prepare(shards.gradients, shards.copies)
 
     def _counted(self) -> Iterator[Sequence[Tensor]]:
         if self._takes_all:
@@ -117,7 +117,8 @@ class Update:
 
 def _shards(part: Any) -> _Shards | None:
     """Return what the inner optimizer of a part takes with its step; ``None`` if it does not."""
-    if not hasattr(getattr(part, "optimizer", None), "step_from") or not hasattr(part, "shard_fp32_groups"):
+    is_fused = isinstance(getattr(part, "optimizer", None), FusedOptimizer)
+    if not is_fused or not hasattr(part, "shard_fp32_groups"):
         return None
     gradients: list[list[Tensor]] = []
     copies: list[list[Tensor | None]] = []

@@ -31,7 +31,7 @@ class WeightDevice:
     """
 
     def __init__(self, device_type: str) -> None:
-        plugins = load_plugins()
+        self._plugins = plugins = load_plugins()
         backends = plugins.named("register_backends").values()
         self._backend = next(each for each in backends if each.device_type == device_type)
         plugins.prepare_worker(self._backend, _ROLE, "before_vendor_import")
@@ -71,8 +71,10 @@ class WeightDevice:
             group_id=name,
             global_ranks_in_group=[],
         )
-        assert self._backend.make_communicator is not None
-        return Membership(self._backend.make_communicator(options, None), _GROUP_S)
+        made = self._plugins.first(
+            "make_communicator", backend=self._backend, options=options, group_options=None
+        )
+        return Membership(made, _GROUP_S)
 
 
 weight_device = cache(WeightDevice)
