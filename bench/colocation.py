@@ -34,8 +34,8 @@ from anygauge.serving.engines import open_engines
 from anygauge.trainer.actors import ActorWorker
 from anygauge.trainer.generation import SampleMaker, open_maker
 from anygauge.trainer.plan import group_samples, plan_steps, train_samples
-from anygauge_hooks.engines import MemoryState
 from anygauge_hooks.rl import Prompt, Sample, SamplingParams
+from anygauge_hooks.serving import MemoryState
 from anygauge_tests.fake_engine.installed import install_fake_engine
 
 GIB = 2**30

@@ -220,7 +220,7 @@ class Sender:
         if self._failed is not None:
             raise self._failed
         facts = self._server.facts()
-        self._peer = self._server.weight_peer()
+        self._peer = self._server.peer()
         from anygauge.serving.client import EngineClient
 
         self._client = EngineClient(facts["address"], self._config.rollout.client, keys=self._peer.keys)
@@ -416,9 +416,7 @@ class Sender:
 
     def _retracted(self, begun: list[int]) -> list[int]:
         """Have the server compute beginnings anew; return how much of each response there was."""
-        from anygauge.weight_sync.control import EngineControl
-
-        control = EngineControl(self._peer, deadline_s=DEADLINE_S)
+        control = self._peer.target(deadline_s=DEADLINE_S)
         control.pause("retract")
         at = list(begun)
         spare = self._config.weight_sync.model_copy(update={"pause": "in_place"})  # drops no cache

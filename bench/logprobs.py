@@ -216,7 +216,7 @@ def opened(folder: Path) -> Iterator[Bench]:
         EventLoop() as loop,
     ):
         address = server.start()
-        peer = replace(server.weight_peer(), dtype="float32")
+        peer = replace(server.peer(), dtype="float32")
         client = EngineClient(address, configs["A"].rollout.client, keys=peer.keys)
 
         def push(engine: TrainEngine, version: int) -> None:

@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from anygauge.config.schema import WeightSync
+from anygauge.serving.sglang.weights import SGLangPeer
 from anygauge.weight_sync.broadcast import Rendezvous, join_group
 from anygauge.weight_sync.buckets import Buffers
 from anygauge.weight_sync.pusher import WeightPusher
@@ -39,7 +40,7 @@ from anygauge.weight_sync.transports.delta import DeltaTransport
 from anygauge.weight_sync.transports.disk import DiskTransport
 from anygauge.weight_sync.transports.distributed import DistributedTransport
 from anygauge.weight_sync.transports.tensor import TensorTransport
-from anygauge_hooks.weights import WeightPeer, WeightTransport
+from anygauge_hooks.weights import WeightTransport
 from anygauge_tests.fake_engine import FakeServer
 
 GOAL_RATE, GOAL_BYTES = 0.6, 1.1
@@ -103,7 +104,7 @@ class Bare:
         self._group.close()
 
 
-def push(pusher: WeightPusher, tensors: Mapping[str, Tensor], version: int, peer: WeightPeer) -> SyncReport:
+def push(pusher: WeightPusher, tensors: Mapping[str, Tensor], version: int, peer: SGLangPeer) -> SyncReport:
     """Move a version, or stop."""
     report = pusher.push(tensors.items(), version, [peer])
     if report.failed:
@@ -158,7 +159,7 @@ def main() -> int:
     names = ("distributed", "tensor", "disk")
     seconds: dict[str, list[float]] = {name: [] for name in ("bare", *names)}
     with tempfile.TemporaryDirectory() as directory, FakeServer() as server:
-        peer = WeightPeer(address=server.address)
+        peer = SGLangPeer(address=server.address)
         pushers = {name: make(name, Path(directory) / name, given.buckets * MIB) for name in names}
         bare = Bare(size, given.rounds + 1)
         for version in range(given.rounds + 1):  # the first one makes groups and buffers
@@ -193,9 +194,9 @@ def delta(
 ) -> dict[str, tuple[int, int]]:
     """Return for each step the bytes that moved, and those of the elements that changed."""
     beside = Receiver(
-        WeightPeer(address=address), host="127.0.0.1", bucket_bytes=bucket_bytes, deadline_s=DEADLINE_S
+        SGLangPeer(address=address), host="127.0.0.1", bucket_bytes=bucket_bytes, deadline_s=DEADLINE_S
     )
-    peer = WeightPeer(address=address, receiver=beside.address, secret=beside.secret)
+    peer = SGLangPeer(address=address, receiver=beside.address, secret=beside.secret)
     pusher = make("delta", Path(), bucket_bytes)
     push(pusher, tensors, 1, peer)
     before, found = tensors, {}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from anygauge_hooks.types import WorkerContext
 
@@ -13,14 +13,13 @@ if TYPE_CHECKING:
 
     from anygauge_hooks.algorithms import ValueLoss
     from anygauge_hooks.rl import Prompt, Sample, SamplingParams, TrainSample
-    from anygauge_hooks.rollout import EngineServer, ServerKind
+    from anygauge_hooks.serving import EngineServer, MemoryState, ServerKind
     from anygauge_hooks.types import BackendSpec
 
 __all__ = [
     "CriticEngine",
     "LossFunction",
     "LossInputs",
-    "MemoryState",
     "RolloutEngine",
     "RolloutEngineSpec",
     "SupportsOffload",
@@ -30,9 +29,6 @@ __all__ = [
     "WeightStream",
     "WorkerContext",
 ]
-
-MemoryState = Literal["nothing", "weights", "everything"]
-"""How much an engine has on its device: nothing, its model's weights alone, or all that it works with."""
 
 WeightStream = Iterable[tuple[str, "Tensor"]]
 """Full tensors under their Hugging Face names, in checkpoint order."""
@@ -279,8 +275,8 @@ class RolloutEngineSpec:
     """From the config and the model's longest context to how many tokens it takes of a prompt and its
     response, also of one that goes on; a number that is ``None`` is any. ``None`` takes the model's."""
     releases_memory: bool = False
-    """Whether its servers know ``/release_memory_occupation`` and ``/resume_memory_occupation``, with which
-    ``placement.colocated`` has them share devices with the trainers."""
+    """Whether its clients can :meth:`~anygauge_hooks.serving.EngineClient.set_memory_state`, with which
+    ``placement.colocated`` has servers share devices with the trainers."""
     kinds: Sequence[ServerKind] = ("regular",)
     """Kinds of servers that it supports, for ``[[rollout.groups]]``."""
     attach: Callable[[Any, str], EngineServer] | None = None

@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     from anygauge_hooks.media import Media
     from anygauge_hooks.rl import FinishReason, Sample, SamplingParams
-    from anygauge_hooks.weights import WeightPeer
 
-__all__ = ["Draft", "EngineServer", "GenerateRequest", "Generation", "Generator", "Rollout", "ServerKind"]
-
-ServerKind = Literal["regular", "prefill", "decode", "encoder"]
-"""Task of a server: whole requests, prefill alone, decode alone, or the encoding of images and audio
-alone."""
+__all__ = ["Draft", "GenerateRequest", "Generation", "Generator", "Rollout"]
 
 
 class GenerateRequest(NamedTuple):
@@ -69,38 +64,6 @@ class Generator(Protocol):
 
     async def abort(self) -> None:
         """End every generation under way soon; each returns what it has, as ``"abort"``."""
-
-
-class EngineServer(Protocol):
-    """A process that serves an engine over HTTP, on the node of the worker that started it."""
-
-    def start(self, encoders: Sequence[str] = ()) -> str:
-        """Start the process, or start it again after its end, and return its address: ``http://host:port``.
-
-        Returns once it answers.
-
-        :param encoders: Addresses of the servers that encode images and sound for it.
-        :raises RolloutError: It ended, or did not answer in time; the end of its log is attached.
-        """
-
-    def is_alive(self) -> bool:
-        """Return whether the process runs; it may hang nevertheless."""
-
-    def facts(self) -> Mapping[str, str]:
-        """Return what it is for the run's records: version, command line, log.
-
-        The run itself reads ``bootstrap``, ``host:port`` at which one that only reads hands prompts over, and
-        ``ranks``, how many data-parallel ranks it has if that is not one.
-        """
-
-    def weight_peer(self) -> WeightPeer:
-        """Return how it takes weights, where it listens now.
-
-        How often it was started, and what takes changes for it, is told by the worker that looks after it.
-        """
-
-    def close(self) -> None:
-        """End the process and all that it has started, and remove what it leaves on the host."""
 
 
 class Draft(Protocol):

@@ -12,11 +12,11 @@ if TYPE_CHECKING:
     from anygauge_hooks.types import WorkerContext
 
 __all__ = [
-    "NO_KEYS",
-    "ServerKeys",
-    "WeightApi",
+    "BroadcastGroup",
+    "PauseMode",
     "WeightBucket",
     "WeightPeer",
+    "WeightTarget",
     "WeightTensor",
     "WeightTransport",
     "WeightTransportSpec",
@@ -51,60 +51,86 @@ class WeightBucket:
     last: bool
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WeightApi:
-    """Endpoints and formats of the server's version. The engine that serves it fills this in."""
-
-    has_session: bool = True
-    """An update from memory is opened and closed: ``/begin_weight_update`` and ``/end_weight_update``."""
-    has_flattened_broadcast: bool = True
-    """A bucket can be broadcast as one tensor; otherwise its tensors are, one by one."""
-    retracted_survive_flush: bool = True
-    """Whether requests that a pause has sent back to the queue survive that the cache is dropped; where not,
-    a pause ends them with what they have."""
-    checksums: Literal["sha256", "none"] = "none"
-    """Checksums that ``/weights_checker`` returns for each parameter: ``sha256`` is the first 64 bits of
-    SHA-256 where parameters are in host memory; ``none`` is for values that cannot be compared with anything
-    else."""
-    info_path: str = "/model_info"
-    """Answers with the ``weight_version``."""
+PauseMode = Literal["abort", "retract", "in_place"]
+"""Fate of a server's requests in a pause: ``abort`` returns the part of every response that was sampled;
+``retract`` recomputes its KV cache with the new weights; ``in_place`` continues with the old cache."""
 
 
-_GENERATES = (
-    *("/generate", "/v1/", "/model_info", "/server_info"),
-    *("/get_model_info", "/get_server_info"),  # their older names
-)
-"""Paths, or their beginnings, that SGLang has for whoever generates; the others manage the server."""
+class BroadcastGroup(NamedTuple):
+    """A process group in which training rank 0, its first rank, broadcasts weights to servers."""
+
+    name: str
+    host: str
+    """Address of the group's store, as part of a URL: IPv6 in brackets."""
+    port: int
+    backend: str
+    """The ``torch.distributed`` backend."""
+    world_size: int
+    first_rank: int
+    """Rank of the server's first process; the others follow."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServerKeys:
-    """Keys that a server asks for, as SGLang tells them apart; an error or a log shows neither."""
+class WeightTarget(Protocol):
+    """One server that takes an update, in its engine's own protocol. Used by one thread at a time.
 
-    api: str = field(default="", repr=False)
-    """For generation and what describes the model; empty if the server asks for none."""
-    admin: str = field(default="", repr=False)
-    """For what changes the server: weights, cache, memory, pauses; empty if it asks for ``api`` there too."""
+    Each method raises :class:`~anygauge_hooks.errors.DeadlineError` if the server does not answer in time and
+    :class:`~anygauge_hooks.errors.RolloutError` if it refuses or cannot be reached.
+    """
 
-    def headers(self, path: str) -> dict[str, str]:
-        """Return the headers that a request for a path of the server needs."""
-        key = self.api if path.startswith(_GENERATES) else self.admin or self.api
-        return {"authorization": f"Bearer {key}"} if key else {}
+    def pause(self, mode: PauseMode) -> None:
+        """Let the server make no more tokens.
+
+        :param mode: One that it lacks, or cannot keep over the update, becomes ``"abort"``.
+        """
+
+    def resume(self) -> None:
+        """Let the server go on."""
+
+    def begin(self) -> None:
+        """Open an update from memory or by broadcast, where servers do that. It keeps its weights."""
+
+    def end(self) -> None:
+        """Close the update."""
+
+    def load_memory(self, bucket: WeightBucket, update: WeightUpdate) -> None:
+        """Load a bucket from memory of this host; with the last one the update is complete."""
+
+    def load_broadcast(self, bucket: WeightBucket, update: WeightUpdate, group: str, *, whole: bool) -> None:
+        """Receive a bucket in a group; with the last one the update is complete.
+
+        :param whole: Whether it is broadcast as one tensor; otherwise its tensors are, one by one.
+        """
+
+    def load_directory(self, path: str, update: WeightUpdate) -> None:
+        """Load a Hugging Face directory, all of an update."""
+
+    def join_group(self, group: BroadcastGroup) -> None:
+        """Join a group. Returns once all have come."""
+
+    def leave_group(self, name: str) -> None:
+        """Leave a group, which ends a broadcast that the server still waits in."""
+
+    def version(self) -> str | None:
+        """Return the version that the server says its weights are of; ``None`` if it keeps none."""
+
+    def checksums(self) -> list[dict[str, str]]:
+        """Return, for each process of the server, the checksums of its parameters by name.
+
+        Called where :attr:`WeightPeer.has_checksums`.
+        """
+
+    def close(self) -> None:
+        """Close the connections."""
 
 
-NO_KEYS = ServerKeys()
-"""Keys for a server that requires none."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class WeightPeer:
-    """One server that generates."""
+    """One server that generates, as senders of weights know it: a value of the engine's own subclass."""
 
     address: str
     """``http://host:port``."""
     tensor_parallel: int = 1
     """Processes that split its model; each is given the whole weights and takes its part."""
-    api: WeightApi = WeightApi()
     device: str | None = None
     """The ``torch.device`` type that the server says it runs on, if it says so."""
     dtype: str | None = None
@@ -115,8 +141,23 @@ class WeightPeer:
     """``host:port`` of what takes changes on its node, for the transport ``delta``."""
     secret: str = field(default="", repr=False)
     """Shown to the receiver."""
-    keys: ServerKeys = NO_KEYS
-    """Shown to the server."""
+
+    @property
+    def has_checksums(self) -> bool:
+        """Whether it tells checksums of its parameters: the first 64 bits of SHA-256, in hex."""
+        return False
+
+    @property
+    def takes_whole_buckets(self) -> bool:
+        """Whether a bucket can be broadcast to it as one tensor."""
+        return True
+
+    def target(self, *, deadline_s: float) -> WeightTarget:
+        """Return how it takes an update; nothing is sent yet.
+
+        :param deadline_s: Longest wait for one answer, in seconds.
+        """
+        raise NotImplementedError
 
 
 class WeightUpdate(Protocol):
@@ -132,14 +173,8 @@ class WeightUpdate(Protocol):
     def peers(self) -> Sequence[WeightPeer]:
         """The servers that have refused or failed nothing so far."""
 
-    def request(
-        self, path: str, bodies: Callable[[WeightPeer], Any], *, bucket: WeightBucket | None = None
-    ) -> None:
-        """Post what changes weights to every server at once; one that refuses or is late is taken out.
-
-        :param bodies: Makes the JSON body for a server.
-        :param bucket: What is being sent, for the words of an error.
-        """
+    def load(self, work: Callable[[WeightTarget], None]) -> None:
+        """Do what changes weights to every server at once; one that refuses or is late is taken out."""
 
     def each(self, work: Callable[[WeightPeer], None], *, loads: bool) -> None:
         """Do something for every server at once; one for which it raises is taken out.

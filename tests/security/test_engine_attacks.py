@@ -17,11 +17,12 @@ from anygauge.serving.client import EngineClient
 from anygauge.serving.engine_pool import EnginePool
 from anygauge.serving.sglang import keys as sglang_keys
 from anygauge.serving.sglang.keys import HiddenKey, key_problems, key_variable, own_keys, set_keys
-from anygauge.weight_sync.control import EngineControl, RefusedError
+from anygauge.serving.sglang.weights import SGLangPeer, SGLangTarget
+from anygauge.weight_sync.control import RefusedError
 from anygauge_hooks.errors import RolloutError
 from anygauge_hooks.rl import SamplingParams
 from anygauge_hooks.rollout import GenerateRequest
-from anygauge_hooks.weights import NO_KEYS, ServerKeys, WeightPeer
+from anygauge_hooks.sglang import NO_KEYS, ServerKeys
 from anygauge_tests.fake_engine import FakeServer, Options
 from anygauge_tests.fake_engine.options import VERSIONS
 from anygauge_tests.fake_engine.server import application
@@ -116,8 +117,8 @@ def test_a_request_that_is_given_up_is_ended_in_the_engine(server: FakeServer) -
 
 
 def test_the_run_shows_the_right_key_with_every_request_around_weights(server: FakeServer) -> None:
-    peer = server.weight_peer()
-    control = EngineControl(peer, deadline_s=20)
+    peer = server.peer()
+    control = SGLangTarget(peer, deadline_s=20)
     control.pause("abort")
     if peer.api.has_session:
         control.begin()
@@ -134,7 +135,7 @@ def test_the_run_shows_the_right_key_with_every_request_around_weights(server: F
 def test_a_fleet_shows_each_engine_its_own_keys(server: FakeServer) -> None:
     async def generate(keys: ServerKeys) -> Any:
         fleet = EnginePool(CLIENT)
-        fleet.add("engine-0", server.address, keys=keys)
+        fleet.add("engine-0", SGLangPeer(address=server.address, keys=keys))
         try:
             return await fleet.generate(REQUEST)
         finally:
@@ -166,7 +167,7 @@ def test_a_missing_key_is_an_error_that_names_the_keys_of_the_config(
 
 
 def test_a_refused_version_is_an_error(server: FakeServer) -> None:
-    control = EngineControl(WeightPeer(address=server.address), deadline_s=20)
+    control = SGLangTarget(SGLangPeer(address=server.address), deadline_s=20)
     with pytest.raises(RefusedError, match="401"):
         control.version()
     control.close()
@@ -256,7 +257,7 @@ def test_a_key_that_is_written_out_or_missing_is_refused_and_not_repeated(
 def test_keys_show_in_no_text_of_what_holds_them(
     arguments_class: type[Arguments], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    peer = WeightPeer(address="http://127.0.0.1:9", secret="of-the-receiver", keys=KEYS)
+    peer = SGLangPeer(address="http://127.0.0.1:9", secret="of-the-receiver", keys=KEYS)
     monkeypatch.setenv(sglang_keys.KEYS, key_variable(KEYS)[sglang_keys.KEYS])
     arguments = arguments_class()
     set_keys(arguments)

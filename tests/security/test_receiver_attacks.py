@@ -12,10 +12,10 @@ from contextlib import ExitStack
 import httpx2
 import pytest
 
+from anygauge.serving.sglang.weights import SGLangPeer
 from anygauge.weight_sync import secret_server
 from anygauge.weight_sync.receiver import SECRET_HEADER, Receiver
 from anygauge.weight_sync.secret_server import HEAD_BYTES, LARGEST_BODY, STRANGERS
-from anygauge_hooks.weights import WeightPeer
 
 MIB = 2**20
 WAIT_S = 20.0
@@ -23,7 +23,7 @@ WAIT_S = 20.0
 
 @pytest.fixture(scope="module")
 def receiver() -> Iterator[Receiver]:
-    nobody = WeightPeer(address="http://127.0.0.1:9")
+    nobody = SGLangPeer(address="http://127.0.0.1:9")
     running = Receiver(nobody, host="127.0.0.1", bucket_bytes=1 << 16, deadline_s=20)
     yield running
     running.close()

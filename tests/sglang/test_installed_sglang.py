@@ -22,7 +22,7 @@ from anygauge.serving.server_plan import plan_servers
 from anygauge.serving.sglang.arguments import by_name, command_line, run_arguments
 from anygauge.serving.sglang.installed import installed_sglang
 from anygauge.serving.sglang.kinds import plan_arguments
-from anygauge_hooks.weights import ServerKeys
+from anygauge_hooks.sglang import ServerKeys
 from anygauge_tests.fake_engine.keys import ADMIN, OPEN
 from anygauge_tests.fake_engine.options import Options
 from anygauge_tests.fake_engine.server import application

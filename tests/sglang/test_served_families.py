@@ -17,12 +17,13 @@ from anygauge.engines.megatron.weights.hf import write_directory
 from anygauge.plugins import Plugins
 from anygauge.serving.embedded.weights import copy_weights
 from anygauge.serving.sglang.server import SGLangServer
+from anygauge.serving.sglang.weights import SGLangPeer
 from anygauge.weight_sync.buckets import Buffers
 from anygauge.weight_sync.pusher import WeightPusher
 from anygauge.weight_sync.transports.distributed import DistributedTransport
 from anygauge_hooks.engines import WorkerContext
 from anygauge_hooks.models import ModelSpec
-from anygauge_hooks.weights import WeightApi, WeightPeer
+from anygauge_hooks.sglang import WeightApi
 from anygauge_tests.served_vision import VisionReference, published, write_served
 from anygauge_tests.transformers_parity import build
 
@@ -47,7 +48,7 @@ class Served(NamedTuple):
     reference: VisionReference
     policy: Any
     server: SGLangServer
-    peer: Future[WeightPeer]
+    peer: Future[SGLangPeer]
 
 
 @pytest.fixture(scope="module")
@@ -68,9 +69,9 @@ def all_served(
         yield found
 
 
-def started(server: SGLangServer) -> WeightPeer:
+def started(server: SGLangServer) -> SGLangPeer:
     server.start()
-    return replace(server.weight_peer(), api=WeightApi(checksums="sha256"))
+    return replace(server.peer(), api=WeightApi(checksums="sha256"))
 
 
 def written(spec: ModelSpec, path: Path, context: WorkerContext) -> tuple[VisionReference, Any, Path]:
@@ -102,7 +103,7 @@ def test_log_probs_are_those_of_the_model_before_and_after_an_update(served: Ser
     compare(reference, peer, requests)
 
 
-def compare(reference: VisionReference, peer: WeightPeer, requests: list[Any]) -> Any:
+def compare(reference: VisionReference, peer: SGLangPeer, requests: list[Any]) -> Any:
     """Compare what is said of images, and of another image; return the answer to the first request."""
     answers = reference.generate(peer, *requests)
     for request, said in zip(requests, answers, strict=True):
@@ -121,7 +122,7 @@ def retrain(policy: Any) -> None:
             parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator))
 
 
-def push(policy: Any, peer: WeightPeer) -> None:
+def push(policy: Any, peer: SGLangPeer) -> None:
     options = WeightSync(transport="distributed", bucket_bytes=1 << 16, verify="always", deadline_s=120)
     transport = DistributedTransport("cpu", {"cpu": "gloo"}, deadline_s=120)
     pusher = WeightPusher(options, transport, Buffers(partial(torch.empty, dtype=torch.uint8)))

@@ -16,6 +16,7 @@ from anygauge.config.schema import WeightSync
 from anygauge.plugins import Plugins
 from anygauge.serving.client import ImageEncoder
 from anygauge.serving.sglang.server import SGLangServer
+from anygauge.serving.sglang.weights import SGLangPeer
 from anygauge.weight_sync.buckets import Buffers
 from anygauge.weight_sync.pusher import WeightPusher
 from anygauge.weight_sync.receiver import Receiver
@@ -25,7 +26,8 @@ from anygauge.weight_sync.transports.disk import DiskTransport
 from anygauge.weight_sync.transports.distributed import DistributedTransport
 from anygauge.weight_sync.transports.tensor import TensorTransport
 from anygauge_hooks.errors import RolloutError
-from anygauge_hooks.weights import WeightApi, WeightPeer, WeightTransport
+from anygauge_hooks.sglang import WeightApi
+from anygauge_hooks.weights import WeightTransport
 from anygauge_tests.served_vision import PATCH, VisionReference
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(1500)]
@@ -47,16 +49,16 @@ def reference(tmp_path_factory: pytest.TempPathFactory, plugins: Plugins) -> Vis
     return VisionReference(plugins.model([ARCHITECTURE]), path)
 
 
-def started(server: SGLangServer, encoders: Sequence[str] = ()) -> WeightPeer:
+def started(server: SGLangServer, encoders: Sequence[str] = ()) -> SGLangPeer:
     server.start(encoders)
-    return replace(server.weight_peer(), api=API)
+    return replace(server.peer(), api=API)
 
 
 class Starting(NamedTuple):
     """Servers that start at the same time."""
 
-    whole: Future[WeightPeer]
-    divided: Future[WeightPeer]
+    whole: Future[SGLangPeer]
+    divided: Future[SGLangPeer]
     """Server with the decoder alone; an encoder computes its image features."""
 
 
@@ -70,12 +72,12 @@ def starting(make_vision_model: MakeServer, reference: VisionReference) -> Itera
 
 
 @pytest.fixture(scope="module")
-def peer(starting: Starting) -> WeightPeer:
+def peer(starting: Starting) -> SGLangPeer:
     return starting.whole.result()
 
 
 def test_log_probs_are_those_of_the_model_for_one_image_and_several(
-    reference: VisionReference, peer: WeightPeer
+    reference: VisionReference, peer: SGLangPeer
 ) -> None:
     requests = [
         reference.request("one", 5, "square", 7, 8),
@@ -94,7 +96,7 @@ def test_log_probs_are_those_of_the_model_for_one_image_and_several(
     assert reference.difference(requests[1], answers[1], swapped) > 0.5
 
 
-def test_a_conversation_goes_on_with_an_image_of_a_tool(reference: VisionReference, peer: WeightPeer) -> None:
+def test_a_conversation_goes_on_with_an_image_of_a_tool(reference: VisionReference, peer: SGLangPeer) -> None:
     first = reference.request("turn-1", 5, "wide", 7)
     [said] = reference.generate(peer, first)
     shown = reference.request("", 4, "square", 6)
@@ -110,7 +112,7 @@ def test_a_conversation_goes_on_with_an_image_of_a_tool(reference: VisionReferen
 
 
 def test_a_broken_picture_is_refused_and_the_server_lives(
-    reference: VisionReference, peer: WeightPeer, monkeypatch: pytest.MonkeyPatch
+    reference: VisionReference, peer: SGLangPeer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     request = reference.request("broken", 5, "square", 7)
     with monkeypatch.context() as patch:
@@ -144,7 +146,7 @@ def pusher(
     ("pusher", "version"), [("distributed", 1), ("disk", 2), ("delta", 3), ("tensor", 4)], indirect=["pusher"]
 )
 def test_new_weights_reach_the_servers_tower(
-    pusher: WeightPusher, version: int, reference: VisionReference, peer: WeightPeer
+    pusher: WeightPusher, version: int, reference: VisionReference, peer: SGLangPeer
 ) -> None:
     request = reference.request(f"sync-{version}", 5, "square", 7)
     [before] = reference.generate(peer, request)

@@ -24,9 +24,10 @@ from anygauge.config.schema import RolloutClient
 from anygauge.rollout.gateway.server import Gateway
 from anygauge.serving.engine_pool import EnginePool
 from anygauge.serving.sglang.server import SGLangServer
+from anygauge.serving.sglang.weights import SGLangPeer
 from anygauge_hooks.errors import RolloutError
 from anygauge_hooks.rl import Prompt, Sample, SamplingParams
-from anygauge_hooks.weights import NO_KEYS, ServerKeys, WeightPeer
+from anygauge_hooks.sglang import NO_KEYS, ServerKeys
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(1500)]
 
@@ -40,7 +41,7 @@ PROMPT = [3, 10, 4, 15]
 TOLERANCE = 1e-4
 
 
-def ask(server: WeightPeer, path: str, body: dict[str, Any] | None = None) -> Any:
+def ask(server: SGLangPeer, path: str, body: dict[str, Any] | None = None) -> Any:
     data = None if body is None else json.dumps(body).encode()
     headers = {"Content-Type": "application/json", **server.keys.headers(path)}
     request = urllib.request.Request(server.address + path, data, headers)
@@ -48,7 +49,7 @@ def ask(server: WeightPeer, path: str, body: dict[str, Any] | None = None) -> An
         return json.load(answer)
 
 
-def generate(server: WeightPeer, **params: Any) -> tuple[list[int], list[float]]:
+def generate(server: SGLangPeer, **params: Any) -> tuple[list[int], list[float]]:
     body = {
         "input_ids": PROMPT,
         "sampling_params": {"max_new_tokens": 24, "ignore_eos": True, **params},
@@ -112,23 +113,21 @@ def test_two_servers_that_start_at_once_have_ports_logs_and_processes_of_their_o
     for name in ("address", "log", "pid"):
         assert len({each[name] for each in facts}) == 2, name
     assert [Path(each["log"]).name for each in facts] == ["rollout-0-engine.log", "rollout-1-engine.log"]
-    assert {ask(server.weight_peer(), "/server_info")["version"] for server in both} == {
-        facts[0]["installed"]
-    }
+    assert {ask(server.peer(), "/server_info")["version"] for server in both} == {facts[0]["installed"]}
 
 
 def test_a_server_answers_no_stranger_and_shows_its_keys_nowhere(
     both: tuple[SGLangServer, SGLangServer],
 ) -> None:
     server, other = both
-    keys, others = server.weight_peer().keys, other.weight_peer().keys
+    keys, others = server.peer().keys, other.peer().keys
     assert len({keys.api, keys.admin, others.api, others.admin}) == 4
     for shown in (NO_KEYS, others, ServerKeys(api=keys.admin, admin=keys.api)):
-        refused = {path: status(replace(server.weight_peer(), keys=shown), path) for path in ASKED}
+        refused = {path: status(replace(server.peer(), keys=shown), path) for path in ASKED}
         assert set(refused.values()) == {401}, refused
-    accepted = {path: status(server.weight_peer(), path) for path in ASKED}
+    accepted = {path: status(server.peer(), path) for path in ASKED}
     assert 401 not in accepted.values(), accepted
-    assert status(replace(server.weight_peer(), keys=NO_KEYS), "/health") == 200
+    assert status(replace(server.peer(), keys=NO_KEYS), "/health") == 200
     log = server.log.read_text()
     assert "'api_key': '***'" in log, "SGLang has written its arguments"
     assert "401" not in log.partition("fired up")[0], "it shows itself its key"
@@ -142,7 +141,7 @@ def test_a_server_listens_on_loopback_alone(both: tuple[SGLangServer, SGLangServ
     assert {each.ip for each in listens} == {"127.0.0.1"}, listens
 
 
-def status(server: WeightPeer, path: str) -> int:
+def status(server: SGLangPeer, path: str) -> int:
     """Return the status of a request without any meaning."""
     headers = server.keys.headers(path)
     url = server.address + path
@@ -155,7 +154,7 @@ def status(server: WeightPeer, path: str) -> int:
 def test_log_probs_are_those_of_transformers_at_the_temperature(
     temperature: float, both: tuple[SGLangServer, SGLangServer], model: Any
 ) -> None:
-    tokens, found = generate(both[0].weight_peer(), temperature=temperature)
+    tokens, found = generate(both[0].peer(), temperature=temperature)
     assert len(tokens) == 24
     assert found == pytest.approx(expected(model, tokens, temperature), abs=TOLERANCE)
     if temperature != 1.0:
@@ -165,12 +164,12 @@ def test_log_probs_are_those_of_transformers_at_the_temperature(
 def test_a_nucleus_leaves_the_log_probs_those_of_all_tokens(
     both: tuple[SGLangServer, SGLangServer], model: Any
 ) -> None:
-    tokens, found = generate(both[0].weight_peer(), temperature=1.0, top_p=0.5)
+    tokens, found = generate(both[0].peer(), temperature=1.0, top_p=0.5)
     assert found == pytest.approx(expected(model, tokens, 1.0), abs=TOLERANCE)
 
 
 def test_both_servers_serve_the_same_weights(both: tuple[SGLangServer, SGLangServer]) -> None:
-    greedy = [generate(server.weight_peer(), temperature=0.0) for server in both]
+    greedy = [generate(server.peer(), temperature=0.0) for server in both]
     assert greedy[0][0] == greedy[1][0]
     assert greedy[0][1] == pytest.approx(greedy[1][1], abs=TOLERANCE)
 
@@ -196,7 +195,7 @@ async def conversation(client: Any) -> None:
     assert len((await create(messages=messages, max_tokens=8, n=2)).choices) == 2
 
 
-def scored(server: WeightPeer, tokens: Sequence[int]) -> list[float]:
+def scored(server: SGLangPeer, tokens: Sequence[int]) -> list[float]:
     """Return the engine's own log-probs of some tokens but the first, each given those before it."""
     params = {"max_new_tokens": 1, "temperature": 1.0}
     body = {
@@ -214,11 +213,11 @@ def test_what_an_agent_is_trained_on_has_the_engines_log_probs(
     both: tuple[SGLangServer, SGLangServer], model: Any, tokenizer: Any
 ) -> None:
     openai = pytest.importorskip("openai")
-    server = both[0].weight_peer()
+    server = both[0].peer()
 
     async def main() -> list[Sample]:
         fleet = EnginePool(RolloutClient())
-        fleet.add("engine-0", server.address, keys=server.keys)
+        fleet.add("engine-0", server)
         async with Gateway(tokenizer, SamplingParams(max_new_tokens=64)) as gateway:
             session = gateway.open(fleet, seed=1)
             url, key = gateway.openai_url(session), gateway.key(session)
@@ -253,7 +252,7 @@ def test_a_killed_server_is_noticed_and_starts_again(
     assert not any(path.exists() for path in files)
     assert other.is_alive()
     server.start()
-    tokens, found = generate(server.weight_peer(), temperature=1.0)
+    tokens, found = generate(server.peer(), temperature=1.0)
     assert found == pytest.approx(expected(model, tokens, 1.0), abs=TOLERANCE)
 
 
@@ -270,7 +269,7 @@ def test_a_clean_stop_leaves_no_process_and_no_file_and_spares_the_other(
     assert not any(path.exists() for path in files)
     assert all(path.exists() for path in spared)
     assert other.is_alive()
-    assert generate(other.weight_peer(), temperature=1.0)[0]
+    assert generate(other.peer(), temperature=1.0)[0]
     server.close()
     assert not server.is_alive()
 

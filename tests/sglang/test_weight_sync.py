@@ -16,6 +16,7 @@ import torch
 
 from anygauge.config.schema import WeightSync
 from anygauge.serving.sglang.server import SGLangServer
+from anygauge.serving.sglang.weights import SGLangPeer
 from anygauge.weight_sync.buckets import Buffers
 from anygauge.weight_sync.pusher import WeightPusher
 from anygauge.weight_sync.receiver import Receiver
@@ -24,7 +25,8 @@ from anygauge.weight_sync.transports.delta import DeltaTransport
 from anygauge.weight_sync.transports.disk import DiskTransport
 from anygauge.weight_sync.transports.distributed import DistributedTransport
 from anygauge.weight_sync.transports.tensor import TensorTransport
-from anygauge_hooks.weights import WeightApi, WeightPeer, WeightTransport
+from anygauge_hooks.sglang import WeightApi
+from anygauge_hooks.weights import WeightTransport
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(1500)]
 
@@ -35,7 +37,7 @@ API = WeightApi(checksums="sha256")
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
 
-def ask(server: WeightPeer, path: str, body: dict[str, Any] | None = None) -> Any:
+def ask(server: SGLangPeer, path: str, body: dict[str, Any] | None = None) -> Any:
     data = None if body is None else json.dumps(body).encode()
     headers = {"Content-Type": "application/json", **server.keys.headers(path)}
     request = urllib.request.Request(server.address + path, data, headers)
@@ -48,7 +50,7 @@ def body(count: int) -> dict[str, Any]:
     return {"input_ids": PROMPT, "sampling_params": params, "return_logprob": True}
 
 
-def streamed(server: WeightPeer, body: dict[str, Any]) -> Iterator[Any]:
+def streamed(server: SGLangPeer, body: dict[str, Any]) -> Iterator[Any]:
     """Yield a response as it grows; the last one is whole."""
     data = json.dumps({**body, "stream": True}).encode()
     headers = {"Content-Type": "application/json", **server.keys.headers("/generate")}
@@ -84,14 +86,14 @@ def models(tiny_model: Path, tokenizer: Any, tmp_path_factory: pytest.TempPathFa
 
 
 @pytest.fixture(scope="module")
-def served(servers: Callable[..., SGLangServer], tmp_path_factory: pytest.TempPathFactory) -> WeightPeer:
+def served(servers: Callable[..., SGLangServer], tmp_path_factory: pytest.TempPathFactory) -> SGLangPeer:
     server = servers(tmp_path_factory.mktemp("runs"))
     server.start()
-    return replace(server.weight_peer(), api=API)
+    return replace(server.peer(), api=API)
 
 
 @pytest.fixture
-def peer(served: WeightPeer) -> Iterator[WeightPeer]:
+def peer(served: SGLangPeer) -> Iterator[SGLangPeer]:
     beside = Receiver(served, host="127.0.0.1", bucket_bytes=1 << 16, deadline_s=120)
     yield replace(served, receiver=beside.address, secret=beside.secret)
     beside.close()
@@ -122,7 +124,7 @@ def weights(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
 
 @pytest.mark.parametrize("pusher", ["tensor", "disk", "distributed", "delta"], indirect=True)
 def test_log_probs_are_of_the_weights_that_were_sent_also_in_the_middle_of_a_response(
-    pusher: WeightPusher, peer: WeightPeer, models: list[Any]
+    pusher: WeightPusher, peer: SGLangPeer, models: list[Any]
 ) -> None:
     for version, number in ((1, 1), (2, 0), (3, 1)):
         report = pusher.push(weights(models[number]), version, [peer])
@@ -148,7 +150,7 @@ def test_log_probs_are_of_the_weights_that_were_sent_also_in_the_middle_of_a_res
 
 @pytest.mark.parametrize("pusher", ["tensor"], indirect=True)
 def test_a_parameter_that_is_not_what_was_sent_is_named(
-    pusher: WeightPusher, peer: WeightPeer, models: list[Any], monkeypatch: pytest.MonkeyPatch
+    pusher: WeightPusher, peer: SGLangPeer, models: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name = "model.layers.1.self_attn.k_proj.weight"
     other = TensorTransport()
@@ -175,20 +177,20 @@ def test_a_parameter_that_is_not_what_was_sent_is_named(
 @pytest.fixture(scope="module")
 def two_processes(
     servers: Callable[..., SGLangServer], tmp_path_factory: pytest.TempPathFactory
-) -> WeightPeer:
+) -> SGLangPeer:
     """Return a server whose matrices are split between two processes."""
     cores = sorted(os.sched_getaffinity(0))
     with pytest.MonkeyPatch.context() as patch:  # SGLang wants to know the cores of each
         patch.setenv("SGLANG_CPU_OMP_THREADS_BIND", f"{cores[0]}|{cores[-1]}")
         server = servers(tmp_path_factory.mktemp("runs"), sglang={"tp_size": 2})
         server.start()
-    return server.weight_peer()
+    return server.peer()
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("pusher", ["tensor", "distributed", "disk"], indirect=True)
 def test_weights_reach_a_server_that_splits_its_matrices(
-    pusher: WeightPusher, two_processes: WeightPeer, models: list[Any]
+    pusher: WeightPusher, two_processes: SGLangPeer, models: list[Any]
 ) -> None:
     assert two_processes.tensor_parallel == 2
     for version, number in ((1, 1), (2, 0)):

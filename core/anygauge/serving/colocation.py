@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Literal
 
-from anygauge_hooks.engines import MemoryState
+from anygauge_hooks.serving import MemoryState
 
 __all__ = ["ColocationPhase", "ColocationScheduler", "SetMemoryState"]
 

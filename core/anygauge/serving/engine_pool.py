@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from anygauge.config.schema import RolloutClient
 from anygauge.serving.admission_queue import AdmissionQueue
-from anygauge.serving.client import EngineAwayError, EngineClient, ImageEncoder, PauseMode, retry_pause_s
+from anygauge.serving.client import ImageEncoder, retry_pause_s
 from anygauge.serving.engine_state import (
     DisplacedError,
     EngineReport,
@@ -31,12 +31,12 @@ from anygauge.serving.engine_state import (
     end_attempts,
 )
 from anygauge.serving.load_balancer import LoadBalancer, Ticket
-from anygauge.serving.prefill import Prefill
-from anygauge_hooks.engines import MemoryState
+from anygauge.serving.prefill import Prefill, handover
 from anygauge_hooks.errors import AnygaugeError, DeadlineError, RolloutError
 from anygauge_hooks.media import MediaStore
-from anygauge_hooks.rollout import GenerateRequest, Generation, ServerKind
-from anygauge_hooks.weights import NO_KEYS, ServerKeys
+from anygauge_hooks.rollout import GenerateRequest, Generation
+from anygauge_hooks.serving import EngineAwayError, EngineClient, MemoryState, ServerKind, ServerPeer
+from anygauge_hooks.weights import PauseMode
 
 __all__ = ["EnginePool", "EngineReport", "EngineState"]
 
@@ -82,7 +82,7 @@ class EnginePool:
     Example::
 
         pool = EnginePool(config.rollout.client)
-        pool.add("engine-0", "http://127.0.0.1:30000")
+        pool.add("engine-0", server.peer())
         generation = await pool.generate(request)
         await pool.close()
     """
@@ -110,14 +110,13 @@ class EnginePool:
     def add(
         self,
         name: str,
-        address: str,
+        peer: ServerPeer,
         *,
         kind: ServerKind = "regular",
         bootstrap: str | None = None,
         ranks: int = 1,
         concurrency: int | None = None,
         state: EngineState = "serving",
-        keys: ServerKeys = NO_KEYS,
     ) -> None:
         """Let requests go to an engine. One of this name, such as a dead one, is replaced.
 
@@ -128,14 +127,12 @@ class EnginePool:
         :param ranks: Its data-parallel ranks.
         :param concurrency: Most requests that one rank has under way; ``None`` takes the options'.
         :param state: Before its first request: ``"paused"`` until :meth:`mark` lets it serve.
-        :param keys: That its server asks for.
         """
         if name in self._engines:
             self._forget(name, "it was replaced")
         limit = concurrency or self._options.concurrency
         options = self._options.model_copy(update={"concurrency": limit * ranks})
-        called = f"{name} ({address})"
-        client = EngineClient(address, options, name=called, image_encoder=self._image_encoder, keys=keys)
+        client = peer.client(options, name=f"{name} ({peer.address})", images=self._image_encoder)
         engine = self._engines[name] = PoolEngine(name, client, ranks, kind, bootstrap, state)
         if (balancer := self._balancer_of(engine)) is not None:
             balancer.add(name, ranks=ranks, concurrency=limit)
@@ -338,9 +335,8 @@ class EnginePool:
         engine, rank = self._engine_of(tickets.answering)
         with self._prefill(request, tickets) as prefills:
             async with attempting(engine, *prefills):
-                bootstrap = prefills[0].bootstrap if prefills else None
                 return await engine.client.generate(
-                    request, rank=rank, attempts=1, bootstrap=bootstrap, ends=active.ends
+                    request, rank=rank, attempts=1, ends=active.ends, **handover(prefills)
                 )
 
     @contextmanager
@@ -384,8 +380,8 @@ class EnginePool:
         """Yield parts until the engine is given up."""
         engine, rank = self._engine_of(tickets.answering)
         with self._prefill(request, tickets) as prefills:
-            bootstrap = prefills[0].bootstrap if prefills else None
-            async with aclosing(engine.client.stream(request, rank=rank, bootstrap=bootstrap)) as parts:
+            stream = engine.client.stream(request, rank=rank, **handover(prefills))
+            async with aclosing(stream) as parts:
                 while True:
                     async with attempting(engine, *prefills):
                         part = await anext(parts, None)
@@ -490,10 +486,10 @@ class EnginePool:
             if engine.state != "asleep":
                 engine.awake = engine.state
             self.mark(engine.name, "asleep", f"it has {state} in memory")
-        memories = {engine.client: engine.memory for engine in engines}
-        moves = await self._command(engines, lambda client: memories[client].set_state(client, state))
-        for engine, error in moves:
+        for engine, error in await self._command(engines, lambda client: client.set_memory_state(state)):
             self._lose(engine, error)
+        for engine in engines:
+            engine.memory_state = state
         for engine in self._living() if state == "everything" else ():
             if engine.state == "asleep":
                 engine.state = "paused"
@@ -501,7 +497,7 @@ class EnginePool:
 
     def _sleeps(self) -> bool:
         """Return whether the engines have nothing left to generate with, so that no wait would help."""
-        held = [engine.memory.state for engine in self._living()]
+        held = [engine.memory_state for engine in self._living()]
         return bool(held) and set(held) == {"nothing"}
 
     def _living(self) -> list[PoolEngine]:

@@ -8,11 +8,9 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, Protocol
 
-from anygauge.serving.client import EngineAwayError, EngineClient
 from anygauge.serving.load_balancer import Load
-from anygauge.serving.memory import EngineMemory
 from anygauge_hooks.errors import DeadlineError
-from anygauge_hooks.rollout import ServerKind
+from anygauge_hooks.serving import EngineAwayError, EngineClient, MemoryState, ServerKind
 
 __all__ = ["DisplacedError", "EngineReport", "EngineState", "PoolEngine", "attempting", "end_attempts"]
 
@@ -67,7 +65,7 @@ class PoolEngine:
     probe: asyncio.Task[None] | None = None
     """Health probe in progress; the engine gets no new requests meanwhile."""
     watch: asyncio.Task[None] | None = None
-    memory: EngineMemory = field(default_factory=EngineMemory)
+    memory_state: MemoryState = "everything"
     awake: EngineState = "serving"
     """State that a sleeping engine returns to when it wakes up."""
     attempts: set[asyncio.Timeout] = field(default_factory=set)

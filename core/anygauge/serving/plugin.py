@@ -11,7 +11,7 @@ from anygauge_hooks.engines import RolloutEngineSpec
 if TYPE_CHECKING:
     from anygauge.config import Config
     from anygauge_hooks.engines import RolloutEngine, WorkerContext
-    from anygauge_hooks.rollout import EngineServer
+    from anygauge_hooks.serving import EngineServer
     from anygauge_hooks.types import BackendSpec, ConfigProblem
 
 __all__ = ["check_config", "register_rollout_engines"]

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+from collections.abc import Sequence
+from typing import Any, cast
 
-from anygauge.serving.client import BootstrapRoom
+from anygauge.serving.client import BootstrapRoom, EngineClient
 from anygauge.serving.engine_state import PoolEngine, attempting, end_attempts
 from anygauge_hooks.errors import AnygaugeError, DeadlineError, RolloutError
 from anygauge_hooks.rollout import GenerateRequest
 
-__all__ = ["Prefill"]
+__all__ = ["Prefill", "handover"]
 
 
 class Prefill:
@@ -48,10 +50,15 @@ class Prefill:
         self.task.cancel()
 
     async def _read(self, request: GenerateRequest, rank: int | None) -> None:
-        client = self._reader.client
+        client = cast(EngineClient, self._reader.client)  # only SGLang has servers that read alone
         try:
             async with attempting(self._reader):
                 await client.read(request, self.bootstrap, rank=rank)
         except (RolloutError, DeadlineError) as error:
             self._failure = error
             end_attempts(self)
+
+
+def handover(prefills: Sequence[Prefill]) -> dict[str, Any]:
+    """Return the arguments with which a client asks for the response to prompts that others read."""
+    return {"bootstrap": prefills[0].bootstrap} if prefills else {}

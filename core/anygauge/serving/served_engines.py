@@ -137,6 +137,7 @@ class ServedEngines:
             refused = {rank: why for each in refused for rank, why in self._send(trainers, [each]).items()}
         asked = set(ranks) - self._servers.behind  # one that is behind has come back meanwhile
         self._servers.distrust({rank: refused[rank] for rank in asked & refused.keys()})
+        self._servers.set_weight_version(asked - refused.keys(), self._version)
         self._servers.mark(asked - refused.keys(), "serving")
 
     def _send(self, trainers: WorkerGroup, ranks: Sequence[int]) -> dict[int, str]:

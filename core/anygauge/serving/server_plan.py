@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from anygauge.config.schema import POLICY, RolloutGroup
-from anygauge_hooks.rollout import ServerKind
+from anygauge_hooks.serving import ServerKind
 
 if TYPE_CHECKING:
     from anygauge.config import Config

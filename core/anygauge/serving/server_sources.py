@@ -15,12 +15,11 @@ from typing import Any, Protocol
 from anygauge.config import Config
 from anygauge.failures import in_background
 from anygauge.runtime.worker_group import WorkerGroup
-from anygauge.serving.client import EngineAwayError
 from anygauge.serving.server_plan import plan_servers
 from anygauge.serving.server_workers import Serving
 from anygauge_hooks.engines import RolloutEngineSpec
 from anygauge_hooks.errors import DeadlineError, RolloutError
-from anygauge_hooks.rollout import EngineServer
+from anygauge_hooks.serving import EngineAwayError, EngineServer
 
 __all__ = ["AttachedServers", "ServerSource", "StartedServers"]
 
@@ -160,7 +159,7 @@ class AttachedServers:
 
     def _serving(self, rank: int) -> Serving:
         server = self._servers[rank]
-        peer = replace(server.weight_peer(), dtype=self._dtype, incarnation=self._incarnations[rank])
+        peer = replace(server.peer(), dtype=self._dtype, incarnation=self._incarnations[rank])
         return Serving(peer, server.facts())
 
     def end(self, ranks: Collection[int]) -> None:

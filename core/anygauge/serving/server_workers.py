@@ -15,8 +15,7 @@ from anygauge.observability.memory import worker_memory
 from anygauge.observability.performance import WorkerReport
 from anygauge.serving.server_plan import plan_servers
 from anygauge_hooks.engines import WorkerContext
-from anygauge_hooks.rollout import EngineServer
-from anygauge_hooks.weights import WeightPeer
+from anygauge_hooks.serving import EngineServer, ServerPeer
 
 if TYPE_CHECKING:
     from anygauge.weight_sync.receiver import Receiver
@@ -33,8 +32,8 @@ CLOSING_S = 5.0
 class Serving(NamedTuple):
     """A server that runs."""
 
-    peer: WeightPeer
-    """Address of the server, and how it takes weights."""
+    peer: ServerPeer
+    """How other processes speak to the server."""
     facts: Mapping[str, str]
 
     @property
@@ -85,7 +84,7 @@ class ServerWorker:
         if self._config.weight_sync.transport == DELTA:
             self._receive(self._peer())
 
-    def _receive(self, peer: WeightPeer) -> None:
+    def _receive(self, peer: ServerPeer) -> None:
         """Have changes of weights loaded into this server from now on."""
         if self._receiver is not None:
             self._receiver.serve(peer)
@@ -146,11 +145,9 @@ class ServerWorker:
     def _serving(self) -> Serving:
         return Serving(self._peer(), self._server.facts())
 
-    def _peer(self) -> WeightPeer:
+    def _peer(self) -> ServerPeer:
         """Return the server as those that send weights know it."""
-        peer = replace(
-            self._server.weight_peer(), dtype=self._config.rollout.dtype, incarnation=self._starts - 1
-        )
+        peer = replace(self._server.peer(), dtype=self._config.rollout.dtype, incarnation=self._starts - 1)
         if (receiver := self._receiver) is None:
             return peer
         return replace(peer, receiver=receiver.address, secret=receiver.secret)

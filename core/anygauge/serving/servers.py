@@ -20,9 +20,9 @@ from anygauge.serving.engine_state import EngineReport, EngineState
 from anygauge.serving.server_plan import ServerPlan, plan_servers
 from anygauge.serving.server_sources import ServerSource
 from anygauge.serving.server_workers import Serving
-from anygauge_hooks.engines import MemoryState
 from anygauge_hooks.errors import RolloutError
 from anygauge_hooks.media import MediaStore
+from anygauge_hooks.serving import MemoryState
 
 __all__ = ["Servers"]
 
@@ -159,6 +159,10 @@ class Servers:
         """Let servers serve, or pause them; one that is lost meanwhile stays lost."""
         self._loop.run(_mark(self.pool, ranks, state))
 
+    def set_weight_version(self, ranks: Collection[int], version: int) -> None:
+        """Tell the clients of servers which weights these were given."""
+        self._loop.run(_set_weight_version(self.pool, ranks, version))
+
     def distrust(self, reasons: Mapping[int, str]) -> None:
         """Give servers up whose weights are not what they should be, for a reason each."""
         self._loop.run(_distrust(self.pool, reasons))
@@ -204,12 +208,11 @@ async def _join(
     for plan, server in servers:
         pools[plan.model].add(
             _name(plan.rank),
-            server.address,
+            server.peer,
             kind=plan.kind,
             bootstrap=server.facts.get("bootstrap"),
             ranks=int(server.facts.get("ranks", 1)),
             state="paused" if plan.rank in behind else "serving",
-            keys=server.peer.keys,
         )
 
 
@@ -225,6 +228,11 @@ async def _mark(pool: EnginePool, ranks: Collection[int], state: EngineState) ->
     for rank in ranks:
         if pool.report()[_name(rank)].state not in LOST:
             pool.mark(_name(rank), state)
+
+
+async def _set_weight_version(pool: EnginePool, ranks: Collection[int], version: int) -> None:
+    for rank in ranks:
+        pool.client(_name(rank)).weight_version = version
 
 
 async def _distrust(pool: EnginePool, reasons: Mapping[int, str]) -> None:

@@ -32,13 +32,13 @@ from anygauge_hooks.engines import (
     CriticEngine,
     LossFunction,
     LossInputs,
-    MemoryState,
     SupportsOffload,
     TrainEngine,
     WorkerContext,
 )
 from anygauge_hooks.errors import CheckpointError
 from anygauge_hooks.rl import MiniBatch, TrainSample
+from anygauge_hooks.serving import MemoryState
 from anygauge_hooks.weights import WeightPeer
 
 if TYPE_CHECKING:

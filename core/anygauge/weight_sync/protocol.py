@@ -19,13 +19,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from typing import Any, Literal
+from typing import Literal
 
-from anygauge.weight_sync.control import EngineControl
 from anygauge.weight_sync.report import PeerOutcome
-from anygauge.weight_sync.watchdog import describe
 from anygauge_hooks.errors import AnygaugeError, RolloutError, WeightMappingError
-from anygauge_hooks.weights import WeightBucket, WeightPeer
+from anygauge_hooks.weights import PauseMode, WeightPeer, WeightTarget
 
 __all__ = ["RunningUpdate", "started"]
 
@@ -36,9 +34,9 @@ MemberTask = Callable[["_Member"], None]
 class _Member:
     """One server in an update."""
 
-    def __init__(self, peer: WeightPeer, control: EngineControl, before: PeerOutcome | None) -> None:
+    def __init__(self, peer: WeightPeer, target: WeightTarget, before: PeerOutcome | None) -> None:
         self.peer = peer
-        self.control = control
+        self.target = target
         self.version = before.version if before else None
         """Version before the update; ``None`` where it is unknown."""
         self.is_broken = before is not None and before.state == "unusable"
@@ -76,7 +74,7 @@ class RunningUpdate:
         peers: Sequence[WeightPeer],
         before: Mapping[tuple[str, int], PeerOutcome],
         *,
-        pause: str,
+        pause: PauseMode | Literal["none"],
         flushes: bool,
         deadline_s: float,
     ) -> None:
@@ -84,8 +82,7 @@ class RunningUpdate:
         self.pause = pause
         self.flushes = flushes
         self._members = [
-            _Member(peer, EngineControl(peer, deadline_s=deadline_s), before.get(started(peer)))
-            for peer in peers
+            _Member(peer, peer.target(deadline_s=deadline_s), before.get(started(peer))) for peer in peers
         ]
         self._threads = ThreadPoolExecutor(max(1, len(peers)), thread_name_prefix="weight-sync-peer")
 
@@ -103,33 +100,20 @@ class RunningUpdate:
 
         :param session: Whether the transport sends to an open update.
         """
-        if self.pause != "none":
-            self._each(self._pause)
+        mode = self.pause
+        if mode != "none":
+            self._each(lambda member: _pause(member, mode))
         if session:
-            self._each(self._begin)
+            self._each(_begin)
 
-    def _pause(self, member: _Member) -> None:
-        dies = self.pause == "retract" and not member.peer.api.retracted_survive_flush
-        member.control.pause("abort" if dies else self.pause)
-        member.state = "paused"
+    def load(self, work: Callable[[WeightTarget], None]) -> None:
+        """Do what changes weights to every server at once; one that refuses or is late is taken out."""
 
-    def _begin(self, member: _Member) -> None:
-        if member.peer.api.has_session:
-            member.control.begin()
-        member.state = "opened"
-
-    def request(
-        self, path: str, bodies: Callable[[WeightPeer], Any], *, bucket: WeightBucket | None = None
-    ) -> None:
-        """Post what changes weights to every server at once; one that refuses or is late is taken out."""
-        what = describe(bucket, self.version)
-
-        def post(member: _Member) -> None:
-            body = bodies(member.peer)
+        def run(member: _Member) -> None:
             member.state = "loading"
-            member.control.post(path, body, what=what)
+            work(member.target)
 
-        self._each(post)
+        self._each(run)
 
     def each(self, work: Callable[[WeightPeer], None], *, loads: bool) -> None:
         """Do something for every server at once; one for which it raises is taken out."""
@@ -148,8 +132,8 @@ class RunningUpdate:
         self._each(self._check_version)
 
     def _check_version(self, member: _Member) -> None:
-        told = member.control.version()
-        if told != str(self.version):
+        told = member.target.version()
+        if told is not None and told != str(self.version):
             raise RolloutError(
                 f"{member.peer.address} says that its weights are of version {told!r} "
                 f"and not {self.version}.",
@@ -163,9 +147,9 @@ class RunningUpdate:
         """
 
         def check(member: _Member) -> None:
-            if member.peer.api.checksums == "none":
+            if not member.peer.has_checksums:
                 return
-            wrong = compare(member.peer, member.control.checksums())
+            wrong = compare(member.peer, member.target.checksums())
             if wrong:
                 raise WeightMappingError(
                     f"{member.peer.address} does not hold what was sent to it as version {self.version}: "
@@ -182,11 +166,11 @@ class RunningUpdate:
         self._close_unsent()
         resumed = [each for each in self._members if each.outcome(self.version).state == "serving"]
         if self.pause != "none":
-            self._each(lambda member: member.control.resume(), resumed)
+            self._each(lambda member: member.target.resume(), resumed)
 
     def _close_unsent(self) -> None:
         """Close the update where it was opened and nothing was sent."""
-        opened = [each for each in self._members if each.state == "opened" and each.peer.api.has_session]
+        opened = [each for each in self._members if each.state == "opened"]
         self._each(_end, opened)
 
     def give_up(self, error: BaseException) -> None:
@@ -203,7 +187,7 @@ class RunningUpdate:
         """Close the connections. A thread that still waits for an answer ends with its deadline."""
         self._threads.shutdown(wait=False, cancel_futures=True)
         for member in self._members:
-            member.control.close()
+            member.target.close()
 
     def _each(self, work: MemberTask, members: Sequence[_Member] | None = None) -> None:
         """Do it to every server at once, and take those out at which it fails."""
@@ -222,6 +206,15 @@ class RunningUpdate:
         return {each.peer.address: each.error for each in self._members if each.error is not None}
 
 
+def _pause(member: _Member, mode: PauseMode) -> None:
+    member.target.pause(mode)
+    member.state = "paused"
+
+
+def _begin(member: _Member) -> None:
+    member.target.begin()
+    member.state = "opened"
+
+
 def _end(member: _Member) -> None:
-    if member.peer.api.has_session:
-        member.control.end()
+    member.target.end()

@@ -107,7 +107,7 @@ class _Push:
         )
         self._seconds: defaultdict[str, float] = defaultdict(float)
         verifies = pusher._verifies(peers)
-        tells = any(peer.api.checksums != "none" for peer in peers)
+        tells = any(peer.has_checksums for peer in peers)
         self._expected = ExpectedParameters(_dtypes(peers)) if verifies and tells else None
         self._digests: dict[str, list[Tensor]] | None = {} if verifies and not tells else None
         """Digests of each tensor as gathered and as copied into its bucket, for servers that report no

@@ -104,7 +104,7 @@ def push(config: Config, context: WorkerContext, case: dict[str, Any]) -> Any:
     found = {}
     with patch.dict(os.environ, alone), FakeServer(Options(device=place.type)) as server:
         for version in (1, 2):
-            report = pusher.push(weights(version, place).items(), version, [server.weight_peer()])
+            report = pusher.push(weights(version, place).items(), version, [server.peer()])
             assert not report.failed, report
             answer = httpx2.get(f"{server.address}/weights_checker", trust_env=False).json()
             found[version] = answer["ranks"][0]["checksums"]

@@ -11,14 +11,16 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from random import Random
-from typing import Any, Literal, get_args
+from typing import Any, Literal, cast, get_args
 
 from anygauge.config.schema import RolloutClient
-from anygauge.serving.client import EngineAwayError
+from anygauge.serving.client import EngineClient
 from anygauge.serving.engine_pool import EnginePool
+from anygauge.serving.sglang.weights import SGLangPeer
 from anygauge_hooks.errors import AnygaugeError, DeadlineError, RolloutError
 from anygauge_hooks.rl import SamplingParams
 from anygauge_hooks.rollout import GenerateRequest, Generation
+from anygauge_hooks.serving import EngineAwayError
 from anygauge_tests.chaos_summary import RequestSummary
 from anygauge_tests.fake_engine import EOS, FakeServer, Options, expected
 from anygauge_tests.fake_engine.process import MODULE
@@ -122,7 +124,7 @@ class _ChaosRun:
         server = self._servers[name]
         server.options = replace(server.options, weight_version=str(self._version))
         address = await asyncio.to_thread(server.start)
-        self._pool.add(name, address, concurrency=_OPTIONS.concurrency)
+        self._pool.add(name, SGLangPeer(address=address), concurrency=_OPTIONS.concurrency)
 
     def _restart_later(self, name: str, reason: str) -> None:
         self.outcome.restarts += 1
@@ -231,7 +233,7 @@ class _ChaosRun:
         if fault is not None:
             await self._order(name, fault, event=event, count=1)
         self._version += 1
-        client, version = self._pool.client(name), str(self._version)
+        client, version = cast(EngineClient, self._pool.client(name)), str(self._version)
 
         async def change() -> None:
             await client.command(

@@ -15,12 +15,12 @@ from tokenizers import AddedToken
 
 from anygauge.config.schema import RolloutClient
 from anygauge.serving.client import EngineClient, ImageEncoder
+from anygauge.serving.sglang.weights import SGLangPeer
 from anygauge.testing.tiny import tiny_tokenizer
 from anygauge_hooks.media import Content, Media
 from anygauge_hooks.models import ModelSpec, text_config
 from anygauge_hooks.rl import SamplingParams
 from anygauge_hooks.rollout import GenerateRequest, Generation
-from anygauge_hooks.weights import WeightPeer
 from anygauge_tests.media import DictStore
 from anygauge_tests.vision_models import with_vision_tower, write_vision_model
 
@@ -109,7 +109,7 @@ class VisionReference:
         right = left[len(request.tokens) - 1 : -1].gather(1, torch.tensor(said.tokens)[:, None])[:, 0]
         return float((torch.tensor(said.log_probs) - right).abs().max())
 
-    def generate(self, server: WeightPeer, *requests: GenerateRequest) -> list[Generation]:
+    def generate(self, server: SGLangPeer, *requests: GenerateRequest) -> list[Generation]:
         """Return what a server answers; it has all requests at once."""
 
         async def run() -> list[Generation]:

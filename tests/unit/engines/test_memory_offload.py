@@ -17,9 +17,10 @@ from anygauge.engines.megatron.memory_offload import DeviceMemory, HostCopies
 from anygauge.plugins import Plugins
 from anygauge.testing.tiny import tiny_qwen3
 from anygauge.weight_sync.checksum import checksum
-from anygauge_hooks.engines import LossInputs, MemoryState, WorkerContext
+from anygauge_hooks.engines import LossInputs, WorkerContext
 from anygauge_hooks.errors import AsleepError
 from anygauge_hooks.rl import TrainSample
+from anygauge_hooks.serving import MemoryState
 from anygauge_tests.optimizers import Joining, taking
 
 Make = Callable[..., Any]

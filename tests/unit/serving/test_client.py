@@ -12,11 +12,12 @@ from typing import Any, TypeVar
 import pytest
 
 from anygauge.config.schema import RolloutClient
-from anygauge.serving.client import EngineAwayError, EngineClient, Expected, check_engine
+from anygauge.serving.client import EngineClient, Expected, check_engine
 from anygauge.testing.tiny import tiny_tokenizer
 from anygauge_hooks.errors import DeadlineError, RolloutError
 from anygauge_hooks.rl import SamplingParams
 from anygauge_hooks.rollout import GenerateRequest, Generation
+from anygauge_hooks.serving import EngineAwayError
 from anygauge_tests.fake_engine import EOS, FakeServer, Options, expected
 
 T = TypeVar("T")

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 from anygauge.serving.colocation import ColocationPhase, ColocationScheduler
-from anygauge_hooks.engines import MemoryState
+from anygauge_hooks.serving import MemoryState
 
 AMOUNT = {"nothing": 0, "weights": 1, "everything": 2}
 

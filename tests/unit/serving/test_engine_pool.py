@@ -16,6 +16,7 @@ from anygauge.config.schema import RolloutClient
 from anygauge.serving.client import channel
 from anygauge.serving.engine_pool import EnginePool
 from anygauge.serving.load_balancer import Load
+from anygauge.serving.sglang.weights import SGLangPeer
 from anygauge_hooks.errors import DeadlineError, RolloutError
 from anygauge_hooks.rl import SamplingParams
 from anygauge_hooks.rollout import GenerateRequest, Generation
@@ -55,7 +56,7 @@ async def fleet_of(*servers: FakeServer, **options: Any) -> AsyncIterator[Engine
     known = {"pause_s": 0.01, "concurrency": 8, "probe_every_s": 0.1, "probe_timeout_s": 5.0, **options}
     pool = EnginePool(RolloutClient(**known), died=died)
     for number, server in enumerate(servers):
-        pool.add(f"engine-{number}", server.address)
+        pool.add(f"engine-{number}", SGLangPeer(address=server.address))
     try:
         yield pool
     finally:
@@ -154,7 +155,7 @@ def test_requests_wait_for_room_in_their_order(servers: list[FakeServer]) -> Non
 def test_ranks_of_an_engine_get_their_requests() -> None:
     async def work() -> None:
         async with fleet_of() as pool:
-            pool.add("wide", wide.address, ranks=2, concurrency=8)
+            pool.add("wide", SGLangPeer(address=wide.address), ranks=2, concurrency=8)
             await pool.client("wide").pause("in_place")
             tasks = [asyncio.create_task(pool.generate(request(number))) for number in range(8)]
             await asyncio.sleep(0)
@@ -219,7 +220,7 @@ def test_what_a_killed_engine_had_is_generated_elsewhere(
             assert "no sign of life: " in report.reason
             assert "GET /health" in report.reason
             # It comes back under its name, at another address.
-            pool.add("engine-0", await asyncio.to_thread(mortal.start))
+            pool.add("engine-0", SGLangPeer(address=await asyncio.to_thread(mortal.start)))
             pool.mark("engine-1", "paused")
             check(41, await pool.generate(request(41)))
 
@@ -360,7 +361,7 @@ def test_an_outage_that_ends_in_time_only_costs_time(servers: list[FakeServer]) 
             task = asyncio.create_task(pool.generate(request(1)))
             await asyncio.sleep(0)
             assert pool.waiting == 1
-            pool.add("late", servers[0].address)
+            pool.add("late", SGLangPeer(address=servers[0].address))
             check(1, await task)
 
     run(work())

@@ -12,6 +12,7 @@ import pytest
 from anygauge.config.schema import RolloutClient
 from anygauge.serving.client import EngineClient
 from anygauge.serving.engine_pool import EnginePool
+from anygauge.serving.sglang.weights import SGLangPeer
 from anygauge_hooks.errors import RolloutError
 from anygauge_hooks.rl import SamplingParams
 from anygauge_hooks.rollout import GenerateRequest
@@ -30,7 +31,7 @@ def server() -> Iterator[FakeServer]:
 @asynccontextmanager
 async def fleet_of(server: FakeServer, **options: Any) -> AsyncIterator[EnginePool]:
     pool = EnginePool(CLIENT.model_copy(update=options))
-    pool.add("engine", server.address)
+    pool.add("engine", SGLangPeer(address=server.address))
     try:
         yield pool
     finally:
@@ -146,7 +147,7 @@ def test_a_server_that_was_started_again_has_all_its_memory(server: FakeServer) 
             await pool.set_memory_state("weights")
             server.close()
             server.start()
-            pool.add("engine", server.address, state="paused")
+            pool.add("engine", SGLangPeer(address=server.address), state="paused")
             await pool.set_memory_state("weights")
             assert server.state()["asleep"] == ["cuda_graph", "kv_cache"]
 

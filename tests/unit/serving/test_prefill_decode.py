@@ -16,6 +16,7 @@ import pytest
 from anygauge.config.schema import RolloutClient
 from anygauge.serving.engine_pool import EnginePool
 from anygauge.serving.load_balancer import Load
+from anygauge.serving.sglang.weights import SGLangPeer
 from anygauge_hooks.errors import DeadlineError, RolloutError
 from anygauge_hooks.rl import SamplingParams
 from anygauge_hooks.rollout import GenerateRequest, Generation
@@ -59,7 +60,7 @@ async def fleet_of(*servers: FakeServer, **limits: Any) -> AsyncIterator[EngineP
 
 def add(pool: EnginePool, name: str, server: FakeServer) -> None:
     kind: Any = server.options.disaggregation.replace("null", "regular")
-    pool.add(name, server.address, kind=kind, bootstrap=server.facts().get("bootstrap"))
+    pool.add(name, SGLangPeer(address=server.address), kind=kind, bootstrap=server.facts().get("bootstrap"))
 
 
 def run(work: Coroutine[Any, Any, None]) -> None:
@@ -133,7 +134,7 @@ def test_halves_serve_together_alone() -> None:
         async with fleet_of() as pool:
             for kind in ("prefill", "decode"):
                 assert not pool.serves
-                pool.add(kind, "http://127.0.0.1:9", kind=kind)  # type: ignore[arg-type]
+                pool.add(kind, SGLangPeer(address="http://127.0.0.1:9"), kind=kind)  # type: ignore[arg-type]
             assert pool.serves
             pool.mark("prefill", "paused")
             assert not pool.serves, "the one that writes is of no use"
@@ -222,7 +223,7 @@ def test_an_encoder_gets_no_request_and_is_found_when_it_dies(servers: list[Fake
     async def work() -> None:
         with FakeServer() as encoder:
             async with fleet_of(servers[0], servers[2]) as pool:
-                pool.add("encoder", encoder.address, kind="encoder")
+                pool.add("encoder", SGLangPeer(address=encoder.address), kind="encoder")
                 check(4, await pool.generate(request(4)))
                 await pool.abort()
                 assert encoder.state()["events"] == {}

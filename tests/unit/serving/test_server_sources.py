@@ -10,12 +10,12 @@ import pytest
 
 from anygauge.config import Config
 from anygauge.serving import server_sources
-from anygauge.serving.client import EngineAwayError
 from anygauge.serving.server_sources import AttachedServers, StartedServers
 from anygauge.serving.server_workers import Serving
+from anygauge.serving.sglang.weights import SGLangPeer
 from anygauge_hooks.engines import RolloutEngineSpec
 from anygauge_hooks.errors import RolloutError
-from anygauge_hooks.weights import WeightPeer
+from anygauge_hooks.serving import EngineAwayError
 
 
 def config(**rollout: Any) -> Config:
@@ -43,7 +43,7 @@ class Workers:
         self.calls.append((wave, encoders))
         waves = (0, 1, 1)
         return [
-            Serving(WeightPeer(address=f"http://h:{rank}"), {}) if wave == of else None
+            Serving(SGLangPeer(address=f"http://h:{rank}"), {}) if wave == of else None
             for rank, of in enumerate(waves)
         ]
 
@@ -69,8 +69,8 @@ class Somebodys:
             raise self.error
         return self.address
 
-    def weight_peer(self) -> WeightPeer:
-        return WeightPeer(address=self.address)
+    def peer(self) -> SGLangPeer:
+        return SGLangPeer(address=self.address)
 
     def facts(self) -> Mapping[str, str]:
         return {}

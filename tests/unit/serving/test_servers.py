@@ -18,10 +18,11 @@ from anygauge.serving.served_engines import ServedEngines
 from anygauge.serving.server_sources import StartedServers
 from anygauge.serving.server_workers import ServerWorker
 from anygauge.serving.servers import RESTARTS, Servers
+from anygauge.serving.sglang.weights import SGLangPeer
 from anygauge_hooks.errors import RolloutError
 from anygauge_hooks.rl import SamplingParams
 from anygauge_hooks.rollout import GenerateRequest, Generation
-from anygauge_hooks.weights import WeightApi, WeightPeer
+from anygauge_hooks.sglang import WeightApi
 from anygauge_tests.fake_engine import FakeServer, Options
 
 CONFIG = Config.model_validate(
@@ -225,8 +226,8 @@ class Stub:
             raise RolloutError("it was ended while it started")
         return "http://127.0.0.1:9"
 
-    def weight_peer(self) -> Any:
-        return WeightPeer(address="http://127.0.0.1:9", api=WeightApi())
+    def peer(self) -> Any:
+        return SGLangPeer(address="http://127.0.0.1:9", api=WeightApi())
 
     def is_alive(self) -> bool:
         return True

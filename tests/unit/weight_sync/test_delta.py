@@ -14,6 +14,7 @@ from torch import Tensor
 
 from anygauge.config.schema import WeightSync
 from anygauge.plugins import load_plugins
+from anygauge.serving.sglang.weights import SGLangPeer
 from anygauge.weight_sync import receiver as receiving
 from anygauge.weight_sync.buckets import Buffers
 from anygauge.weight_sync.changes import Change
@@ -21,7 +22,7 @@ from anygauge.weight_sync.checksum import checksum
 from anygauge.weight_sync.pusher import WeightPusher
 from anygauge.weight_sync.receiver import Receiver
 from anygauge.weight_sync.transports.delta import DeltaTransport
-from anygauge_hooks.weights import WeightApi, WeightPeer
+from anygauge_hooks.sglang import WeightApi
 from anygauge_tests.fake_engine import FakeServer
 
 API = WeightApi(checksums="sha256")
@@ -29,7 +30,7 @@ API = WeightApi(checksums="sha256")
 
 @pytest.fixture
 def receiver(server: FakeServer) -> Iterator[Receiver]:
-    peer = WeightPeer(address=server.address)
+    peer = SGLangPeer(address=server.address)
     running = Receiver(peer, host="127.0.0.1", bucket_bytes=1 << 16, deadline_s=20)
     yield running
     running.close()
@@ -45,8 +46,8 @@ def pusher() -> Iterator[WeightPusher]:
     made.close()
 
 
-def peer(server: FakeServer, receiver: Receiver, **more: Any) -> WeightPeer:
-    return WeightPeer(
+def peer(server: FakeServer, receiver: Receiver, **more: Any) -> SGLangPeer:
+    return SGLangPeer(
         address=server.address, receiver=receiver.address, secret=receiver.secret, api=API, **more
     )
 
@@ -126,11 +127,11 @@ def test_a_server_that_sleeps_between_updates_gets_everything_from_its_receiver(
 def test_a_server_that_was_started_again_gets_everything_from_its_receiver(
     short_lived: FakeServer, receiver: Receiver, pusher: WeightPusher
 ) -> None:
-    receiver.serve(WeightPeer(address=short_lived.address))
+    receiver.serve(SGLangPeer(address=short_lived.address))
     weights = first_weights()
     assert not pusher.push(weights.items(), 1, [peer(short_lived, receiver)]).failed
     short_lived.start()
-    receiver.serve(WeightPeer(address=short_lived.address, incarnation=1))
+    receiver.serve(SGLangPeer(address=short_lived.address, incarnation=1))
     few = changed_rows(weights)
     report = pusher.push(weights.items(), 2, [peer(short_lived, receiver, incarnation=1)])
     assert not report.failed, report
@@ -144,7 +145,7 @@ def test_a_receiver_that_was_started_again_gets_everything(
     weights = first_weights()
     assert not pusher.push(weights.items(), 1, [peer(server, receiver)]).failed
     other = Receiver(
-        WeightPeer(address=server.address), host="127.0.0.1", bucket_bytes=1 << 16, deadline_s=20
+        SGLangPeer(address=server.address), host="127.0.0.1", bucket_bytes=1 << 16, deadline_s=20
     )
     changed_rows(weights)
     report = pusher.push(weights.items(), 2, [peer(server, other)])
@@ -203,7 +204,7 @@ def test_a_server_without_a_receiver_is_refused_before_anything_is_sent(
     server: FakeServer, pusher: WeightPusher
 ) -> None:
     stream = iter(first_weights().items())
-    (failed,) = pusher.push(stream, 1, [WeightPeer(address=server.address)]).failed
+    (failed,) = pusher.push(stream, 1, [SGLangPeer(address=server.address)]).failed
     assert "has no receiver beside it" in (failed.error or "")
     assert failed.state == "serving"
     assert next(stream, None) is None

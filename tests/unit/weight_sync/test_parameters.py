@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from anygauge.serving.sglang.weights import SGLangPeer
 from anygauge.weight_sync.checksum import checksum
 from anygauge.weight_sync.parameters import ExpectedParameters
-from anygauge_hooks.weights import WeightPeer
 
 LAYER = "model.layers.0"
-PEER = WeightPeer(address="http://127.0.0.1:1")
+PEER = SGLangPeer(address="http://127.0.0.1:1")
 
 
 def sent(dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:

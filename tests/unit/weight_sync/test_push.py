@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from anygauge.config.schema import WeightSync
+from anygauge.serving.sglang.weights import SGLangPeer, SGLangTarget
 from anygauge.weight_sync.buckets import Buffers
 from anygauge.weight_sync.checksum import checksum
 from anygauge.weight_sync.control import EngineControl
@@ -26,7 +27,8 @@ from anygauge.weight_sync.transports.disk import DiskTransport
 from anygauge.weight_sync.transports.distributed import DistributedTransport
 from anygauge.weight_sync.transports.tensor import TensorTransport
 from anygauge_hooks.errors import RolloutError
-from anygauge_hooks.weights import WeightApi, WeightBucket, WeightPeer, WeightTransport, WeightUpdate
+from anygauge_hooks.sglang import WeightApi
+from anygauge_hooks.weights import WeightBucket, WeightTransport, WeightUpdate
 from anygauge_tests.fake_engine import FakeServer
 
 BUCKET = 4096
@@ -46,9 +48,9 @@ def weights(version: int) -> dict[str, Tensor]:
     return found
 
 
-def peer(server: FakeServer, **more: Any) -> WeightPeer:
+def peer(server: FakeServer, **more: Any) -> SGLangPeer:
     more.setdefault("api", WeightApi(checksums="sha256"))
-    return WeightPeer(address=server.address, tensor_parallel=server.options.tp_size, **more)
+    return SGLangPeer(address=server.address, tensor_parallel=server.options.tp_size, **more)
 
 
 def make(transport: str, directory: Path, **options: Any) -> WeightPusher:
@@ -289,7 +291,7 @@ def test_ends_that_would_form_groups_of_another_kind_are_both_named(server: Fake
 
 
 def test_a_server_that_forms_groups_of_another_kind_refuses_and_names_both(server: FakeServer) -> None:
-    control = EngineControl(peer(server), deadline_s=20.0)
+    control = SGLangTarget(peer(server), deadline_s=20.0)
     with pytest.raises(RolloutError, match="asked for a group over beads; on cpu it is over gloo"):
         control.post("/init_weights_update_group", {"backend": "beads"}, what="the group for weights")
     control.close()
@@ -390,9 +392,9 @@ def test_broadcasts_are_waited_for_once_and_buckets_leave_room_for_what_is_conve
 def test_a_client_of_a_server_is_made_without_reading_certificates_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    EngineControl(WeightPeer(address="http://127.0.0.1:1"), deadline_s=1).close()
+    SGLangTarget(SGLangPeer(address="http://127.0.0.1:1"), deadline_s=1).close()
     monkeypatch.setattr(ssl, "SSLContext", None)
-    EngineControl(WeightPeer(address="http://127.0.0.1:2"), deadline_s=1).close()
+    SGLangTarget(SGLangPeer(address="http://127.0.0.1:2"), deadline_s=1).close()
 
 
 @pytest.mark.parametrize("answer", [{}, {"ranks": None}, {"ranks": []}, {"ranks": [{"checksums": {}}]}])

@@ -44,9 +44,10 @@ from anygauge.engines.megatron.roles import ACTOR, RoleWeights
 from anygauge.engines.megatron.scope import make_scope
 from anygauge.engines.megatron.update import Update
 from anygauge.engines.megatron.weights.hf import write_directory
-from anygauge_hooks.engines import LossFunction, MemoryState, TopKLogProbs, WorkerContext
+from anygauge_hooks.engines import LossFunction, TopKLogProbs, WorkerContext
 from anygauge_hooks.errors import ConfigError, NonFiniteError
 from anygauge_hooks.rl import TrainSample
+from anygauge_hooks.serving import MemoryState
 
 __all__ = ["ForwardOnlyEngine", "MegatronEngine"]
 

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from anygauge_hooks.engines import MemoryState
 from anygauge_hooks.errors import AsleepError
 from anygauge_hooks.megatron import scope_map_of
+from anygauge_hooks.serving import MemoryState
 from anygauge_hooks.types import Device
 
 __all__ = ["DeviceMemory", "HostCopies", "gradients", "optimizer_state"]

@@ -13,9 +13,10 @@ import aiohttp
 import orjson
 
 from anygauge_hooks.errors import DeadlineError, RolloutError
-from anygauge_hooks.weights import ServerKeys
+from anygauge_hooks.serving import EngineAwayError
+from anygauge_hooks.sglang import ServerKeys
 
-__all__ = ["Channel", "EngineAwayError", "OpenFilesError"]
+__all__ = ["Channel", "OpenFilesError"]
 
 _KEPT_S = 4.0
 """SGLang's server closes a connection that was idle for five seconds: a request may not meet that moment."""
@@ -29,10 +30,6 @@ _KEYS = (401, 403)
 _FILES = 2**17
 """Open files that the driver of the largest runs needs, and more."""
 _JSON = {"content-type": "application/json"}
-
-
-class EngineAwayError(RolloutError):
-    """An engine is gone or failed at its task: the same request may succeed elsewhere or later."""
 
 
 class OpenFilesError(RolloutError):

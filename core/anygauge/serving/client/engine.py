@@ -8,13 +8,12 @@ import secrets
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from contextlib import ExitStack, aclosing, asynccontextmanager, suppress
 from random import Random
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import orjson
 
-from anygauge.config.schema import RolloutClient
-from anygauge.serving.client.channel import Channel, EngineAwayError, OpenFilesError
-from anygauge.serving.client.media import ImageEncoder
+from anygauge.serving.client.channel import Channel, OpenFilesError
+from anygauge.serving.client.memory import EngineMemory, MemoryPart
 from anygauge.serving.client.wire import (
     BootstrapRoom,
     StreamDecoder,
@@ -26,16 +25,12 @@ from anygauge.serving.client.wire import (
 )
 from anygauge_hooks.errors import DeadlineError, RolloutError
 from anygauge_hooks.rollout import GenerateRequest, Generation
-from anygauge_hooks.weights import NO_KEYS, ServerKeys
+from anygauge_hooks.serving import ClientLimits, EngineAwayError, ImageEncoder, MemoryState
+from anygauge_hooks.sglang import NO_KEYS, ServerKeys
+from anygauge_hooks.weights import PauseMode
 
-__all__ = ["EngineClient", "MemoryPart", "PauseMode", "retry_pause_s"]
+__all__ = ["EngineClient", "retry_pause_s"]
 
-MemoryPart = Literal["kv_cache", "weights", "cuda_graph"]
-"""Part of an engine's memory, by SGLang's tag. Released parts come back empty."""
-
-PauseMode = Literal["abort", "retract", "in_place"]
-"""``abort`` returns the part of every response that was sampled; ``retract`` recomputes its KV cache with the
-new weights; ``in_place`` continues with the old cache."""
 _LONGEST_PAUSE_S = 10.0
 _ABANDON_S = 10.0
 """For telling an engine that nobody waits for a request any more."""
@@ -63,7 +58,7 @@ class EngineClient:
     def __init__(
         self,
         address: str,
-        options: RolloutClient,
+        options: ClientLimits,
         *,
         name: str | None = None,
         image_encoder: ImageEncoder | None = None,
@@ -76,7 +71,10 @@ class EngineClient:
         self._rids: set[str] = set()
         self._probes = 0
         self.silence = ""
-        """Why the last sign of life was missed."""
+        """Why the last health probe failed."""
+        self.weight_version = 0
+        """Not used: SGLang's answers say which weights made a token."""
+        self._memory = EngineMemory()
         self._channel = Channel(self.address, self.name, keys)
         self._room = asyncio.Semaphore(options.concurrency)
         self._head, self._numbers = secrets.token_hex(6), itertools.count()
@@ -268,6 +266,10 @@ class EngineClient:
             return False
         return True
 
+    async def set_memory_state(self, state: MemoryState) -> None:
+        """Have the engine release or restore memory, up to a memory state."""
+        await self._memory.set_state(self, state)
+
     async def release(self, parts: Iterable[MemoryPart]) -> None:
         """Let the engine give parts of its memory back. One that has requests, or none of a part, dies."""
         await self._move_memory("release", parts)
@@ -362,7 +364,7 @@ class EngineClient:
         await self._channel.close()
 
 
-def retry_pause_s(options: RolloutClient, failures: int) -> float:
+def retry_pause_s(options: ClientLimits, failures: int) -> float:
     """Return how long to wait before the next attempt: full jitter below a bound that doubles."""
     return _jitter.uniform(0, min(options.pause_s * 2 ** (failures - 1), _LONGEST_PAUSE_S))
 

@@ -12,7 +12,7 @@ from anygauge.hub import localized
 from anygauge.serving.client import EngineClient, Expected, check_engine
 from anygauge.serving.sglang.keys import named_keys
 from anygauge.serving.sglang.versions import ServerApi, find_api
-from anygauge_hooks.weights import WeightPeer
+from anygauge.serving.sglang.weights import SGLangPeer
 
 if TYPE_CHECKING:
     from anygauge.config import Config
@@ -42,7 +42,7 @@ class AttachedServer:
         """Return its address once it is known to be what the run needs.
 
         :raises RolloutError: It is something else, of a version that was not tested, or away
-            (:class:`~anygauge.serving.client.EngineAwayError`).
+            (:class:`~anygauge_hooks.serving.EngineAwayError`).
         """
         asyncio.run(self._look())
         return self._address
@@ -78,10 +78,10 @@ class AttachedServer:
         """Return what it says that it is."""
         return self._facts
 
-    def weight_peer(self) -> WeightPeer:
+    def peer(self) -> SGLangPeer:
         """Return how its version takes weights."""
         assert self._api is not None, "it was looked at"
-        return WeightPeer(
+        return SGLangPeer(
             address=self._address,
             tensor_parallel=int(self._facts["tensor_parallel"]),
             device=self._device_type or None,

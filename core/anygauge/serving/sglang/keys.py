@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from anygauge_hooks.errors import RolloutError
+from anygauge_hooks.sglang import ServerKeys
 from anygauge_hooks.types import ConfigProblem
-from anygauge_hooks.weights import ServerKeys
 
 if TYPE_CHECKING:
     from anygauge.config import Config

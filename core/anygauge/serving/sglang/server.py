@@ -33,8 +33,9 @@ from anygauge.serving.sglang.kinds import plan_arguments, plan_ranks
 from anygauge.serving.sglang.launch import BACKEND, ROLE
 from anygauge.serving.sglang.supervisor import LOOK, STOP, supervisor_command
 from anygauge.serving.sglang.versions import ServerApi, find_api
+from anygauge.serving.sglang.weights import SGLangPeer
 from anygauge_hooks.errors import RolloutError
-from anygauge_hooks.weights import ServerKeys, WeightPeer
+from anygauge_hooks.sglang import ServerKeys
 
 if TYPE_CHECKING:
     from anygauge.config import Config
@@ -108,7 +109,7 @@ class SGLangServer:
         self._bootstrap: int | None = None
 
     def start(self, encoders: Sequence[str] = ()) -> str:
-        """Start the server and return its address; see :class:`anygauge_hooks.rollout.EngineServer`."""
+        """Start the server and return its address; see :class:`anygauge_hooks.serving.EngineServer`."""
         self.close()
         self._encoders = encoders
         deadline = monotonic() + self._deadline_s
@@ -148,9 +149,9 @@ class SGLangServer:
             facts["bootstrap"] = f"{self._host}:{self._bootstrap}"
         return facts
 
-    def weight_peer(self) -> WeightPeer:
-        """Return how its version takes weights; see :class:`anygauge_hooks.rollout.EngineServer`."""
-        return WeightPeer(
+    def peer(self) -> SGLangPeer:
+        """Return how other processes speak to it; see :class:`anygauge_hooks.serving.EngineServer`."""
+        return SGLangPeer(
             address=self._address,
             tensor_parallel=int(self._arguments.get("tp_size", 1)),
             device=self._device_type,

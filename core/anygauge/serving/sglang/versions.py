@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from anygauge_hooks.errors import RolloutError
-from anygauge_hooks.weights import WeightApi
+from anygauge_hooks.sglang import WeightApi
 
 __all__ = ["LISTED", "ServerApi", "find_api"]
 

@@ -74,14 +74,8 @@ class DiskTransport:
 
     def commit(self, update: WeightUpdate) -> None:
         """Have the servers read the directory, and remove earlier ones that none of them needs."""
-        path = self._directory / f"version-{update.version}"
-        body = {
-            "model_path": str(path),
-            "weight_version": str(update.version),
-            "flush_cache": update.flushes,
-            "load_format": "safetensors",
-        }
-        update.request("/update_weights_from_disk", lambda peer: body)
+        path = str(self._directory / f"version-{update.version}")
+        update.load(lambda target: target.load_directory(path, update))
         for version, other in _versions(self._directory).items():
             if version != update.version:
                 remove(other)

@@ -8,15 +8,14 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from anygauge.distributed.addresses import in_url
 from anygauge.weight_sync.broadcast import Membership, Rendezvous, address_towards, finish, join_group
 from anygauge.weight_sync.buckets import unpack
-from anygauge.weight_sync.control import EngineControl
-from anygauge.weight_sync.transports.tensor import last_words
 from anygauge.weight_sync.watchdog import describe, within
 from anygauge_hooks.errors import AnygaugeError, RolloutError
+from anygauge_hooks.weights import BroadcastGroup
 
 if TYPE_CHECKING:
     import torch
@@ -25,7 +24,6 @@ if TYPE_CHECKING:
 
 __all__ = ["DistributedTransport"]
 
-FLATTENED = "flattened_bucket"
 FAREWELL_S = 5.0
 """Longest wait for a server to leave a group that is no longer used."""
 SPARE_S = 30.0
@@ -113,29 +111,29 @@ class DistributedTransport:
         """Ask every server to join, each in a thread: it answers once all have come."""
         threads, rank = [], 1
         for peer in self._members:
-            body = {
-                "master_address": in_url(rendezvous.host),
-                "master_port": rendezvous.port,
-                "rank_offset": rank,
-                "world_size": _size(self._members),
-                "group_name": self._name,
-                "backend": self._backend,
-            }
+            group = BroadcastGroup(
+                name=self._name,
+                host=in_url(rendezvous.host),
+                port=rendezvous.port,
+                backend=self._backend,
+                world_size=_size(self._members),
+                first_rank=rank,
+            )
             rank += peer.tensor_parallel
             threads.append(
-                threading.Thread(target=self._request_join, args=(peer, body, refusals), daemon=True)
+                threading.Thread(target=self._request_join, args=(peer, group, refusals), daemon=True)
             )
             threads[-1].start()
         return threads
 
-    def _request_join(self, peer: WeightPeer, body: dict[str, Any], refusals: list[BaseException]) -> None:
-        control = EngineControl(peer, deadline_s=self._deadline_s)
+    def _request_join(self, peer: WeightPeer, group: BroadcastGroup, refusals: list[BaseException]) -> None:
+        target = peer.target(deadline_s=self._deadline_s)
         try:
-            control.post("/init_weights_update_group", body, what="the group for weights")
+            target.join_group(group)
         except AnygaugeError as error:
             refusals.append(error)
         finally:
-            control.close()
+            target.close()
 
     def send(self, bucket: WeightBucket, update: WeightUpdate) -> None:
         """Broadcast a bucket, while the servers are asked to receive it.
@@ -174,16 +172,8 @@ class DistributedTransport:
         self._device = bucket.data.device
 
     def _request(self, bucket: WeightBucket, update: WeightUpdate) -> None:
-        flattened = {"load_format": FLATTENED} if _flattened(update.peers) else {}
-        body = {
-            "names": [each.name for each in bucket.tensors],
-            "dtypes": [each.dtype for each in bucket.tensors],
-            "shapes": [list(each.shape) for each in bucket.tensors],
-            "group_name": self._name,
-            **flattened,
-            **last_words(bucket, update),
-        }
-        update.request("/update_weights_from_distributed", lambda peer: body, bucket=bucket)
+        whole = _flattened(update.peers)
+        update.load(lambda target: target.load_broadcast(bucket, update, self._name, whole=whole))
 
     def _broadcast(self, group: Membership, bucket: WeightBucket, *, by_tensor: bool) -> None:
         if not by_tensor:
@@ -226,10 +216,10 @@ class DistributedTransport:
             list(threads.map(self._request_leave, members))
 
     def _request_leave(self, peer: WeightPeer) -> None:
-        control = EngineControl(peer, deadline_s=min(FAREWELL_S, self._deadline_s))
+        target = peer.target(deadline_s=min(FAREWELL_S, self._deadline_s))
         with suppress(AnygaugeError):  # it never joined, has ended, or hangs: it is no longer counted on
-            control.post("/destroy_weights_update_group", {"group_name": self._name}, what="leaving a group")
-        control.close()
+            target.leave_group(self._name)
+        target.close()
 
     def close(self) -> None:
         """Leave the group."""
@@ -241,7 +231,7 @@ def _size(peers: Sequence[WeightPeer]) -> int:
 
 
 def _flattened(peers: Sequence[WeightPeer]) -> bool:
-    return all(peer.api.has_flattened_broadcast for peer in peers)
+    return all(peer.takes_whole_buckets for peer in peers)
 
 
 def _addresses(peers: Sequence[WeightPeer]) -> str:

@@ -15,8 +15,9 @@ from dataclasses import fields
 from types import TracebackType
 from typing import IO, TYPE_CHECKING, Any
 
+from anygauge.serving.sglang.weights import SGLangPeer
 from anygauge_hooks.errors import RolloutError
-from anygauge_hooks.weights import ServerKeys, WeightApi, WeightPeer
+from anygauge_hooks.sglang import ServerKeys, WeightApi
 from anygauge_tests.fake_engine.options import Options
 from anygauge_tests.fork_server import running
 
@@ -139,11 +140,11 @@ class FakeServer:
             facts["bootstrap"] = self.address.removeprefix("http://")
         return facts
 
-    def weight_peer(self) -> WeightPeer:
+    def peer(self) -> SGLangPeer:
         """Return how its version takes weights."""
         is_old = self.options.sglang == "0.5.17"
         api = WeightApi(has_session=not is_old, retracted_survive_flush=not is_old, checksums="sha256")
-        return WeightPeer(
+        return SGLangPeer(
             address=self.address,
             tensor_parallel=self.options.tp_size,
             api=api,

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from anygauge.config import Config
-from anygauge.serving.client import EngineAwayError
 from anygauge.serving.sglang.attached import AttachedServer
 from anygauge.testing.tiny import tiny_qwen3
 from anygauge_hooks.errors import RolloutError
+from anygauge_hooks.serving import EngineAwayError
 from anygauge_tests.fake_engine import FakeServer, Options
 
 Make = Callable[..., Config]
@@ -35,7 +35,7 @@ def run_with(config: Make, model: Path, **rollout: object) -> Config:
 def test_a_server_tells_what_it_is_and_is_left_alone(config: Make, model: Path, server: FakeServer) -> None:
     attached = AttachedServer(run_with(config, model), server.address + "/")
     assert attached.start() == server.address
-    facts, peer = attached.facts(), attached.weight_peer()
+    facts, peer = attached.facts(), attached.peer()
     assert (facts["version"], facts["ranks"], facts["model"]) == ("0.5.23", "3", str(model))
     assert (peer.tensor_parallel, peer.api.has_session, peer.api.checksums) == (2, True, "sha256")
     attached.close()

@@ -71,7 +71,7 @@ def test_the_users_word_counts_more_than_the_backends_and_the_configs_most(
         "--attention-backend mine --tp-size 4 --model-path /models/tiny --dtype float32 --random-seed 7 "
         "--sampling-defaults openai --host 127.0.0.1 --port 7 --nccl-port 8"
     )
-    assert made.weight_peer().tensor_parallel == 4
+    assert made.peer().tensor_parallel == 4
     assert made.log == tmp_path / "rollout-0-engine.log"
 
 
@@ -125,7 +125,7 @@ def test_a_version_that_was_not_tested_is_spoken_to_as_the_config_says(
         make_server(config(), context(plugins))
     made = make_server(config({"sglang_version": "0.5.17"}), context(plugins))
     assert (made.facts()["version"], made.facts()["installed"]) == ("0.5.17", "0.6.0")
-    assert not made.weight_peer().api.has_session
+    assert not made.peer().api.has_session
 
 
 def test_an_encoder_takes_the_port_that_others_know_again(config: Make, plugins: Plugins) -> None:

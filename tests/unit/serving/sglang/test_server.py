@@ -19,8 +19,9 @@ from anygauge.serving.sglang import server as server_module
 from anygauge.serving.sglang.installed import Installed
 from anygauge.serving.sglang.server import SGLangServer
 from anygauge.serving.sglang.versions import find_api
+from anygauge.serving.sglang.weights import SGLangPeer
 from anygauge_hooks.errors import RolloutError
-from anygauge_hooks.weights import ServerKeys, WeightApi, WeightPeer
+from anygauge_hooks.sglang import ServerKeys, WeightApi
 from anygauge_tests.processes import wait_until_ended
 
 STAND_IN = {
@@ -130,7 +131,7 @@ def test_a_server_starts_answers_and_ends_with_all_that_it_made(make: Make) -> N
     facts = server.facts()
     assert server.is_alive()
     assert (facts["address"], facts["version"]) == (address, "0.5.23")
-    assert server.weight_peer() == WeightPeer(
+    assert server.peer() == SGLangPeer(
         address=address, device="cpu", api=WeightApi(checksums="sha256"), keys=KEYS
     )
     assert f"--port {address.rpartition(':')[2]}" in facts["command"]

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from typing import Literal, Protocol
 
-from anygauge.serving.client import EngineClient, MemoryPart
-from anygauge_hooks.engines import MemoryState
 from anygauge_hooks.errors import DeadlineError
+from anygauge_hooks.serving import ClientLimits, MemoryState
 
-__all__ = ["EngineMemory"]
+__all__ = ["EngineMemory", "MemoryPart"]
+
+MemoryPart = Literal["kv_cache", "weights", "cuda_graph"]
+"""Part of an engine's memory, by SGLang's tag. Released parts come back empty."""
 
 _LOOK_S = 0.05
 """Interval of checks whether an engine is idle."""
@@ -20,14 +23,24 @@ _AWAY: Mapping[MemoryState, frozenset[MemoryPart]] = {
 }
 
 
+class _Client(Protocol):
+    name: str
+    options: ClientLimits
+
+    @property
+    def is_idle(self) -> bool: ...
+    async def flush_cache(self) -> bool: ...
+    async def release(self, parts: Iterable[MemoryPart]) -> None: ...
+    async def regain(self, parts: Iterable[MemoryPart]) -> None: ...
+
+
 class EngineMemory:
     """Which parts of its memory an engine has released. A server that was just started has all."""
 
     def __init__(self) -> None:
-        self.state: MemoryState = "everything"
         self._away: frozenset[MemoryPart] = frozenset()
 
-    async def set_state(self, client: EngineClient, state: MemoryState) -> None:
+    async def set_state(self, client: _Client, state: MemoryState) -> None:
         """Have the engine release or restore memory, up to a memory state.
 
         :raises DeadlineError: It still has requests after ``control_timeout_s``.
@@ -39,10 +52,10 @@ class EngineMemory:
             await client.release(releases)
         if regains := self._away - wanted:
             await client.regain(regains)
-        self._away, self.state = wanted, state
+        self._away = wanted
 
 
-async def _idle(client: EngineClient) -> None:
+async def _idle(client: _Client) -> None:
     """Return once an engine has no request, and has forgotten all prefixes: it would die otherwise.
 
     Requests that were given up here may still run there for a moment.

@@ -1,0 +1,195 @@
+"""SGLang's server as other processes know it, and weight updates in its protocol."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+from anygauge.serving.client import EngineClient
+from anygauge.weight_sync.buckets import dtype_of
+from anygauge.weight_sync.control import EXCERPT, EngineControl, RefusedError
+from anygauge.weight_sync.sharing import serialized
+from anygauge.weight_sync.watchdog import describe
+from anygauge_hooks.errors import RolloutError
+from anygauge_hooks.serving import ServerPeer
+from anygauge_hooks.sglang import NO_KEYS, ServerKeys, WeightApi
+
+if TYPE_CHECKING:
+    from anygauge_hooks.serving import ClientLimits, ImageEncoder
+    from anygauge_hooks.weights import BroadcastGroup, PauseMode, WeightBucket, WeightUpdate
+
+__all__ = ["SGLangPeer", "SGLangTarget"]
+
+FLATTENED = "flattened_bucket"
+"""Format of a bucket that is sent as one tensor."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SGLangPeer(ServerPeer):
+    """An SGLang server, as processes know it that send weights or requests."""
+
+    api: WeightApi = field(default_factory=WeightApi)
+    keys: ServerKeys = NO_KEYS
+    """Shown to the server."""
+
+    @property
+    def has_checksums(self) -> bool:
+        """Whether it tells checksums that can be compared."""
+        return self.api.checksums != "none"
+
+    @property
+    def takes_whole_buckets(self) -> bool:
+        """Whether a bucket can be broadcast to it as one tensor."""
+        return self.api.has_flattened_broadcast
+
+    def target(self, *, deadline_s: float) -> SGLangTarget:
+        """Return how it takes an update."""
+        return SGLangTarget(self, deadline_s=deadline_s)
+
+    def client(self, limits: ClientLimits, *, name: str, images: ImageEncoder | None) -> EngineClient:
+        """Return a client of the server."""
+        return EngineClient(self.address, limits, name=name, image_encoder=images, keys=self.keys)
+
+
+class SGLangTarget(EngineControl):
+    """A :class:`~anygauge_hooks.weights.WeightTarget` of SGLang.
+
+    :param deadline_s: Longest wait for one answer, in seconds.
+    """
+
+    def __init__(self, peer: SGLangPeer, *, deadline_s: float) -> None:
+        super().__init__(peer.address, peer.keys.headers, deadline_s=deadline_s)
+        self._peer = peer
+
+    def pause(self, mode: PauseMode) -> None:
+        """Let the server make no more tokens."""
+        if mode == "retract" and not self._peer.api.retracted_survive_flush:
+            mode = "abort"
+        self.post("/pause_generation", {"mode": mode}, what="a pause")
+
+    def resume(self) -> None:
+        """Let the server go on."""
+        self.post("/continue_generation", {}, what="going on")
+
+    def begin(self) -> None:
+        """Open an update.
+
+        One that was left open, by a sender that died, is closed first: what it has loaded is overwritten.
+
+        :raises RefusedError: The server takes none; it has the weights that it had.
+        """
+        if not self._peer.api.has_session:
+            return
+        try:
+            self.post("/begin_weight_update", {}, what="the begin of an update")
+        except RefusedError:
+            self._close_left_open()
+            self.post("/begin_weight_update", {}, what="the begin of an update")
+
+    def _close_left_open(self) -> None:
+        try:
+            self.end()
+        except RefusedError:  # none is open
+            return
+
+    def end(self) -> None:
+        """Close the update."""
+        if self._peer.api.has_session:
+            self.post("/end_weight_update", {}, what="the end of an update")
+
+    def load_memory(self, bucket: WeightBucket, update: WeightUpdate) -> None:
+        """Load a bucket from memory that the server's processes map."""
+        body = _memory_request(bucket, update, processes=self._peer.tensor_parallel)
+        self.post("/update_weights_from_tensor", body, what=describe(bucket, update.version))
+
+    def load_broadcast(self, bucket: WeightBucket, update: WeightUpdate, group: str, *, whole: bool) -> None:
+        """Receive a bucket in a group."""
+        body = {
+            "names": [each.name for each in bucket.tensors],
+            "dtypes": [each.dtype for each in bucket.tensors],
+            "shapes": [list(each.shape) for each in bucket.tensors],
+            "group_name": group,
+            **({"load_format": FLATTENED} if whole else {}),
+            **_completion(bucket, update),
+        }
+        self.post("/update_weights_from_distributed", body, what=describe(bucket, update.version))
+
+    def load_directory(self, path: str, update: WeightUpdate) -> None:
+        """Load a Hugging Face directory."""
+        body = {
+            "model_path": path,
+            "weight_version": str(update.version),
+            "flush_cache": update.flushes,
+            "load_format": "safetensors",
+        }
+        self.post("/update_weights_from_disk", body, what=describe(None, update.version))
+
+    def join_group(self, group: BroadcastGroup) -> None:
+        """Join a group."""
+        body = {
+            "master_address": group.host,
+            "master_port": group.port,
+            "rank_offset": group.first_rank,
+            "world_size": group.world_size,
+            "group_name": group.name,
+            "backend": group.backend,
+        }
+        self.post("/init_weights_update_group", body, what="the group for weights")
+
+    def leave_group(self, name: str) -> None:
+        """Leave a group."""
+        self.post("/destroy_weights_update_group", {"group_name": name}, what="leaving a group")
+
+    def version(self) -> str:
+        """Return the version that the server says its weights are of."""
+        return str(self.get(self._peer.api.info_path, what="its weight version").get("weight_version"))
+
+    def checksums(self) -> list[dict[str, str]]:
+        """Return, for each process of the server, the checksums of its parameters by name.
+
+        :raises RolloutError: It tells none, so that nothing can be compared.
+        """
+        reply = self.post("/weights_checker", {"action": "checksum"}, what="checksums")
+        try:
+            checksums = [dict(rank["checksums"]) for rank in reply["ranks"]]
+        except (LookupError, TypeError, ValueError):
+            checksums = []
+        if not checksums or not all(checksums):
+            raise RolloutError(
+                f"{self.address}/weights_checker told no checksums: {str(reply)[:EXCERPT]}.",
+                hint='An engine that cannot tell them: weight_sync.verify = "none".',
+            )
+        return checksums
+
+
+def _memory_request(bucket: WeightBucket, update: WeightUpdate, *, processes: int) -> dict[str, Any]:
+    """Return the body of a request to load a bucket from memory.
+
+    A process takes its own handle of an accelerator's memory, so each gets a payload of its own.
+    """
+    # The server reads attributes, and unpickles a class of its own or a namespace; only it has the class.
+    places = [
+        SimpleNamespace(
+            name=each.name,
+            shape=each.shape,
+            dtype=dtype_of(each.dtype),
+            start_idx=each.start,
+            end_idx=each.end,
+            numel=each.end - each.start,
+        )
+        for each in bucket.tensors
+    ]
+    value = {"flattened_tensor": bucket.data, "metadata": places}
+    return {
+        "serialized_named_tensors": [serialized(value) for _ in range(processes)],
+        "load_format": FLATTENED,
+        **_completion(bucket, update),
+    }
+
+
+def _completion(bucket: WeightBucket, update: WeightUpdate) -> dict[str, Any]:
+    """Return what the last bucket of an update tells beside its tensors."""
+    if not bucket.last:
+        return {"flush_cache": False}
+    return {"flush_cache": update.flushes, "weight_version": str(update.version)}

@@ -1,0 +1,206 @@
+"""Interfaces of rollout engines that are served: the server, its client, and how other processes know it.
+
+What goes over the wire is the engine's own affair; the core speaks to a server through these alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, Protocol
+
+from anygauge_hooks.errors import RolloutError
+from anygauge_hooks.weights import WeightPeer
+
+if TYPE_CHECKING:
+    from anygauge_hooks.media import Media
+    from anygauge_hooks.rollout import GenerateRequest, Generation
+    from anygauge_hooks.weights import PauseMode
+
+__all__ = [
+    "ClientLimits",
+    "EngineAwayError",
+    "EngineClient",
+    "EngineServer",
+    "ImageEncoder",
+    "MemoryState",
+    "ServerKind",
+    "ServerPeer",
+]
+
+MemoryState = Literal["nothing", "weights", "everything"]
+"""How much an engine has on its device: nothing, its model's weights alone, or all that it works with."""
+
+ServerKind = Literal["regular", "prefill", "decode", "encoder"]
+"""Task of a server: whole requests, prefill alone, decode alone, or the encoding of images and audio
+alone."""
+
+
+class EngineAwayError(RolloutError):
+    """An engine is gone or failed at its task: the same request may succeed elsewhere or later."""
+
+
+class ClientLimits(Protocol):
+    """Limits of a client: the table ``[rollout.client]`` of the config."""
+
+    @property
+    def concurrency(self) -> int:
+        """Most requests in flight."""
+
+    @property
+    def attempts(self) -> int:
+        """Most attempts of a command or a request."""
+
+    @property
+    def pause_s(self) -> float:
+        """Longest pause before the second attempt, in seconds."""
+
+    @property
+    def request_timeout_s(self) -> float:
+        """Longest time for one response, in seconds."""
+
+    @property
+    def control_timeout_s(self) -> float:
+        """Longest wait for a control command, in seconds."""
+
+    @property
+    def probe_timeout_s(self) -> float:
+        """Timeout of a health probe, in seconds."""
+
+
+class ImageEncoder(Protocol):
+    """Encodes the images of requests, each once for all clients of a run."""
+
+    async def encoded(self, media: Sequence[Media]) -> list[bytes]:
+        """Return each image as a JSON string: base64 of a PNG file.
+
+        :raises RolloutError: One is not in the run's store.
+        """
+
+
+class EngineClient(Protocol):
+    """Speaks to one server in its engine's protocol. Belongs to one event loop.
+
+    Methods raise :class:`EngineAwayError` where another server, or this one later, may do what was asked,
+    :class:`~anygauge_hooks.errors.DeadlineError` where no answer came in time, and
+    :class:`~anygauge_hooks.errors.RolloutError` where the server refuses.
+    """
+
+    name: str
+    """How errors call the server."""
+    address: str
+    """``http://host:port``."""
+    silence: str
+    """Why the last health probe failed."""
+    weight_version: int
+    """Version of the weights that the server was given last. The core sets it, for engines whose answers do
+    not say which weights made a token."""
+
+    async def generate(
+        self,
+        request: GenerateRequest,
+        *,
+        rank: int | None = None,
+        attempts: int | None = None,
+        ends: float | None = None,
+    ) -> Generation:
+        """Return what follows the tokens of a request. Cancelling the call ends it in the server too.
+
+        :param rank: Data-parallel rank of the server; ``None`` leaves the choice to it.
+        :param attempts: ``None`` takes the limits'.
+        :param ends: Deadline on the event loop's clock; ``None`` takes the limits'.
+        """
+
+    def stream(
+        self, request: GenerateRequest, *, rank: int | None = None
+    ) -> AsyncGenerator[Generation, None]:
+        """Yield what follows in parts; only the last one's finish reason means something."""
+
+    def in_flight(self) -> Set[str]:
+        """Return the ids of the requests that were sent and not answered."""
+
+    async def abort(self, ids: Iterable[str] | None = None) -> None:
+        """End generations in the server; each returns what it has.
+
+        :param ids: Those of :meth:`in_flight` to end; ``None`` ends all.
+        """
+
+    async def pause(self, mode: PauseMode) -> None:
+        """Let the server make no token until :meth:`resume`."""
+
+    async def resume(self) -> None:
+        """Let the server go on."""
+
+    async def set_memory_state(self, state: MemoryState) -> None:
+        """Have the server release or restore device memory.
+
+        Called only for engines with :attr:`~anygauge_hooks.engines.RolloutEngineSpec.releases_memory`.
+        """
+
+    async def is_healthy(self) -> bool:
+        """Return whether the server makes tokens."""
+
+    async def is_answering(self) -> bool:
+        """Return whether the server answers, also while it is paused."""
+
+    async def close(self, *, farewell_s: float = 10.0) -> None:
+        """Close the connections.
+
+        :param farewell_s: Longest wait for the server to learn what was abandoned.
+        """
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerPeer(WeightPeer):
+    """One server, as other processes know it: a picklable value of the engine's own subclass.
+
+    Example::
+
+        @dataclass(frozen=True, kw_only=True)
+        class MyPeer(ServerPeer):
+            def target(self, *, deadline_s):
+                return MyTarget(self.address, deadline_s)
+
+            def client(self, limits, *, name, images):
+                return MyClient(self.address, limits, name)
+    """
+
+    def client(self, limits: ClientLimits, *, name: str, images: ImageEncoder | None) -> EngineClient:
+        """Return a client of the server.
+
+        :param name: How errors call the server.
+        :param images: ``None`` in a run of text.
+        """
+        raise NotImplementedError
+
+
+class EngineServer(Protocol):
+    """A process that serves an engine over HTTP, on the node of the worker that started it."""
+
+    def start(self, encoders: Sequence[str] = ()) -> str:
+        """Start the process, or start it again after its end, and return its address: ``http://host:port``.
+
+        Returns once it answers.
+
+        :param encoders: Addresses of the servers that encode images and sound for it.
+        :raises RolloutError: It ended, or did not answer in time; the end of its log is attached.
+        """
+
+    def is_alive(self) -> bool:
+        """Return whether the process runs; it may hang nevertheless."""
+
+    def facts(self) -> Mapping[str, str]:
+        """Return what it is for the run's records: version, command line, log.
+
+        The run itself reads ``bootstrap``, ``host:port`` at which one that only reads hands prompts over, and
+        ``ranks``, how many data-parallel ranks it has if that is not one.
+        """
+
+    def peer(self) -> ServerPeer:
+        """Return how other processes speak to it, where it listens now.
+
+        How often it was started, and what takes changes for it, is told by the worker that looks after it.
+        """
+
+    def close(self) -> None:
+        """End the process and all that it has started, and remove what it leaves on the host."""
