@@ -1,11 +1,12 @@
-"""First config for a model: facts about the model, settings derived from them, and the file's text."""
+"""First config for a model: facts about the model, and the sizes in ``recipe.toml.jinja`` that follow."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from anygauge_hooks.models import text_config
@@ -33,9 +34,6 @@ ONE_HOST = 8
 """Devices that one host usually has."""
 _BILLIONS = re.compile(r"(?<![A-Za-z\d.])(\d+(?:\.\d+)?)([BM])(?![A-Za-z\d])", re.IGNORECASE)
 _VISION_NAME = re.compile(r"(?<![A-Za-z])VL(?![A-Za-z])|\dV(?![A-Za-z\d])|omni", re.IGNORECASE)
-
-Row = tuple[str, Any, str]
-"""A key, its value, and why; an empty string says nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,158 +174,62 @@ def recipe(model: ModelFacts, data: DataFacts, machine: Machine, *, task: str, c
     :param task: ``rl`` or ``sft``.
     :param command: What asked for it.
     """
-    base = dict(_rl(model, data, machine) if task == "rl" else _sft(model, data, machine))
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    environment.filters["toml"] = _toml
+    text = environment.get_template("recipe.toml.jinja").render(
+        model=model,
+        data=data,
+        machine=machine,
+        task=task,
+        command=command,
+        one_host=ONE_HOST,
+        **_texts(model, machine, task),
+        **_sizes(model, machine, task),
+    )
+    return "\n".join(map(_aligned, text.split("\n")))
+
+
+def _texts(model: ModelFacts, machine: Machine, task: str) -> dict[str, str]:
+    """Return the words of the template that depend on the model and the machine."""
     size = "a size that neither tells"
     if model.billions is not None:
         size = f"{_amount(model.billions * 1e9, 1000, COUNTS)} parameters"
     host = (
         f"devices of {DEVICE_GIB} GiB" if machine.accelerator else f"{machine.memory_gib:.0f} GiB of memory"
     )
-    lines = [
-        f"# Written by `{command}`",
-        f"# for {size} on {machine.devices} x {machine.backend}, {host}.",
-        "# `anygauge train --keys` explains every key; --section.key VALUE on the command line wins.",
-        "",
-        _line("model", model.name, "a Hugging Face directory, or a name on the hub"),
-    ]
-    for header, rows in base.items():
-        lines += ["", f"[{header}]", *(_line(*row) for row in rows)]
-    return "\n".join(lines) + "\n"
-
-
-def _rl(model: ModelFacts, data: DataFacts, machine: Machine) -> Iterator[tuple[str, list[Row]]]:
-    prompt, response = _lengths(
-        model.context, LONGEST_PROMPT, LONGEST_RESPONSE if machine.accelerator else 256
-    )
-    yield "run", _run(model, "grpo")
-    yield "data", _data(model, data, prompt, "Put the final answer within \\boxed{}.")
-    yield (
-        "reward",
-        [("function", "math", "compares \\boxed{} with the label; yours: package.module:function")],
-    )
-    yield "rollout", _rollout(model, machine, prompt, response)
-    yield (
-        "algorithm",
-        [("clip_high", 0.28, "above clip_low = 0.2: leaves unlikely tokens room to grow")],
-    )
-    yield "train", _train(model, machine, 1e-6, "RL needs far smaller steps than SFT")
-    if data.evaluation is not None:
-        yield (
-            "eval",
-            [
-                ("data", [data.evaluation], ""),
-                ("temperature", 0.0, "greedy: the same answer each time"),
-                ("max_prompts", 256, "the first rows; leave it out for all"),
-            ],
-        )
-    yield from _places(machine)
-    if machine.accelerator:
-        longest = prompt + min(response, 256)
-        yield (
-            "on.cpu.rollout",
-            [
-                ("prompts_per_step", 4, "enough to try the recipe where there is no accelerator"),
-                ("max_new_tokens", min(response, 256), ""),
-                ("max_batch_tokens", max(32_768, longest), ""),
-            ],
-        )
-        yield from _try_on_cpu()
-
-
-def _sft(model: ModelFacts, data: DataFacts, machine: Machine) -> Iterator[tuple[str, list[Row]]]:
-    row, _ = _lengths(model.context, LONGEST_ROW, 256)
-    yield "run", [("task", "sft", "trains on the assistant's turns; generates nothing"), *_run(model, "sft")]
-    yield "data", _data(model, data, row, None)
-    rows = 64 if machine.accelerator else 8
-    yield "rollout", [("prompts_per_step", _multiple(rows, machine.devices), "rows of each optimizer step")]
-    yield (
-        "train",
-        [
-            *_train(model, machine, 1e-5, "ten times that of RL"),
-            ("lr_schedule", "cosine", ""),
-            ("warmup_steps", 10, "optimizer steps"),
-        ],
-    )
-    yield from _places(machine)
-    if machine.accelerator:
-        yield (
-            "on.cpu.rollout",
-            [("prompts_per_step", 4, "enough to try the recipe where there is no accelerator")],
-        )
-        yield from _try_on_cpu()
-
-
-def _run(model: ModelFacts, method: str) -> list[Row]:
     slug = re.sub(r"[^a-z0-9._]+", "-", model.name.rstrip("/").rpartition("/")[2].lower()).strip("-._")
-    return [
-        ("name", f"{slug or 'model'}-{method}", "everything of the run goes to runs/NAME"),
-        ("steps", 200, ""),
-    ]
+    name = f"{slug or 'model'}-{'grpo' if task == 'rl' else 'sft'}"
+    return {"size": size, "host": host, "name": name, "kv_size": _amount(model.kv_bytes, 1024, SIZES)}
 
 
-def _data(model: ModelFacts, data: DataFacts, longest: int, prompt: str | None) -> list[Row]:
-    rows: list[Row] = [
-        ("train", [data.train], ""),
-        ("input_key", data.input_key, data.note),
-        ("label_key", data.label_key, ""),
-    ]
-    if model.chat:
-        rows.append(("apply_chat_template", True, "false for a base model without a template"))
-        if model.thinks:
-            rows.append(("chat_template_kwargs", {"enable_thinking": False}, "thoughts need more tokens"))
-        if prompt is not None:
-            rows.append(("system_prompt", prompt, "what the reward looks for"))
-    if model.has_vision and data.media:
-        rows.append(("multimodal_keys", dict(data.media), "<image> in a prompt is where an image stands"))
-    rows.append(("max_prompt_tokens", longest, "longer rows are dropped and counted"))
-    return rows
-
-
-def _rollout(model: ModelFacts, machine: Machine, prompt: int, response: int) -> list[Row]:
-    cache = _power_of_two(machine.memory_gib * GIB / (5 if machine.accelerator else 10) / model.kv_bytes)
-    prompts = _multiple(32 if machine.accelerator else 8, machine.devices)
-    why = "" if model.context is None else f"the model takes {model.context} with the prompt"
-    return [
-        ("prompts_per_step", prompts, "a multiple of the devices keeps them all busy"),
-        ("samples_per_prompt", 8, "GRPO compares the samples of one prompt"),
-        ("max_new_tokens", response, why),
-        (
-            "max_batch_tokens",
-            max(prompt + response, min(LARGEST_CACHE, cache)),
-            f"{_amount(model.kv_bytes, 1024, SIZES)} of cache each",
-        ),
-    ]
-
-
-def _train(model: ModelFacts, machine: Machine, lr: float, why: str) -> list[Row]:
-    free = machine.memory_gib * 0.9 - state_gib(model.billions or 4.0, machine.devices)
-    fits = _power_of_two(free * GIB / 2 / (LOGIT_BYTES * model.vocabulary))
-    tokens = min(LARGEST_BATCH, max(SMALLEST_BATCH, fits))
-    rows: list[Row] = [
-        ("lr", lr, why),
-        ("micro_batch_tokens", tokens, f"each has {model.vocabulary} logits; lower it if memory runs out"),
-    ]
-    if machine.accelerator:
-        recompute = "selective" if (model.billions or 4.0) < 5 else "full"
-        rows.append(("recompute", recompute, "of activations: slower, and takes less memory"))
-    return rows
-
-
-def _places(machine: Machine) -> Iterator[tuple[str, list[Row]]]:
-    local = machine.devices <= ONE_HOST
-    why = "processes of this host" if local else "more than one host: see [cluster]"
-    yield (
-        "placement",
-        [
-            ("launcher", "local" if local else "ray", why),
-            ("train_workers", machine.devices, "one device each"),
-        ],
+def _sizes(model: ModelFacts, machine: Machine, task: str) -> dict[str, float]:
+    """Return the numbers of the template."""
+    accelerator, billions = machine.accelerator, model.billions or 4.0
+    longest = (
+        (LONGEST_PROMPT, LONGEST_RESPONSE if accelerator else 256) if task == "rl" else (LONGEST_ROW, 256)
     )
-
-
-def _try_on_cpu() -> Iterator[tuple[str, list[Row]]]:
-    yield "on.cpu.train", [("micro_batch_tokens", SMALLEST_BATCH, ""), ("recompute", "none", "")]
-    yield "on.cpu.placement", [("launcher", "local", ""), ("train_workers", 1, "")]
+    prompt, response = _lengths(model.context, *longest)
+    cache = _power_of_two(machine.memory_gib * GIB / (5 if accelerator else 10) / model.kv_bytes)
+    prompts = (32 if task == "rl" else 64) if accelerator else 8
+    free = machine.memory_gib * 0.9 - state_gib(billions, machine.devices)
+    fits = _power_of_two(free * GIB / 2 / (LOGIT_BYTES * model.vocabulary))
+    return {
+        "billions": billions,
+        "prompt": prompt,
+        "response": response,
+        "cpu_response": min(response, 256),
+        "prompts": _multiple(prompts, machine.devices),
+        "cache": max(prompt + response, min(LARGEST_CACHE, cache)),
+        "micro_batch": min(LARGEST_BATCH, max(SMALLEST_BATCH, fits)),
+    }
 
 
 def _lengths(context: int | None, prompt: int, response: int) -> tuple[int, int]:
@@ -352,9 +254,10 @@ def _multiple(count: int, of: int) -> int:
 # -------------------------------------------------------------------------
 
 
-def _line(key: str, value: Any, why: str) -> str:
-    text = f"{key} = {_toml(value)}"
-    return f"{f'{text}  '.ljust(COMMENT_COLUMN)}# {why}" if why else text
+def _aligned(line: str) -> str:
+    """Return a line whose comment, behind a tab, stands in the column of the others."""
+    text, tab, comment = line.partition("\t")
+    return f"{text}  ".ljust(COMMENT_COLUMN) + comment if tab else text
 
 
 def _amount(number: float, base: int, units: Sequence[str]) -> str:
