@@ -16,6 +16,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.distributed.checkpoint.metadata import MetadataIndex
 from transformers import (
     CONFIG_MAPPING,
     AutoConfig,
@@ -553,6 +554,28 @@ def repeat_a_chunk(metadata: Any) -> None:
     found.chunks.append(chunk)
 
 
+def shift_a_chunk(metadata: Any) -> None:
+    """Say that the first elements of a tensor are there twice, and the last ones not at all."""
+    (chunk,) = metadata.state_dict_metadata[NORM].chunks
+    for offset in (0, 16):
+        part = replace(chunk, offsets=torch.Size([offset]), sizes=torch.Size([32]))
+        metadata.state_dict_metadata[NORM].chunks.append(part)
+        metadata.storage_data[MetadataIndex(NORM, [offset])] = next(iter(metadata.storage_data.values()))
+    del metadata.state_dict_metadata[NORM].chunks[0]
+
+
+def save_instead(value: object) -> Callable[[Path], None]:
+    """Put a value into the place of a tensor."""
+
+    def apply(model: Path) -> None:
+        torch.save(value, model / "other.distcp")
+        size = (model / "other.distcp").stat().st_size
+        info = {"relative_path": "other.distcp", "offset": 0, "length": size}
+        change_index(lambda m: vars(m.storage_data[MetadataIndex(NORM, [0])]).update(info))(model)
+
+    return apply
+
+
 def drop_chunk(metadata: Any) -> None:
     metadata.state_dict_metadata[NORM].chunks.clear()
 
@@ -601,6 +624,14 @@ def add_key(metadata: Any) -> None:
         (change_index(set_storage(offset=-7)), CheckpointError, "metadata .*at byte -7 of __0_0.distcp"),
         (change_index(set_storage(relative_path="../x")), CheckpointError, "metadata .*at byte .* of ../x"),
         (change_index(repeat_a_chunk), CheckpointError, "lie upon each other"),
+        (change_index(shift_a_chunk), CheckpointError, "parts of .* lie upon each other"),
+        (save_instead({"a": 1}), CheckpointError, "it holds dict, where a tensor belongs"),
+        (
+            save_instead(torch.zeros(8, 8)),
+            CheckpointError,
+            r"of shape \(8, 8\), where .metadata says .*\(64,\)",
+        ),
+        (save_instead(Command()), CheckpointError, "UnpicklingError: Weights only load failed"),
     ],
 )
 def test_a_bad_checkpoint_leaves_nothing_behind(

@@ -25,15 +25,17 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
+from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.storage import WriteResult
 
 from anygauge.disk import appearing, read_json
 from anygauge.distributed.garbage import skip_last_collection
 from anygauge.distributed.lifetime import die_with
 from anygauge.engines.megatron.conversion.dist_checkpoint import (
-    WrittenFile,
+    plan_files,
     stored_key,
+    write_file,
     write_index,
-    write_tensors,
 )
 from anygauge.engines.megatron.conversion.paths import check_source, check_target, conversion_error, is_of_run
 from anygauge.engines.megatron.conversion.sources import (
@@ -78,7 +80,10 @@ from anygauge_hooks.models import ModelSpec
 __all__ = ["hf_to_megatron", "megatron_to_hf"]
 
 WORKER_BYTES = 1_000_000_000
-"""Weights that another process is started for."""
+"""Weights that another process is started for, and bytes of a file of a dist-checkpoint, whose tensors torch
+keeps until it is written."""
+_Tensors = list[tuple[TensorRule, Tensor]]
+"""Tensors that are to be written; each has no elements, only type and shape."""
 MOST_PADDING = 128 * 64
 """Rows; Megatron pads a vocabulary to a multiple of 128 times the ranks of tensor parallelism."""
 
@@ -106,20 +111,21 @@ def hf_to_megatron(
     target = check_target(target, source)
     with _converting(source, target) as partial:
         family = _read_family(origin.hf, plugins, origin.weights)
-        rules = family.rules
-        sizes, left_out = (_run_sizes if is_of_run(origin.weights) else _hf_sizes)(origin.weights, family)
-        count = _count(workers, sum(sizes))
-        shares = _partition(rules, sizes, count)
+        tensors, left_out = (_run_tensors if is_of_run(origin.weights) else _hf_tensors)(
+            origin.weights, family
+        )
+        count = _count(workers, _total(tensors))
+        shares = _partition(tensors, count)
         written = partial / "model"
         written.mkdir()
         (partial / "hf").mkdir()
         copy_other_files(origin.hf, partial / "hf")
-        files = [written / f"__{number}_0.distcp" for number in range(len(shares))]
+        plans, rules = plan_files(shares), [[rule for rule, _ in share] for share in shares]
         with _processes(min(count, len(shares))) as run:
-            parts = run(_write_part, [(origin.weights, *each) for each in zip(files, shares, strict=True)])
-            write_index(written, parts)
+            calls = [(origin.weights, written, *each) for each in zip(plans, rules, strict=True)]
+            write_index(written, plans, run(_write_part, calls))
             if check:
-                _compare(run, origin.weights, written, shares)
+                _compare(run, origin.weights, written, rules)
     return left_out
 
 
@@ -243,15 +249,15 @@ def _converting(source: Path, target: Path) -> Iterator[Path]:
 # -------------------------------------------------------------------------
 
 
-def _hf_sizes(source: Path, family: _Family) -> tuple[list[int], dict[str, int]]:
-    """Return the bytes of each canonical tensor of a directory that fits, and what is left out of it.
+def _hf_tensors(source: Path, family: _Family) -> tuple[_Tensors, dict[str, int]]:
+    """Return the canonical tensors of a directory that fits, and what is left out of it.
 
-    :returns: The bytes, and the number of tensors that are left out by the beginning of their names.
+    :returns: The tensors, and the number of those that are left out by the beginning of their names.
     :raises WeightMappingError: It does not fit.
     """
     with open_tensors(source) as reader:
         problems = list(name_problems(family.rules, reader.names, family.unused))
-        sizes = [] if problems else [_hf_size(rule, reader, family, problems) for rule in family.rules]
+        forms = [] if problems else [_hf_form(rule, reader, family, problems) for rule in family.rules]
         if not problems:
             problems.extend(_mixed_stacks(family.rules, reader))
         if not problems and family.tied and (problem := tied_problem(*family.tied, reader)):
@@ -262,7 +268,7 @@ def _hf_sizes(source: Path, family: _Family) -> tuple[list[int], dict[str, int]]
         )
     if problems:
         raise mapping_error(problems)
-    return sizes, dict(left_out)
+    return list(zip(family.rules, forms, strict=True)), dict(left_out)
 
 
 def _mixed_stacks(rules: Sequence[TensorRule], reader: TensorReader) -> Iterator[str]:
@@ -275,7 +281,7 @@ def _mixed_stacks(rules: Sequence[TensorRule], reader: TensorReader) -> Iterator
             yield f"{key}: of several types, {', '.join(sorted(dtypes))}"
 
 
-def _hf_size(rule: TensorRule, reader: TensorReader, family: _Family, problems: list[str]) -> int:
+def _hf_form(rule: TensorRule, reader: TensorReader, family: _Family, problems: list[str]) -> Tensor:
     names = " + ".join(rule.hf)
     dtypes = {reader.dtype(name) for name in rule.hf}
     if len(dtypes) > 1:
@@ -285,21 +291,18 @@ def _hf_size(rule: TensorRule, reader: TensorReader, family: _Family, problems: 
         shape = canonical_shape(rule, [straight(reader, rule).shape(name) for name in rule.hf])
     except ValueError as error:
         problems.append(f"{names}: {error}")
-        return 0
-    if problem := family.problem(rule, shape, dtype):
-        problems.append(f"{names}: {problem}")
-    return math.prod(shape) * dtype.itemsize
+        shape = ()
+    else:
+        if problem := family.problem(rule, shape, dtype):
+            problems.append(f"{names}: {problem}")
+    return torch.empty(shape, dtype=dtype, device="meta")
 
 
-def _run_sizes(source: Path, family: _Family) -> tuple[list[int], dict[str, int]]:
-    """Return what :func:`_hf_sizes` does, of a run's checkpoint: nothing of it is left out."""
+def _run_tensors(source: Path, family: _Family) -> tuple[_Tensors, dict[str, int]]:
+    """Return what :func:`_hf_tensors` does, of a run's checkpoint: nothing of it is left out."""
     with open_canonical(source) as reader:
         _check_fit(reader, family)
-        return [_bytes(rule, reader) for rule in family.rules], {}
-
-
-def _bytes(rule: TensorRule, reader: CanonicalSource) -> int:
-    return math.prod(reader.shape(rule)) * reader.dtype(rule).itemsize
+        return list(_empty(reader, family.rules)), {}
 
 
 def _check_fit(reader: CanonicalSource, family: _Family) -> None:
@@ -325,8 +328,8 @@ def _dist_problem(rule: TensorRule, reader: CanonicalSource, family: _Family) ->
 def _main_dtype(rules: Sequence[TensorRule], reader: CanonicalSource) -> torch.dtype:
     """Return the type of most bytes."""
     sizes: Counter[torch.dtype] = Counter()
-    for rule in rules:
-        sizes[reader.dtype(rule)] += _bytes(rule, reader)
+    for _, tensor in _empty(reader, rules):
+        sizes[tensor.dtype] += tensor.nbytes
     return sizes.most_common(1)[0][0]
 
 
@@ -388,15 +391,19 @@ def _count(workers: int | None, size: int) -> int:
     return workers or max(1, min(len(os.sched_getaffinity(0)), size // WORKER_BYTES))
 
 
-def _partition(rules: Sequence[TensorRule], sizes: Sequence[int], count: int) -> list[list[TensorRule]]:
-    """Divide rules, in order, into shares of about the same bytes, one for each file."""
-    total = max(sum(sizes), 1)
-    number = max(min(count, len(rules)), math.ceil(total / FILE_BYTES))
-    shares: list[list[TensorRule]] = [[] for _ in range(number)]
+def _total(tensors: _Tensors) -> int:
+    return sum(tensor.nbytes for _, tensor in tensors)
+
+
+def _partition(tensors: _Tensors, count: int) -> list[_Tensors]:
+    """Divide tensors, in order, into shares of about the same bytes, one for each file."""
+    total = max(_total(tensors), 1)
+    number = max(min(count, len(tensors)), math.ceil(total / WORKER_BYTES))
+    shares: list[_Tensors] = [[] for _ in range(number)]
     before = 0
-    for rule, size in zip(rules, sizes, strict=True):
-        shares[min((before + size // 2) * number // total, number - 1)].append(rule)
-        before += size
+    for rule, tensor in tensors:
+        shares[min((before + tensor.nbytes // 2) * number // total, number - 1)].append((rule, tensor))
+        before += tensor.nbytes
     return [share for share in shares if share]
 
 
@@ -405,9 +412,11 @@ def _partition(rules: Sequence[TensorRule], sizes: Sequence[int], count: int) ->
 # -------------------------------------------------------------------------
 
 
-def _write_part(source: Path, path: Path, rules: Sequence[TensorRule]) -> WrittenFile:
+def _write_part(
+    source: Path, directory: Path, plan: SavePlan, rules: Sequence[TensorRule]
+) -> list[WriteResult]:
     with open_weights(source) as reader:
-        return write_tensors(path, ((rule, reader.parts(rule)) for rule in rules))
+        return write_file(directory, plan, rules, reader.parts)
 
 
 def _write_shard(source: Path, path: Path, rules: Sequence[TensorRule]) -> None:

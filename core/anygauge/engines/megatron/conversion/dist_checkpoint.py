@@ -9,34 +9,36 @@ that are stacked along a first axis (``decoder.layers. ...``) are read too. Expe
 from __future__ import annotations
 
 import json
-import math
-import mmap
-import pickle
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field
-from io import BufferedWriter, FileIO
+from collections.abc import Callable, Iterator, Sequence
+from io import BytesIO
+from itertools import combinations
+from math import prod
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner, create_default_global_save_plan
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import (
+    ReadItem,
+    SavePlan,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
 )
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.distributed.checkpoint.storage import WriteResult
 
-from anygauge.engines.megatron.conversion.dist_index import Chunk, read_index, torn
-from anygauge.engines.megatron.conversion.dist_payload import load_payload
+from anygauge.engines.megatron.conversion.dist_index import read_index, torn
 from anygauge.engines.megatron.weights.mapping import TensorRule
 
-__all__ = ["DistReader", "WrittenFile", "stored_key", "write_index", "write_tensors"]
+__all__ = ["DistReader", "plan_files", "stored_key", "write_file", "write_index"]
+
+Parts = Callable[[TensorRule], Sequence[Tensor]]
+"""Returns the pieces that make up a tensor, one under another."""
 
 _EXPERT = re.compile(r"(.*\.experts\.)(linear_fc[12]\.(?:weight|bias))\d+")
 _LAYER = re.compile(r"(.*\blayers\.)(\d+)\.(.+)")
@@ -68,72 +70,66 @@ def _key(rule: TensorRule) -> tuple[str, tuple[int, ...]]:
 # -------------------------------------------------------------------------
 
 
-@dataclass(slots=True)
-class WrittenFile:
-    """Tensors that one file holds."""
+def plan_files(shares: Sequence[Sequence[tuple[TensorRule, Tensor]]]) -> list[SavePlan]:
+    """Return what each file of a checkpoint is to hold.
 
-    tensors: dict[str, TensorStorageMetadata] = field(default_factory=dict)
-    storage: dict[MetadataIndex, Any] = field(default_factory=dict)
-
-
-def write_tensors(path: Path, tensors: Iterable[tuple[TensorRule, Sequence[Tensor]]]) -> WrittenFile:
-    """Write tensors, one after another, and return where they are.
-
-    :param tensors: Each as pieces that make it up one under another.
+    :param shares: For each file its tensors, of which only type and shape matter.
     """
-    part = WrittenFile()
-    with _File(FileIO(path, "wb")) as file:
-        for rule, pieces in tensors:
-            start = file.tell()
-            shape = (sum(piece.shape[0] for piece in pieces), *pieces[0].shape[1:])
-            key, front = _key(rule)
-            offsets, sizes = torch.Size([*front, *[0] * len(shape)]), torch.Size([*[1] * len(front), *shape])
-            _save(file, torch.empty(sizes, dtype=pieces[0].dtype), pieces)
-            chunk = ChunkStorageMetadata(offsets, sizes)
-            size = torch.Size([*[rule.declared.experts] * len(front), *shape])
-            properties = TensorProperties(dtype=pieces[0].dtype)
-            known = part.tensors.setdefault(key, TensorStorageMetadata(properties, size, []))
-            known.chunks.append(chunk)
-            part.storage[MetadataIndex(key, offsets)] = _StorageInfo(path.name, start, file.tell() - start)
-    return part
+    plans = [SavePlan([_write_item(rule, form) for rule, form in share]) for share in shares]
+    return _writer(Path()).prepare_global_plan(plans)
 
 
-def _save(file: _File, form: Tensor, pieces: Sequence[Tensor]) -> None:
-    """Write what ``torch.save`` writes, with the elements of the pieces, which are copied nowhere.
+def _write_item(rule: TensorRule, form: Tensor) -> WriteItem:
+    key, front = _key(rule)
+    chunk = _chunk(front, form.shape)
+    whole = torch.Size([*[rule.declared.experts] * len(front), *form.shape])
+    data = TensorWriteData(chunk, TensorProperties(dtype=form.dtype), whole)
+    return WriteItem(MetadataIndex(key, chunk.offsets), WriteItemType.SHARD, tensor_data=data)
 
-    :param form: Of the type and shape; its elements do not matter.
+
+def _chunk(front: Sequence[int], shape: Sequence[int]) -> ChunkStorageMetadata:
+    """Return where a tensor lies in a stored one.
+
+    :param front: Its indices along the first axes of that.
     """
-    with torch.serialization.skip_data():
-        torch.save(form, file)
-    end = file.tell()
-    file.seek(file.gap)
-    for piece in pieces:
-        file.write(piece.contiguous().view(-1).view(torch.uint8).numpy().data)
-    file.seek(end)
+    offsets, sizes = (*front, *[0] * len(shape)), (*[1] * len(front), *shape)
+    return ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
 
 
-class _File(BufferedWriter):
-    """A file that remembers where elements were left out."""
-
-    gap = 0
-
-    def seek(self, offset: int, whence: int = 0, /) -> int:
-        self.gap = self.tell()
-        return super().seek(offset, whence)
+def _writer(directory: Path) -> FileSystemWriter:
+    # Whoever gives the directory its name flushes it to the disk, and no tensor is on a device.
+    return FileSystemWriter(directory, sync_files=False, per_thread_copy_ahead=0)
 
 
-def write_index(directory: Path, parts: Sequence[WrittenFile]) -> None:
+def write_file(
+    directory: Path, plan: SavePlan, rules: Sequence[TensorRule], parts: Parts
+) -> list[WriteResult]:
+    """Write the file of a plan.
+
+    :param rules: Those that the plan was made for.
+    """
+    return _writer(directory).write_data(plan, _Planner(plan, rules, parts)).wait()
+
+
+class _Planner(DefaultSavePlanner):
+    """Makes each tensor when it is written."""
+
+    def __init__(self, plan: SavePlan, rules: Sequence[TensorRule], parts: Parts) -> None:
+        super().__init__()
+        self._rules = {item.index: rule for item, rule in zip(plan.items, rules, strict=True)}
+        self._parts = parts
+
+    def resolve_data(self, write_item: WriteItem) -> Tensor:
+        """Return the tensor of an item."""
+        assert write_item.tensor_data is not None
+        tensor = torch.cat(list(self._parts(self._rules[write_item.index])))
+        return tensor.view(write_item.tensor_data.chunk.sizes)
+
+
+def write_index(directory: Path, plans: list[SavePlan], results: list[list[WriteResult]]) -> None:
     """Write what makes ``*.distcp`` files a checkpoint."""
-    tensors: dict[str, TensorStorageMetadata] = {}
-    for part in parts:
-        for key, entry in part.tensors.items():
-            if key in tensors:
-                tensors[key].chunks.extend(entry.chunks)
-            else:
-                tensors[key] = entry
-    storage = {index: info for part in parts for index, info in part.storage.items()}
-    metadata = Metadata(state_dict_metadata=dict(tensors), storage_data=storage)
-    (directory / ".metadata").write_bytes(pickle.dumps(metadata))
+    _, metadata = create_default_global_save_plan(plans, rewrite_index_hints=False)
+    _writer(directory).finish(metadata, results)
     torch.save({"content_metadata": _CONTENT}, directory / "common.pt")
     (directory / "metadata.json").write_text(json.dumps(_CONFIG))
 
@@ -141,23 +137,6 @@ def write_index(directory: Path, parts: Sequence[WrittenFile]) -> None:
 # -------------------------------------------------------------------------
 # Reading
 # -------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class _Region:
-    """Region of a canonical tensor in a stored one."""
-
-    key: str
-    front: tuple[int, ...]
-    """Indices along the first axes."""
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-
-_POPULATE_READ = 22
-"""``MADV_POPULATE_READ`` of Linux 5.14: map a range at once."""
-_Box = Sequence[tuple[int, int]]
-"""First index and the one after the last, along each axis."""
 
 
 class DistReader:
@@ -169,8 +148,7 @@ class DistReader:
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
-        self._tensors = read_index(directory)
-        self._files: dict[str, mmap.mmap] = {}
+        self._tensors, self._places = read_index(directory)
 
     @property
     def names(self) -> set[str]:
@@ -181,32 +159,29 @@ class DistReader:
         """Yield the tensors that the checkpoint lacks and those that no rule needs."""
         used: defaultdict[str, set[tuple[int, ...]]] = defaultdict(set)
         for rule in rules:
-            region = self._find(rule)
-            if region is None:
+            if (region := self._find(rule)) is None:
                 yield f"{rule.canonical}: missing in the checkpoint"
             else:
-                used[region.key].add(region.front)
+                used[region[0]].add(region[1])
         for key in sorted(set(self._tensors) - set(used)):
             yield f"{key}: in the checkpoint but unknown to the model"
         for key, fronts in used.items():
             axes = len(next(iter(fronts)))
-            held = math.prod(self._tensors[key].size[:axes])
+            held = prod(self._tensors[key].size[:axes])
             if held != len(fronts):
                 yield f"{key}: the checkpoint holds {held}, and the model has {len(fronts)} of them"
 
     def shape(self, rule: TensorRule) -> tuple[int, ...]:
         """Return the shape of a canonical tensor, with padding; it must be there."""
-        return self._region(rule).shape
+        key, front = self._region(rule)
+        return self._tensors[key].size[len(front) :]
 
     def dtype(self, rule: TensorRule) -> torch.dtype:
         """Return the type of a tensor; it must be there."""
-        return self._region(rule).dtype
+        return self._tensors[self._region(rule)[0]].properties.dtype
 
     def read(self, rule: TensorRule) -> Tensor:
-        """Read a canonical tensor, without the padding of a vocabulary.
-
-        :returns: Read-only in effect: it may be the file itself.
-        """
+        """Read a canonical tensor, without the padding of a vocabulary."""
         return self._rows(rule, 0, rule.rows)
 
     def parts(self, rule: TensorRule) -> Sequence[Tensor]:
@@ -218,81 +193,70 @@ class DistReader:
         return self._rows(rule, rule.rows or 0, None)
 
     def _rows(self, rule: TensorRule, start: int, stop: int | None) -> Tensor:
-        region = self._region(rule)
-        offsets = (*region.front, *[0] * len(region.shape))
-        sizes = (*[1] * len(region.front), *region.shape)
-        stored = self._tensors[region.key]
-        chunk = stored.chunks.get(offsets)
-        if chunk is not None and chunk.sizes == sizes:
-            tensor = self._load(chunk, region.dtype)
-        else:
-            tensor = self._assemble(region.key, offsets, sizes)
-        tensor = tensor.reshape(region.shape)
-        return tensor if (start, stop) == (0, None) else tensor[start:stop]
+        (key, front), shape = self._region(rule), self.shape(rule)
+        return self._assemble(key, _chunk(front, shape)).reshape(shape)[start:stop]
 
-    def _assemble(self, key: str, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
-        """Put a region together from all chunks that overlap it."""
+    def _assemble(self, key: str, chunk: ChunkStorageMetadata) -> Tensor:
+        """Put a part of a stored tensor together from all that were saved and overlap it."""
         stored = self._tensors[key]
-        tensor = torch.empty(sizes, dtype=stored.dtype)
-        filled: list[_Box] = []
-        for chunk in stored.chunks.values():
-            starts = [max(a, b) for a, b in zip(offsets, chunk.offsets, strict=True)]
-            ends = [
-                min(a + n, b + m)
-                for a, n, b, m in zip(offsets, sizes, chunk.offsets, chunk.sizes, strict=True)
-            ]
-            box = list(zip(starts, ends, strict=True))
-            if any(start >= end for start, end in box):
-                continue
-            if any(_meet(box, other) for other in filled):
-                raise torn(self._directory, f"parts of {key} lie upon each other")
-            filled.append(box)
-            part = self._load(chunk, stored.dtype)
-            tensor[_within(box, offsets)] = part[_within(box, chunk.offsets)]
-        missing = tensor.numel() - sum(math.prod(end - start for start, end in box) for box in filled)
-        if missing:
+        tensor = torch.empty(chunk.sizes, dtype=stored.properties.dtype)
+        items = create_read_items_for_chunk_list(key, stored, [chunk])
+        if any(_overlap(one, other) for one, other in combinations(items, 2)):
+            raise torn(self._directory, f"parts of {key} lie upon each other")
+        if missing := tensor.numel() - sum(prod(item.lengths) for item in items):
             raise torn(self._directory, f"{key} lacks {missing} elements")
+        if len(items) == 1:
+            return self._load(items[0], tensor.dtype)
+        for item in items:
+            tensor[_slices(item.dest_offsets, item.lengths)] = self._load(item, tensor.dtype)
         return tensor
 
-    def _region(self, rule: TensorRule) -> _Region:
+    def _region(self, rule: TensorRule) -> tuple[str, tuple[int, ...]]:
         region = self._find(rule)
         assert region is not None, rule.canonical
         return region
 
-    def _find(self, rule: TensorRule) -> _Region | None:
+    def _find(self, rule: TensorRule) -> tuple[str, tuple[int, ...]] | None:
+        """Return the key of the tensor that has a canonical one, and its place along the first axes."""
         key, front = _key(rule)
         layer = _LAYER.fullmatch(key)
         stacked = (f"{layer[1]}{layer[3]}", (int(layer[2]), *front)) if layer else (key, front)
         for name, place in ((key, front), stacked):
-            entry = self._tensors.get(name)
-            if (
-                entry is not None
-                and len(place) <= len(entry.size)
-                and all(index < size for index, size in zip(place, entry.size, strict=False))
-            ):
-                return _Region(name, place, entry.size[len(place) :], entry.dtype)
+            if (entry := self._tensors.get(name)) is None or len(place) > len(entry.size):
+                continue
+            if all(index < size for index, size in zip(place, entry.size, strict=False)):
+                return name, place
         return None
 
-    def _view(self, chunk: Chunk) -> memoryview:
-        if chunk.file not in self._files:
-            with (self._directory / chunk.file).open("rb") as file:
-                # Private, so that torch may take it for memory that can be written.
-                self._files[chunk.file] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-        held, first = self._files[chunk.file], chunk.start - chunk.start % mmap.PAGESIZE
-        with suppress(OSError):  # without it the pages are found one by one, which takes half as long again
-            held.madvise(_POPULATE_READ, first, chunk.start + chunk.length - first)
-        return memoryview(held)[chunk.start : chunk.start + chunk.length]
+    def _load(self, item: ReadItem, dtype: torch.dtype) -> Tensor:
+        """Read what an item needs of what was saved as one tensor.
 
-    def _load(self, chunk: Chunk, dtype: torch.dtype) -> Tensor:
+        torch's own reader of checkpoints would convert another type than the index names.
+        """
+        place = self._places[item.storage_index]
+        path = self._directory / place.file
+        with path.open("rb") as file:
+            file.seek(place.start)
+            data = BytesIO(file.read(place.length))
         try:
-            return load_payload(self._view(chunk), dtype, chunk.sizes)
-        except ValueError as error:
-            raise torn(self._directory / chunk.file, str(error)) from error
+            value = torch.load(data, map_location="cpu", weights_only=True)
+        except Exception as error:  # foreign code: torch reads what is torn
+            raise torn(path, f"{type(error).__name__}: {error}") from error
+        if not isinstance(value, Tensor):
+            raise torn(path, f"it holds {type(value).__name__}, where a tensor belongs")
+        actual, wanted = tuple(value.shape), tuple(place.sizes)
+        if value.dtype != dtype or [n for n in actual if n != 1] != [n for n in wanted if n != 1]:
+            what = f"{value.dtype} of shape {actual}"
+            raise torn(path, f"it holds {what}, where .metadata says {dtype} of {wanted}")
+        return value.detach().reshape(wanted)[_slices(item.storage_offsets, item.lengths)]
 
 
-def _meet(one: _Box, other: _Box) -> bool:
-    return all(max(a, b) < min(e, f) for (a, e), (b, f) in zip(one, other, strict=True))
+def _overlap(one: ReadItem, other: ReadItem) -> bool:
+    return all(
+        max(a, b) < min(a + n, b + m)
+        for a, n, b, m in zip(one.dest_offsets, one.lengths, other.dest_offsets, other.lengths, strict=True)
+    )
 
 
-def _within(box: _Box, offsets: Sequence[int]) -> tuple[slice, ...]:
-    return tuple(slice(start - at, end - at) for (start, end), at in zip(box, offsets, strict=True))
+def _slices(offsets: Sequence[int], lengths: Sequence[int]) -> tuple[slice, ...]:
+    return tuple(slice(start, start + length) for start, length in zip(offsets, lengths, strict=True))

@@ -4,28 +4,33 @@ from __future__ import annotations
 
 import pickle
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.planner import SavePlan
 
 from anygauge_hooks.errors import CheckpointError
 
-__all__ = ["Chunk", "Stored", "read_index", "torn"]
+__all__ = ["read_index", "torn"]
 
 _OPTIMIZER = ("optimizer.", "chained_")
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
-    """A part of a tensor, saved by itself."""
+class Place:
+    """Where a part of a tensor was saved."""
 
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
+    sizes: torch.Size
     file: str
     start: int
     """First byte in the file."""
@@ -33,18 +38,12 @@ class Chunk:
     """In bytes."""
 
 
-@dataclass(frozen=True, slots=True)
-class Stored:
-    """A tensor of a checkpoint."""
-
-    size: tuple[int, ...]
-    dtype: torch.dtype
-    chunks: Mapping[tuple[int, ...], Chunk]
-    """Chunks by their offsets."""
+Index = tuple[dict[str, TensorStorageMetadata], dict[MetadataIndex, Place]]
+"""Tensors by key, and their parts."""
 
 
-def read_index(directory: Path) -> dict[str, Stored]:
-    """Return the tensors of a checkpoint by key, but for those of an optimizer.
+def read_index(directory: Path) -> Index:
+    """Return the tensors of a checkpoint, but for those of an optimizer.
 
     :raises CheckpointError: The index is torn, or a file is missing or too short.
     """
@@ -52,45 +51,59 @@ def read_index(directory: Path) -> dict[str, Stored]:
     try:
         with path.open("rb") as file:
             metadata = _Unpickler(file).load()
-        if not isinstance(metadata, Metadata):
-            raise pickle.UnpicklingError(f"it holds {type(metadata).__name__}")
-        tensors = {
-            str(key): _stored(key, entry, metadata.storage_data)
-            for key, entry in metadata.state_dict_metadata.items()
-            if isinstance(entry, TensorStorageMetadata) and not key.startswith(_OPTIMIZER)
-        }
+        tensors, places = _checked(metadata)
     except FileNotFoundError:
         raise torn(path, "there is no such file") from None
     except Exception as error:  # foreign code: unpickling what is torn fails in every way
         raise torn(path, f"{type(error).__name__}: {error}") from error
-    _check_files(directory, tensors)
-    return tensors
+    _check_files(directory, places.values())
+    return tensors, places
 
 
-def _stored(key: str, entry: Any, storage: Mapping[Any, Any]) -> Stored:
-    size, dtype = tuple(map(int, entry.size)), entry.properties.dtype
+def _checked(metadata: Any) -> Index:
+    if not isinstance(metadata, Metadata):
+        raise pickle.UnpicklingError(f"it holds {type(metadata).__name__}")
+    tensors: dict[str, TensorStorageMetadata] = {}
+    places: dict[MetadataIndex, Place] = {}
+    for key, entry in metadata.state_dict_metadata.items():
+        if isinstance(entry, TensorStorageMetadata) and not key.startswith(_OPTIMIZER):
+            tensors[key] = _tensor(key, entry)
+            for chunk in tensors[key].chunks:
+                index = MetadataIndex(key, chunk.offsets)
+                if index in places:
+                    raise ValueError(f"two parts of {key} lie upon each other, at {tuple(chunk.offsets)}")
+                places[index] = _place(key, chunk.sizes, metadata.storage_data[index])
+    return tensors, places
+
+
+def _tensor(key: str, entry: Any) -> TensorStorageMetadata:
+    """Return an entry of the index with values of the right types."""
+    size, dtype = torch.Size(map(int, entry.size)), entry.properties.dtype
     if not isinstance(dtype, torch.dtype):
         raise TypeError(f"the type of {key} is {dtype!r}")
-    chunks: dict[tuple[int, ...], Chunk] = {}
-    for each in entry.chunks:
-        offsets, sizes = tuple(map(int, each.offsets)), tuple(map(int, each.sizes))
-        info = storage[MetadataIndex(key, each.offsets)]
-        chunk = Chunk(offsets, sizes, str(info.relative_path), int(info.offset), int(info.length))
-        if chunk.start < 0 or chunk.length < 0 or Path(chunk.file).name != chunk.file:
-            raise ValueError(f"{key} is to be {chunk.length} bytes at byte {chunk.start} of {chunk.file}")
-        if offsets in chunks:
-            raise ValueError(f"two parts of {key} lie upon each other, at {offsets}")
-        if any(a < 0 or a + n > whole for a, n, whole in zip(offsets, sizes, size, strict=True)):
-            raise ValueError(f"{key} of shape {size} has {sizes} at {offsets}")
-        chunks[offsets] = chunk
-    return Stored(size, dtype, chunks)
+    chunks = [
+        ChunkStorageMetadata(torch.Size(map(int, each.offsets)), torch.Size(map(int, each.sizes)))
+        for each in entry.chunks
+    ]
+    for chunk in chunks:
+        if any(a < 0 or a + n > whole for a, n, whole in zip(chunk.offsets, chunk.sizes, size, strict=True)):
+            raise ValueError(
+                f"{key} of shape {tuple(size)} has {tuple(chunk.sizes)} at {tuple(chunk.offsets)}"
+            )
+    return TensorStorageMetadata(TensorProperties(dtype=dtype), size, chunks)
 
 
-def _check_files(directory: Path, tensors: Mapping[str, Stored]) -> None:
+def _place(key: str, sizes: torch.Size, info: Any) -> Place:
+    place = Place(sizes, str(info.relative_path), int(info.offset), int(info.length))
+    if place.start < 0 or place.length < 0 or Path(place.file).name != place.file:
+        raise ValueError(f"{key} is to be {place.length} bytes at byte {place.start} of {place.file}")
+    return place
+
+
+def _check_files(directory: Path, places: Iterable[Place]) -> None:
     ends: defaultdict[str, int] = defaultdict(int)
-    for stored in tensors.values():
-        for chunk in stored.chunks.values():
-            ends[chunk.file] = max(ends[chunk.file], chunk.start + chunk.length)
+    for place in places:
+        ends[place.file] = max(ends[place.file], place.start + place.length)
     for name, end in ends.items():
         path = directory / name
         size = path.stat().st_size if path.is_file() else None
