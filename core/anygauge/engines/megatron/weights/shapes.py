@@ -6,7 +6,7 @@ A name that is not listed here, such as one of a vision tower, is checked by its
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from anygauge.engines.megatron.weights.mapping import TensorRule
@@ -19,97 +19,66 @@ _PLACE = re.compile(r"decoder\.(layers\.\d+\.)?|(?=embedding\.)|(?=output_layer\
 _EXPERT = re.compile(r"(mlp\.experts\.linear_fc[12]\.weight)\d+")
 
 
-def _hidden(fields: Fields) -> int:
-    return int(fields["hidden_size"])
-
-
-def _head(fields: Fields) -> int:
-    return int(fields["kv_channels"])
-
-
-def _query_rows(fields: Fields) -> int:
-    size = int(fields["qk_head_dim"] + fields["qk_pos_emb_head_dim"])
-    return int(fields["num_attention_heads"]) * size
-
-
-def _value_columns(fields: Fields) -> int:
-    size = fields["v_head_dim"] if "kv_lora_rank" in fields else _head(fields)
-    return int(fields["num_attention_heads"] * size)
-
-
-def _delta_columns(fields: Fields) -> int:
-    return int(fields["linear_num_value_heads"] * fields["linear_value_head_dim"])
-
-
-def _norm(fields: Fields) -> tuple[int, ...]:
-    return (_hidden(fields),)
-
-
-def _columns_of(width: Callable[[Fields], int]) -> Callable[[Fields], tuple[int, ...]]:
-    return lambda fields: (_hidden(fields), width(fields))
-
-
-def _rows_of(key: str) -> Callable[[Fields], tuple[int, ...]]:
-    return lambda fields: (fields[key], _hidden(fields))
-
-
-def _vector(key: str) -> Callable[[Fields], tuple[int, ...]]:
-    return lambda fields: (fields[key],)
-
-
-def _any_rows(fields: Fields) -> tuple[int | None, int]:
-    return (None, _hidden(fields))  # the rule says how many
-
-
-_SHAPES: dict[str, Callable[[Fields], tuple[int | None, ...]]] = {
-    "embedding.word_embeddings.weight": _any_rows,
-    "output_layer.weight": _any_rows,
-    "final_layernorm.weight": _norm,
-    "input_layernorm.weight": _norm,
-    "pre_mlp_layernorm.weight": _norm,
-    "post_self_attn_layernorm.weight": _norm,
-    "post_mlp_layernorm.weight": _norm,
-    "self_attention.linear_qkv.layer_norm_weight": _norm,
-    "self_attention.linear_qkv.weight": _any_rows,
-    "self_attention.linear_qkv.bias": lambda fields: (None,),
-    "self_attention.q_layernorm.weight": _vector("kv_channels"),
-    "self_attention.k_layernorm.weight": _vector("kv_channels"),
-    "self_attention.linear_proj.weight": _columns_of(_value_columns),
-    "self_attention.linear_q_proj.weight": lambda fields: (_query_rows(fields), _hidden(fields)),
-    "self_attention.linear_q_down_proj.weight": _rows_of("q_lora_rank"),
-    "self_attention.linear_q_up_proj.layer_norm_weight": _vector("q_lora_rank"),
-    "self_attention.linear_q_up_proj.weight": lambda fields: (_query_rows(fields), fields["q_lora_rank"]),
-    "self_attention.linear_kv_down_proj.weight": lambda fields: (
-        fields["kv_lora_rank"] + fields["qk_pos_emb_head_dim"],
-        _hidden(fields),
-    ),
-    "self_attention.linear_kv_up_proj.layer_norm_weight": _vector("kv_lora_rank"),
-    "self_attention.linear_kv_up_proj.weight": lambda fields: (
-        fields["num_attention_heads"] * (fields["qk_head_dim"] + fields["v_head_dim"]),
-        fields["kv_lora_rank"],
-    ),
-    "self_attention.in_proj.layer_norm_weight": _norm,
-    "self_attention.in_proj.weight": _any_rows,
-    "self_attention.conv1d.weight": lambda fields: (None, 1, fields["linear_conv_kernel_dim"]),
-    "self_attention.dt_bias": _vector("linear_num_value_heads"),
-    "self_attention.A_log": _vector("linear_num_value_heads"),
-    "self_attention.out_norm.weight": _vector("linear_value_head_dim"),
-    "self_attention.out_proj.weight": _columns_of(_delta_columns),
-    "mlp.linear_fc1.layer_norm_weight": _norm,
-    "mlp.linear_fc1.weight": _any_rows,
-    "mlp.linear_fc2.weight": _columns_of(lambda fields: fields["ffn_hidden_size"]),
-    "mlp.router.weight": _rows_of("num_moe_experts"),
-    "mlp.router.expert_bias": _vector("num_moe_experts"),
-    "mlp.experts.linear_fc1.weight": _any_rows,
-    "mlp.experts.linear_fc2.weight": _columns_of(lambda fields: fields["moe_ffn_hidden_size"]),
-    "mlp.shared_experts.linear_fc1.weight": _any_rows,
-    "mlp.shared_experts.linear_fc2.weight": _columns_of(
-        lambda fields: fields["moe_shared_expert_intermediate_size"]
-    ),
-    "mlp.shared_experts.gate_weight": lambda fields: (1, _hidden(fields)),
+_HIDDEN, _ANY_ROWS = ("hidden_size",), (None, "hidden_size")
+_SHAPES: Mapping[str, Sequence[str | int | None]] = {
+    "embedding.word_embeddings.weight": _ANY_ROWS,
+    "output_layer.weight": _ANY_ROWS,
+    "final_layernorm.weight": _HIDDEN,
+    "input_layernorm.weight": _HIDDEN,
+    "pre_mlp_layernorm.weight": _HIDDEN,
+    "post_self_attn_layernorm.weight": _HIDDEN,
+    "post_mlp_layernorm.weight": _HIDDEN,
+    "self_attention.linear_qkv.layer_norm_weight": _HIDDEN,
+    "self_attention.linear_qkv.weight": _ANY_ROWS,
+    "self_attention.linear_qkv.bias": (None,),
+    "self_attention.q_layernorm.weight": ("kv_channels",),
+    "self_attention.k_layernorm.weight": ("kv_channels",),
+    "self_attention.linear_proj.weight": ("hidden_size", "values"),
+    "self_attention.linear_q_proj.weight": ("latent_queries", "hidden_size"),
+    "self_attention.linear_q_down_proj.weight": ("q_lora_rank", "hidden_size"),
+    "self_attention.linear_q_up_proj.layer_norm_weight": ("q_lora_rank",),
+    "self_attention.linear_q_up_proj.weight": ("latent_queries", "q_lora_rank"),
+    "self_attention.linear_kv_down_proj.weight": ("compressed", "hidden_size"),
+    "self_attention.linear_kv_up_proj.layer_norm_weight": ("kv_lora_rank",),
+    "self_attention.linear_kv_up_proj.weight": ("latent_keys_and_values", "kv_lora_rank"),
+    "self_attention.in_proj.layer_norm_weight": _HIDDEN,
+    "self_attention.in_proj.weight": _ANY_ROWS,
+    "self_attention.conv1d.weight": (None, 1, "linear_conv_kernel_dim"),
+    "self_attention.dt_bias": ("linear_num_value_heads",),
+    "self_attention.A_log": ("linear_num_value_heads",),
+    "self_attention.out_norm.weight": ("linear_value_head_dim",),
+    "self_attention.out_proj.weight": ("hidden_size", "delta_values"),
+    "mlp.linear_fc1.layer_norm_weight": _HIDDEN,
+    "mlp.linear_fc1.weight": _ANY_ROWS,
+    "mlp.linear_fc2.weight": ("hidden_size", "ffn_hidden_size"),
+    "mlp.router.weight": ("num_moe_experts", "hidden_size"),
+    "mlp.router.expert_bias": ("num_moe_experts",),
+    "mlp.experts.linear_fc1.weight": _ANY_ROWS,
+    "mlp.experts.linear_fc2.weight": ("hidden_size", "moe_ffn_hidden_size"),
+    "mlp.shared_experts.linear_fc1.weight": _ANY_ROWS,
+    "mlp.shared_experts.linear_fc2.weight": ("hidden_size", "moe_shared_expert_intermediate_size"),
+    "mlp.shared_experts.gate_weight": (1, "hidden_size"),
 }
-"""Shapes by name inside a layer, in Transformer Engine's names; ``None`` for rows fixed by the sections or
-the vocabulary."""
+"""Shapes by name inside a layer, in Transformer Engine's names: fields of the config, or products of
+:data:`_PRODUCTS`; ``None`` for rows fixed by the sections or the vocabulary."""
+_PRODUCTS: Mapping[str, tuple[str | None, Sequence[str]]] = {
+    "compressed": (None, ("kv_lora_rank", "qk_pos_emb_head_dim")),
+    "latent_queries": ("num_attention_heads", ("qk_head_dim", "qk_pos_emb_head_dim")),
+    "latent_keys_and_values": ("num_attention_heads", ("qk_head_dim", "v_head_dim")),
+    "latent_values": ("num_attention_heads", ("v_head_dim",)),
+    "head_values": ("num_attention_heads", ("kv_channels",)),
+    "delta_values": ("linear_num_value_heads", ("linear_value_head_dim",)),
+}
+"""Number of heads, and the parts of one head, whose sizes are added."""
+
+
+def _size(dimension: str | int | None, fields: Fields) -> int | None:
+    if not isinstance(dimension, str):
+        return dimension
+    if dimension == "values":
+        dimension = "latent_values" if "kv_lora_rank" in fields else "head_values"
+    heads, parts = _PRODUCTS.get(dimension, (None, (dimension,)))
+    return int(fields[heads] if heads else 1) * sum(int(fields[part]) for part in parts)
 
 
 def shape_problem(rule: TensorRule, shape: Sequence[int], fields: Fields, owner: str = "") -> str | None:
@@ -126,7 +95,7 @@ def shape_problem(rule: TensorRule, shape: Sequence[int], fields: Fields, owner:
     expected = _SHAPES.get(match[1] if match else inner)
     if expected is None:
         return None
-    wanted = expected(fields)
+    wanted = tuple(_size(dimension, fields) for dimension in expected)
     if len(shape) == len(wanted) and all(b in (a, None) for a, b in zip(shape, wanted, strict=True)):
         return None
     shown = ", ".join("any" if size is None else str(size) for size in wanted)
