@@ -11,12 +11,11 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from anygauge.kernels.table import REFERENCE_DTYPES, core_kernels
 from anygauge.plugins import Plugins, find_backend, load_plugins
-from anygauge_hooks import specs
 from anygauge_hooks.kernels import KERNEL_OPS, KernelImpl, KernelOp
 from anygauge_hooks.types import BackendSpec
 
@@ -54,17 +53,18 @@ def rendered(first: str, rows: Iterable[Sequence[str]]) -> str:
 
 def hook_rows(plugins: Plugins) -> Iterator[Sequence[str]]:
     """Yield who implements each hook that is called for a backend, or that one of them implements."""
-    for hook in (name for name, value in vars(specs).items() if hasattr(value, "anygauge_spec")):
-        own = {one.plugin_name for one in getattr(plugins.manager.hook, hook).get_hookimpls()}
-        if own & set(BACKENDS) or "backend" in inspect.signature(getattr(specs, hook)).parameters:
-            yield f"`{hook}`", *(served(own, hook, backend) for backend in BACKENDS)
+    for hook in plugins.hooks():
+        caller = getattr(plugins.manager.hook, hook)
+        own = {one.plugin_name for one in caller.get_hookimpls()}
+        if own & set(BACKENDS) or "backend" in inspect.signature(caller.spec.function).parameters:
+            yield f"`{hook}`", *(served(own, caller.spec.function, backend) for backend in BACKENDS)
 
 
-def served(own: Container[str], hook: str, backend: str) -> str:
+def served(own: Container[str], hook: Callable[..., object], backend: str) -> str:
     """Return where a backend's own implementation is, or what stands in for it."""
     if backend in own:
         return f"`anygauge_{backend}`"
-    found = NO_ANSWER.search(inspect.getdoc(getattr(specs, hook)) or "")
+    found = NO_ANSWER.search(inspect.getdoc(hook) or "")
     return " ".join(found[1].replace("``", "`").split()) if found else "-"
 
 

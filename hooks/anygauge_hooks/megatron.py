@@ -1,6 +1,6 @@
 """Megatron's annex of the contract: how its train engine builds models.
 
-The engine adds these hook specifications itself; nothing neutral imports this module.
+The engine's plugin adds the hooks of this module (``PluginInfo.hookspecs``); nothing neutral imports it.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final, Literal, Protocol, runtime_checkable
 
+from anygauge_hooks import hookspec
 from anygauge_hooks.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 
     from anygauge_hooks.media import TowerSpec
     from anygauge_hooks.models import ModelSpec
-    from anygauge_hooks.types import Device
+    from anygauge_hooks.types import BackendSpec, Device
 
 __all__ = [
     "MEGATRON",
@@ -27,6 +28,8 @@ __all__ = [
     "ScopedDevice",
     "Transform",
     "WeightRule",
+    "get_spec_provider",
+    "make_jit_fuser",
     "megatron_model",
     "scope_map_of",
     "with_megatron",
@@ -199,3 +202,41 @@ def megatron_model(spec: ModelSpec) -> MegatronModel:
 def with_megatron(spec: ModelSpec, model: MegatronModel) -> ModelSpec:
     """Return a family with another entry of the engine."""
     return replace(spec, engines={**spec.engines, MEGATRON: model})
+
+
+# -------------------------------------------------------------------------
+# Hooks
+# -------------------------------------------------------------------------
+
+
+@hookspec(firstresult=True)
+def get_spec_provider(backend: BackendSpec, kernels: Any, config: Any) -> Any | None:
+    """Return the provider of Megatron module classes.
+
+    Called once per process, when the engine is built.
+
+    :param backend: The backend of the run.
+    :param kernels: The resolved ``anygauge.kernels.table.KernelTable``.
+    :param config: The ``anygauge.config.Config``, read-only; ``train.provider`` names what the user chose.
+    :returns: An object with methods of ``anygauge.engines.megatron.layers.provider.SpecProvider``, all of
+        them or some; or ``None``.
+
+    First result: the engine's own modules, bound to the kernel table, stand for what is not answered.
+
+    .. versionadded:: 0.1
+    """
+
+
+@hookspec(firstresult=True)
+def make_jit_fuser(backend: BackendSpec) -> Callable[[Callable[..., Any]], Callable[..., Any]] | None:
+    """Return the decorator that Megatron applies to its fusible functions.
+
+    Called once per process, before the first megatron import.
+
+    :param backend: The backend of the run.
+    :returns: A decorator, or ``None`` for the identity.
+
+    First result: the backend's plugin decides; no answer means the identity.
+
+    .. versionadded:: 0.1
+    """

@@ -11,7 +11,7 @@ in :func:`describe_plugin` that they are for others, are left out of the call.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from anygauge_hooks import hookspec
@@ -210,39 +210,6 @@ def register_kernels(backend: BackendSpec) -> Iterable[KernelImpl] | None:
     :returns: The kernels, or ``None``.
 
     Collecting: per op the highest priority that accepts a module's static facts, else the reference.
-
-    .. versionadded:: 0.1
-    """
-
-
-@hookspec(firstresult=True)
-def get_spec_provider(backend: BackendSpec, kernels: Any, config: Any) -> Any | None:
-    """Return the provider of Megatron module classes.
-
-    Called once per process, when the engine is built.
-
-    :param backend: The backend of the run.
-    :param kernels: The resolved ``anygauge.kernels.table.KernelTable``.
-    :param config: The ``anygauge.config.Config``, read-only; ``train.provider`` names what the user chose.
-    :returns: An object with methods of ``anygauge.engines.megatron.layers.provider.SpecProvider``, all of
-        them or some; or ``None``.
-
-    First result: the engine's own modules, bound to the kernel table, stand for what is not answered.
-
-    .. versionadded:: 0.1
-    """
-
-
-@hookspec(firstresult=True)
-def make_jit_fuser(backend: BackendSpec) -> Callable[[Callable[..., Any]], Callable[..., Any]] | None:
-    """Return the decorator that Megatron applies to its fusible functions.
-
-    Called once per process, before the first megatron import.
-
-    :param backend: The backend of the run.
-    :returns: A decorator, or ``None`` for the identity.
-
-    First result: the backend's plugin decides; no answer means the identity.
 
     .. versionadded:: 0.1
     """

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+import anygauge.engines.megatron.plugin
 import anygauge_cpu.plugin
 import anygauge_cuda.env
 import anygauge_cuda.plugin
@@ -36,7 +37,12 @@ BACKENDS = {spec.name: spec for spec in (CPU, CUDA, NPU)}
 @pytest.fixture
 def plugins() -> Plugins:
     plugins = Plugins()
-    for module in (anygauge_cpu.plugin, anygauge_cuda.plugin, anygauge_npu.plugin):
+    for module in (
+        anygauge.engines.megatron.plugin,
+        anygauge_cpu.plugin,
+        anygauge_cuda.plugin,
+        anygauge_npu.plugin,
+    ):
         plugins.register(module, module.__name__)
     return plugins
 
@@ -288,6 +294,7 @@ def test_cpu_workers_see_no_accelerator(plugins: Plugins) -> None:
 
 def test_cpu_workers_see_none_without_the_other_plugins() -> None:
     plugins = Plugins()
+    plugins.register(anygauge.engines.megatron.plugin, "megatron")
     plugins.register(anygauge_cpu.plugin, "cpu")
     environ = worker_env(plugins, CPU)
     assert (environ["CUDA_VISIBLE_DEVICES"], environ["ASCEND_RT_VISIBLE_DEVICES"]) == ("", "")

@@ -14,18 +14,19 @@ from typing import Any
 
 import pytest
 
-from anygauge.plugins import Plugins
-from anygauge_hooks import specs
+from anygauge.plugins import load_plugins
 from anygauge_hooks.kernels import KERNEL_FACTS
 
 ROOT = Path(__file__).parents[2]
-HOOKS = [name for name, value in vars(specs).items() if hasattr(value, "anygauge_spec")]
+PLUGINS = load_plugins(only=[])
+HOOKS = PLUGINS.hooks()
+"""Hooks of the contract and of its annexes."""
 CALLERS = {"answers", "collect", "first", "get", "merged", "named", "notify"}
 """Methods of ``Plugins`` whose first argument is a hook."""
 
 
 def spec(name: str) -> Callable[..., Any]:
-    function: Callable[..., Any] = getattr(specs, name)
+    function: Callable[..., Any] = getattr(PLUGINS.manager.hook, name).spec.function
     return function
 
 
@@ -108,7 +109,7 @@ def test_a_hook_is_called_by_the_product(name: str) -> None:
 def test_an_example_is_a_plugin_that_loads(source: str) -> None:
     module = ModuleType("example")
     exec(compile(source, "docs/hooks.md", "exec"), vars(module))
-    plugins = Plugins()
+    plugins = load_plugins(only=[])
     plugins.register(module, "example")
     implemented = [name for name in HOOKS if hasattr(module, name)]
     assert implemented

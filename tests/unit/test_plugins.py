@@ -206,8 +206,7 @@ def test_mappings_are_merged_and_a_conflict_names_both(plugins: Plugins) -> None
     ("hook", "arguments"),
     [
         ("make_process_group_options", {"group_name": "default", "timeout_s": 9.0}),
-        ("get_spec_provider", {"kernels": None, "config": None}),
-        ("make_jit_fuser", {}),
+        ("make_device", {"index": 0}),
         (
             "make_optimizer",
             {"param_groups": [], "lr": 1.0, "betas": (0.9, 0.9), "eps": 1.0, "weight_decay": 0.0},
@@ -377,12 +376,12 @@ def test_plugins_of_other_backends_are_not_called(plugins: Plugins) -> None:
         own = plugin(
             register_backends=lambda name=name: [backend(name)],
             worker_env=environment_of(name),
-            make_jit_fuser=lambda backend, name=name: (name, backend.name),
+            make_device=lambda backend, name=name: (name, backend.name),
         )
         plugins.register(own, name)  # a namespace, which cannot be hashed
     assert plugins.worker_env(backend("fast"), role="actor", **ENV) == {"fast": "fast"}
-    assert plugins.first("make_jit_fuser", backend=backend("fast")) == ("fast", "fast")
-    assert plugins.first("make_jit_fuser", backend=backend("other")) is None
+    assert plugins.first("make_device", backend=backend("fast"), index=0) == ("fast", "fast")
+    assert plugins.first("make_device", backend=backend("other"), index=0) is None
 
 
 def test_a_plugin_of_two_backends_is_told_which(plugins: Plugins) -> None:

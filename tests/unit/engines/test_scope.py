@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 import anygauge_cpu.plugin
 from anygauge.engines.megatron import scope
 from anygauge.engines.megatron.prepare import JIT_MODULE, prepare_megatron
-from anygauge.plugins import Plugins
+from anygauge.plugins import Plugins, load_plugins
 from anygauge_cpu.device import CpuDevice
 from anygauge_hooks import hookimpl
 from anygauge_hooks.errors import MissedRedirectionError, ScopeError
@@ -33,7 +33,7 @@ from anygauge_hooks.types import BackendSpec, Device
 
 
 def make_plugins(*modules: object) -> Plugins:
-    plugins = Plugins()
+    plugins = load_plugins(only=[])
     for module in modules:
         plugins.register(module, repr(module))
     return plugins

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from anygauge.config.roles import critic_config, teacher_config
-from anygauge_hooks import hookimpl
+from anygauge_hooks import hookimpl, megatron
 from anygauge_hooks.engines import TrainEngineSpec
-from anygauge_hooks.types import ConfigProblem
+from anygauge_hooks.types import ConfigProblem, PluginInfo
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -53,6 +53,12 @@ def _divided(config: Any, make: Callable[[], Engine]) -> Engine | ProcessGroupPr
     from anygauge.engines.megatron.process_groups import ProcessGroupProxy, divides
 
     return make() if divides(config.train.parallel) else ProcessGroupProxy(make)
+
+
+@hookimpl
+def describe_plugin() -> PluginInfo:
+    """Add the hooks of Megatron's annex."""
+    return PluginInfo(contract_version=1, hookspecs=[megatron])
 
 
 @hookimpl
