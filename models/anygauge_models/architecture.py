@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from anygauge_hooks.errors import ConfigError
@@ -25,6 +27,7 @@ __all__ = [
     "single_expert",
     "sliding_windows",
     "sparse_flops",
+    "tiny_config",
     "with_defaults",
     "with_experts",
 ]
@@ -146,6 +149,12 @@ def with_defaults(spec: ModelSpec, **defaults: Any) -> ModelSpec:
         unused_weights=complete(spec.unused_weights),
         flops_per_token=complete(spec.flops_per_token),
     )
+
+
+def tiny_config(family: str) -> Callable[[], dict[str, Any]]:
+    """Return a function that reads ``tiny/FAMILY.json``: a config that trains on a laptop in seconds."""
+    path = Path(__file__).parent / "tiny" / f"{family}.json"
+    return lambda: dict(json.loads(path.read_text(encoding="utf-8")))
 
 
 def model_options(hf: Mapping[str, Any]) -> dict[str, Any]:

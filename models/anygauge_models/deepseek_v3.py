@@ -15,6 +15,7 @@ from anygauge_models.architecture import (
     refuse_variants,
     single_expert,
     sparse_flops,
+    tiny_config,
     with_defaults,
     with_experts,
 )
@@ -142,49 +143,6 @@ def _attention_flops(hf: Mapping[str, Any], sequence_length: int) -> float:
     return float(2 * (query + down + up + values * hidden) + (queries + values) * sequence_length)
 
 
-def tiny() -> dict[str, Any]:
-    """Return a config that trains on a laptop in seconds."""
-    return {
-        "architectures": ["DeepseekV3ForCausalLM"],
-        "model_type": "deepseek_v3",
-        "vocab_size": 64,
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "moe_intermediate_size": 32,
-        "n_routed_experts": 8,
-        "n_shared_experts": 1,
-        "num_experts_per_tok": 4,
-        "n_group": 4,
-        "topk_group": 2,
-        "norm_topk_prob": True,
-        "routed_scaling_factor": 2.5,
-        "first_k_dense_replace": 1,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 4,
-        "q_lora_rank": 24,
-        "kv_lora_rank": 16,
-        "qk_nope_head_dim": 24,
-        "qk_rope_head_dim": 8,
-        "v_head_dim": 16,
-        "rms_norm_eps": 1e-6,
-        "rope_parameters": {
-            "rope_type": "yarn",
-            "rope_theta": 10_000.0,
-            "factor": 8.0,
-            "beta_fast": 32.0,
-            "beta_slow": 1.0,
-            "mscale": 1.0,
-            "mscale_all_dim": 0.8,
-            "original_max_position_embeddings": 64,
-        },
-        "rope_interleave": True,
-        "max_position_embeddings": 512,
-        "num_nextn_predict_layers": 1,
-        "tie_word_embeddings": False,
-    }
-
-
 def weight_rules(hf: Mapping[str, Any]) -> list[WeightRule]:
     """Return one rule for each canonical tensor."""
     sparse = expert_layers(hf)
@@ -240,7 +198,7 @@ DEEPSEEK_V3 = with_defaults(
         model_options=model_options,
         unused_weights=next_token_layers,
         flops_per_token=flops_per_token,
-        tiny=tiny,
+        tiny=tiny_config("deepseek_v3"),
         engines={
             "megatron": MegatronModel(
                 transformer_config=transformer_config,

@@ -14,12 +14,13 @@ from anygauge_models.architecture import (
     head_size,
     model_options,
     refuse_variants,
+    tiny_config,
     with_defaults,
 )
 from anygauge_models.rope import half_rotary, turning_part
 from anygauge_models.rules import decoder_rules, dense_mlp, post_norms, self_attention
 
-__all__ = ["GLM4", "flops_per_token", "model_options", "tiny", "transformer_config", "weight_rules"]
+__all__ = ["GLM4", "flops_per_token", "model_options", "transformer_config", "weight_rules"]
 
 
 def head_dim(hf: Mapping[str, Any]) -> int:
@@ -61,28 +62,6 @@ def flops_per_token(hf: Mapping[str, Any], sequence_length: int) -> float:
     return dense_flops(hf, sequence_length, **attention_of(hf))
 
 
-def tiny() -> dict[str, Any]:
-    """Return a config that trains on a laptop in seconds."""
-    return {
-        "architectures": ["Glm4ForCausalLM"],
-        "model_type": "glm4",
-        "vocab_size": 64,
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 32,
-        "attention_bias": True,
-        "rms_norm_eps": 1e-5,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.5},
-        "max_position_embeddings": 512,
-        "tie_word_embeddings": False,
-        "pad_token_id": 0,
-        "eos_token_id": 1,
-    }
-
-
 def weight_rules(hf: Mapping[str, Any]) -> list[WeightRule]:
     """Return one rule for each canonical tensor."""
     attention = self_attention(**attention_of(hf), bias=has_bias(hf))
@@ -99,7 +78,7 @@ GLM4 = with_defaults(
         architectures=("Glm4ForCausalLM",),
         model_options=model_options,
         flops_per_token=flops_per_token,
-        tiny=tiny,
+        tiny=tiny_config("glm4"),
         engines={
             "megatron": MegatronModel(
                 transformer_config=transformer_config,

@@ -18,6 +18,7 @@ from anygauge_models.architecture import (
     refuse_variants,
     single_expert,
     sparse_flops,
+    tiny_config,
     with_defaults,
     with_experts,
 )
@@ -30,7 +31,6 @@ __all__ = [
     "flops_per_token",
     "model_options",
     "rotary",
-    "tiny",
     "transformer_config",
     "weight_rules",
 ]
@@ -109,36 +109,6 @@ def flops_per_token(hf: Mapping[str, Any], sequence_length: int) -> float:
     )
 
 
-def tiny() -> dict[str, Any]:
-    """Return a config that trains on a laptop in seconds."""
-    return {
-        "architectures": ["Glm4MoeForCausalLM"],
-        "model_type": "glm4_moe",
-        "vocab_size": 64,
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "moe_intermediate_size": 32,
-        "n_routed_experts": 8,
-        "n_shared_experts": 1,
-        "num_experts_per_tok": 2,
-        "n_group": 1,
-        "topk_group": 1,
-        "norm_topk_prob": True,
-        "routed_scaling_factor": 1.5,
-        "first_k_dense_replace": 1,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 32,
-        "attention_bias": True,
-        "use_qk_norm": True,
-        "rms_norm_eps": 1e-5,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.5},
-        "max_position_embeddings": 512,
-        "tie_word_embeddings": False,
-    }
-
-
 def weight_rules(hf: Mapping[str, Any]) -> list[WeightRule]:
     """Return one rule for each canonical tensor."""
     sparse = expert_layers(hf)
@@ -165,7 +135,7 @@ GLM4_MOE = with_defaults(
         model_options=model_options,
         unused_weights=next_token_layers,
         flops_per_token=flops_per_token,
-        tiny=tiny,
+        tiny=tiny_config("glm4_moe"),
         engines={
             "megatron": MegatronModel(
                 transformer_config=transformer_config,

@@ -10,9 +10,9 @@ from anygauge_hooks.media import MediaSpec
 from anygauge_hooks.megatron import MegatronModel, WeightRule
 from anygauge_hooks.models import ModelSpec, text_config
 from anygauge_models import glm4_moe
-from anygauge_models.architecture import next_token_layers, with_defaults, with_experts
+from anygauge_models.architecture import next_token_layers, tiny_config, with_defaults, with_experts
 from anygauge_models.glm4v import vision
-from anygauge_models.glm4v.config import forbidden, tiny_around
+from anygauge_models.glm4v.config import forbidden
 from anygauge_models.glm4v.processor import make_processor
 from anygauge_models.glm4v.spec import DECODER, in_sections
 from anygauge_models.positions import frame_by_frame
@@ -52,18 +52,6 @@ def flops_per_token(hf: Mapping[str, Any], sequence_length: int) -> float:
     return glm4_moe.flops_per_token(decoder(hf), sequence_length)
 
 
-def tiny() -> dict[str, Any]:
-    """Return a config that trains on a laptop in seconds."""
-    left_out = ("architectures", "use_qk_norm")
-    text = {key: value for key, value in glm4_moe.tiny().items() if key not in left_out}
-    return tiny_around(
-        "Glm4vMoeForConditionalGeneration",
-        "glm4v_moe",
-        {**text, "model_type": "glm4v_moe_text"},
-        "glm4v_moe_vision",
-    )
-
-
 def weight_rules(hf: Mapping[str, Any]) -> list[WeightRule]:
     """Return one rule for each canonical tensor."""
     return [*inside(DECODER, glm4_moe.weight_rules(decoder(hf))), *vision.tower_rules(hf)]
@@ -90,7 +78,7 @@ GLM4V_MOE = with_defaults(
         model_options=model_options,
         unused_weights=unused_weights,
         flops_per_token=flops_per_token,
-        tiny=tiny,
+        tiny=tiny_config("glm4v_moe"),
         media=MediaSpec(
             make_processor=make_processor,
             towers=partial(vision.towers, model_type="glm4v_moe_vision"),

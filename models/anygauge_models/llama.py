@@ -14,6 +14,7 @@ from anygauge_models.architecture import (
     head_size,
     model_options,
     refuse_variants,
+    tiny_config,
     with_defaults,
 )
 from anygauge_models.rope import half_rotary
@@ -45,34 +46,6 @@ def flops_per_token(hf: Mapping[str, Any], sequence_length: int) -> float:
     return dense_flops(hf, sequence_length, **attention_of(hf))
 
 
-def tiny() -> dict[str, Any]:
-    """Return a config that trains on a laptop in seconds; its angles are scaled as those of Llama 3.1."""
-    return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "vocab_size": 64,
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "rms_norm_eps": 1e-5,
-        "rope_parameters": {
-            "rope_type": "llama3",
-            "rope_theta": 10_000.0,
-            "factor": 8.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 64,
-        },
-        "max_position_embeddings": 512,
-        "tie_word_embeddings": True,
-        "bos_token_id": 0,
-        "eos_token_id": 1,
-    }
-
-
 def weight_rules(hf: Mapping[str, Any]) -> list[WeightRule]:
     """Return one rule for each canonical tensor."""
     return decoder_rules(hf, [*self_attention(**attention_of(hf)), *dense_mlp(hf["intermediate_size"])])
@@ -87,7 +60,7 @@ LLAMA = with_defaults(
         architectures=("LlamaForCausalLM",),
         model_options=model_options,
         flops_per_token=flops_per_token,
-        tiny=tiny,
+        tiny=tiny_config("llama"),
         assistant_turns=AssistantTurns(
             start="<|start_header_id|>assistant<|end_header_id|>\n\n", end="<|eot_id|>"
         ),

@@ -15,6 +15,7 @@ from anygauge_models.architecture import (
     head_size,
     model_options,
     refuse_variants,
+    tiny_config,
     with_defaults,
 )
 from anygauge_models.rope import half_rotary
@@ -57,26 +58,6 @@ def flops_per_token(hf: Mapping[str, Any], sequence_length: int) -> float:
     return dense_flops(hf, sequence_length, **attention_of(hf))
 
 
-def tiny() -> dict[str, Any]:
-    """Return a config that trains on a laptop in seconds; its heads are larger than their share."""
-    return {
-        "architectures": ["MistralForCausalLM"],
-        "model_type": "mistral",
-        "vocab_size": 64,
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 32,
-        "rms_norm_eps": 1e-5,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0},
-        "max_position_embeddings": 512,
-        "sliding_window": None,
-        "tie_word_embeddings": False,
-    }
-
-
 def weight_rules(hf: Mapping[str, Any]) -> list[WeightRule]:
     """Return one rule for each canonical tensor."""
     return decoder_rules(hf, [*self_attention(**attention_of(hf)), *dense_mlp(hf["intermediate_size"])])
@@ -91,7 +72,7 @@ MISTRAL = with_defaults(
         architectures=("MistralForCausalLM",),
         model_options=model_options,
         flops_per_token=flops_per_token,
-        tiny=tiny,
+        tiny=tiny_config("mistral"),
         assistant_turns=AssistantTurns(start="[/INST]", end="</s>"),
         engines={
             "megatron": MegatronModel(

@@ -16,6 +16,7 @@ from anygauge_models.architecture import (
     model_options,
     refuse_variants,
     sliding_windows,
+    tiny_config,
     with_defaults,
 )
 from anygauge_models.rope import half_rotary
@@ -45,25 +46,6 @@ def flops_per_token(hf: Mapping[str, Any], sequence_length: int) -> float:
     return dense_flops(hf, sequence_length, **attention_of(hf))
 
 
-def tiny() -> dict[str, Any]:
-    """Return a config that trains on a laptop in seconds."""
-    return {
-        "architectures": ["Qwen2ForCausalLM"],
-        "model_type": "qwen2",
-        "vocab_size": 64,
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "rms_norm_eps": 1e-6,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0},
-        "max_position_embeddings": 512,
-        "use_sliding_window": False,
-        "tie_word_embeddings": True,
-    }
-
-
 def weight_rules(hf: Mapping[str, Any]) -> list[WeightRule]:
     """Return one rule for each canonical tensor."""
     attention = self_attention(**attention_of(hf), bias=True)
@@ -79,7 +61,7 @@ QWEN2 = with_defaults(
         architectures=("Qwen2ForCausalLM",),
         model_options=model_options,
         flops_per_token=flops_per_token,
-        tiny=tiny,
+        tiny=tiny_config("qwen2"),
         assistant_turns=CHATML,
         engines={
             "megatron": MegatronModel(

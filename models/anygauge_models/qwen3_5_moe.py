@@ -14,6 +14,7 @@ from anygauge_models.architecture import (
     model_options,
     refuse_variants,
     single_expert,
+    tiny_config,
     with_defaults,
 )
 from anygauge_models.qwen3_5.config import (
@@ -21,7 +22,6 @@ from anygauge_models.qwen3_5.config import (
     is_linear,
     mixing_flops,
     refused,
-    tiny_attention,
     unused_weights,
     with_vision,
 )
@@ -59,20 +59,6 @@ def flops_per_token(hf: Mapping[str, Any], sequence_length: int) -> float:
     return float(mixing_flops(hf, sequence_length) + mlps + 2 * hidden * hf["vocab_size"])
 
 
-def tiny() -> dict[str, Any]:
-    """Return a config that trains on a laptop in seconds."""
-    return {
-        "architectures": ["Qwen3_5MoeForCausalLM"],
-        "model_type": "qwen3_5_moe_text",
-        "moe_intermediate_size": 32,
-        "shared_expert_intermediate_size": 48,
-        "num_experts": 8,
-        "num_experts_per_tok": 2,
-        "tie_word_embeddings": False,
-        **tiny_attention(),
-    }
-
-
 def weight_rules(hf: Mapping[str, Any]) -> list[WeightRule]:
     """Return one rule for each canonical tensor."""
     # Published models, which all see, have stacks; transformers 5 writes text models one expert at a time.
@@ -96,7 +82,7 @@ QWEN3_5_MOE = with_defaults(
         model_options=model_options,
         unused_weights=unused_weights,
         flops_per_token=flops_per_token,
-        tiny=tiny,
+        tiny=tiny_config("qwen3_5_moe"),
         assistant_turns=CHATML,
         media=MEDIA,
         engines={

@@ -18,6 +18,7 @@ from anygauge_models.architecture import (
     refuse_variants,
     single_expert,
     sparse_flops,
+    tiny_config,
     with_defaults,
     with_experts,
 )
@@ -31,7 +32,6 @@ __all__ = [
     "expert_layers",
     "flops_per_token",
     "num_experts",
-    "tiny",
     "transformer_config",
     "weight_rules",
 ]
@@ -78,31 +78,6 @@ def flops_per_token(hf: Mapping[str, Any], sequence_length: int) -> float:
     return sparse_flops(hf, attention, sparse=len(expert_layers(hf)), width=width, experts=num_experts(hf))
 
 
-def tiny() -> dict[str, Any]:
-    """Return a config that trains on a laptop in seconds; its first layer is dense."""
-    return {
-        "architectures": ["Qwen3MoeForCausalLM"],
-        "model_type": "qwen3_moe",
-        "vocab_size": 64,
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "moe_intermediate_size": 32,
-        "num_experts": 8,
-        "num_experts_per_tok": 2,
-        "norm_topk_prob": True,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [0],
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 32,
-        "rms_norm_eps": 1e-6,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0},
-        "max_position_embeddings": 512,
-        "tie_word_embeddings": False,
-    }
-
-
 def weight_rules(hf: Mapping[str, Any]) -> list[WeightRule]:
     """Return one rule for each canonical tensor."""
     sparse = expert_layers(hf)
@@ -126,7 +101,7 @@ QWEN3_MOE = with_defaults(
         architectures=("Qwen3MoeForCausalLM",),
         model_options=model_options,
         flops_per_token=flops_per_token,
-        tiny=tiny,
+        tiny=tiny_config("qwen3_moe"),
         assistant_turns=CHATML,
         engines={
             "megatron": MegatronModel(

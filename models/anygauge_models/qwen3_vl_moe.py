@@ -13,11 +13,11 @@ from anygauge_models.architecture import (
     head_size,
     model_options,
     refuse_variants,
+    tiny_config,
     with_defaults,
     with_experts,
 )
 from anygauge_models.qwen3_moe import attention_of, expert_layers, flops_per_token, num_experts
-from anygauge_models.qwen3_vl.config import tiny_text, tiny_tokens, tiny_vision
 from anygauge_models.qwen3_vl.spec import DECODER, MEDIA
 from anygauge_models.qwen3_vl.vision import tower_rules
 from anygauge_models.rope import interleaved_rotary
@@ -39,31 +39,6 @@ def transformer_config(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 
 _OBLONG = "another than hidden_size or half of it: how the matrices of its stacks lie, their shape tells"
-
-
-def tiny() -> dict[str, Any]:
-    """Return a config that trains on a laptop in seconds; its first layer is dense."""
-    return {
-        "architectures": ["Qwen3VLMoeForConditionalGeneration"],
-        "model_type": "qwen3_vl_moe",
-        "text_config": {
-            "model_type": "qwen3_vl_moe_text",
-            "intermediate_size": 96,
-            "moe_intermediate_size": 40,
-            "num_experts": 8,
-            "num_experts_per_tok": 2,
-            "decoder_sparse_step": 1,
-            "mlp_only_layers": [0],
-            **tiny_text(),
-        },
-        "vision_config": {
-            "model_type": "qwen3_vl_moe_vision",
-            "deepstack_visual_indexes": [0, 1],
-            **tiny_vision(),
-        },
-        "tie_word_embeddings": False,
-        **tiny_tokens(),
-    }
 
 
 def weight_rules(hf: Mapping[str, Any]) -> list[WeightRule]:
@@ -94,7 +69,7 @@ QWEN3_VL_MOE = with_defaults(
         architectures=("Qwen3VLMoeForConditionalGeneration",),
         model_options=model_options,
         flops_per_token=flops_per_token,
-        tiny=tiny,
+        tiny=tiny_config("qwen3_vl_moe"),
         assistant_turns=CHATML,
         media=MEDIA,
         engines={

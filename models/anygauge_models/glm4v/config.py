@@ -15,8 +15,6 @@ __all__ = [
     "forbidden",
     "model_options",
     "rotary_dim",
-    "tiny",
-    "tiny_around",
     "token_of",
     "transformer_config",
     "vision_of",
@@ -84,53 +82,3 @@ def token_of(hf: Mapping[str, Any], kind: str) -> int:
 def forbidden(hf: Mapping[str, Any]) -> tuple[int, ...]:
     """Return the tokens that hold places."""
     return tuple(token_of(hf, kind) for kind in _TOKENS)
-
-
-def tiny() -> dict[str, Any]:
-    """Return a config that trains on a laptop in seconds."""
-    text = {key: value for key, value in glm4.tiny().items() if key not in ("architectures", "head_dim")}
-    return tiny_around(
-        "Glm4vForConditionalGeneration", "glm4v", {**text, "model_type": "glm4v_text"}, "glm4v_vision"
-    )
-
-
-def tiny_around(
-    architecture: str, model_type: str, text: Mapping[str, Any], vision_type: str
-) -> dict[str, Any]:
-    """Return a config of a decoder beside a vision tower of two blocks, whose images are of few patches.
-
-    :param text: Config of the decoder; its angles get the sections of a position in three axes.
-    """
-    text = dict(text)
-    tied = text.pop("tie_word_embeddings")
-    size = text.get("head_dim") or text["hidden_size"] // text["num_attention_heads"]
-    pairs = size // 4  # half of a head turns
-    text["rope_parameters"] = {
-        **text["rope_parameters"],
-        "mrope_section": [pairs - 2 * (pairs // 4), pairs // 4, pairs // 4],
-    }
-    return {
-        "architectures": [architecture],
-        "model_type": model_type,
-        "tie_word_embeddings": tied,
-        "text_config": text,
-        "vision_config": {
-            "model_type": vision_type,
-            "depth": 2,
-            "hidden_size": 32,
-            "intermediate_size": 48,
-            "out_hidden_size": text["hidden_size"],
-            "num_heads": 2,
-            "image_size": 32,
-            "patch_size": 8,
-            "spatial_merge_size": 2,
-            "temporal_patch_size": 2,
-            "rms_norm_eps": 1e-5,
-        },
-        "image_token_id": 58,
-        "video_token_id": 59,
-        "image_start_token_id": 60,
-        "image_end_token_id": 61,
-        "video_start_token_id": 62,
-        "video_end_token_id": 63,
-    }

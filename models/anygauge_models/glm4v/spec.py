@@ -10,7 +10,7 @@ from anygauge_hooks.media import MediaSpec
 from anygauge_hooks.megatron import LayerKind, MegatronModel, WeightRule
 from anygauge_hooks.models import ModelSpec
 from anygauge_models import glm4
-from anygauge_models.architecture import with_defaults
+from anygauge_models.architecture import tiny_config, with_defaults
 from anygauge_models.glm4v import config, vision
 from anygauge_models.glm4v.config import decoder, rotary_dim
 from anygauge_models.glm4v.processor import make_processor
@@ -56,7 +56,7 @@ GLM4V = with_defaults(
         architectures=("Glm4vForConditionalGeneration",),
         model_options=config.model_options,
         flops_per_token=config.flops_per_token,
-        tiny=config.tiny,
+        tiny=tiny_config("glm4v"),
         media=MediaSpec(
             make_processor=make_processor,
             towers=vision.towers,
@@ -79,10 +79,7 @@ GLM4V = with_defaults(
 )
 
 
-def _tiny_glm46v() -> dict[str, Any]:
-    architectures = ["Glm46VForConditionalGeneration"]
-    return {**config.tiny(), "architectures": architectures, "model_type": "glm46v"}
-
-
-GLM46V = replace(GLM4V, name="glm46v", architectures=("Glm46VForConditionalGeneration",), tiny=_tiny_glm46v)
+GLM46V = replace(
+    GLM4V, name="glm46v", architectures=("Glm46VForConditionalGeneration",), tiny=tiny_config("glm46v")
+)
 """GLM-4.6V is GLM-4.1V, but for the text between the frames of a video: the processor knows both."""

@@ -8,7 +8,6 @@ from typing import Any
 from anygauge_hooks.errors import ConfigError
 from anygauge_hooks.megatron import MegatronModel, megatron_model
 from anygauge_hooks.models import ModelSpec
-from anygauge_models.glm4v import config as glm4v
 from anygauge_models.glm4v.spec import GLM4V
 from anygauge_models.glm4v_moe import GLM4V_MOE
 
@@ -21,7 +20,6 @@ __all__ = [
     "flops_per_token",
     "forbidden",
     "model_options",
-    "tiny",
     "token_of",
     "transformer_config",
 ]
@@ -107,25 +105,3 @@ def model_options(hf: Mapping[str, Any]) -> dict[str, Any]:
 def flops_per_token(hf: Mapping[str, Any], sequence_length: int) -> float:
     """Return the floating-point operations of a forward pass per token, causal attention counted once."""
     return decoder_family(hf).flops_per_token(hf, sequence_length)
-
-
-def tiny() -> dict[str, Any]:
-    """Return a config that trains on a laptop in seconds; it hears a second at a time."""
-    return {
-        **glm4v.tiny(),
-        "architectures": ["GlmOmniForConditionalGeneration"],
-        "model_type": "glm_omni",
-        "audio_config": {
-            "model_type": "glmasr_encoder",
-            "num_mel_bins": 16,
-            "hidden_size": 32,
-            "intermediate_size": 128,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 2,
-            "max_position_embeddings": 52,
-        },
-        "projector_hidden_act": "gelu",
-        "audio_token_id": 55,
-        "audio_start_token_id": 56,
-        "audio_end_token_id": 57,
-    }

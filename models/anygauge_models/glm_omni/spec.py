@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from anygauge_hooks.media import MediaSpec, TowerSpec
 from anygauge_hooks.megatron import Compose, LayerKind, MegatronModel, WeightRule
 from anygauge_hooks.models import ModelSpec
+from anygauge_models.architecture import tiny_config
 from anygauge_models.glm4v import vision
 from anygauge_models.glm_omni import audio, config
 from anygauge_models.glm_omni.config import decoder_family, decoder_model
@@ -78,7 +79,7 @@ GLM_OMNI = ModelSpec(
     model_options=config.model_options,
     unused_weights=unused_weights,
     flops_per_token=config.flops_per_token,
-    tiny=config.tiny,
+    tiny=tiny_config("glm_omni"),
     rollout_engines=(),
     media=MediaSpec(
         make_processor=make_processor,

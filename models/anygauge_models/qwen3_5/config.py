@@ -29,8 +29,6 @@ __all__ = [
     "placeholders",
     "refused",
     "rotary_dim",
-    "tiny",
-    "tiny_attention",
     "transformer_config",
     "unused_weights",
     "with_vision",
@@ -147,41 +145,3 @@ def _delta_flops(hf: Mapping[str, Any]) -> float:
     projections = hf["hidden_size"] * (2 * keys + 3 * values + 2 * heads)
     convolution = hf["linear_conv_kernel_dim"] * (2 * keys + values)
     return float(2 * (projections + convolution + 3 * values * hf["linear_key_head_dim"]))
-
-
-def tiny() -> dict[str, Any]:
-    """Return a config that trains on a laptop in seconds."""
-    return {
-        "architectures": ["Qwen3_5ForCausalLM"],
-        "model_type": "qwen3_5_text",
-        "intermediate_size": 96,
-        "tie_word_embeddings": True,
-        **tiny_attention(),
-    }
-
-
-def tiny_attention() -> dict[str, Any]:
-    """Return what the tiny configs of the dense models and of the mixtures of experts have in common."""
-    return {
-        "vocab_size": 64,
-        "hidden_size": 64,
-        "num_hidden_layers": 3,
-        "layer_types": ["linear_attention", "linear_attention", "full_attention"],
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 32,
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4,
-        "linear_key_head_dim": 16,
-        "linear_value_head_dim": 24,
-        "linear_conv_kernel_dim": 4,
-        "rms_norm_eps": 1e-4,  # the norm of a head that reads next to nothing would show rounding alone
-        "rope_parameters": {
-            "rope_type": "default",
-            "rope_theta": 10_000.0,
-            "partial_rotary_factor": 0.25,
-            "mrope_section": [2, 1, 1],
-            "mrope_interleaved": True,
-        },
-        "max_position_embeddings": 512,
-    }

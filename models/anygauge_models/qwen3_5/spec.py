@@ -8,7 +8,7 @@ from typing import Any
 from anygauge_hooks.media import MediaSpec
 from anygauge_hooks.megatron import LayerKind, MegatronModel, WeightRule
 from anygauge_hooks.models import ModelSpec
-from anygauge_models.architecture import CHATML, with_defaults
+from anygauge_models.architecture import CHATML, tiny_config, with_defaults
 from anygauge_models.positions import frame_by_frame
 from anygauge_models.qwen3_5 import config, vision
 from anygauge_models.qwen3_5.config import attention_of, delta_sizes, is_linear, rotary_dim, with_vision
@@ -98,7 +98,7 @@ QWEN3_5 = with_defaults(
         model_options=config.model_options,
         unused_weights=config.unused_weights,
         flops_per_token=config.flops_per_token,
-        tiny=config.tiny,
+        tiny=tiny_config("qwen3_5"),
         assistant_turns=CHATML,
         media=MEDIA,
         engines={

@@ -14,7 +14,6 @@ from anygauge_hooks.models import text_config
 from anygauge_models import qwen3_moe
 from anygauge_models.architecture import model_options
 from anygauge_models.qwen3_moe import expert_layers, flops_per_token
-from anygauge_models.qwen3_vl.config import tiny_text, tiny_vision
 
 __all__ = [
     "CHUNK",
@@ -26,7 +25,6 @@ __all__ = [
     "model_options",
     "per_second",
     "prefix",
-    "tiny",
     "token_of",
     "transformer_config",
 ]
@@ -92,49 +90,3 @@ def transformer_config(hf: Mapping[str, Any]) -> dict[str, Any]:
             hint="No published model of the qwen3_omni_moe family has it; check config.json.",
         )
     return qwen3_moe.transformer_config(hf)
-
-
-def tiny() -> dict[str, Any]:
-    """Return a config that trains on a laptop in seconds; its first layer is dense."""
-    return {
-        "architectures": ["Qwen3OmniMoeThinkerForConditionalGeneration"],
-        "model_type": "qwen3_omni_moe_thinker",
-        "text_config": {
-            "model_type": "qwen3_omni_moe_text",
-            "intermediate_size": 96,
-            "moe_intermediate_size": 32,
-            "num_experts": 8,
-            "num_experts_per_tok": 2,
-            "norm_topk_prob": True,
-            "decoder_sparse_step": 1,
-            "mlp_only_layers": [0],
-            **tiny_text(),
-        },
-        "vision_config": {
-            "model_type": "qwen3_omni_moe_vision_encoder",
-            "deepstack_visual_indexes": [0, 1],
-            **tiny_vision(),
-        },
-        "audio_config": {
-            "model_type": "qwen3_omni_moe_audio_encoder",
-            "num_mel_bins": 16,
-            "encoder_layers": 2,
-            "encoder_attention_heads": 2,
-            "encoder_ffn_dim": 48,
-            "d_model": 32,
-            "downsample_hidden_size": 4,
-            "max_source_positions": 16,
-            "n_window": _WINDOW,
-            "n_window_infer": 200,
-            "output_dim": 64,
-        },
-        "tie_word_embeddings": False,
-        "position_id_per_seconds": 13,
-        "audio_start_token_id": 56,
-        "audio_end_token_id": 57,
-        "audio_token_id": 59,
-        "image_token_id": 60,
-        "video_token_id": 61,
-        "vision_start_token_id": 62,
-        "vision_end_token_id": 63,
-    }

@@ -10,7 +10,7 @@ from anygauge_hooks.media import MediaSpec, TowerSpec
 from anygauge_hooks.megatron import MegatronModel, WeightRule
 from anygauge_hooks.models import ModelSpec
 from anygauge_models import qwen3_moe
-from anygauge_models.architecture import CHATML, with_defaults, with_experts
+from anygauge_models.architecture import CHATML, tiny_config, with_defaults, with_experts
 from anygauge_models.positions import Block, in_three_axes
 from anygauge_models.qwen3_omni_moe import audio, config, vision
 from anygauge_models.qwen3_omni_moe.config import prefix
@@ -84,7 +84,7 @@ QWEN3_OMNI_MOE = with_defaults(
         model_options=config.model_options,
         unused_weights=unused_weights,
         flops_per_token=config.flops_per_token,
-        tiny=config.tiny,
+        tiny=tiny_config("qwen3_omni_moe"),
         assistant_turns=CHATML,
         media=MediaSpec(
             make_processor=make_processor,

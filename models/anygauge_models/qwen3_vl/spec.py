@@ -8,7 +8,7 @@ from typing import Any
 from anygauge_hooks.media import MediaSpec
 from anygauge_hooks.megatron import LayerKind, MegatronModel, WeightRule
 from anygauge_hooks.models import ModelSpec
-from anygauge_models.architecture import CHATML, with_defaults
+from anygauge_models.architecture import CHATML, tiny_config, with_defaults
 from anygauge_models.positions import frame_by_frame
 from anygauge_models.qwen3 import weight_rules as decoder_of
 from anygauge_models.qwen3_vl import config, vision
@@ -46,7 +46,7 @@ QWEN3_VL = with_defaults(
         architectures=("Qwen3VLForConditionalGeneration",),
         model_options=config.model_options,
         flops_per_token=config.flops_per_token,
-        tiny=config.tiny,
+        tiny=tiny_config("qwen3_vl"),
         assistant_turns=CHATML,
         media=MEDIA,
         engines={

@@ -89,9 +89,9 @@ def train_twice(engine: Any) -> list[float]:
 
 def write_model(path: Path) -> Path:
     """Write a Qwen3 with a dense layer and one of experts."""
-    from anygauge_models.qwen3_moe import tiny
+    from anygauge_models.qwen3_moe import QWEN3_MOE
 
-    fields = dict(tiny())
+    fields = dict(QWEN3_MOE.tiny())
     config = AutoConfig.for_model(fields.pop("model_type"), initializer_range=0.1, **fields)
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(path)
