@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 
 from anygauge.data.balance import balance, imbalance, sequence_costs
 from anygauge.data.packing import pack_by_cost, pack_by_tokens
-from anygauge_models.qwen3 import flops_per_token
+from anygauge_models.qwen3 import DENSE
 
 QWEN3_8B = {
     "hidden_size": 4096,
@@ -73,7 +73,7 @@ def clipped(lengths: NDArray[np.float64]) -> Ints:
 
 def measure(lengths: Ints, num_ranks: int) -> list[float]:
     """Return the columns of a row."""
-    flops = partial(flops_per_token, QWEN3_8B)
+    flops = partial(DENSE.flops_per_token, QWEN3_8B)
     started = time.process_time()
     costs = sequence_costs(lengths.tolist(), flops)
     ranks = balance(costs, num_ranks)

@@ -14,6 +14,7 @@ from anygauge_hooks.models import AssistantTurns, ModelSpec, text_config
 
 __all__ = [
     "CHATML",
+    "Variant",
     "attention_flops",
     "attention_sizes",
     "decoder_config",
@@ -32,6 +33,8 @@ __all__ = [
     "with_experts",
 ]
 
+Variant = tuple[str, bool, str]
+"""A key of the config, whether its value is one that the family has not, and what it needs."""
 CHATML = AssistantTurns(start="<|im_start|>assistant\n", end="<|im_end|>")
 """The turns of the Qwen families' chat templates."""
 
@@ -86,10 +89,9 @@ def expert_config(*, experts: int, top_k: int, width: int, **fields: Any) -> dic
     }
 
 
-def refuse_variants(hf: Mapping[str, Any], family: str, variants: Iterable[tuple[str, bool, str]]) -> None:
+def refuse_variants(hf: Mapping[str, Any], family: str, variants: Iterable[Variant]) -> None:
     """Refuse what would silently be another model; MLPs have SiLU in every family.
 
-    :param variants: A key of the config, whether its value is one that the family has not, and what it needs.
     :raises ConfigError: The checkpoint has one.
     """
     activation = ("hidden_act", hf.get("hidden_act", "silu") != "silu", "silu")
@@ -102,12 +104,12 @@ def refuse_variants(hf: Mapping[str, Any], family: str, variants: Iterable[tuple
             )
 
 
-def single_expert(hf: Mapping[str, Any]) -> tuple[str, bool, str]:
+def single_expert(hf: Mapping[str, Any]) -> Variant:
     """Return the variant, for routers whose weights sum to 1: that of a single expert always is 1."""
     return "num_experts_per_tok", hf["num_experts_per_tok"] < 2, "at least 2"
 
 
-def sliding_windows(hf: Mapping[str, Any]) -> list[tuple[str, bool, str]]:
+def sliding_windows(hf: Mapping[str, Any]) -> list[Variant]:
     """Return the variants, in Qwen's keys, whose attention does not reach back to the first token."""
     has_window = any(kind != "full_attention" for kind in hf.get("layer_types") or ())
     return [

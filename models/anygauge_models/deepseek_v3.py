@@ -8,6 +8,7 @@ from typing import Any
 from anygauge_hooks.megatron import MegatronModel, WeightRule
 from anygauge_hooks.models import ModelSpec
 from anygauge_models.architecture import (
+    Variant,
     decoder_config,
     expert_config,
     model_options,
@@ -100,7 +101,7 @@ def transformer_config(hf: Mapping[str, Any]) -> dict[str, Any]:
     )
 
 
-def _refused(hf: Mapping[str, Any]) -> list[tuple[str, bool, str]]:
+def _refused(hf: Mapping[str, Any]) -> list[Variant]:
     groups, chosen = expert_groups(hf)
     experts, top_k = hf["n_routed_experts"], hf["num_experts_per_tok"]
     each = experts // groups

@@ -8,6 +8,7 @@ from typing import Any
 from anygauge_hooks.megatron import MegatronModel, WeightRule
 from anygauge_hooks.models import ModelSpec
 from anygauge_models.architecture import (
+    Variant,
     attention_flops,
     attention_sizes,
     decoder_config,
@@ -90,7 +91,7 @@ def transformer_config(hf: Mapping[str, Any]) -> dict[str, Any]:
     )
 
 
-def _refused(hf: Mapping[str, Any]) -> list[tuple[str, bool, str]]:
+def _refused(hf: Mapping[str, Any]) -> list[Variant]:
     return [
         ("n_group", hf.get("n_group", 1) != 1, "one group of experts"),
         ("norm_topk_prob", not hf.get("norm_topk_prob", True), "true"),

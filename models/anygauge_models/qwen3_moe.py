@@ -22,7 +22,7 @@ from anygauge_models.architecture import (
     with_defaults,
     with_experts,
 )
-from anygauge_models.qwen3 import refused
+from anygauge_models.qwen3 import DENSE
 from anygauge_models.rope import half_rotary
 from anygauge_models.rules import decoder_rules, dense_mlp, expert_mlp, self_attention
 
@@ -60,7 +60,7 @@ def transformer_config(hf: Mapping[str, Any]) -> dict[str, Any]:
     """
     dense = ("mlp_only_layers", not expert_layers(hf), "a layer of experts")
     is_normal = bool(hf.get("norm_topk_prob", False))
-    refuse_variants(hf, "qwen3_moe", [*refused(hf), dense, *([single_expert(hf)] if is_normal else [])])
+    refuse_variants(hf, "qwen3_moe", [*DENSE.refused(hf), dense, *([single_expert(hf)] if is_normal else [])])
     experts = expert_config(
         experts=num_experts(hf),
         top_k=hf["num_experts_per_tok"],

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from anygauge_hooks.models import text_config
-from anygauge_models import glm4
+from anygauge_models.architecture import model_options as options_of
+from anygauge_models.glm4 import DENSE
 from anygauge_models.rope import turning_part
 
 __all__ = [
@@ -55,17 +56,17 @@ def transformer_config(hf: Mapping[str, Any]) -> dict[str, Any]:
 
     :raises ConfigError: The checkpoint uses a variant that is not implemented.
     """
-    return glm4.transformer_config(decoder(hf))
+    return DENSE.transformer_config(decoder(hf))
 
 
 def model_options(hf: Mapping[str, Any]) -> dict[str, Any]:
     """Return vocabulary size, longest sequence, and whether the embeddings are tied."""
-    return glm4.model_options(decoder(hf))
+    return options_of(decoder(hf))
 
 
 def flops_per_token(hf: Mapping[str, Any], sequence_length: int) -> float:
     """Return the floating-point operations of a forward pass per token, causal attention counted once."""
-    return glm4.flops_per_token(decoder(hf), sequence_length)
+    return DENSE.flops_per_token(decoder(hf), sequence_length)
 
 
 def vision_of(hf: Mapping[str, Any]) -> dict[str, Any]:

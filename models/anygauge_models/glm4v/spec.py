@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 from anygauge_hooks.media import MediaSpec
 from anygauge_hooks.megatron import LayerKind, MegatronModel, WeightRule
 from anygauge_hooks.models import ModelSpec
-from anygauge_models import glm4
 from anygauge_models.architecture import tiny_config, with_defaults
+from anygauge_models.glm4 import DENSE
 from anygauge_models.glm4v import config, vision
 from anygauge_models.glm4v.config import decoder, rotary_dim
 from anygauge_models.glm4v.processor import make_processor
@@ -29,7 +29,7 @@ DECODER = "model.language_model."
 
 def weight_rules(hf: Mapping[str, Any]) -> list[WeightRule]:
     """Return one rule for each canonical tensor."""
-    return [*inside(DECODER, glm4.weight_rules(decoder(hf))), *vision.tower_rules(hf)]
+    return [*inside(DECODER, DENSE.weight_rules(decoder(hf))), *vision.tower_rules(hf)]
 
 
 def rotary(hf: Mapping[str, Any], positions: Tensor) -> tuple[Tensor, Tensor]:

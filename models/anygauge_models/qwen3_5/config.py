@@ -7,6 +7,7 @@ from typing import Any
 
 from anygauge_hooks.media import MediaKind
 from anygauge_models.architecture import (
+    Variant,
     attention_flops,
     attention_sizes,
     decoder_config,
@@ -99,7 +100,7 @@ def hybrid_config(hf: Mapping[str, Any], **fields: Any) -> dict[str, Any]:
     )
 
 
-def refused(hf: Mapping[str, Any]) -> list[tuple[str, bool, str]]:
+def refused(hf: Mapping[str, Any]) -> list[Variant]:
     """Return the variants that are another model."""
     kinds = set(hf.get("layer_types") or ()) - {"linear_attention", "full_attention"}
     return [

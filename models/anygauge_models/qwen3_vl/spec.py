@@ -8,11 +8,10 @@ from typing import Any
 from anygauge_hooks.media import MediaSpec
 from anygauge_hooks.megatron import LayerKind, MegatronModel, WeightRule
 from anygauge_hooks.models import ModelSpec
-from anygauge_models.architecture import CHATML, tiny_config, with_defaults
+from anygauge_models.architecture import CHATML, model_options, tiny_config, with_defaults
 from anygauge_models.positions import frame_by_frame
-from anygauge_models.qwen3 import weight_rules as decoder_of
 from anygauge_models.qwen3_vl import config, vision
-from anygauge_models.qwen3_vl.config import head_dim
+from anygauge_models.qwen3_vl.config import DENSE
 from anygauge_models.qwen3_vl.processor import make_processor
 from anygauge_models.qwen3_vl.vision import tower_rules
 from anygauge_models.rope import interleaved_rotary
@@ -26,10 +25,10 @@ DECODER = "model.language_model."
 
 def weight_rules(hf: Mapping[str, Any]) -> list[WeightRule]:
     """Return one rule for each canonical tensor."""
-    return [*inside(DECODER, decoder_of(hf)), *tower_rules(hf)]
+    return [*inside(DECODER, DENSE.weight_rules(hf)), *tower_rules(hf)]
 
 
-rotary = interleaved_rotary(head_dim, (24, 20, 20), 500_000.0)
+rotary = interleaved_rotary(DENSE.head_dim, (24, 20, 20), 500_000.0)
 
 
 MEDIA = MediaSpec(
@@ -44,14 +43,14 @@ QWEN3_VL = with_defaults(
     ModelSpec(
         name="qwen3_vl",
         architectures=("Qwen3VLForConditionalGeneration",),
-        model_options=config.model_options,
-        flops_per_token=config.flops_per_token,
+        model_options=model_options,
+        flops_per_token=DENSE.flops_per_token,
         tiny=tiny_config("qwen3_vl"),
         assistant_turns=CHATML,
         media=MEDIA,
         engines={
             "megatron": MegatronModel(
-                transformer_config=config.transformer_config,
+                transformer_config=DENSE.transformer_config,
                 weight_rules=weight_rules,
                 rotary=rotary,
                 layers=lambda hf: (LayerKind(),) * hf["num_hidden_layers"],
