@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -30,8 +30,6 @@ __all__ = [
     "run_function",
     "single_turn",
 ]
-
-RolloutFunction = Callable[..., Awaitable[Sample | Sequence[Sample]]]
 
 
 class UserFunction(NamedTuple):

@@ -64,10 +64,6 @@ class Journal:
         self.records.append(record := Record(asked, stop, shown))
         return record
 
-    def rewind(self) -> None:
-        """Let the rollout begin again with what is known."""
-        self._unclaimed = list(self.records)
-
     @property
     def length(self) -> int:
         """Tokens that were generated."""

@@ -15,7 +15,7 @@ from collections.abc import (
     Mapping,
     Sequence,
 )
-from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
+from contextlib import aclosing, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TypeVar
 
@@ -36,7 +36,6 @@ from anygauge_hooks.errors import AnygaugeError, DeadlineError, RolloutError
 from anygauge_hooks.media import MediaStore
 from anygauge_hooks.rollout import GenerateRequest, Generation
 from anygauge_hooks.serving import EngineAwayError, EngineClient, MemoryState, ServerKind, ServerPeer
-from anygauge_hooks.weights import PauseMode
 
 __all__ = ["EnginePool", "EngineReport", "EngineState"]
 
@@ -162,18 +161,8 @@ class EnginePool:
         return engine
 
     def client(self, name: str) -> EngineClient:
-        """Return the client of an engine, for commands to that engine alone; see :meth:`using`."""
+        """Return the client of an engine, for commands to that engine alone."""
         return self._engines[name].client
-
-    @asynccontextmanager
-    async def using(self, name: str) -> AsyncIterator[EngineClient]:
-        """Yield the client of an engine for commands that end at once if the engine is given up.
-
-        :raises EngineAwayError: In the block, when the pool finds the engine dead or it is marked as lost.
-        """
-        engine = self._engines[name]
-        async with attempting(engine):
-            yield engine.client
 
     def mark(self, name: str, state: EngineState, reason: str = "") -> None:
         """Say how an engine is. What it has is generated elsewhere if it is unusable or dead.
@@ -457,24 +446,6 @@ class EnginePool:
             await asyncio.gather(
                 *(engine.client.abort(left[engine]) for engine in late), return_exceptions=True
             )
-
-    async def pause_all(self, mode: PauseMode = "retract") -> None:
-        """Let no engine make a token, and give them nothing new. An engine that cannot be paused is dead."""
-        engines = [engine for engine in self._reachable() if engine.state == "serving"]
-        for engine in engines:
-            self.mark(engine.name, "paused", "all engines are paused")
-        for engine, error in await self._command(engines, lambda client: client.pause(mode)):
-            self._lose(engine, error)
-
-    async def resume_all(self) -> None:
-        """Let the engines that are paused go on."""
-        engines = [engine for engine in self._engines.values() if engine.state == "paused"]
-        failed = dict(await self._command(engines, lambda client: client.resume()))
-        for engine in engines:
-            if engine in failed:
-                self._lose(engine, failed[engine])
-            elif self._engines.get(engine.name) is engine and engine.state == "paused":
-                self.mark(engine.name, "serving")
 
     async def set_memory_state(self, state: MemoryState) -> None:
         """Let the engines have that much in memory: all but ``"everything"`` puts them to sleep.

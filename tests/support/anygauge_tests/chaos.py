@@ -25,6 +25,7 @@ from anygauge_tests.chaos_summary import RequestSummary
 from anygauge_tests.fake_engine import EOS, FakeServer, Options, expected
 from anygauge_tests.fake_engine.process import MODULE
 from anygauge_tests.fork_server import ForkServers
+from anygauge_tests.pauses import using
 
 __all__ = ["Outcome", "Strike", "run_chaos"]
 
@@ -255,7 +256,7 @@ class _ChaosRun:
         client = self._pool.client(name)
         self._pool.mark(name, "paused", "somebody works on it")
         try:
-            async with self._pool.using(name):
+            async with using(self._pool, name):
                 await client.pause(mode)
                 await self._attempted(work)
                 if self._state(name, client) == "paused":

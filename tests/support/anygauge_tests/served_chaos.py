@@ -36,6 +36,7 @@ from anygauge_hooks.errors import AnygaugeError
 from anygauge_hooks.rl import SamplingParams
 from anygauge_hooks.rollout import GenerateRequest, Generation
 from anygauge_tests.chaos_summary import RequestSummary
+from anygauge_tests.pauses import pause_all, resume_all
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -262,9 +263,9 @@ class _ServedChaosRun:
                 time.sleep(0.05)  # until its deadline finds it
 
     def _pause(self) -> None:
-        self._loop.run(self._servers.pool.pause_all("retract"))
+        self._loop.run(pause_all(self._servers.pool))
         time.sleep(self._draw.uniform(0.2, 1.0))
-        self._loop.run(self._servers.pool.resume_all())
+        self._loop.run(resume_all(self._servers.pool))
 
     def _sync(self) -> None:
         self._version += 1

@@ -21,6 +21,7 @@ from anygauge_hooks.errors import DeadlineError, RolloutError
 from anygauge_hooks.rl import SamplingParams
 from anygauge_hooks.rollout import GenerateRequest, Generation
 from anygauge_tests.fake_engine import EOS, FakeServer, Options, expected
+from anygauge_tests.pauses import pause_all, resume_all
 
 T = TypeVar("T")
 SEED = 7
@@ -408,12 +409,12 @@ def test_a_pause_holds_everything_and_loses_nothing(servers: list[FakeServer], m
             with slowed(*servers):
                 tasks = [asyncio.create_task(pool.generate(request(number))) for number in range(20)]
                 await until(lambda: all(sum(server.state()["running"]) == 8 for server in servers))
-                await pool.pause_all(mode)
+                await pause_all(pool, mode)
             assert {report.state for report in pool.report().values()} == {"paused"}
             late = asyncio.create_task(pool.generate(request(20)))
             await asyncio.sleep(0)
             assert pool.waiting > 0
-            await pool.resume_all()
+            await resume_all(pool)
             for number, found in enumerate(await asyncio.gather(*tasks, late)):
                 check(number, found)
 
@@ -425,10 +426,10 @@ def test_a_pause_that_aborts_returns_what_there_is(servers: list[FakeServer]) ->
         async with fleet_of(*servers) as pool:
             tasks = [asyncio.create_task(pool.generate(endless(number))) for number in range(4)]
             await until(lambda: all(sum(server.state()["running"]) > 0 for server in servers))
-            await pool.pause_all("abort")
+            await pause_all(pool, "abort")
             found = await asyncio.gather(*tasks)
             assert {generation.finish_reason for generation in found} == {"abort"}
-            await pool.resume_all()
+            await resume_all(pool)
             check(5, await pool.generate(request(5)))
 
     run(work())
@@ -438,10 +439,10 @@ def test_an_engine_that_cannot_be_paused_is_dead(servers: list[FakeServer], mort
     async def work() -> None:
         async with fleet_of(servers[0], mortal, probe_timeout_s=0.5, control_timeout_s=30.0) as pool:
             await asyncio.to_thread(mortal.fault, "hang")
-            await pool.pause_all("retract")
+            await pause_all(pool, "retract")
             states = {name: report.state for name, report in pool.report().items()}
             assert states == {"engine-0": "paused", "engine-1": "dead"}
-            await pool.resume_all()
+            await resume_all(pool)
 
     mortal.start()
     run(work())

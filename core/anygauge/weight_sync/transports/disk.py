@@ -16,7 +16,7 @@ from anygauge.weight_sync.buckets import unpack
 if TYPE_CHECKING:
     from anygauge_hooks.weights import WeightBucket, WeightPeer, WeightUpdate
 
-__all__ = ["DiskTransport", "latest_version"]
+__all__ = ["DiskTransport"]
 
 INDEX = "model.safetensors.index.json"
 _VERSION = re.compile(r"version-(\d+)")
@@ -93,12 +93,6 @@ class DiskTransport:
     def close(self) -> None:
         """Remove what was not published; the last version stays, for a server that starts again."""
         self.abandon()
-
-
-def latest_version(directory: Path) -> Path | None:
-    """Return the directory of the last version that was published, if there is one."""
-    versions = _versions(directory)
-    return versions[max(versions)] if versions else None
 
 
 def _versions(directory: Path) -> Mapping[int, Path]:
