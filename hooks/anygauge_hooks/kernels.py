@@ -119,6 +119,7 @@ class RmsNorm(Protocol):
 
         :param x: ``[..., D]``, float32 or bfloat16.
         :param weight: ``[D]``, the dtype of ``x``.
+        :param eps: Added to the mean square.
         :returns: ``[..., D]``, the dtype of ``x``.
         """
 
@@ -136,6 +137,7 @@ class AddRmsNorm(Protocol):
 
         :param x: ``[..., D]``, float32 or bfloat16.
         :param weight: ``[D]``, the dtype of ``x``.
+        :param eps: Added to the mean square.
         :param residual: Of the shape and dtype of ``x``. ``None`` adds nothing.
         :returns: ``[..., D]`` twice, the dtype of ``x``. The first may share the
             memory of ``x`` where there is no ``residual``.
@@ -153,6 +155,7 @@ class LayerNorm(Protocol):
         :param x: ``[..., D]``, float32 or bfloat16.
         :param weight: ``[D]``, the dtype of ``x``.
         :param bias: ``[D]``, the dtype of ``x``.
+        :param eps: Added to the variance.
         :returns: ``[..., D]``, the dtype of ``x``.
         """
 
@@ -309,7 +312,7 @@ class GroupedMatmul(Protocol):
     def __call__(self, x: Tensor, weight: Tensor, tokens_per_expert: Tensor) -> Tensor:
         """Return ``x[i] @ weight[e].T`` for the tokens ``i`` of each expert ``e``.
 
-        :param x: ``[T, K]``.
+        :param x: ``[T, K]``, sorted by expert.
         :param weight: ``[E, N, K]``, the dtype of ``x``.
         :param tokens_per_expert: ``[E]``, int64, on any device; sums to ``T``. An expert may have none.
         :returns: ``[T, N]``, the dtype of ``x``.
@@ -345,6 +348,7 @@ class TopkRouter(Protocol):
 
         :param logits: ``[T, E]``, float32 or bfloat16; computed in float32.
         :param topk: Experts per token, ``K``.
+        :param score_function: How logits become scores, for the choice and for the weights.
         :param pre_softmax: Of ``softmax`` alone.
         :param num_groups: Divides ``E``: so many groups of neighbouring experts are there.
         :param group_topk: Divides ``K`` and is at most ``num_groups``: the experts of a token are chosen from

@@ -19,10 +19,7 @@ __all__ = ["grouped_matmul", "token_permute", "token_unpermute"]
 def grouped_matmul(x: Tensor, weight: Tensor, tokens_per_expert: Tensor) -> Tensor:
     """Return ``x[i] @ weight[e].T`` for the tokens ``i`` of each expert ``e``.
 
-    :param x: ``[T, K]``, sorted by expert.
-    :param weight: ``[E, N, K]``.
-    :param tokens_per_expert: ``[E]``, int64; sums to ``T``.
-    :returns: ``[T, N]``, the dtype of ``x``.
+    See :class:`anygauge_hooks.kernels.GroupedMatmul`.
     """
     counts = tuple(tokens_per_expert.tolist())
     # torch leaves apply() untyped
@@ -74,12 +71,7 @@ def token_permute(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return a copy of each token for each of its experts, sorted by expert.
 
-    :param tokens: ``[T, H]``.
-    :param probs: ``[T, E]``.
-    :param routing_map: ``[T, E]``, bool, with ``topk`` experts per token.
-    :param topk: ``K``.
-    :returns: The tokens ``[T K, H]``, their weights ``[T K]``, and ``rows [T, K]``, int64: which rows a
-        token's copies are, in ascending order.
+    See :class:`anygauge_hooks.kernels.TokenPermute`.
     """
     by_expert = routing_map.t().contiguous()
     places = by_expert.flatten().cumsum(0).view(by_expert.shape).t() - 1
@@ -92,9 +84,7 @@ def token_permute(
 def token_unpermute(permuted: Tensor, rows: Tensor) -> Tensor:
     """Return ``sum_k permuted[rows[t, k]]`` for each token ``t``, summed in float32.
 
-    :param permuted: ``[T K, H]``.
-    :param rows: ``[T, K]``, each row once.
-    :returns: ``[T, H]``, the dtype of ``permuted``.
+    See :class:`anygauge_hooks.kernels.TokenUnpermute`.
     """
     total: Tensor = _Collect.apply(permuted, rows)  # type: ignore[no-untyped-call]  # as above
     return total

@@ -41,11 +41,7 @@ def cpu_kernels() -> list[KernelImpl]:
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
     """Return the layer norm of ``x``: torch's own, in float32, because it rounds the mean of a bfloat16 row.
 
-    :param x: ``[..., D]``.
-    :param weight: ``[D]``.
-    :param bias: ``[D]``.
-    :param eps: Added to the variance.
-    :returns: ``[..., D]``, the dtype of ``x``.
+    See :class:`anygauge_hooks.kernels.LayerNorm`.
     """
     return F.layer_norm(x.float(), weight.shape, weight.float(), bias.float(), eps).to(x.dtype)
 
@@ -53,10 +49,7 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Return ``x / rms(x) * weight``, computed in float32.
 
-    :param x: ``[..., D]``.
-    :param weight: ``[D]``.
-    :param eps: Added to the mean square.
-    :returns: ``[..., D]``, the dtype of ``x``.
+    See :class:`anygauge_hooks.kernels.RmsNorm`.
     """
     y: Tensor = _RmsNorm.apply(x, weight, eps)  # type: ignore[no-untyped-call]  # torch leaves it untyped
     return y
@@ -96,11 +89,7 @@ class _RmsNorm(torch.autograd.Function):
 def rotary_embedding(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     """Rotate queries and keys by the angles of their positions, computed in float32.
 
-    :param q: ``[T, H, D]``.
-    :param k: ``[T, K, D]``.
-    :param cos: ``[T, R]`` with ``R <= D``.
-    :param sin: ``[T, R]``.
-    :returns: The rotated ``q`` and ``k``.
+    See :class:`anygauge_hooks.kernels.RotaryEmbedding`.
     """
     half = sin.shape[-1] // 2
     signed = torch.cat((-sin[:, :half], sin[:, half:]), dim=-1)
@@ -144,8 +133,7 @@ def _swap(x: Tensor) -> Tensor:
 def swiglu(gate_up: Tensor) -> Tensor:
     """Return ``silu(gate) * up``.
 
-    :param gate_up: ``[..., 2 F]``.
-    :returns: ``[..., F]``.
+    See :class:`anygauge_hooks.kernels.Swiglu`.
     """
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate) * up

@@ -26,12 +26,7 @@ def vocab_parallel_logprob(
     The logits are overwritten when a gradient is wanted, and backward returns their memory as the gradient;
     a second backward through the same graph is refused by autograd.
 
-    :param logits: ``[T, V / tp]``.
-    :param targets: ``[T]``, int64, global vocabulary ids.
-    :param temperature: Above 0.
-    :param group: The process group that splits the vocabulary in rank order, or ``None``.
-    :param entropy_grad: Whether the entropy carries a gradient.
-    :returns: Log-probabilities ``[T]`` and entropies ``[T]`` in nats, float32.
+    See :class:`anygauge_hooks.kernels.VocabParallelLogprob`.
     """
     function = _LogProb if entropy_grad or logits.dtype != torch.float32 else _LogProbInPlace
     # torch leaves apply() untyped

@@ -22,10 +22,7 @@ LONGEST_CHUNK = 64
 def causal_conv1d(x: Tensor, weight: Tensor, lengths: Sequence[int]) -> Tensor:
     """Return ``silu(sum_w weight[c, w] * x[t - W + 1 + w, c])`` within each sequence, computed in float32.
 
-    :param x: ``[T, C]``.
-    :param weight: ``[C, W]``.
-    :param lengths: Sum to ``T``.
-    :returns: ``[T, C]``, the dtype of ``x``.
+    See :class:`anygauge_hooks.kernels.CausalConv1d`.
     """
     wide, taps = x.float(), weight.float().unbind(1)
     place = _places(tuple(lengths)).unsqueeze(1)
@@ -51,14 +48,7 @@ def gated_delta_rule(
 
     https://arxiv.org/abs/2412.06464 equation 10 and section 3.3, computed in float32.
 
-    :param q: ``[T, H, D]``.
-    :param k: ``[T, H, D]``.
-    :param v: ``[T, H, E]``.
-    :param g: ``[T, H]``, at most 0.
-    :param beta: ``[T, H]``.
-    :param lengths: Sum to ``T``.
-    :param scale: Multiplies the output.
-    :returns: ``[T, H, E]``, the dtype of ``v``.
+    See :class:`anygauge_hooks.kernels.GatedDeltaRule`.
     """
     chunks = _chunks(tuple(lengths))
     tensors = (x.float().unsqueeze(-1) if x.dim() == 2 else x.float() for x in (q, k, v, g, beta))

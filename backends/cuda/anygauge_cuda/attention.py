@@ -50,16 +50,7 @@ def by_cudnn(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attend within each packed sequence, by cuDNN's graph of the whole.
 
-    :param q: ``[T, H, D]``.
-    :param k: ``[S, K, D]``.
-    :param v: ``[S, K, E]``.
-    :param lengths: Sum to ``T``.
-    :param scale: Multiplies the scores.
-    :param causal: Whether a token sees only itself and what is before it.
-    :param key_lengths: Sum to ``S``; if causal, the queries of a sequence are its last tokens. ``None``:
-        ``lengths``.
-    :param return_lse: Whether the log-sum-exp of the scaled scores, ``[T, H]``, is a second output.
-    :returns: ``[T, H, E]``.
+    See :class:`anygauge_hooks.kernels.VarlenAttention`.
     """
     if not len(q):
         return _nothing(q, k, v, return_lse)

@@ -29,10 +29,7 @@ def grouped_matmul(x: Tensor, weight: Tensor, tokens_per_expert: Tensor) -> Tens
     In bfloat16 on Hopper the host never waits for the counts, which may be on either side. Elsewhere, or
     where a size of the weight does not divide by 8, there is a product for each expert and the host waits.
 
-    :param x: ``[T, K]``, sorted by expert.
-    :param weight: ``[E, N, K]``.
-    :param tokens_per_expert: ``[E]``, int64; sums to ``T``.
-    :returns: ``[T, N]``, the dtype of ``x``.
+    See :class:`anygauge_hooks.kernels.GroupedMatmul`.
     """
     is_aligned = not any(size % ALIGNED for size in weight.shape[1:])
     if len(x) and is_aligned and _has_grouped(x.device, x.dtype):

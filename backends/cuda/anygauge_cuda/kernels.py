@@ -86,11 +86,7 @@ def _by_torch() -> Iterable[KernelImpl]:
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
     """Return the layer norm of ``x``; torch's kernel keeps mean and variance in float32.
 
-    :param x: ``[..., D]``.
-    :param weight: ``[D]``.
-    :param bias: ``[D]``.
-    :param eps: Added to the variance.
-    :returns: ``[..., D]``, the dtype of ``x``.
+    See :class:`anygauge_hooks.kernels.LayerNorm`.
     """
     return F.layer_norm(x, weight.shape, weight, bias, eps)
 

@@ -47,17 +47,8 @@ def varlen_attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attend within each packed sequence.
 
-    :param q: ``[T, H, D]``.
-    :param k: ``[S, K, D]``.
-    :param v: ``[S, K, E]``.
-    :param lengths: Sum to ``T``.
-    :param scale: Multiplies the scores.
-    :param causal: Whether a token sees only itself and what is before it.
-    :param key_lengths: Sum to ``S``; if causal, the queries of a sequence are its last tokens. ``None``:
-        ``lengths``.
-    :param return_lse: Whether the log-sum-exp of the scaled scores, ``[T, H]``, is a second output. It
-        carries no gradient.
-    :returns: ``[T, H, E]``.
+    See :class:`anygauge_hooks.kernels.VarlenAttention`.
+
     :raises KernelInputError: The operator does not take these tensors or lengths.
     """
     sizes, key_sizes = _checked(q, k, v, lengths, key_lengths, causal)

@@ -25,10 +25,9 @@ called, has both."""
 def grouped_matmul(x: Tensor, weight: Tensor, tokens_per_expert: Tensor) -> Tensor:
     """Return ``x[i] @ weight[e].T`` for the tokens ``i`` of each expert ``e``.
 
-    :param x: ``[T, K]``, sorted by expert.
-    :param weight: ``[E, N, K]``.
+    See :class:`anygauge_hooks.kernels.GroupedMatmul`.
+
     :param tokens_per_expert: ``[E]``, int64; sums to ``T``, which is looked at only where it is on the host.
-    :returns: ``[T, N]``, the dtype of ``x``.
     :raises KernelInputError: The operator does not take these tensors.
     """
     _check(x, weight, tokens_per_expert)

@@ -16,10 +16,8 @@ WIDEST = (1 << 31) - 1
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Return ``x / rms(x) * weight``, reduced in float32.
 
-    :param x: ``[..., D]``.
-    :param weight: ``[D]``.
-    :param eps: Added to the mean square.
-    :returns: ``[..., D]``, the dtype of ``x``.
+    See :class:`anygauge_hooks.kernels.RmsNorm`.
+
     :raises KernelInputError: The operator does not take these tensors.
     """
     _check("rms_norm", x, weight=weight)
@@ -34,11 +32,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
     """Return the layer norm of ``x``: torch's own, fused here; in float32, as the contract has it.
 
-    :param x: ``[..., D]``.
-    :param weight: ``[D]``.
-    :param bias: ``[D]``.
-    :param eps: Added to the variance.
-    :returns: ``[..., D]``, the dtype of ``x``.
+    See :class:`anygauge_hooks.kernels.LayerNorm`.
+
     :raises KernelInputError: The operator does not take these tensors.
     """
     _check("layer_norm", x, weight=weight, bias=bias)
@@ -58,8 +53,8 @@ def _check(op: str, x: Tensor, **parameters: Tensor) -> None:
 def swiglu(gate_up: Tensor) -> Tensor:
     """Return ``silu(gate) * up``.
 
-    :param gate_up: ``[..., 2 F]``.
-    :returns: ``[..., F]``.
+    See :class:`anygauge_hooks.kernels.Swiglu`.
+
     :raises KernelInputError: The operator does not take this tensor.
     """
     check_dtypes("swiglu", gate_up=gate_up)

@@ -25,12 +25,10 @@ def rotary_embedding(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Te
 
     Cosines and sines are rounded to the dtype of ``q``, the only one that the operator takes beside it.
 
-    :param q: ``[T, H, D]``.
-    :param k: ``[T, K, D]``.
-    :param cos: ``[T, R]`` with ``R <= D``, in [-1, 1], as is said when the kernel is resolved: a look at the
-        values would wait for the device.
-    :param sin: ``[T, R]``.
-    :returns: The rotated ``q`` and ``k``.
+    See :class:`anygauge_hooks.kernels.RotaryEmbedding`.
+
+    :param cos: Within [-1, 1], as is said when the kernel is resolved: a look at the values would wait for
+        the device.
     :raises KernelInputError: The operator does not take these tensors.
     """
     _check(q, k, cos, sin)

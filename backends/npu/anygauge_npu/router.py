@@ -41,15 +41,10 @@ def topk_router(
 ) -> tuple[Tensor, Tensor]:
     """Return the weights of the experts of each token, and which they are.
 
-    :param logits: ``[T, E]``.
-    :param topk: Experts per token, ``K``.
-    :param score_function: What is chosen by, and weighed with.
-    :param pre_softmax: Whether the softmax is over all experts instead of the chosen.
+    See :class:`anygauge_hooks.kernels.TopkRouter`.
+
     :param num_groups: Refused.
     :param group_topk: Refused.
-    :param scaling_factor: Multiplies the weights.
-    :param expert_bias: ``[E]``, added to the sigmoid for the choice alone.
-    :returns: Weights ``[T, K]``, the dtype of ``logits``, and expert numbers ``[T, K]``, int64.
     :raises KernelInputError: The operator does not take these arguments.
     """
     check_shape(OP, "logits", logits, (None, None), "[T, E]")

@@ -31,11 +31,8 @@ def token_permute(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return a copy of each token for each of its experts, sorted by expert.
 
-    :param tokens: ``[T, H]``.
-    :param probs: ``[T, E]``.
-    :param routing_map: ``[T, E]``, bool, with ``topk`` experts per token.
-    :param topk: ``K``.
-    :returns: The tokens ``[T K, H]``, their weights ``[T K]``, and ``rows [T, K]``, int32.
+    See :class:`anygauge_hooks.kernels.TokenPermute`.
+
     :raises KernelInputError: The operator does not take these tensors.
     """
     _check_permute(tokens, probs, routing_map, topk)
@@ -69,9 +66,8 @@ def _check_permute(tokens: Tensor, probs: Tensor, routing_map: Tensor, topk: int
 def token_unpermute(permuted: Tensor, rows: Tensor) -> Tensor:
     """Return ``sum_k permuted[rows[t, k]]`` for each token ``t``.
 
-    :param permuted: ``[T K, H]``.
-    :param rows: ``[T, K]``, int32 or int64, each row once.
-    :returns: ``[T, H]``, the dtype of ``permuted``.
+    See :class:`anygauge_hooks.kernels.TokenUnpermute`.
+
     :raises KernelInputError: The operator does not take these tensors.
     """
     op = "token_unpermute"

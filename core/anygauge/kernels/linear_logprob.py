@@ -72,18 +72,10 @@ def linear_logprob(
 ) -> tuple[Tensor, Tensor]:
     """Return log-probabilities and entropy of ``softmax(hidden @ weight.T / temperature)``.
 
-    :param hidden: ``[T, H]``, whole on every rank of the group. Its gradient is summed over the group.
-    :param weight: ``[V / tp, H]``, the dtype of ``hidden``. Where it has a ``main_grad``, the gradient is
-        added to that.
-    :param targets: ``[T]`` or ``[T, N]``, int64, global vocabulary ids.
-    :param temperature: Above 0.
-    :param group: The process group that splits the vocabulary in rank order, or ``None``.
-    :param entropy_grad: Whether the entropy carries a gradient.
-    :param vocab_size: Rows of the whole weight from this one on are padding and take no part.
-    :param rest: Whether the log-probability of all tokens that are no target of the row is one more column,
-        -1e4 where there are none. Of ``[T, N]`` targets.
+    See :class:`anygauge_hooks.kernels.LinearLogprob`.
+
+    :param weight: Where it has a ``main_grad``, the gradient is added to that.
     :param math: The passes over a tile; by default torch makes them.
-    :returns: Log-probabilities of the shape of ``targets`` and entropies ``[T]`` in nats, float32 at least.
     """
     columns = targets if targets.dim() == 2 else targets.unsqueeze(1)
     result: tuple[Tensor, Tensor] = _LinearLogprob.apply(  # type: ignore[no-untyped-call]  # torch leaves it so

@@ -52,10 +52,7 @@ LEAST_LOGPROB = -1e4
 def causal_conv1d(x: Tensor, weight: Tensor, lengths: Sequence[int]) -> Tensor:
     """Return ``silu(sum_w weight[c, w] * x[t - W + 1 + w, c])`` within each sequence.
 
-    :param x: ``[T, C]``.
-    :param weight: ``[C, W]``.
-    :param lengths: Sum to ``T``.
-    :returns: ``[T, C]``, the dtype of ``x``.
+    See :class:`anygauge_hooks.kernels.CausalConv1d`.
     """
     taps = _widen(weight).unbind(1)
     outputs = []
@@ -78,14 +75,7 @@ def gated_delta_rule(
 
     That is https://arxiv.org/abs/2412.06464 equation 10, computed chunk by chunk as its section 3.3 says.
 
-    :param q: ``[T, H, D]``.
-    :param k: ``[T, H, D]``.
-    :param v: ``[T, H, E]``.
-    :param g: ``[T, H]``, at most 0.
-    :param beta: ``[T, H]``.
-    :param lengths: Sum to ``T``.
-    :param scale: Multiplies the output.
-    :returns: ``[T, H, E]``, the dtype of ``v``.
+    See :class:`anygauge_hooks.kernels.GatedDeltaRule`.
     """
     tensors = [_widen(x).unsqueeze(-1) if x.dim() == 2 else _widen(x) for x in (q, k, v, g, beta)]
     parts = zip(*(_sequences(x.transpose(0, 1), lengths, 1) for x in tensors), strict=True)
@@ -138,10 +128,7 @@ def _decay(g: Tensor) -> Tensor:
 def grouped_matmul(x: Tensor, weight: Tensor, tokens_per_expert: Tensor) -> Tensor:
     """Return ``x[i] @ weight[e].T`` for the tokens ``i`` of each expert ``e``.
 
-    :param x: ``[T, K]``, sorted by expert.
-    :param weight: ``[E, N, K]``.
-    :param tokens_per_expert: ``[E]``, int64; sums to ``T``.
-    :returns: ``[T, N]``, the dtype of ``x``.
+    See :class:`anygauge_hooks.kernels.GroupedMatmul`.
     """
     parts = torch.split(x, tokens_per_expert.tolist())
     return torch.cat([part @ expert.T for part, expert in zip(parts, weight, strict=True)])
@@ -150,10 +137,7 @@ def grouped_matmul(x: Tensor, weight: Tensor, tokens_per_expert: Tensor) -> Tens
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Return ``x / rms(x) * weight``, https://arxiv.org/abs/1910.07467 equation 4.
 
-    :param x: ``[..., D]``.
-    :param weight: ``[D]``.
-    :param eps: Added to the mean square.
-    :returns: ``[..., D]``, the dtype of ``x``.
+    See :class:`anygauge_hooks.kernels.RmsNorm`.
     """
     wide = _widen(x)
     normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
@@ -165,11 +149,7 @@ def add_rms_norm(
 ) -> tuple[Tensor, Tensor]:
     """Return ``residual + x`` and the norm of that.
 
-    :param x: ``[..., D]``.
-    :param weight: ``[D]``.
-    :param eps: Added to the mean square.
-    :param residual: ``[..., D]``, or ``None`` to add nothing.
-    :returns: ``[..., D]`` twice, the dtype of ``x``.
+    See :class:`anygauge_hooks.kernels.AddRmsNorm`.
     """
     return add_and_norm(rms_norm, x, weight, eps, residual)
 
@@ -185,11 +165,7 @@ def add_and_norm(
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
     """Return the layer norm of ``x``, https://arxiv.org/abs/1607.06450 equation 4.
 
-    :param x: ``[..., D]``.
-    :param weight: ``[D]``.
-    :param bias: ``[D]``.
-    :param eps: Added to the variance.
-    :returns: ``[..., D]``, the dtype of ``x``.
+    See :class:`anygauge_hooks.kernels.LayerNorm`.
     """
     wide = _widen(x)
     centred = wide - wide.mean(-1, keepdim=True)
@@ -200,11 +176,7 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
 def rotary_embedding(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     """Rotate queries and keys, https://arxiv.org/abs/2104.09864 equation 34 in the half-rotated layout.
 
-    :param q: ``[T, H, D]``.
-    :param k: ``[T, K, D]``.
-    :param cos: ``[T, R]`` with ``R <= D``.
-    :param sin: ``[T, R]``.
-    :returns: The rotated ``q`` and ``k``.
+    See :class:`anygauge_hooks.kernels.RotaryEmbedding`.
     """
     return _rotate(q, cos, sin), _rotate(k, cos, sin)
 
@@ -222,13 +194,7 @@ def qk_norm_rotary(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Split a projection into queries, keys and values; normalise the first two, and rotate them.
 
-    :param qkv: ``[T, K, G + 2, D]``.
-    :param q_weight: ``[D]``.
-    :param k_weight: ``[D]``.
-    :param cos: ``[T, R]``.
-    :param sin: ``[T, R]``.
-    :param eps: Added to the mean square.
-    :returns: ``[T, K G, D]``, ``[T, K, D]``, ``[T, K, D]``.
+    See :class:`anygauge_hooks.kernels.QkNormRotary`.
     """
     return by_parts(rms_norm, rotary_embedding, qkv, q_weight, k_weight, cos, sin, eps)
 
@@ -252,8 +218,7 @@ def by_parts(
 def swiglu(gate_up: Tensor) -> Tensor:
     """Return ``silu(gate) * up``, https://arxiv.org/abs/2002.05202 equation 5.
 
-    :param gate_up: ``[..., 2 F]``.
-    :returns: ``[..., F]``.
+    See :class:`anygauge_hooks.kernels.Swiglu`.
     """
     gate, up = gate_up.chunk(2, dim=-1)
     return (F.silu(_widen(gate)) * up).to(gate_up.dtype)
@@ -272,15 +237,7 @@ def topk_router(
 ) -> tuple[Tensor, Tensor]:
     """Return the weights of the experts of each token, and which they are.
 
-    :param logits: ``[T, E]``.
-    :param topk: Experts per token, ``K``.
-    :param score_function: What is chosen by, and weighed with.
-    :param pre_softmax: Whether the softmax is over all experts instead of the chosen.
-    :param num_groups: So many groups of neighbouring experts are there.
-    :param group_topk: The experts of a token are chosen from so many groups.
-    :param scaling_factor: Multiplies the weights.
-    :param expert_bias: ``[E]``, added to the sigmoid for the choice alone.
-    :returns: Weights ``[T, K]``, the dtype of ``logits``, and expert numbers ``[T, K]``, int64.
+    See :class:`anygauge_hooks.kernels.TopkRouter`.
     """
     scores = _widen(logits.detach())
     if score_function == "sigmoid":
@@ -340,12 +297,7 @@ def token_permute(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return a copy of each token for each of its experts, sorted by expert.
 
-    :param tokens: ``[T, H]``.
-    :param probs: ``[T, E]``.
-    :param routing_map: ``[T, E]``, bool, with ``topk`` experts per token.
-    :param topk: ``K``.
-    :returns: The tokens ``[T K, H]``, their weights ``[T K]``, and ``rows [T, K]``, int64: which rows a
-        token's copies are, in ascending order.
+    See :class:`anygauge_hooks.kernels.TokenPermute`.
     """
     count, experts = routing_map.shape
     by_expert = routing_map.t()
@@ -358,9 +310,7 @@ def token_permute(
 def token_unpermute(permuted: Tensor, rows: Tensor) -> Tensor:
     """Return ``sum_k permuted[rows[t, k]]`` for each token ``t``, summed in float32.
 
-    :param permuted: ``[T K, H]``.
-    :param rows: ``[T, K]``, each row once.
-    :returns: ``[T, H]``, the dtype of ``permuted``.
+    See :class:`anygauge_hooks.kernels.TokenUnpermute`.
     """
     total: Tensor = _Collect.apply(permuted, rows)  # type: ignore[no-untyped-call]  # torch leaves it untyped
     return total
@@ -422,17 +372,7 @@ def varlen_attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attend within each packed sequence.
 
-    :param q: ``[T, H, D]``.
-    :param k: ``[S, K, D]``.
-    :param v: ``[S, K, E]``.
-    :param lengths: Sum to ``T``.
-    :param scale: Multiplies the scores.
-    :param causal: Whether a token sees only itself and what is before it.
-    :param key_lengths: Sum to ``S``; if causal, the queries of a sequence are its last tokens. ``None``:
-        ``lengths``.
-    :param return_lse: Whether the log-sum-exp of the scaled scores, ``[T, H]``, is a second output. It
-        carries no gradient.
-    :returns: ``[T, H, E]``, the dtype of ``q``.
+    See :class:`anygauge_hooks.kernels.VarlenAttention`.
     """
     repeats = q.shape[1] // k.shape[1]
     keys, values = (_widen(x).repeat_interleave(repeats, dim=1) for x in (k, v))
@@ -467,16 +407,7 @@ def linear_logprob(
 ) -> tuple[Tensor, Tensor]:
     """Return log-probabilities and entropy of ``softmax(hidden @ weight.T / temperature)``.
 
-    :param hidden: ``[T, H]``, whole on every rank of the group. Its gradient is summed over the group.
-    :param weight: ``[V / tp, H]``, the dtype of ``hidden``.
-    :param targets: ``[T]`` or ``[T, N]``, int64, global vocabulary ids.
-    :param temperature: Above 0.
-    :param group: The process group that splits the vocabulary in rank order, or ``None``.
-    :param entropy_grad: Whether the entropy carries a gradient.
-    :param vocab_size: Rows of the whole weight from this one on are padding and take no part.
-    :param rest: Whether the log-probability of all tokens that are no target of the row is one more column,
-        -1e4 where there are none. Of ``[T, N]`` targets.
-    :returns: Log-probabilities of the shape of ``targets`` and entropies ``[T]`` in nats, float32 at least.
+    See :class:`anygauge_hooks.kernels.LinearLogprob`.
     """
     given = (_widen(hidden), _widen(weight), targets, temperature, group)
     return through_logits(
@@ -540,12 +471,9 @@ def vocab_parallel_logprob(
 
     A logit of minus infinity is a token that cannot occur; it adds nothing to the entropy.
 
+    See :class:`anygauge_hooks.kernels.VocabParallelLogprob`.
+
     :param logits: ``[T, V / tp]``; left as they are.
-    :param targets: ``[T]``, int64, global vocabulary ids.
-    :param temperature: Above 0.
-    :param group: The process group that splits the vocabulary in rank order, or ``None``.
-    :param entropy_grad: Whether the entropy carries a gradient.
-    :returns: Log-probabilities ``[T]`` and entropies ``[T]`` in nats, float32 at least.
     """
     scaled = _widen(logits) / temperature
     peak = _max_over(scaled.detach().amax(-1), group)

@@ -29,10 +29,9 @@ FORWARD, BACKWARD = 64, 128
 def causal_conv1d(x: Tensor, weight: Tensor, lengths: Sequence[int]) -> Tensor:
     """Return ``silu(sum_w weight[c, w] * x[t - W + 1 + w, c])`` within each sequence, computed in float32.
 
+    See :class:`anygauge_hooks.kernels.CausalConv1d`.
+
     :param x: ``[T, C]``, read where it is if its last dimension is contiguous.
-    :param weight: ``[C, W]``.
-    :param lengths: Sum to ``T``.
-    :returns: ``[T, C]``, the dtype of ``x``.
     :raises KernelInputError: The shapes do not fit.
     """
     check_shape("causal_conv1d", "weight", weight, (x.shape[1], weight.shape[1]), "[C, W]")

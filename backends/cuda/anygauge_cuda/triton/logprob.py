@@ -31,12 +31,8 @@ def vocab_parallel_logprob(
 
     Backward returns the memory of the logits as their gradient.
 
-    :param logits: ``[T, V / tp]``.
-    :param targets: ``[T]``, int64, global vocabulary ids.
-    :param temperature: Above 0.
-    :param group: The process group that splits the vocabulary in rank order, or ``None``.
-    :param entropy_grad: Whether the entropy carries a gradient.
-    :returns: Log-probabilities ``[T]`` and entropies ``[T]`` in nats, float32.
+    See :class:`anygauge_hooks.kernels.VocabParallelLogprob`.
+
     :raises KernelInputError: There is not a target for each token.
     """
     check_shape("vocab_parallel_logprob", "targets", targets, logits.shape[:1], "[T]")

@@ -36,10 +36,9 @@ MOST_WARPS = 32
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Return ``x / rms(x) * weight``, computed in float32.
 
+    See :class:`anygauge_hooks.kernels.RmsNorm`.
+
     :param x: ``[..., D]``, read where it is if its last dimension is contiguous.
-    :param weight: ``[D]``.
-    :param eps: Added to the mean square.
-    :returns: ``[..., D]``, the dtype of ``x``.
     :raises KernelInputError: The weight has another size.
     """
     check_shape("rms_norm", "weight", weight, x.shape[-1:], "[D]")
@@ -52,11 +51,8 @@ def add_rms_norm(
 ) -> tuple[Tensor, Tensor]:
     """Return ``residual + x``, rounded, and the norm of that; their gradients become one where they meet.
 
-    :param x: ``[..., D]``.
-    :param weight: ``[D]``.
-    :param eps: Added to the mean square.
-    :param residual: ``[..., D]``, or ``None`` to add nothing.
-    :returns: ``[..., D]`` twice, the dtype of ``x``; the first shares its memory where nothing is added.
+    See :class:`anygauge_hooks.kernels.AddRmsNorm`.
+
     :raises KernelInputError: The shapes do not fit.
     """
     check_shape("add_rms_norm", "weight", weight, x.shape[-1:], "[D]")

@@ -27,13 +27,8 @@ def qk_norm_rotary(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return queries and keys, normalised and rotated in float32, and values where they are.
 
-    :param qkv: ``[T, K, G + 2, D]``.
-    :param q_weight: ``[D]``.
-    :param k_weight: ``[D]``.
-    :param cos: ``[T, R]`` with ``R <= D``.
-    :param sin: ``[T, R]``.
-    :param eps: Added to the mean square.
-    :returns: ``[T, K G, D]``, ``[T, K, D]`` and ``[T, K, D]``.
+    See :class:`anygauge_hooks.kernels.QkNormRotary`.
+
     :raises KernelInputError: The shapes do not fit.
     """
     op, width = "qk_norm_rotary", qkv.shape[-1]

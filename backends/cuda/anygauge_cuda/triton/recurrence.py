@@ -39,14 +39,8 @@ def gated_delta_rule(
 
     https://arxiv.org/abs/2412.06464 equation 10 and section 3.3, computed in float32.
 
-    :param q: ``[T, H, D]``.
-    :param k: ``[T, H, D]``.
-    :param v: ``[T, H, E]``.
-    :param g: ``[T, H]``, at most 0.
-    :param beta: ``[T, H]``.
-    :param lengths: Sum to ``T``.
-    :param scale: Multiplies the output.
-    :returns: ``[T, H, E]``, the dtype of ``v``.
+    See :class:`anygauge_hooks.kernels.GatedDeltaRule`.
+
     :raises KernelInputError: The shapes do not fit.
     """
     op = "gated_delta_rule"

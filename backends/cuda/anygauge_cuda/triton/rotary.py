@@ -24,11 +24,9 @@ EACH = 16
 def rotary_embedding(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     """Rotate queries and keys by the angles of their positions, computed in float32.
 
+    See :class:`anygauge_hooks.kernels.RotaryEmbedding`.
+
     :param q: ``[T, H, D]``, read where it is if its last dimension is contiguous, as ``k`` is.
-    :param k: ``[T, K, D]``.
-    :param cos: ``[T, R]`` with ``R <= D``.
-    :param sin: ``[T, R]``.
-    :returns: The rotated ``q`` and ``k``.
     :raises KernelInputError: The shapes do not fit.
     """
     check_shape("rotary_embedding", "k", k, (len(q), k.shape[1], q.shape[2]), "[T, K, D]")

@@ -33,15 +33,8 @@ def topk_router(
 ) -> tuple[Tensor, Tensor]:
     """Return the weights of the experts of each token, and which they are.
 
-    :param logits: ``[T, E]``.
-    :param topk: Experts per token, ``K``.
-    :param score_function: What is chosen by, and weighed with.
-    :param pre_softmax: Whether the softmax is over all experts instead of the chosen.
-    :param num_groups: So many groups of neighbouring experts are there.
-    :param group_topk: The experts of a token are chosen from so many groups.
-    :param scaling_factor: Multiplies the weights.
-    :param expert_bias: ``[E]``, added to the sigmoid for the choice alone.
-    :returns: Weights ``[T, K]``, the dtype of ``logits``, and expert numbers ``[T, K]``, int64.
+    See :class:`anygauge_hooks.kernels.TopkRouter`.
+
     :raises KernelInputError: The numbers do not fit.
     """
     op, experts = "topk_router", logits.shape[1]

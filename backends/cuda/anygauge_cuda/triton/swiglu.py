@@ -24,8 +24,9 @@ EACH = 8
 def swiglu(gate_up: Tensor) -> Tensor:
     """Return ``silu(gate) * up``, computed in float32.
 
+    See :class:`anygauge_hooks.kernels.Swiglu`.
+
     :param gate_up: ``[..., 2 F]``, read where it is if its last dimension is contiguous.
-    :returns: ``[..., F]``.
     :raises KernelInputError: The last dimension is odd.
     """
     if gate_up.shape[-1] % 2:

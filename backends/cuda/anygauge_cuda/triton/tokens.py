@@ -33,12 +33,8 @@ def token_permute(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return a copy of each token for each of its experts, sorted by expert.
 
-    :param tokens: ``[T, H]``.
-    :param probs: ``[T, E]``.
-    :param routing_map: ``[T, E]``, bool, with ``topk`` experts per token.
-    :param topk: ``K``.
-    :returns: The tokens ``[T K, H]``, their weights ``[T K]``, and ``rows [T, K]``, int32: which rows a
-        token's copies are, in ascending order.
+    See :class:`anygauge_hooks.kernels.TokenPermute`.
+
     :raises KernelInputError: The shapes do not fit.
     """
     op, (count, experts) = "token_permute", routing_map.shape
@@ -57,9 +53,8 @@ def token_permute(
 def token_unpermute(permuted: Tensor, rows: Tensor) -> Tensor:
     """Return ``sum_k permuted[rows[t, k]]`` for each token ``t``, summed in float32.
 
-    :param permuted: ``[T K, H]``.
-    :param rows: ``[T, K]``, each row once.
-    :returns: ``[T, H]``, the dtype of ``permuted``.
+    See :class:`anygauge_hooks.kernels.TokenUnpermute`.
+
     :raises KernelInputError: The shapes do not fit.
     """
     check_shape("token_unpermute", "permuted", permuted, (rows.numel(), permuted.shape[1]), "[T K, H]")
