@@ -106,13 +106,14 @@ def suite(chosen: str) -> str:
 
 @pytest.fixture(scope="module")
 def printed(environment: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Run what is its own of the suite, and two commands; return what each printed."""
+    """Run what is its own of the suite, and three commands; return what each printed."""
     script = environment.path / "suite.py"
     script.write_text(suite(f"{' or '.join(OWN_KERNELS)} or not test_kernels"))
     recipe = tiny_recipe(tmp_path_factory.mktemp("trained"))
     commands = {
         "suite": [str(script)],
         "hooks": [COMMAND, "hooks", "--backend", "abacus", "--json"],
+        "doctor": [COMMAND, "doctor", "--json"],
         "train": [COMMAND, "train", str(recipe), "--backend", "abacus"],
     }
     outputs: dict[str, str] = json.loads(environment.run_python(FORKED.format(commands=commands)))
@@ -152,8 +153,8 @@ def test_it_passes_the_whole_suite(environment: Any) -> None:
     check_suite(environment.run_python(suite("")))
 
 
-def test_doctor_finds_it_beside_what_the_wheel_brings(environment: Any) -> None:
-    report = json.loads(environment.run_anygauge("doctor", "--json"))
+def test_doctor_finds_it_beside_what_the_wheel_brings(printed: dict[str, str]) -> None:
+    report = json.loads(printed["doctor"])
     assert report["backends"]["abacus"]["status"] == "PASS"
     assert report["backends"]["cpu"]["status"] == "PASS"
     assert not report["plugin_errors"]
