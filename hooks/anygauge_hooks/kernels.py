@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args, runtime_checkable
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
 __all__ = [
@@ -21,6 +22,7 @@ __all__ = [
     "GatedDeltaRule",
     "GroupedMatmul",
     "KernelImpl",
+    "KernelLookup",
     "KernelOp",
     "LayerNorm",
     "LinearLogprob",
@@ -101,6 +103,19 @@ class KernelImpl:
     tiles: bool = False
     """Only for ``linear_logprob``: ``fn()`` returns a :class:`anygauge_hooks.tiles.TileMath`, and the core
     does the rest."""
+
+
+class KernelLookup(Protocol):
+    """The kernels of a run's backend."""
+
+    def resolve(self, op: KernelOp, *, dtype: str | torch.dtype, **facts: Any) -> Callable[..., Any]:
+        """Return the function that serves an op.
+
+        :param op: A name of ``KERNEL_OPS``.
+        :param dtype: The dtype of the activations.
+        :param facts: What else is known when the module is built, of ``KERNEL_FACTS``: ``head_dim=64``.
+        :returns: A function with the signature of the op's Protocol.
+        """
 
 
 @runtime_checkable

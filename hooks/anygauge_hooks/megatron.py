@@ -15,8 +15,10 @@ from anygauge_hooks.errors import ConfigError
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from anygauge_hooks.kernels import KernelLookup
     from anygauge_hooks.media import TowerSpec
     from anygauge_hooks.models import ModelSpec
+    from anygauge_hooks.settings import RunConfig
     from anygauge_hooks.types import BackendSpec, Device
 
 __all__ = [
@@ -137,11 +139,13 @@ class MegatronModel:
 class Compose(Protocol):
     """Argument of :attr:`MegatronModel.build` for a family with media: makes Megatron models with towers."""
 
-    def __call__(self, towers: Sequence[TowerSpec], config: Any, decoder: Any, **ends: Any) -> Any:
+    def __call__(
+        self, towers: Sequence[TowerSpec], transformer_config: Any, decoder: Any, **ends: Any
+    ) -> Any:
         """Return this stage of a model.
 
         :param towers: Of the family; those of which a run has no media are left out.
-        :param config: Megatron's transformer config.
+        :param transformer_config: Megatron's ``TransformerConfig``.
         :param decoder: The spec of its layers.
         :param ends: ``pre_process``, ``post_process`` and ``vp_stage``.
         """
@@ -210,14 +214,14 @@ def with_megatron(spec: ModelSpec, model: MegatronModel) -> ModelSpec:
 
 
 @hookspec(firstresult=True)
-def get_spec_provider(backend: BackendSpec, kernels: Any, config: Any) -> Any | None:
+def get_spec_provider(backend: BackendSpec, kernels: KernelLookup, config: RunConfig) -> Any | None:
     """Return the provider of Megatron module classes.
 
     Called once per process, when the engine is built.
 
     :param backend: The backend of the run.
-    :param kernels: The resolved ``anygauge.kernels.table.KernelTable``.
-    :param config: The ``anygauge.config.Config``, read-only; ``train.provider`` names what the user chose.
+    :param kernels: The kernels of the backend.
+    :param config: The run's config, read-only; ``train.provider`` names what the user chose.
     :returns: An object with methods of ``anygauge.engines.megatron.layers.provider.SpecProvider``, all of
         them or some; or ``None``.
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 if TYPE_CHECKING:
     from anygauge_hooks.media import Media
     from anygauge_hooks.rl import FinishReason, Sample, SamplingParams
+    from anygauge_hooks.settings import RolloutSettings
 
 __all__ = ["Draft", "GenerateRequest", "Generation", "Generator", "Rollout"]
 
@@ -114,7 +115,7 @@ class Rollout(Protocol):
             return draft.sample()
     """
 
-    config: Any
+    config: RolloutSettings
     """The table ``[rollout]`` of the config; what is its own to one rollout is in :attr:`params`."""
     params: SamplingParams
     """How tokens are drawn."""

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from anygauge_hooks.kernels import KernelImpl
     from anygauge_hooks.models import ModelSpec
     from anygauge_hooks.rl import Group
+    from anygauge_hooks.settings import RunConfig
     from anygauge_hooks.types import (
         BackendSpec,
         ConfigChange,
@@ -119,7 +120,7 @@ def worker_env(
 
 @hookspec
 def prepare_worker(
-    backend: BackendSpec, role: str, phase: Phase, config: Any | None, log: str | None
+    backend: BackendSpec, role: str, phase: Phase, config: RunConfig | None, log: str | None
 ) -> None:
     """Prepare a process for its vendor libraries.
 
@@ -129,7 +130,7 @@ def prepare_worker(
     :param role: ``"actor"`` for the processes that train; an engine launched by a worker has its own role.
     :param phase: ``"before_vendor_import"`` comes before torch is used and before the first megatron import,
         ``"after_config"`` once the config is known and before the first process group.
-    :param config: The ``anygauge.config.Config``, read-only; ``None`` in a process of no run or of a server.
+    :param config: The run's config, read-only; ``None`` in a process of no run or of a server.
     :param log: File of the process's output; what a plugin has to write down it writes beside that, under
         the same name with another suffix. ``None`` where there is none.
 
@@ -299,12 +300,12 @@ def register_rollout_engines() -> Iterable[RolloutEngineSpec] | None:
 
 
 @hookspec
-def rollout_engine_args(config: Any, backend: BackendSpec, engine: str) -> Mapping[str, Any] | None:
+def rollout_engine_args(config: RunConfig, backend: BackendSpec, engine: str) -> Mapping[str, Any] | None:
     """Return arguments that the servers of a rollout engine need on a backend.
 
     Called in the process that starts a server, for each server. What the user wrote counts more.
 
-    :param config: The ``anygauge.config.Config``; read-only.
+    :param config: The run's config, read-only.
     :param backend: The backend of the run.
     :param engine: Registered name of the engine, such as ``"sglang"``.
     :returns: The arguments by the names that the engine gives them, or ``None``.
@@ -445,12 +446,12 @@ def register_data_sources() -> Iterable[NamedFunction] | None:
 
 
 @hookspec
-def adjust_config(config: Any, backend: BackendSpec) -> Iterable[ConfigChange] | None:
+def adjust_config(config: RunConfig, backend: BackendSpec) -> Iterable[ConfigChange] | None:
     """Fill in keys that the user left out.
 
     Called once, after the overlays are applied and before ``check_config``.
 
-    :param config: The ``anygauge.config.Config``; read-only.
+    :param config: The run's config, read-only.
     :param backend: The backend of the run.
     :returns: The changes, or ``None``.
 
@@ -461,12 +462,12 @@ def adjust_config(config: Any, backend: BackendSpec) -> Iterable[ConfigChange] |
 
 
 @hookspec
-def check_config(config: Any, backend: BackendSpec) -> Iterable[ConfigProblem] | None:
+def check_config(config: RunConfig, backend: BackendSpec) -> Iterable[ConfigProblem] | None:
     """Return what is wrong with a config.
 
     Called once, after ``adjust_config``; also for a backend that is not present on this host.
 
-    :param config: The ``anygauge.config.Config``; read-only.
+    :param config: The run's config, read-only.
     :param backend: The backend of the run.
     :returns: The problems, or ``None``.
 

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     import torch
 
     from anygauge_hooks.media import MediaStore
+    from anygauge_hooks.models import ModelSpec
+    from anygauge_hooks.settings import RunConfig
 
 __all__ = [
     "AcceleratorIds",
@@ -24,6 +26,7 @@ __all__ = [
     "Device",
     "Graph",
     "HostCheck",
+    "LoadedPlugins",
     "NamedFunction",
     "Phase",
     "PluginInfo",
@@ -165,8 +168,8 @@ class RunInfo:
     """Run directory, absolute."""
     backend: str
     total_steps: int
-    config: Any
-    """The resolved config (``anygauge.config.Config``)."""
+    config: RunConfig
+    """The resolved config."""
     step: int = 0
     """Steps finished so far."""
     devices: str = ""
@@ -264,6 +267,52 @@ class Device(Protocol):
         """
 
 
+class LoadedPlugins(Protocol):
+    """The plugins of a process, for engines that call hooks."""
+
+    def named(self, hook: str) -> dict[str, Any]:
+        """Return what plugins registered through a ``register_*`` hook, by name."""
+
+    def get(self, hook: str, name: str) -> Any:
+        """Return one item that was registered through a ``register_*`` hook.
+
+        :raises UnknownNameError: No plugin provides the name.
+        """
+
+    def model(self, architectures: Sequence[str]) -> ModelSpec:
+        """Return the family that registered one of the architectures of a Hugging Face config.
+
+        :raises UnknownNameError: No plugin knows them.
+        """
+
+    def answers(self, hook: str, **arguments: Any) -> Sequence[tuple[str, Any]]:
+        """Return the items of a collecting hook, each with the name of its plugin."""
+
+    def collect(self, hook: str, **arguments: Any) -> list[Any]:
+        """Return the items of a collecting hook."""
+
+    def merged(self, hook: str, **arguments: Any) -> dict[str, Any]:
+        """Return the union of the mappings of a collecting hook."""
+
+    def first(self, hook: str, **arguments: Any) -> Any:
+        """Return the first answer of a hook that is not ``None``, or ``None``."""
+
+    def notify(self, hook: str, **arguments: Any) -> None:
+        """Call an observer hook."""
+
+    def worker_env(
+        self,
+        backend: BackendSpec,
+        *,
+        role: str,
+        deterministic: bool,
+        interface: str | None,
+        ip_version: str,
+        timeout_s: float,
+    ) -> dict[str, str]:
+        """Return the environment of a worker process."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerContext:
     """Who and where a worker process is."""
@@ -272,8 +321,7 @@ class WorkerContext:
     world_size: int
     backend: BackendSpec
     device: Device
-    plugins: Any
-    """``anygauge.plugins.Plugins`` of this process."""
+    plugins: LoadedPlugins
     accelerators: Sequence[str] = ()
     """Physical ids of the devices that the process was given."""
     address: str = "127.0.0.1"

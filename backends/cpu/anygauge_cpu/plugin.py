@@ -8,6 +8,7 @@ from typing import Any
 from anygauge_cpu import comm, env, probe, rollout
 from anygauge_hooks import hookimpl
 from anygauge_hooks.kernels import KernelImpl
+from anygauge_hooks.settings import RunConfig
 from anygauge_hooks.types import BackendSpec, ConfigChange, Device, Phase
 
 __all__ = ["CPU"]
@@ -60,7 +61,7 @@ def make_communicator(options: Any, group_options: Any | None) -> Any:
 
 
 @hookimpl
-def rollout_engine_args(config: Any, engine: str) -> Mapping[str, Any] | None:
+def rollout_engine_args(config: RunConfig, engine: str) -> Mapping[str, Any] | None:
     """Keep SGLang to what the host has."""
     return rollout.engine_args(engine, config.rollout.max_batch_tokens)
 

@@ -8,6 +8,7 @@ from typing import Any
 from anygauge_cuda import comm, env, host, probe, rollout, transformer_engine
 from anygauge_hooks import hookimpl
 from anygauge_hooks.kernels import KernelImpl
+from anygauge_hooks.settings import RunConfig
 from anygauge_hooks.types import BackendSpec, ConfigChange, ConfigProblem, Device, Phase
 
 __all__ = ["CUDA"]
@@ -34,7 +35,7 @@ def register_backends() -> Iterable[BackendSpec]:
 
 
 @hookimpl
-def prepare_worker(role: str, phase: Phase, config: Any, log: str | None) -> None:
+def prepare_worker(role: str, phase: Phase, config: RunConfig | None, log: str | None) -> None:
     """Say where torch writes what explains a hang or a lack of memory, and bind trainers to near cores."""
     if phase != "after_config" or config is None:
         return
@@ -89,7 +90,7 @@ def make_optimizer(
 
 
 @hookimpl
-def get_spec_provider(config: Any) -> Any | None:
+def get_spec_provider(config: RunConfig) -> Any | None:
     """Name Transformer Engine's modules where the run asks for them."""
     if config.train.provider != transformer_engine.NAME:
         return None
@@ -111,7 +112,7 @@ def adjust_config() -> Iterable[ConfigChange]:
 
 
 @hookimpl
-def check_config(config: Any, backend: BackendSpec) -> Iterable[ConfigProblem]:
+def check_config(config: RunConfig, backend: BackendSpec) -> Iterable[ConfigProblem]:
     """Check the provider; what a server needs to sleep; that both ends of the weights' way have one memory.
 
     What is not installed here may be so where the run goes: it is missed where there is a GPU.
@@ -126,7 +127,7 @@ def check_config(config: Any, backend: BackendSpec) -> Iterable[ConfigProblem]:
 
 
 @hookimpl
-def rollout_engine_args(config: Any, engine: str) -> Mapping[str, Any] | None:
+def rollout_engine_args(config: RunConfig, engine: str) -> Mapping[str, Any] | None:
     """Name the device to a server, and let it sleep where it shares that with trainers."""
     return rollout.engine_args(engine, sleeps=config.placement.colocated)
 

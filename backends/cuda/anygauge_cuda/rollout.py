@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from anygauge_cuda.env import CUMEM
+from anygauge_hooks.settings import RunConfig
 from anygauge_hooks.types import ConfigProblem
 
 __all__ = ["MEMORY_SAVER", "engine_args", "missing", "unlike_memory"]
@@ -26,7 +27,7 @@ def engine_args(engine: str, *, sleeps: bool) -> Mapping[str, Any] | None:
     return {**SGLANG, "enable_memory_saver": sleeps} if engine == "sglang" else None
 
 
-def missing(config: Any) -> Iterator[ConfigProblem]:
+def missing(config: RunConfig) -> Iterator[ConfigProblem]:
     """Yield what a server cannot sleep without."""
     if config.placement.colocated and importlib.util.find_spec(MEMORY_SAVER) is None:
         hint = f"servers that share their GPUs give memory back through a package: pip install {MEMORY_SAVER}"

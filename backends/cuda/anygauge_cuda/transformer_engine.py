@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from anygauge_hooks.errors import ProviderError
 from anygauge_hooks.kernels import KernelImpl
+from anygauge_hooks.settings import RunConfig
 from anygauge_hooks.types import ConfigProblem
 
 if TYPE_CHECKING:
@@ -57,7 +58,7 @@ def provide() -> Modules:
     return Modules()
 
 
-def option_problems(config: Any) -> Iterator[ConfigProblem]:
+def option_problems(config: RunConfig) -> Iterator[ConfigProblem]:
     """Yield each of ``train.provider_options``: there are none."""
     if config.train.provider != NAME:
         return
@@ -66,7 +67,7 @@ def option_problems(config: Any) -> Iterator[ConfigProblem]:
         yield ConfigProblem(path=f"train.provider_options.{name}", found=value, hint=hint)
 
 
-def missing(config: Any) -> Iterator[ConfigProblem]:
+def missing(config: RunConfig) -> Iterator[ConfigProblem]:
     """Yield that the library was chosen and is not installed; nothing of it is imported."""
     if config.train.provider == NAME and not _is_installed():
         yield ConfigProblem(path="train.provider", found=NAME, hint=f"it is not installed: {INSTALL}")

@@ -18,9 +18,10 @@ from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypeGuard, get_args
 
 from anygauge_hooks.errors import ProviderError
+from anygauge_hooks.settings import RunConfig
 from anygauge_hooks.types import ConfigProblem
 from anygauge_npu.audit import Audit, Change, unknown_changes
 
@@ -75,7 +76,7 @@ class _State:
     audit: Audit | None = None
 
 
-def is_chosen(config: Any, role: str) -> bool:
+def is_chosen(config: RunConfig | None, role: str) -> TypeGuard[RunConfig]:
     """Return whether a worker loads the library: it trains, and its run names it."""
     return config is not None and config.train.provider == NAME and role not in _ROLES_WITHOUT
 
@@ -85,7 +86,7 @@ def means_the_npu() -> bool:
     return TRANSFER in sys.modules
 
 
-def load(config: Any, log: str | None) -> None:
+def load(config: RunConfig, log: str | None) -> None:
     """Import the library, and write down what that replaced.
 
     :param log: File of the process's output; the list goes beside it.
@@ -101,7 +102,7 @@ def load(config: Any, log: str | None) -> None:
     _report(config, log, "import")
 
 
-def reapply(config: Any, log: str | None) -> None:
+def reapply(config: RunConfig, log: str | None) -> None:
     """Apply the library again with the arguments of the run, and write down what is replaced now.
 
     :raises ProviderError: It was not loaded before, fails, or replaced what the config does not allow.
@@ -145,7 +146,7 @@ def arguments(config: Any) -> dict[str, Any]:
     }
 
 
-def option_problems(config: Any) -> Iterator[ConfigProblem]:
+def option_problems(config: RunConfig) -> Iterator[ConfigProblem]:
     """Yield what is wrong with ``train.provider_options``."""
     if config.train.provider != NAME:
         return
@@ -158,7 +159,7 @@ def option_problems(config: Any) -> Iterator[ConfigProblem]:
             yield ConfigProblem(path=path, found=value, hint=f"must be {OPTIONS[name][1]}")
 
 
-def missing(config: Any) -> Iterator[ConfigProblem]:
+def missing(config: RunConfig) -> Iterator[ConfigProblem]:
     """Yield that the library was chosen and is not installed; nothing of it is imported."""
     if config.train.provider == NAME and not _is_installed():
         yield ConfigProblem(path="train.provider", found=NAME, hint=f"it is not installed: {INSTALL}")
@@ -232,7 +233,7 @@ def _no_arguments() -> Iterator[None]:
 Phase = Literal["import", "config"]
 
 
-def _report(config: Any, log: str | None, phase: Phase) -> None:
+def _report(config: RunConfig, log: str | None, phase: Phase) -> None:
     """Write the list and say how long it is; in a strict run refuse what is not expected.
 
     :param phase: After which the list is taken; the later one takes the place of the earlier.

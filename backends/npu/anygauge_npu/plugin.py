@@ -7,6 +7,7 @@ from typing import Any
 
 from anygauge_hooks import hookimpl
 from anygauge_hooks.kernels import KernelImpl
+from anygauge_hooks.settings import RunConfig
 from anygauge_hooks.types import BackendSpec, ConfigChange, ConfigProblem, Device, Phase
 from anygauge_npu import comm, env, host, mindspeed, probe, rollout
 
@@ -35,7 +36,7 @@ def register_backends() -> Iterable[BackendSpec]:
 
 
 @hookimpl
-def prepare_worker(role: str, phase: Phase, config: Any, log: str | None) -> None:
+def prepare_worker(role: str, phase: Phase, config: RunConfig | None, log: str | None) -> None:
     """Load torch-npu, which registers the device with torch, and then what the run chooses."""
     if phase == "before_vendor_import":
         env.import_vendor()
@@ -107,14 +108,14 @@ def register_kernels() -> Iterable[KernelImpl]:
 
 
 @hookimpl
-def check_config(config: Any, backend: BackendSpec) -> Iterable[ConfigProblem]:
+def check_config(config: RunConfig, backend: BackendSpec) -> Iterable[ConfigProblem]:
     """Check what the provider is given, and that it is there; without an NPU it may be so elsewhere."""
     absent = mindspeed.missing(config) if backend.probe().ok else ()
     return [*mindspeed.option_problems(config), *absent]
 
 
 @hookimpl
-def get_spec_provider(config: Any) -> Any | None:
+def get_spec_provider(config: RunConfig) -> Any | None:
     """Name MindSpeed's linears where the run asks for them."""
     if config.train.provider != mindspeed.NAME:
         return None
@@ -122,7 +123,7 @@ def get_spec_provider(config: Any) -> Any | None:
 
 
 @hookimpl
-def rollout_engine_args(config: Any, engine: str) -> Mapping[str, Any] | None:
+def rollout_engine_args(config: RunConfig, engine: str) -> Mapping[str, Any] | None:
     """Name the device to a server, and let it sleep where it shares that with trainers."""
     return rollout.engine_args(engine, sleeps=config.placement.colocated)
 

@@ -14,10 +14,11 @@ from importlib.util import find_spec
 from itertools import combinations
 from typing import TYPE_CHECKING, Any
 
-from anygauge.plugins import Plugins, plugin_distribution, source_location
+from anygauge.plugins import plugin_distribution, source_location
 from anygauge_hooks import kernels as contract
 from anygauge_hooks.errors import DuplicateNameError, PluginError
 from anygauge_hooks.kernels import KERNEL_FACTS, KERNEL_OPS, KernelImpl, KernelOp
+from anygauge_hooks.types import LoadedPlugins
 
 if TYPE_CHECKING:
     import torch
@@ -176,7 +177,7 @@ class KernelTable:
         return rows
 
 
-def resolve_kernels(plugins: Plugins, backend: BackendSpec) -> KernelTable:
+def resolve_kernels(plugins: LoadedPlugins, backend: BackendSpec) -> KernelTable:
     """Collect and check the kernels that plugins register for a backend.
 
     :raises PluginError: A kernel names an unknown op, or has not the signature of its op.

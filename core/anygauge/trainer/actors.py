@@ -44,7 +44,7 @@ from anygauge_hooks.weights import WeightPeer
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from anygauge.plugins import Plugins
+    from anygauge_hooks.types import LoadedPlugins
 
 __all__ = [
     "ActorWorker",
@@ -83,7 +83,7 @@ def make_loss(config: Config, context: WorkerContext) -> LossFunction:
     )
 
 
-def corrections(config: Config, plugins: Plugins) -> dict[str, Callable[[LossInputs], Correction]]:
+def corrections(config: Config, plugins: LoadedPlugins) -> dict[str, Callable[[LossInputs], Correction]]:
     """Return the corrections that the config names, with their options bound."""
     find = partial(plugins.get, "register_corrections")
     return {name: partial(find(name).fn, **options) for name, options in config.algorithm.correction.items()}

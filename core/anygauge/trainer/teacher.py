@@ -21,8 +21,8 @@ from anygauge_hooks.rl import TrainSample
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from anygauge.plugins import Plugins
     from anygauge_hooks.media import MediaKind
+    from anygauge_hooks.types import LoadedPlugins
 
 __all__ = ["Teacher", "make_teacher", "maker"]
 
@@ -96,7 +96,7 @@ def maker(config: Config, context: WorkerContext, name: str, role: str) -> Calla
     return make
 
 
-def is_same_model(one: Path, other: Path, plugins: Plugins, kinds: Collection[MediaKind] = ()) -> bool:
+def is_same_model(one: Path, other: Path, plugins: LoadedPlugins, kinds: Collection[MediaKind] = ()) -> bool:
     """Return whether two Hugging Face directories hold models that compute the same of the same weights.
 
     :param kinds: Of media that they are shown.

@@ -12,8 +12,7 @@ from anygauge.config.schema import Algorithm, Config, Section
 from anygauge_hooks.types import ConfigProblem
 
 if TYPE_CHECKING:
-    from anygauge.plugins import Plugins
-    from anygauge_hooks.types import NamedFunction
+    from anygauge_hooks.types import LoadedPlugins, NamedFunction
 
 __all__ = [
     "algorithm_rule",
@@ -40,7 +39,7 @@ WIDEST_SEQUENCE_CLIP = 0.01
 Problems = Iterator[ConfigProblem]
 
 
-def estimator(config: Config, plugins: Plugins) -> NamedFunction | None:
+def estimator(config: Config, plugins: LoadedPlugins) -> NamedFunction | None:
     """Return the advantage estimator, if there is one of its name; SFT has none."""
     if config.run.task == "sft":
         return None
@@ -48,19 +47,19 @@ def estimator(config: Config, plugins: Plugins) -> NamedFunction | None:
     return named
 
 
-def has_critic(config: Config, plugins: Plugins) -> bool:
+def has_critic(config: Config, plugins: LoadedPlugins) -> bool:
     """Return whether a critic is trained beside the policy."""
     named = estimator(config, plugins)
     return named is not None and VALUES in named.needs
 
 
-def has_teacher(config: Config, plugins: Plugins) -> bool:
+def has_teacher(config: Config, plugins: LoadedPlugins) -> bool:
     """Return whether there is a teacher."""
     likens = config.run.task != "sft" and config.algorithm.distill_kl_coef > 0
     return likens or rates_samples(config, plugins)
 
 
-def rates_samples(config: Config, plugins: Plugins) -> bool:
+def rates_samples(config: Config, plugins: LoadedPlugins) -> bool:
     """Return whether the teacher is asked for the log-probs of what the policy sampled."""
     named = estimator(config, plugins)
     return named is not None and (TEACHER in named.needs or config.algorithm.distill_coef > 0)
@@ -82,7 +81,7 @@ def algorithm_rule(config: Config, user_keys: Collection[str]) -> Problems:
         yield ConfigProblem(path="critic.warmup_steps", found=config.critic.warmup_steps, hint=hint)
 
 
-def algorithm_rules(config: Config, plugins: Plugins) -> Problems:
+def algorithm_rules(config: Config, plugins: LoadedPlugins) -> Problems:
     """Yield what the advantage estimator cannot use, and what it lacks."""
     named, algorithm = estimator(config, plugins), config.algorithm
     if named is None and config.run.task != "sft":
@@ -185,7 +184,7 @@ def value_problems(path: str, function: NamedFunction, options: Mapping[str, Any
             continue  # a type of which pydantic knows nothing
 
 
-def _loss(config: Config, plugins: Plugins) -> Problems:
+def _loss(config: Config, plugins: LoadedPlugins) -> Problems:
     """Yield the keys that the policy loss does not read."""
     algorithm, losses = config.algorithm, plugins.named("register_policy_losses")
     if algorithm.policy_loss not in losses:
@@ -203,7 +202,7 @@ def _loss(config: Config, plugins: Plugins) -> Problems:
         yield ConfigProblem(path="train.optimizer_steps", found=config.optimizer_steps, hint=hint)
 
 
-def _takers(plugins: Plugins, need: str) -> str:
+def _takers(plugins: LoadedPlugins, need: str) -> str:
     names = [name for name, each in sorted(plugins.named(ESTIMATORS).items()) if need in each.needs]
     return f"algorithm.advantage = {_listed(names)}"
 

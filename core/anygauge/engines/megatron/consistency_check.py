@@ -20,9 +20,9 @@ from anygauge.config.roles import as_language_model
 from anygauge.distributed.all_gather import all_gather_values
 from anygauge.engines.megatron.weights.hf import read_config, reading_config
 from anygauge.engines.megatron.weights.mapping import TensorRule, copied_embedding
-from anygauge.plugins import Plugins
 from anygauge_hooks.errors import AnygaugeError, RankMismatchError
 from anygauge_hooks.megatron import megatron_model
+from anygauge_hooks.types import LoadedPlugins
 
 __all__ = ["check_configs_agree", "check_ranks_agree"]
 
@@ -46,7 +46,7 @@ _NAMES = TypeAdapter(list[str])
 # -------------------------------------------------------------------------
 
 
-def check_configs_agree(config: Config, plugins: Plugins) -> None:
+def check_configs_agree(config: Config, plugins: LoadedPlugins) -> None:
     """Compare what ranks will build their models from. A collective of all ranks.
 
     Paths may differ: each host has its own cache.
@@ -78,7 +78,7 @@ def _difference(facts_of_ranks: Sequence[Mapping[str, str] | None]) -> str:
     return f"Ranks start with different configs: {_shown(different)}."
 
 
-def _facts(config: Config, plugins: Plugins) -> Iterator[tuple[str, str]]:
+def _facts(config: Config, plugins: LoadedPlugins) -> Iterator[tuple[str, str]]:
     """Yield keys and values of the config, of the model's and of what its family makes of that."""
     for name in TABLES:
         yield from _leaves(name, getattr(config, name).model_dump())

@@ -44,13 +44,12 @@ from anygauge.engines.megatron.weights.mapping import (
 )
 from anygauge.engines.megatron.weights.sharding import ShardPosition, padded_vocab
 from anygauge.kernels.table import KernelTable, resolve_kernels
-from anygauge.plugins import Plugins
 from anygauge_hooks.errors import ConfigError
 from anygauge_hooks.kernels import PrefersKernels
 from anygauge_hooks.media import MediaKind, TowerSpec
 from anygauge_hooks.megatron import MegatronModel, megatron_model
 from anygauge_hooks.models import ModelSpec
-from anygauge_hooks.types import BackendSpec, Device
+from anygauge_hooks.types import BackendSpec, Device, LoadedPlugins
 
 __all__ = ["Policy", "build_policy", "initialize_parallel", "rank_position"]
 
@@ -184,7 +183,7 @@ def _chunks_per_rank(sizes: Parallel) -> int | None:
 
 def build_policy(
     config: Config,
-    plugins: Plugins,
+    plugins: LoadedPlugins,
     backend: BackendSpec,
     device: Device,
     *,

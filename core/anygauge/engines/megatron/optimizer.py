@@ -15,8 +15,7 @@ from anygauge.config import Config
 from anygauge.distributed.all_gather import plain_objects
 from anygauge.engines.megatron.gradients import complete_gradients
 from anygauge.engines.megatron.options import MegatronOptions, refusal
-from anygauge.plugins import Plugins
-from anygauge_hooks.types import BackendSpec
+from anygauge_hooks.types import BackendSpec, LoadedPlugins
 
 __all__ = ["make_optimizer", "make_schedule", "wrap_model"]
 
@@ -60,7 +59,7 @@ def _sum_gradients(model: list[Any], num_tokens: Any, **options: Any) -> None:
 def make_optimizer(
     chunks: Sequence[DistributedDataParallel],
     options: MegatronOptions,
-    plugins: Plugins,
+    plugins: LoadedPlugins,
     backend: BackendSpec,
 ) -> MegatronOptimizer:
     """Return Megatron's optimizer, with the inner AdamW of the backend where it makes one.

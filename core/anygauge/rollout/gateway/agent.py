@@ -6,8 +6,9 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
+from anygauge.config.schema import Rollout as RolloutTable
 from anygauge.config.schema import RolloutGateway
 from anygauge.rollout.gateway.command import run_command
 from anygauge.rollout.gateway.refusals import Refusal, bad_request
@@ -186,7 +187,7 @@ class _Made(NamedTuple):
 
 def _gateway_options(rollout: Rollout) -> RolloutGateway:
     """Return the gateway's table with the model's own context where none is set."""
-    options: RolloutGateway = rollout.config.gateway
+    options = cast(RolloutTable, rollout.config).gateway  # the contract does not have this table
     context = options.max_context_tokens or rollout.max_context_tokens
     return options.model_copy(update={"max_context_tokens": context})
 
