@@ -19,7 +19,6 @@ import pytest
 from anygauge.cli import doctor
 from anygauge.config.schema import Config
 from anygauge.distributed import child_process
-from anygauge.distributed.garbage import freeze_living_objects
 from anygauge.engines.megatron.prepare import prepare_megatron
 from anygauge.plugins import Plugins, find_backend, load_plugins
 from anygauge.runtime.launch import launch_workers
@@ -67,7 +66,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 def pytest_collection_finish() -> None:
     """Leave the million objects of modules and collected tests out of garbage collections, and have fewer."""
-    freeze_living_objects()
+    gc.freeze()
     gc.set_threshold(10_000, 10, 10)
     gc.enable()
 
