@@ -52,24 +52,6 @@ _PARTS: Mapping[KernelOp, tuple[str, Sequence[KernelOp]]] = {
 """Ops that are made of others where nobody serves them: the function of the references that does it, and the
 ops that it is given first."""
 
-_PROTOCOLS: Mapping[KernelOp, type] = {
-    "add_rms_norm": contract.AddRmsNorm,
-    "causal_conv1d": contract.CausalConv1d,
-    "gated_delta_rule": contract.GatedDeltaRule,
-    "grouped_matmul": contract.GroupedMatmul,
-    "layer_norm": contract.LayerNorm,
-    "linear_logprob": contract.LinearLogprob,
-    "qk_norm_rotary": contract.QkNormRotary,
-    "rms_norm": contract.RmsNorm,
-    "rotary_embedding": contract.RotaryEmbedding,
-    "swiglu": contract.Swiglu,
-    "token_permute": contract.TokenPermute,
-    "token_unpermute": contract.TokenUnpermute,
-    "topk_router": contract.TopkRouter,
-    "varlen_attention": contract.VarlenAttention,
-    "vocab_parallel_logprob": contract.VocabParallelLogprob,
-}
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelRow:
@@ -272,11 +254,17 @@ def _check_kernel(owned: _Owned) -> None:
             f"Kernel {owned} of {op} limits {', '.join(unknown)}, which no module states.",
             hint=f"The facts of {op} are: {known}.",
         )
-    wanted = list(inspect.signature(vars(_PROTOCOLS[op])["__call__"]).parameters.values())[1:]
+    wanted = list(inspect.signature(vars(_protocol(op))["__call__"]).parameters.values())[1:]
     problem = _signature_problem(owned.kernel.fn, wanted)
     if problem:
         takes = ", ".join(("*, " if p.kind is p.KEYWORD_ONLY else "") + p.name for p in wanted)
         raise PluginError(f"Kernel {owned} cannot serve {op}: {problem}.", hint=f"It takes ({takes}).")
+
+
+def _protocol(op: KernelOp) -> type:
+    """Return the Protocol of an op: ``RmsNorm`` of ``rms_norm``."""
+    protocol: type = getattr(contract, "".join(word.capitalize() for word in op.split("_")))
+    return protocol
 
 
 def _signature_problem(fn: Callable[..., Any], wanted: Sequence[inspect.Parameter]) -> str | None:
