@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Iterator, Mapping
+from functools import partial
+from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
@@ -36,32 +38,13 @@ WANDB_MODES = ("online", "offline", "disabled")
 @hookimpl
 def register_trackers() -> list[TrackerSpec]:
     """Return ``jsonl``, ``tensorboard``, ``wandb`` and ``trackio``."""
-    from anygauge.observability.jsonl import make_jsonl_tracker
-
-    return [
-        TrackerSpec(name="jsonl", make=make_jsonl_tracker),
-        TrackerSpec(name="tensorboard", make=_make_tensorboard),
-        TrackerSpec(name="wandb", make=_make_wandb),
-        TrackerSpec(name="trackio", make=_make_trackio),
-    ]
+    return [TrackerSpec(name=name, make=partial(_make, name)) for name in OPTIONS]
 
 
-def _make_tensorboard(run: RunInfo) -> Tracker:
-    from anygauge.observability.tensorboard import make_tensorboard_tracker
-
-    return make_tensorboard_tracker(run)
-
-
-def _make_wandb(run: RunInfo) -> Tracker:
-    from anygauge.observability.wandb import make_wandb_tracker
-
-    return make_wandb_tracker(run)
-
-
-def _make_trackio(run: RunInfo) -> Tracker:
-    from anygauge.observability.trackio import make_trackio_tracker
-
-    return make_trackio_tracker(run)
+def _make(name: str, run: RunInfo) -> Tracker:
+    module = import_module(f"anygauge.observability.{name}")
+    tracker: Tracker = getattr(module, f"make_{name}_tracker")(run)
+    return tracker
 
 
 @hookimpl
