@@ -6,10 +6,15 @@ import argparse
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from anygauge.disk import why_impossible
 
-__all__ = ["is_override", "local_path", "split_arguments"]
+if TYPE_CHECKING:
+    from anygauge.plugins import Plugins
+    from anygauge_hooks.types import BackendSpec
+
+__all__ = ["asked_backend", "is_override", "local_path", "positive", "split_arguments"]
 
 _OVERRIDE = re.compile(r"--[A-Za-z_]\w*(\.[\w-]+)+(=.*)?", re.DOTALL)
 
@@ -25,6 +30,26 @@ def local_path(text: str) -> Path:
     if problem is not None:
         raise argparse.ArgumentTypeError(f"the path {problem}")
     return path
+
+
+def positive(text: str) -> int:
+    """Return the number above 0 that an argument is, for :mod:`argparse`.
+
+    >>> positive("8")
+    8
+    """
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, not {text!r}")
+    return int(text)
+
+
+def asked_backend(plugins: Plugins, name: str | None) -> BackendSpec:
+    """Return the backend of a name, which need not be able to run here, or the one that a run would take."""
+    from anygauge.plugins import find_backend, select_backend
+
+    if name is None:
+        return select_backend(plugins)[0]
+    return find_backend(plugins, plugins.named("register_backends"), name)
 
 
 def is_override(token: str) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from anygauge.cli.arguments import local_path
+from anygauge.cli.arguments import local_path, positive
 from anygauge.observability.control_characters import visible
 
 __all__ = ["HELP", "add_arguments", "run"]
@@ -36,15 +36,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="model of a run's checkpoint (default: that of the run)",
     )
     parser.add_argument(
-        "--workers", type=_positive, metavar="N", help="processes that share the work (default: by size)"
+        "--workers", type=positive, metavar="N", help="processes that share the work (default: by size)"
     )
     parser.add_argument("--check", action="store_true", help="compare OUT with the source, tensor by tensor")
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, not {text!r}")
-    return int(text)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -22,8 +22,9 @@ from typing import Any, Literal
 
 from anygauge import __version__
 from anygauge_hooks.errors import UnknownBackendError
+from anygauge_hooks.types import HostCheck
 
-__all__ = ["HELP", "BackendRow", "MediaRow", "add_arguments", "read_media", "run"]
+__all__ = ["HELP", "BackendRow", "add_arguments", "read_media", "run"]
 
 HELP = "Say which backends can run on this host, and what to do about the others."
 
@@ -44,16 +45,6 @@ class BackendRow:
     name: str
     status: Status
     reason: str
-    fix: str | None
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class MediaRow:
-    """One kind of files."""
-
-    name: str
-    status: Status
-    found: str
     fix: str | None
 
 
@@ -240,9 +231,7 @@ def _because(reason: str) -> str:
 
 def _backends(rows: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
     for row in rows.values():
-        yield f"  {row['status']:<14}{row['name']:<8}{row['reason']}"
-        if row["status"] != "PASS" and row["fix"]:
-            yield f"  {'':<14}{'':<8}fix: {row['fix']}"
+        yield from _row(row, row["reason"], 8, None if row["status"] == "PASS" else row["fix"])
 
 
 def _host_of(report: Mapping[str, Any], name: str, asked: str | None) -> Iterator[str]:
@@ -260,9 +249,13 @@ def _host_of(report: Mapping[str, Any], name: str, asked: str | None) -> Iterato
 def _checks(checks: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     width = max((len(check["name"]) for check in checks), default=0) + 2
     for check in checks:
-        yield f"  {check['status']:<14}{check['name']:<{width}}{check['found']}"
-        if check["fix"]:
-            yield f"  {'':<14}{'':<{width}}fix: {check['fix']}"
+        yield from _row(check, check["found"], width, check["fix"])
+
+
+def _row(row: Mapping[str, Any], text: str, width: int, fix: str | None) -> Iterator[str]:
+    yield f"  {row['status']:<14}{row['name']:<{width}}{text}"
+    if fix:
+        yield f"  {'':<14}{'':<{width}}fix: {fix}"
 
 
 def _installed(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
@@ -278,13 +271,13 @@ def _installed(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         yield f"  all {len(rows)} requirements are met"
 
 
-def read_media() -> list[MediaRow]:
+def read_media() -> list[HostCheck]:
     """Return what can be read, and what to install for the rest. Nothing is imported."""
     return [_media_row(*each) for each in _READERS]
 
 
-def _media_row(name: str, distribution: str, fix: str) -> MediaRow:
+def _media_row(name: str, distribution: str, fix: str) -> HostCheck:
     try:
-        return MediaRow(name, "PASS", f"{distribution} {version(distribution)}", None)
+        return HostCheck(name=name, status="PASS", found=f"{distribution} {version(distribution)}")
     except PackageNotFoundError:
-        return MediaRow(name, "NOT INSTALLED", f"{distribution} is not installed", fix)
+        return HostCheck(name=name, status="NOT INSTALLED", found=f"{distribution} is not installed", fix=fix)

@@ -9,6 +9,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from anygauge.cli.arguments import asked_backend
+
 __all__ = ["HELP", "add_arguments", "columns", "run"]
 
 HELP = "List who implements each hook and each kernel operation."
@@ -25,14 +27,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the capability table."""
-    from anygauge.plugins import find_backend, load_plugins, select_backend
+    from anygauge.plugins import load_plugins
     from anygauge.run_directory.capabilities import capabilities
 
     plugins = load_plugins()
-    if args.backend is None:
-        backend, _ = select_backend(plugins)
-    else:
-        backend = find_backend(plugins, plugins.named("register_backends"), args.backend)
+    backend = asked_backend(plugins, args.backend)
     report = capabilities(plugins, backend)
     print(json.dumps(report, indent=2, default=str) if args.json else _rendered(report))
     references = [

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from anygauge.cli.arguments import asked_backend, positive
 from anygauge_hooks.errors import PlacementError
 
 if TYPE_CHECKING:
@@ -33,9 +34,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "[--run head|worker | --print-head] [--backend NAME] [--section.key value ...]"
     )
     parser.add_argument("config", metavar="CONFIG.toml", nargs="?", help="of the run that the cluster is for")
-    parser.add_argument("--nodes", metavar="N", type=_positive, default=1, help="hosts (default 1)")
+    parser.add_argument("--nodes", metavar="N", type=positive, default=1, help="hosts (default 1)")
     parser.add_argument(
-        "--devices", metavar="M", type=_positive, help="of each host; default: the config's workers, divided"
+        "--devices", metavar="M", type=positive, help="of each host; default: the config's workers, divided"
     )
     parser.add_argument(
         "--head", metavar="HOST[:PORT]", help="where the head listens; default: this host and a free port"
@@ -49,12 +50,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="print only HOST:PORT of a head here, for --head of the others",
     )
-
-
-def _positive(text: str) -> int:
-    if not (text.isdecimal() and int(text)):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
-    return int(text)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,14 +97,11 @@ def run(args: argparse.Namespace) -> int:
 
 def _plan(args: argparse.Namespace) -> _Plan:
     from anygauge.config.schema import Cluster
-    from anygauge.plugins import find_backend, load_plugins, select_backend
+    from anygauge.plugins import load_plugins
     from anygauge.runtime.ray_commands import free_port
 
     plugins = load_plugins()
-    if args.backend is None:
-        backend, _ = select_backend(plugins)
-    else:
-        backend = find_backend(plugins, plugins.named("register_backends"), args.backend)
+    backend = asked_backend(plugins, args.backend)
     config = _config(args, backend)
     cluster = config.cluster if config else Cluster()
     host = _host(args, cluster)

@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 
 from anygauge.cli import doctor, installed, main
-from anygauge.cli.doctor import MediaRow, read_media
+from anygauge.cli.doctor import read_media
 from anygauge.cli.installed import read_installed
 from anygauge.plugins import BACKENDS_GROUP
+from anygauge_hooks.types import HostCheck
 
 
 @pytest.fixture
@@ -172,7 +173,9 @@ def test_the_installed_set_is_compared_with_what_it_requires(
 def test_it_says_what_reads_videos_and_sound_and_what_to_install() -> None:
     rows = {row.found.split()[0]: row for row in read_media()}
     assert rows["pillow"].status == "PASS"
-    missing = MediaRow("mp4 and other video", "NOT INSTALLED", "av is not installed", "pip install x")
+    missing = HostCheck(
+        name="mp4 and other video", status="NOT INSTALLED", found="av is not installed", fix="pip install x"
+    )
     text = doctor._rendered(report(media=[dataclasses.asdict(missing)]))
     assert "NOT INSTALLED mp4 and other video  av is not installed" in text
     assert "fix: pip install x" in text
