@@ -11,7 +11,7 @@ import httpx2
 
 from anygauge_hooks.errors import DeadlineError, RolloutError
 
-__all__ = ["EngineControl", "RefusedError", "message_of"]
+__all__ = ["EngineControl", "RefusedError"]
 
 EXCERPT = 300
 
@@ -44,7 +44,7 @@ class EngineControl:
             base_url=address, timeout=deadline_s, trust_env=False, verify=_certificates()
         )
 
-    def post(self, path: str, body: Mapping[str, Any], *, what: str) -> Mapping[str, Any]:
+    def post(self, path: str, body: Mapping[str, Any] | bytes, *, what: str) -> Mapping[str, Any]:
         """Post and return the answer.
 
         :param what: What is waited for, as the object of a sentence: ``"bucket 3 of version 7"``.
@@ -52,29 +52,32 @@ class EngineControl:
         :raises DeadlineError: No answer in time.
         :raises RolloutError: No connection, or it broke.
         """
-        return self._send("POST", path, dict(body), what)
+        return self._send("POST", path, body, what)
 
     def get(self, path: str, *, what: str) -> Mapping[str, Any]:
         """Return what a path answers; raises what :meth:`post` does."""
         return self._send("GET", path, None, what)
 
-    def _send(self, method: str, path: str, body: Mapping[str, Any] | None, what: str) -> Mapping[str, Any]:
+    def _send(
+        self, method: str, path: str, body: Mapping[str, Any] | bytes | None, what: str
+    ) -> Mapping[str, Any]:
+        content: dict[str, Any] = {"content" if isinstance(body, bytes) else "json": body}
         try:
-            reply = self._client.request(method, path, json=body, headers=self._headers(path))
+            reply = self._client.request(method, path, **content, headers=self._headers(path))
         except httpx2.TimeoutException as error:
             raise DeadlineError(
                 f"{self.address}{path} did not answer about {what} in {self._deadline_s:g} s.",
-                hint="Look at the engine's log; weight_sync.deadline_s is how long to wait.",
+                hint="Look at its log; weight_sync.deadline_s is how long to wait.",
             ) from error
         except httpx2.TransportError as error:
             raise RolloutError(
                 f"{self.address}{path} cannot be asked about {what}: {type(error).__name__}: {error}.",
-                hint="The engine has ended, or was never there; look at its log.",
+                hint="It has ended, or was never there; look at its log.",
             ) from error
         if not reply.is_success:
             raise RefusedError(
-                f"{self.address}{path} refused {what}: {reply.status_code} {message_of(reply)}.",
-                hint="Look at the engine's log.",
+                f"{self.address}{path} refused {what}: {reply.status_code} {_message_of(reply)}.",
+                hint="Look at its log.",
             )
         return _object(reply)
 
@@ -83,7 +86,7 @@ class EngineControl:
         self._client.close()
 
 
-def message_of(reply: httpx2.Response) -> str:
+def _message_of(reply: httpx2.Response) -> str:
     """Return what a refusal says."""
     message = _object(reply).get("message") or reply.text
     return repr(str(message)[:EXCERPT])

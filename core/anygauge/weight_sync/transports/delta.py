@@ -6,15 +6,13 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-import httpx2
-
 from anygauge.weight_sync.buckets import unpack
 from anygauge.weight_sync.changes import Change, bytes_view, changed, framed, whole
 from anygauge.weight_sync.checksum import checksum
-from anygauge.weight_sync.control import RefusedError, message_of
+from anygauge.weight_sync.control import EngineControl
 from anygauge.weight_sync.receiver import SECRET_HEADER
 from anygauge.weight_sync.watchdog import describe
-from anygauge_hooks.errors import DeadlineError, RolloutError
+from anygauge_hooks.errors import RolloutError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -49,7 +47,8 @@ class DeltaTransport:
         """Version of the copy before it."""
         self._loaded: dict[str, int] = {}
         """How often each server that has the copy's weights had been started, by address."""
-        self._clients: dict[str, httpx2.Client] = {}
+        self._receivers: dict[tuple[str, str], EngineControl] = {}
+        """By address and secret."""
         self._behind: set[str] = set()
         """Addresses of servers whose receivers hold the base; the others get everything."""
         self._moved: dict[str, int] = {}
@@ -138,28 +137,15 @@ class DeltaTransport:
                 f"{peer.address} has no receiver beside it, which the transport delta sends to.",
                 hint='An engine that was attached by its address takes "distributed" or "disk".',
             )
-        client = self._clients.get(peer.receiver)
-        if client is None:
-            client = self._clients[peer.receiver] = httpx2.Client(
-                base_url=f"http://{peer.receiver}", timeout=self._deadline_s, trust_env=False
+        receiver = self._receivers.get((peer.receiver, peer.secret))
+        if receiver is None:
+            receiver = self._receivers[peer.receiver, peer.secret] = EngineControl(
+                f"http://{peer.receiver}",
+                lambda path: {SECRET_HEADER: peer.secret},
+                deadline_s=self._deadline_s,
             )
-        where = f"The receiver of {peer.address}"
-        try:
-            reply = client.post(path, content=data, headers={SECRET_HEADER: peer.secret})
-        except httpx2.TimeoutException as error:
-            raise DeadlineError(
-                f"{where} did not answer about {what} in {self._deadline_s:g} s.",
-                hint="Look at its worker's log; weight_sync.deadline_s is how long to wait.",
-            ) from error
-        except httpx2.TransportError as error:
-            raise RolloutError(
-                f"{where} cannot be asked about {what}: {type(error).__name__}: {error}.",
-                hint="Its worker has ended; look at its log.",
-            ) from error
-        if not reply.is_success:
-            raise RefusedError(f"{where} refused {what}: {reply.status_code} {message_of(reply)}.")
+        answer = receiver.post(path, data, what=f"{what}, beside {peer.address}")
         self._moved[peer.address] = self._moved.get(peer.address, 0) + len(data)
-        answer: Mapping[str, Any] = reply.json()
         return answer
 
     def abandon(self) -> None:
@@ -174,6 +160,6 @@ class DeltaTransport:
     def close(self) -> None:
         """Close the connections, and release the copy."""
         self._copy, self._sums, self._version = [], [], None
-        for client in self._clients.values():
-            client.close()
-        self._clients.clear()
+        for receiver in self._receivers.values():
+            receiver.close()
+        self._receivers.clear()
