@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+from collections.abc import Mapping
 from pathlib import Path
 
 from anygauge.disk import read_json
 from anygauge_hooks.errors import CheckpointError
 
-__all__ = ["INDEX", "SINGLE", "weight_files", "weight_names"]
+__all__ = ["INDEX", "SINGLE", "copy_other_files", "weight_files", "weight_names", "write_index"]
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+_WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".gguf", ".onnx")
 
 
 def weight_names(directory: Path) -> list[str]:
@@ -54,3 +58,20 @@ def weight_files(directory: Path) -> list[Path]:
             f"{directory} lacks {', '.join(absent)}, which {INDEX} names.", hint="Complete the download."
         )
     return [directory / name for name in names]
+
+
+def copy_other_files(source: Path, target: Path) -> None:
+    """Copy every file of a Hugging Face directory that holds no weights."""
+    for path in sorted(source.iterdir()):
+        if path.is_file() and path.suffix not in _WEIGHT_SUFFIXES and not path.name.endswith(".index.json"):
+            shutil.copyfile(path, target / path.name)
+
+
+def write_index(directory: Path, weight_map: Mapping[str, str], size: int) -> None:
+    """Write which file holds which tensor.
+
+    :param weight_map: File by tensor.
+    :param size: Of all tensors, in bytes.
+    """
+    index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(weight_map.items()))}
+    (directory / INDEX).write_text(json.dumps(index, indent=2) + "\n")

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import re
-import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from anygauge.disk import appearing, remove
+from anygauge.hub.weight_files import copy_other_files, write_index
 from anygauge.weight_sync.buckets import unpack
 
 if TYPE_CHECKING:
@@ -18,9 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = ["DiskTransport"]
 
-INDEX = "model.safetensors.index.json"
 _VERSION = re.compile(r"version-(\d+)")
-_WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json", "*.pt", "*.pth")
 
 
 class DiskTransport:
@@ -53,7 +50,8 @@ class DiskTransport:
             if target.exists():
                 remove(target)
             self._partial = self._writing.enter_context(appearing(target))
-            _copy_other_files(self._model, self._partial)
+            if self._model.is_dir():
+                copy_other_files(self._model, self._partial)
         name = f"model-{bucket.index:05d}.safetensors"
         save_file(dict(unpack(bucket.tensors, bucket.data)), self._partial / name, {"format": "pt"})
         self._places |= {each.name: name for each in bucket.tensors}
@@ -63,8 +61,7 @@ class DiskTransport:
 
     def _publish(self) -> None:
         assert self._partial is not None
-        index = {"metadata": {"total_size": self._size}, "weight_map": self._places}
-        (self._partial / INDEX).write_text(json.dumps(index, indent=1))
+        write_index(self._partial, self._places, self._size)
         self._forget()
         self._writing.close()
 
@@ -100,17 +97,3 @@ def _versions(directory: Path) -> Mapping[int, Path]:
         return {}
     matches = ((_VERSION.fullmatch(path.name), path) for path in directory.iterdir())
     return {int(match[1]): path for match, path in matches if match}
-
-
-def _copy_other_files(model: Path, target: Path) -> None:
-    """Copy the files of a checkpoint that hold no weights."""
-    for path in _files(model):
-        shutil.copy2(path, target / path.name)
-
-
-def _files(model: Path) -> Iterator[Path]:
-    if not model.is_dir():
-        return
-    for path in sorted(model.iterdir()):
-        if path.is_file() and not any(path.match(pattern) for pattern in _WEIGHTS):
-            yield path

@@ -49,13 +49,11 @@ from anygauge.engines.megatron.weights.hf import (
     FILE_BYTES,
     TensorReader,
     config_of_weights,
-    copy_other_files,
     open_tensors,
     read_config,
     reading_config,
     shard_names,
 )
-from anygauge.engines.megatron.weights.hf import write_index as write_hf_index
 from anygauge.engines.megatron.weights.mapping import (
     SHOWN,
     TensorRule,
@@ -71,6 +69,8 @@ from anygauge.engines.megatron.weights.mapping import (
 )
 from anygauge.engines.megatron.weights.shapes import shape_problem
 from anygauge.engines.megatron.weights.stacks import straight
+from anygauge.hub.weight_files import copy_other_files
+from anygauge.hub.weight_files import write_index as write_hf_index
 from anygauge.plugins import Plugins
 from anygauge_hooks.errors import CheckpointError, WorkerDiedError
 from anygauge_hooks.media import TowerSpec

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -15,25 +14,22 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from anygauge.disk import appearing, read_json
-from anygauge.hub.weight_files import INDEX, weight_files
+from anygauge.hub.weight_files import copy_other_files, weight_files, write_index
 from anygauge_hooks.errors import AnygaugeError, CheckpointError
 
 __all__ = [
     "FILE_BYTES",
     "TensorReader",
     "config_of_weights",
-    "copy_other_files",
     "open_tensors",
     "read_config",
     "reading_config",
     "shard_names",
     "write_directory",
-    "write_index",
 ]
 
 FILE_BYTES = 5_000_000_000
 """Largest file of weights, unless one tensor is larger."""
-_WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".gguf", ".onnx")
 _PREDICTION_HEADS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
 """Keys of ``config.json`` that count heads of multi-token prediction, which no family has."""
 _TYPE_KEYS = frozenset(("dtype", "torch_dtype"))
@@ -196,13 +192,6 @@ def config_of_weights(source: Mapping[str, Any], dtype: torch.dtype) -> dict[str
     return {**config, **heads, "dtype": str(dtype).removeprefix("torch.")}
 
 
-def copy_other_files(source: Path, target: Path) -> None:
-    """Copy every file of a Hugging Face directory that holds no weights."""
-    for path in sorted(source.iterdir()):
-        if path.is_file() and path.suffix not in _WEIGHT_SUFFIXES and not path.name.endswith(".index.json"):
-            shutil.copyfile(path, target / path.name)
-
-
 def _write_shards(directory: Path, weights: Iterable[tuple[str, Tensor]], shard_bytes: int) -> None:
     shards: list[list[str]] = []
     pending: dict[str, Tensor] = {}
@@ -227,16 +216,6 @@ def _write_shards(directory: Path, weights: Iterable[tuple[str, Tensor]], shard_
     write_index(
         directory, {name: file for file, held in zip(names, shards, strict=True) for name in held}, total
     )
-
-
-def write_index(directory: Path, weight_map: Mapping[str, str], size: int) -> None:
-    """Write which file holds which tensor.
-
-    :param weight_map: File by tensor.
-    :param size: Of all tensors, in bytes.
-    """
-    index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(weight_map.items()))}
-    (directory / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
 
 def shard_names(count: int) -> list[str]:
