@@ -2,33 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megatron.core.tensor_parallel.mappings import all_gather_last_dim_from_tensor_parallel_region
-from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
-from megatron.core.transformer.enums import AttnMaskType
-from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.attention import SelfAttention
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from anygauge.engines.megatron.layers.provider import SpecProvider
-
-__all__ = ["GatedAttention", "attention_spec"]
-
-
-def attention_spec(provider: SpecProvider, config: TransformerConfig) -> ModuleSpec:
-    """Return gated attention with normalised queries and keys."""
-    submodules = SelfAttentionSubmodules(
-        linear_qkv=provider.column_parallel_linear(),
-        core_attention=provider.core_attention(),
-        linear_proj=provider.row_parallel_linear(),
-        q_layernorm=provider.norm(),
-        k_layernorm=provider.norm(),
-    )
-    return ModuleSpec(
-        module=GatedAttention, params={"attn_mask_type": AttnMaskType.causal}, submodules=submodules
-    )
+__all__ = ["GatedAttention"]
 
 
 class GatedAttention(SelfAttention):

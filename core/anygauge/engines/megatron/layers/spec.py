@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
@@ -16,7 +17,8 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
-from anygauge.engines.megatron.layers import gated_attention, gated_delta, latent_attention
+from anygauge.engines.megatron.layers import gated_delta, latent_attention
+from anygauge.engines.megatron.layers.gated_attention import GatedAttention
 from anygauge.engines.megatron.layers.layer import DecoderLayer, DecoderLayerSubmodules, MlpSpec
 from anygauge.engines.megatron.layers.moe import ExpertLayer
 from anygauge.engines.megatron.layers.provider import SpecProvider
@@ -34,7 +36,9 @@ AttentionSpec = Callable[[SpecProvider, TransformerConfig], ModuleSpec]
 """Returns the module spec of a layer's attention."""
 
 
-def self_attention(provider: SpecProvider, config: TransformerConfig) -> ModuleSpec:
+def self_attention(
+    provider: SpecProvider, config: TransformerConfig, module: type = SelfAttention
+) -> ModuleSpec:
     """Return attention with grouped queries; queries and keys are normalised where the config says so."""
     submodules = SelfAttentionSubmodules(
         linear_qkv=provider.column_parallel_linear(),
@@ -43,9 +47,7 @@ def self_attention(provider: SpecProvider, config: TransformerConfig) -> ModuleS
         q_layernorm=provider.norm() if config.qk_layernorm else None,
         k_layernorm=provider.norm() if config.qk_layernorm else None,
     )
-    return ModuleSpec(
-        module=SelfAttention, params={"attn_mask_type": AttnMaskType.causal}, submodules=submodules
-    )
+    return ModuleSpec(module=module, params={"attn_mask_type": AttnMaskType.causal}, submodules=submodules)
 
 
 def gated_delta_net(provider: SpecProvider, config: TransformerConfig) -> ModuleSpec:
@@ -61,7 +63,7 @@ def gated_delta_net(provider: SpecProvider, config: TransformerConfig) -> Module
 
 _ATTENTION: dict[str, tuple[AttentionSpec, str]] = {
     "self": (self_attention, "self_attention.linear_qkv.layer_norm_"),
-    "gated": (gated_attention.attention_spec, "self_attention.linear_qkv.layer_norm_"),
+    "gated": (partial(self_attention, module=GatedAttention), "self_attention.linear_qkv.layer_norm_"),
     "latent": (latent_attention.attention_spec, "input_layernorm."),
     "gated_delta": (gated_delta_net, "self_attention.in_proj.layer_norm_"),
 }
