@@ -19,7 +19,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
@@ -49,6 +48,7 @@ from anygauge.engines.megatron.checkpoints.shards import (
 )
 from anygauge.engines.megatron.model import Policy
 from anygauge.engines.megatron.scope import make_scope
+from anygauge.engines.megatron.weights.loading import fail_together
 from anygauge.failures import in_background
 from anygauge_hooks.engines import WorkerContext
 from anygauge_hooks.errors import CheckpointError
@@ -195,22 +195,9 @@ class Checkpointer:
                 self._check(reader)
             except CheckpointError as error:
                 problem = error
-            self._agree(directory, problem)
+            fail_together(problem, directory)
             assert reader is not None
             self._apply(reader)
-
-    def _agree(self, directory: Path, problem: CheckpointError | None) -> None:
-        ok = torch.tensor([problem is None], dtype=torch.int32, device=self._context.device.torch_device)
-        flags = [torch.empty_like(ok) for _ in range(self._context.world_size)]
-        dist.all_gather(flags, ok)
-        failed = [rank for rank, each in enumerate(flags) if not each.item()]
-        if problem is not None:
-            raise problem
-        if failed:
-            raise CheckpointError(
-                f"Ranks {failed} cannot load {directory}; this rank could.",
-                hint="Every host must see the same files. The log of such a rank says more.",
-            )
 
     def _check(self, reader: PieceReader) -> None:
         """Raise unless the checkpoint has all that this rank needs, in the form that it needs it."""

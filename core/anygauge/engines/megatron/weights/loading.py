@@ -33,7 +33,7 @@ from anygauge.engines.megatron.weights.sharding import ShardPosition, hf_ranges,
 from anygauge.engines.megatron.weights.stacks import straight
 from anygauge_hooks.errors import CheckpointError
 
-__all__ = ["TensorSource", "load_weights", "open_on_every_rank", "read_shard"]
+__all__ = ["TensorSource", "fail_together", "load_weights", "open_on_every_rank", "read_shard"]
 
 TYPES = frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float16})
 """Dtypes of weights. Narrower numbers need scales, which no family has."""
@@ -173,15 +173,25 @@ def open_on_every_rank(directory: Path) -> Iterator[TensorReader]:
             reader = stack.enter_context(open_tensors(directory))
         except CheckpointError as error:
             problem = error
-        failed = [rank for rank, ok in enumerate(all_gather_values(problem is None, _READABLE)) if not ok]
-        if problem is not None:
-            raise problem
-        if reader is None or failed:
-            raise CheckpointError(
-                f"Ranks {failed} cannot read {directory}; this rank could.",
-                hint="Every host must see the same files. The log of such a rank says more.",
-            )
+        fail_together(problem, directory)
+        assert reader is not None
         yield reader
+
+
+def fail_together(problem: CheckpointError | None, directory: Path) -> None:
+    """Raise on every rank if one of them cannot read a directory. A collective.
+
+    :param problem: Of this rank.
+    :raises CheckpointError: That of this rank, or one that names the ranks that have one.
+    """
+    failed = [rank for rank, ok in enumerate(all_gather_values(problem is None, _READABLE)) if not ok]
+    if problem is not None:
+        raise problem
+    if failed:
+        raise CheckpointError(
+            f"Ranks {failed} cannot read {directory}; this rank could.",
+            hint="Every host must see the same files. The log of such a rank says more.",
+        )
 
 
 def read_shard(target: Tensor, rule: TensorRule, source: TensorSource, place: ShardPosition) -> None:
