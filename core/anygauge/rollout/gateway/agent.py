@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, cast
 from anygauge.config.schema import Rollout as RolloutTable
 from anygauge.config.schema import RolloutGateway
 from anygauge.rollout.gateway.command import run_command
-from anygauge.rollout.gateway.refusals import Refusal, bad_request
+from anygauge.rollout.gateway.refusals import Refusal, no_room
 from anygauge.rollout.gateway.server import Gateway
 from anygauge.rollout.gateway.session import Session
 from anygauge.rollout.rewards.call import Call, number
@@ -116,8 +116,7 @@ class RolloutGenerator:
         else:
             budget = self._rollout.params.max_new_tokens
             why = f"rollout.max_new_tokens is {budget} for the whole rollout"
-        text = f"There is no room for another token: {why}."
-        return bad_request(text, "messages", "context_length_exceeded")
+        return no_room(f"There is no room for another token: {why}.")
 
 
 # -----------------------------------------------------------------------------

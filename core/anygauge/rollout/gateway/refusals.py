@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["Refusal", "bad_request"]
+__all__ = ["Refusal", "bad_request", "no_room"]
 
 
 class Refusal(Exception):
@@ -34,3 +34,8 @@ class Refusal(Exception):
 def bad_request(message: str, parameter: str | None = None, code: str | None = None) -> Refusal:
     """Return the refusal of a request that is wrong in itself."""
     return Refusal(400, message, parameter=parameter, code=code)
+
+
+def no_room(message: str) -> Refusal:
+    """Return the refusal of a prompt that leaves no room for an answer."""
+    return bad_request(message, "messages", "context_length_exceeded")

@@ -98,17 +98,7 @@ class Gateway:
         spoken = (*THINK, *((tools.start, tools.end) if tools else ()))
         stops = (*stop_token_ids, *params.stop_token_ids)
         renderer = Renderer(tokenizer, template_options, stops, spoken)
-        self._manner = Manner(
-            renderer=renderer,
-            params=params,
-            tools=tools,
-            think=think,
-            history=options.history,
-            sampling=options.sampling,
-            max_context_tokens=options.max_context_tokens,
-            max_body_bytes=options.max_body_bytes,
-            timeout_s=options.timeout_s,
-        )
+        self._manner = Manner(renderer=renderer, params=params, tools=tools, think=think, options=options)
         self._admission = Admission(options.max_requests, "generations")
         self._secret = secrets.token_bytes(32)
         self._sessions: dict[str, Session] = {}

@@ -8,13 +8,14 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
+from anygauge.config.schema import RolloutGateway
 from anygauge.rollout.gateway.admission import Admission
 from anygauge.rollout.gateway.answers import Answer, Reader, answer_of
 from anygauge.rollout.gateway.images import Images, Look
 from anygauge.rollout.gateway.messages import Chat
-from anygauge.rollout.gateway.refusals import Refusal, bad_request
+from anygauge.rollout.gateway.refusals import Refusal, no_room
 from anygauge.rollout.gateway.rendering import Renderer
 from anygauge.rollout.gateway.request_parsing import ChatRequest, check_sampling
 from anygauge.rollout.gateway.response_parsing import Style
@@ -52,11 +53,7 @@ class Manner:
     tools: ToolFormat | None
     think: bool
     """Whether reasoning is told apart."""
-    history: Literal["template", "append"]
-    sampling: Literal["run", "refuse"]
-    max_context_tokens: int | None
-    max_body_bytes: int
-    timeout_s: float
+    options: RolloutGateway
 
 
 class ActiveRequest(NamedTuple):
@@ -101,7 +98,7 @@ class Session:
         self._manner = manner
         self._admission = admission
         self._images = Images(manner.renderer, look, manner.params.forbidden, max_media)
-        self._turns = Turns(manner.renderer, self._images, manner.history)
+        self._turns = Turns(manner.renderer, self._images, manner.options.history)
         self.bodies = Admission(_BODIES_AT_ONCE * self.max_body_bytes, "bytes of requests")
         """Bodies under way."""
         self._threads = asyncio.Semaphore(_THREADS)
@@ -121,7 +118,7 @@ class Session:
     @property
     def max_body_bytes(self) -> int:
         """Largest body of a request: where images are not taken, what can fit into the context."""
-        context, most = self._manner.max_context_tokens, self._manner.max_body_bytes
+        context, most = self._manner.options.max_context_tokens, self._manner.options.max_body_bytes
         if context is None or self._images.taken:
             return most
         return min(most, _BYTES_PER_CHARACTER * _CHARACTERS_PER_TOKEN * context)
@@ -140,7 +137,7 @@ class Session:
         :raises Refusal: It is too long to be counted, or cannot be shown to the model.
         """
         if (problem := self._oversize(chat)) is not None:
-            raise _no_room(problem)
+            raise no_room(problem)
         return len((await self._plan(await self._images.marked(chat))).tokens)
 
     async def submit(self, chat_request: ChatRequest, fingerprint: str, *, retried: bool) -> ActiveRequest:
@@ -153,11 +150,11 @@ class Session:
         if self._failures >= MOST_FAILURES:
             text = f"{self._failures} requests of this session have failed, and it takes no more."
             raise Refusal(429, text, code="too_many_failed_requests")
-        if self._manner.sampling == "refuse":
+        if self._manner.options.sampling == "refuse":
             check_sampling(chat_request, _run_settings(self._manner.params))
         if (problem := self._oversize(chat_request.chat)) is not None:
             self.spent = True
-            raise _no_room(problem)
+            raise no_room(problem)
         chat_request = chat_request._replace(chat=await self._images.marked(chat_request.chat))
         sampling = self._again(fingerprint, retried=retried)
         if sampling is None:
@@ -207,7 +204,7 @@ class Session:
 
         Rendering and tokenizing take seconds and some 200 MB for each MiB, so this comes first.
         """
-        context, characters = self._manner.max_context_tokens, chat.characters()
+        context, characters = self._manner.options.max_context_tokens, chat.characters()
         if context is None or characters <= _CHARACTERS_PER_TOKEN * context:
             return None
         return (
@@ -233,7 +230,7 @@ class Session:
             plan,
             requests,
             stream=chat_request.stream,
-            timeout_s=self._manner.timeout_s,
+            timeout_s=self._manner.options.timeout_s,
             ended=ended,
             failed=self._fail,
         )
@@ -256,11 +253,11 @@ class Session:
         self.spent = self.spent or (isinstance(error, Refusal) and error.status == 400)
 
     def _params(self, chat_request: ChatRequest, prompt_tokens: int) -> SamplingParams:
-        run, context = self._manner.params, self._manner.max_context_tokens
+        run, context = self._manner.params, self._manner.options.max_context_tokens
         room = run.max_new_tokens if context is None else min(run.max_new_tokens, context - prompt_tokens)
         if room < 1:
             self.spent = True
-            raise _no_room(
+            raise no_room(
                 f"The prompt has {prompt_tokens} tokens; the context of {context} has no room for an answer."
             )
         stop = (*run.stop, *chat_request.stop, *self._one_call(chat_request))
@@ -323,10 +320,6 @@ class Session:
                 finish_reason=choice.finish_reason,
             )
         )
-
-
-def _no_room(message: str) -> Refusal:
-    return bad_request(message, "messages", "context_length_exceeded")
 
 
 def _run_settings(params: SamplingParams) -> Mapping[str, Any]:
