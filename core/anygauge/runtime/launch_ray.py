@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import psutil
 import ray
 from ray.exceptions import RayActorError, RayError
 from ray.util import get_node_ip_address, placement_group, placement_group_table, remove_placement_group
@@ -113,7 +114,7 @@ class RayTransport:
         self._connected = _connect(spec)
         # A driver that talks to the cluster from outside is on none of its nodes.
         self._outside = spec.config.cluster.address.startswith(OUTSIDE)
-        self.driver_node = "" if self._outside else _this_node()
+        self.driver_node = "" if self._outside else str(ray.get_runtime_context().get_node_id())
         with on_failure(partial(self.end, orderly=False)):
             self._place()
 
@@ -260,24 +261,12 @@ def _exit_detail(error: RayActorError) -> str:
 def _wait_gone(pids: Sequence[int]) -> None:
     """Wait until Ray has ended processes of this host, which it does in the background; else end them."""
     deadline = time.monotonic() + EXIT_GRACE_S
-    remaining = [pid for pid in pids if _exists(pid)]
+    remaining = [pid for pid in pids if psutil.pid_exists(pid)]
     while remaining and time.monotonic() < deadline:
         time.sleep(0.02)
-        remaining = [pid for pid in remaining if _exists(pid)]
+        remaining = [pid for pid in remaining if psutil.pid_exists(pid)]
     for pid in remaining:
         os.kill(pid, signal.SIGKILL)
-
-
-def _exists(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
-
-
-def _this_node() -> str:
-    return str(ray.get_runtime_context().get_node_id())
 
 
 def _connect(spec: LaunchSpec) -> bool:
