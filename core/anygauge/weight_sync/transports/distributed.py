@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import secrets
-import threading
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from functools import partial
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from anygauge.distributed.addresses import in_url
+from anygauge.failures import in_background
 from anygauge.weight_sync.broadcast import Membership, Rendezvous, address_towards, finish, join_group
 from anygauge.weight_sync.buckets import unpack
 from anygauge.weight_sync.watchdog import describe, within
@@ -65,9 +66,8 @@ class DistributedTransport:
         self.abandon()
         self._check_devices(peers)
         self._members, self._name = tuple(peers), f"anygauge-{secrets.token_hex(4)}"
-        refusals: list[BaseException] = []
         rendezvous = Rendezvous(address_towards(peers[0].address), timeout_s=self._deadline_s)
-        invited = self._invite(rendezvous, refusals)
+        joins = self._invite(rendezvous)
         try:
             self._group = within(
                 self._deadline_s,
@@ -84,16 +84,15 @@ class DistributedTransport:
                 ),
                 what=f"The group of training rank 0 and {_addresses(peers)}",
                 release=self.abandon,
-                given_up=lambda: refusals[0] if refusals else None,
+                given_up=lambda: _first_error(joins),
             )
         except RuntimeError as error:  # of torch: somebody did not come
             self.abandon()
             raise _as_ours(error, f"The group with {_addresses(peers)} could not be made") from error
-        for each in invited:
-            each.join()
-        if refusals:
+        wait(joins)
+        if refusal := _first_error(joins):
             self.abandon()
-            raise refusals[0]
+            raise refusal
 
     def _check_devices(self, peers: Sequence[WeightPeer]) -> None:
         """Refuse ends that no library connects: each would wait for the other until a deadline."""
@@ -107,31 +106,22 @@ class DistributedTransport:
                     'set weight_sync.transport = "disk".',
                 )
 
-    def _invite(self, rendezvous: Rendezvous, refusals: list[BaseException]) -> list[threading.Thread]:
+    def _invite(self, rendezvous: Rendezvous) -> list[Future[None]]:
         """Ask every server to join, each in a thread: it answers once all have come."""
-        threads, rank = [], 1
-        for peer in self._members:
-            group = BroadcastGroup(
-                name=self._name,
-                host=in_url(rendezvous.host),
-                port=rendezvous.port,
-                backend=self._backend,
-                world_size=_size(self._members),
-                first_rank=rank,
+        ranks = accumulate((peer.tensor_parallel for peer in self._members), initial=1)
+        host, size = in_url(rendezvous.host), _size(self._members)
+        group = BroadcastGroup(self._name, host, rendezvous.port, self._backend, size, first_rank=0)
+        return [
+            in_background(
+                partial(self._request_join, peer, group._replace(first_rank=rank)), "weight-sync-join"
             )
-            rank += peer.tensor_parallel
-            threads.append(
-                threading.Thread(target=self._request_join, args=(peer, group, refusals), daemon=True)
-            )
-            threads[-1].start()
-        return threads
+            for peer, rank in zip(self._members, ranks, strict=False)
+        ]
 
-    def _request_join(self, peer: WeightPeer, group: BroadcastGroup, refusals: list[BaseException]) -> None:
+    def _request_join(self, peer: WeightPeer, group: BroadcastGroup) -> None:
         target = peer.target(deadline_s=self._deadline_s)
         try:
             target.join_group(group)
-        except AnygaugeError as error:
-            refusals.append(error)
         finally:
             target.close()
 
@@ -150,8 +140,7 @@ class DistributedTransport:
                 f"update to version {update.version}, so that nothing can be broadcast to the others.",
                 hint="The next update is sent without it, or once it has been started again.",
             )
-        asking = threading.Thread(target=self._request, args=(bucket, update), daemon=True)
-        asking.start()
+        asking = in_background(partial(self._request, bucket, update), "weight-sync-request")
         what = describe(bucket, update.version)
         try:
             within(
@@ -165,7 +154,7 @@ class DistributedTransport:
             self.abandon()
             where = f" at {self._at}" if self._at else ""
             raise _as_ours(error, f"The broadcast of {what} to {_addresses(asked)} broke{where}") from error
-        asking.join()
+        asking.result()
         if refusal := _refusal(asked, update, what):
             self.abandon()
             raise refusal
@@ -236,6 +225,11 @@ def _flattened(peers: Sequence[WeightPeer]) -> bool:
 
 def _addresses(peers: Sequence[WeightPeer]) -> str:
     return ", ".join(peer.address for peer in peers)
+
+
+def _first_error(futures: Sequence[Future[None]]) -> BaseException | None:
+    """Return what went wrong first, as far as the futures are done."""
+    return next((error for each in futures if each.done() and (error := each.exception())), None)
 
 
 def _refusal(asked: Sequence[WeightPeer], update: WeightUpdate, what: str) -> BaseException | None:
