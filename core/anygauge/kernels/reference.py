@@ -442,7 +442,7 @@ def through_logits(
     rows = torch.arange(len(logits), device=logits.device)[:, None]
     chosen = logits[rows, column]  # gather would keep the logits, which may be overwritten
     scaled = _widen(chosen).masked_fill(~present, 0) / temperature
-    scaled = _sum_over(scaled, group)
+    scaled = sum_over(scaled, group)
     others = _log_sum_of_others(logits, column, present, temperature, group) if rest else None
     first, entropy = logprob(logits, targets[:, 0], temperature, group, entropy_grad=entropy_grad)
     log_total = (scaled[:, 0] - first)[:, None]
@@ -461,7 +461,7 @@ def _log_sum_of_others(
     mask.scatter_(1, column.where(present, width), value=True)
     kept = (_widen(logits) / temperature).masked_fill(mask[:, :width], NOTHING)
     peak = _max_over(kept.detach().amax(-1), group)
-    return peak + _sum_over((kept - peak[:, None]).exp().sum(-1), group).log()
+    return peak + sum_over((kept - peak[:, None]).exp().sum(-1), group).log()
 
 
 def vocab_parallel_logprob(
@@ -479,12 +479,12 @@ def vocab_parallel_logprob(
     peak = _max_over(scaled.detach().amax(-1), group)
     shifted = scaled - peak.unsqueeze(-1)
     weights = shifted.exp()
-    total = _sum_over(weights.sum(-1), group)
+    total = sum_over(weights.sum(-1), group)
     column, present = _local_column(targets, logits.shape[-1], group)
     chosen = shifted.gather(-1, column.unsqueeze(-1)).squeeze(-1).masked_fill(~present, 0)
-    logprobs = _sum_over(chosen, group) - total.log()
+    logprobs = sum_over(chosen, group) - total.log()
     finite = shifted.masked_fill(shifted == -torch.inf, 0)
-    entropy = total.log() - _sum_over((weights * finite).sum(-1), group) / total
+    entropy = total.log() - sum_over((weights * finite).sum(-1), group) / total
     return logprobs, entropy if entropy_grad else entropy.detach()
 
 
@@ -500,7 +500,8 @@ def _max_over(x: Tensor, group: Any | None) -> Tensor:
     return x
 
 
-def _sum_over(x: Tensor, group: Any | None) -> Tensor:
+def sum_over(x: Tensor, group: Any | None) -> Tensor:
+    """Return the sum over a group; the gradient passes unchanged."""
     total: Tensor = _SumOver.apply(x, group)  # type: ignore[no-untyped-call]  # torch leaves it untyped
     return total
 

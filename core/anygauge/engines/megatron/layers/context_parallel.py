@@ -19,6 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from anygauge.kernels.reference import sum_over
+
 __all__ = [
     "Cut",
     "SequenceParts",
@@ -93,7 +95,8 @@ def cut_sequences(lengths: tuple[int, ...], cut: Cut) -> SequenceParts:
         rows = torch.arange(sum(sizes))
         return SequenceParts(sizes, sizes, sizes, rows, rows, rows)
     starts = torch.tensor([0, *accumulate(sizes)][:-1])
-    size, own = torch.tensor(sizes) // (2 * cut.context), _own_lengths(sizes, cut)
+    size = torch.tensor(sizes) // (2 * cut.context)
+    own = tuple(size.repeat_interleave(2).tolist())
     own_rows = [ranges(_starts(starts, size, _own_chunks(cut, rank)), own) for rank in range(cut.context)]
     whole_rows = torch.empty(sum(sizes), dtype=torch.int64)
     whole_rows.index_copy_(0, torch.cat(own_rows), torch.arange(sum(sizes)))
@@ -116,10 +119,6 @@ def _padded_lengths(lengths: tuple[int, ...], cut: Cut) -> tuple[int, ...]:
     while (sum(sizes) + extra) // cut.context % cut.tokens:
         extra += cut.multiple
     return (*sizes, extra) if extra else sizes
-
-
-def _own_lengths(sizes: tuple[int, ...], cut: Cut) -> tuple[int, ...]:
-    return tuple(size // (2 * cut.context) for size in sizes for _ in range(2))
 
 
 def _own_chunks(cut: Cut, rank: int) -> tuple[int, ...]:
@@ -200,19 +199,4 @@ def sum_over_context(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
     Each rank has its own terms and zeros for the others'; the gradient of its terms is what it computes.
     """
-    total: Tensor = _SumOverContext.apply(x, group)
-    return total
-
-
-class _SumOverContext(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        """Return the sum."""
-        total = x.clone()
-        dist.all_reduce(total, group=group)
-        return total
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        """Return the gradient as it is."""
-        return grads[0], None
+    return sum_over(x, group)
