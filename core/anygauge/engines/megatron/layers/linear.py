@@ -21,45 +21,43 @@ from anygauge.kernels.main_grad import weight_gradient
 __all__ = ["ColumnLinear", "RowLinear", "linear"]
 
 
-class ColumnLinear(ColumnParallelLinear):
+class _MainGradientLinear:
+    """Megatron's linears with another function under them."""
+
+    weight: Tensor
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        replace_first(self.weight)
+
+    def _forward_impl(
+        self,
+        input: Tensor,
+        weight: Tensor,
+        *,
+        bias: Tensor | None,
+        allreduce_dgrad: bool,
+        sequence_parallel: bool,
+        tp_group: Any,
+        **_: Any,
+    ) -> Tensor:
+        """Take the arguments of Megatron's function; those left out are of its output layer."""
+        sum_over, gather_over = tp_group if allreduce_dgrad else None, tp_group if sequence_parallel else None
+        product = linear(input, weight, sum_over, gather_over)
+        return product if bias is None else product + bias
+
+
+class ColumnLinear(_MainGradientLinear, ColumnParallelLinear):
     """A linear whose output is split."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        replace_first(self.weight)
         # On one rank the function that would reduce the gradient of the input only hides where that is from.
         self.disable_grad_reduce: bool = self.disable_grad_reduce or self.tp_group.size() == 1
 
-    def _forward_impl(self, input: Tensor, weight: Tensor, **options: Any) -> Tensor:
-        return _with_options(input, weight, **options)
 
-
-class RowLinear(RowParallelLinear):
+class RowLinear(_MainGradientLinear, RowParallelLinear):
     """A linear whose input is split."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        replace_first(self.weight)
-
-    def _forward_impl(self, input: Tensor, weight: Tensor, **options: Any) -> Tensor:
-        return _with_options(input, weight, **options)
-
-
-def _with_options(
-    x: Tensor,
-    weight: Tensor,
-    *,
-    bias: Tensor | None,
-    allreduce_dgrad: bool,
-    sequence_parallel: bool,
-    tp_group: Any,
-    **_: Any,
-) -> Tensor:
-    """Take the arguments of Megatron's function; those left out are of its output layer."""
-    product = linear(
-        x, weight, tp_group if allreduce_dgrad else None, tp_group if sequence_parallel else None
-    )
-    return product if bias is None else product + bias
 
 
 def linear(x: Tensor, weight: Tensor, sum_over: Any = None, gather_over: Any = None) -> Tensor:
