@@ -36,7 +36,8 @@ def admit_only(listener: socket.socket, addresses: Sequence[str]) -> None:
     :raises PlacementError: The kernel does not filter sockets.
     """
     version = 6 if listener.family == socket.AF_INET6 else 4
-    allowed = [parsed for text in dict.fromkeys(addresses) if (parsed := _parsed(text)).version == version]
+    parsed = [ipaddress.ip_address(text.partition("%")[0]) for text in dict.fromkeys(addresses)]
+    allowed = [address for address in parsed if address.version == version]
     program = [step for address in allowed for step in _accept_if_from(address)]
     code = b"".join(struct.pack("HBBI", *step) for step in (*program, (RETURN, 0, 0, DROP)))
     buffer = ctypes.create_string_buffer(code, len(code))
@@ -50,10 +51,6 @@ def admit_only(listener: socket.socket, addresses: Sequence[str]) -> None:
             f"This host's kernel cannot limit who connects to the rendezvous of the workers: {error}.",
             hint="Run all workers on one node, or on nodes with an ordinary Linux kernel.",
         ) from error
-
-
-def _parsed(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
-    return ipaddress.ip_address(text.partition("%")[0])
 
 
 def _accept_if_from(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> Iterator[Instruction]:

@@ -125,7 +125,7 @@ class KernelTable:
     def candidates(self, op: KernelOp, *, dtype: str | torch.dtype, **facts: Any) -> list[KernelImpl]:
         """Return every implementation that accepts the dtype and the facts, the one to use first."""
         assert set(facts) <= set(KERNEL_FACTS[op]), f"{op} has no fact {set(facts) - set(KERNEL_FACTS[op])}"
-        name = _dtype_name(dtype)
+        name = str(dtype).removeprefix("torch.")
         return [o.kernel for o in self.kernels.get(op, ()) if _accepts(o.kernel, name, facts)]
 
     def preferring(self, owner: str, kernels: Iterable[KernelImpl]) -> KernelTable:
@@ -229,10 +229,6 @@ def _whole(kernel: KernelImpl) -> KernelImpl:
             hint="Only linear_logprob is.",
         )
     return replace(kernel, fn=partial(linear_logprob, math=kernel.fn()), tiles=False)
-
-
-def _dtype_name(dtype: str | torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _accepts(kernel: KernelImpl, dtype: str, facts: Mapping[str, Any]) -> bool:

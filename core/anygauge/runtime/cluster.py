@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import ipaddress
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.metadata import Distribution, PackageNotFoundError, distribution, entry_points
+from ipaddress import ip_address
 from pathlib import Path
 from secrets import token_hex
 
@@ -132,7 +132,7 @@ def host_addresses() -> dict[str, tuple[str, ...]]:
     addresses = {}
     for name, entries in psutil.net_if_addrs().items():
         texts = [entry.address for entry in entries if entry.family.name in ("AF_INET", "AF_INET6")]
-        addresses[name] = tuple(text for text in texts if not ipaddress.ip_address(text).is_link_local)
+        addresses[name] = tuple(text for text in texts if not ip_address(text).is_link_local)
     return addresses
 
 
@@ -246,7 +246,7 @@ def address_of(addresses: Addresses, cluster: Cluster, *, single_host: bool, kno
     candidates = _candidates(addresses, cluster)
     if single_host and cluster.interface is None:
         return LOOPBACK[cluster.ip_version]
-    return known if known in candidates else sorted(candidates, key=_is_loopback)[0]
+    return known if known in candidates else min(candidates, key=lambda text: ip_address(text).is_loopback)
 
 
 def _candidates(addresses: Addresses, cluster: Cluster) -> list[str]:
@@ -254,10 +254,5 @@ def _candidates(addresses: Addresses, cluster: Cluster) -> list[str]:
         text
         for name, texts in addresses.items()
         for text in texts
-        if cluster.interface in (None, name)
-        and cluster.ip_version in ("any", str(ipaddress.ip_address(text).version))
+        if cluster.interface in (None, name) and cluster.ip_version in ("any", str(ip_address(text).version))
     ]
-
-
-def _is_loopback(address: str) -> bool:
-    return ipaddress.ip_address(address).is_loopback

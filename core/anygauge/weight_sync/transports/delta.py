@@ -80,7 +80,8 @@ class DeltaTransport:
         few = framed([], [each for each in changes if each is not None])
         full = b""
         if any(peer.address not in self._behind for peer in update.peers):
-            full = framed(places, [self._whole(*each) for each in zip(numbers, tensors, strict=True)])
+            pairs = zip(numbers, tensors, strict=True)
+            full = framed(places, [whole(i, bytes_view(tensor), self._sums[i]) for i, tensor in pairs])
 
         def post(peer: WeightPeer) -> None:
             self._post(peer, "/changes", few if peer.address in self._behind else full, what)
@@ -112,9 +113,6 @@ class DeltaTransport:
             change = change._replace(checksum=self._sums[number])
             copy.copy_(tensor)
         return change
-
-    def _whole(self, number: int, tensor: Tensor) -> Change:
-        return whole(number, bytes_view(tensor), self._sums[number])
 
     def wire_bytes(self) -> int | None:
         """Return the most bytes sent to one server, without HTTP headers."""

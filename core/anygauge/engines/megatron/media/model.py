@@ -40,11 +40,9 @@ class MultimodalModel(GPTModel):
         for tower in towers:
             self.add_module(tower.spec.name, tower.module)
         # Weights are gathered, and gradients sent, in the order in which modules were added.
-        for name in [name for name in self._modules if name not in {"embedding", *self._names()}]:
+        first = {"embedding", *(tower.spec.name for tower in towers)}
+        for name in [name for name in self._modules if name not in first]:
             self._modules[name] = self._modules.pop(name)
-
-    def _names(self) -> list[str]:
-        return [tower.spec.name for tower in self._towers]
 
     def forward(
         self,
