@@ -15,8 +15,7 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from torch import Tensor, nn
 
 from anygauge.engines.megatron.layers.output import ResponseOutput
-from anygauge.engines.megatron.weights.loading import TensorSource
-from anygauge.engines.megatron.weights.mapping import OUTPUT
+from anygauge.engines.megatron.weights.mapping import OUTPUT, TensorSource
 from anygauge_hooks.megatron import WeightRule, megatron_model, with_megatron
 from anygauge_hooks.models import ModelSpec
 

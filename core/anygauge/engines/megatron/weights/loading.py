@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import chain
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,6 +21,7 @@ from anygauge.engines.megatron.weights.hf import TensorReader, open_tensors
 from anygauge.engines.megatron.weights.mapping import (
     SHOWN,
     TensorRule,
+    TensorSource,
     canonical_shape,
     copied_embedding,
     division_problems,
@@ -33,7 +34,7 @@ from anygauge.engines.megatron.weights.sharding import ShardPosition, hf_ranges,
 from anygauge.engines.megatron.weights.stacks import straight
 from anygauge_hooks.errors import CheckpointError
 
-__all__ = ["TensorSource", "fail_together", "load_weights", "open_on_every_rank", "read_shard"]
+__all__ = ["fail_together", "load_weights", "open_on_every_rank", "read_shard"]
 
 TYPES = frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float16})
 """Dtypes of weights. Narrower numbers need scales, which no family has."""
@@ -42,23 +43,6 @@ _READABLE = TypeAdapter(bool)
 _REPORT = TypeAdapter(tuple[bytes, list[str], int], config=BYTES_AS_TEXT)
 """Report of one rank: a bit mask of the rules whose tensors it has, its first problems, and the number of
 problems."""
-
-
-class TensorSource(Protocol):
-    """A checkpoint whose tensors are read by name."""
-
-    @property
-    def names(self) -> set[str]:
-        """Return every tensor's name."""
-
-    def shape(self, name: str) -> Sequence[int]:
-        """Return a tensor's shape without reading it."""
-
-    def dtype(self, name: str) -> torch.dtype:
-        """Return a tensor's type."""
-
-    def read(self, name: str, index: tuple[slice | int, ...]) -> Tensor:
-        """Read a part of a tensor."""
 
 
 def load_weights(

@@ -23,7 +23,9 @@ from anygauge_hooks.models import ModelSpec
 __all__ = [
     "EMBEDDING",
     "OUTPUT",
+    "StackSource",
     "TensorRule",
+    "TensorSource",
     "canonical_problem",
     "canonical_shape",
     "copied_embedding",
@@ -155,15 +157,29 @@ def copied_embedding(rules: Sequence[TensorRule]) -> str | None:
     return next((name for name in embeddings if name.removesuffix(EMBEDDING) + OUTPUT not in names), None)
 
 
-class _Source(Protocol):
-    @property
-    def names(self) -> set[str]: ...
+class StackSource(Protocol):
+    """A checkpoint, as far as stacks are read."""
 
-    def read(self, name: str, index: tuple[slice | int, ...]) -> Tensor: ...
+    def shape(self, name: str) -> Sequence[int]:
+        """Return a tensor's shape without reading it."""
+
+    def read(self, name: str, index: tuple[slice | int, ...]) -> Tensor:
+        """Read a part of a tensor."""
+
+
+class TensorSource(StackSource, Protocol):
+    """A checkpoint whose tensors are read by name."""
+
+    @property
+    def names(self) -> set[str]:
+        """Return every tensor's name."""
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Return a tensor's type."""
 
 
 def tied_problem(
-    embedding: str, output: str, source: _Source, start: int = 0, end: int | None = None
+    embedding: str, output: str, source: TensorSource, start: int = 0, end: int | None = None
 ) -> str | None:
     """Return how the output layer of a checkpoint differs from the embedding that stands for it, if so.
 

@@ -4,23 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from torch import Tensor
 
-from anygauge.engines.megatron.weights.mapping import TensorRule
+from anygauge.engines.megatron.weights.mapping import StackSource, TensorRule
 
-__all__ = ["StackSource", "straight"]
-
-
-class StackSource(Protocol):
-    """A checkpoint, as far as stacks are read."""
-
-    def shape(self, name: str) -> Sequence[int]:
-        """Return a tensor's shape without reading it."""
-
-    def read(self, name: str, index: tuple[slice | int, ...]) -> Tensor:
-        """Read a part of a tensor."""
+__all__ = ["straight"]
 
 
 def straight(source: StackSource, rule: TensorRule) -> StackSource:
