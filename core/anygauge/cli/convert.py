@@ -15,20 +15,10 @@ HELP = "Convert weights between a Hugging Face directory and a Megatron checkpoi
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the two directions."""
     direction = parser.add_mutually_exclusive_group(required=True)
-    direction.add_argument(
-        "--to-megatron",
-        nargs=2,
-        type=local_path,
-        metavar=("DIR", "OUT"),
-        help="write a Megatron checkpoint to OUT",
-    )
-    direction.add_argument(
-        "--to-hf",
-        nargs=2,
-        type=local_path,
-        metavar=("DIR", "OUT"),
-        help="write a Hugging Face directory to OUT",
-    )
+    for option, form in (("--to-megatron", "Megatron checkpoint"), ("--to-hf", "Hugging Face directory")):
+        direction.add_argument(
+            option, nargs=2, type=local_path, metavar=("DIR", "OUT"), help=f"write a {form} to OUT"
+        )
     parser.add_argument(
         "--model",
         type=local_path,
