@@ -53,7 +53,8 @@ KEPT_MODULES = {"rollout/gateway/turns.py"}
 """Modules whose retired word is the field's own there: turns of a conversation."""
 SAMPLE_NAMES = (
     *("Prompt", "OpenGroup", "Draft", "SampleDraft", "GenerateRequest", "Generation", "Sample"),
-    *("DoneGroup|Group", "TrainSample", "MiniBatch", "StepData", "PlannedBatch|MicroBatch", "LossInputs"),
+    *("DoneGroup|Group", "TrainSample", "TrainBatch|MiniBatch", "StepData"),
+    *("PlannedBatch|MicroBatch", "LossInputs"),
 )
 """Classes that hold a sample between a row of the data and the loss; classes of one stage stand together."""
 Definition = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef

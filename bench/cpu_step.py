@@ -15,6 +15,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +26,15 @@ from transformers import AutoModelForCausalLM
 from anygauge.algorithms.advantages import grpo
 from anygauge.algorithms.losses import bind_options, policy_objective, ppo_clip
 from anygauge.config import Config
+from anygauge.config.schema import Algorithm
+from anygauge.data.batch import pack_samples
 from anygauge.plugins import load_plugins
 from anygauge.testing.tiny import tiny_qwen3, tiny_tokenizer
-from anygauge.trainer.plan import plan_steps, train_samples
+from anygauge.trainer.estimate import estimate
+from anygauge.trainer.plan import plan_steps, rollout_batch
 from anygauge_hooks.engines import LossInputs, WorkerContext
-from anygauge_hooks.rl import Group, Prompt, SamplingParams, TrainSample
+from anygauge_hooks.rl import Group, Prompt, SamplingParams
+from anygauge_hooks.types import NamedFunction
 
 BATCH, LENGTH = 4, 256
 PROMPTS, SAMPLES, PROMPT_LENGTH, NEW_TOKENS = 16, 8, 16, 32
@@ -102,27 +107,17 @@ def plain_train_step(
 def engine_train_step(engine: Any, tokens: torch.Tensor) -> Callable[[], object]:
     """Return the same train step through the engine, packing included."""
     length = LENGTH - 1
-    samples = [
-        TrainSample(
-            tokens=row,
-            response_length=length,
-            loss_mask=[1] * length,
-            rollout_log_probs=[0.0] * length,
-            advantages=[1.0] * length,
-        )
-        for row in tokens.tolist()
-    ]
-    weights = [[1 / (BATCH * length)] * length] * BATCH
-    old = [sample.rollout_log_probs for sample in samples]
-    return lambda: engine.train_step(
-        samples,
-        likelihood,
-        temperature=1.0,
-        loss_weights=weights,
-        old_log_probs=old,
-        reference_log_probs=None,
-        entropy_grad=False,
+    zeros, rows = [(0.0,) * length] * BATCH, tokens.tolist()
+    batch = pack_samples(
+        [row[:1] for row in rows],
+        [row[1:] for row in rows],
+        loss_masks=[(1,) * length] * BATCH,
+        log_probs=zeros,
+        media=[()] * BATCH,
     )
+    batch.old_log_probs, batch.advantages = batch.rollout_log_probs, batch.rollout_log_probs
+    batch.loss_weights = torch.full((BATCH * length,), 1 / (BATCH * length))
+    return lambda: engine.train_step(replace(batch), likelihood, temperature=1.0, entropy_grad=False)
 
 
 def bench_train_step(path: Path, worker: WorkerContext, vocab: int, runs: int) -> None:
@@ -183,6 +178,7 @@ def engine_grpo_step(
     drawn = [Prompt(index=i, tokens=tuple(row), text="") for i, row in enumerate(prompts.tolist())]
     params = SamplingParams(max_new_tokens=NEW_TOKENS, ignore_eos=True)
     loss = policy_objective(bind_options(ppo_clip, clip_low=0.2, clip_high=0.2))
+    estimator = NamedFunction(name="grpo", fn=grpo)
     version = 0
 
     def step() -> None:
@@ -193,16 +189,10 @@ def engine_grpo_step(
             Group(prompt=prompt, samples=tuple(with_reward(sample, score) for sample in samples))
             for prompt, samples in zip(drawn, rollout.generate(drawn, params, seeds), strict=True)
         ]
-        [[share]] = plan_steps(train_samples(groups, grpo), 1, 1, "token_mean")
-        trainer.train_step(
-            share.samples,
-            loss,
-            temperature=1.0,
-            loss_weights=share.loss_weights,
-            old_log_probs=[sample.rollout_log_probs for sample in share.samples],
-            reference_log_probs=None,
-            entropy_grad=False,
-        )
+        (batch,) = plan_steps(rollout_batch(groups), 1, 1, "token_mean")
+        batch.old_log_probs = batch.rollout_log_probs
+        estimate(Algorithm(), estimator, batch, torch.clone)
+        trainer.train_step(batch, loss, temperature=1.0, entropy_grad=False)
         rollout.update_weights(trainer.weights(), version)
 
     return step

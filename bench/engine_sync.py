@@ -366,7 +366,8 @@ class Sender:
     def _log_probs(self, engine: Any, said: Sequence[tuple[tuple[int, ...], Any]]) -> Any:
         import torch
 
-        from anygauge_hooks.rl import TrainSample
+        from anygauge_tests import batches
+        from anygauge_tests.batches import TrainSample
 
         samples = [
             TrainSample(
@@ -378,7 +379,7 @@ class Sender:
             )
             for prompt, answer in said
         ]
-        return torch.cat([each.float().cpu() for each in engine.log_probs(samples, temperature=1.0)])
+        return torch.cat([each.float().cpu() for each in batches.log_probs(engine, samples, temperature=1.0)])
 
     def _request(self, number: int, length: int, tokens: int) -> Any:
         from anygauge_hooks.rl import SamplingParams

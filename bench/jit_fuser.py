@@ -23,7 +23,8 @@ from anygauge.engines.megatron.prepare import prepare_megatron
 from anygauge.plugins import load_plugins
 from anygauge_hooks import hookimpl
 from anygauge_hooks.engines import WorkerContext
-from anygauge_hooks.rl import TrainSample
+from anygauge_tests import batches
+from anygauge_tests.batches import TrainSample
 
 DECORATED: list[str] = []
 CALLS: Counter[str] = Counter()
@@ -94,11 +95,11 @@ def train(engine: Any, vocab_size: int) -> None:
         )
         for length in LENGTHS
     ]
-    engine.log_probs(samples, temperature=1.0)
+    batches.log_probs(engine, samples, temperature=1.0)
     weights = [[0.01] * sample.response_length for sample in samples]
     old = [sample.rollout_log_probs for sample in samples]
     options = {"temperature": 1.0, "reference_log_probs": None, "entropy_grad": False}
-    engine.train_step(samples, loss, loss_weights=weights, old_log_probs=old, **options)
+    batches.train_step(engine, samples, loss, loss_weights=weights, old_log_probs=old, **options)
 
 
 def main() -> None:

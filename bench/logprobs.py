@@ -39,8 +39,10 @@ from anygauge.serving.sglang.server import make_server  # noqa: E402
 from anygauge.testing.tiny import tiny_qwen3  # noqa: E402
 from anygauge.weight_sync.pusher import make_pusher  # noqa: E402
 from anygauge_hooks.engines import TrainEngine, WorkerContext  # noqa: E402
-from anygauge_hooks.rl import SamplingParams, TrainSample  # noqa: E402
+from anygauge_hooks.rl import SamplingParams  # noqa: E402
 from anygauge_hooks.rollout import GenerateRequest, Generation  # noqa: E402
+from anygauge_tests import batches  # noqa: E402
+from anygauge_tests.batches import TrainSample  # noqa: E402
 
 MOST = 1e-4
 LEAST = 0.1
@@ -179,7 +181,7 @@ class Bench:
             )
             for prompt, answer in said
         ]
-        right = self._engines[name].log_probs(samples, temperature=temperature)
+        right = batches.log_probs(self._engines[name], samples, temperature=temperature)
         return [
             abs(float(ours) - theirs)
             for own, each in zip(right, said, strict=True)

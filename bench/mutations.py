@@ -91,13 +91,13 @@ WIRING = [
         "estimator.fn(inputs)",
         KEYS,
     ),
-    fault("distill_coef", ESTIMATE, "advantages + algorithm.distill_coef *", "advantages +", KEYS),
+    fault("distill_coef", ESTIMATE, "algorithm.distill_coef * (inputs", "1.0 * (inputs", KEYS),
     fault("kl_reward_coef", ESTIMATE, "kl_coef=algorithm.kl_reward_coef", "kl_coef=1.0", KEYS),
     fault(
         "advantage_options of groups",
-        "core/anygauge/trainer/inputs.py",
-        "partial(estimator.fn, **config.algorithm.advantage_options)",
-        "partial(estimator.fn)",
+        ESTIMATE,
+        "dtype=torch.float32), **algorithm.advantage_options)",
+        "dtype=torch.float32))",
         KEYS,
     ),
     fault(
@@ -171,15 +171,15 @@ FORMULAS = [
     fault(
         "constant_length: other divisor",
         f"{ALGORITHMS}/aggregation.py",
-        "[max_length * num_samples] * len(counts)",
-        "[max(counts) * num_samples] * len(counts)",
+        "(max_length * num_samples)",
+        "(counts.max() * num_samples)",
         KEYS,
     ),
     fault(
         "failed samples counted",
         f"{ALGORITHMS}/aggregation.py",
-        "sum(count > 0 for count in counts)",
-        "len(counts)",
+        "(counts > 0).sum()",
+        "torch.tensor(len(counts))",
         f"{UNIT}/algorithms/test_aggregation.py::test_a_sample_that_does_not_count_is_no_sample",
     ),
     fault(
@@ -207,8 +207,8 @@ FORMULAS = [
     fault(
         "kl of rewards: sign",
         ESTIMATE,
-        "kl = old - _flat(passes.reference)",
-        "kl = _flat(passes.reference) - old",
+        "kl = old - reference",
+        "kl = reference - old",
         f"{UNIT}/trainer/test_estimate.py::test_the_penalty_is_the_log_ratio_to_the_reference",
     ),
     fault(
@@ -268,8 +268,8 @@ RUNS = [
     fault(
         "fan-out: each part weighs as a rollout",
         f"{ALGORITHMS}/aggregation.py",
-        'if rollouts is not None and mode != "token_mean":',
-        "if False:",
+        "if rollouts is None else",
+        "if True else",
         f"{UNIT}/trainer/test_plan.py::test_a_rollout_of_several_samples_is_in_one_optimizer_step_and_weighs_as_one",
     ),
     fault(

@@ -24,7 +24,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,7 @@ from anygauge.config import Config
 from anygauge.distributed.process_groups import destroy_process_group, init_process_group
 from anygauge.plugins import load_plugins
 from anygauge_hooks.engines import LossInputs, WorkerContext
-from anygauge_hooks.rl import TrainSample
+from anygauge_tests.batches import TrainSample, make_batch
 
 MODELS = {"dense": "1.7b", "moe": "30b-a3b"}
 OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True}
@@ -186,21 +186,15 @@ class Steps:
         config = make_config(layout, model, count * length)
         share = Division(layout.world, config.train.parallel).dp_rank(context.rank)
         self.engine = MegatronEngine(config, context, build=random_policy)
-        self.samples = make_samples(count, length, self.engine.policy.hf["vocab_size"], share)
+        self.batch = make_batch(make_samples(count, length, self.engine.policy.hf["vocab_size"], share))
         weight = 1 / (options["sequences"] * layout.world * (length - 1))
-        self.weights = [[weight] * (length - 1)] * count
+        self.batch.loss_weights = torch.full((count * (length - 1),), weight)
+        self.batch.old_log_probs = self.batch.rollout_log_probs
 
     def take(self) -> None:
         """Take an optimizer step."""
-        self.engine.train_step(
-            self.samples,
-            likelihood,
-            temperature=1.0,
-            loss_weights=self.weights,
-            old_log_probs=[sample.rollout_log_probs for sample in self.samples],
-            reference_log_probs=None,
-            entropy_grad=False,
-        )
+        # another object each time is planned and packed each time
+        self.engine.train_step(replace(self.batch), likelihood, temperature=1.0, entropy_grad=False)
 
     def release(self) -> None:
         """Give all memory back: what Megatron's hooks hold would stay."""

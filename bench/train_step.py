@@ -32,7 +32,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -157,7 +157,7 @@ def anygauge_step(args: argparse.Namespace, folder: Path) -> Iterator[Callable[[
     from anygauge.engines.megatron.prepare import prepare_megatron
     from anygauge.plugins import load_plugins
     from anygauge_hooks.engines import LossInputs, WorkerContext
-    from anygauge_hooks.rl import TrainSample
+    from anygauge_tests.batches import TrainSample, make_batch
 
     plugins = load_plugins()
     backend = plugins.get("register_backends", args.backend)
@@ -197,16 +197,12 @@ def anygauge_step(args: argparse.Namespace, folder: Path) -> Iterator[Callable[[
         loss = -(inputs.log_probs * inputs.loss_weights).sum()
         return loss, {"loss": loss.detach()}
 
-    yield partial(
-        engine.train_step,
-        samples,
-        likelihood,
-        temperature=1.0,
-        loss_weights=[[each / count for each in sample.loss_mask] for sample in samples],
-        old_log_probs=[torch.zeros(sample.response_length) for sample in samples],
-        reference_log_probs=None,
-        entropy_grad=False,
+    batch = make_batch(
+        samples, loss_weights=torch.tensor([each / count for s in samples for each in s.loss_mask])
     )
+    batch.old_log_probs = batch.rollout_log_probs
+    # another object each time is planned and packed each time
+    yield lambda: engine.train_step(replace(batch), likelihood, temperature=1.0, entropy_grad=False)
     dist.destroy_process_group()
 
 

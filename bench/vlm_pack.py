@@ -28,7 +28,8 @@ import torch.distributed as dist
 from anygauge.config import Config
 from anygauge.plugins import Plugins, load_plugins
 from anygauge_hooks.engines import LossInputs, WorkerContext
-from anygauge_hooks.rl import TrainSample
+from anygauge_tests import batches
+from anygauge_tests.batches import TrainSample
 from anygauge_tests.media import DictStore
 from anygauge_tests.vision_models import random_image, vision_sample, write_vision_model
 
@@ -87,7 +88,8 @@ def likelihood(inputs: LossInputs) -> tuple[torch.Tensor, dict[str, torch.Tensor
 def train_step(engine: Any, samples: Sequence[TrainSample]) -> Callable[[], dict[str, float]]:
     """Return one optimizer step on all samples."""
     weights = [[1 / (len(samples) * RESPONSE)] * RESPONSE] * len(samples)
-    return lambda: engine.train_step(
+    return lambda: batches.train_step(
+        engine,
         samples,
         likelihood,
         temperature=1.0,

@@ -19,7 +19,10 @@ _NOTHING: Mapping[str, Tensor] = {}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdvantageInputs:
-    """The samples that one data-parallel rank has of a whole rollout. Host tensors, float32, no gradient."""
+    """The samples that one data-parallel rank has of a whole rollout. Host tensors, float32, no gradient.
+
+    They are columns of the batch that is trained on: an estimator must not change them.
+    """
 
     lengths: Sequence[int]
     """Response tokens of each sample; they add up to ``T``."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from anygauge_hooks.types import WorkerContext
 
@@ -12,7 +12,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from anygauge_hooks.algorithms import ValueLoss
-    from anygauge_hooks.rl import Prompt, Sample, SamplingParams, TrainSample
+    from anygauge_hooks.batch import TopKLogProbs, TrainBatch
+    from anygauge_hooks.rl import Prompt, Sample, SamplingParams
     from anygauge_hooks.serving import EngineServer, MemoryState, ServerKind
     from anygauge_hooks.types import BackendSpec
 
@@ -23,7 +24,6 @@ __all__ = [
     "RolloutEngine",
     "RolloutEngineSpec",
     "SupportsOffload",
-    "TopKLogProbs",
     "TrainEngine",
     "TrainEngineSpec",
     "WeightStream",
@@ -32,17 +32,6 @@ __all__ = [
 
 WeightStream = Iterable[tuple[str, "Tensor"]]
 """Full tensors under their Hugging Face names, in checkpoint order."""
-
-
-class TopKLogProbs(NamedTuple):
-    """The top-k tokens of a model in the place of each of ``R`` response tokens."""
-
-    ids: Tensor
-    """``[R, K]``, int64, most probable first."""
-    log_probs: Tensor
-    """``[R, K + 1]``, float32; the last one is of all other tokens together, -1e4 where there are none."""
-    sampled: Tensor
-    """``[R]``, float32: the log-probabilities of the response tokens themselves."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,42 +72,34 @@ way (each already multiplied by ``loss_weights`` and summed)."""
 
 
 class TrainEngine(Protocol):
-    """A model with, for the roles that train, an optimizer."""
+    """A model with, for the roles that train, an optimizer.
 
-    def log_probs(
-        self, samples: Sequence[TrainSample], *, temperature: float, role: str = "actor"
-    ) -> list[Tensor]:
-        """Return the log-probabilities of each sample's response tokens under a role's weights.
+    Several methods take the same :class:`~anygauge_hooks.batch.TrainBatch` object in a step, so an engine can
+    plan and pack it once.
+    """
 
-        :param samples: Samples of this data-parallel rank.
+    def log_probs(self, batch: TrainBatch, *, temperature: float, role: str = "actor") -> Tensor:
+        """Return the log-probabilities of all response tokens under a role's weights.
+
+        :param batch: Samples of this data-parallel rank.
         :param role: ``"actor"``, or a role whose weights :meth:`load_role` keeps.
-        :returns: One host tensor ``[R]`` per sample, float32, in the order of ``samples``.
+        :returns: ``[T]``, float32, on the host.
         """
 
     def top_k_log_probs(
-        self, samples: Sequence[TrainSample], count: int, *, temperature: float, role: str = "actor"
-    ) -> list[TopKLogProbs]:
+        self, batch: TrainBatch, count: int, *, temperature: float, role: str = "actor"
+    ) -> TopKLogProbs:
         """Return the top-k tokens in the place of each response token, as :meth:`log_probs` does.
 
         :param count: Of tokens; there are no more than the vocabulary has.
         """
 
     def train_step(
-        self,
-        samples: Sequence[TrainSample],
-        loss: LossFunction,
-        *,
-        temperature: float,
-        loss_weights: Sequence[Sequence[float]],
-        old_log_probs: Sequence[Tensor] | Sequence[Sequence[float]],
-        reference_log_probs: Sequence[Tensor] | None,
-        entropy_grad: bool,
-        teacher: Sequence[TopKLogProbs] | None = None,
+        self, batch: TrainBatch, loss: LossFunction, *, temperature: float, entropy_grad: bool
     ) -> Mapping[str, float]:
         """Take one optimizer step on this rank's mini-batch and return the metrics of the whole step.
 
-        :param loss_weights: Per sample and response token, the token's share in the mean of the whole step.
-        :param teacher: Per sample, what the loss compares the policy with.
+        :param batch: With every column that the loss reads.
         :raises NonFiniteError: The loss or the gradient norm is not finite; no weight was changed.
         """
 
@@ -177,25 +158,17 @@ class SupportsOffload(Protocol):
 class CriticEngine(Protocol):
     """A model that expects the rewards, with an optimizer of its own."""
 
-    def values(self, samples: Sequence[TrainSample]) -> list[Tensor]:
+    def values(self, batch: TrainBatch) -> Tensor:
         """Return what the critic expects before each response token. No temperature has a part in it.
 
-        :param samples: Samples of this data-parallel rank.
-        :returns: One host tensor ``[R]`` per sample, float32, in the order of ``samples``.
+        :param batch: Samples of this data-parallel rank.
+        :returns: ``[T]``, float32, on the host.
         """
 
-    def train_values(
-        self,
-        samples: Sequence[TrainSample],
-        loss: ValueLoss,
-        *,
-        loss_weights: Sequence[Sequence[float]],
-        old_values: Sequence[Tensor],
-        returns: Sequence[Tensor],
-    ) -> Mapping[str, float]:
+    def train_values(self, batch: TrainBatch, loss: ValueLoss) -> Mapping[str, float]:
         """Take one optimizer step on this rank's mini-batch and return the metrics of the whole step.
 
-        :param loss_weights: Per sample and response token, the token's share in the mean of the whole step.
+        :param batch: With loss weights, values and returns.
         :raises NonFiniteError: The loss or the gradient norm is not finite; no weight was changed.
         """
 

@@ -9,22 +9,13 @@ times as long to make, and one with slots ten times as long to pickle. Name thei
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal, NamedTuple
 
 from anygauge_hooks.media import Media  # dumps are read by the annotations
 
-__all__ = [
-    "NO_VERSION",
-    "FinishReason",
-    "Group",
-    "MiniBatch",
-    "Prompt",
-    "Sample",
-    "SamplingParams",
-    "TrainSample",
-]
+__all__ = ["NO_VERSION", "FinishReason", "Group", "Prompt", "Sample", "SamplingParams"]
 
 _NOTHING: Mapping[str, Any] = {}
 NO_VERSION: Final = -1
@@ -123,39 +114,3 @@ class Group:
 
     prompt: Prompt
     samples: tuple[Sample, ...]
-
-
-class TrainSample(NamedTuple):
-    """A sample with its advantage, as a train engine takes it."""
-
-    tokens: Sequence[int]
-    """Prompt and response, length S."""
-    response_length: int
-    """The last ``response_length`` tokens are the response, length R >= 1."""
-    loss_mask: Sequence[int]
-    """Length R."""
-    rollout_log_probs: Sequence[float]
-    """Length R."""
-    advantages: Sequence[float]
-    """Length R; zeros until a token-level estimator has seen the sample."""
-    reward: float = 0.0
-    """Reward that is trained on; 0 for a sample that could not be scored, whose mask is 0 everywhere."""
-    baseline: float = 0.0
-    """The mean reward of the sample's group."""
-    rollout: int | None = None
-    """The same for all samples of one rollout of a step, where one became several; else ``None``."""
-    media: tuple[Media, ...] = ()
-    """In the order of their placeholders in ``tokens``."""
-    is_on_policy: bool = False
-    """Whether the weights that the step trains sampled all of its tokens, before its first optimizer step."""
-
-
-@dataclass(frozen=True, slots=True)
-class MiniBatch:
-    """One rank's part of one optimizer step."""
-
-    samples: tuple[TrainSample, ...]
-    loss_weights: tuple[Sequence[float], ...]
-    """Per sample and response token: its share in the mean of the whole step."""
-    idle: int = 0
-    """How many of the samples repeat another one of the step, for a rank that would have none."""

@@ -149,8 +149,8 @@ class NamedFunction:
     inline: bool = False
     """For rewards: the function is fast and cannot hang or crash, so it may run in the driver itself."""
     kind: Literal["group", "token"] = "group"
-    """For advantage estimators: from the rewards of one group, on the driver; or from
-    :class:`~anygauge_hooks.algorithms.AdvantageInputs`, on each rank that trains."""
+    """For advantage estimators: from the rewards of one group, or from
+    :class:`~anygauge_hooks.algorithms.AdvantageInputs`. Each rank that trains calls it."""
     needs: Sequence[Literal["values", "teacher_log_probs", "old_log_probs"]] = ()
     """For advantage estimators of kind ``token``: what they need of their inputs that not every run has. A
     critic is trained if one needs values. For corrections: ``old_log_probs`` if they compare these with the

@@ -12,12 +12,13 @@ from parallel_worker import make_samples  # type: ignore[import-not-found]
 
 from anygauge.config import Config
 from anygauge.config.roles import Components
+from anygauge.data.batch import mini_batches
 from anygauge.distributed.layout import layout_of
 from anygauge.engines.megatron.checkpoints.checkpoint import CHANGING, _rng_state
 from anygauge.trainer.actors import ActorWorker
-from anygauge.trainer.plan import plan_steps
 from anygauge_hooks.engines import WorkerContext
 from anygauge_hooks.errors import CheckpointError
+from anygauge_tests.batches import plan_samples
 
 STEPS = 3
 Weights = dict[str, torch.Tensor]
@@ -27,7 +28,8 @@ def saved(config: Config, context: WorkerContext, case: dict[str, Any]) -> dict[
     """Save before the last step, and take it."""
     actor = make_actor(config, context)
     keep_small(actor)
-    actor.train(shares(config, context, case)[:-1])
+    for part in mini_batches(shares(config, context, case))[:-1]:
+        actor.train(part)
     save(actor, Path(case["target"]))
     return finished(actor, config, context, case)
 
@@ -75,7 +77,7 @@ def loaded(config: Config, context: WorkerContext, case: dict[str, Any]) -> Weig
 def refused(config: Config, context: WorkerContext, case: dict[str, Any]) -> list[tuple[str, bool]]:
     """Load what does not fit, and return for each the error and whether anything has changed."""
     actor = ActorWorker(config, context)
-    actor.train(shares(config, context, case)[:1])
+    actor.train(mini_batches(shares(config, context, case))[0])
     found = []
     for sources in case["sources"]:
         before = everything(actor)
@@ -123,14 +125,14 @@ def shares(config: Config, context: WorkerContext, case: dict[str, Any]) -> Any:
         sample._replace(reward=float(index % 3), baseline=1.0)
         for index, sample in enumerate(make_samples(case["vocab"], 12, 24))
     ]
-    plan = plan_steps(samples, STEPS, layout.data, config.algorithm.loss_aggregation)
+    plan = plan_samples(samples, STEPS, layout.data, config.algorithm.loss_aggregation)
     return plan[layout.dp_rank(context.rank)]
 
 
 def last_step(
     actor: ActorWorker, config: Config, context: WorkerContext, case: dict[str, Any]
 ) -> dict[str, Any]:
-    metrics = actor.train(shares(config, context, case)[-1:])
+    metrics = actor.train(mini_batches(shares(config, context, case))[-1])
     return {"metrics": metrics, "after": weights(actor)}
 
 

@@ -10,8 +10,8 @@ from anygauge.config import Config
 from anygauge.config.roles import Components
 from anygauge.distributed.layout import layout_of
 from anygauge.trainer.actors import ActorWorker
-from anygauge.trainer.plan import plan_steps
 from anygauge_hooks.engines import WorkerContext
+from anygauge_tests import batches
 
 
 def train(config: Config, context: WorkerContext, case: dict[str, Any]) -> dict[str, Any]:
@@ -24,12 +24,11 @@ def train(config: Config, context: WorkerContext, case: dict[str, Any]) -> dict[
         sample._replace(reward=float(index % 3), baseline=1.0)
         for index, sample in enumerate(make_samples(case["vocab"], 9, 24))
     ]
-    mine = plan_steps(samples, 2, layout.data, config.algorithm.loss_aggregation)[
-        layout.dp_rank(context.rank)
-    ]
-    own = [sample for share in mine for sample in share.samples]
+    plan = batches.plan_samples(samples, 2, layout.data, config.algorithm.loss_aggregation)
+    mine = plan[layout.dp_rank(context.rank)]
     metrics = [actor.train(mine) for _ in range(2)]
-    values = dict(zip((tuple(sample.tokens) for sample in own), actor._critic.values(own), strict=True))
+    tokens = (tuple(sample.tokens) for sample in batches.unpack_samples(mine))
+    values = dict(zip(tokens, batches.split(mine, actor._critic.values(mine)), strict=True))
     if "export" in case:
         actor.save_hf(case["export"])
     sizes = actor._critic.policy.options.transformer

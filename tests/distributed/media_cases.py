@@ -14,7 +14,7 @@ import parallel_worker  # type: ignore[import-not-found]
 
 from anygauge.config import Config
 from anygauge_hooks.engines import WorkerContext
-from anygauge_hooks.rl import TrainSample
+from anygauge_tests.batches import TrainSample
 from anygauge_tests.media import DictStore
 from anygauge_tests.vision_models import random_audio, random_image, random_video, vision_sample
 

@@ -26,6 +26,7 @@ import torch.distributed as dist
 from torch.utils._pytree import tree_map
 
 from anygauge.config import Config
+from anygauge.data.batch import mini_batches
 from anygauge.distributed.layout import layout_of
 from anygauge.distributed.lifetime import die_with
 from anygauge.distributed.process_groups import destroy_process_group, init_process_group
@@ -34,13 +35,13 @@ from anygauge.kernels.table import reference_kernel
 from anygauge.plugins import Plugins, load_plugins
 from anygauge.runtime.diagnostics import enable_stacks
 from anygauge.trainer.actors import ActorWorker
-from anygauge.trainer.plan import plan_steps
 from anygauge_hooks import hookimpl
 from anygauge_hooks.engines import WorkerContext
 from anygauge_hooks.errors import AnygaugeError
 from anygauge_hooks.kernels import KERNEL_OPS, KernelImpl
-from anygauge_hooks.rl import TrainSample
 from anygauge_hooks.types import BackendSpec, Device
+from anygauge_tests import batches
+from anygauge_tests.batches import TrainSample
 from anygauge_tests.optimizers import Joining, Rounding, Taking, taking
 
 COLLECTIVE_TIMEOUT_S = 60.0
@@ -103,14 +104,15 @@ def train(config: Config, context: WorkerContext, case: dict[str, Any]) -> dict[
     actor = ActorWorker(config, context)
     layout = layout_of(config)
     samples = make_samples(case["vocab"], case.get("samples", 9), case.get("longest", 24))
-    shares = plan_steps(samples, case.get("steps", 3), layout.data, config.algorithm.loss_aggregation)
+    shares = batches.plan_samples(
+        samples, case.get("steps", 3), layout.data, config.algorithm.loss_aggregation
+    )
     mine = shares[layout.dp_rank(context.rank)]
-    own = [sample for share in mine for sample in share.samples]
-    before = actor.trainer.log_probs(own, temperature=0.8)
+    before = batches.split(mine, actor.trainer.log_probs(mine, temperature=0.8))
     metrics = actor.train(mine)
-    after = actor.trainer.log_probs(own, temperature=0.8)
+    after = batches.split(mine, actor.trainer.log_probs(mine, temperature=0.8))
     weights = {name: tensor.clone() for name, tensor in actor.trainer.weights()}
-    tokens = [tuple(sample.tokens) for sample in own]
+    tokens = [tuple(sample.tokens) for sample in batches.unpack_samples(mine)]
     return {
         "metrics": metrics,
         "before": dict(zip(tokens, before, strict=True)),
@@ -195,10 +197,11 @@ def take_turns(config: Config, context: WorkerContext, case: dict[str, Any]) -> 
     """Return the metrics of some steps, and the weights, where memory is given up between the steps."""
     actor = ActorWorker(config, context)
     layout = layout_of(config)
-    shares = plan_steps(make_samples(case["vocab"], 9, 24), 3, layout.data, config.algorithm.loss_aggregation)
+    samples = make_samples(case["vocab"], 9, 24)
+    shares = batches.plan_samples(samples, 3, layout.data, config.algorithm.loss_aggregation)
     metrics: list[Any] = []
-    for share in shares[layout.dp_rank(context.rank)]:
-        metrics += actor.train([share])
+    for part in mini_batches(shares[layout.dp_rank(context.rank)]):
+        metrics += actor.train(part)
         for what in case["turns"]:
             actor.set_memory_state(what)
     return {"metrics": metrics, "weights": {name: tensor.clone() for name, tensor in actor.trainer.weights()}}

@@ -30,8 +30,8 @@ def train(config: Any, context: Any, case: dict[str, Any]) -> dict[str, Any]:
     """Return the metrics of one optimizer step, the weights after it, and what it was by hand."""
     from anygauge.distributed.layout import layout_of
     from anygauge.trainer.actors import ActorWorker
-    from anygauge.trainer.plan import plan_steps
-    from anygauge_hooks.rl import TrainSample
+    from anygauge_tests import batches
+    from anygauge_tests.batches import TrainSample
 
     generator = torch.Generator().manual_seed(1)
     samples = []
@@ -48,7 +48,7 @@ def train(config: Any, context: Any, case: dict[str, Any]) -> dict[str, Any]:
         )
     actor = ActorWorker(config, context)
     layout = layout_of(config)
-    old = actor.trainer.log_probs(samples, temperature=0.8)
+    old = batches.log_probs(actor.trainer, samples, temperature=0.8)
     samples = [
         sample._replace(rollout_log_probs=(own + torch.randn(own.shape, generator=generator) * 0.8).tolist())
         for sample, own in zip(samples, old, strict=True)
@@ -59,7 +59,7 @@ def train(config: Any, context: Any, case: dict[str, Any]) -> dict[str, Any]:
             sample._replace(advantages=[a * w for a, w in zip(sample.advantages, own, strict=True)])
             for sample, own in zip(samples, weights, strict=True)
         ]
-    shares = plan_steps(samples, 1, layout.data, config.algorithm.loss_aggregation)
+    shares = batches.plan_samples(samples, 1, layout.data, config.algorithm.loss_aggregation)
     (metrics,) = actor.train(shares[layout.dp_rank(context.rank)])
     after = {name: tensor.clone() for name, tensor in actor.trainer.weights()}
     return {"metrics": metrics, "weights": after, "by_hand": weights}

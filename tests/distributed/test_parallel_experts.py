@@ -11,7 +11,8 @@ import torch
 
 from anygauge.config import Config
 from anygauge_hooks.engines import WorkerContext
-from anygauge_hooks.rl import TrainSample
+from anygauge_tests import batches
+from anygauge_tests.batches import TrainSample
 
 pytestmark = [pytest.mark.parallel, pytest.mark.timeout(300)]
 
@@ -97,29 +98,19 @@ def replayed(config: Config, context: WorkerContext, case: dict[str, Any]) -> di
     from anygauge.distributed.layout import layout_of
     from anygauge.engines.megatron.layers.moe import routers
     from anygauge.trainer.actors import ActorWorker
-    from anygauge.trainer.plan import plan_steps
 
     actor = ActorWorker(config, context)
     engine: Any = actor.trainer
     layout = layout_of(config)
     samples = case_samples(case["vocab"])
-    (share,) = plan_steps(samples, 1, layout.data, config.algorithm.loss_aggregation)[
-        layout.dp_rank(context.rank)
-    ]
-    engine.log_probs(share.samples, temperature=0.8)
+    ranks = batches.plan_samples(samples, 1, layout.data, config.algorithm.loss_aggregation)
+    batch = ranks[layout.dp_rank(context.rank)]
+    engine.log_probs(batch, temperature=0.8)
     if case["perturb"]:
         for router in routers(engine.policy.chunks):
             router.expert_bias.copy_(torch.arange(len(router.expert_bias), dtype=torch.float32))
-    metrics = engine.train_step(
-        share.samples,
-        actor.loss,
-        temperature=0.8,
-        loss_weights=share.loss_weights,
-        old_log_probs=[sample.rollout_log_probs for sample in share.samples],
-        reference_log_probs=None,
-        entropy_grad=True,
-    )
-    return dict(metrics)
+    batch.old_log_probs = batch.rollout_log_probs
+    return dict(engine.train_step(batch, actor.loss, temperature=0.8, entropy_grad=True))
 
 
 REPLAYS: dict[str, tuple[int, dict[str, Any]]] = {

@@ -63,8 +63,7 @@ def gradients(config: Any, context: Any, case: dict[str, Any]) -> dict[str, Any]
     """Return the main gradients of a step with and without the logits of all tokens."""
     from anygauge.distributed.layout import layout_of
     from anygauge.trainer.actors import ActorWorker
-    from anygauge.trainer.plan import plan_steps
-    from anygauge_hooks.rl import TrainSample
+    from anygauge_tests.batches import TrainSample, plan_samples
 
     generator = torch.Generator().manual_seed(0)
     samples = [
@@ -79,7 +78,7 @@ def gradients(config: Any, context: Any, case: dict[str, Any]) -> dict[str, Any]
     ]
     actor = ActorWorker(config, context)
     layout = layout_of(config)
-    shares = plan_steps(samples, 1, layout.data, config.algorithm.loss_aggregation)
+    shares = plan_samples(samples, 1, layout.data, config.algorithm.loss_aggregation)
     actor.train(shares[layout.dp_rank(context.rank)])
     engine: Any = actor.trainer
     return {

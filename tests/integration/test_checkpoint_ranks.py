@@ -16,8 +16,7 @@ from anygauge.plugins import load_plugins
 from anygauge.runtime.launch import launch_workers
 from anygauge.runtime.worker_group import WorkerGroup
 from anygauge.testing.tiny import tiny_qwen3
-from anygauge.trainer.plan import plan_steps
-from anygauge_hooks.rl import TrainSample
+from anygauge_tests.batches import TrainSample, plan_samples
 
 SHARD = "model-00001-of-00001.safetensors"
 OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True, "bucket_size": 10_000}
@@ -61,7 +60,7 @@ def train(group: WorkerGroup, seed: int) -> Metrics:
         )
         for length in (9, 30, 5, 17, 12, 8)
     ]
-    shares = plan_steps(samples, 2, len(group.workers), "token_mean")
+    shares = plan_samples(samples, 2, len(group.workers), "token_mean")
     found: Metrics = group.call("train", per_rank=[((share,), {}) for share in shares])[0]
     return found
 

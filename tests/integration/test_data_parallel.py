@@ -15,8 +15,7 @@ from anygauge.config import Config
 from anygauge.plugins import load_plugins
 from anygauge.runtime.worker_group import WorkerGroup
 from anygauge.testing.tiny import tiny_qwen3
-from anygauge.trainer.plan import plan_steps
-from anygauge_hooks.rl import TrainSample
+from anygauge_tests.batches import TrainSample, plan_samples
 
 SHARD = "model-00001-of-00001.safetensors"
 OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True, "bucket_size": 10_000}
@@ -83,7 +82,7 @@ def train(launch_actors: Callable[..., WorkerGroup], tmp_path_factory: pytest.Te
         each, few = (
             [
                 ((share,), {})
-                for share in plan_steps(part, steps, num_workers, config.algorithm.loss_aggregation)
+                for share in plan_samples(part, steps, num_workers, config.algorithm.loss_aggregation)
             ]
             for part in (samples, samples[:4])
         )

@@ -183,14 +183,13 @@ def test_the_log_probs_of_every_pass_are_in_a_batch(original: Finished) -> None:
     path = dumps.batch_path(original[0] / "dumps", 1, 0)
     passes = dumps.read_log_probs(path)
     assert passes.keys() == {"old", "reference", "current"}
-    shares = dumps.read_mini_batches(path, dp_size=1)
-    first = len(shares[0].samples)
+    batch = dumps.read_batch(path, dp_size=1)
+    first = batch.steps[0]
     old, current = (torch.cat(passes[name][:first]) for name in ("old", "current"))
     assert torch.equal(old, current)  # before the first optimizer step
     assert not torch.equal(torch.cat(passes["old"][first:]), torch.cat(passes["current"][first:]))
     assert torch.equal(torch.cat(passes["old"]), torch.cat(passes["reference"]))
-    reported = [value for share in shares for sample in share.samples for value in sample.rollout_log_probs]
-    assert torch.allclose(torch.cat(passes["old"]), torch.tensor(reported), atol=1e-4)
+    assert torch.allclose(torch.cat(passes["old"]), batch.rollout_log_probs, atol=1e-4)
 
 
 def without_ages(metrics: Mapping[str, float]) -> dict[str, float]:

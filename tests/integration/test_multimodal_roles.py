@@ -16,7 +16,8 @@ from anygauge.config.roles import Components
 from anygauge.plugins import load_plugins
 from anygauge.trainer.actors import ActorWorker
 from anygauge_hooks.engines import WorkerContext
-from anygauge_hooks.rl import TrainSample
+from anygauge_tests import batches
+from anygauge_tests.batches import TrainSample
 from anygauge_tests.toy_tower import Package, Store, image, sample, toy_model
 
 MakeWorker = Callable[..., ActorWorker]
@@ -87,11 +88,13 @@ def test_its_log_probs_are_those_of_the_image(
     model, sections = ROLES[name]
     text, seen = sample([9], 4, 1), sample([3, image(store, 2, 2, 0), 6], 5, 2)
     samples = [text, seen, shown(seen, store)]
-    expected = make_worker(model).trainer.log_probs(samples, temperature=1.0)
+    expected = batches.log_probs(make_worker(model).trainer, samples, temperature=1.0)
     worker = make_worker(**sections, **{role: {"path": models[model]}})
-    found = getattr(worker._passes(samples, updates=True), role)
+    batch = batches.make_batch(samples)
+    worker._run_passes(batch, updates=True)
+    found = batches.split(batch, getattr(batch, f"{role}_log_probs"))
     for mine, own in zip(found, expected, strict=True):
         torch.testing.assert_close(mine, own, rtol=0, atol=1e-5)
     assert (found[1] - found[2]).abs().max() > 0.01
-    policy = worker.trainer.log_probs(samples, temperature=1.0)
+    policy = batches.log_probs(worker.trainer, samples, temperature=1.0)
     assert all((mine - other).abs().max() > 0.01 for mine, other in zip(found, policy, strict=True))

@@ -13,12 +13,13 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from anygauge.config import Config
 from anygauge.config.roles import Components
-from anygauge.run_directory.dumps import read_log_probs, read_mini_batches
+from anygauge.run_directory.dumps import read_batch, read_log_probs
 from anygauge.testing.tiny import tiny_qwen3
 from anygauge.trainer.actors import ActorWorker
-from anygauge.trainer.plan import plan_steps
+from anygauge_hooks.batch import TrainBatch
 from anygauge_hooks.engines import WorkerContext
-from anygauge_hooks.rl import MiniBatch, TrainSample
+from anygauge_tests import batches
+from anygauge_tests.batches import TrainSample
 
 MakeWorker = Callable[..., ActorWorker]
 PPO: dict[str, Any] = {"algorithm": {"advantage": "gae"}, "critic": {"lr": 1e-3, "value_clip": None}}
@@ -47,7 +48,7 @@ def make_worker(context: WorkerContext, model: Path) -> MakeWorker:
     return make
 
 
-def make_mini_batches() -> list[MiniBatch]:
+def make_training_batch(steps: int = 2) -> TrainBatch:
     generator = torch.Generator().manual_seed(1)
     samples = [
         TrainSample(
@@ -61,7 +62,7 @@ def make_mini_batches() -> list[MiniBatch]:
         )
         for length in (5, 9, 20, 8, 12, 7)
     ]
-    return plan_steps(samples, 2, 1, "token_mean")[0]
+    return batches.plan_samples(samples, steps, 1, "token_mean")[0]
 
 
 def weights(worker: ActorWorker) -> dict[str, torch.Tensor]:
@@ -82,15 +83,15 @@ def save(worker: ActorWorker, path: Path) -> None:
 def test_the_warm_up_leaves_the_policy_as_it_is(make_worker: MakeWorker) -> None:
     critic = {**PPO["critic"], "lr_warmup_steps": 0}
     train = {"lr": 1e-3, "dtype": "float32", "warmup_steps": 4}
-    worker, mini_batches = make_worker(**{**PPO, "critic": critic, "train": train}), make_mini_batches()
+    worker, batch = make_worker(**{**PPO, "critic": critic, "train": train}), make_training_batch()
     before = weights(worker)
-    warm = [worker.train(mini_batches, update_policy=False) for _ in range(5)]
+    warm = [worker.train(batch, update_policy=False) for _ in range(5)]
     assert same(before, weights(worker))
     losses = [sum(each["value_loss"] for each in steps) for steps in warm]
     assert losses[-1] < losses[0] / 2
     assert "grad_norm" not in warm[0][0]
     assert warm[0][0]["critic_lr"] == 1e-3
-    step = worker.train(mini_batches)[0]
+    step = worker.train(batch)[0]
     assert not same(before, weights(worker))
     assert step["lr"] == 2.5e-4, "the policy's own warm-up starts with its first step"
     assert {"loss", "grad_norm", "value_loss", "critic_grad_norm", "explained_variance"} <= step.keys()
@@ -106,29 +107,29 @@ def test_a_directory_that_a_worker_does_not_see_ends_no_run(make_worker: MakeWor
 
 
 def test_a_resume_goes_on_exactly(make_worker: MakeWorker, tmp_path: Path) -> None:
-    mini_batches, worker = make_mini_batches(), make_worker(**PPO)
-    worker.train(mini_batches)
+    batch, worker = make_training_batch(), make_worker(**PPO)
+    worker.train(batch)
     save(worker, tmp_path / "saved")
     assert (tmp_path / "saved/critic/rank-00000.json").is_file()
     resumed = make_worker(**PPO)
     resumed.load_checkpoint(str(tmp_path / "saved"))
     for _ in range(2):
-        assert resumed.train(mini_batches) == worker.train(mini_batches)
+        assert resumed.train(batch) == worker.train(batch)
     assert same(weights(worker), weights(resumed))
 
 
 def test_an_exported_critic_begins_where_it_ended(make_worker: MakeWorker, tmp_path: Path) -> None:
-    mini_batches, worker = make_mini_batches(), make_worker(**PPO)
-    worker.train(mini_batches)
+    batch, worker = make_training_batch(), make_worker(**PPO)
+    worker.train(batch)
     worker.save_hf(str(tmp_path / "hf"))
     exported = tmp_path / "hf/critic"
     again = make_worker(**{**PPO, "critic": {**PPO["critic"], "path": exported}})
-    samples = [sample for share in mini_batches for sample in share.samples]
+    samples = batches.unpack_samples(batch)
     assert worker._critic is not None
     assert again._critic is not None
-    expected = worker._critic.values(samples)
+    expected = batches.values(worker._critic, samples)
     assert any(values.any() for values in expected)
-    for one, other in zip(again._critic.values(samples), expected, strict=True):
+    for one, other in zip(batches.values(again._critic, samples), expected, strict=True):
         torch.testing.assert_close(one, other)
     model = AutoModelForSequenceClassification.from_pretrained(exported, dtype=torch.float32)
     assert type(model).__name__ == "Qwen3ForSequenceClassification"
@@ -141,11 +142,11 @@ def test_an_exported_critic_begins_where_it_ended(make_worker: MakeWorker, tmp_p
 
 
 def test_values_know_no_temperature(make_worker: MakeWorker) -> None:
-    mini_batches = make_mini_batches()
+    batch = make_training_batch()
     hot, cold = (make_worker(**PPO, rollout={"temperature": t}) for t in (2.0, 0.5))
     for worker in (hot, cold):
-        worker.train(mini_batches, update_policy=False)
-    again = [worker.train(mini_batches, update_policy=False)[0] for worker in (hot, cold)]
+        worker.train(batch, update_policy=False)
+    again = [worker.train(batch, update_policy=False)[0] for worker in (hot, cold)]
     assert again[0]["values"] == again[1]["values"] != 0
 
 
@@ -157,9 +158,9 @@ def test_a_dump_trains_again(make_worker: MakeWorker, tmp_path: Path, advantage:
     elif advantage == "distilled":
         teacher = tiny_qwen3(tmp_path / "teacher", vocab_size=64, init_std=0.2, seed=9)
         options = {"algorithm": {"distill_coef": 1.0}, "teacher": {"path": teacher}}
-    first = make_worker(**options).train(make_mini_batches(), str(tmp_path / "dump"))
-    dumped = read_mini_batches(tmp_path / "dump", dp_size=1)
-    assert [sample.reward for sample in dumped[0].samples] == [1.0, 0.0, 0.0]
+    first = make_worker(**options).train(make_training_batch(), str(tmp_path / "dump"))
+    dumped = read_batch(tmp_path / "dump", dp_size=1)
+    assert dumped.rewards.tolist() == [1.0, 0.0, 0.0, 1.0, 0.0, 1.0]
     assert make_worker(**options).train(dumped) == first
     assert first[0]["pg_loss"] != 0
 
@@ -171,13 +172,15 @@ def test_a_teacher_of_the_policys_size_borrows_its_memory(make_worker: MakeWorke
         teacher={"path": teacher},
         train={"lr": 3e-3, "dtype": "float32", "optimizer_steps": 2},
     )
-    mini_batches = make_mini_batches()
-    steps = [worker.train(mini_batches, str(tmp_path / "dump"))[0] for _ in range(8)]
+    batch = make_training_batch()
+    steps = [worker.train(batch, str(tmp_path / "dump"))[0] for _ in range(8)]
     log_probs = read_log_probs(tmp_path / "dump")
     assert log_probs.keys() == {"old", "teacher", "current"}
     assert all(step["opd_reverse_kl"] != 0 for step in steps)
-    borrowed = worker.trainer.log_probs(mini_batches[0].samples, temperature=1.0, role="teacher")
-    for one, other in zip(borrowed, log_probs["teacher"], strict=False):
+    borrowed = batches.log_probs(
+        worker.trainer, batches.unpack_samples(batch), temperature=1.0, role="teacher"
+    )
+    for one, other in zip(borrowed, log_probs["teacher"], strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-5)
     assert not torch.allclose(log_probs["old"][0], log_probs["teacher"][0], atol=1e-2)
 
@@ -192,24 +195,22 @@ def test_the_policy_learns_what_the_teacher_thinks_of_the_samples(
         teacher={"path": teacher},
         train={"lr": 3e-3, "dtype": "float32"},
     )
-    samples = [sample for share in make_mini_batches() for sample in share.samples]
-    (mini_batches,) = plan_steps(samples, 1, 1, "token_mean")
+    batch = make_training_batch(steps=1)
     distances = []
     for _ in range(8):
-        worker.train(mini_batches, str(tmp_path / "dump"))
+        worker.train(batch, str(tmp_path / "dump"))
         passes = read_log_probs(tmp_path / "dump")
-        mask = torch.cat([torch.tensor(sample.loss_mask) for sample in mini_batches[0].samples]).bool()
         difference = torch.cat(passes["teacher"]) - torch.cat(passes["old"])
-        distances.append(float(difference[mask].square().mean()))
+        distances.append(float(difference[batch.loss_mask].square().mean()))
     assert distances[-1] < distances[0] / 2
 
 
 def test_a_teacher_of_another_size_is_an_engine_of_its_own(make_worker: MakeWorker, tmp_path: Path) -> None:
     teacher = tiny_qwen3(tmp_path / "teacher", vocab_size=64, init_std=0.2, layers=3)
     worker = make_worker(algorithm={"distill_coef": 1.0}, teacher={"path": teacher})
-    mini_batches = make_mini_batches()
+    batch = make_training_batch()
     before = weights(worker)
-    assert worker.train(mini_batches)[0]["opd_reverse_kl"] != 0
+    assert worker.train(batch)[0]["opd_reverse_kl"] != 0
     assert not same(before, weights(worker))
 
 
@@ -219,11 +220,12 @@ def test_a_teacher_with_other_angles_is_an_engine_of_its_own(make_worker: MakeWo
     hf["rope_parameters"]["rope_theta"] = 10.0
     (teacher / "config.json").write_text(json.dumps(hf))
     worker = make_worker(algorithm={"distill_coef": 1.0}, teacher={"path": teacher})
-    (step, *_) = make_mini_batches()
+    batch = make_training_batch()
     assert worker._teacher is not None
-    found, _ = worker._teacher.evaluate(step.samples)
-    assert found is not None
-    for sample, mine in zip(step.samples, found, strict=True):
+    worker._teacher.evaluate(batch)
+    assert batch.teacher_log_probs is not None
+    found = batches.split(batch, batch.teacher_log_probs)
+    for sample, mine in zip(batches.unpack_samples(batch), found, strict=True):
         torch.testing.assert_close(mine, log_probs_of(teacher, sample), rtol=0, atol=1e-4)
 
 
@@ -245,7 +247,7 @@ def test_a_teacher_is_asked_once(make_worker: MakeWorker, tmp_path: Path, layers
         make_worker(algorithm={**options, "distill_kl_coef": weight}, teacher={"path": teacher})
         for weight in (1.0, 0.0)
     )
-    found, expected = (worker.train(make_mini_batches())[0] for worker in (both, one))
+    found, expected = (worker.train(make_training_batch())[0] for worker in (both, one))
     assert found["distill_kl"] > 0
     for name in ("opd_reverse_kl", "advantages", "pg_loss"):
         assert found[name] == pytest.approx(expected[name], rel=1e-6)
@@ -263,7 +265,7 @@ def test_all_logits_distil_the_same(make_worker: MakeWorker, tmp_path: Path) -> 
             algorithm={"distill_kl_coef": 1.0, "distill_coef": 1.0, "distill_top_k": 8},
             teacher={"path": teacher},
             train={"lr": 1e-3, "dtype": "float32", "fused_loss": fused},
-        ).train(make_mini_batches())[0]
+        ).train(make_training_batch())[0]
         for fused in (True, False)
     )
     assert tiles["distill_kl"] > 0
@@ -275,7 +277,7 @@ def test_the_warm_up_asks_nobody_whose_answer_is_not_read(make_worker: MakeWorke
     algorithm = {"advantage": "gae", "kl_coef": 0.1, "distill_kl_coef": 1.0}
     worker = make_worker(**{**PPO, "algorithm": algorithm}, teacher={"path": teacher})
     for update, passes in ((False, 1), (True, 3)):
-        worker.train(make_mini_batches(), update_policy=update)
+        worker.train(make_training_batch(), update_policy=update)
         assert worker.report()["passes"]["log_probs"] == passes
 
 
@@ -285,7 +287,7 @@ def test_one_policy_taught_by_itself_has_nothing_to_learn(make_worker: MakeWorke
         teacher={"path": model},
         train={"lr": 1e-3, "dtype": "float32"},
     )
-    step = worker.train(make_mini_batches())[0]
+    step = worker.train(make_training_batch())[0]
     assert step["opd_reverse_kl"] == 0.0
     assert step["pg_loss"] == 0.0
 
@@ -299,16 +301,14 @@ def test_the_policy_comes_to_like_what_its_teacher_likes(make_worker: MakeWorker
         rollout={"temperature": 0.7},
         train={"lr": 3e-3, "dtype": "float32"},
     )
-    (share,) = plan_steps(
-        [sample for each in make_mini_batches() for sample in each.samples], 1, 1, "token_mean"
-    )[0]
-    expected = divergence(share, teacher, worker.config.model.path, temperature=0.7)
-    steps = [worker.train([share])[0]["distill_kl"] for _ in range(8)]
+    batch = make_training_batch(steps=1)
+    expected = divergence(batch, teacher, worker.config.model.path, temperature=0.7)
+    steps = [worker.train(batch)[0]["distill_kl"] for _ in range(8)]
     assert steps[0] == pytest.approx(expected, rel=1e-4)
     assert steps[-1] < steps[0] / 2
 
 
-def divergence(share: MiniBatch, teacher: Path, policy: Path, *, temperature: float) -> float:
+def divergence(batch: TrainBatch, teacher: Path, policy: Path, *, temperature: float) -> float:
     """Return the mean KL divergence of the teacher from the policy over the tokens that count."""
 
     def log_probs(model: Any, sample: TrainSample) -> torch.Tensor:
@@ -318,7 +318,7 @@ def divergence(share: MiniBatch, teacher: Path, policy: Path, *, temperature: fl
     models = [AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32) for path in (teacher, policy)]
     total = count = 0.0
     with torch.no_grad():
-        for sample in share.samples:
+        for sample in batches.unpack_samples(batch):
             p, q = (log_probs(model, sample) for model in models)
             mask = torch.tensor(sample.loss_mask)
             total += float(((p.exp() * (p - q)).sum(-1) * mask).sum())
@@ -334,5 +334,5 @@ def test_few_of_the_teachers_tokens_are_enough(make_worker: MakeWorker, tmp_path
         make_worker(algorithm={"distill_kl_coef": 1.0, "distill_top_k": count}, teacher={"path": teacher})
         for count in (8, 1000)
     )
-    bound = all_.train(make_mini_batches())[0]["distill_kl"]
-    assert bound / 4 < few.train(make_mini_batches())[0]["distill_kl"] < bound
+    bound = all_.train(make_training_batch())[0]["distill_kl"]
+    assert bound / 4 < few.train(make_training_batch())[0]["distill_kl"] < bound

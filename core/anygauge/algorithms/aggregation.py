@@ -8,6 +8,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal, TypeVar, assert_never
 
+import torch
+from torch import Tensor
+
+from anygauge.algorithms.scan import sample_of_token
+
 __all__ = ["Aggregation", "split_steps", "token_weights"]
 
 Aggregation = Literal["token_mean", "sample_mean", "constant_length"]
@@ -16,53 +21,41 @@ T = TypeVar("T")
 
 
 def token_weights(
-    loss_masks: Sequence[Sequence[int]],
+    mask_T: Tensor,
+    lengths: Sequence[int],
     mode: Aggregation,
     max_length: int = 1,
-    rollouts: Sequence[int | None] | None = None,
-) -> list[list[float]]:
+    rollouts: Sequence[int] | None = None,
+) -> Tensor:
     """Return each token's share in the mean of one optimizer step. The shares add up to 1, or to less.
 
-    :param loss_masks: Of every sample of the step; 1 where a token counts, else 0.
+    :param mask_T: ``[T]``, of every sample of the step; 1 where a token counts, else 0.
+    :param lengths: Response tokens of each sample.
     :param mode: ``"token_mean"`` is the mean over all tokens, https://arxiv.org/abs/2503.14476 equation 12;
         ``"sample_mean"`` the mean over samples of each sample's token mean, https://arxiv.org/abs/2402.03300
         equation 3; ``"constant_length"`` the mean over samples of each sample's sum over ``max_length``,
         https://arxiv.org/abs/2503.20783 section 3.2, in which a token of a long response weighs no less. A
         sample without a token that counts is not among the samples.
     :param max_length: Most tokens that a response may have.
-    :param rollouts: Of each sample, the number of the rollout that it is a part of, or ``None`` if it is one
-        by itself. The parts of a rollout count as one sample, so that its weight does not depend on how many
-        they are.
-    :returns: The shapes of ``loss_masks``; all 0 if no token counts.
+    :param rollouts: The rollout that each sample is a part of, ``None`` if each is one by itself. The parts
+        of a rollout count as one sample, so that its weight does not depend on how many they are.
+    :returns: ``[T]``, float64; all 0 if no token counts.
     """
-    counts = [sum(mask) for mask in loss_masks]
-    num_samples = sum(count > 0 for count in counts)
-    if rollouts is not None and mode != "token_mean":  # whose weights do not depend on samples
-        counts, num_samples = _of_rollouts(counts, rollouts)
+    owners_N = torch.arange(len(lengths)) if rollouts is None else torch.tensor(rollouts)
+    _, numbers_N = torch.unique(owners_N, return_inverse=True)
+    owner_T = numbers_N[sample_of_token(lengths)]
+    counts = torch.zeros(len(lengths), dtype=torch.int64).index_add_(0, owner_T, mask_T.long())
+    num_samples = (counts > 0).sum()
     match mode:
         case "token_mean":
-            denominators = [sum(counts)] * len(counts)
+            denominators = counts.sum().expand(len(counts))
         case "sample_mean":
-            denominators = [count * num_samples for count in counts]
+            denominators = counts * num_samples
         case "constant_length":
-            denominators = [max_length * num_samples] * len(counts)
+            denominators = (max_length * num_samples).expand(len(counts))
         case _:
             assert_never(mode)
-    return [
-        [value / denominator if denominator else 0.0 for value in mask]
-        for mask, denominator in zip(loss_masks, denominators, strict=True)
-    ]
-
-
-def _of_rollouts(counts: Sequence[int], rollouts: Sequence[int | None]) -> tuple[list[int], int]:
-    """Return for each sample how many tokens of its whole rollout count, and how many rollouts have any."""
-    totals: dict[tuple[bool, int], int] = {}
-    owners = [
-        (False, place) if rollout is None else (True, rollout) for place, rollout in enumerate(rollouts)
-    ]
-    for owner, count in zip(owners, counts, strict=True):
-        totals[owner] = totals.get(owner, 0) + count
-    return [totals[owner] for owner in owners], sum(total > 0 for total in totals.values())
+    return mask_T.double() / denominators[owner_T].clamp(min=1)
 
 
 def split_steps(samples: Sequence[T], num_steps: int) -> list[list[T]]:

@@ -15,7 +15,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from anygauge_hooks.media import Media
-from anygauge_hooks.rl import TrainSample
 
 __all__ = ["alike", "balance", "divide", "free", "imbalance", "media_costs", "sequence_costs"]
 
@@ -38,19 +37,20 @@ def sequence_costs(lengths: Sequence[int], flops_per_token: Callable[[int], floa
     return costs[which]
 
 
-def media_costs(samples: Sequence[TrainSample], flops: Callable[[Media], float]) -> Numbers:
+def media_costs(shown: Sequence[Sequence[Media]], flops: Callable[[Media], float]) -> Numbers:
     """Return the floating-point operations of a forward pass over the media of each sample, ``[N]``.
 
     Samples that share a medium share its cost, since a micro-batch computes it once.
 
+    :param shown: Media of each sample.
     :param flops: Of one medium.
     """
-    if not any(sample.media for sample in samples):
-        return np.zeros(len(samples))
-    keys = [{media.key for media in sample.media} for sample in samples]
+    if not any(shown):
+        return np.zeros(len(shown))
+    keys = [{each.key for each in media} for media in shown]
     holders = Counter(chain.from_iterable(keys))
-    each = {media.key: flops(media) / holders[media.key] for sample in samples for media in sample.media}
-    return np.array([sum(each[key] for key in mine) for mine in keys], dtype=np.float64)
+    costs = {each.key: flops(each) / holders[each.key] for media in shown for each in media}
+    return np.array([sum(costs[key] for key in mine) for mine in keys], dtype=np.float64)
 
 
 def free(media: Media) -> float:

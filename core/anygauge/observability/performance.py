@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from anygauge.config.modalities import TOWERS
 from anygauge.observability.memory import memory_metrics
+from anygauge_hooks.batch import TrainBatch
 from anygauge_hooks.media import Media
-from anygauge_hooks.rl import Group, Sample, TrainSample
+from anygauge_hooks.rl import Group
 
 __all__ = ["StepWork", "WorkerReport", "performance_metrics"]
 
@@ -61,20 +62,22 @@ class StepWork:
         samples = [sample for group in groups for sample in group.samples]
         responses = [len(sample.response_tokens) for sample in samples]
         totals = [len(each.prompt_tokens) + own for each, own in zip(samples, responses, strict=True)]
-        return cls.of_lengths(totals, responses, flops_per_token, _media_flops(samples, media_flops), frozen)
+        towers = _media_flops((sample.media for sample in samples), media_flops)
+        return cls.of_lengths(totals, responses, flops_per_token, towers, frozen)
 
     @classmethod
-    def of_samples(
+    def of_batches(
         cls,
-        samples: Sequence[TrainSample],
+        batches: Sequence[TrainBatch],
         flops_per_token: Callable[[int], float] | None = None,
         media_flops: Callable[[Media], float] | None = None,
         frozen: Collection[str] = (),
     ) -> StepWork:
         """Return the work of a step that trains on given responses."""
-        totals = [len(sample.tokens) for sample in samples]
-        responses = [sample.response_length for sample in samples]
-        return cls.of_lengths(totals, responses, flops_per_token, _media_flops(samples, media_flops), frozen)
+        totals = [length for batch in batches for length in batch.lengths]
+        responses = [length for batch in batches for length in batch.response_lengths]
+        towers = _media_flops((media for batch in batches for media in batch.media), media_flops)
+        return cls.of_lengths(totals, responses, flops_per_token, towers, frozen)
 
     @classmethod
     def of_lengths(
@@ -105,11 +108,11 @@ def _forward_flops(totals: Sequence[int], flops_per_token: Callable[[int], float
 
 
 def _media_flops(
-    samples: Sequence[Sample] | Sequence[TrainSample], flops: Callable[[Media], float] | None
+    shown: Iterable[Sequence[Media]], flops: Callable[[Media], float] | None
 ) -> Mapping[str, float]:
     if flops is None:
         return NO_TOWERS
-    distinct = {media.key: media for sample in samples for media in sample.media}.values()
+    distinct = {each.key: each for media in shown for each in media}.values()
     return {
         part: sum(flops(each) for each in distinct if each.kind in kinds) for part, kinds in TOWERS.items()
     }

@@ -29,10 +29,11 @@ from anygauge.data.media.store import MappedFiles
 from anygauge.disk import read_json
 from anygauge.hub.files import TOKENIZERS
 from anygauge.strict_json import parse_json
+from anygauge_hooks.batch import TrainBatch
 from anygauge_hooks.errors import CheckpointError, DataError, OutOfMemoryError
 from anygauge_hooks.media import Media
 from anygauge_hooks.models import text_config
-from anygauge_hooks.rl import Group, MiniBatch, TrainSample
+from anygauge_hooks.rl import Group
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -48,13 +49,13 @@ __all__ = [
     "keep_media",
     "model_facts",
     "read_batch",
+    "read_batches",
     "read_groups",
     "read_log_probs",
-    "read_mini_batches",
     "restore_media",
     "rollout_path",
+    "write_batch",
     "write_groups",
-    "write_mini_batches",
 ]
 
 DIRECTORY = "dumps"
@@ -74,8 +75,6 @@ COMPRESSION = 1
 T = TypeVar("T")
 ModelFacts = Mapping[str, Any]
 """JSON facts that distinguish models whose token ids mean different things."""
-PerToken = Sequence[Sequence[float]] | Sequence["Tensor"]
-"""Values by sample, one per response token."""
 
 
 def rollout_path(directory: Path, step: int) -> Path:
@@ -220,73 +219,73 @@ def _group(where: str, line: bytes) -> Group:
 # -------------------------------------------------------------------------
 
 
-def write_mini_batches(
+def write_batch(
     path: Path,
-    mini_batches: Sequence[MiniBatch],
-    log_probs: Mapping[str, PerToken],
-    estimated: PerToken,
+    batch: TrainBatch,
+    current: Sequence[Tensor],
     *,
     dp_rank: int,
     dp_size: int,
     model: ModelFacts,
 ) -> None:
-    """Write the samples that a data-parallel rank trained on in a step, atomically.
+    """Write the batch that a data-parallel rank trained on in a step, atomically.
 
     Values per token lie end to end, in the order of the samples; ``steps``, ``lengths`` and
-    ``response_lengths`` say where each optimizer step and each sample ends.
+    ``response_lengths`` say where each optimizer step and each sample ends. To train on them again estimates
+    once more, from the group advantages.
 
-    :param mini_batches: One per optimizer step, as they came in: to train on them again estimates once more.
-    :param log_probs: By pass, over the samples of all optimizer steps; float32.
-    :param estimated: The advantages that they were trained on.
+    :param current: Log-probs ``[R]`` of each sample that the loss saw; none if the policy was not trained.
     :raises CheckpointError: The disk refuses.
     """
-    samples = [sample for batch in mini_batches for sample in batch.samples]
-    tensors = {
-        "steps": torch.tensor([len(batch.samples) for batch in mini_batches]),
-        "idle": torch.tensor([batch.idle for batch in mini_batches]),
-        "lengths": torch.tensor([len(sample.tokens) for sample in samples]),
-        "response_lengths": torch.tensor([sample.response_length for sample in samples]),
-        "tokens": _flat([sample.tokens for sample in samples], torch.int64),
-        "loss_mask": _flat([sample.loss_mask for sample in samples], torch.int64),
-        "rollout_log_probs": _flat([sample.rollout_log_probs for sample in samples], torch.float64),
-        "advantages": _flat([sample.advantages for sample in samples], torch.float64),
-        "estimated": _flat(estimated, torch.float64),
-        "rewards": torch.tensor([sample.reward for sample in samples], dtype=torch.float64),
-        "baselines": torch.tensor([sample.baseline for sample in samples], dtype=torch.float64),
-        "weights": _flat([values for batch in mini_batches for values in batch.loss_weights], torch.float64),
-        **{PASSES + name: _flat(values, torch.float32) for name, values in log_probs.items()},
+    passes = {
+        "old": batch.old_log_probs,
+        "reference": batch.reference_log_probs,
+        "teacher": batch.teacher_log_probs,
+        "current": torch.cat(list(current)) if current else None,
+    }
+    columns = {
+        "steps": torch.tensor(batch.steps),
+        "idle": torch.tensor(batch.idle),
+        "lengths": torch.tensor(batch.lengths),
+        "response_lengths": torch.tensor(batch.response_lengths),
+        "tokens": batch.tokens.long(),
+        "loss_mask": batch.loss_mask.long(),
+        "rollout_log_probs": batch.rollout_log_probs,
+        "advantages": batch.group_advantages,
+        "estimated": batch.advantages,
+        "rewards": batch.rewards,
+        "baselines": batch.baselines,
+        "weights": batch.loss_weights,
+        **{PASSES + name: values for name, values in passes.items()},
     }
     facts = {"format": FORMAT, "share": dp_rank, "num_shares": dp_size, "model": model}
-    if any(sample.media for sample in samples):
-        facts["media"] = [sample.media for sample in samples]
+    if any(batch.media):
+        facts["media"] = batch.media
+    # safetensors refuses columns that are the same tensor
+    tensors = {name: values.clone() for name, values in columns.items() if values is not None}
     _write(path, save(tensors, {FACTS: json.dumps(facts)}))
 
 
-def _flat(values: PerToken, dtype: torch.dtype) -> Tensor:
-    parts = [torch.as_tensor(value, dtype=dtype) for value in values]
-    return torch.cat(parts) if parts else torch.empty(0, dtype=dtype)
-
-
-def read_mini_batches(path: Path, *, dp_size: int, model: ModelFacts | None = None) -> list[MiniBatch]:
-    """Return the mini-batches of a file that :func:`write_mini_batches` wrote.
+def read_batch(path: Path, *, dp_size: int, model: ModelFacts | None = None) -> TrainBatch:
+    """Return the batch of a file that :func:`write_batch` wrote.
 
     :param dp_size: Of this run.
-    :param model: That trains on them; ``None`` takes those of any.
+    :param model: That trains on it; ``None`` takes one of any.
     :raises DataError: There is no such file, it was cut short, or it is of a run with another
         data-parallel size or another model.
     """
-    return _opened(path, lambda facts, tensors: _mini_batches(path, facts, tensors, dp_size, model))
+    return _opened(path, lambda facts, tensors: _batch(path, facts, tensors, dp_size, model))
 
 
-def read_batch(
+def read_batches(
     directory: Path, step: int, dp_size: int, model: ModelFacts | None = None
-) -> list[list[MiniBatch]]:
-    """Return the mini-batches of each data-parallel rank in a step.
+) -> list[TrainBatch]:
+    """Return the batch of each data-parallel rank in a step.
 
-    :raises DataError: As :func:`read_mini_batches`.
+    :raises DataError: As :func:`read_batch`.
     """
     return [
-        read_mini_batches(batch_path(directory, step, dp_rank), dp_size=dp_size, model=model)
+        read_batch(batch_path(directory, step, dp_rank), dp_size=dp_size, model=model)
         for dp_rank in range(dp_size)
     ]
 
@@ -320,13 +319,13 @@ def _opened(path: Path, read: Callable[[Mapping[str, Any], Mapping[str, Tensor]]
         raise _unreadable(path, str(error)) from error
 
 
-def _mini_batches(
+def _batch(
     path: Path,
     facts: Mapping[str, Any],
     tensors: Mapping[str, Tensor],
     dp_size: int,
     model: ModelFacts | None,
-) -> list[MiniBatch]:
+) -> TrainBatch:
     _check_facts(path, facts, model)
     if facts["num_shares"] != dp_size:
         raise DataError(
@@ -334,42 +333,35 @@ def _mini_batches(
             hint=f"Choose placement.train_workers and train.parallel so that it has {facts['num_shares']}, "
             "or replay the rollouts instead.",
         )
-    seen = _media_type().validate_python(facts.get("media") or [()] * len(tensors["lengths"]))
-    return list(_split_mini_batches(tensors, seen))
+    lengths, responses, steps = (tensors[name].tolist() for name in ("lengths", "response_lengths", "steps"))
+    count, size = len(lengths), sum(responses)
+    if len(responses) != count or sum(steps) != count or len(tensors["tokens"]) != sum(lengths):
+        raise ValueError("its steps and lengths do not have as many samples and tokens as there are")
+
+    def column(name: str, rows: int) -> Tensor:
+        return tensors[name].float().reshape(rows)
+
+    return TrainBatch(
+        tokens=tensors["tokens"].int(),
+        lengths=lengths,
+        response_lengths=responses,
+        loss_mask=column("loss_mask", size).bool(),
+        rollout_log_probs=column("rollout_log_probs", size),
+        loss_weights=column("weights", size),
+        group_advantages=column("advantages", size),
+        rewards=column("rewards", count),
+        baselines=column("baselines", count),
+        rollouts=range(count),
+        media=_media_type().validate_python(facts.get("media") or [()] * count),
+        is_on_policy=[False] * count,
+        steps=steps,
+        idle=tensors["idle"].tolist(),
+    )
 
 
 @cache
 def _media_type() -> TypeAdapter[list[tuple[Media, ...]]]:
     return TypeAdapter(list[tuple[Media, ...]])
-
-
-def _split_mini_batches(tensors: Mapping[str, Tensor], seen: Sequence[Any]) -> Iterator[MiniBatch]:
-    lengths, responses = tensors["lengths"].tolist(), tensors["response_lengths"].tolist()
-
-    def per_sample(name: str, sizes: list[int]) -> list[list[Any]]:
-        return [part.tolist() for part in torch.split(tensors[name], sizes)]
-
-    samples = [
-        TrainSample(*values)._replace(media=media)
-        for *values, media in zip(
-            per_sample("tokens", lengths),
-            responses,
-            per_sample("loss_mask", responses),
-            per_sample("rollout_log_probs", responses),
-            per_sample("advantages", responses),
-            tensors["rewards"].tolist(),
-            tensors["baselines"].tolist(),
-            seen,
-            strict=True,
-        )
-    ]
-    weights, first = per_sample("weights", responses), 0
-    if int(tensors["steps"].sum()) != len(samples):
-        raise RuntimeError("its steps do not have as many samples as there are")
-    for count, idle in zip(tensors["steps"].tolist(), tensors["idle"].tolist(), strict=True):
-        last = first + count
-        yield MiniBatch(tuple(samples[first:last]), tuple(weights[first:last]), idle)
-        first = last
 
 
 class RecordedLoss:

@@ -11,6 +11,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
+import torch
+from torch import Tensor
+
 from anygauge.algorithms.corrected_loss import CorrectedLoss, with_sample_sizes
 from anygauge.algorithms.losses import bind_options, policy_objective
 from anygauge.algorithms.on_policy import OnPolicyDifference
@@ -18,16 +21,18 @@ from anygauge.algorithms.values import value_loss
 from anygauge.config import Config
 from anygauge.config.roles import Components, critic_config, run_components
 from anygauge.config.rules.algorithm import compares, estimator, has_critic
+from anygauge.data.batch import mini_batches
 from anygauge.distributed.layout import layout_of
 from anygauge.observability.performance import WorkerReport
-from anygauge.run_directory.dumps import PerToken, RecordedLoss, model_facts, write_mini_batches
+from anygauge.run_directory.dumps import RecordedLoss, model_facts, write_batch
 from anygauge.serving.rollout_workers import GeneratingWorker, make_engine
 from anygauge.serving.weight_stream import PickledBucket, WeightSender
-from anygauge.trainer.estimate import Estimate, Passes, estimate
+from anygauge.trainer.estimate import estimate
 from anygauge.trainer.teacher import TEACHER, Teacher, make_teacher, maker
 from anygauge.weight_sync.pusher import WeightPusher, make_pusher
 from anygauge.weight_sync.report import SyncReport
 from anygauge_hooks.algorithms import Correction
+from anygauge_hooks.batch import TrainBatch
 from anygauge_hooks.engines import (
     CriticEngine,
     LossFunction,
@@ -37,13 +42,10 @@ from anygauge_hooks.engines import (
     WorkerContext,
 )
 from anygauge_hooks.errors import CheckpointError
-from anygauge_hooks.rl import MiniBatch, TrainSample
 from anygauge_hooks.serving import MemoryState
 from anygauge_hooks.weights import WeightPeer
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from anygauge_hooks.types import LoadedPlugins
 
 __all__ = [
@@ -135,132 +137,95 @@ class ActorWorker(GeneratingWorker):
         return self._trainer
 
     def train(
-        self, mini_batches: Sequence[MiniBatch], dump: str | None = None, *, update_policy: bool = True
+        self, batch: TrainBatch, dump: str | None = None, *, update_policy: bool = True
     ) -> list[dict[str, float]]:
-        """Take one optimizer step per mini-batch and return the metrics of each.
+        """Take the optimizer steps of a batch and return the metrics of each.
 
         The log-probs that the ratio is taken against, those of other models and the critic's values are of
         the weights before the first step.
 
-        :param dump: File to write the mini-batches and the log-probs of every pass to.
+        :param dump: File to write the batch and the log-probs of every pass to.
         :param update_policy: Or train the critic alone.
         """
-        samples = [sample for batch in mini_batches for sample in batch.samples]
-        passes = self._passes(samples, updates=update_policy)
+        batch = replace(batch)  # the columns that are added stay here
+        self._run_passes(batch, updates=update_policy)
         total = self.trainer.data_parallel_sum
-        estimation = estimate(self.config.algorithm, self._estimator, samples, passes, total)
+        estimated = estimate(self.config.algorithm, self._estimator, batch, total)
         loss = RecordedLoss(self.loss)
         current: list[Tensor] = []
-        metrics, first = [], 0
-        for share in mini_batches:
-            own = slice(first, first + len(share.samples))
-            first = own.stop
-            step = estimation.metrics | self._train_critic(share, own, passes, estimation)
+        metrics = []
+        for part in mini_batches(batch):
+            step = estimated | self._train_critic(part)
             if update_policy:
-                estimated = replace(share, samples=tuple(estimation.samples[own]))
-                step |= self._train_policy(estimated, own, passes, loss if dump else self.loss)
+                step |= self._train_policy(part, loss if dump else self.loss)
             metrics.append(step)
             current += loss.take()
         if dump:
-            taken = {"old": passes.old, "reference": passes.reference, "teacher": passes.teacher}
-            advantages = [sample.advantages for sample in estimation.samples]
-            self._write(Path(dump), mini_batches, {**taken, "current": current}, advantages)
+            self._write(Path(dump), batch, current)
         return metrics
 
-    def _passes(self, samples: Sequence[TrainSample], *, updates: bool) -> Passes:
+    def _run_passes(self, batch: TrainBatch, *, updates: bool) -> None:
         """Ask the models about the samples.
 
         :param updates: Whether the policy's loss will read what they say, or the advantages alone.
         """
-        teacher, top_k_log_probs = (
-            self._teacher.evaluate(samples, updates=updates) if self._teacher else (None, None)
-        )
-        if (teacher or top_k_log_probs) and self._borrows:
-            self._rollouts_trained += 1
-        compared = compares(self.config) if updates else self.config.algorithm.kl_reward_coef > 0
-        return Passes(
-            old=self._old_log_probs(samples),
-            reference=self._log_probs(samples, REFERENCE) if compared else None,
-            teacher=teacher,
-            top_k_log_probs=top_k_log_probs,
-            values=self._critic.values(samples) if self._critic else None,
-        )
+        if self._teacher is not None:
+            self._teacher.evaluate(batch, updates=updates)
+            asked = batch.teacher_log_probs is not None or batch.teacher_top_k is not None
+            self._rollouts_trained += asked and self._borrows
+        uses_rollout = self.config.run.task == SFT or self.config.algorithm.old_log_probs == "rollout"
+        batch.old_log_probs = batch.rollout_log_probs if uses_rollout else self._log_probs(batch, "actor")
+        if compares(self.config) if updates else self.config.algorithm.kl_reward_coef > 0:
+            batch.reference_log_probs = self._log_probs(batch, REFERENCE)
+        if self._critic is not None:
+            batch.values = self._critic.values(batch)
 
-    def _train_policy(
-        self, share: MiniBatch, own: slice, passes: Passes, loss: LossFunction
-    ) -> Mapping[str, float]:
-        """Take one optimizer step.
-
-        :param own: Slice of the mini-batch's samples among those of the passes.
-        """
+    def _train_policy(self, batch: TrainBatch, loss: LossFunction) -> Mapping[str, float]:
+        """Take one optimizer step."""
         metrics = self.trainer.train_step(
-            share.samples,
-            OnPolicyDifference(loss, [sample.is_on_policy for sample in share.samples]),
+            batch,
+            OnPolicyDifference(loss, batch.is_on_policy),
             temperature=self._temperature,
-            loss_weights=share.loss_weights,
-            old_log_probs=passes.old[own],
-            reference_log_probs=None if passes.reference is None else passes.reference[own],
             entropy_grad=self.config.algorithm.entropy_coef > 0,
-            teacher=None if passes.top_k_log_probs is None else passes.top_k_log_probs[own],
         )
         return with_sample_sizes(metrics)
 
-    def _train_critic(
-        self, share: MiniBatch, own: slice, passes: Passes, estimation: Estimate
-    ) -> dict[str, float]:
+    def _train_critic(self, batch: TrainBatch) -> dict[str, float]:
         """Take one optimizer step of the critic, if there is one."""
         if self._critic is None:
             return {}
-        assert passes.values is not None
-        assert estimation.returns is not None, "an estimator that needs values gives returns"
-        metrics = self._critic.train_values(
-            share.samples,
-            partial(value_loss, clip=self.config.critic.value_clip),
-            loss_weights=share.loss_weights,
-            old_values=passes.values[own],
-            returns=estimation.returns[own],
-        )
+        assert batch.returns is not None, "an estimator that needs values gives returns"
+        metrics = self._critic.train_values(batch, partial(value_loss, clip=self.config.critic.value_clip))
         return {CRITIC_NAMES.get(name, name): value for name, value in metrics.items() if name != "loss"}
 
-    def _write(
-        self,
-        path: Path,
-        steps: Sequence[MiniBatch],
-        passes: Mapping[str, PerToken | None],
-        estimated: PerToken,
-    ) -> None:
-        """Write what was trained on, with the log-probs of the passes that there were."""
-        taken = {name: values for name, values in passes.items() if values}
-        write_mini_batches(
+    def _write(self, path: Path, batch: TrainBatch, current: Sequence[Tensor]) -> None:
+        """Write what was trained on, with the log-probs of the passes that there were.
+
+        :param current: Of each sample, as the loss saw them; none if the policy was not trained.
+        """
+        write_batch(
             path,
-            steps,
-            taken,
-            estimated,
+            batch,
+            current,
             dp_rank=self._layout.dp_rank(self._context.rank),
             dp_size=self._layout.data,
             model=model_facts(self.config.model.path),
         )
 
-    def _old_log_probs(self, samples: Sequence[TrainSample]) -> Sequence[Tensor] | Sequence[Sequence[float]]:
-        if self.config.run.task == SFT or self.config.algorithm.old_log_probs == "rollout":
-            return [sample.rollout_log_probs for sample in samples]
-        return self._log_probs(samples, "actor")
-
-    def _log_probs(self, samples: Sequence[TrainSample], role: str) -> list[Tensor]:
+    def _log_probs(self, batch: TrainBatch, role: str) -> Tensor:
         self._rollouts_trained += 1
-        return self.trainer.log_probs(samples, temperature=self._temperature, role=role)
+        return self.trainer.log_probs(batch, temperature=self._temperature, role=role)
 
     @property
     def _temperature(self) -> float:
         return 1.0 if self.config.run.task == SFT else self.config.rollout.temperature
 
-    def negative_log_likelihood(self, samples: Sequence[TrainSample]) -> float:
+    def negative_log_likelihood(self, batch: TrainBatch) -> float:
         """Return the sum over the tokens that count, in nats."""
-        log_probs = self.trainer.log_probs(samples, temperature=1.0)
-        return -sum(
-            float(values.dot(values.new_tensor(sample.loss_mask)))
-            for values, sample in zip(log_probs, samples, strict=True)
-        )
+        lengths = list(batch.response_lengths)
+        log_probs = torch.split(self.trainer.log_probs(batch, temperature=1.0), lengths)
+        masks = torch.split(batch.loss_mask.float(), lengths)
+        return -sum(float(values.dot(mask)) for values, mask in zip(log_probs, masks, strict=True))
 
     def sync_weights(self, version: int) -> None:
         """Give the trained weights to the rollout engine, if there is one here."""

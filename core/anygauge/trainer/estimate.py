@@ -3,110 +3,121 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from statistics import fmean
+from typing import Any
 
 import torch
+from torch import Tensor
 
+from anygauge.algorithms.scan import sample_of_token
 from anygauge.algorithms.token_advantages import token_rewards
 from anygauge.algorithms.whitening import explained_variance, masked_mean, whiten
 from anygauge.config.schema import Algorithm
 from anygauge_hooks.algorithms import AdvantageInputs, TokenAdvantages
-from anygauge_hooks.engines import TopKLogProbs
+from anygauge_hooks.batch import TrainBatch
 from anygauge_hooks.errors import PluginError
-from anygauge_hooks.rl import TrainSample
 from anygauge_hooks.types import NamedFunction
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
-__all__ = ["Estimate", "Passes", "estimate"]
-
-PerToken = Sequence["Tensor"] | Sequence[Sequence[float]]
-"""Values by sample, one per response token."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Passes:
-    """Log-probs and values of a rollout's samples before the first optimizer step."""
-
-    old: PerToken
-    """Log-probs that the ratio is taken against."""
-    reference: Sequence[Tensor] | None = None
-    teacher: Sequence[Tensor] | None = None
-    top_k_log_probs: Sequence[TopKLogProbs] | None = None
-    """Top-k log-probs of the teacher."""
-    values: Sequence[Tensor] | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Estimate:
-    """Samples with the advantages that they are trained on."""
-
-    samples: Sequence[TrainSample]
-    returns: Sequence[Tensor] | None = None
-    """Targets of the critic, ``[R]`` for each sample."""
-    metrics: dict[str, float] = field(default_factory=dict)
-    """Metrics of the whole rollout, over all ranks."""
+__all__ = ["estimate"]
 
 
 def estimate(
     algorithm: Algorithm,
     estimator: NamedFunction | None,
-    samples: Sequence[TrainSample],
-    passes: Passes,
+    batch: TrainBatch,
     total: Callable[[Tensor], Tensor],
-) -> Estimate:
-    """Return the samples of this rank with their advantages. A collective where there is anything to do.
+) -> dict[str, float]:
+    """Fill in the advantages of a batch, and the returns of an estimator that has any.
+
+    A collective where there is more to do than to compare the rewards of groups.
 
     :param estimator: ``None`` in SFT, which has no advantages.
-    :param samples: Of a whole rollout; those of an estimator of groups have its advantages already.
+    :param batch: After all passes. One that was dumped has its group advantages already.
     :param total: Sums over the data-parallel ranks.
+    :returns: Metrics of the whole rollout, over all ranks.
     :raises PluginError: The estimator returned something else than what it must.
     """
+    if batch.group_advantages is None:
+        advantages_N, batch.baselines = _of_groups(algorithm, estimator, batch)
+        batch.group_advantages = advantages_N[sample_of_token(batch.response_lengths)]
+    batch.advantages = batch.group_advantages
     added = algorithm.distill_coef > 0
     if estimator is None or (estimator.kind == "group" and not added and not algorithm.normalize_advantages):
-        return Estimate(samples)
-    inputs = _inputs(algorithm, samples, passes, total)
-    token_advantages = TokenAdvantages(_flat([sample.advantages for sample in samples]))
+        return {}
+    inputs = _inputs(algorithm, batch, total)
+    estimated = TokenAdvantages(batch.group_advantages)
     if estimator.kind == "token":
-        token_advantages = estimator.fn(inputs, **algorithm.advantage_options)
-        _check(token_advantages, estimator, len(inputs.loss_mask))
-    advantages = token_advantages.advantages
+        estimated = estimator.fn(inputs, **algorithm.advantage_options)
+        _check(estimated, estimator, len(inputs.loss_mask))
+    batch.advantages, batch.returns = estimated
     if added:
         assert inputs.teacher_log_probs is not None
-        advantages = advantages + algorithm.distill_coef * (inputs.teacher_log_probs - inputs.log_probs)
+        teacher = algorithm.distill_coef * (inputs.teacher_log_probs - inputs.log_probs)
+        batch.advantages = batch.advantages + teacher
     if algorithm.normalize_advantages:
-        advantages = whiten(advantages, inputs.loss_mask, total)
-    split = torch.split(advantages, list(inputs.lengths))
-    return Estimate(
-        [sample._replace(advantages=own.tolist()) for sample, own in zip(samples, split, strict=True)],
-        None
-        if token_advantages.returns is None
-        else torch.split(token_advantages.returns, list(inputs.lengths)),
-        _metrics(inputs, token_advantages, passes),
+        batch.advantages = whiten(batch.advantages, inputs.loss_mask, total)
+    return _metrics(inputs, estimated, batch)
+
+
+def _of_groups(
+    algorithm: Algorithm, estimator: NamedFunction | None, batch: TrainBatch
+) -> tuple[Tensor, Tensor]:
+    """Return advantage and baseline of each sample, ``[N]``: those of its rollout, and 0 without a reward.
+
+    Equal groups ask the estimator once.
+    """
+    if not batch.group_rewards:
+        return torch.zeros(len(batch.lengths)), torch.zeros(len(batch.lengths))
+    known: dict[tuple[float, ...], Sequence[float]] = {}
+    advantages: list[float] = []
+    baselines: list[float] = []
+    for rewards in batch.group_rewards:
+        scored = tuple(reward for reward in rewards if reward is not None)
+        if scored not in known:
+            known[scored] = _group_advantages(algorithm, estimator, scored)
+        own, mean = iter(known[scored]), fmean(scored) if scored else 0.0
+        advantages += [0.0 if reward is None else next(own) for reward in rewards]
+        baselines += [0.0 if reward is None else mean for reward in rewards]
+    of_rollouts = torch.tensor([advantages, baselines])[:, torch.tensor(batch.rollouts)]
+    return of_rollouts[0], of_rollouts[1]
+
+
+def _group_advantages(
+    algorithm: Algorithm, estimator: NamedFunction | None, rewards: Sequence[float]
+) -> Sequence[float]:
+    if not rewards or estimator is None or estimator.kind != "group":
+        return [0.0] * len(rewards)
+    result: Any = estimator.fn(torch.tensor(rewards, dtype=torch.float32), **algorithm.advantage_options)
+    if not isinstance(result, Tensor) or result.shape != (len(rewards),):
+        shape = f" {list(result.shape)}" if isinstance(result, Tensor) else ""
+        raise PluginError(
+            f"An advantage estimator must return one advantage for each of {len(rewards)} rewards; "
+            f"this one returned a {type(result).__name__}{shape}.",
+            hint="Return a tensor [G], or register the estimator with kind = 'token'.",
+        )
+    advantages: list[float] = result.tolist()
+    return advantages
+
+
+def _inputs(algorithm: Algorithm, batch: TrainBatch, total: Callable[[Tensor], Tensor]) -> AdvantageInputs:
+    lengths, mask, old, reference = (
+        batch.response_lengths,
+        batch.loss_mask.float(),
+        batch.old_log_probs,
+        batch.reference_log_probs,
     )
-
-
-def _inputs(
-    algorithm: Algorithm,
-    samples: Sequence[TrainSample],
-    passes: Passes,
-    total: Callable[[Tensor], Tensor],
-) -> AdvantageInputs:
-    lengths = [sample.response_length for sample in samples]
-    mask, old = _flat([sample.loss_mask for sample in samples]), _flat(passes.old)
-    scores = torch.tensor([sample.reward for sample in samples], dtype=torch.float32)
-    kl = old - _flat(passes.reference) if algorithm.kl_reward_coef and passes.reference is not None else None
+    assert old is not None, "a pass or the rollout engine gives them"
+    assert batch.baselines is not None, "they are estimated with the group advantages"
+    kl = old - reference if algorithm.kl_reward_coef and reference is not None else None
     return AdvantageInputs(
         lengths=lengths,
         loss_mask=mask,
-        scores=scores,
-        baselines=torch.tensor([sample.baseline for sample in samples], dtype=torch.float32),
-        rewards=token_rewards(scores, mask, lengths, kl_T=kl, kl_coef=algorithm.kl_reward_coef),
+        scores=batch.rewards,
+        baselines=batch.baselines,
+        rewards=token_rewards(batch.rewards, mask, lengths, kl_T=kl, kl_coef=algorithm.kl_reward_coef),
         log_probs=old,
-        values=None if passes.values is None else _flat(passes.values),
-        teacher_log_probs=None if passes.teacher is None else _flat(passes.teacher),
+        values=batch.values,
+        teacher_log_probs=batch.teacher_log_probs,
         total=total,
     )
 
@@ -131,18 +142,13 @@ def _check(result: Any, estimator: NamedFunction, tokens: int) -> None:
         )
 
 
-def _metrics(inputs: AdvantageInputs, estimated: TokenAdvantages, passes: Passes) -> dict[str, float]:
+def _metrics(inputs: AdvantageInputs, estimated: TokenAdvantages, batch: TrainBatch) -> dict[str, float]:
     mask, total = inputs.loss_mask, inputs.total
     metrics = {"advantages": masked_mean(estimated.advantages, mask, total)}
-    if passes.teacher is not None:
-        metrics["opd_reverse_kl"] = masked_mean(inputs.log_probs - _flat(passes.teacher), mask, total)
-    if passes.reference is not None:
-        metrics["reference_kl"] = masked_mean(inputs.log_probs - _flat(passes.reference), mask, total)
+    others = {"opd_reverse_kl": batch.teacher_log_probs, "reference_kl": batch.reference_log_probs}
+    for name, log_probs in others.items():
+        if log_probs is not None:
+            metrics[name] = masked_mean(inputs.log_probs - log_probs, mask, total)
     if inputs.values is not None and estimated.returns is not None:
         metrics["explained_variance"] = explained_variance(inputs.values, estimated.returns, mask, total)
     return metrics
-
-
-def _flat(values: PerToken) -> Tensor:
-    """Return values by sample end to end, ``[T]``, float32."""
-    return torch.cat([torch.as_tensor(each, dtype=torch.float32) for each in values])

@@ -9,14 +9,16 @@ from typing import TYPE_CHECKING
 
 from anygauge.config import Config
 from anygauge.data.balance import split_evenly
+from anygauge.data.batch import select
 from anygauge.data.media.loader import windows
 from anygauge.observability.logs import summary
 from anygauge.observability.metrics import eval_metrics
 from anygauge.rollout.rewards import Scorer, raw_number
 from anygauge.runtime.worker_group import Arguments
 from anygauge.trainer.generation import eval_params, eval_seeds
-from anygauge.trainer.plan import conversation_samples, group_samples
-from anygauge_hooks.rl import Group, Prompt, Sample, SamplingParams, TrainSample
+from anygauge.trainer.plan import conversation_batch, group_samples
+from anygauge_hooks.batch import TrainBatch
+from anygauge_hooks.rl import Group, Prompt, Sample, SamplingParams
 from anygauge_hooks.types import RunInfo
 
 if TYPE_CHECKING:
@@ -92,19 +94,20 @@ def _loss(session: Session, eval_set: EvalSet) -> dict[str, float]:
     """Return the mean negative log-likelihood of the assistant's tokens, in nats."""
     total, tokens = 0.0, 0
     for prompts in windows(session.media, eval_set.prompts, session.config.rollout.prompts_per_step):
-        samples = conversation_samples(prompts)
-        total += _negative_log_likelihood(session, samples)
-        tokens += sum(sum(sample.loss_mask) for sample in samples)
+        batch = conversation_batch(prompts)
+        total += _negative_log_likelihood(session, batch)
+        tokens += int(batch.loss_mask.sum())
     return {f"eval/{eval_set.name}-loss": total / tokens}
 
 
-def _negative_log_likelihood(session: Session, samples: Sequence[TrainSample]) -> float:
+def _negative_log_likelihood(session: Session, batch: TrainBatch) -> float:
     """Return the sum over the trained tokens of samples."""
-    layout = session.layout
-    parts = split_evenly(len(samples), layout.data)
+    layout, samples = session.layout, range(len(batch.lengths))
+    parts = [samples[part] for part in split_evenly(len(samples), layout.data)]
     # A forward pass may be a collective, so a rank without samples of its own repeats the first.
-    per_rank: list[Arguments] = [((samples[parts[own]] or samples[:1],), {}) for own in layout.dp_ranks()]
+    batches = [select(batch, part or samples[:1]) for part in parts]
+    per_rank: list[Arguments] = [((batches[own],), {}) for own in layout.dp_ranks()]
     session.colocation.enter("save")
     totals = session.workers.call("negative_log_likelihood", per_rank=per_rank)
     spoken = (totals[rank] for rank in layout.reporting_ranks())
-    return float(sum(value for value, part in zip(spoken, parts, strict=True) if samples[part]))
+    return float(sum(value for value, part in zip(spoken, parts, strict=True) if part))

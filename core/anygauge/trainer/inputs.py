@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from anygauge.config import Config
 from anygauge.config.modalities import modalities
@@ -24,9 +24,6 @@ from anygauge_hooks.errors import CheckpointError, ConfigError
 from anygauge_hooks.media import Media
 from anygauge_hooks.models import AssistantTurns, ModelSpec, text_config
 from anygauge_hooks.rl import Prompt
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 __all__ = ["EvalSet", "Inputs", "forbidden_tokens", "read_eval_sets", "read_inputs"]
 
@@ -50,8 +47,6 @@ class Inputs:
 
     source: DataSource
     eval_sets: Sequence[EvalSet]
-    estimator: Callable[..., Tensor] | None
-    """Advantages from the rewards of a group; ``None`` where the workers estimate those of tokens."""
     flops_per_token: Callable[[int], float]
     """FLOPs per token of the model's forward pass, from the length of a sequence."""
     media_flops: Callable[[Media], float] = free
@@ -78,17 +73,10 @@ def read_inputs(config: Config, plugins: Plugins) -> Inputs:
     return Inputs(
         source=source,
         eval_sets=eval_sets,
-        estimator=group_estimator(config, plugins),
         flops_per_token=partial(spec.flops_per_token, hf),
         media_flops=free if spec.media is None else partial(spec.media.flops, hf),
         media=media,
     )
-
-
-def group_estimator(config: Config, plugins: Plugins) -> Callable[..., Tensor] | None:
-    """Return the estimator with its options, if it is one of groups."""
-    estimator = plugins.get("register_advantage_estimators", config.algorithm.advantage)
-    return partial(estimator.fn, **config.algorithm.advantage_options) if estimator.kind == "group" else None
 
 
 def read_model(config: Config, plugins: Plugins) -> tuple[Mapping[str, Any], ModelSpec]:

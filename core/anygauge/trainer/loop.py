@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING
 
 from anygauge.algorithms.on_policy import ON_POLICY
 from anygauge.config import Config
@@ -38,7 +37,7 @@ from anygauge.run_directory.dumps import (
     batch_path,
     keep_media,
     model_facts,
-    read_batch,
+    read_batches,
     read_groups,
     restore_media,
     rollout_path,
@@ -49,18 +48,16 @@ from anygauge.trainer.background_evaluation import BackgroundEvaluation
 from anygauge.trainer.evaluation import evaluate
 from anygauge.trainer.generation import rollout_params, rollout_seeds
 from anygauge.trainer.health import HealthMonitor, health_metrics
-from anygauge.trainer.plan import conversation_samples, group_samples, plan_metrics, plan_steps, train_samples
+from anygauge.trainer.plan import conversation_batch, group_samples, plan_metrics, plan_steps, rollout_batch
 from anygauge.trainer.rollout_scheduler import RolloutScheduler
 from anygauge.trainer.session import TRAINING, Session
 from anygauge.trainer.staleness import mask_stale
+from anygauge_hooks.batch import TrainBatch
 from anygauge_hooks.data import DataSource
 from anygauge_hooks.errors import HealthError
 from anygauge_hooks.media import Media
-from anygauge_hooks.rl import Group, MiniBatch, Prompt, TrainSample
+from anygauge_hooks.rl import Group, Prompt
 from anygauge_hooks.types import RunInfo
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 __all__ = ["Loop", "run_loop"]
 
@@ -74,8 +71,6 @@ class Loop:
     session: Session
     directory: RunDirectory
     source: DataSource
-    estimator: Callable[..., Tensor] | None
-    """Advantages from the rewards of a group; ``None`` where the workers estimate those of tokens."""
     flops_per_token: Callable[[int], float]
     """FLOPs per token of the model's forward pass, from the length of a sequence."""
     checkpoints: CheckpointWriter | None
@@ -206,7 +201,7 @@ def train_on_rollouts(loop: Loop, step: int) -> dict[str, float]:
     trained_on = groups if version is None else mask_stale(groups, version, config.algorithm.mask_stale)
     training = None
     if loop.session.components.trains and are_any_scored(trained_on):
-        training = start_training(loop, step, train_samples(trained_on, loop.estimator, version))
+        training = start_training(loop, step, rollout_batch(trained_on, version))
     # While the workers train, the driver does what needs nothing of them.
     loop.session.plugins.notify("after_rollout", run=loop.info, groups=groups)
     read_ahead(loop, step)
@@ -287,13 +282,13 @@ def train_on_conversations(loop: Loop, step: int) -> dict[str, float]:
     """Take one SFT step and return its metrics."""
     started = time.perf_counter()
     rows = loop.next_prompts or draw_prompts(loop)
-    samples = conversation_samples(rows)
-    training = start_training(loop, step, samples)
+    batch = conversation_batch(rows)
+    training = start_training(loop, step, batch)
     read_ahead(loop, step)
     read = conversation_metrics(rows, datasets=train_datasets(loop.config)) | driver_memory()
     if loop.session.media is not None:
         read |= loop.session.media.metrics()
-    work = StepWork.of_samples(samples, *loop.flops)
+    work = StepWork.of_batches([batch], *loop.flops)
     return {**finish_training(loop, training), **read, **measure(loop, work, started)}
 
 
@@ -301,20 +296,24 @@ def train_on_batches(loop: Loop, step: int) -> dict[str, float]:
     """Train again on what each rank of another run trained on in a step, and return its metrics."""
     started = time.perf_counter()
     assert loop.config.debug.replay_batches is not None
-    mini_batches = read_batch(loop.config.debug.replay_batches, step, loop.session.layout.data, loop.model)
-    samples = [sample for rank in mini_batches for batch in rank for sample in batch.samples]
-    restore(loop, loop.config.debug.replay_batches, [each for sample in samples for each in sample.media])
-    training = send_mini_batches(loop, step, mini_batches)
-    work = StepWork.of_samples(samples, *loop.flops)
+    batches = read_batches(loop.config.debug.replay_batches, step, loop.session.layout.data, loop.model)
+    restore(loop, loop.config.debug.replay_batches, media_of(batches))
+    training = send_batches(loop, step, batches)
+    work = StepWork.of_batches(batches, *loop.flops)
     memory = driver_memory()
     return {**finish_training(loop, training), **memory, **measure(loop, work, started)}
 
 
-def start_training(loop: Loop, step: int, samples: Sequence[TrainSample]) -> Training:
-    """Send each rank the samples of its data-parallel rank."""
+def media_of(batches: Sequence[TrainBatch]) -> list[Media]:
+    """Return the media of all samples."""
+    return [each for batch in batches for media in batch.media for each in media]
+
+
+def start_training(loop: Loop, step: int, batch: TrainBatch) -> Training:
+    """Divide the samples of a step among the data-parallel ranks, and let them train."""
     config = loop.config
-    mini_batches = plan_steps(
-        samples,
+    batches = plan_steps(
+        batch,
         config.optimizer_steps,
         loop.session.layout.data,
         config.algorithm.loss_aggregation,
@@ -322,24 +321,21 @@ def start_training(loop: Loop, step: int, samples: Sequence[TrainSample]) -> Tra
         config.rollout.max_new_tokens,
         loop.media_flops,
     )
-    return send_mini_batches(loop, step, mini_batches)
+    return send_batches(loop, step, batches)
 
 
-def send_mini_batches(loop: Loop, step: int, mini_batches: Sequence[Sequence[MiniBatch]]) -> Training:
-    """Let each rank train on its mini-batches."""
+def send_batches(loop: Loop, step: int, batches: Sequence[TrainBatch]) -> Training:
+    """Let each rank train on the batch of its data-parallel rank."""
     layout, dumps = loop.session.layout, dict[int, str]()
     if loop.config.debug.dump_batches:
         paths = (batch_path(loop.dumps, step, dp_rank) for dp_rank in range(layout.data))
         dumps = {rank: str(path) for rank, path in zip(layout.reporting_ranks(), paths, strict=True)}
-        trained_on = (sample for rank in mini_batches for batch in rank for sample in batch.samples)
-        keep(loop, [each for sample in trained_on for each in sample.media])
-    per_rank = [
-        ((mini_batches[own],), {"dump": dumps.get(rank)}) for rank, own in enumerate(layout.dp_ranks())
-    ]
+        keep(loop, media_of(batches))
+    per_rank = [((batches[own],), {"dump": dumps.get(rank)}) for rank, own in enumerate(layout.dp_ranks())]
     updates = step > loop.config.critic.warmup_steps
     loop.session.colocation.enter("train")
     answer = loop.session.workers.call_async("train", per_rank=per_rank, update_policy=updates)
-    return Training(answer, plan_metrics(mini_batches, loop.flops_per_token, loop.media_flops), updates)
+    return Training(answer, plan_metrics(batches, loop.flops_per_token, loop.media_flops), updates)
 
 
 def finish_training(loop: Loop, training: Training) -> dict[str, float]:

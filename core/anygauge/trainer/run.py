@@ -123,7 +123,6 @@ def open_loop(
         session=session,
         directory=directory,
         source=source,
-        estimator=inputs.estimator,
         flops_per_token=inputs.flops_per_token,
         media_flops=inputs.media_flops,
         checkpoints=checkpoints,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,14 +13,12 @@ from anygauge.config.modalities import modalities
 from anygauge.config.roles import teacher_config
 from anygauge.config.rules.algorithm import has_teacher, rates_samples
 from anygauge.config.same_model import differing_keys
-from anygauge_hooks.engines import TopKLogProbs, TrainEngine, WorkerContext
+from anygauge_hooks.batch import TrainBatch
+from anygauge_hooks.engines import TrainEngine, WorkerContext
 from anygauge_hooks.errors import ConfigError
 from anygauge_hooks.models import ModelSpec, text_config
-from anygauge_hooks.rl import TrainSample
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from anygauge_hooks.media import MediaKind
     from anygauge_hooks.types import LoadedPlugins
 
@@ -42,20 +40,17 @@ class Teacher:
     top_k: int
     """How many tokens of its own are compared in the place of each."""
 
-    def evaluate(
-        self, samples: Sequence[TrainSample], *, updates: bool = True
-    ) -> tuple[list[Tensor] | None, list[TopKLogProbs] | None]:
-        """Return what is compared, from one pass over the samples.
+    def evaluate(self, batch: TrainBatch, *, updates: bool = True) -> None:
+        """Fill in what is compared, from one pass over the samples.
 
         :param updates: Or leave out what the loss of the policy alone reads.
-        :returns: The log-probabilities of each sample's response tokens, ``[R]``, and its own choice in the
-            place of each.
         """
         options: dict[str, Any] = {"temperature": self.temperature, "role": self.role}
         if self.top_k and updates:
-            top_k_log_probs = self.engine.top_k_log_probs(samples, self.top_k, **options)
-            return [each.sampled for each in top_k_log_probs] if self.rates_samples else None, top_k_log_probs
-        return self.engine.log_probs(samples, **options) if self.rates_samples else None, None
+            batch.teacher_top_k = self.engine.top_k_log_probs(batch, self.top_k, **options)
+        if self.rates_samples:
+            sampled = batch.teacher_top_k and batch.teacher_top_k.sampled
+            batch.teacher_log_probs = self.engine.log_probs(batch, **options) if sampled is None else sampled
 
 
 def make_teacher(config: Config, context: WorkerContext, trainer: TrainEngine) -> Teacher | None:

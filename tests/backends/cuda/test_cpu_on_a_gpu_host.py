@@ -15,7 +15,7 @@ from anygauge.plugins import find_backend, load_plugins
 from anygauge.runtime.launch import launch_workers
 from anygauge.runtime.worker_group import WorkerGroup
 from anygauge.testing.tiny import tiny_qwen3
-from anygauge_hooks.rl import MiniBatch, TrainSample
+from anygauge_tests.batches import TrainSample, plan_samples
 
 HAS_GPU = shutil.which("nvidia-smi") is not None or Path("/dev/nvidia0").exists()
 
@@ -68,8 +68,8 @@ def test_a_worker_on_the_host_sees_no_gpu_and_trains(group: WorkerGroup) -> None
         rollout_log_probs=[-4.0] * 8,
         advantages=[1.0] * 8,
     )
-    share = MiniBatch(samples=(sample,), loss_weights=([1 / 8] * 8,))
-    ((metrics,),) = group.call("train", steps=[share])
+    (batch,) = plan_samples([sample], 1, 1, "token_mean")
+    ((metrics,),) = group.call("train", batch=batch)
     assert math.isfinite(metrics["loss"])
     assert metrics["grad_norm"] > 0
     assert group.call("describe") == [hidden]

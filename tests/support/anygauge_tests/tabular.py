@@ -16,10 +16,11 @@ import torch
 from torch import Tensor
 
 from anygauge.config import Config
+from anygauge.data.batch import ranges
 from anygauge_hooks import hookimpl
 from anygauge_hooks.algorithms import ValueInputs, ValueLoss
-from anygauge_hooks.engines import LossFunction, LossInputs, TopKLogProbs, TrainEngineSpec, WorkerContext
-from anygauge_hooks.rl import TrainSample
+from anygauge_hooks.batch import TopKLogProbs, TrainBatch
+from anygauge_hooks.engines import LossFunction, LossInputs, TrainEngineSpec, WorkerContext
 
 __all__ = ["VOCABULARY", "Step", "TabularCritic", "TabularEngine", "TabularPlugin", "logits", "values"]
 
@@ -69,57 +70,42 @@ class TabularEngine:
         """Let a role have the logits of a path."""
         self._paths[role] = path
 
-    def log_probs(
-        self, samples: Sequence[TrainSample], *, temperature: float, role: str = "actor"
-    ) -> list[Tensor]:
-        """Return the log-probabilities of each sample's response tokens, ``[R]``."""
-        table = self._table(role) / temperature
-        return [_taken(_rows(table, each), _response(each)).float() for each in samples]
+    def log_probs(self, batch: TrainBatch, *, temperature: float, role: str = "actor") -> Tensor:
+        """Return the log-probabilities of all response tokens, ``[T]``."""
+        rows, tokens = _rows(self._table(role) / temperature, batch)
+        return _taken(rows, tokens).float()
 
     def top_k_log_probs(
-        self, samples: Sequence[TrainSample], count: int, *, temperature: float, role: str = "actor"
-    ) -> list[TopKLogProbs]:
+        self, batch: TrainBatch, count: int, *, temperature: float, role: str = "actor"
+    ) -> TopKLogProbs:
         """Return the top-k tokens in the place of each response token."""
-        top_k, table = [], self._table(role) / temperature
-        for each in samples:
-            rows = _rows(table, each)
-            ids = rows.topk(min(count, VOCABULARY)).indices
-            sampled = _taken(rows, _response(each)).float()
-            top_k.append(TopKLogProbs(ids, _with_remainder(rows, ids).float(), sampled))
-        return top_k
+        rows, tokens = _rows(self._table(role) / temperature, batch)
+        ids = rows.topk(min(count, VOCABULARY)).indices
+        return TopKLogProbs(ids, _with_remainder(rows, ids).float(), _taken(rows, tokens).float())
 
     def train_step(
-        self,
-        samples: Sequence[TrainSample],
-        loss: LossFunction,
-        *,
-        temperature: float,
-        loss_weights: Sequence[Sequence[float]],
-        old_log_probs: Sequence[Tensor] | Sequence[Sequence[float]],
-        reference_log_probs: Sequence[Tensor] | None,
-        entropy_grad: bool,
-        teacher: Sequence[TopKLogProbs] | None = None,
+        self, batch: TrainBatch, loss: LossFunction, *, temperature: float, entropy_grad: bool
     ) -> Mapping[str, float]:
         """Move the logits, then record the loss and its gradient."""
+        assert batch.old_log_probs is not None
+        assert batch.advantages is not None
+        assert batch.loss_weights is not None
         table = logits(self._paths["actor"], len(self.steps) + 1).requires_grad_()
-        rows = torch.cat([_rows(table / temperature, each) for each in samples])
-        entropy = -(rows.exp() * rows).sum(-1).float()
-        ids = None if teacher is None else torch.cat([each.ids for each in teacher])
+        rows, tokens = _rows(table / temperature, batch)
+        entropy, teacher = -(rows.exp() * rows).sum(-1).float(), batch.teacher_top_k
         inputs = LossInputs(
-            log_probs=_taken(rows, [token for each in samples for token in _response(each)]).float(),
+            log_probs=_taken(rows, tokens).float(),
             entropy=entropy if entropy_grad else entropy.detach(),
-            old_log_probs=_flat(old_log_probs),
-            rollout_log_probs=_flat([each.rollout_log_probs for each in samples]),
-            reference_log_probs=None if reference_log_probs is None else _flat(reference_log_probs),
-            advantages=_flat([each.advantages for each in samples]),
-            loss_mask=_flat([each.loss_mask for each in samples]),
-            loss_weights=_flat(loss_weights),
-            samples=range(len(samples)),
-            lengths=[each.response_length for each in samples],
-            teacher_top_k_log_probs=None
-            if teacher is None
-            else torch.cat([each.log_probs for each in teacher]),
-            top_k_log_probs=None if ids is None else _with_remainder(rows, ids).float(),
+            old_log_probs=batch.old_log_probs,
+            rollout_log_probs=batch.rollout_log_probs,
+            reference_log_probs=batch.reference_log_probs,
+            advantages=batch.advantages,
+            loss_mask=batch.loss_mask.float(),
+            loss_weights=batch.loss_weights,
+            samples=range(len(batch.lengths)),
+            lengths=batch.response_lengths,
+            teacher_top_k_log_probs=None if teacher is None else teacher.log_probs,
+            top_k_log_probs=None if teacher is None else _with_remainder(rows, teacher.ids).float(),
         )
         value, metrics = loss(inputs)
         self.steps.append(Step(value.item(), torch.autograd.grad(value, table)[0]))
@@ -145,28 +131,22 @@ class TabularCritic:
         self.steps: list[Step] = []
         self._path = config.model.path
 
-    def values(self, samples: Sequence[TrainSample]) -> list[Tensor]:
-        """Return the value before each response token, ``[R]``."""
-        table = values(self._path, len(self.steps))
-        return [table[_before(each)].float() for each in samples]
+    def values(self, batch: TrainBatch) -> Tensor:
+        """Return the value before each response token, ``[T]``."""
+        return values(self._path, len(self.steps))[_before(batch)].float()
 
-    def train_values(
-        self,
-        samples: Sequence[TrainSample],
-        loss: ValueLoss,
-        *,
-        loss_weights: Sequence[Sequence[float]],
-        old_values: Sequence[Tensor],
-        returns: Sequence[Tensor],
-    ) -> Mapping[str, float]:
+    def train_values(self, batch: TrainBatch, loss: ValueLoss) -> Mapping[str, float]:
         """Move the values, then record the loss and its gradient."""
+        assert batch.values is not None
+        assert batch.returns is not None
+        assert batch.loss_weights is not None
         table = values(self._path, len(self.steps) + 1).requires_grad_()
         inputs = ValueInputs(
-            values=torch.cat([table[_before(each)] for each in samples]).float(),
-            old_values=_flat(old_values),
-            returns=_flat(returns),
-            loss_mask=_flat([each.loss_mask for each in samples]),
-            loss_weights=_flat(loss_weights),
+            values=table[_before(batch)].float(),
+            old_values=batch.values,
+            returns=batch.returns,
+            loss_mask=batch.loss_mask.float(),
+            loss_weights=batch.loss_weights,
         )
         value, metrics = loss(inputs)
         self.steps.append(Step(value.item(), torch.autograd.grad(value, table)[0]))
@@ -188,22 +168,24 @@ class TabularPlugin:
         return [TrainEngineSpec(name="tabular", make=engine, make_critic=critic, make_forward_only=engine)]
 
 
-def _before(sample: TrainSample) -> list[int]:
-    """Return the token before each response token."""
-    return list(sample.tokens[-sample.response_length - 1 : -1])
+def _responses(batch: TrainBatch) -> Tensor:
+    """Return where the response tokens are among all, ``[T]``."""
+    ends = torch.tensor(batch.lengths).cumsum(0)
+    return ranges(ends - torch.tensor(batch.response_lengths), batch.response_lengths)
 
 
-def _response(sample: TrainSample) -> list[int]:
-    return list(sample.tokens[-sample.response_length :])
+def _before(batch: TrainBatch) -> Tensor:
+    """Return the token before each response token, ``[T]``."""
+    return batch.tokens[_responses(batch) - 1]
 
 
-def _rows(table: Tensor, sample: TrainSample) -> Tensor:
-    """Return the distributions of the response tokens, ``[R, V]``."""
-    return table[_before(sample)].log_softmax(-1)
+def _rows(table: Tensor, batch: TrainBatch) -> tuple[Tensor, Tensor]:
+    """Return the distributions of the response tokens, ``[T, V]``, and these, ``[T]``."""
+    return table[_before(batch)].log_softmax(-1), batch.tokens[_responses(batch)]
 
 
-def _taken(rows: Tensor, tokens: Sequence[int]) -> Tensor:
-    return rows.gather(1, torch.tensor(tokens)[:, None])[:, 0]
+def _taken(rows: Tensor, tokens: Tensor) -> Tensor:
+    return rows.gather(1, tokens.long()[:, None])[:, 0]
 
 
 def _with_remainder(rows: Tensor, ids: Tensor) -> Tensor:
@@ -211,7 +193,3 @@ def _with_remainder(rows: Tensor, ids: Tensor) -> Tensor:
     others = rows.scatter(1, ids, -torch.inf)
     rest = others.logsumexp(-1) if ids.shape[1] < VOCABULARY else rows.new_full(rows.shape[:1], NONE_LEFT)
     return torch.cat([rows.gather(1, ids), rest[:, None]], 1)
-
-
-def _flat(values: Sequence[Tensor] | Sequence[Sequence[float]]) -> Tensor:
-    return torch.cat([torch.as_tensor(each, dtype=torch.float32) for each in values])

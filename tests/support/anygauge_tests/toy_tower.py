@@ -19,7 +19,7 @@ from anygauge_hooks import hookimpl
 from anygauge_hooks.media import Content, Media, MediaSpec, TowerSpec
 from anygauge_hooks.megatron import WeightRule, megatron_model, with_megatron
 from anygauge_hooks.models import ModelSpec
-from anygauge_hooks.rl import TrainSample
+from anygauge_tests.batches import TrainSample
 
 ARCHITECTURE, HIDDEN, VOCAB, HOLDER, PATCH, LEVELS = "ToyForConditionalGeneration", 64, 64, 63, 2, 2
 

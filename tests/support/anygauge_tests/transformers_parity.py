@@ -20,7 +20,8 @@ from anygauge.testing.tiny import tiny_tokenizer
 from anygauge_hooks.engines import WorkerContext
 from anygauge_hooks.media import Media, MediaKind
 from anygauge_hooks.models import ModelSpec, text_config
-from anygauge_hooks.rl import Prompt, SamplingParams, TrainSample
+from anygauge_hooks.rl import Prompt, SamplingParams
+from anygauge_tests.batches import TrainSample, make_batch
 
 __all__ = ["ParityPair", "build", "exported_tensors", "sample"]
 
@@ -52,7 +53,7 @@ class ParityPair:
         reader = MediaReader(self.policy.spec.media, self.policy.hf, self.store, is_first_stage=True)
         device = torch.device("cpu")
         seen = reader if self.policy.has_towers else None
-        batches = micro_batches(self.samples, 10_000, self.policy.rotary, device, media=seen)
+        batches = micro_batches(make_batch(self.samples), 10_000, self.policy.rotary, device, media=seen)
         (batch,) = batches.readers(1)[0]
         with make_scope(self.context.device):
             packed = self.policy.chunks[0](**batch.inputs).flatten(0, 1)

@@ -12,7 +12,7 @@ import torch
 from anygauge.plugins import load_plugins
 from anygauge_hooks.media import Content, Media, MediaStore
 from anygauge_hooks.models import ModelSpec
-from anygauge_hooks.rl import TrainSample
+from anygauge_tests.batches import TrainSample
 
 __all__ = [
     "mixed_samples",

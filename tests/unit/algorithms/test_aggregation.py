@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from anygauge.algorithms.aggregation import Aggregation, split_steps, token_weights
+from anygauge.algorithms import aggregation
+from anygauge.algorithms.aggregation import Aggregation, split_steps
 
 MASKS = st.lists(st.lists(st.integers(0, 1), max_size=12), max_size=10)
+
+
+def token_weights(masks: Sequence[Sequence[int]], mode: Aggregation, *arguments: Any) -> list[list[float]]:
+    """Return the weights of the tokens of each sample."""
+    lengths = [len(mask) for mask in masks]
+    flat = torch.tensor([value for mask in masks for value in mask], dtype=torch.bool)
+    weights = aggregation.token_weights(flat, lengths, mode, *arguments)
+    return [part.tolist() for part in torch.split(weights, lengths)] if masks else []
 
 
 def test_token_mean() -> None:
@@ -65,7 +78,7 @@ def test_a_rollout_weighs_the_same_in_however_many_samples(mode: Aggregation, pa
     others = [[1, 1, 0], [1]]
     joined = [value for part in parts for value in part]
     whole = token_weights([joined, *others], mode, 16)
-    divided = token_weights([*parts, *others], mode, 16, rollouts=[4] * len(parts) + [None, None])
+    divided = token_weights([*parts, *others], mode, 16, [4] * len(parts) + [7, 2])
     assert [weight for part in divided[: len(parts)] for weight in part] == pytest.approx(whole[0])
     assert divided[len(parts) :] == whole[1:]
 
@@ -73,4 +86,4 @@ def test_a_rollout_weighs_the_same_in_however_many_samples(mode: Aggregation, pa
 def test_samples_that_are_rollouts_by_themselves_weigh_as_ever() -> None:
     masks = [[1, 0], [1, 1], [0]]
     plain = token_weights(masks, "sample_mean")
-    assert token_weights(masks, "sample_mean", rollouts=[None, None, None]) == plain
+    assert token_weights(masks, "sample_mean", 1, [5, 0, 3]) == plain

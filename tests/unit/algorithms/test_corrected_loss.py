@@ -194,7 +194,9 @@ def test_what_is_of_samples_is_a_mean_over_samples_whatever_the_aggregation(mode
     old = torch.randn(sum(lengths), generator=generator, dtype=torch.float64) - 3
     rollout = old + torch.randn(len(old), generator=generator, dtype=torch.float64) * 0.5
     masks = [[int(place % 3 != 2 and length != 2) for place in range(length)] for length in lengths]
-    weights = token_weights(masks, mode, 9)
+    weights = torch.split(
+        token_weights(torch.tensor([value for mask in masks for value in mask]), lengths, mode, 9), lengths
+    )
     columns = [torch.split(each, lengths) for each in (old, rollout)]
     ratios = [
         math.prod(math.exp(p - q) for p, q, counts in zip(*own, mask, strict=True) if counts)
@@ -223,7 +225,7 @@ def test_what_is_of_samples_is_a_mean_over_samples_whatever_the_aggregation(mode
     summed: Counter[str] = Counter()
     for chosen in ((0, 3), (1, 2), (4,)):
         p, q = (torch.cat([column[i] for i in chosen]) for column in columns)
-        share = torch.tensor([weight for i in chosen for weight in weights[i]], dtype=torch.float64)
+        share = torch.cat([weights[i] for i in chosen])
         mask = torch.tensor([each for i in chosen for each in masks[i]], dtype=torch.float64)
         inputs = LossInputs(
             log_probs=p.clone().requires_grad_(),

@@ -123,8 +123,7 @@ def test_with_one_advantage_per_sample_gspo_is_equation_5(mode: Any) -> None:
     """Value and gradient are those of a ratio that depends on every token of its sample."""
     lengths = [3, 4, 6]
     inputs = make_tokens(lengths, seed=4)
-    masks = [each.int().tolist() for each in torch.split(inputs.loss_mask, lengths)]
-    weights = torch.cat([torch.tensor(each, dtype=torch.float64) for each in token_weights(masks, mode)])
+    weights = token_weights(inputs.loss_mask, lengths, mode)
     advantages = torch.tensor([1.0, -0.5, 2.0], dtype=torch.float64).repeat_interleave(torch.tensor(lengths))
     inputs = replace(inputs, advantages=advantages, loss_weights=weights)
     log_ratios = (inputs.log_probs - inputs.old_log_probs) * inputs.loss_mask
@@ -220,8 +219,8 @@ def test_dr_grpo_only_centres() -> None:
 
 
 def test_constant_length_counts_every_token_alike() -> None:
-    weights = token_weights([[1, 1, 1], [0, 1], [0, 0]], "constant_length", 10)
-    assert weights == [[0.05] * 3, [0.0, 0.05], [0.0, 0.0]]
+    weights = token_weights(torch.tensor([1, 1, 1, 0, 1, 0, 0]), [3, 2, 2], "constant_length", 10)
+    assert weights.tolist() == [0.05, 0.05, 0.05, 0.0, 0.05, 0.0, 0.0]
 
 
 def make_values(size: int, seed: int = 0) -> ValueInputs:

@@ -33,7 +33,8 @@ from anygauge.engines.megatron.conversion.convert import hf_to_megatron, megatro
 from anygauge.testing.tiny import tiny_qwen3
 from anygauge_hooks.engines import LossInputs, WorkerContext
 from anygauge_hooks.errors import CheckpointError, WeightMappingError
-from anygauge_hooks.rl import TrainSample
+from anygauge_tests import batches
+from anygauge_tests.batches import TrainSample
 from anygauge_tests.optimizers import Joining, Rounding, Taking, taking
 
 MakeEngine = Callable[..., Any]
@@ -95,7 +96,8 @@ def train_step(engine: Any, step: int) -> Mapping[str, float]:
         )
         for index, length in enumerate((9, 17, 5))
     ]
-    found: Mapping[str, float] = engine.train_step(
+    found: Mapping[str, float] = batches.train_step(
+        engine,
         samples,
         loss,
         temperature=1.0,

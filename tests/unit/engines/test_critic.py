@@ -18,7 +18,8 @@ from anygauge.config.roles import critic_config, teacher_config
 from anygauge.plugins import Plugins
 from anygauge.testing.tiny import tiny_qwen3
 from anygauge_hooks.engines import CriticEngine, WorkerContext
-from anygauge_hooks.rl import TrainSample
+from anygauge_tests import batches
+from anygauge_tests.batches import TrainSample
 
 LENGTHS = ((17, 5), (5, 1), (40, 20), (33, 30))
 """Tokens and response tokens of each sample; more than one micro-batch of 64."""
@@ -103,11 +104,12 @@ def train(
     """Take a step towards returns of 1."""
     total = sum(sample.response_length for sample in samples)
     return dict(
-        critic.train_values(
+        batches.train_values(
+            critic,
             samples,
             partial(value_loss, clip=clip),
             loss_weights=[[1 / total] * sample.response_length for sample in samples],
-            old_values=critic.values(samples),
+            old_values=batches.values(critic, samples),
             returns=[torch.ones(sample.response_length) for sample in samples],
         )
     )
@@ -115,14 +117,14 @@ def train(
 
 def test_a_new_head_expects_nothing(make_critic: MakeCritic, checkpoint: Path) -> None:
     samples = make_samples()
-    values = make_critic(checkpoint).values(samples)
+    values = batches.values(make_critic(checkpoint), samples)
     assert [len(each) for each in values] == [sample.response_length for sample in samples]
     assert all(bool((each == 0).all()) for each in values)
 
 
 def test_values_are_the_score_of_the_token_before(make_critic: MakeCritic, scored: Path) -> None:
     samples = make_samples()
-    actual = make_critic(scored).values(samples)
+    actual = batches.values(make_critic(scored), samples)
     with torch.no_grad():
         _, _, expected = reference_values(scored, samples)
     for one, other in zip(actual, expected, strict=True):
@@ -169,10 +171,10 @@ def test_the_head_is_exported_and_read_back(
 ) -> None:
     samples, critic = make_samples(), make_critic(checkpoint)
     train(critic, samples)
-    before = critic.values(samples)
+    before = batches.values(critic, samples)
     engine: Any = critic
     engine.save_hf(str(tmp_path / "critic"))
-    again = make_critic(checkpoint, {"path": tmp_path / "critic"}).values(samples)
+    again = batches.values(make_critic(checkpoint, {"path": tmp_path / "critic"}), samples)
     assert torch.cat(before).abs().max() > 0
     assert all(torch.equal(one, other) for one, other in zip(before, again, strict=True))
 
@@ -187,7 +189,7 @@ def test_a_resume_is_exact(make_critic: MakeCritic, checkpoint: Path, tmp_path: 
     resumed.load_checkpoint(str(tmp_path))
     for _ in range(2):
         assert train(resumed, samples) == train(critic, samples)
-    pairs = zip(critic.values(samples), resumed.values(samples), strict=True)
+    pairs = zip(batches.values(critic, samples), batches.values(resumed, samples), strict=True)
     assert all(torch.equal(one, other) for one, other in pairs)
 
 
@@ -220,7 +222,9 @@ def test_a_frozen_model_has_log_probs_and_no_optimizer(
     samples = make_samples()
     frozen, policy = (make(make_config(checkpoint), context) for make in (spec.make_forward_only, spec.make))
     pairs = zip(
-        frozen.log_probs(samples, temperature=0.5), policy.log_probs(samples, temperature=0.5), strict=True
+        batches.log_probs(frozen, samples, temperature=0.5),
+        batches.log_probs(policy, samples, temperature=0.5),
+        strict=True,
     )
     assert all(torch.equal(one, other) for one, other in pairs)
     assert not hasattr(frozen, "optimizer")

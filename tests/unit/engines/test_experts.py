@@ -24,8 +24,9 @@ from anygauge_hooks import hookimpl
 from anygauge_hooks.engines import LossInputs, WorkerContext
 from anygauge_hooks.errors import ConfigError, NonFiniteError, RouterReplayError
 from anygauge_hooks.kernels import KernelImpl, KernelOp
-from anygauge_hooks.rl import TrainSample
 from anygauge_hooks.types import BackendSpec
+from anygauge_tests import batches
+from anygauge_tests.batches import TrainSample
 
 MakeEngine = Callable[..., Any]
 LENGTHS = ((17, 5), (5, 1), (40, 20), (2, 1), (33, 30))
@@ -86,7 +87,8 @@ def likelihood(inputs: LossInputs) -> tuple[torch.Tensor, dict[str, torch.Tensor
 def take_step(engine: Any, samples: Sequence[TrainSample], loss: Any = likelihood) -> dict[str, float]:
     total = sum(sample.response_length for sample in samples)
     return dict(
-        engine.train_step(
+        batches.train_step(
+            engine,
             samples,
             loss,
             temperature=1.0,
@@ -185,7 +187,7 @@ def test_a_step_tells_how_uneven_the_experts_of_each_layer_were_used(
     make_engine: MakeEngine, checkpoint: Path, samples: list[TrainSample], recompute: str
 ) -> None:
     engine = make_engine(checkpoint, recompute=recompute)
-    engine.log_probs(samples, temperature=1.0)  # is not counted
+    batches.log_probs(engine, samples, temperature=1.0)  # is not counted
     second = routers_of(engine)[1]
     with torch.no_grad():
         second.expert_bias.copy_(torch.tensor([9.0, 9.0, 0, 0, 0, 0, 0, 0]))
@@ -276,12 +278,12 @@ def test_the_reference_has_its_own_biases(
 ) -> None:
     engine = make_engine(checkpoint)
     engine.load_role("reference", str(checkpoint))
-    expected = engine.log_probs(samples, temperature=1.0)
+    expected = batches.log_probs(engine, samples, temperature=1.0)
     with torch.no_grad():
         for router in routers_of(engine):
             router.expert_bias.copy_(torch.arange(8.0))
-    actor = engine.log_probs(samples, temperature=1.0)
-    reference = engine.log_probs(samples, temperature=1.0, role="reference")
+    actor = batches.log_probs(engine, samples, temperature=1.0)
+    reference = batches.log_probs(engine, samples, temperature=1.0, role="reference")
     assert all(torch.equal(a, b) for a, b in zip(reference, expected, strict=True))
     assert not torch.allclose(torch.cat(actor), torch.cat(expected))
     assert torch.equal(routers_of(engine)[0].expert_bias, torch.arange(8.0))
@@ -305,7 +307,7 @@ def test_a_step_uses_the_experts_that_the_log_prob_pass_chose(
     """Other micro-batches, in another order, with routers that would choose otherwise now."""
     expected = make_engine(checkpoint)
     engine = make_engine(checkpoint, router_replay=True, **RECOMPUTES[recompute])
-    engine.log_probs(samples, temperature=1.0)
+    batches.log_probs(engine, samples, temperature=1.0)
     with torch.no_grad():
         for router in routers_of(engine):
             router.expert_bias.copy_(torch.arange(8.0))  # chooses, and weighs nothing
@@ -321,7 +323,7 @@ def test_without_replay_the_routers_choose_again(
     losses = []
     for bias in (torch.zeros(8), torch.arange(8.0)):
         engine = make_engine(checkpoint)
-        engine.log_probs(samples, temperature=1.0)
+        batches.log_probs(engine, samples, temperature=1.0)
         with torch.no_grad():
             for router in routers_of(engine):
                 router.expert_bias.copy_(bias)
@@ -336,13 +338,13 @@ def test_a_step_without_a_capture_is_refused(
     with pytest.raises(RouterReplayError, match="A sample of 17 tokens has no captured routes; those of 0 "):
         take_step(engine, samples)
     engine.load_role("reference", str(checkpoint))
-    engine.log_probs(samples, temperature=1.0, role="reference")
+    batches.log_probs(engine, samples, temperature=1.0, role="reference")
     with pytest.raises(RouterReplayError, match="those of 0 samples"):
         take_step(engine, samples)
-    engine.log_probs(samples[:4], temperature=1.0)
+    batches.log_probs(engine, samples[:4], temperature=1.0)
     with pytest.raises(RouterReplayError, match=r"A sample of 33 tokens .* those of 4 samples"):
         take_step(engine, samples)
-    engine.log_probs(samples[4:], temperature=1.0)
+    batches.log_probs(engine, samples[4:], temperature=1.0)
     with pytest.raises(RouterReplayError, match=r"A sample of 17 tokens .* those of 1 samples"):
         take_step(engine, samples)  # a pass forgets what those before it captured
 
@@ -353,13 +355,13 @@ def test_a_layer_that_captured_nothing_is_refused(
     from anygauge.engines.megatron.layers.routing import Routes
 
     engine = make_engine(checkpoint, router_replay=True)
-    engine.log_probs(samples, temperature=1.0)
+    batches.log_probs(engine, samples, temperature=1.0)
     routes = Routes(is_replay=True, experts={2: torch.zeros(1, 2)})
     with pytest.raises(RouterReplayError, match=r"Layer 1 has no captured routes .*; captured: 2"):
         routes.take(1)
-    parts = engine._pack(samples).plans[0].parts
+    plan = engine._packed.plans[0]
     with pytest.raises(RouterReplayError, match="captured routes of 0 layers, this rank has 2 with experts"):
-        engine._routes.keep(samples, parts, engine._routes.capture(samples, parts))
+        engine._routes.keep(plan.sequences, plan.parts, Routes(is_replay=False))
 
 
 def test_a_model_without_experts_has_no_routes(make_engine: MakeEngine, tmp_path: Path) -> None:

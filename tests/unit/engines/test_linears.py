@@ -17,7 +17,8 @@ from anygauge.config import Config
 from anygauge.plugins import Plugins, load_plugins
 from anygauge.testing.tiny import tiny_qwen3
 from anygauge_hooks.engines import LossInputs, WorkerContext
-from anygauge_hooks.rl import TrainSample
+from anygauge_tests import batches
+from anygauge_tests.batches import TrainSample
 
 VOCAB = 64
 Seed = Callable[..., Tensor]
@@ -172,7 +173,8 @@ def two_steps(engine: Any) -> dict[str, Tensor]:
         for length in (17, 40, 33)
     ]
     for _ in range(2):
-        engine.train_step(
+        batches.train_step(
+            engine,
             samples,
             loss,
             temperature=1.0,

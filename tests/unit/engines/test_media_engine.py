@@ -19,7 +19,8 @@ from anygauge.plugins import load_plugins
 from anygauge_hooks.engines import LossInputs, WorkerContext
 from anygauge_hooks.errors import ConfigError, MediaMismatchError
 from anygauge_hooks.media import Media
-from anygauge_hooks.rl import TrainSample
+from anygauge_tests import batches
+from anygauge_tests.batches import TrainSample
 from anygauge_tests.toy_tower import HOLDER, Package, Store, image, sample, toy_model
 
 MakeEngine = Callable[..., Any]
@@ -79,7 +80,8 @@ def take_step(engine: Any, samples: Sequence[TrainSample]) -> tuple[dict[str, Te
         value = -(given.log_probs * given.loss_weights).sum()
         return value, {}
 
-    metrics = engine.train_step(
+    metrics = batches.train_step(
+        engine,
         samples,
         loss,
         temperature=1.0,
@@ -124,13 +126,13 @@ def test_gradients_are_those_of_plain_autograd(
     make_engine: MakeEngine, mixed: list[TrainSample], plain: dict[str, Tensor], recompute: str
 ) -> None:
     engine = make_engine(recompute=recompute)
-    assert len(engine._pack(mixed).plans) == 1
+    assert len(engine._pack(batches.make_batch(mixed)).plans) == 1
     assert_alike(take_step(engine, mixed)[0], plain)
 
 
 def test_a_micro_batch_has_each_image_once(make_engine: MakeEngine, mixed: list[TrainSample]) -> None:
     engine = make_engine()
-    (batch,) = engine._pack(mixed).readers(1)[0]
+    (batch,) = engine._pack(batches.make_batch(mixed)).readers(1)[0]
     part = batch.inputs["media"].parts["visual"]
     assert part.count == 4 + 3 + 6
     assert len(part.rows) == 4 + 4 + 3 + 6
@@ -139,8 +141,8 @@ def test_a_micro_batch_has_each_image_once(make_engine: MakeEngine, mixed: list[
 
 def test_samples_together_are_as_samples_alone(make_engine: MakeEngine, mixed: list[TrainSample]) -> None:
     engine = make_engine()
-    together = engine.log_probs(mixed, temperature=1.0)
-    alone = [engine.log_probs([each], temperature=1.0)[0] for each in mixed]
+    together = batches.log_probs(engine, mixed, temperature=1.0)
+    alone = [batches.log_probs(engine, [each], temperature=1.0)[0] for each in mixed]
     torch.testing.assert_close(torch.cat(together), torch.cat(alone), rtol=0, atol=1e-5)
 
 
@@ -150,7 +152,7 @@ def test_another_image_gives_other_log_probs(
     engine = make_engine()
     other = image(store, 2, 2, 77)
     swapped = mixed[1]._replace(media=(mixed[1].media[0]._replace(key=other.key),))
-    right, wrong = (engine.log_probs([each], temperature=1.0)[0] for each in (mixed[1], swapped))
+    right, wrong = (batches.log_probs(engine, [each], temperature=1.0)[0] for each in (mixed[1], swapped))
     assert (right - wrong).abs().max() > 0.01
 
 
@@ -159,8 +161,10 @@ def test_an_image_changes_what_stands_for_it_alone(make_engine: MakeEngine, mixe
     engine = make_engine()
     ones = image(engine.context.media, 2, 2, 0), image(engine.context.media, 2, 2, 5)
     pair = [mixed[1]._replace(media=(each.moved(3),)) for each in ones]
-    first, second = engine.log_probs(pair, temperature=1.0)
-    torch.testing.assert_close(first, engine.log_probs(mixed[1:2], temperature=1.0)[0], rtol=0, atol=1e-5)
+    first, second = batches.log_probs(engine, pair, temperature=1.0)
+    torch.testing.assert_close(
+        first, batches.log_probs(engine, mixed[1:2], temperature=1.0)[0], rtol=0, atol=1e-5
+    )
     assert (first - second).abs().max() > 0.01
 
 
@@ -172,7 +176,7 @@ def test_a_tower_that_learns_runs_without_images(make_engine: MakeEngine, mixed:
     assert tower.passes == 1
     assert all(each.grad_added_to_main_grad or each.main_grad is not None for each in tower.parameters())
     assert not any(each.any() for name, each in gradients.items() if name.startswith("visual."))
-    engine.log_probs(mixed[:1], temperature=1.0)
+    batches.log_probs(engine, mixed[:1], temperature=1.0)
     assert tower.passes == 1, "nothing is learnt from a pass that only asks"
 
 
@@ -202,8 +206,8 @@ def test_a_run_of_text_has_no_tower(make_engine: MakeEngine, mixed: list[TrainSa
     engine = make_engine(modalities=())
     assert not any("visual" in name for name in engine.policy.tensors)
     assert not any("visual" in name for name, _ in engine.weights())
-    assert "media" not in next(engine._pack(mixed[:1]).readers(1)[0]).inputs
-    texts = [each.log_probs(mixed[:1], temperature=1.0)[0] for each in (engine, make_engine())]
+    assert "media" not in next(engine._pack(batches.make_batch(mixed[:1])).readers(1)[0]).inputs
+    texts = [batches.log_probs(each, mixed[:1], temperature=1.0)[0] for each in (engine, make_engine())]
     assert texts[0].equal(texts[1])
 
 
@@ -247,7 +251,7 @@ def test_placeholders_without_features_are_refused(
 ) -> None:
     change, message = BROKEN[name]
     with pytest.raises(MediaMismatchError, match=rf"(?s){message}.*AG609"):
-        make_engine().log_probs([change(mixed[1])], temperature=1.0)
+        batches.log_probs(make_engine(), [change(mixed[1])], temperature=1.0)
 
 
 def test_a_tower_that_makes_fewer_features_is_refused(
@@ -256,7 +260,7 @@ def test_a_tower_that_makes_fewer_features_is_refused(
     small = image(store, 1, 2, 3)
     wrong = mixed[1]._replace(media=(mixed[1].media[0]._replace(key=small.key),))
     with pytest.raises(MediaMismatchError, match="made 2 features, for 4 placeholders"):
-        make_engine().log_probs([wrong], temperature=1.0)
+        batches.log_probs(make_engine(), [wrong], temperature=1.0)
 
 
 def test_both_passes_get_every_input(
@@ -279,7 +283,7 @@ def test_both_passes_get_every_input(
 
     monkeypatch.setattr(inputs, "model_inputs", watched)
     monkeypatch.setattr(model, "forward", run)
-    engine.log_probs(mixed, temperature=1.0)
+    batches.log_probs(engine, mixed, temperature=1.0)
     take_step(engine, mixed)
     assert [learns for _, learns in seen] == [False, True]
     assert seen[0][0] == seen[1][0] >= {"input_ids", "position_ids", "packed_seq_params", "media"}
@@ -288,7 +292,7 @@ def test_both_passes_get_every_input(
 def test_costs_of_samples_have_their_images(mixed: list[TrainSample]) -> None:
     from anygauge.data.balance import media_costs
 
-    costs = media_costs(mixed, lambda media: float(media.num_tokens))
+    costs = media_costs([each.media for each in mixed], lambda media: float(media.num_tokens))
     assert costs.tolist() == [0, 2, 2, 9]
 
 
@@ -340,7 +344,8 @@ def test_the_trainer_leaves_placeholders_out(
     make_engine: MakeEngine, mixed: list[TrainSample], modalities: Sequence[str]
 ) -> None:
     """All other tokens together have probability 1, also in a run of text."""
-    found = make_engine(modalities).top_k_log_probs(mixed[:1], 64, temperature=1.0)[0]
+    batch = batches.make_batch(mixed[:1])
+    found = make_engine(modalities).top_k_log_probs(batch, 64, temperature=1.0)
     assert found.ids.shape[1] == 63
     assert HOLDER not in found.ids
     torch.testing.assert_close(found.log_probs[:, :-1].exp().sum(1), torch.ones(4), rtol=0, atol=1e-5)
@@ -352,14 +357,15 @@ def test_a_critic_sees(make_engine: MakeEngine, mixed: list[TrainSample], store:
     for each in (critic, fixed):
         with torch.no_grad():
             each.policy.tensors["output_layer.weight"].fill_(0.1)
-    together = critic.values(mixed)
-    alone = [critic.values([each])[0] for each in mixed]
+    together = batches.values(critic, mixed)
+    alone = [batches.values(critic, [each])[0] for each in mixed]
     torch.testing.assert_close(torch.cat(together), torch.cat(alone), rtol=0, atol=1e-5)
     swapped = mixed[1]._replace(media=(mixed[1].media[0]._replace(key=image(store, 2, 2, 78).key),))
-    assert (critic.values([swapped])[0] - together[1]).abs().max() > 0.01
+    assert (batches.values(critic, [swapped])[0] - together[1]).abs().max() > 0.01
     before = critic.policy.tensors["visual.inner.weight"].clone()
     for each in (critic, fixed):
-        each.train_values(
+        batches.train_values(
+            each,
             mixed,
             value_loss,
             loss_weights=[[0.1] * sample.response_length for sample in mixed],

@@ -16,7 +16,8 @@ from transformers import AutoModelForMultimodalLM
 from anygauge.config import Config
 from anygauge.plugins import Plugins
 from anygauge_hooks.engines import LossInputs, WorkerContext
-from anygauge_hooks.rl import TrainSample
+from anygauge_tests import batches
+from anygauge_tests.batches import TrainSample
 from anygauge_tests.media import DictStore
 from anygauge_tests.vision_models import mixed_samples, random_image, write_vision_model
 
@@ -102,7 +103,8 @@ def take_step(engine: Any, samples: Sequence[TrainSample]) -> dict[str, Tensor]:
     def loss(given: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
         return -(given.log_probs * given.loss_weights).sum(), {}
 
-    engine.train_step(
+    batches.train_step(
+        engine,
         samples,
         loss,
         temperature=1.0,
@@ -120,9 +122,9 @@ def test_log_probs_equal_transformers(
 ) -> None:
     """Text, one image, and several, in one micro-batch and alone."""
     engine = make_engine()
-    assert len(engine._pack(samples).plans) == 1
-    together = engine.log_probs(samples, temperature=1.0)
-    alone = [engine.log_probs([each], temperature=1.0)[0] for each in samples]
+    assert len(engine._pack(batches.make_batch(samples)).plans) == 1
+    together = batches.log_probs(engine, samples, temperature=1.0)
+    alone = [batches.log_probs(engine, [each], temperature=1.0)[0] for each in samples]
     for found in (together, alone):
         for actual, wanted in zip(found, expected[0], strict=True):
             torch.testing.assert_close(actual, wanted, rtol=0, atol=1e-5)
@@ -138,7 +140,7 @@ def test_another_image_is_another_answer(
 ) -> None:
     (media,) = samples[1].media
     swapped = media._replace(key=random_image(store, hf, 4, 4, 99).key)
-    (wrong,) = make_engine().log_probs([samples[1]._replace(media=(swapped,))], temperature=1.0)
+    (wrong,) = batches.log_probs(make_engine(), [samples[1]._replace(media=(swapped,))], temperature=1.0)
     assert (wrong - expected[0][1]).abs().max() > 1e-2
 
 
@@ -174,7 +176,7 @@ def test_bfloat16_is_near(
     engine = make_engine(dtype="bfloat16", recompute="full")
     assert all(each.dtype == torch.bfloat16 for each in engine.policy.chunks[0].visual.parameters())
     assert isinstance(engine.policy.chunks[0].visual.patch_embed.proj, Patches3d)
-    found = engine.log_probs(samples, temperature=1.0)
+    found = batches.log_probs(engine, samples, temperature=1.0)
     assert (torch.cat(found) - torch.cat(expected[0])).abs().max() < 0.2
     take_step(engine, samples)
 

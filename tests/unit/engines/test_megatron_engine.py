@@ -31,7 +31,8 @@ from anygauge_hooks.errors import (
     WeightMappingError,
 )
 from anygauge_hooks.megatron import megatron_model
-from anygauge_hooks.rl import TrainSample
+from anygauge_tests import batches
+from anygauge_tests.batches import TrainSample
 
 MakeEngine = Callable[..., TrainEngine]
 
@@ -116,7 +117,8 @@ def take_step(
     engine: TrainEngine, samples: Sequence[TrainSample], loss: Any = likelihood, temperature: float = 1.0
 ) -> dict[str, float]:
     return dict(
-        engine.train_step(
+        batches.train_step(
+            engine,
             samples,
             loss,
             temperature=temperature,
@@ -130,7 +132,7 @@ def take_step(
 
 def test_log_probs_equal_transformers(make_engine: MakeEngine, checkpoint: Path) -> None:
     samples = make_samples()
-    actual = make_engine(checkpoint).log_probs(samples, temperature=0.7)
+    actual = batches.log_probs(make_engine(checkpoint), samples, temperature=0.7)
     with torch.no_grad():
         expected = reference_log_probs(AutoModelForCausalLM.from_pretrained(checkpoint), samples, 0.7)
     for one, other in zip(actual, expected, strict=True):
@@ -146,20 +148,19 @@ def test_log_probs_alone_are_put_together_over_ranks(
     engine: Any = make_engine(checkpoint)
     samples, seen = make_samples(), []
     monkeypatch.setattr(passes, "whole_responses", lambda values, batch: seen.append(batch) or values)
-    engine.log_probs(samples, temperature=1.0)
-    assert len(seen) == len(engine._pack(samples).plans) > 1
+    batches.log_probs(engine, samples, temperature=1.0)
+    assert len(seen) == len(engine._packed.plans) > 1
 
 
 def test_logits_equal_transformers(make_engine: MakeEngine, checkpoint: Path) -> None:
-    from anygauge.engines.megatron.inputs import model_inputs
+    from anygauge.engines.megatron.inputs import inputs_on_device, model_inputs
     from anygauge.engines.megatron.scope import make_scope
 
     engine: Any = make_engine(checkpoint)
     tokens = torch.tensor(make_samples()[2].tokens)
     with torch.no_grad(), make_scope(engine.context.device):
-        actual = engine.chunks[0](
-            **model_inputs(tokens, (len(tokens),), engine.policy.rotary, engine.device)
-        )[0]
+        inputs = model_inputs(tokens, (len(tokens),))
+        actual = engine.chunks[0](**inputs_on_device(inputs, engine.policy.rotary, engine.device))[0]
     with torch.no_grad():
         expected = AutoModelForCausalLM.from_pretrained(checkpoint)(tokens[None]).logits[0]
     torch.testing.assert_close(actual, expected, rtol=0, atol=1e-5)
@@ -228,31 +229,49 @@ def test_micro_batches_are_on_the_device_in_their_turn_alone(
     made: list[weakref.ref[Any]] = []
     alive: list[int] = []
 
-    def watched(*args: Any, make: Any = inputs.model_inputs) -> Any:
+    def watched(*args: Any, make: Any = inputs.inputs_on_device) -> Any:
         alive.append(sum(ref() is not None for ref in made))
         found = make(*args)
         made.append(weakref.ref(found["packed_seq_params"]))
         return found
 
-    monkeypatch.setattr(inputs, "model_inputs", watched)
+    monkeypatch.setattr(inputs, "inputs_on_device", watched)
     engine = make_engine(checkpoint, micro_batch_tokens=1)
     samples = make_samples([(9, 4)] * 6)
     take_step(engine, samples)
-    engine.log_probs(samples, temperature=1.0)
+    batches.log_probs(engine, samples, temperature=1.0)
     assert alive == [0] * 12
 
 
 def test_chunks_of_a_rank_share_their_micro_batches() -> None:
     from anygauge.engines.megatron.inputs import MicroBatches
 
-    made: list[Any] = []
-    batches = MicroBatches(plans=[1, 2, 3], make=lambda plan: made.append(plan) or {plan})  # type: ignore[list-item]
-    one, other = batches.readers(2)
+    loaded: list[Any] = []
+    plans: Any = [1, 2, 3]
+
+    def load(plan: Any, routes: Any) -> Any:
+        loaded.append(plan)
+        return {plan}
+
+    one, other = MicroBatches(batches.make_batch(make_samples()), plans, load).readers(2)
     assert [next(one), next(one)] == [{1}, {2}]
-    assert made == [1, 2]
+    assert loaded == [1, 2]
     assert list(other) == [{1}, {2}, {3}]
     assert list(one) == [{3}]
-    assert made == [1, 2, 3]
+    assert loaded == [1, 2, 3]
+
+
+def test_the_passes_over_a_batch_share_its_micro_batches(make_engine: MakeEngine, checkpoint: Path) -> None:
+    engine: Any = make_engine(checkpoint)
+    batch = batches.make_batch(make_samples(), loss_weights=torch.full((57,), 1 / 57))
+    batch.old_log_probs = engine.log_probs(batch, temperature=1.0)
+    packed = engine._packed
+    engine.load_role("reference", str(checkpoint))
+    engine.log_probs(batch, temperature=1.0, role="reference")
+    engine.train_step(batch, likelihood, temperature=1.0, entropy_grad=False)
+    assert engine._packed is packed
+    engine.log_probs(batches.make_batch(make_samples()), temperature=1.0)
+    assert engine._packed is not packed, "another batch is another object"
 
 
 def test_bfloat16_trains(make_engine: MakeEngine, checkpoint: Path) -> None:
@@ -300,7 +319,7 @@ def test_export_is_complete_and_exact(make_engine: MakeEngine, checkpoint: Path,
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     with torch.no_grad():
         expected = reference_log_probs(loaded, samples, 1.0)
-    for one, other in zip(engine.log_probs(samples, temperature=1.0), expected, strict=True):
+    for one, other in zip(batches.log_probs(engine, samples, temperature=1.0), expected, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-5)
     assert AutoTokenizer.from_pretrained(tmp_path / "out").get_vocab()
     with pytest.raises(CheckpointError, match="exists"):
@@ -339,17 +358,17 @@ def test_a_later_export_asks_no_rank_again_what_it_holds(
 def test_reference_role_keeps_its_weights(make_engine: MakeEngine, checkpoint: Path) -> None:
     samples = make_samples()
     engine = make_engine(checkpoint, lr=1e-2)
-    before = engine.log_probs(samples, temperature=1.0)
+    before = batches.log_probs(engine, samples, temperature=1.0)
     engine.load_role("reference", str(checkpoint))
     take_step(engine, samples)
-    trained = engine.log_probs(samples, temperature=1.0)
-    frozen = engine.log_probs(samples, temperature=1.0, role="reference")
+    trained = batches.log_probs(engine, samples, temperature=1.0)
+    frozen = batches.log_probs(engine, samples, temperature=1.0, role="reference")
     assert all(torch.equal(one, other) for one, other in zip(before, frozen, strict=True))
     assert not torch.equal(before[2], trained[2])
-    again = engine.log_probs(samples, temperature=1.0)
+    again = batches.log_probs(engine, samples, temperature=1.0)
     assert all(torch.equal(one, other) for one, other in zip(trained, again, strict=True))
     with pytest.raises(UnknownNameError, match="critic"):
-        engine.log_probs(samples, temperature=1.0, role="critic")
+        batches.log_probs(engine, samples, temperature=1.0, role="critic")
 
 
 def test_non_finite_loss_changes_nothing(make_engine: MakeEngine, checkpoint: Path) -> None:
@@ -503,7 +522,7 @@ def test_a_sample_that_cannot_be_trained_on_is_refused(
     make_engine: MakeEngine, checkpoint: Path, length: tuple[int, int]
 ) -> None:
     with pytest.raises(DataError, match="Sample 1 of 6 tokens"):
-        make_engine(checkpoint).log_probs(make_samples([(5, 2), length]), temperature=1.0)
+        batches.log_probs(make_engine(checkpoint), make_samples([(5, 2), length]), temperature=1.0)
 
 
 def test_the_schedule_waits_for_a_finite_step(make_engine: MakeEngine, checkpoint: Path) -> None:

@@ -19,8 +19,9 @@ from anygauge.testing.tiny import tiny_qwen3
 from anygauge.weight_sync.checksum import checksum
 from anygauge_hooks.engines import LossInputs, WorkerContext
 from anygauge_hooks.errors import AsleepError
-from anygauge_hooks.rl import TrainSample
 from anygauge_hooks.serving import MemoryState
+from anygauge_tests import batches
+from anygauge_tests.batches import TrainSample
 from anygauge_tests.optimizers import Joining, taking
 
 Make = Callable[..., Any]
@@ -71,7 +72,8 @@ def likelihood(inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
 def step(engine: Any) -> dict[str, float]:
     given = samples()
     return dict(
-        engine.train_step(
+        batches.train_step(
+            engine,
             given,
             likelihood,
             temperature=1.0,
@@ -157,7 +159,7 @@ def test_scratch_of_sequence_parallelism_is_given_up(make: Make) -> None:
 def test_an_engine_asleep_says_so(make: Make, tmp_path: Path) -> None:
     engine = make("float32")
     wanted = {
-        "log-probabilities": lambda: engine.log_probs(samples(), temperature=1.0),
+        "log-probabilities": lambda: batches.log_probs(engine, samples(), temperature=1.0),
         "an optimizer step": lambda: step(engine),
         "a checkpoint": lambda: engine.save_checkpoint(str(tmp_path)),
         "the state of a checkpoint": lambda: engine.load_checkpoint(str(tmp_path)),
@@ -176,19 +178,21 @@ def test_an_engine_asleep_says_so(make: Make, tmp_path: Path) -> None:
 
 def test_other_kinds_of_engines_sleep_too(make: Make) -> None:
     frozen = make("float32", "make_forward_only")
-    before = frozen.log_probs(samples(), temperature=1.0)
+    before = batches.log_probs(frozen, samples(), temperature=1.0)
     frozen.set_memory_state("nothing")
     assert bytes_of(frozen) == 0
     frozen.set_memory_state("everything")
-    after = frozen.log_probs(samples(), temperature=1.0)
+    after = batches.log_probs(frozen, samples(), temperature=1.0)
     assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
     critic = make("float32", "make_critic")
-    before = critic.values(samples())
+    before = batches.values(critic, samples())
     critic.set_memory_state("nothing")
     with pytest.raises(AsleepError, match="asked for a forward pass"):
-        critic.values(samples())
+        batches.values(critic, samples())
     critic.set_memory_state("everything")
-    assert all(torch.equal(one, other) for one, other in zip(before, critic.values(samples()), strict=True))
+    assert all(
+        torch.equal(one, other) for one, other in zip(before, batches.values(critic, samples()), strict=True)
+    )
 
 
 def test_host_copies_reuse_their_memory_and_cross_its_pieces(context: WorkerContext) -> None:

@@ -16,9 +16,9 @@ from anygauge.config import Config
 from anygauge.config.roles import Components
 from anygauge.testing.tiny import tiny_qwen3
 from anygauge.trainer.actors import ActorWorker
-from anygauge.trainer.plan import plan_steps
 from anygauge_hooks.engines import LossInputs, WorkerContext
-from anygauge_hooks.rl import TrainSample
+from anygauge_tests import batches
+from anygauge_tests.batches import TrainSample
 
 VOCAB = 64
 Make = Callable[..., Any]
@@ -108,7 +108,7 @@ def test_a_step_has_no_tensor_as_large_as_all_logits(
         for length in lengths
     ]
     with Largest() as largest:
-        worker.train(plan_steps(samples, 1, 1, "token_mean")[0])
+        worker.train(batches.plan_samples(samples, 1, 1, "token_mean")[0])
     logits = sum(length - 1 for length in lengths) * vocab
     assert (largest.elements >= logits) is not fused
     assert not fused or largest.elements <= logits // 8, "the two buffers of a tile"
@@ -122,7 +122,8 @@ def loss(inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
 def main_gradients(engine: Any) -> tuple[float, dict[str, Tensor]]:
     """Return the gradient norm of a step, and the gradients that it left."""
     samples = make_samples()
-    metrics = engine.train_step(
+    metrics = batches.train_step(
+        engine,
         samples,
         loss,
         temperature=0.7,
@@ -170,7 +171,8 @@ def test_gradients_are_those_of_megatrons_embedding(
 
 def test_log_probs_are_those_of_all_logits(make_engine: Make) -> None:
     found = [
-        make_engine(fused_loss=fused).log_probs(make_samples(), temperature=0.7) for fused in (True, False)
+        batches.log_probs(make_engine(fused_loss=fused), make_samples(), temperature=0.7)
+        for fused in (True, False)
     ]
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=2e-6)

@@ -21,7 +21,8 @@ from anygauge.engines.megatron.config_fields import PASSED, config_fields, optio
 from anygauge.plugins import Plugins
 from anygauge_hooks.engines import LossInputs, WorkerContext
 from anygauge_hooks.errors import ConfigError
-from anygauge_hooks.rl import TrainSample
+from anygauge_tests import batches
+from anygauge_tests.batches import TrainSample
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,7 +220,8 @@ def take_step(engine: Any) -> None:
         )
         for length in (17, 6, 23, 9)
     ]
-    engine.train_step(
+    batches.train_step(
+        engine,
         samples,
         loss,
         temperature=1.0,

@@ -28,7 +28,8 @@ from anygauge.plugins import Plugins, load_plugins
 from anygauge.testing.tiny import tiny_qwen3
 from anygauge_hooks import hookimpl
 from anygauge_hooks.engines import LossInputs, TrainEngine, WorkerContext
-from anygauge_hooks.rl import TrainSample
+from anygauge_tests import batches
+from anygauge_tests.batches import TrainSample
 
 LEDGER = Path(__file__).parents[3] / "docs" / "seams.md"
 ROW = re.compile(r"^\| `(?P<name>[\w.*]+)` \|", re.MULTILINE)
@@ -208,7 +209,8 @@ def make_engine(config: Config, context: WorkerContext) -> Any:
 
 
 def train_step(engine: TrainEngine, witness: Witness) -> None:
-    metrics = engine.train_step(
+    metrics = batches.train_step(
+        engine,
         SAMPLES,
         witness.loss,
         temperature=1.0,
@@ -224,13 +226,13 @@ def use(engine: Any, witness: Witness, path: Path, output: Path) -> Iterator[str
     """Do all that an engine can, and stop after each part."""
     layer = engine.policy.chunks[0].decoder.layers[0].mlp
     layer.register_forward_pre_hook(lambda *_: witness.look("layer"))
-    engine.log_probs(SAMPLES, temperature=0.7)
+    batches.log_probs(engine, SAMPLES, temperature=0.7)
     yield "log_probs"
     train_step(engine, witness)
     yield "train_step"
     engine.load_role("reference", str(path))
     yield "load_role"
-    engine.log_probs(SAMPLES, temperature=0.7, role="reference")
+    batches.log_probs(engine, SAMPLES, temperature=0.7, role="reference")
     yield "log_probs of a role"
     weights = engine.weights()
     next(weights)
@@ -306,7 +308,7 @@ def test_experts_are_as_the_ledger_says(config: Config, context: WorkerContext, 
     model = config.model.model_copy(update={"path": tmp_path / "experts"})
     train = config.train.model_copy(update={"router_replay": True})
     engine = make_engine(config.model_copy(update={"model": model, "train": train}), context)
-    engine.log_probs(SAMPLES, temperature=1.0)
+    batches.log_probs(engine, SAMPLES, temperature=1.0)
     layer = engine.policy.chunks[0].decoder.layers[1].mlp
     assert type(layer.token_dispatcher) is not MoEAlltoAllTokenDispatcher
     assert isinstance(layer.token_dispatcher, MoEAlltoAllTokenDispatcher)

@@ -23,7 +23,8 @@ from anygauge.testing.conformance.test_optimizer import SETTINGS, SIZES, assert_
 from anygauge.testing.tiny import tiny_qwen3
 from anygauge_hooks.engines import LossInputs, WorkerContext
 from anygauge_hooks.errors import NonFiniteError
-from anygauge_hooks.rl import TrainSample
+from anygauge_tests import batches
+from anygauge_tests.batches import TrainSample
 from anygauge_tests.optimizers import Joining, Rounding, Taking, taking
 
 VOCAB = 64
@@ -88,7 +89,8 @@ def take_step(engine: Any, seed: int = 0) -> dict[str, float]:
         for length in (17, 40, 33)
     ]
     return dict(
-        engine.train_step(
+        batches.train_step(
+            engine,
             samples,
             loss,
             temperature=1.0,

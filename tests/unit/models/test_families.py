@@ -128,12 +128,11 @@ def sequences() -> list[torch.Tensor]:
 
 def run(host: Host, policy: Any, sequences: list[torch.Tensor]) -> torch.Tensor:
     """Return the logits of packed sequences, ``[T, V]``."""
-    from anygauge.engines.megatron.inputs import model_inputs
+    from anygauge.engines.megatron.inputs import inputs_on_device, model_inputs
     from anygauge.engines.megatron.scope import make_scope
 
-    inputs = model_inputs(
-        torch.cat(sequences), tuple(map(len, sequences)), policy.rotary, torch.device("cpu")
-    )
+    packed = model_inputs(torch.cat(sequences), list(map(len, sequences)))
+    inputs = inputs_on_device(packed, policy.rotary, torch.device("cpu"))
     with make_scope(host.device):
         return policy.chunks[0](**inputs).flatten(0, 1)
 

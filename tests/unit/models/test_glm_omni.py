@@ -19,8 +19,8 @@ from anygauge_hooks.errors import ConfigError, MediaError
 from anygauge_hooks.media import Content, Decoded, Header, Media, MediaLimits
 from anygauge_hooks.megatron import megatron_model
 from anygauge_hooks.models import ModelSpec
-from anygauge_hooks.rl import TrainSample
 from anygauge_models.glm4v_moe import GLM4V_MOE
+from anygauge_tests.batches import TrainSample
 from anygauge_tests.composed import write_composed
 from anygauge_tests.media import DictStore
 from anygauge_tests.transformers_parity import ParityPair, build, sample

@@ -30,8 +30,8 @@ from anygauge_hooks.errors import ConfigError, MediaError
 from anygauge_hooks.media import Content, Decoded, Header, Measured, Media, MediaLimits
 from anygauge_hooks.megatron import megatron_model
 from anygauge_hooks.models import ModelSpec
-from anygauge_hooks.rl import TrainSample
 from anygauge_models.image_processing import Budget
+from anygauge_tests.batches import TrainSample
 from anygauge_tests.media import DictStore
 from anygauge_tests.transformers_parity import ParityPair, build, sample
 from anygauge_tests.vision_models import write_vision_model

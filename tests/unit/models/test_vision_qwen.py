@@ -37,7 +37,8 @@ from anygauge_hooks.errors import ConfigError, MediaError
 from anygauge_hooks.media import Decoded, Header, Measured, Media, MediaLimits
 from anygauge_hooks.megatron import megatron_model
 from anygauge_hooks.models import ModelSpec
-from anygauge_hooks.rl import Prompt, SamplingParams, TrainSample
+from anygauge_hooks.rl import Prompt, SamplingParams
+from anygauge_tests.batches import TrainSample, make_batch
 from anygauge_tests.toy_tower import Store
 from anygauge_tests.vision_models import with_vision_tower
 
@@ -156,7 +157,7 @@ class Model:
         if policy.has_towers:
             reader = MediaReader(policy.spec.media, policy.hf, self.store, is_first_stage=True)
         device = torch.device("cpu")
-        batches = micro_batches(self.samples, 1000, policy.rotary, device, media=reader)
+        batches = micro_batches(make_batch(self.samples), 1000, policy.rotary, device, media=reader)
         (batch,) = batches.readers(1)[0]
         with make_scope(self.context.device):
             packed = policy.chunks[0](**batch.inputs).flatten(0, 1)

@@ -25,13 +25,14 @@ from anygauge.observability.metrics import (
     with_step_axes,
 )
 from anygauge.rollout.tally import Tally
-from anygauge.trainer.estimate import Passes, estimate
+from anygauge.trainer.estimate import estimate
 from anygauge.trainer.health import health_metrics
 from anygauge.trainer.loop import mean_over_steps
-from anygauge.trainer.plan import plan_metrics, plan_steps
+from anygauge.trainer.plan import plan_metrics
 from anygauge_hooks.algorithms import ValueInputs
 from anygauge_hooks.engines import LossInputs
-from anygauge_hooks.rl import Group, Prompt, Sample, TrainSample
+from anygauge_hooks.rl import Group, Prompt, Sample
+from anygauge_tests.batches import TrainSample, make_batch, plan_samples
 
 PAGE = Path(__file__).parents[3] / "docs" / "metrics.md"
 ROW = re.compile(r"^\| `([a-z_]+/\S+)` \| (\S.*?) \| (.*?) ?\| ?(.*?) ?\|$", re.M)
@@ -107,10 +108,11 @@ def criticism() -> dict[str, float]:
         tokens=(1, 2), response_length=1, loss_mask=(1,), rollout_log_probs=(-0.5,), advantages=(1.0,)
     )
     (gae,) = [each for each in register_advantage_estimators() if each.name == "gae"]
-    passes = Passes(old=[one], reference=[one], teacher=[one], values=[one])
-    found = estimate(Algorithm(advantage="gae", distill_coef=1.0), gae, [sample], passes, lambda x: x)
+    passes = ("old_log_probs", "reference_log_probs", "teacher_log_probs", "values")
+    batch = make_batch([sample], **dict.fromkeys(passes, one))
+    found = estimate(Algorithm(advantage="gae", distill_coef=1.0), gae, batch, lambda x: x)
     inputs = ValueInputs(values=one, old_values=one, returns=one, loss_mask=one, loss_weights=one)
-    metrics = {**found.metrics, **value_loss(inputs, clip=0.2)[1]}
+    metrics = {**found, **value_loss(inputs, clip=0.2)[1]}
     return {f"train/{name}": float(value) for name, value in metrics.items()}
 
 
@@ -118,7 +120,7 @@ def division() -> dict[str, float]:
     sample = TrainSample(
         tokens=(1, 2), response_length=1, loss_mask=(1,), rollout_log_probs=(-0.5,), advantages=(1.0,)
     )
-    return plan_metrics(plan_steps([sample], 1, 2, "token_mean"), float)
+    return plan_metrics(plan_samples([sample], 1, 2, "token_mean"), float)
 
 
 def performance() -> dict[str, float]:

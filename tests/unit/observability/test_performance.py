@@ -9,7 +9,8 @@ import pytest
 from anygauge.observability.memory import driver_memory, memory_metrics, worker_memory
 from anygauge.observability.metrics import StepWork, performance_metrics
 from anygauge_hooks.media import Media
-from anygauge_hooks.rl import Group, Prompt, Sample, TrainSample
+from anygauge_hooks.rl import Group, Prompt, Sample
+from anygauge_tests.batches import TrainSample, make_batch
 
 WORK = StepWork(tokens=1000, response_tokens=600, longest_response=60, forward_flops=2e12)
 
@@ -99,7 +100,9 @@ def test_frozen_parts_are_not_counted_as_trained(frozen: list[str], passes: tupl
     shown = [Media(kind, kind, ((0, 1),), (1, 1, 1)) for kind in ("image", "video", "audio")]
     sample = TrainSample([1] * 4, 1, [1], [0.0], [0.0], media=(*shown, shown[0]))
     costs = {"image": 1e12, "video": 4e12, "audio": 16e12}
-    work = StepWork.of_samples([sample], lambda length: 25e12, lambda media: costs[media.kind], frozen)
+    work = StepWork.of_batches(
+        [make_batch([sample])], lambda length: 25e12, lambda media: costs[media.kind], frozen
+    )
     assert work.forward_flops == 121e12
     metrics = performance_metrics(work, [report(forward_backward=1.0)], wall_s=1.0)
     assert metrics["perf/tflops"] == sum(a * b for a, b in zip(passes, (100, 5, 16), strict=True))
@@ -129,11 +132,15 @@ def test_operations_grow_with_the_length_of_each_sequence() -> None:
     assert sorted(asked) == [3, 5], "once for each length"
     given = [
         TrainSample(
-            tokens=(1,) * total, response_length=own, loss_mask=(), rollout_log_probs=(), advantages=()
+            tokens=(1,) * total,
+            response_length=own,
+            loss_mask=(1,) * own,
+            rollout_log_probs=(0.0,) * own,
+            advantages=(0.0,) * own,
         )
         for total, own in ((3, 1), (5, 3), (3, 1))
     ]
-    assert StepWork.of_samples(given, flops_per_token) == work
+    assert StepWork.of_batches([make_batch(given[:1]), make_batch(given[1:])], flops_per_token) == work
 
 
 def test_memory_is_that_of_the_largest_worker() -> None:

@@ -16,15 +16,19 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
 from anygauge.data.media import store as stores
 from anygauge.data.media.store import MappedFiles
 from anygauge.run_directory import dumps
 from anygauge.testing.tiny import tiny_qwen3
+from anygauge_hooks.batch import TrainBatch
 from anygauge_hooks.engines import LossInputs
 from anygauge_hooks.errors import CheckpointError, DataError
 from anygauge_hooks.media import Content, Media
-from anygauge_hooks.rl import Group, MiniBatch, Prompt, Sample, TrainSample
+from anygauge_hooks.rl import Group, Prompt, Sample
+from anygauge_tests.batches import TrainSample, make_batch, unpack_samples
 
 MODEL = {"architectures": ["TinyForCausalLM"], "vocab_size": 16, "tokens": "0123"}
 OTHER = MODEL | {"vocab_size": 8, "tokens": "4567"}
@@ -59,7 +63,7 @@ def group(index: int = 0, **sample: Any) -> Group:
     return Group(prompt=prompt, samples=(Sample(**{**values, **sample}), Sample(**values)))
 
 
-def mini_batches() -> list[MiniBatch]:
+def training_batch() -> TrainBatch:
     def sample(first: int) -> TrainSample:
         return TrainSample(
             tokens=[first, *range(7)],
@@ -70,11 +74,11 @@ def mini_batches() -> list[MiniBatch]:
             media=(IMAGE, VIDEO)[: first - 1],
         )
 
-    weights = [value / 3 for value in HARD]
-    return [
-        MiniBatch((sample(1), sample(2)), (weights, weights)),
-        MiniBatch((sample(3),), (weights,), idle=1),
-    ]
+    batch = make_batch([sample(1), sample(2), sample(3)])
+    batch.steps, batch.idle = [2, 1], [0, 1]
+    batch.loss_weights = torch.tensor([value / 3 for value in HARD] * 3)
+    batch.old_log_probs = torch.arange(3.0 * len(HARD)) / 3
+    return batch
 
 
 def bits(values: list[float]) -> list[int]:
@@ -211,7 +215,7 @@ def test_a_missing_step_names_those_that_are_there(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"rollout-00000001\S+ to rollout-00000003"):
         dumps.read_groups(dumps.rollout_path(tmp_path, 4))
     with pytest.raises(DataError, match="no dump of a batch"):
-        dumps.read_batch(tmp_path, 1, 1)
+        dumps.read_batches(tmp_path, 1, 1)
 
 
 # -------------------------------------------------------------------------
@@ -221,12 +225,11 @@ def test_a_missing_step_names_those_that_are_there(tmp_path: Path) -> None:
 
 def written(directory: Path, *, share: int = 0, num_shares: int = 1) -> Path:
     path = dumps.batch_path(directory, 7, share)
-    old = [torch.arange(len(HARD)) / 3 for _ in range(3)]
-    dumps.write_mini_batches(
+    current = [torch.arange(len(HARD)) / 7 for _ in range(3)]
+    dumps.write_batch(
         path,
-        mini_batches(),
-        {"old": old, "current": old},
-        old,
+        training_batch(),
+        current,
         dp_rank=share,
         dp_size=num_shares,
         model=MODEL,
@@ -237,33 +240,51 @@ def written(directory: Path, *, share: int = 0, num_shares: int = 1) -> Path:
 def test_shares_come_back_the_same(tmp_path: Path) -> None:
     path = written(tmp_path)
     assert path.name == "batch-00000007-share-0.safetensors"
-    for found, wanted in zip(dumps.read_mini_batches(path, dp_size=1), mini_batches(), strict=True):
-        assert found.samples == wanted.samples
-        for one, other in zip(found.loss_weights, wanted.loss_weights, strict=True):
-            assert bits(list(one)) == bits(list(other))
+    found, wanted = dumps.read_batch(path, dp_size=1), training_batch()
+    assert unpack_samples(found) == unpack_samples(wanted)
+    assert (found.steps, found.idle) == (wanted.steps, wanted.idle)
+    for name in ("rollout_log_probs", "loss_weights", "group_advantages"):
+        one, other = (getattr(batch, name).view(torch.int32) for batch in (found, wanted))
+        assert torch.equal(one, other), name
+    assert found.advantages is None, "they are estimated again"
     log_probs = dumps.read_log_probs(path)
     assert log_probs.keys() == {"old", "current"}
-    assert torch.equal(log_probs["old"][2], torch.arange(len(HARD)) / 3)
+    assert torch.equal(log_probs["old"][2], torch.arange(2.0 * len(HARD), 3.0 * len(HARD)) / 3)
+
+
+def test_numbers_of_an_older_dump_are_rounded_as_the_loss_rounded_them(tmp_path: Path) -> None:
+    """They were float64, and the mask an integer."""
+    path = written(tmp_path)
+    tensors = {
+        name: each.double() if each.is_floating_point() else each for name, each in load_file(path).items()
+    }
+    tensors["weights"] = torch.tensor([1 / 3, 0.1, 0.7] * 6, dtype=torch.float64)
+    with safe_open(path, framework="pt") as file:
+        save_file(tensors, path, file.metadata())
+    batch = dumps.read_batch(path, dp_size=1)
+    assert torch.equal(batch.loss_weights, torch.tensor([1 / 3, 0.1, 0.7] * 6))
+    assert batch.rollout_log_probs.dtype == torch.float32
+    assert unpack_samples(batch) == unpack_samples(training_batch())
 
 
 def test_each_share_gets_its_own(tmp_path: Path) -> None:
     for share in range(2):
         written(tmp_path, share=share, num_shares=2)
-    assert len(dumps.read_batch(tmp_path, 7, 2)) == 2
+    assert len(dumps.read_batches(tmp_path, 7, 2)) == 2
 
 
 def test_another_number_of_workers_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
         DataError, match=r"of a run with 1 data-parallel workers; this one has 2(.|\n)*that it has 1"
     ):
-        dumps.read_mini_batches(written(tmp_path), dp_size=2)
+        dumps.read_batch(written(tmp_path), dp_size=2)
 
 
 def test_a_batch_of_another_model_is_refused(tmp_path: Path) -> None:
     written(tmp_path)
-    assert dumps.read_batch(tmp_path, 7, 1, MODEL)
+    assert dumps.read_batches(tmp_path, 7, 1, MODEL)
     with pytest.raises(DataError, match="of another model: vocab_size 16 there"):
-        dumps.read_batch(tmp_path, 7, 1, OTHER)
+        dumps.read_batches(tmp_path, 7, 1, OTHER)
 
 
 def test_a_damaged_batch_is_refused(tmp_path: Path) -> None:
@@ -277,7 +298,7 @@ def test_a_damaged_batch_is_refused(tmp_path: Path) -> None:
     ):
         path.write_bytes(damaged)
         with pytest.raises(DataError, match="no dump that can be replayed"):
-            dumps.read_mini_batches(path, dp_size=1)
+            dumps.read_batch(path, dp_size=1)
 
 
 # -------------------------------------------------------------------------

@@ -6,12 +6,13 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
-from anygauge.trainer.plan import conversation_samples, plan_steps, train_samples
+from anygauge.data.batch import select
+from anygauge.trainer.plan import conversation_batch, plan_steps, rollout_batch
 from anygauge_hooks.media import Media
 from anygauge_hooks.rl import Group, Prompt, Sample
 
 CORE = Path(__file__).resolve().parents[3] / "core" / "anygauge"
-CARRIERS = {"Prompt", "Sample", "TrainSample", "GenerateRequest"}
+CARRIERS = {"Prompt", "Sample", "TrainBatch", "pack_samples", "GenerateRequest"}
 SHOWN = (Media(kind="image", key="a", spans=((1, 2),), grid=(1, 2, 4)),)
 
 
@@ -43,7 +44,7 @@ def test_no_place_that_makes_a_sample_drops_its_media() -> None:
 
 def test_conversations_and_groups_become_samples_with_their_media() -> None:
     prompt = Prompt(index=0, tokens=(1, 9, 9), text="", response=(2,), loss_mask=(1,), media=SHOWN)
-    assert conversation_samples([prompt])[0].media == SHOWN
+    assert conversation_batch([prompt]).media == [SHOWN]
     sample = Sample(
         prompt_index=0,
         prompt_tokens=(1, 9, 9),
@@ -57,7 +58,6 @@ def test_conversations_and_groups_become_samples_with_their_media() -> None:
         reward=1.0,
         media=SHOWN,
     )
-    samples = train_samples([Group(prompt=prompt, samples=(sample, sample._replace(error="no")))], None)
-    assert [each.media for each in samples] == [SHOWN, SHOWN]
-    shares = plan_steps(samples[:1], 1, 2, "sample_mean")
-    assert [each.media for (share,) in shares for each in share.samples] == [SHOWN, SHOWN]
+    batch = rollout_batch([Group(prompt=prompt, samples=(sample, sample._replace(error="no")))])
+    assert batch.media == [SHOWN, SHOWN]
+    assert [each.media for each in plan_steps(select(batch, [0]), 1, 2, "sample_mean")] == [[SHOWN]] * 2

@@ -27,7 +27,6 @@ from anygauge.config.schema import Algorithm, Config, Critic, Reference, Train
 from anygauge.plugins import load_plugins
 from anygauge.serving.colocation import ColocationScheduler
 from anygauge.trainer.actors import ActorWorker
-from anygauge.trainer.inputs import group_estimator
 from anygauge.trainer.loop import Loop, train_on_rollouts
 from anygauge.trainer.session import Session
 from anygauge.trainer.state import RunState
@@ -528,7 +527,6 @@ class Product:
             session=session,
             directory=nobody,
             source=nobody,
-            estimator=group_estimator(config, self.plugins),
             flops_per_token=float,
             checkpoints=None,
             control=nobody,

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 
 from anygauge.observability.staleness import MOST_LAGS, staleness_metrics
-from anygauge.trainer.plan import plan_steps, train_samples
+from anygauge.trainer.plan import plan_steps, rollout_batch
 from anygauge.trainer.staleness import mask_stale
 from anygauge_hooks.rl import Group, Prompt, Sample
 
@@ -60,10 +60,10 @@ def test_nothing_else_of_a_sample_changes() -> None:
 
 def test_a_masked_token_is_in_no_mean_and_its_sample_in_its_group() -> None:
     groups = mask_stale([group(sample([1, 2], reward=1.0), sample([2, 2], reward=0.0))], 2, 0)
-    samples = train_samples(groups, lambda rewards: rewards - rewards.mean())
-    assert [each.advantages for each in samples] == [(0.5, 0.5), (-0.5, -0.5)]
-    ((share,),) = plan_steps(samples, 1, 1, "token_mean")
-    assert share.loss_weights == ([0.0, 1 / 3], [1 / 3, 1 / 3])
+    (batch,) = plan_steps(rollout_batch(groups), 1, 1, "token_mean")
+    assert batch.group_rewards == [[1.0, 0.0]]
+    assert batch.loss_weights is not None
+    assert batch.loss_weights.tolist() == pytest.approx([0.0, 1 / 3, 1 / 3, 1 / 3])
 
 
 def test_a_step_that_is_too_old_as_a_whole_is_said(caplog: pytest.LogCaptureFixture) -> None:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -13,19 +12,14 @@ from torch import Tensor
 from anygauge.config import Config
 from anygauge.config.roles import as_classifier
 from anygauge.engines.megatron.engine import MegatronEngine
-from anygauge.engines.megatron.inputs import (
-    MicroBatch,
-    response_values,
-    response_weights,
-    whole_responses,
-)
+from anygauge.engines.megatron.inputs import MicroBatch, whole_responses
 from anygauge.engines.megatron.layers.output import response_output
 from anygauge.engines.megatron.model import build_policy
 from anygauge.engines.megatron.ranks import sum_metrics
 from anygauge.engines.megatron.scope import make_scope
 from anygauge_hooks.algorithms import ValueInputs, ValueLoss
+from anygauge_hooks.batch import TrainBatch
 from anygauge_hooks.engines import WorkerContext
-from anygauge_hooks.rl import TrainSample
 
 __all__ = ["MegatronCritic"]
 
@@ -39,42 +33,22 @@ class MegatronCritic(MegatronEngine):
     def __init__(self, config: Config, context: WorkerContext) -> None:
         super().__init__(config, context, build=partial(build_policy, is_critic=True))
 
-    def values(self, samples: Sequence[TrainSample]) -> list[Tensor]:
+    def values(self, batch: TrainBatch) -> Tensor:
         """Return what the critic expects before each response token."""
         step = _ValuePass(self.policy.output_owner)
         with self._timed("values"), make_scope(self.context.device), torch.no_grad():
-            return self._collect(step, self._pack(samples), len(samples))
+            return self._collect(step, self._pack(batch))
 
     def _config_changes(self) -> Mapping[str, Any]:
         return as_classifier(self.policy.hf)
 
-    def train_values(
-        self,
-        samples: Sequence[TrainSample],
-        loss: ValueLoss,
-        *,
-        loss_weights: Sequence[Sequence[float]],
-        old_values: Sequence[Tensor],
-        returns: Sequence[Tensor],
-    ) -> Mapping[str, float]:
+    def train_values(self, batch: TrainBatch, loss: ValueLoss) -> Mapping[str, float]:
         """Take one optimizer step on this rank's mini-batch and return the metrics of the whole step."""
-        data = _ValueData(samples, loss_weights, old_values, returns)
-        step = _ValueTrainPass(self.policy.output_owner, loss, data, self.device)
+        step = _ValueTrainPass(self.policy.output_owner, loss, batch, self.device)
         with self._timed("train_values"), make_scope(self.context.device):
-            batches = self._pack(samples)
-            outputs, norm = self._forward_backward(step, batches)
+            outputs, norm = self._forward_backward(step, self._pack(batch))
             metrics = sum_metrics(outputs, self.device)
             return {**metrics, **self._update(metrics["loss"], norm)}
-
-
-@dataclass(frozen=True, slots=True)
-class _ValueData:
-    """Per-sample inputs of the value loss on this rank, besides the model's output."""
-
-    samples: Sequence[TrainSample]
-    loss_weights: Sequence[Sequence[float]]
-    old_values: Sequence[Tensor]
-    returns: Sequence[Tensor]
 
 
 class _ValuePass:
@@ -104,7 +78,7 @@ class _ValuePass:
 class _ValueTrainPass(_ValuePass):
     """Forward and loss; Megatron's schedule runs the backward pass."""
 
-    def __init__(self, path: str, loss: ValueLoss, data: _ValueData, device: torch.device) -> None:
+    def __init__(self, path: str, loss: ValueLoss, data: TrainBatch, device: torch.device) -> None:
         super().__init__(path)
         self.loss = loss
         self.data = data
@@ -123,12 +97,11 @@ class _ValueTrainPass(_ValuePass):
         return self.outputs(wrapped, batch), loss
 
     def _inputs(self, batch: MicroBatch, values: Tensor) -> ValueInputs:
-        data = self.data
-        masks = [sample.loss_mask for sample in data.samples]
+        data, column, counts = self.data, partial(batch.column, device=self.device), not batch.is_idle
         return ValueInputs(
             values=values,
-            old_values=response_values(batch, data.old_values, self.device),
-            returns=response_values(batch, data.returns, self.device),
-            loss_mask=response_weights(batch, masks, self.device),
-            loss_weights=response_weights(batch, data.loss_weights, self.device),
+            old_values=column(data.values),
+            returns=column(data.returns),
+            loss_mask=column(data.loss_mask, counts=counts),
+            loss_weights=column(data.loss_weights, counts=counts),
         )

@@ -24,29 +24,23 @@ from anygauge.distributed.all_gather import all_gather_values
 from anygauge.engines.megatron.checkpoints.checkpoint import Checkpointer
 from anygauge.engines.megatron.consistency_check import check_configs_agree, check_ranks_agree
 from anygauge.engines.megatron.gradients import begin_gradients
-from anygauge.engines.megatron.inputs import (
-    MicroBatches,
-    attach_routes,
-    keep_routes,
-    micro_batches,
-    per_sample,
-)
+from anygauge.engines.megatron.inputs import MicroBatches, micro_batches, unpack
 from anygauge.engines.megatron.layers.moe import expert_load, routers
 from anygauge.engines.megatron.layers.output import output_logprob
-from anygauge.engines.megatron.layers.routing import RoutingStore
+from anygauge.engines.megatron.layers.routing import Routes, RoutingStore
 from anygauge.engines.megatron.media.batch import MediaReader
 from anygauge.engines.megatron.memory_offload import DeviceMemory, gradients, optimizer_state
 from anygauge.engines.megatron.model import Policy, build_policy, initialize_parallel
 from anygauge.engines.megatron.optimizer import make_optimizer, make_schedule, wrap_model
-from anygauge.engines.megatron.passes import LogProbPass, StepData, TopKPass, TrainPass
+from anygauge.engines.megatron.passes import LogProbPass, TopKPass, TrainPass
 from anygauge.engines.megatron.ranks import common_count, from_last_stage, sum_metrics, token_cut, token_slice
 from anygauge.engines.megatron.roles import ACTOR, RoleWeights
 from anygauge.engines.megatron.scope import make_scope
 from anygauge.engines.megatron.update import Update
 from anygauge.engines.megatron.weights.hf import write_directory
-from anygauge_hooks.engines import LossFunction, TopKLogProbs, WorkerContext
+from anygauge_hooks.batch import TopKLogProbs, TrainBatch
+from anygauge_hooks.engines import LossFunction, WorkerContext
 from anygauge_hooks.errors import ConfigError, NonFiniteError
-from anygauge_hooks.rl import TrainSample
 from anygauge_hooks.serving import MemoryState
 
 __all__ = ["ForwardOnlyEngine", "MegatronEngine"]
@@ -86,6 +80,8 @@ class MegatronEngine:
             [*parameters, *self._biases], self._synchronize_parameters, self._check_ranks_agree
         )
         self._routes = self._routing_store() if config.train.router_replay else None
+        self._packed: MicroBatches | None = None
+        """Micro-batches of the last batch, which its passes share."""
         self._memory = DeviceMemory(
             context.device,
             weights=self._model_tensors,
@@ -143,31 +139,30 @@ class MegatronEngine:
     def _check_ranks_agree(self, role: str = "") -> None:
         check_ranks_agree(self.policy.tensors, self.policy.rules, role)
 
-    def log_probs(
-        self, samples: Sequence[TrainSample], *, temperature: float, role: str = "actor"
-    ) -> list[Tensor]:
-        """Return the log-probabilities of each sample's response tokens under a role's weights."""
-        step = LogProbPass(self._logprob, temperature)
+    def log_probs(self, batch: TrainBatch, *, temperature: float, role: str = "actor") -> Tensor:
+        """Return the log-probabilities of all response tokens under a role's weights."""
+        step, store = LogProbPass(self._logprob, temperature), self._routes if role == ACTOR else None
         with self._asking(role):
-            batches = self._pack(samples)
-            captured = self._routes if role == ACTOR else None
-            if captured is not None:
-                attach_routes(batches.plans, samples, captured.capture)
-            log_probs = self._collect(step, batches, len(samples))
-            if captured is not None:
-                keep_routes(batches.plans, samples, captured)
+            packed = self._pack(batch)
+            if store is None:
+                return self._collect(step, packed)
+            routes = [Routes(is_replay=False) for _ in packed.plans]
+            log_probs = self._collect(step, packed, routes=routes)
+            store.clear()
+            for plan, captured in zip(packed.plans, routes, strict=True):
+                store.keep(plan.sequences, plan.parts, captured)
             return log_probs
 
     def top_k_log_probs(
-        self, samples: Sequence[TrainSample], count: int, *, temperature: float, role: str = "actor"
-    ) -> list[TopKLogProbs]:
+        self, batch: TrainBatch, count: int, *, temperature: float, role: str = "actor"
+    ) -> TopKLogProbs:
         """Return the top-k tokens in the place of each response token under a role's weights."""
         count = min(count, self._logprob.vocab_size - len(self._logprob.forbidden))
         step = TopKPass(self._logprob, temperature, count)
         with self._asking(role):
-            collected = self._collect(step, self._pack(samples), len(samples), (2 * count + 2,))
-        parts = [each.tensor_split((count, count + 1), 1) for each in collected]
-        return [TopKLogProbs(ids.long(), log_probs, sampled[:, 0]) for ids, sampled, log_probs in parts]
+            collected = self._collect(step, self._pack(batch), (2 * count + 2,))
+        ids, sampled, log_probs = collected.tensor_split((count, count + 1), 1)
+        return TopKLogProbs(ids.long(), log_probs, sampled[:, 0])
 
     @contextmanager
     def _asking(self, role: str) -> Iterator[None]:
@@ -182,71 +177,61 @@ class MegatronEngine:
             yield
 
     def train_step(
-        self,
-        samples: Sequence[TrainSample],
-        loss: LossFunction,
-        *,
-        temperature: float,
-        loss_weights: Sequence[Sequence[float]],
-        old_log_probs: Sequence[Tensor] | Sequence[Sequence[float]],
-        reference_log_probs: Sequence[Tensor] | None,
-        entropy_grad: bool,
-        teacher: Sequence[TopKLogProbs] | None = None,
+        self, batch: TrainBatch, loss: LossFunction, *, temperature: float, entropy_grad: bool
     ) -> Mapping[str, float]:
         """Take one optimizer step on this rank's mini-batch and return the metrics of the whole step."""
-        data = StepData(samples, loss_weights, old_log_probs, reference_log_probs, teacher)
-        step = TrainPass(
-            self._logprob,
-            temperature,
-            loss,
-            data,
-            self.device,
-            entropy_grad=entropy_grad,
-        )
+        step = TrainPass(self._logprob, temperature, loss, batch, self.device, entropy_grad=entropy_grad)
         with make_scope(self.context.device):
-            batches = self._pack(samples)
-            if self._routes is not None:
-                attach_routes(batches.plans, samples, self._routes.replay)
+            packed, store = self._pack(batch), self._routes
+            routes = None if store is None else [store.replay(p.sequences, p.parts) for p in packed.plans]
             with self._timed("forward_backward"):
-                outputs, norm = self._forward_backward(step, batches)
+                outputs, norm = self._forward_backward(step, packed, routes)
             metrics = sum_metrics(outputs, self.device)
             with self._timed("optimizer"):
                 update = self._update(metrics["loss"], norm)
             return {**metrics, **update, **expert_load(self.policy.chunks, self.policy.options.transformer)}
 
     def _collect(
-        self, step: Any, batches: MicroBatches, count: int, shape: Sequence[int] = ()
-    ) -> list[Tensor]:
-        """Return what a pass collects of each of so many samples, in their order and on every rank.
+        self,
+        step: Any,
+        batches: MicroBatches,
+        shape: Sequence[int] = (),
+        routes: Sequence[Routes] | None = None,
+    ) -> Tensor:
+        """Return what a pass collects of all response tokens, on every rank.
 
         :param shape: Of what it collects of each token.
         """
         self._memory.need("everything", "a forward pass")
         self._set_training(False)
-        outputs = self._run_schedule(step, batches, forward_only=True)
-        whole = from_last_stage(outputs, batches.plans, self.device, shape)
-        return per_sample(batches.plans, whole, count)
+        outputs = self._run_schedule(step, batches, routes, forward_only=True)
+        return unpack(batches, from_last_stage(outputs, batches.plans, self.device, shape))
 
-    def _forward_backward(self, step: Any, batches: MicroBatches) -> tuple[list[Any], Tensor]:
+    def _forward_backward(
+        self, step: Any, batches: MicroBatches, routes: Sequence[Routes] | None = None
+    ) -> tuple[list[Any], Tensor]:
         """Return what the step collected, and the norm of the gradients, for which nobody has waited yet."""
         self._memory.need("everything", "an optimizer step")
         self._biases_before = [bias.clone() for bias in self._biases]
         self._set_training(True)
         begin_gradients(self.chunks)
         self._weight_update.begin()
-        return self._run_schedule(step, batches, forward_only=False), self._weight_update.norm()
+        outputs = self._run_schedule(step, batches, routes, forward_only=False)
+        return outputs, self._weight_update.norm()
 
     def _set_training(self, training: bool) -> None:
         for chunk in self.chunks:
             if chunk.training != training:  # there are hundreds of modules, and the device waits
                 chunk.train(training)
 
-    def _run_schedule(self, step: Any, batches: MicroBatches, *, forward_only: bool) -> list[Any]:
+    def _run_schedule(
+        self, step: Any, batches: MicroBatches, routes: Sequence[Routes] | None, *, forward_only: bool
+    ) -> list[Any]:
         """Run Megatron's schedule and return what the step collected of each micro-batch.
 
         Only ranks of the last pipeline stage collect anything.
         """
-        iterators = batches.readers(len(self.chunks))
+        iterators = batches.readers(len(self.chunks), routes)
         outputs: list[Any] = get_forward_backward_func()(
             forward_step_func=step,
             data_iterator=iterators if len(iterators) > 1 else iterators[0],
@@ -347,17 +332,20 @@ class MegatronEngine:
         seconds, self._seconds = dict(self._seconds), defaultdict(float)
         return seconds
 
-    def _pack(self, samples: Sequence[TrainSample]) -> MicroBatches:
-        return micro_batches(
-            samples,
-            self.config.train.micro_batch_tokens,
-            self.policy.rotary,
-            self.device,
-            token_cut(self.policy.options.transformer),
-            partial(common_count, config=self.policy.options.transformer, device=self.device),
-            partial(self.policy.spec.flops_per_token, self.policy.hf),
-            self._media(),
-        )
+    def _pack(self, batch: TrainBatch) -> MicroBatches:
+        """Return the micro-batches of a batch. Those of the last one are kept: its passes share them."""
+        if self._packed is None or self._packed.batch is not batch:
+            self._packed = micro_batches(
+                batch,
+                self.config.train.micro_batch_tokens,
+                self.policy.rotary,
+                self.device,
+                token_cut(self.policy.options.transformer),
+                partial(common_count, config=self.policy.options.transformer, device=self.device),
+                partial(self.policy.spec.flops_per_token, self.policy.hf),
+                self._media(),
+            )
+        return self._packed
 
     def _media(self) -> MediaReader | None:
         """Return what reads the media of samples, for a model that has towers."""

@@ -2,36 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from anygauge.device import on_device
-from anygauge.engines.megatron.inputs import (
-    MicroBatch,
-    response_values,
-    response_weights,
-    whole_responses,
-)
+from anygauge.engines.megatron.inputs import MicroBatch, whole_responses
 from anygauge.engines.megatron.layers.output import OutputLogprob, response_output
-from anygauge_hooks.engines import LossFunction, LossInputs, TopKLogProbs
-from anygauge_hooks.rl import TrainSample
+from anygauge_hooks.batch import TopKLogProbs, TrainBatch
+from anygauge_hooks.engines import LossFunction, LossInputs
 
-__all__ = ["LogProbPass", "StepData", "TopKPass", "TrainPass"]
-
-
-@dataclass(frozen=True, slots=True)
-class StepData:
-    """Per-sample inputs of the loss on this rank, besides the model's output."""
-
-    samples: Sequence[TrainSample]
-    loss_weights: Sequence[Sequence[float]]
-    old_log_probs: Sequence[Tensor] | Sequence[Sequence[float]]
-    reference_log_probs: Sequence[Tensor] | None
-    teacher: Sequence[TopKLogProbs] | None = None
+__all__ = ["LogProbPass", "TopKPass", "TrainPass"]
 
 
 class _Pass:
@@ -122,7 +106,7 @@ class TrainPass(_Pass):
         logprob: OutputLogprob,
         temperature: float,
         loss: LossFunction,
-        data: StepData,
+        data: TrainBatch,
         device: torch.device,
         *,
         entropy_grad: bool,
@@ -147,37 +131,32 @@ class TrainPass(_Pass):
         return hidden, loss
 
     def _loss_inputs(self, wrapped: Any, batch: MicroBatch, hidden: Tensor) -> LossInputs:
-        data, samples = self.data, self.data.samples
-        top_k_log_probs = None
-        if data.teacher is None:
+        data, teacher, top_k_log_probs = self.data, self.data.teacher_top_k, None
+        column, counts = partial(batch.column, device=self.device), not batch.is_idle
+        if teacher is None:
             log_probs, entropy = self.log_probs(wrapped, hidden, batch, entropy_grad=self.entropy_grad)
         else:
-            ids = self._teacher_ids(batch, data.teacher)
+            ids = self._teacher_ids(batch, teacher)
             compared, entropy = self.compared(wrapped, hidden, batch, ids, entropy_grad=self.entropy_grad)
             log_probs, top_k_log_probs = compared[:, 0], compared[:, 1:]
-
-        def values(of: Any) -> Tensor:
-            return response_values(batch, of, self.device)
-
-        reference = data.reference_log_probs
         return LossInputs(
             log_probs=log_probs,
             entropy=entropy,
-            old_log_probs=values(data.old_log_probs),
-            rollout_log_probs=values([sample.rollout_log_probs for sample in samples]),
-            reference_log_probs=None if reference is None else values(reference),
-            advantages=values([sample.advantages for sample in samples]),
-            loss_mask=response_weights(batch, [sample.loss_mask for sample in samples], self.device),
-            loss_weights=response_weights(batch, data.loss_weights, self.device),
+            old_log_probs=column(data.old_log_probs),
+            rollout_log_probs=column(data.rollout_log_probs),
+            reference_log_probs=None
+            if data.reference_log_probs is None
+            else column(data.reference_log_probs),
+            advantages=column(data.advantages),
+            loss_mask=column(data.loss_mask, counts=counts),
+            loss_weights=column(data.loss_weights, counts=counts),
             samples=batch.indices,
             lengths=batch.response_lengths,
-            teacher_top_k_log_probs=None
-            if data.teacher is None
-            else values([each.log_probs for each in data.teacher]),
+            teacher_top_k_log_probs=None if teacher is None else column(teacher.log_probs),
             top_k_log_probs=top_k_log_probs,
         )
 
-    def _teacher_ids(self, batch: MicroBatch, teacher: Sequence[TopKLogProbs]) -> Tensor:
+    def _teacher_ids(self, batch: MicroBatch, teacher: TopKLogProbs) -> Tensor:
         """Return the teacher's top-k tokens ``[r, K]`` in the places of this rank."""
-        ids = on_device(torch.cat([teacher[index].ids for index in batch.indices]), self.device)
+        ids = on_device(teacher.ids.index_select(0, batch.responses), self.device)
         return ids if batch.own is None else ids[batch.own]

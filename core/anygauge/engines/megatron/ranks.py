@@ -12,7 +12,7 @@ from pydantic import ConfigDict, TypeAdapter
 from torch import Tensor
 
 from anygauge.distributed.all_gather import all_gather_values
-from anygauge.engines.megatron.inputs import PlannedBatch
+from anygauge.engines.megatron.inputs import MicroBatch
 from anygauge.engines.megatron.layers.context_parallel import Cut
 
 __all__ = ["common_count", "from_last_stage", "sum_metrics", "token_cut", "token_slice"]
@@ -54,7 +54,7 @@ def common_count(count: int, *, config: TransformerConfig, device: torch.device)
 
 def from_last_stage(
     outputs: Sequence[Tensor],
-    batches: Sequence[PlannedBatch],
+    batches: Sequence[MicroBatch],
     device: torch.device,
     shape: Sequence[int] = (),
 ) -> list[Tensor]:

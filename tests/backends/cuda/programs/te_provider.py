@@ -25,7 +25,8 @@ from anygauge.plugins import load_plugins
 from anygauge_cuda import transformer_engine
 from anygauge_hooks import hookimpl
 from anygauge_hooks.engines import WorkerContext
-from anygauge_hooks.rl import TrainSample
+from anygauge_tests import batches
+from anygauge_tests.batches import TrainSample
 
 
 def main(directory: str) -> None:
@@ -130,7 +131,8 @@ def train(engine: Any) -> Any:
         )
         for length in (17, 40, 5, 33)
     ]
-    return engine.train_step(
+    return batches.train_step(
+        engine,
         samples,
         loss,
         temperature=1.0,

@@ -14,11 +14,11 @@ from itertools import accumulate
 from math import prod
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from anygauge.data.batch import ranges
 from anygauge.kernels.reference import sum_over
 
 __all__ = [
@@ -27,7 +27,6 @@ __all__ = [
     "cut_sequences",
     "gather_rows",
     "gather_together",
-    "ranges",
     "sum_over_context",
 ]
 
@@ -85,7 +84,7 @@ class SequenceParts:
         return where.index_select(0, rows)
 
 
-def cut_sequences(lengths: tuple[int, ...], cut: Cut) -> SequenceParts:
+def cut_sequences(lengths: Sequence[int], cut: Cut) -> SequenceParts:
     """Cut packed sequences, padded so that they can be.
 
     :param lengths: Without padding.
@@ -112,7 +111,7 @@ def cut_sequences(lengths: tuple[int, ...], cut: Cut) -> SequenceParts:
     )
 
 
-def _padded_lengths(lengths: tuple[int, ...], cut: Cut) -> tuple[int, ...]:
+def _padded_lengths(lengths: Sequence[int], cut: Cut) -> tuple[int, ...]:
     """Return the length of each sequence and, where the sum does not fit, one more of padding alone."""
     sizes = tuple(map(cut.padded, lengths))
     extra = 0
@@ -128,16 +127,6 @@ def _own_chunks(cut: Cut, rank: int) -> tuple[int, ...]:
 
 def _starts(starts: Tensor, size: Tensor, chunks: tuple[int, ...]) -> Tensor:
     return torch.stack([starts + size * chunk for chunk in chunks], dim=1).flatten()
-
-
-def ranges(starts: Tensor, lengths: tuple[int, ...]) -> Tensor:
-    """Return ``start, start + 1, ...`` of each range, end to end, int64.
-
-    By NumPy: torch wakes all of its threads to repeat numbers, while the device waits for a micro-batch.
-    """
-    counts = np.array(lengths, dtype=np.int64)
-    shifts = starts.numpy() - (counts.cumsum() - counts)
-    return torch.from_numpy(np.arange(counts.sum()) + shifts.repeat(counts))
 
 
 # -------------------------------------------------------------------------

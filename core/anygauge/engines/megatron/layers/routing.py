@@ -7,16 +7,15 @@ interleaved schedule run a layer twice and out of order, so nothing may be taken
 from __future__ import annotations
 
 import hashlib
-from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from anygauge.engines.megatron.layers.context_parallel import SequenceParts, gather_rows, ranges
+from anygauge.data.batch import ranges, starts
+from anygauge.engines.megatron.layers.context_parallel import SequenceParts, gather_rows
 from anygauge_hooks.errors import RouterReplayError
-from anygauge_hooks.rl import TrainSample
 
 __all__ = ["Routes", "RoutingStore"]
 
@@ -63,19 +62,15 @@ class RoutingStore:
         self._group = group
         self._routes: dict[bytes, dict[int, Tensor]] = {}
 
-    def capture(self, samples: Sequence[TrainSample], parts: SequenceParts) -> Routes:
-        """Return the empty record of a micro-batch."""
-        return Routes(is_replay=False)
-
-    def replay(self, samples: Sequence[TrainSample], parts: SequenceParts) -> Routes:
+    def replay(self, sequences: Sequence[Tensor], parts: SequenceParts) -> Routes:
         """Return the record of a micro-batch, cut like its tokens.
 
-        :param samples: In packing order.
-        :param parts: How their tokens are divided among ranks.
+        :param sequences: Tokens of each sample, in packing order.
+        :param parts: How they are divided among ranks.
         :raises RouterReplayError: Nothing was captured for a sample.
         """
-        routes_of_samples = [self._of(sample) for sample in samples]
-        rows = _real_rows(samples, parts)
+        routes_of_samples = [self._of(tokens) for tokens in sequences]
+        rows = _real_rows(sequences, parts)
         return Routes(
             is_replay=True,
             experts={
@@ -84,11 +79,11 @@ class RoutingStore:
             },
         )
 
-    def _of(self, sample: TrainSample) -> dict[int, Tensor]:
-        routes = self._routes.get(_key(sample))
+    def _of(self, tokens: Tensor) -> dict[int, Tensor]:
+        routes = self._routes.get(_key(tokens))
         if routes is None:
             raise RouterReplayError(
-                f"A sample of {len(sample.tokens)} tokens has no captured routes; "
+                f"A sample of {len(tokens)} tokens has no captured routes; "
                 f"those of {len(self._routes)} samples are kept.",
                 hint="A sample needs a log-prob pass of the actor on the same rank before it is trained on.",
             )
@@ -98,10 +93,10 @@ class RoutingStore:
         """Forget all routes."""
         self._routes.clear()
 
-    def keep(self, samples: Sequence[TrainSample], parts: SequenceParts, routes: Routes) -> None:
+    def keep(self, sequences: Sequence[Tensor], parts: SequenceParts, routes: Routes) -> None:
         """Keep what a pass captured. A collective of the ranks that divide sequences.
 
-        :param samples: In packing order.
+        :param sequences: Tokens of each sample, in packing order.
         :raises RouterReplayError: Nothing was captured.
         """
         if routes.experts.keys() != set(self._layers):
@@ -110,13 +105,13 @@ class RoutingStore:
                 f"this rank has {len(self._layers)} with experts.",
                 hint="A router must ask for its routes; use our own, or set train.router_replay = false.",
             )
-        rows = _real_rows(samples, parts)
-        lengths = [len(sample.tokens) for sample in samples]
+        rows = _real_rows(sequences, parts)
+        lengths = [len(tokens) for tokens in sequences]
         whole = {layer: self._whole(routes.experts[layer], parts)[rows] for layer in self._layers}
         split = {layer: chosen.split(lengths) for layer, chosen in whole.items()}
-        for index, sample in enumerate(samples):
+        for index, tokens in enumerate(sequences):
             # equal tokens have equal routes, so that a sample needs no other name
-            self._routes[_key(sample)] = {layer: chosen[index] for layer, chosen in split.items()}
+            self._routes[_key(tokens)] = {layer: chosen[index] for layer, chosen in split.items()}
 
     def _whole(self, chosen: Tensor, parts: SequenceParts) -> Tensor:
         """Return the routes of all tokens of a micro-batch in packing order, on the host."""
@@ -126,15 +121,13 @@ class RoutingStore:
         return chosen.cpu()
 
 
-def _key(sample: TrainSample) -> bytes:
-    return hashlib.blake2b(array("q", sample.tokens).tobytes(), digest_size=16).digest()
+def _key(tokens: Tensor) -> bytes:
+    return hashlib.blake2b(tokens.numpy().tobytes(), digest_size=16).digest()
 
 
-def _real_rows(samples: Sequence[TrainSample], parts: SequenceParts) -> Tensor:
+def _real_rows(sequences: Sequence[Tensor], parts: SequenceParts) -> Tensor:
     """Return which rows of the packed sequences are no padding."""
-    ends = torch.tensor(parts.lengths[: len(samples)]).cumsum(0)
-    starts = ends - torch.tensor(parts.lengths[: len(samples)])
-    return ranges(starts, tuple(len(sample.tokens) for sample in samples))
+    return ranges(starts(parts.lengths)[: len(sequences)], [len(tokens) for tokens in sequences])
 
 
 def _padded(chosen: Tensor, rows: Tensor, parts: SequenceParts) -> Tensor:

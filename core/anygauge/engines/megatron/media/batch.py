@@ -11,13 +11,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from anygauge.data.batch import ranges
 from anygauge.device import on_device
-from anygauge.engines.megatron.layers.context_parallel import SequenceParts, ranges
+from anygauge.engines.megatron.layers.context_parallel import SequenceParts
 from anygauge_hooks.errors import MediaMismatchError
 from anygauge_hooks.media import Content, Media, MediaKind, MediaSpec, MediaStore, TowerSpec
-from anygauge_hooks.rl import TrainSample
 
-__all__ = ["MediaBatch", "MediaInputs", "MediaReader", "TowerBatch", "media_inputs"]
+__all__ = ["MediaBatch", "MediaReader", "TowerBatch", "media_batch", "media_positions"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,16 +40,6 @@ class MediaBatch:
 
     parts: Mapping[str, TowerBatch]
     """Inputs by name of the tower; a tower without inputs is absent."""
-
-
-@dataclass(frozen=True, slots=True)
-class MediaInputs:
-    """Media inputs added to a micro-batch."""
-
-    positions: Tensor | None
-    """``[3, T]``, int64, on the host: of the packed tokens without padding; ``None`` for those of text."""
-    batch: MediaBatch | None
-    """``None`` for text, and on ranks without towers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,42 +76,40 @@ class MediaReader:
         )
 
 
-def media_inputs(
-    samples: Sequence[TrainSample], parts: SequenceParts, reader: MediaReader, device: torch.device
-) -> MediaInputs:
-    """Return what the media of packed samples add to the inputs of the model.
+def media_positions(
+    sequences: Sequence[Tensor], shown: Sequence[Sequence[Media]], reader: MediaReader
+) -> Tensor | None:
+    """Return the positions of packed tokens, ``[3, T]``, int64; ``None`` for those of text.
 
-    :param parts: How the tokens are divided among ranks.
+    :param sequences: Tokens of each sample.
+    :param shown: Media of each sample.
     :raises MediaMismatchError: Placeholders and media differ.
     """
     holders = np.array(reader.spec.forbidden(reader.hf), dtype=np.int64)
-    for sample in samples:
-        _check(sample, holders)
-    if not any(sample.media for sample in samples):
-        return MediaInputs(None, None)
-    positions = np.concatenate([_positions(sample, reader) for sample in samples], axis=1)
-    batch = _batch(samples, parts, reader, device) if reader.is_first_stage else None
-    return MediaInputs(torch.from_numpy(positions), batch)
+    for tokens, media in zip(sequences, shown, strict=True):
+        _check(tokens, media, holders)
+    if not any(shown):
+        return None
+    positions = [
+        reader.spec.positions(reader.hf, len(tokens), media)
+        if media
+        else np.broadcast_to(np.arange(len(tokens), dtype=np.int64), (3, len(tokens)))
+        for tokens, media in zip(sequences, shown, strict=True)
+    ]
+    return torch.from_numpy(np.concatenate(positions, axis=1))
 
 
-def _positions(sample: TrainSample, reader: MediaReader) -> Any:
-    length = len(sample.tokens)
-    if not sample.media:
-        return np.broadcast_to(np.arange(length, dtype=np.int64), (3, length))
-    return reader.spec.positions(reader.hf, length, sample.media)
-
-
-def _check(sample: TrainSample, holders: Any) -> None:
+def _check(tokens: Tensor, shown: Sequence[Media], holders: Any) -> None:
     """Refuse a sample that has placeholders without media, or media elsewhere."""
-    held = np.isin(np.asarray(sample.tokens, dtype=np.int64), holders)
+    held = np.isin(tokens.numpy(), holders)
     taken = np.zeros(len(held), dtype=np.int64)
-    for media in sample.media:
+    for media in shown:
         for start, count in media.spans:
             taken[start : start + count] += 1
     if np.array_equal(held.astype(np.int64), taken):
         return
-    names = ", ".join(media.source or media.key for media in sample.media) or "none"
-    wanted = sum(media.num_tokens for media in sample.media)
+    names = ", ".join(media.source or media.key for media in shown) or "none"
+    wanted = sum(media.num_tokens for media in shown)
     elsewhere = ", in other places" if held.sum() == wanted else ""
     raise MediaMismatchError(
         f"A sample of {len(held)} tokens has {int(held.sum())} placeholders, and its media ({names}) have "
@@ -130,11 +118,18 @@ def _check(sample: TrainSample, holders: Any) -> None:
     )
 
 
-def _batch(
-    samples: Sequence[TrainSample], parts: SequenceParts, reader: MediaReader, device: torch.device
-) -> MediaBatch:
+def media_batch(
+    shown: Sequence[Sequence[Media]], parts: SequenceParts, reader: MediaReader, device: torch.device
+) -> MediaBatch | None:
+    """Return the inputs of all towers for packed samples; ``None`` for text, and on ranks without towers.
+
+    :param shown: Media of each sample.
+    :param parts: How the tokens are divided among ranks.
+    """
+    if not any(shown) or not reader.is_first_stage:
+        return None
     starts = accumulate(parts.lengths, initial=0)
-    placed = [media.moved(by) for sample, by in zip(samples, starts, strict=False) for media in sample.media]
+    placed = [each.moved(by) for media, by in zip(shown, starts, strict=False) for each in media]
     _check_kinds({media.kind for media in placed}, reader.towers)
     seen = {tower: [media for media in placed if media.kind in tower.kinds] for tower in reader.towers}
     return MediaBatch(
