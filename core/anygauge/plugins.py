@@ -12,7 +12,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, entry_points, requires, version
 from types import ModuleType
 from typing import Any, cast
@@ -29,7 +29,15 @@ from anygauge_hooks.errors import (
     UnknownBackendError,
     UnknownNameError,
 )
-from anygauge_hooks.types import Availability, BackendSpec, Device, Phase, PluginInfo
+from anygauge_hooks.types import (
+    Availability,
+    BackendSpec,
+    Device,
+    NamedFunction,
+    Phase,
+    PluginInfo,
+    TrackerSpec,
+)
 
 __all__ = [
     "BACKENDS_GROUP",
@@ -37,6 +45,8 @@ __all__ = [
     "PLUGINS_GROUP",
     "Plugins",
     "find_backend",
+    "imported",
+    "is_own",
     "load_plugins",
     "plugin_distribution",
     "probe_backend",
@@ -68,6 +78,19 @@ def _make_manager() -> pluggy.PluginManager:
     manager = pluggy.PluginManager(PROJECT)
     manager.add_hookspecs(specs)
     return manager
+
+
+OWN_KINDS: Mapping[str, str] = {
+    "register_advantage_estimators": "Advantage estimator",
+    "register_corrections": "Correction",
+    "register_data_sources": "Data source",
+    "register_policy_losses": "Policy loss",
+    "register_reward_functions": "Reward function",
+    "register_rollout_functions": "Rollout function",
+    "register_sample_filters": "Filter",
+    "register_trackers": "Tracker",
+}
+"""Hooks whose items a config may name as ``package.module:function`` too, with their kind for messages."""
 
 
 @dataclass(slots=True)
@@ -173,8 +196,12 @@ class Plugins:
     def get(self, hook: str, name: str) -> Any:
         """Return one item that was registered through a ``register_*`` hook.
 
-        :raises UnknownNameError: No plugin provides the name.
+        A function or a tracker may be one of the user's own, named as ``package.module:function``.
+
+        :raises UnknownNameError: No plugin provides the name, or it cannot be imported.
         """
+        if is_own(hook, name):
+            return _imported_item(hook, name)
         items = self.named(hook)
         if name in items:
             return items[name]
@@ -183,6 +210,13 @@ class Plugins:
             f"Unknown name {name!r} for {kind}; available: {', '.join(sorted(items)) or 'none'}.",
             hint=self._failed_hint() or "Choose one of these, or install the plugin that provides it.",
         ) from self.load_errors.get(name)
+
+    def find(self, hook: str, name: str) -> Any | None:
+        """Return the item of :meth:`get`, or ``None`` if there is none."""
+        try:
+            return self.get(hook, name)
+        except UnknownNameError:
+            return None
 
     def model(self, architectures: Sequence[str]) -> Any:
         """Return the family that registered one of the architectures of a Hugging Face config.
@@ -331,6 +365,51 @@ class Plugins:
                 backends.setdefault(owner, set()).add(spec.name)
             self._backends = backends
         return self._backends
+
+
+def is_own(hook: str, name: str) -> bool:
+    """Return whether a name is ``package.module:function``, for a hook whose items a user may name so."""
+    return ":" in name and hook in OWN_KINDS
+
+
+def _imported_item(hook: str, name: str) -> NamedFunction | TrackerSpec:
+    """Return the user's own item; an object of the contract at that path says more than its name."""
+    item = imported(name, OWN_KINDS[hook])
+    if isinstance(item, NamedFunction | TrackerSpec):
+        return replace(item, name=name)
+    if not callable(item):
+        raise UnknownNameError(
+            f"{OWN_KINDS[hook]} {name!r} is {type(item).__name__}, not a function.",
+            hint="Name a function.",
+        )
+    if hook == "register_trackers":
+        return TrackerSpec(name=name, make=item)
+    return NamedFunction(name=name, fn=item)
+
+
+def imported(path: str, kind: str) -> Any:
+    """Return what ``package.module:function`` names.
+
+    :param kind: Of function, for the error.
+    :raises UnknownNameError: The module cannot be imported, or has no such function.
+    """
+    module_name, _, attribute = path.partition(":")
+    try:
+        module = importlib.import_module(module_name)
+    except (Exception, SystemExit) as error:  # foreign code: the user's module is imported
+        raise UnknownNameError(
+            f"{kind} {path!r}: importing {module_name!r} raised {error!r}.",
+            hint="It must be importable: install it, or put its folder on PYTHONPATH.",
+        ) from error
+    target: Any = module
+    for part in attribute.split("."):
+        if not hasattr(target, part):
+            raise UnknownNameError(
+                f"{kind} {path!r}: {module_name!r} has no {attribute!r}.",
+                hint=f"Define it in {getattr(module, '__file__', None)}, or name a function that it has.",
+            )
+        target = getattr(target, part)
+    return target
 
 
 def _hook_names(manager: pluggy.PluginManager, namespace: ModuleType | type) -> Iterator[str]:

@@ -279,6 +279,9 @@ class LoadedPlugins(Protocol):
         :raises UnknownNameError: No plugin provides the name.
         """
 
+    def find(self, hook: str, name: str) -> Any | None:
+        """Return the item of :meth:`get`, or ``None`` if there is none."""
+
     def model(self, architectures: Sequence[str]) -> ModelSpec:
         """Return the family that registered one of the architectures of a Hugging Face config.
 

@@ -8,7 +8,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from anygauge.config.data_files import dataset_name
-from anygauge.config.named_functions import failed_plugins, option_problems
+from anygauge.config.named_functions import name_problems, option_problems
 from anygauge.config.rules.algorithm import algorithm_rule, algorithm_rules, sampling_rule
 from anygauge.config.rules.correction import correction_rules, stale_rule
 from anygauge.config.rules.debug import debug_rule, replay_rule
@@ -288,9 +288,7 @@ def _names(config: Config, plugins: Plugins) -> Problems:
     for path, hook in NAMES:
         value = _at(config, path)
         for name in value if isinstance(value, tuple | dict) else (value,) if value else ():
-            if name not in (known := plugins.named(hook)):
-                hint = f"no plugin provides it; available: {', '.join(sorted(known)) or 'none'}"
-                yield ConfigProblem(path=path, found=name, hint=hint + failed_plugins(plugins))
+            yield from name_problems(path, name, hook, plugins)
 
 
 def _provider(config: Config, backend: BackendSpec) -> Problems:
@@ -306,7 +304,7 @@ def _provider(config: Config, backend: BackendSpec) -> Problems:
 
 def _advantage_options(config: Config, plugins: Plugins) -> Problems:
     name, options = config.algorithm.advantage, config.algorithm.advantage_options
-    function: NamedFunction | None = plugins.named("register_advantage_estimators").get(name)
+    function: NamedFunction | None = plugins.find("register_advantage_estimators", name)
     if function is not None:
         yield from option_problems("algorithm.advantage_options", name, function.fn, options)
 

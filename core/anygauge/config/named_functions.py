@@ -9,14 +9,12 @@ import inspect
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
 from inspect import Parameter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from anygauge.plugins import OWN_KINDS, Plugins, is_own
 from anygauge_hooks.types import ConfigProblem
 
-if TYPE_CHECKING:
-    from anygauge.plugins import Plugins
-
-__all__ = ["failed_plugins", "import_problems", "option_problems", "taken_options"]
+__all__ = ["failed_plugins", "import_problems", "name_problems", "option_problems", "taken_options"]
 
 NOT_OPTIONS = ("response", "label", "metadata", "prompt")
 """Arguments that the core passes to a reward function. Those that it passes to an estimator have no
@@ -29,6 +27,26 @@ def failed_plugins(plugins: Plugins) -> str:
     """Return which plugins failed to load, to end a hint with."""
     failed = ", ".join(f"{name} ({error!r})" for name, error in sorted(plugins.load_errors.items()))
     return f"; these plugins failed to load: {failed}" if failed else ""
+
+
+def name_problems(path: str, name: str, hook: str, plugins: Plugins) -> Problems:
+    """Yield why a name leads to no item of a ``register_*`` hook.
+
+    :param path: Of the key that holds the name.
+    """
+    if is_own(hook, name):
+        yield from _own_problems(path, name, hook, plugins)
+    elif name not in (known := plugins.named(hook)):
+        hint = f"no plugin provides it; available: {', '.join(sorted(known)) or 'none'}"
+        hint += "; a function of your own is package.module:function" if hook in OWN_KINDS else ""
+        yield ConfigProblem(path=path, found=name, hint=hint + failed_plugins(plugins))
+
+
+def _own_problems(path: str, name: str, hook: str, plugins: Plugins) -> Problems:
+    problems = [*import_problems(path, name)]
+    yield from problems
+    if not problems and plugins.find(hook, name) is None:
+        yield ConfigProblem(path=path, found=name, hint="it is not a function")
 
 
 def import_problems(path: str, name: str) -> Problems:

@@ -9,9 +9,10 @@ from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from anygauge.plugins import imported
 from anygauge.rollout.live import LiveRollout
 from anygauge.rollout.rewards.call import failure
-from anygauge.rollout.rewards.resolve import imported, is_async
+from anygauge.rollout.rewards.resolve import is_async
 from anygauge.rollout.samples import check_sample
 from anygauge_hooks.errors import PluginError, RolloutError
 from anygauge_hooks.rl import Group, Prompt, Sample
@@ -77,7 +78,7 @@ def resolve_functions(config: RolloutConfig, plugins: Plugins) -> UserFunctions:
 def _resolved(
     name: str, kind: str, registered: Callable[[str], Any] | None, options: Mapping[str, Any]
 ) -> UserFunction:
-    fn = imported(name, kind) if ":" in name or registered is None else registered(name)
+    fn = imported(name, kind) if registered is None else registered(name)
     if not callable(fn):
         raise PluginError(f"{kind} {name!r} is {type(fn).__name__}, not a function.", hint="Name a function.")
     return UserFunction(name, partial(fn, **options) if options else fn)

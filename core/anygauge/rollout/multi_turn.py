@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
-from anygauge.rollout.rewards.resolve import imported
+from anygauge.plugins import imported
 from anygauge_hooks.errors import RolloutError
 from anygauge_hooks.rl import Prompt, Sample
 from anygauge_hooks.rollout import Draft, Rollout

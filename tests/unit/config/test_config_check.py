@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,7 +16,7 @@ from anygauge.config import LoadedConfig, schema
 from anygauge.config.tree import flatten
 from anygauge.config.validate import _PLACEHOLDERS, keys, validate
 from anygauge.plugins import Plugins
-from anygauge_hooks.errors import ConfigError
+from anygauge_hooks.errors import ConfigError, UnknownNameError
 
 Load = Callable[..., LoadedConfig]
 
@@ -139,6 +141,79 @@ def test_a_plugin_that_failed_to_load_is_named_where_its_name_is_missed(load: Lo
     plugins.load_errors["extra"] = ImportError("libx.so")
     with pytest.raises(ConfigError, match=r"failed to load: extra \(ImportError\('libx.so'\)\)"):
         load({}, ["--train.engine=warp"])
+
+
+OWN = """
+from functools import partial
+from anygauge_hooks.types import NamedFunction
+
+def function(inputs, *, clip_low=0.2):
+    return inputs
+
+async def rollout(rollout, prompt, seed):
+    return prompt
+
+TOKENS = NamedFunction(name="mine", fn=function, kind="token", needs=("values",))
+NUMBER = 3
+"""
+OWN_KEYS = {
+    "algorithm.advantage": "own_functions:function",
+    "algorithm.policy_loss": "own_functions:function",
+    "algorithm.correction": "own_functions:function",
+    "data.source": "own_functions:function",
+    "rollout.function": "own_functions:rollout",
+    "rollout.filters": "own_functions:function",
+    "run.trackers": "own_functions:function",
+    "reward.function": "own_functions:function",
+}
+
+
+@pytest.fixture
+def own_functions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "own_functions.py").write_text(OWN)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "own_functions", raising=False)
+
+
+def naming(key: str, name: str) -> tuple[str, Any]:
+    value: Any = {"algorithm.correction": {name: {}}}.get(key, name)
+    return key, [name] if key in ("rollout.filters", "run.trackers") else value
+
+
+@pytest.mark.parametrize("key", OWN_KEYS)
+@pytest.mark.usefixtures("own_functions")
+def test_a_function_of_the_users_own_may_be_named_everywhere(load: Load, plugins: Plugins, key: str) -> None:
+    reward = "options = {clip_low = 0.1}" if key == "reward.function" else ""
+    tables = {"reward": reward} if reward else {}
+    problems = found_problems(lambda: load(tables, [naming(key, OWN_KEYS[key])]))
+    assert not [line for line in problems if line.startswith(key)]
+    problems = found_problems(lambda: load(tables, [naming(key, "own_functions:misspelt")]))
+    (problem,) = [line for line in problems if line.startswith(key)]
+    assert "module 'own_functions' has no 'misspelt'" in problem
+    problems = found_problems(lambda: load(tables, [naming(key, "own_functions:NUMBER")]))
+    (problem,) = [line for line in problems if line.startswith(key)]
+    assert "it is not a function" in problem
+
+
+def found_problems(run: Callable[[], object]) -> list[str]:
+    try:
+        run()
+    except ConfigError as error:
+        return [line.strip() for line in str(error).splitlines()]
+    return []
+
+
+@pytest.mark.usefixtures("own_functions")
+def test_an_object_of_the_contract_says_what_its_function_needs(plugins: Plugins) -> None:
+    estimator = plugins.get("register_advantage_estimators", "own_functions:TOKENS")
+    assert (estimator.name, estimator.kind, estimator.needs) == ("own_functions:TOKENS", "token", ("values",))
+    tracker = plugins.get("register_trackers", "own_functions:function")
+    assert tracker.make("run") == "run"
+
+
+def test_an_engine_is_never_a_path(plugins: Plugins) -> None:
+    with pytest.raises(UnknownNameError, match="'json:loads' for train engines"):
+        plugins.get("register_train_engines", "json:loads")
 
 
 @pytest.mark.parametrize(

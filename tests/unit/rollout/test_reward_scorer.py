@@ -58,7 +58,6 @@ def test_a_wrong_part_is_found(user_module: str) -> None:
         ),
         ("full", {"label": 1}, "is given 'label' by the run and by reward.options"),
         ("builtin", {}, "has no signature that Python can read"),
-        ("number", {}, "is int, not a function"),
     ],
 )
 def test_a_function_that_cannot_be_called(
@@ -75,6 +74,7 @@ def test_a_function_that_cannot_be_called(
     [
         ("no_such_module_anywhere:reward", "ModuleNotFoundError"),
         ("user_rewards_under_test:missing", "has no 'missing'"),
+        ("user_rewards_under_test:number", "is int, not a function"),
         ("user_rewards_under_test:full.inner", "has no 'full.inner'"),
         ("user_rewards_under_test_broken:reward", "RuntimeError('no licence')"),
         (":reward", "ValueError"),

@@ -43,7 +43,7 @@ def estimator(config: Config, plugins: LoadedPlugins) -> NamedFunction | None:
     """Return the advantage estimator, if there is one of its name; SFT has none."""
     if config.run.task == "sft":
         return None
-    named: NamedFunction | None = plugins.named(ESTIMATORS).get(config.algorithm.advantage)
+    named: NamedFunction | None = plugins.find(ESTIMATORS, config.algorithm.advantage)
     return named
 
 
@@ -186,10 +186,11 @@ def value_problems(path: str, function: NamedFunction, options: Mapping[str, Any
 
 def _loss(config: Config, plugins: LoadedPlugins) -> Problems:
     """Yield the keys that the policy loss does not read."""
-    algorithm, losses = config.algorithm, plugins.named("register_policy_losses")
-    if algorithm.policy_loss not in losses:
+    algorithm = config.algorithm
+    loss: NamedFunction | None = plugins.find("register_policy_losses", algorithm.policy_loss)
+    if loss is None:
         return  # a problem of its own
-    taken = taken_options(losses[algorithm.policy_loss].fn, LOSS_OPTIONS)
+    taken = taken_options(loss.fn, LOSS_OPTIONS)
     takes = ", ".join(taken) or f"none of {', '.join(LOSS_OPTIONS)}"
     for key in LOSS_OPTIONS:
         value = getattr(algorithm, key)

@@ -29,11 +29,11 @@ def correction_rules(config: Config, plugins: Plugins) -> Problems:
     corrections = config.algorithm.correction
     if not corrections or config.run.task == "sft":
         return
-    known = plugins.named("register_corrections")
-    for name, options in corrections.items():
-        if name in known:  # an unknown name is a problem of its own
-            yield from _options(known[name], options)
-            yield from _registered(known[name])
+    found = {name: plugins.find("register_corrections", name) for name in corrections}
+    known = {name: function for name, function in found.items() if function is not None}
+    for name, function in known.items():  # an unknown name is a problem of its own
+        yield from _options(function, corrections[name])
+        yield from _registered(function)
     weighing = [name for name in corrections if name in WEIGHING]
     if len(weighing) > 1:
         hint = f"{_listed(weighing)} would weigh each token by the ratio more than once; keep one of them"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING
 
-from anygauge.config.named_functions import failed_plugins, import_problems, option_problems
+from anygauge.config.named_functions import name_problems, option_problems
 from anygauge.config.schema import Config, EvalDataset, Reward, RewardFunction
 from anygauge_hooks.types import ConfigProblem
 
@@ -98,14 +98,8 @@ def _shares_reward_and_label(dataset: EvalDataset) -> bool:
 
 def reward_functions(config: Config, plugins: Plugins) -> Problems:
     """Yield functions that nobody provides, and options that they do not take."""
-    known = plugins.named(HOOK)
     for table, reward in _tables(config):
         for path, name, function in _functions(table, reward):
-            if ":" in name:
-                yield from import_problems(f"{path}.function", name)
-            elif name in known:
-                yield from option_problems(f"{path}.options", name, known[name].fn, function.options)
-            else:
-                hint = f"no plugin provides it; available: {', '.join(sorted(known)) or 'none'}"
-                hint += "; a function of your own is package.module:function"
-                yield ConfigProblem(path=f"{path}.function", found=name, hint=hint + failed_plugins(plugins))
+            yield from name_problems(f"{path}.function", name, HOOK, plugins)
+            if (registered := plugins.find(HOOK, name)) is not None:
+                yield from option_problems(f"{path}.options", name, registered.fn, function.options)

@@ -6,12 +6,13 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from anygauge.config.named_functions import failed_plugins, import_problems, option_problems
+from anygauge.config.named_functions import import_problems, name_problems, option_problems
 from anygauge.config.schema import Config, Rollout
 from anygauge_hooks.types import ConfigProblem
 
 if TYPE_CHECKING:
     from anygauge.plugins import Plugins
+    from anygauge_hooks.types import NamedFunction
 
 __all__ = ["control_functions", "control_rule"]
 
@@ -76,14 +77,14 @@ def _left_over(rollout: Rollout) -> Problems:
 def control_functions(config: Config, plugins: Plugins) -> Problems:
     """Yield functions that nobody provides, and options that they do not take."""
     rollout = config.rollout
-    functions = plugins.named("register_rollout_functions")
-    yield from _known("rollout.function", rollout.function, functions, plugins)
-    yield from _options("rollout.function_options", rollout.function, functions, rollout.function_options)
-    filters = plugins.named("register_sample_filters")
+    functions, filters = "register_rollout_functions", "register_sample_filters"
+    yield from name_problems("rollout.function", rollout.function, functions, plugins)
+    own = rollout.function_options
+    yield from _options("rollout.function_options", rollout.function, functions, own, plugins)
     for name in rollout.filters:
-        yield from _known("rollout.filters", name, filters, plugins)
-        path = f"rollout.filter_options.{name}"
-        yield from _options(path, name, filters, rollout.filter_options.get(name, {}))
+        yield from name_problems("rollout.filters", name, filters, plugins)
+        path, own = f"rollout.filter_options.{name}", rollout.filter_options.get(name, {})
+        yield from _options(path, name, filters, own, plugins)
     for name in rollout.after_sample:
         yield from import_problems("rollout.after_sample", name)
     engines = plugins.named("register_rollout_engines")
@@ -94,15 +95,7 @@ def control_functions(config: Config, plugins: Plugins) -> Problems:
         yield ConfigProblem(path="rollout.schedule", found=rollout.schedule, hint=hint)
 
 
-def _known(path: str, name: str, known: Mapping[str, Any], plugins: Plugins) -> Problems:
-    if ":" in name:
-        yield from import_problems(path, name)
-    elif name not in known:
-        hint = f"no plugin provides it; available: {', '.join(sorted(known)) or 'none'}"
-        hint += "; a function of your own is package.module:function"
-        yield ConfigProblem(path=path, found=name, hint=hint + failed_plugins(plugins))
-
-
-def _options(path: str, name: str, known: Mapping[str, Any], options: Mapping[str, Any]) -> Problems:
-    if name in known:
-        yield from option_problems(path, name, known[name].fn, options)
+def _options(path: str, name: str, hook: str, options: Mapping[str, Any], plugins: Plugins) -> Problems:
+    function: NamedFunction | None = plugins.find(hook, name)
+    if function is not None:
+        yield from option_problems(path, name, function.fn, options)

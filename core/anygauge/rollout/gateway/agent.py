@@ -10,12 +10,13 @@ from typing import Any, NamedTuple, cast
 
 from anygauge.config.schema import Rollout as RolloutTable
 from anygauge.config.schema import RolloutGateway
+from anygauge.plugins import imported
 from anygauge.rollout.gateway.command import run_command
 from anygauge.rollout.gateway.refusals import Refusal, no_room
 from anygauge.rollout.gateway.server import Gateway
 from anygauge.rollout.gateway.session import Session
 from anygauge.rollout.rewards.call import Call, number
-from anygauge.rollout.rewards.resolve import imported, is_async
+from anygauge.rollout.rewards.resolve import is_async
 from anygauge_hooks.errors import ConfigError, PluginError, RolloutError
 from anygauge_hooks.rl import Prompt, Sample
 from anygauge_hooks.rollout import GenerateRequest, Generation, Rollout
@@ -136,7 +137,7 @@ def _talk(
         )
     if agent is None:
         return lambda gateway, session, prompt: run_command(command, gateway, session, _row(prompt), pass_env)
-    fn = imported(agent)
+    fn = imported(agent, "Agent")
     if not is_async(fn):
         raise PluginError(
             f"Agent {agent!r} is not async.",

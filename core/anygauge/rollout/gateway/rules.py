@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 from anygauge.config.modalities import media_fields
 from anygauge.config.named_functions import import_problems, taken_options
 from anygauge.config.schema import RolloutGateway
+from anygauge.plugins import imported
 from anygauge.rollout.gateway.tool_formats import find_format
-from anygauge.rollout.rewards.resolve import imported, is_async
+from anygauge.rollout.rewards.resolve import is_async
 from anygauge_hooks.errors import ConfigError
 from anygauge_hooks.types import ConfigProblem
 
@@ -96,7 +97,7 @@ def _agent(options: Mapping[str, Any]) -> Problems:
     problems = list(import_problems(path, str(agent)))
     yield from problems
     if not problems:
-        yield from _function(path, imported(agent), options.get("agent_options") or {})
+        yield from _function(path, imported(agent, "Agent"), options.get("agent_options") or {})
 
 
 def _function(path: str, agent: Any, options: Mapping[str, Any]) -> Problems:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
 import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
+from anygauge.plugins import imported
 from anygauge.strict_json import parse_json
 from anygauge_hooks.errors import ConfigError
 
@@ -157,28 +157,16 @@ def find_format(name: str, template: str) -> ToolFormat | None:
     :param name: A key of :data:`FORMATS`, ``package.module:attribute`` with a :class:`ToolFormat`, ``none``,
         or ``auto``, which takes what the template teaches.
     :raises ConfigError: There is no such format.
+    :raises UnknownNameError: It cannot be imported.
     """
     if name == "none":
         return None
     if name == "auto":
         return next((each for each in FORMATS.values() if each.sign in template), None)
-    tool_format = FORMATS.get(name) or _imported(name)
+    tool_format = FORMATS.get(name) or (imported(name, "Tool format") if ":" in name else None)
     if not isinstance(tool_format, ToolFormat):
         raise ConfigError(
             f"rollout.gateway.tool_format = {name!r} is no format of tool calls.",
             hint=f"Take auto, none, {', '.join(FORMATS)}, or package.module:attribute with a ToolFormat.",
         )
     return tool_format
-
-
-def _imported(name: str) -> Any:
-    module, _, attribute = name.partition(":")
-    if not attribute:
-        return None
-    try:
-        return getattr(importlib.import_module(module), attribute, None)
-    except ImportError as error:
-        raise ConfigError(
-            f"rollout.gateway.tool_format = {name!r} cannot be imported: {error}.",
-            hint="Put the directory that holds the module on PYTHONPATH.",
-        ) from error

@@ -24,6 +24,7 @@ from typing import Any
 
 from anygauge.distributed.guard import Log, fork_guarded
 from anygauge.observability.control_characters import format_exception
+from anygauge.plugins import imported
 from anygauge.rollout.rewards.call import Call, Item, Outcome, failure
 from anygauge.rollout.rewards.mark import Mark
 from anygauge.rollout.rewards.messages import (
@@ -35,7 +36,7 @@ from anygauge.rollout.rewards.messages import (
     Setup,
     encode_reply,
 )
-from anygauge.rollout.rewards.resolve import Origin, imported, is_async
+from anygauge.rollout.rewards.resolve import Origin, is_async
 
 __all__ = ["main"]
 
@@ -169,7 +170,7 @@ def _print(error: BaseException) -> None:
 
 def _function(origin: Origin) -> Any:
     if origin.kind == "path":
-        return imported(origin.value)
+        return imported(origin.value, "Reward function")
     if origin.kind == "pickle":
         return pickle.loads(origin.value)
     from anygauge.plugins import load_plugins

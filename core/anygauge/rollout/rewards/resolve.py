@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -11,14 +10,14 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from anygauge.rollout.rewards.call import ARGUMENTS, Call, accepted
-from anygauge_hooks.errors import RewardError, UnknownNameError
+from anygauge_hooks.errors import RewardError
 from anygauge_hooks.types import NamedFunction
 
 if TYPE_CHECKING:
     from anygauge.config.schema import Reward, RewardFunction
     from anygauge.plugins import Plugins
 
-__all__ = ["Origin", "ResolvedReward", "imported", "is_async", "resolve_rewards"]
+__all__ = ["Origin", "ResolvedReward", "is_async", "resolve_rewards"]
 
 _HOOK = "register_reward_functions"
 _HINT = (
@@ -61,7 +60,7 @@ def _resolve(name: str, reward: RewardFunction, plugins: Plugins) -> ResolvedRew
     if reward.function is None:
         raise RewardError("The config names no reward function.", hint="Set reward.function or reward.parts.")
     path = reward.function
-    named = NamedFunction(name=path, fn=imported(path)) if ":" in path else plugins.get(_HOOK, path)
+    named: NamedFunction = plugins.get(_HOOK, path)
     parameters = _checked_parameters(path, named.fn, reward.options)
     call = Call(
         name=path,
@@ -83,31 +82,6 @@ def _origin(path: str, fn: Callable[..., Any]) -> Origin:
         return Origin("pickle", pickle.dumps(fn))
     except Exception:  # noqa: BLE001 - foreign code: a plugin's own pickling
         return Origin("plugin", path)
-
-
-def imported(path: str, kind: str = "Reward function") -> Any:
-    """Return what ``package.module:function`` names.
-
-    :param kind: Of function, for the error.
-    :raises UnknownNameError: The module cannot be imported, or has no such function.
-    """
-    module_name, _, attribute = path.partition(":")
-    try:
-        module = importlib.import_module(module_name)
-    except (Exception, SystemExit) as error:  # foreign code: the user's module is imported
-        raise UnknownNameError(
-            f"{kind} {path!r}: importing {module_name!r} raised {error!r}.",
-            hint="It must be importable: install it, or put its folder on PYTHONPATH.",
-        ) from error
-    target: Any = module
-    for part in attribute.split("."):
-        if not hasattr(target, part):
-            raise UnknownNameError(
-                f"{kind} {path!r}: {module_name!r} has no {attribute!r}.",
-                hint=f"Define it in {getattr(module, '__file__', None)}, or name a function that it has.",
-            )
-        target = getattr(target, part)
-    return target
 
 
 def is_async(fn: Callable[..., Any]) -> bool:

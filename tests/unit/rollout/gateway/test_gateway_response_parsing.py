@@ -14,7 +14,7 @@ from anygauge.rollout.gateway.detokenizer import Detokenizer
 from anygauge.rollout.gateway.rendering import Renderer
 from anygauge.rollout.gateway.response_parsing import Block, Style, read
 from anygauge.rollout.gateway.tool_formats import FORMATS, Called, ToolFormat, find_format
-from anygauge_hooks.errors import ConfigError
+from anygauge_hooks.errors import ConfigError, UnknownNameError
 
 SCHEMAS = {"weather": {"properties": {"city": {"type": "string"}, "days": {"type": "integer"}}}}
 BEGIN, SEPARATOR, END = (
@@ -183,7 +183,7 @@ def test_formats_by_name() -> None:
     assert find_format("auto", "...") is None
     assert find_format("none", "<tool_call>") is None
     for wrong in ("yaml", "no_such_module:x", "json:loads"):
-        with pytest.raises(ConfigError):
+        with pytest.raises((ConfigError, UnknownNameError)):
             find_format(wrong, "")
 
 
