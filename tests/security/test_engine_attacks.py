@@ -8,7 +8,6 @@ from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import httpx2
 import pytest
 
 from anygauge.config.schema import RolloutClient
@@ -26,6 +25,7 @@ from anygauge_hooks.sglang import NO_KEYS, ServerKeys
 from anygauge_tests.fake_engine import FakeServer, Options
 from anygauge_tests.fake_engine.options import VERSIONS
 from anygauge_tests.fake_engine.server import application
+from anygauge_tests.http_requests import ask
 
 KEYS = ServerKeys(api="the-key-of-the-run", admin="the-admin-key-of-the-run")
 REQUEST = GenerateRequest("1-0-0", (5, 6, 7), SamplingParams(max_new_tokens=3), seed=1)
@@ -62,8 +62,9 @@ def test_an_engine_answers_no_stranger(server: FakeServer, headers: dict[str, st
     asked = asyncio.run(paths(server.options))
     assert len(asked) > 20
     before = server.state()["events"]
-    with httpx2.Client(base_url=server.address, trust_env=False, headers=headers) as client:
-        answers = {path: client.request(method, path).status_code for method, path in asked}
+    answers = {
+        path: ask(server.address + path, headers=headers, method=method).status for method, path in asked
+    }
     free = {path for path, status in answers.items() if status != 401}
     assert free == {"/health", "/health_generate"}
     assert server.state()["events"] == before
@@ -72,8 +73,7 @@ def test_an_engine_answers_no_stranger(server: FakeServer, headers: dict[str, st
 def test_neither_key_stands_for_the_other(server: FakeServer) -> None:
     swapped = ServerKeys(api=KEYS.admin, admin=KEYS.api)
     for path in ("/generate", "/model_info", "/pause_generation", "/update_weights_from_disk"):
-        with httpx2.Client(base_url=server.address, trust_env=False) as client:
-            assert client.post(path, json={}, headers=swapped.headers(path)).status_code == 401
+        assert ask(server.address + path, b"{}", swapped.headers(path)).status == 401
 
 
 def test_the_run_shows_the_right_key_with_every_request_for_generation(server: FakeServer) -> None:

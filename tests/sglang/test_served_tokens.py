@@ -14,7 +14,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import httpx2
 import psutil
 import pytest
 import torch
@@ -28,6 +27,7 @@ from anygauge.serving.sglang.weights import SGLangPeer
 from anygauge_hooks.errors import RolloutError
 from anygauge_hooks.rl import Prompt, Sample, SamplingParams
 from anygauge_hooks.sglang import NO_KEYS, ServerKeys
+from anygauge_tests import http_requests
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(1500)]
 
@@ -146,8 +146,9 @@ def status(server: SGLangPeer, path: str) -> int:
     headers = server.keys.headers(path)
     url = server.address + path
     if path in ("/model_info", "/server_info", "/health"):
-        return httpx2.get(url, headers=headers, trust_env=False, timeout=60).status_code
-    return httpx2.post(url, json={"rid": "none"}, headers=headers, trust_env=False, timeout=60).status_code
+        return http_requests.ask(url, headers=headers).status
+    headers = {"Content-Type": "application/json", **headers}
+    return http_requests.ask(url, b'{"rid": "none"}', headers).status
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7, 1.6])

@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-import ssl
-from collections.abc import Callable, Mapping
-from functools import cache
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
 
-import httpx2
+import aiohttp
 
 from anygauge_hooks.errors import DeadlineError, RolloutError
 
 __all__ = ["EngineControl", "RefusedError"]
 
 EXCERPT = 300
-
-
-@cache
-def _certificates() -> ssl.SSLContext:
-    """Return what a client reads when it is made, which takes longer than a small update: once for all."""
-    return httpx2.create_ssl_context(trust_env=False)
+_KEPT_S = 4.0
+"""Servers close a connection that was idle for five seconds: a request may not meet that moment."""
+_PIECE = 1 << 20
+"""Bytes that are sent at once."""
+_BAD = 300
+"""Statuses from here on are no success; a server of the run redirects nobody."""
 
 
 class RefusedError(RolloutError):
@@ -28,6 +28,8 @@ class RefusedError(RolloutError):
 
 class EngineControl:
     """The requests that one server is sent, each with a deadline. Engines build their ``WeightTarget`` on it.
+
+    Not in a thread that runs an event loop, nor in several at once.
 
     :param headers: Function from a path to the headers that a request for it needs.
     :param deadline_s: Longest wait for one answer, in seconds.
@@ -39,10 +41,8 @@ class EngineControl:
         self.address = address
         self._headers = headers
         self._deadline_s = deadline_s
-        # A proxy of the environment is for the hub, not for servers of the run.
-        self._client = httpx2.Client(
-            base_url=address, timeout=deadline_s, trust_env=False, verify=_certificates()
-        )
+        self._runner = asyncio.Runner(loop_factory=asyncio.new_event_loop)
+        self._session: aiohttp.ClientSession | None = None
 
     def post(self, path: str, body: Mapping[str, Any] | bytes, *, what: str) -> Mapping[str, Any]:
         """Post and return the answer.
@@ -61,40 +61,61 @@ class EngineControl:
     def _send(
         self, method: str, path: str, body: Mapping[str, Any] | bytes | None, what: str
     ) -> Mapping[str, Any]:
-        content: dict[str, Any] = {"content" if isinstance(body, bytes) else "json": body}
+        data = body if isinstance(body, bytes | None) else json.dumps(dict(body)).encode()
         try:
-            reply = self._client.request(method, path, **content, headers=self._headers(path))
-        except httpx2.TimeoutException as error:
+            status, reply = self._runner.run(self._request(method, path, data))
+        except TimeoutError as error:
             raise DeadlineError(
                 f"{self.address}{path} did not answer about {what} in {self._deadline_s:g} s.",
                 hint="Look at its log; weight_sync.deadline_s is how long to wait.",
             ) from error
-        except httpx2.TransportError as error:
+        except (aiohttp.ClientError, OSError) as error:
             raise RolloutError(
                 f"{self.address}{path} cannot be asked about {what}: {type(error).__name__}: {error}.",
                 hint="It has ended, or was never there; look at its log.",
             ) from error
-        if not reply.is_success:
+        if status >= _BAD:
+            message = _object(reply).get("message") or reply.decode(errors="replace")
             raise RefusedError(
-                f"{self.address}{path} refused {what}: {reply.status_code} {_message_of(reply)}.",
+                f"{self.address}{path} refused {what}: {status} {str(message)[:EXCERPT]!r}.",
                 hint="Look at its log.",
             )
         return _object(reply)
 
+    async def _request(self, method: str, path: str, data: bytes | None) -> tuple[int, bytes]:
+        if self._session is None:
+            self._session = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(keepalive_timeout=_KEPT_S),
+                timeout=aiohttp.ClientTimeout(total=self._deadline_s),
+            )
+        headers = {"content-type": "application/json", **self._headers(path)}
+        if data is not None:
+            headers["content-length"] = str(len(data))
+        async with self._session.request(
+            method,
+            self.address + path,
+            data=None if data is None else _pieces(data),
+            headers=headers,
+            allow_redirects=False,
+        ) as reply:
+            return reply.status, await reply.read()
+
     def close(self) -> None:
         """Close the connections."""
-        self._client.close()
+        if self._session is not None:
+            self._runner.run(self._session.close())
+        self._runner.close()
 
 
-def _message_of(reply: httpx2.Response) -> str:
-    """Return what a refusal says."""
-    message = _object(reply).get("message") or reply.text
-    return repr(str(message)[:EXCERPT])
+async def _pieces(data: bytes) -> AsyncIterator[memoryview]:
+    # asyncio copies what the socket does not take at once: a bucket in one piece takes four times as long.
+    for start in range(0, len(data), _PIECE):
+        yield memoryview(data)[start : start + _PIECE]
 
 
-def _object(reply: httpx2.Response) -> Mapping[str, Any]:
+def _object(body: bytes) -> Mapping[str, Any]:
     try:
-        value = reply.json()
+        value = json.loads(body)
     except ValueError:
         return {}
     return value if isinstance(value, dict) else {}

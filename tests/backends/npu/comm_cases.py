@@ -8,7 +8,6 @@ from functools import partial
 from typing import Any
 from unittest.mock import patch
 
-import httpx2
 import torch
 import torch.distributed as dist
 
@@ -22,6 +21,7 @@ from anygauge.weight_sync.pusher import WeightPusher
 from anygauge_hooks.engines import WorkerContext
 from anygauge_hooks.errors import OutOfMemoryError
 from anygauge_tests.fake_engine import FakeServer, Options
+from anygauge_tests.http_requests import ask
 
 LIMIT_S = 60.0
 
@@ -106,7 +106,7 @@ def push(config: Config, context: WorkerContext, case: dict[str, Any]) -> Any:
         for version in (1, 2):
             report = pusher.push(weights(version, place).items(), version, [server.peer()])
             assert not report.failed, report
-            answer = httpx2.get(f"{server.address}/weights_checker", trust_env=False).json()
+            answer = ask(f"{server.address}/weights_checker").json()
             found[version] = answer["ranks"][0]["checksums"]
         pusher.close()
     return found

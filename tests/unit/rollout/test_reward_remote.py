@@ -163,7 +163,9 @@ def test_a_request_and_the_whole_have_deadlines(server: Server) -> None:
 
 def test_nobody_there(server: Server) -> None:
     server.url = server.url.replace("127.0.0.1", "127.0.0.2")
-    assert "did not answer in 2 attempts and 25 s; the last: ConnectError" in refused(server, attempts=2)
+    assert "did not answer in 2 attempts and 25 s; the last: ClientConnectorError" in refused(
+        server, attempts=2
+    )
 
 
 @pytest.mark.parametrize("url", ["localhost:80/score", "ftp://host/score", "/score"])

@@ -7,7 +7,6 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
-import httpx2
 import pytest
 import torch
 from torch import Tensor
@@ -24,6 +23,7 @@ from anygauge.weight_sync.receiver import Receiver
 from anygauge.weight_sync.transports.delta import DeltaTransport
 from anygauge_hooks.sglang import WeightApi
 from anygauge_tests.fake_engine import FakeServer
+from anygauge_tests.http_requests import ask
 
 API = WeightApi(checksums="sha256")
 
@@ -69,7 +69,7 @@ def changed_rows(weights: dict[str, Tensor]) -> int:
 
 
 def held(server: FakeServer) -> dict[str, str]:
-    reply = httpx2.get(f"{server.address}/weights_checker", trust_env=False).json()
+    reply = ask(f"{server.address}/weights_checker").json()
     found: dict[str, str] = reply["ranks"][0]["checksums"]
     return found
 
@@ -97,14 +97,14 @@ def test_everything_once_and_then_what_changed(
     assert not report.failed, report
     assert held(server) == sums(weights)
     assert few / 2 < report.wire_bytes <= 1.1 * few
-    assert httpx2.get(f"{server.address}/model_info").json()["weight_version"] == "2"
+    assert ask(f"{server.address}/model_info").json()["weight_version"] == "2"
 
     before = updates(server)
     nothing = pusher.push(weights.items(), 3, [peer(server, receiver)])
     assert not nothing.failed, nothing
     assert nothing.wire_bytes < 500
     assert updates(server) == before + 1, "one small tensor, for the version"
-    assert httpx2.get(f"{server.address}/model_info").json()["weight_version"] == "3"
+    assert ask(f"{server.address}/model_info").json()["weight_version"] == "3"
 
 
 def test_a_server_that_sleeps_between_updates_gets_everything_from_its_receiver(
@@ -196,8 +196,7 @@ def test_a_server_that_refuses_to_load_is_unusable_and_repaired_by_the_next(
 
 
 def test_a_stranger_is_refused(server: FakeServer, receiver: Receiver) -> None:
-    reply = httpx2.post(f"http://{receiver.address}/state", content=b"{}", trust_env=False)
-    assert reply.status_code == 403
+    assert ask(f"http://{receiver.address}/state", b"{}").status == 403
 
 
 def test_a_server_without_a_receiver_is_refused_before_anything_is_sent(

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import resource
-import ssl
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import httpx2
 import pytest
 import torch
 from torch import Tensor
@@ -30,6 +28,7 @@ from anygauge_hooks.errors import RolloutError
 from anygauge_hooks.sglang import WeightApi
 from anygauge_hooks.weights import WeightBucket, WeightTransport, WeightUpdate
 from anygauge_tests.fake_engine import FakeServer
+from anygauge_tests.http_requests import ask
 
 BUCKET = 4096
 TRANSPORTS = ("tensor", "disk", "distributed")
@@ -72,12 +71,12 @@ def push(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[WeightPushe
     pusher.close()
 
 
-def ask(server: FakeServer, path: str) -> Any:
-    return httpx2.get(server.address + path, trust_env=False).json()
+def get(server: FakeServer, path: str) -> Any:
+    return ask(server.address + path).json()
 
 
 def held(server: FakeServer) -> list[dict[str, str]]:
-    return [rank["checksums"] for rank in ask(server, "/weights_checker")["ranks"]]
+    return [rank["checksums"] for rank in get(server, "/weights_checker")["ranks"]]
 
 
 def expected(version: int) -> dict[str, str]:
@@ -95,7 +94,7 @@ def test_every_process_of_every_server_holds_what_was_sent_and_tells_the_version
         assert report.unverified == ()
         for server in servers:
             assert held(server) == [expected(version)] * server.options.tp_size
-            assert ask(server, "/model_info")["weight_version"] == str(version)
+            assert get(server, "/model_info")["weight_version"] == str(version)
             assert server.state()["paused"] is False
     assert report.bytes == report.wire_bytes == sum(each.nbytes for each in weights(4).values())
     assert report.buckets > 3
@@ -151,7 +150,7 @@ def test_a_half_finished_update_makes_unusable_and_the_next_whole_one_repairs(
     (failed,) = push.push(weights(10).items(), 10, [peer(server)]).failed
     assert failed.state == "unusable"
     assert server.state()["paused"] is True
-    assert ask(server, "/model_info")["weight_version"] == "9", "no label before the last bucket"
+    assert get(server, "/model_info")["weight_version"] == "9", "no label before the last bucket"
     assert not push.push(weights(11).items(), 11, [peer(server)]).failed
     assert held(server) == [expected(11)]
     assert server.state()["paused"] is False
@@ -387,14 +386,6 @@ def test_broadcasts_are_waited_for_once_and_buckets_leave_room_for_what_is_conve
     assert happened[-1] == "cpu", "the end waits"
     assert all(size <= BUCKET * 15 // 16 or count == 1 for size, count in happened[:-1])
     pusher.close()
-
-
-def test_a_client_of_a_server_is_made_without_reading_certificates_again(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    SGLangTarget(SGLangPeer(address="http://127.0.0.1:1"), deadline_s=1).close()
-    monkeypatch.setattr(ssl, "SSLContext", None)
-    SGLangTarget(SGLangPeer(address="http://127.0.0.1:2"), deadline_s=1).close()
 
 
 @pytest.mark.parametrize("answer", [{}, {"ranks": None}, {"ranks": []}, {"ranks": [{"checksums": {}}]}])

@@ -15,17 +15,19 @@ from anygauge.strict_json import parse_json
 from anygauge_hooks.errors import RewardError
 
 if TYPE_CHECKING:
-    from httpx2 import AsyncClient, Response
+    from aiohttp import ClientResponse, ClientSession
 
 __all__ = ["remote"]
 
 _RETRIED = (408, 429)
 """Answers of the 4xx kind that another attempt may change."""
+_BAD = 300
+"""Statuses from here on are no success."""
 _LONGEST_PAUSE_S = 10.0
 _EXCERPT = 120
 _jitter = Random()
 """Separate random generator, so that a retry draws no random number of the run."""
-_clients: WeakKeyDictionary[asyncio.AbstractEventLoop, AsyncClient] = WeakKeyDictionary()
+_clients: WeakKeyDictionary[asyncio.AbstractEventLoop, ClientSession] = WeakKeyDictionary()
 
 
 async def remote(
@@ -61,10 +63,10 @@ async def remote(
     sent = {name: os.path.expandvars(value) for name, value in (headers or {}).items()}
     ends = time.monotonic() + deadline_s
     for attempt in range(1, attempts + 1):
-        reply, problem = await _post(url, body, sent, min(request_timeout_s, ends - time.monotonic()))
-        if reply is not None and reply.is_success:
-            return _answer(reply, url)
-        if reply is not None and reply.status_code < 500 and reply.status_code not in _RETRIED:
+        reply, data, problem = await _post(url, body, sent, min(request_timeout_s, ends - time.monotonic()))
+        if reply is not None and reply.status < _BAD:
+            return _answer(data, url)
+        if reply is not None and reply.status < 500 and reply.status not in _RETRIED:
             raise RewardError(f"{url} answered {problem}.", hint="Correct reward.options or the server.")
         pause = _pause(reply, pause_s * 2 ** (attempt - 1))
         if attempt == attempts or time.monotonic() + pause >= ends:
@@ -76,35 +78,43 @@ async def remote(
 
 async def _post(
     url: str, body: Mapping[str, Any], headers: Mapping[str, str], timeout_s: float
-) -> tuple[Response | None, str]:
-    """Return the answer to one request, if there is one, and what happened in words."""
-    import httpx2
+) -> tuple[ClientResponse | None, bytes, str]:
+    """Return the answer to one request, if there is one, its body, and what happened in words."""
+    from aiohttp import ClientError, InvalidURL, NonHttpUrlClientError
 
     try:
-        async with asyncio.timeout(timeout_s):
-            reply = await _client().post(url, json=body, headers=headers)
+        async with (
+            asyncio.timeout(timeout_s),
+            _client().post(url, json=body, headers=headers, allow_redirects=False) as reply,
+        ):
+            data = await reply.read()
     except TimeoutError:
-        return None, f"no answer in {timeout_s:.3g} s"
-    except httpx2.UnsupportedProtocol as error:
+        return None, b"", f"no answer in {timeout_s:.3g} s"
+    except (InvalidURL, NonHttpUrlClientError) as error:
         raise RewardError(f"{url!r} is no address: {error}", hint="Write http://HOST:PORT/PATH.") from error
-    except httpx2.TransportError as error:
-        return None, f"{type(error).__name__}: {error}"
-    return reply, f"{reply.status_code} {reply.reason_phrase}: {reply.text[:_EXCERPT]!r}"
+    except (ClientError, OSError) as error:
+        return None, b"", f"{type(error).__name__}: {error}"
+    return reply, data, f"{reply.status} {reply.reason}: {_excerpt(data)}"
 
 
-def _client() -> AsyncClient:
+def _excerpt(data: bytes) -> str:
+    return repr(data.decode(errors="replace")[:_EXCERPT])
+
+
+def _client() -> ClientSession:
     """Return the client of the running event loop, whose connections are used again."""
-    import httpx2
+    from aiohttp import ClientSession, ClientTimeout, TCPConnector
 
     loop = asyncio.get_running_loop()
     if loop not in _clients:
         # How many requests run at once is bounded by who calls: reward.concurrency.
-        limits = httpx2.Limits(max_connections=None, max_keepalive_connections=None)
-        _clients[loop] = httpx2.AsyncClient(timeout=None, limits=limits)
+        _clients[loop] = ClientSession(
+            connector=TCPConnector(limit=0), timeout=ClientTimeout(), trust_env=True
+        )
     return _clients[loop]
 
 
-def _pause(reply: Response | None, backoff_s: float) -> float:
+def _pause(reply: ClientResponse | None, backoff_s: float) -> float:
     """Return the seconds before the next attempt."""
     asked = reply.headers.get("retry-after") if reply is not None else None
     if asked is None:
@@ -122,12 +132,12 @@ def _until(date: str, otherwise_s: float) -> float:
         return otherwise_s
 
 
-def _answer(reply: Response, url: str) -> Any:
+def _answer(data: bytes, url: str) -> Any:
     try:
-        value = parse_json(reply.content)
+        value = parse_json(data)
     except ValueError as error:
         raise RewardError(
-            f"{url} answered {reply.text[:_EXCERPT]!r}, which is no JSON: {error}.",
+            f"{url} answered {_excerpt(data)}, which is no JSON: {error}.",
             hint="Answer with a number, or an object of which reward.key names the number.",
         ) from error
     if isinstance(value, (int, float, dict)):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import http.client
 import logging
 import os
 import select
@@ -10,7 +9,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 from time import monotonic
 from typing import IO, TYPE_CHECKING, Any, NamedTuple
@@ -34,6 +33,7 @@ from anygauge.serving.sglang.launch import BACKEND, ROLE
 from anygauge.serving.sglang.supervisor import LOOK, STOP, supervisor_command
 from anygauge.serving.sglang.versions import ServerApi, find_api
 from anygauge.serving.sglang.weights import SGLangPeer
+from anygauge.weight_sync.control import EngineControl
 from anygauge_hooks.errors import RolloutError
 from anygauge_hooks.sglang import ServerKeys
 
@@ -355,14 +355,11 @@ def _free_ports(host: str, http: int = 0) -> _Ports:
 
 def _answers(host: str, port: int) -> bool:
     """Return whether a server says that it is well."""
-    connection = http.client.HTTPConnection(host, port, timeout=ANSWER_S)
-    try:
-        connection.request("GET", "/health")
-        return connection.getresponse().status == http.HTTPStatus.OK
-    except (OSError, http.client.HTTPException):
-        return False
-    finally:
-        connection.close()
+    control = EngineControl(f"http://{in_url(host)}:{port}", lambda _: {}, deadline_s=ANSWER_S)
+    with closing(control), suppress(RolloutError):
+        control.get("/health", what="its health")
+        return True
+    return False
 
 
 def _lost_a_port(log: Path, offset: int) -> bool:
