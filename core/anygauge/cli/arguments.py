@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from anygauge.plugins import Plugins
     from anygauge_hooks.types import BackendSpec
 
-__all__ = ["asked_backend", "is_override", "local_path", "positive", "split_arguments"]
+__all__ = ["is_override", "local_path", "positive", "requested_backend", "split_arguments"]
 
 _OVERRIDE = re.compile(r"--[A-Za-z_]\w*(\.[\w-]+)+(=.*)?", re.DOTALL)
 
@@ -43,7 +43,7 @@ def positive(text: str) -> int:
     return int(text)
 
 
-def asked_backend(plugins: Plugins, name: str | None) -> BackendSpec:
+def requested_backend(plugins: Plugins, name: str | None) -> BackendSpec:
     """Return the backend of a name, which need not be able to run here, or the one that a run would take."""
     from anygauge.plugins import find_backend, select_backend
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from anygauge.cli.arguments import asked_backend
+from anygauge.cli.arguments import requested_backend
 
 __all__ = ["HELP", "add_arguments", "columns", "run"]
 
@@ -31,7 +31,7 @@ def run(args: argparse.Namespace) -> int:
     from anygauge.run_directory.capabilities import capabilities
 
     plugins = load_plugins()
-    backend = asked_backend(plugins, args.backend)
+    backend = requested_backend(plugins, args.backend)
     report = capabilities(plugins, backend)
     print(json.dumps(report, indent=2, default=str) if args.json else _rendered(report))
     references = [

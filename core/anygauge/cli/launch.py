@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from anygauge.cli.arguments import asked_backend, positive
+from anygauge.cli.arguments import positive, requested_backend
 from anygauge_hooks.errors import PlacementError
 
 if TYPE_CHECKING:
@@ -101,7 +101,7 @@ def _plan(args: argparse.Namespace) -> _Plan:
     from anygauge.runtime.ray_commands import free_port
 
     plugins = load_plugins()
-    backend = asked_backend(plugins, args.backend)
+    backend = requested_backend(plugins, args.backend)
     config = _config(args, backend)
     cluster = config.cluster if config else Cluster()
     host = _host(args, cluster)

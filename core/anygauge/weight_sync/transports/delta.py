@@ -48,7 +48,7 @@ class DeltaTransport:
         self._loaded: dict[str, int] = {}
         """How often each server that has the copy's weights had been started, by address."""
         self._receivers: dict[tuple[str, str], EngineControl] = {}
-        """By address and secret."""
+        """Clients of receivers, by address and secret."""
         self._behind: set[str] = set()
         """Addresses of servers whose receivers hold the base; the others get everything."""
         self._moved: dict[str, int] = {}
