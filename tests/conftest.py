@@ -7,6 +7,7 @@ import logging
 import os
 import re
 import signal
+import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
@@ -31,7 +32,7 @@ from anygauge_tests.fork_server import ForkedProcess, ForkServers
 Launch = Callable[..., WorkerGroup]
 StartScript = Callable[..., tuple[ForkedProcess, Path]]
 RunScript = Callable[..., str]
-start_cold = child_process.start_module
+
 PROBE = "anygauge_tests.workers:ProbeWorker"
 # No test leaves loopback: read when huggingface_hub is imported, here and in every child process.
 os.environ["HF_ENDPOINT"] = "http://127.0.0.1:9"
@@ -195,7 +196,7 @@ def forked_workers(fork_servers: ForkServers) -> Iterator[None]:
 @pytest.fixture
 def cold_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the workers and scorers of a test be started as a user's are."""
-    monkeypatch.setattr(child_process, "start_module", start_cold)
+    monkeypatch.setattr(child_process, "Popen", subprocess.Popen)
 
 
 @pytest.fixture

@@ -6,42 +6,18 @@ import os
 import signal
 import socket
 import struct
-import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection
+from subprocess import DEVNULL, Popen
 
 from anygauge.failures import on_failure
 
-__all__ = ["ChildProcess", "start_module"]
+__all__ = ["ChildProcess"]
 
 STALL_S = 60
 """Longest pause in the middle of a message, in whole seconds."""
-
-
-def start_module(
-    module: str,
-    arguments: Sequence[str],
-    *,
-    output: int,
-    pass_fds: Sequence[int],
-    env: Mapping[str, str],
-    stdin: int,
-) -> subprocess.Popen[bytes]:
-    """Start ``python -m MODULE ARGUMENTS`` as the leader of a session of its own.
-
-    :param env: The whole environment. The others are as of :class:`ChildProcess`.
-    """
-    return subprocess.Popen(
-        [sys.executable, "-u", "-P", "-m", module, *arguments],
-        stdin=stdin,
-        stdout=output,
-        stderr=output,
-        env=env,
-        pass_fds=pass_fds,
-        start_new_session=True,
-    )
 
 
 class ChildProcess:
@@ -62,19 +38,20 @@ class ChildProcess:
         output: int,
         pass_fds: Sequence[int] = (),
         env: Mapping[str, str] | None = None,
-        stdin: int = subprocess.DEVNULL,
+        stdin: int = DEVNULL,
     ) -> None:
         ours, theirs = socket.socketpair()
         _limit_stalls(ours)
         self.connection = Connection(ours.detach())
         with on_failure(self.connection.close), theirs:
-            self.popen = start_module(
-                module,
-                [str(theirs.fileno()), *arguments],
-                output=output,
-                pass_fds=[theirs.fileno(), *pass_fds],
-                env={**os.environ, **(env or {})},
+            self.popen = Popen(
+                [sys.executable, "-u", "-P", "-m", module, str(theirs.fileno()), *arguments],
                 stdin=stdin,
+                stdout=output,
+                stderr=output,
+                env={**os.environ, **(env or {})},
+                pass_fds=[theirs.fileno(), *pass_fds],
+                start_new_session=True,
             )
 
     @property

@@ -34,7 +34,6 @@ from pathlib import Path
 from typing import IO, Any, NoReturn
 
 from anygauge.distributed import child_process
-from anygauge.distributed.child_process import start_module
 from anygauge.distributed.garbage import freeze_living_objects
 from anygauge.distributed.lifetime import die_with
 from anygauge.engines.megatron.prepare import prepare_megatron
@@ -291,18 +290,19 @@ def forked_workers(processes: ForkServers, scorers: ForkServers | None = None) -
         as a user's are.
     """
 
-    def start(module: str, arguments: Sequence[str], **options: Any) -> Any:
-        if module == _WORKER:
-            return processes.start(module, arguments, has_own=True, **options)
-        if module == SCORER and scorers is not None:
-            return scorers.start(module, arguments, **options)
-        return start_module(module, arguments, **options)
+    def start(command: Sequence[str], **options: Any) -> Any:
+        module, arguments = command[4], command[5:]
+        forks = {_WORKER: processes, SCORER: scorers}.get(module)
+        if forks is None:
+            return subprocess.Popen(command, **options)
+        given = {name: options[name] for name in ("env", "pass_fds", "stdin")}
+        return forks.start(module, arguments, output=options["stdout"], has_own=module == _WORKER, **given)
 
-    child_process.start_module = start
+    vars(child_process)["Popen"] = start
     try:
         yield
     finally:
-        child_process.start_module = start_module
+        vars(child_process)["Popen"] = subprocess.Popen
 
 
 # -------------------------------------------------------------------------
