@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 from anygauge.config.schema import Rollout as RolloutTable
 from anygauge.config.schema import RolloutGateway
@@ -50,8 +50,8 @@ async def agent(
     """
     talk = _talk(agent, command, pass_env, dict(agent_options or {}))
     template_options = dict(chat_template_kwargs or {})
-    make = _Made(rollout.tokenizer, rollout.params, _gateway_options(rollout), template_options)
-    async with _shared(make) as served:
+    make = partial(Gateway, rollout.tokenizer, rollout.params, _gateway_options(rollout))
+    async with _shared(partial(make, template_options=template_options)) as served:
         generator, look = RolloutGenerator(rollout), partial(rollout.look, chat=False)
         session = served.open(generator, seed=seed, look=look, max_media=rollout.max_media)
         try:
@@ -172,19 +172,6 @@ def _rewarded(samples: Sequence[Sample], returned: Any) -> list[Sample]:
 # -----------------------------------------------------------------------------
 
 
-class _Made(NamedTuple):
-    """Settings of a gateway; rollouts with equal settings share one."""
-
-    tokenizer: Any
-    params: Any
-    options: RolloutGateway
-    template_options: Mapping[str, Any]
-
-    def key(self) -> tuple[Any, ...]:
-        loop = asyncio.get_running_loop()
-        return id(loop), id(self.tokenizer), self.params, self.options, repr(self.template_options)
-
-
 def _gateway_options(rollout: Rollout) -> RolloutGateway:
     """Return the gateway's table with the model's own context where none is set."""
     options = cast(RolloutTable, rollout.config).gateway  # the contract does not have this table
@@ -195,12 +182,10 @@ def _gateway_options(rollout: Rollout) -> RolloutGateway:
 class _Shared:
     """A gateway and how many rollouts use it."""
 
-    def __init__(self, made: _Made) -> None:
+    def __init__(self, gateway: Gateway) -> None:
         self.users = 0
         self.turn = asyncio.Lock()
-        self.gateway = Gateway(
-            made.tokenizer, made.params, made.options, template_options=made.template_options
-        )
+        self.gateway = gateway
         self.started = asyncio.ensure_future(self.gateway.start())
 
 
@@ -208,11 +193,15 @@ _open: dict[tuple[Any, ...], _Shared] = {}
 
 
 @asynccontextmanager
-async def _shared(made: _Made) -> AsyncIterator[Gateway]:
-    """Give a gateway of this event loop, which is closed when the last rollout has left it."""
-    key = made.key()
+async def _shared(make: partial[Gateway]) -> AsyncIterator[Gateway]:
+    """Give a gateway of this event loop, which is closed when the last rollout has left it.
+
+    :param make: Rollouts share a gateway that is made with equal arguments.
+    """
+    tokenizer, *settings = make.args
+    key = id(asyncio.get_running_loop()), id(tokenizer), *settings, repr(make.keywords)
     if key not in _open:
-        _open[key] = _Shared(made)
+        _open[key] = _Shared(make())
     shared = _open[key]
     shared.users += 1
     try:
