@@ -25,8 +25,6 @@ UNPICKLES = {
     "runtime/rpc.py": "driver and workers, which the run has started",
     "rollout/rewards/process.py": "a scoring process, of what the driver sends",
     "engines/megatron/conversion/dist_index.py": "a checkpoint's index, with a list of classes",
-    "testing/fork_server.py": "processes of tests, of what the test process sends",
-    "testing/fake_engine/weight_store.py": "the fake engine, in the place of SGLang",
 }
 """Files of the core that load pickles, and whose."""
 

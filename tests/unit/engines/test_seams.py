@@ -411,11 +411,14 @@ def is_defined_in(value: Any, module: ModuleType) -> bool:
 
 
 def overridden(cls: type) -> Iterator[tuple[type, str]]:
-    """Yield the private functions of a class that stand in for one of an upstream base, and that base."""
-    for name, value in vars(cls).items():
-        if inspect.isfunction(value) and name.startswith("_") and not name.startswith("__"):
-            bases = [base for base in cls.__mro__[1:] if base.__module__.partition(".")[0] in UPSTREAM]
-            yield from ((base, name) for base in bases if name in vars(base))
+    """Yield the private functions that stand in a class for one of an upstream base, and that base."""
+    order = cls.__mro__
+    for place, owner in enumerate(order):
+        bases = [base for base in order[place + 1 :] if base.__module__.partition(".")[0] in UPSTREAM]
+        if owner.__module__.partition(".")[0] not in UPSTREAM:
+            for name, value in vars(owner).items():
+                if inspect.isfunction(value) and name.startswith("_") and not name.startswith("__"):
+                    yield from ((base, name) for base in bases if name in vars(base))
 
 
 def test_ledger_lists_the_warning_filters(plugins: Plugins) -> None:

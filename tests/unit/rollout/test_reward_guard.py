@@ -132,14 +132,14 @@ def test_a_process_ends_with_its_driver(user_module: str, tmp_path: Path, where:
     assert len(driver.stdout.split()) == 2
 
 
-def test_math_and_its_grader_end_with_the_scorer() -> None:
+def test_the_process_that_grades_ends_with_the_scorer() -> None:
     with scorer({"function": "math"}) as made:
         assert rewards(made.score([group("4", r"\boxed{8/2}", "5")])) == [1.0, 1.0, 0.0]
         process = made._pool._processes[0]
         assert process is not None
         guard = psutil.Process(process._process.pid)
         children = guard.children(recursive=True)
-        assert len(children) == 2  # the one that scores, and its grader
+        assert len(children) == 1  # mathematics is graded where everything is scored
     assert wait_until_ended(children, 20) == []
 
 
