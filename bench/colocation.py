@@ -33,8 +33,8 @@ from anygauge.serving.colocation import ColocationPhase, ColocationScheduler, Se
 from anygauge.serving.engines import open_engines
 from anygauge.trainer.actors import ActorWorker
 from anygauge.trainer.generation import SampleMaker, open_maker
-from anygauge.trainer.plan import group_samples, plan_steps, rollout_batch
-from anygauge_hooks.rl import Prompt, Sample, SamplingParams
+from anygauge.trainer.plan import plan_steps, rollout_batch
+from anygauge_hooks.rl import Group, Prompt, Sample, SamplingParams
 from anygauge_hooks.serving import MemoryState
 from anygauge_tests.fake_engine.installed import install_fake_engine
 
@@ -157,7 +157,7 @@ def train(
 ) -> float:
     """Take an optimizer step, and return how far the trainer's log-probs are from the server's."""
     rewarded = [[sample._replace(reward=float(n % 2)) for n, sample in enumerate(own)] for own in samples]
-    groups = group_samples(prompts, rewarded)
+    groups = [Group(prompt=p, samples=tuple(own)) for p, own in zip(prompts, rewarded, strict=True)]
     aggregation = loaded.config.algorithm.loss_aggregation
     batches = plan_steps(rollout_batch(groups), 1, len(workers.workers), aggregation)
     metrics = workers.call("train", per_rank=[((own,), {}) for own in batches])[0][0]

@@ -35,6 +35,7 @@ from anygauge.trainer.plan import plan_steps, rollout_batch
 from anygauge_hooks.engines import LossInputs, WorkerContext
 from anygauge_hooks.rl import Group, Prompt, SamplingParams
 from anygauge_hooks.types import NamedFunction
+from anygauge_tests.embedded import sample_all
 
 BATCH, LENGTH = 4, 256
 PROMPTS, SAMPLES, PROMPT_LENGTH, NEW_TOKENS = 16, 8, 16, 32
@@ -187,7 +188,7 @@ def engine_grpo_step(
         seeds = [[version * 1000 + i * SAMPLES + j for j in range(SAMPLES)] for i in range(PROMPTS)]
         groups = [
             Group(prompt=prompt, samples=tuple(with_reward(sample, score) for sample in samples))
-            for prompt, samples in zip(drawn, rollout.generate(drawn, params, seeds), strict=True)
+            for prompt, samples in zip(drawn, sample_all(rollout, drawn, params, seeds), strict=True)
         ]
         (batch,) = plan_steps(rollout_batch(groups), 1, 1, "token_mean")
         batch.old_log_probs = batch.rollout_log_probs

@@ -26,6 +26,7 @@ from anygauge.serving.embedded.engine import TransformersEngine
 from anygauge.testing.tiny import tiny_qwen3
 from anygauge_hooks.rl import Prompt, Sample, SamplingParams
 from anygauge_hooks.types import CaptureGraph, Device
+from anygauge_tests.embedded import sample_all
 
 SMALL = {"head_dim": 128, "num_key_value_heads": 8, "max_position_embeddings": 40_960}
 MOE = {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "num_experts": 32}
@@ -82,7 +83,7 @@ def generate(engine: TransformersEngine, batch: int, tokens: int) -> tuple[list[
     some = prompts(engine._vocab_size)[: min(4, batch)]
     seeds = [list(range(index, batch, len(some))) for index in range(len(some))]
     start = time.perf_counter()
-    groups = engine.generate(some, SamplingParams(max_new_tokens=tokens, ignore_eos=True), seeds)
+    groups = sample_all(engine, some, SamplingParams(max_new_tokens=tokens, ignore_eos=True), seeds)
     return [sample for group in groups for sample in group], time.perf_counter() - start
 
 

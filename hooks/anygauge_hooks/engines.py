@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from anygauge_hooks.algorithms import ValueLoss
     from anygauge_hooks.batch import TopKLogProbs, TrainBatch
-    from anygauge_hooks.rl import Prompt, Sample, SamplingParams
+    from anygauge_hooks.rollout import GenerateRequest, Generation
     from anygauge_hooks.serving import EngineServer, MemoryState, ServerKind
     from anygauge_hooks.types import BackendSpec
 
@@ -189,17 +189,18 @@ class CriticEngine(Protocol):
 
 
 class RolloutEngine(Protocol):
-    """Generates responses."""
+    """An engine in a worker process, behind the :class:`~anygauge_hooks.rollout.Generator` of the driver."""
 
     version: int
     """Version of the weights that it serves."""
 
-    def generate(
-        self, prompts: Sequence[Prompt], params: SamplingParams, seeds: Sequence[Sequence[int]]
-    ) -> list[list[Sample]]:
-        """Return one sample per seed for each prompt, in order. The same seed gives the same sample.
+    def answer(self, requests: Sequence[GenerateRequest]) -> list[Generation]:
+        """Answer the requests of one batch, in order.
 
-        :param seeds: For each prompt, one seed per sample.
+        They differ in their tokens, seeds and media, and in ``max_new_tokens`` by less than a factor of 2.
+        The same batch gets the same answers.
+
+        :raises RolloutError: One of them cannot be served, or the last weight update failed.
         """
 
     def update_weights(self, weights: WeightStream, version: int) -> None:
@@ -209,7 +210,7 @@ class RolloutEngine(Protocol):
         """
 
     def abort(self) -> None:
-        """End a running :meth:`generate` soon, from another thread; it returns what it has."""
+        """End a running :meth:`answer` soon, from another thread; it returns what it has."""
 
     def close(self) -> None:
         """Release the device memory and any process."""

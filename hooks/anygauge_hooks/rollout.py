@@ -35,6 +35,9 @@ class GenerateRequest(NamedTuple):
     """Sessions of one group begin alike: a new one is sent where another's beginning was read."""
     media: tuple[Media, ...] = ()
     """In the order of their placeholders in ``tokens``."""
+    order: tuple[int, ...] = ()
+    """Numbers of its group, its rollout and the generation in it. Engines that answer requests in batches
+    sort by it, so that a batch is a function of the requests alone."""
 
 
 class Generation(NamedTuple):
@@ -50,7 +53,11 @@ class Generation(NamedTuple):
 
 
 class Generator(Protocol):
-    """Engines, asked for one generation at a time by any number of coroutines."""
+    """Rollout engines, asked for one generation at a time by any number of coroutines.
+
+    All engines are asked through it: servers answer each request by itself, and engines in worker processes
+    (:class:`anygauge_hooks.engines.RolloutEngine`) those that wait together.
+    """
 
     async def generate(self, request: GenerateRequest) -> Generation:
         """Return what follows.

@@ -193,9 +193,10 @@ def test_the_log_probs_of_every_pass_are_in_a_batch(original: Finished) -> None:
 
 
 def without_ages(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Leave out what compares the versions of tokens with the run's own: of another run's there are none."""
-    ages = ("rollout/lag/", "rollout/mixed_ratio")
-    return {name: value for name, value in metrics.items() if not name.startswith(ages)}
+    """Leave out counts of the producer, and what compares the versions of tokens with the run's own."""
+    counts = ("filtered_ratio", "unfinished_groups", "dropped_prompts", "continued_tokens", "failed_rollouts")
+    left_out = tuple(f"rollout/{name}" for name in ("lag/", "mixed_ratio", *counts))
+    return {name: value for name, value in metrics.items() if not name.startswith(left_out)}
 
 
 def test_replayed_rollouts_give_the_same_bits(run: Train, original: Finished) -> None:

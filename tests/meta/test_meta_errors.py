@@ -40,6 +40,7 @@ from anygauge_hooks.errors import AnygaugeError
 from anygauge_hooks.rl import Group, Prompt, Sample, SamplingParams
 from anygauge_hooks.types import Availability, BackendSpec, ConfigChange, NamedFunction
 from anygauge_npu import guards, mindspeed
+from anygauge_tests.embedded import sample_all
 
 CLASSES: list[type[AnygaugeError]] = [getattr(errors, name) for name in errors.__all__]
 BY_CODE = {cls.code: cls for cls in CLASSES}
@@ -203,7 +204,7 @@ def long_prompt() -> None:
     path = tiny_qwen3("model", hidden=16, layers=1, head_dim=8, mlp=16, max_positions=32)
     engine = TransformersEngine(path, dtype=torch.float32, device=torch.device("cpu"), max_batch_tokens=100)
     prompt = Prompt(index=3, tokens=(1,) * 40, text="", source="train.jsonl:4")
-    engine.generate([prompt], SamplingParams(max_new_tokens=4), [[0]])
+    sample_all(engine, [prompt], SamplingParams(max_new_tokens=4), [[0]])
 
 
 def occupied_directory() -> None:

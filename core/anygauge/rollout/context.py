@@ -45,10 +45,11 @@ class ProducerContext:
     params: SamplingParams
     scorer: GroupScorer | None = None
     """``None`` where the rollout function gives the rewards, or none is needed."""
+    config: RolloutConfig
+    """Which groups a step needs; rollout functions see that of :attr:`rollout_context`."""
+    name: str = ""
+    """Beginning of the names of its groups, which are unique in the run."""
+    max_requests: int | None = None
+    """Requests that the engines have at once, at most; ``None`` for any number."""
     max_unscored_ratio: float = 0.1
     """Share of a step's rollouts that may fail to be scored."""
-
-    @property
-    def config(self) -> RolloutConfig:
-        """The table of the config."""
-        return self.rollout_context.config

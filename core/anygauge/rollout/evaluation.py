@@ -2,55 +2,95 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import count
+from typing import Any
 
-from anygauge.rollout.context import RolloutContext
-from anygauge.rollout.functions import FunctionFailed
-from anygauge.rollout.gate import Gate
-from anygauge.rollout.groups import OpenGroup
+from anygauge.rollout.context import ProducerContext, RolloutContext
 from anygauge.rollout.messages import place_of
-from anygauge.rollout.rollout_task import RolloutTask, make_samples
-from anygauge.rollout.tasks import first_error
-from anygauge_hooks.rl import Prompt, Sample, SamplingParams
+from anygauge.rollout.producer import Producer
+from anygauge_hooks.rl import Group, Prompt, Sample, SamplingParams
 
-__all__ = ["sample_all"]
+__all__ = ["sample_groups"]
 
 _log = logging.getLogger(__name__)
 _calls = count(1)
 
 
-async def sample_all(
+async def sample_groups(
     context: RolloutContext,
     prompts: Sequence[Prompt],
     params: SamplingParams,
     seeds: Sequence[Sequence[int]],
     *,
     at_once: int | None = None,
-) -> list[list[Sample]]:
-    """Return one sample per seed for each prompt, in order.
+) -> list[Group]:
+    """Return the group of each prompt, in order, with one sample for each seed and no reward.
 
-    Of a rollout that became several samples, the last is returned; one that failed has an error.
+    Of a rollout that became several samples, the last is in the group; one that failed has an error. Filters
+    are not asked.
 
-    :param at_once: Rollouts that are under way at most; ``None`` for all.
+    :param at_once: Requests that the engines have at once, at most; ``None`` for any number.
     :raises RolloutError: The engines failed.
     """
-    gate, call = Gate(context.generator, context.vocab_size), next(_calls)
-    gate.open()
-    slots = asyncio.Semaphore(at_once or max(1, sum(map(len, seeds))))
+    if not prompts:
+        return []
+    wanted = {
+        "prompts_per_step": len(prompts),
+        "samples_per_prompt": max(1, *map(len, seeds)),
+        "max_failed_ratio": 1.0,
+        "over_sampling": 0,
+    }
+    producer = Producer(
+        ProducerContext(
+            config=context.config.model_copy(update=wanted),
+            rollout_context=replace(context, functions=context.functions._replace(filters=())),
+            source=_PromptList(prompts),
+            seeds=seeds.__getitem__,
+            params=params,
+            name=f"eval{next(_calls)}-",
+            max_requests=at_once,
+        )
+    )
+    try:
+        return [_ends(group) for group in await producer.take(len(prompts))]
+    finally:
+        await producer.close()
 
-    async def run(group: OpenGroup, rollout: int) -> Sample:
-        async with slots:
-            task = RolloutTask(group, rollout, f"eval{call}-{group.number}", params, gate)
-            try:
-                return (await make_samples(context, task))[-1]
-            except FunctionFailed as error:
-                _log.warning("a rollout of %s failed: %s", place_of(group.prompt), error)
-                return task.failed(str(error))[-1]
 
-    groups = [OpenGroup(number, *own) for number, own in enumerate(zip(prompts, seeds, strict=True))]
-    async with first_error(), asyncio.TaskGroup() as tasks:
-        made = [[tasks.create_task(run(group, n)) for n in range(len(group.seeds))] for group in groups]
-    return [[task.result() for task in own] for own in made]
+def _ends(group: Group) -> Group:
+    """Return a group with the last sample of each rollout."""
+    rollouts: dict[tuple[bool, int], Sample] = {}
+    for place, sample in enumerate(group.samples):
+        if sample.error is not None:
+            _log.warning("a rollout of %s failed: %s", place_of(group.prompt), sample.error)
+        owner = (False, place) if sample.rollout is None else (True, sample.rollout)
+        rollouts[owner] = sample._replace(rollout=None)
+    return replace(group, samples=tuple(rollouts.values()))
+
+
+class _PromptList:
+    """A data source of prompts that are drawn once."""
+
+    def __init__(self, prompts: Sequence[Prompt]) -> None:
+        self._prompts = prompts
+        self._drawn = 0
+
+    def __len__(self) -> int:
+        return len(self._prompts)
+
+    def next(self, num_prompts: int) -> Sequence[Prompt]:
+        drawn = self._prompts[self._drawn : self._drawn + num_prompts]
+        self._drawn += len(drawn)
+        return drawn
+
+    def all(self, limit: int | None = None) -> Sequence[Prompt]:
+        return self._prompts[:limit]
+
+    def state_dict(self) -> Mapping[str, Any]:
+        return {"drawn": self._drawn}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._drawn = state["drawn"]

@@ -10,6 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from anygauge.plugins import imported
+from anygauge.rollout.function_clock import FunctionClock
 from anygauge.rollout.live import LiveRollout
 from anygauge.rollout.rewards.call import failure
 from anygauge.rollout.rewards.resolve import is_async
@@ -96,22 +97,28 @@ class FunctionFailed(Exception):
 
 
 async def run_function(
-    function: UserFunction, rollout: LiveRollout, prompt: Prompt, seed: int, timeout_s: float
+    function: UserFunction, rollout: LiveRollout, prompt: Prompt, seed: int, clock: FunctionClock
 ) -> tuple[Sample, ...]:
     """Return the samples of a rollout.
 
-    :param timeout_s: Longest time that the function may take for itself.
+    :param clock: Limits the time that the function may take for itself.
     :raises FunctionFailed: It raised, took too long, or returned something else.
     """
+    task, is_late = asyncio.current_task(), False
+    assert task is not None, "rollouts run in tasks"
     try:
-        async with asyncio.timeout(None) as clock:
-            rollout.bound(clock, timeout_s)
+        rollout.bound(clock, task)
+        try:
             returned = await function.fn(rollout, prompt, seed)
+        finally:
+            is_late = clock.end(task)
         return _checked(returned, prompt)
-    except (Exception, SystemExit) as error:  # foreign code: a rollout function
-        if clock.expired():
-            why = f"took more than {timeout_s:g} s between two generations (rollout.function_timeout_s)"
+    except (Exception, SystemExit, asyncio.CancelledError) as error:  # foreign code: a rollout function
+        if is_late:
+            why = f"took more than {clock.limit_s:g} s between two generations (rollout.function_timeout_s)"
             raise FunctionFailed(f"{function.name} {why}") from error
+        if isinstance(error, asyncio.CancelledError):
+            raise
         raise FunctionFailed(f"{function.name} {failure(error)}") from error
 
 

@@ -19,15 +19,19 @@ class Gate:
 
     :param generator: The engines.
     :param vocab_size: Of the model that they serve; ``None`` if it is not known.
+    :param most: Requests that are let through at once; ``None`` for any number.
     """
 
-    def __init__(self, generator: Generator, vocab_size: int | None = None) -> None:
+    def __init__(
+        self, generator: Generator, vocab_size: int | None = None, *, most: int | None = None
+    ) -> None:
         self._generator = generator
         self._vocab_size = vocab_size
         self._open = asyncio.Event()
         self._empty = asyncio.Event()
         self._empty.set()
         self._under_way = 0
+        self._slots = None if most is None else asyncio.Semaphore(most)
         self._numbers = count()
         self.answered = 0
         """Requests that came back."""
@@ -72,6 +76,12 @@ class Gate:
 
         :raises RolloutError: The engines cannot serve it, or returned what is not whole.
         """
+        if self._slots is None:
+            return await self._generate(request)
+        async with self._slots:
+            return await self._generate(request)
+
+    async def _generate(self, request: GenerateRequest) -> Generation:
         while not self._open.is_set():  # it may be closed again before who waits has its turn
             await self._open.wait()
         self._under_way += 1

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from anygauge.data.media.problems import check_number
+from anygauge.rollout.function_clock import FunctionClock
 from anygauge.rollout.gate import Gate
 from anygauge.rollout.journal import Journal, Record
 from anygauge.rollout.samples import SampleDraft
@@ -32,6 +33,7 @@ class LiveRollout:
 
     :param name: Of the rollout, unique in the run.
     :param group: Of the rollouts of its prompt.
+    :param order: Numbers of its group and of the rollout in it.
     :param config: The table of the config.
     :param gate: To the engines.
     :param journal: What was said before; what is said goes there.
@@ -46,6 +48,7 @@ class LiveRollout:
         params: SamplingParams,
         *,
         group: str | None = None,
+        order: tuple[int, ...] = (),
         config: RolloutConfig,
         gate: Gate,
         text: TextTools,
@@ -57,6 +60,7 @@ class LiveRollout:
         self.engines = engines or {}
         self._name = name
         self._group = group
+        self._order = order
         self._prompt = prompt
         self._seed = seed
         self._gate = gate
@@ -64,8 +68,8 @@ class LiveRollout:
         self._journal = journal
         self._left = params.max_new_tokens
         self._calls = 0
-        self._thinking: asyncio.Timeout | None = None
-        self._limit_s: float | None = None
+        self._clock: FunctionClock | None = None
+        self._task: asyncio.Task[Any] | None = None
         self._generating = 0
 
     # -------------------------------------------------------------------------
@@ -165,10 +169,13 @@ class LiveRollout:
             return Generation((), (), (), "length")
         self._left -= limit
         record = self._journal.claim(asked, tuple(stop), tuple(medium.key for medium in shown))
+        self._generating += 1
+        self.reset_clock()
         try:
-            with _Generating(self):
-                await self._complete(record, call, limit, shown)
+            await self._complete(record, call, limit, shown)
         finally:
+            self._generating -= 1
+            self.reset_clock()
             self._left += limit - min(limit, len(record.tokens))
         return record.whole()
 
@@ -187,7 +194,9 @@ class LiveRollout:
 
     async def _complete(self, record: Record, call: int, limit: int, shown: tuple[Media, ...]) -> None:
         """Let the engines go on until the record is done, within exactly ``limit`` tokens."""
-        params = replace(self.params, stop=(*self.params.stop, *record.stop))
+        params = self.params
+        if record.stop:
+            params = replace(params, stop=(*params.stop, *record.stop))
         if len(record.tokens) > limit:
             record.cut(limit)
             record.finish_reason = "length"
@@ -197,8 +206,9 @@ class LiveRollout:
             if have == limit:
                 record.finish_reason = "length"
                 return
-            left = replace(params, max_new_tokens=limit - have)
-            part = await self._gate.generate(self._request(record, call, left, shown))
+            if params.max_new_tokens != limit - have:
+                params = replace(params, max_new_tokens=limit - have)
+            part = await self._gate.generate(self._request(record, call, params, shown))
             record.add(part)
             if have and self._text.cut_at_stop(record, have, params.stop):
                 record.finish_reason = "stop"
@@ -218,45 +228,32 @@ class LiveRollout:
         have = len(record.tokens)
         return GenerateRequest(
             id=f"{self._name}-{self._gate.number()}",
-            tokens=(*record.asked, *record.tokens),
+            tokens=record.asked + tuple(record.tokens),
             params=params,
             seed=self._seed if not (call or have) else _derived(self._seed, call, have),
             session=self._name,
             group=self._group,
             media=shown,
+            order=(*self._order, call),
         )
 
     # -------------------------------------------------------------------------
     # Time
     # -------------------------------------------------------------------------
 
-    def bound(self, timeout: asyncio.Timeout, limit_s: float) -> None:
-        """End a function that takes longer for itself than a limit, which begins now."""
-        self._thinking, self._limit_s = timeout, limit_s
+    def bound(self, clock: FunctionClock, task: asyncio.Task[Any]) -> None:
+        """Let a clock cancel the function if it takes too long for itself; its time begins now."""
+        self._clock, self._task = clock, task
         self.reset_clock()
 
     def reset_clock(self) -> None:
-        """Count from now on; not at all while the policy speaks."""
-        if self._thinking is None or self._thinking.expired():
+        """Count the function's time from now on; not at all while the policy speaks."""
+        if self._clock is None or self._task is None:
             return
-        assert self._limit_s is not None
-        now = asyncio.get_running_loop().time()
-        self._thinking.reschedule(None if self._generating else now + self._limit_s)
-
-
-class _Generating:
-    """Context in which the function's own time does not count."""
-
-    def __init__(self, rollout: LiveRollout) -> None:
-        self._rollout = rollout
-
-    def __enter__(self) -> None:
-        self._rollout._generating += 1
-        self._rollout.reset_clock()
-
-    def __exit__(self, *_: object) -> None:
-        self._rollout._generating -= 1
-        self._rollout.reset_clock()
+        if self._generating:
+            self._clock.stop(self._task)
+        else:
+            self._clock.start(self._task)
 
 
 class LiveDraft:

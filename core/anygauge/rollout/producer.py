@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from anygauge.rollout.context import ProducerContext
+from anygauge.rollout.function_clock import FunctionClock
 from anygauge.rollout.functions import FunctionFailed
 from anygauge.rollout.gate import Gate
 from anygauge.rollout.groups import DoneGroup, OpenGroup, as_json
@@ -58,7 +59,9 @@ class Producer:
 
     def __init__(self, context: ProducerContext, *, version: int = 0, drawn: int = 0) -> None:
         self._context = context
-        self._gate = Gate(context.rollout_context.generator, context.rollout_context.vocab_size)
+        rollouts = context.rollout_context
+        self._gate = Gate(rollouts.generator, rollouts.vocab_size, most=context.max_requests)
+        self._clock = FunctionClock(rollouts.config.function_timeout_s)
         self._continuous: Continuous | None = None
         self._goal = 0
         self._version = self._next_version = version
@@ -101,6 +104,16 @@ class Producer:
             await self._stop_unfinished()
         self._end(count, taken)
         return [done.group for done in taken]
+
+    async def read_ahead(self) -> None:
+        """Draw the prompts that the next step starts with, while others train.
+
+        :meth:`state_dict` is asked for before, so that a resumed run draws them again.
+        """
+        config = self._context.config
+        known = len(self._waiting) + len(self._open) + len(self._done)
+        if (missing := config.prompts_per_step + config.over_sampling - known) > 0:
+            await self._read(missing)
 
     def keep_going(self, continuous: Continuous) -> None:
         """Keep groups under way from now on, also between two calls of :meth:`take`."""
@@ -354,7 +367,8 @@ class Producer:
             self._notify()
 
     async def _run_rollout(self, group: OpenGroup, rollout: int) -> None:
-        task = RolloutTask(group, rollout, str(group.number), self._context.params, self._gate)
+        name = f"{self._context.name}{group.number}"
+        task = RolloutTask(group, rollout, name, self._context.params, self._gate, self._clock)
         try:
             group.samples[rollout] = await make_samples(self._context.rollout_context, task)
         except FunctionFailed as error:

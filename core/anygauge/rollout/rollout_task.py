@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from anygauge.rollout.context import ProducerContext, RolloutContext
+from anygauge.rollout.function_clock import FunctionClock
 from anygauge.rollout.functions import FunctionFailed, apply_hooks, passes, run_function
 from anygauge.rollout.gate import Gate
 from anygauge.rollout.groups import OpenGroup, whole_group
@@ -28,6 +29,8 @@ class RolloutTask(NamedTuple):
     """Unique in the run."""
     params: SamplingParams
     gate: Gate
+    clock: FunctionClock
+    """Limits the time of rollout functions."""
 
     @property
     def name(self) -> str:
@@ -58,6 +61,7 @@ async def make_samples(context: RolloutContext, task: RolloutTask) -> tuple[Samp
         task.seed,
         task.params,
         group=task.group_name,
+        order=(task.group.number, task.place),
         config=context.config,
         gate=task.gate,
         text=context.text,
@@ -65,9 +69,9 @@ async def make_samples(context: RolloutContext, task: RolloutTask) -> tuple[Samp
         engines=context.engines,
     )
     try:
-        samples = await run_function(
-            functions.rollout, live, prompt, task.seed, context.config.function_timeout_s
-        )
+        samples = await run_function(functions.rollout, live, prompt, task.seed, task.clock)
+        if not functions.after_sample:
+            return samples
         return tuple([await apply_hooks(functions.after_sample, sample, prompt) for sample in samples])
     except FunctionFailed:
         if task.gate.failure is not None:

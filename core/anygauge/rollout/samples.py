@@ -37,7 +37,7 @@ class SampleDraft:
     @property
     def tokens(self) -> tuple[int, ...]:
         """The prompt and all that follows it."""
-        return (*self._prompt_tokens, *self._tokens)
+        return self._prompt_tokens + tuple(self._tokens)
 
     @property
     def media(self) -> tuple[Media, ...]:
@@ -98,12 +98,12 @@ def check_generation(said: Generation, limit: int, vocab_size: int | None = None
         not have, or a log-prob that is none.
     """
     count = len(said.tokens)
-    wrong = [
-        f"{len(values)} {name}"
-        for name, values in (("log_probs", said.log_probs), ("weight_versions", said.weight_versions))
-        if len(values) != count
-    ]
-    if wrong:
+    if not count == len(said.log_probs) == len(said.weight_versions):
+        wrong = [
+            f"{len(values)} {name}"
+            for name, values in (("log_probs", said.log_probs), ("weight_versions", said.weight_versions))
+            if len(values) != count
+        ]
         raise RolloutError(
             f"The engine returned {count} tokens with {' and '.join(wrong)}.",
             hint="It must return one of each per token; this is an error of the engine.",

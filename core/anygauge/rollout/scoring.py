@@ -29,6 +29,12 @@ class GroupScorer:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="scoring")
         self._waiting: list[tuple[Group, asyncio.Future[Group]]] = []
         self._task: asyncio.Task[None] | None = None
+        self._seconds = 0.0
+
+    def take_seconds(self) -> float:
+        """Return and reset the seconds that scoring took."""
+        seconds, self._seconds = self._seconds, 0.0
+        return seconds
 
     async def score(self, group: Group) -> Group:
         """Return a group with its rewards.
@@ -51,6 +57,7 @@ class GroupScorer:
         while self._waiting:
             await asyncio.sleep(0)  # those that are whole in the same moment go together
             batch, self._waiting = self._waiting, []
+            started = loop.time()
             try:
                 scored = await loop.run_in_executor(self._thread, self._score, [group for group, _ in batch])
             except Exception as error:  # noqa: BLE001 - foreign code: rewards; who asked gets the error
@@ -58,6 +65,8 @@ class GroupScorer:
                     if not answer.done():
                         answer.set_exception(error)
                 continue
+            finally:
+                self._seconds += loop.time() - started
             for (_, answer), group in zip(batch, scored, strict=True):
                 if not answer.done():
                     answer.set_result(group)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 from anygauge.config.schema import Data
@@ -20,6 +21,8 @@ Show = Callable[[Sequence[Mapping[str, Any]], Prompt, Rendered], tuple[tuple[int
 """From messages with media, the prompt that they belong to and how messages become tokens, to the tokens
 and the media among them."""
 
+_SHORT, _TEXTS = 16, 4096
+"""Most tokens of a text that is kept once it was decoded, and how many are."""
 _EARLIER = ({"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"})
 """Stands for what was said before, in front of which a template may put more than in front of nothing."""
 
@@ -47,6 +50,7 @@ class TextTools:
         self.max_media = max_media
         self._data = data
         self._show = show
+        self._decode_short = lru_cache(maxsize=_TEXTS)(self._decode)
 
     def encode(self, text: str) -> tuple[int, ...]:
         """Return the tokens of a text, without any around it."""
@@ -57,6 +61,11 @@ class TextTools:
 
         :param special: Whether special tokens are part of it.
         """
+        if len(tokens) <= _SHORT:  # short answers repeat a lot, and a dictionary is cheaper than a tokenizer
+            return self._decode_short(tuple(tokens), special=special)
+        return self._decode(tokens, special=special)
+
+    def _decode(self, tokens: Sequence[int], *, special: bool) -> str:
         text: str = self.tokenizer.decode(
             list(tokens), skip_special_tokens=not special, clean_up_tokenization_spaces=False
         )

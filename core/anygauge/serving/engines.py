@@ -10,17 +10,15 @@ from typing import Any, Protocol
 
 from anygauge.config import Config
 from anygauge.config.roles import Components
-from anygauge.data.balance import split_evenly
 from anygauge.plugins import Plugins
 from anygauge.runtime.launch import launch_workers
-from anygauge.runtime.worker_group import Arguments, PendingCall, WorkerGroup
-from anygauge.serving.batched_generator import Generate, batched_generation_client
+from anygauge.runtime.worker_group import PendingCall, WorkerGroup
 from anygauge.serving.colocated_engines import ColocatedEngines
 from anygauge.serving.colocation import ColocationScheduler
+from anygauge.serving.embedded_generator import embedded_client
 from anygauge.serving.generation_client import GenerationClient
 from anygauge.serving.served_engines import ServedEngines, devices_of_server, open_servers
 from anygauge.serving.weight_stream import PickledBucket
-from anygauge_hooks.rl import Prompt, Sample, SamplingParams
 from anygauge_hooks.types import BackendSpec
 from anygauge_hooks.weights import WeightTransportSpec
 
@@ -32,13 +30,6 @@ BUCKET_BYTES = 512 * 2**20
 
 class Engines(Protocol):
     """Interface of the rollout engines for the training loop."""
-
-    @property
-    def generate(self) -> Generate | None:
-        """Function that divides prompts among the engines and returns their samples in one call.
-
-        ``None`` where an engine answers each request by itself: then all samples are made so.
-        """
 
     def generation_client(self) -> AbstractContextManager[GenerationClient]:
         """Return how requests get to the engines one by one, for as long as the block runs."""
@@ -59,15 +50,9 @@ class SharedEngines:
     def __init__(self, workers: WorkerGroup) -> None:
         self._workers = workers
 
-    def generate(
-        self, prompts: Sequence[Prompt], params: SamplingParams, seeds: Sequence[Sequence[int]]
-    ) -> list[list[Sample]]:
-        """Divide the prompts among the engines and return their samples, in order."""
-        return _generate(self._workers, prompts, params, seeds)
-
     def generation_client(self) -> AbstractContextManager[GenerationClient]:
         """Return how requests get to the engines one by one."""
-        return batched_generation_client(self.generate)
+        return embedded_client(self._workers)
 
     def trained(self, version: int) -> None:
         """Do nothing: no engine joins the others later."""
@@ -91,15 +76,9 @@ class SeparateEngines:
         self._rollouts = rollouts
         self._bucket_bytes = bucket_bytes
 
-    def generate(
-        self, prompts: Sequence[Prompt], params: SamplingParams, seeds: Sequence[Sequence[int]]
-    ) -> list[list[Sample]]:
-        """Divide the prompts among the engines and return their samples, in order."""
-        return _generate(self._rollouts, prompts, params, seeds)
-
     def generation_client(self) -> AbstractContextManager[GenerationClient]:
         """Return how requests get to the engines one by one."""
-        return batched_generation_client(self.generate)
+        return embedded_client(self._rollouts)
 
     def trained(self, version: int) -> None:
         """Do nothing: no engine joins the others later."""
@@ -123,14 +102,6 @@ class SeparateEngines:
         """Return and reset what each engine's process reports."""
         reports: list[Mapping[str, Any]] = self._rollouts.call("report")
         return reports
-
-
-def _generate(
-    workers: WorkerGroup, prompts: Sequence[Prompt], params: SamplingParams, seeds: Sequence[Sequence[int]]
-) -> list[list[Sample]]:
-    parts = split_evenly(len(prompts), len(workers.workers))
-    shares: list[Arguments] = [((prompts[part], params, seeds[part]), {}) for part in parts]
-    return [samples for share in workers.call("generate", per_rank=shares) for samples in share]
 
 
 def colocated(

@@ -26,3 +26,5 @@ class GenerationClient:
     """For what runs in the loop, with an eye on the engines."""
     others: Mapping[str, Generator] = field(default_factory=dict)
     """Engines of other models than the one that is trained, by its name."""
+    overlaps: bool = True
+    """Whether engines generate while groups are scored."""

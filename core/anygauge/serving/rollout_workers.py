@@ -13,7 +13,7 @@ from anygauge.observability.memory import worker_memory
 from anygauge.observability.performance import WorkerReport
 from anygauge.serving.weight_stream import StreamedUpdate
 from anygauge_hooks.engines import RolloutEngine, WorkerContext
-from anygauge_hooks.rl import Prompt, Sample, SamplingParams
+from anygauge_hooks.rollout import GenerateRequest, Generation
 
 __all__ = ["GeneratingWorker", "RolloutWorker"]
 
@@ -32,12 +32,10 @@ class GeneratingWorker:
         assert self._engine is not None, "these workers do not generate"
         return self._engine
 
-    def generate(
-        self, prompts: Sequence[Prompt], params: SamplingParams, seeds: Sequence[Sequence[int]]
-    ) -> list[list[Sample]]:
-        """Return one sample per seed for each prompt."""
+    def generate(self, batches: Sequence[Sequence[GenerateRequest]]) -> list[list[Generation]]:
+        """Answer the requests of this worker's batches of a wave."""
         with self._timed("generate"):
-            return self.engine.generate(prompts, params, seeds) if prompts else []
+            return [self.engine.answer(batch) for batch in batches]
 
     def report(self) -> WorkerReport:
         """Return the seconds spent since the last call, by phase, and the memory in use, in bytes."""

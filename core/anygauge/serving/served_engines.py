@@ -51,8 +51,6 @@ class ServedEngines:
     :param trainers: ``None`` where nothing is trained.
     """
 
-    generate = None
-
     def __init__(
         self, config: Config, servers: Servers, trainers: WorkerGroup | None, loop: EventLoop
     ) -> None:

@@ -14,10 +14,9 @@ from typing import TYPE_CHECKING
 
 from anygauge.data.media.loader import windows
 from anygauge.rollout.context import RolloutContext
-from anygauge.rollout.evaluation import sample_all
+from anygauge.rollout.evaluation import sample_groups
 from anygauge.rollout.rewards import Scorer
 from anygauge.trainer.evaluation import Drawn, eval_draw, record, score_metrics
-from anygauge.trainer.plan import group_samples
 from anygauge_hooks.rl import NO_VERSION, Group
 
 if TYPE_CHECKING:
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
     from anygauge.serving.generation_client import GenerationClient
     from anygauge.trainer.inputs import EvalSet
     from anygauge.trainer.session import Session
-    from anygauge_hooks.rl import Prompt, Sample, SamplingParams
+    from anygauge_hooks.rl import Prompt, SamplingParams
     from anygauge_hooks.types import RunInfo
 
 __all__ = ["SHARE", "BackgroundEvaluation"]
@@ -93,26 +92,25 @@ class BackgroundEvaluation:
 
     async def _of_set(self, eval_set: EvalSet, scorer: Scorer) -> dict[str, float]:
         draw: Drawn = eval_draw(self._session, eval_set)
-        samples = await self._samples(*draw)
-        groups, scored = group_samples(eval_set.prompts, samples), list[Group]()
+        groups, scored = await self._groups(*draw), list[Group]()
         for start in range(0, len(groups), SCORED):
             some = groups[start : start + SCORED]
             scored += await asyncio.to_thread(scorer.score, some, tolerant=True)
-        versions = {version for own in samples for each in own for version in each.weight_versions}
+        versions = {version for own in groups for each in own.samples for version in each.weight_versions}
         metrics = score_metrics(self._session.config, eval_set, scored)
         return {**metrics, f"eval/{eval_set.name}/versions": len(versions - {NO_VERSION})}
 
-    async def _samples(
+    async def _groups(
         self, prompts: Sequence[Prompt], params: SamplingParams, seeds: Sequence[Sequence[int]]
-    ) -> list[list[Sample]]:
-        """Return one sample per seed for each prompt; what these show is decoded meanwhile."""
-        samples: list[list[Sample]] = []
+    ) -> list[Group]:
+        """Return the group of each prompt; what the prompts show is decoded meanwhile."""
+        groups: list[Group] = []
         parts = windows(self._session.media, prompts, self._session.config.rollout.prompts_per_step)
         with closing(parts):
             while (part := await asyncio.to_thread(next, parts, None)) is not None:
-                own = seeds[len(samples) : len(samples) + len(part)]
-                samples += await sample_all(self._making, part, params, own, at_once=self._at_once)
-        return samples
+                own = seeds[len(groups) : len(groups) + len(part)]
+                groups += await sample_groups(self._making, part, params, own, at_once=self._at_once)
+        return groups
 
 
 async def _ended(answer: Future[dict[str, float]]) -> None:

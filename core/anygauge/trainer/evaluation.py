@@ -16,9 +16,9 @@ from anygauge.observability.metrics import eval_metrics
 from anygauge.rollout.rewards import Scorer, raw_number
 from anygauge.runtime.worker_group import Arguments
 from anygauge.trainer.generation import eval_params, eval_seeds
-from anygauge.trainer.plan import conversation_batch, group_samples
+from anygauge.trainer.plan import conversation_batch
 from anygauge_hooks.batch import TrainBatch
-from anygauge_hooks.rl import Group, Prompt, Sample, SamplingParams
+from anygauge_hooks.rl import Group, Prompt, SamplingParams
 from anygauge_hooks.types import RunInfo
 
 if TYPE_CHECKING:
@@ -69,11 +69,11 @@ def _evaluate_set(session: Session, eval_set: EvalSet, *, tolerant: bool) -> dic
 
 def _scored(session: Session, eval_set: EvalSet, scorer: Scorer, *, tolerant: bool) -> dict[str, float]:
     _, params, seeds = eval_draw(session, eval_set)
-    samples: list[list[Sample]] = []
+    assert session.maker is not None, "what is scored was generated"
+    groups: list[Group] = []
     for prompts in windows(session.media, eval_set.prompts, session.config.rollout.prompts_per_step):
-        samples += session.generate(prompts, params, seeds[len(samples) : len(samples) + len(prompts)])
-    groups = scorer.score(group_samples(eval_set.prompts, samples), tolerant=tolerant)
-    return score_metrics(session.config, eval_set, groups)
+        groups += session.maker.sample(prompts, params, seeds[len(groups) : len(groups) + len(prompts)])
+    return score_metrics(session.config, eval_set, scorer.score(groups, tolerant=tolerant))
 
 
 def eval_draw(session: Session, eval_set: EvalSet) -> Drawn:

@@ -12,14 +12,14 @@ from anygauge.data.media.loader import MediaLoader
 from anygauge.hub import localized
 from anygauge.plugins import Plugins
 from anygauge.rollout.context import RolloutContext
-from anygauge.rollout.evaluation import sample_all
+from anygauge.rollout.evaluation import sample_groups
 from anygauge.rollout.functions import resolve_functions
 from anygauge.rollout.text import TextTools
 from anygauge.serving.generation_client import GenerationClient
 from anygauge.trainer.inputs import load_tokenizer, longest_context
 from anygauge.trainer.plan import sample_seeds
 from anygauge_hooks.models import text_config
-from anygauge_hooks.rl import Prompt, Sample, SamplingParams
+from anygauge_hooks.rl import Group, Prompt, SamplingParams
 
 __all__ = [
     "SampleMaker",
@@ -28,25 +28,17 @@ __all__ = [
     "group_seeds",
     "open_maker",
     "rollout_params",
-    "rollout_seeds",
 ]
 
 TRAIN_STREAM, EVAL_STREAM = 0, 1
 """Streams of random numbers."""
 
 
-def rollout_seeds(config: Config, step: int, num_prompts: int) -> list[list[int]]:
-    """Return the seeds of a training step's samples."""
-    return sample_seeds(config.run.seed, TRAIN_STREAM, step, num_prompts, config.rollout.samples_per_prompt)
-
-
 def group_seeds(config: Config, number: int) -> list[int]:
-    """Return the seeds of a group, from how many prompts were drawn before it in the run.
-
-    Where each step trains on the prompts that it draws, they are those of :func:`rollout_seeds`.
-    """
+    """Return the seeds of a group, from how many prompts were drawn before it in the run."""
     step, place = divmod(number, config.rollout.prompts_per_step)
-    return rollout_seeds(config, step + 1, place + 1)[place]
+    samples = config.rollout.samples_per_prompt
+    return sample_seeds(config.run.seed, TRAIN_STREAM, step + 1, 1, samples, first_prompt=place)[0]
 
 
 def eval_seeds(config: Config, num_prompts: int, num_samples: int) -> list[list[int]]:
@@ -101,14 +93,12 @@ class SampleMaker:
     client: GenerationClient
     context: RolloutContext
 
-    def generate(
+    def sample(
         self, prompts: Sequence[Prompt], params: SamplingParams, seeds: Sequence[Sequence[int]]
-    ) -> list[list[Sample]]:
-        """Return one sample per seed for each prompt, in order, beside what is under way for training."""
-        samples: list[list[Sample]] = self.client.wait(
-            sample_all(self.context, prompts, params, seeds), "samples"
-        )
-        return samples
+    ) -> list[Group]:
+        """Return the group of each prompt, with one sample for each seed and no reward."""
+        groups: list[Group] = self.client.wait(sample_groups(self.context, prompts, params, seeds), "samples")
+        return groups
 
 
 def open_maker(

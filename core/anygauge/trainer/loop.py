@@ -10,7 +10,7 @@ import logging
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from statistics import fmean
@@ -38,19 +38,17 @@ from anygauge.run_directory.dumps import (
     keep_media,
     model_facts,
     read_batches,
-    read_groups,
-    restore_media,
     rollout_path,
     write_groups,
 )
 from anygauge.runtime.worker_group import PendingCall
 from anygauge.trainer.background_evaluation import BackgroundEvaluation
 from anygauge.trainer.evaluation import evaluate
-from anygauge.trainer.generation import rollout_params, rollout_seeds
 from anygauge.trainer.health import HealthMonitor, health_metrics
-from anygauge.trainer.plan import conversation_batch, group_samples, plan_metrics, plan_steps, rollout_batch
-from anygauge.trainer.rollout_scheduler import RolloutScheduler
-from anygauge.trainer.session import TRAINING, Session
+from anygauge.trainer.plan import conversation_batch, plan_metrics, plan_steps, rollout_batch
+from anygauge.trainer.replay import ReplayedMedia, shown_in
+from anygauge.trainer.rollout_scheduler import GroupSource
+from anygauge.trainer.session import Session
 from anygauge.trainer.staleness import mask_stale
 from anygauge_hooks.batch import TrainBatch
 from anygauge_hooks.data import DataSource
@@ -81,10 +79,9 @@ class Loop:
     """FLOPs of a tower's forward pass over a medium."""
     save_s: float = 0.0
     """Seconds that saving took after the last step; 0 if nothing was saved."""
-    control: RolloutScheduler | None = None
-    """Scheduler of the rollouts, where the config asks for more than one batch of samples per step."""
-    restored: frozenset[str] = frozenset()
-    """Keys of the media that a replay has put into the store."""
+    rollouts: GroupSource | None = None
+    """Groups of each step; ``None`` in a run that trains on conversations or replays batches."""
+    replayed_media: ReplayedMedia = field(default_factory=lambda: ReplayedMedia(None))
     background: BackgroundEvaluation | None = None
     """Evaluations that training does not wait for; ``None`` where it does."""
 
@@ -196,7 +193,8 @@ def train_on_rollouts(loop: Loop, step: int) -> dict[str, float]:
     """Take one RL step and return its metrics."""
     started = time.perf_counter()
     config = loop.config
-    groups, reward_s = collect_groups(loop, step)
+    assert loop.rollouts is not None, "the run trains on rollouts"
+    groups, reward_s = loop.rollouts.collect(step)
     version = None if replays_rollouts(config) else loop.session.state.version
     trained_on = groups if version is None else mask_stale(groups, version, config.algorithm.mask_stale)
     training = None
@@ -211,8 +209,7 @@ def train_on_rollouts(loop: Loop, step: int) -> dict[str, float]:
     raw = partial(raw_number, reward=config.reward)
     datasets = train_datasets(config)
     sampled = rollout_metrics(groups, raw, datasets=datasets, version=version) | driver_memory()
-    if loop.control is not None:
-        sampled |= loop.control.metrics()
+    sampled |= loop.rollouts.metrics()
     if loop.session.media is not None:
         sampled |= {"rollout/media_tokens": media_tokens(groups)} | loop.session.media.metrics()
     work = StepWork.of_groups(groups, *loop.flops)
@@ -226,25 +223,10 @@ def media_tokens(groups: Sequence[Group]) -> float:
     return fmean(counts) if counts else 0.0
 
 
-def shown_in(groups: Sequence[Group]) -> list[Media]:
-    """Return the media of all samples."""
-    return [each for group in groups for sample in group.samples for each in sample.media]
-
-
 def keep(loop: Loop, media: Sequence[Media]) -> None:
     """Write what samples show beside the dumps of them."""
     if loop.session.media is not None and media:
         keep_media(loop.dumps, media, loop.session.media.store)
-
-
-def restore(loop: Loop, dumps: Path, media: Sequence[Media]) -> None:
-    """Put what the samples of dumps show into the place of what those of the step before showed."""
-    if loop.session.media is None:
-        return
-    wanted = frozenset(each.key for each in media)
-    loop.session.media.store.drop(loop.restored - wanted)
-    restore_media(dumps, media, loop.session.media.store)
-    loop.restored = wanted
 
 
 def replays_rollouts(config: Config) -> bool:
@@ -258,24 +240,6 @@ def are_any_scored(groups: Sequence[Group]) -> bool:
         return True
     _log.warning("no sample of the step has a token and a reward: it trains nothing")
     return False
-
-
-def collect_groups(loop: Loop, step: int) -> tuple[list[Group], float]:
-    """Return the scored groups of a step, generated or replayed, and the seconds that scoring took."""
-    config = loop.config
-    if config.debug.replay_rollouts is not None:
-        groups = read_groups(rollout_path(config.debug.replay_rollouts, step), loop.model)
-        restore(loop, config.debug.replay_rollouts, shown_in(groups))
-        return groups, 0.0
-    if loop.control is not None:
-        return loop.control.collect(), 0.0  # each was scored while others were being generated
-    prompts = loop.next_prompts or draw_prompts(loop)
-    seeds = rollout_seeds(config, step, len(prompts))
-    params = rollout_params(config, loop.session.forbidden)
-    groups = group_samples(prompts, loop.session.generate(prompts, params, seeds))
-    scoring = time.perf_counter()
-    groups = loop.session.scorers[TRAINING].score(groups)
-    return groups, time.perf_counter() - scoring
 
 
 def train_on_conversations(loop: Loop, step: int) -> dict[str, float]:
@@ -297,7 +261,7 @@ def train_on_batches(loop: Loop, step: int) -> dict[str, float]:
     started = time.perf_counter()
     assert loop.config.debug.replay_batches is not None
     batches = read_batches(loop.config.debug.replay_batches, step, loop.session.layout.data, loop.model)
-    restore(loop, loop.config.debug.replay_batches, media_of(batches))
+    loop.replayed_media.restore(loop.config.debug.replay_batches, media_of(batches))
     training = send_batches(loop, step, batches)
     work = StepWork.of_batches(batches, *loop.flops)
     memory = driver_memory()
@@ -348,17 +312,16 @@ def finish_training(loop: Loop, training: Training) -> dict[str, float]:
 
 def read_ahead(loop: Loop, step: int) -> None:
     """Draw the prompts of the next step, having noted where the source stood before."""
-    if loop.config.debug.replay_rollouts is not None:
-        return
-    if loop.control is not None:
-        loop.control.keep(loop.session.state)
+    goes_on = step < loop.info.total_steps
+    if loop.rollouts is not None:
+        loop.rollouts.read_ahead(loop.session.state, goes_on=goes_on)
         return
     loop.session.state.source = loop.source.state_dict()
-    loop.next_prompts = draw_prompts(loop) if step < loop.info.total_steps else ()
+    loop.next_prompts = draw_prompts(loop) if goes_on else ()
 
 
 def draw_prompts(loop: Loop) -> Sequence[Prompt]:
-    """Return the prompts of one step."""
+    """Return the conversations of one step."""
     return loop.source.next(loop.config.rollout.prompts_per_step)
 
 
@@ -381,12 +344,12 @@ def sync_weights(loop: Loop) -> None:
     if not loop.session.components.generates:
         return
     loop.session.engines.trained(loop.session.state.version + 1)
-    if loop.control is not None:
-        loop.control.before_sync()
+    if loop.rollouts is not None:
+        loop.rollouts.before_sync()
     loop.session.state.version += 1
     loop.session.engines.sync(loop.session.state.version)
-    if loop.control is not None:
-        loop.control.advance(loop.session.state.version)
+    if loop.rollouts is not None:
+        loop.rollouts.advance(loop.session.state.version)
     loop.session.plugins.notify("after_weight_sync", run=loop.info, version=loop.session.state.version)
 
 

@@ -21,7 +21,6 @@ from anygauge_hooks.rl import NO_VERSION, Group, Prompt, Sample
 
 __all__ = [
     "conversation_batch",
-    "group_samples",
     "plan_metrics",
     "plan_steps",
     "rollout_batch",
@@ -29,11 +28,6 @@ __all__ = [
 ]
 
 _log = logging.getLogger(__name__)
-
-
-def group_samples(prompts: Sequence[Prompt], samples: Sequence[Sequence[Sample]]) -> list[Group]:
-    """Put each prompt together with its samples."""
-    return [Group(prompt=p, samples=tuple(s)) for p, s in zip(prompts, samples, strict=True)]
 
 
 def conversation_batch(prompts: Sequence[Prompt]) -> TrainBatch:
@@ -196,11 +190,14 @@ def plan_metrics(
     }
 
 
-def sample_seeds(seed: int, stream: int, step: int, prompts: int, samples: int) -> list[list[int]]:
+def sample_seeds(
+    seed: int, stream: int, step: int, prompts: int, samples: int, *, first_prompt: int = 0
+) -> list[list[int]]:
     """Return a seed for every sample of a step: consecutive, from a start that is hashed from the arguments.
 
     :param stream: 0 for training, 1 for evaluation.
+    :param first_prompt: Prompts of the step before those that seeds are asked for.
     """
     digest = hashlib.blake2b(f"{seed}/{stream}/{step}".encode(), digest_size=8).digest()
-    first = int.from_bytes(digest, "big")
+    first = int.from_bytes(digest, "big") + first_prompt * samples
     return [[(first + p * samples + i) % (1 << 63) for i in range(samples)] for p in range(prompts)]

@@ -1,14 +1,13 @@
-"""Rollout scheduler in the training loop, for steps that need more than one batch of samples."""
+"""Rollout scheduler: the one producer of a run's groups, for the thread of the training loop."""
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
+from typing import Protocol
 
 from anygauge.config import Config
-from anygauge.config.schema import Rollout
 from anygauge.data.media.loader import LoadedSource
 from anygauge.rollout.context import ProducerContext, RolloutContext
 from anygauge.rollout.producer import Continuous, Producer
@@ -16,24 +15,35 @@ from anygauge.rollout.rewards import Scorer
 from anygauge.rollout.scoring import GroupScorer
 from anygauge.rollout.staleness import Staleness
 from anygauge.serving.generation_client import GenerationClient
-from anygauge.trainer.generation import group_seeds, rollout_params
+from anygauge.trainer.generation import SampleMaker, group_seeds, rollout_params
 from anygauge.trainer.session import TRAINING, Session
 from anygauge.trainer.state import RunState
 from anygauge_hooks.data import DataSource
 from anygauge_hooks.rl import Group
 
-__all__ = ["RolloutScheduler", "open_rollout_scheduler", "producer_context", "uses_rollout_scheduler"]
-
-_log = logging.getLogger(__name__)
-
-CONTROL = ("function", "after_sample", "filters", "over_sampling", "partial_rollout")
-"""Keys of ``[rollout]`` that one call of the engines for the whole step cannot serve."""
+__all__ = ["GroupSource", "RolloutScheduler", "open_rollout_scheduler", "producer_context"]
 
 
-def uses_rollout_scheduler(config: Config) -> bool:
-    """Return whether a config asks for rollout control."""
-    fields = Rollout.model_fields
-    return any(getattr(config.rollout, key) != fields[key].default for key in CONTROL)
+class GroupSource(Protocol):
+    """Where a step gets its groups: a producer, or the dumps of another run."""
+
+    def collect(self, step: int) -> tuple[list[Group], float]:
+        """Return the scored groups of a step, and the seconds that it waited for their scores alone."""
+
+    def read_ahead(self, state: RunState, *, goes_on: bool) -> None:
+        """Note in the state of a run what a resume needs, and draw the prompts of the next step.
+
+        :param goes_on: Whether there is a next step.
+        """
+
+    def before_sync(self) -> None:
+        """Wait for what may not go on with other weights."""
+
+    def advance(self, version: int) -> None:
+        """Learn which weights the engines serve now."""
+
+    def metrics(self) -> Mapping[str, float]:
+        """Return ``rollout/*`` of the last step."""
 
 
 def producer_context(
@@ -48,6 +58,7 @@ def producer_context(
     :param forbidden: Tokens that are never drawn.
     """
     return ProducerContext(
+        config=config.rollout,
         rollout_context=rollout_context,
         source=source,
         seeds=partial(group_seeds, config),
@@ -58,11 +69,24 @@ def producer_context(
 
 
 class RolloutScheduler:
-    """A producer in an event loop, for the thread of the trainer's loop."""
+    """A producer in an event loop; see :class:`GroupSource`.
 
-    def __init__(self, producer: Producer, client: GenerationClient, config: Config, *, steps: int) -> None:
+    :param scorer: Of the producer.
+    :param steps: That are left.
+    """
+
+    def __init__(
+        self,
+        producer: Producer,
+        client: GenerationClient,
+        config: Config,
+        *,
+        scorer: GroupScorer | None,
+        steps: int,
+    ) -> None:
         self._steps = steps
         self._producer = producer
+        self._scorer = None if client.overlaps else scorer
         self._events = client.loop
         self._wait = client.wait
         self._config = config
@@ -75,7 +99,7 @@ class RolloutScheduler:
         """Samples that are under way at most, while training goes on."""
         return self._groups * self._config.rollout.samples_per_prompt
 
-    def collect(self) -> list[Group]:
+    def collect(self, step: int) -> tuple[list[Group], float]:
         """Return the scored groups of the next step."""
         count, limit_s = self._config.rollout.prompts_per_step, self._config.run.timeout_s
         # A worker that does not answer is found by its own deadline, whose error says more.
@@ -83,7 +107,7 @@ class RolloutScheduler:
             self._producer.take(count, timeout_s=2 * limit_s), "groups to train on"
         )
         self._steps -= 1
-        return groups
+        return groups, 0.0 if self._scorer is None else self._scorer.take_seconds()
 
     def keep_going(self) -> None:
         """Let groups be generated while training goes on, as many as their age and the run's end allow."""
@@ -108,11 +132,13 @@ class RolloutScheduler:
         """Tell which weights the engines serve now."""
         self._events.run(_advance(self._producer, version))
 
-    def keep(self, state: RunState) -> None:
-        """Note in the state of a run what a resume needs."""
+    def read_ahead(self, state: RunState, *, goes_on: bool) -> None:
+        """Note in the state of a run what a resume needs, and draw the prompts of the next step."""
         saved = self._events.run(self._producer.state_dict())
         state.source = saved["source"]
         state.rollout = saved
+        if goes_on and self._config.rollout.schedule == "sync":
+            self._events.run(self._producer.read_ahead())
 
 
 async def _advance(producer: Producer, version: int) -> None:
@@ -124,23 +150,16 @@ async def _keep_going(producer: Producer, continuous: Continuous) -> None:
 
 
 @contextmanager
-def open_rollout_scheduler(session: Session, source: DataSource) -> Iterator[RolloutScheduler | None]:
-    """Yield what makes the samples of the training, where the config asks for control; end it after.
+def open_rollout_scheduler(
+    session: Session, maker: SampleMaker, source: DataSource
+) -> Iterator[RolloutScheduler]:
+    """Yield what makes the samples of the training; end it after.
 
     :param source: Of the training prompts, where the run's state says that it stands.
     """
-    config, state = session.config, session.state
-    if session.maker is None or config.debug.replay_rollouts is not None:
-        if state.rollout.get("open"):
-            _log.warning(
-                "%d prompts that were drawn before are left out: this config does without rollout control",
-                len(state.rollout["open"]),
-            )
-        yield None
-        return
-    client = session.maker.client
+    config, state, client = session.config, session.state, maker.client
     scorer = session.scorers.get(TRAINING)
-    context = producer_context(config, session.maker.context, source, scorer, session.forbidden)
+    context = producer_context(config, maker.context, source, scorer, session.forbidden)
     drawn = state.info.step * config.rollout.prompts_per_step
     producer = Producer(context, version=state.version, drawn=drawn)
     if state.rollout:
@@ -148,7 +167,7 @@ def open_rollout_scheduler(session: Session, source: DataSource) -> Iterator[Rol
         if isinstance(source, LoadedSource):
             source.adopt(producer.prompts())
     left = config.run.steps - state.info.step
-    scheduler = RolloutScheduler(producer, client, config, steps=left)
+    scheduler = RolloutScheduler(producer, client, config, scorer=context.scorer, steps=left)
     if config.rollout.schedule != "sync":
         scheduler.keep_going()
     try:

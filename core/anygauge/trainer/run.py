@@ -13,6 +13,7 @@ from anygauge.config.roles import Components, run_components
 from anygauge.config.secret_values import secret_values
 from anygauge.data.media.finder import MediaFinder
 from anygauge.data.media.loader import LoadedSource, MediaLoader
+from anygauge.hub import localized
 from anygauge.observability.logs import driver_log
 from anygauge.observability.trackers import open_tracker, tracker_names
 from anygauge.plugins import Plugins
@@ -20,6 +21,7 @@ from anygauge.rollout.rewards import Scorer
 from anygauge.run_directory.capabilities import write_capabilities
 from anygauge.run_directory.checkpoints import CheckpointWriter, export_hf
 from anygauge.run_directory.directory import RunDirectory, open_run_directory
+from anygauge.run_directory.dumps import model_facts
 from anygauge.runtime.launch import launch_workers
 from anygauge.runtime.media_stores import own_store
 from anygauge.runtime.signals import terminate_as_exception
@@ -32,7 +34,8 @@ from anygauge.trainer.background_evaluation import BackgroundEvaluation
 from anygauge.trainer.generation import open_maker
 from anygauge.trainer.inputs import EvalSet, Inputs, forbidden_tokens, read_inputs
 from anygauge.trainer.loop import Loop, announce, run_loop
-from anygauge.trainer.rollout_scheduler import open_rollout_scheduler, uses_rollout_scheduler
+from anygauge.trainer.replay import ReplayedMedia, ReplayedRollouts
+from anygauge.trainer.rollout_scheduler import GroupSource, open_rollout_scheduler
 from anygauge.trainer.session import TRAINING, Session
 from anygauge.trainer.state import RunState
 from anygauge_hooks.types import RunInfo, Tracker
@@ -115,10 +118,16 @@ def open_loop(
     if config.save.every is not None and components.trains and not replays(config):
         checkpoints = stack.enter_context(closing(CheckpointWriter(directory.path, config, session.workers)))
     session.trackers = open_trackers(config, plugins, state.info, stack)
-    control = stack.enter_context(open_rollout_scheduler(session, source))
+    replayed_media = ReplayedMedia(session.media)
+    rollouts: GroupSource | None = None
     background = None
-    if control is not None and config.rollout.schedule != "sync" and not config.eval.wait:
-        background = BackgroundEvaluation(session, rollouts=control.rollouts)
+    if config.debug.replay_rollouts is not None:
+        model = model_facts(localized(config, data=False).model.path)
+        rollouts = ReplayedRollouts(config.debug.replay_rollouts, model, replayed_media)
+    elif session.maker is not None and config.run.task != "sft":
+        rollouts = scheduler = stack.enter_context(open_rollout_scheduler(session, session.maker, source))
+        if config.rollout.schedule != "sync" and not config.eval.wait:
+            background = BackgroundEvaluation(session, rollouts=scheduler.rollouts)
     return Loop(
         session=session,
         directory=directory,
@@ -126,7 +135,8 @@ def open_loop(
         flops_per_token=inputs.flops_per_token,
         media_flops=inputs.media_flops,
         checkpoints=checkpoints,
-        control=control,
+        rollouts=rollouts,
+        replayed_media=replayed_media,
         background=background,
     )
 
@@ -176,7 +186,7 @@ def open_session(
     if checkpoint is not None:
         engines.sync(state.version)
     maker = None
-    if components.generates and (engines.generate is None or uses_rollout_scheduler(config)):
+    if components.generates:
         maker = open_maker(config, plugins, stack.enter_context(engines.generation_client()), loader)
     forbidden = forbidden_tokens(config, plugins)
     return Session(

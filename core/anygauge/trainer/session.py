@@ -16,7 +16,6 @@ from anygauge.serving.colocation import ColocationScheduler
 from anygauge.serving.engines import Engines
 from anygauge.trainer.generation import SampleMaker
 from anygauge.trainer.state import RunState
-from anygauge_hooks.rl import Prompt, Sample, SamplingParams
 from anygauge_hooks.types import RunInfo, Tracker
 
 if TYPE_CHECKING:
@@ -46,7 +45,7 @@ class Session:
     colocation: ColocationScheduler
     """Scheduler of trainers and engines on the same devices."""
     maker: SampleMaker | None = None
-    """Maker of individual samples; ``None`` where one call of the engines makes all samples of a step."""
+    """Maker of samples; ``None`` where nothing is generated."""
     forbidden: tuple[int, ...] = ()
     """Tokens that are never drawn: those that hold the places of media."""
     media: MediaLoader | None = None
@@ -62,14 +61,6 @@ class Session:
     def layout(self) -> Layout:
         """How the workers that train divide the model and the samples."""
         return layout_of(self.config)
-
-    def generate(
-        self, prompts: Sequence[Prompt], params: SamplingParams, seeds: Sequence[Sequence[int]]
-    ) -> list[list[Sample]]:
-        """Return one sample per seed for each prompt, in order."""
-        generate = self.engines.generate if self.maker is None else self.maker.generate
-        assert generate is not None, "samples of such engines are made each by itself"
-        return generate(prompts, params, seeds)
 
     def track(self, metrics: Mapping[str, float], *, step: int) -> None:
         """Give metrics of a step to every tracker."""

@@ -22,6 +22,7 @@ from anygauge_hooks.media import Media, MediaKind
 from anygauge_hooks.models import ModelSpec, text_config
 from anygauge_hooks.rl import Prompt, SamplingParams
 from anygauge_tests.batches import TrainSample, make_batch
+from anygauge_tests.embedded import sample_all
 
 __all__ = ["ParityPair", "build", "exported_tensors", "sample"]
 
@@ -113,7 +114,7 @@ class ParityPair:
             Prompt(index=number, tokens=tuple(each.tokens), text="", media=each.media)
             for number, each in enumerate(self.samples)
         ]
-        sampled = [group[0] for group in engine.generate(prompts, params, [[1]] * len(prompts))]
+        sampled = [group[0] for group in sample_all(engine, prompts, params, [[1]] * len(prompts))]
         longer = [
             before._replace(tokens=[*before.tokens, *after.response_tokens])
             for before, after in zip(self.samples, sampled, strict=True)

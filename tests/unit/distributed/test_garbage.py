@@ -28,4 +28,5 @@ def is_frozen() -> bool:
     freed = weakref.ref(garbage)
     del garbage
     freeze_living_objects()
-    return freed() is None and not any(each is living for each in gc.get_objects())
+    left_out = not any(each is living for each in gc.get_objects())
+    return freed() is None and left_out and gc.get_threshold()[0] >= 100_000

@@ -30,6 +30,7 @@ from anygauge_hooks.megatron import LayerKind, megatron_model
 from anygauge_hooks.models import ModelSpec
 from anygauge_hooks.rl import Prompt, SamplingParams
 from anygauge_hooks.types import BackendSpec, Device
+from anygauge_tests.embedded import sample_all
 
 FAMILIES = {
     spec.name: spec for spec in load_plugins().collect("register_models") if "hidden_size" in spec.tiny()
@@ -738,10 +739,10 @@ def check_rollouts(host: Host, policy: Any, checkpoint: Path) -> None:
         # Rows part at once, and end one after another.
         params = SamplingParams(max_new_tokens=8, temperature=1.0, stop_token_ids=tuple(range(40, 56)))
         seeds = [[1, 2, 3, 4], [5, 6, 7, 8], [9, 10, 11, 12]]
-        samples = [sample for group in engine.generate(prompts, params, seeds) for sample in group]
+        samples = [sample for group in sample_all(engine, prompts, params, seeds) for sample in group]
         assert len({len(sample.response_tokens) for sample in samples}) > 3
         for sample in samples:
-            [[alone]] = engine.generate([prompts[sample.prompt_index]], params, [[sample.seed]])
+            [[alone]] = sample_all(engine, [prompts[sample.prompt_index]], params, [[sample.seed]])
             assert alone.response_tokens == sample.response_tokens
             assert alone.log_probs == pytest.approx(sample.log_probs, abs=1e-5)
             tokens = torch.tensor(sample.prompt_tokens + sample.response_tokens)

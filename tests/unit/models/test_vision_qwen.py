@@ -39,6 +39,7 @@ from anygauge_hooks.megatron import megatron_model
 from anygauge_hooks.models import ModelSpec
 from anygauge_hooks.rl import Prompt, SamplingParams
 from anygauge_tests.batches import TrainSample, make_batch
+from anygauge_tests.embedded import sample_all
 from anygauge_tests.toy_tower import Store
 from anygauge_tests.vision_models import with_vision_tower
 
@@ -354,7 +355,7 @@ def test_the_embedded_engine_sees_what_the_trainer_sees(model: Model) -> None:
             for index, each in enumerate(model.samples)
         ]
         params = SamplingParams(max_new_tokens=4, ignore_eos=True, forbidden=(IMAGE, VIDEO))
-        groups = engine.generate(prompts, params, [[1, 2]] * len(prompts))
+        groups = sample_all(engine, prompts, params, [[1, 2]] * len(prompts))
         drawn = [
             replace_tokens(model.samples[sample.prompt_index], sample.response_tokens)
             for group in groups

@@ -48,12 +48,12 @@ def loop(monkeypatch: pytest.MonkeyPatch) -> module.Loop:
     monkeypatch.setattr(module, "measure", lambda *_, **__: {})
     monkeypatch.setattr(module, "rollout_batch", lambda *_: [])
     groups = [Group(prompt=PROMPT, samples=(SAMPLE,))]
-    monkeypatch.setattr(module, "collect_groups", lambda *_: (groups, 0.0))
+    rollouts = SimpleNamespace(collect=lambda step: (groups, 0.0), metrics=dict)
     plugins = SimpleNamespace(notify=lambda *_, **__: None)
     components, state = Components(trains=True, generates=True), SimpleNamespace(version=2)
     session = SimpleNamespace(plugins=plugins, components=components, state=state, media=None)
     fields: dict[str, Any] = {"config": config, "session": session, "next_prompts": (PROMPT,), "info": None}
-    fields |= {"flops": (lambda length: 1.0, None, ()), "control": None}
+    fields |= {"flops": (lambda length: 1.0, None, ()), "rollouts": rollouts}
     return cast(module.Loop, SimpleNamespace(**fields))
 
 

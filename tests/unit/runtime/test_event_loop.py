@@ -64,3 +64,27 @@ def test_leaving_the_block_ends_what_still_runs() -> None:
         loop.run(turn())
     assert sorted(ended) == [0, 1, 2]
     assert all(future.cancelled() for future in futures)
+
+
+def test_the_loop_is_idle_when_neither_a_callback_nor_a_thread_of_it_can_go_on() -> None:
+    seen: list[str] = []
+    leave = threading.Event()
+
+    async def busy() -> None:
+        for _ in range(10):
+            await asyncio.sleep(0)
+        seen.append("callbacks")
+        await asyncio.to_thread(leave.wait, 20)
+        seen.append("thread")
+
+    async def watch(loop: EventLoop) -> None:
+        idle = asyncio.get_running_loop().create_future()
+        task = asyncio.create_task(busy())
+        loop.when_idle(lambda: (seen.append("idle"), idle.set_result(None)))
+        await asyncio.sleep(0.01)  # a timer is nothing that can go on by itself
+        leave.set()
+        await asyncio.gather(idle, task)
+
+    with EventLoop() as loop:
+        loop.run(watch(loop), timeout_s=20)
+    assert seen == ["callbacks", "thread", "idle"]

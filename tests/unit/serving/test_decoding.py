@@ -16,6 +16,7 @@ from anygauge.serving.embedded.engine import TransformersEngine
 from anygauge.testing.tiny import tiny_qwen3, tiny_tokenizer
 from anygauge_cpu.device import CpuDevice
 from anygauge_hooks.rl import Prompt, Sample, SamplingParams
+from anygauge_tests.embedded import sample_all
 
 ALPHABET = "0123456789+="
 PROMPTS = [
@@ -73,7 +74,7 @@ def engine(path: Path, capture: Callable[[Callable[[], None]], Again] | None = N
 
 def sampled(engine: TransformersEngine, prompts: list[Prompt] = PROMPTS, **options: bool) -> list[Sample]:
     params = SamplingParams(max_new_tokens=STEPS, **options)  # type: ignore[arg-type]
-    groups = engine.generate(prompts, params, SEEDS[: len(prompts)])
+    groups = sample_all(engine, prompts, params, SEEDS[: len(prompts)])
     return [sample for group in groups for sample in group]
 
 

@@ -21,6 +21,7 @@ from anygauge_hooks.errors import RolloutError
 from anygauge_hooks.media import Content, Media
 from anygauge_hooks.models import text_config
 from anygauge_hooks.rl import Prompt, Sample, SamplingParams
+from anygauge_tests.embedded import sample_all
 from anygauge_tests.media import DictStore
 
 HOST = torch.device("cpu")
@@ -131,7 +132,7 @@ def test_log_probs_are_those_of_transformers_and_other_pixels_have_others(
 ) -> None:
     prompts = prompts_of(given)
     params = SamplingParams(max_new_tokens=6, ignore_eos=True, forbidden=given.forbidden)
-    groups = engine.generate(prompts, params, [[1, 2]] * len(prompts))
+    groups = sample_all(engine, prompts, params, [[1, 2]] * len(prompts))
     for prompt, group in zip(prompts, groups, strict=True):
         for sample in group:
             assert sample.media == prompt.media
@@ -147,7 +148,7 @@ def test_the_same_tokens_with_another_image_are_another_prompt(
     prompts = [given.prompt(0, 1, "small", 2), given.prompt(1, 1, "other", 2)]
     assert prompts[0].tokens == prompts[1].tokens
     params = SamplingParams(max_new_tokens=1, ignore_eos=True, forbidden=given.forbidden)
-    [one], [other] = engine.generate(prompts, params, [[5], [5]])
+    [one], [other] = sample_all(engine, prompts, params, [[5], [5]])
     assert difference(given, one, prompts[0].media) < 1e-5
     assert difference(given, other, prompts[1].media) < 1e-5
     assert max(difference(given, one, prompts[1].media), difference(given, other, prompts[0].media)) > 0.05
@@ -160,7 +161,7 @@ def test_each_image_is_encoded_once_for_a_batch(given: Given, engine: Transforme
         lambda module, args, kwargs: seen.append(len(kwargs["hidden_states"])), with_kwargs=True
     )
     prompts = prompts_of(given)
-    engine.generate(prompts, SamplingParams(max_new_tokens=2), [[1, 2, 3]] * len(prompts))
+    sample_all(engine, prompts, SamplingParams(max_new_tokens=2), [[1, 2, 3]] * len(prompts))
     hook.remove()
     assert seen == [4 + 4 + 8 + 24]
 
@@ -175,18 +176,18 @@ def test_what_cannot_be_shown_is_named(given: Given, engine: TransformersEngine)
         source="a.jsonl:4",
         media=(missing.media[0]._replace(key="gone", source="x.png"),),
     )
-    with pytest.raises(RolloutError, match=r"Prompt 3 of a.jsonl:4 shows image gone \(x.png\), which is not"):
-        engine.generate([missing], params, [[1]])
+    with pytest.raises(RolloutError, match=r"Request 3-1 shows image gone \(x.png\), which is not"):
+        sample_all(engine, [missing], params, [[1]])
     sound = Prompt(index=0, tokens=(1, 2), text="", media=(Media("audio", "k", ((1, 1),), (4, 1, 1)),))
     with pytest.raises(RolloutError, match="has audio, and the run's model takes image"):
-        engine.generate([sound], params, [[1]])
+        sample_all(engine, [sound], params, [[1]])
 
 
 def test_new_weights_reach_the_tower(given: Given) -> None:
     engine = given.engine()
     params = SamplingParams(max_new_tokens=4, ignore_eos=True)
     prompts = [given.prompt(0, 1, "small", 2)]
-    before = engine.generate(prompts, params, [[5]])[0][0]
+    before = sample_all(engine, prompts, params, [[5]])[0][0]
     generator = torch.Generator().manual_seed(3)
     engine.update_weights(
         (
@@ -200,5 +201,5 @@ def test_new_weights_reach_the_tower(given: Given) -> None:
         ),
         1,
     )
-    after = engine.generate(prompts, params, [[5]])[0][0]
+    after = sample_all(engine, prompts, params, [[5]])[0][0]
     assert before.log_probs != after.log_probs

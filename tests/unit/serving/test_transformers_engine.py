@@ -7,6 +7,7 @@ import json
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -35,6 +36,8 @@ from anygauge_hooks.engines import WorkerContext
 from anygauge_hooks.errors import CheckpointError, RolloutError, WeightMappingError
 from anygauge_hooks.media import Media
 from anygauge_hooks.rl import Prompt, Sample, SamplingParams
+from anygauge_hooks.rollout import GenerateRequest
+from anygauge_tests.embedded import sample_all
 
 ALPHABET = "0123456789+="
 PAD, EOS = 12, 13
@@ -114,7 +117,7 @@ def test_log_probs_are_those_of_a_full_forward_pass(
     engine: TransformersEngine, path: Path, prompts: list[Prompt], temperature: float
 ) -> None:
     params = SamplingParams(max_new_tokens=8, temperature=temperature)
-    samples = flat(engine.generate(prompts, params, seeds_for(prompts, 3)))
+    samples = flat(sample_all(engine, prompts, params, seeds_for(prompts, 3)))
     assert len({sample.response_tokens for sample in samples}) > len(prompts)
     for sample in samples:
         expected = reference_log_probs(path, sample, temperature)
@@ -125,7 +128,7 @@ def test_log_probs_are_those_of_a_full_forward_pass(
 def test_tokens_are_the_inverse_cdf_of_the_samples_own_numbers(
     engine: TransformersEngine, path: Path
 ) -> None:
-    samples = flat(engine.generate(MIXED, SamplingParams(max_new_tokens=6), seeds_for(MIXED, 4)))
+    samples = flat(sample_all(engine, MIXED, SamplingParams(max_new_tokens=6), seeds_for(MIXED, 4)))
     for sample in samples:
         probs = reference_log_probs(path, sample, 1.0).exp().to(torch.float64)
         for position, token in enumerate(sample.response_tokens):
@@ -137,12 +140,12 @@ def test_tokens_are_the_inverse_cdf_of_the_samples_own_numbers(
 def test_a_sample_does_not_depend_on_its_batch(engine: TransformersEngine, path: Path) -> None:
     params = SamplingParams(max_new_tokens=8, top_p=0.95, top_k=10)
     seeds = seeds_for(MIXED, 4)
-    together = engine.generate(MIXED, params, seeds)
+    together = sample_all(engine, MIXED, params, seeds)
     order = [3, 0, 4, 2, 1]
-    shuffled = engine.generate([MIXED[i] for i in order], params, [seeds[i][::-1] for i in order])
-    narrow = open_engine(path, max_batch_tokens=40).generate(MIXED, params, seeds)
+    shuffled = sample_all(engine, [MIXED[i] for i in order], params, [seeds[i][::-1] for i in order])
+    narrow = sample_all(open_engine(path, max_batch_tokens=40), MIXED, params, seeds)
     alone = [
-        [engine.generate([p], params, [[s]])[0][0] for s in some]
+        [sample_all(engine, [p], params, [[s]])[0][0] for s in some]
         for p, some in zip(MIXED, seeds, strict=True)
     ]
     others = [narrow, alone, [shuffled[order.index(i)][::-1] for i in range(5)]]
@@ -155,20 +158,20 @@ def test_a_sample_does_not_depend_on_its_batch(engine: TransformersEngine, path:
 def test_the_same_call_gives_the_same_samples(engine: TransformersEngine) -> None:
     params = SamplingParams(max_new_tokens=8)
     seeds = seeds_for(MIXED, 4)
-    first = engine.generate(MIXED, params, seeds)
-    assert engine.generate(MIXED, params, seeds) == first
-    assert engine.generate(MIXED, params, seeds_for(MIXED, 4, start=1000)) != first
+    first = sample_all(engine, MIXED, params, seeds)
+    assert sample_all(engine, MIXED, params, seeds) == first
+    assert sample_all(engine, MIXED, params, seeds_for(MIXED, 4, start=1000)) != first
 
 
 def test_equal_seeds_of_one_prompt_give_equal_samples(engine: TransformersEngine) -> None:
-    one, two, other = engine.generate(MIXED[:1], SamplingParams(max_new_tokens=8), [[5, 5, 6]])[0]
+    one, two, other = sample_all(engine, MIXED[:1], SamplingParams(max_new_tokens=8), [[5, 5, 6]])[0]
     assert one == two
     assert one != other
 
 
 def test_temperature_zero_is_greedy(engine: TransformersEngine, path: Path) -> None:
     params = SamplingParams(max_new_tokens=6, temperature=0)
-    for sample in flat(engine.generate(MIXED, params, seeds_for(MIXED, 2))):
+    for sample in flat(sample_all(engine, MIXED, params, seeds_for(MIXED, 2))):
         expected = reference_log_probs(path, sample, 1.0)
         assert list(sample.response_tokens) == expected.argmax(-1).tolist()
         torch.testing.assert_close(torch.tensor(sample.log_probs), expected.amax(-1), rtol=0, atol=1e-5)
@@ -176,7 +179,7 @@ def test_temperature_zero_is_greedy(engine: TransformersEngine, path: Path) -> N
 
 def test_truncation_limits_every_token(engine: TransformersEngine, path: Path) -> None:
     params = SamplingParams(max_new_tokens=5, top_k=3, top_p=0.9)
-    for sample in flat(engine.generate(MIXED, params, seeds_for(MIXED, 4))):
+    for sample in flat(sample_all(engine, MIXED, params, seeds_for(MIXED, 4))):
         probs = reference_log_probs(path, sample, 1.0).exp()
         values, tokens = probs.topk(3, dim=-1)
         for position, token in enumerate(sample.response_tokens):
@@ -191,7 +194,7 @@ def test_sliding_windows_keep_their_meaning(tmp_path: Path) -> None:
     config |= {"use_sliding_window": True, "sliding_window": 4, "layer_types": kinds}
     (path / "config.json").write_text(json.dumps(config))
     params = SamplingParams(max_new_tokens=6, ignore_eos=True)
-    for sample in flat(open_engine(path).generate(MIXED, params, seeds_for(MIXED, 2))):
+    for sample in flat(sample_all(open_engine(path), MIXED, params, seeds_for(MIXED, 2))):
         expected = reference_log_probs(path, sample, 1.0)
         chosen = expected.gather(1, torch.tensor(sample.response_tokens)[:, None])[:, 0]
         torch.testing.assert_close(torch.tensor(sample.log_probs), chosen, rtol=0, atol=1e-5)
@@ -200,7 +203,7 @@ def test_sliding_windows_keep_their_meaning(tmp_path: Path) -> None:
 def test_low_precision_follows_the_dtype(path: Path) -> None:
     engine = open_engine(path, dtype=torch.bfloat16)
     assert {parameter.dtype for parameter in engine._model.parameters()} == {torch.bfloat16}
-    sample = engine.generate(MIXED[:1], SamplingParams(max_new_tokens=4), [[1]])[0][0]
+    sample = sample_all(engine, MIXED[:1], SamplingParams(max_new_tokens=4), [[1]])[0][0]
     expected = reference_log_probs(path, sample, 1.0).gather(1, torch.tensor(sample.response_tokens)[:, None])
     torch.testing.assert_close(torch.tensor(sample.log_probs), expected[:, 0], rtol=0, atol=0.2)
 
@@ -212,7 +215,7 @@ def test_each_distinct_prefix_is_computed_once(engine: TransformersEngine) -> No
     prompts = [*MIXED, MIXED[0]]
     params = SamplingParams(max_new_tokens=5, ignore_eos=True)
     with recorded_inputs(engine) as inputs:
-        samples = flat(engine.generate(prompts, params, seeds_for(prompts, 6)))
+        samples = flat(sample_all(engine, prompts, params, seeds_for(prompts, 6)))
     assert inputs[0].shape == (len(MIXED), max(len(prompt.tokens) for prompt in MIXED))
     for step, ids in enumerate(inputs[1:], start=1):
         assert ids.shape == (len({(s.prompt_tokens, s.response_tokens[:step]) for s in samples}), 1)
@@ -233,20 +236,20 @@ def test_forbidden_tokens_are_never_drawn_and_the_rest_adds_up(
 ) -> None:
     forbidden = (3, 7)
     params = SamplingParams(max_new_tokens=6, forbidden=forbidden)
-    samples = flat(engine.generate(MIXED, params, seeds_for(MIXED, 20)))
+    samples = flat(sample_all(engine, MIXED, params, seeds_for(MIXED, 20)))
     assert not {token for sample in samples for token in sample.response_tokens} & set(forbidden)
     for sample in samples[::50]:
         logits = reference_log_probs(path, sample, 1.0).index_fill(1, torch.tensor(forbidden), -torch.inf)
         chosen = logits.log_softmax(-1).gather(1, torch.tensor(sample.response_tokens)[:, None])[:, 0]
         torch.testing.assert_close(torch.tensor(sample.log_probs), chosen, rtol=0, atol=1e-5)
     with pytest.raises(RolloutError, match=r"forbidden tokens \[14\] outside"):
-        engine.generate(MIXED, SamplingParams(max_new_tokens=1, forbidden=(3, 14)), seeds_for(MIXED, 1))
+        sample_all(engine, MIXED, SamplingParams(max_new_tokens=1, forbidden=(3, 14)), seeds_for(MIXED, 1))
 
 
 def test_ended_samples_leave_the_batch(engine: TransformersEngine) -> None:
     prompts = prompts_of(*(f"{number}+" for number in range(100, 140)))
     with recorded_inputs(engine) as inputs:
-        samples = flat(engine.generate(prompts, SamplingParams(max_new_tokens=40), seeds_for(prompts, 1)))
+        samples = flat(sample_all(engine, prompts, SamplingParams(max_new_tokens=40), seeds_for(prompts, 1)))
     for step, ids in enumerate(inputs[1:], start=1):
         alive = sum(len(sample.response_tokens) > step for sample in samples)
         assert alive <= len(ids) <= alive / 0.75 + 1
@@ -270,7 +273,7 @@ def test_batches_stay_within_the_bound() -> None:
 def test_the_global_random_state_and_autograd_are_left_alone(path: Path) -> None:
     state = torch.get_rng_state()
     engine = open_engine(path)
-    engine.generate(MIXED, SamplingParams(max_new_tokens=3), seeds_for(MIXED, 2))
+    sample_all(engine, MIXED, SamplingParams(max_new_tokens=3), seeds_for(MIXED, 2))
     assert torch.equal(torch.get_rng_state(), state)
     assert not any(parameter.requires_grad for parameter in engine._model.parameters())
     assert not engine._model.training
@@ -281,7 +284,7 @@ def test_the_global_random_state_and_autograd_are_left_alone(path: Path) -> None
 
 
 def test_responses_end_at_eos_or_at_the_limit(engine: TransformersEngine) -> None:
-    samples = flat(engine.generate(MIXED, SamplingParams(max_new_tokens=12), seeds_for(MIXED, 8)))
+    samples = flat(sample_all(engine, MIXED, SamplingParams(max_new_tokens=12), seeds_for(MIXED, 8)))
     assert {sample.finish_reason for sample in samples} == {"stop", "length"}
     for sample in samples:
         ended = sample.response_tokens[-1] == EOS
@@ -291,7 +294,7 @@ def test_responses_end_at_eos_or_at_the_limit(engine: TransformersEngine) -> Non
 
 
 def test_samples_are_complete(engine: TransformersEngine) -> None:
-    groups = engine.generate(MIXED, SamplingParams(max_new_tokens=12), seeds_for(MIXED, 8))
+    groups = sample_all(engine, MIXED, SamplingParams(max_new_tokens=12), seeds_for(MIXED, 8))
     assert [[sample.seed for sample in group] for group in groups] == seeds_for(MIXED, 8)
     for prompt, group in zip(MIXED, groups, strict=True):
         for sample in group:
@@ -306,14 +309,14 @@ def test_samples_are_complete(engine: TransformersEngine) -> None:
 
 def test_eos_can_be_ignored(engine: TransformersEngine) -> None:
     params = SamplingParams(max_new_tokens=12, ignore_eos=True)
-    samples = flat(engine.generate(MIXED, params, seeds_for(MIXED, 8)))
+    samples = flat(sample_all(engine, MIXED, params, seeds_for(MIXED, 8)))
     assert {(len(sample.response_tokens), sample.finish_reason) for sample in samples} == {(12, "length")}
     assert any(EOS in sample.response_tokens[:-1] for sample in samples)
 
 
 def test_stop_tokens_end_a_response(engine: TransformersEngine) -> None:
     params = SamplingParams(max_new_tokens=30, ignore_eos=True, stop_token_ids=(3, PAD))
-    samples = flat(engine.generate(MIXED, params, seeds_for(MIXED, 8)))
+    samples = flat(sample_all(engine, MIXED, params, seeds_for(MIXED, 8)))
     for sample in samples:
         assert not {3, PAD} & set(sample.response_tokens[:-1])
         assert (sample.response_tokens[-1] in (3, PAD)) == (sample.finish_reason == "stop")
@@ -324,7 +327,9 @@ def test_eos_comes_from_the_generation_config_and_the_tokenizer(tmp_path: Path) 
     path = make_model(tmp_path)
     generation = json.loads((path / "generation_config.json").read_text())
     (path / "generation_config.json").write_text(json.dumps(generation | {"eos_token_id": [4, 5]}))
-    samples = flat(open_engine(path).generate(MIXED, SamplingParams(max_new_tokens=40), seeds_for(MIXED, 16)))
+    samples = flat(
+        sample_all(open_engine(path), MIXED, SamplingParams(max_new_tokens=40), seeds_for(MIXED, 16))
+    )
     assert {sample.response_tokens[-1] for sample in samples if sample.finish_reason == "stop"} == {4, 5, EOS}
 
 
@@ -332,8 +337,10 @@ def test_a_stop_string_ends_at_the_token_that_completes_it(engine: TransformersE
     free = SamplingParams(max_new_tokens=40, ignore_eos=True)
     stops = ("12", "+", "777")
     seeds = seeds_for(MIXED, 8)
-    whole = flat(engine.generate(MIXED, free, seeds))
-    cut = flat(engine.generate(MIXED, SamplingParams(max_new_tokens=40, ignore_eos=True, stop=stops), seeds))
+    whole = flat(sample_all(engine, MIXED, free, seeds))
+    cut = flat(
+        sample_all(engine, MIXED, SamplingParams(max_new_tokens=40, ignore_eos=True, stop=stops), seeds)
+    )
     assert sum(sample.finish_reason == "stop" for sample in cut) > len(cut) / 2
     for long, short in zip(whole, cut, strict=True):
         length = next((n for n in range(1, 41) if ends_in_stop(long.response_tokens[:n], stops)), 40)
@@ -357,7 +364,7 @@ def test_stop_strings_of_several_tokens_and_bytes(tmp_path: Path, stop: str) -> 
     engine = scripted_engine(tmp_path, tokens)
     prompt = Prompt(index=0, tokens=(tokens[0],), text="")
     params = SamplingParams(max_new_tokens=len(tokens) - 1, temperature=0, stop=(stop,), ignore_eos=True)
-    sample = engine.generate([prompt], params, [[0]])[0][0]
+    sample = sample_all(engine, [prompt], params, [[0]])[0][0]
     ends = [n for n in range(1, len(tokens)) if stop in tokenizer.decode(tokens[1 : n + 1])]
     assert list(sample.response_tokens) == tokens[1 : ends[0] + 1]
     assert sample.finish_reason == "stop"
@@ -382,11 +389,11 @@ def test_a_response_ends_where_the_context_is_full(tmp_path: Path) -> None:
     engine = open_engine(make_model(tmp_path, max_positions=10))
     params = SamplingParams(max_new_tokens=20, ignore_eos=True)
     prompts = prompts_of("37+58=", "1")
-    for prompt, group in zip(prompts, engine.generate(prompts, params, [[0], [1]]), strict=True):
+    for prompt, group in zip(prompts, sample_all(engine, prompts, params, [[0], [1]]), strict=True):
         assert len(prompt.tokens) + len(group[0].response_tokens) == 10
         assert group[0].finish_reason == "length"
-    with pytest.raises(RolloutError, match=r"Prompt 0 .* 12 tokens; the model's context is 10"):
-        engine.generate(prompts_of("37+58=37+58="), params, [[0]])
+    with pytest.raises(RolloutError, match=r"Request 0-0 has 12 tokens; the model's context is 10"):
+        sample_all(engine, prompts_of("37+58=37+58="), params, [[0]])
 
 
 def test_a_row_that_has_filled_its_context_waits_for_the_others(tmp_path: Path) -> None:
@@ -396,7 +403,7 @@ def test_a_row_that_has_filled_its_context_waits_for_the_others(tmp_path: Path) 
     GPT2LMHeadModel(GPT2Config(n_positions=24, eos_token_id=15, **shape)).save_pretrained(tmp_path)
     prompts = prompts_of("11111111+22222222=33", "1+2=", "37=", "9+")
     params = SamplingParams(max_new_tokens=12, ignore_eos=True)
-    samples = flat(open_engine(tmp_path).generate(prompts, params, seeds_for(prompts, 1)))
+    samples = flat(sample_all(open_engine(tmp_path), prompts, params, seeds_for(prompts, 1)))
     assert [len(sample.response_tokens) for sample in samples] == [4, 12, 12, 12]
 
 
@@ -412,7 +419,7 @@ def test_abort_from_another_thread_returns_what_there_is(engine: TransformersEng
 
     hook = engine._model.register_forward_pre_hook(notice)
     thread = threading.Thread(
-        target=lambda: results.append(engine.generate(MIXED, params, seeds_for(MIXED, 2)))
+        target=lambda: results.append(sample_all(engine, MIXED, params, seeds_for(MIXED, 2)))
     )
     thread.start()
     assert under_way.wait(60)
@@ -422,7 +429,7 @@ def test_abort_from_another_thread_returns_what_there_is(engine: TransformersEng
     samples = flat(results[0])
     assert {sample.finish_reason for sample in samples} == {"abort"}
     assert all(4 <= len(sample.response_tokens) < 3000 for sample in samples)
-    assert len(engine.generate(MIXED, SamplingParams(max_new_tokens=3), seeds_for(MIXED, 1))) == len(MIXED)
+    assert len(sample_all(engine, MIXED, SamplingParams(max_new_tokens=3), seeds_for(MIXED, 1))) == len(MIXED)
 
 
 def test_abort_keeps_finished_batches_and_starts_no_other(path: Path) -> None:
@@ -435,7 +442,7 @@ def test_abort_keeps_finished_batches_and_starts_no_other(path: Path) -> None:
 
     engine._model.register_forward_pre_hook(abort_at_seventh)
     params = SamplingParams(max_new_tokens=4, ignore_eos=True)
-    samples = flat(engine.generate(prompts_of("123", "12", "1"), params, [[0], [1], [2]]))
+    samples = flat(sample_all(engine, prompts_of("123", "12", "1"), params, [[0], [1], [2]]))
     # Four passes for the first, longest prompt; the seventh is the third of the second.
     assert [len(sample.response_tokens) for sample in samples] == [4, 3, 0]
     assert [sample.finish_reason for sample in samples] == ["length", "abort", "abort"]
@@ -450,7 +457,7 @@ def weights_of(path: Path) -> dict[str, torch.Tensor]:
 
 
 def generate_some(engine: TransformersEngine) -> list[Sample]:
-    return flat(engine.generate(MIXED, SamplingParams(max_new_tokens=6), seeds_for(MIXED, 2)))
+    return flat(sample_all(engine, MIXED, SamplingParams(max_new_tokens=6), seeds_for(MIXED, 2)))
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -590,7 +597,7 @@ def test_impossible_parameters_are_refused(
     engine: TransformersEngine, options: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(RolloutError, match=message):
-        engine.generate(MIXED, SamplingParams(**{"max_new_tokens": 4, **options}), seeds_for(MIXED, 1))
+        sample_all(engine, MIXED, SamplingParams(**{"max_new_tokens": 4, **options}), seeds_for(MIXED, 1))
 
 
 @pytest.mark.parametrize(
@@ -605,19 +612,22 @@ def test_prompts_outside_the_vocabulary_are_refused(
     engine: TransformersEngine, tokens: tuple[int, ...], problem: str
 ) -> None:
     prompt = Prompt(index=4, tokens=tokens, text="", source="train.jsonl")
-    with pytest.raises(RolloutError, match=rf"Prompt 4 of train\.jsonl {problem}\."):
-        engine.generate([prompt], SamplingParams(max_new_tokens=4), [[0]])
+    with pytest.raises(RolloutError, match=rf"Request 4-0 {problem}\."):
+        sample_all(engine, [prompt], SamplingParams(max_new_tokens=4), [[0]])
 
 
-def test_prompts_and_seeds_must_pair_up(engine: TransformersEngine) -> None:
-    with pytest.raises(RolloutError, match="5 prompts came with seeds for 1"):
-        engine.generate(MIXED, SamplingParams(max_new_tokens=4), [[0]])
+def test_requests_of_a_batch_keep_their_own_lengths(engine: TransformersEngine) -> None:
+    params = SamplingParams(max_new_tokens=7, ignore_eos=True)
+    asked = [GenerateRequest(str(n), (3, 4), replace(params, max_new_tokens=n), seed=5) for n in (7, 4, 5)]
+    whole, short, middle = engine.answer(asked)
+    assert [short.tokens, middle.tokens] == [whole.tokens[:4], whole.tokens[:5]]
+    assert (len(short.log_probs), len(short.weight_versions), short.finish_reason) == (4, 4, "length")
 
 
 def test_nothing_to_do_is_done(engine: TransformersEngine) -> None:
     params = SamplingParams(max_new_tokens=4)
-    assert engine.generate([], params, []) == []
-    assert [len(group) for group in engine.generate(MIXED[:2], params, [[], [1]])] == [0, 1]
+    assert sample_all(engine, [], params, []) == []
+    assert [len(group) for group in sample_all(engine, MIXED[:2], params, [[], [1]])] == [0, 1]
 
 
 def test_a_closed_engine_refuses(path: Path) -> None:

@@ -19,7 +19,7 @@ from anygauge.trainer.evaluation import evaluate
 from anygauge.trainer.inputs import EvalSet
 from anygauge.trainer.run import open_scorers
 from anygauge_hooks.errors import RewardError
-from anygauge_hooks.rl import Prompt, Sample
+from anygauge_hooks.rl import Group, Prompt, Sample
 
 TEXTS = ["4", "5"]
 
@@ -71,7 +71,7 @@ def session_with(config: Config, plugins: Plugins, stack: ExitStack, label: str 
         workers=SimpleNamespace(call=lambda name: None),
         engines=SimpleNamespace(reports=lambda: ()),
         colocation=ColocationScheduler(),
-        generate=lambda *_: [list(map(sampled, TEXTS))],
+        maker=SimpleNamespace(sample=lambda *_: [Group(prompt=prompt, samples=tuple(map(sampled, TEXTS)))]),
         eval_sets=[eval_set],
         scorers=open_scorers(config, plugins, [eval_set], Path("run"), stack),
         track=lambda metrics, *, step: None,

@@ -509,7 +509,10 @@ class Product:
         worker = ActorWorker(config, context, components=components)
         info = RunInfo(name="keys", directory=str(self.root), backend="cpu", total_steps=4, config=config)
         nobody: Any = SimpleNamespace(
-            reports=list, collect=lambda: self.groups, metrics=dict, keep=lambda state: None
+            reports=list,
+            collect=lambda step: (self.groups, 0.0),
+            metrics=dict,
+            read_ahead=lambda state, goes_on: None,
         )
         driven: Any = Driven(worker)
         session = Session(
@@ -529,7 +532,7 @@ class Product:
             source=nobody,
             flops_per_token=float,
             checkpoints=None,
-            control=nobody,
+            rollouts=nobody,
         )
         train_on_rollouts(loop, 1)
         engines: list[Any] = [worker.trainer, worker._critic]

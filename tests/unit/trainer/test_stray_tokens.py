@@ -36,8 +36,9 @@ def test_a_token_beyond_the_models_vocabulary_is_refused(
         )
         maker, params = open_maker(config, plugins, client), SamplingParams(max_new_tokens=4)
         if token < 20:
-            [[sample]] = maker.generate(prompts, params, [[0]])
+            [group] = maker.sample(prompts, params, [[0]])
+            (sample,) = group.samples
             assert sample.response_tokens == (token,)
         else:
             with pytest.raises(RolloutError, match="token 20 as number 0 of 1"):
-                maker.generate(prompts, params, [[0]])
+                maker.sample(prompts, params, [[0]])

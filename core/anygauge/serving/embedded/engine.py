@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,16 +24,17 @@ from anygauge.config.modalities import modalities
 from anygauge.serving.embedded.batches import PendingSample, Response, generate_batch, plan_batches
 from anygauge.serving.embedded.decoding import Recorder
 from anygauge.serving.embedded.multimodal import MultimodalContext, MultimodalTowers
-from anygauge.serving.embedded.stopping import StopRules, decode
+from anygauge.serving.embedded.stopping import StopRules
 from anygauge.serving.embedded.weights import copy_weights, read_weights
 from anygauge_hooks.errors import CheckpointError, RolloutError
 from anygauge_hooks.models import text_config
-from anygauge_hooks.rl import Sample
+from anygauge_hooks.rollout import Generation
 
 if TYPE_CHECKING:
     from anygauge.config import Config
     from anygauge_hooks.engines import WeightStream, WorkerContext
-    from anygauge_hooks.rl import Prompt, SamplingParams
+    from anygauge_hooks.rl import SamplingParams
+    from anygauge_hooks.rollout import GenerateRequest
     from anygauge_hooks.types import CaptureGraph
 
 __all__ = ["TransformersEngine", "make_engine"]
@@ -123,26 +125,31 @@ class TransformersEngine:
         unused = multimodal.unused if multimodal else ()
         copy_weights(self._model, read_weights(path, without=(*left_out, *unused)))
 
-    def generate(
-        self, prompts: Sequence[Prompt], params: SamplingParams, seeds: Sequence[Sequence[int]]
-    ) -> list[list[Sample]]:
-        """Return one sample per seed for each prompt, in order.
+    def answer(self, requests: Sequence[GenerateRequest]) -> list[Generation]:
+        """Answer the requests of one batch, in order.
 
         A response ends early, as ``length``, where prompt and response fill the model's context.
 
-        :raises RolloutError: The request cannot be served, or the last weight update failed.
+        :raises RolloutError: A request cannot be served, or the last weight update failed.
         """
         with self._lock:
             self._aborted.clear()
             self._check_open()
             if self._refusal is not None:
                 raise RolloutError(self._refusal, hint="Send a complete set of weights.")
-            self._check(prompts, params, seeds)
-            responses = self._run(prompts, params, seeds)
-            return self._samples(prompts, seeds, responses)
+            if not requests:
+                return []
+            longest = max(request.params.max_new_tokens for request in requests)
+            params = replace(requests[0].params, max_new_tokens=longest)
+            self._check(requests, params)
+            responses = self._run(requests, params)
+            return [
+                self._generation(response, request.params.max_new_tokens)
+                for response, request in zip(responses, requests, strict=True)
+            ]
 
     def update_weights(self, weights: WeightStream, version: int) -> None:
-        """Replace all weights, in place, between two calls of :meth:`generate`.
+        """Replace all weights, in place, between two calls of :meth:`answer`.
 
         :raises WeightMappingError: A tensor is missing, unknown or of the wrong shape; all are listed. Until
             an update succeeds, the engine refuses to generate.
@@ -155,7 +162,7 @@ class TransformersEngine:
             self._refusal = None
 
     def abort(self) -> None:
-        """End the :meth:`generate` that is running, if any, after its current token."""
+        """End the :meth:`answer` that is running, if any, after its current token."""
         self._aborted.set()
 
     def close(self) -> None:
@@ -168,62 +175,55 @@ class TransformersEngine:
         if self._model is None:
             raise RolloutError("The rollout engine is closed.", hint="Make another one.")
 
-    def _check(
-        self, prompts: Sequence[Prompt], params: SamplingParams, seeds: Sequence[Sequence[int]]
-    ) -> None:
+    def _check(self, requests: Sequence[GenerateRequest], params: SamplingParams) -> None:
         """Refuse what would fail later, on the device, without a name."""
-        if len(prompts) != len(seeds):
-            raise RolloutError(
-                f"{len(prompts)} prompts came with seeds for {len(seeds)}.",
-                hint="Pass one sequence of seeds for each prompt.",
-            )
         _check_params(params, self._vocab_size)
-        for prompt in prompts:
-            name = f"Prompt {prompt.index} of {prompt.source or 'the request'}"
-            if not prompt.tokens:
-                raise RolloutError(f"{name} has no tokens.", hint="Generation needs at least one.")
-            for token in (min(prompt.tokens), max(prompt.tokens)):
-                if not 0 <= token < self._vocab_size:
-                    raise RolloutError(
-                        f"{name} has token {token}, outside the vocabulary of {self._vocab_size}.",
-                        hint="Tokenize it with the tokenizer that the model in model.path was trained with.",
-                    )
-            self._check_media(prompt, name)
-            if self._room(prompt, params) < 1:
-                raise RolloutError(
-                    f"{name} has {len(prompt.tokens)} tokens; the model's context is {self._context_length}.",
-                    hint="Set data.max_prompt_tokens below it.",
-                )
+        checked: set[int] = set()  # the samples of a prompt share its tokens
+        for request in requests:
+            if id(request.tokens) not in checked or request.media:
+                checked.add(id(request.tokens))
+                self._check_prompt(request, params)
 
-    def _check_media(self, prompt: Prompt, name: str) -> None:
+    def _check_prompt(self, request: GenerateRequest, params: SamplingParams) -> None:
+        tokens, name = request.tokens, f"Request {request.id}"
+        if not tokens:
+            raise RolloutError(f"{name} has no tokens.", hint="Generation needs at least one.")
+        for token in (min(tokens), max(tokens)):
+            if not 0 <= token < self._vocab_size:
+                raise RolloutError(
+                    f"{name} has token {token}, outside the vocabulary of {self._vocab_size}.",
+                    hint="Tokenize it with the tokenizer that the model in model.path was trained with.",
+                )
         if self._towers is not None:
-            self._towers.check(prompt.media, name)
-        elif prompt.media:
+            self._towers.check(request.media, name)
+        elif request.media:
             raise RolloutError(
-                f"{name} has {prompt.media[0].kind}, and the engine's model reads text alone.",
+                f"{name} has {request.media[0].kind}, and the engine's model reads text alone.",
                 hint="Say what the model takes: model.modalities, or data.multimodal_keys.",
             )
+        if self._room(tokens, params) < 1:
+            raise RolloutError(
+                f"{name} has {len(tokens)} tokens; the model's context is {self._context_length}.",
+                hint="Set data.max_prompt_tokens below it.",
+            )
 
-    def _room(self, prompt: Prompt, params: SamplingParams) -> int:
+    def _room(self, tokens: Sequence[int], params: SamplingParams) -> int:
         if self._context_length is None:
             return params.max_new_tokens
-        return min(params.max_new_tokens, self._context_length - len(prompt.tokens))
+        return min(params.max_new_tokens, self._context_length - len(tokens))
 
-    def _run(
-        self, prompts: Sequence[Prompt], params: SamplingParams, seeds: Sequence[Sequence[int]]
-    ) -> list[Response]:
-        """Return a response for each seed of each prompt, flattened."""
+    def _run(self, requests: Sequence[GenerateRequest], params: SamplingParams) -> list[Response]:
+        """Return a response for each request."""
         stopper = self._stop_rules.stopper(params)
-        pairs = [(prompt, seed) for prompt, some in zip(prompts, seeds, strict=True) for seed in some]
         rows = [
             PendingSample(
                 index=index,
-                tokens=prompt.tokens,
-                seed=seed,
-                max_new_tokens=self._room(prompt, params),
-                media=prompt.media,
+                tokens=request.tokens,
+                seed=request.seed,
+                max_new_tokens=self._room(request.tokens, params),
+                media=request.media,
             )
-            for index, (prompt, seed) in enumerate(pairs)
+            for index, request in enumerate(requests)
         ]
         responses = [Response()] * len(rows)
         for batch in plan_batches(rows, params.max_new_tokens, self._max_batch_tokens):
@@ -236,33 +236,13 @@ class TransformersEngine:
                 responses[row.index] = response
         return responses
 
-    def _samples(
-        self, prompts: Sequence[Prompt], seeds: Sequence[Sequence[int]], responses: Sequence[Response]
-    ) -> list[list[Sample]]:
-        # Short answers repeat a lot, and a dictionary is cheaper than a tokenizer.
-        distinct = list(dict.fromkeys(response.tokens for response in responses))
-        texts = dict(zip(distinct, decode(self._tokenizer, distinct, special=False), strict=True))
-        rest = iter(responses)
-        return [
-            [self._sample(prompt, seed, next(rest), texts) for seed in some]
-            for prompt, some in zip(prompts, seeds, strict=True)
-        ]
-
-    def _sample(
-        self, prompt: Prompt, seed: int, response: Response, texts: Mapping[tuple[int, ...], str]
-    ) -> Sample:
-        length = len(response.tokens)
-        return Sample(
-            prompt_index=prompt.index,
-            prompt_tokens=prompt.tokens,
-            response_tokens=response.tokens,
-            log_probs=response.log_probs,
-            loss_mask=(1,) * length,
-            weight_versions=(self.version,) * length,
-            text=texts[response.tokens],
-            finish_reason=response.finish_reason,
-            seed=seed,
-            media=prompt.media,
+    def _generation(self, response: Response, limit: int) -> Generation:
+        tokens = response.tokens[:limit]
+        return Generation(
+            tokens=tokens,
+            log_probs=response.log_probs[:limit],
+            weight_versions=(self.version,) * len(tokens),
+            finish_reason="length" if len(tokens) < len(response.tokens) else response.finish_reason,
         )
 
 

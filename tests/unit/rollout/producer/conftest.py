@@ -82,6 +82,7 @@ def make_producer(text: TextTools, prompts: list[Prompt]) -> MakeProducer:
             return UserFunction(function.__name__, function)
 
         context = ProducerContext(
+            config=config,
             rollout_context=RolloutContext(
                 config=config,
                 generator=engine,

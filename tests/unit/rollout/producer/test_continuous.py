@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from anygauge.rollout.evaluation import sample_all
+from anygauge.rollout.evaluation import sample_groups
 from anygauge.rollout.groups import DoneGroup, OpenGroup
 from anygauge.rollout.producer import Continuous, Producer
 from anygauge.rollout.staleness import Staleness
@@ -170,14 +170,14 @@ def test_an_evaluation_goes_on_beside_training_and_leaves_it_room(
         producer.keep_going(Continuous(groups=3))
         params = SamplingParams(max_new_tokens=4, temperature=0.0)
         context = producer._context.rollout_context
-        evaluation = asyncio.create_task(sample_all(context, prompts[:5], params, [[7, 8]] * 5, at_once=3))
+        evaluation = asyncio.create_task(sample_groups(context, prompts[:5], params, [[7, 8]] * 5, at_once=3))
         await until(lambda: len(engine.waiting) == 3)
         taken = [len(await producer.take(2, timeout_s=20)) for _ in range(3)]
         while not evaluation.done():
             most = max(most, len(engine.waiting))
             engine.release()
             await asyncio.sleep(0)
-        return taken, [[(s.seed, s.response_tokens) for s in own] for own in await evaluation]
+        return taken, [[(s.seed, s.response_tokens) for s in own.samples] for own in await evaluation]
 
     taken, samples = run(producer, body)
     assert taken == [2, 2, 2]

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
 from anygauge.config.schema import Data, Rollout
 from anygauge.plugins import Plugins
+from anygauge.rollout.function_clock import FunctionClock
 from anygauge.rollout.functions import resolve_functions
 from anygauge.rollout.multi_turn import multi_turn
 from anygauge.rollout.producer import Producer
@@ -324,27 +325,24 @@ def test_a_function_that_hangs_is_ended(make_producer: MakeProducer) -> None:
 def test_the_time_of_a_function_stands_still_while_the_policy_speaks(
     make_producer: MakeProducer,
 ) -> None:
-    class Clock:
-        def __init__(self) -> None:
-            self.deadlines: list[bool] = []
+    class Clock(FunctionClock):
+        counts: ClassVar[list[bool]] = []
 
-        def expired(self) -> bool:
-            return False
+        def start(self, function: Any) -> None:
+            self.counts.append(True)
 
-        def reschedule(self, when: float | None) -> None:
-            self.deadlines.append(when is not None)
-
-    clock = Clock()
+        def stop(self, function: Any) -> None:
+            self.counts.append(False)
 
     async def two_at_once(rollout: Any, prompt: Prompt, seed: int) -> Sample:
-        rollout.bound(clock, 9.0)
+        rollout.bound(Clock(9.0), asyncio.current_task())
         drafts = [rollout.draft(), rollout.draft()]
         await asyncio.gather(*(draft.generate(max_new_tokens=1) for draft in drafts))
         sample: Sample = drafts[0].sample()
         return sample
 
     one(make_producer, ScriptedEngine(lambda r: [1]), two_at_once)
-    assert clock.deadlines == [True, False, False, False, True]
+    assert Clock.counts == [True, False, False, False, True]
 
 
 def test_a_filter_that_fails_counts_as_a_failure(make_producer: MakeProducer) -> None:
