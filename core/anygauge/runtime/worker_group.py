@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -174,6 +174,8 @@ class WorkerGroup:
         self._ended = False
         self._oom_kills = read_oom_kills()
         self._hosts: Sequence[HostInfo] = ()
+        self.before_call: Callable[[str], None] | None = None
+        """Called with the name of a method before the workers are, as where their devices are shared."""
 
     def __enter__(self) -> WorkerGroup:
         return self
@@ -234,6 +236,8 @@ class WorkerGroup:
         **same_for_all: Any,
     ) -> PendingCall:
         """Start a call and return at once. The group takes no other call before its result was asked for."""
+        if self.before_call is not None:
+            self.before_call(method)
         return self._submit(method, per_rank, timeout_s, same_for_all, lifecycle=False)
 
     def start(self) -> None:

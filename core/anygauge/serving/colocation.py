@@ -23,11 +23,18 @@ from typing import Literal
 
 from anygauge_hooks.serving import MemoryState
 
-__all__ = ["ColocationPhase", "ColocationScheduler", "SetMemoryState"]
+__all__ = ["PHASE_OF_CALL", "ColocationPhase", "ColocationScheduler", "SetMemoryState"]
 
 SetMemoryState = Callable[[MemoryState], object]
 """Sets the memory state of a group of engines, and returns when all have it."""
 ColocationPhase = Literal["start", "generate", "train", "sync", "save"]
+PHASE_OF_CALL: Mapping[str, ColocationPhase] = {
+    "train": "train",
+    "negative_log_likelihood": "save",
+    "save_checkpoint": "save",
+    "save_hf": "save",
+}
+"""Phase that a call of the training workers needs. The others need no memory, or are a part of a phase."""
 _AMOUNT: Mapping[MemoryState, int] = {"nothing": 0, "weights": 1, "everything": 2}
 
 
@@ -63,6 +70,11 @@ class ColocationScheduler:
         """Put trainers and engines into the memory states of a phase; return when they have them."""
         if self._trainers is not None:
             self._enter(phase)
+
+    def before_call(self, method: str) -> None:
+        """Enter the phase that a call of the training workers needs, if it needs one."""
+        if (phase := PHASE_OF_CALL.get(method)) is not None:
+            self.enter(phase)
 
     def seconds(self) -> Mapping[str, float]:
         """Return and reset the seconds spent on sleep and on wake-up; nothing if no devices are shared."""

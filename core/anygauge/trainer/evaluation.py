@@ -107,7 +107,6 @@ def _negative_log_likelihood(session: Session, batch: TrainBatch) -> float:
     # A forward pass may be a collective, so a rank without samples of its own repeats the first.
     batches = [select(batch, part or samples[:1]) for part in parts]
     per_rank: list[Arguments] = [((batches[own],), {}) for own in layout.dp_ranks()]
-    session.colocation.enter("save")
     totals = session.workers.call("negative_log_likelihood", per_rank=per_rank)
     spoken = (totals[rank] for rank in layout.reporting_ranks())
     return float(sum(value for value, part in zip(spoken, parts, strict=True) if part))

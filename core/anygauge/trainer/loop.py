@@ -297,7 +297,6 @@ def send_batches(loop: Loop, step: int, batches: Sequence[TrainBatch]) -> Traini
         keep(loop, media_of(batches))
     per_rank = [((batches[own],), {"dump": dumps.get(rank)}) for rank, own in enumerate(layout.dp_ranks())]
     updates = step > loop.config.critic.warmup_steps
-    loop.session.colocation.enter("train")
     answer = loop.session.workers.call_async("train", per_rank=per_rank, update_policy=updates)
     return Training(answer, plan_metrics(batches, loop.flops_per_token, loop.media_flops), updates)
 
@@ -363,12 +362,10 @@ def save(loop: Loop, step: int, *, ends: bool = False) -> bool:
         announce(loop, loop.checkpoints.poll())
         due = ends or step % settings.every == 0 or step == loop.info.total_steps
         if due:
-            loop.session.colocation.enter("save")
             announce(loop, loop.checkpoints.start(step, loop.session.state.state_dict(), replaces=not ends))
             if ends:
                 announce(loop, loop.checkpoints.finish())
     if loop.session.components.trains and settings.hf_every is not None and step % settings.hf_every == 0:
-        loop.session.colocation.enter("save")
         export_hf(loop.session.workers, Path(loop.info.directory) / f"hf-step-{step}")
         due = True
     return due

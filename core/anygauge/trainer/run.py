@@ -74,7 +74,6 @@ def train(
             with salvaged(loop):
                 run_loop(loop)
             if config.save.hf_at_end and loop.session.components.trains:
-                loop.session.colocation.enter("save")
                 export_hf(loop.session.workers, directory.path / "hf")
             if loop.checkpoints is not None:
                 loop.checkpoints.require_last()
@@ -216,6 +215,7 @@ def open_colocation(config: Config, components: Components, workers: WorkerGroup
     if not (config.placement.colocated and components.trains and components.generates):
         return ColocationScheduler()
     colocation = ColocationScheduler(lambda state: workers.call("set_memory_state", state=state))
+    workers.before_call = colocation.before_call
     colocation.enter("start")
     return colocation
 

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from anygauge.serving.colocation import ColocationPhase, ColocationScheduler
+from anygauge.serving.colocation import PHASE_OF_CALL, ColocationPhase, ColocationScheduler
+from anygauge.trainer.actors import ActorWorker
 from anygauge_hooks.serving import MemoryState
 
 AMOUNT = {"nothing": 0, "weights": 1, "everything": 2}
@@ -142,3 +143,23 @@ def test_without_shared_devices_nothing_moves() -> None:
         scheduler.enter(phase)
     assert not scheduler.shared
     assert scheduler.seconds() == {}
+
+
+def test_a_call_of_the_trainers_enters_its_phase_before_they_are_asked(recorder: Recorder) -> None:
+    recorder.start()
+    for method in ("report", "train", "checkpoint_written", "save_checkpoint"):
+        recorder.said.append(method)
+        recorder.scheduler.before_call(method)
+    assert recorder.said == [
+        "trainers: nothing",
+        "report",
+        "train",
+        "engines: nothing",
+        "trainers: everything",
+        "checkpoint_written",
+        "save_checkpoint",
+    ]
+
+
+def test_every_call_with_a_phase_is_one_of_the_workers_that_train() -> None:
+    assert [method for method in PHASE_OF_CALL if not callable(getattr(ActorWorker, method, None))] == []
