@@ -6,7 +6,7 @@ import errno
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
-from anygauge.hub.files import CODE, WANTED
+from anygauge.hub.files import CODE, WANTED, HubFiles
 from anygauge.hub.names import HubName
 from anygauge_hooks.errors import HubError
 
@@ -47,6 +47,17 @@ class Client:
 
     def command(self, name: HubName) -> str:
         """Return the command that fills the cache of a connected host."""
+        raise NotImplementedError
+
+    def cached(self, name: HubName) -> HubFiles | None:
+        """Return what the cache holds of a name, which may be less than all."""
+        raise NotImplementedError
+
+    def download(self, name: HubName) -> HubFiles:
+        """Download a name, or what the cache lacks of it.
+
+        :raises HubError: Says what the hub answered and what to do.
+        """
         raise NotImplementedError
 
     def _error(self, name: HubName, explanation: Explanation) -> HubError:

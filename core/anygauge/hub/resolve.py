@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
+from anygauge.hub.client import Client
 from anygauge.hub.files import HubFiles, lacking
 from anygauge.hub.huggingface import HuggingFace
 from anygauge.hub.modelscope import ModelScope
@@ -24,26 +25,6 @@ __all__ = ["cached_model", "localized", "pinned", "unresolved"]
 
 Replace = Callable[[HubName], str]
 Table = TypeVar("Table", bound="Section")
-
-
-class Source(Protocol):
-    """A hub and its cache on this host."""
-
-    cache: Path
-    offline: str | None
-    """Setting that forbids downloads, if one does."""
-
-    def folder(self, name: HubName) -> Path:
-        """Return where the cache keeps a repository."""
-
-    def command(self, name: HubName) -> str:
-        """Return the command that fills the cache of a connected host."""
-
-    def cached(self, name: HubName) -> HubFiles | None:
-        """Return what the cache holds of a name, which may be less than all."""
-
-    def download(self, name: HubName) -> HubFiles:
-        """Download a name, or what the cache lacks of it."""
 
 
 def pinned(config: Config, *, download: bool = True) -> Config:
@@ -174,18 +155,18 @@ def _finder(config: Config, *, download: bool) -> Callable[[HubName], HubFiles |
     """Return what looks names up; the hub's client is imported at the first."""
 
     @cache
-    def source() -> Source:
+    def source() -> Client:
         return _source(config.hub, code=config.model.trust_remote_code)
 
     return lambda name: _find(source(), name, download=download)
 
 
-def _source(hub: Hub, *, code: bool) -> Source:
+def _source(hub: Hub, *, code: bool) -> Client:
     make = HuggingFace if hub.source == "huggingface" else ModelScope
     return make(hub, code=code)
 
 
-def _find(source: Source, name: HubName, *, download: bool) -> HubFiles | None:
+def _find(source: Client, name: HubName, *, download: bool) -> HubFiles | None:
     files = source.cached(name)
     missing = list(_missing(name, files))
     if files is not None and not missing:
