@@ -12,19 +12,7 @@ from anygauge.config.rules.parallel import size_problems
 from anygauge.config.schema import Config, Parallel
 from anygauge_hooks.errors import ConfigError
 
-__all__ = ["Coordinates", "Layout", "layout_of"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Coordinates:
-    """Coordinates of a rank in each parallel dimension, from 0."""
-
-    tensor: int
-    context: int
-    data: int
-    pipeline: int
-    expert: int
-    expert_tensor: int
+__all__ = ["Layout", "layout_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,25 +42,9 @@ class Layout:
         """Ranks of one pipeline stage."""
         return self.world_size // self.parallel.pipeline
 
-    def coordinates(self, rank: int) -> Coordinates:
-        """Return where a rank stands."""
-        sizes = self.parallel
-        stage, inside = divmod(rank, self.stage_ranks)
-        rest, tensor = divmod(inside, sizes.tensor)
-        data, context = divmod(rest, sizes.context)
-        expert_rest, expert_tensor = divmod(inside, sizes.expert_tensor)
-        return Coordinates(
-            tensor=tensor,
-            context=context,
-            data=data,
-            pipeline=stage,
-            expert=expert_rest % sizes.expert,
-            expert_tensor=expert_tensor,
-        )
-
     def dp_rank(self, rank: int) -> int:
         """Return the data-parallel rank of a rank, which determines its samples."""
-        return self.coordinates(rank).data
+        return rank % self.stage_ranks // (self.parallel.tensor * self.parallel.context)
 
     def dp_ranks(self) -> list[int]:
         """Return the data-parallel rank of every rank."""

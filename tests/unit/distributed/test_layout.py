@@ -10,11 +10,12 @@ from anygauge.config.rules.parallel import model_problems, size_problems
 from anygauge.config.schema import Parallel
 from anygauge.distributed.layout import Layout
 from anygauge_hooks.errors import ConfigError
+from anygauge_tests.ranks import coordinates
 
 
 def test_neighbours_divide_matrices_then_sequences_then_samples_then_layers() -> None:
     layout = Layout(16, Parallel(tensor=2, context=2, pipeline=2))
-    found = [layout.coordinates(rank) for rank in range(16)]
+    found = [coordinates(layout, rank) for rank in range(16)]
     assert [each.tensor for each in found] == [0, 1] * 8
     assert [each.context for each in found] == [0, 0, 1, 1] * 4
     assert [each.data for each in found] == [0, 0, 0, 0, 1, 1, 1, 1] * 2
@@ -24,7 +25,7 @@ def test_neighbours_divide_matrices_then_sequences_then_samples_then_layers() ->
 
 def test_experts_divide_the_ranks_of_a_stage() -> None:
     layout = Layout(16, Parallel(tensor=4, pipeline=2, expert=4, expert_tensor=2))
-    found = [layout.coordinates(rank) for rank in range(16)]
+    found = [coordinates(layout, rank) for rank in range(16)]
     assert [each.expert_tensor for each in found] == [0, 1] * 8
     assert [each.expert for each in found] == [0, 0, 1, 1, 2, 2, 3, 3] * 2
 

@@ -41,6 +41,7 @@ from anygauge.plugins import Plugins, load_plugins
 from anygauge_hooks.errors import ConfigError
 from anygauge_hooks.megatron import megatron_model
 from anygauge_hooks.types import BackendSpec, Device
+from anygauge_tests.ranks import coordinates
 
 MODELS: dict[str, Any] = json.loads((Path(__file__).parents[2] / "data" / "real_models.json").read_text())
 """Published sizes, parameters in billions, and layouts: ``[train.parallel]`` and ``[train.megatron]``."""
@@ -235,7 +236,7 @@ def test_every_rank_has_its_part(
         with host.tensors_of(config, rank, known.rules) as policy:
             found = {name: tuple(tensor.shape) for name, tensor in policy.tensors.items()}
             assert policy.position == place_of(ranks, rank)
-        stage = ranks.coordinates(rank).pipeline
+        stage = coordinates(ranks, rank).pipeline
         layers_of[stage] = {int(name.split(".")[2]) for name in found if name.startswith("decoder.layers.")}
         assert found == dict(expected_tensors(known, ranks, rank, layers_of[stage]))
     assert sorted(layer for each in layers_of.values() for layer in each) == [*range(layers(known.hf))]
@@ -289,7 +290,7 @@ def built_ranks(layout: Layout) -> list[int]:
 
 
 def place_of(layout: Layout, rank: int) -> ShardPosition:
-    at, sizes = layout.coordinates(rank), layout.parallel
+    at, sizes = coordinates(layout, rank), layout.parallel
     return ShardPosition(
         tensor=sizes.tensor,
         tensor_rank=at.tensor,
@@ -305,7 +306,7 @@ def expected_rules(
     known: Published, layout: Layout, rank: int, layers_of_stage: set[int]
 ) -> Iterator[TensorRule]:
     """Yield the rules of the tensors that a rank has, said here once more, without Megatron."""
-    at, sizes = layout.coordinates(rank), layout.parallel
+    at, sizes = coordinates(layout, rank), layout.parallel
     held = experts(known.hf) // sizes.expert
     numbers = [None, *range(at.expert * held, (at.expert + 1) * held)]
     for layer in sorted(layers_of_stage):
@@ -332,7 +333,7 @@ def check_all_ranks(known: Published, layout: Layout, layers_of: Mapping[int, se
     """Check that the ranks have every shard of every tensor, as often as there are copies of the model."""
     held: Counter[tuple[str, int]] = Counter()
     for rank in range(layout.world_size):
-        place, stage = place_of(layout, rank), layout.coordinates(rank).pipeline
+        place, stage = place_of(layout, rank), coordinates(layout, rank).pipeline
         for rule in expected_rules(known, layout, rank, layers_of[stage]):
             held[rule.canonical, place.index(rule.declared)] += 1
     place = place_of(layout, 0)
