@@ -133,7 +133,7 @@ def test_gradients_are_those_of_plain_autograd(
 def test_a_micro_batch_has_each_image_once(make_engine: MakeEngine, mixed: list[TrainSample]) -> None:
     engine = make_engine()
     (batch,) = engine._pack(batches.make_batch(mixed)).readers(1)[0]
-    part = batch.inputs["media"].parts["visual"]
+    part = batch.inputs["media"]["visual"]
     assert part.count == 4 + 3 + 6
     assert len(part.rows) == 4 + 4 + 3 + 6
     assert batch.inputs["position_ids"].shape == (3, 1, sum(len(each.tokens) for each in mixed))

@@ -34,12 +34,8 @@ class TowerBatch:
     """``[n]``, int64: which feature each of them gets."""
 
 
-@dataclass(frozen=True, slots=True)
-class MediaBatch:
-    """Inputs of all towers for a micro-batch."""
-
-    parts: Mapping[str, TowerBatch]
-    """Inputs by name of the tower; a tower without inputs is absent."""
+MediaBatch = Mapping[str, TowerBatch]
+"""Inputs of the towers for a micro-batch, by name; a tower without inputs is absent."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,9 +128,9 @@ def media_batch(
     placed = [each.moved(by) for media, by in zip(shown, starts, strict=False) for each in media]
     _check_kinds({media.kind for media in placed}, reader.towers)
     seen = {tower: [media for media in placed if media.kind in tower.kinds] for tower in reader.towers}
-    return MediaBatch(
-        {tower.name: _tower_batch(tower, each, parts, reader, device) for tower, each in seen.items() if each}
-    )
+    return {
+        tower.name: _tower_batch(tower, each, parts, reader, device) for tower, each in seen.items() if each
+    }
 
 
 def _check_kinds(kinds: set[MediaKind], towers: Sequence[TowerSpec]) -> None:

@@ -92,7 +92,7 @@ def _features(tower: Tower, media: MediaBatch | None, device: torch.device) -> F
 
     One that learns takes part in each, since whoever sums gradients waits for all of them.
     """
-    part = None if media is None else media.parts.get(tower.spec.name)
+    part = None if media is None else media.get(tower.spec.name)
     if part is not None:
         main, levels = tower.features(part.inputs, part.count)
         return Features(main, levels, part.rows, part.source)
