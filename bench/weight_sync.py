@@ -68,7 +68,7 @@ def listen(port: int, size: int, rounds: int) -> None:
     )
     data = torch.empty(size, dtype=torch.uint8)
     for _ in range(rounds):
-        group.receive(data)
+        group.start(data)
     group.close()
 
 
@@ -95,7 +95,7 @@ class Bare:
     def seconds(self) -> float:
         """Broadcast the buffer once."""
         start = time.perf_counter()
-        self._group.send(self._data)
+        self._group.start(self._data)
         return time.perf_counter() - start
 
     def close(self) -> None:

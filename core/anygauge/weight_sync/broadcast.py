@@ -50,7 +50,7 @@ class Membership:
         self._timeout = timedelta(seconds=timeout_s)
 
     def start(self, tensor: Tensor) -> None:
-        """Broadcast a tensor.
+        """Broadcast a tensor, or fill one with what rank 0 broadcasts.
 
         On an accelerator it is under way when this returns, and what the device is asked to do from then on
         comes after it, such as to write to the tensor; :func:`finish` waits for it here.
@@ -62,16 +62,6 @@ class Membership:
         options.timeout = self._timeout
         assert self._group is not None, "the group was left"
         self._group.broadcast([tensor], options).wait()
-
-    def send(self, tensor: Tensor) -> None:
-        """Broadcast a tensor, and return once it has gone."""
-        self.start(tensor)
-        finish(tensor.device)
-
-    def receive(self, tensor: Tensor) -> Tensor:
-        """Fill a tensor with what rank 0 broadcasts, and return it."""
-        self.send(tensor)
-        return tensor
 
     def close(self, *, broken: bool = False) -> None:
         """Leave the group, so that collectives of the others fail.

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from anygauge.config import Config
 from anygauge.config.schema import WeightSync
 from anygauge.device import memory_phase
-from anygauge.weight_sync.broadcast import Rendezvous, join_group
+from anygauge.weight_sync.broadcast import Rendezvous, finish, join_group
 from anygauge.weight_sync.buckets import Buffers
 from anygauge.weight_sync.plugin import register_weight_transports
 from anygauge.weight_sync.pusher import WeightPusher
@@ -84,10 +84,8 @@ def ipv6(config: Config, context: WorkerContext, case: dict[str, Any]) -> Any:
         store=rendezvous.store if rendezvous else None,
     )
     data = torch.arange(5.0, device=context.device.torch_device) * (1 - context.rank)
-    if context.rank == 0:
-        group.send(data)
-    else:
-        group.receive(data)
+    group.start(data)
+    finish(data.device)
     group.close()
     return data
 

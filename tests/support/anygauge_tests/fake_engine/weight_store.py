@@ -85,7 +85,7 @@ class WeightStore:
             self._receive_bucket(group, places)
             return
         for name, dtype, shape in places:
-            self.tensors[name] = group.receive(self._empty(shape, dtype_of(dtype)))
+            self.tensors[name] = _received(group, self._empty(shape, dtype_of(dtype)))
 
     def _receive_bucket(self, group: Membership, places: Sequence[tuple[str, str, Sequence[int]]]) -> None:
         """Take a bucket into the memory of the last one of these tensors: parameters stay where they are."""
@@ -96,7 +96,7 @@ class WeightStore:
         data = self._received.get(names)
         if data is None or data.numel() != sum(sizes):
             data = self._received[names] = self._empty([sum(sizes)], torch.uint8)
-        group.receive(data)
+        _received(group, data)
         parts = torch.split(data, sizes)
         for (name, dtype, shape), part in zip(places, parts, strict=True):
             self.tensors[name] = part.view(dtype_of(dtype)).reshape(tuple(shape))
@@ -117,3 +117,12 @@ class WeightStore:
         damaged = self.tensors[self._changed].clone()
         damaged.reshape(-1).view(torch.uint8)[0] ^= 1
         self.tensors[self._changed] = damaged
+
+
+def _received(group: Membership, tensor: Tensor) -> Tensor:
+    """Fill a tensor with what the trainer broadcasts, and return it."""
+    from anygauge.weight_sync.broadcast import finish
+
+    group.start(tensor)
+    finish(tensor.device)
+    return tensor
