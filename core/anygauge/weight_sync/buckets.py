@@ -46,12 +46,10 @@ class Buffers:
     :param lends: Type of device of the tensors that may be sent from where they lie, if any may.
     """
 
-    def __init__(
-        self, allocate: Callable[[int], Tensor], *, count: int = 2, lends: str | None = None
-    ) -> None:
+    def __init__(self, allocate: Callable[[int], Tensor], *, lends: str | None = None) -> None:
         self._allocate = allocate
         self.lends = lends
-        self._held: list[Tensor | None] = [None] * count
+        self._held: list[Tensor | None] = [None, None]
         self._next = 0
 
     def take(self, size: int, capacity: int) -> Tensor:

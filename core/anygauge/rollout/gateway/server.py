@@ -78,7 +78,6 @@ class Gateway:
     :param tokenizer: The model's, with a chat template.
     :param params: How the run samples.
     :param template_options: Further arguments of the chat template.
-    :param stop_token_ids: The model's own tokens that end a turn, beside the tokenizer's special tokens.
     :raises ConfigError: The tokenizer has no chat template, or an option is wrong.
     """
 
@@ -89,15 +88,13 @@ class Gateway:
         options: RolloutGateway | None = None,
         *,
         template_options: Mapping[str, Any] | None = None,
-        stop_token_ids: Sequence[int] = (),
     ) -> None:
         self._options = options = options or RolloutGateway()
         template = str(getattr(tokenizer, "chat_template", ""))
         tools = find_format(options.tool_format, template)
         think = options.reasoning == "split" or (options.reasoning == "auto" and THINK[1] in template)
         spoken = (*THINK, *((tools.start, tools.end) if tools else ()))
-        stops = (*stop_token_ids, *params.stop_token_ids)
-        renderer = Renderer(tokenizer, template_options, stops, spoken)
+        renderer = Renderer(tokenizer, template_options, params.stop_token_ids, spoken)
         self._manner = Manner(renderer=renderer, params=params, tools=tools, think=think, options=options)
         self._admission = Admission(options.max_requests, "generations")
         self._secret = secrets.token_bytes(32)

@@ -60,7 +60,6 @@ class ActiveRequest(NamedTuple):
     """A request under way, and how its answers are read."""
 
     sampling: Sampling
-    chat_request: ChatRequest
     readers: tuple[Reader, ...]
 
     def answers(self) -> list[Answer]:
@@ -167,7 +166,7 @@ class Session:
         readers = [
             Reader(self._manner.renderer, style, _short(choice.request.id)) for choice in sampling.choices
         ]
-        return ActiveRequest(sampling, chat_request, tuple(readers))
+        return ActiveRequest(sampling, tuple(readers))
 
     def trajectories(self, prompt: Prompt) -> list[Sample]:
         """Return what is trained on: one sample for each way in which the session went on."""

@@ -151,7 +151,6 @@ def write_directory(
     dtype: torch.dtype,
     *,
     changes: Mapping[str, Any] | None = None,
-    shard_bytes: int = FILE_BYTES,
 ) -> None:
     """Write a complete Hugging Face directory, atomically; it is on the disk before it has its name.
 
@@ -170,7 +169,7 @@ def write_directory(
             copy_other_files(source, partial)
             config = config_of_weights(read_config(source), dtype) | {**(changes or {})}
             (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-            _write_shards(partial, weights, shard_bytes)
+            _write_shards(partial, weights)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(
             f"{target} cannot be written: {error}.",
@@ -192,7 +191,7 @@ def config_of_weights(source: Mapping[str, Any], dtype: torch.dtype) -> dict[str
     return {**config, **heads, "dtype": str(dtype).removeprefix("torch.")}
 
 
-def _write_shards(directory: Path, weights: Iterable[tuple[str, Tensor]], shard_bytes: int) -> None:
+def _write_shards(directory: Path, weights: Iterable[tuple[str, Tensor]]) -> None:
     shards: list[list[str]] = []
     pending: dict[str, Tensor] = {}
     size = total = 0
@@ -203,7 +202,7 @@ def _write_shards(directory: Path, weights: Iterable[tuple[str, Tensor]], shard_
         pending.clear()
 
     for name, tensor in weights:
-        if pending and size + tensor.nbytes > shard_bytes:
+        if pending and size + tensor.nbytes > FILE_BYTES:
             flush()
             size = 0
         pending[name] = tensor.detach().cpu().contiguous()
