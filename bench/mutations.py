@@ -200,8 +200,8 @@ FORMULAS = [
     fault(
         "cispo: weight with gradient",
         LOSSES,
-        "ratio = _ratio(x).detach()\n    weight",
-        "ratio = _ratio(x)\n    weight",
+        "ratio = _ratio(inputs).detach()\n    weight",
+        "ratio = _ratio(inputs)\n    weight",
         f"{POLICY_LOSSES}::test_cispo_weighs_the_gradient_of_every_token",
     ),
     fault(

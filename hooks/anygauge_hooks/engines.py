@@ -36,7 +36,10 @@ WeightStream = Iterable[tuple[str, "Tensor"]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossInputs:
-    """One micro-batch, flattened over its loss tokens. Tensors are on the device, and ``[T]`` unless said."""
+    """One micro-batch, flattened over its loss tokens. Tensors are on the device, and ``[T]`` unless said.
+
+    A policy loss and a correction get 0 in every tensor where ``loss_mask`` is 0.
+    """
 
     log_probs: Tensor
     """Under the weights being trained, float32, with gradient."""
@@ -55,6 +58,9 @@ class LossInputs:
     loss_weights: Tensor
     """float32: the share of each token in the mean over the whole step, mask included. ``sum(x * weights)``
     over every micro-batch and every data-parallel rank is the aggregated value of ``x``."""
+    metric_weights: Tensor | None = None
+    """float32: the share of each token in the mean of a metric, where a correction has changed
+    ``loss_weights``; else ``None``, and they are the same."""
     samples: Sequence[int] = ()
     """Which samples of the step the tokens are of, in their order."""
     lengths: Sequence[int] = ()
@@ -68,7 +74,7 @@ class LossInputs:
 
 LossFunction = Callable[["LossInputs"], tuple["Tensor", Mapping[str, "Tensor"]]]
 """Returns the scalar loss contribution of a micro-batch, and metrics that add up over micro-batches the same
-way (each already multiplied by ``loss_weights`` and summed)."""
+way (each already multiplied by ``loss_weights``, or ``metric_weights`` if there are any, and summed)."""
 
 
 class TrainEngine(Protocol):

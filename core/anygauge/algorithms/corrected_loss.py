@@ -22,8 +22,6 @@ PREFIX = "correction/"
 SQUARE, TOTAL, SIZE = "/weight_square", "/total", "/effective_samples"
 BY_SAMPLE, COUNT = ":samples", f"{PREFIX}samples"
 """Ends the name of a sum over samples; and how many there are, which no micro-batch knows."""
-TERM = "pg_loss"
-"""The metric of a policy loss that is a part of the loss, and so of what is corrected."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +29,8 @@ class CorrectedLoss:
     """A policy loss whose tokens are weighed by corrections: an instance, so that it can be sent to a worker.
 
     A policy loss is a sum over tokens times ``inputs.loss_weights``, so the weights of all corrections are
-    multiplied into those. Each correction sees the same inputs, and their order does not matter. What the
-    loss reports is of the tokens as they were sampled, but for ``pg_loss``. Terms that
+    multiplied into those. Each correction sees the same inputs, and their order does not matter. Metrics of
+    the loss are of the tokens as they were sampled, with ``inputs.metric_weights``. Terms that
     :func:`~anygauge.algorithms.losses.policy_objective` adds are not corrected, as in the papers.
     """
 
@@ -55,15 +53,11 @@ class CorrectedLoss:
         factors = [
             each.importance_weights for each in corrections.values() if each.importance_weights is not None
         ]
-        if not factors:
-            loss, reported = self.policy_loss(inputs)
-            return loss, {**reported, **metrics}
-        weights = torch.stack([inputs.loss_weights, *factors]).prod(0)
-        loss, corrected = self.policy_loss(replace(inputs, loss_weights=weights))
-        with torch.no_grad():
-            _, reported = self.policy_loss(inputs)
-        terms = {name: value for name, value in corrected.items() if name == TERM}
-        return loss, {**reported, **terms, **metrics}
+        if factors:
+            weights = torch.stack([inputs.loss_weights, *factors]).prod(0)
+            inputs = replace(inputs, loss_weights=weights, metric_weights=inputs.loss_weights)
+        loss, reported = self.policy_loss(inputs)
+        return loss, {**reported, **metrics}
 
 
 def _found(name: str, result: Any, inputs: LossInputs) -> Correction:

@@ -2,7 +2,8 @@
 
 Each is a function of :class:`~anygauge_hooks.engines.LossInputs`. Values of tokens are aggregated as
 ``sum(x * weights)``, so that the sum over micro-batches and data-parallel ranks does not depend on how a step
-was split. Tokens outside ``loss_mask`` may hold anything, non-finite values included.
+was split. Tokens outside ``loss_mask`` may hold anything, non-finite values included, since
+:func:`policy_objective` puts 0 there.
 """
 
 from __future__ import annotations
@@ -41,8 +42,7 @@ def ppo_clip(
         https://arxiv.org/abs/1912.09729 equation 5; ``None`` is off.
     :returns: Scalar loss, and metrics that add up over micro-batches.
     """
-    x = _masked(inputs)
-    return _clipped_surrogate(_ratio(x), x, clip_low, clip_high, dual_clip)
+    return _clipped_surrogate(_ratio(inputs), inputs, clip_low, clip_high, dual_clip)
 
 
 def gspo(inputs: LossInputs, *, clip_low: float, clip_high: float) -> tuple[Tensor, Metrics]:
@@ -59,8 +59,7 @@ def gspo(inputs: LossInputs, *, clip_low: float, clip_high: float) -> tuple[Tens
     :param clip_high: The ratio is clipped above at ``1 + clip_high``.
     :returns: Scalar loss, and metrics that add up over micro-batches.
     """
-    x = _masked(inputs)
-    log_probs = x.log_probs.detach()
+    x, log_probs = inputs, inputs.log_probs.detach()
     log_ratio = sample_means(log_probs - x.old_log_probs, x).clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
     # In this order the value is that of exp(log_ratio) to the last bit.
     return _clipped_surrogate((log_ratio + (x.log_probs - log_probs)).exp(), x, clip_low, clip_high)
@@ -77,13 +76,12 @@ def cispo(inputs: LossInputs, *, clip_low: float, clip_high: float) -> tuple[Ten
     :param clip_high: The weight is clipped above at ``1 + clip_high``.
     :returns: Scalar loss, and metrics that add up over micro-batches.
     """
-    x = _masked(inputs)
-    ratio = _ratio(x).detach()
+    ratio = _ratio(inputs).detach()
     weight = ratio.clamp(1 - clip_low, 1 + clip_high)
-    loss = _sum(-weight * x.advantages * x.log_probs, x)
+    loss = _sum(-weight * inputs.advantages * inputs.log_probs, inputs)
     metrics = {"pg_clipfrac": (weight != ratio).to(ratio.dtype), "ratio": ratio}
-    summed = {name: _sum(value, x) for name, value in metrics.items()}
-    return loss, {"pg_loss": loss.detach(), **summed, **_log_prob_metrics(x)}
+    summed = {name: _metric(value, inputs) for name, value in metrics.items()}
+    return loss, {"pg_loss": loss.detach(), **summed, **_log_prob_metrics(inputs)}
 
 
 def policy_gradient(inputs: LossInputs) -> tuple[Tensor, Metrics]:
@@ -94,10 +92,9 @@ def policy_gradient(inputs: LossInputs) -> tuple[Tensor, Metrics]:
     :param inputs: Tokens of a micro-batch, ``[T]``.
     :returns: Scalar loss, and metrics that add up over micro-batches.
     """
-    x = _masked(inputs)
-    loss = _sum(-x.advantages * x.log_probs, x)
-    ratio = _sum(_ratio(x).detach(), x)
-    return loss, {"pg_loss": loss.detach(), "ratio": ratio, **_log_prob_metrics(x)}
+    loss = _sum(-inputs.advantages * inputs.log_probs, inputs)
+    ratio = _metric(_ratio(inputs).detach(), inputs)
+    return loss, {"pg_loss": loss.detach(), "ratio": ratio, **_log_prob_metrics(inputs)}
 
 
 def sft(inputs: LossInputs) -> tuple[Tensor, Metrics]:
@@ -106,9 +103,7 @@ def sft(inputs: LossInputs) -> tuple[Tensor, Metrics]:
     :param inputs: Tokens of a micro-batch, ``[T]``.
     :returns: Scalar loss in nats, and metrics that add up over micro-batches.
     """
-    x = _masked(inputs)
-    loss = _sum(-x.log_probs, x)
-    return loss, {}
+    return _sum(-inputs.log_probs, inputs), {}
 
 
 def bind_options(policy_loss: Callable[..., tuple[Tensor, Metrics]], **options: Any) -> LossFunction:
@@ -200,8 +195,8 @@ def _clipped_surrogate(
         shares["pg_clipfrac_lower"] = (x.advantages < 0) & (losses > bound)
         losses = torch.where(x.advantages < 0, torch.minimum(losses, bound), losses)
     loss = _sum(losses, x)
-    metrics = {"pg_loss": loss.detach(), "ratio": _sum(ratio, x).detach(), **_log_prob_metrics(x)}
-    return loss, metrics | {name: _sum(share.to(ratio.dtype), x) for name, share in shares.items()}
+    metrics = {"pg_loss": loss.detach(), "ratio": _metric(ratio.detach(), x), **_log_prob_metrics(x)}
+    return loss, metrics | {name: _metric(share.to(ratio.dtype), x) for name, share in shares.items()}
 
 
 def _ratio(x: LossInputs) -> Tensor:
@@ -212,12 +207,12 @@ def _log_prob_metrics(x: LossInputs) -> dict[str, Tensor]:
     """Compare the three policies of a step: the engine's, the one the ratio is against, and the current."""
     log_probs = x.log_probs.detach()
     return {
-        "ppo_kl": _sum(kl_divergence(x.old_log_probs, log_probs, "k1"), x),
-        "log_probs": _sum(log_probs, x),
-        "rollout_log_probs": _sum(x.rollout_log_probs, x),
-        "rollout_kl": _sum(kl_divergence(x.rollout_log_probs, x.old_log_probs, "low_var_kl"), x),
-        "train_rollout_logprob_abs_diff": _sum((x.old_log_probs - x.rollout_log_probs).abs(), x),
-        "current_rollout_logprob_abs_diff": _sum((log_probs - x.rollout_log_probs).abs(), x),
+        "ppo_kl": _metric(kl_divergence(x.old_log_probs, log_probs, "k1"), x),
+        "log_probs": _metric(log_probs, x),
+        "rollout_log_probs": _metric(x.rollout_log_probs, x),
+        "rollout_kl": _metric(kl_divergence(x.rollout_log_probs, x.old_log_probs, "low_var_kl"), x),
+        "train_rollout_logprob_abs_diff": _metric((x.old_log_probs - x.rollout_log_probs).abs(), x),
+        "current_rollout_logprob_abs_diff": _metric((log_probs - x.rollout_log_probs).abs(), x),
     }
 
 
@@ -237,3 +232,8 @@ def _where(counts: Tensor, values: Tensor) -> Tensor:
 
 def _sum(values: Tensor, inputs: LossInputs) -> Tensor:
     return (values * inputs.loss_weights).sum()
+
+
+def _metric(values: Tensor, inputs: LossInputs) -> Tensor:
+    """Return the sum over the tokens as they were sampled, whatever a correction makes of their loss."""
+    return (values * (inputs.loss_weights if inputs.metric_weights is None else inputs.metric_weights)).sum()

@@ -146,6 +146,21 @@ def test_what_the_loss_reports_is_of_the_tokens_as_they_were_sampled(name: str) 
     assert not any(value.requires_grad for value in found[1].values())
 
 
+def test_the_policy_loss_is_evaluated_once() -> None:
+    inputs, asked = make_inputs(), []
+
+    def loss(x: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
+        asked.append(x)
+        return (x.log_probs * x.loss_weights).sum(), {}
+
+    for corrections in ({"tis": tis, "veto": veto}, {"metrics_only": metrics_only}):
+        corrected(loss, **corrections)(inputs)
+    one, other = asked
+    assert torch.equal(one.metric_weights, inputs.loss_weights)
+    assert not torch.equal(one.loss_weights, inputs.loss_weights)
+    assert other.metric_weights is None
+
+
 def test_other_terms_are_not_corrected() -> None:
     inputs = make_inputs()
 

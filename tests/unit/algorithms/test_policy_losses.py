@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import fields, replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -201,7 +202,8 @@ def test_masked_tokens_of_a_ratio_may_hold_anything(function: Any, poison: float
     masked = inputs.loss_mask == 0
     assert masked.any()
     dirty = replace(inputs, log_probs=inputs.log_probs.detach().masked_fill(masked, poison).requires_grad_())
-    assert function(dirty, **CLIP)[0].item() == function(inputs, **CLIP)[0].item()
+    objective = policy_objective(partial(function, **CLIP))
+    assert objective(dirty)[0].item() == objective(inputs)[0].item() == function(inputs, **CLIP)[0].item()
 
 
 @settings(max_examples=40)
