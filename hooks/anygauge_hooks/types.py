@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -216,14 +216,15 @@ and leaves its results where it finds them again. By when it returns, the work m
 class Device(Protocol):
     """Device functions that ``torch.accelerator`` lacks, for one device of one process.
 
-    A capability that is absent is a value (``None`` or ``False``), never an exception.
+    A capability that is absent is a value (``None`` or ``False``), never an exception. A class may inherit
+    from this one: then it has the values of a device without the optional capabilities.
     """
 
     type: str
     """The ``torch.device`` type."""
     index: int
     torch_device: torch.device
-    capture_graph: CaptureGraph | None
+    capture_graph: CaptureGraph | None = None
     """How work is recorded to be queued again as a whole, or ``None`` if the device cannot."""
 
     def seed(self, seed: int) -> None:
@@ -248,15 +249,18 @@ class Device(Protocol):
 
         :param reset: Start to count anew, from what is allocated now.
         """
+        return None
 
     def empty_cache(self) -> None:
         """Give cached blocks back to the system."""
+        return  # mypy takes an empty body for an abstract method
 
     def shareable(self) -> AbstractContextManager[None]:
         """Return a context in which memory is allocated that any process of the user can map.
 
         A null context where all memory is so, or none.
         """
+        return nullcontext()
 
     def meters(self) -> Mapping[str, float]:
         """Return what the device's own meters say; those that there are, none on many devices.
@@ -265,6 +269,7 @@ class Device(Protocol):
         ``thermal_slowed`` (shares of the time in which clocks were lowered) are means since the last call,
         ``temperature`` (degrees Celsius) and ``clock`` (MHz) are read now.
         """
+        return {}
 
 
 class LoadedPlugins(Protocol):

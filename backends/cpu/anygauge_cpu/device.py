@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import resource
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ import psutil
 import torch
 
 from anygauge_hooks.megatron import ScopeMap
-from anygauge_hooks.types import CaptureGraph
+from anygauge_hooks.types import Device
 
 __all__ = ["CpuDevice", "HostEvent", "HostStream"]
 
@@ -22,11 +21,10 @@ RESET_PEAK = "5"
 """Value that resets the peak of the resident memory to its current size."""
 
 
-class CpuDevice:
+class CpuDevice(Device):
     """The host: one device without queues, whose memory is that of the process."""
 
     type = "cpu"
-    capture_graph: CaptureGraph | None = None
 
     def __init__(self, index: int = 0) -> None:
         self.index = index
@@ -64,17 +62,6 @@ class CpuDevice:
             with contextlib.suppress(OSError):
                 CLEAR_REFS.write_text(RESET_PEAK)
         return peak
-
-    def empty_cache(self) -> None:
-        """Do nothing: the allocator of the C library keeps no cache that torch could give back."""
-
-    def shareable(self) -> AbstractContextManager[None]:
-        """Return a null context: memory that is shared is allocated apart."""
-        return contextlib.nullcontext()
-
-    def meters(self) -> Mapping[str, float]:
-        """Return nothing: the host's load and memory are the driver's to report."""
-        return {}
 
 
 class HostStream:

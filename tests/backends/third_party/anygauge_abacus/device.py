@@ -4,11 +4,11 @@ import resource
 import torch
 
 from anygauge_hooks.megatron import ScopeMap
+from anygauge_hooks.types import Device
 
 
-class AbacusDevice:
+class AbacusDevice(Device):  # yours: override peak_memory, capture_graph, meters, ... if the device has them
     type = "cpu"
-    capture_graph = None  # yours: how work is recorded to be replayed, if the device can
 
     def __init__(self, index):
         self.index = index
@@ -29,18 +29,6 @@ class AbacusDevice:
 
     def memory(self):
         return {"allocated": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss}
-
-    def peak_memory(self, *, reset=False):
-        return None  # unknown; yours: the most that was allocated at once since the last reset
-
-    def empty_cache(self):
-        pass
-
-    def shareable(self):
-        return contextlib.nullcontext()  # yours: if some memory alone can be mapped by other processes
-
-    def meters(self):
-        return {}  # yours: power, temperature and so on, where the vendor's library tells them
 
 
 def nothing(*args, **kwargs):
