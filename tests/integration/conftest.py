@@ -73,6 +73,7 @@ def launch_actors(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LaunchAc
                 local, backend, plugins, worker_class=ACTORS, role="actor", run_directory=directory
             )
             stack.callback(groups[key].end)
+        groups[key].before_calls(None)
         groups[key].call("begin", config=config, **options)
         return Borrowed(groups[key])
 

@@ -174,8 +174,7 @@ class WorkerGroup:
         self._ended = False
         self._oom_kills = read_oom_kills()
         self._hosts: Sequence[HostInfo] = ()
-        self.before_call: Callable[[str], None] | None = None
-        """Called with the name of a method before the workers are, as where their devices are shared."""
+        self._before_call: Callable[[str], None] | None = None
 
     def __enter__(self) -> WorkerGroup:
         return self
@@ -200,6 +199,10 @@ class WorkerGroup:
         :raises PlacementError: The devices of one are on more than one node.
         """
         return shared_seats([(host.node, host.accelerators) for host in self._hosts], count, devices)
+
+    def before_calls(self, tell: Callable[[str], None] | None) -> None:
+        """Call a function with the name of each method before the workers are asked, or none any more."""
+        self._before_call = tell
 
     @property
     def is_ended(self) -> bool:
@@ -236,8 +239,8 @@ class WorkerGroup:
         **same_for_all: Any,
     ) -> PendingCall:
         """Start a call and return at once. The group takes no other call before its result was asked for."""
-        if self.before_call is not None:
-            self.before_call(method)
+        if self._before_call is not None:
+            self._before_call(method)
         return self._submit(method, per_rank, timeout_s, same_for_all, lifecycle=False)
 
     def start(self) -> None:

@@ -215,7 +215,7 @@ def open_colocation(config: Config, components: Components, workers: WorkerGroup
     if not (config.placement.colocated and components.trains and components.generates):
         return ColocationScheduler()
     colocation = ColocationScheduler(lambda state: workers.call("set_memory_state", state=state))
-    workers.before_call = colocation.before_call
+    workers.before_calls(colocation.before_call)
     colocation.enter("start")
     return colocation
 
