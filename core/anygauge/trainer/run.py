@@ -278,7 +278,7 @@ def _salvage(loop: Loop, error: BaseException | None) -> None:
 def notify_observers(plugins: Plugins, state: RunState) -> Iterator[None]:
     """Tell the observers of an error, and of the end, while the workers are still there."""
     with ExitStack() as block:
-        block.callback(lambda: plugins.notify("after_train", run=state.info))
+        block.callback(lambda: plugins.notify("after_train", run=state.info))  # as it ended
         block.push(lambda kind, error, _: _notify_of(error, plugins, state))
         yield
 
