@@ -1,32 +1,27 @@
-"""Objects that garbage collections leave out, in a forked process: those of other tests stay as they are."""
+"""Objects that garbage collections leave out, in a process of its own: those of other tests stay as they are."""
 
 from __future__ import annotations
 
-import gc
-import os
-import weakref
+import subprocess
+import sys
 
+PROGRAM = """
+import gc, weakref
 from anygauge.distributed.garbage import freeze_living_objects
 
-
 class Cycle:
-    """An object that only a garbage collection frees."""
-
-    def __init__(self) -> None:
+    def __init__(self):
         self.me = self
+
+living, garbage = Cycle(), Cycle()
+freed = weakref.ref(garbage)
+del garbage
+freeze_living_objects()
+assert freed() is None
+assert not any(each is living for each in gc.get_objects())
+assert gc.get_threshold()[0] >= 100_000
+"""
 
 
 def test_living_objects_are_left_out_and_garbage_is_not() -> None:
-    if pid := os.fork():
-        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
-        return
-    os._exit(0 if is_frozen() else 1)
-
-
-def is_frozen() -> bool:
-    living, garbage = Cycle(), Cycle()
-    freed = weakref.ref(garbage)
-    del garbage
-    freeze_living_objects()
-    left_out = not any(each is living for each in gc.get_objects())
-    return freed() is None and left_out and gc.get_threshold()[0] >= 100_000
+    subprocess.run([sys.executable, "-c", PROGRAM], check=True)
