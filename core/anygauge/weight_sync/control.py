@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import closing
 from typing import Any
 
 import aiohttp
@@ -14,8 +15,6 @@ from anygauge_hooks.errors import DeadlineError, RolloutError
 __all__ = ["EngineControl", "RefusedError"]
 
 EXCERPT = 300
-_KEPT_S = 4.0
-"""Servers close a connection that was idle for five seconds: a request may not meet that moment."""
 _PIECE = 1 << 20
 """Bytes that are sent at once."""
 _BAD = 300
@@ -29,7 +28,8 @@ class RefusedError(RolloutError):
 class EngineControl:
     """The requests that one server is sent, each with a deadline. Engines build their ``WeightTarget`` on it.
 
-    Not in a thread that runs an event loop, nor in several at once.
+    Not for a thread that runs an event loop. Each request has a connection of its own, so that one thread may
+    wait for an answer while another gives up.
 
     :param headers: Function from a path to the headers that a request for it needs.
     :param deadline_s: Longest wait for one answer, in seconds.
@@ -41,8 +41,6 @@ class EngineControl:
         self.address = address
         self._headers = headers
         self._deadline_s = deadline_s
-        self._runner = asyncio.Runner(loop_factory=asyncio.new_event_loop)
-        self._session: aiohttp.ClientSession | None = None
 
     def post(self, path: str, body: Mapping[str, Any] | bytes, *, what: str) -> Mapping[str, Any]:
         """Post and return the answer.
@@ -63,7 +61,9 @@ class EngineControl:
     ) -> Mapping[str, Any]:
         data = body if isinstance(body, bytes | None) else json.dumps(dict(body)).encode()
         try:
-            status, reply = self._runner.run(self._request(method, path, data))
+            # Not asyncio.run, which would wait for a name that is still being looked up.
+            with closing(asyncio.new_event_loop()) as loop:
+                status, reply = loop.run_until_complete(self._request(method, path, data))
         except TimeoutError as error:
             raise DeadlineError(
                 f"{self.address}{path} did not answer about {what} in {self._deadline_s:g} s.",
@@ -83,28 +83,19 @@ class EngineControl:
         return _object(reply)
 
     async def _request(self, method: str, path: str, data: bytes | None) -> tuple[int, bytes]:
-        if self._session is None:
-            self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(keepalive_timeout=_KEPT_S),
-                timeout=aiohttp.ClientTimeout(total=self._deadline_s),
-            )
         headers = {"content-type": "application/json", **self._headers(path)}
         if data is not None:
             headers["content-length"] = str(len(data))
-        async with self._session.request(
-            method,
-            self.address + path,
-            data=None if data is None else _pieces(data),
-            headers=headers,
-            allow_redirects=False,
-        ) as reply:
+        content = None if data is None else _pieces(data)
+        timeout = aiohttp.ClientTimeout(total=self._deadline_s)
+        async with (
+            aiohttp.ClientSession(timeout=timeout, headers=headers) as session,
+            session.request(method, self.address + path, data=content, allow_redirects=False) as reply,
+        ):
             return reply.status, await reply.read()
 
     def close(self) -> None:
-        """Close the connections."""
-        if self._session is not None:
-            self._runner.run(self._session.close())
-        self._runner.close()
+        """Do nothing: no connection outlives its request."""
 
 
 async def _pieces(data: bytes) -> AsyncIterator[memoryview]:

@@ -26,8 +26,8 @@ SECRET_HEADER = "x-anygauge-secret"
 HEAD_BYTES = 16 * 1024
 """Request line and headers together."""
 HEAD_S = 10.0
-"""From the start of a connection, or the last answer, to the end of the next head. Senders drop connections
-that were idle for four seconds, and so never meet this limit."""
+"""From the start of a connection, or the last answer, to the end of the next head. Senders open a
+connection for each request, and so never meet this limit."""
 LARGEST_BODY = 32 * 2**30
 """A bucket is smaller, unless it is one large tensor; this is above any tensor of a published model."""
 STRANGERS = 16

@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, HTTPServer
+from concurrent.futures import ThreadPoolExecutor
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
 
 from anygauge.weight_sync.control import EngineControl, RefusedError
+
+WAITS, GOES_ON = threading.Event(), threading.Event()
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -19,6 +22,9 @@ class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
 
     def do_POST(self) -> None:
+        if self.path == "/waits":
+            WAITS.set()
+            GOES_ON.wait(30)
         body = self.rfile.read(int(self.headers["content-length"]))
         self.send_response(307 if self.path == "/elsewhere" else 200)
         self.send_header("location", "/")
@@ -34,7 +40,7 @@ class Handler(BaseHTTPRequestHandler):
 def control(monkeypatch: pytest.MonkeyPatch) -> Iterator[EngineControl]:
     """Yield a client of a server, where the environment names a proxy that is not there."""
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
-    with HTTPServer(("127.0.0.1", 0), Handler) as http:
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as http:
         thread = threading.Thread(target=http.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
         control = EngineControl(f"http://127.0.0.1:{http.server_port}", lambda _: {}, deadline_s=30)
@@ -44,10 +50,20 @@ def control(monkeypatch: pytest.MonkeyPatch) -> Iterator[EngineControl]:
         thread.join()
 
 
-def test_a_body_arrives_whole_and_a_connection_is_used_again(control: EngineControl) -> None:
+def test_a_body_arrives_whole(control: EngineControl) -> None:
     for body in ({"text": "é" * 2_000_000}, json.dumps({"a": [1]}).encode(), {}):
         echo = control.post("/", body, what="an echo")
         assert echo == (json.loads(body) if isinstance(body, bytes) else body)
+
+
+def test_one_thread_waits_while_another_asks_and_closes(control: EngineControl) -> None:
+    with ThreadPoolExecutor(1) as thread:
+        waiting = thread.submit(control.post, "/waits", {}, what="an answer")
+        assert WAITS.wait(30)
+        assert control.post("/", {"a": 1}, what="an echo") == {"a": 1}
+        control.close()
+        GOES_ON.set()
+        assert waiting.result(30) == {}
 
 
 def test_a_redirect_is_a_refusal(control: EngineControl) -> None:

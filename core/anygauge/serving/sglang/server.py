@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, closing, suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from time import monotonic
 from typing import IO, TYPE_CHECKING, Any, NamedTuple
@@ -356,7 +356,7 @@ def _free_ports(host: str, http: int = 0) -> _Ports:
 def _answers(host: str, port: int) -> bool:
     """Return whether a server says that it is well."""
     control = EngineControl(f"http://{in_url(host)}:{port}", lambda _: {}, deadline_s=ANSWER_S)
-    with closing(control), suppress(RolloutError):
+    with suppress(RolloutError):
         control.get("/health", what="its health")
         return True
     return False
