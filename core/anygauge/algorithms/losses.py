@@ -222,12 +222,10 @@ def _masked(inputs: LossInputs) -> LossInputs:
     masked: dict[str, Any] = {}
     for field in fields(inputs):
         value = getattr(inputs, field.name)
-        masked[field.name] = _where(counts, value) if isinstance(value, Tensor) else value
+        if isinstance(value, Tensor):
+            value = value.where(counts.view(-1, *(1 for _ in value.shape[1:])), 0.0)
+        masked[field.name] = value
     return LossInputs(**masked)
-
-
-def _where(counts: Tensor, values: Tensor) -> Tensor:
-    return values.where(counts.view(-1, *(1 for _ in values.shape[1:])), 0.0)
 
 
 def _sum(values: Tensor, inputs: LossInputs) -> Tensor:

@@ -32,15 +32,10 @@ class OnPolicyDifference:
     def __call__(self, inputs: LossInputs) -> tuple[Tensor, Mapping[str, Tensor]]:
         """Return the scalar loss, and metrics that add up over micro-batches."""
         loss, metrics = self.loss(inputs)
+        counts, chosen = inputs.loss_mask != 0, [self.is_on_policy[sample] for sample in inputs.samples]
+        if not all(chosen):
+            of_samples = torch.tensor(chosen).repeat_interleave(torch.tensor(inputs.lengths))
+            counts &= of_samples.to(counts.device)
         with torch.no_grad():
-            counts = self._counts(inputs)
             gaps = (inputs.log_probs - inputs.rollout_log_probs).abs().where(counts, 0.0)
         return loss, {**metrics, DIFFERENCE: gaps.sum(), TOKENS: counts.sum()}
-
-    def _counts(self, x: LossInputs) -> Tensor:
-        counts = x.loss_mask != 0
-        chosen = [self.is_on_policy[sample] for sample in x.samples]
-        if all(chosen):
-            return counts
-        of_samples = torch.tensor(chosen).repeat_interleave(torch.tensor(x.lengths))
-        return counts & of_samples.to(counts.device)

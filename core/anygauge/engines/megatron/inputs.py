@@ -134,9 +134,14 @@ def micro_batches(
     :param count: From the number of micro-batches that this rank needs to the number that it must have.
     :param flops_per_token: From the length of a sequence to the forward operations of one of its tokens.
     :param media: Where the model's media come from; ``None`` for a model of text.
+    :raises DataError: A sample has no response, or nothing before it.
     """
-    for index, sizes in enumerate(zip(batch.lengths, batch.response_lengths, strict=True)):
-        _check(index, *sizes)
+    for index, (length, response) in enumerate(zip(batch.lengths, batch.response_lengths, strict=True)):
+        if not 0 < response < length:
+            raise DataError(
+                f"Sample {index} of {length} tokens has a response of {response}.",
+                hint="A response has at least one token, and a prompt before it.",
+            )
     lengths = [cut.padded(length) for length in batch.lengths]
     shortest = min(range(len(lengths)), key=lengths.__getitem__)
     costs = sequence_costs(lengths, flops_per_token)
@@ -149,15 +154,6 @@ def micro_batches(
         for indices in pack_by_cost(lengths, costs, max_tokens, count)
     ]
     return MicroBatches(batch, plans, partial(_load, rotary=rotary, device=device, media=media))
-
-
-def _check(index: int, length: int, response: int) -> None:
-    """Refuse a sample whose first response token has nothing before it."""
-    if not 0 < response < length:
-        raise DataError(
-            f"Sample {index} of {length} tokens has a response of {response}.",
-            hint="A response has at least one token, and a prompt before it.",
-        )
 
 
 def _pack(
