@@ -1,4 +1,4 @@
-"""Objects that garbage collections leave out, in a process of its own: those of other tests stay as they are."""
+"""Objects that garbage collections leave out, in a process of its own, so that other tests keep theirs."""
 
 from __future__ import annotations
 
