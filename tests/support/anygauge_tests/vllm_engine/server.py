@@ -1,8 +1,8 @@
 """A server with the endpoints of vLLM that a run needs, in threads of the process that starts it.
 
 Shapes are those of ``/v1/completions`` with ``return_token_ids``, and of the endpoints for RL
-(https://docs.vllm.ai/en/latest/training/weight_transfer/): ``/pause``, ``/resume``, ``/abort_requests`` and, in
-development mode, ``/collective_rpc``. Answers say nothing of the version of the weights.
+(https://docs.vllm.ai/en/latest/training/weight_transfer/): ``/pause``, ``/resume``, ``/abort_requests``
+and, in development mode, ``/collective_rpc``. Answers say nothing of the version of the weights.
 """
 
 from __future__ import annotations
