@@ -14,7 +14,6 @@ import time
 import uuid
 import weakref
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +26,12 @@ logger = logging.getLogger(__name__)
 CACHE_VARIABLE = "ANYGAUGE_CACHE"
 _WORKSPACE = ".making-"
 _ENTRY = re.compile(r"[0-9a-f]{32}")
+_USE = "use"
+"""In each directory. Who reads it shares a lock on this file, whose time is that of the last start."""
 _ABANDONED_S = 86_400.0
-"""Age of a workspace that was left by a killed run."""
+"""A workspace that nobody wrote to for so long is of a run that was killed."""
 _UNUSED_S = 30 * 86_400.0
-"""Seconds since the last start with a kept directory after which it is deleted."""
+"""A kept directory with which nothing started for so long is deleted."""
 
 
 def cache_directory(configured: Path | None) -> Path:
@@ -46,10 +47,9 @@ def cache_directory(configured: Path | None) -> Path:
 class IndexCache:
     """Directories by key, each complete or absent.
 
-    A living cache, of whatever process, shares a lock on each directory that it returned; each start sets
-    the time of the directory. New indexes make room: they delete the directories without a lock that no run
-    has started with for long. A damaged directory is of use to nobody and goes at once; who reads in it
-    nevertheless gets an error of the row.
+    What was not used for long is deleted when something new is made, but nothing that a living cache, of
+    whatever process, has returned. A directory that is found damaged is of use to none of them and goes at
+    once; who reads in it nevertheless gets an error of the row.
 
     A cache that cannot be written costs time, never a run: what is made then lies in the system's directory
     for temporary files until the process ends.
@@ -60,13 +60,14 @@ class IndexCache:
     def __init__(self, root: Path) -> None:
         self._root = root
         self._temporary: list[Path] = []
-        self._locks: list[int] = []
-        weakref.finalize(self, _release, self._temporary, self._locks, os.getpid())
+        self._pinned: list[int] = []
+        weakref.finalize(self, _remove_all, self._temporary, os.getpid())
+        weakref.finalize(self, _close_all, self._pinned)
 
     def find(self, key: Mapping[str, Any]) -> Path | None:
         """Return the directory that was kept under a key."""
         path = self._path(key)
-        return path if self._pin(path) else None
+        return path if path.is_dir() and self._pin(path) else None
 
     def workspace(self) -> Path:
         """Return a new directory, to be given to :meth:`keep` once it is filled.
@@ -75,7 +76,7 @@ class IndexCache:
         """
         self._root.mkdir(parents=True, exist_ok=True)
         _sweep(self._root)
-        path = _new_workspace(self._root / "any")
+        path = self._root / f"{_WORKSPACE}{uuid.uuid4().hex}"
         path.mkdir()
         self._temporary.append(path)
         self._pin(path)
@@ -118,12 +119,18 @@ class IndexCache:
     def _pin(self, path: Path) -> bool:
         """Keep a directory from being deleted as long as this cache lives; return whether it is there."""
         try:
-            self._locks.append(lock := os.open(path, os.O_RDONLY | os.O_DIRECTORY))
+            use = _open_use(path)
         except OSError:
-            return False
-        with suppress(OSError):  # the directory of another user, who alone deletes it
-            os.utime(path)
-        return _lock(lock, fcntl.LOCK_SH) is not False and path.exists()
+            return path.is_dir()
+        self._pinned.append(use)
+        try:
+            fcntl.flock(use, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            os.utime(use)
+        except BlockingIOError:
+            return False  # another run deletes it
+        except OSError:
+            pass  # where nothing can be locked, nothing is deleted; the time is for those who may write
+        return (path / _USE).exists()
 
     def _path(self, key: Mapping[str, Any]) -> Path:
         text = json.dumps(key, sort_keys=True)
@@ -138,41 +145,57 @@ def no_place(error: OSError) -> DataError:
     )
 
 
-def _release(temporary: list[Path], locks: list[int], owner: int) -> None:
-    for path in temporary if os.getpid() == owner else ():  # and not in a fork
-        shutil.rmtree(path, ignore_errors=True)
-    for lock in locks:
-        os.close(lock)
+def _remove_all(paths: list[Path], owner: int) -> None:
+    if os.getpid() == owner:  # and not in a fork
+        for path in paths:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _close_all(descriptors: list[int]) -> None:
+    for descriptor in descriptors:
+        os.close(descriptor)
+
+
+def _open_use(path: Path) -> int:
+    """Open the file whose lock says that a directory is in use; old directories have none yet."""
+    try:
+        return os.open(path / _USE, os.O_RDWR | os.O_CREAT, 0o666)
+    except FileNotFoundError:
+        raise
+    except OSError:  # the directory of another user
+        return os.open(path / _USE, os.O_RDONLY)
 
 
 def _sweep(root: Path) -> None:
     """Delete what nobody will miss; whatever is not of the cache stays."""
     for path in root.iterdir():
         is_workspace = path.name.startswith(_WORKSPACE)
-        if is_workspace or _ENTRY.fullmatch(path.name):
-            with suppress(OSError):  # another run removed it meanwhile, or it is of another user
-                if time.time() - path.stat().st_mtime > (_ABANDONED_S if is_workspace else _UNUSED_S):
-                    _delete_unused(path)
+        allowed_s = _ABANDONED_S if is_workspace else _UNUSED_S
+        if (is_workspace or _ENTRY.fullmatch(path.name)) and _idle_s(path) > allowed_s:
+            _delete_unused(path)
+
+
+def _idle_s(directory: Path) -> float:
+    """Return the seconds since a directory was last written to, or used."""
+    try:
+        newest = max(path.stat().st_mtime for path in (directory, *directory.iterdir()))
+    except OSError:  # another run removed it meanwhile
+        return 0.0
+    return time.time() - newest
 
 
 def _delete_unused(path: Path) -> None:
-    lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        if _lock(lock, fcntl.LOCK_EX):
-            _delete(path)
-    finally:
-        os.close(lock)
-
-
-def _lock(descriptor: int, kind: int) -> bool | None:
-    """Lock a directory and return whether nobody else had; ``None`` on a file system that has no locks."""
-    try:
-        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
+        use = _open_use(path)
     except OSError:
-        return None
-    return True
+        return
+    try:
+        fcntl.flock(use, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        _delete(path)
+    except OSError as error:
+        logger.debug("%s stays: %s", path, error)
+    finally:
+        os.close(use)
 
 
 def _delete(path: Path) -> None:
@@ -180,9 +203,5 @@ def _delete(path: Path) -> None:
 
     :raises OSError: Its parent cannot be written.
     """
-    path = path.rename(_new_workspace(path))
+    path = path.rename(path.with_name(f"{_WORKSPACE}{uuid.uuid4().hex}"))
     shutil.rmtree(path, ignore_errors=True)
-
-
-def _new_workspace(path: Path) -> Path:
-    return path.with_name(f"{_WORKSPACE}{uuid.uuid4().hex}")

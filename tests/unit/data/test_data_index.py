@@ -78,7 +78,7 @@ def test_a_later_start_reads_no_row(
     assert later.all() == first.all()
     assert later.state_dict() == first.state_dict()
     assert [sorted(path.name for path in directory.iterdir()) for directory in kept(tmp_path)] == [
-        ["index.json", "rows.bin"]
+        ["index.json", "rows.bin", "use"]
     ]
 
 
@@ -286,7 +286,9 @@ def test_an_index_that_nobody_used_for_a_month_is_deleted(
     for path in kept(tmp_path):
         make_old(path, days=31)
     open_source(f"{train}@[:3]")  # reads one of them
-    used = max(kept(tmp_path), key=lambda path: path.stat().st_mtime)
+    used = max(
+        kept(tmp_path), key=lambda path: max((each.stat().st_mtime for each in path.glob("use")), default=0)
+    )
     make_old(used, days=29)
     open_source(f"{train}@[:5]")  # makes a new one
     assert len(kept(tmp_path)) == 3
@@ -321,10 +323,9 @@ def test_the_workspace_of_a_long_run_is_not_deleted(
 def test_an_index_that_is_being_deleted_is_made_anew(open_source: Open, train: Path, tmp_path: Path) -> None:
     expected = open_source(train).all()
     (index,) = kept(tmp_path)
-    deleter = os.open(index, os.O_RDONLY)
-    fcntl.flock(deleter, fcntl.LOCK_EX)
-    assert open_source(train).all() == expected
-    os.close(deleter)
+    with (index / "use").open() as use:
+        fcntl.flock(use, fcntl.LOCK_EX)
+        assert open_source(train).all() == expected
     assert open_source(train).all() == expected
 
 
