@@ -120,7 +120,9 @@ class FakeServer:
 
     def _read_address(self, said: IO[bytes]) -> str:
         ready, _, _ = select.select([said], [], [], _START_S)
-        line = said.readline() if ready else b""
+        # Device libraries print warnings to standard output while they are imported.
+        lines = iter(said.readline if ready else bytes, b"")
+        line = next((line for line in lines if line.startswith(b"{")), b"")
         if not line:
             process = self._process
             self.close()
