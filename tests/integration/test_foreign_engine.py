@@ -7,12 +7,26 @@ from pathlib import Path
 
 import pytest
 
+from anygauge_hooks import hookimpl
+from anygauge_hooks.types import NamedFunction
 from anygauge_tests import vllm_engine
 from anygauge_tests.observer import Observer, run_with_observer
 from anygauge_tests.recipe import tiny_recipe
 
 pytestmark = pytest.mark.usefixtures("forked_actors")
 FOLDER = Path(vllm_engine.__file__).parent
+
+
+class Rewarding(Observer):
+    """An observer with a reward that differs among samples, so that each step changes the weights."""
+
+    @hookimpl
+    def register_reward_functions(self) -> list[NamedFunction]:
+        return [NamedFunction(name="digits", fn=digits, inline=True)]
+
+
+def digits(response: str) -> float:
+    return sum(character.isdigit() for character in response) / 4
 
 
 @pytest.fixture
@@ -28,14 +42,15 @@ def _installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("_installed")
 def test_another_engine_serves_a_run_and_takes_its_weights(tmp_path: Path) -> None:
-    observer = Observer()
+    observer = Rewarding()
     keys = {
         "run__steps": 3,
         "run__timeout_s": 60,
         "rollout__engine": "vllm",
+        "reward__function": "digits",
         "placement__rollout_workers": 1,
         "weight_sync__transport": "disk",
-        "train__lr": 3e-2,  # so that stale weights are far from the trainer's
+        "train__lr": 5e-3,  # so that stale weights are far from the trainer's
     }
     info = run_with_observer(tiny_recipe(tmp_path, **keys), observer)
     assert info.step == 3
@@ -46,6 +61,7 @@ def test_another_engine_serves_a_run_and_takes_its_weights(tmp_path: Path) -> No
     for step, drawn in enumerate(samples):
         assert len(drawn) == 16
         assert {version for each in drawn for version in each.weight_versions} == {step}
+    assert min(metrics["train/grad_norm"] for metrics in observer.metrics[:2]) > 0, "both updates are some"
     # The engine's log-probs are the trainer's in each step: it has the weights of each version.
     assert max(metrics["health/logprob_abs_diff"] for metrics in observer.metrics) < 1e-4
 
