@@ -38,6 +38,13 @@ class GenerateRequest(NamedTuple):
     order: tuple[int, ...] = ()
     """Numbers of its group, its rollout and the generation in it. Engines that answer requests in batches
     sort by it, so that a batch is a function of the requests alone."""
+    source: str = ""
+    """Data row of the prompt, for messages: ``train.jsonl:4``."""
+
+    @property
+    def label(self) -> str:
+        """Name in messages: the id and the data row."""
+        return f"{self.id} ({self.source})" if self.source else self.id
 
 
 class Generation(NamedTuple):

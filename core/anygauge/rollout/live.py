@@ -235,6 +235,7 @@ class LiveRollout:
             group=self._group,
             media=shown,
             order=(*self._order, call),
+            source=self._prompt.source,
         )
 
     # -------------------------------------------------------------------------

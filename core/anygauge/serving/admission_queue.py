@@ -100,7 +100,7 @@ class AdmissionQueue:
         for each in self._drain():
             each.ticket.set_exception(
                 RolloutError(
-                    f"The engine pool was closed while request {each.request.id} waited for an engine."
+                    f"The engine pool was closed while request {each.request.label} waited for an engine."
                 )
             )
 
@@ -129,7 +129,7 @@ class AdmissionQueue:
 
     def _late(self, request: GenerateRequest) -> DeadlineError:
         return DeadlineError(
-            f"No engine has served for {self._timeout_s:.4g} s; request {request.id} waited for one. "
+            f"No engine has served for {self._timeout_s:.4g} s; request {request.label} waited for one. "
             f"{self._describe()}",
             hint="Look into the engines' logs; raise rollout.client.outage_timeout_s if they need longer.",
         )

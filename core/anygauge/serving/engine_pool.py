@@ -300,7 +300,8 @@ class EnginePool:
             return None
         if self._sleeps():
             raise RolloutError(
-                f"Request {request.id} came while the trainers have the engines' devices. {self._describe()}",
+                f"Request {request.label} came while the trainers have the engines' devices. "
+                f"{self._describe()}",
                 hint="Generate before a step trains, or after its weights were synced.",
             )
         avoid = {engine for failure in active.failures for engine in failure.engines}
@@ -397,7 +398,7 @@ class EnginePool:
         if is_late or len(failures) >= self._options.attempts:
             listed = "\n    ".join(dict.fromkeys(str(each.error.args[0]) for each in failures))
             raise RolloutError(
-                f"Request {request.id} failed in {len(failures)} attempts:\n    {listed}",
+                f"Request {request.label} failed in {len(failures)} attempts:\n    {listed}",
                 hint="Look into the logs of these engines.",
             ) from failure.error
 

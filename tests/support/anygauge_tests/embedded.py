@@ -18,7 +18,9 @@ def sample_all(
     """Return one sample per seed for each prompt, in order."""
     pairs = [(prompt, seed) for prompt, own in zip(prompts, seeds, strict=True) for seed in own]
     requests = [
-        GenerateRequest(f"{prompt.index}-{seed}", prompt.tokens, params, seed, media=prompt.media)
+        GenerateRequest(
+            f"{prompt.index}-{seed}", prompt.tokens, params, seed, media=prompt.media, source=prompt.source
+        )
         for prompt, seed in pairs
     ]
     answers = engine.answer(requests)

@@ -176,7 +176,9 @@ def test_what_cannot_be_shown_is_named(given: Given, engine: TransformersEngine)
         source="a.jsonl:4",
         media=(missing.media[0]._replace(key="gone", source="x.png"),),
     )
-    with pytest.raises(RolloutError, match=r"Request 3-1 shows image gone \(x.png\), which is not"):
+    with pytest.raises(
+        RolloutError, match=r"Request 3-1 \(a.jsonl:4\) shows image gone \(x.png\), which is not"
+    ):
         sample_all(engine, [missing], params, [[1]])
     sound = Prompt(index=0, tokens=(1, 2), text="", media=(Media("audio", "k", ((1, 1),), (4, 1, 1)),))
     with pytest.raises(RolloutError, match="has audio, and the run's model takes image"):

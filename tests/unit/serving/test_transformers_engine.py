@@ -611,8 +611,8 @@ def test_impossible_parameters_are_refused(
 def test_prompts_outside_the_vocabulary_are_refused(
     engine: TransformersEngine, tokens: tuple[int, ...], problem: str
 ) -> None:
-    prompt = Prompt(index=4, tokens=tokens, text="", source="train.jsonl")
-    with pytest.raises(RolloutError, match=rf"Request 4-0 {problem}\."):
+    prompt = Prompt(index=4, tokens=tokens, text="", source="train.jsonl:5")
+    with pytest.raises(RolloutError, match=rf"Request 4-0 \(train.jsonl:5\) {problem}\."):
         sample_all(engine, [prompt], SamplingParams(max_new_tokens=4), [[0]])
 
 

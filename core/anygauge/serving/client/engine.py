@@ -124,7 +124,7 @@ class EngineClient:
         """
         ends = asyncio.get_running_loop().time() + self.options.request_timeout_s
         if was_aborted(await self._request(request, rank, bootstrap, ends)):
-            raise EngineAwayError(f"{self.name} has ended request {request.id} before it was read.")
+            raise EngineAwayError(f"{self.name} has ended request {request.label} before it was read.")
 
     async def _request(
         self, request: GenerateRequest, rank: int | None, bootstrap: BootstrapRoom | None, ends: float
@@ -133,7 +133,7 @@ class EngineClient:
             images = await self._images(request)
             left_s = ends - asyncio.get_running_loop().time()
             body = request_body(request, rid, rank=rank, bootstrap=bootstrap, images=images)
-            purpose = f"request {request.id}"
+            purpose = f"request {request.label}"
             return await self._channel.request("/generate", body, timeout_s=left_s, purpose=purpose)
 
     async def stream(
@@ -144,7 +144,7 @@ class EngineClient:
         :raises RolloutError: The engine refuses the request, or broke off (:class:`EngineAwayError`): it is
             not given again here, since parts of it are out already.
         """
-        purpose = f"the stream of request {request.id}"
+        purpose = f"the stream of request {request.label}"
         limit_s = self.options.request_timeout_s
         ends = asyncio.get_running_loop().time() + limit_s
         async with self._attempt(request, ends) as rid:
@@ -170,7 +170,7 @@ class EngineClient:
             return []
         if self._image_encoder is None:
             raise RolloutError(
-                f"Request {request.id} has media, and this run has no store of them.",
+                f"Request {request.label} has media, and this run has no store of them.",
                 hint='Say what the model takes: model.modalities = ["image"].',
             )
         return await self._image_encoder.encoded(request.media)
@@ -207,7 +207,7 @@ class EngineClient:
                 await self._room.acquire()
         except TimeoutError as error:
             raise DeadlineError(
-                f"{self.name} had no room for request {request.id} in "
+                f"{self.name} had no room for request {request.label} in "
                 f"{self.options.request_timeout_s:.4g} s: {len(self._rids)} others are under way.",
                 hint="Raise rollout.client.concurrency, or request_timeout_s.",
             ) from error

@@ -52,7 +52,7 @@ def collapsed(request: GenerateRequest) -> list[int]:
 
 def _refused(request: GenerateRequest, why: str) -> RolloutError:
     return RolloutError(
-        f"Request {request.id} cannot be sent to a server: {why}.",
+        f"Request {request.label} cannot be sent to a server: {why}.",
         hint="Show images with draft.observe(*await rollout.look(messages)), which keeps tokens and media "
         "together; video and sound need the embedded engine.",
     )

@@ -141,8 +141,8 @@ def check_length(answer: Mapping[str, Any], request: GenerateRequest, engine: st
     read = meta.get("prompt_tokens") if request.media else None
     if read is not None and read != len(request.tokens):
         raise RolloutError(
-            f"{engine} has read {read} tokens in request {request.id}, which has {len(request.tokens)} with "
-            f"{len(request.media)} images.",
+            f"{engine} has read {read} tokens in request {request.label}, which has "
+            f"{len(request.tokens)} with {len(request.media)} images.",
             hint="The server makes other sizes of images: start it with the run's model and its "
             "preprocessor_config.json, without limits on pixels of its own.",
         )

@@ -185,7 +185,7 @@ class TransformersEngine:
                 self._check_prompt(request, params)
 
     def _check_prompt(self, request: GenerateRequest, params: SamplingParams) -> None:
-        tokens, name = request.tokens, f"Request {request.id}"
+        tokens, name = request.tokens, f"Request {request.label}"
         if not tokens:
             raise RolloutError(f"{name} has no tokens.", hint="Generation needs at least one.")
         for token in (min(tokens), max(tokens)):

@@ -141,13 +141,13 @@ def test_a_smaller_step_has_what_passed(make_producer: MakeProducer) -> None:
     assert indices(groups) == [0]
 
 
-def test_an_engine_that_fails_ends_the_step_with_its_error(make_producer: MakeProducer) -> None:
+def test_an_engine_that_fails_ends_the_step_with_its_error_and_the_row(make_producer: MakeProducer) -> None:
     def fail(request: GenerateRequest) -> list[int]:
         if of_session(request) == (2, 1):
-            raise RolloutError("no engine is left")
+            raise RolloutError(f"no engine is left for {request.label}")
         return [1]
 
-    with pytest.raises(RolloutError, match="no engine is left"):
+    with pytest.raises(RolloutError, match=r"no engine is left for 2-1-\d+ \(data:2\)"):
         run(make_producer(ScriptedEngine(fail), max_failed_ratio=1.0), 4)
 
 
