@@ -34,7 +34,7 @@ from anygauge.serving.sglang.supervisor import LOOK, STOP, supervisor_command
 from anygauge.serving.sglang.versions import ServerApi, find_api
 from anygauge.serving.sglang.weights import SGLangPeer
 from anygauge.weight_sync.control import EngineControl
-from anygauge_hooks.errors import RolloutError
+from anygauge_hooks.errors import DeadlineError, RolloutError
 from anygauge_hooks.sglang import ServerKeys
 
 if TYPE_CHECKING:
@@ -356,7 +356,7 @@ def _free_ports(host: str, http: int = 0) -> _Ports:
 def _answers(host: str, port: int) -> bool:
     """Return whether a server says that it is well."""
     control = EngineControl(f"http://{in_url(host)}:{port}", lambda _: {}, deadline_s=ANSWER_S)
-    with suppress(RolloutError):
+    with suppress(RolloutError, DeadlineError):  # a busy host answers late, and is asked again
         control.get("/health", what="its health")
         return True
     return False

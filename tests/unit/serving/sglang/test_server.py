@@ -250,3 +250,9 @@ def test_ports_that_are_free_differ_and_can_be_listened_on() -> None:
     for port in ports:
         with socket.create_server(("127.0.0.1", port)):
             pass
+
+
+def test_a_server_that_is_slow_to_say_that_it_is_well_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_module, "ANSWER_S", 0.05)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        assert not server_module._answers("127.0.0.1", silent.getsockname()[1])
