@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from anygauge_hooks.errors import ConfigError
-from anygauge_hooks.megatron import LayerKind, megatron_model, with_megatron
+from anygauge_hooks.megatron import MEGATRON, LayerKind, MegatronModel, megatron_model, with_megatron
 from anygauge_hooks.models import AssistantTurns, ModelSpec, text_config
 
 __all__ = [
@@ -22,6 +22,7 @@ __all__ = [
     "expert_config",
     "gated_mlp_flops",
     "head_size",
+    "make_family",
     "model_options",
     "next_token_layers",
     "refuse_variants",
@@ -29,7 +30,8 @@ __all__ = [
     "sliding_windows",
     "sparse_flops",
     "tiny_config",
-    "with_defaults",
+    "unsupported",
+    "with_config",
     "with_experts",
 ]
 
@@ -97,11 +99,17 @@ def refuse_variants(hf: Mapping[str, Any], family: str, variants: Iterable[Varia
     activation = ("hidden_act", hf.get("hidden_act", "silu") != "silu", "silu")
     for key, is_variant, needs in (activation, *variants):
         if is_variant:
-            raise ConfigError(
-                f"The checkpoint's {key} = {hf.get(key)!r} is not supported by the {family} family, "
-                f"which needs {needs}.",
-                hint=f"No published model of the {family} family has it; check config.json.",
-            )
+            raise unsupported(family, key, hf.get(key), needs)
+
+
+def unsupported(
+    family: str, key: str, value: object, needs: object, file: str = "config.json"
+) -> ConfigError:
+    """Return the error of a checkpoint that a file says to be of another model."""
+    return ConfigError(
+        f"The checkpoint's {key} = {value!r} is not supported by the {family} family, which needs {needs}.",
+        hint=f"No published model of the {family} family has it; check {file}.",
+    )
 
 
 def single_expert(hf: Mapping[str, Any]) -> Variant:
@@ -124,7 +132,14 @@ def next_token_layers(hf: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(f"model.layers.{hf['num_hidden_layers'] + index}." for index in range(count))
 
 
-def with_defaults(spec: ModelSpec, **defaults: Any) -> ModelSpec:
+def make_family(
+    name: str,
+    *architectures: str,
+    model: MegatronModel,
+    flops_per_token: Callable[[Mapping[str, Any], int], float],
+    defaults: Mapping[str, Any],
+    **fields: Any,
+) -> ModelSpec:
     """Return a family that reads a config as transformers does.
 
     Its text models may also be parts of larger ones, as ``text_config`` in theirs.
@@ -132,24 +147,39 @@ def with_defaults(spec: ModelSpec, **defaults: Any) -> ModelSpec:
     :param defaults: Of transformers, for keys that a config may lack. The shapes of weights are not among
         them: a config without ``hidden_size`` is a damaged one. The number of key and value heads is, since
         there were models before there were groups.
+    :param fields: What else its spec says.
     """
+    spec = ModelSpec(
+        name=name,
+        architectures=architectures,
+        model_options=model_options,
+        flops_per_token=flops_per_token,
+        tiny=tiny_config(name),
+        engines={MEGATRON: model},
+        **fields,
+    )
+    return with_config(spec, lambda hf: {**defaults, **text_config(hf)})
 
-    def complete(read: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda hf, *rest: read({**defaults, **text_config(hf)}, *rest)
+
+def with_config(spec: ModelSpec, read: Callable[[Mapping[str, Any]], Mapping[str, Any]]) -> ModelSpec:
+    """Return a family whose functions take what ``read`` makes of a Hugging Face config; media's do not."""
+
+    def reading(function: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda hf, *rest: function(read(hf), *rest)
 
     model = megatron_model(spec)
     model = replace(
         model,
-        transformer_config=complete(model.transformer_config),
-        weight_rules=complete(model.weight_rules),
-        rotary=complete(model.rotary),
-        layers=complete(model.layers),
+        transformer_config=reading(model.transformer_config),
+        weight_rules=reading(model.weight_rules),
+        rotary=reading(model.rotary),
+        layers=reading(model.layers),
     )
     return replace(
         with_megatron(spec, model),
-        model_options=complete(spec.model_options),
-        unused_weights=complete(spec.unused_weights),
-        flops_per_token=complete(spec.flops_per_token),
+        model_options=reading(spec.model_options),
+        unused_weights=reading(spec.unused_weights),
+        flops_per_token=reading(spec.flops_per_token),
     )
 
 

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from anygauge_hooks.errors import ConfigError, MediaError
+from anygauge_hooks.errors import MediaError
+from anygauge_models.architecture import unsupported
 from anygauge_models.image_processing import settings
 
 if TYPE_CHECKING:
@@ -44,11 +45,7 @@ def check_settings(directory: Path, family: str, mels: int) -> None:
     }
     for key, needs in needed.items():
         if values.get(key, needs) != needs:
-            raise ConfigError(
-                f"The checkpoint's {key} = {values[key]} is not supported by the {family} family, "
-                f"which needs {needs}.",
-                hint=f"No published model of the {family} family has it; check preprocessor_config.json.",
-            )
+            raise unsupported(family, key, values[key], needs, "preprocessor_config.json")
 
 
 def frames_of(header: Header, limits: MediaLimits, fewest: int = _FEWEST) -> int:

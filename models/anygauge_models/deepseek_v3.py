@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from anygauge_hooks.megatron import MegatronModel, WeightRule
-from anygauge_hooks.models import ModelSpec
 from anygauge_models.architecture import (
     Variant,
     decoder_config,
     expert_config,
-    model_options,
+    make_family,
     next_token_layers,
     refuse_variants,
     single_expert,
     sparse_flops,
-    tiny_config,
-    with_defaults,
     with_experts,
 )
 from anygauge_models.rope import half_rotary, magnitude, rope_parameters, yarn_factor
@@ -30,7 +27,13 @@ from anygauge_models.rules import (
     shared_expert,
 )
 
-__all__ = ["DEEPSEEK_V3"]
+__all__ = [
+    "DEEPSEEK_V3",
+    "expert_layers",
+    "mixture_config",
+    "mixture_flops",
+    "mixture_rules",
+]
 
 
 def expert_layers(hf: Mapping[str, Any]) -> tuple[int, ...]:
@@ -73,17 +76,6 @@ def transformer_config(hf: Mapping[str, Any]) -> dict[str, Any]:
     """
     refuse_variants(hf, "deepseek_v3", _refused(hf))
     groups, chosen = expert_groups(hf)
-    experts = expert_config(
-        experts=hf["n_routed_experts"],
-        top_k=hf["num_experts_per_tok"],
-        width=hf["moe_intermediate_size"],
-        moe_router_score_function="sigmoid",
-        moe_router_enable_expert_bias=True,
-        moe_router_num_groups=groups if groups > 1 else None,
-        moe_router_group_topk=chosen if groups > 1 else None,
-        moe_router_topk_scaling_factor=hf.get("routed_scaling_factor", 2.5),
-        moe_shared_expert_intermediate_size=shared_width(hf),
-    )
     return decoder_config(
         hf,
         heads=hf["num_attention_heads"],
@@ -97,7 +89,25 @@ def transformer_config(hf: Mapping[str, Any]) -> dict[str, Any]:
         v_head_dim=hf["v_head_dim"],
         softmax_scale=softmax_scale(hf),
         rotary_interleaved=bool(hf.get("rope_interleave", True)),
-        **experts,
+        moe_router_num_groups=groups if groups > 1 else None,
+        moe_router_group_topk=chosen if groups > 1 else None,
+        **mixture_config(hf, scaling=2.5),
+    )
+
+
+def mixture_config(hf: Mapping[str, Any], *, scaling: float) -> dict[str, Any]:
+    """Return the fields of ``TransformerConfig`` of experts that sigmoids choose, beside a shared one.
+
+    :param scaling: What multiplies their weights, where the checkpoint does not say.
+    """
+    return expert_config(
+        experts=hf["n_routed_experts"],
+        top_k=hf["num_experts_per_tok"],
+        width=hf["moe_intermediate_size"],
+        moe_router_score_function="sigmoid",
+        moe_router_enable_expert_bias=True,
+        moe_router_topk_scaling_factor=hf.get("routed_scaling_factor", scaling),
+        moe_shared_expert_intermediate_size=shared_width(hf),
     )
 
 
@@ -128,8 +138,12 @@ def _refused(hf: Mapping[str, Any]) -> list[Variant]:
 
 def flops_per_token(hf: Mapping[str, Any], sequence_length: int) -> float:
     """Return the floating-point operations of a forward pass per token, causal attention counted once."""
+    return mixture_flops(hf, _attention_flops(hf, sequence_length))
+
+
+def mixture_flops(hf: Mapping[str, Any], attention: float) -> float:
+    """Return the floating-point operations per token, given those of the attention of one layer."""
     width = hf["num_experts_per_tok"] * hf["moe_intermediate_size"] + shared_width(hf)
-    attention = _attention_flops(hf, sequence_length)
     return sparse_flops(
         hf, attention, sparse=len(expert_layers(hf)), width=width, experts=hf["n_routed_experts"]
     )
@@ -146,6 +160,11 @@ def _attention_flops(hf: Mapping[str, Any], sequence_length: int) -> float:
 
 def weight_rules(hf: Mapping[str, Any]) -> list[WeightRule]:
     """Return one rule for each canonical tensor."""
+    return mixture_rules(hf, _attention(hf))
+
+
+def mixture_rules(hf: Mapping[str, Any], attention: Sequence[WeightRule]) -> list[WeightRule]:
+    """Return the rules of a decoder with these of attention."""
     sparse = expert_layers(hf)
     experts = expert_mlp(
         experts=hf["n_routed_experts"],
@@ -155,7 +174,7 @@ def weight_rules(hf: Mapping[str, Any]) -> list[WeightRule]:
     )
     dense = dense_mlp(hf["intermediate_size"], layers=tuple(range(hf["num_hidden_layers"] - len(sparse))))
     shared = shared_expert("shared_experts", shared_width(hf), layers=sparse)
-    return decoder_rules(hf, [*_attention(hf), *dense, *experts, *shared])
+    return decoder_rules(hf, [*attention, *dense, *experts, *shared])
 
 
 def _attention(hf: Mapping[str, Any]) -> list[WeightRule]:
@@ -192,26 +211,22 @@ def _up(name: str, norm: str, linear: str) -> list[WeightRule]:
 rotary = half_rotary(lambda hf: int(hf["qk_rope_head_dim"]))
 
 
-DEEPSEEK_V3 = with_defaults(
-    ModelSpec(
-        name="deepseek_v3",
-        architectures=("DeepseekV3ForCausalLM",),
-        model_options=model_options,
-        unused_weights=next_token_layers,
-        flops_per_token=flops_per_token,
-        tiny=tiny_config("deepseek_v3"),
-        engines={
-            "megatron": MegatronModel(
-                transformer_config=transformer_config,
-                weight_rules=weight_rules,
-                rotary=rotary,
-                layers=lambda hf: with_experts(hf, expert_layers(hf), attention="latent"),
-            )
-        },
+DEEPSEEK_V3 = make_family(
+    "deepseek_v3",
+    "DeepseekV3ForCausalLM",
+    model=MegatronModel(
+        transformer_config=transformer_config,
+        weight_rules=weight_rules,
+        rotary=rotary,
+        layers=lambda hf: with_experts(hf, expert_layers(hf), attention="latent"),
     ),
-    rms_norm_eps=1e-6,
-    first_k_dense_replace=3,
-    n_group=8,
-    topk_group=4,
-    max_position_embeddings=4096,
+    flops_per_token=flops_per_token,
+    unused_weights=next_token_layers,
+    defaults={
+        "rms_norm_eps": 1e-6,
+        "first_k_dense_replace": 3,
+        "n_group": 8,
+        "topk_group": 4,
+        "max_position_embeddings": 4096,
+    },
 )

@@ -14,10 +14,8 @@ from anygauge_models.architecture import (
     decoder_config,
     dense_flops,
     head_size,
-    model_options,
+    make_family,
     refuse_variants,
-    tiny_config,
-    with_defaults,
 )
 from anygauge_models.rope import half_rotary
 from anygauge_models.rules import decoder_rules, dense_mlp, post_norms, self_attention
@@ -71,7 +69,7 @@ class DenseDecoder:
         """Return the family.
 
         :param turns: How its chat template marks the assistant's turns.
-        :param defaults: Of transformers, for keys that a config may lack; see :func:`with_defaults`.
+        :param defaults: Of transformers, for keys that a config may lack; see :func:`make_family`.
         """
         kind = LayerKind(post_norms=self.has_post_norms)
         model = MegatronModel(
@@ -80,13 +78,11 @@ class DenseDecoder:
             rotary=half_rotary(self.rotary_dim or self.head_dim),
             layers=lambda hf: (kind,) * hf["num_hidden_layers"],
         )
-        spec = ModelSpec(
-            name=self.family,
-            architectures=(architecture,),
-            model_options=model_options,
+        return make_family(
+            self.family,
+            architecture,
+            model=model,
             flops_per_token=self.flops_per_token,
-            tiny=tiny_config(self.family),
+            defaults=defaults,
             assistant_turns=turns,
-            engines={"megatron": model},
         )
-        return with_defaults(spec, **defaults)

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from anygauge_hooks.media import Decoded, Header, Measured, MediaKind, MediaLimits
+    from anygauge_models.vision import PatchSizes
 
 __all__ = [
     "Budget",
@@ -118,29 +119,20 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def checked_settings(
-    directory: Path,
-    family: str,
-    *,
-    mean: Sequence[float],
-    deviation: Sequence[float],
-    patch: int,
-    merge: int,
-    temporal: int,
+    directory: Path, family: str, sizes: PatchSizes, mean: Sequence[float], deviation: Sequence[float]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return what a model's directory says of its processors for images and for video.
 
+    :param sizes: Of patches, as the tower has them.
     :param mean: Of pixels from 0 to 1, by colour; with ``deviation`` they are normalised on the device.
-    :param patch: Pixels of a patch's side, as the tower has it.
-    :param merge: Patches of a feature's side.
-    :param temporal: Frames of a patch.
     :raises ConfigError: They are made otherwise than the family makes them.
     """
     needed = {
         "image_mean": list(mean),
         "image_std": list(deviation),
-        "patch_size": patch,
-        "merge_size": merge,
-        "temporal_patch_size": temporal,
+        "patch_size": sizes.patch,
+        "merge_size": sizes.merge,
+        "temporal_patch_size": sizes.temporal,
         **_MADE,
     }
     image, video = settings(directory, "image"), settings(directory, "video")

@@ -6,16 +6,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from anygauge_hooks.megatron import LayerKind, MegatronModel, WeightRule
-from anygauge_hooks.models import ModelSpec
 from anygauge_models.architecture import (
     CHATML,
     expert_config,
     gated_mlp_flops,
-    model_options,
+    make_family,
     refuse_variants,
     single_expert,
-    tiny_config,
-    with_defaults,
 )
 from anygauge_models.qwen3_5.config import (
     hybrid_config,
@@ -75,26 +72,18 @@ def _layers(hf: Mapping[str, Any]) -> list[LayerKind]:
     return [LayerKind(attention="gated_delta" if linear else "gated", mlp="moe") for linear in is_linear(hf)]
 
 
-QWEN3_5_MOE = with_defaults(
-    ModelSpec(
-        name="qwen3_5_moe",
-        architectures=("Qwen3_5MoeForCausalLM", "Qwen3_5MoeForConditionalGeneration"),
-        model_options=model_options,
-        unused_weights=unused_weights,
-        flops_per_token=flops_per_token,
-        tiny=tiny_config("qwen3_5_moe"),
-        assistant_turns=CHATML,
-        media=MEDIA,
-        engines={
-            "megatron": MegatronModel(
-                transformer_config=transformer_config,
-                weight_rules=weight_rules,
-                rotary=rotary,
-                layers=_layers,
-            )
-        },
+QWEN3_5_MOE = make_family(
+    "qwen3_5_moe",
+    *("Qwen3_5MoeForCausalLM", "Qwen3_5MoeForConditionalGeneration"),
+    model=MegatronModel(
+        transformer_config=transformer_config,
+        weight_rules=weight_rules,
+        rotary=rotary,
+        layers=_layers,
     ),
-    num_key_value_heads=2,
-    rms_norm_eps=1e-6,
-    max_position_embeddings=32_768,
+    flops_per_token=flops_per_token,
+    unused_weights=unused_weights,
+    assistant_turns=CHATML,
+    media=MEDIA,
+    defaults={"num_key_value_heads": 2, "rms_norm_eps": 1e-6, "max_position_embeddings": 32_768},
 )

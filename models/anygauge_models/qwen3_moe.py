@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from anygauge_hooks.megatron import MegatronModel, WeightRule
-from anygauge_hooks.models import ModelSpec
+from anygauge_hooks.megatron import LayerKind, MegatronModel, WeightRule
 from anygauge_models.architecture import (
     CHATML,
     attention_flops,
@@ -14,12 +13,10 @@ from anygauge_models.architecture import (
     decoder_config,
     expert_config,
     head_size,
-    model_options,
+    make_family,
     refuse_variants,
     single_expert,
     sparse_flops,
-    tiny_config,
-    with_defaults,
     with_experts,
 )
 from anygauge_models.qwen3 import DENSE
@@ -28,10 +25,8 @@ from anygauge_models.rules import decoder_rules, dense_mlp, expert_mlp, self_att
 
 __all__ = [
     "QWEN3_MOE",
-    "attention_of",
-    "expert_layers",
     "flops_per_token",
-    "num_experts",
+    "layers",
     "transformer_config",
     "weight_rules",
 ]
@@ -78,8 +73,11 @@ def flops_per_token(hf: Mapping[str, Any], sequence_length: int) -> float:
     return sparse_flops(hf, attention, sparse=len(expert_layers(hf)), width=width, experts=num_experts(hf))
 
 
-def weight_rules(hf: Mapping[str, Any]) -> list[WeightRule]:
-    """Return one rule for each canonical tensor."""
+def weight_rules(hf: Mapping[str, Any], **stacks: Any) -> list[WeightRule]:
+    """Return one rule for each canonical tensor.
+
+    :param stacks: How checkpoints hold the experts; see :func:`expert_mlp`.
+    """
     sparse = expert_layers(hf)
     dense = tuple(sorted(set(range(hf["num_hidden_layers"])) - set(sparse)))
     return decoder_rules(
@@ -87,32 +85,29 @@ def weight_rules(hf: Mapping[str, Any]) -> list[WeightRule]:
         [
             *self_attention(**attention_of(hf), qk_norm=True),
             *dense_mlp(hf["intermediate_size"], layers=dense),
-            *expert_mlp(experts=num_experts(hf), width=hf["moe_intermediate_size"], layers=sparse),
+            *expert_mlp(experts=num_experts(hf), width=hf["moe_intermediate_size"], layers=sparse, **stacks),
         ],
     )
+
+
+def layers(hf: Mapping[str, Any]) -> list[LayerKind]:
+    """Return the kind of each layer."""
+    return with_experts(hf, expert_layers(hf))
 
 
 rotary = half_rotary(head_size)
 
 
-QWEN3_MOE = with_defaults(
-    ModelSpec(
-        name="qwen3_moe",
-        architectures=("Qwen3MoeForCausalLM",),
-        model_options=model_options,
-        flops_per_token=flops_per_token,
-        tiny=tiny_config("qwen3_moe"),
-        assistant_turns=CHATML,
-        engines={
-            "megatron": MegatronModel(
-                transformer_config=transformer_config,
-                weight_rules=weight_rules,
-                rotary=rotary,
-                layers=lambda hf: with_experts(hf, expert_layers(hf)),
-            )
-        },
+QWEN3_MOE = make_family(
+    "qwen3_moe",
+    "Qwen3MoeForCausalLM",
+    model=MegatronModel(
+        transformer_config=transformer_config,
+        weight_rules=weight_rules,
+        rotary=rotary,
+        layers=layers,
     ),
-    num_key_value_heads=4,
-    rms_norm_eps=1e-6,
-    max_position_embeddings=32_768,
+    flops_per_token=flops_per_token,
+    assistant_turns=CHATML,
+    defaults={"num_key_value_heads": 4, "rms_norm_eps": 1e-6, "max_position_embeddings": 32_768},
 )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -23,8 +23,10 @@ if TYPE_CHECKING:
     from anygauge_hooks.media import Media
 
 __all__ = [
+    "PatchSizes",
     "blank_image",
     "grid_of",
+    "module_fields",
     "packed_patches",
     "patch_of",
     "patch_places",
@@ -35,18 +37,31 @@ __all__ = [
 ]
 
 
-def patch_of(vision: Mapping[str, Any]) -> tuple[int, int, int]:
-    """Return the pixels of a patch's side, the patches of a feature's side, and the frames of a patch.
-
-    :param vision: The config of a tower.
-    """
-    return vision["patch_size"], vision["spatial_merge_size"], vision["temporal_patch_size"]
+def module_fields(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a tower's config in transformers, without those of the config as a file."""
+    return {key: value for key, value in config.items() if key not in ("model_type", "dtype")}
 
 
-def grid_of(content: Content, patch: int, temporal: int) -> tuple[int, int, int]:
+class PatchSizes(NamedTuple):
+    """Sizes of the patches of a tower."""
+
+    patch: int
+    """Pixels of a patch's side."""
+    merge: int
+    """Patches of a feature's side."""
+    temporal: int
+    """Frames of a patch; an image is all of them."""
+
+
+def patch_of(vision: Mapping[str, Any]) -> PatchSizes:
+    """Return the sizes of patches from the config of a tower."""
+    return PatchSizes(vision["patch_size"], vision["spatial_merge_size"], vision["temporal_patch_size"])
+
+
+def grid_of(content: Content, sizes: PatchSizes) -> tuple[int, int, int]:
     """Return how many patches a content has in time, height and width."""
     *frames, height, width, _ = content.data.shape
-    return (frames[0] // temporal if frames else 1), height // patch, width // patch
+    return (frames[0] // sizes.temporal if frames else 1), height // sizes.patch, width // sizes.patch
 
 
 def blank_image(patch: int, merge: int) -> Content:
@@ -58,27 +73,21 @@ def blank_image(patch: int, merge: int) -> Content:
 def packed_patches(
     contents: Sequence[Content],
     device: torch.device,
-    *,
-    patch: int,
-    merge: int,
-    temporal: int,
+    sizes: PatchSizes,
     mean: Sequence[float],
     deviation: Sequence[float],
 ) -> Tensor:
     """Return the patches of all contents, one after another, in the order of the features they are merged to.
 
-    :param patch: Pixels of a side.
-    :param merge: Patches of a side of a feature.
-    :param temporal: Frames of a patch; an image is all of them.
     :param mean: Of each channel, of values from 0 to 1; with ``deviation`` it normalises them.
     :returns: ``[patches, 3 * temporal * patch * patch]``, float32, on the device.
     """
     import torch
 
     shift, scale = (on_device(each, device) for each in (mean, deviation))
-    patches = []
+    (patch, merge, temporal), patches = sizes, []
     for content in contents:
-        time, height, width = grid_of(content, patch, temporal)
+        time, height, width = grid_of(content, sizes)
         pixels = on_device(content.data, device).float()
         frames = ((pixels * (1 / 255) - shift) / scale).reshape(-1, *content.data.shape[-3:])
         if content.kind == "image":

@@ -6,18 +6,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from anygauge_hooks.models import text_config
-from anygauge_models.architecture import model_options as options_of
-from anygauge_models.glm4 import DENSE
-from anygauge_models.rope import turning_part
 
 __all__ = [
     "decoder",
-    "flops_per_token",
     "forbidden",
-    "model_options",
-    "rotary_dim",
     "token_of",
-    "transformer_config",
     "vision_of",
 ]
 
@@ -43,30 +36,6 @@ def decoder(hf: Mapping[str, Any]) -> dict[str, Any]:
         "attention_bias": True,
         "head_dim": text["hidden_size"] // text["num_attention_heads"],
     }
-
-
-def rotary_dim(hf: Mapping[str, Any]) -> int:
-    """Return how many dimensions of a head turn with the position; all of them by default."""
-    text = decoder(hf)
-    return turning_part(text, text["head_dim"], 1.0)
-
-
-def transformer_config(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of ``TransformerConfig`` that the architecture fixes.
-
-    :raises ConfigError: The checkpoint uses a variant that is not implemented.
-    """
-    return DENSE.transformer_config(decoder(hf))
-
-
-def model_options(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Return vocabulary size, longest sequence, and whether the embeddings are tied."""
-    return options_of(decoder(hf))
-
-
-def flops_per_token(hf: Mapping[str, Any], sequence_length: int) -> float:
-    """Return the floating-point operations of a forward pass per token, causal attention counted once."""
-    return DENSE.flops_per_token(decoder(hf), sequence_length)
 
 
 def vision_of(hf: Mapping[str, Any]) -> dict[str, Any]:

@@ -41,24 +41,14 @@ def make_processor(directory: Path, hf: Mapping[str, Any]) -> Processor:
 
     :raises ConfigError: Its settings are another family's.
     """
-    patch, merge, temporal = patch_of(vision_of(hf))
-    image, video = checked_settings(
-        directory,
-        hf["model_type"],
-        mean=IMAGE_MEAN,
-        deviation=IMAGE_DEVIATION,
-        patch=patch,
-        merge=merge,
-        temporal=temporal,
-    )
+    sizes = patch_of(vision_of(hf))
+    image, video = checked_settings(directory, hf["model_type"], sizes, IMAGE_MEAN, IMAGE_DEVIATION)
     named = image.get("processor_class") or image.get("image_processor_type")
     return Processor(
         # The frames of a video are images to the model, and have their token.
         kinds=dict.fromkeys(_MARKS, token_of(hf, "image")),
         marks=_MARKS,
-        patch=patch,
-        merge=merge,
-        temporal=temporal,
+        **sizes._asdict(),
         image=Budget.of(image, _IMAGE),
         video=Budget.of(video, _VIDEO),
         in_tenths=named.startswith(_TENTHS) if named else hf["model_type"] == "glm46v",

@@ -8,20 +8,18 @@ from typing import TYPE_CHECKING, Any
 
 from anygauge_hooks.media import MediaSpec
 from anygauge_hooks.megatron import LayerKind, MegatronModel, WeightRule
-from anygauge_hooks.models import ModelSpec
-from anygauge_models.architecture import tiny_config, with_defaults
+from anygauge_models.architecture import make_family, tiny_config, with_config
 from anygauge_models.glm4 import DENSE
 from anygauge_models.glm4v import config, vision
-from anygauge_models.glm4v.config import decoder, rotary_dim
 from anygauge_models.glm4v.processor import make_processor
 from anygauge_models.positions import frame_by_frame
-from anygauge_models.rope import half_rotary
+from anygauge_models.rope import half_rotary, turning_part
 from anygauge_models.rules import inside
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["DECODER", "GLM4V", "GLM46V", "in_sections"]
+__all__ = ["DECODER", "GLM4V", "GLM46V", "MEDIA", "in_sections"]
 
 DECODER = "model.language_model."
 """How the decoder's names begin in checkpoints."""
@@ -29,7 +27,7 @@ DECODER = "model.language_model."
 
 def weight_rules(hf: Mapping[str, Any]) -> list[WeightRule]:
     """Return one rule for each canonical tensor."""
-    return [*inside(DECODER, DENSE.weight_rules(decoder(hf))), *vision.tower_rules(hf)]
+    return [*inside(DECODER, DENSE.weight_rules(hf)), *vision.tower_rules(hf)]
 
 
 def rotary(hf: Mapping[str, Any], positions: Tensor) -> tuple[Tensor, Tensor]:
@@ -38,7 +36,7 @@ def rotary(hf: Mapping[str, Any], positions: Tensor) -> tuple[Tensor, Tensor]:
     :param positions: ``[T]`` or ``[3, T]``, int64.
     :returns: Two ``[T, R]`` float32 tensors.
     """
-    return _rotary(in_sections(decoder(hf)), positions)
+    return _rotary(in_sections(hf), positions)
 
 
 def in_sections(text: Mapping[str, Any]) -> dict[str, Any]:
@@ -47,35 +45,32 @@ def in_sections(text: Mapping[str, Any]) -> dict[str, Any]:
     return {**text, key: {"mrope_section": [8, 12, 12], **(text.get(key) or {})}}
 
 
-_rotary = half_rotary(rotary_dim)
+_rotary = half_rotary(lambda hf: turning_part(hf, hf["head_dim"], 1.0))
 
 
-GLM4V = with_defaults(
-    ModelSpec(
-        name="glm4v",
-        architectures=("Glm4vForConditionalGeneration",),
-        model_options=config.model_options,
-        flops_per_token=config.flops_per_token,
-        tiny=tiny_config("glm4v"),
-        media=MediaSpec(
-            make_processor=make_processor,
-            towers=vision.towers,
-            positions=frame_by_frame,
-            flops=vision.flops,
-            forbidden=config.forbidden,
+MEDIA = MediaSpec(
+    make_processor=make_processor,
+    towers=vision.towers,
+    positions=frame_by_frame,
+    flops=vision.flops,
+    forbidden=config.forbidden,
+)
+
+GLM4V = with_config(
+    make_family(
+        "glm4v",
+        "Glm4vForConditionalGeneration",
+        model=MegatronModel(
+            transformer_config=DENSE.transformer_config,
+            weight_rules=weight_rules,
+            rotary=rotary,
+            layers=lambda hf: (LayerKind(post_norms=True),) * hf["num_hidden_layers"],
         ),
-        engines={
-            "megatron": MegatronModel(
-                transformer_config=config.transformer_config,
-                weight_rules=weight_rules,
-                rotary=rotary,
-                layers=lambda hf: (LayerKind(post_norms=True),) * config.decoder(hf)["num_hidden_layers"],
-            )
-        },
+        flops_per_token=DENSE.flops_per_token,
+        media=MEDIA,
+        defaults={"num_key_value_heads": 2, "rms_norm_eps": 1e-5, "max_position_embeddings": 32_768},
     ),
-    num_key_value_heads=2,
-    rms_norm_eps=1e-5,
-    max_position_embeddings=32_768,
+    config.decoder,
 )
 
 

@@ -15,6 +15,7 @@ from anygauge_models.transfer import on_device
 from anygauge_models.vision import (
     blank_image,
     grid_of,
+    module_fields,
     packed_patches,
     patch_of,
     patch_places,
@@ -80,34 +81,26 @@ def flops(hf: Mapping[str, Any], media: Media) -> float:
 def _build(model_type: str, hf: Mapping[str, Any]) -> nn.Module:
     from transformers import AutoConfig, AutoModel
 
-    fields = {key: value for key, value in vision_of(hf).items() if key not in ("model_type", "dtype")}
-    module: nn.Module = AutoModel.from_config(AutoConfig.for_model(model_type, **fields))
+    config = AutoConfig.for_model(model_type, **module_fields(vision_of(hf)))
+    module: nn.Module = AutoModel.from_config(config)
     return module
 
 
 def _inputs(hf: Mapping[str, Any], contents: Sequence[Content], device: torch.device) -> dict[str, Any]:
     import torch
 
-    patch, merge, temporal = patch_of(vision_of(hf))
+    sizes = patch_of(vision_of(hf))
     # Attention stays within a frame, so that the frames of a video are as many images.
     frames = [
         (height, width)
         for content in contents
-        for time, height, width in [grid_of(content, patch, temporal)]
+        for time, height, width in [grid_of(content, sizes)]
         for _ in range(time)
     ]
-    places = np.concatenate([patch_places(height, width, merge, 1)[0] for height, width in frames])
+    places = np.concatenate([patch_places(height, width, sizes.merge, 1)[0] for height, width in frames])
     lengths = [height * width for height, width in frames]
     return {
-        "hidden_states": packed_patches(
-            contents,
-            device,
-            patch=patch,
-            merge=merge,
-            temporal=temporal,
-            mean=IMAGE_MEAN,
-            deviation=IMAGE_DEVIATION,
-        ),
+        "hidden_states": packed_patches(contents, device, sizes, IMAGE_MEAN, IMAGE_DEVIATION),
         "grid_thw": on_device([(1, *frame) for frame in frames], device),
         "position_ids": on_device(places, device),
         "cu_seqlens": on_device(np.cumsum([0, *lengths]), device, torch.int32),

@@ -15,7 +15,7 @@ from anygauge_hooks.megatron import WeightRule
 from anygauge_hooks.models import text_config
 from anygauge_models.audio import FRAME_RATE
 from anygauge_models.glm_omni.config import JOINED, WINDOW, audio_of
-from anygauge_models.vision import stack_rules, tensor_rules, with_biases
+from anygauge_models.vision import module_fields, stack_rules, tensor_rules, with_biases
 
 if TYPE_CHECKING:
     import torch
@@ -101,7 +101,7 @@ def _blank(hf: Mapping[str, Any]) -> Content:
 def _build(hf: Mapping[str, Any]) -> nn.Module:
     from anygauge_models.glm_omni.audio_tower import AudioTower
 
-    fields = {key: value for key, value in audio_of(hf).items() if key not in ("model_type", "dtype")}
+    fields = module_fields(audio_of(hf))
     return AudioTower(fields, text_config(hf)["hidden_size"], hf.get("projector_hidden_act", "gelu"))
 
 

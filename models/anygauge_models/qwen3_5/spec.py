@@ -7,8 +7,7 @@ from typing import Any
 
 from anygauge_hooks.media import MediaSpec
 from anygauge_hooks.megatron import LayerKind, MegatronModel, WeightRule
-from anygauge_hooks.models import ModelSpec
-from anygauge_models.architecture import CHATML, tiny_config, with_defaults
+from anygauge_models.architecture import CHATML, make_family
 from anygauge_models.positions import frame_by_frame
 from anygauge_models.qwen3_5 import config, vision
 from anygauge_models.qwen3_5.config import attention_of, delta_sizes, is_linear, rotary_dim, with_vision
@@ -91,26 +90,18 @@ def _layers(hf: Mapping[str, Any]) -> list[LayerKind]:
     return [LayerKind(attention="gated_delta" if linear else "gated") for linear in config.is_linear(hf)]
 
 
-QWEN3_5 = with_defaults(
-    ModelSpec(
-        name="qwen3_5",
-        architectures=("Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration"),
-        model_options=config.model_options,
-        unused_weights=config.unused_weights,
-        flops_per_token=config.flops_per_token,
-        tiny=tiny_config("qwen3_5"),
-        assistant_turns=CHATML,
-        media=MEDIA,
-        engines={
-            "megatron": MegatronModel(
-                transformer_config=config.transformer_config,
-                weight_rules=weight_rules,
-                rotary=rotary,
-                layers=_layers,
-            )
-        },
+QWEN3_5 = make_family(
+    "qwen3_5",
+    *("Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration"),
+    model=MegatronModel(
+        transformer_config=config.transformer_config,
+        weight_rules=weight_rules,
+        rotary=rotary,
+        layers=_layers,
     ),
-    num_key_value_heads=4,
-    rms_norm_eps=1e-6,
-    max_position_embeddings=32_768,
+    flops_per_token=config.flops_per_token,
+    unused_weights=config.unused_weights,
+    assistant_turns=CHATML,
+    media=MEDIA,
+    defaults={"num_key_value_heads": 4, "rms_norm_eps": 1e-6, "max_position_embeddings": 32_768},
 )

@@ -12,6 +12,7 @@ from anygauge_hooks.megatron import WeightRule
 from anygauge_models.qwen3_5.config import placeholders
 from anygauge_models.qwen3_vl import vision
 from anygauge_models.qwen3_vl.processor import processor_with
+from anygauge_models.vision import module_fields
 
 if TYPE_CHECKING:
     from torch import nn
@@ -36,7 +37,7 @@ def _build(hf: Mapping[str, Any]) -> nn.Module:
     from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5VisionConfig
     from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5VisionModel
 
-    fields = vision.module_fields(hf)
+    fields = module_fields(vision.vision_of(hf))
     del fields["deepstack_visual_indexes"]
     tower: nn.Module = Qwen3_5VisionModel(Qwen3_5VisionConfig(**fields))
     return tower

@@ -16,7 +16,7 @@ from anygauge_hooks.media import Content, TowerSpec
 from anygauge_hooks.megatron import WeightRule
 from anygauge_models.qwen3_omni_moe.config import CHUNK, audio_of, flat, prefix
 from anygauge_models.transfer import on_device
-from anygauge_models.vision import stack_rules, tensor_rules, with_biases
+from anygauge_models.vision import module_fields, stack_rules, tensor_rules, with_biases
 
 if TYPE_CHECKING:
     import torch
@@ -102,9 +102,8 @@ def _build(hf: Mapping[str, Any]) -> nn.Module:
     )
     from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import Qwen3OmniMoeAudioEncoder
 
-    left_out = ("model_type", "dtype")
-    fields = {key: value for key, value in audio_of(flat(hf)).items() if key not in left_out}
-    module: nn.Module = Qwen3OmniMoeAudioEncoder(Qwen3OmniMoeAudioEncoderConfig(**fields))
+    config = Qwen3OmniMoeAudioEncoderConfig(**module_fields(audio_of(flat(hf))))
+    module: nn.Module = Qwen3OmniMoeAudioEncoder(config)
     return module
 
 

@@ -9,20 +9,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from anygauge_hooks.errors import ConfigError
 from anygauge_hooks.models import text_config
 from anygauge_models import qwen3_moe
-from anygauge_models.architecture import model_options
-from anygauge_models.qwen3_moe import expert_layers, flops_per_token
+from anygauge_models.architecture import unsupported
 
 __all__ = [
     "CHUNK",
     "audio_of",
-    "expert_layers",
     "flat",
-    "flops_per_token",
     "forbidden",
-    "model_options",
     "per_second",
     "prefix",
     "token_of",
@@ -84,9 +79,5 @@ def transformer_config(hf: Mapping[str, Any]) -> dict[str, Any]:
     :raises ConfigError: The checkpoint uses a variant that is not implemented.
     """
     if (window := audio_of(hf)["n_window"]) != _WINDOW:
-        raise ConfigError(
-            f"The checkpoint's audio_config.n_window = {window} is not supported by the qwen3_omni_moe "
-            f"family, which needs {_WINDOW}.",
-            hint="No published model of the qwen3_omni_moe family has it; check config.json.",
-        )
+        raise unsupported("qwen3_omni_moe", "audio_config.n_window", window, _WINDOW)
     return qwen3_moe.transformer_config(hf)

@@ -36,23 +36,13 @@ def make_processor(directory: Path, hf: Mapping[str, Any]) -> Processor:
     """
     hf = flat(hf)
     mels = audio_of(hf)["num_mel_bins"]
-    patch, merge, temporal = patch_of(vision_of(hf))
-    image, video = checked_settings(
-        directory,
-        "qwen3_omni_moe",
-        mean=MEAN,
-        deviation=DEVIATION,
-        patch=patch,
-        merge=merge,
-        temporal=temporal,
-    )
+    sizes = patch_of(vision_of(hf))
+    image, video = checked_settings(directory, "qwen3_omni_moe", sizes, MEAN, DEVIATION)
     check_settings(directory, "qwen3_omni_moe", mels)
     return Processor(
         kinds={kind: token_of(hf, kind) for kind in _MARKS},
         marks=_MARKS,
-        patch=patch,
-        merge=merge,
-        temporal=temporal,
+        **sizes._asdict(),
         mels=mels,
         per_second=per_second(hf),
         image=Budget.of(image, _IMAGE),

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from anygauge_hooks.media import MediaSpec, TowerSpec
 from anygauge_hooks.megatron import MegatronModel, WeightRule
-from anygauge_hooks.models import ModelSpec
 from anygauge_models import qwen3_moe
-from anygauge_models.architecture import CHATML, tiny_config, with_defaults, with_experts
+from anygauge_models.architecture import CHATML, make_family
 from anygauge_models.positions import Block, in_three_axes
 from anygauge_models.qwen3_omni_moe import audio, config, vision
 from anygauge_models.qwen3_omni_moe.config import prefix
@@ -74,36 +73,29 @@ def _flops(hf: Mapping[str, Any], media: Media) -> float:
     return flops(config.flat(hf), media)
 
 
-QWEN3_OMNI_MOE = with_defaults(
-    ModelSpec(
-        name="qwen3_omni_moe",
-        architectures=(
-            "Qwen3OmniMoeForConditionalGeneration",
-            "Qwen3OmniMoeThinkerForConditionalGeneration",
-        ),
-        model_options=config.model_options,
-        unused_weights=unused_weights,
-        flops_per_token=config.flops_per_token,
-        tiny=tiny_config("qwen3_omni_moe"),
-        assistant_turns=CHATML,
-        media=MediaSpec(
-            make_processor=make_processor,
-            towers=_towers,
-            positions=_positions,
-            flops=_flops,
-            forbidden=lambda hf: config.forbidden(config.flat(hf)),
-        ),
-        engines={
-            "megatron": MegatronModel(
-                transformer_config=config.transformer_config,
-                weight_rules=weight_rules,
-                rotary=rotary,
-                layers=lambda hf: with_experts(hf, config.expert_layers(hf)),
-            )
-        },
+QWEN3_OMNI_MOE = make_family(
+    "qwen3_omni_moe",
+    *("Qwen3OmniMoeForConditionalGeneration", "Qwen3OmniMoeThinkerForConditionalGeneration"),
+    model=MegatronModel(
+        transformer_config=config.transformer_config,
+        weight_rules=weight_rules,
+        rotary=rotary,
+        layers=qwen3_moe.layers,
     ),
-    num_key_value_heads=4,
-    rms_norm_eps=1e-6,
-    max_position_embeddings=32_768,
-    norm_topk_prob=True,
+    flops_per_token=qwen3_moe.flops_per_token,
+    unused_weights=unused_weights,
+    assistant_turns=CHATML,
+    media=MediaSpec(
+        make_processor=make_processor,
+        towers=_towers,
+        positions=_positions,
+        flops=_flops,
+        forbidden=lambda hf: config.forbidden(config.flat(hf)),
+    ),
+    defaults={
+        "num_key_value_heads": 4,
+        "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 32_768,
+        "norm_topk_prob": True,
+    },
 )

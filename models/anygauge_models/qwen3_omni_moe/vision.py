@@ -9,8 +9,8 @@ from anygauge_hooks.media import TowerSpec
 from anygauge_hooks.megatron import WeightRule
 from anygauge_models.qwen3_omni_moe.config import flat, prefix
 from anygauge_models.qwen3_vl import vision as qwen3_vl
-from anygauge_models.qwen3_vl.vision import BLOCK, TOWER, flops, levels, module_fields, outputs, vision_of
-from anygauge_models.vision import stack_rules, tensor_rules, with_biases
+from anygauge_models.qwen3_vl.vision import BLOCK, TOWER, flops, levels, outputs, vision_of
+from anygauge_models.vision import module_fields, stack_rules, tensor_rules, with_biases
 
 if TYPE_CHECKING:
     from torch import nn
@@ -40,7 +40,7 @@ def _build(hf: Mapping[str, Any]) -> nn.Module:
     )
     from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import Qwen3OmniMoeVisionEncoder
 
-    config = Qwen3OmniMoeVisionEncoderConfig(**module_fields(flat(hf)))
+    config = Qwen3OmniMoeVisionEncoderConfig(**module_fields(vision_of(flat(hf))))
     module: nn.Module = Qwen3OmniMoeVisionEncoder(config)
     return module
 

@@ -43,16 +43,12 @@ def processor_with(
     :param kinds: The tokens that hold places.
     :raises ConfigError: Its settings are another family's.
     """
-    patch, merge, temporal = patch_of(vision_of(hf))
-    image, video = checked_settings(
-        directory, family, mean=MEAN, deviation=DEVIATION, patch=patch, merge=merge, temporal=temporal
-    )
+    sizes = patch_of(vision_of(hf))
+    image, video = checked_settings(directory, family, sizes, MEAN, DEVIATION)
     return Processor(
         kinds=kinds,
         marks=_MARKS,
-        patch=patch,
-        merge=merge,
-        temporal=temporal,
+        **sizes._asdict(),
         image=Budget.of(image, _IMAGE),
         video=Budget.of(video, _VIDEO),
         fewest_frames=video.get("min_frames") or 4,

@@ -7,8 +7,7 @@ from typing import Any
 
 from anygauge_hooks.media import MediaSpec
 from anygauge_hooks.megatron import LayerKind, MegatronModel, WeightRule
-from anygauge_hooks.models import ModelSpec
-from anygauge_models.architecture import CHATML, model_options, tiny_config, with_defaults
+from anygauge_models.architecture import CHATML, make_family
 from anygauge_models.positions import frame_by_frame
 from anygauge_models.qwen3_vl import config, vision
 from anygauge_models.qwen3_vl.config import DENSE
@@ -39,25 +38,17 @@ MEDIA = MediaSpec(
     forbidden=config.forbidden,
 )
 
-QWEN3_VL = with_defaults(
-    ModelSpec(
-        name="qwen3_vl",
-        architectures=("Qwen3VLForConditionalGeneration",),
-        model_options=model_options,
-        flops_per_token=DENSE.flops_per_token,
-        tiny=tiny_config("qwen3_vl"),
-        assistant_turns=CHATML,
-        media=MEDIA,
-        engines={
-            "megatron": MegatronModel(
-                transformer_config=DENSE.transformer_config,
-                weight_rules=weight_rules,
-                rotary=rotary,
-                layers=lambda hf: (LayerKind(),) * hf["num_hidden_layers"],
-            )
-        },
+QWEN3_VL = make_family(
+    "qwen3_vl",
+    "Qwen3VLForConditionalGeneration",
+    model=MegatronModel(
+        transformer_config=DENSE.transformer_config,
+        weight_rules=weight_rules,
+        rotary=rotary,
+        layers=lambda hf: (LayerKind(),) * hf["num_hidden_layers"],
     ),
-    num_key_value_heads=32,
-    rms_norm_eps=1e-6,
-    max_position_embeddings=128_000,
+    flops_per_token=DENSE.flops_per_token,
+    assistant_turns=CHATML,
+    media=MEDIA,
+    defaults={"num_key_value_heads": 32, "rms_norm_eps": 1e-6, "max_position_embeddings": 128_000},
 )

@@ -13,6 +13,7 @@ from anygauge_models.transfer import on_device
 from anygauge_models.vision import (
     blank_image,
     grid_of,
+    module_fields,
     packed_patches,
     patch_of,
     patch_places,
@@ -34,7 +35,6 @@ __all__ = [
     "flops",
     "inputs",
     "levels",
-    "module_fields",
     "outputs",
     "tower_rules",
     "towers",
@@ -87,13 +87,8 @@ def _build(hf: Mapping[str, Any]) -> nn.Module:
     from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLVisionConfig
     from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
 
-    tower: nn.Module = Qwen3VLVisionModel(Qwen3VLVisionConfig(**module_fields(hf)))
+    tower: nn.Module = Qwen3VLVisionModel(Qwen3VLVisionConfig(**module_fields(vision_of(hf))))
     return tower
-
-
-def module_fields(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of the tower's config that do not say what it is or in how many bits it was saved."""
-    return {key: value for key, value in vision_of(hf).items() if key not in ("model_type", "dtype")}
 
 
 def inputs(hf: Mapping[str, Any], contents: Sequence[Content], device: torch.device) -> dict[str, Any]:
@@ -101,25 +96,17 @@ def inputs(hf: Mapping[str, Any], contents: Sequence[Content], device: torch.dev
     import torch
 
     config = vision_of(hf)
-    patch, merge, temporal = patch_of(config)
-    grids = [grid_of(content, patch, temporal) for content in contents]
+    sizes = patch_of(config)
+    grids = [grid_of(content, sizes) for content in contents]
     side = int(config["num_position_embeddings"] ** 0.5)
     frames = [(height, width) for time, height, width in grids for _ in range(time)]
     lengths = [height * width for height, width in frames]
     places, entries, shares = (
         on_device(np.concatenate(each), device)
-        for each in zip(*(patch_places(*frame, merge, side) for frame in frames), strict=True)
+        for each in zip(*(patch_places(*frame, sizes.merge, side) for frame in frames), strict=True)
     )
     return {
-        "hidden_states": packed_patches(
-            contents,
-            device,
-            patch=patch,
-            merge=merge,
-            temporal=temporal,
-            mean=MEAN,
-            deviation=DEVIATION,
-        ),
+        "hidden_states": packed_patches(contents, device, sizes, MEAN, DEVIATION),
         "grid_thw": torch.tensor(grids),
         "cu_seqlens": on_device([0, *np.cumsum(lengths)], device, torch.int32),
         "max_seqlen": max(lengths),
