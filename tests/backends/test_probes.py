@@ -26,7 +26,7 @@ from anygauge.device import seed_everything
 from anygauge.plugins import Plugins, probe_backend, select_backend
 from anygauge.runtime.worker import local_accelerator_id
 from anygauge_cpu.device import CpuDevice
-from anygauge_cpu.optimizer import fused_adamw
+from anygauge_cpu.plugin import fused_adamw
 from anygauge_hooks.errors import BackendUnavailableError, PlacementError
 from anygauge_hooks.types import Availability, BackendSpec
 

@@ -9,9 +9,9 @@ import os
 import platform
 import re
 import resource
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib.metadata import Distribution, PackageNotFoundError, distribution
+from importlib.metadata import Distribution
 from pathlib import Path
 
 from anygauge_cuda.env import CUMEM, VISIBLE_DEVICES, WORKER
@@ -19,6 +19,7 @@ from anygauge_cuda.probe import locked_files
 from anygauge_cuda.releases import DRIVER_OF_CUDA, INSTALL, numbers, suffices
 from anygauge_cuda.rollout import MEMORY_SAVER
 from anygauge_cuda.transformer_engine import INSTALL as TRANSFORMER_ENGINE
+from anygauge_hooks.host import Checks, absent, failed, installed, limits, passed, refused, unknown
 from anygauge_hooks.types import HostCheck
 
 __all__ = ["ROOT", "Host", "facts", "host_checks"]
@@ -35,9 +36,6 @@ LIBRARIES = (
     "lib64",
 )
 PROGRAMS = ("usr/bin", "usr/local/bin", "usr/local/nvidia/bin", "usr/lib/wsl/lib", "bin")
-SHARED_MEMORY = 1 << 30
-"""Bytes of /dev/shm that NCCL, Ray's object store and data loaders want at least; Docker gives 64 MiB."""
-OPEN_FILES = 4096
 LOCKED_MEMORY = 1 << 30
 """Bytes that a process must be able to lock for InfiniBand; a shell often gives 64 KiB or 8 MiB."""
 _GUIDE = "docs/cuda.md"
@@ -59,8 +57,6 @@ _OPTIONAL: Mapping[str, tuple[Sequence[str], str]] = {
         f"pip install {MEMORY_SAVER}: servers that share their GPUs with trainers need it",
     ),
 }
-
-Checks = Iterator[HostCheck]
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +84,7 @@ def host_checks(host: Host | None = None) -> Sequence[HostCheck]:
         *_packages(),
         *_serving(host),
         *_fabric(host),
-        *_limits(host),
+        *(limits(host.root) if _device_files(host) else ()),
         *_variables(host),
     ]
 
@@ -100,22 +96,6 @@ def facts(host: Host | None = None) -> dict[str, str]:
     return {name: version for name, version in versions.items() if version}
 
 
-def _passed(name: str, value: str) -> HostCheck:
-    return HostCheck(name=name, status="PASS", found=value)
-
-
-def _failed(name: str, value: str, fix: str) -> HostCheck:
-    return HostCheck(name=name, status="FAIL", found=value, fix=fix)
-
-
-def _absent(name: str, value: str, fix: str) -> HostCheck:
-    return HostCheck(name=name, status="NOT INSTALLED", found=value, fix=fix)
-
-
-def _unknown(name: str, value: str, fix: str | None = None) -> HostCheck:
-    return HostCheck(name=name, status="UNKNOWN", found=value, fix=fix)
-
-
 # -------------------------------------------------------------------------
 # The machine
 # -------------------------------------------------------------------------
@@ -123,10 +103,10 @@ def _unknown(name: str, value: str, fix: str | None = None) -> HostCheck:
 
 def _machine(host: Host) -> Checks:
     if host.machine in MACHINES:
-        yield _passed("architecture", host.machine)
+        yield passed("architecture", host.machine)
     else:
         fix = f"torch for CUDA has wheels for {' and '.join(MACHINES)} alone"
-        yield _failed("architecture", host.machine, fix)
+        yield failed("architecture", host.machine, fix)
 
 
 def _gpus(host: Host) -> Checks:
@@ -134,15 +114,15 @@ def _gpus(host: Host) -> Checks:
     if not files:
         fix = f"install the driver; a container is started with --gpus all ({_GUIDE})"
         if _driver_release(host):
-            yield _failed("GPUs", "the driver is loaded, and there is no /dev/nvidia0", fix)
+            yield failed("GPUs", "the driver is loaded, and there is no /dev/nvidia0", fix)
         else:
-            yield _absent("GPUs", "no /dev/nvidia0", fix)
+            yield absent("GPUs", "no /dev/nvidia0", fix)
     elif locked := locked_files(host.root):
         fix = f"ls -l {locked[0]} shows whose it is: join that group, or chmod 0666 it on the host"
-        yield _failed("GPUs", f"{locked[0]} may not be opened by this user", fix)
+        yield failed("GPUs", f"{locked[0]} may not be opened by this user", fix)
     else:
         models = ", ".join(f"{count} x {name}" for name, count in _models(host).items())
-        yield _passed("GPUs", models or f"{len(files)}: {files[0]} to {files[-1]}")
+        yield passed("GPUs", models or f"{len(files)}: {files[0]} to {files[-1]}")
 
 
 def _device_files(host: Host) -> list[str]:
@@ -174,24 +154,24 @@ def _driver_release(host: Host) -> str | None:
 def _driver(host: Host) -> Checks:
     release = _driver_release(host)
     if release is None:
-        yield _absent("driver", "no /proc/driver/nvidia/version", "install the NVIDIA driver on the host")
+        yield absent("driver", "no /proc/driver/nvidia/version", "install the NVIDIA driver on the host")
         return
     kind = "open kernel module" if "Open Kernel" in _text(host.root / DRIVER / "version") else "kernel module"
-    yield _passed("driver", f"{release} ({kind})")
+    yield passed("driver", f"{release} ({kind})")
     library = _driver_library(host)
     if library is None:
         fix = "a container's runtime mounts it: --gpus all, NVIDIA_DRIVER_CAPABILITIES=compute,utility"
-        yield _failed("libcuda", "no libcuda.so.1 beside a loaded driver", fix)
+        yield failed("libcuda", "no libcuda.so.1 beside a loaded driver", fix)
     elif _RELEASE.search(library) and not library.endswith(release):
         fix = "reboot the host after an update of the driver; restart the container"
-        yield _failed("libcuda", f"{library} beside the kernel module of {release}", fix)
+        yield failed("libcuda", f"{library} beside the kernel module of {release}", fix)
     else:
-        yield _passed("libcuda", library)
+        yield passed("libcuda", library)
     if any((host.root / place / "nvidia-smi").exists() for place in PROGRAMS):
-        yield _passed("nvidia-smi", "there")
+        yield passed("nvidia-smi", "there")
     else:
         fix = "it comes with the driver; a container needs NVIDIA_DRIVER_CAPABILITIES=compute,utility"
-        yield _absent("nvidia-smi", "not found", fix)
+        yield absent("nvidia-smi", "not found", fix)
 
 
 def _driver_library(host: Host) -> str | None:
@@ -203,22 +183,22 @@ def _driver_library(host: Host) -> str | None:
 
 
 def _torch(host: Host) -> Checks:
-    torch = _installed("torch")
+    torch = installed("torch")
     if torch is None:
-        yield _absent("torch", "not installed", INSTALL)
+        yield absent("torch", "not installed", INSTALL)
         return
     cuda = _cuda_of(torch)
     if cuda is None:
-        wrong = _failed if _driver_release(host) else _absent
+        wrong = failed if _driver_release(host) else absent
         yield wrong("torch", f"{torch.version} is built without CUDA", INSTALL)
         return
-    yield _passed("torch", f"{torch.version} for CUDA {cuda}")
+    yield passed("torch", f"{torch.version} for CUDA {cuda}")
     yield from _driver_of_torch(_driver_release(host), cuda)
     nccl = _nccl()
     if nccl is None:
-        yield _absent("NCCL", "no wheel of it; torch may carry its own", INSTALL)
+        yield absent("NCCL", "no wheel of it; torch may carry its own", INSTALL)
     else:
-        yield _passed("NCCL", nccl.version)
+        yield passed("NCCL", nccl.version)
 
 
 def _driver_of_torch(driver: str | None, cuda: str) -> Checks:
@@ -227,7 +207,7 @@ def _driver_of_torch(driver: str | None, cuda: str) -> Checks:
     name = "driver of torch"
     match suffices(driver, cuda):
         case True:
-            yield _passed(name, f"{driver} runs CUDA {cuda}")
+            yield passed(name, f"{driver} runs CUDA {cuda}")
         case False:
             major = numbers(cuda)[0]
             older = max(
@@ -236,9 +216,9 @@ def _driver_of_torch(driver: str | None, cuda: str) -> Checks:
             )
             other = f", or install a torch for CUDA {older}" if older else ""
             fix = f"update the driver to {DRIVER_OF_CUDA[major]} or newer{other}"
-            yield _failed(name, f"{driver} does not run CUDA {cuda}", fix)
+            yield failed(name, f"{driver} does not run CUDA {cuda}", fix)
         case _:
-            yield _unknown(name, f"CUDA {cuda} is in no table of ours; the driver is {driver}")
+            yield unknown(name, f"CUDA {cuda} is in no table of ours; the driver is {driver}")
 
 
 def _cuda_of(torch: Distribution) -> str | None:
@@ -250,7 +230,7 @@ def _cuda_of(torch: Distribution) -> str | None:
 
 
 def _nccl() -> Distribution | None:
-    distributions = (_installed(f"nvidia-nccl-cu{major}") for major in sorted(DRIVER_OF_CUDA, reverse=True))
+    distributions = (installed(f"nvidia-nccl-cu{major}") for major in sorted(DRIVER_OF_CUDA, reverse=True))
     return next((each for each in distributions if each is not None), None)
 
 
@@ -261,54 +241,39 @@ def _nccl() -> Distribution | None:
 
 def _packages() -> Checks:
     for name, (distributions, fix) in _OPTIONAL.items():
-        installed = next(filter(None, map(_installed, distributions)), None)
-        if installed is None:
-            yield _absent(name, "not installed; optional", fix)
+        package = next(filter(None, map(installed, distributions)), None)
+        if package is None:
+            yield absent(name, "not installed; optional", fix)
         else:
-            other = "" if installed.name == name or len(distributions) == 1 else f" ({installed.name})"
-            yield _passed(name, f"{installed.version}{other}")
+            other = "" if package.name == name or len(distributions) == 1 else f" ({package.name})"
+            yield passed(name, f"{package.version}{other}")
 
 
 def _serving(host: Host) -> Checks:
-    sglang, torch = _installed("sglang"), _installed("torch")
+    sglang, torch = installed("sglang"), installed("torch")
     if sglang is None:
-        yield _absent(
+        yield absent(
             "SGLang", "not installed; optional", "pip install sglang (docs/sglang.md says which release)"
         )
         return
     if not _driver_release(host):  # what a host without a GPU needs is in docs/sglang.md
-        yield _passed("SGLang", sglang.version)
+        yield passed("SGLang", sglang.version)
         return
-    wanted = torch and _refused(sglang, torch)
+    wanted = torch and refused(sglang, torch)
     if torch and wanted:
         fix = "install the SGLang of this torch: docs/sglang.md has the table"
-        yield _failed(
-            "SGLang", f"{sglang.version} wants torch{wanted}, and {torch.version} is installed", fix
-        )
+        yield failed("SGLang", f"{sglang.version} wants torch{wanted}, and {torch.version} is installed", fix)
     else:
-        yield _passed("SGLang", sglang.version)
-    kernels = _installed("sglang-kernel") or _installed("sgl-kernel")
+        yield passed("SGLang", sglang.version)
+    kernels = installed("sglang-kernel") or installed("sgl-kernel")
     if kernels is None:
-        yield _failed(
+        yield failed(
             "sglang-kernel",
             "not installed beside SGLang, which does not start without",
             "pip install sglang-kernel",
         )
     else:
-        yield _passed("sglang-kernel", kernels.version)
-
-
-def _refused(owner: Distribution, needed: Distribution) -> str | None:
-    """Return what a distribution asks of another that is installed in a release that it refuses."""
-    from packaging.requirements import Requirement
-
-    for text in owner.requires or ():
-        requirement = Requirement(text)
-        applies = requirement.marker is None or requirement.marker.evaluate({"extra": ""})
-        if requirement.name == needed.name and applies:
-            specifier = requirement.specifier
-            return None if specifier.contains(needed.version, prereleases=True) else str(specifier)
-    return None
+        yield passed("sglang-kernel", kernels.version)
 
 
 # -------------------------------------------------------------------------
@@ -321,21 +286,21 @@ def _fabric(host: Host) -> Checks:
         return
     ports = sorted((host.root / "sys/class/infiniband").glob("*/ports/*"))
     if not ports:
-        yield _absent(
+        yield absent(
             "InfiniBand", "none; several hosts then meet over TCP", "a container: --device=/dev/infiniband"
         )
         return
     active = [each for each in ports if "ACTIVE" in _text(each / "state")]
     names = ", ".join(sorted({each.parent.parent.name for each in active}))
     if not active:
-        yield _failed(
+        yield failed(
             "InfiniBand", f"none of {len(ports)} ports is active", "ibstat shows why; NCCL_IB_DISABLE=1"
         )
     elif not (host.root / "dev/infiniband").is_dir():
         fix = "give the container --device=/dev/infiniband and --cap-add=IPC_LOCK"
-        yield _failed("InfiniBand", f"{names} without /dev/infiniband", fix)
+        yield failed("InfiniBand", f"{names} without /dev/infiniband", fix)
     else:
-        yield _passed("InfiniBand", f"active: {names}")
+        yield passed("InfiniBand", f"active: {names}")
     yield from _direct_memory(host)
     yield from _locked_memory()
 
@@ -344,49 +309,30 @@ def _direct_memory(host: Host) -> Checks:
     """Tell how a network card reaches a GPU's memory: by a module, or by the kernel's own way."""
     name = "GPUDirect RDMA"
     if (host.root / "sys/module/nvidia_peermem").exists():
-        yield _passed(name, "nvidia_peermem is loaded")
+        yield passed(name, "nvidia_peermem is loaded")
     elif "Open Kernel" in _text(host.root / DRIVER / "version"):
-        yield _unknown(name, "no nvidia_peermem; open kernel modules can do it by dma-buf, from Linux 5.12")
+        yield unknown(name, "no nvidia_peermem; open kernel modules can do it by dma-buf, from Linux 5.12")
     else:
-        yield _absent(name, "nvidia_peermem is not loaded", "on the host: modprobe nvidia-peermem")
+        yield absent(name, "nvidia_peermem is not loaded", "on the host: modprobe nvidia-peermem")
 
 
 def _locked_memory() -> Checks:
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if 0 <= soft < LOCKED_MEMORY:
         fix = "ulimit -l unlimited; a container: --ulimit memlock=-1"
-        yield _failed("locked memory", f"at most {soft >> 10} KiB, which InfiniBand exceeds", fix)
+        yield failed("locked memory", f"at most {soft >> 10} KiB, which InfiniBand exceeds", fix)
     else:
-        yield _passed("locked memory", "unlimited" if soft < 0 else f"at most {soft >> 30} GiB")
-
-
-def _limits(host: Host) -> Checks:
-    if not _device_files(host):
-        return
-    shared = host.root / "dev/shm"
-    if shared.is_dir():
-        stats = os.statvfs(shared)
-        size = stats.f_frsize * stats.f_blocks
-        if size < SHARED_MEMORY:
-            fix = "start the container with --shm-size=64g, or --ipc=host"
-            yield _failed("shared memory", f"/dev/shm has {size >> 20} MiB", fix)
-        else:
-            yield _passed("shared memory", f"{size >> 30} GiB")
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if 0 <= soft < OPEN_FILES:
-        yield _failed("open files", f"at most {soft}", "ulimit -n 65536; a container: --ulimit nofile=65536")
-    else:
-        yield _passed("open files", "unlimited" if soft < 0 else f"at most {soft}")
+        yield passed("locked memory", "unlimited" if soft < 0 else f"at most {soft >> 30} GiB")
 
 
 def _variables(host: Host) -> Checks:
     """Show what the shell has set that counts more than the backend's own settings."""
     names = [name for name in (VISIBLE_DEVICES, *WORKER) if name in host.environ]
     if names:
-        yield _passed("environment", " ".join(f"{name}={host.environ[name]}" for name in names))
+        yield passed("environment", " ".join(f"{name}={host.environ[name]}" for name in names))
     if host.environ.get(CUMEM, WORKER[CUMEM]) != WORKER[CUMEM]:
         fix = f"unset {CUMEM}, unless SGLang runs with enable_symm_mem too"
-        yield _unknown(CUMEM, "SGLang's default is 0: unlike ends hang at the first broadcast", fix)
+        yield unknown(CUMEM, "SGLang's default is 0: unlike ends hang at the first broadcast", fix)
 
 
 # -------------------------------------------------------------------------
@@ -400,10 +346,3 @@ def _text(file: Path) -> str:
         return file.read_text(encoding="utf-8", errors="replace")
     except OSError:
         return ""
-
-
-def _installed(name: str) -> Distribution | None:
-    try:
-        return distribution(name)
-    except PackageNotFoundError:
-        return None

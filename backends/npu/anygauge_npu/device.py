@@ -5,14 +5,13 @@ from __future__ import annotations
 import importlib
 import os
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 
 from anygauge_hooks.errors import PlacementError
 from anygauge_hooks.megatron import ScopeMap
-from anygauge_hooks.types import CaptureGraph
+from anygauge_hooks.types import Device
 from anygauge_npu import mindspeed
 from anygauge_npu.env import VISIBLE_DEVICES
 
@@ -42,11 +41,10 @@ TENSOR_TYPES: Mapping[str, Sequence[str]] = {
 }
 
 
-class NpuDevice:
-    """An NPU, made the current device of the process."""
+class NpuDevice(Device):
+    """An NPU, made the current device of the process; no meter of it is read yet."""
 
     type = "npu"
-    capture_graph: CaptureGraph | None = None
 
     def __init__(self, index: int = 0) -> None:
         self._npu = vendor_module()
@@ -97,14 +95,6 @@ class NpuDevice:
         self._npu.ipc_collect()
         self._npu.empty_cache()
         self._npu.host_empty_cache()
-
-    def shareable(self) -> AbstractContextManager[None]:
-        """Return a null context: the allocator is left as it is."""
-        return nullcontext()
-
-    def meters(self) -> Mapping[str, float]:
-        """Return nothing: no meter of an NPU is read yet."""
-        return {}
 
 
 def _require(index: int, count: int) -> None:

@@ -9,12 +9,12 @@ import json
 import os
 import platform
 import re
-import resource
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib.metadata import Distribution, PackageNotFoundError, distribution
+from importlib.metadata import Distribution
 from pathlib import Path
 
+from anygauge_hooks.host import Checks, absent, failed, installed, limits, passed, refused, unknown
 from anygauge_hooks.types import HostCheck
 from anygauge_npu.mindspeed import INSTALL as INSTALL_MINDSPEED
 from anygauge_npu.releases import (
@@ -24,7 +24,6 @@ from anygauge_npu.releases import (
     fits,
     number,
     pair,
-    refused,
     torch_wanted,
 )
 from anygauge_npu.rollout import INSTALLS
@@ -47,13 +46,8 @@ CANN_FILES = (
     "runtime/version.info",
     "opp/version.info",
 )
-SHARED_MEMORY = 1 << 30
-"""Bytes of /dev/shm that Ray's object store and torch's data loaders want at least; Docker gives 64 MiB."""
-OPEN_FILES = 4096
 _GUIDE = "docs/npu.md"
 _RELEASE = re.compile(r"\d+\.\d+(\.(RC|alpha|beta)?\d+)*", re.IGNORECASE)
-
-Checks = Iterator[HostCheck]
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +82,7 @@ def host_checks(host: Host | None = None) -> Sequence[HostCheck]:
         *_mindspeed(),
         *_serving(),
         *_network(host),
-        *_limits(host),
+        *(limits(host.root) if _device_names(host) else ()),
     ]
 
 
@@ -103,18 +97,6 @@ def facts(host: Host | None = None) -> dict[str, str]:
     return {name: version for name, version in versions.items() if version}
 
 
-def _passed(name: str, value: str) -> HostCheck:
-    return HostCheck(name=name, status="PASS", found=value)
-
-
-def _failed(name: str, value: str, fix: str) -> HostCheck:
-    return HostCheck(name=name, status="FAIL", found=value, fix=fix)
-
-
-def _absent(name: str, value: str, fix: str) -> HostCheck:
-    return HostCheck(name=name, status="NOT INSTALLED", found=value, fix=fix)
-
-
 # -------------------------------------------------------------------------
 # The machine
 # -------------------------------------------------------------------------
@@ -122,35 +104,33 @@ def _absent(name: str, value: str, fix: str) -> HostCheck:
 
 def _machine(host: Host) -> Checks:
     if host.machine in MACHINES:
-        yield _passed("architecture", host.machine)
+        yield passed("architecture", host.machine)
     else:
-        yield _failed(
-            "architecture", host.machine, f"torch-npu has wheels for {' and '.join(MACHINES)} alone"
-        )
+        yield failed("architecture", host.machine, f"torch-npu has wheels for {' and '.join(MACHINES)} alone")
     name, version = host.libc
     if name == "glibc" and tuple(map(int, version.split(".")[:2])) >= OLDEST_LIBC:
-        yield _passed("libc", f"{name} {version}")
+        yield passed("libc", f"{name} {version}")
     else:
         wanted = ".".join(map(str, OLDEST_LIBC))
-        yield _failed("libc", f"{name or 'unknown'} {version}", f"use a Linux with glibc {wanted} or newer")
+        yield failed("libc", f"{name or 'unknown'} {version}", f"use a Linux with glibc {wanted} or newer")
 
 
 def _devices(host: Host) -> Checks:
     devices = _device_names(host)
     if not devices:
         fix = f"install the driver; in a container pass --device=/dev/davinci0 and so on ({_GUIDE})"
-        yield _absent("NPUs", "no /dev/davinci0", fix)
+        yield absent("NPUs", "no /dev/davinci0", fix)
         return
     missing = [name for name in DEVICE_FILES if not (host.root / "dev" / name).exists()]
     locked = [name for name in devices if not os.access(host.root / "dev" / name, os.R_OK | os.W_OK)]
     if missing:
         fix = " ".join(f"--device=/dev/{name}" for name in missing)
-        yield _failed("NPUs", f"no /dev/{missing[0]}", f"give the container {fix}, or reload the driver")
+        yield failed("NPUs", f"no /dev/{missing[0]}", f"give the container {fix}, or reload the driver")
     elif locked:
         fix = "add the user to the group that owns the device: usermod -aG HwHiAiUser $USER, and log in again"
-        yield _failed("NPUs", f"/dev/{locked[0]} may not be opened by this user", fix)
+        yield failed("NPUs", f"/dev/{locked[0]} may not be opened by this user", fix)
     else:
-        yield _passed("NPUs", f"{len(devices)}: /dev/{devices[0]} to /dev/{devices[-1]}")
+        yield passed("NPUs", f"{len(devices)}: /dev/{devices[0]} to /dev/{devices[-1]}")
 
 
 def _device_names(host: Host) -> list[str]:
@@ -164,17 +144,17 @@ def _driver(host: Host) -> Checks:
     for name in ("driver", "firmware"):
         version = _version(_ascend(host) / name / "version.info")
         if version:
-            yield _passed(name, version)
+            yield passed(name, version)
         else:
             place = f"/usr/local/Ascend/{name}"
             fix = f"install the {name} of the product's HDK on the host; in a container mount {place}:ro"
-            yield _absent(name, f"no {place}/version.info", fix)
+            yield absent(name, f"no {place}/version.info", fix)
     tools = [host.root / folder / "npu-smi" for folder in ("usr/local/bin", "usr/local/sbin", "usr/bin")]
     if any(tool.exists() for tool in tools):
-        yield _passed("npu-smi", "there")
+        yield passed("npu-smi", "there")
     else:
         fix = "it comes with the driver; in a container mount /usr/local/bin/npu-smi and /usr/local/dcmi"
-        yield _absent("npu-smi", "not found", fix)
+        yield absent("npu-smi", "not found", fix)
 
 
 def _ascend(host: Host) -> Path:
@@ -192,22 +172,22 @@ def _cann(host: Host) -> Checks:
     home, version = _cann_version(host)
     if home is None:
         fix = f"install CANN, or use an image that has it ({_GUIDE}), and source its set_env.sh"
-        yield _absent("CANN", "not found", fix)
+        yield absent("CANN", "not found", fix)
         return
     shown = f"/{home.relative_to(host.root)}"
     if version is None:
         fix = "install the toolkit again; its version is in compiler/version.info"
-        yield _failed("CANN", f"{shown} has no version file", fix)
+        yield failed("CANN", f"{shown} has no version file", fix)
     elif not any(host.environ.get(name) for name in CANN_HOMES):
         fix = f"source {shown}/set_env.sh, or the one beside it, in the shell that starts the run"
-        yield _failed("CANN", f"{version} in {shown}, but its environment is not set", fix)
+        yield failed("CANN", f"{version} in {shown}, but its environment is not set", fix)
     else:
-        yield _passed("CANN", f"{version} in {shown}")
+        yield passed("CANN", f"{version} in {shown}")
     atb = host.root / "usr/local/Ascend/nnal/atb/set_env.sh"
     if atb.exists():
-        yield _passed("NNAL", "there")
+        yield passed("NNAL", "there")
     else:
-        yield _absent(
+        yield absent(
             "NNAL", "no /usr/local/Ascend/nnal", "install CANN's nnal package: SGLang's kernels use it"
         )
 
@@ -226,22 +206,22 @@ def _cann_version(host: Host) -> tuple[Path | None, str | None]:
 
 
 def _torch(host: Host) -> Checks:
-    torch, npu = _installed("torch"), _installed("torch-npu")
+    torch, npu = installed("torch"), installed("torch-npu")
     if torch is None:
-        yield _absent("torch", "not installed", INSTALL)
+        yield absent("torch", "not installed", INSTALL)
     else:
-        yield _passed("torch", torch.version)
+        yield passed("torch", torch.version)
     if npu is None:
-        yield _absent("torch-npu", "not installed", INSTALL)
+        yield absent("torch-npu", "not installed", INSTALL)
         return
     if torch is not None and (wanted := torch_wanted(npu, torch)):
         text = f"{npu.version} does not fit torch {torch.version}"
-        yield _failed("torch-npu", text, pair(wanted, npu.version))
+        yield failed("torch-npu", text, pair(wanted, npu.version))
     elif _cann_version(host)[0] is None:
         fix = "install CANN; until then `import torch` needs TORCH_DEVICE_BACKEND_AUTOLOAD=0, or uninstall it"
-        yield _failed("torch-npu", f"{npu.version} without CANN: it breaks `import torch`", fix)
+        yield failed("torch-npu", f"{npu.version} without CANN: it breaks `import torch`", fix)
     else:
-        yield _passed("torch-npu", npu.version)
+        yield passed("torch-npu", npu.version)
     yield from _cann_of(host, npu.version)
 
 
@@ -252,13 +232,13 @@ def _cann_of(host: Host, npu: str) -> Checks:
     name, known = "CANN of torch-npu", CANN_OF_TORCH_NPU.get(number(npu), ())
     match fits(cann, npu):
         case True:
-            yield _passed(name, f"{cann} serves torch-npu {npu}")
+            yield passed(name, f"{cann} serves torch-npu {npu}")
         case False:
             fix = f"torch-npu {npu} wants CANN {' or '.join(known)}: install that, or another torch-npu"
-            yield _failed(name, f"{cann} does not serve torch-npu {npu}", fix)
+            yield failed(name, f"{cann} does not serve torch-npu {npu}", fix)
         case _:
             text = f"torch-npu {npu} is in no published table; CANN is {cann}"
-            yield HostCheck(name=name, status="UNKNOWN", found=text)
+            yield unknown(name, text)
 
 
 # -------------------------------------------------------------------------
@@ -267,51 +247,51 @@ def _cann_of(host: Host, npu: str) -> Checks:
 
 
 def _mindspeed() -> Checks:
-    package = _installed("mindspeed")
+    package = installed("mindspeed")
     if package is None:
-        yield _absent("MindSpeed", "not installed; optional", INSTALL_MINDSPEED)
+        yield absent("MindSpeed", "not installed; optional", INSTALL_MINDSPEED)
         return
-    wanted, megatron = MEGATRON_OF_MINDSPEED.get(number(package.version)), _installed("megatron-core")
+    wanted, megatron = MEGATRON_OF_MINDSPEED.get(number(package.version)), installed("megatron-core")
     source = _source(package)
     if package.version.startswith("0.0."):
-        yield _failed(
+        yield failed(
             "MindSpeed",
             f"{package.version} is a placeholder",
             f"pip uninstall mindspeed; {INSTALL_MINDSPEED}",
         )
     elif megatron is not None and wanted != number(megatron.version):
         text = f"{package.version}{source} does not fit megatron-core {megatron.version}"
-        yield _failed("MindSpeed", text, INSTALL_MINDSPEED)
+        yield failed("MindSpeed", text, INSTALL_MINDSPEED)
     else:
-        yield _passed("MindSpeed", f"{package.version}{source}")
+        yield passed("MindSpeed", f"{package.version}{source}")
 
 
 def _serving() -> Checks:
     yield from _sglang()
     kernels = "a wheel of its releases page, for this torch, CANN, Python and product"
     yield from _simple("sgl-kernel-npu", f"SGLang's kernels: {kernels}")
-    triton = _installed("triton-ascend")
-    if triton is not None and _installed("triton") is not None:
+    triton = installed("triton-ascend")
+    if triton is not None and installed("triton") is not None:
         fix = "pip uninstall -y triton triton-ascend, then install triton-ascend again: both are `triton`"
-        yield _failed("triton-ascend", f"{triton.version} beside triton", fix)
+        yield failed("triton-ascend", f"{triton.version} beside triton", fix)
     else:
         yield from _simple("triton-ascend", "a wheel of its releases page; docker/versions.env has the pin")
 
 
 def _simple(name: str, fix: str) -> Checks:
-    package = _installed(name)
-    yield _passed(name, package.version) if package else _absent(name, "not installed; optional", fix)
+    package = installed(name)
+    yield passed(name, package.version) if package else absent(name, "not installed; optional", fix)
 
 
 def _sglang() -> Checks:
-    package, torch = _installed("sglang"), _installed("torch")
+    package, torch = installed("sglang"), installed("torch")
     fix = f"install it {INSTALLS['sglang']}"
     if package is None:
-        yield _absent("SGLang", "not installed; optional", fix)
+        yield absent("SGLang", "not installed; optional", fix)
     elif torch is not None and (wanted := refused(package, torch)):
-        yield _failed("SGLang", f"{package.version} is the wheel that wants torch{wanted}", fix)
+        yield failed("SGLang", f"{package.version} is the wheel that wants torch{wanted}", fix)
     else:
-        yield _passed("SGLang", f"{package.version}{_source(package)}")
+        yield passed("SGLang", f"{package.version}{_source(package)}")
 
 
 # -------------------------------------------------------------------------
@@ -324,33 +304,14 @@ def _network(host: Host) -> Checks:
     devices = _device_names(host)
     if not file.is_file():
         fix = "for several hosts: hccn_tool -i N -ip -s address ADDRESS netmask MASK; a container: mount it"
-        yield _absent("HCCN", "no /etc/hccn.conf; one host does without", fix)
+        yield absent("HCCN", "no /etc/hccn.conf; one host does without", fix)
         return
     addresses = [value for key, value in _values(file).items() if re.fullmatch(r"address_\d+", key)]
     if len(addresses) < max(1, len(devices)):
         text = f"/etc/hccn.conf has {len(addresses)} addresses for {len(devices)} NPUs"
-        yield _failed("HCCN", text, "hccn_tool -i N -ip -s address ADDRESS netmask MASK, for each NPU")
+        yield failed("HCCN", text, "hccn_tool -i N -ip -s address ADDRESS netmask MASK, for each NPU")
     else:
-        yield _passed("HCCN", f"{len(addresses)} addresses in /etc/hccn.conf")
-
-
-def _limits(host: Host) -> Checks:
-    if not _device_names(host):
-        return
-    shared = host.root / "dev/shm"
-    if shared.is_dir():
-        stats = os.statvfs(shared)
-        size = stats.f_frsize * stats.f_blocks
-        if size < SHARED_MEMORY:
-            fix = "start the container with --shm-size=64g, or --ipc=host"
-            yield _failed("shared memory", f"/dev/shm has {size >> 20} MiB", fix)
-        else:
-            yield _passed("shared memory", f"{size >> 30} GiB")
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if 0 <= soft < OPEN_FILES:
-        yield _failed("open files", f"at most {soft}", "ulimit -n 65536; a container: --ulimit nofile=65536")
-    else:
-        yield _passed("open files", "unlimited" if soft < 0 else f"at most {soft}")
+        yield passed("HCCN", f"{len(addresses)} addresses in /etc/hccn.conf")
 
 
 # -------------------------------------------------------------------------
@@ -376,13 +337,6 @@ def _version(file: Path) -> str | None:
         if match:
             return match[0]
     return None
-
-
-def _installed(name: str) -> Distribution | None:
-    try:
-        return distribution(name)
-    except PackageNotFoundError:
-        return None
 
 
 def _source(package: Distribution) -> str:

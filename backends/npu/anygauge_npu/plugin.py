@@ -73,9 +73,18 @@ def make_optimizer(
     weight_decay: float,
 ) -> Any | None:
     """Make torch's fused AdamW."""
-    from anygauge_npu.optimizer import fused_adamw
-
     return fused_adamw(param_groups, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
+
+
+def fused_adamw(param_groups: Sequence[Mapping[str, Any]], **settings: Any) -> Any:
+    """Return torch's AdamW (https://arxiv.org/abs/1711.05101 algorithm 2) with its fused kernel.
+
+    Torch-npu serves torch's own operator with CANN's (``aclnnApplyAdamWV2``); ``npu_apply_adam_w`` only has
+    the older kernel, which is compiled on first use.
+    """
+    import torch
+
+    return torch.optim.AdamW([dict(group) for group in param_groups], **settings, fused=True)
 
 
 @hookimpl

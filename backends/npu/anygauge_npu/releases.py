@@ -6,6 +6,8 @@ import re
 from collections.abc import Mapping
 from importlib.metadata import Distribution
 
+from anygauge_hooks.host import refused
+
 __all__ = [
     "CANN_OF_TORCH_NPU",
     "INSTALL",
@@ -14,7 +16,6 @@ __all__ = [
     "fits",
     "number",
     "pair",
-    "refused",
     "torch_wanted",
 ]
 
@@ -66,19 +67,6 @@ def fits(cann: str, torch_npu: str) -> bool | None:
     """
     known = CANN_OF_TORCH_NPU.get(number(torch_npu))
     return None if known is None else number(cann) in known
-
-
-def refused(owner: Distribution, needed: Distribution) -> str | None:
-    """Return what a distribution asks of another that is installed in a release that it refuses."""
-    from packaging.requirements import Requirement
-
-    for text in owner.requires or ():
-        requirement = Requirement(text)
-        applies = requirement.marker is None or requirement.marker.evaluate({"extra": ""})
-        if requirement.name == needed.name and applies:
-            specifier = requirement.specifier
-            return None if specifier.contains(needed.version, prereleases=True) else str(specifier)
-    return None
 
 
 def torch_wanted(npu: Distribution, torch: Distribution) -> str | None:

@@ -16,6 +16,7 @@ import pytest
 from anygauge_cuda import host
 from anygauge_cuda.host import Host
 from anygauge_cuda.plugin import CUDA, report_environment
+from anygauge_hooks import host as shared
 from anygauge_hooks.types import HostCheck
 
 OPEN = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.95.05  Release Build  (root@x)  Sep\n"
@@ -52,7 +53,7 @@ Look = Callable[..., dict[str, HostCheck]]
 
 @pytest.fixture
 def look(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Look:
-    monkeypatch.setattr(host.resource, "getrlimit", lambda which: (-1, -1))
+    monkeypatch.setattr(shared.resource, "getrlimit", lambda which: (-1, -1))
     monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_frsize=4096, f_blocks=1 << 24))
 
     def look(
@@ -72,7 +73,7 @@ def look(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Look:
                     link.symlink_to(Path(name).name)
         if files:
             (tmp_path / "dev/shm").mkdir(parents=True, exist_ok=True)
-        monkeypatch.setattr(host, "distribution", lambda name: found(name, installed, tmp_path / "site"))
+        monkeypatch.setattr(shared, "distribution", lambda name: found(name, installed, tmp_path / "site"))
         given = {"machine": "x86_64", **options}
         return {check.name: check for check in host.host_checks(Host(tmp_path, environ or {}, **given))}
 
@@ -218,13 +219,13 @@ def test_a_device_that_may_not_be_opened_is_named(look: Look, monkeypatch: pytes
 
 def test_limits_of_a_container_are_named(look: Look, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_frsize=4096, f_blocks=16384))
-    monkeypatch.setattr(host.resource, "getrlimit", lambda which: (65536, 65536))
+    monkeypatch.setattr(shared.resource, "getrlimit", lambda which: (65536, 65536))
     found = look()
     assert (found["shared memory"].status, found["shared memory"].found) == ("FAIL", "/dev/shm has 64 MiB")
     assert "--shm-size" in (found["shared memory"].fix or "")
     assert found["locked memory"].found == "at most 64 KiB, which InfiniBand exceeds"
     assert "memlock=-1" in (found["locked memory"].fix or "")
-    monkeypatch.setattr(host.resource, "getrlimit", lambda which: (1024, 1024))
+    monkeypatch.setattr(shared.resource, "getrlimit", lambda which: (1024, 1024))
     assert look()["open files"].found == "at most 1024"
 
 

@@ -21,6 +21,7 @@ import pytest
 from anygauge.cli import doctor, main
 from anygauge.cli.installed import _direct
 from anygauge.cli.probe import _checks
+from anygauge_hooks import host as shared
 from anygauge_hooks.errors import UnknownBackendError
 from anygauge_hooks.types import HostCheck
 from anygauge_npu import host, releases
@@ -70,7 +71,7 @@ def look(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Look:
             if without not in name:
                 (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
                 (tmp_path / name).write_text(text)
-        monkeypatch.setattr(host, "distribution", lambda name: found(name, installed))
+        monkeypatch.setattr(shared, "distribution", lambda name: found(name, installed))
         given = {"machine": "aarch64", "libc": ("glibc", "2.35"), **options}
         return {check.name: check for check in host.host_checks(Host(tmp_path, environ, **given))}
 
@@ -219,7 +220,7 @@ def test_a_device_that_may_not_be_opened_is_named(look: Look, monkeypatch: pytes
 def test_limits_of_a_container_are_named(look: Look, monkeypatch: pytest.MonkeyPatch) -> None:
     small = SimpleNamespace(f_frsize=4096, f_blocks=16384)
     monkeypatch.setattr(os, "statvfs", lambda path: small)
-    monkeypatch.setattr(host.resource, "getrlimit", lambda which: (1024, 1024))
+    monkeypatch.setattr(shared.resource, "getrlimit", lambda which: (1024, 1024))
     found = look(files={**COMPLETE, "dev/shm/x": ""})
     assert (found["shared memory"].status, found["shared memory"].found) == ("FAIL", "/dev/shm has 64 MiB")
     assert "--shm-size" in (found["shared memory"].fix or "")

@@ -17,7 +17,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-import anygauge_cpu.optimizer
+import anygauge_cpu.plugin
 from anygauge.config import Config
 from anygauge.engines.megatron.checkpoints import files as checkpoint_files
 from anygauge.engines.megatron.checkpoints.files import (
@@ -165,7 +165,7 @@ def test_remainders_are_saved_as_float32_weights(
 ) -> None:
     engines = []
     for kind in kinds:
-        monkeypatch.setattr(anygauge_cpu.optimizer, "fused_adamw", partial(taking, kind=kind))
+        monkeypatch.setattr(anygauge_cpu.plugin, "fused_adamw", partial(taking, kind=kind))
         engines.append(make_engine(dtype="bfloat16", megatron=overlap))
     engine, other = engines
     train(engine, range(3))

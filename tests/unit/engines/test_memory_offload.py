@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-import anygauge_cpu.optimizer
+import anygauge_cpu.plugin
 from anygauge.config import Config
 from anygauge.engines.megatron.memory_offload import DeviceMemory, HostCopies
 from anygauge.plugins import Plugins
@@ -34,7 +34,7 @@ def make(context: WorkerContext, plugins: Plugins, tmp_path: Path, monkeypatch: 
     def build(dtype: str, kind: str = "make") -> Any:
         if dtype == "remainders":
             dtype = "bfloat16"
-            monkeypatch.setattr(anygauge_cpu.optimizer, "fused_adamw", partial(taking, kind=Joining))
+            monkeypatch.setattr(anygauge_cpu.plugin, "fused_adamw", partial(taking, kind=Joining))
         path = tiny_qwen3(tmp_path / "model", vocab_size=64, head_dim=32, init_std=0.2)
         config = Config.model_validate(
             {

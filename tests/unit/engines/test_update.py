@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-import anygauge_cpu.optimizer
+import anygauge_cpu.plugin
 from anygauge.config import Config
 from anygauge.engines.megatron.prepare import prepare_megatron
 from anygauge.kernels.remainders import join
@@ -58,7 +58,7 @@ def make_with(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> MakeE
     """Return a function that makes an engine with an optimizer of a kind."""
 
     def make(kind: type[Taking], **train: Any) -> Any:
-        monkeypatch.setattr(anygauge_cpu.optimizer, "fused_adamw", partial(taking, kind=kind))
+        monkeypatch.setattr(anygauge_cpu.plugin, "fused_adamw", partial(taking, kind=kind))
         return make_engine(**{"dtype": "bfloat16", **train})
 
     return make
@@ -159,7 +159,7 @@ def test_one_step_does_what_megatrons_three_do(
     make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, dtype: str, clip: float
 ) -> None:
     engines = [make_engine(dtype=dtype, clip_grad=clip)]
-    monkeypatch.setattr(anygauge_cpu.optimizer, "fused_adamw", taking)
+    monkeypatch.setattr(anygauge_cpu.plugin, "fused_adamw", taking)
     engines.append(make_engine(dtype=dtype, clip_grad=clip))
     for seed in range(3):
         expected, actual = (take_step(engine, seed) for engine in engines)
@@ -174,7 +174,7 @@ def test_one_step_does_what_megatrons_three_do(
 def test_the_norm_is_that_of_all_gradients_and_clipping_keeps_to_it(
     make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(anygauge_cpu.optimizer, "fused_adamw", taking)
+    monkeypatch.setattr(anygauge_cpu.plugin, "fused_adamw", taking)
     engine = make_engine(clip_grad=0.01)
     metrics = take_step(engine)
     gradients = [weight.main_grad.flatten() for weight in engine.chunks[0].parameters()]
