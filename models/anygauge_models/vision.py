@@ -13,11 +13,10 @@ import numpy as np
 
 from anygauge_hooks.media import Content
 from anygauge_hooks.megatron import WeightRule
-from anygauge_models.transfer import on_device
 
 if TYPE_CHECKING:
     import torch
-    from numpy.typing import NDArray
+    from numpy.typing import ArrayLike, NDArray
     from torch import Tensor
 
     from anygauge_hooks.media import Media
@@ -27,6 +26,7 @@ __all__ = [
     "blank_image",
     "grid_of",
     "module_fields",
+    "on_device",
     "packed_patches",
     "patch_of",
     "patch_places",
@@ -35,6 +35,20 @@ __all__ = [
     "tower_flops",
     "with_biases",
 ]
+
+
+def on_device(array: ArrayLike, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+    """Return a copy of an array on a device, for which neither waits.
+
+    Memory that is not pinned is copied when all that the device has to do before is done, and the host stands
+    still until then.
+
+    :param array: May be one that must not be written to.
+    """
+    import torch
+
+    copy = torch.tensor(array, dtype=dtype)
+    return copy if device.type == copy.device.type else copy.pin_memory().to(device, non_blocking=True)
 
 
 def module_fields(config: Mapping[str, Any]) -> dict[str, Any]:

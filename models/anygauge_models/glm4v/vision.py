@@ -11,11 +11,11 @@ import numpy as np
 from anygauge_hooks.media import TowerSpec
 from anygauge_hooks.megatron import WeightRule
 from anygauge_models.glm4v.config import vision_of
-from anygauge_models.transfer import on_device
 from anygauge_models.vision import (
     blank_image,
     grid_of,
     module_fields,
+    on_device,
     packed_patches,
     patch_of,
     patch_places,

@@ -15,8 +15,7 @@ import numpy as np
 from anygauge_hooks.media import Content, TowerSpec
 from anygauge_hooks.megatron import WeightRule
 from anygauge_models.qwen3_omni_moe.config import CHUNK, audio_of, flat, prefix
-from anygauge_models.transfer import on_device
-from anygauge_models.vision import module_fields, stack_rules, tensor_rules, with_biases
+from anygauge_models.vision import module_fields, on_device, stack_rules, tensor_rules, with_biases
 
 if TYPE_CHECKING:
     import torch

@@ -9,14 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 from anygauge_hooks.media import Measured
 from anygauge_models.image_processing import Budget, Patches, at_least, checked_settings, fitting_size
-from anygauge_models.qwen3_vl.config import placeholders
 from anygauge_models.qwen3_vl.vision import DEVIATION, MEAN, vision_of
 from anygauge_models.vision import patch_of
 
 if TYPE_CHECKING:
     from anygauge_hooks.media import Header, MediaKind, MediaLimits
 
-__all__ = ["make_processor", "processor_with"]
+__all__ = ["forbidden", "make_processor", "processor_with"]
 
 _IMAGE, _VIDEO = Budget(65_536, 16_777_216), Budget(4096, 25_165_824)
 """Pixels in the published models."""
@@ -25,6 +24,16 @@ _MARKS: Mapping[MediaKind, str] = {
     "image": f"{_START}<|image_pad|>{_END}",
     "video": f"{_START}<|video_pad|>{_END}",
 }
+
+
+def placeholders(hf: Mapping[str, Any]) -> dict[MediaKind, int]:
+    """Return the tokens that hold the places of features."""
+    return {"image": hf.get("image_token_id", 151_655), "video": hf.get("video_token_id", 151_656)}
+
+
+def forbidden(hf: Mapping[str, Any]) -> tuple[int, ...]:
+    """Return the tokens that hold places."""
+    return tuple(placeholders(hf).values())
 
 
 def make_processor(directory: Path, hf: Mapping[str, Any]) -> Processor:

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from anygauge_hooks.media import MediaSpec
 from anygauge_hooks.megatron import LayerKind, MegatronModel, WeightRule
+from anygauge_models import qwen3
 from anygauge_models.architecture import CHATML, make_family
 from anygauge_models.positions import frame_by_frame
-from anygauge_models.qwen3_vl import config, vision
-from anygauge_models.qwen3_vl.config import DENSE
-from anygauge_models.qwen3_vl.processor import make_processor
+from anygauge_models.qwen3_vl import vision
+from anygauge_models.qwen3_vl.processor import forbidden, make_processor
 from anygauge_models.qwen3_vl.vision import tower_rules
 from anygauge_models.rope import interleaved_rotary
 from anygauge_models.rules import inside
 
 __all__ = ["DECODER", "MEDIA", "QWEN3_VL", "rotary"]
 
+DENSE = replace(qwen3.DENSE, family="qwen3_vl")
 DECODER = "model.language_model."
 """How the names of the decoder begin in checkpoints."""
 
@@ -35,7 +37,7 @@ MEDIA = MediaSpec(
     towers=vision.towers,
     positions=frame_by_frame,
     flops=vision.flops,
-    forbidden=config.forbidden,
+    forbidden=forbidden,
 )
 
 QWEN3_VL = make_family(
