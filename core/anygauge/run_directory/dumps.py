@@ -1,7 +1,7 @@
 """Dumps of training batches, from which a step can be replayed.
 
 ``rollout-00000007.jsonl.gz`` holds the scored groups of a step, one line per group, before they are divided
-among ranks. ``batch-00000007-share-0.safetensors`` holds the samples that one data-parallel rank trained on,
+among ranks. ``batch-00000007-dp-0.safetensors`` holds the samples that one data-parallel rank trained on,
 with the log-probs of every pass. Both keep every bit of a number and name the model that they are for: a
 rollout in its first line. ``media/`` holds the media, each content once.
 """
@@ -84,7 +84,7 @@ def rollout_path(directory: Path, step: int) -> Path:
 
 def batch_path(directory: Path, step: int, dp_rank: int) -> Path:
     """Return the file with the samples that a data-parallel rank trained on in a step."""
-    return directory / f"batch-{step:08d}-share-{dp_rank}.safetensors"
+    return directory / f"batch-{step:08d}-dp-{dp_rank}.safetensors"
 
 
 # -------------------------------------------------------------------------
@@ -285,9 +285,16 @@ def read_batches(
     :raises DataError: As :func:`read_batch`.
     """
     return [
-        read_batch(batch_path(directory, step, dp_rank), dp_size=dp_size, model=model)
+        read_batch(_dumped_batch(directory, step, dp_rank), dp_size=dp_size, model=model)
         for dp_rank in range(dp_size)
     ]
+
+
+def _dumped_batch(directory: Path, step: int, dp_rank: int) -> Path:
+    """Return the file of a batch; one that an earlier version wrote has another name."""
+    path = batch_path(directory, step, dp_rank)
+    older = path.with_name(path.name.replace("-dp-", "-share-"))
+    return older if older.exists() and not path.exists() else path
 
 
 def read_log_probs(path: Path) -> dict[str, list[Tensor]]:

@@ -19,7 +19,7 @@ def dumped(tmp_path: Path) -> Path:
     path = tmp_path / "runs/first/dumps"
     path.mkdir(parents=True)
     (path / "rollout-00000001.jsonl.gz").touch()
-    (path / "batch-00000001-share-0.safetensors").touch()
+    (path / "batch-00000001-dp-0.safetensors").touch()
     return path
 
 

@@ -223,23 +223,16 @@ def test_a_missing_step_names_those_that_are_there(tmp_path: Path) -> None:
 # -------------------------------------------------------------------------
 
 
-def written(directory: Path, *, share: int = 0, num_shares: int = 1) -> Path:
-    path = dumps.batch_path(directory, 7, share)
+def written(directory: Path, *, dp_rank: int = 0, dp_size: int = 1) -> Path:
+    path = dumps.batch_path(directory, 7, dp_rank)
     current = [torch.arange(len(HARD)) / 7 for _ in range(3)]
-    dumps.write_batch(
-        path,
-        training_batch(),
-        current,
-        dp_rank=share,
-        dp_size=num_shares,
-        model=MODEL,
-    )
+    dumps.write_batch(path, training_batch(), current, dp_rank=dp_rank, dp_size=dp_size, model=MODEL)
     return path
 
 
-def test_shares_come_back_the_same(tmp_path: Path) -> None:
+def test_batches_come_back_the_same(tmp_path: Path) -> None:
     path = written(tmp_path)
-    assert path.name == "batch-00000007-share-0.safetensors"
+    assert path.name == "batch-00000007-dp-0.safetensors"
     found, wanted = dumps.read_batch(path, dp_size=1), training_batch()
     assert unpack_samples(found) == unpack_samples(wanted)
     assert (found.steps, found.idle) == (wanted.steps, wanted.idle)
@@ -267,9 +260,9 @@ def test_numbers_of_an_older_dump_are_rounded_as_the_loss_rounded_them(tmp_path:
     assert unpack_samples(batch) == unpack_samples(training_batch())
 
 
-def test_each_share_gets_its_own(tmp_path: Path) -> None:
-    for share in range(2):
-        written(tmp_path, share=share, num_shares=2)
+def test_each_rank_gets_its_own_batch_also_of_an_earlier_version(tmp_path: Path) -> None:
+    paths = [written(tmp_path, dp_rank=dp_rank, dp_size=2) for dp_rank in range(2)]
+    paths[1].rename(tmp_path / "batch-00000007-share-1.safetensors")
     assert len(dumps.read_batches(tmp_path, 7, 2)) == 2
 
 
@@ -334,7 +327,7 @@ def write_rollout(directory: Path) -> None:
 
 @pytest.mark.parametrize(
     ("write", "name"),
-    [(write_rollout, "rollout-00000007.jsonl.gz"), (written, "batch-00000007-share-0.safetensors")],
+    [(write_rollout, "rollout-00000007.jsonl.gz"), (written, "batch-00000007-dp-0.safetensors")],
 )
 def test_a_full_disk_is_an_error_about_the_dump(
     tmp_path: Path, write: Callable[[Path], object], name: str
