@@ -69,7 +69,7 @@ def main() -> None:
             ("bench_rewards_module:sync", {}),
             ("bench_rewards_module:sync", {"num_workers": 2}),
             ("bench_rewards_module:later", {}),
-            ("bench_rewards_module:group", {"per": "group"}),
+            ("bench_rewards_module:group", {"scope": "group"}),
             ("math", {}),
         ):
             label = {"function": function, **table}

@@ -375,7 +375,7 @@ def register_reward_functions() -> Iterable[NamedFunction] | None:
     """Return reward functions: ``fn(response, label, metadata, **options) -> float``.
 
     A function may be ``async``, may leave out ``label`` and ``metadata``, may take ``prompt`` too, and may
-    return a dict of which ``reward.key`` names the number. With ``reward.per = "group"`` each argument is a
+    return a dict of which ``reward.key`` names the number. With ``reward.scope = "group"`` each argument is a
     list, and so is the result. It runs in a process of its own unless it is registered as ``inline``; there
     it is found by its import path, or, where it has none, by its name among the installed plugins.
 

@@ -39,12 +39,12 @@ def why_short(tally: Tally) -> str:
     return f"the filters let too few groups pass; rejected by {by_filter}"
 
 
-def shortage(count: int, passed: int, tally: Tally, max_rounds: int) -> RolloutError:
+def shortage(count: int, passed: int, tally: Tally, max_num_gen_batches: int) -> RolloutError:
     """Return the error of a step that cannot have its groups."""
     return RolloutError(
         f"A step needs {count} groups, and {passed} passed: {why_short(tally)}.",
-        hint="Loosen the filters, take data of another difficulty, raise rollout.max_rounds "
-        f'({max_rounds}), or set rollout.shortage = "smaller_step".',
+        hint="Loosen the filters, take data of another difficulty, raise rollout.max_num_gen_batches "
+        f'({max_num_gen_batches}), or set rollout.on_incomplete_batch = "smaller_step".',
     )
 
 

@@ -90,7 +90,7 @@ class Producer:
 
         :param timeout_s: Longest wait without any answer of an engine, rounded up to a multiple of it.
         :returns: ``count`` groups; fewer, and at least one, where the filters leave no more and
-            ``rollout.shortage`` is ``"smaller_step"``.
+            ``rollout.on_incomplete_batch`` is ``"smaller_step"``.
         :raises RolloutError: The engines or too many rollouts failed, or the filters leave too few groups.
         :raises RewardError: Too many rollouts could not be scored.
         :raises DeadlineError: There were not enough in time.
@@ -241,8 +241,8 @@ class Producer:
             return True
         if self._open or not self._has_given_up():
             return False
-        if self._context.config.shortage == "error" or not self._done:
-            raise shortage(count, len(self._done), self._tally, self._context.config.max_rounds)
+        if self._context.config.on_incomplete_batch == "error" or not self._done:
+            raise shortage(count, len(self._done), self._tally, self._context.config.max_num_gen_batches)
         return True
 
     def _pick(self, count: int) -> list[DoneGroup]:
@@ -275,7 +275,7 @@ class Producer:
         self._done.clear()
         for group in groups:
             group.forget()
-        if self._context.config.redraw:
+        if self._context.config.requeue_discarded:
             self._waiting.extendleft(sorted(groups, key=lambda group: -group.number))
         elif groups:
             self._tally.dropped = len(groups)
@@ -333,9 +333,9 @@ class Producer:
 
     def _has_given_up(self) -> bool:
         """Return whether no more groups are started for the step."""
-        needed = self._goal or self._context.config.prompts_per_step
-        rejected = self._tally.rejected_groups()
-        return rejected >= needed * self._context.config.max_rounds or (self._exhausted and not self._waiting)
+        config, rejected = self._context.config, self._tally.rejected_groups()
+        needed = self._goal or config.prompts_per_step
+        return rejected >= needed * config.max_num_gen_batches or (self._exhausted and not self._waiting)
 
     async def _read(self, count: int) -> None:
         async with self._reading:

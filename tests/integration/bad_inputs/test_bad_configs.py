@@ -82,7 +82,7 @@ WRONG: list[tuple[str, Any]] = [
     ("reward.function", "json:__name__"),
     ("reward.options", {"loud": True}),
     ("reward.parts", {"a": {"function": "exact_match"}}),
-    ("reward.per", "batch"),
+    ("reward.scope", "batch"),
     ("reward.timeout_s", 0),
     ("reward.memory_gib", -1),
     ("reward.max_failed_ratio", 1.5),

@@ -53,12 +53,24 @@ FILTER = '--rollout.filters=["zero_variance"]'
             "without rollout.over_sampling",
         ),
         (
-            ["--rollout.partial_rollout=true", "--rollout.over_sampling=2", "--rollout.redraw=false"],
-            "rollout.redraw: found False",
+            [
+                "--rollout.partial_rollout=true",
+                "--rollout.over_sampling=2",
+                "--rollout.requeue_discarded=false",
+            ],
+            "rollout.requeue_discarded: found False",
             "has no effect with rollout.partial_rollout",
         ),
-        (["--rollout.redraw=false"], "rollout.redraw: found False", "without rollout.over_sampling"),
-        (["--rollout.max_rounds=0"], "rollout.max_rounds: found 0", "must be greater than 0"),
+        (
+            ["--rollout.requeue_discarded=false"],
+            "rollout.requeue_discarded: found False",
+            "without rollout.over_sampling",
+        ),
+        (
+            ["--rollout.max_num_gen_batches=0"],
+            "rollout.max_num_gen_batches: found 0",
+            "must be greater than 0",
+        ),
     ],
 )
 def test_wrong_control(load: Load, overrides: list[str], found: str, hint: str) -> None:
@@ -82,7 +94,7 @@ def test_a_step_after_the_other_waits_for_evaluations(load: Load, key: str, said
 
 
 @pytest.mark.parametrize("schedule", ["one_step_off", "async"])
-@pytest.mark.parametrize("key", ["over_sampling=1", "partial_rollout=true", "redraw=false"])
+@pytest.mark.parametrize("key", ["over_sampling=1", "partial_rollout=true", "requeue_discarded=false"])
 def test_a_schedule_that_leaves_nothing_over(load: Load, schedule: str, key: str) -> None:
     keys = [f"--rollout.schedule={schedule}", f"--rollout.{key}"]
     with pytest.raises(

@@ -9,23 +9,33 @@ import pytest
 from anygauge.config import Config
 from anygauge.config.deprecated_keys import RENAMED, renamed_keys
 from anygauge.config.load import dump_config
+from anygauge.config.tree import Tree, flatten, put
 from anygauge.config.validate import keys
 from anygauge.run_directory.resume import is_changed
 
-VALUES = {"loss_aggregation": "sample_mean", "warmup_steps": 3, "train_workers": 2, "partial_rollout": True}
+NEW = {pattern: f"{pattern.rpartition('.')[0]}.{new}" for pattern, new in RENAMED.items()}
 
 
-@pytest.mark.parametrize(("section", "old"), RENAMED)
-def test_an_old_name_is_read_with_a_warning(section: str, old: str, caplog: pytest.LogCaptureFixture) -> None:
-    new = RENAMED[section, old]
-    assert renamed_keys({section: {old: 1, "other": 2}}) == ({section: {"other": 2, new: 1}}, [])
-    assert caplog.messages == [f"{section}.{old} is deprecated; write {section}.{new} instead"]
+@pytest.mark.parametrize("pattern", RENAMED)
+def test_an_old_name_is_read_with_a_warning(pattern: str, caplog: pytest.LogCaptureFixture) -> None:
+    old, new = pattern.replace("*", "any"), NEW[pattern].replace("*", "any")
+    tree: Tree = {}
+    put(tree, old, "a value")
+    put(tree, f"{old}_other", 2)
+    renamed, problems = renamed_keys(tree)
+    assert (flatten(renamed), problems) == ({new: "a value", f"{old}_other": 2}, [])
+    assert caplog.messages == [f"{old} is deprecated; write {new} instead"]
+
+
+@pytest.mark.parametrize(("old", "new"), [("auto", False), (False, True), (["auto"], ["auto"])])
+def test_a_value_whose_meaning_changed_is_translated(old: object, new: object) -> None:
+    assert renamed_keys({"rollout": {"graphs": old}}, warn=False)[0] == {"rollout": {"enforce_eager": new}}
 
 
 def test_new_names_are_keys_and_old_ones_are_not() -> None:
     known = {path for path, _ in keys()}
-    assert known.issuperset(f"{section}.{new}" for (section, _), new in RENAMED.items())
-    assert known.isdisjoint(f"{section}.{old}" for section, old in RENAMED)
+    assert known.issuperset(new for new in NEW.values() if "*" not in new)
+    assert known.isdisjoint(RENAMED)
 
 
 def test_both_names_are_a_problem() -> None:
@@ -78,8 +88,11 @@ def test_a_run_of_an_earlier_version_goes_on(tmp_path: Path) -> None:
         }
     )
     written = dump_config(config)
-    for (_, old), new in RENAMED.items():
-        written = written.replace(f"\n{new} = ", f"\n{old} = ", 1) if old != "only_steps" else written
-    assert "num_workers = 2" in written.split("[placement]")[1]
+    for pattern, new in RENAMED.items():
+        table, _, old = pattern.rpartition(".")
+        head, header, rest = written.partition(f"\n[{table}]")
+        written = head + header + rest.replace(f"\n{new} = ", f"\n{old} = ", 1)
+    written = written.replace("graphs = false", 'graphs = "auto"')
+    assert all(line in written for line in ("num_workers = 2", 'graphs = "auto"', 'per = "sample"'))
     (tmp_path / "config.toml").write_text(written)
     assert not is_changed(tmp_path / "config.toml", config)

@@ -63,7 +63,7 @@ def test_a_key_that_only_some_results_have(user_module: str) -> None:
 
 
 def test_groups_are_scored_as_a_whole(user_module: str) -> None:
-    with scorer({"function": f"{user_module}:ranks", "per": "group"}) as made:
+    with scorer({"function": f"{user_module}:ranks", "scope": "group"}) as made:
         scored = made.score([group("b", "a"), group("raise", "x"), group("short", "x"), group("nan", "x")])
     assert rewards(scored) == [1.0, 0.0, None, None, None, None, None, 1.0]
     found = [error and error.removeprefix(f"{user_module}:ranks ") for error in errors(scored)]
@@ -74,7 +74,7 @@ def test_groups_are_scored_as_a_whole(user_module: str) -> None:
 
 
 def test_an_async_function_scores_groups(user_module: str) -> None:
-    with scorer({"function": f"{user_module}:ranks_later", "per": "group"}) as made:
+    with scorer({"function": f"{user_module}:ranks_later", "scope": "group"}) as made:
         assert rewards(made.score([group("b", "a"), group("c")])) == [0.0, 0.0, 0.0]
 
 

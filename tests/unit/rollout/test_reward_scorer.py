@@ -223,7 +223,7 @@ def test_a_group_function_in_this_process() -> None:
         return [float(each == max(response)) for each in response]
 
     with scorer(
-        {"function": "best", "per": "group"}, NamedFunction(name="best", fn=best, inline=True)
+        {"function": "best", "scope": "group"}, NamedFunction(name="best", fn=best, inline=True)
     ) as made:
         assert rewards(made.score([group("1", "2"), group("3", "0", "3"), group()])) == [0, 1, 1, 0, 1]
 
@@ -284,7 +284,7 @@ def test_parts_are_added_up(user_module: str) -> None:
         "right": {"function": "exact_match", "weight": 2.0},
         "dapo": {"function": "dapo", "key": "acc", "weight": 0.5},
         "length": {"function": f"{user_module}:short", "weight": -0.25},
-        "rank": {"function": f"{user_module}:ranks", "per": "group"},
+        "rank": {"function": f"{user_module}:ranks", "scope": "group"},
     }
     with scorer({"parts": parts}) as made:
         (first, second) = made.score([group("4", "Answer: 4")])[0].samples

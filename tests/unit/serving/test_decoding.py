@@ -164,5 +164,5 @@ def test_layers_that_keep_another_state_are_not_recorded(tmp_path: Path) -> None
 
 def test_the_host_has_none_and_a_run_may_want_none() -> None:
     assert CpuDevice().capture_graph is None
-    assert Rollout().graphs == "auto"
-    assert Rollout.model_validate({"graphs": False}).graphs is False
+    assert not Rollout().enforce_eager
+    assert Rollout.model_validate({"enforce_eager": True}).enforce_eager

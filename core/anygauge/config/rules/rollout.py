@@ -60,18 +60,18 @@ def _left_over(rollout: Rollout) -> Problems:
         hint = (
             f'has no effect with rollout.schedule = "{rollout.schedule}": what is unfinished always goes on'
         )
-        for key in ("over_sampling", "partial_rollout", "redraw"):
+        for key in ("over_sampling", "partial_rollout", "requeue_discarded"):
             if (value := getattr(rollout, key)) != Rollout.model_fields[key].default:
                 yield ConfigProblem(path=f"rollout.{key}", found=value, hint=f"{hint}; leave it out")
         return
     if not rollout.over_sampling:
         hint = "has no effect without rollout.over_sampling: a step ends when all of its samples are done"
-        for key in ("partial_rollout", "redraw"):
+        for key in ("partial_rollout", "requeue_discarded"):
             if (value := getattr(rollout, key)) != Rollout.model_fields[key].default:
                 yield ConfigProblem(path=f"rollout.{key}", found=value, hint=hint)
-    elif not rollout.redraw and rollout.partial_rollout:
+    elif not rollout.requeue_discarded and rollout.partial_rollout:
         hint = "has no effect with rollout.partial_rollout, which discards nothing; leave it out"
-        yield ConfigProblem(path="rollout.redraw", found=False, hint=hint)
+        yield ConfigProblem(path="rollout.requeue_discarded", found=False, hint=hint)
 
 
 def control_functions(config: Config, plugins: Plugins) -> Problems:

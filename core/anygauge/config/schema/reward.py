@@ -20,8 +20,8 @@ class RewardFunction(Section):
     """Keyword arguments of the function."""
     key: str | None = None
     """Key of the reward in a result that is a dict."""
-    per: Literal["sample", "group"] = "sample"
-    """Scope of a call: one response, or the responses of a group as a list."""
+    scope: Literal["sample", "group"] = "sample"
+    """Input of a call: one response, or the responses of a group as a list."""
     extract: Literal["none", "boxed"] = "none"
     """``boxed`` gives the function what is in the last ``\\boxed{}`` of a response alone; without a box, an
     empty string."""

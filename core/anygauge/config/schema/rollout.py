@@ -123,9 +123,10 @@ class Rollout(Section):
     """Prompt and response tokens that fit into one engine's KV cache at once."""
     dtype: DType | None = None
     """Precision of the engine; ``None`` takes ``train.dtype``."""
-    graphs: Literal["auto", False] = "auto"
-    """For ``transformers``: record the decode pass of a token as a device graph and replay it, where device
-    and model can; ``false`` launches every pass. Servers have arguments of their own for it."""
+    enforce_eager: bool = False
+    """For ``transformers``: decode without device graphs. By default the decode pass of a token is recorded
+    as a graph and replayed, where device and model allow it. Servers have arguments of their own, such as
+    SGLang's ``disable_cuda_graph``."""
     schedule: Literal["sync", "one_step_off", "async"] = "sync"
     """Schedule of generation: ``sync`` before each step with its weights; ``one_step_off`` while the previous
     step trains; ``async`` all the time, through weight updates. All but ``sync`` need served engines."""
@@ -152,17 +153,17 @@ class Rollout(Section):
     pass all of them; rejected groups are replaced by others."""
     filter_options: dict[str, dict[str, Any]] = {}
     """Keyword arguments of the filters, by name."""
-    max_rounds: Positive = 10
+    max_num_gen_batches: Positive = 10
     """Limit on rejected groups, in multiples of the groups that a step needs."""
-    shortage: Literal["error", "smaller_step"] = "error"
-    """Action when ``max_rounds`` is reached: end the run with an error, or train the step on the groups that
-    passed."""
+    on_incomplete_batch: Literal["error", "smaller_step"] = "error"
+    """Action when ``max_num_gen_batches`` is reached: end the run with an error, or train the step on the
+    groups that passed."""
     over_sampling: NonNegative = 0
     """Extra prompts started for a step, which ends with the first groups that are done."""
     partial_rollout: bool = False
     """Continue unfinished samples in the next step, from the tokens that they have, instead of discarding
     them."""
-    redraw: bool = True
+    requeue_discarded: bool = True
     """Restart the prompts of discarded groups at the start of the next step; ``false`` drops them."""
     sglang: dict[str, Any] = {}
     """Any argument of SGLang's server by its name, such as ``tp_size = 2``; checked against the installed

@@ -2,7 +2,7 @@
 
 A reward function takes any of the keyword arguments ``response`` (required), ``label``, ``metadata`` and
 ``prompt``, then its options. It returns a finite number, or a dict of which ``reward.key`` names one, for one
-sample; with ``reward.per = "group"`` it takes lists and returns a list. It may be ``async``.
+sample; with ``reward.scope = "group"`` it takes lists and returns a list. It may be ``async``.
 """
 
 from __future__ import annotations

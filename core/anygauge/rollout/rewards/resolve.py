@@ -68,7 +68,7 @@ def _resolve(name: str, reward: RewardFunction, plugins: Plugins) -> ResolvedRew
         options=dict(reward.options),
         key=reward.key,
         extract=reward.extract == "boxed",
-        per_group=reward.per == "group",
+        per_group=reward.scope == "group",
         accepted=accepted(parameters),
     )
     inline = named.inline and not is_async(named.fn)

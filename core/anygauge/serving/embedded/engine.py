@@ -51,7 +51,7 @@ def make_engine(config: Config, context: WorkerContext) -> TransformersEngine:
         device=context.device.torch_device,
         max_batch_tokens=config.rollout.max_batch_tokens,
         trust_remote_code=config.model.trust_remote_code,
-        capture=context.device.capture_graph if config.rollout.graphs == "auto" else None,
+        capture=None if config.rollout.enforce_eager else context.device.capture_graph,
         multimodal=_multimodal_context(config, context),
     )
 

@@ -68,18 +68,18 @@ def test_over_sampling_ends_a_step_with_the_first_that_are_done(make_producer: M
     assert len(engine.cancelled) == 4
 
 
-@pytest.mark.parametrize(("redraw", "second"), [(True, [1, 4, 6, 7]), (False, [6, 7, 8, 9])])
+@pytest.mark.parametrize(("requeue_discarded", "second"), [(True, [1, 4, 6, 7]), (False, [6, 7, 8, 9])])
 def test_discarded_prompts_come_first_in_the_next_step_or_are_dropped_and_counted(
-    make_producer: MakeProducer, redraw: bool, second: list[int]
+    make_producer: MakeProducer, requeue_discarded: bool, second: list[int]
 ) -> None:
     slow = {1, 4}
     engine = ScriptedEngine(two_tokens, lambda request: 1 if of_session(request)[0] in slow else None)
-    producer = make_producer(engine, over_sampling=2, redraw=redraw)
+    producer = make_producer(engine, over_sampling=2, requeue_discarded=requeue_discarded)
 
     async def steps() -> list[list[int]]:
         first = await producer.take(4, timeout_s=20)
         assert producer.metrics()["rollout/unfinished_groups"] == 2
-        assert producer.metrics()["rollout/dropped_prompts"] == (0 if redraw else 2)
+        assert producer.metrics()["rollout/dropped_prompts"] == (0 if requeue_discarded else 2)
         slow.clear()
         found = [indices(first), indices(await producer.take(4, timeout_s=20))]
         await producer.close()
@@ -117,14 +117,14 @@ def test_filters_that_let_nothing_pass_end_the_step_on_a_finite_data_set(
     make_producer: MakeProducer, epochs: int | None
 ) -> None:
     engine = ScriptedEngine(two_tokens)
-    producer = make_producer(engine, filters=[reject], epochs=epochs, max_rounds=3)
+    producer = make_producer(engine, filters=[reject], epochs=epochs, max_num_gen_batches=3)
     with pytest.raises(RolloutError, match=r"needs 4 groups, and 0 passed: .*rejected by reject 1\d"):
         run(producer, 4)
     assert 12 <= len(engine.requests) // 2 <= 16
 
 
 def test_a_data_source_that_ends_makes_a_smaller_step_or_an_error(make_producer: MakeProducer) -> None:
-    (groups,) = run(make_producer(ScriptedEngine(uneven), epochs=1, shortage="smaller_step"), 17)
+    (groups,) = run(make_producer(ScriptedEngine(uneven), epochs=1, on_incomplete_batch="smaller_step"), 17)
     assert indices(groups) == list(range(16))
     with pytest.raises(RolloutError, match="no more prompts"):
         run(make_producer(ScriptedEngine(uneven), epochs=1), 17)
@@ -135,7 +135,7 @@ def test_a_smaller_step_has_what_passed(make_producer: MakeProducer) -> None:
         return group.prompt.index == 0
 
     producer = make_producer(
-        ScriptedEngine(two_tokens), filters=[first], max_rounds=2, shortage="smaller_step"
+        ScriptedEngine(two_tokens), filters=[first], max_num_gen_batches=2, on_incomplete_batch="smaller_step"
     )
     (groups,) = run(producer, 4)
     assert indices(groups) == [0]
