@@ -7,7 +7,7 @@ data set to go on from where it stood.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,22 +17,6 @@ __all__ = ["Epochs", "Mixture", "Order"]
 _CHOICES, _ROWS = 0, 1
 """Streams of random numbers: of the choices among data sets, and of the order of rows."""
 Positions = NDArray[np.int64]
-
-
-class Order(Protocol):
-    """An endless sequence of positions."""
-
-    def next(self, count: int) -> Positions:
-        """Return the next positions ``[count]``."""
-
-    def state(self) -> dict[str, Any]:
-        """Return where the sequence stands, as JSON can write it."""
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Go to where another sequence of the same seed and sizes stood.
-
-        :raises ValueError: It cannot have stood there; nothing was changed.
-        """
 
 
 class Epochs:
@@ -139,6 +123,10 @@ class Mixture:
                 part.restore(saved)
             raise ValueError(str(error)) from error
         self._drawn = drawn
+
+
+Order = Epochs | Mixture
+"""An endless sequence of positions."""
 
 
 def _bits(seed: int, *stream: int) -> np.random.PCG64:

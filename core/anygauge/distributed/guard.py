@@ -13,7 +13,7 @@ import select
 import signal
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from typing import NoReturn, Protocol
+from typing import NoReturn
 
 from anygauge.distributed.lifetime import adopt_orphans, die_with, end_children
 
@@ -27,16 +27,6 @@ _LEFT_OUT = b"\n[output was left out here]\n"
 _LIFELINE = 0
 """Standard input ends with the driver."""
 _READ_BYTES = 1 << 16
-
-
-class Output(Protocol):
-    """Takes the output of a child, bounded."""
-
-    def take(self, data: bytes) -> None:
-        """Take some more."""
-
-    def end(self) -> None:
-        """Do what is left once all of it is there."""
 
 
 class Log:
@@ -86,6 +76,10 @@ class Tail:
     def _shorten(self) -> None:
         self._cut = True
         del self._kept[: -self._size]
+
+
+Output = Log | Tail
+"""Takes the output of a child, bounded."""
 
 
 def fork_guarded(

@@ -390,9 +390,9 @@ def test_a_linear_of_any_class_name_is_loaded_divided_and_exported_alike(report:
 
 
 def test_a_provider_may_bring_some_parts_alone(context: Any, caplog: pytest.LogCaptureFixture) -> None:
-    from anygauge.engines.megatron.layers.provider import KernelSpecProvider, complete
+    from anygauge.engines.megatron.layers.provider import SpecProvider, complete
 
-    default = KernelSpecProvider(kernels="table", unit_angles=True)  # type: ignore[arg-type]
+    default = SpecProvider(kernels="table", unit_angles=True)  # type: ignore[arg-type]
     assert complete(None, default) is default
 
     class Linears:
@@ -408,10 +408,10 @@ def test_a_provider_may_bring_some_parts_alone(context: Any, caplog: pytest.LogC
 
 
 def test_a_provider_of_something_else_breaks_the_contract(context: Any) -> None:
-    from anygauge.engines.megatron.layers.provider import KernelSpecProvider, complete
+    from anygauge.engines.megatron.layers.provider import SpecProvider, complete
 
     class Misspelt:
         def column_paralel_linear(self) -> None: ...
 
     with pytest.raises(PluginError, match=r"column_paralel_linear, of which no layer is made"):
-        complete(Misspelt(), KernelSpecProvider(kernels=None, unit_angles=True))  # type: ignore[arg-type]
+        complete(Misspelt(), SpecProvider(kernels=None, unit_angles=True))  # type: ignore[arg-type]

@@ -191,11 +191,11 @@ def megatron_linears(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Let the engine take Megatron's own linears."""
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
-    from anygauge.engines.megatron.layers.provider import KernelSpecProvider
+    from anygauge.engines.megatron.layers.provider import SpecProvider
 
     with monkeypatch.context() as patch:
-        patch.setattr(KernelSpecProvider, "column_parallel_linear", lambda _: ColumnParallelLinear)
-        patch.setattr(KernelSpecProvider, "row_parallel_linear", lambda _: RowParallelLinear)
+        patch.setattr(SpecProvider, "column_parallel_linear", lambda _: ColumnParallelLinear)
+        patch.setattr(SpecProvider, "row_parallel_linear", lambda _: RowParallelLinear)
         yield
 
 

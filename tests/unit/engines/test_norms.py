@@ -13,9 +13,9 @@ from anygauge_hooks.engines import WorkerContext
 def test_layer_norm_is_torchs_and_its_gradients_are_summed_like_a_norms(context: WorkerContext) -> None:
     from megatron.core.transformer.spec_utils import build_module
 
-    from anygauge.engines.megatron.layers.provider import KernelSpecProvider
+    from anygauge.engines.megatron.layers.provider import SpecProvider
 
-    provider = KernelSpecProvider(resolve_kernels(context.plugins, context.backend), unit_angles=True)
+    provider = SpecProvider(resolve_kernels(context.plugins, context.backend), unit_angles=True)
     config = SimpleNamespace(params_dtype=torch.float32, sequence_parallel=True)
     norm = build_module(provider.layer_norm(), config=config, hidden_size=16, eps=1e-6)
     expected = torch.nn.LayerNorm(16, eps=1e-6)

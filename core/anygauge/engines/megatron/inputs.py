@@ -23,15 +23,11 @@ from anygauge.data.balance import alike, media_costs, sequence_costs
 from anygauge.data.batch import ranges, response_rows, starts
 from anygauge.data.packing import pack_by_cost
 from anygauge.device import on_device
-from anygauge.engines.megatron.layers.context_parallel import (
-    Cut,
-    SequenceParts,
-    cut_sequences,
-    sum_over_context,
-)
+from anygauge.engines.megatron.layers.context_parallel import Cut, SequenceParts, cut_sequences
 from anygauge.engines.megatron.layers.modules import PackedSequences
 from anygauge.engines.megatron.layers.routing import Routes
 from anygauge.engines.megatron.media.batch import MediaReader, media_batch, media_positions
+from anygauge.kernels.reference import sum_over
 from anygauge_hooks.batch import TrainBatch
 from anygauge_hooks.errors import DataError
 from anygauge_hooks.media import Media
@@ -311,7 +307,8 @@ def whole_responses(values: Tensor, batch: MicroBatch) -> Tensor:
         return values
     shape = (sum(batch.response_lengths), *values.shape[1:])
     spread = values.new_zeros(shape).index_copy(0, batch.own, values)
-    return sum_over_context(spread, parallel_state.get_context_parallel_group())
+    # each rank has its own terms and zeros for the others', and all go on to compute the same from the sum
+    return sum_over(spread, parallel_state.get_context_parallel_group())
 
 
 def unpack(batches: MicroBatches, outputs: Sequence[Tensor]) -> Tensor:

@@ -24,7 +24,7 @@ from anygauge.distributed.layout import Layout
 from anygauge.engines.megatron.config_fields import unknown_values
 from anygauge.engines.megatron.layers.embedding import replace_embeddings
 from anygauge.engines.megatron.layers.output import HiddenOutput, replace_output_layer
-from anygauge.engines.megatron.layers.provider import KernelSpecProvider, SpecProvider, complete
+from anygauge.engines.megatron.layers.provider import SpecProvider, complete
 from anygauge.engines.megatron.layers.spec import decoder_spec
 from anygauge.engines.megatron.layers.value_head import SCORE, ValueHead, ZeroFilled, value_model
 from anygauge.engines.megatron.media.model import Composer
@@ -32,9 +32,9 @@ from anygauge.engines.megatron.media.towers import freeze, with_modalities
 from anygauge.engines.megatron.options import MegatronOptions, megatron_options
 from anygauge.engines.megatron.weights.canonical import canonical_tensors
 from anygauge.engines.megatron.weights.gathering import Gathering, plan_gathering
-from anygauge.engines.megatron.weights.hf import read_config
+from anygauge.engines.megatron.weights.hf import open_tensors, read_config
 from anygauge.engines.megatron.weights.load_report import tell_what_is_lost
-from anygauge.engines.megatron.weights.loading import load_weights, open_on_every_rank
+from anygauge.engines.megatron.weights.loading import load_weights, on_every_rank
 from anygauge.engines.megatron.weights.mapping import (
     TensorRule,
     hf_tensors,
@@ -102,7 +102,7 @@ class Policy:
 
         :raises WeightMappingError: They do not fit; on every rank, and nothing was copied.
         """
-        with open_on_every_rank(directory) as source:
+        with on_every_rank(open_tensors(directory), directory) as source:
             unused = unused_prefixes(self.spec, self.hf)
             filled = ZeroFilled(source, self.fresh)
             tied = tied_weights(self.spec, self.hf)
@@ -210,7 +210,7 @@ def build_policy(
     provided = plugins.first("get_spec_provider", backend=backend, kernels=kernels, config=config)
     if isinstance(provided, PrefersKernels):
         kernels = kernels.preferring(config.train.provider or backend.name, provided.preferred_kernels())
-    default = KernelSpecProvider(
+    default = SpecProvider(
         kernels,
         unit_angles=_has_unit_rope_scale(model, hf),
         remakes=config.train.recompute in ("elementwise", "selective"),

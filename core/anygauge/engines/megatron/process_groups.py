@@ -17,7 +17,7 @@ from megatron.core import parallel_state
 
 from anygauge.config.schema import Parallel
 
-__all__ = ["ProcessGroupProxy", "ProcessGroups", "divides"]
+__all__ = ["ProcessGroupProxy", "ProcessGroups", "divides", "parallel_sizes"]
 
 _VARIABLE = re.compile(r"_[A-Z][A-Z_]*")
 Call = Callable[..., Any]
@@ -45,21 +45,19 @@ def divides(sizes: Parallel) -> bool:
     """Return whether Megatron's groups divide a model in this way, or would if they were made now."""
     if not parallel_state.model_parallel_is_initialized():
         return True
-    return (
-        parallel_state.get_tensor_model_parallel_world_size(),
-        parallel_state.get_pipeline_model_parallel_world_size(),
-        parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1,
-        parallel_state.get_context_parallel_world_size(),
-        parallel_state.get_expert_model_parallel_world_size(),
-        parallel_state.get_expert_tensor_parallel_world_size(),
-    ) == (
-        sizes.tensor,
-        sizes.pipeline,
-        sizes.virtual_pipeline,
-        sizes.context,
-        sizes.expert,
-        sizes.expert_tensor,
-    )
+    return all(getattr(sizes, name) == size for name, size in parallel_sizes().items())
+
+
+def parallel_sizes() -> dict[str, int]:
+    """Return the sizes of Megatron's current process groups, by the keys of ``train.parallel``."""
+    return {
+        "tensor": parallel_state.get_tensor_model_parallel_world_size(),
+        "context": parallel_state.get_context_parallel_world_size(),
+        "pipeline": parallel_state.get_pipeline_model_parallel_world_size(),
+        "virtual_pipeline": parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1,
+        "expert": parallel_state.get_expert_model_parallel_world_size(),
+        "expert_tensor": parallel_state.get_expert_tensor_parallel_world_size(),
+    }
 
 
 class ProcessGroupProxy:

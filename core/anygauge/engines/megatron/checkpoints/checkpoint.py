@@ -11,15 +11,14 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
-from contextlib import ExitStack
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from megatron.core import parallel_state
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
@@ -47,8 +46,9 @@ from anygauge.engines.megatron.checkpoints.shards import (
     part_state,
 )
 from anygauge.engines.megatron.model import Policy
+from anygauge.engines.megatron.process_groups import parallel_sizes
 from anygauge.engines.megatron.scope import make_scope
-from anygauge.engines.megatron.weights.loading import fail_together
+from anygauge.engines.megatron.weights.loading import on_every_rank
 from anygauge.failures import in_background
 from anygauge_hooks.engines import WorkerContext
 from anygauge_hooks.errors import CheckpointError
@@ -121,7 +121,7 @@ class Checkpointer:
             format=FORMAT,
             rank=self._context.rank,
             world_size=self._context.world_size,
-            layout=_layout(),
+            layout=parallel_sizes(),
             device=self._context.device.type,
             pieces=pieces,
             schedule=self._schedule.state_dict(),
@@ -188,16 +188,14 @@ class Checkpointer:
 
         :raises CheckpointError: It does not fit or cannot be read; on every rank, and nothing was changed.
         """
-        with ExitStack() as stack:
-            reader, problem = None, None
-            try:
-                reader = stack.enter_context(open_pieces(directory))
-                self._check(reader)
-            except CheckpointError as error:
-                problem = error
-            fail_together(problem, directory)
-            assert reader is not None
+        with on_every_rank(self._checked(directory), directory) as reader:
             self._apply(reader)
+
+    @contextmanager
+    def _checked(self, directory: Path) -> Iterator[PieceReader]:
+        with open_pieces(directory) as reader:
+            self._check(reader)
+            yield reader
 
     def _check(self, reader: PieceReader) -> None:
         """Raise unless the checkpoint has all that this rank needs, in the form that it needs it."""
@@ -251,7 +249,7 @@ class Checkpointer:
 
     def _is_same_layout(self, reader: PieceReader) -> bool:
         """Return whether each rank has what the rank of its number had."""
-        return len(reader.files) == self._context.world_size and reader.files[0].layout == _layout()
+        return len(reader.files) == self._context.world_size and reader.files[0].layout == parallel_sizes()
 
     def _apply(self, reader: PieceReader) -> None:
         """Change the engine; one parameter at a time is on the host."""
@@ -345,18 +343,6 @@ def _restore(shard: Shard, reader: PieceReader) -> None:
         for part in shard.parts:
             state[kind].view(-1)[part.inside].copy_(_needed(reader.read(kind, *part.key)))
     shard.inner.state[shard.main] = state
-
-
-def _layout() -> dict[str, int]:
-    """Return how the ranks divide the model; two runs with the same one give a rank the same part."""
-    return {
-        "tensor": parallel_state.get_tensor_model_parallel_world_size(),
-        "context": parallel_state.get_context_parallel_world_size(),
-        "pipeline": parallel_state.get_pipeline_model_parallel_world_size(),
-        "virtual_pipeline": parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1,
-        "expert": parallel_state.get_expert_model_parallel_world_size(),
-        "expert_tensor": parallel_state.get_expert_tensor_parallel_world_size(),
-    }
 
 
 def _settings(group: Mapping[str, Any]) -> dict[str, Any]:

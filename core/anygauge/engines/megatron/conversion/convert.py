@@ -60,6 +60,7 @@ from anygauge.engines.megatron.weights.mapping import (
     canonical_problem,
     canonical_shape,
     hf_tensors,
+    left_out,
     mapping_error,
     model_rules,
     name_problems,
@@ -111,9 +112,7 @@ def hf_to_megatron(
     target = check_target(target, source)
     with _converting(source, target) as partial:
         family = _read_family(origin.hf, plugins, origin.weights)
-        tensors, left_out = (_run_tensors if is_of_run(origin.weights) else _hf_tensors)(
-            origin.weights, family
-        )
+        tensors, unused = (_run_tensors if is_of_run(origin.weights) else _hf_tensors)(origin.weights, family)
         count = _count(workers, _total(tensors))
         shares = _partition(tensors, count)
         written = partial / "model"
@@ -126,7 +125,7 @@ def hf_to_megatron(
             write_index(written, plans, run(_write_part, calls))
             if check:
                 _compare(run, origin.weights, written, rules)
-    return left_out
+    return unused
 
 
 def megatron_to_hf(
@@ -262,13 +261,10 @@ def _hf_tensors(source: Path, family: _Family) -> tuple[_Tensors, dict[str, int]
             problems.extend(_mixed_stacks(family.rules, reader))
         if not problems and family.tied and (problem := tied_problem(*family.tied, reader)):
             problems.append(problem)
-        left_out = Counter(
-            next((each for each in family.unused if name.startswith(each)), name)
-            for name in reader.names.difference(*(rule.hf for rule in family.rules))
-        )
+        unused = left_out(family.rules, reader.names, family.unused)
     if problems:
         raise mapping_error(problems)
-    return list(zip(family.rules, forms, strict=True)), dict(left_out)
+    return list(zip(family.rules, forms, strict=True)), unused
 
 
 def _mixed_stacks(rules: Sequence[TensorRule], reader: TensorReader) -> Iterator[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from megatron.core import parallel_state
@@ -23,8 +24,9 @@ def sharded_experts(
     :param parts: Of that dimension, each of which is split by itself, such as gate and up.
     :param before: Axes in front of the stack, such as layers that are alike: axis, index, size.
     """
-    experts = (parallel_state.get_expert_model_parallel_rank(), _experts_ways())
-    rank, ways = parallel_state.get_expert_tensor_parallel_rank(), _tensor_ways()
+    state: Any = parallel_state
+    experts = (state.get_expert_model_parallel_rank(), state.get_expert_model_parallel_world_size())
+    rank, ways = state.get_expert_tensor_parallel_rank(), state.get_expert_tensor_parallel_world_size()
     front = len(before)
 
     def build(
@@ -48,13 +50,3 @@ def sharded_experts(
 
     replica = (0, 0, parallel_state.get_expert_data_parallel_rank())
     return ShardedTensorFactory(key, weight.detach(), build, merge, replica)
-
-
-def _experts_ways() -> int:
-    ways: int = parallel_state.get_expert_model_parallel_world_size()
-    return ways
-
-
-def _tensor_ways() -> int:
-    ways: int = parallel_state.get_expert_tensor_parallel_world_size()
-    return ways

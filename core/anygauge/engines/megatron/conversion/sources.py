@@ -10,7 +10,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -19,7 +18,7 @@ from anygauge.engines.megatron.checkpoints.files import WEIGHT, PieceReader, Reg
 from anygauge.engines.megatron.conversion.dist_checkpoint import DistReader
 from anygauge.engines.megatron.conversion.paths import is_of_run
 from anygauge.engines.megatron.weights.hf import TensorReader, open_tensors
-from anygauge.engines.megatron.weights.mapping import TensorRule, to_canonical
+from anygauge.engines.megatron.weights.mapping import TensorRule, set_problems, to_canonical
 from anygauge.engines.megatron.weights.stacks import straight
 
 __all__ = [
@@ -30,36 +29,6 @@ __all__ = [
     "open_weights",
     "tensor_names",
 ]
-
-
-class WeightSource(Protocol):
-    """Tensors that are there and fit."""
-
-    def parts(self, rule: TensorRule) -> Sequence[Tensor]:
-        """Return tensors that make up a canonical one, one under another, without padding."""
-
-
-class CanonicalSource(WeightSource, Protocol):
-    """A checkpoint of canonical tensors."""
-
-    @property
-    def names(self) -> set[str]:
-        """Return how tensors are called there: canonical names, or keys that begin so."""
-
-    def problems(self, rules: Sequence[TensorRule]) -> Iterator[str]:
-        """Yield the tensors that the checkpoint lacks and those that no rule needs."""
-
-    def shape(self, rule: TensorRule) -> tuple[int, ...]:
-        """Return the shape of a tensor that is there, with padding."""
-
-    def dtype(self, rule: TensorRule) -> torch.dtype:
-        """Return the type of a tensor that is there."""
-
-    def read(self, rule: TensorRule) -> Tensor:
-        """Return a tensor that is there, without padding."""
-
-    def padding(self, rule: TensorRule) -> Tensor:
-        """Return the rows of a vocabulary that are no token's."""
 
 
 class RunReader:
@@ -79,10 +48,7 @@ class RunReader:
 
     def problems(self, rules: Sequence[TensorRule]) -> Iterator[str]:
         """Yield the tensors that the checkpoint lacks and those that no rule needs."""
-        wanted = {rule.canonical for rule in rules}
-        yield from (f"{name}: missing in the checkpoint" for name in sorted(wanted - self._shapes.keys()))
-        extra = sorted(self._shapes.keys() - wanted)
-        yield from (f"{name}: in the checkpoint but unknown to the model" for name in extra)
+        return set_problems({rule.canonical for rule in rules}, self.names)
 
     def shape(self, rule: TensorRule) -> tuple[int, ...]:
         """Return the shape of a tensor that is there."""
@@ -139,6 +105,12 @@ class _HuggingFace:
         if rule.declared.transform == "interleave":
             return [to_canonical(rule.declared, tensors)]
         return tensors
+
+
+CanonicalSource = RunReader | DistReader
+"""A checkpoint of canonical tensors."""
+WeightSource = CanonicalSource | _HuggingFace
+"""Tensors that are there and fit."""
 
 
 @contextmanager

@@ -19,15 +19,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from anygauge.data.batch import ranges
-from anygauge.kernels.reference import sum_over
 
 __all__ = [
     "Cut",
     "SequenceParts",
     "cut_sequences",
-    "gather_rows",
     "gather_together",
-    "sum_over_context",
 ]
 
 
@@ -134,11 +131,6 @@ def _starts(starts: Tensor, size: Tensor, chunks: tuple[int, ...]) -> Tensor:
 # -------------------------------------------------------------------------
 
 
-def gather_rows(x: Tensor, rows: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return :func:`gather_together` of one tensor."""
-    return gather_together([x], rows, group)[0]
-
-
 def gather_together(tensors: Sequence[Tensor], rows: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, ...]:
     """Return rows of what the ranks of a group have together. One collective, and one in backward.
 
@@ -181,11 +173,3 @@ class _GatherRows(torch.autograd.Function):
         dist.reduce_scatter_tensor(own, gathered, group=ctx.group)
         parts = zip(own.split(widths, dim=1), grads, strict=True)
         return None, None, *(part.unflatten(1, grad.shape[1:]).to(grad.dtype) for part, grad in parts)
-
-
-def sum_over_context(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return the sum over a group whose ranks all go on to compute the same from it. A collective.
-
-    Each rank has its own terms and zeros for the others'; the gradient of its terms is what it computes.
-    """
-    return sum_over(x, group)

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Iterable
 from functools import partial
 from types import SimpleNamespace
-from typing import Any, Protocol
+from typing import Any
 
 from megatron.core.transformer.spec_utils import ModuleSpec
 
@@ -18,54 +18,17 @@ from anygauge.kernels.table import KernelTable
 from anygauge_hooks.errors import PluginError
 from anygauge_hooks.kernels import KernelImpl
 
-__all__ = ["KernelSpecProvider", "SpecProvider", "complete"]
+__all__ = ["SpecProvider", "complete"]
 
 
 _log = logging.getLogger(__name__)
 
 
-class SpecProvider(Protocol):
-    """Names the module class, or a builder with its signature, for each part of a layer."""
+class SpecProvider:
+    """Names the module class, or a builder with its signature, for each part of a layer.
 
-    def norm(self) -> Any:
-        """Return the norm of hidden states, queries and keys."""
-
-    def layer_norm(self) -> Any:
-        """Return the norm with a mean and a bias: for vision towers, none of the text models has one."""
-
-    def core_attention(self) -> Any:
-        """Return the builder of rotary embedding and attention."""
-
-    def column_parallel_linear(self) -> Any:
-        """Return the linear whose output is split."""
-
-    def row_parallel_linear(self) -> Any:
-        """Return the linear whose input is split."""
-
-    def gated_activation(self) -> Any:
-        """Return the builder of the gated activation."""
-
-    def delta_rule(self) -> Any:
-        """Return the builder of the convolution and the recurrence of a gated delta net."""
-
-    def gated_norm(self) -> Any:
-        """Return the norm of their output."""
-
-    def router(self) -> Any:
-        """Return the builder of what chooses the experts of each token."""
-
-    def dispatcher(self) -> Any:
-        """Return the builder of what brings tokens to their experts and back."""
-
-    def experts(self) -> Any:
-        """Return the builder of the experts of a rank."""
-
-    def preferred_kernels(self) -> Iterable[KernelImpl]:
-        """Return kernels that our modules take before those of the table."""
-
-
-class KernelSpecProvider:
-    """The default: our modules, bound to the kernel table."""
+    The default is our modules, bound to the kernel table.
+    """
 
     def __init__(self, kernels: KernelTable, *, unit_angles: bool, remakes: bool = False) -> None:
         self.kernels = kernels
@@ -75,51 +38,51 @@ class KernelSpecProvider:
         """Whether the model's cosines and sines are within [-1, 1]."""
 
     def norm(self) -> ModuleSpec:
-        """Return :class:`RmsNorm`."""
+        """Return the norm of hidden states, queries and keys."""
         return ModuleSpec(module=RmsNorm, params={"kernels": self.kernels, "remade": self.remakes})
 
     def layer_norm(self) -> ModuleSpec:
-        """Return :class:`LayerNorm`."""
+        """Return the norm with a mean and a bias: for vision towers, none of the text models has one."""
         return ModuleSpec(module=LayerNorm, params={"kernels": self.kernels})
 
     def core_attention(self) -> Any:
-        """Return :class:`CoreAttention`."""
+        """Return the builder of rotary embedding and attention."""
         return partial(CoreAttention, kernels=self.kernels, unit_angles=self.unit_angles)
 
     def column_parallel_linear(self) -> type:
-        """Return :class:`ColumnLinear`."""
+        """Return the linear whose output is split."""
         return ColumnLinear
 
     def row_parallel_linear(self) -> type:
-        """Return :class:`RowLinear`."""
+        """Return the linear whose input is split."""
         return RowLinear
 
     def gated_activation(self) -> ModuleSpec:
-        """Return :class:`Swiglu`."""
+        """Return the builder of the gated activation."""
         return ModuleSpec(module=Swiglu, params={"kernels": self.kernels, "remade": self.remakes})
 
     def delta_rule(self) -> ModuleSpec:
-        """Return :class:`DeltaRule`."""
+        """Return the builder of the convolution and the recurrence of a gated delta net."""
         return ModuleSpec(module=DeltaRule, params={"kernels": self.kernels})
 
     def gated_norm(self) -> ModuleSpec:
-        """Return :class:`GatedNorm`."""
+        """Return the norm of their output."""
         return ModuleSpec(module=GatedNorm, params={"kernels": self.kernels})
 
     def router(self) -> Any:
-        """Return :class:`Router`."""
+        """Return the builder of what chooses the experts of each token."""
         return partial(Router, kernels=self.kernels)
 
     def dispatcher(self) -> Any:
-        """Return :class:`Dispatcher`."""
+        """Return the builder of what brings tokens to their experts and back."""
         return partial(Dispatcher, kernels=self.kernels)
 
     def experts(self) -> ModuleSpec:
-        """Return :class:`GroupedExperts`."""
+        """Return the builder of the experts of a rank."""
         return ModuleSpec(module=GroupedExperts, params={"kernels": self.kernels})
 
     def preferred_kernels(self) -> Iterable[KernelImpl]:
-        """Return none."""
+        """Return kernels that our modules take before those of the table."""
         return ()
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from anygauge.data.batch import ranges, starts
-from anygauge.engines.megatron.layers.context_parallel import SequenceParts, gather_rows
+from anygauge.engines.megatron.layers.context_parallel import SequenceParts, gather_together
 from anygauge_hooks.errors import RouterReplayError
 
 __all__ = ["Routes", "RoutingStore"]
@@ -117,7 +117,8 @@ class RoutingStore:
         """Return the routes of all tokens of a micro-batch in packing order, on the host."""
         if self._group.size() > 1:
             wide = chosen.int()  # gloo gathers no int16
-            chosen = gather_rows(wide, parts.whole_rows.to(chosen.device), self._group).to(STORED)
+            (whole,) = gather_together([wide], parts.whole_rows.to(chosen.device), self._group)
+            chosen = whole.to(STORED)
         return chosen.cpu()
 
 

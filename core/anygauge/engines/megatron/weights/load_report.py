@@ -12,8 +12,8 @@ from pydantic import TypeAdapter
 from torch import Tensor
 
 from anygauge.distributed.all_gather import all_gather_values
-from anygauge.engines.megatron.weights.hf import TensorReader
-from anygauge.engines.megatron.weights.loading import open_on_every_rank
+from anygauge.engines.megatron.weights.hf import TensorReader, open_tensors
+from anygauge.engines.megatron.weights.loading import on_every_rank
 from anygauge.engines.megatron.weights.mapping import TensorRule, left_out
 
 __all__ = ["tell_what_is_lost"]
@@ -40,7 +40,7 @@ def tell_what_is_lost(
     :param unused: How names begin of what the model does not have.
     :param dtype: Of the model.
     """
-    with open_on_every_rank(directory) as source:
+    with on_every_rank(open_tensors(directory), directory) as source:
         rounded = sorted(set().union(*all_gather_values(_rounded(stored, rules, source), _NAMES)))
         if dist.get_rank() != 0:
             return

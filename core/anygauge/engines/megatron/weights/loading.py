@@ -6,10 +6,10 @@ Each rank reads what it has and no more, after all ranks have agreed that everyt
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -17,7 +17,6 @@ from pydantic import ConfigDict, TypeAdapter
 from torch import Tensor
 
 from anygauge.distributed.all_gather import all_gather_values
-from anygauge.engines.megatron.weights.hf import TensorReader, open_tensors
 from anygauge.engines.megatron.weights.mapping import (
     SHOWN,
     TensorRule,
@@ -34,7 +33,9 @@ from anygauge.engines.megatron.weights.sharding import ShardPosition, hf_ranges,
 from anygauge.engines.megatron.weights.stacks import straight
 from anygauge_hooks.errors import CheckpointError
 
-__all__ = ["fail_together", "load_weights", "open_on_every_rank", "read_shard"]
+__all__ = ["load_weights", "on_every_rank", "read_shard"]
+
+Source = TypeVar("Source")
 
 TYPES = frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float16})
 """Dtypes of weights. Narrower numbers need scales, which no family has."""
@@ -146,36 +147,26 @@ def _wrongly_held(
 
 
 @contextmanager
-def open_on_every_rank(directory: Path) -> Iterator[TensorReader]:
-    """Open the weights of a Hugging Face directory on all ranks. A collective.
+def on_every_rank(opening: AbstractContextManager[Source], directory: Path) -> Iterator[Source]:
+    """Open a directory on all ranks. A collective.
 
     :raises CheckpointError: One of them cannot read it; on every rank.
     """
     with ExitStack() as stack:
-        reader, problem = None, None
+        problem = None
         try:
-            reader = stack.enter_context(open_tensors(directory))
+            source = stack.enter_context(opening)
         except CheckpointError as error:
             problem = error
-        fail_together(problem, directory)
-        assert reader is not None
-        yield reader
-
-
-def fail_together(problem: CheckpointError | None, directory: Path) -> None:
-    """Raise on every rank if one of them cannot read a directory. A collective.
-
-    :param problem: Of this rank.
-    :raises CheckpointError: That of this rank, or one that names the ranks that have one.
-    """
-    failed = [rank for rank, ok in enumerate(all_gather_values(problem is None, _READABLE)) if not ok]
-    if problem is not None:
-        raise problem
-    if failed:
-        raise CheckpointError(
-            f"Ranks {failed} cannot read {directory}; this rank could.",
-            hint="Every host must see the same files. The log of such a rank says more.",
-        )
+        failed = [rank for rank, ok in enumerate(all_gather_values(problem is None, _READABLE)) if not ok]
+        if problem is not None:
+            raise problem
+        if failed:
+            raise CheckpointError(
+                f"Ranks {failed} cannot read {directory}; this rank could.",
+                hint="Every host must see the same files. The log of such a rank says more.",
+            )
+        yield source
 
 
 def read_shard(target: Tensor, rule: TensorRule, source: TensorSource, place: ShardPosition) -> None:

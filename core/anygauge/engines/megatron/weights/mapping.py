@@ -38,6 +38,7 @@ __all__ = [
     "mapping_error",
     "model_rules",
     "name_problems",
+    "set_problems",
     "tied_problem",
     "tied_weights",
     "to_canonical",
@@ -320,10 +321,14 @@ def name_problems(rules: Sequence[TensorRule], names: Iterable[str], unused: Seq
     :param unused: Beginnings of names that may be there.
     """
     wanted = {name for rule in rules for name in rule.hf}
-    there = set(names)
-    extra = (name for name in there - wanted if not name.startswith(tuple(unused)))
-    yield from (f"{name}: missing in the checkpoint" for name in sorted(wanted - there))
-    yield from (f"{name}: in the checkpoint but unknown to the model" for name in sorted(extra))
+    counted = {name for name in names if name in wanted or not name.startswith(tuple(unused))}
+    return set_problems(wanted, counted)
+
+
+def set_problems(wanted: set[str], names: set[str]) -> Iterator[str]:
+    """Yield the tensors that a checkpoint lacks and those that the model does not know."""
+    yield from (f"{name}: missing in the checkpoint" for name in sorted(wanted - names))
+    yield from (f"{name}: in the checkpoint but unknown to the model" for name in sorted(names - wanted))
 
 
 def left_out(rules: Iterable[TensorRule], names: Iterable[str], unused: Sequence[str]) -> dict[str, int]:
