@@ -33,17 +33,17 @@ test test-parallel test-npu-sim test-sglang soak: export PYTHONDONTWRITEBYTECODE
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */\1\t/' | expand -t 16
 
-demo: $(VENV)/.cpu ## train a tiny Qwen3 with GRPO on CPU until its reward has risen
+demo: $(VENV)/.cpu ## train a tiny Qwen3 with GRPO on the CPU
 	$(BIN)/python examples/arithmetic/make_inputs.py --seed $(SEED) --out runs/arithmetic-inputs
 	$(BIN)/anygauge train examples/arithmetic_grpo.toml --backend cpu --run.seed $(SEED)
 
-demo-vlm: $(VENV)/.cpu ## teach a tiny Qwen3-VL on CPU to say what it sees: SFT, then GRPO
+demo-vlm: $(VENV)/.cpu ## train a tiny Qwen3-VL with SFT, then GRPO, on the CPU
 	$(BIN)/python examples/shapes/make_inputs.py --seed $(SEED) --out runs/shapes-inputs
 	$(BIN)/anygauge train examples/shapes_vlm_sft.toml --backend cpu --run.seed $(SEED)
 	start=$$($(BIN)/python examples/shapes/choose.py runs/shapes-sft) && \
 	  $(BIN)/anygauge train examples/shapes_vlm.toml --backend cpu --run.seed $(SEED) --model.path "$$start"
 
-soak: $(VENV)/.dev ## what is too long for a test: kills, leaks, tutorials; the demo with each of SEEDS
+soak: $(VENV)/.dev ## run long tests (kills, leaks, tutorials) and the demo with each of SEEDS
 	$(BIN)/python -m pytest -m "soak and not sglang" $(PYTEST_ARGS)
 	$(BIN)/python bench/demo.py --seeds $(SEEDS)
 	$(BIN)/python bench/demo_vlm.py --seeds $(SEEDS)
@@ -51,30 +51,30 @@ soak: $(VENV)/.dev ## what is too long for a test: kills, leaks, tutorials; the 
 test: $(VENV)/.dev ## install the test tools and run the tests
 	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
-test-parallel: $(VENV)/.dev ## models that are divided among processes, and compared with whole ones
+test-parallel: $(VENV)/.dev ## compare parallel models with unsharded ones
 	$(BIN)/python -m pytest -m parallel tests/distributed $(PYTEST_ARGS)
 
-test-npu-sim: $(SIM_VENV)/.installed ## the tests that need the simulated NPU, in an environment of their own
+test-npu-sim: $(SIM_VENV)/.installed ## run tests on a simulated NPU, in a separate environment
 	TORCH_DEVICE_BACKEND_AUTOLOAD=0 SIMULATED_NPU_CACHE=$(CURDIR)/$(SIM_VENV)/simulation \
 	  $(SIM_VENV)/bin/python -m pytest -m npu_sim tests/backends/npu $(PYTEST_ARGS)
 
-test-sglang: $(SGLANG_VENV)/.installed ## the tests that start real SGLang servers, in an environment of their own
+test-sglang: $(SGLANG_VENV)/.installed ## run tests with real SGLang servers, in a separate environment
 	$(SGLANG_VENV)/bin/python -m pytest -m "sglang and not soak" tests/sglang $(PYTEST_ARGS)
 
-lint: $(VENV)/.dev ## formatter, linter, types and import layers
+lint: $(VENV)/.dev ## check format, lint, types and import layers
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-bench: $(VENV)/.dev ## measure what the documents claim
+bench: $(VENV)/.dev ## measure the CPU figures of the documents
 	$(BIN)/python bench/cpu_step.py
 	$(BIN)/python bench/data.py
 	$(BIN)/python bench/rewards.py
 	$(BIN)/python bench/checkpoint.py
 	$(BIN)/python bench/balance.py
 
-clean: ## remove the environments; runs/ stays
+clean: ## remove the environments, but not runs/
 	rm -rf $(VENV) $(SIM_VENV) $(SGLANG_VENV)
 
 # An environment that a failed command left behind has no stamp and is made again.

@@ -26,7 +26,7 @@ from anygauge_hooks.types import HostCheck
 
 __all__ = ["HELP", "BackendRow", "add_arguments", "read_media", "run"]
 
-HELP = "Say which backends can run on this host, and what to do about the others."
+HELP = "Check which backends run on this host, and how to fix the others."
 
 _READERS = (
     ("images, animations", "pillow", "pip install pillow"),
@@ -53,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--backend",
         metavar="NAME",
-        help="show all that this backend needs of the host, and pass only if none of it fails",
+        help="also check the host for this backend: drivers, firmware, libraries",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument(

@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "anygauge eval CONFIG.toml [--checkpoint DIR] [--section.key value ...] [--backend NAME] [--out FILE]"
     )
     parser.add_argument(
-        "config", metavar="CONFIG.toml", help="[eval] says on what and how; config.toml of a run serves too"
+        "config", metavar="CONFIG.toml", help="config with an [eval] table, such as config.toml of a run"
     )
     parser.add_argument(
         "--checkpoint",

@@ -21,7 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--backend", metavar="NAME", help="default: as `anygauge train` would choose")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument(
-        "--strict", action="store_true", help="status 1 if any operation is served by the reference"
+        "--strict", action="store_true", help="exit with status 1 if an op uses the reference"
     )
 
 

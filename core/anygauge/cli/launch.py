@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = ["HELP", "add_arguments", "run"]
 
-HELP = "Print the lines that start a Ray cluster, or start this host's part of it."
+HELP = "Print the commands that start a Ray cluster, or start this host's part of it."
 
 TOKEN = Path(".ray") / "auth_token"
 """In the home directory: where Ray looks for the secret of a cluster."""
@@ -33,22 +33,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "anygauge launch [CONFIG.toml] --nodes N --devices M [--head HOST[:PORT]] "
         "[--run head|worker | --print-head] [--backend NAME] [--section.key value ...]"
     )
-    parser.add_argument("config", metavar="CONFIG.toml", nargs="?", help="of the run that the cluster is for")
+    parser.add_argument("config", metavar="CONFIG.toml", nargs="?", help="config of the run")
     parser.add_argument("--nodes", metavar="N", type=positive, default=1, help="hosts (default 1)")
     parser.add_argument(
-        "--devices", metavar="M", type=positive, help="of each host; default: the config's workers, divided"
+        "--devices",
+        metavar="M",
+        type=positive,
+        help="devices per host; default: the config's workers, divided",
     )
     parser.add_argument(
-        "--head", metavar="HOST[:PORT]", help="where the head listens; default: this host and a free port"
+        "--head", metavar="HOST[:PORT]", help="address of the head; default: this host and a free port"
     )
     parser.add_argument("--backend", metavar="NAME", help="default: the only usable accelerator, else cpu")
-    parser.add_argument(
-        "--run", choices=("head", "worker"), help="start this part here, and stay until it is ended"
-    )
+    parser.add_argument("--run", choices=("head", "worker"), help="start this part here, in the foreground")
     parser.add_argument(
         "--print-head",
         action="store_true",
-        help="print only HOST:PORT of a head here, for --head of the others",
+        help="print only HOST:PORT of a head on this host",
     )
 
 

@@ -8,7 +8,7 @@ from anygauge.cli.arguments import local_path
 
 __all__ = ["HELP", "add_arguments", "run"]
 
-HELP = "Write one HTML page that shows a run: also while it goes on, and after it failed."
+HELP = "Write the HTML report of a run, which may be running, finished or failed."
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 __all__ = ["HELP", "add_arguments", "run"]
 
-HELP = "Train a policy as a TOML config says."
+HELP = "Train a policy from a TOML config."
 
 _INDENT = 6
 _KEYS_TITLE = 'In tables of the file, or as --section.key value. Values are TOML; "none" stands for null.'
@@ -29,27 +29,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "[--dry-run]"
     )
     parser.add_argument(
-        "config", metavar="CONFIG.toml", nargs="?", help="paths in it start at the current directory"
+        "config", metavar="CONFIG.toml", nargs="?", help="its relative paths start at the current directory"
     )
     parser.add_argument("--backend", metavar="NAME", help="default: the only usable accelerator, else cpu")
     parser.add_argument(
         "--resume",
         action="store_true",
-        help="go on from the last checkpoint of the run of this name; start if there is none",
+        help="continue the run of this name from its last checkpoint; start it if there is none",
     )
-    parser.add_argument(
-        "--overwrite", action="store_true", help="delete an earlier run of this name instead of stopping"
-    )
+    parser.add_argument("--overwrite", action="store_true", help="delete an earlier run of this name")
     parser.add_argument(
         "--dry-run",
         action="store_true",
-        help="check the config and print it as resolved; the backend need not be able to run here",
+        help="check the config and print it resolved; works without the device",
     )
     parser.add_argument(
         "--no-file-check",
         dest="check_files",
         action="store_false",
-        help="with --dry-run: do not look at the files that the config names",
+        help="with --dry-run: do not check the files that the config names",
     )
     parser.add_argument("--keys", action="store_true", help="list every config key and exit")
 

@@ -299,4 +299,4 @@ def test_sizes_are_written_in_units_that_fit() -> None:
     for hf, count, cache in ((tiny, "8.19K", "128 bytes"), (QWEN3_8B, "8.19B", "144 KiB")):
         text = recipe(facts_of_config("m", hf, chat=False), data, machine, task="rl", command="c")
         assert f"# for {count} parameters on" in text
-        assert f"# {cache} of cache each" in text
+        assert f"# KV cache of {cache} per token" in text
