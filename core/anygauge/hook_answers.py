@@ -154,6 +154,6 @@ def _concrete(owner: str, hook: str, answer: Any) -> Answer:
     if isinstance(answer, Iterable) and not isinstance(answer, str):
         return tuple(answer)
     raise PluginError(
-        f"Plugin {owner!r} returned {answer!r} from {hook}, which is no list of items and no mapping.",
+        f"Plugin {owner!r} returned {answer!r} from {hook}, which is neither a list of items nor a mapping.",
         hint="A wrapper returns the list that it received from `yield`; docs/hooks.md has every hook.",
     )

@@ -227,7 +227,7 @@ class Plugins:
         is_list = isinstance(architectures, list | tuple)
         if not is_list or not all(isinstance(name, str) for name in architectures):
             raise UnknownNameError(
-                f"architectures = {architectures!r} of config.json is no list of names.",
+                f"architectures = {architectures!r} of config.json is not a list of names.",
                 hint='Write a list of one name, such as ["Qwen3ForCausalLM"].',
             )
         families = self._families()
@@ -235,7 +235,7 @@ class Plugins:
             if architecture in families:
                 return families[architecture]
         raise UnknownNameError(
-            f"No model plugin knows the architecture {', '.join(architectures) or '(none given)'}; "
+            f"No model plugin registers the architecture {', '.join(architectures) or '(none given)'}; "
             f"known: {', '.join(sorted(families)) or 'none'}.",
             hint=self._failed_hint() or "docs/hooks.md, register_models, shows how to add a family.",
         )
@@ -543,7 +543,9 @@ def probe_backend(spec: BackendSpec) -> Availability:
         return spec.probe()
     except Exception as error:  # noqa: BLE001 - foreign code: a probe of a vendor's library
         return Availability(
-            ok=False, reason=f"its probe raised {error!r}", hint="Report this to the backend."
+            ok=False,
+            reason=f"its probe raised {error!r}",
+            hint="Report this to the maintainers of the backend.",
         )
 
 

@@ -67,7 +67,7 @@ class ModelSpec:
     """Names of the rollout engines that have a model for the family, where they are few or none; ``None``
     leaves it to each engine to say so when it starts."""
     media: MediaSpec | None = None
-    """Images, video and audio of the family; ``None`` if it takes text alone."""
+    """Images, video and audio of the family; ``None`` if it takes only text."""
     engines: Mapping[str, object] = field(default_factory=dict)
     """How train engines build the family, by the engine's name: ``{"megatron": MegatronModel(...)}``. Engines
     that build any Hugging Face model need no entry."""

@@ -94,7 +94,7 @@ class Budget(NamedTuple):
 def settings(directory: Path, kind: MediaKind) -> dict[str, Any]:
     """Return what a model's directory says of its processor for a kind; nothing if it has no file.
 
-    :raises ConfigError: A file is no JSON object.
+    :raises ConfigError: A file is not JSON object.
     """
     for name, part in _FILES[kind]:
         if (path := directory / name).is_file():
@@ -110,7 +110,7 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ConfigError(f"{path} is no JSON: {error}.", hint="Download the file again.") from error
+        raise ConfigError(f"{path} is not JSON: {error}.", hint="Download the file again.") from error
     if not isinstance(value, dict):
         raise ConfigError(
             f"{path} holds {type(value).__name__}, not an object.", hint="Download the file again."

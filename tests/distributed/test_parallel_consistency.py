@@ -103,7 +103,7 @@ def test_a_rank_that_cannot_read_the_model_is_named(crew: Any, edited: Any) -> N
     (Path(other) / "config.json").unlink()
     here, there = errors(crew, "build", (one, other))
     assert "cannot be read by rank 1; this rank could" in here
-    assert f"{other} is no Hugging Face directory" in there
+    assert f"{other} is not a Hugging Face directory" in there
 
 
 def test_weights_of_a_role_are_compared(crew: Any, make_model: Any) -> None:

@@ -148,7 +148,7 @@ def test_it_finds_what_the_run_found(
 @pytest.mark.parametrize(
     ("config", "source", "text"),
     [
-        ("eval", "nowhere", "nowhere is no Hugging Face directory, no checkpoint and no run with one"),
+        ("eval", "nowhere", "nowhere is not a Hugging Face directory, no checkpoint and no run with one"),
         ("no_data", "model", "The config has no evaluation data"),
         (
             "eval",
@@ -171,7 +171,7 @@ def test_it_finds_what_the_run_found(
             "foreign",
             "damaged or foreign: its manifest.json names no format.\n  Take another",
         ),
-        ("eval", "damaged", "Bring the files back. Did you mean --checkpoint {root}/damaged/hf?"),
+        ("eval", "damaged", "Restore the files. Did you mean --checkpoint {root}/damaged/hf?"),
     ],
 )
 def test_bad_use(

@@ -128,7 +128,7 @@ def test_asynchronous_training_needs_engines_of_its_own(tmp_path: Path) -> None:
     embedded = {"rollout__schedule": "async", "rollout__engine": "transformers"}
     with pytest.raises(ConfigError, match=r"rollout\.schedule: .* set placement.rollout_workers"):
         run(tmp_path, Observer(), placement__rollout_workers=0, **embedded)
-    with pytest.raises(ConfigError, match=r"rollout\.schedule: .*'transformers' is no server"):
+    with pytest.raises(ConfigError, match=r"rollout\.schedule: .*'transformers' is not a server"):
         run(tmp_path, Observer(), **embedded)
 
 

@@ -235,6 +235,6 @@ def test_an_earlier_run_is_not_overwritten(inputs: Path) -> None:
     (inputs / "run" / "metrics.jsonl").write_text("precious")
     with pytest.raises(CheckpointError, match="is not empty"):
         train(load(inputs, plugins, "local"), plugins)
-    with pytest.raises(CheckpointError, match="was not made by a run"):
+    with pytest.raises(CheckpointError, match="was not created by a run"):
         train(load(inputs, plugins, "local", **{"run.overwrite": True}), plugins)
     assert (inputs / "run" / "metrics.jsonl").read_text() == "precious"

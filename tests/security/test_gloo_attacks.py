@@ -148,10 +148,7 @@ def test_who_speaks_in_the_place_of_a_rank_ends_the_start(
     stranger = start.stranger(PLACE)
     second = start.second()
     takes_part(stranger, reply)
-    assert (
-        "Something else has connected to rank 0 of a process group in the place of rank 1."
-        in first.result(60)
-    )
+    assert "Something else has connected to rank 0 of a process group instead of rank 1." in first.result(60)
     assert "could not connect to each other: " in second.result(60)
 
 
@@ -198,7 +195,7 @@ def test_every_network_interface_of_a_group_is_verified(
     stranger = start.stranger(PLACE, device=1)
     may_go_on.set()
     takes_part(stranger, zeros)
-    assert "in the place of rank 1" in first.result(60)
+    assert "instead of rank 1" in first.result(60)
     assert "could not connect to each other: " in second.result(60)
 
 

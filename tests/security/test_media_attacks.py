@@ -47,7 +47,7 @@ QUICK = {
     "wav grew": "is a recording of 31.0 seconds",
     "wav of 65535 channels": "200 samples of 0.0125 s",
     "png": PIXELS,
-    "icon": "is of no image format",
+    "icon": "is not in a supported image format",
     "jpeg": PIXELS,
     "jpeg of many scans": r"is a JPEG file of \d+ scans; 500 are read",
     "jpeg of some scans": "64x64",

@@ -27,7 +27,7 @@ def write_diagnosis(log: str) -> None:
         os.environ.setdefault(DUMP, f"{stem}.collectives-")
     entries = os.environ.get(HISTORY, "0").strip() or "0"
     if not entries.isdecimal():
-        raise ConfigError(f"{HISTORY} is {entries!r}, no number of allocations.", hint=f"{HISTORY}=100000")
+        raise ConfigError(f"{HISTORY} is {entries!r}, not a number of allocations.", hint=f"{HISTORY}=100000")
     if int(entries):
         _record_memory(int(entries), stem.with_suffix(".memory.pickle"))
 

@@ -82,7 +82,7 @@ def local_device(ray_ids: AcceleratorIds, environ: Mapping[str, str]) -> int:
     if not ray_ids:
         raise PlacementError(
             "This worker was assigned no GPU.",
-            hint="Report this to whoever placed it: its actor reserved none.",
+            hint="Report this as a bug of the launcher: its actor reserved none.",
         )
     if visible and len({*visible}) < len(visible):
         raise PlacementError(

@@ -101,7 +101,7 @@ def _require(index: int, count: int) -> None:
     """Refuse a number that the vendor's library would only call invalid."""
     if index >= count:
         raise PlacementError(
-            f"This worker is to take NPU {index}, counted from 0, and its process sees {count}: "
+            f"This worker needs NPU {index} (counted from 0), but its process sees {count}: "
             f"{VISIBLE_DEVICES} is {os.environ.get(VISIBLE_DEVICES)!r}.",
             hint="Lower placement.train_workers or placement.rollout_workers to as many NPUs as there are.",
         )

@@ -81,7 +81,7 @@ def local_device(ray_ids: AcceleratorIds, environ: Mapping[str, str]) -> int:
     if not ray_ids:
         raise PlacementError(
             "This worker was assigned no NPU.",
-            hint="Report this to whoever placed it: its actor reserved none.",
+            hint="Report this as a bug of the launcher: its actor reserved none.",
         )
     wanted = str(ray_ids[0])
     if visible is None and wanted.isdecimal():

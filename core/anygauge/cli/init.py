@@ -106,7 +106,7 @@ def _check_out(out: Path, *, force: bool) -> None:
     except OSError as error:
         raise ConfigError(f"Cannot write {out}: {error.strerror}.", hint="Name a file with --out.") from error
     if not stat.S_ISREG(mode):
-        kind = "a directory" if stat.S_ISDIR(mode) else "no regular file"
+        kind = "a directory" if stat.S_ISDIR(mode) else "not a regular file"
         raise ConfigError(f"Cannot write {out}: it is {kind}.", hint="Name a file with --out.")
     if not force:
         hint = "--force overwrites it; --out FILE writes another one."
@@ -144,10 +144,10 @@ def _model(text: str) -> tuple[ModelFacts, str]:
     try:
         hf = read_json(directory / "config.json")
         if not isinstance(hf, dict):
-            raise ValueError("it is no object")
+            raise ValueError("it is not an object")
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"{directory} is no Hugging Face directory: its config.json cannot be read: {error}.",
+            f"{directory} is not a Hugging Face directory: its config.json cannot be read: {error}.",
             hint="Name a directory with config.json, a tokenizer and *.safetensors, or a name on the hub.",
         ) from error
     facts = facts_of_config(name, hf, chat=_has_template(directory))
@@ -167,7 +167,7 @@ def _cached(text: str) -> Path | None:
     name = model_name("--model", Path(text))
     if name is None:
         raise ConfigError(
-            f"--model {text}: no such directory, and no name of a model either.",
+            f"--model {text}: no such directory, and not the name of a model either.",
             hint="Name a Hugging Face directory that exists here, or OWNER/NAME on the hub.",
         )
     return cached_model(name, Hub())
@@ -242,7 +242,7 @@ def _local(text: str) -> Path | None:
     if text.startswith("hf:"):
         if data_name("--data", text) is None:
             hint = f"A data file's name is {DATASETS}OWNER/NAME/FILE."
-            raise ConfigError(f"--data {text} is no name on a hub.", hint=hint)
+            raise ConfigError(f"--data {text} is not a name on a hub.", hint=hint)
         return None
     problem = why_no_file(path)
     if problem not in (None, NO_FILE):

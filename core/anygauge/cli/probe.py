@@ -77,7 +77,7 @@ def _checks(spec: BackendSpec) -> list[dict[str, Any]]:
     try:
         return [dataclasses.asdict(check) for check in spec.host_checks()]
     except Exception as error:  # noqa: BLE001 - foreign code: a backend's checks
-        fix = "Report this to the backend."
+        fix = "Report this to the maintainers of the backend."
         return [dataclasses.asdict(HostCheck(name="checks", status="FAIL", found=repr(error), fix=fix))]
 
 

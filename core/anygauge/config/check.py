@@ -192,7 +192,7 @@ def _task(config: Config, user_keys: Collection[str]) -> Problems:
 
 def _resume(config: Config, user_keys: Collection[str]) -> Problems:
     if config.run.resume and config.run.overwrite:
-        hint = "run.overwrite deletes the run that run.resume goes on with; give one of them"
+        hint = "run.overwrite deletes the run that run.resume continues; give one of them"
         yield ConfigProblem(path="run.resume", found=True, hint=hint)
 
 

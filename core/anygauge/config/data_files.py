@@ -41,7 +41,7 @@ def split_slice(path: str) -> tuple[str, slice]:
     bounds = _BOUNDS.fullmatch(match[0])
     if bounds is None:
         raise ValueError(
-            f"{match[0]} is no slice: write @[a:b] with whole numbers, either of which may be left out "
+            f"{match[0]} is not a slice: write @[a:b] with whole numbers, each of which may be left out "
             "or, counted from the end, negative"
         )
     start, stop = (None if bound is None else int(bound) for bound in bounds.groups())

@@ -44,7 +44,7 @@ def pack_samples(
             raise DataError(
                 f"Sample {index} of {prompt + response} tokens has a response of {response}, and mask and "
                 f"log-probs of {own[0]}, {own[1]} values.",
-                hint="Whatever makes samples gives one value of each per response token.",
+                hint="Give one mask value and one log-prob for each response token.",
             )
     count = len(responses)
     return TrainBatch(

@@ -140,7 +140,7 @@ class IndexCache:
 def no_place(error: OSError) -> DataError:
     """Return the error of a host on which nothing can be written."""
     return DataError(
-        f"There is no place for the index of the data: {error}.",
+        f"The data index cannot be written: {error}.",
         hint="Name a directory that can be written: data.cache, or ANYGAUGE_CACHE.",
     )
 

@@ -87,7 +87,7 @@ class FileIndex:
 
     def changed(self, position: int, problem: str) -> DataError:
         """Return the error of a row that was good when the index was made."""
-        hint = "The file changed while the run was reading it. Restore it, then go on with --resume."
+        hint = "The file changed while the run was reading it. Restore it, then continue with --resume."
         if self.lines != self.path:
             hint = f"Do not change {self.lines.parent} during a run; it may be deleted after."
         return DataError(f"{self.place(position)}: {problem}", hint=hint)
@@ -96,7 +96,7 @@ class FileIndex:
         row = self.rows[position]
         content = os.pread(descriptor, int(row["length"]), int(row["offset"]))
         if zlib.crc32(content) != row["crc"]:
-            raise self.changed(position, "the row is not what it was at the start")
+            raise self.changed(position, "the row has changed since the start")
         return content
 
 
@@ -138,7 +138,7 @@ def _load(directory: Path, path: Path, key: Mapping[str, Any]) -> FileIndex:
     summary = read_json(directory / _SUMMARY)
     lines = directory / _LINES if is_parquet(path) else path
     if summary["key"] != key:
-        raise ValueError("it is of another file")
+        raise ValueError("it belongs to another file")
     if is_parquet(path) and lines.stat().st_size != summary["lines_size"]:
         raise ValueError(f"{_LINES} has another size")
     if _checksum(directory / _ROWS) != summary["checksum"]:

@@ -104,7 +104,7 @@ class RowReader:
             require_template(tokenizer)
         elif self._sft and getattr(tokenizer, "eos_token_id", None) is None:
             raise ConfigError(
-                "SFT ends each answer with the end-of-sequence token, which the tokenizer has not.",
+                "SFT ends each answer with the end-of-sequence token, but the tokenizer has none.",
                 hint="Set eos_token in the model directory's tokenizer_config.json.",
             )
         chats = config.apply_chat_template
@@ -352,7 +352,7 @@ class RowReader:
                 hint="Set data.max_prompt_tokens to drop longer conversations.",
             )
         return self._bad_prompt(
-            f" has {num_tokens} tokens; beside its response the model has room for {limit}",
+            f" has {num_tokens} tokens; the model has room for {limit} beside the response",
             hint="Set data.max_prompt_tokens to drop longer prompts, or let responses be shorter.",
         )
 

@@ -92,7 +92,7 @@ class FileSource:
             prompts += drawn
             left_out = 0 if drawn else left_out + missing
             if left_out > len(self):
-                raise MediaError("No row is left whose media can be read.", hint="The log names them.")
+                raise MediaError("No row has media that can be read.", hint="The log names them.")
         return prompts
 
     def recall(self, prompts: Iterable[Prompt]) -> None:
@@ -125,9 +125,9 @@ class FileSource:
             difference = f"its state cannot be read ({error!r})"
         if difference:
             raise DataError(
-                f"The data is not what it was when the run was saved: {difference}.",
-                hint="Restore the files and settings of [data], then go on with --resume; or start a new run "
-                "from the saved model.",
+                f"The data has changed since the run was saved: {difference}.",
+                hint="Restore the files and settings of [data], then continue with --resume; or start a new "
+                "run from the saved model.",
             )
 
     # -------------------------------------------------------------------------

@@ -83,7 +83,7 @@ class _PlainUnpickler(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> NoReturn:
         raise RankMismatchError(
-            f"A rank sent {module}.{name} where plain data belongs, so nothing of it was loaded.",
+            f"A rank sent {module}.{name} instead of plain data, so it was not loaded.",
             hint=_OTHER_CODE,
         )
 

@@ -52,7 +52,7 @@ def verify_peers(group: Any, store: Store, *, rank: int, size: int, contexts: in
         strangers = (received != expected).view(size, -1).any(dim=1).nonzero().flatten().tolist()
         if strangers:
             raise PlacementError(
-                f"Something else has connected to rank {rank} of a process group in the place of rank "
+                f"Something else has connected to rank {rank} of a process group instead of rank "
                 f"{', '.join(map(str, strangers))}.",
                 hint="No data was exchanged with it. Start the run again; if it happens again, find what "
                 "scans the ports of this host.",

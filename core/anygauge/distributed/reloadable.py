@@ -84,7 +84,7 @@ class ReloadableGroup(ProcessGroup):
         """
         if self._inside is None:
             raise AsleepError(
-                f"A process group was asked for {purpose}, which takes a communicator; it has none now.",
+                f"A process group was asked for {purpose}, which needs a communicator; it has none now.",
                 hint="Wake the workers up first; see placement.colocated.",
             )
         return self._inside

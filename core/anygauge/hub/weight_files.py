@@ -35,7 +35,7 @@ def weight_names(directory: Path) -> list[str]:
         raise ValueError(f"its {INDEX} cannot be read: {error!r}") from error
     wrong = [name for name in names if not isinstance(name, str) or Path(name).name != name]
     if wrong or not names:
-        what = f"{wrong[0]!r}, which is no file of this directory" if wrong else "no file"
+        what = f"{wrong[0]!r}, which is not a file of this directory" if wrong else "no file"
         raise ValueError(f"its {INDEX} names {what}")
     return sorted(names)
 

@@ -143,8 +143,8 @@ class LiveRollout:
         held = {place for place, token in enumerate(tokens) if token in self.params.forbidden}
         if stray := sorted(held - shown):
             raise RolloutError(
-                f"Token {tokens[stray[0]]} of what the policy is told, at {stray[0]}, holds the place of a "
-                "medium, and none is there.",
+                f"Token {tokens[stray[0]]} added to a sample, at {stray[0]}, is a placeholder of a "
+                "medium, but no medium is given for it.",
                 hint="Show media with rollout.look(messages); keep the token's text out of what tools say.",
             )
 
@@ -182,7 +182,7 @@ class LiveRollout:
     def _room(self, asked: tuple[int, ...], max_new_tokens: int | None) -> int:
         if not asked:
             raise RolloutError(
-                "Generation was asked to go on from no tokens.", hint="Begin with the prompt's."
+                "Generation needs at least one token to continue from.", hint="Begin with the prompt's."
             )
         if max_new_tokens is not None and max_new_tokens < 1:
             raise RolloutError(
@@ -218,7 +218,7 @@ class LiveRollout:
             if empty > MOST_EMPTY:
                 self._gate.failure = RolloutError(
                     f"The engines cut a generation short {empty} times without a token.",
-                    hint="Their logs say why; something outside of the run may be ending its requests.",
+                    hint="See their logs; something outside the run may be aborting its requests.",
                 )
                 raise self._gate.failure
 

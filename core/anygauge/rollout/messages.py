@@ -60,6 +60,6 @@ def late(
     return DeadlineError(
         f"{passed} of {count} groups of a step are done, and no engine has answered for {timeout_s:g} s; "
         f"{waits}.",
-        hint=f"{under_way} requests are at the engines, whose logs may say more; raise run.timeout_s if they "
+        hint=f"{under_way} requests are at the engines, see their logs; raise run.timeout_s if they "
         "need longer.",
     )

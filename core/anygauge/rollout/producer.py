@@ -183,7 +183,7 @@ class Producer:
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise CheckpointError(
                 f"The checkpoint's state of the rollouts cannot be read: {error!r}.",
-                hint="Go on from another checkpoint.",
+                hint="Resume from another checkpoint.",
             ) from error
         self._context.source.load_state_dict(source)
 

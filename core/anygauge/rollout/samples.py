@@ -116,7 +116,7 @@ def check_generation(said: Generation, limit: int, vocab_size: int | None = None
     if (odd := _no_number(said.log_probs)) is not None:
         raise RolloutError(
             f"The engine returned the log-prob {said.log_probs[odd]} of token {odd} of {count}.",
-            hint="It computes what is no number: are its weights whole, and its dtype wide enough?",
+            hint="It computed a NaN or an infinity: check its weights and whether its dtype is wide enough.",
         )
     # The trainer looks ids up on the device, where one that is not there ends the process without a word.
     if (stray := stray_token(said.tokens, vocab_size)) is not None:
@@ -128,7 +128,7 @@ def check_generation(said: Generation, limit: int, vocab_size: int | None = None
         )
     if max(said.log_probs, default=0.0) > LARGEST_LOG_PROB:
         raise RolloutError(
-            f"The engine returned the log-prob {max(said.log_probs)}, which is of no probability.",
+            f"The engine returned the log-prob {max(said.log_probs)}, which is not a valid log-prob.",
             hint="A log-prob is at most 0; this is an error of the engine.",
         )
 
@@ -157,7 +157,7 @@ def check_sample(sample: Any, prompt: Prompt) -> Sample:
     problems = _problems(sample, prompt)
     if problems:
         raise RolloutError(
-            f"A sample is not whole: {'; '.join(problems)}.",
+            f"A sample is incomplete: {'; '.join(problems)}.",
             hint="rollout.draft() keeps one of each value per token.",
         )
     return sample

@@ -87,7 +87,7 @@ def latest_checkpoint(run_directory: Path) -> Checkpoint | None:
     if problems:
         raise CheckpointError(
             "No checkpoint of the run can be used:\n  " + "\n  ".join(problems),
-            hint="Bring the files back, or start over with --overwrite or another --run.name.",
+            hint="Restore the files, or start over with --overwrite or another --run.name.",
         )
     return None
 
@@ -100,19 +100,20 @@ def read_checkpoint(path: Path) -> Checkpoint:
     manifest = _read_json(path / MANIFEST)
     if "format" not in manifest:
         raise CheckpointError(
-            f"{path} is damaged or foreign: its {MANIFEST} names no format.", hint="Take another checkpoint."
+            f"{path} is damaged or was not written by anygauge: its {MANIFEST} names no format.",
+            hint="Use another checkpoint.",
         )
     if manifest.get("format") != FORMAT:
         raise CheckpointError(
             f"{path} has format {manifest.get('format')}; this version reads format {FORMAT}.",
-            hint="Take the version of anygauge that wrote it.",
+            hint="Use the version of anygauge that wrote it.",
         )
     try:
         _check_ranks(path, manifest)
         _check_files(path, manifest["files"])
     except (KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(
-            f"{path} lacks what a checkpoint has: {error!r}", hint="Take another checkpoint."
+            f"{path} lacks a key of a checkpoint: {error!r}", hint="Use another checkpoint."
         ) from error
     driver = _read_driver(path / DRIVER)
     return Checkpoint(path, driver["step"], driver["state"], driver["files"], driver["packages"])
@@ -140,7 +141,7 @@ def _check_ranks(path: Path, manifest: Mapping[str, Any]) -> None:
     if missing is not None:
         raise CheckpointError(
             f"{path} has no {missing}, and {manifest['world_size']} ranks wrote it",
-            hint="Take another checkpoint.",
+            hint="Use another checkpoint.",
         )
 
 
@@ -148,7 +149,7 @@ def _check_files(directory: Path, files: Mapping[str, Mapping[str, Any]]) -> Non
     with ThreadPoolExecutor(max_workers=HASHED_AT_ONCE) as threads:
         for problem in threads.map(partial(_damage, directory), files.items()):
             if problem:
-                raise CheckpointError(problem, hint="Take another checkpoint.")
+                raise CheckpointError(problem, hint="Use another checkpoint.")
 
 
 def _damage(directory: Path, entry: tuple[str, Mapping[str, Any]]) -> str | None:
@@ -160,7 +161,7 @@ def _damage(directory: Path, entry: tuple[str, Mapping[str, Any]]) -> str | None
         if info.st_size != wanted["bytes"]:
             return f"{path} has {info.st_size} bytes instead of {wanted['bytes']}"
         if not stat.S_ISREG(info.st_mode):  # a pipe would be waited for, a device never ends
-            return f"{path} is no regular file"
+            return f"{path} is not a regular file"
         return None if sha256(path) == wanted["sha256"] else f"{path} has changed: its SHA-256 is another"
     except OSError as error:
         return f"{path} cannot be read: {error.strerror}"
@@ -178,7 +179,7 @@ def _read_driver(path: Path) -> dict[str, Any]:
         problem = error.errors(include_url=False)[0]
         key = ".".join(str(part) for part in problem["loc"])
         raise CheckpointError(
-            f"{path} is not what a driver writes: {key}: {problem['msg']}.", hint="Take another checkpoint."
+            f"{path} is not a valid driver state: {key}: {problem['msg']}.", hint="Use another checkpoint."
         ) from error
     return driver
 
@@ -187,7 +188,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     try:
         value = read_json(path)
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}", hint="Take another checkpoint.") from error
+        raise CheckpointError(f"{path} cannot be read: {error}", hint="Use another checkpoint.") from error
     if not isinstance(value, dict):
-        raise CheckpointError(f"{path} holds no object.", hint="Take another checkpoint.")
+        raise CheckpointError(f"{path} holds no object.", hint="Use another checkpoint.")
     return value

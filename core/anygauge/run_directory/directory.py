@@ -169,7 +169,7 @@ def _unusable(directory: Path, error: OSError) -> CheckpointError:
         return CheckpointError(
             f"The run in {directory} cannot be used: {error}.",
             hint="See to it that you may read and write what is named and that the disk has room, then start "
-            "again; --resume goes on with the run.",
+            "again; --resume continues the run.",
         )
     return CheckpointError(
         f"The run directory {directory} cannot be made: {error}.",
@@ -184,13 +184,13 @@ def _refuse(directory: Path, config: Config) -> None:
     if not (config.run.resume or config.run.overwrite):
         raise CheckpointError(
             f"The run directory {directory} is not empty.",
-            hint="Go on with the run in it with --resume, delete that with --overwrite, or choose another "
+            hint="Continue its run with --resume, delete that with --overwrite, or choose another "
             "--run.name.",
         )
     missing = [name for name in MARKS if not (directory / name).is_file()]
     if missing:
         raise CheckpointError(
-            f"{directory} was not made by a run, so it is left alone: it has no {missing[0]}.",
+            f"{directory} was not created by a run, so it is not deleted: it has no {missing[0]}.",
             hint="Choose another --run.name or --run.directory.",
         )
     if config.run.overwrite:
@@ -205,7 +205,7 @@ def _refuse_foreign(directory: Path) -> None:
         listed = ", ".join(foreign[:LISTED])
         more = f" and {len(foreign) - LISTED} more" if len(foreign) > LISTED else ""
         raise CheckpointError(
-            f"{directory} holds what no run made, so it is left alone: {listed}{more}.",
+            f"{directory} contains files that no run wrote, so it is not deleted: {listed}{more}.",
             hint="Move that elsewhere, or choose another --run.name.",
         )
 

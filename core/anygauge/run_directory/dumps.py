@@ -123,7 +123,7 @@ def _check_facts(where: Path, facts: Mapping[str, Any], model: ModelFacts | None
         raise _unreadable(where, f"its format is {facts.get('format')}, not {FORMAT}")
     wrote = facts.get("model")
     if not isinstance(wrote, Mapping):
-        raise _unreadable(where, "it does not say of which model it is")
+        raise _unreadable(where, "it does not name its model")
     if model is None or wrote == model:
         return
     differ = [
@@ -343,7 +343,7 @@ def _batch(
     lengths, responses, steps = (tensors[name].tolist() for name in ("lengths", "response_lengths", "steps"))
     count, size = len(lengths), sum(responses)
     if len(responses) != count or sum(steps) != count or len(tensors["tokens"]) != sum(lengths):
-        raise ValueError("its steps and lengths do not have as many samples and tokens as there are")
+        raise ValueError("its steps and lengths do not match its samples and tokens")
 
     def column(name: str, rows: int) -> Tensor:
         return tensors[name].float().reshape(rows)
@@ -455,8 +455,8 @@ def _writing(path: Path) -> Iterator[None]:
     except (OSError, OutOfMemoryError) as error:  # the second for a medium
         raise CheckpointError(
             f"The dump {path} cannot be written: {error.__cause__ or error}.",
-            hint="Make room, or switch debug.dump_rollouts and debug.dump_batches off; a run that has a "
-            "checkpoint goes on with --resume.",
+            hint="Free space on the disk, or turn off debug.dump_rollouts and debug.dump_batches; a run "
+            "with a checkpoint continues with --resume.",
         ) from error
 
 
@@ -481,6 +481,6 @@ def _missing(path: Path) -> DataError:
 
 def _unreadable(where: Path | str, reason: str) -> DataError:
     return DataError(
-        f"{where} is no dump that can be replayed: {reason}.",
+        f"{where} is not a dump that can be replayed: {reason}.",
         hint="Dump the run again: debug.dump_rollouts = true, or debug.dump_batches = true.",
     )

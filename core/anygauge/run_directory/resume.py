@@ -73,7 +73,7 @@ def apply_changes(old: Path, config: Config) -> None:
         lines = "\n  ".join(str(each) for each in refused)
         raise CheckpointError(
             f"The config is not that of the run in {old.parent}:\n  {lines}",
-            hint="Set these keys back to go on with it, or choose another --run.name.",
+            hint="Restore these keys to continue it, or choose another --run.name.",
         )
     for change in changes:
         if change.key not in THIS_START:
@@ -118,8 +118,8 @@ def _changes(old: Path, config: Config) -> Iterator[_Change]:
         before = _leaves(old.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise CheckpointError(
-            f"{old} cannot be read, so it is not known what run this is: {error}",
-            hint="Bring the file back, or start over with --overwrite.",
+            f"{old} cannot be read, so the run cannot be identified: {error}",
+            hint="Restore the file, or start over with --overwrite.",
         ) from error
     after, usual = _leaves(dump_config(config)), _defaults(config)
     for key in sorted(before.keys() | after.keys()):

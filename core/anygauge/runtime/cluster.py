@@ -195,7 +195,7 @@ def check_nodes(cluster: Cluster, driver: NodeFacts, places: Sequence[ClusterNod
             problems.append(f"{place.name}: {_no_address(place.facts.addresses, cluster)}")
     if problems:
         lines = dict.fromkeys(problems)
-        raise PlacementError("\n  ".join(["The nodes do not fit together:", *lines]), hint=_HINT)
+        raise PlacementError("\n  ".join(["The nodes do not match:", *lines]), hint=_HINT)
 
 
 _HINT = (

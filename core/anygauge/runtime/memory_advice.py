@@ -81,6 +81,6 @@ def advise_death(death: Died, method: str, config: Config, oom_kills: int) -> st
     why = (
         f"The kernel's out-of-memory killer has ended {oom_kills} process(es) here since the workers started."
         if oom_kills > 0
-        else "Unless somebody killed it, its host probably ran out of memory."
+        else "Unless it was killed on purpose, its host probably ran out of memory."
     )
     return f"{why} {memory_advice(config, PHASES.get(method, ()))}".rstrip()

@@ -65,10 +65,9 @@ def _seat(workers: Sequence[tuple[str, Sequence[str]]]) -> Seat:
     nodes = list(dict.fromkeys(node for node, _ in workers))
     if len(nodes) > 1:
         raise PlacementError(
-            f"A rollout engine of {len(workers)} devices was to have those of training workers on the nodes "
-            f"{', '.join(nodes)}.",
-            hint="Let each node have a multiple of so many training workers, or leave out "
-            "placement.colocated.",
+            f"A rollout engine of {len(workers)} devices would use those of training workers on several "
+            f"nodes: {', '.join(nodes)}.",
+            hint="Give each node a multiple of as many training workers, or leave out placement.colocated.",
         )
     return Seat(nodes[0], tuple(device for _, own in workers for device in own))
 

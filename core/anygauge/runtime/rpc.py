@@ -203,4 +203,4 @@ def deadline_error(
     lines = [f"{what!r} did not finish within {timeout_s:g} s on {len(running)} worker(s)."]
     for who in running:
         lines += [f"{who}, whose log is {logs[who.rank]}, is at:", stacks.get(who.rank) or NO_STACK]
-    return DeadlineError("\n".join(lines), hint=f"Raise {setting} if this really takes so long.")
+    return DeadlineError("\n".join(lines), hint=f"Raise {setting} if this needs longer.")

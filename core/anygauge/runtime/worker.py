@@ -295,7 +295,7 @@ def local_accelerator_id(backend: BackendSpec, index: int, env: Mapping[str, str
     if index >= len(visible):
         raise PlacementError(
             f"There is no device {index} for a worker: {name}={env[name]!r} shows {len(visible)}.",
-            hint=f"Name more devices in it, one by one between commas, or take at most {len(visible)} with "
+            hint=f"List more devices in it, separated by commas, or use at most {len(visible)} with "
             "placement.train_workers and placement.rollout_workers.",
         )
     return visible[index]

@@ -315,7 +315,7 @@ class WorkerGroup:
         if self._ended:
             raise WorkerDiedError(
                 f"Cannot call {method!r}: the workers of role {self._spec.role} were ended.",
-                hint="An earlier error ended them; it was raised then.",
+                hint="An earlier error ended them; the run raised it then.",
             )
         assert not self._pending, "one call at a time"
         assert per_rank is None or len(per_rank) == len(self._ranks)

@@ -131,5 +131,5 @@ class AdmissionQueue:
         return DeadlineError(
             f"No engine has served for {self._timeout_s:.4g} s; request {request.label} waited for one. "
             f"{self._describe()}",
-            hint="Look into the engines' logs; raise rollout.client.outage_timeout_s if they need longer.",
+            hint="See the engines' logs; raise rollout.client.outage_timeout_s if they need longer.",
         )

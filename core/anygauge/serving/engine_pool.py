@@ -399,7 +399,7 @@ class EnginePool:
             listed = "\n    ".join(dict.fromkeys(str(each.error.args[0]) for each in failures))
             raise RolloutError(
                 f"Request {request.label} failed in {len(failures)} attempts:\n    {listed}",
-                hint="Look into the logs of these engines.",
+                hint="See the logs of these engines.",
             ) from failure.error
 
     def _leave(self, tickets: _Tickets) -> None:

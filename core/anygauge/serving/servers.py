@@ -132,7 +132,7 @@ class Servers:
             if self.serving[rank].incarnation - self._proven[rank] >= RESTARTS:
                 raise RolloutError(
                     f"Rollout engine {rank} was lost again after {RESTARTS} restarts: {reason}",
-                    hint="Look into its log; that of a server of the run is logs/rollout-* in its directory.",
+                    hint="See its log; that of a server of the run is logs/rollout-* in its directory.",
                 )
 
     def prove(self) -> None:

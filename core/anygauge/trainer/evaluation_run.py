@@ -59,11 +59,11 @@ def find_checkpoint(source: Path) -> Checkpoint | None:
     try:
         latest = latest_checkpoint(source)
     except CheckpointError as error:
-        error.hint = f"Bring the files back. {_instead(source)}"
+        error.hint = f"Restore the files. {_instead(source)}"
         raise
     if latest is None and not (source / "config.json").is_file():
         raise CheckpointError(
-            f"{source} is no Hugging Face directory, no checkpoint and no run with one.",
+            f"{source} is not a Hugging Face directory, no checkpoint and no run with one.",
             hint=_instead(source),
         )
     return latest
@@ -164,6 +164,6 @@ def _keep_or_remove(directory: Path, error: BaseException | None) -> None:
 
 def _no_place(error: OSError) -> CheckpointError:
     return CheckpointError(
-        f"There is no place for the logs of the evaluation: {error}.",
+        f"The logs of the evaluation cannot be written: {error}.",
         hint="Set TMPDIR to a directory that you may write to, on a disk with room.",
     )

@@ -88,7 +88,7 @@ def read_model(config: Config, plugins: Plugins) -> tuple[Mapping[str, Any], Mod
 def forbidden_tokens(config: Config, plugins: Plugins) -> tuple[int, ...]:
     """Return the tokens that the policy may not sample: those that hold the places of media.
 
-    They are its family's, also in a run of text; none of a family that takes text alone.
+    They are its family's, also in a run of text; none of a family that takes only text.
     """
     hf, spec = read_model(localized(config, data=False), plugins)
     return () if spec.media is None else tuple(spec.media.forbidden(hf))
@@ -129,7 +129,7 @@ def media_finder(config: Config, plugins: Plugins, tokenizer: Any) -> MediaFinde
     _, spec = read_model(config, plugins)
     if spec.media is None:
         raise ConfigError(
-            f"The run has {', '.join(sorted(modalities(config)))}, and the model's family takes text alone.",
+            f"The run has {', '.join(sorted(modalities(config)))}, and the model's family takes only text.",
             hint="Leave out data.multimodal_keys and model.modalities, or take another model.",
         )
     processor = spec.media.make_processor(config.model.path, hf)

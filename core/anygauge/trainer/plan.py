@@ -114,7 +114,7 @@ def plan_steps(
     """
     if not batch.lengths:
         raise RolloutError(
-            "There is no sample to train on.", hint="A filter that leaves nothing must be loosened."
+            "There is no sample to train on.", hint="Loosen the filter that rejects every group."
         )
     weights = torch.zeros(len(batch.loss_mask))
     ranks: list[list[list[int]]] = [[] for _ in range(num_ranks)]

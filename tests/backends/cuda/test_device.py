@@ -232,7 +232,7 @@ def test_a_lack_of_memory_writes_down_what_was_asked_to_be_remembered(
     observers[0](0, 1, 2, 3)
     assert (tmp_path / "actor-0.memory.pickle").exists()
     monkeypatch.setenv(diagnosis.HISTORY, "many")
-    with pytest.raises(ConfigError, match="is 'many', no number"):
+    with pytest.raises(ConfigError, match="is 'many', not a number"):
         diagnosis.write_diagnosis(str(tmp_path / "actor-0.log"))
 
 

@@ -413,5 +413,5 @@ def test_a_provider_of_something_else_breaks_the_contract(context: Any) -> None:
     class Misspelt:
         def column_paralel_linear(self) -> None: ...
 
-    with pytest.raises(PluginError, match=r"column_paralel_linear, of which no layer is made"):
+    with pytest.raises(PluginError, match=r"column_paralel_linear, which no layer uses"):
         complete(Misspelt(), SpecProvider(kernels=None, unit_angles=True))  # type: ignore[arg-type]

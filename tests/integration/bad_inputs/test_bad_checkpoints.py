@@ -88,7 +88,7 @@ DAMAGES: Mapping[str, Callable[[Path], None]] = {
     "empty weights": write("model.safetensors", b""),
     "short weights": write("model.safetensors", b"\x01\x02"),
     "huge header": write("model.safetensors", HEADER),
-    "header is no JSON": write("model.safetensors", struct.pack("<Q", 4) + b"abcd"),
+    "header is not JSON": write("model.safetensors", struct.pack("<Q", 4) + b"abcd"),
     "torn weights": cut("model.safetensors", 0.9),
     "half a header": cut("model.safetensors", 0.001),
     "weights are a page": write("model.safetensors", b"<html>404</html>"),

@@ -224,7 +224,7 @@ def test_a_run_directory_that_no_run_made(attempt: Attempt, workplace: Path) -> 
     directory = workplace / "runs" / "photos"
     directory.mkdir(exist_ok=True)
     (directory / "cat.png").write_bytes(b"meow")
-    assert "was not made by a run" in str(attempt(("run.name", "photos")))
+    assert "was not created by a run" in str(attempt(("run.name", "photos")))
 
 
 def test_an_earlier_run_without_leave(attempt: Attempt) -> None:

@@ -108,7 +108,7 @@ def test_nothing_is_overwritten(
     assert main(["convert", "--to-hf", str(source), str(source / "hf/config.json")]) == 1
     assert "it is a file" in capsys.readouterr().err
     assert main(["convert", "--to-hf", str(source), str(source / "new")]) == 1
-    assert "it is inside of" in capsys.readouterr().err
+    assert "it is inside" in capsys.readouterr().err
     (tmp_path / "empty").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "empty")
     assert main(["convert", "--to-hf", str(source), str(tmp_path / "link")]) == 1
@@ -121,8 +121,8 @@ def test_nothing_is_overwritten(
 @pytest.mark.parametrize(
     ("option", "other", "texts"),
     [
-        ("--to-megatron", "--to-hf", ("is no Hugging Face directory", "did you mean --to-hf?")),
-        ("--to-hf", "--to-megatron", ("is no Megatron checkpoint", "did you mean --to-megatron?")),
+        ("--to-megatron", "--to-hf", ("is not a Hugging Face directory", "did you mean --to-hf?")),
+        ("--to-hf", "--to-megatron", ("is not a Megatron checkpoint", "did you mean --to-megatron?")),
     ],
 )
 def test_the_wrong_direction_names_the_other(
@@ -163,10 +163,10 @@ def test_the_checkpoint_of_a_run(
     (step / "rank-00000.json").write_text("{}")
     command = ["convert", option, str(step), str(target)]
     assert main(command) == 1
-    assert "config.toml does not say of which model" in capsys.readouterr().err
+    assert "config.toml does not name its model" in capsys.readouterr().err
     (tmp_path / "run" / "config.toml").write_text('model.path = "model"')
     assert main(command) == 1
-    assert "a run of model, which is no Hugging Face directory here" in capsys.readouterr().err
+    assert "a run of model, which is not a Hugging Face directory here" in capsys.readouterr().err
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
     assert main(command) == 1
@@ -189,5 +189,5 @@ def test_a_model_is_for_the_checkpoint_of_a_run(
 ) -> None:
     source = str(sources["--to-hf"])
     assert main(["convert", "--to-hf", source, str(tmp_path / "out"), "--model", source]) == 1
-    assert "is no checkpoint of a run" in capsys.readouterr().err
+    assert "is not a checkpoint of a run" in capsys.readouterr().err
     assert calls == []

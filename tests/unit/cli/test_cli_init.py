@@ -116,13 +116,13 @@ def test_a_directory_that_is_no_model(text: str | None, capsys: pytest.CaptureFi
     if text is not None:
         Path("mine/config.json").write_text(text)
     assert main(["init", "--model", "mine", "--backend", "cpu"]) == 1
-    assert "mine is no Hugging Face directory" in capsys.readouterr().err
+    assert "mine is not a Hugging Face directory" in capsys.readouterr().err
     assert not Path("config.toml").exists()
 
 
 def test_what_is_neither_a_directory_nor_a_name(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["init", "--model", "/models/none", "--backend", "cpu"]) == 1
-    assert "no such directory, and no name of a model either" in capsys.readouterr().err
+    assert "no such directory, and not the name of a model either" in capsys.readouterr().err
 
 
 def test_a_name_in_the_cache_gives_the_sizes(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -168,7 +168,7 @@ def test_devices_are_counted_from_one(devices: str, capsys: pytest.CaptureFixtur
     ("out", "problem"),
     [
         (".", "it is a directory"),
-        ("pipe", "it is no regular file"),
+        ("pipe", "it is not a regular file"),
         ("x" * 300, "File name too long"),
         ("", "--out is empty"),
         ("a\0b", "cannot be printed"),
@@ -194,10 +194,10 @@ def test_a_link_to_nothing_is_not_followed(capsys: pytest.CaptureFixture[str]) -
     [
         ("", "--model is empty"),
         ("file", "--model file is a file"),
-        ("../x/y", "no such directory, and no name"),
-        ("x" * 300, "no such directory, and no name"),
-        ("owner/" + "x" * 300, "no such directory, and no name"),
-        ("~nobody-here/x", "no such directory, and no name"),
+        ("../x/y", "no such directory, and not the name"),
+        ("x" * 300, "no such directory, and not the name"),
+        ("owner/" + "x" * 300, "no such directory, and not the name"),
+        ("~nobody-here/x", "no such directory, and not the name"),
         ("o/m\n", "cannot be printed"),
         ("\udcff/x", "cannot be printed"),
     ],
@@ -217,8 +217,8 @@ def test_what_is_no_model(model: str, problem: str, capsys: pytest.CaptureFixtur
         ("/dev/zero", "is a device"),
         (".", "is a directory without data files"),
         ("x" * 300, "File name too long"),
-        ("a.jsonl@[5]", "is no slice"),
-        ("hf://datasets/x", "is no name on a hub"),
+        ("a.jsonl@[5]", "is not a slice"),
+        ("hf://datasets/x", "is not a name on a hub"),
         ("a\n.jsonl", "cannot be printed"),
     ],
 )

@@ -77,7 +77,7 @@ def test_resume_and_overwrite_together_are_refused(config: str, capsys: pytest.C
         main(dry(config, "--resume", "--overwrite"))
     assert "give one of them" in capsys.readouterr().err
     assert main(dry(config, "--backend", "cpu", "--run.resume=true", "--run.overwrite=true")) == 1
-    assert "run.overwrite deletes the run that run.resume goes on with" in capsys.readouterr().err
+    assert "run.overwrite deletes the run that run.resume continues" in capsys.readouterr().err
 
 
 def test_what_a_plugin_fills_in_is_printed_with_its_reason(

@@ -66,7 +66,7 @@ def other_model(directory: Path, name: str, vocab_size: int = 8) -> Path:
         (
             ["--algorithm.kl_reward_coef=0.1"],
             "algorithm.kl_reward_coef: found 0.1",
-            "'grpo' knows one reward",
+            "'grpo' has one reward",
         ),
         (["--critic.lr=1e-5"], "critic.lr: found '1e-05'", "has no effect here: the critic is there for"),
         (["--teacher.path=x"], "teacher.path: found 'x'", "has no effect here: the teacher is there for"),
@@ -96,7 +96,7 @@ def other_model(directory: Path, name: str, vocab_size: int = 8) -> Path:
         (
             ["--algorithm.advantage=rloo", "--rollout.samples_per_prompt=1"],
             "rollout.samples_per_prompt: found 1",
-            "'rloo' compares the samples of a prompt, and learns nothing of one; write 2 or more",
+            "'rloo' compares the samples of a prompt, and learns nothing from a single one; write 2 or more",
         ),
         (
             ["--algorithm.advantage=reinforce_plus_plus_baseline", "--rollout.samples_per_prompt=1"],
@@ -116,7 +116,7 @@ def other_model(directory: Path, name: str, vocab_size: int = 8) -> Path:
         (
             ["--algorithm.policy_loss=policy_gradient", "--train.optimizer_steps=2"],
             "train.optimizer_steps: found 2",
-            "'policy_gradient' knows no ratio",
+            "'policy_gradient' has no ratio",
         ),
         (
             [GAE, "--algorithm.advantage_options={gamma='a'}"],
@@ -339,7 +339,10 @@ def test_a_tokenizer_of_other_tokens(
         ({}, None),
         ({"num_labels": 1}, None),
         ({"id2label": {"0": "bad", "1": "good"}}, "has 2 labels; a critic has one"),
-        ({"architectures": ["MyToyForSequenceClassification"]}, "knows the architecture MyToyForCausalLM"),
+        (
+            {"architectures": ["MyToyForSequenceClassification"]},
+            "registers the architecture MyToyForCausalLM",
+        ),
     ],
 )
 def test_a_reward_model_is_a_critic(
@@ -354,7 +357,7 @@ def test_a_reward_model_is_a_critic(
     else:
         with pytest.raises(ConfigError, match=rf"critic\.path: (.|\n)*{problem}"):
             load({}, [GAE, f"--critic.path={other}"])
-    with pytest.raises(ConfigError, match=r"teacher\.path: (.|\n)*knows the architecture"):
+    with pytest.raises(ConfigError, match=r"teacher\.path: (.|\n)*registers the architecture"):
         load({}, [DISTILL, f"--teacher.path={other}"])
 
 

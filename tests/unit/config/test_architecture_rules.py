@@ -42,7 +42,7 @@ BAD = [
     ("qwen3_moe", {"decoder_sparse_step": 0}, "has a bad value: integer modulo by zero"),
     ("qwen3_moe", {"num_experts_per_tok": 9}, "sends each token to 9 experts, and has 8"),
     ("llama", {"num_key_value_heads": 3}, "4 attention heads, no multiple of its 3"),
-    ("llama", {"num_hidden_layers": "4"}, "bad num_hidden_layers: '4' is no positive whole number"),
+    ("llama", {"num_hidden_layers": "4"}, "bad num_hidden_layers: '4' is not a positive integer"),
     ("llama", {"num_attention_heads": 0}, "bad num_attention_heads: 0"),
     ("llama", {"hidden_size": ...}, "lacks 'hidden_size'"),
     ("llama", {"vocab_size": ...}, "lacks 'vocab_size'"),
@@ -173,7 +173,7 @@ def test_a_bad_model_is_a_problem_of_its_path(load: Load, model_dir: Path) -> No
 @pytest.mark.parametrize("architectures", ["ToyForCausalLM", [3], 3])
 def test_architectures_are_a_list_of_names(load: Load, model_dir: Path, architectures: Any) -> None:
     write(model_dir, architectures=architectures)
-    with pytest.raises(ConfigError, match=r"model\.path: .*of config\.json is no list of names"):
+    with pytest.raises(ConfigError, match=r"model\.path: .*of config\.json is not a list of names"):
         load()
 
 
@@ -211,9 +211,7 @@ def test_an_engine_must_have_a_model_of_the_family(
     ("name", "value"), [("bias_update_rate", 0.1), ("bias_update_rate", 0), ("dtype", "fp64")]
 )
 def test_options_of_experts_are_refused_without_experts(load: Load, name: str, value: Any) -> None:
-    refused = (
-        rf"train\.megatron\.moe_router_{name}: .*changes nothing: the model of model\.path has no experts"
-    )
+    refused = rf"train\.megatron\.moe_router_{name}: .*has no effect: the model of model\.path has no experts"
     with pytest.raises(ConfigError, match=refused):
         load({}, [f"--train.megatron.moe_router_{name}={value}"])
 

@@ -69,12 +69,12 @@ def test_a_replay_shares_devices_with_nobody(load: Load) -> None:
         ),
         (
             ["--rollout.engine=sleepless"],
-            "rollout.engine: found 'sleepless' on the command line; is no server that",
+            "rollout.engine: found 'sleepless' on the command line; placement.colocated needs a server that",
         ),
-        (["--rollout.engine=transformers"], "these are: server"),
+        (["--rollout.engine=transformers"], "choose from: server"),
         (
             ["--train.engine=awake"],
-            "train.engine: found 'awake' on the command line; keeps its memory all the time",
+            "train.engine: found 'awake' on the command line; never releases its memory",
         ),
         (
             ["--placement.rollout_workers=0"],

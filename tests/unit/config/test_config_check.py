@@ -63,7 +63,7 @@ Load = Callable[..., LoadedConfig]
         (["--algorithm.advantage_options={cent=true}"], "no such option; known: center, scale"),
         (['--data.train=["a.jsonl"]'], "data.train[0]: found 'a.jsonl'; no such file"),
         (['--eval.data=["a.jsonl"]'], "eval.data[0]: found 'a.jsonl'; no such file"),
-        (["--model.path=Model"], "relative paths start at the current directory, and no name on a hub"),
+        (["--model.path=Model"], "relative paths start at the current directory, and not a name on a hub"),
         (
             ['--data.train=["hf://datasets/a.jsonl"]'],
             "data.train[0]: found 'hf://datasets/a.jsonl'; a data file's name is hf://datasets/OWNER/NAME/FILE",

@@ -84,7 +84,7 @@ def test_wrong_control(load: Load, overrides: list[str], found: str, hint: str) 
     ("key", "said"),
     [
         ("wait=true", "training waits with rollout"),
-        ("concurrency=3", "that training does not wait for alone"),
+        ("concurrency=3", "affects only evaluations that training does not wait for"),
     ],
 )
 def test_a_step_after_the_other_waits_for_evaluations(load: Load, key: str, said: str) -> None:

@@ -76,11 +76,11 @@ def test_nobody_is_asked_for_engines_of_others_before_the_run(load: Load) -> Non
         (external(NEAR, f"{NEAR}/"), "is listed twice"),
         (external(NEAR, engine="plain"), "cannot be attached to"),
         (external(NEAR, engine="transformers"), "cannot be attached to"),
-        ([*external(NEAR), "--placement.rollout_workers=1"], "nothing is started beside rollout.external"),
+        ([*external(NEAR), "--placement.rollout_workers=1"], "a run with rollout.external starts no servers"),
         ([*external(NEAR), "--weight_sync.transport=delta"], "a run starts with engines of its own alone"),
         ([*external(FAR), "--weight_sync.transport=tensor"], "rollout.external names others"),
-        ([*external(NEAR), "--rollout.groups=[{servers = 1}]"], "whose engines somebody else starts"),
-        ([*external(NEAR), "--debug.mode=rollout_only"], "nobody sends the engines of rollout.external"),
+        ([*external(NEAR), "--rollout.groups=[{servers = 1}]"], "whose engines the run does not start"),
+        ([*external(NEAR), "--debug.mode=rollout_only"], "the engines of rollout.external never get"),
     ],
 )
 def test_what_does_not_go_with_engines_of_others(load: Load, overrides: list[str], text: str) -> None:
@@ -93,7 +93,7 @@ def test_what_does_not_go_with_engines_of_others(load: Load, overrides: list[str
     ("overrides", "text"),
     [
         (groups({"kind": "prefill"}, {"kind": "decode"}, engine="plain"), "are regular"),
-        (groups({}, {}, engine="transformers"), "which is no server"),
+        (groups({}, {}, engine="transformers"), "which is not a server"),
         (groups({}, {"model": "judge", "path": "/j"}, workers=3), "2 servers together"),
         (
             groups({}, {"model": "judge", "path": "/j"}),
@@ -101,7 +101,7 @@ def test_what_does_not_go_with_engines_of_others(load: Load, overrides: list[str
         ),
         (
             [*groups({}, {"kind": "encoder"}), "--placement.colocated=true", "--train.engine=other"],
-            "would come back from nowhere",
+            "cannot load them again",
         ),
     ],
 )

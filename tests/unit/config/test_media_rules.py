@@ -38,7 +38,7 @@ IMAGES = 'data.multimodal_keys={image = "images"}'
         ),
         (['train.freeze=["vision"]'], "has no effect without data.multimodal_keys or model.modalities"),
         ([IMAGES, 'model.modalities=["audio"]'], "lacks image, which data.multimodal_keys names"),
-        ([IMAGES, 'train.freeze=["audio"]'], "there is no tower for audio: the run has image alone"),
+        ([IMAGES, 'train.freeze=["audio"]'], "there is no tower for audio: the run has only image"),
         ([IMAGES, "media.min_pixels=9", "media.max_pixels=8"], "must be at most media.max_pixels = 8"),
         ([IMAGES, 'media.store="ray"', 'placement.launcher="local"'], "leave this out"),
         (
@@ -60,7 +60,7 @@ def test_keys_that_do_not_go_together(load: Load, keys: list[str], text: str) ->
 
 
 def test_a_model_of_text_is_not_given_images(load: Load) -> None:
-    with pytest.raises(ConfigError, match="takes text alone; leave out image"):
+    with pytest.raises(ConfigError, match="takes only text; leave out image"):
         load(overrides=[f"--{IMAGES}"])
 
 
@@ -97,7 +97,7 @@ def test_a_model_is_given_what_it_takes_and_nothing_else() -> None:
     assert (lacking.path, lacking.found) == ("data.multimodal_keys", ["audio", "image"])
     assert lacking.hint.startswith("the model's family takes image, video and text; leave out audio")
     (text,) = problems("qwen3", "image", named=True)
-    assert (text.path, text.hint[:37]) == ("model.modalities", "the model's family takes text alone; ")
+    assert (text.path, text.hint[:36]) == ("model.modalities", "the model's family takes only text; ")
 
 
 def mismatches(policy: str, other: str, *, kinds: tuple[str, ...] = ("image",), **vision: Any) -> list[str]:

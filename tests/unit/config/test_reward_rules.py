@@ -34,8 +34,8 @@ class MoreRewards:
     [
         (["--reward.function=none"], "reward.function: not set", "name a reward: exact_match"),
         ([PARTS], "reward.function: found 'exact_match'", "a reward has one function or parts"),
-        ([*ONLY_PARTS, "--reward.key=acc"], "reward.key: found 'acc'", "has no effect beside parts"),
-        ([*ONLY_PARTS, "--reward.scope=group"], "reward.scope: found 'group'", "has no effect beside parts"),
+        ([*ONLY_PARTS, "--reward.key=acc"], "reward.key: found 'acc'", "has no effect with parts"),
+        ([*ONLY_PARTS, "--reward.scope=group"], "reward.scope: found 'group'", "has no effect with parts"),
         (
             ["--reward.function=none", "--reward.parts={right={function='nope'}}"],
             "reward.parts.right.function: found 'nope'",

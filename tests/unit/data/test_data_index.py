@@ -224,7 +224,7 @@ def test_no_place_at_all(
 ) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "missing"))
     (tmp_path / "cache").write_text("")
-    with pytest.raises(DataError, match=r"no place for the index of the data: .*No such file"):
+    with pytest.raises(DataError, match=r"data index cannot be written: .*No such file"):
         open_source(train)
 
 
@@ -343,7 +343,7 @@ def test_a_row_that_changed_behind_an_unchanged_length(open_source: Open, train:
     content = train.read_bytes()
     train.write_bytes(content.replace(b'"1"', b'"8"'))
     assert source.next(1)[0].label == "0"
-    with pytest.raises(DataError, match=r"train\.jsonl:2: the row is not what it was at the start"):
+    with pytest.raises(DataError, match=r"train\.jsonl:2: the row has changed since the start"):
         source.next(1)
 
 

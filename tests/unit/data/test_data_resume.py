@@ -92,7 +92,7 @@ def test_other_settings_are_refused(open_source: Open, change: dict[str, Any], p
     source.next(3)
     other = open_source(**change)
     before = other.state_dict()
-    with pytest.raises(DataError, match=f"not what it was when the run was saved: {problem}"):
+    with pytest.raises(DataError, match=f"changed since the run was saved: {problem}"):
         other.load_state_dict(saved(source))
     assert other.state_dict() == before
 

@@ -65,9 +65,9 @@ def test_spaces_and_signs() -> None:
     ["[]", "[1]", "[1:2:3]", "[a:b]", "[1:", "[:2", "[1.5:]", "[1:2]x", "[1:2]@[3:4]", "[--1:]", "[1e3:]"],
 )
 def test_what_is_no_slice(text: str, tokenizer: Any) -> None:
-    with pytest.raises(ValueError, match="is no slice: write @"):
+    with pytest.raises(ValueError, match="is not a slice: write @"):
         split_slice(f"a.jsonl@{text}")
-    with pytest.raises(ConfigError, match=r"Data file a\.jsonl@.* is no slice"):
+    with pytest.raises(ConfigError, match=r"Data file a\.jsonl@.* is not a slice"):
         FileSource(Data(train=(DataFile(path=f"a.jsonl@{text}"),)), tokenizer)
 
 

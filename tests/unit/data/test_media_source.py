@@ -277,7 +277,10 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "null": ({"prompt": "<image>", "images": [None, "one.png"]}, "has null as image 1 of field 'images'"),
     "empty": ({"prompt": "<image>", "images": [""]}, r"image 1 \(in the row\) is an empty text"),
-    "text": ({"prompt": "<image>", "images": ["text.png"]}, r"image 1 \(text.png\) is of no image format"),
+    "text": (
+        {"prompt": "<image>", "images": ["text.png"]},
+        r"image 1 \(text.png\) is not in a supported image format",
+    ),
     "folder": ({"prompt": "<image>", "images": ["."]}, r"image 1 \(.\) is a directory"),
     "second": ({"prompt": "<image><image>", "images": ["one.png", 7]}, r"image 2 \(int\) is given as int"),
     "object": ({"prompt": "<image>", "images": [{"file": "one.png"}]}, "is an object with 'file'"),
@@ -340,7 +343,7 @@ def test_what_only_decoding_shows_stops_the_run_or_leaves_the_row_out(
     assert [prompt.source[-1] for prompt in prompts] == ["2", "2"]
     assert bench.loader.metrics()["data/media_dropped"] == 2
     (tmp_path / "one.png").write_bytes(png(noise)[:2000])
-    with pytest.raises(MediaError, match="No row is left"):
+    with pytest.raises(MediaError, match="No row has media"):
         bench.open(rows, {"on_error": "drop"}).next(1)
 
 
@@ -497,7 +500,7 @@ def test_prompts_of_an_earlier_part_of_a_run_are_decoded_again(
     resumed.adopt([before])
     assert bench.store.has(before.media[0].key)
     (tmp_path / "one.png").write_bytes(png(picture(colour=(0, 0, 0))))
-    with pytest.raises(MediaError, match=r"train.jsonl:1: image \(one.png\) is not what it was"):
+    with pytest.raises(MediaError, match=r"train.jsonl:1: image \(one.png\) has changed"):
         bench.open(rows).adopt([before])
 
 
@@ -534,7 +537,7 @@ def test_what_a_tool_cannot_show_is_named_and_is_no_row(
         return str(caught.value)
 
     assert told("none.png").startswith(f"image 1 (none.png) cannot be found: {Path.cwd()}/none.png does not")
-    assert told(b"text").startswith("image 1 (in a message) is of no image format")
+    assert told(b"text").startswith("image 1 (in a message) is not in a supported image format")
     assert told(np.zeros((2, 2))).startswith("image 1 (ndarray) is given as ndarray")
     for image in (b"text", "none.png", 7):
         assert not any(words in told(image) for words in ("row", "data file", "jsonl"))

@@ -114,7 +114,9 @@ def test_kept_rows_that_change_during_the_run(
     (lines,) = (tmp_path / "cache/index").glob("*/lines.jsonl")
     lines.write_bytes(lines.read_bytes().replace(b"1+1=", b"1+9="))
     source.next(1)
-    with pytest.raises(DataError, match=r"train\.parquet: row 2: the row is not .*\n.*Do not change .*index"):
+    with pytest.raises(
+        DataError, match=r"train\.parquet: row 2: the row has changed .*\n.*Do not change .*index"
+    ):
         source.next(1)
     lines.unlink()
     with pytest.raises(DataError, match=r"train\.parquet: row \d: .*No such file"):

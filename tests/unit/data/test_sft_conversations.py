@@ -343,7 +343,7 @@ def test_a_template_of_another_family(read: Read, tokenizer: Any) -> None:
 
 
 def test_a_tokenizer_without_an_end(read: Read, tokenizer: Any) -> None:
-    with pytest.raises(ConfigError, match="end-of-sequence token, which the tokenizer has not"):
+    with pytest.raises(ConfigError, match="end-of-sequence token, but the tokenizer has none"):
         read({"messages": "a", "label": "b"}, tokenizer=tokenizer, apply_chat_template=False)
 
 

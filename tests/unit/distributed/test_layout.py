@@ -129,7 +129,7 @@ def test_layers_that_stages_divide_unevenly(sizes: dict[str, int], options: dict
         ({"pipeline": 2}, {LAYOUT: "Et*6|t*6"}, "must be a string"),
         ({"pipeline": 2}, {LAYOUT: "Et*6|t*7L"}, "has 13 layers (t), the model 12"),
         ({"pipeline": 2}, {LAYOUT: "Et*4|t*4|t*4L"}, "has 3 parts (|), pipeline * virtual_pipeline is 2"),
-        ({"pipeline": 2}, {LAYOUT: "Et*6|t*6L", FIRST: 6}, "says it alone"),
+        ({"pipeline": 2}, {LAYOUT: "Et*6|t*6L", FIRST: 6}, "already decides this"),
     ],
 )
 def test_layers_that_do_not_fit_their_stages(

@@ -100,7 +100,7 @@ def test_a_released_group_says_so_and_can_be_ended(ranks: list[Rank]) -> None:
         group.barrier,
         lambda: group.send([torch.ones(1)], 1, 0),
     ):
-        with pytest.raises(AsleepError, match="which takes a communicator; it has none now"):
+        with pytest.raises(AsleepError, match="which needs a communicator; it has none now"):
             ask()
     assert (group.rank(), group.size(), group._device_types) == (0, 2, [torch.device("cpu")])
     group.shutdown()

@@ -657,7 +657,7 @@ def test_the_weights_of_a_checkpoint_are_converted(
     train(engine, range(2))
     (tmp_path / "checkpoints").mkdir()
     step = save(engine, tmp_path / "checkpoints" / "step-00000002")
-    with pytest.raises(CheckpointError, match=r"config.toml does not say of which model.*\n.*--model"):
+    with pytest.raises(CheckpointError, match=r"config.toml does not name its model.*\n.*--model"):
         megatron_to_hf(step, tmp_path / "hf", context.plugins)
     (tmp_path / "config.toml").write_text(f'model.path = "{model}"')
     assert megatron_to_hf(step, tmp_path / "hf", context.plugins, check=True) == {}

@@ -25,10 +25,10 @@ WRONG = {
     "no map": ("{}", "cannot be read"),
     "a map that is none": ('{"weight_map": 3}', "cannot be read"),
     "an empty map": ('{"weight_map": {}}', "names no file"),
-    "a number for a file": ('{"weight_map": {"a": 3}}', "names 3, which is no file"),
+    "a number for a file": ('{"weight_map": {"a": 3}}', "names 3, which is not a file"),
     "a list for a file": ('{"weight_map": {"a": []}}', "cannot be read"),
-    "a file elsewhere": ('{"weight_map": {"a": "../x.safetensors"}}', "is no file of this directory"),
-    "an absolute file": ('{"weight_map": {"a": "/x.safetensors"}}', "is no file of this directory"),
+    "a file elsewhere": ('{"weight_map": {"a": "../x.safetensors"}}', "is not a file of this directory"),
+    "an absolute file": ('{"weight_map": {"a": "/x.safetensors"}}', "is not a file of this directory"),
     "a file that is missing": ('{"weight_map": {"a": "x.safetensors"}}', "x.safetensors"),
 }
 

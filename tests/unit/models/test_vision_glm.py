@@ -173,7 +173,7 @@ def test_sequences_have_what_transformers_writes(spec: ModelSpec, tmp_path: Path
             ConfigError, match=rf"image_token_id.*{places['<|image|>']} '<\|image\|>'"
         ) as raised:
             Expander(processor, tokenizer, {kind: processor.marks[kind]})
-        assert f"Token 3 holds the place of {kind}" in str(raised.value)
+        assert f"Token 3 is the placeholder of {kind}" in str(raised.value)
 
 
 def test_places_are_held_by_image_tokens_and_none_is_sampled(spec: ModelSpec) -> None:

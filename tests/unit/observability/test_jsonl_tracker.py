@@ -28,7 +28,7 @@ def make(run: RunInfo) -> Tracker:
 
 def rows(run: RunInfo) -> list[Any]:
     def refuse(constant: str) -> None:
-        raise AssertionError(f"{constant} is no JSON")
+        raise AssertionError(f"{constant} is not JSON")
 
     lines = (Path(run.directory) / METRICS_FILE).read_text().splitlines()
     found = [json.loads(line, parse_constant=refuse) for line in lines]

@@ -171,14 +171,14 @@ def test_nobody_there(server: Server) -> None:
 @pytest.mark.parametrize("url", ["localhost:80/score", "ftp://host/score", "/score"])
 def test_what_is_no_address(server: Server, url: str) -> None:
     server.url = url
-    assert "is no address" in refused(server)
+    assert "is not a valid address" in refused(server)
 
 
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        ("0.5 points", "which is no JSON"),
-        ("", "which is no JSON"),
+        ("0.5 points", "which is not JSON"),
+        ("", "which is not JSON"),
         ("[1]", "answered [1], neither"),
         ("null", "neither"),
     ],

@@ -166,14 +166,14 @@ def edited(change: Callable[[bytes], bytes]) -> Callable[[bytes], bytes]:
 @pytest.mark.parametrize(
     ("damage", "told"),
     [
-        (cut, "no dump that can be replayed"),
+        (cut, "not a dump that can be replayed"),
         (lambda data: b"", "holds no group"),
         (lambda data: b"plain text", "Not a gzipped file"),
-        (lambda data: data[:40] + b"\x00\x01" + data[42:], "no dump that can be replayed"),
+        (lambda data: data[:40] + b"\x00\x01" + data[42:], "not a dump that can be replayed"),
         (edited(lambda text: text.partition(b"\n")[2] * 2), "its format is None"),
-        (edited(lambda text: text.replace(b'"model"', b'"models"', 1)), "does not say of which model"),
+        (edited(lambda text: text.replace(b'"model"', b'"models"', 1)), "does not name its model"),
         (edited(lambda text: text[:-20]), "Expecting|delimiter|Unterminated"),
-        (edited(lambda text: text.replace(b'"seed"', b'"sead"')), r"gz:2 is no dump.*seed"),
+        (edited(lambda text: text.replace(b'"seed"', b'"sead"')), r"gz:2 is not a dump.*seed"),
         (edited(lambda text: text.replace(b'"loss_mask": [1, ', b'"loss_mask": [')), "one of each value"),
         (edited(lambda text: text.replace(b"5, 11", b'"five", 11')), "prompt.tokens.0"),
     ],
@@ -290,7 +290,7 @@ def test_a_damaged_batch_is_refused(tmp_path: Path) -> None:
         whole.replace(b'format\\": 3', b'format\\": 2'),
     ):
         path.write_bytes(damaged)
-        with pytest.raises(DataError, match="no dump that can be replayed"):
+        with pytest.raises(DataError, match="not a dump that can be replayed"):
             dumps.read_batch(path, dp_size=1)
 
 

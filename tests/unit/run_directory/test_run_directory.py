@@ -97,7 +97,7 @@ def test_an_earlier_run_is_left_alone(tmp_path: Path) -> None:
 def test_what_no_run_made_is_left_alone(tmp_path: Path, option: str) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "thesis.tex").write_text("chapter 1")
-    with pytest.raises(CheckpointError, match="was not made by a run"):
+    with pytest.raises(CheckpointError, match="was not created by a run"):
         opened(make_config(tmp_path, **{option: True}))
     assert os.listdir(tmp_path / "run") == ["thesis.tex"]
 
@@ -122,9 +122,9 @@ def test_nothing_is_overwritten_where_something_is_not_a_runs(tmp_path: Path) ->
     for name in ("thesis.txt", "elsewhere", "hf-best", "data.csv", "a", "b", "c"):
         (directory / name).symlink_to(tmp_path)
     before = snapshot(directory)
-    with pytest.raises(CheckpointError, match="holds what no run made") as caught:
+    with pytest.raises(CheckpointError, match="contains files that no run wrote") as caught:
         opened(make_config(tmp_path, run__overwrite=True))
-    assert "alone: a, b, c, data.csv, elsewhere and 2 more." in str(caught.value)
+    assert "not deleted: a, b, c, data.csv, elsewhere and 2 more." in str(caught.value)
     assert snapshot(directory) == before
     assert opened(make_config(tmp_path, run__resume=True)).continues
 
@@ -134,7 +134,7 @@ def test_a_config_that_somebody_wrote_makes_no_run(tmp_path: Path, option: str) 
     (tmp_path / "run").mkdir()
     for name in ("config.toml", "thesis.txt"):
         (tmp_path / "run" / name).write_text("# mine")
-    with pytest.raises(CheckpointError, match=r"was not made by a run, .* no environment\.json"):
+    with pytest.raises(CheckpointError, match=r"was not created by a run, .* no environment\.json"):
         opened(make_config(tmp_path, **{option: True}))
     assert sorted(os.listdir(tmp_path / "run")) == ["config.toml", "thesis.txt"]
 

@@ -62,7 +62,7 @@ def test_every_difference_is_reported_with_its_node() -> None:
     with pytest.raises(PlacementError) as caught:
         check_nodes(Cluster(), driver, others, RUN)
     assert str(caught.value).splitlines()[:5] == [
-        "The nodes do not fit together:",
+        "The nodes do not match:",
         "  b (10.0.0.2): Python 3.12, but 3.11 on the driver's node",
         "  b (10.0.0.2): torch 2.12.0, but 2.13.0 on the driver's node",
         "  c (10.0.0.3): extra 1, but not installed on the driver's node",

@@ -174,9 +174,9 @@ def test_nothing_is_advised_where_nothing_is_known() -> None:
 @pytest.mark.parametrize(
     ("how", "oom_kills", "expected"),
     [
-        ("was killed by SIGKILL", 0, "Unless somebody killed it, its host probably ran out of memory."),
+        ("was killed by SIGKILL", 0, "Unless it was killed on purpose, its host probably ran out of memory."),
         ("was killed by SIGKILL", 2, "The kernel's out-of-memory killer has ended 2 process(es) here"),
-        ("died (Ray: Task was killed due to the node running low on memory)", 0, "Unless somebody"),
+        ("died (Ray: Task was killed due to the node running low on memory)", 0, "Unless it was"),
         ("exited with code 7", 1, None),
         ("was killed by SIGSEGV", 0, None),
     ],

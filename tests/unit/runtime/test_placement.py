@@ -99,7 +99,7 @@ def test_who_shares_devices_sits_with_those_that_have_them() -> None:
     assert shared_seats(workers, 2, 2) == [Seat("a", ("GPU-1", "GPU-2")), Seat("b", ("0", "1"))]
     assert shared_seats(workers, 3, 1) == [Seat("a", ("GPU-1",)), Seat("a", ("GPU-2",)), Seat("b", ("0",))]
     assert shared_seats([("a", ())], 1, 1) == [Seat("a", ())], "a host without devices to name"
-    with pytest.raises(PlacementError, match=r"3 devices .* on the nodes a, b"):
+    with pytest.raises(PlacementError, match=r"3 devices .* on several nodes: a, b"):
         shared_seats(workers, 1, 3)
 
 

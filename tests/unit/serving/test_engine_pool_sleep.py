@@ -132,7 +132,7 @@ def test_an_engine_that_somebody_else_uses_is_lost(server: FakeServer) -> None:
             await pool.set_memory_state("nothing")
             report = pool.report()["engine"]
             assert report.state == "dead"
-            assert "still had requests 0.3 s after it was to make room" in report.reason
+            assert "still had requests 0.3 s after it was asked to make room" in report.reason
         theirs.cancel()
         await asyncio.gather(theirs, return_exceptions=True)
         await stranger.close()

@@ -103,7 +103,7 @@ def test_a_request_that_was_aborted_in_the_queue_has_nothing() -> None:
     [
         ({"finish_reason": {"type": "tired"}}, "for the reason 'tired'"),
         ({"finish_reason": None}, "for the reason"),
-        ({"weight_version": "v1"}, "'v1', which is no number"),
+        ({"weight_version": "v1"}, "'v1', which is not a number"),
         (
             {"weight_versions": [{"version": "1", "start": 0, "end": 2}]},
             "3 tokens and the weight versions of 2",
@@ -134,7 +134,7 @@ def test_an_answer_that_contradicts_itself(meta: dict[str, Any], message: str) -
     "data", [b"<html>busy</html>", b"[]", b"7", b'{"text": "a"}', b'{"meta_info": null}', b""]
 )
 def test_an_answer_of_somebody_else(data: bytes) -> None:
-    with pytest.raises(RolloutError, match="e answered with what is no generation"):
+    with pytest.raises(RolloutError, match="e returned an invalid generation"):
         read_answer(data, "e")
 
 
@@ -150,10 +150,10 @@ def test_values_that_are_no_tokens_and_no_log_probs(pair: Any) -> None:
     pairs = [[-0.5, 4, None], pair, [-0.125, 6, None]]
     whole = answer(output_token_logprobs=pairs)
     del whole["output_ids"]
-    with pytest.raises(RolloutError, match="e answered with what is no generation"):
+    with pytest.raises(RolloutError, match="e returned an invalid generation"):
         read_answer(json.dumps(whole).encode(), "e")
     streamed = {"meta_info": {**chunk(3, "7")["meta_info"], "output_token_logprobs": pairs}}
-    with pytest.raises(RolloutError, match="e answered with what is no generation"), reading(b"", "e"):
+    with pytest.raises(RolloutError, match="e returned an invalid generation"), reading(b"", "e"):
         StreamDecoder("e", "7").next(streamed)
 
 

@@ -93,7 +93,7 @@ def algorithm_rules(config: Config, plugins: LoadedPlugins) -> Problems:
         yield from _loss(config, plugins)
     by_token = [name for name, each in sorted(plugins.named(ESTIMATORS).items()) if each.kind == "token"]
     if algorithm.kl_reward_coef > 0 and named is not None and named.kind == "group":
-        hint = f"{named.name!r} knows one reward for each sample; use kl_coef, or one of {_listed(by_token)}"
+        hint = f"{named.name!r} has one reward for each sample; use kl_coef, or one of {_listed(by_token)}"
         yield ConfigProblem(path="algorithm.kl_reward_coef", found=algorithm.kl_reward_coef, hint=hint)
     if algorithm.distill_coef > 0 and named is not None and TEACHER in named.needs:
         hint = f"{named.name!r} is distillation already; leave it out"
@@ -128,7 +128,7 @@ def _alone(config: Config, named: NamedFunction) -> Problems:
     compares_none = options.get("center") is False and options.get("scale") is False
     distils = algorithm.distill_coef > 0 or algorithm.distill_kl_coef > 0
     if samples < named.min_samples and not compares_none and not distils:
-        hint = f"{named.name!r} compares the samples of a prompt, and learns nothing of one; "
+        hint = f"{named.name!r} compares the samples of a prompt, and learns nothing from a single one; "
         hint += f"write {named.min_samples} or more, or take another algorithm.advantage"
         yield ConfigProblem(path="rollout.samples_per_prompt", found=samples, hint=hint)
 
@@ -198,7 +198,7 @@ def _loss(config: Config, plugins: LoadedPlugins) -> Problems:
             hint = f"has no effect: {algorithm.policy_loss!r} takes {takes}"
             yield ConfigProblem(path=f"algorithm.{key}", found=value, hint=hint)
     if algorithm.policy_loss == ON_POLICY and config.optimizer_steps > 1:
-        hint = f"{ON_POLICY!r} knows no ratio to the policy that sampled, which is another after one step; "
+        hint = f"{ON_POLICY!r} has no ratio to the policy that sampled, which differs after one step;  "
         hint += "write 1, or take a loss that clips"
         yield ConfigProblem(path="train.optimizer_steps", found=config.optimizer_steps, hint=hint)
 

@@ -56,7 +56,7 @@ def _counts(hf: Mapping[str, Any]) -> Iterator[str]:
     for key in _COUNTS:
         value = hf.get(key)
         if value is not None and (type(value) is not int or value < 1):
-            yield f"its config.json has a bad {key}: {value!r} is no positive whole number"
+            yield f"its config.json has a bad {key}: {value!r} is not a positive integer"
 
 
 def _misfits(architecture: Mapping[str, Any]) -> Iterator[str]:

@@ -67,7 +67,7 @@ def engine_kinds(config: Config, plugins: Plugins) -> Problems:
     if spec is None:
         return
     if rollout.groups and spec.serve is None:
-        hint = f"has no effect with rollout.engine = {rollout.engine!r}, which is no server; leave it out"
+        hint = f"has no effect with rollout.engine = {rollout.engine!r}, which is not a server; leave it out"
         yield ConfigProblem(path="rollout.groups", found=len(rollout.groups), hint=hint)
         return
     for index, group in enumerate(rollout.groups):
@@ -88,15 +88,15 @@ def external_rule(config: Config, user_keys: Collection[str]) -> Problems:
         if (problem := _of_address(address, rollout.external)) is not None:
             yield ConfigProblem(path="rollout.external", found=address, hint=problem)
     if config.placement.rollout_workers:
-        hint = "nothing is started beside rollout.external; leave one of them out"
+        hint = "a run with rollout.external starts no servers; leave one of them out"
         yield ConfigProblem(
             path="placement.rollout_workers", found=config.placement.rollout_workers, hint=hint
         )
     if rollout.groups:
-        hint = "has no effect with rollout.external, whose engines somebody else starts; leave it out"
+        hint = "has no effect with rollout.external, whose engines the run does not start; leave it out"
         yield ConfigProblem(path="rollout.groups", found=len(rollout.groups), hint=hint)
     if config.debug.mode == "rollout_only":
-        hint = "trains nothing, so nobody sends the engines of rollout.external the model's weights"
+        hint = "trains nothing, so the engines of rollout.external never get the model's weights"
         yield ConfigProblem(path="debug.mode", found=config.debug.mode, hint=hint)
 
 

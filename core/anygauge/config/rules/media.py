@@ -36,7 +36,7 @@ def media_rule(config: Config, user_keys: Collection[str]) -> Problems:
             yield ConfigProblem(path="model.modalities", found=sorted(kinds), hint=hint)
     for part, takes in TOWERS.items():
         if part in config.train.freeze and not takes & kinds:
-            hint = f"there is no tower for {part}: the run has {', '.join(sorted(kinds))} alone"
+            hint = f"there is no tower for {part}: the run has only {', '.join(sorted(kinds))}"
             yield ConfigProblem(path="train.freeze", found=list(config.train.freeze), hint=hint)
     least, most = config.media.min_pixels, config.media.max_pixels
     if least is not None and most is not None and least > most:
@@ -66,11 +66,11 @@ def model_media(config: Config, hf: Mapping[str, Any], plugins: Plugins) -> Prob
     except AnygaugeError:
         return  # a problem of the model, which is told there
     except KeyError as error:
-        hint = f"its config.json lacks {error}: it is the part of a model that reads text alone"
+        hint = f"its config.json lacks {error}: it is the text-only part of a model"
         yield ConfigProblem(path="model.path", found=str(config.model.path), hint=hint)
         return
     if lacking := sorted(kinds - taken):
-        takes = f"{', '.join(sorted(taken))} and text" if taken else "text alone"
+        takes = f"{', '.join(sorted(taken))} and text" if taken else "only text"
         hint = f"the model's family takes {takes}; leave out {', '.join(lacking)}, or take another model"
         yield ConfigProblem(path=path, found=sorted(kinds), hint=hint)
     else:

@@ -123,7 +123,7 @@ def _read_model(
     if model_name(path, directory) is not None:
         return None, []  # looked up once nothing else is wrong
     if not os.path.isdir(directory):
-        hint = f"no such directory{from_here(directory)}, and no name on a hub, which is OWNER/NAME"
+        hint = f"no such directory{from_here(directory)}, and not a name on a hub, which is OWNER/NAME"
         return None, [problem(hint)]
     is_critic = path == "critic.path"
     hf, hints = read_model(directory, plugins, trust_remote_code=trust_remote_code, is_critic=is_critic)
@@ -209,9 +209,9 @@ def _expert_options(
     for name in (name for name in options if name.startswith(EXPERTS)):
         hint = None
         if not architecture.get("num_moe_experts"):
-            hint = f"changes nothing: the model of {path} has no experts; leave it out"
+            hint = f"has no effect: the model of {path} has no experts; leave it out"
         elif name == BIAS_RATE and options[name] and not architecture.get("moe_router_enable_expert_bias"):
-            hint = f"changes nothing: the model of {path} has no routers with biases; leave it out"
+            hint = f"has no effect: the model of {path} has no routers with biases; leave it out"
         if hint:
             yield ConfigProblem(path=f"{table}.megatron.{name}", found=options[name], hint=hint)
 

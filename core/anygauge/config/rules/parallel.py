@@ -156,7 +156,7 @@ def _layout(sizes: Parallel, layers: int, options: Mapping[str, Any]) -> Iterato
     elif len(parts) != stages:
         hint = f"has {len(parts)} parts (|), pipeline * virtual_pipeline is {stages}"
     elif others := [name for name in _ENDS if name in options]:
-        hint = f"says it alone: remove {' and '.join(others)}"
+        hint = f"already decides this: remove {' and '.join(others)}"
     if hint:
         yield ConfigProblem(path=f"train.megatron.{_LAYOUT}", found=layout, hint=hint)
 

@@ -49,7 +49,7 @@ def colocation_rules(config: Config, plugins: Plugins) -> Iterator[ConfigProblem
         yield ConfigProblem(path="rollout.schedule", found=config.rollout.schedule, hint=hint)
     for index, group in enumerate(config.rollout.groups):
         if group.model != POLICY or group.kind == "encoder":
-            hint = "what it has to release for placement.colocated would come back from nowhere; leave it out"
+            hint = "releases its weights with placement.colocated and cannot load them again; leave it out"
             yield ConfigProblem(
                 path=f"rollout.groups[{index}]", found=f"{group.kind} of {group.model}", hint=hint
             )
@@ -61,7 +61,7 @@ def _engines_that_sleep(config: Config, plugins: Plugins) -> Iterator[ConfigProb
     trainers: Mapping[str, TrainEngineSpec] = plugins.named("register_train_engines")
     trainer = trainers.get(config.train.engine)
     if trainer is not None and not trainer.supports_offload:
-        hint = "keeps its memory all the time, which placement.colocated forbids; take another engine"
+        hint = "never releases its memory, which placement.colocated requires; take another engine"
         yield ConfigProblem(path="train.engine", found=trainer.name, hint=hint)
     engines: Mapping[str, RolloutEngineSpec] = plugins.named("register_rollout_engines")
     engine = engines.get(config.rollout.engine)
@@ -69,7 +69,7 @@ def _engines_that_sleep(config: Config, plugins: Plugins) -> Iterator[ConfigProb
         return
     if engine.serve is None or not engine.releases_memory:
         fit = ", ".join(sorted(name for name, each in engines.items() if each.releases_memory)) or "none"
-        hint = f"is no server that gives its memory back, which placement.colocated needs; these are: {fit}"
+        hint = f"placement.colocated needs a server that can release its memory; choose from: {fit}"
         yield ConfigProblem(path="rollout.engine", found=engine.name, hint=hint)
         return
     servers, each = config.placement.rollout_workers, engine.devices(config) if engine.devices else 1

@@ -64,7 +64,7 @@ def _parts(path: str, reward: Reward) -> Problems:
         yield ConfigProblem(path=f"{path}.function", found=reward.function, hint=hint)
     for key in OF_ONE_FUNCTION:
         if getattr(reward, key) != Reward.model_fields[key].default:
-            hint = "has no effect beside parts; give it to each part that needs it"
+            hint = "has no effect with parts; give it to each part that needs it"
             yield ConfigProblem(path=f"{path}.{key}", found=getattr(reward, key), hint=hint)
 
 

@@ -35,7 +35,7 @@ def control_rule(config: Config, user_keys: Collection[str]) -> Problems:
         yield ConfigProblem(path="rollout.schedule", found=rollout.schedule, hint=hint)
     # A resolved config holds every key.
     if rollout.schedule != "async" and rollout.max_staleness != Rollout().max_staleness:
-        hint = 'has an effect with rollout.schedule = "async" alone; leave it out'
+        hint = 'has an effect only with rollout.schedule = "async"; leave it out'
         yield ConfigProblem(path="rollout.max_staleness", found=rollout.max_staleness, hint=hint)
     yield from _evaluation(config)
     for name, options in rollout.filter_options.items():
@@ -50,7 +50,7 @@ def _evaluation(config: Config) -> Problems:
         hint = 'training waits with rollout.schedule = "sync" anyway; leave it out'
         yield ConfigProblem(path="eval.wait", found=True, hint=hint)
     if (waits or config.eval.wait) and config.eval.concurrency is not None:
-        hint = "has an effect on evaluations that training does not wait for alone; leave it out"
+        hint = "affects only evaluations that training does not wait for; leave it out"
         yield ConfigProblem(path="eval.concurrency", found=config.eval.concurrency, hint=hint)
 
 
@@ -58,7 +58,7 @@ def _left_over(rollout: Rollout) -> Problems:
     """Yield keys about what a step leaves over, where it leaves nothing, or nothing is discarded."""
     if rollout.schedule != "sync":
         hint = (
-            f'has no effect with rollout.schedule = "{rollout.schedule}": what is unfinished always goes on'
+            f'has no effect with rollout.schedule = "{rollout.schedule}": unfinished groups always continue'
         )
         for key in ("over_sampling", "partial_rollout", "requeue_discarded"):
             if (value := getattr(rollout, key)) != Rollout.model_fields[key].default:
@@ -91,7 +91,7 @@ def control_functions(config: Config, plugins: Plugins) -> Problems:
     engine = engines.get(rollout.engine)
     if rollout.schedule != "sync" and engine is not None and engine.serve is None:
         servers = ", ".join(sorted(name for name, each in engines.items() if each.serve)) or "none"
-        hint = f"rollout.engine = {rollout.engine!r} is no server, which this needs; servers: {servers}"
+        hint = f"rollout.engine = {rollout.engine!r} is not a server, which this needs; servers: {servers}"
         yield ConfigProblem(path="rollout.schedule", found=rollout.schedule, hint=hint)
 
 

@@ -34,7 +34,7 @@ def content_of(kind: MediaKind, source: Source, measured: Measured, processor: M
     """
     content = processor.load(kind, _decoded(kind, source, measured), measured)
     if kind == "image" and content.data.shape[:2] != measured.size:
-        raise MediaError("has another size than its header says.", hint="Replace the file.")
+        raise MediaError("has a different size than its header says.", hint="Replace the file.")
     return content
 
 

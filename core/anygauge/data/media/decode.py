@@ -68,7 +68,7 @@ def _check_scans(file: BinaryIO) -> None:
     count = file.read().count(_SCAN)
     file.seek(place)
     if count > _MOST_SCANS:
-        raise MediaError(f"is a JPEG file of {count} scans; {_MOST_SCANS} are read.", hint=BROKEN)
+        raise MediaError(f"is a JPEG file of {count} scans; at most {_MOST_SCANS} are read.", hint=BROKEN)
 
 
 @contextmanager
@@ -85,7 +85,7 @@ def open_image(file: BinaryIO, most: int) -> Iterator[Image]:
         try:
             image = Image.open(file, formats=[name for name in _FORMATS if name in Image.OPEN])
         except UnidentifiedImageError as error:
-            raise MediaError("is of no image format that is read.", hint=_CONVERT) from error
+            raise MediaError("is not in a supported image format.", hint=_CONVERT) from error
         with image:
             check_pixels(image.size, most)
             if any(tile[0] in _DECODED_IN_PYTHON for tile in getattr(image, "tile", ())):

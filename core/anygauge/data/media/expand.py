@@ -90,7 +90,7 @@ class Expander:
             f"{token} {self._tokenizer.decode([token])!r}" for token in self._encode(marks[owner])
         )
         raise ConfigError(
-            f"Token {held} holds the place of {kind} in sequences, which is {owner}_token_id in the model's "
+            f"Token {held} is the placeholder of {kind}, as {owner}_token_id in the model's "
             f"config.json (or its family's, if that has none), and the tokenizer makes other tokens of the "
             f"mark {marks[owner]!r}: {listed or 'none'}.",
             hint="Take config.json and the tokenizer's files from one checkpoint; or write into config.json "
@@ -111,7 +111,7 @@ class Expander:
         if not self._reserved.isdisjoint(tokens):
             token = next(token for token in tokens if token in self._reserved)
             raise BadMediaError(
-                f"holds {self._tokenizer.decode([token])!r} in its text, which holds the place of media",
+                f"holds {self._tokenizer.decode([token])!r} in its text, which is a placeholder of media",
                 hint="Write <image>, <video> or <audio>, and take the token out.",
             )
         return list(tokens)

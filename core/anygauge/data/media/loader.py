@@ -237,7 +237,7 @@ class LoadedSource:
             prompts += usable
             in_a_row = 0 if usable else in_a_row + len(drawn)
             if in_a_row > len(self):
-                raise MediaError("No row is left whose media can be decoded.", hint="The log names them.")
+                raise MediaError("No row has media that can be decoded.", hint="The log names them.")
         return prompts
 
     def _usable(self, prompts: Sequence[Prompt]) -> list[Prompt]:
@@ -277,7 +277,7 @@ class LoadedSource:
             for medium in prompt.media:
                 if medium.key not in self._loader.finder.drawn:
                     raise MediaError(
-                        f"{prompt.source}: {medium.kind} ({medium.source}) is not what it was when the "
+                        f"{prompt.source}: {medium.kind} ({medium.source}) has changed since the "
                         "prompt was drawn.",
                         hint="Restore the file, or start a new run.",
                     )

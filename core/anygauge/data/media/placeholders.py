@@ -88,7 +88,7 @@ class _Walk:
             yield from self._split(part)
             return
         if not isinstance(part, Mapping) or "type" not in part:
-            raise BadMediaError("has a content part that is no object with 'type'")
+            raise BadMediaError("has a content part that is not an object with 'type'")
         kind = str(part["type"]).removesuffix("_url")
         if kind == "text":
             yield from self._split(str(part.get("text", "")))

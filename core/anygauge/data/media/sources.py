@@ -117,7 +117,7 @@ def source_of(kind: MediaKind, value: Any, folder: Path, settings: Settings) -> 
     if hasattr(value, "save") and hasattr(value, "mode"):
         return Source("image of Pillow", settings, raw=_as_png(value))
     raise MediaError(
-        f"is given as {type(value).__name__}, which is none of path, address, bytes or base64.",
+        f"is given as {type(value).__name__}, not a path, an address, bytes or base64.",
         hint="docs/media.md lists what may be given.",
     )
 

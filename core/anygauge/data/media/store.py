@@ -87,8 +87,8 @@ class MappedFiles:
         return OutOfMemoryError(
             f"There is no room for {content.data.nbytes} bytes of a decoded {content.kind}: "
             f"{problem.strerror}. {' and '.join(folders)} hold {self.bytes()} bytes.",
-            hint="Give the host more shared memory (docker run --shm-size) or disk, let fewer prompts be "
-            "under way (rollout.prompts_per_step), or set a smaller media.max_pixels.",
+            hint="Give the host more shared memory (docker run --shm-size) or disk, keep fewer prompts in "
+            "flight (rollout.prompts_per_step), or set a smaller media.max_pixels.",
         )
 
     def has(self, key: str) -> bool:

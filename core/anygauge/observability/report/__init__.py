@@ -17,7 +17,7 @@ def write_report(directory: Path, out: Path | None = None) -> Path:
 
     :param directory: Of a run that has ended, goes on or has failed.
     :param out: The page; ``None`` takes ``report.html`` in the directory.
-    :raises CheckpointError: It is no run directory, or the page cannot be written.
+    :raises CheckpointError: It is not a run directory, or the page cannot be written.
     """
     from anygauge.observability.report.page import render_page
     from anygauge.observability.report.run_files import read_run

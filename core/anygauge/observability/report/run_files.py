@@ -86,10 +86,10 @@ def _check(directory: Path) -> None:
     if not directory.is_dir():
         reason = "it is a file" if directory.exists() else "it does not exist"
         raise CheckpointError(
-            f"{directory} is no run directory: {reason}.", hint=_neighbours(directory.parent)
+            f"{directory} is not a run directory: {reason}.", hint=_neighbours(directory.parent)
         )
     raise CheckpointError(
-        f"{directory} is no run directory: it has neither {', '.join(marks[:-1])} nor {marks[-1]}.",
+        f"{directory} is not a run directory: it has neither {', '.join(marks[:-1])} nor {marks[-1]}.",
         hint=_neighbours(directory),
     )
 

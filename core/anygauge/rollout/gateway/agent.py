@@ -67,7 +67,7 @@ async def agent(
         samples = session.trajectories(prompt)
     if not samples:
         raise RolloutError(
-            "The agent ended without an answer of the policy.",
+            "The agent ended without an answer from the policy.",
             hint="It must ask the model at the address that it is given.",
         )
     return _rewarded(samples, returned)

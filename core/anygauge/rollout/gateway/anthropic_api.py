@@ -95,7 +95,8 @@ def _tools(body: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
 def _tool(tool: Any, where: str) -> Mapping[str, Any]:
     if not isinstance(tool, dict) or not isinstance(tool.get("name"), str) or "input_schema" not in tool:
         raise bad_request(
-            f"{where} is no tool with a name and an input_schema; Anthropic's own tools are not here.", where
+            f"{where} is not a tool with a name and an input_schema; Anthropic's own tools are not here.",
+            where,
         )
     function = {"name": tool["name"], "parameters": field(tool, "input_schema", dict, {})}
     if tool.get("description"):

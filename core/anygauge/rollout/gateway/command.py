@@ -55,7 +55,7 @@ async def run_command(
     environment = _environment(gateway, session, pass_env)
     if shutil.which(command[0], path=environment.get("PATH")) is None:
         raise RolloutError(
-            f"The agent {command[0]!r} cannot be started: it is no program.",
+            f"The agent {command[0]!r} cannot be started: it is not a program.",
             hint="Is it installed on this node?",
         )
     with (

@@ -24,7 +24,7 @@ class Call(NamedTuple):
     """JSON, in any spelling; or else what was written instead."""
 
     def parsed(self) -> Any:
-        """Return the arguments as a template takes them: an object, or the text where it is no JSON."""
+        """Return the arguments as a template takes them: an object, or the text where it is not JSON."""
         try:
             return parse_json(self.arguments)
         except ValueError:

@@ -101,7 +101,7 @@ def _tools(body: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
     for position, tool in enumerate(tools):
         function = tool.get("function") if isinstance(tool, dict) and tool.get("type") == "function" else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise bad_request(f"tools[{position}] is no function with a name.", f"tools[{position}]")
+            raise bad_request(f"tools[{position}] is not a function with a name.", f"tools[{position}]")
     return tuple(tools)
 
 
@@ -136,7 +136,7 @@ def _message(message: Any, where: str) -> Message:
 def _call(call: Any, where: str) -> Call:
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise bad_request(f"{where} is no call of a function.", where)
+        raise bad_request(f"{where} is not a function call.", where)
     arguments = function.get("arguments", "{}")
     text = arguments if isinstance(arguments, str) else json.dumps(arguments)
     return Call(str(call.get("id", "")), function["name"], text)

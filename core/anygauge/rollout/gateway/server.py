@@ -372,9 +372,9 @@ def _json_object(raw: bytes) -> Mapping[str, Any]:
     try:
         body = parse_json(raw)
     except ValueError as error:
-        raise bad_request(f"The body is no JSON: {error}.") from error
+        raise bad_request(f"The body is not JSON: {error}.") from error
     if not isinstance(body, dict):
-        raise bad_request("The body is no JSON object.")
+        raise bad_request("The body is not JSON object.")
     return body
 
 

@@ -166,7 +166,7 @@ def find_format(name: str, template: str) -> ToolFormat | None:
     tool_format = FORMATS.get(name) or (imported(name, "Tool format") if ":" in name else None)
     if not isinstance(tool_format, ToolFormat):
         raise ConfigError(
-            f"rollout.gateway.tool_format = {name!r} is no format of tool calls.",
+            f"rollout.gateway.tool_format = {name!r} is not a tool-call format.",
             hint=f"Take auto, none, {', '.join(FORMATS)}, or package.module:attribute with a ToolFormat.",
         )
     return tool_format

@@ -91,7 +91,9 @@ async def _post(
     except TimeoutError:
         return None, b"", f"no answer in {timeout_s:.3g} s"
     except (InvalidURL, NonHttpUrlClientError) as error:
-        raise RewardError(f"{url!r} is no address: {error}", hint="Write http://HOST:PORT/PATH.") from error
+        raise RewardError(
+            f"{url!r} is not a valid address: {error}", hint="Write http://HOST:PORT/PATH."
+        ) from error
     except (ClientError, OSError) as error:
         return None, b"", f"{type(error).__name__}: {error}"
     return reply, data, f"{reply.status} {reply.reason}: {_excerpt(data)}"
@@ -137,7 +139,7 @@ def _answer(data: bytes, url: str) -> Any:
         value = parse_json(data)
     except ValueError as error:
         raise RewardError(
-            f"{url} answered {_excerpt(data)}, which is no JSON: {error}.",
+            f"{url} answered {_excerpt(data)}, which is not JSON: {error}.",
             hint="Answer with a number, or an object of which reward.key names the number.",
         ) from error
     if isinstance(value, (int, float, dict)):

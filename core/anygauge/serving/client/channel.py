@@ -100,18 +100,20 @@ class Channel:
             if not limit.expired():
                 raise
             raise DeadlineError(
-                f"{self.name} did not answer {asked} in {limit_s:.4g} s; waited for {purpose}.",
-                hint="Look into its log; raise the time limits of [rollout.client] if it only needs longer.",
+                f"{self.name} did not answer {asked} in {limit_s:.4g} s, for {purpose}.",
+                hint="See its log; raise the time limits of [rollout.client] if it only needs longer.",
             ) from error
         except aiohttp.InvalidURL as error:
             raise RolloutError(
-                f"{self.address!r} is no address of an engine.", hint="Write http://HOST:PORT."
+                f"{self.address!r} is not the address of an engine.", hint="Write http://HOST:PORT."
             ) from error
         except (aiohttp.ClientError, ConnectionError) as error:
             if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
                 raise _too_many_files(asked, purpose) from error
             reason = f"{type(error).__name__}: {error}"
-            raise EngineAwayError(f"{self.name} is away, asked for {purpose} ({asked}): {reason}") from error
+            raise EngineAwayError(
+                f"{self.name} cannot be reached for {purpose} ({asked}): {reason}"
+            ) from error
 
     def _request(self, path: str, body: bytes | None) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
         verb = "GET" if body is None else "POST"
@@ -162,8 +164,9 @@ def allow_open_files() -> None:
 def _too_many_files(asked: str, purpose: str) -> OpenFilesError:
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return OpenFilesError(
-        f"{asked} could not be sent for {purpose}: this process has all files open that it may ({limit}).",
-        hint="Each request under way needs one. Raise it (ulimit -n, a container's --ulimit nofile) or "
+        f"{asked} could not be sent for {purpose}: this process has reached its limit of "
+        f"open files ({limit}).",
+        hint="Each request in flight needs one. Raise it (ulimit -n, a container's --ulimit nofile) or "
         "lower rollout.client.concurrency.",
     )
 

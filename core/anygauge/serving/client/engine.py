@@ -163,7 +163,7 @@ class EngineClient:
                         yield part
                     if parts.finished:
                         return
-            raise EngineAwayError(f"{self.name} broke off {purpose} after {parts.seen} tokens.")
+            raise EngineAwayError(f"{self.name} interrupted {purpose} after {parts.seen} tokens.")
 
     async def _images(self, request: GenerateRequest) -> list[bytes]:
         if not request.media:
@@ -208,7 +208,7 @@ class EngineClient:
         except TimeoutError as error:
             raise DeadlineError(
                 f"{self.name} had no room for request {request.label} in "
-                f"{self.options.request_timeout_s:.4g} s: {len(self._rids)} others are under way.",
+                f"{self.options.request_timeout_s:.4g} s: {len(self._rids)} others are in flight.",
                 hint="Raise rollout.client.concurrency, or request_timeout_s.",
             ) from error
 

@@ -67,7 +67,8 @@ async def _idle(client: _Client) -> None:
                 await asyncio.sleep(_LOOK_S)
     except TimeoutError as error:
         raise DeadlineError(
-            f"{client.name} still had requests {limit_s:g} s after it was to make room for the trainers.",
-            hint="Let nobody but the run generate with it; raise rollout.client.control_timeout_s if its "
+            f"{client.name} still had requests {limit_s:g} s after it was asked to make room for the "
+            "trainers.",
+            hint="Send it no requests but those of the run; raise rollout.client.control_timeout_s if its "
             "requests end later.",
         ) from error

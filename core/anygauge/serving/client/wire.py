@@ -127,7 +127,7 @@ def reading(data: bytes, engine: str) -> Iterator[None]:
         yield
     except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError) as error:
         raise RolloutError(
-            f"{engine} answered with what is no generation: {error!r}; it begins with {data[:_EXCERPT]!r}.",
+            f"{engine} returned an invalid generation: {error!r}; it begins with {data[:_EXCERPT]!r}.",
             hint="Is there an SGLang server of a known version at this address, and nothing in between?",
         ) from error
 
@@ -182,7 +182,7 @@ def _sampled(pairs: Sequence[Sequence[Any]]) -> tuple[tuple[int, ...], tuple[flo
     if (stray := stray_token(tokens)) is not None:
         raise ValueError(f"token {stray} is {tokens[stray]!r}")
     if set(map(type, log_probs)) - {float, int} or not math.isfinite(math.fsum(log_probs)):
-        raise ValueError("a log-prob is no finite number")
+        raise ValueError("a log-prob is not finite")
     most = max(log_probs, default=0.0)
     if most > LARGEST_LOG_PROB:
         raise ValueError(f"a log-prob is {most}, above 0")
@@ -238,7 +238,7 @@ def version_of(label: str | None, engine: str) -> int:
         return int(label)
     except ValueError as error:
         raise RolloutError(
-            f"{engine} serves weights of version {label!r}, which is no number.",
+            f"{engine} serves weights of version {label!r}, which is not a number.",
             hint="Restart the server without --weight-version, or with the number of a step.",
         ) from error
 

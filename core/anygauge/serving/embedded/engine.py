@@ -198,7 +198,7 @@ class TransformersEngine:
             self._towers.check(request.media, name)
         elif request.media:
             raise RolloutError(
-                f"{name} has {request.media[0].kind}, and the engine's model reads text alone.",
+                f"{name} has {request.media[0].kind}, and the engine's model is text-only.",
                 hint="Say what the model takes: model.modalities, or data.multimodal_keys.",
             )
         if self._room(tokens, params) < 1:

@@ -82,7 +82,7 @@ class MultimodalTowers:
             if medium.kind not in self._context.kinds:
                 raise RolloutError(
                     f"{name} has {medium.kind}, and the run's model takes "
-                    f"{', '.join(sorted(self._context.kinds)) or 'text alone'}.",
+                    f"{', '.join(sorted(self._context.kinds)) or 'only text'}.",
                     hint="Add the kind to model.modalities.",
                 )
             if self._context.store is None or not self._context.store.has(medium.key):
@@ -154,7 +154,7 @@ class MultimodalTowers:
         if len(features) != placed.total:
             raise RolloutError(
                 f"The tower {spec.name!r} made {len(features)} features for {placed.total} placeholders.",
-                hint="The processor of the model's family counts placeholders otherwise than its tower.",
+                hint="The processor of the model's family counts placeholders differently from its tower.",
             )
         source = placed.source
         return features.index_select(0, source), [level.index_select(0, source) for level in levels]

@@ -64,7 +64,7 @@ def _without_effect(config: Config) -> Iterator[ConfigProblem]:
 def _of_others(config: Config) -> Iterator[ConfigProblem]:
     """Yield what is wrong where somebody else has started the servers; SGLang need not be installed here."""
     if config.rollout.sglang:
-        hint = "has no effect with rollout.external, whose engines somebody else starts; leave it out"
+        hint = "has no effect with rollout.external, whose engines the run does not start; leave it out"
         yield ConfigProblem(path="rollout.sglang", found=config.rollout.sglang, hint=hint)
     yield from _treatment(config)
 

@@ -118,7 +118,7 @@ def test_an_engine_that_computes_no_number_ends_the_run(make_producer: MakeProdu
         ({"tokens": (-1, 2)}, "token -1 as number 0 of 2"),
         ({"tokens": (1, 2.0)}, r"token 2\.0 as number 1 of 2"),
         ({"tokens": (1, 50)}, "token 50 as number 1 of 2"),
-        ({"log_probs": (-0.5, 0.1)}, r"log-prob 0\.1, which is of no probability"),
+        ({"log_probs": (-0.5, 0.1)}, r"log-prob 0\.1, which is not a valid log-prob"),
     ],
 )
 def test_an_engine_that_returns_what_no_model_samples_ends_the_run(

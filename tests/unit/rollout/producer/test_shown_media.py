@@ -173,7 +173,9 @@ def test_a_placeholder_in_a_tools_words_is_refused(
         draft = rollout.draft()
         await draft.generate()
         draft.observe((1, PAD, PAD, 2), [image("k", 1)])
-        with pytest.raises(RolloutError, match="Token 3 of what the policy is told, at 4, holds the place"):
+        with pytest.raises(
+            RolloutError, match="Token 3 added to a sample, at 4, is a placeholder of a medium"
+        ):
             draft.observe((1, PAD, PAD, 2, PAD), [image("k", 1)])
         found: Sample = draft.sample()
         return found

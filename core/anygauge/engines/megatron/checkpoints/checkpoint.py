@@ -142,7 +142,7 @@ class Checkpointer:
             return self._write is None
         error = self._write.exception()
         if isinstance(error, OSError):
-            hint = "Make room, or give the run a directory that every worker may write to."
+            hint = "Free space on the disk, or give the run a directory that every worker may write to."
             raise _unwritten(str(error), hint) from error
         if error is not None:
             raise _unwritten(repr(error), SEE_LOG) from error

@@ -242,7 +242,7 @@ class PieceReader:
         if len(dtypes) > 1:
             raise CheckpointError(
                 f"The checkpoint has {kind} of {name} in several types: {sorted(map(str, dtypes))}.",
-                hint="Take an earlier checkpoint.",
+                hint="Resume from an earlier checkpoint.",
             )
         return dtypes.pop() if dtypes else None
 
@@ -286,7 +286,7 @@ class PieceReader:
         if any(scalars != scalars_of_pieces[0] for scalars in scalars_of_pieces):
             raise CheckpointError(
                 f"The optimizer took different steps on the parts of {name}: {scalars_of_pieces}.",
-                hint="Take an earlier checkpoint.",
+                hint="Resume from an earlier checkpoint.",
             )
         return scalars_of_pieces[0] if scalars_of_pieces else {}
 
@@ -336,7 +336,7 @@ class PieceReader:
         if position < overlap.end:
             raise CheckpointError(
                 f"The checkpoint lacks elements {position} to {overlap.end} of {kind} of {name}.",
-                hint="Files of a rank are missing; take an earlier checkpoint.",
+                hint="Files of a rank are missing; resume from an earlier checkpoint.",
             )
         return covering
 
@@ -398,7 +398,7 @@ def _stored_dtype(part: Any, kind: str, piece: Piece) -> torch.dtype:
         raise CheckpointError(
             f"{kind} of {piece.name} is stored as {part.get_dtype()} of shape {shape}, for elements "
             f"{piece.start} to {piece.end}.",
-            hint="Take an earlier checkpoint.",
+            hint="Resume from an earlier checkpoint.",
         )
     return known[part.get_dtype()]
 
@@ -409,7 +409,7 @@ def _slice(handle: Any, name: str) -> Any:
     except SafetensorError as error:
         raise CheckpointError(
             f"The checkpoint has no {name}, which its description names: {error}.",
-            hint="Take an earlier checkpoint.",
+            hint="Resume from an earlier checkpoint.",
         ) from error
 
 
@@ -462,5 +462,5 @@ def _piece(fields: Mapping[str, Any]) -> Piece:
 
 def _torn(path: Path, reason: str) -> CheckpointError:
     return CheckpointError(
-        f"{path} of a checkpoint cannot be read: {reason}.", hint="Take an earlier checkpoint."
+        f"{path} of a checkpoint cannot be read: {reason}.", hint="Resume from an earlier checkpoint."
     )

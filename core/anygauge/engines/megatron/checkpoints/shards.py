@@ -187,7 +187,7 @@ class _Owners:
                 if 0 <= offset <= owner.numel() - tensor.numel():
                     return owner, offset
         raise CheckpointError(
-            f"{name} is no contiguous part of a parameter or buffer of the model.",
+            f"{name} is not a contiguous part of a parameter or buffer of the model.",
             hint="Let canonical_tensors of its module return such views, or set save.every to none.",
         )
 
@@ -206,7 +206,8 @@ def optimizer_shards(held: Sequence[LocalTensor], optimizer: MegatronOptimizer) 
         for parameter, start, end, main in _shards_of(part):
             if main not in updated:
                 raise CheckpointError(
-                    f"{type(part.optimizer).__name__} keeps its weights apart, so no checkpoint can be made.",
+                    f"{type(part.optimizer).__name__} keeps the weights in tensors of its own, so no "
+                    "checkpoint can be made.",
                     hint="Let make_optimizer of the backend keep the tensors that it is given, or set "
                     "save.every to none.",
                 )

@@ -225,7 +225,7 @@ def _check_sizes(path: Path, hf: Mapping[str, Any]) -> None:
         value = hf.get(key, 1)
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise CheckpointError(
-                f"{path} has {key} = {value!r}, where a number above 0 belongs.",
+                f"{path} has {key} = {value!r}, which must be a number above 0.",
                 hint="Download the file again, or correct it.",
             )
 
@@ -428,8 +428,8 @@ def _compare(run: Run, one: Path, other: Path, shares: Sequence[Sequence[TensorR
     if different:
         shown = ", ".join(different[:SHOWN])
         raise CheckpointError(
-            f"{len(different)} tensors are not what they were before the conversion: {shown}.",
-            hint="Has the source changed meanwhile? If not, the disk is to be suspected.",
+            f"{len(different)} tensors changed in the conversion: {shown}.",
+            hint="Has the source changed meanwhile? If not, check the disk.",
         )
 
 

@@ -202,7 +202,7 @@ class DistReader:
         tensor = torch.empty(chunk.sizes, dtype=stored.properties.dtype)
         items = create_read_items_for_chunk_list(key, stored, [chunk])
         if any(_overlap(one, other) for one, other in combinations(items, 2)):
-            raise torn(self._directory, f"parts of {key} lie upon each other")
+            raise torn(self._directory, f"parts of {key} overlap")
         if missing := tensor.numel() - sum(prod(item.lengths) for item in items):
             raise torn(self._directory, f"{key} lacks {missing} elements")
         if len(items) == 1:

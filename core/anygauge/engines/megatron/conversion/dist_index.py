@@ -71,7 +71,7 @@ def _checked(metadata: Any) -> Index:
             for chunk in tensors[key].chunks:
                 index = MetadataIndex(key, chunk.offsets)
                 if index in places:
-                    raise ValueError(f"two parts of {key} lie upon each other, at {tuple(chunk.offsets)}")
+                    raise ValueError(f"two parts of {key} overlap, at {tuple(chunk.offsets)}")
                 places[index] = _place(key, chunk.sizes, metadata.storage_data[index])
     return tensors, places
 
@@ -96,7 +96,7 @@ def _tensor(key: str, entry: Any) -> TensorStorageMetadata:
 def _place(key: str, sizes: torch.Size, info: Any) -> Place:
     place = Place(sizes, str(info.relative_path), int(info.offset), int(info.length))
     if place.start < 0 or place.length < 0 or Path(place.file).name != place.file:
-        raise ValueError(f"{key} is to be {place.length} bytes at byte {place.start} of {place.file}")
+        raise ValueError(f"{key} should be {place.length} bytes at byte {place.start} of {place.file}")
     return place
 
 

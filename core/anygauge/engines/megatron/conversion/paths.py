@@ -55,18 +55,18 @@ def check_source(source: Path, *, megatron: bool, model: Path | None = None) -> 
         return Source(source, _model_of_run(source) if model is None else _directory_of_model(model, source))
     if model is not None:
         raise CheckpointError(
-            f"{source} is no checkpoint of a run, and has a config of its own.", hint="Leave --model out."
+            f"{source} is not a checkpoint of a run, and has a config of its own.", hint="Leave --model out."
         )
     if megatron and not is_megatron:
         raise CheckpointError(
-            f"{source} is no Megatron checkpoint of anygauge: no model/metadata.json or hf/config.json.",
+            f"{source} is not a Megatron checkpoint of anygauge: no model/metadata.json or hf/config.json.",
             hint="It is a Hugging Face directory; did you mean --to-megatron?"
             if is_hf
             else "Make one with `anygauge convert --to-megatron HF_DIR OUT`.",
         )
     if not megatron and not is_hf:
         raise CheckpointError(
-            f"{source} is no Hugging Face directory: it has no config.json.",
+            f"{source} is not a Hugging Face directory: it has no config.json.",
             hint="It is a Megatron checkpoint; did you mean --to-hf?"
             if is_megatron
             else "Name a directory with config.json, a tokenizer and *.safetensors.",
@@ -85,7 +85,7 @@ def _model_of_run(checkpoint: Path) -> Path:
         model = Path(parse_toml(path.read_text(encoding="utf-8"))["model"]["path"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(
-            f"{checkpoint} is a checkpoint of a run, and {path} does not say of which model: {error!r}.",
+            f"{checkpoint} is a checkpoint of a run, but {path} does not name its model: {error!r}.",
             hint="Name its Hugging Face directory: --model DIR.",
         ) from error
     return _directory_of_model(model, checkpoint)
@@ -94,7 +94,7 @@ def _model_of_run(checkpoint: Path) -> Path:
 def _directory_of_model(model: Path, checkpoint: Path) -> Path:
     if not (model / "config.json").is_file():
         raise CheckpointError(
-            f"{checkpoint} is a checkpoint of a run of {model}, which is no Hugging Face directory here.",
+            f"{checkpoint} is a checkpoint of a run of {model}, which is not a Hugging Face directory here.",
             hint="Name the one with its config and tokenizer: --model DIR.",
         )
     return model
@@ -113,7 +113,7 @@ def check_target(target: Path, source: Path) -> Path:
     """
     if target.is_symlink():
         raise CheckpointError(
-            f"Cannot write to {target}: it is a link.", hint=f"Name where it leads: {target.resolve()}."
+            f"Cannot write to {target}: it is a link.", hint=f"Name its target instead: {target.resolve()}."
         )
     if target.exists() and not (target.is_dir() and not any(target.iterdir())):
         kind = "is not empty" if target.is_dir() else "is a file"
@@ -123,7 +123,7 @@ def check_target(target: Path, source: Path) -> Path:
     resolved = target.resolve()
     if source.resolve() in resolved.parents:
         raise CheckpointError(
-            f"Cannot write to {target}: it is inside of {source}.", hint="Name a directory elsewhere."
+            f"Cannot write to {target}: it is inside {source}.", hint="Name a directory elsewhere."
         )
     if resolved == Path.cwd() or resolved.is_mount():
         kind = "the current directory" if resolved == Path.cwd() else "where a file system is mounted"
@@ -143,6 +143,6 @@ def conversion_error(error: Exception, source: Path, target: Path) -> Checkpoint
     number = getattr(error, "errno", None) or (int(match[1]) if match else None)
     name = getattr(error, "filename", None)
     if name is not None and source.resolve() in Path(os.fsdecode(name)).resolve().parents:
-        return CheckpointError(f"Cannot convert {source}: {error}.", hint="See that it can be read.")
+        return CheckpointError(f"Cannot convert {source}: {error}.", hint="Make it readable.")
     hint = _HINTS.get(number or 0, "Name a directory on another disk.")
     return CheckpointError(f"Cannot convert into {target}: {error}.", hint=hint)

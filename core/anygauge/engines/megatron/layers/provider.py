@@ -97,7 +97,7 @@ def complete(provided: Any | None, default: SpecProvider) -> Any:
     parts = {name for name in vars(SpecProvider) if not name.startswith("_")}
     if unknown := sorted(names - parts):
         raise PluginError(
-            f"get_spec_provider names {', '.join(unknown)}, of which no layer is made.",
+            f"get_spec_provider names {', '.join(unknown)}, which no layer uses.",
             hint=f"The parts are {', '.join(sorted(parts))}.",
         )
     _log.info("layers take %s from %s", ", ".join(sorted(names)), type(provided).__module__)

@@ -103,7 +103,8 @@ class RoutingStore:
             raise RouterReplayError(
                 f"A log-prob pass captured routes of {len(routes.experts)} layers, "
                 f"this rank has {len(self._layers)} with experts.",
-                hint="A router must ask for its routes; use our own, or set train.router_replay = false.",
+                hint="A router must ask for its routes; use the engine's own, or set "
+                "train.router_replay = false.",
             )
         rows = _real_rows(sequences, parts)
         lengths = [len(tokens) for tokens in sequences]

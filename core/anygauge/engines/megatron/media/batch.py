@@ -68,7 +68,7 @@ class MediaReader:
             pass
         raise MediaMismatchError(
             f"The {media.kind} {media.source or media.key} of a sample is not in the store of the host.",
-            hint="Whoever made the sample dropped its media too early, or the worker has no store.",
+            hint="The media of the sample were dropped too early, or the worker has no store.",
         )
 
 

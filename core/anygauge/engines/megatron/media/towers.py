@@ -280,7 +280,7 @@ class Tower:
         if len(main) != count:
             raise MediaMismatchError(
                 f"The tower {self.spec.name!r} made {len(main)} features, for {count} placeholders.",
-                hint="The processor of the model's family counts placeholders otherwise than its tower.",
+                hint="The processor of the model's family counts placeholders differently from its tower.",
             )
         return main, levels
 

@@ -40,18 +40,18 @@ _OF_SOURCE = ("quantization_config", "torch_dtype")
 def read_config(directory: Path) -> dict[str, Any]:
     """Return ``config.json``.
 
-    :raises CheckpointError: There is none, or it is no JSON object.
+    :raises CheckpointError: There is none, or it is not JSON object.
     """
     path = directory / "config.json"
     try:
         config = read_json(path)
     except FileNotFoundError:
         raise CheckpointError(
-            f"{directory} is no Hugging Face directory: it has no config.json.",
+            f"{directory} is not a Hugging Face directory: it has no config.json.",
             hint="Point model.path at a directory with config.json, a tokenizer and *.safetensors.",
         ) from None
     except ValueError as error:
-        raise CheckpointError(f"{path} is no JSON: {error}.", hint="Download the file again.") from error
+        raise CheckpointError(f"{path} is not JSON: {error}.", hint="Download the file again.") from error
     if not isinstance(config, dict):
         raise CheckpointError(
             f"{path} holds {type(config).__name__}, not an object.", hint="Download the file again."
@@ -173,7 +173,7 @@ def write_directory(
     except (OSError, SafetensorError) as error:
         raise CheckpointError(
             f"{target} cannot be written: {error}.",
-            hint="Free space there, or choose another directory; a run goes on with --resume.",
+            hint="Free space there, or choose another directory; continue the run with --resume.",
         ) from error
 
 

@@ -164,7 +164,7 @@ def on_every_rank(opening: AbstractContextManager[Source], directory: Path) -> I
         if failed:
             raise CheckpointError(
                 f"Ranks {failed} cannot read {directory}; this rank could.",
-                hint="Every host must see the same files. The log of such a rank says more.",
+                hint="Every host must see the same files. See the log of such a rank.",
             )
         yield source
 
