@@ -54,7 +54,7 @@ def seed_everything(device: Device, seed: int) -> None:
 
 
 def on_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Return a copy of a host tensor on a device, which is on its way while the host goes on.
+    """Copy a host tensor to a device asynchronously.
 
     Memory that is not pinned is copied when all that the device has to do before is done: between forward
     and backward it would stand still for as long as the host takes for what comes next.
@@ -65,7 +65,7 @@ def on_device(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def set_deterministic() -> None:
-    """Let torch use deterministic algorithms alone in this process, on every device.
+    """Make torch use only deterministic algorithms in this process, on every device.
 
     An operator that has none raises :class:`RuntimeError` when it is called. Torch then also fills memory
     that would be left uninitialised. What a backend needs beside it comes through ``worker_env``.
@@ -113,7 +113,7 @@ def take_peak_memory() -> int | None:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an exception tells of an allocation that failed, on whatever device."""
+    """Return whether an exception is a failed allocation, on any device."""
     import torch
 
     if isinstance(error, MemoryError | torch.OutOfMemoryError):

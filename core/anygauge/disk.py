@@ -41,7 +41,7 @@ ABANDONED = (".*.partial-*", ".*.new", ".*.removed", f".*{REPLACED}")
 
 
 def why_impossible(path: Path) -> str | None:
-    """Return why no file system holds a path, and what to do; ``None`` for a possible one.
+    """Return why a path is impossible on every file system, and a hint; ``None`` for a possible one.
 
     ``Path.is_dir`` and its like raise ``OSError`` on an impossible one.
     """
@@ -64,7 +64,7 @@ def read_json(path: Path) -> Any:
 
 
 def parse_toml(text: str) -> dict[str, Any]:
-    """Return what a TOML text says.
+    """Parse a TOML text.
 
     :raises ValueError: It is not TOML, or nested too deeply.
     """
@@ -85,7 +85,7 @@ def write_file(path: Path, content: bytes) -> None:
 
 
 def stream_to_disk(stream: IO[bytes]) -> None:
-    """See what was written to a file to the disk."""
+    """Flush a file to disk."""
     stream.flush()
     os.fsync(stream.fileno())
 
@@ -109,7 +109,7 @@ def tree_to_disk(path: Path) -> None:
 
 @contextmanager
 def appearing(target: Path) -> Iterator[Path]:
-    """Yield a new directory beside a path; it gets that name when the block ends, whole and on the disk.
+    """Yield a temporary directory that is renamed to a path, complete and on disk, when the block ends.
 
     Nothing stays if the block raises. What a block left that was killed is removed by the next one of the
     target: the kernel frees its lock.

@@ -97,7 +97,7 @@ def _report(name: str, correction: Correction, x: LossInputs) -> list[tuple[str,
 
 
 def with_sample_sizes(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Return the metrics of a whole step, with what is no sum over micro-batches: means and sizes of samples.
+    """Add the means and sizes of samples to the metrics of a step: they are not sums over micro-batches.
 
     Means over samples take the place of sums, and effective sample sizes that of second moments: as a share
     of what there are, ``(sum a w)^2 / (sum a * sum a w^2)`` with ``a`` the weights before correction, of

@@ -138,7 +138,7 @@ def sequence_mask(inputs: LossInputs, *, delta: NotNegative) -> Correction:
 
 
 def metrics_only(inputs: LossInputs) -> Correction:
-    """Return how far apart ``p`` and ``q`` are, and no weights.
+    """Report how far ``p`` and ``q`` differ, without weights.
 
     ``kl`` and ``kl_k3`` estimate KL(q || p) from what ``q`` sampled, http://joschu.net/blog/kl-approx.html.
     ``chi2_token`` and ``chi2_sequence`` estimate the chi-square divergence ``E[ratio^2] - 1``, which says how

@@ -107,7 +107,7 @@ def sft(inputs: LossInputs) -> tuple[Tensor, Metrics]:
 
 
 def bind_options(policy_loss: Callable[..., tuple[Tensor, Metrics]], **options: Any) -> LossFunction:
-    """Return a policy loss with those of the options that its signature takes.
+    """Bind the options that a policy loss accepts.
 
     A loss without clipping, such as :func:`sft`, does not have to take the clip range.
 

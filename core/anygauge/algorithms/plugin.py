@@ -11,7 +11,7 @@ from anygauge_hooks.types import NamedFunction
 
 @hookimpl
 def register_advantage_estimators() -> list[NamedFunction]:
-    """Return those of groups: ``grpo``, ``dr_grpo``, ``rloo``; and those of tokens."""
+    """Return the group-level estimators ``grpo``, ``dr_grpo``, ``rloo``, and the token-level ones."""
     from anygauge.algorithms import advantages, token_advantages
 
     by_token: dict[Callable[..., Any], dict[str, Any]] = {
@@ -38,7 +38,7 @@ def register_policy_losses() -> list[NamedFunction]:
 
 @hookimpl
 def register_corrections() -> list[NamedFunction]:
-    """Return those that weigh: ``tis``, ``icepop``, ``mis``; those that mask, and ``metrics_only``."""
+    """Return the weighting corrections ``tis``, ``icepop``, ``mis``, the masks, and ``metrics_only``."""
     from anygauge.algorithms import correction as c
 
     compare = (c.tis, c.icepop, c.mis, c.rejection, c.veto, c.metrics_only)

@@ -30,7 +30,7 @@ def sample_means(values: Tensor, x: LossInputs) -> Tensor:
 
 
 def sample_mean_weights(x: LossInputs) -> Tensor:
-    """Return ``[T]`` with which a sum over tokens is one over samples, of each the mean of its tokens.
+    """Return weights ``[T]`` that turn a sum over tokens into the sum of each sample's token mean.
 
     The shares themselves add up to the number of samples that have a token that counts.
     """

@@ -35,11 +35,11 @@ def discounted_sums(values_C: Tensor, decay: float, lengths: Sequence[int]) -> T
 
 
 def last_tokens(lengths: Sequence[int]) -> Tensor:
-    """Return where each sequence ends, of those that are not empty, int64."""
+    """Return the index of the last token of each non-empty sequence, int64."""
     counts = torch.tensor(lengths, dtype=torch.int64)
     return counts.cumsum(0)[counts > 0] - 1
 
 
 def sample_of_token(lengths: Sequence[int]) -> Tensor:
-    """Return which sequence each token is of, ``[T]``, int64."""
+    """Return the sequence index of each token, ``[T]``, int64."""
     return torch.repeat_interleave(torch.tensor(lengths, dtype=torch.int64))

@@ -99,7 +99,7 @@ def reinforce_plus_plus_baseline(inputs: AdvantageInputs) -> TokenAdvantages:
 
 
 def on_policy_distillation(inputs: AdvantageInputs) -> TokenAdvantages:
-    """Return how much likelier the teacher finds each token, https://arxiv.org/abs/2306.13649 section 3.
+    """Return teacher log-prob minus policy log-prob, per token, https://arxiv.org/abs/2306.13649 section 3.
 
     ``A_t = log teacher(x_t) - log policy(x_t)``: its mean is minus the KL divergence of the policy from the
     teacher, estimated from what the policy sampled, and the policy gradient with it follows the gradient of

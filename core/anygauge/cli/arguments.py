@@ -62,7 +62,7 @@ def is_override(token: str) -> bool:
 
 
 def split_arguments(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Split a command line into the tokens that are not overrides and those that are, values included.
+    """Split a command line into options and config overrides, with their values.
 
     >>> split_arguments(["train", "--run.seed", "-1", "a.toml", "--train.lr=1", "--dry-run"])
     (['train', 'a.toml', '--dry-run'], ['--run.seed', '-1', '--train.lr=1'])

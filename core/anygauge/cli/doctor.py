@@ -272,7 +272,7 @@ def _installed(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 
 
 def read_media() -> list[HostCheck]:
-    """Return what can be read, and what to install for the rest. Nothing is imported."""
+    """Return the media formats that can be read, and what to install for the others. Imports nothing."""
     return [_media_row(*each) for each in _READERS]
 
 

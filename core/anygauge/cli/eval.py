@@ -20,7 +20,7 @@ HELP = "Evaluate a model or a checkpoint on the data sets of a config."
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options; those of the config tree are not among them."""
+    """Declare the options; config keys are parsed separately."""
     parser.usage = (
         "anygauge eval CONFIG.toml [--checkpoint DIR] [--section.key value ...] [--backend NAME] [--out FILE]"
     )

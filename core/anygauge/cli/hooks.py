@@ -1,4 +1,4 @@
-"""``anygauge hooks``: implementations of every hook, and ops that have the reference alone."""
+"""``anygauge hooks``: implementations of every hook, and ops with only a reference."""
 
 from __future__ import annotations
 

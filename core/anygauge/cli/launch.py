@@ -1,4 +1,4 @@
-"""``anygauge launch``: the lines that start a Ray cluster for a run, or what one of them does."""
+"""``anygauge launch``: print the commands that start a Ray cluster for a run, or run one of them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ LOOPBACK_ONLY = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options; those of the config tree are not among them."""
+    """Declare the options; config keys are parsed separately."""
     parser.usage = (
         "anygauge launch [CONFIG.toml] --nodes N --devices M [--head HOST[:PORT]] "
         "[--run head|worker | --print-head] [--backend NAME] [--section.key value ...]"

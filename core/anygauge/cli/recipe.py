@@ -89,7 +89,7 @@ class Machine:
 
 
 def facts_of_name(name: str) -> ModelFacts:
-    """Return what a name tells of a model.
+    """Guess facts about a model from its name.
 
     >>> facts_of_name("Qwen/Qwen3-30B-A3B").billions, facts_of_name("HuggingFaceTB/SmolLM2-135M").billions
     (30.0, 0.135)
@@ -109,7 +109,7 @@ def facts_of_name(name: str) -> ModelFacts:
 
 
 def facts_of_config(name: str, hf: Mapping[str, Any], *, chat: bool) -> ModelFacts:
-    """Return what the ``config.json`` of a model tells.
+    """Return facts about a model from its ``config.json``.
 
     :param chat: Whether its tokenizer has a chat template.
     """

@@ -12,7 +12,7 @@ _MESSAGE = "Failed to load the backend extension: "
 
 
 def extension_failure(error: BaseException) -> TorchImportError | None:
-    """Return what to do about an exception of ``import torch``; ``None`` if it is of something else."""
+    """Return the error for an exception of ``import torch``; ``None`` if no extension caused it."""
     text = str(error)
     if not (isinstance(error, RuntimeError) and text.startswith(_MESSAGE)):
         return None

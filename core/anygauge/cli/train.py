@@ -23,7 +23,7 @@ _KEYS_TITLE = 'In tables of the file, or as --section.key value. Values are TOML
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options; those of the config tree are not among them."""
+    """Declare the options; config keys are parsed separately."""
     parser.usage = (
         "anygauge train CONFIG.toml [--section.key value ...] [--backend NAME] [--resume | --overwrite] "
         "[--dry-run]"

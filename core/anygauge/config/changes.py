@@ -42,7 +42,7 @@ def adjust(
     plugins: Plugins,
     user_keys: Collection[str],
 ) -> tuple[Tree, tuple[AppliedChange, ...]]:
-    """Ask every plugin what to fill in, and lay it over a copy of the tree.
+    """Apply every plugin's defaults to a copy of the tree.
 
     All answers are collected before any is applied, so the order of the plugins does not matter.
 

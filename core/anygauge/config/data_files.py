@@ -49,7 +49,7 @@ def split_slice(path: str) -> tuple[str, slice]:
 
 
 def meant_slice(path: str) -> str | None:
-    """Return what was meant by a path that ends like a slice without its ``@``."""
+    """Suggest the path for one that ends like a slice without its ``@``."""
     match = _BARE.fullmatch(path)
     return f"{match[1]}@{match[2]}" if match else None
 
@@ -66,7 +66,7 @@ def dataset_name(file: DataFile) -> str:
 
 
 def why_no_file(path: Path) -> str | None:
-    """Return why a path is no file to read, as a clause; ``None`` if it is one.
+    """Return why a path cannot be read as a file, as a clause; ``None`` if it can.
 
     It is not opened: opening a pipe waits for somebody to write into it.
     """

@@ -149,7 +149,7 @@ def dump_config(config: Config) -> str:
 
 
 def write_resolved(config: Config, path: str | Path) -> None:
-    """Write a config as :func:`dump_config` returns it, but for its secrets, which are masked."""
+    """Write a config as :func:`dump_config` returns it, with its secrets masked."""
     tree = masked(_without_null(config.model_dump(mode="json")))
     Path(path).write_text(tomli_w.dumps(tree), encoding="utf-8")
 

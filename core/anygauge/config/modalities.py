@@ -17,14 +17,14 @@ TOWERS: Mapping[str, frozenset[MediaKind]] = {
 
 
 def modalities(config: Config) -> frozenset[MediaKind]:
-    """Return the kinds of media that the model of a run takes: what is named, or what its data have."""
+    """Return the kinds of media that a run's model takes: the configured ones, or those of its data."""
     if config.model.modalities is not None:
         return frozenset(config.model.modalities)
     return frozenset(kind for keys in media_fields(config).values() for kind in keys)
 
 
 def media_fields(config: Config) -> dict[str, Mapping[MediaKind, str]]:
-    """Return the fields of rows that hold media, by the path of what names them."""
+    """Return the row fields that hold media, by the config key that names them."""
     fields: dict[str, Mapping[MediaKind, str]] = {"data.multimodal_keys": config.data.multimodal_keys}
     for name, dataset in config.eval.datasets.items():
         if dataset.multimodal_keys is not None:

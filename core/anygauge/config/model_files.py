@@ -32,7 +32,7 @@ LENGTH_BYTES = 8
 def read_model(
     directory: Path, plugins: Plugins, *, trust_remote_code: bool = False, is_critic: bool = False
 ) -> tuple[dict[str, Any] | None, list[str]]:
-    """Return the config of the text model if it can be read, and what is wrong with the directory.
+    """Return the config of the text model, if it can be read, and the problems of the directory.
 
     :param directory: Must exist.
     :param trust_remote_code: Whether Python files of the directory may run.
@@ -162,7 +162,7 @@ def _tokens(tokenizer: Mapping[str, Any]) -> Iterator[tuple[int, str]]:
 
 
 def other_tokens(directory: Path, policy: Path) -> Iterator[str]:
-    """Yield why a model cannot read what the policy writes: a token that means something else there.
+    """Yield tokens that mean something else to a model than to the policy.
 
     A token that one of them does not have is no reason. Directories without a ``tokenizer.json`` are not
     compared.

@@ -107,7 +107,7 @@ def option_problems(path: str, name: str, fn: Callable[..., Any], options: Mappi
 
 
 def taken_options(function: Callable[..., Any], options: Collection[str]) -> list[str]:
-    """Return those of the options that a function takes."""
+    """Return the options that a function accepts."""
     known = _options(function)
     return [option for option in options if known is None or option in known]
 

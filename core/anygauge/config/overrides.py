@@ -15,7 +15,7 @@ _QUOTED = ("[", "{", '"', "'")
 
 
 def read_overrides(overrides: Iterable[str | tuple[str, Any]]) -> tuple[Tree, list[ConfigProblem]]:
-    """Return the tree that overrides spell, and what is wrong with them.
+    """Return the config tree of command-line overrides, and their problems.
 
     :param overrides: ``"--section.key", "value"`` in a row, ``"--section.key=value"``,
         ``"section.key=value"`` or ``("section.key", value)``. A value is read as TOML; what is no TOML is a

@@ -42,14 +42,14 @@ class Components:
 
 
 def run_components(config: Config) -> Components:
-    """Return what a run builds: in a debug mode, one half alone."""
+    """Return the components that a run builds; a debug mode leaves out some."""
     mode = config.debug.mode
     trains = mode != "rollout_only"
     return Components(trains=trains, generates=mode != "train_only" and config.samples, learns=trains)
 
 
 def evaluation_components(config: Config, *, loads: bool) -> Components:
-    """Return what an evaluation alone builds.
+    """Return the components that ``anygauge eval`` builds.
 
     :param loads: Whether it reads a checkpoint, which only train engines can.
     """
@@ -111,7 +111,7 @@ def as_language_model(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def as_classifier(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a critic's ``config.json`` has otherwise than that of its language model."""
+    """Return the keys in which a critic's ``config.json`` differs from its language model's."""
     names = hf.get("architectures") or ()
     one = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
     return {"architectures": [_ending(str(name), LANGUAGE_MODEL, CLASSIFIER) for name in names], **one}

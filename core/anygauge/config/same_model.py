@@ -27,7 +27,7 @@ _POSITIONS = (1, 30, 1_000, 30_000)
 def differing_keys(
     spec: ModelSpec, one: Mapping[str, Any], other: Mapping[str, Any], kinds: Collection[MediaKind] = ()
 ) -> list[str]:
-    """Return the keys by which two ``config.json`` describe different models; none if they do not.
+    """Return the keys in which two ``config.json`` describe different models.
 
     :param one: Of a model that the family has; so is ``other``.
     :param kinds: Of media that are shown; towers that take nothing of them have no part in it.

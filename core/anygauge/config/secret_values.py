@@ -1,4 +1,4 @@
-"""Mask secrets that a config holds as literal values, in whatever is written down of it."""
+"""Mask literal secrets of a config wherever it is written."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def masked(tree: Any) -> Any:
 
 
 def secret_values(config: Config) -> tuple[str, ...]:
-    """Return every secret that a config holds literally."""
+    """Return the secrets that a config contains as literal values."""
     values: dict[str, None] = {}
 
     def noted(value: str) -> str:

@@ -55,7 +55,7 @@ def remove(tree: Tree, path: str) -> None:
 
 
 def covers(path: str, other: str) -> bool:
-    """Return whether two dotted paths are the same, or one is the table that holds the other."""
+    """Return whether two dotted paths are equal, or one is a table that contains the other."""
     return path == other or path.startswith(f"{other}.") or other.startswith(f"{path}.")
 
 

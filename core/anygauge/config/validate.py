@@ -219,7 +219,7 @@ def _value_hint(detail: ErrorDetails) -> str:
 
 
 def describe(field: FieldInfo) -> str:
-    """Return what a field is for, as plain text in which null is spelt as the user must write it."""
+    """Return a field's documentation as plain text, with null as the user must write it."""
     text = " ".join((field.description or "").split())
     return text.replace("``None``", f'"{NONE}"').replace("``", "")
 

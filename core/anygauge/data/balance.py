@@ -54,7 +54,7 @@ def media_costs(shown: Sequence[Sequence[Media]], flops: Callable[[Media], float
 
 
 def free(media: Media) -> float:
-    """Return what a medium costs where nobody counts it."""
+    """Return a cost of 0 for a medium."""
     return 0.0
 
 

@@ -70,7 +70,7 @@ class IndexCache:
         return path if path.is_dir() and self._pin(path) else None
 
     def workspace(self) -> Path:
-        """Return a new directory, to be given to :meth:`keep` once it is filled.
+        """Return a new directory for :meth:`keep`.
 
         :raises OSError: The cache cannot be written.
         """
@@ -138,7 +138,7 @@ class IndexCache:
 
 
 def no_place(error: OSError) -> DataError:
-    """Return the error of a host on which nothing can be written."""
+    """Return the error for a host without a writable cache directory."""
     return DataError(
         f"The data index cannot be written: {error}.",
         hint="Name a directory that can be written: data.cache, or ANYGAUGE_CACHE.",

@@ -1,4 +1,4 @@
-"""Trained parts of a rendered chat, for SFT: those that the policy would have to write."""
+"""Trained parts of a rendered chat, for SFT: the assistant's turns."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class TurnFinder:
     after it."""
 
     def split(self, messages: Sequence[Message], text: str) -> list[str]:
-        """Return a rendered chat in pieces, of which every second one is trained on.
+        """Split a rendered chat into pieces, alternately untrained and trained.
 
         A turn that the template shortens is not: the policy would have written all of it. Qwen3's leaves out
         the thinking of all turns before the last question.
@@ -80,7 +80,7 @@ _NO_TURN = "SFT needs a message with the role 'assistant' in each row, or the an
 
 
 def make_turn_finder(turns: AssistantTurns, tokenizer: Any, config: Data) -> TurnFinder:
-    """Return what finds the turns that a tokenizer's chat template writes.
+    """Return a finder of the assistant's turns in the output of a chat template.
 
     :param turns: How the family marks them; two empty strings if it has no chats.
     :raises ConfigError: The family has no chats, or the template marks turns otherwise.

@@ -36,7 +36,7 @@ class Identity(NamedTuple):
 
 
 def file_identity(path: Path) -> Identity:
-    """Return what tells a file from an earlier one of its name.
+    """Return the identity of a file: its path, size, modification time and inode.
 
     :raises DataError: It cannot be read.
     """

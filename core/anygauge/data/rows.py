@@ -74,7 +74,7 @@ class _Rendered:
 
 
 class RowReader:
-    """Reads rows as a config says.
+    """Reads rows according to a config.
 
     Each piece of a conversation is tokenized alone: the prompt has the tokens that it has in generation, and
     no token is half prompt and half response.
@@ -150,7 +150,7 @@ class RowReader:
     def read(
         self, contents: Sequence[bytes], folders: Iterable[Path] | None = None, *, keyed: bool = False
     ) -> list[Row | BadRowError]:
-        """Return each row, or what is wrong with it. They are tokenized together.
+        """Return each row or its problem. Rows are tokenized together.
 
         :param folders: Of the file of each row, where relative paths of media start from.
         :param keyed: Whether the bytes of media are read, for their keys; else their headers alone.

@@ -27,7 +27,7 @@ LIMIT_S = 60.0
 
 
 def prompt_problem(value: Any, *, apply_chat_template: bool, parts: bool = False) -> str | None:
-    """Return what is wrong with the prompt field of a row, as a clause, or ``None``.
+    """Return the problem of a row's prompt field, as a clause, or ``None``.
 
     :param value: A string, or a list of chat messages.
     :param apply_chat_template: Whether messages can be rendered.
@@ -94,7 +94,7 @@ def require_template(tokenizer: Any) -> None:
 
 
 def takes_parts(tokenizer: Any, config: Data, part: Message, mark: str) -> bool:
-    """Return whether a chat template writes a mark for a content part; others know text alone.
+    """Return whether a chat template supports content parts.
 
     :param tokenizer: A Hugging Face tokenizer with a chat template.
     """
@@ -153,6 +153,6 @@ def apply_template(
 
 
 def kind(value: Any) -> str:
-    """Return what a JSON value is, in words."""
+    """Return the type of a JSON value in words."""
     names = {type(None): "null", bool: "a boolean", int: "a number", float: "a number", str: "a string"}
     return names.get(type(value), "a list" if isinstance(value, list) else "an object")

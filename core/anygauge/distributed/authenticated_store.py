@@ -34,7 +34,7 @@ RETRY_S = 0.05
 
 
 class AuthenticatedStore(Store):
-    """A store of torch whose server answers nobody without the secret.
+    """A torch store whose server requires the secret.
 
     Torch calls it from threads of its own, so each request has a connection for itself while it is under way.
 

@@ -79,7 +79,7 @@ class ChildProcess:
             os.kill(self.pid, number)
 
     def reap(self) -> str:
-        """Kill what is left of the process and of its children, and say how it ended.
+        """Kill the process and its children, and return how it ended.
 
         The process is not reaped before, so its id cannot have passed to somebody else.
         """

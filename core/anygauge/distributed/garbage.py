@@ -1,4 +1,4 @@
-"""Garbage collections that leave out the objects of torch and Megatron, of which there are very many."""
+"""Garbage collection without the many objects of torch and Megatron."""
 
 from __future__ import annotations
 

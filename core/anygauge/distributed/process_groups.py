@@ -85,7 +85,7 @@ def init_process_group(
 
 
 def release_process_groups() -> None:
-    """Give up what all groups hold on devices, where they are reloadable. Every rank does so."""
+    """Release the device memory of all reloadable groups. Every rank calls it."""
     for groups in _reloadable:
         groups.release()
 

@@ -61,7 +61,7 @@ class ReloadableGroup(ProcessGroup):
         self.reload()
 
     def reload(self) -> None:
-        """Make the group inside, if there is none. Every rank of the group does so."""
+        """Create the inner group, if there is none. Every rank of the group calls it."""
         if self._inside is not None:
             return
         store = self._options.store = PrefixStore(f"life-{self._lives}/", self._store)
@@ -72,7 +72,7 @@ class ReloadableGroup(ProcessGroup):
         self._inside = inside
 
     def release(self) -> None:
-        """Give the group inside up, with all that its communicator holds."""
+        """Destroy the inner group and its communicator."""
         inside, self._inside = self._inside, None
         if inside is not None:
             inside.shutdown()
@@ -94,11 +94,11 @@ class ReloadableGroup(ProcessGroup):
         return [self._device]
 
     def shutdown(self) -> None:
-        """Release what there is."""
+        """Destroy the inner group, if there is one."""
         self.release()
 
     def abort(self) -> None:
-        """Break off what is under way."""
+        """Abort collectives in flight."""
         if self._inside is not None:
             self._inside.abort()
 

@@ -97,7 +97,7 @@ class Seal:
         return int(length)
 
     def open(self, header: bytes, message: bytes) -> bytes:
-        """Return a message that has arrived, once it is known to be the next that was sent."""
+        """Return a received message after checking that it is the next one that was sent."""
         if not hmac.compare_digest(header[LENGTH.size :], self._tag(message)):
             raise ForgedMessageError("a message was changed on its way")
         return message

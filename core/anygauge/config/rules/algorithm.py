@@ -40,7 +40,7 @@ Problems = Iterator[ConfigProblem]
 
 
 def estimator(config: Config, plugins: LoadedPlugins) -> NamedFunction | None:
-    """Return the advantage estimator, if there is one of its name; SFT has none."""
+    """Return the advantage estimator, or ``None`` if its name is unknown or the task is SFT."""
     if config.run.task == "sft":
         return None
     named: NamedFunction | None = plugins.find(ESTIMATORS, config.algorithm.advantage)
@@ -60,7 +60,7 @@ def has_teacher(config: Config, plugins: LoadedPlugins) -> bool:
 
 
 def rates_samples(config: Config, plugins: LoadedPlugins) -> bool:
-    """Return whether the teacher is asked for the log-probs of what the policy sampled."""
+    """Return whether the teacher computes log-probs of the policy's samples."""
     named = estimator(config, plugins)
     return named is not None and (TEACHER in named.needs or config.algorithm.distill_coef > 0)
 
@@ -72,7 +72,7 @@ def compares(config: Config) -> bool:
 
 
 def algorithm_rule(config: Config, user_keys: Collection[str]) -> Problems:
-    """Yield what does not fit, whatever the plugins provide."""
+    """Yield conflicts that do not depend on plugins."""
     if config.run.task == "sft" and config.algorithm.loss_aggregation == "constant_length":
         hint = "a row of SFT has no rollout.max_new_tokens to be divided by; take another"
         yield ConfigProblem(path="algorithm.loss_aggregation", found="constant_length", hint=hint)
@@ -82,7 +82,7 @@ def algorithm_rule(config: Config, user_keys: Collection[str]) -> Problems:
 
 
 def algorithm_rules(config: Config, plugins: LoadedPlugins) -> Problems:
-    """Yield what the advantage estimator cannot use, and what it lacks."""
+    """Yield keys that the advantage estimator cannot use, and keys that it needs."""
     named, algorithm = estimator(config, plugins), config.algorithm
     if named is None and config.run.task != "sft":
         return  # an unknown name is a problem of its own
@@ -134,7 +134,7 @@ def _alone(config: Config, named: NamedFunction) -> Problems:
 
 
 def algorithm_warnings(config: Config) -> Problems:
-    """Yield what a run may do, but hardly means to."""
+    """Yield settings that are allowed but probably unintended."""
     algorithm = config.algorithm
     if config.run.task == "sft" or algorithm.policy_loss != SEQUENCE_RATIO:
         return
@@ -165,7 +165,7 @@ def sampling_rule(config: Config) -> Problems:
 
 
 def value_problems(path: str, function: NamedFunction, options: Mapping[str, Any]) -> Problems:
-    """Yield the options whose value is not of the type that the function's signature names.
+    """Yield options whose value does not have the annotated type.
 
     :param path: Of the table that holds them.
     """

@@ -23,7 +23,7 @@ _COUNTS = (
 
 
 def read_architecture(spec: ModelSpec, hf: Mapping[str, Any]) -> tuple[Mapping[str, Any] | None, list[str]]:
-    """Return the fields of Megatron's config that a model fixes, and what is wrong with its ``config.json``.
+    """Return the fields of Megatron's config that a model sets, and the problems of its ``config.json``.
 
     :returns: ``None`` for the fields where anything is wrong.
     """

@@ -25,7 +25,7 @@ Problems = Iterator[ConfigProblem]
 
 
 def correction_rules(config: Config, plugins: Plugins) -> Problems:
-    """Yield options that a correction does not take, and corrections that would do nothing, or too much."""
+    """Yield options that a correction does not take, and corrections without effect or applied twice."""
     corrections = config.algorithm.correction
     if not corrections or config.run.task == "sft":
         return

@@ -56,7 +56,7 @@ def _cases(config: Config) -> Iterator[str]:
 
 
 def replay_rule(config: Config, user_keys: Collection[str]) -> Iterator[ConfigProblem]:
-    """Yield what is wrong with a directory that is replayed."""
+    """Yield problems of a dump directory to replay."""
     for name in REPLAYS:
         directory: Path | None = getattr(config.debug, name)
         hint = None if directory is None else _replay_hint(config, directory, name)

@@ -24,13 +24,13 @@ Problems = Iterator[ConfigProblem]
 
 
 def train_files_rule(config: Config, user_keys: Collection[str]) -> Problems:
-    """Yield that there is nothing to train on."""
+    """Yield a problem if there are no training files."""
     if not config.data.train:
         yield ConfigProblem(path="data.train", found=[], hint="name at least one file")
 
 
 def data_files_rule(config: Config, user_keys: Collection[str]) -> Problems:
-    """Yield the data files that are not there, or are none."""
+    """Yield data files that do not exist or are not files."""
     for path, files in _file_lists(config):
         for index, file in enumerate(files):
             yield from _data_file(f"{path}[{index}]", file)
@@ -79,7 +79,7 @@ def run_directory_rule(config: Config, user_keys: Collection[str]) -> Problems:
 
 
 def overwrite_rule(config: Config, user_keys: Collection[str]) -> Problems:
-    """Yield what the run is to read and would delete before it does."""
+    """Yield inputs of the run that ``run.overwrite`` would delete first."""
     if not config.run.overwrite:
         return
     own = (config.run.directory / config.run.name).resolve()
@@ -104,5 +104,5 @@ def _read_paths(config: Config) -> Iterator[tuple[str, Path]]:
 
 
 def from_here(path: Path) -> str:
-    """Return where a relative path starts, to be said behind it."""
+    """Return a clause that tells where a relative path starts."""
     return "" if path.is_absolute() else f" in {Path.cwd()}; relative paths start at the current directory"

@@ -25,7 +25,7 @@ _NEEDED: Mapping[str, set[str]] = {
 
 
 def groups_rule(config: Config, user_keys: Collection[str]) -> Problems:
-    """Yield what is wrong with ``[[rollout.groups]]``: counts, paths, halves without the other."""
+    """Yield problems of ``[[rollout.groups]]``: counts, paths, prefill without decode."""
     groups, workers = config.rollout.groups, config.placement.rollout_workers
     if not groups:
         return
@@ -80,7 +80,7 @@ def engine_kinds(config: Config, plugins: Plugins) -> Problems:
 
 
 def external_rule(config: Config, user_keys: Collection[str]) -> Problems:
-    """Yield what does not go with engines that a run does not start."""
+    """Yield keys that conflict with external engines."""
     rollout = config.rollout
     if not rollout.external:
         return

@@ -25,7 +25,7 @@ no more than 0.09 in bfloat16."""
 
 
 def logprob_limits(config: Config) -> Limits:
-    """Return the limits of the config, or those of the lower precision of trainer and rollout engine."""
+    """Return the configured limits, or the defaults for the lower precision of trainer and engine."""
     usual, own = DEFAULTS[computing_dtype(config)], config.health
     warning, error = own.logprob_abs_diff_warning, own.logprob_abs_diff_error
     return Limits(

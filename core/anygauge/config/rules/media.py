@@ -48,7 +48,7 @@ def media_rule(config: Config, user_keys: Collection[str]) -> Problems:
 
 
 def model_media(config: Config, hf: Mapping[str, Any], plugins: Plugins) -> Problems:
-    """Yield what a run has and its model does not take.
+    """Yield modalities that a run has and its model does not support.
 
     :param hf: The Hugging Face config of the policy.
     """

@@ -36,7 +36,7 @@ Problems = Iterator[ConfigProblem]
 
 
 def model_rules(config: Config, plugins: Plugins, *, trains: bool) -> Problems:
-    """Yield what is wrong with the policy and, in a training, with the models beside it.
+    """Yield problems of the policy and, for training, of the other models.
 
     :param trains: As of :func:`~anygauge.config.check.check`.
     """

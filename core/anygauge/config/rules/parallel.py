@@ -81,7 +81,7 @@ def divided(config: Config, role: str) -> Config:
 
 
 def of_role(problem: ConfigProblem, config: Config, role: str) -> ConfigProblem:
-    """Return a problem of ``[train]`` under the key that is to be changed, where the role has its own."""
+    """Rewrite a problem of ``[train]`` for the role's own key, if it has one."""
     key = problem.path.split(".")[1]
     if getattr(getattr(config, role), key, None) is None:
         return problem
@@ -115,7 +115,7 @@ def size_problems(num_ranks: int, sizes: Parallel) -> Iterator[ConfigProblem]:
 def model_problems(
     sizes: Parallel, architecture: Mapping[str, Any], options: Mapping[str, Any]
 ) -> Iterator[ConfigProblem]:
-    """Yield the sizes that do not divide what they are to divide.
+    """Yield sizes that do not divide the model's dimensions.
 
     :param architecture: Fields of Megatron's ``TransformerConfig`` that the model fixes.
     :param options: ``[train.megatron]``.

@@ -83,7 +83,7 @@ def _engines_that_sleep(config: Config, plugins: Plugins) -> Iterator[ConfigProb
 
 
 def cluster_rule(config: Config, user_keys: Collection[str]) -> Iterator[ConfigProblem]:
-    """Yield an address that is none, and what has no effect without Ray."""
+    """Yield an invalid address, and keys that have no effect without Ray."""
     address = config.cluster.address
     match = ADDRESS.fullmatch(address)
     if match is None or int(match[3] or 1) > LARGEST_PORT:

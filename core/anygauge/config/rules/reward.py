@@ -69,7 +69,7 @@ def _parts(path: str, reward: Reward) -> Problems:
 
 
 def label_rule(config: Config, user_keys: Collection[str]) -> Problems:
-    """Yield rewards that compare with a label where none is read; what nothing is scored by needs none."""
+    """Yield rewards that need a label where ``data.label_key`` is not set."""
     for section, label_key, reward in _labels(config):
         for _, name, _ in _functions(section, reward):
             if name in LABELLED and label_key is None:

@@ -20,7 +20,7 @@ Problems = Iterator[ConfigProblem]
 
 
 def control_rule(config: Config, user_keys: Collection[str]) -> Problems:
-    """Yield keys that have no effect, or leave nothing to train on, beside others."""
+    """Yield keys that have no effect or leave nothing to train on."""
     rollout = config.rollout
     yield from _left_over(rollout)
     if "zero_variance" in rollout.filters and rollout.samples_per_prompt < 2:

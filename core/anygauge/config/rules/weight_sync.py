@@ -23,7 +23,7 @@ HOST = "cpu"
 
 
 def weight_sync_rules(config: Config, backend: BackendSpec, plugins: Plugins) -> Iterator[ConfigProblem]:
-    """Yield a transport that cannot reach the engines of the run, and what has no effect."""
+    """Yield a transport that cannot reach the run's engines, and keys that have no effect."""
     options = config.weight_sync
     if options.directory is not None and options.transport != "disk":
         hint = 'has no effect without weight_sync.transport = "disk"; leave it out'

@@ -89,7 +89,7 @@ class Config(Section):
 
     @property
     def has_engines_apart(self) -> bool:
-        """Whether rollout engines are elsewhere than in the workers that train."""
+        """Whether rollout engines run outside the training workers."""
         return self.placement.rollout_workers > 0 or bool(self.rollout.external)
 
     @property
@@ -106,7 +106,7 @@ class Config(Section):
 
     @property
     def samples(self) -> bool:
-        """Whether there is anything to generate for: training by rewards, or an evaluation with one."""
+        """Whether the run generates: for RL training, or for an evaluation with a reward."""
         rewards = [self.reward, *(each.reward for each in self.eval.datasets.values() if each.reward)]
         is_scored = any(reward.function or reward.parts for reward in rewards)
         return self.run.task != "sft" or (is_scored and bool(self.eval.data or self.eval.datasets))

@@ -71,7 +71,7 @@ class Save(Section):
 
 
 class Debug(Section):
-    """One half of a run alone, and what a run did, to look at and to run again."""
+    """Debug modes, dumps and replays."""
 
     mode: Literal["none", "rollout_only", "train_only"] = "none"
     """``rollout_only`` generates and scores and builds no train engine; ``train_only`` trains on a replay and

@@ -53,7 +53,7 @@ class Section(BaseModel):
 
 
 def path_alone(value: Any) -> Any:
-    """Let a string stand for a table that needs nothing but its path."""
+    """Accept a string for a table whose only required key is its path."""
     return {"path": value} if isinstance(value, str) else value
 
 

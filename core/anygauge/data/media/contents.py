@@ -15,7 +15,7 @@ __all__ = ["content_of", "header_of", "key_of"]
 
 
 def header_of(kind: MediaKind, source: Source) -> Header:
-    """Return what a medium says of itself without being decoded.
+    """Read the header of a medium, without decoding it.
 
     :raises MediaError: It cannot be read; a clause.
     """

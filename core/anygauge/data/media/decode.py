@@ -34,7 +34,7 @@ _SIDEWAYS = {5, 6, 7, 8}
 
 
 def image_header(file: BinaryIO, most: int) -> Header:
-    """Return what the header of an image says; no pixel is decoded.
+    """Read the header of an image, without decoding pixels.
 
     :param most: ``media.max_image_pixels``.
     :raises MediaError: It is no image that Pillow knows, or a larger one; a clause.
@@ -73,7 +73,7 @@ def _check_scans(file: BinaryIO) -> None:
 
 @contextmanager
 def open_image(file: BinaryIO, most: int) -> Iterator[Image]:
-    """Open an image; what Pillow raises in the block becomes the project's own error.
+    """Open an image, and translate Pillow's exceptions in the block.
 
     :param most: Pixels that it may have. A file of 1 MB can claim a billion.
     :raises MediaError: A clause.

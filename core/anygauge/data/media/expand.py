@@ -22,7 +22,7 @@ class Measurement(NamedTuple):
 
 
 class Expander:
-    """Replaces marks by what stands in a sequence.
+    """Replaces media marks by their placeholder tokens.
 
     A mark is found by its tokens. The placeholder inside it is repeated; where a medium has text of its own
     between placeholders, as a video has, the whole mark is replaced.

@@ -25,7 +25,7 @@ _AZURE = IPv4Address("168.63.129.16")
 
 
 def fetch(address: str, settings: Settings) -> bytes:
-    """Return what is at an address.
+    """Download a URL.
 
     :raises MediaError: That is not allowed, takes too long, or is not public; a clause. What is longer than
         ``media.max_bytes`` comes back cut, and longer than that.

@@ -22,7 +22,7 @@ __all__ = ["FoundMedia", "MediaFinder", "media_limits"]
 
 
 def media_limits(settings: Settings) -> MediaLimits:
-    """Return what a config says of how much of a medium is taken."""
+    """Return the configured limits of media."""
     names = ("min_pixels", "max_pixels", "fps", "max_frames", "max_seconds")
     return MediaLimits(**{name: getattr(settings, name) for name in names})
 
@@ -44,7 +44,7 @@ class FoundMedia:
     """Reads the row again."""
 
     def measurement(self) -> Measurement:
-        """Return what its place in a sequence depends on."""
+        """Return the properties that determine the number of its placeholder tokens."""
         name = "" if self.source is None else self.source.name
         return Measurement(self.kind, self.measured, self.key, name)
 

@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 
 class MediaLoader:
-    """Decodes what prompts show into a store, in threads.
+    """Decodes the media of prompts into a store, in threads.
 
     A content lives as long as one of the prompts that show it: nobody has to say that a group is done, was
     filtered out or failed.
@@ -53,13 +53,13 @@ class MediaLoader:
         self._seconds = 0.0
 
     def load(self, prompts: Iterable[Prompt]) -> list[MediaError | None]:
-        """Decode what prompts show and hold it as long as they live; return what failed, by prompt."""
+        """Decode the media of prompts and keep it as long as they live; return failures by prompt."""
         held = [(prompt, self._acquire(_keys(prompt.media), prompt)) for prompt in prompts]
         return [_failure(futures) for _, futures in held]
 
     @contextmanager
     def held(self, prompts: Sequence[Prompt]) -> Iterator[None]:
-        """Decode what prompts show and hold it for the block alone, as long as they may live.
+        """Decode the media of prompts and keep it during the block.
 
         :raises MediaError: Something cannot be decoded.
         """
@@ -119,7 +119,7 @@ class MediaLoader:
         return tuple(made), tuple(media)
 
     def metrics(self) -> dict[str, float]:
-        """Return what the store holds now, and what was decoded since the last call."""
+        """Return the size of the store, and counts of decoding since the last call."""
         with self._counts:
             seconds, self._seconds = self._seconds, 0.0
         dropped = len(self.finder.left_out)
@@ -201,7 +201,7 @@ class MediaLoader:
 
 
 def windows(loader: MediaLoader | None, prompts: Sequence[Prompt], size: int) -> Generator[Sequence[Prompt]]:
-    """Yield prompts, those that show something in parts, whose contents are held meanwhile.
+    """Yield prompts, those with media in windows, and keep their contents meanwhile.
 
     :param loader: ``None`` in a run of text.
     :param size: Prompts in a part.
@@ -226,7 +226,7 @@ class LoadedSource:
         return len(self._source)
 
     def next(self, num_prompts: int) -> list[Prompt]:
-        """Return the next prompts; where ``media.on_error`` says so, others for those that cannot be read.
+        """Return the next prompts; ``media.on_error = "drop"`` replaces those that cannot be read.
 
         :raises MediaError: One of them cannot be decoded, or none is left that can.
         """
@@ -265,7 +265,7 @@ class LoadedSource:
         self._source.load_state_dict(state)
 
     def adopt(self, prompts: Sequence[Prompt]) -> None:
-        """Decode what prompts show that an earlier part of the run has drawn.
+        """Decode the media of prompts that were drawn before a resume.
 
         :raises MediaError: Something cannot be decoded.
         """

@@ -69,7 +69,7 @@ class _Walk:
         )
 
     def message(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return a message whose content has no media any more; one without stays as it is."""
+        """Return a message without its media content."""
         content = message.get("content")
         before = len(self.placed.values)
         if isinstance(content, str):

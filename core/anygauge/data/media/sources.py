@@ -53,7 +53,7 @@ class Source:
 
     @property
     def is_large(self) -> bool:
-        """Whether the bytes are held here, and not in a file."""
+        """Whether the object holds the bytes itself, instead of a path."""
         return self.raw is not None or any(frame.is_large for frame in self.frames)
 
     @contextmanager

@@ -43,7 +43,7 @@ _ALIGNED = 64
 
 
 class MappedFiles:
-    """Contents in a directory that another process fills, and in one on disk beside it.
+    """Contents in a shared-memory directory that another process fills, and on disk.
 
     :param directory: A link to it, or itself.
     """
@@ -106,7 +106,7 @@ class MappedFiles:
         raise KeyError(key)
 
     def drop(self, keys: Iterable[str]) -> None:
-        """Forget contents; what maps one keeps it as long as it does."""
+        """Forget contents; existing mappings stay valid."""
         for key in keys:
             for folder in self._folders:
                 (folder / key).unlink(missing_ok=True)
@@ -117,7 +117,7 @@ class MappedFiles:
         return sum(_data_bytes(path) for folder in folders for path in folder.iterdir() if _is_content(path))
 
     def close(self) -> None:
-        """Leave what is there to its owner."""
+        """Do nothing: the files belong to their owner."""
 
     @property
     def _folders(self) -> tuple[Path, Path]:
