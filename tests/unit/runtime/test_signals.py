@@ -5,10 +5,19 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+from collections.abc import Iterator
 
 import pytest
 
 from anygauge.runtime.signals import terminate_as_exception
+
+
+@pytest.fixture(autouse=True)
+def hang_ups() -> Iterator[None]:
+    """Let this process get hang-ups: one that was started with ``nohup`` ignores them, and is left alone."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
 
 
 def signal_twice(number: signal.Signals) -> None:
