@@ -173,7 +173,7 @@ class ForkServers:
         :param pass_fds: Further descriptors that it gets, under the same numbers.
         :param env: Its whole environment; ``None`` is that of this process.
         :param directory: That it starts in; ``None`` is that of this process.
-        :param stdin: ``PIPE`` or ``DEVNULL``, as of :class:`subprocess.Popen`.
+        :param stdin: ``PIPE``, ``DEVNULL`` or a descriptor, as of :class:`subprocess.Popen`.
         :param new_session: Whether it leads a session of its own.
         :param has_own: Whether it gets a warm process too, for those that it starts itself.
         """
@@ -203,8 +203,8 @@ class ForkServers:
                 _adopt_orphans(False)
 
     @classmethod
-    def forked(cls) -> ForkServers:
-        """Return those of a copy of this process, which has one thread still."""
+    def forked(cls) -> ForkServers | socket.socket:
+        """Return those of a copy of this process, which has one thread still; in the copy, its connection."""
         processes = cls(None)
         processes._socket, theirs = _connection()
         parent = os.getpid()
@@ -212,7 +212,7 @@ class ForkServers:
         if not pid:
             die_with(parent)
             processes._socket.close()
-            _serve(theirs)
+            return theirs
         theirs.close()
         processes._process = ForkedProcess(pid)
         processes._is_warm = True
@@ -259,8 +259,10 @@ def _connection() -> tuple[socket.socket, socket.socket]:
 
 def _standard_input(kind: int) -> tuple[IO[bytes], IO[bytes] | None]:
     """Return the end that a process reads, and the other one, if there is one."""
-    if kind != subprocess.PIPE:
+    if kind == subprocess.DEVNULL:
         return Path(os.devnull).open("rb"), None
+    if kind != subprocess.PIPE:
+        return open(os.dup(kind), "rb"), None
     reading, writing = os.pipe()
     return open(reading, "rb"), open(writing, "wb", buffering=0)
 
@@ -336,7 +338,8 @@ def _serve(connection: socket.socket) -> NoReturn:
         pid = _fork_twice()
         if not pid:
             connection.close()
-            _become(pickle.loads(message), given)
+            connection = _become(pickle.loads(message), given)
+            continue
         for each in given:
             os.close(each)
         connection.send(str(pid).encode())
@@ -375,8 +378,8 @@ def _fork_twice() -> int:
     return 0
 
 
-def _become(request: _Request, given: Sequence[int]) -> NoReturn:
-    """Be the process that was asked for."""
+def _become(request: _Request, given: Sequence[int]) -> socket.socket:
+    """Be the process that was asked for. Return the connection of its own warm process in that alone."""
     if request.new_session:
         os.setsid()
     _renumber(given, request.numbers)
@@ -388,8 +391,11 @@ def _become(request: _Request, given: Sequence[int]) -> NoReturn:
     sys.path[:] = request.path
     sys.argv[:] = [request.module, *request.arguments]
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    use(*([ForkServers.forked()] if request.has_own else []))
-    _exit(_run(request.module))
+    own = ForkServers.forked() if request.has_own else None
+    if not isinstance(own, socket.socket):
+        use(*([own] if own else []))
+        _exit(_run(request.module))
+    return own
 
 
 def _renumber(descriptors: Sequence[int], numbers: Sequence[int]) -> None:

@@ -31,7 +31,7 @@ def test_one_that_leaves_is_not_answered(asks: bool) -> None:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with theirs:
         if asks:
-            socket.send_fds(theirs, [json.dumps({"module": "m"}).encode()], [1, 2])
+            socket.send_fds(theirs, [json.dumps({"module": "m"}).encode()], [0, 1, 2])
     processes: Any = Processes()
     before = len(os.listdir("/proc/self/fd"))
     fork_server_requests._start(ours, processes)
