@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 
+import torch
+
 from anygauge.config import Config
 from anygauge.config.load import LoadedConfig
 from anygauge.config.roles import Components, run_components
@@ -158,6 +160,7 @@ def open_session(
     :param media: Of the run's data; ``None`` for a run of text.
     """
     config, directory = loaded.config, Path(state.info.directory)
+    stack.enter_context(single_torch_thread())
     scorers = open_scorers(config, plugins, eval_sets, directory, stack) if components.generates else {}
     loader = None
     if media is not None:
@@ -202,6 +205,21 @@ def open_session(
         forbidden,
         loader,
     )
+
+
+@contextmanager
+def single_torch_thread() -> Iterator[None]:
+    """Let torch compute with one thread in this process.
+
+    The driver only copies short columns. Further threads spin for more work after each copy, on the cores of
+    the workers.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def extra_devices(config: Config, plugins: Plugins) -> int:
