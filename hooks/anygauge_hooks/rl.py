@@ -114,3 +114,11 @@ class Group:
 
     prompt: Prompt
     samples: tuple[Sample, ...]
+
+    def rollouts(self) -> list[list[Sample]]:
+        """Return the samples of each rollout, in order."""
+        rollouts: dict[tuple[bool, int], list[Sample]] = {}
+        for place, sample in enumerate(self.samples):
+            owner = (False, place) if sample.rollout is None else (True, sample.rollout)
+            rollouts.setdefault(owner, []).append(sample)
+        return list(rollouts.values())

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
+from anygauge_hooks.rl import NO_VERSION, Sample
+
 if TYPE_CHECKING:
     from anygauge_hooks.media import Media
-    from anygauge_hooks.rl import FinishReason, Sample, SamplingParams
+    from anygauge_hooks.rl import FinishReason, Prompt, SamplingParams
     from anygauge_hooks.settings import RolloutSettings
 
 __all__ = ["Draft", "GenerateRequest", "Generation", "Generator", "Rollout"]
@@ -58,6 +60,23 @@ class Generation(NamedTuple):
     finish_reason: FinishReason
     """``"abort"`` where it was cut short: a request with these tokens at its end goes on from here."""
 
+    def then(self, part: Generation) -> Generation:
+        """Return this and what follows it as one; a first part is returned as it is."""
+        if not self.tokens:
+            return part
+        return Generation(
+            self.tokens + part.tokens,
+            self.log_probs + part.log_probs,
+            self.weight_versions + part.weight_versions,
+            part.finish_reason,
+        )
+
+    def cut(self, length: int, finish_reason: FinishReason) -> Generation:
+        """Return the first tokens alone."""
+        return Generation(
+            self.tokens[:length], self.log_probs[:length], self.weight_versions[:length], finish_reason
+        )
+
 
 class Generator(Protocol):
     """Rollout engines, asked for one generation at a time by any number of coroutines.
@@ -81,19 +100,43 @@ class Generator(Protocol):
         """End every generation under way soon; each returns what it has, as ``"abort"``."""
 
 
-class Draft(Protocol):
-    """A sample in the making: a prompt, and what has followed it so far."""
+class Draft:
+    """A sample in the making: a prompt, and what has followed it so far.
+
+    :param rollout: Generates, and has the budget.
+    :param tokens: The sample's prompt, with ``media`` among them.
+    """
+
+    def __init__(
+        self,
+        rollout: Rollout,
+        prompt: Prompt,
+        seed: int,
+        tokens: Sequence[int],
+        media: Sequence[Media] = (),
+    ) -> None:
+        self._rollout = rollout
+        self._prompt = prompt
+        self._seed = seed
+        self._prompt_tokens = tuple(tokens)
+        self._response = Generation((), (), (), "stop")
+        self._loss_mask: tuple[int, ...] = ()
+        self.media = tuple(media)
+        """Media of the prompt and of later messages; spans count from the prompt's first token."""
 
     @property
     def tokens(self) -> tuple[int, ...]:
         """The prompt and all that follows it."""
-
-    @property
-    def media(self) -> tuple[Media, ...]:
-        """Media of the prompt and of later messages; spans count from the prompt's first token."""
+        return self._prompt_tokens + self._response.tokens
 
     async def generate(self, *, max_new_tokens: int | None = None, stop: Sequence[str] = ()) -> Generation:
         """Let the policy go on, and return what it added; as :meth:`Rollout.generate`."""
+        said = await self._rollout.generate(
+            self.tokens, max_new_tokens=max_new_tokens, stop=stop, media=self.media
+        )
+        self._response = self._response.then(said)
+        self._loss_mask += (1,) * len(said.tokens)
+        return said
 
     def observe(self, tokens: Sequence[int], media: Sequence[Media] = ()) -> bool:
         """Add tokens that the policy did not sample, with a loss mask of 0, and take them off the budget.
@@ -107,6 +150,14 @@ class Draft(Protocol):
         :returns: Whether the budget had room for them; if not, nothing was added.
         :raises MediaError: The sample would have more media than :attr:`Rollout.max_media`.
         """
+        if not self._rollout.spend(tokens, media, shown=len(self.media)):
+            return False
+        before, count = len(self.tokens), len(tokens)
+        told = tuple(tokens), (0.0,) * count, (NO_VERSION,) * count
+        self._response = self._response.then(Generation(*told, self._response.finish_reason))
+        self._loss_mask += (0,) * count
+        self.media += tuple(medium.moved(before) for medium in media)
+        return True
 
     def sample(self, *, text: str | None = None, metadata: Mapping[str, Any] | None = None) -> Sample:
         """Return the sample.
@@ -114,6 +165,20 @@ class Draft(Protocol):
         :param text: What is scored; ``None`` takes all that follows the prompt, special tokens left out.
         :param metadata: Kept with the sample.
         """
+        tokens, log_probs, weight_versions, finish_reason = self._response
+        return Sample(
+            prompt_index=self._prompt.index,
+            prompt_tokens=self._prompt_tokens,
+            response_tokens=tokens,
+            log_probs=log_probs,
+            loss_mask=self._loss_mask,
+            weight_versions=weight_versions,
+            text=self._rollout.decode(tokens) if text is None else text,
+            finish_reason=finish_reason,
+            seed=self._seed,
+            metadata=dict(metadata or {}),
+            media=self.media,
+        )
 
 
 class Rollout(Protocol):
@@ -177,6 +242,17 @@ class Rollout(Protocol):
 
         :param tokens: ``None`` takes the prompt's, with its media.
         :param media: Shown among ``tokens``.
+        """
+
+    def spend(self, tokens: Sequence[int], media: Sequence[Media] = (), *, shown: int = 0) -> bool:
+        """Take tokens that the policy did not sample off the budget, if it has as many; return whether.
+
+        :meth:`Draft.observe` does so.
+
+        :param media: Shown among them.
+        :param shown: Media of the conversation before these.
+        :raises MediaError: They are more than :attr:`max_media`.
+        :raises RolloutError: A token holds the place of a medium, and none is there.
         """
 
     def encode(self, text: str) -> tuple[int, ...]:

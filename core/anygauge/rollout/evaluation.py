@@ -11,7 +11,7 @@ from typing import Any
 from anygauge.rollout.context import ProducerContext, RolloutContext
 from anygauge.rollout.messages import place_of
 from anygauge.rollout.producer import Producer
-from anygauge_hooks.rl import Group, Prompt, Sample, SamplingParams
+from anygauge_hooks.rl import Group, Prompt, SamplingParams
 
 __all__ = ["sample_groups"]
 
@@ -62,13 +62,10 @@ async def sample_groups(
 
 def _ends(group: Group) -> Group:
     """Return a group with the last sample of each rollout."""
-    rollouts: dict[tuple[bool, int], Sample] = {}
-    for place, sample in enumerate(group.samples):
+    for sample in group.samples:
         if sample.error is not None:
             _log.warning("a rollout of %s failed: %s", place_of(group.prompt), sample.error)
-        owner = (False, place) if sample.rollout is None else (True, sample.rollout)
-        rollouts[owner] = sample._replace(rollout=None)
-    return replace(group, samples=tuple(rollouts.values()))
+    return replace(group, samples=tuple(rollout[-1]._replace(rollout=None) for rollout in group.rollouts()))
 
 
 class _PromptList:

@@ -3,58 +3,75 @@
 from __future__ import annotations
 
 import asyncio
+from time import monotonic
 from typing import Any
 
-__all__ = ["FunctionClock"]
+__all__ = ["FunctionClock", "OwnTime"]
 
-Function = asyncio.Task[Any]
-"""The task that a rollout function runs in."""
+
+class OwnTime:
+    """Since when a function has worked for itself; the time stands still while the policy generates for it.
+
+    Set by every generation of a step, so it does no more than note a time. The clock looks at it later.
+    """
+
+    __slots__ = ("generations", "is_late", "since", "task")
+
+    def __init__(self) -> None:
+        self.task: asyncio.Task[Any] | None = None
+        self.since: float | None = None
+        self.is_late = False
+        self.generations = 0
+
+    def pause(self) -> None:
+        """Count no more: the policy generates for the function."""
+        self.generations += 1
+        self.since = None
+
+    def resume(self) -> None:
+        """Count from now on, if nothing else is generated for it."""
+        self.generations -= 1
+        if not self.generations:
+            self.since = monotonic()
 
 
 class FunctionClock:
     """Cancels functions that take longer for themselves than a limit.
 
-    All functions have the same limit, so the one that began first is the first to be late: one timer is
-    enough for the thousands of them that begin and end in a step, where ``asyncio.timeout`` takes one each.
+    All functions have the same limit, so one timer is enough for the thousands of them that begin and end in
+    a step, where ``asyncio.timeout`` takes one each. It ends when the first can be late.
 
     :param limit_s: Longest time between two generations.
     """
 
     def __init__(self, limit_s: float) -> None:
         self.limit_s = limit_s
-        self._began: dict[Function, float] = {}
-        self._late: set[Function] = set()
+        self._functions: set[OwnTime] = set()
         self._timer: asyncio.TimerHandle | None = None
 
-    def start(self, function: Function) -> None:
-        """Count the time of a function from now on, unless it was late before."""
-        if function in self._late:
-            return
-        loop = asyncio.get_running_loop()
-        self._began.pop(function, None)
-        self._began[function] = loop.time()
+    def begin(self, function: OwnTime) -> None:
+        """Limit the function that the current task runs."""
+        function.task, function.since = asyncio.current_task(), monotonic()
+        self._functions.add(function)
         if self._timer is None:
-            self._timer = loop.call_later(self.limit_s, self._cancel_late)
+            self._timer = asyncio.get_running_loop().call_later(self.limit_s, self._cancel_late)
 
-    def stop(self, function: Function) -> None:
-        """Count no more while the policy generates for a function."""
-        self._began.pop(function, None)
-
-    def end(self, function: Function) -> bool:
+    def end(self, function: OwnTime) -> bool:
         """Forget a function, and return whether it was cancelled for its time, and for nothing else."""
-        self._began.pop(function, None)
-        if function not in self._late:
-            return False
-        self._late.discard(function)
-        return function.uncancel() == 0
+        self._functions.discard(function)
+        assert function.task is not None, "it was begun"
+        return function.is_late and function.task.uncancel() == 0
 
     def _cancel_late(self) -> None:
-        loop, self._timer = asyncio.get_running_loop(), None
-        while self._began:
-            function, began = next(iter(self._began.items()))
-            if began + self.limit_s > loop.time():
-                self._timer = loop.call_at(began + self.limit_s, self._cancel_late)
-                return
-            del self._began[function]
-            self._late.add(function)
-            function.cancel()
+        now, first = monotonic(), None
+        for function in self._functions:
+            if function.since is None or function.is_late:
+                continue
+            if function.since + self.limit_s <= now:
+                assert function.task is not None, "it was begun"
+                function.is_late = function.task.cancel()
+            elif first is None or function.since < first:
+                first = function.since
+        rest_s = self.limit_s if first is None else first + self.limit_s - now
+        loop = asyncio.get_running_loop()
+        self._timer = loop.call_later(rest_s, self._cancel_late) if self._functions else None

@@ -10,8 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from anygauge.plugins import imported
-from anygauge.rollout.function_clock import FunctionClock
-from anygauge.rollout.live import LiveRollout
+from anygauge.rollout.function_clock import FunctionClock, OwnTime
 from anygauge.rollout.rewards.call import failure
 from anygauge.rollout.rewards.resolve import is_async
 from anygauge.rollout.samples import check_sample
@@ -97,21 +96,22 @@ class FunctionFailed(Exception):
 
 
 async def run_function(
-    function: UserFunction, rollout: LiveRollout, prompt: Prompt, seed: int, clock: FunctionClock
+    function: UserFunction, rollout: Rollout, prompt: Prompt, seed: int, clock: FunctionClock, own: OwnTime
 ) -> tuple[Sample, ...]:
     """Return the samples of a rollout.
 
-    :param clock: Limits the time that the function may take for itself.
+    :param clock: Limits the time that the function may take for itself, ``own``.
     :raises FunctionFailed: It raised, took too long, or returned something else.
     """
-    task, is_late = asyncio.current_task(), False
-    assert task is not None, "rollouts run in tasks"
+    is_late = False
+    clock.begin(own)
     try:
-        rollout.bound(clock, task)
         try:
             returned = await function.fn(rollout, prompt, seed)
         finally:
-            is_late = clock.end(task)
+            is_late = clock.end(own)
+        if isinstance(returned, Sample):
+            return (check_sample(returned, prompt),)
         return _checked(returned, prompt)
     except (Exception, SystemExit, asyncio.CancelledError) as error:  # foreign code: a rollout function
         if is_late:
@@ -123,9 +123,7 @@ async def run_function(
 
 
 def _checked(returned: Any, prompt: Prompt) -> tuple[Sample, ...]:
-    samples = (
-        [returned] if isinstance(returned, Sample) or not isinstance(returned, list | tuple) else returned
-    )
+    samples = returned if isinstance(returned, list | tuple) else [returned]
     if not samples:
         raise RolloutError("No sample was returned.", hint="Return at least one.")
     return tuple(check_sample(sample, prompt) for sample in samples)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import nullcontext
 from itertools import count
 
 from anygauge.rollout.samples import check_generation
@@ -29,10 +30,10 @@ class Gate:
         self._vocab_size = vocab_size
         self._open = asyncio.Event()
         self._empty = asyncio.Event()
-        self._empty.set()
-        self._under_way = 0
-        self._slots = None if most is None else asyncio.Semaphore(most)
+        self._slots = nullcontext() if most is None else asyncio.Semaphore(most)
         self._numbers = count()
+        self.under_way = 0
+        """Requests that the engines have."""
         self.answered = 0
         """Requests that came back."""
         self.failure: Exception | None = None
@@ -42,11 +43,6 @@ class Gate:
     def is_open(self) -> bool:
         """Whether requests pass."""
         return self._open.is_set()
-
-    @property
-    def under_way(self) -> int:
-        """Requests that the engines have."""
-        return self._under_way
 
     def number(self) -> int:
         """Return a number that no other request has."""
@@ -59,7 +55,8 @@ class Gate:
     async def close(self) -> None:
         """Let none through, end those that are under way, and return once the engines have none."""
         self._open.clear()
-        while self._under_way:
+        while self.under_way:
+            self._empty.clear()
             await self._generator.abort()
             try:
                 async with asyncio.timeout(AGAIN_S):
@@ -76,25 +73,19 @@ class Gate:
 
         :raises RolloutError: The engines cannot serve it, or returned what is not whole.
         """
-        if self._slots is None:
-            return await self._generate(request)
         async with self._slots:
-            return await self._generate(request)
-
-    async def _generate(self, request: GenerateRequest) -> Generation:
-        while not self._open.is_set():  # it may be closed again before who waits has its turn
-            await self._open.wait()
-        self._under_way += 1
-        self._empty.clear()
-        try:
-            said = await self._generator.generate(request)
-            check_generation(said, request.params.max_new_tokens, self._vocab_size)
-        except Exception as error:  # foreign code: a rollout engine
-            self.failure = error
-            raise
-        finally:
-            self._under_way -= 1
-            self.answered += 1
-            if not self._under_way:
-                self._empty.set()
-        return said
+            while not self._open.is_set():  # it may be closed again before who waits has its turn
+                await self._open.wait()
+            self.under_way += 1
+            try:
+                said = await self._generator.generate(request)
+                check_generation(said, request.params.max_new_tokens, self._vocab_size)
+            except Exception as error:  # foreign code: a rollout engine
+                self.failure = error
+                raise
+            finally:
+                self.under_way -= 1
+                self.answered += 1
+                if not self.under_way:
+                    self._empty.set()
+            return said

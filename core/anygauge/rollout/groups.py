@@ -1,121 +1,98 @@
-"""Open group: a prompt's unfinished rollouts, their journals and the finished samples."""
+"""Groups under way, as checkpoints keep them: prompts, journals, and the samples of finished rollouts."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import fields
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 from pydantic import TypeAdapter
 
+from anygauge.rollout.context import ProducerContext
+from anygauge.rollout.gate import Gate
 from anygauge.rollout.journal import Journal
+from anygauge.rollout.live import LiveRollout
 from anygauge_hooks.rl import Group, Prompt, Sample
 
-__all__ = ["DoneGroup", "OpenGroup", "as_json", "whole_group"]
+__all__ = [
+    "as_json",
+    "finished_group",
+    "generated_tokens",
+    "group_state",
+    "is_begun",
+    "restored_group",
+    "restored_rollouts",
+    "rollouts_state",
+]
 
 
-@dataclass(slots=True)
-class OpenGroup:
-    """A prompt whose samples are being generated, or that waits to start."""
-
-    number: int
-    """How many prompts were drawn before it in the run; its seeds depend on nothing else."""
-    prompt: Prompt
-    seeds: Sequence[int]
-    started_at: int = 0
-    """The version that the engines served when it was started; no token of it is older."""
-    journals: dict[int, Journal] = field(default_factory=dict)
-    """Journals of unfinished rollouts, by rollout."""
-    samples: dict[int, tuple[Sample, ...]] = field(default_factory=dict)
-    """Samples of finished rollouts."""
-
-    def journal(self, rollout: int) -> Journal:
-        """Return what was said in a rollout."""
-        return self.journals.setdefault(rollout, Journal())
-
-    @property
-    def length(self) -> int:
-        """Tokens that were generated for rollouts that are not done."""
-        return sum(journal.length for journal in self.journals.values())
-
-    @property
-    def is_begun(self) -> bool:
-        """Whether there are tokens of it."""
-        return bool(self.samples) or self.length > 0
-
-    def forget(self) -> None:
-        """Forget all that was generated."""
-        self.journals.clear()
-        self.samples.clear()
-
-    def state(self) -> dict[str, Any]:
-        """Return all of it, as JSON can write it."""
-        return {
-            "number": self.number,
-            "prompt": _prompt_state(self.prompt),
-            "started_at": self.started_at,
-            "journals": {str(rollout): journal.state() for rollout, journal in self.journals.items()},
-            "samples": {
-                str(rollout): [sample._asdict() for sample in samples]
-                for rollout, samples in self.samples.items()
-            },
-        }
-
-    @classmethod
-    def restored(cls, state: Mapping[str, Any], seeds: Callable[[int], Sequence[int]]) -> OpenGroup:
-        """Return the group that :meth:`state` was asked for.
-
-        :param seeds: Of each rollout of a group, from the group's number.
-        """
-        return cls(
-            number=state["number"],
-            prompt=_prompts().validate_python(state["prompt"]),
-            seeds=seeds(state["number"]),
-            started_at=state["started_at"],
-            journals={int(key): Journal.restored(entry) for key, entry in state["journals"].items()},
-            samples={
-                int(key): tuple(_samples().validate_python(entries))
-                for key, entries in state["samples"].items()
-            },
-        )
+def generated_tokens(rollouts: Sequence[LiveRollout]) -> int:
+    """Return how many tokens were generated for the rollouts of a group that are not done."""
+    return sum(rollout.journal.length for rollout in rollouts if not rollout.samples)
 
 
-class DoneGroup(NamedTuple):
-    """A group that is scored and has passed every filter."""
-
-    number: int
-    started_at: int
-    group: Group
-    seeds: Sequence[int] = ()
-
-    def state(self) -> dict[str, Any]:
-        """Return all of it, as JSON can write it."""
-        return {
-            "number": self.number,
-            "started_at": self.started_at,
-            "prompt": _prompt_state(self.group.prompt),
-            "samples": [sample._asdict() for sample in self.group.samples],
-        }
-
-    @classmethod
-    def restored(cls, state: Mapping[str, Any], seeds: Callable[[int], Sequence[int]]) -> DoneGroup:
-        """Return the group that :meth:`state` was asked for."""
-        group = Group(
-            prompt=_prompts().validate_python(state["prompt"]),
-            samples=tuple(_samples().validate_python(state["samples"])),
-        )
-        return cls(state["number"], state["started_at"], group, seeds(state["number"]))
+def is_begun(rollouts: Sequence[LiveRollout]) -> bool:
+    """Return whether there are tokens of a group."""
+    return any(rollout.samples for rollout in rollouts) or generated_tokens(rollouts) > 0
 
 
-def whole_group(group: OpenGroup) -> Group:
+def finished_group(rollouts: Sequence[LiveRollout]) -> Group:
     """Return a group whose rollouts are all done; samples of a rollout that became several are marked."""
     samples: list[Sample] = []
-    for rollout in range(len(group.seeds)):
-        own = group.samples[rollout]
-        samples += own if len(own) == 1 else [sample._replace(rollout=rollout) for sample in own]
-    return Group(prompt=group.prompt, samples=tuple(samples))
+    for rollout in rollouts:
+        own = rollout.samples
+        samples += own if len(own) == 1 else [sample._replace(rollout=rollout.place) for sample in own]
+    return Group(prompt=rollouts[0].prompt, samples=tuple(samples))
+
+
+def rollouts_state(rollouts: Sequence[LiveRollout], started_at: int) -> dict[str, Any]:
+    """Return a group that is not done.
+
+    :param started_at: The version that the engines served then.
+    """
+    return {
+        "number": rollouts[0].number,
+        "prompt": _prompt_state(rollouts[0].prompt),
+        "started_at": started_at,
+        "journals": {str(each.place): each.journal.state() for each in rollouts if not each.samples},
+        "samples": {
+            str(each.place): [sample._asdict() for sample in each.samples]
+            for each in rollouts
+            if each.samples
+        },
+    }
+
+
+def group_state(number: int, started_at: int, group: Group) -> dict[str, Any]:
+    """Return a group that is done."""
+    return {
+        "number": number,
+        "started_at": started_at,
+        "prompt": _prompt_state(group.prompt),
+        "samples": [sample._asdict() for sample in group.samples],
+    }
+
+
+def restored_rollouts(state: Mapping[str, Any], context: ProducerContext, gate: Gate) -> list[LiveRollout]:
+    """Return the rollouts that :func:`rollouts_state` was asked for."""
+    number, prompt = state["number"], _prompts().validate_python(state["prompt"])
+    journals = {int(place): Journal.restored(entry) for place, entry in state["journals"].items()}
+    samples = {int(place): _samples_of(entries) for place, entries in state["samples"].items()}
+    return [
+        LiveRollout(context, gate, prompt, number, place, seed, journals.get(place), samples.get(place, ()))
+        for place, seed in enumerate(context.seeds(number))
+    ]
+
+
+def restored_group(state: Mapping[str, Any]) -> Group:
+    """Return the group that :func:`group_state` was asked for."""
+    return Group(prompt=_prompts().validate_python(state["prompt"]), samples=_samples_of(state["samples"]))
+
+
+def _samples_of(entries: Sequence[Mapping[str, Any]]) -> tuple[Sample, ...]:
+    return tuple(_samples().validate_python(entries))
 
 
 def as_json(state: Any) -> Any:

@@ -8,45 +8,27 @@ for stay what they were, and the one that was cut short goes on.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-from anygauge_hooks.rl import FinishReason
 from anygauge_hooks.rollout import Generation
 
 __all__ = ["Journal", "Record"]
 
+_NOTHING = Generation((), (), (), "abort")
+
 
 @dataclass(slots=True)
 class Record:
-    """A generation, which may have been made in several parts."""
+    """A generation, which may be made in several parts."""
 
     asked: tuple[int, ...]
     """The tokens to go on from."""
     stop: tuple[str, ...]
     shown: tuple[str, ...] = ()
     """Keys of the media among ``asked``, whose tokens alone do not tell one from another."""
-    tokens: list[int] = field(default_factory=list)
-    log_probs: list[float] = field(default_factory=list)
-    weight_versions: list[int] = field(default_factory=list)
-    finish_reason: FinishReason | None = None
-    """``None`` of one that is not done."""
-
-    def add(self, part: Generation) -> None:
-        """Add what follows."""
-        self.tokens += part.tokens
-        self.log_probs += part.log_probs
-        self.weight_versions += part.weight_versions
-
-    def cut(self, length: int) -> None:
-        """Forget all but the first tokens."""
-        del self.tokens[length:], self.log_probs[length:], self.weight_versions[length:]
-
-    def whole(self) -> Generation:
-        """Return all parts as one."""
-        assert self.finish_reason is not None
-        values = tuple(self.tokens), tuple(self.log_probs), tuple(self.weight_versions)
-        return Generation(*values, self.finish_reason)
+    said: Generation = _NOTHING
+    """All parts as one; ``"abort"`` where more will follow."""
 
 
 class Journal:
@@ -67,7 +49,7 @@ class Journal:
     @property
     def length(self) -> int:
         """Tokens that were generated."""
-        return sum(len(record.tokens) for record in self.records)
+        return sum(len(record.said.tokens) for record in self.records)
 
     def state(self) -> list[dict[str, Any]]:
         """Return all of it, as JSON can write it."""
@@ -76,10 +58,8 @@ class Journal:
                 "asked": list(record.asked),
                 "stop": list(record.stop),
                 "shown": list(record.shown),
-                "tokens": list(record.tokens),
-                "log_probs": list(record.log_probs),
-                "weight_versions": list(record.weight_versions),
-                "finish_reason": record.finish_reason,
+                **record.said._asdict(),
+                "finish_reason": None if record.said.finish_reason == "abort" else record.said.finish_reason,
             }
             for record in self.records
         ]
@@ -93,10 +73,12 @@ class Journal:
                     asked=tuple(entry["asked"]),
                     stop=tuple(entry["stop"]),
                     shown=tuple(entry.get("shown", ())),
-                    tokens=list(entry["tokens"]),
-                    log_probs=list(entry["log_probs"]),
-                    weight_versions=list(entry["weight_versions"]),
-                    finish_reason=entry["finish_reason"],
+                    said=Generation(
+                        tuple(entry["tokens"]),
+                        tuple(entry["log_probs"]),
+                        tuple(entry["weight_versions"]),
+                        entry["finish_reason"] or "abort",
+                    ),
                 )
                 for entry in state
             ]

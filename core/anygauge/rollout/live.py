@@ -6,21 +6,18 @@ import asyncio
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from anygauge.data.media.problems import check_number
-from anygauge.rollout.function_clock import FunctionClock
+from anygauge.rollout.context import ProducerContext
+from anygauge.rollout.function_clock import OwnTime
 from anygauge.rollout.gate import Gate
 from anygauge.rollout.journal import Journal, Record
-from anygauge.rollout.samples import SampleDraft
-from anygauge.rollout.text import TextTools
 from anygauge_hooks.errors import RolloutError
 from anygauge_hooks.media import Media
 from anygauge_hooks.rl import Prompt, Sample, SamplingParams
-from anygauge_hooks.rollout import GenerateRequest, Generation, Generator
-
-if TYPE_CHECKING:
-    from anygauge.config.schema import Rollout as RolloutConfig
+from anygauge_hooks.rollout import Draft, GenerateRequest, Generation
+from anygauge_hooks.settings import RolloutSettings
 
 __all__ = ["LiveRollout"]
 
@@ -29,84 +26,65 @@ MOST_EMPTY = 1000
 
 
 class LiveRollout:
-    """See :class:`anygauge_hooks.rollout.Rollout`.
+    """See :class:`anygauge_hooks.rollout.Rollout`. Kept from the draw of its prompt until its group is done.
 
-    :param name: Of the rollout, unique in the run.
-    :param group: Of the rollouts of its prompt.
-    :param order: Numbers of its group and of the rollout in it.
-    :param config: The table of the config.
     :param gate: To the engines.
+    :param number: Of its group: how many prompts were drawn before it in the run.
+    :param place: Of the rollout in its group.
+    :param seed: Of its first generation.
     :param journal: What was said before; what is said goes there.
-    :param engines: Of other models, by name.
+    :param samples: Of a rollout that is done.
     """
 
     def __init__(
         self,
-        name: str,
-        prompt: Prompt,
-        seed: int,
-        params: SamplingParams,
-        *,
-        group: str | None = None,
-        order: tuple[int, ...] = (),
-        config: RolloutConfig,
+        context: ProducerContext,
         gate: Gate,
-        text: TextTools,
-        journal: Journal,
-        engines: Mapping[str, Generator] | None = None,
+        prompt: Prompt,
+        number: int,
+        place: int,
+        seed: int,
+        journal: Journal | None = None,
+        samples: tuple[Sample, ...] = (),
     ) -> None:
-        self.config = config
-        self.params = params
-        self.engines = engines or {}
-        self._name = name
-        self._group = group
-        self._order = order
-        self._prompt = prompt
-        self._seed = seed
-        self._gate = gate
-        self._text = text
-        self._journal = journal
-        self._left = params.max_new_tokens
+        shared = context.rollout_context
+        self.config: RolloutSettings = shared.config
+        self.engines = shared.engines
+        self.tokenizer = shared.text.tokenizer
+        self.max_media = shared.text.max_media
+        self.max_context_tokens = shared.text.context
+        self.params = context.params
+        self.remaining = context.params.max_new_tokens
+        self.prompt = prompt
+        self.number = number
+        self.place = place
+        self.seed = seed
+        self.journal = Journal() if journal is None else journal
+        self.samples = samples
+        self.own_time = OwnTime()
+        self.task: asyncio.Task[None] | None = None
+        self._group = f"{context.name}{number}"
+        self._text = shared.text
+        self.gate = gate
         self._calls = 0
-        self._clock: FunctionClock | None = None
-        self._task: asyncio.Task[Any] | None = None
-        self._generating = 0
 
     # -------------------------------------------------------------------------
     # Tokens
     # -------------------------------------------------------------------------
 
-    @property
-    def tokenizer(self) -> Any:
-        """The model's."""
-        return self._text.tokenizer
-
-    @property
-    def max_media(self) -> int | None:
-        """Most media of one conversation."""
-        return self._text.max_media
-
-    @property
-    def max_context_tokens(self) -> int | None:
-        """Most tokens that the model can take."""
-        return self._text.context
-
-    @property
-    def remaining(self) -> int:
-        """Tokens that are left."""
-        return self._left
-
-    def draft(self, tokens: Sequence[int] | None = None, media: Sequence[Media] = ()) -> LiveDraft:
+    def draft(self, tokens: Sequence[int] | None = None, media: Sequence[Media] = ()) -> Draft:
         """Return the beginning of a sample."""
         if tokens is None:
-            tokens, media = self._prompt.tokens, self._prompt.media
-        return LiveDraft(self, SampleDraft(self._prompt, tokens, self._seed, media))
+            tokens, media = self.prompt.tokens, self.prompt.media
+        return Draft(self, self.prompt, self.seed, tokens, media)
 
-    def spend(self, count: int) -> bool:
-        """Take tokens off the budget, if it has as many."""
-        if count > self._left:
+    def spend(self, tokens: Sequence[int], media: Sequence[Media] = (), *, shown: int = 0) -> bool:
+        """Take tokens that the policy did not sample off the budget, if it has as many."""
+        check_number(shown + len(media), self.max_media)
+        self._check_text(tokens, media)
+        if len(tokens) > self.remaining:
             return False
-        self._left -= count
+        self.remaining -= len(tokens)
         return True
 
     def encode(self, text: str) -> tuple[int, ...]:
@@ -131,9 +109,9 @@ class LiveRollout:
         self, messages: Sequence[Mapping[str, Any]], *, chat: bool = True
     ) -> tuple[tuple[int, ...], tuple[Media, ...]]:
         """Return what follows an answer where messages show media."""
-        return await asyncio.to_thread(self._text.look, messages, self._prompt, chat=chat)
+        return await asyncio.to_thread(self._text.look, messages, self.prompt, chat=chat)
 
-    def check_text(self, tokens: Sequence[int], media: Sequence[Media]) -> None:
+    def _check_text(self, tokens: Sequence[int], media: Sequence[Media]) -> None:
         """Refuse tokens that hold the place of a medium that is not there.
 
         :raises RolloutError: There is one, as where a tool's text is that of such a token.
@@ -167,17 +145,15 @@ class LiveRollout:
         limit = self._room(asked, max_new_tokens)
         if limit < 1:
             return Generation((), (), (), "length")
-        self._left -= limit
-        record = self._journal.claim(asked, tuple(stop), tuple(medium.key for medium in shown))
-        self._generating += 1
-        self.reset_clock()
+        record = self.journal.claim(asked, tuple(stop), tuple([medium.key for medium in shown]))
+        self.remaining -= limit
+        self.own_time.pause()
         try:
             await self._complete(record, call, limit, shown)
         finally:
-            self._generating -= 1
-            self.reset_clock()
-            self._left += limit - min(limit, len(record.tokens))
-        return record.whole()
+            self.own_time.resume()
+            self.remaining += max(0, limit - len(record.said.tokens))
+        return record.said
 
     def _room(self, asked: tuple[int, ...], max_new_tokens: int | None) -> int:
         if not asked:
@@ -189,112 +165,53 @@ class LiveRollout:
                 f"max_new_tokens = {max_new_tokens} asks for nothing.",
                 hint="Ask for at least 1, or for None.",
             )
-        wanted = self._left if max_new_tokens is None else min(max_new_tokens, self._left)
-        return wanted if self._text.context is None else min(wanted, self._text.context - len(asked))
+        wanted = self.remaining if max_new_tokens is None else min(max_new_tokens, self.remaining)
+        context = self.max_context_tokens
+        return wanted if context is None else min(wanted, context - len(asked))
 
     async def _complete(self, record: Record, call: int, limit: int, shown: tuple[Media, ...]) -> None:
         """Let the engines go on until the record is done, within exactly ``limit`` tokens."""
         params = self.params
         if record.stop:
             params = replace(params, stop=(*params.stop, *record.stop))
-        if len(record.tokens) > limit:
-            record.cut(limit)
-            record.finish_reason = "length"
+        if len(record.said.tokens) > limit:
+            record.said = record.said.cut(limit, "length")
         empty = 0
-        while record.finish_reason is None:
-            have = len(record.tokens)
+        while record.said.finish_reason == "abort":
+            have = len(record.said.tokens)
             if have == limit:
-                record.finish_reason = "length"
+                record.said = record.said.cut(limit, "length")
                 return
             if params.max_new_tokens != limit - have:
                 params = replace(params, max_new_tokens=limit - have)
-            part = await self._gate.generate(self._request(record, call, params, shown))
-            record.add(part)
-            if have and self._text.cut_at_stop(record, have, params.stop):
-                record.finish_reason = "stop"
-            elif part.finish_reason != "abort":
-                record.finish_reason = part.finish_reason
+            part = await self.gate.generate(self._request(record, call, params, shown))
+            record.said = record.said.then(part)
+            if have:
+                record.said = self._text.cut_at_stop(record.said, have, params.stop)
             empty = 0 if part.tokens else empty + 1
             if empty > MOST_EMPTY:
-                self._gate.failure = RolloutError(
+                self.gate.failure = RolloutError(
                     f"The engines cut a generation short {empty} times without a token.",
                     hint="See their logs; something outside the run may be aborting its requests.",
                 )
-                raise self._gate.failure
+                raise self.gate.failure
 
     def _request(
         self, record: Record, call: int, params: SamplingParams, shown: tuple[Media, ...]
     ) -> GenerateRequest:
-        have = len(record.tokens)
+        have = len(record.said.tokens)
+        session = f"{self._group}-{self.place}"
         return GenerateRequest(
-            id=f"{self._name}-{self._gate.number()}",
-            tokens=record.asked + tuple(record.tokens),
+            id=f"{session}-{self.gate.number()}",
+            tokens=record.asked + record.said.tokens,
             params=params,
-            seed=self._seed if not (call or have) else _derived(self._seed, call, have),
-            session=self._name,
+            seed=self.seed if not (call or have) else _derived(self.seed, call, have),
+            session=session,
             group=self._group,
             media=shown,
-            order=(*self._order, call),
-            source=self._prompt.source,
+            order=(self.number, self.place, call),
+            source=self.prompt.source,
         )
-
-    # -------------------------------------------------------------------------
-    # Time
-    # -------------------------------------------------------------------------
-
-    def bound(self, clock: FunctionClock, task: asyncio.Task[Any]) -> None:
-        """Let a clock cancel the function if it takes too long for itself; its time begins now."""
-        self._clock, self._task = clock, task
-        self.reset_clock()
-
-    def reset_clock(self) -> None:
-        """Count the function's time from now on; not at all while the policy speaks."""
-        if self._clock is None or self._task is None:
-            return
-        if self._generating:
-            self._clock.stop(self._task)
-        else:
-            self._clock.start(self._task)
-
-
-class LiveDraft:
-    """See :class:`anygauge_hooks.rollout.Draft`."""
-
-    def __init__(self, rollout: LiveRollout, draft: SampleDraft) -> None:
-        self._rollout = rollout
-        self._draft = draft
-
-    @property
-    def tokens(self) -> tuple[int, ...]:
-        """The prompt and all that follows it."""
-        return self._draft.tokens
-
-    @property
-    def media(self) -> tuple[Media, ...]:
-        """All that was shown."""
-        return self._draft.media
-
-    async def generate(self, *, max_new_tokens: int | None = None, stop: Sequence[str] = ()) -> Generation:
-        """Let the policy go on, and return what it added."""
-        said = await self._rollout.generate(
-            self.tokens, max_new_tokens=max_new_tokens, stop=stop, media=self.media
-        )
-        self._draft.add(said)
-        return said
-
-    def observe(self, tokens: Sequence[int], media: Sequence[Media] = ()) -> bool:
-        """Add tokens that the policy did not sample, and what is shown among them."""
-        check_number(len(self._draft.media) + len(media), self._rollout.max_media)
-        self._rollout.check_text(tokens, media)
-        if not self._rollout.spend(len(tokens)):
-            return False
-        self._draft.add_observation(tokens, media)
-        return True
-
-    def sample(self, *, text: str | None = None, metadata: Mapping[str, Any] | None = None) -> Sample:
-        """Return the sample."""
-        said = self._rollout.decode(self._draft.response) if text is None else text
-        return self._draft.finished(said, {} if metadata is None else dict(metadata))
 
 
 def _derived(seed: int, call: int, have: int) -> int:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from anygauge.rollout.groups import OpenGroup
+from anygauge.rollout.groups import generated_tokens
+from anygauge.rollout.live import LiveRollout
 from anygauge.rollout.tally import Tally
 from anygauge_hooks.errors import DeadlineError, RolloutError
 from anygauge_hooks.rl import Prompt
@@ -20,12 +21,12 @@ def place_of(prompt: Prompt) -> str:
     return prompt.source or f"prompt {prompt.index}"
 
 
-def named(groups: Sequence[OpenGroup]) -> str:
-    """Return the first groups, with how far they have come."""
+def named(groups: Sequence[Sequence[LiveRollout]]) -> str:
+    """Return the first groups, with how far their rollouts have come."""
     some = [
-        f"{place_of(group.prompt)} ({len(group.samples)} of {len(group.seeds)} rollouts done, "
-        f"{group.length} tokens of the others)"
-        for group in groups[:SHOWN]
+        f"{place_of(rollouts[0].prompt)} ({sum(bool(each.samples) for each in rollouts)} of {len(rollouts)} "
+        f"rollouts done, {generated_tokens(rollouts)} tokens of the others)"
+        for rollouts in groups[:SHOWN]
     ]
     more = len(groups) - len(some)
     return ", ".join(some) + (f" and {more} more" if more else "")
@@ -49,7 +50,7 @@ def shortage(count: int, passed: int, tally: Tally, max_num_gen_batches: int) ->
 
 
 def late(
-    count: int, passed: int, groups: Sequence[OpenGroup], under_way: int, timeout_s: float
+    count: int, passed: int, groups: Sequence[Sequence[LiveRollout]], under_way: int, timeout_s: float
 ) -> DeadlineError:
     """Return the error of a step in which nothing happens.
 

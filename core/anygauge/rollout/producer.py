@@ -1,28 +1,35 @@
 """Group producer: samples groups from per-request generators, for one step or continuously.
 
-All of it runs in one event loop. A group is *open* from the moment its prompt was drawn, *done* once its
-samples are scored and every filter let it pass, and *taken* when :meth:`Producer.take` has returned it.
+All of it runs in one event loop. A group *waits* from the moment its prompt was drawn, is *open* once its
+rollouts have started, *done* once its samples are scored and every filter let it pass, and *taken* when
+:meth:`Producer.take` has returned it. It is known by how many prompts were drawn before it in the run.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from anygauge.rollout.context import ProducerContext
 from anygauge.rollout.function_clock import FunctionClock
-from anygauge.rollout.functions import FunctionFailed
 from anygauge.rollout.gate import Gate
-from anygauge.rollout.groups import DoneGroup, OpenGroup, as_json
-from anygauge.rollout.messages import late, named, place_of, shortage, why_short
-from anygauge.rollout.rollout_task import RolloutTask, make_samples, score_and_filter
+from anygauge.rollout.groups import (
+    as_json,
+    generated_tokens,
+    group_state,
+    is_begun,
+    restored_group,
+    restored_rollouts,
+    rollouts_state,
+)
+from anygauge.rollout.live import LiveRollout
+from anygauge.rollout.messages import late, named, shortage, why_short
+from anygauge.rollout.rollout_task import make_samples, score_and_filter
 from anygauge.rollout.staleness import Owed, Staleness, choose, is_met
 from anygauge.rollout.tally import Tally
-from anygauge.rollout.tasks import cancel, first_error
 from anygauge_hooks.errors import CheckpointError
 from anygauge_hooks.rl import Group, Prompt
 
@@ -43,6 +50,10 @@ class Continuous:
     """Asked before a group starts, with the number of groups that are open, or done and not taken."""
     max_done: int | None = None
     """Groups that are done and not taken; at as many none is started. ``None`` takes ``groups``."""
+
+
+Rollouts = Sequence[LiveRollout]
+"""The rollouts of a group that waits or is open."""
 
 
 class Producer:
@@ -67,9 +78,10 @@ class Producer:
         self._version = self._next_version = version
         self._drawn = drawn
         self._exhausted = False
-        self._waiting: deque[OpenGroup] = deque()
-        self._open: dict[int, tuple[OpenGroup, asyncio.Task[None]]] = {}
-        self._done: list[DoneGroup] = []
+        self._waiting: dict[int, Rollouts] = {}
+        self._open: dict[int, Rollouts] = {}
+        self._done: dict[int, Group] = {}
+        self._started_at: dict[int, int] = {}  # the version that was served; no token of the group is older
         self._failure: BaseException | None = None
         self._changed = asyncio.Event()
         self._wanted = asyncio.Event()
@@ -103,7 +115,7 @@ class Producer:
         if self._continuous is None:
             await self._stop_unfinished()
         self._end(count, taken)
-        return [done.group for done in taken]
+        return taken
 
     async def read_ahead(self) -> None:
         """Draw the prompts that the next step starts with, while others train.
@@ -158,12 +170,15 @@ class Producer:
         What an engine is generating at that moment is not part of it, unless :meth:`pause` has ended it.
         """
         async with self._reading:
-            groups = [group for _, (group, _) in sorted(self._open.items())]
+            groups = [*(self._open[number] for number in sorted(self._open)), *self._waiting.values()]
+            started_at = self._started_at
             state = {
                 "source": self._context.source.state_dict(),
                 "drawn": self._drawn,
-                "open": [group.state() for group in [*groups, *self._waiting]],
-                "done": [done.state() for done in self._done],
+                "open": [rollouts_state(own, started_at.get(own[0].number, 0)) for own in groups],
+                "done": [
+                    group_state(number, started_at[number], group) for number, group in self._done.items()
+                ],
             }
         encoded: dict[str, Any] = as_json(state)
         return encoded
@@ -175,12 +190,17 @@ class Producer:
 
         :raises CheckpointError: It is not what :meth:`state_dict` returns.
         """
-        seeds = self._context.seeds
         try:
             source, self._drawn = state["source"], int(state["drawn"])
-            self._waiting = deque(OpenGroup.restored(entry, seeds) for entry in state["open"])
-            self._done = [DoneGroup.restored(entry, seeds) for entry in state["done"]]
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            self._waiting = {
+                entry["number"]: restored_rollouts(entry, self._context, self._gate)
+                for entry in state["open"]
+            }
+            self._done = {entry["number"]: restored_group(entry) for entry in state["done"]}
+            self._started_at = {
+                entry["number"]: entry["started_at"] for entry in (*state["open"], *state["done"])
+            }
+        except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
             raise CheckpointError(
                 f"The checkpoint's state of the rollouts cannot be read: {error!r}.",
                 hint="Resume from another checkpoint.",
@@ -189,7 +209,8 @@ class Producer:
 
     def prompts(self) -> list[Prompt]:
         """Return the prompts of the groups that wait or are done."""
-        return [*(group.prompt for group in self._waiting), *(done.group.prompt for done in self._done)]
+        waiting = [rollouts[0].prompt for rollouts in self._waiting.values()]
+        return waiting + [group.prompt for group in self._done.values()]
 
     def metrics(self) -> dict[str, float]:
         """Return ``rollout/*`` of what was done for the last groups that were taken."""
@@ -198,10 +219,10 @@ class Producer:
     async def close(self) -> None:
         """End all that is under way."""
         self._gate.shut()
-        tasks = [task for _, task in self._open.values()]
+        await self._cancel_rollouts()
         if self._pump is not None:
-            tasks.append(self._pump)
-        await cancel(tasks)
+            self._pump.cancel()
+            await asyncio.wait([self._pump])
         if self._context.scorer is not None:
             await self._context.scorer.close()
 
@@ -213,8 +234,8 @@ class Producer:
         self._goal = count
         self._tally.most_failed, self._tally.most_unscored = self._bounds(count)
         if self._continuous is None:
-            self._tally.continued = sum(group.length for group, _ in self._open.values())
-            self._tally.continued += sum(group.length for group in self._waiting)
+            under_way = [*self._open.values(), *self._waiting.values()]
+            self._tally.continued = sum(map(generated_tokens, under_way))
             self._gate.open()
         self._start_pump()
         self._notify()
@@ -230,14 +251,14 @@ class Producer:
                 await self._changed.wait()
         except TimeoutError:
             if self._gate.answered == answered:
-                groups = [group for _, (group, _) in sorted(self._open.items())]
+                groups = [self._open[number] for number in sorted(self._open)]
                 under_way = self._gate.under_way
                 raise late(count, len(self._done), groups, under_way, timeout_s or 0.0) from None
 
     def _is_enough(self, count: int) -> bool:
         if self._failure is not None:
             raise self._failure
-        if len(self._done) >= count and is_met(self._owed(), [done.started_at for done in self._done]):
+        if len(self._done) >= count and is_met(self._owed(), list(map(self._age, self._done))):
             return True
         if self._open or not self._has_given_up():
             return False
@@ -245,19 +266,22 @@ class Producer:
             raise shortage(count, len(self._done), self._tally, self._context.config.max_num_gen_batches)
         return True
 
-    def _pick(self, count: int) -> list[DoneGroup]:
-        taken = choose(self._done, count, self._owed(), lambda done: done.started_at)
-        numbers = {done.number for done in taken}
-        self._done = [done for done in self._done if done.number not in numbers]
-        return taken if self._continuous else sorted(taken, key=lambda done: done.number)
+    def _pick(self, count: int) -> list[Group]:
+        numbers = choose(list(self._done), count, self._owed(), self._age)
+        taken = {number: self._done.pop(number) for number in numbers}
+        for number in numbers:
+            del self._started_at[number]
+        return [taken[number] for number in (numbers if self._continuous else sorted(numbers))]
 
     def _owed(self) -> list[Owed]:
         bound = None if self._continuous is None else self._continuous.staleness
         if bound is None:
             return []
-        ages = [group.started_at for group, _ in self._open.values()]
-        ages += [group.started_at for group in self._waiting if group.is_begun]  # of before a resume
-        return bound.owed([*ages, *(done.started_at for done in self._done)], self._next_version)
+        begun = [number for number, own in self._waiting.items() if is_begun(own)]  # before a resume
+        return bound.owed(map(self._age, [*self._open, *begun, *self._done]), self._next_version)
+
+    def _age(self, number: int) -> int:
+        return self._started_at[number]
 
     async def _stop_unfinished(self) -> None:
         """Keep what is not taken for the next step, or discard it."""
@@ -267,21 +291,22 @@ class Producer:
             await self._gate.close()
             return
         self._gate.shut()
-        running = list(self._open.values())
-        await cancel([task for _, task in running])
+        await self._cancel_rollouts()
+        prompts = {number: rollouts[0].prompt for number, rollouts in self._open.items()}
+        prompts |= {number: group.prompt for number, group in self._done.items()}
+        unfinished = {number: self._rollouts(number, prompts[number]) for number in sorted(prompts)}
+        for number in unfinished:
+            del self._started_at[number]
         self._open.clear()
-        groups = [group for group, task in running if task.cancelled()]
-        groups += [OpenGroup(done.number, done.group.prompt, done.seeds) for done in self._done]
         self._done.clear()
-        for group in groups:
-            group.forget()
         if self._context.config.requeue_discarded:
-            self._waiting.extendleft(sorted(groups, key=lambda group: -group.number))
-        elif groups:
-            self._tally.dropped = len(groups)
+            self._waiting = unfinished | self._waiting
+        elif unfinished:
+            self._tally.dropped = len(unfinished)
+            groups = list(unfinished.values())
             _log.info("%d prompts whose groups were not done are dropped: %s", len(groups), named(groups))
 
-    def _end(self, count: int, taken: Sequence[DoneGroup]) -> None:
+    def _end(self, count: int, taken: Sequence[Group]) -> None:
         if len(taken) < count:
             _log.warning("a step has %d groups instead of %d: %s", len(taken), count, why_short(self._tally))
         self._metrics = self._tally.metrics(len(taken))
@@ -302,10 +327,10 @@ class Producer:
         try:
             while True:
                 while (wanted := self._missing()) > 0:
-                    if not self._waiting:
+                    if self._waiting:
+                        self._start(next(iter(self._waiting)))
+                    else:
                         await self._read(wanted)
-                    if self._waiting and self._missing() > 0:
-                        self._start(self._waiting.popleft())
                 self._wanted.clear()
                 await self._wanted.wait()
         except Exception as error:  # noqa: BLE001 - foreign code: a data source; who takes gets the error
@@ -341,46 +366,56 @@ class Producer:
         async with self._reading:
             prompts = await asyncio.to_thread(self._context.source.next, count)
             for prompt in prompts:
-                seeds = self._context.seeds(self._drawn)
-                self._waiting.append(OpenGroup(number=self._drawn, prompt=prompt, seeds=seeds))
+                self._waiting[self._drawn] = self._rollouts(self._drawn, prompt)
                 self._drawn += 1
         self._exhausted = not prompts
         self._notify()
 
-    def _start(self, group: OpenGroup) -> None:
-        if not group.is_begun:
-            group.started_at = self._version
-        task = asyncio.create_task(self._run_group(group), name=f"group {group.number}")
-        self._open[group.number] = (group, task)
+    def _rollouts(self, number: int, prompt: Prompt) -> Rollouts:
+        """Return the rollouts of a group at their beginning."""
+        seeds = self._context.seeds(number)
+        return [
+            LiveRollout(self._context, self._gate, prompt, number, place, seed)
+            for place, seed in enumerate(seeds)
+        ]
 
-    async def _run_group(self, group: OpenGroup) -> None:
+    def _start(self, number: int) -> None:
+        """Start the rollouts of a group that waits; the last one to end settles it."""
+        rollouts = self._open[number] = self._waiting.pop(number)
+        if not is_begun(rollouts):
+            self._started_at[number] = self._version
+        unfinished = [rollout for rollout in rollouts if not rollout.samples]
+        for rollout in unfinished or rollouts[-1:]:
+            rollout.task = asyncio.create_task(self._run(rollout))
+
+    async def _run(self, rollout: LiveRollout) -> None:
+        rollouts, functions = self._open[rollout.number], self._context.rollout_context.functions
         try:
-            async with first_error(), asyncio.TaskGroup() as tasks:
-                for rollout in range(len(group.seeds)):
-                    if rollout not in group.samples:
-                        tasks.create_task(self._run_rollout(group, rollout))
-            await self._settle(group)
+            if not rollout.samples:
+                rollout.samples = await make_samples(functions, rollout, self._clock, self._tally)
+            if all([each.samples for each in rollouts]):
+                await self._settle(rollouts)
         except Exception as error:  # noqa: BLE001 - foreign code: functions of the user; who takes gets the error
             self._fail(error)
-        finally:
-            self._open.pop(group.number, None)
-            self._notify()
 
-    async def _run_rollout(self, group: OpenGroup, rollout: int) -> None:
-        name = f"{self._context.name}{group.number}"
-        task = RolloutTask(group, rollout, name, self._context.params, self._gate, self._clock)
-        try:
-            group.samples[rollout] = await make_samples(self._context.rollout_context, task)
-        except FunctionFailed as error:
-            self._tally.add_failure(place_of(group.prompt), str(error))
-            group.samples[rollout] = task.failed(str(error))
-        group.journals.pop(rollout, None)
-
-    async def _settle(self, group: OpenGroup) -> None:
+    async def _settle(self, rollouts: Rollouts) -> None:
         """Score a group and ask the filters."""
-        scored = await score_and_filter(self._context, group, self._tally)
-        if scored is not None:
-            self._done.append(DoneGroup(group.number, group.started_at, scored, group.seeds))
+        number = rollouts[0].number
+        group = await score_and_filter(self._context, rollouts, self._tally)
+        del self._open[number]
+        if group is None:
+            del self._started_at[number]
+        else:
+            self._done[number] = group
+        self._notify()
+
+    async def _cancel_rollouts(self) -> None:
+        """Cancel what runs for open groups, and return once it has cleaned up."""
+        rollouts = [rollout for own in self._open.values() for rollout in own]
+        tasks = [rollout.task for rollout in rollouts if rollout.task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     def _fail(self, error: BaseException) -> None:
         if self._failure is None:

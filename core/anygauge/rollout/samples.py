@@ -1,92 +1,37 @@
-"""Sample construction, with one of each value per token."""
+"""Checks of generations and samples: one of each value per token."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from numbers import Real
 from typing import Any
 
 from anygauge.rollout.answer_limits import LARGEST_LOG_PROB, MOST_TOKENS, stray_token
 from anygauge_hooks.errors import RolloutError
-from anygauge_hooks.media import Media
-from anygauge_hooks.rl import NO_VERSION, FinishReason, Prompt, Sample
+from anygauge_hooks.rl import Prompt, Sample
 from anygauge_hooks.rollout import Generation
 
-__all__ = ["SampleDraft", "check_generation", "check_sample", "failed_sample"]
+__all__ = ["check_generation", "check_sample", "failed_sample"]
 
 _PER_TOKEN = ("log_probs", "loss_mask", "weight_versions")
 
 
-class SampleDraft:
-    """Tokens that follow a prompt: what the policy said, and what it was told."""
-
-    def __init__(
-        self, prompt: Prompt, prompt_tokens: Sequence[int], seed: int, media: Sequence[Media] = ()
-    ) -> None:
-        self._prompt = prompt
-        self._prompt_tokens = tuple(prompt_tokens)
-        self._seed = seed
-        self._media = list(media)
-        self._tokens: list[int] = []
-        self._log_probs: list[float] = []
-        self._loss_mask: list[int] = []
-        self._versions: list[int] = []
-        self._finish_reason: FinishReason = "stop"
-
-    @property
-    def tokens(self) -> tuple[int, ...]:
-        """The prompt and all that follows it."""
-        return self._prompt_tokens + tuple(self._tokens)
-
-    @property
-    def media(self) -> tuple[Media, ...]:
-        """All that was shown."""
-        return tuple(self._media)
-
-    @property
-    def response(self) -> tuple[int, ...]:
-        """All that follows the prompt."""
-        return tuple(self._tokens)
-
-    def add(self, said: Generation) -> None:
-        """Add what the policy said."""
-        self._tokens += said.tokens
-        self._log_probs += said.log_probs
-        self._loss_mask += [1] * len(said.tokens)
-        self._versions += said.weight_versions
-        self._finish_reason = said.finish_reason
-
-    def add_observation(self, tokens: Sequence[int], media: Sequence[Media] = ()) -> None:
-        """Add what the policy was told and shown."""
-        before = len(self._prompt_tokens) + len(self._tokens)
-        self._media += [medium.moved(before) for medium in media]
-        self._tokens += tokens
-        self._log_probs += [0.0] * len(tokens)
-        self._loss_mask += [0] * len(tokens)
-        self._versions += [NO_VERSION] * len(tokens)
-
-    def finished(self, text: str, metadata: Mapping[str, Any]) -> Sample:
-        """Return the sample."""
-        return Sample(
-            prompt_index=self._prompt.index,
-            prompt_tokens=self._prompt_tokens,
-            response_tokens=tuple(self._tokens),
-            log_probs=tuple(self._log_probs),
-            loss_mask=tuple(self._loss_mask),
-            weight_versions=tuple(self._versions),
-            text=text,
-            finish_reason=self._finish_reason,
-            seed=self._seed,
-            metadata=metadata,
-            media=self.media,
-        )
-
-
 def failed_sample(prompt: Prompt, seed: int, why: str) -> Sample:
     """Return what stands for a rollout whose function failed: no token, and the reason."""
-    draft = SampleDraft(prompt, prompt.tokens, seed, prompt.media)
-    return draft.finished("", {})._replace(error=why, finish_reason="abort")
+    return Sample(
+        prompt_index=prompt.index,
+        prompt_tokens=prompt.tokens,
+        response_tokens=(),
+        log_probs=(),
+        loss_mask=(),
+        weight_versions=(),
+        text="",
+        finish_reason="abort",
+        seed=seed,
+        error=why,
+        media=prompt.media,
+    )
 
 
 def check_generation(said: Generation, limit: int, vocab_size: int | None = None) -> None:

@@ -41,16 +41,15 @@ class GroupScorer:
 
         :raises RewardError: The processes that score cannot start.
         """
-        picked = _to_score(group)
-        if not picked:
-            return merge_rewards(group, {})
+        rollouts = group.rollouts()
+        unscored = tuple([rollout[-1] for rollout in rollouts if _is_unscored(rollout[-1])])
+        if not unscored:
+            return merge_rewards(group, rollouts)
         answer: asyncio.Future[Group] = asyncio.get_running_loop().create_future()
-        reduced = Group(prompt=group.prompt, samples=tuple(group.samples[place] for place in picked))
-        self._waiting.append((reduced, answer))
+        self._waiting.append((Group(prompt=group.prompt, samples=unscored), answer))
         if self._task is None or self._task.done():
             self._task = asyncio.create_task(self._serve())
-        scored = await answer
-        return merge_rewards(group, dict(zip(picked, scored.samples, strict=True)))
+        return merge_rewards(group, rollouts, (await answer).samples)
 
     async def _serve(self) -> None:
         loop = asyncio.get_running_loop()
@@ -79,39 +78,28 @@ class GroupScorer:
         self._thread.shutdown(wait=False)
 
 
-def _to_score(group: Group) -> list[int]:
-    """Return the places of the samples that are scored: the last one of each rollout."""
-    last = {_rollout(place, sample): place for place, sample in enumerate(group.samples)}
-    return [place for place in last.values() if _is_open(group.samples[place])]
-
-
-def _is_open(sample: Sample) -> bool:
+def _is_unscored(sample: Sample) -> bool:
     return sample.reward is None and sample.error is None
 
 
-def _rollout(place: int, sample: Sample) -> tuple[str, int]:
-    return ("alone", place) if sample.rollout is None else ("of", sample.rollout)
-
-
-def merge_rewards(group: Group, scored: dict[int, Sample]) -> Group:
+def merge_rewards(group: Group, rollouts: Sequence[Sequence[Sample]], scored: Sequence[Sample] = ()) -> Group:
     """Return a group in which all samples of a rollout have the reward, or the error, of its last one.
 
-    :param scored: By place.
+    :param scored: The last sample of each rollout that had neither, in order; empty where nothing is scored.
     :raises RolloutError: A function gave the samples of one rollout different rewards.
     """
-    verdicts: dict[tuple[str, int], Sample] = {}
-    for place, sample in enumerate(group.samples):
-        verdicts[_rollout(place, sample)] = scored.get(place, sample)
-    samples = []
-    for place, sample in enumerate(group.samples):
-        verdict = verdicts[_rollout(place, sample)]
-        if sample.reward is not None and sample.reward != verdict.reward:
-            raise RolloutError(
-                f"The samples of a rollout of {group.prompt.source or group.prompt.index} have the rewards "
-                f"{sample.reward:g} and {verdict.reward}.",
-                hint="A rollout has one reward: give it to its last sample.",
-            )
-        # What a function has scored itself need not say what it was scored from.
-        raw = verdict.reward if verdict.raw_reward is None else verdict.raw_reward
-        samples.append(sample._replace(reward=verdict.reward, raw_reward=raw, error=verdict.error))
+    answers, samples = iter(scored), list[Sample]()
+    for rollout in rollouts:
+        end = next(answers) if scored and _is_unscored(rollout[-1]) else rollout[-1]
+        if end.raw_reward is None:  # what a function has scored itself need not say what it was scored from
+            end = end._replace(raw_reward=end.reward)
+        for sample in rollout[:-1]:
+            if sample.reward is not None and sample.reward != end.reward:
+                raise RolloutError(
+                    f"The samples of a rollout of {group.prompt.source or group.prompt.index} have the "
+                    f"rewards {sample.reward:g} and {end.reward}.",
+                    hint="A rollout has one reward: give it to its last sample.",
+                )
+            samples.append(sample._replace(reward=end.reward, raw_reward=end.raw_reward, error=end.error))
+        samples.append(end)
     return replace(group, samples=tuple(samples))

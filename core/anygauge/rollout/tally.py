@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from anygauge_hooks.errors import RewardError, RolloutError
-from anygauge_hooks.rl import Group, Sample
+from anygauge_hooks.rl import Group
 
 __all__ = ["Tally"]
 
@@ -57,17 +57,16 @@ class Tally:
                 hint="Correct the function or the data, or raise rollout.max_failed_ratio.",
             )
 
-    def add_scored(self, group: Group, failed: set[int]) -> None:
-        """Count the rollouts of a scored group.
+    def add_scored(self, group: Group, scored: Group) -> None:
+        """Count the rollouts of a group that were made, and could not be scored.
 
-        :param failed: Places of the samples that were counted as failed before.
-        :raises RewardError: Too many could not be scored.
+        :raises RewardError: They are too many.
         """
-        lost = [
-            sample.error
-            for place, sample in enumerate(group.samples)
-            if sample.error is not None and place not in failed and _ends_rollout(group, place, sample)
-        ]
+        if not any(sample.error for sample in scored.samples):
+            return
+        was = [rollout[-1].error for rollout in group.rollouts()]
+        now = [rollout[-1].error for rollout in scored.rollouts()]
+        lost = [why for before, why in zip(was, now, strict=True) if before is None and why is not None]
         for why in lost:
             self.unscored.setdefault(why, []).append(group.prompt.source or f"prompt {group.prompt.index}")
         if lost and _count(self.unscored) > self.most_unscored:
@@ -93,12 +92,6 @@ class Tally:
             "rollout/continued_tokens": self.continued,
             "rollout/failed_rollouts": _count(self.failed),
         }
-
-
-def _ends_rollout(group: Group, place: int, sample: Sample) -> bool:
-    if sample.rollout is None:
-        return True
-    return not any(later.rollout == sample.rollout for later in group.samples[place + 1 :])
 
 
 def _count(places: dict[str, list[str]]) -> int:

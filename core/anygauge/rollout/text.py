@@ -8,10 +8,10 @@ from typing import Any
 
 from anygauge.config.schema import Data
 from anygauge.data.template import render, require_template
-from anygauge.rollout.journal import Record
 from anygauge_hooks.errors import RolloutError
 from anygauge_hooks.media import Media
 from anygauge_hooks.rl import Prompt
+from anygauge_hooks.rollout import Generation
 
 __all__ = ["Show", "TextTools"]
 
@@ -117,18 +117,17 @@ class TextTools:
     def _plain(self, messages: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
         return self.encode("".join(message["content"] for message in messages))
 
-    def cut_at_stop(self, record: Record, joint: int, stop: Sequence[str]) -> bool:
+    def cut_at_stop(self, said: Generation, joint: int, stop: Sequence[str]) -> Generation:
         """Cut a generation of several parts where a stop string ends that lies across a joint.
 
         An engine that is given the first part as a prompt looks for the strings in the second alone.
 
         :param joint: Tokens of the parts before the last.
-        :returns: Whether there was one.
+        :returns: The generation itself if there is none.
         """
         longest = max((len(text.encode()) for text in stop), default=0)
-        for length in range(joint + 1, min(len(record.tokens), joint + longest) + 1):
-            window = self.decode(record.tokens[max(0, length - longest - 4) : length], special=True)
+        for length in range(joint + 1, min(len(said.tokens), joint + longest) + 1):
+            window = self.decode(said.tokens[max(0, length - longest - 4) : length], special=True)
             if any(text in window for text in stop):
-                record.cut(length)
-                return True
-        return False
+                return said.cut(length, "stop")
+        return said

@@ -50,20 +50,9 @@ def rollout_batch(groups: Sequence[Group], version: int | None = None) -> TrainB
 
     :param version: Of the weights that are about to be trained; ``None`` for samples of another run.
     """
-    samples: list[Sample] = []
-    rollouts: list[int] = []
-    group_rewards: list[list[float | None]] = []
-    for group in groups:
-        answered = [sample for sample in group.samples if sample.response_tokens]
-        owners = [
-            (False, place) if sample.rollout is None else (True, sample.rollout)
-            for place, sample in enumerate(answered)
-        ]
-        ends = dict(zip(owners, answered, strict=True))
-        numbers = {owner: number for number, owner in enumerate(ends, sum(map(len, group_rewards)))}
-        samples += answered
-        rollouts += [numbers[owner] for owner in owners]
-        group_rewards.append([None if end.error is not None else end.reward or 0.0 for end in ends.values()])
+    responses = [_responses(group) for group in groups]
+    of_rollouts = list(chain.from_iterable(responses))
+    samples = list(chain.from_iterable(of_rollouts))
     generated = sum(len(group.samples) for group in groups)
     if len(samples) < generated:
         empty = generated - len(samples)
@@ -80,14 +69,23 @@ def rollout_batch(groups: Sequence[Group], version: int | None = None) -> TrainB
         log_probs=[sample.log_probs for sample in samples],
         media=[sample.media for sample in samples],
         rewards=[sample.reward or 0.0 for sample in samples],
-        rollouts=rollouts,
+        rollouts=[number for number, rollout in enumerate(of_rollouts) for _ in rollout],
         is_on_policy=[
             version is not None and sample.error is None and made_now.issuperset(sample.weight_versions)
             for sample in samples
         ],
     )
-    batch.group_rewards = group_rewards
+    ends = [[rollout[-1] for rollout in rollouts] for rollouts in responses]
+    batch.group_rewards = [
+        [None if end.error is not None else end.reward or 0.0 for end in own] for own in ends
+    ]
     return batch
+
+
+def _responses(group: Group) -> list[list[Sample]]:
+    """Return the samples of each rollout that have a response token; no rollout without any."""
+    rollouts = ([sample for sample in rollout if sample.response_tokens] for rollout in group.rollouts())
+    return [rollout for rollout in rollouts if rollout]
 
 
 def plan_steps(

@@ -8,15 +8,17 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from anygauge.config.schema import Data, Rollout, RolloutGateway
+from anygauge.rollout.context import ProducerContext, RolloutContext
+from anygauge.rollout.functions import UserFunction, UserFunctions, single_turn
 from anygauge.rollout.gate import Gate
 from anygauge.rollout.gateway.server import Gateway
 from anygauge.rollout.gateway.session import Session
-from anygauge.rollout.journal import Journal
 from anygauge.rollout.live import LiveRollout
 from anygauge.rollout.text import TextTools
 from anygauge.testing.tiny import tiny_tokenizer
 from anygauge_hooks.rl import Prompt, Sample, SamplingParams
 from anygauge_tests.scripted import ScriptedGenerator
+from anygauge_tests.scripted_engine import ListSource
 
 __all__ = ["TEMPLATE", "ScriptedRollout", "Served", "chat_tokenizer", "serve_script"]
 
@@ -95,9 +97,20 @@ class ScriptedRollout(LiveRollout):
         self.generator = ScriptedGenerator(tokenizer, script)
         gate = Gate(self.generator)
         gate.open()
-        text = TextTools(tokenizer, Data.model_validate({"train": ["data.jsonl"]}), context)
-        params = SamplingParams(max_new_tokens=budget)
-        super().__init__("0-0", prompt, 5, params, config=Rollout(), gate=gate, text=text, journal=Journal())
+        shared = RolloutContext(
+            config=Rollout(),
+            generator=self.generator,
+            functions=UserFunctions(UserFunction("single_turn", single_turn)),
+            text=TextTools(tokenizer, Data.model_validate({"train": ["data.jsonl"]}), context),
+        )
+        own = ProducerContext(
+            rollout_context=shared,
+            source=ListSource([prompt]),
+            seeds=lambda _: [5],
+            params=SamplingParams(max_new_tokens=budget),
+            config=shared.config,
+        )
+        super().__init__(own, gate, prompt, 0, 0, 5)
 
 
 def chat_tokenizer(directory: Path) -> Any:

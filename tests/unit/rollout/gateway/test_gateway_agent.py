@@ -111,7 +111,7 @@ def test_an_agent_that_is_run_again_gets_the_same_answers(tokenizer: Any) -> Non
         [first] = await agent(rollout, PROMPT, 5, agent="my_agents:two_questions")
         # As rollout control does with a rollout that was cut short.
         again = ScriptedRollout(tokenizer, [])
-        again._journal = Journal(rollout._journal.records)
+        again.journal = Journal(rollout.journal.records)
         [second] = await agent(again, PROMPT, 5, agent="my_agents:two_questions")
         assert second == first
 
@@ -198,7 +198,7 @@ def test_requests_at_once_that_name_no_limit_take_turns_with_the_budget(tokenize
 def test_why_there_is_no_room(tokenizer: Any, context: int | None, why: str) -> None:
     async def main() -> None:
         rollout = ScriptedRollout(tokenizer, ["rainy", "sunny"], budget=8)
-        rollout._text.context = context
+        rollout.max_context_tokens = context
         generator = RolloutGenerator(rollout)
         request = GenerateRequest("r", (1,) * 55, SamplingParams(max_new_tokens=8), 0, None)
         said = await generator.generate(request)

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from anygauge.rollout.evaluation import sample_groups
-from anygauge.rollout.groups import DoneGroup, OpenGroup
+from anygauge.rollout.groups import group_state, rollouts_state
+from anygauge.rollout.live import LiveRollout
 from anygauge.rollout.producer import Continuous, Producer
 from anygauge.rollout.staleness import Staleness
 from anygauge_hooks.errors import CheckpointError, RolloutError
@@ -258,17 +259,14 @@ def test_what_was_begun_before_a_resume_is_waited_for_if_it_is_due(
 ) -> None:
     engine = ScriptedEngine(counting)
     engine.version = 2
-    begun = OpenGroup(number=0, prompt=prompts[0], seeds=[0])
-    begun.journal(0).claim(prompts[0].tokens, ()).add(Generation((1,), (-0.5,), (1,), "abort"))
-    begun.started_at = 1
-    done = [
-        DoneGroup(number, 2, Group(prompt=prompts[number], samples=()), [number]).state() for number in (1, 2)
-    ]
+    producer = make_producer(engine, version=2, **ONE)
+    begun = LiveRollout(producer._context, producer._gate, prompts[0], number=0, place=0, seed=0)
+    begun.journal.claim(prompts[0].tokens, ()).said = Generation((1,), (-0.5,), (1,), "abort")
+    done = [group_state(number, 2, Group(prompt=prompts[number], samples=())) for number in (1, 2)]
     source = ListSource(prompts)
     source.next(3)
-    producer = make_producer(engine, version=2, **ONE)
     producer.load_state_dict(
-        {"source": source.state_dict(), "drawn": 3, "open": [begun.state()], "done": done}
+        {"source": source.state_dict(), "drawn": 3, "open": [rollouts_state([begun], 1)], "done": done}
     )
 
     async def body() -> list[int]:

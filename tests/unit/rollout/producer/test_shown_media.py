@@ -16,7 +16,7 @@ from anygauge.rollout.text import Rendered, TextTools
 from anygauge_hooks.errors import MediaError, RolloutError
 from anygauge_hooks.media import Media
 from anygauge_hooks.rl import Prompt, Sample
-from anygauge_hooks.rollout import GenerateRequest
+from anygauge_hooks.rollout import GenerateRequest, Generation
 from anygauge_tests.scripted_engine import ListSource, ScriptedEngine
 
 MakeProducer = Callable[..., Producer]
@@ -199,10 +199,10 @@ def test_a_sample_whose_media_lie_outside_is_refused(
 
 def test_the_journal_tells_images_apart_and_survives_being_written() -> None:
     journal = Journal()
-    journal.claim((1, 3), (), ("a",)).tokens.append(5)
+    journal.claim((1, 3), (), ("a",)).said = Generation((5,), (-0.5,), (1,), "abort")
     again = Journal.restored(journal.state())
-    assert again.claim((1, 3), (), ("b",)).tokens == []
-    assert again.claim((1, 3), (), ("a",)).tokens == [5]
+    assert again.claim((1, 3), (), ("b",)).said.tokens == ()
+    assert again.claim((1, 3), (), ("a",)).said.tokens == (5,)
     [old] = Journal.restored(
         [{key: value for key, value in journal.state()[0].items() if key != "shown"}]
     ).records
