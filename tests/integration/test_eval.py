@@ -169,7 +169,7 @@ def test_it_finds_what_the_run_found(
         (
             "eval",
             "foreign",
-            "damaged or foreign: its manifest.json names no format.\n  Take another",
+            "damaged or was not written by anygauge: its manifest.json names no format.\n  Use another",
         ),
         ("eval", "damaged", "Restore the files. Did you mean --checkpoint {root}/damaged/hf?"),
     ],
@@ -252,7 +252,7 @@ def test_an_evaluation_that_fails_keeps_its_logs_and_says_where(
 
 def test_an_evaluation_without_a_place_for_its_logs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "none"))
-    with pytest.raises(CheckpointError, match="no place for the logs") as caught, logs_of_failures():
+    with pytest.raises(CheckpointError, match="logs of the evaluation cannot be written") as caught, logs_of_failures():
         pass
     assert "TMPDIR" in str(caught.value.hint)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
