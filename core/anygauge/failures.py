@@ -25,7 +25,7 @@ class on_failure(AbstractContextManager[None]):
 
 
 def in_background(function: Callable[[], T], name: str) -> Future[T]:
-    """Run a function in a thread that keeps no process alive, since what it waits for may be stuck for good.
+    """Run a function in a daemon thread, because it may block forever.
 
     :param name: Of the thread, as stacks show it.
     :returns: What the function returns or raises.

@@ -1,4 +1,4 @@
-"""Owners of what hooks return: pluggy hands over bare results, messages and tables name the plugin."""
+"""Owners of hook results: pluggy returns bare results, but messages and tables name the plugin."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Owned(NamedTuple):
 
 
 class RecordedPlugin:
-    """A plugin as pluggy holds it: implementations that note what they return.
+    """Wrapper of a plugin for pluggy that records what each implementation returns.
 
     Unlike some plugins it can be hashed, which pluggy needs to leave it out of a call.
     """

@@ -95,7 +95,7 @@ OWN_KINDS: Mapping[str, str] = {
 
 @dataclass(slots=True)
 class Plugins:
-    """The plugins of a process, and what could not be loaded into it."""
+    """The plugins of a process, and the errors of those that failed to load."""
 
     manager: pluggy.PluginManager = field(default_factory=_make_manager)
     """Holds a :class:`RecordedPlugin` for each plugin: register plugins here, not there."""
@@ -170,7 +170,7 @@ class Plugins:
             raise
 
     def hooks(self) -> list[str]:
-        """Return the names of all hooks: those of the contract, then those that plugins specify."""
+        """Return the names of all hooks: the contract's, then those that plugins specify."""
         return [name for _, namespace in self.namespaces for name in _hook_names(self.manager, namespace)]
 
     def implementations(self, hook: str, backend: BackendSpec) -> list[pluggy.HookImpl]:
@@ -178,7 +178,7 @@ class Plugins:
         return self._caller(hook, {"backend": backend}).get_hookimpls()
 
     def named(self, hook: str) -> dict[str, Any]:
-        """Return what plugins registered through a ``register_*`` hook, by name.
+        """Return the items that plugins registered through a ``register_*`` hook, by name.
 
         :raises DuplicateNameError: Two plugins use one name.
         """
@@ -294,7 +294,7 @@ class Plugins:
         return _union("worker_env", [*hidden, *own])
 
     def environment(self) -> dict[str, str]:
-        """Return what plugins report about the host; the first value of a name is kept."""
+        """Return the facts that plugins report about the host; the first value of a name is kept."""
         facts: dict[str, str] = {}
         for _, (name, value) in self.answers("report_environment"):
             facts.setdefault(name, value)
@@ -388,7 +388,7 @@ def _imported_item(hook: str, name: str) -> NamedFunction | TrackerSpec:
 
 
 def imported(path: str, kind: str) -> Any:
-    """Return what ``package.module:function`` names.
+    """Import ``package.module:function``.
 
     :param kind: Of function, for the error.
     :raises UnknownNameError: The module cannot be imported, or has no such function.

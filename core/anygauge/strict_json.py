@@ -69,5 +69,5 @@ def is_nested(value: Any, levels: int) -> bool:
 
 
 def too_deep(levels: int) -> ValueError:
-    """Return the error for what is nested in more levels."""
+    """Return the error for JSON with more levels."""
     return ValueError(f"nested too deeply: in more than {levels} levels")

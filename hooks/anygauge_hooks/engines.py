@@ -126,13 +126,13 @@ class TrainEngine(Protocol):
         """
 
     def checkpoint_written(self) -> bool:
-        """Return whether what :meth:`save_checkpoint` started is on disk.
+        """Return whether the checkpoint of :meth:`save_checkpoint` is on disk.
 
         :raises CheckpointError: It could not be written.
         """
 
     def load_checkpoint(self, path: str) -> None:
-        """Restore what :meth:`save_checkpoint` wrote: the next step is the one that would have come.
+        """Restore a checkpoint of :meth:`save_checkpoint`; the next step is as in an uninterrupted run.
 
         :raises CheckpointError: It is incomplete, or of another model or layout; nothing was changed.
         """
@@ -165,7 +165,7 @@ class CriticEngine(Protocol):
     """A model that expects the rewards, with an optimizer of its own."""
 
     def values(self, batch: TrainBatch) -> Tensor:
-        """Return what the critic expects before each response token. No temperature has a part in it.
+        """Return the critic's value before each response token. It does not depend on the temperature.
 
         :param batch: Samples of this data-parallel rank.
         :returns: ``[T]``, float32, on the host.
@@ -216,7 +216,7 @@ class RolloutEngine(Protocol):
         """
 
     def abort(self) -> None:
-        """End a running :meth:`answer` soon, from another thread; it returns what it has."""
+        """Interrupt a running :meth:`answer` from another thread; it returns the tokens so far."""
 
     def close(self) -> None:
         """Release the device memory and any process."""

@@ -90,13 +90,13 @@ class UnknownNameError(AnygaugeError, ValueError):
 
 
 class TorchImportError(AnygaugeError, RuntimeError):
-    """Torch cannot be imported because an extension that it loads by itself fails."""
+    """Torch cannot be imported because an extension that it autoloads fails."""
 
     code = "AG106"
 
 
 class ProviderError(AnygaugeError, RuntimeError):
-    """The library of ``train.provider`` cannot be used, or does what the config does not allow."""
+    """The library of ``train.provider`` cannot be used, or patches more than the config allows."""
 
     code = "AG107"
 
@@ -190,19 +190,19 @@ class OutOfMemoryError(AnygaugeError, MemoryError):
 
 
 class RouterReplayError(AnygaugeError, RuntimeError):
-    """Experts are to be replayed that no pass has captured."""
+    """No pass captured the expert routes to replay."""
 
     code = "AG606"
 
 
 class AsleepError(AnygaugeError, RuntimeError):
-    """A train engine was asked for what is not on its device, which the rollout engines have."""
+    """A train engine was called while its state is offloaded for the rollout engines."""
 
     code = "AG607"
 
 
 class KernelInputError(AnygaugeError, ValueError):
-    """A fused kernel was called with what its operator does not take."""
+    """A fused kernel was called with unsupported inputs."""
 
     code = "AG608"
 
@@ -226,7 +226,7 @@ class WorkerFailedError(AnygaugeError, RuntimeError):
 
 
 class DeadlineError(AnygaugeError, TimeoutError):
-    """Something did not happen in time; names what was waited for."""
+    """An operation timed out; the message names it."""
 
     code = "AG703"
 

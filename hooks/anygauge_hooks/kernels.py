@@ -1,4 +1,4 @@
-"""The fused operations that a backend may implement, and what each must compute.
+"""Fused operations that a backend may implement, and their definitions.
 
 Every op has a plain-torch reference in ``anygauge.kernels.reference`` and a row in the conformance suite.
 An op is resolved once per module, when the module is built, from static facts; a step makes no hook call.
@@ -123,7 +123,7 @@ class PrefersKernels(Protocol):
     """A provider of layer modules that brings kernels for the modules that it leaves to the engine."""
 
     def preferred_kernels(self) -> Iterable[KernelImpl]:
-        """Return kernels that the engine's modules take before those of the table."""
+        """Return kernels that the engine's modules prefer to those of the table."""
 
 
 class RmsNorm(Protocol):
@@ -140,7 +140,7 @@ class RmsNorm(Protocol):
 
 
 class AddRmsNorm(Protocol):
-    """The residual stream of a layer and the norm of it, whose gradients meet in one.
+    """Residual addition and norm of a layer, with a single gradient for the stream.
 
     Where nobody serves it, it is made of an addition and ``rms_norm`` of the same table.
     """
@@ -148,7 +148,7 @@ class AddRmsNorm(Protocol):
     def __call__(
         self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Return ``residual + x``, rounded to its dtype, and what :class:`RmsNorm` returns for that.
+        """Return ``residual + x``, rounded to its dtype, and its norm as :class:`RmsNorm` returns it.
 
         :param x: ``[..., D]``, float32 or bfloat16.
         :param weight: ``[D]``, the dtype of ``x``.
@@ -301,7 +301,7 @@ class LinearLogprob(Protocol):
         vocab_size: int | None = None,
         rest: bool = False,
     ) -> tuple[Tensor, Tensor]:
-        """Return what ``vocab_parallel_logprob`` returns for the logits ``hidden @ weight.T``.
+        """Compute ``vocab_parallel_logprob`` of the logits ``hidden @ weight.T``.
 
         Where the weight has a ``main_grad``, its gradient is added to that and ``grad_added_to_main_grad``
         is set, as Megatron's own linears do; autograd then gets a gradient that nobody reads, which lets the
@@ -377,7 +377,7 @@ class TopkRouter(Protocol):
 
 
 class TokenPermute(Protocol):
-    """Copies of tokens, one for each of their experts, sorted by expert: what comes before the experts."""
+    """Copies of tokens, one per chosen expert, sorted by expert: the input of the experts."""
 
     def __call__(
         self, tokens: Tensor, probs: Tensor, routing_map: Tensor, topk: int
@@ -397,7 +397,7 @@ class TokenPermute(Protocol):
 
 
 class TokenUnpermute(Protocol):
-    """The sum of what the experts made of each token: what comes after the experts."""
+    """The sum of the experts' outputs for each token."""
 
     def __call__(self, permuted: Tensor, rows: Tensor) -> Tensor:
         """Return ``sum_k permuted[rows[t, k]]`` for each token ``t``, summed in float32.

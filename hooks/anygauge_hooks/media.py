@@ -1,4 +1,4 @@
-"""Images, video and sound: how they travel with tokens, and what a family of models says about them.
+"""Images, video and sound: how they accompany tokens, and how a model family processes them.
 
 Contents never travel with samples. A sample names each medium by its key; whoever needs the pixels takes them
 from the host's :class:`MediaStore`, where they are once, whatever the number of samples.
@@ -119,7 +119,7 @@ class Measured(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MediaLimits:
-    """How much of a medium is taken; ``None`` is what the family's own settings say."""
+    """Limits of media; ``None`` takes the model family's own setting."""
 
     min_pixels: int | None = None
     max_pixels: int | None = None
@@ -141,7 +141,7 @@ class MediaProcessor(Protocol):
     """The chat template's text for one medium: ``"<|vision_start|><|image_pad|><|vision_end|>"``."""
 
     def measure(self, kind: MediaKind, header: Header, limits: MediaLimits) -> Measured:
-        """Return what a medium of this header becomes.
+        """Return the size after processing of a medium with this header.
 
         :raises MediaError: The model cannot take it: too narrow, too short, too long.
         """
@@ -150,7 +150,7 @@ class MediaProcessor(Protocol):
         """Return the content: frames resized to ``measured.size``, or features of sound."""
 
     def fingerprint(self) -> str:
-        """Return what distinguishes this processor's contents from another's."""
+        """Return a string that identifies the processor's settings, for caches."""
 
 
 class MediaStore(Protocol):
@@ -175,7 +175,7 @@ class MediaStore(Protocol):
         """Return how many bytes of contents there are."""
 
     def close(self) -> None:
-        """Let go of the store; its maker removes what it holds on the host."""
+        """Close this handle; the store's creator removes its contents from the host."""
 
 
 def _no_levels(hf: Mapping[str, Any]) -> int:

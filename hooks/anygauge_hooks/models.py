@@ -27,7 +27,7 @@ def text_config(hf: Mapping[str, Any]) -> Mapping[str, Any]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AssistantTurns:
-    r"""How a family's chat template writes the assistant's turns. SFT trains on what is between the two.
+    r"""Markers of the assistant's turns in a family's chat template. SFT trains on the text between them.
 
     Example::
 

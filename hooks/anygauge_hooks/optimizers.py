@@ -1,4 +1,4 @@
-"""Abilities that an optimizer of ``make_optimizer`` may have beside those of ``torch.optim.Optimizer``."""
+"""Optional abilities of an optimizer from ``make_optimizer``, beyond ``torch.optim.Optimizer``."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ class SamplingParams:
 
 @dataclass(frozen=True, kw_only=True)
 class Prompt:
-    """One row of a data source, ready to be generated from.
+    """One row of a data source, tokenized for generation.
 
     Example::
 

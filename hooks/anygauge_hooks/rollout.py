@@ -86,7 +86,7 @@ class Generator(Protocol):
     """
 
     async def generate(self, request: GenerateRequest) -> Generation:
-        """Return what follows.
+        """Generate a continuation of the request's tokens.
 
         Cancelling the call ends the request in the engine too.
 
@@ -94,14 +94,14 @@ class Generator(Protocol):
         """
 
     def stream(self, request: GenerateRequest) -> AsyncIterator[Generation]:
-        """Yield what follows in parts, as it comes: each holds the tokens that are new."""
+        """Stream a continuation; each part has only the new tokens."""
 
     async def abort(self) -> None:
-        """End every generation under way soon; each returns what it has, as ``"abort"``."""
+        """Abort all generations in flight; each returns its tokens so far, with finish reason ``"abort"``."""
 
 
 class Draft:
-    """A sample in the making: a prompt, and what has followed it so far.
+    """A sample under construction: a prompt and the tokens after it so far.
 
     :param rollout: Generates, and has the budget.
     :param tokens: The sample's prompt, with ``media`` among them.
@@ -130,7 +130,7 @@ class Draft:
         return self._prompt_tokens + self._response.tokens
 
     async def generate(self, *, max_new_tokens: int | None = None, stop: Sequence[str] = ()) -> Generation:
-        """Let the policy go on, and return what it added; as :meth:`Rollout.generate`."""
+        """Let the policy continue the draft, and return its tokens, as :meth:`Rollout.generate`."""
         said = await self._rollout.generate(
             self.tokens, max_new_tokens=max_new_tokens, stop=stop, media=self.media
         )
@@ -214,7 +214,7 @@ class Rollout(Protocol):
 
     @property
     def remaining(self) -> int:
-        """Tokens that are left of ``params.max_new_tokens``, which counts those of the whole rollout."""
+        """Tokens left of ``params.max_new_tokens``, which limits the whole rollout."""
 
     async def generate(
         self,
@@ -224,7 +224,7 @@ class Rollout(Protocol):
         stop: Sequence[str] = (),
         media: Sequence[Media] = (),
     ) -> Generation:
-        """Return what the policy says after some tokens.
+        """Generate the policy's continuation of tokens.
 
         A generation that is cut short, by the end of a step or an update of the weights, goes on by itself:
         its finish reason is never ``"abort"``. Where nothing is left of the budget or of the model's context,
@@ -264,10 +264,10 @@ class Rollout(Protocol):
     def chat(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None = None
     ) -> tuple[int, ...]:
-        """Return the tokens of a conversation that the policy is to answer, by the chat template."""
+        """Return the tokens of a conversation, rendered by the chat template with a generation prompt."""
 
     def next_turn(self, messages: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
-        """Return what follows an answer of the policy: its end, further messages, the start of an answer.
+        """Return the tokens after an answer: its end, further messages, and the generation prompt.
 
         :param messages: Of a tool or the user. What was said before is not rendered again, so its tokens stay
             what they were.
@@ -276,7 +276,7 @@ class Rollout(Protocol):
     async def look(
         self, messages: Sequence[Mapping[str, Any]], *, chat: bool = True
     ) -> tuple[tuple[int, ...], tuple[Media, ...]]:
-        """Return what follows an answer of the policy where messages show media, as :meth:`next_turn`.
+        """Return the tokens and media of further messages with media, as :meth:`next_turn`.
 
         The content of a message is a text, or a list of parts: ``{"type": "text", "text": ...}`` and
         ``{"type": "image", "image": ...}``, where an image is a path, bytes, a ``data:`` address, an address

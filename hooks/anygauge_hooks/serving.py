@@ -104,7 +104,7 @@ class EngineClient(Protocol):
         attempts: int | None = None,
         ends: float | None = None,
     ) -> Generation:
-        """Return what follows the tokens of a request. Cancelling the call ends it in the server too.
+        """Generate a continuation of a request's tokens. Cancelling the call aborts it in the server too.
 
         :param rank: Data-parallel rank of the server; ``None`` leaves the choice to it.
         :param attempts: ``None`` takes the limits'.
@@ -114,13 +114,13 @@ class EngineClient(Protocol):
     def stream(
         self, request: GenerateRequest, *, rank: int | None = None
     ) -> AsyncGenerator[Generation, None]:
-        """Yield what follows in parts; only the last one's finish reason means something."""
+        """Stream a continuation; only the last part has a valid finish reason."""
 
     def in_flight(self) -> Set[str]:
         """Return the ids of the requests that were sent and not answered."""
 
     async def abort(self, ids: Iterable[str] | None = None) -> None:
-        """End generations in the server; each returns what it has.
+        """Abort generations in the server; each returns its tokens so far.
 
         :param ids: Those of :meth:`in_flight` to end; ``None`` ends all.
         """
@@ -190,7 +190,7 @@ class EngineServer(Protocol):
         """Return whether the process runs; it may hang nevertheless."""
 
     def facts(self) -> Mapping[str, str]:
-        """Return what it is for the run's records: version, command line, log.
+        """Return facts for the run's records: version, command line, log.
 
         The run itself reads ``bootstrap``, ``host:port`` at which one that only reads hands prompts over, and
         ``ranks``, how many data-parallel ranks it has if that is not one.
@@ -203,4 +203,4 @@ class EngineServer(Protocol):
         """
 
     def close(self) -> None:
-        """End the process and all that it has started, and remove what it leaves on the host."""
+        """End the process and its descendants, and remove their leftovers from the host."""

@@ -67,7 +67,7 @@ class ParallelSettings(Protocol):
 
     @property
     def sequence(self) -> bool | None:
-        """Whether these ranks split the activations too; ``None`` means that they do if there are several."""
+        """Whether to use sequence parallelism; ``None`` uses it with more than one tensor rank."""
 
     @property
     def pipeline(self) -> int:

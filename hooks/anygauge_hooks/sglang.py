@@ -1,4 +1,4 @@
-"""SGLang's annex of the contract: what is known of one version of its servers, and their keys.
+"""SGLang's annex of the contract: facts about a version of its servers, and their keys.
 
 Nothing neutral imports this module.
 """
@@ -39,7 +39,7 @@ _GENERATES = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerKeys:
-    """Keys that a server asks for, as SGLang tells them apart; an error or a log shows neither."""
+    """API key and admin key of a server; errors and logs show neither."""
 
     api: str = field(default="", repr=False)
     """For generation and what describes the model; empty if the server asks for none."""

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 @hookspec(firstresult=True)
 def describe_plugin() -> PluginInfo | None:
-    """Return the contract version of this plugin, the backends that it is for and the hooks that it adds.
+    """Return the plugin's contract version, its backends, and the hooks that it adds.
 
     Called on each plugin alone when it is loaded, before its other hooks are checked.
 
@@ -409,7 +409,7 @@ def register_rollout_functions() -> Iterable[NamedFunction] | None:
 
 @hookspec
 def register_sample_filters() -> Iterable[NamedFunction] | None:
-    """Return filters: ``fn(group, **options) -> bool``, which says whether a scored group is trained on.
+    """Return filters ``fn(group, **options) -> bool``, which accept or reject a scored group.
 
     A filter may be ``async``. It runs in the driver's event loop and must not block it.
 
@@ -463,7 +463,7 @@ def adjust_config(config: RunConfig, backend: BackendSpec) -> Iterable[ConfigCha
 
 @hookspec
 def check_config(config: RunConfig, backend: BackendSpec) -> Iterable[ConfigProblem] | None:
-    """Return what is wrong with a config.
+    """Return the problems of a config.
 
     Called once, after ``adjust_config``; also for a backend that is not present on this host.
 

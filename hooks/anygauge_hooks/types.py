@@ -177,7 +177,7 @@ class RunInfo:
 
     @property
     def where(self) -> str:
-        """The backend and what is known of its devices, for people."""
+        """Readable name of the backend and its devices."""
         return f"{self.backend} ({self.devices})" if self.devices else self.backend
 
 
@@ -188,7 +188,7 @@ class Tracker(Protocol):
         """Record ``metrics``, named ``<group>/<name>``, on the step axis of their group."""
 
     def close(self) -> None:
-        """Flush and release what the tracker holds."""
+        """Flush and close the tracker."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -200,7 +200,7 @@ class TrackerSpec:
 
 
 class Graph(Protocol):
-    """Work that a device has recorded. It holds the memory that this uses until it is dropped."""
+    """Recorded work of a device. It keeps its memory until it is deleted."""
 
     def replay(self) -> None:
         """Queue all of it again: the same kernels, on the same addresses."""
@@ -234,13 +234,13 @@ class Device(Protocol):
         """Return the state of the device's default generator (uint8 host tensor)."""
 
     def set_rng_state(self, state: Any) -> None:
-        """Restore what :meth:`get_rng_state` returned."""
+        """Restore a state of :meth:`get_rng_state`."""
 
     def synchronize(self) -> None:
         """Wait for everything queued on the device."""
 
     def memory(self) -> Mapping[str, int]:
-        """Return byte counts: ``allocated``, ``reserved``, ``free``, ``total``; those that are known."""
+        """Return the known byte counts of ``allocated``, ``reserved``, ``free``, ``total``."""
 
     def peak_memory(self, *, reset: bool = False) -> int | None:
         """Return the most bytes that this process had allocated at once since the last reset, if known.
@@ -263,7 +263,7 @@ class Device(Protocol):
         return nullcontext()
 
     def meters(self) -> Mapping[str, float]:
-        """Return what the device's own meters say; those that there are, none on many devices.
+        """Return the device's own meters; empty on many devices.
 
         Called once in each step. ``utilization`` (0 to 1), ``power`` (watts), ``power_capped`` and
         ``thermal_slowed`` (shares of the time in which clocks were lowered) are means since the last call,
@@ -276,7 +276,7 @@ class LoadedPlugins(Protocol):
     """The plugins of a process, for engines that call hooks."""
 
     def named(self, hook: str) -> dict[str, Any]:
-        """Return what plugins registered through a ``register_*`` hook, by name."""
+        """Return the items that plugins registered through a ``register_*`` hook, by name."""
 
     def get(self, hook: str, name: str) -> Any:
         """Return one item that was registered through a ``register_*`` hook.

@@ -111,7 +111,7 @@ class WeightTarget(Protocol):
         """Leave a group, which ends a broadcast that the server still waits in."""
 
     def version(self) -> str | None:
-        """Return the version that the server says its weights are of; ``None`` if it keeps none."""
+        """Return the weight version that the server reports; ``None`` if it keeps none."""
 
     def checksums(self) -> list[dict[str, str]]:
         """Return, for each process of the server, the checksums of its parameters by name.
@@ -153,7 +153,7 @@ class WeightPeer:
         return True
 
     def target(self, *, deadline_s: float) -> WeightTarget:
-        """Return how it takes an update; nothing is sent yet.
+        """Return the server's target for an update, without sending anything.
 
         :param deadline_s: Longest wait for one answer, in seconds.
         """
@@ -161,20 +161,20 @@ class WeightPeer:
 
 
 class WeightUpdate(Protocol):
-    """One update on its way. It keeps count of which servers are still part of it."""
+    """An update in progress, with the servers that still take part."""
 
     version: int
 
     @property
     def flushes(self) -> bool:
-        """Whether the servers are to drop the cache that the old weights have made."""
+        """Whether the servers must drop the KV cache of the old weights."""
 
     @property
     def peers(self) -> Sequence[WeightPeer]:
-        """The servers that have refused or failed nothing so far."""
+        """The servers that have not failed so far."""
 
     def load(self, work: Callable[[WeightTarget], None]) -> None:
-        """Do what changes weights to every server at once; one that refuses or is late is taken out."""
+        """Run a loading step on all servers at once; one that refuses or is late is removed."""
 
     def each(self, work: Callable[[WeightPeer], None], *, loads: bool) -> None:
         """Do something for every server at once; one for which it raises is taken out.
@@ -210,10 +210,10 @@ class WeightTransport(Protocol):
         """Return how many bytes the last update moved to each server, at most; ``None`` for all of them."""
 
     def commit(self, update: WeightUpdate) -> None:
-        """Have the servers load what was staged, where the transport stages."""
+        """Let the servers load the staged weights, if the transport stages them."""
 
     def abandon(self) -> None:
-        """Forget what an update that failed has left half done; the next one is whole."""
+        """Discard the state of a failed update; the next one sends all weights."""
 
     def close(self) -> None:
         """Release memory, groups and files."""

@@ -50,11 +50,11 @@ class Client:
         raise NotImplementedError
 
     def cached(self, name: HubName) -> HubFiles | None:
-        """Return what the cache holds of a name, which may be less than all."""
+        """Return the cached files of a name, which may be incomplete."""
         raise NotImplementedError
 
     def download(self, name: HubName) -> HubFiles:
-        """Download a name, or what the cache lacks of it.
+        """Download a name; cached files are kept.
 
         :raises HubError: Says what the hub answered and what to do.
         """

@@ -32,7 +32,7 @@ class HubFiles:
 
 
 def lacking(directory: Path) -> Iterator[str]:
-    """Yield what a model's directory lacks: a download may have been cut short."""
+    """Yield missing files of a model directory, for example after an interrupted download."""
     if not (directory / "config.json").is_file():
         yield "config.json"
     if not any((directory / name).is_file() for name in TOKENIZERS):

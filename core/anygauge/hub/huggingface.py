@@ -46,7 +46,7 @@ class HuggingFace(Client):
         return f"hf download {name.repository}{f' {name.file}' if name.file else ''}{kind}{revision}"
 
     def cached(self, name: HubName) -> HubFiles | None:
-        """Return what the cache holds of a name, which may be less than all."""
+        """Return the cached files of a name, which may be incomplete."""
         from huggingface_hub.errors import IncompleteSnapshotError, LocalEntryNotFoundError
 
         try:
@@ -58,7 +58,7 @@ class HuggingFace(Client):
             return None
 
     def download(self, name: HubName) -> HubFiles:
-        """Download a name, or what the cache lacks of it.
+        """Download a name; cached files are kept.
 
         :raises HubError: Says what the hub answered and what to do.
         """

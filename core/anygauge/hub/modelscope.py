@@ -53,7 +53,7 @@ class ModelScope(Client):
         return f"modelscope download {kind} {name.repository}{f' {name.file}' if name.file else ''}{revision}"
 
     def cached(self, name: HubName) -> HubFiles | None:
-        """Return what the cache holds of a name, which may be less than all."""
+        """Return the cached files of a name, which may be incomplete."""
         from modelscope_hub.errors import CacheError
 
         try:
@@ -63,7 +63,7 @@ class ModelScope(Client):
         return files if files.path.exists() else None
 
     def download(self, name: HubName) -> HubFiles:
-        """Download a name, or what the cache lacks of it.
+        """Download a name; cached files are kept.
 
         :raises HubError: Says what the hub answered and what to do.
         """

@@ -28,7 +28,7 @@ Table = TypeVar("Table", bound="Section")
 
 
 def pinned(config: Config, *, download: bool = True) -> Config:
-    """Return a config whose names hold the commit that this host has of them.
+    """Return a config whose hub names are pinned to the commit in this host's cache.
 
     :param download: Whether to download what is not in the cache; without, such a name stays as it is.
     :raises HubError: A name cannot be had.
@@ -75,7 +75,7 @@ def cached_model(name: HubName, hub: Hub) -> Path | None:
 
 
 def unresolved(config: Config) -> list[HubName]:
-    """Return the names that a config holds."""
+    """Return the hub names in a config."""
     names: list[HubName] = []
 
     def collect(name: HubName) -> str:

@@ -68,7 +68,7 @@ def copy_other_files(source: Path, target: Path) -> None:
 
 
 def write_index(directory: Path, weight_map: Mapping[str, str], size: int) -> None:
-    """Write which file holds which tensor.
+    """Write the index from tensor names to files.
 
     :param weight_map: File by tensor.
     :param size: Of all tensors, in bytes.

@@ -349,14 +349,14 @@ class _Statistics:
 
     @classmethod
     def start(cls, hidden: Tensor, targets: int, scale: float) -> _Statistics:
-        """Return what is known before the first tile."""
+        """Return the statistics before the first tile."""
         dtype = _wide(hidden.dtype)
         total, mean = torch.zeros(2, len(hidden), dtype=dtype, device=hidden.device)
         peak = torch.full_like(total, NOTHING)
         return cls(scale, peak, total, mean, total.new_zeros(len(hidden), targets))
 
     def sums(self, tokens: slice) -> Sums:
-        """Return those of some tokens, to add to."""
+        """Return the statistics of some tokens, to accumulate into."""
         return Sums(self.peak[tokens], self.total[tokens], self.mean[tokens], self.chosen[tokens])
 
     def combine(self, group: Any | None) -> None:

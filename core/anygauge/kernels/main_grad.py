@@ -20,7 +20,7 @@ ROWS = 8192
 
 
 def weight_gradient(weight: Tensor, grad: Tensor, x: Tensor) -> Tensor:
-    """Return what autograd gets for the weight of ``x @ weight.T``, and give its ``main_grad`` the gradient.
+    """Add the gradient of the weight of ``x @ weight.T`` to its ``main_grad``, and return autograd's.
 
     Without one, autograd gets the gradient itself.
 
@@ -64,7 +64,7 @@ def _sums_by_id(ids: Tensor, rows: Tensor, count: int) -> Tensor:
 
 
 def handed_back(weight: Tensor) -> Tensor:
-    """Return what autograd gets for a weight whose gradient is in its ``main_grad``.
+    """Return autograd's placeholder for a weight whose gradient is in its ``main_grad``.
 
     Megatron's hook on the weight starts the reduction of a bucket that is complete. It wants a gradient to be
     there, on the thread of the device, and leaves it alone because of the mark. A sparse one has no memory,

@@ -157,7 +157,7 @@ def add_rms_norm(
 def add_and_norm(
     norm: RmsNorm, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return what :func:`add_rms_norm` returns, by another op."""
+    """Compute :func:`add_rms_norm` with another op."""
     total = x if residual is None else residual + x
     return total, norm(total, weight, eps)
 
@@ -209,7 +209,7 @@ def by_parts(
     sin: Tensor,
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return what :func:`qk_norm_rotary` returns, by two other ops."""
+    """Compute :func:`qk_norm_rotary` with two other ops."""
     queries, key, value = torch.split(qkv, [qkv.shape[2] - 2, 1, 1], 2)
     query, key = norm(queries.flatten(1, 2), q_weight, eps), norm(key.squeeze(2), k_weight, eps)
     return *rotate(query, key, cos, sin), value.squeeze(2)
@@ -275,7 +275,7 @@ def expert_weights(
     pre_softmax: bool = False,
     scaling_factor: float | None = None,
 ) -> Tensor:
-    """Return how much each chosen expert counts: what :func:`topk_router` makes of its own choice.
+    """Return the weight of each chosen expert, as :func:`topk_router` computes it for its own choice.
 
     :param logits: ``[T, E]``.
     :param chosen: ``[T, K]``, int64, expert numbers.
@@ -427,7 +427,7 @@ def through_logits(
     vocab_size: int | None = None,
     rest: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Return what :func:`linear_logprob` returns, of the logits of all tokens in the dtype of ``hidden``.
+    """Compute :func:`linear_logprob` from full logits in the dtype of ``hidden``.
 
     :param logprob: What is made of logits; may overwrite them.
     """

@@ -129,7 +129,7 @@ class KernelTable:
         return [o.kernel for o in self.kernels.get(op, ()) if _accepts(o.kernel, name, facts)]
 
     def preferring(self, owner: str, kernels: Iterable[KernelImpl]) -> KernelTable:
-        """Return a table in which these kernels come before all others, whatever their priority.
+        """Return a table that prefers these kernels to all others, whatever their priority.
 
         :param owner: Who brings them, for messages.
         :raises PluginError: A kernel names an unknown op, or has not the signature of its op.
@@ -192,7 +192,7 @@ def reference_kernel(op: KernelOp, dtypes: Sequence[str] = REFERENCE_DTYPES) -> 
 
 
 def core_kernels() -> list[KernelImpl]:
-    """Return the op whose reference has the logits of all tokens, and those that are made of others."""
+    """Return the core's own kernels: log-probs by tiles, and ops composed of other ops."""
     from anygauge.kernels.linear_logprob import linear_logprob
     from anygauge.kernels.reference import add_rms_norm, qk_norm_rotary
 

@@ -38,7 +38,7 @@ def format_exception(error: BaseException) -> str:
 def format_warning(
     message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
 ) -> str:
-    """Return a warning as Python prints it, without control characters: libraries quote what they read.
+    """Format a warning as Python does, without control characters that libraries may quote.
 
     For ``warnings.formatwarning``.
     """

@@ -40,7 +40,7 @@ class HealthEvent:
 
 
 def append_event(directory: Path, event: HealthEvent, clock: Callable[[], float] = time.time) -> None:
-    """Add an event to the file of a run; a run whose file cannot be written goes on without."""
+    """Append an event to a run's file; failures to write only warn."""
     line = json.dumps({"time": clock(), **asdict(event)}, allow_nan=False)
     try:
         with (directory / HEALTH_FILE).open("a", encoding="utf-8") as stream:

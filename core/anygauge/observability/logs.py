@@ -89,7 +89,7 @@ def summary(metrics: Mapping[str, float]) -> str:
 
 
 def log_worker(role: str, rank: int) -> None:
-    """Give what the loggers of this process say a time and a rank, on its standard error.
+    """Log this process to standard error, with time and rank.
 
     Warnings of Python lose their control characters there.
     """
@@ -106,7 +106,7 @@ def log_worker(role: str, rank: int) -> None:
 
 @contextmanager
 def driver_log(directory: Path, *, backend: str, secrets: Collection[str] = ()) -> Iterator[Path]:
-    """Keep what this process says in ``logs/driver.log`` of a run directory, and how the run starts and ends.
+    """Log this process, and the start and end of the run, to ``logs/driver.log``.
 
     The core's loggers are heard from INFO on, others and Python's warnings from WARNING on. An error that
     leaves the block is written with its traceback. What the file holds already stays. While the block runs,

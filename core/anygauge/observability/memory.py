@@ -28,7 +28,7 @@ METERS: Mapping[str, tuple[str, Callable[[list[float]], float]]] = {
 
 
 def worker_memory(device: Device) -> dict[str, float]:
-    """Return what a worker reports of a step, in bytes, and what the meters of its device say.
+    """Return a worker's memory of a step in bytes, and the meters of its device.
 
     ``rss`` is the resident memory of the process. ``device`` is the most that was allocated on its device at
     once in the phases since the last call, or what is allocated now where the device does not know.

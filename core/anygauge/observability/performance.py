@@ -33,7 +33,7 @@ LANGUAGE = "language"
 
 @dataclass(frozen=True, slots=True)
 class StepWork:
-    """How much there was to do in a step. Made while the workers train: it costs a pass over the samples."""
+    """Tokens and FLOPs of a step. Computed while the workers train: it costs a pass over the samples."""
 
     tokens: int
     """Tokens of prompts and responses."""

@@ -108,7 +108,7 @@ class RunProgress:
 
     @hookimpl
     def on_error(self, run: RunInfo, error: BaseException) -> None:
-        """Take the live display away before the error is printed, and say what is left of the run."""
+        """Remove the live display before the error is printed, and print a summary of the run."""
         self._stop_live()
         if self._console is None:
             return

@@ -46,7 +46,7 @@ class SampleRecorder:
 
     @hookimpl
     def after_rollout(self, run: RunInfo, groups: Sequence[Group]) -> None:
-        """Record the samples of a step, if it is one of those that are."""
+        """Record the samples of a step, if it is selected."""
         step = run.step + 1
         if run.directory in self._failed or not is_recorded(step, run.total_steps):
             return

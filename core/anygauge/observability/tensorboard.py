@@ -46,7 +46,7 @@ class TensorboardTracker:
             self._writer.add_event(self._event(wall_time=time.time(), step=at, summary=summary))
 
     def close(self) -> None:
-        """Write what is left and close the file."""
+        """Flush and close the file."""
         self._writer.close()
 
 

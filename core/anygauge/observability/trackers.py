@@ -31,7 +31,7 @@ def open_tracker(name: str, plugins: Plugins, run: RunInfo) -> GuardedTracker:
 
 
 class GuardedTracker:
-    """A tracker whose failures are warned of, once: a run is worth more than one record of it.
+    """A tracker whose failures only warn, once: they must not end the run.
 
     It goes on to be called, since a network or a disk may come back.
     """

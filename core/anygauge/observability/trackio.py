@@ -34,7 +34,7 @@ class TrackioTracker:
             self._run.log(with_step_axes(metrics, step), step=step)
 
     def close(self) -> None:
-        """Write what is left."""
+        """Flush and finish the run."""
         import trackio
 
         with contextlib.redirect_stdout(io.StringIO()):

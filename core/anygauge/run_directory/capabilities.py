@@ -22,7 +22,7 @@ _logger = logging.getLogger(__name__)
 
 
 def capabilities(plugins: Plugins, backend: BackendSpec) -> dict[str, Any]:
-    """Return who implements what on a backend, as JSON types.
+    """Return the implementations of hooks and ops on a backend, as JSON types.
 
     :raises PluginError: A kernel names an unknown op, or has not the signature of its op.
     :raises DuplicateNameError: Two kernels of one op and priority accept the same facts.
@@ -38,7 +38,7 @@ def capabilities(plugins: Plugins, backend: BackendSpec) -> dict[str, Any]:
 
 
 def write_capabilities(directory: Path, plugins: Plugins, backend: BackendSpec) -> None:
-    """Keep the capability table of a run in its directory; where there is none, the run goes on without."""
+    """Write the capability table to the run directory; failures only warn."""
     try:
         table = json.dumps(capabilities(plugins, backend), indent=2, default=str)
         (directory / CAPABILITIES_FILE).write_text(f"{table}\n", encoding="utf-8")

@@ -93,7 +93,7 @@ def latest_checkpoint(run_directory: Path) -> Checkpoint | None:
 
 
 def read_checkpoint(path: Path) -> Checkpoint:
-    """Return a checkpoint whose files are all as they were written.
+    """Read a checkpoint after verifying its files.
 
     :raises CheckpointError: A file is missing or changed, or it is of another version's format.
     """

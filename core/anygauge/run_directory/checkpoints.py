@@ -174,7 +174,7 @@ class CheckpointWriter:
         )
 
     def close(self) -> None:
-        """Let what is being completed or removed come to its end, unless the disk is stuck."""
+        """Wait for saves and removals in progress, unless the disk is stuck."""
         self._wait_for_threads()
         if self._is_untidy and self._is_tidied:
             self._tidy()
@@ -341,7 +341,7 @@ def _not_as_written(problem: str) -> CheckpointError:
 
 
 def remove_leftovers(directory: Path) -> None:
-    """Remove what a run left that was killed in the middle of a save or a removal."""
+    """Remove leftovers of a run that was killed during a save or a removal."""
     for ending in ("partial", "removed", "replaced"):
         for path in directory.glob(f".step-*.{ending}"):
             shutil.rmtree(path, ignore_errors=True)

@@ -73,7 +73,7 @@ class RunDirectory:
             )
 
     def begin(self) -> None:
-        """Write the config, and set aside what an earlier part of the run wrote after the checkpoint.
+        """Write the config, and set aside output that was written after the checkpoint.
 
         Called once the run is known to be able to go on: until then the directory is as it was.
 

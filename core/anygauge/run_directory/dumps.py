@@ -372,14 +372,14 @@ def _media_type() -> TypeAdapter[list[tuple[Media, ...]]]:
 
 
 class RecordedLoss:
-    """A loss that keeps the log-probs that it is given, which are those of the weights being trained."""
+    """A loss that records its log-probs, which are those of the weights being trained."""
 
     def __init__(self, loss: LossFunction) -> None:
         self._loss = loss
         self._seen: dict[int, Tensor] = {}
 
     def __call__(self, inputs: LossInputs) -> tuple[Tensor, Mapping[str, Tensor]]:
-        """Return what the loss returns."""
+        """Compute the loss."""
         if inputs.lengths:  # an engine need not say which samples it packed
             parts = torch.split(inputs.log_probs.detach().cpu(), list(inputs.lengths))
             self._seen.update(zip(inputs.samples, parts, strict=True))
@@ -413,7 +413,7 @@ def keep_media(directory: Path, media: Iterable[Media], store: MediaStore) -> No
 
 
 def restore_media(directory: Path, media: Iterable[Media], store: MediaStore) -> None:
-    """Put the contents of media that dumps in a directory tell of into a store.
+    """Load the media of dumps into a store.
 
     :raises DataError: One is not there.
     """

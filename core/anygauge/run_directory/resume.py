@@ -147,7 +147,7 @@ def _is_one_of(key: str, sections: tuple[str, ...]) -> bool:
 
 
 def set_aside(directory: Path, checkpoint: Checkpoint | None) -> None:
-    """Take out of the run directory what was written after a checkpoint.
+    """Move output that was written after a checkpoint out of the way.
 
     The ends of the append-only files are moved to ``NAME.superseded.jsonl``, and later checkpoints, which are
     damaged, to ``NAME.damaged``. Nothing is lost but what a killed process had half written or removed.

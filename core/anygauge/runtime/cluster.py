@@ -92,7 +92,7 @@ def is_one_plain_host(cluster: Cluster, nodes: Sequence[str], driver_node: str) 
 
 
 def node_facts(paths: Sequence[str] = (), marker: str | None = None) -> NodeFacts:
-    """Return what this node has.
+    """Return the facts of this node.
 
     :param paths: Directories that a run needs here.
     :param marker: A file that the driver has just written.
@@ -167,7 +167,7 @@ def model_paths(config: Config) -> list[str]:
 
 @contextmanager
 def marker_file(directory: Path) -> Iterator[str]:
-    """Write a file that only those see who share a directory, and remove it at the end."""
+    """Write a file to test whether nodes share a directory, and remove it at the end."""
     marker = directory / f".shared-{token_hex(8)}"
     marker.touch()
     try:

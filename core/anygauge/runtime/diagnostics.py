@@ -26,7 +26,7 @@ def enable_stacks() -> None:
 
 
 def dump_stacks(pid: int, log: Path) -> str:
-    """Return what every thread of a process of this host is doing.
+    """Return the stacks of all threads of a process of this host.
 
     The process needs no interpreter time for it, so this works in the middle of a collective too.
 

@@ -19,7 +19,7 @@ Ts = TypeVarTuple("Ts")
 
 
 class EventLoop:
-    """Runs coroutines in a thread of its own, which ends with the ``with`` block; so does what still runs."""
+    """Runs coroutines in its own thread until the ``with`` block ends, which ends them too."""
 
     def __init__(self) -> None:
         self._loop = _IdleLoop()
@@ -42,7 +42,7 @@ class EventLoop:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     def when_idle(self, callback: Callable[[], None]) -> None:
-        """Call a function once, as soon as nothing in this loop can go on by itself.
+        """Call a function once, as soon as the loop and its threads are idle.
 
         That is when no callback is ready and no thread is at work for the loop (``asyncio.to_thread``). What
         waits for a socket or a timer may go on later, but nothing that runs in the loop has been overtaken.
@@ -53,7 +53,7 @@ class EventLoop:
     def run(
         self, coroutine: Coroutine[Any, Any, T], *, timeout_s: float | None = None, what: str = "the answer"
     ) -> T:
-        """Return what a coroutine returns.
+        """Run a coroutine and return its result.
 
         :param timeout_s: Longest wait; the coroutine is cancelled then.
         :param what: Is waited for; for the error.

@@ -88,7 +88,7 @@ def launch_workers(
 def worker_environment(
     config: Config, backend: BackendSpec, plugins: Plugins, role: str
 ) -> Mapping[str, str]:
-    """Return what is added to the environment of a role's workers."""
+    """Return variables to add to the environment of a role's workers."""
     ours = plugins.worker_env(
         backend,
         role=role,
@@ -106,7 +106,7 @@ def worker_environment(
 
 
 def make_launcher(config: Config) -> Callable[[LaunchSpec], Transport]:
-    """Return what starts worker processes."""
+    """Return the configured launcher of worker processes."""
     if config.placement.launcher == "local":
         from anygauge.runtime.launch_local import LocalTransport
 

@@ -43,7 +43,7 @@ class _Process(ChildProcess):
             super().__init__("anygauge.runtime.worker_main", [str(parent)], output=log.fileno(), env=spec.env)
 
     def reap(self) -> str:
-        """Kill what is left of the process and of its children, and say how it ended."""
+        """Kill the process and its children, and return how it ended."""
         how = super().reap()
         self.connection.close()
         return how
@@ -105,7 +105,7 @@ class LocalTransport:
         self._located = True
 
     def stacks(self, ranks: Sequence[int]) -> Mapping[int, str]:
-        """Return what the threads of running workers are doing, by rank; empty before they were located."""
+        """Return the thread stacks of running workers, by rank; empty before they were located."""
         asked = [rank for rank in ranks if self._located and not self._processes[rank].exited()]
         return {rank: dump_stacks(self._processes[rank].pid, self._processes[rank].log) for rank in asked}
 

@@ -81,7 +81,7 @@ class RayWorker(Worker):
         )
 
     def accelerator_ids(self) -> Sequence[str]:
-        """Return the physical ids of the devices that Ray assigned, or of those that are others'."""
+        """Return the ids of this worker's devices: assigned by Ray, or shared with training workers."""
         if self.setup.accelerators is not None:
             return self.setup.accelerators
         assigned: Mapping[str, Sequence[str]] = ray.get_runtime_context().get_accelerator_ids()
@@ -212,7 +212,7 @@ class RayTransport:
         self._hosts = hosts
 
     def stacks(self, ranks: Sequence[int]) -> Mapping[int, str]:
-        """Return what the threads of running workers are doing, by rank; empty before they were located."""
+        """Return the thread stacks of running workers, by rank; empty before they were located."""
         asked = [rank for rank in ranks if self._hosts and rank not in self._dead]
         return {
             rank: self._on_node_of(rank, dump_stacks, self._hosts[rank].pid, self._spec.log(rank))

@@ -27,7 +27,7 @@ def own_store(config: Config, run_directory: Path) -> MediaStore:
 
 
 def open_store(config: Config, run_directory: Path) -> MediaStore | None:
-    """Return the store of a run, for its workers; ``None`` where it has text alone.
+    """Return the media store of a run, for its workers; ``None`` for a text-only run.
 
     :param run_directory: As the driver resolves it: stores are found by its name.
     """

@@ -47,7 +47,7 @@ KILLED = re.compile(r"SIGKILL|out of memory|low on memory|\bOOM\b|connection err
 
 
 def memory_advice(config: Config, phases: Iterable[str]) -> str:
-    """Return what to change so that some phases take less memory, with the present values."""
+    """Return keys to change so that some phases need less memory, with their current values."""
     steps = {key: action for phase in phases for key, action in ADVICE.get(phase, {}).items()}
     texts = [_text(key, action, _value(config, key)) for key, action in steps.items()]
     return f"To need less: {', or '.join(filter(None, texts))}." if any(texts) else ""
@@ -65,13 +65,13 @@ def _value(config: Config, key: str) -> Any:
 
 
 def advise(error: BaseException, config: Config) -> None:
-    """Give an error that tells of too little memory the keys to change as its hint."""
+    """Set the keys to change as the hint of an out-of-memory error."""
     if isinstance(error, OutOfMemoryError) and error.hint is None:
         error.hint = memory_advice(config, [error.phase]) or None
 
 
 def advise_death(death: Died, method: str, config: Config, oom_kills: int) -> str | None:
-    """Return what to do about a death that too little memory may have brought, if it looks so.
+    """Return a hint for a death that lack of memory may have caused, or ``None``.
 
     :param method: What the worker was asked to do.
     :param oom_kills: Processes that the kernel has ended for lack of memory since the workers started.

@@ -89,7 +89,7 @@ def check_capacity(bundle: Resources, count: int, totals: Mapping[str, Resources
 def placement_error(
     bundle: Resources, count: int, available: Mapping[str, Resources], why: str
 ) -> PlacementError:
-    """Return the error that tells what was requested and what each node has.
+    """Return the error that lists the requested resources and each node's.
 
     :param why: As a clause.
     """

@@ -37,7 +37,7 @@ class Directory:
         return self._known[key][:1] if key in self._known else None
 
     def drop(self, keys: list[str]) -> None:
-        """Forget references; Ray frees what nobody refers to."""
+        """Drop references; Ray frees unreferenced objects."""
         for key in keys:
             self._known.pop(key, None)
 

@@ -139,7 +139,7 @@ def error_of(
     who: Mapping[int, WorkerId],
     advise: Callable[[Died], str | None] = lambda death: None,
 ) -> AnygaugeError:
-    """Return the error that tells the root cause of a call's failures, with its ``__cause__`` set.
+    """Return the error with the root cause of a call's failures, with its ``__cause__`` set.
 
     A death comes before an exception, since a rank that dies makes the others raise; an exception that looks
     like a lost connection comes last.

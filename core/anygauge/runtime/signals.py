@@ -39,7 +39,7 @@ def _is_handled(error: BaseException) -> bool:
 
 @contextmanager
 def terminate_as_exception(*, for_good: bool = False) -> Iterator[None]:
-    """Turn a request to end into an exception, so that ``with`` blocks end what they started.
+    """Turn termination signals into an exception, so that ``with`` blocks clean up.
 
     The first signal raises: Ctrl-C :class:`KeyboardInterrupt`, the others :class:`SystemExit` with the exit
     code that a shell gives for them. Further ones are ignored, since the shut-down that it starts has

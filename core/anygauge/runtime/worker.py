@@ -131,7 +131,7 @@ class Worker:
         """Show that the process lives."""
 
     def inspect(self, *, paths: Sequence[str], marker: str | None) -> NodeFacts:
-        """Return what this process's node has.
+        """Return the facts of this process's node.
 
         :param paths: Directories that a run needs here.
         :param marker: A file that the driver has just written.

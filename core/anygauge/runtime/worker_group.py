@@ -95,7 +95,7 @@ class LaunchSpec:
         return self.run_directory / "logs" / f"{self.role}-{rank}.log"
 
     def setup(self, rank: int) -> WorkerSetup:
-        """Return what the worker of a rank is told."""
+        """Return the setup of a rank's worker."""
         return WorkerSetup(
             config=self.config,
             backend=self.backend.name,
@@ -132,7 +132,7 @@ class Transport(Protocol):
         """Learn where the workers run; from now on they can be asked for their stacks."""
 
     def stacks(self, ranks: Sequence[int]) -> Mapping[int, str]:
-        """Return what the threads of running workers are doing, by rank; empty before they were located."""
+        """Return the thread stacks of running workers, by rank; empty before they were located."""
 
     def end(self, *, orderly: bool) -> None:
         """End every process, and return when all are gone.
@@ -201,7 +201,7 @@ class WorkerGroup:
         return shared_seats([(host.node, host.accelerators) for host in self._hosts], count, devices)
 
     def before_calls(self, tell: Callable[[str], None] | None) -> None:
-        """Call a function with the name of each method before the workers are asked, or none any more."""
+        """Set a function that is called with each method's name before the workers; ``None`` unsets it."""
         self._before_call = tell
 
     @property

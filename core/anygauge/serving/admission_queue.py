@@ -69,7 +69,7 @@ class AdmissionQueue:
             self.serve()
 
     def serve(self) -> None:
-        """Give places to those who wait, as far as there is room."""
+        """Admit waiting requests while engines have room."""
         while self._queue:
             first = self._queue[0]
             if not first.ticket.done():
@@ -89,12 +89,12 @@ class AdmissionQueue:
         )
 
     def abort(self) -> None:
-        """Let everybody who waits go without a place."""
+        """Wake all waiting requests without admitting them."""
         for each in self._drain():
             each.ticket.set_result(None)
 
     def close(self) -> None:
-        """Let everybody who waits fail."""
+        """Fail all waiting requests."""
         if self._timer is not None:
             self._timer.cancel()
         for each in self._drain():

@@ -31,13 +31,13 @@ class ColocatedEngines(ServedEngines):
         colocation.join(self._servers.set_memory_state, self._refresh)
 
     def wait(self, coroutine: Coroutine[Any, Any, T], what: str) -> T:
-        """Return what a coroutine in the event loop returns, with the servers awake."""
+        """Run a coroutine in the event loop, with the servers awake."""
         with on_failure(coroutine.close):
             self._colocation.enter("generate")
         return super().wait(coroutine, what)
 
     def sync(self, version: int) -> None:
-        """Give the trained weights to every server. They go on to sleep until they are to generate."""
+        """Send the trained weights to every server. The servers then sleep until they generate."""
         self._version = version
         self._colocation.enter("sync")
         self._refresh()

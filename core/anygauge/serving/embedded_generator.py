@@ -49,7 +49,7 @@ class EmbeddedGenerator:
         self._is_gathering = False
 
     async def generate(self, request: GenerateRequest) -> Generation:
-        """Return what follows.
+        """Generate a continuation of the request's tokens.
 
         :raises AnygaugeError: What the engines raise, for every request of the wave.
         """
@@ -60,11 +60,11 @@ class EmbeddedGenerator:
         return await queued.answer
 
     async def stream(self, request: GenerateRequest) -> AsyncIterator[Generation]:
-        """Yield what follows as one part."""
+        """Yield the continuation as one part."""
         yield await self.generate(request)
 
     async def abort(self) -> None:
-        """Answer what is not yet part of a wave with no tokens; the wave that is under way goes on."""
+        """Answer waiting requests with no tokens; a running wave continues."""
         for queued in self._waiting:
             queued.set(Generation((), (), (), "abort"))
         self._waiting.clear()
@@ -104,7 +104,7 @@ class EmbeddedGenerator:
 
 @contextmanager
 def embedded_client(workers: WorkerGroup) -> Iterator[GenerationClient]:
-    """Yield how requests get to the engines in workers, one by one."""
+    """Yield a generation client of the embedded engines."""
 
     def answer(batches: Sequence[Sequence[Sequence[GenerateRequest]]]) -> Sequence[Any]:
         shares: list[Arguments] = [((own,), _NO_KEYWORDS) for own in batches]

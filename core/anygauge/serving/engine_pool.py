@@ -1,4 +1,4 @@
-"""Engine pool: routes requests to the least loaded engine, and those of a lost engine to another."""
+"""Engine pool: routes requests to the least loaded engine, and retries those of a lost engine on another."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ class EnginePool:
         return self._prefill_balancer if engine.kind == "prefill" else self._balancer
 
     def remove(self, name: str) -> None:
-        """Let go of an engine; what it has is generated elsewhere. The server is not stopped."""
+        """Remove an engine; its requests are retried elsewhere. The server is not stopped."""
         self._changed(self._forget(name, "it was removed"))
 
     def _forget(self, name: str, reason: str) -> PoolEngine:
@@ -274,7 +274,7 @@ class EnginePool:
     # ---- generation ----
 
     async def generate(self, request: GenerateRequest) -> Generation:
-        """Return what follows. An engine that is lost meanwhile costs time, and nothing else."""
+        """Generate a continuation. A lost engine costs only time."""
         with self._active_request() as active:
             while True:
                 tickets = await self._enter(active, request)
@@ -344,7 +344,7 @@ class EnginePool:
             prefill.end()
 
     async def stream(self, request: GenerateRequest) -> AsyncIterator[Generation]:
-        """Yield what follows in parts. After the loss of an engine another goes on from what is there."""
+        """Stream a continuation. If an engine is lost, another continues from the tokens so far."""
         rest = request
         with self._active_request() as active:
             while True:
@@ -424,7 +424,7 @@ class EnginePool:
     # ---- all engines at once ----
 
     async def abort(self) -> None:
-        """End every generation under way soon; each returns what it has, as ``"abort"``."""
+        """Abort all generations in flight; each returns its tokens so far, with finish reason ``"abort"``."""
         self._queue.abort()
         self._prefill_queue.abort()
         for active in self._active:

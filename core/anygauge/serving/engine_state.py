@@ -73,7 +73,7 @@ class PoolEngine:
 
     @property
     def is_lost(self) -> bool:
-        """Return whether what it has is generated elsewhere."""
+        """Return whether its requests are retried elsewhere."""
         return self.state in LOST
 
     def lost(self) -> DisplacedError:
@@ -82,7 +82,7 @@ class PoolEngine:
 
 
 def end_attempts(holder: _Holder) -> None:
-    """End what depends on something that is lost."""
+    """Cancel the attempts that depend on a lost engine or rank."""
     now = asyncio.get_running_loop().time()
     for attempt in holder.attempts:
         if not attempt.expired():  # it ends already, and may not be told so again

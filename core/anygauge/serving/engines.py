@@ -32,7 +32,7 @@ class Engines(Protocol):
     """Interface of the rollout engines for the training loop."""
 
     def generation_client(self) -> AbstractContextManager[GenerationClient]:
-        """Return how requests get to the engines one by one, for as long as the block runs."""
+        """Return a generation client of the engines, for as long as the block runs."""
 
     def trained(self, version: int) -> None:
         """Learn that the workers that train have a version now, which :meth:`sync` gives to every engine."""
@@ -41,7 +41,7 @@ class Engines(Protocol):
         """Give the trained weights to every engine."""
 
     def reports(self) -> Sequence[Mapping[str, Any]]:
-        """Return and reset what each engine's process reports, unless a training worker does."""
+        """Return and reset the reports of the engines' processes, except training workers."""
 
 
 class SharedEngines:
@@ -51,7 +51,7 @@ class SharedEngines:
         self._workers = workers
 
     def generation_client(self) -> AbstractContextManager[GenerationClient]:
-        """Return how requests get to the engines one by one."""
+        """Return a generation client of the engines."""
         return embedded_client(self._workers)
 
     def trained(self, version: int) -> None:
@@ -62,7 +62,7 @@ class SharedEngines:
         self._workers.call("sync_weights", version=version)
 
     def reports(self) -> Sequence[Mapping[str, Any]]:
-        """Return nothing: the training workers report what their engines took."""
+        """Return nothing: the training workers report for their engines."""
         return ()
 
 
@@ -77,7 +77,7 @@ class SeparateEngines:
         self._bucket_bytes = bucket_bytes
 
     def generation_client(self) -> AbstractContextManager[GenerationClient]:
-        """Return how requests get to the engines one by one."""
+        """Return a generation client of the engines."""
         return embedded_client(self._rollouts)
 
     def trained(self, version: int) -> None:
@@ -99,7 +99,7 @@ class SeparateEngines:
             loading.result()
 
     def reports(self) -> Sequence[Mapping[str, Any]]:
-        """Return and reset what each engine's process reports."""
+        """Return and reset the reports of the engines' processes."""
         reports: list[Mapping[str, Any]] = self._rollouts.call("report")
         return reports
 
@@ -107,7 +107,7 @@ class SeparateEngines:
 def colocated(
     config: Config, plugins: Plugins, colocation: ColocationScheduler
 ) -> Callable[..., ServedEngines]:
-    """Return what makes the engines of servers on the devices of trainers.
+    """Return the factory of engines that share the trainers' devices.
 
     Where weights are handed over in memory, the first trainer on a server's devices does so: a server sees no
     other devices.

@@ -82,7 +82,7 @@ class LoadBalancer:
     # ---- engines ----
 
     def add(self, engine: str, *, ranks: int = 1, concurrency: int) -> None:
-        """Let requests go to an engine; one of the same name is replaced, and its tickets mean nothing more.
+        """Add an engine; it replaces one of the same name, whose tickets become invalid.
 
         :param concurrency: Most requests that one rank has under way.
         """
@@ -102,13 +102,13 @@ class LoadBalancer:
             self._ranks -= 1
 
     def set_open(self, engine: str, is_open: bool) -> None:
-        """Let new requests go to an engine, or not; what it has stays counted."""
+        """Open or close an engine for new requests; those in flight stay counted."""
         for rank in self._engines.get(engine, ()):
             rank.open = is_open
             self._changed(rank)
 
     def loads(self) -> Mapping[str, list[Load]]:
-        """Return what each rank of each engine has under way."""
+        """Return the load of each rank of each engine."""
         return {
             engine: [Load(rank.requests, rank.tokens) for rank in ranks]
             for engine, ranks in self._engines.items()
@@ -143,7 +143,7 @@ class LoadBalancer:
         return Ticket(rank.engine, rank.number, tokens, rank)
 
     def release(self, ticket: Ticket, response_tokens: int | None = None) -> None:
-        """Give a place back; a second time changes nothing.
+        """Release a ticket. Idempotent.
 
         :param response_tokens: Length of the response, if it ended by itself.
         """
@@ -161,7 +161,7 @@ class LoadBalancer:
     def claim(
         self, prompt_tokens: int, max_new_tokens: int, session: str | None = None
     ) -> Iterator[Ticket | None]:
-        """Hold what :meth:`take` returns while the block is entered."""
+        """Take a ticket for the duration of the block."""
         ticket = self.take(prompt_tokens, max_new_tokens, session)
         try:
             yield ticket

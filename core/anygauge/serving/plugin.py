@@ -36,7 +36,7 @@ def register_rollout_engines() -> Iterable[RolloutEngineSpec]:
 
 @hookimpl
 def check_config(config: Config, backend: BackendSpec) -> Iterable[ConfigProblem]:
-    """Check what the config says of SGLang's servers."""
+    """Check the config of SGLang's servers."""
     from anygauge.serving.sglang.rules import sglang_problems
 
     return sglang_problems(config, backend)

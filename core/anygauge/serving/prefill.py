@@ -60,5 +60,5 @@ class Prefill:
 
 
 def handover(prefills: Sequence[Prefill]) -> dict[str, Any]:
-    """Return the arguments with which a client asks for the response to prompts that others read."""
+    """Return the client's arguments for requests whose prompt another engine prefills."""
     return {"bootstrap": prefills[0].bootstrap} if prefills else {}

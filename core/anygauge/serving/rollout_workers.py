@@ -19,7 +19,7 @@ __all__ = ["GeneratingWorker", "RolloutWorker"]
 
 
 class GeneratingWorker:
-    """A worker that may have a rollout engine, and tells what its work took."""
+    """A worker that may have a rollout engine, and reports its timings."""
 
     def __init__(self, context: WorkerContext) -> None:
         self._device = context.device
@@ -61,7 +61,7 @@ class GeneratingWorker:
 
 
 class RolloutWorker(GeneratingWorker):
-    """A rollout engine alone in its process."""
+    """A rollout engine in its own process."""
 
     def __init__(self, config: Config, context: WorkerContext) -> None:
         super().__init__(context)

@@ -70,7 +70,7 @@ class ServedEngines:
         return nullcontext(GenerationClient(pools[POLICY], self._loop, self.wait, others))
 
     def wait(self, coroutine: Coroutine[Any, Any, T], what: str) -> T:
-        """Return what a coroutine in the event loop returns; see to servers that are lost meanwhile.
+        """Run a coroutine in the event loop; restart servers that are lost meanwhile.
 
         :param what: Is waited for; for the error.
         :raises DeadlineError: It is not there within ``run.timeout_s``.
@@ -107,7 +107,7 @@ class ServedEngines:
         self._servers.look()
 
     def reports(self) -> Sequence[Mapping[str, Any]]:
-        """Return and reset what each server's worker reports, and how long samples were waited for."""
+        """Return and reset the reports of the servers' workers, and the time spent waiting for samples."""
         seconds, self._seconds = self._seconds, 0.0
         return [*self._servers.reports(), {"seconds": {"generate": seconds}, "memory": {}}]
 

@@ -37,7 +37,7 @@ class ServerPlan:
 
     @property
     def is_synced(self) -> bool:
-        """Whether it is given the trained weights; encoders take none."""
+        """Whether it gets the trained weights; encoders do not."""
         return self.model == POLICY and self.kind != "encoder"
 
 

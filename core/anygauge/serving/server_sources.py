@@ -38,7 +38,7 @@ class ServerSource(Protocol):
         """Return every server, once it serves."""
 
     def look(self, lost: Mapping[int, int]) -> list[Serving | None]:
-        """Return every server; ``None`` for one that is away, which goes on in the background.
+        """Return every server; ``None`` for one that is still being restarted in the background.
 
         :param lost: Incarnations of those that cannot be used, by rank.
         """
@@ -47,10 +47,10 @@ class ServerSource(Protocol):
         """End lost servers, so that they free the memory of their devices."""
 
     def reports(self) -> list[Mapping[str, Any]]:
-        """Return and reset what the processes beside the servers report."""
+        """Return and reset the reports of the server workers."""
 
     def close(self) -> None:
-        """Look after nothing any more."""
+        """Stop watching the servers."""
 
 
 class StartedServers:
@@ -89,11 +89,11 @@ class StartedServers:
         return servers
 
     def end(self, ranks: Collection[int]) -> None:
-        """Have lost servers ended by the workers beside them."""
+        """Let the workers of lost servers end them."""
         self._workers.call("end", ranks=sorted(ranks))
 
     def reports(self) -> list[Mapping[str, Any]]:
-        """Return and reset what the workers report."""
+        """Return and reset the workers' reports."""
         reports: list[Mapping[str, Any]] = self._workers.call("report")
         return reports
 
@@ -119,7 +119,7 @@ class AttachedServers:
         self._closed = threading.Event()
 
     def serve(self) -> list[Serving]:
-        """Look at every server; one that is yet to be started is waited for.
+        """Check every server; wait for one that is being started.
 
         :raises RolloutError: One does not answer in time, or is not what the run needs.
         """
@@ -163,10 +163,10 @@ class AttachedServers:
         return Serving(peer, server.facts())
 
     def end(self, ranks: Collection[int]) -> None:
-        """Do nothing: they are somebody else's, on devices of their own."""
+        """Do nothing: the run did not start them."""
 
     def reports(self) -> list[Mapping[str, Any]]:
-        """Return nothing: no process of the run is beside the servers."""
+        """Return nothing: external servers have no workers."""
         return []
 
     def close(self) -> None:

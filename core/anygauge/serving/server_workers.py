@@ -67,7 +67,7 @@ class ServerWorker:
         """Restart of the server, while it is in progress."""
 
     def serve(self, wave: int, encoders: Mapping[str, Sequence[str]]) -> Serving | None:
-        """Start the server, if it is one of this wave.
+        """Start the server, if it belongs to this wave of starts.
 
         :param encoders: Addresses of those that serve already, by model.
         """
@@ -98,7 +98,7 @@ class ServerWorker:
         )
 
     def look(self, lost: Mapping[int, int]) -> Serving | None:
-        """Return the server; ``None`` while it is being started again, which goes on in the background.
+        """Return the server; ``None`` while it is being restarted in the background.
 
         It is started again if it has ended, or is one of those that are named.
 
@@ -127,7 +127,7 @@ class ServerWorker:
             self._starting = None
 
     def report(self) -> WorkerReport:
-        """Return the memory in use, in bytes; what a server spends is its own."""
+        """Return the memory in use, in bytes, without the server's."""
         return {"seconds": {}, "memory": worker_memory(self._device)}
 
     def close(self) -> None:

@@ -90,7 +90,7 @@ class Servers:
         return {plan.rank: reports[_name(plan.rank)] for plan in self._plans}
 
     def look(self) -> None:
-        """Have lost servers started again, and take back those that have been.
+        """Restart lost servers, and take back restarted ones.
 
         :raises RolloutError: One cannot be started, or was lost again and again.
         """
@@ -136,7 +136,7 @@ class Servers:
                 )
 
     def prove(self) -> None:
-        """Note that what was waited for is there: the restarts before it count no more."""
+        """Note progress: earlier restarts no longer count towards the limit."""
         self._proven = [server.incarnation for server in self.serving]
 
     def set_memory_state(self, state: MemoryState) -> None:
@@ -164,11 +164,11 @@ class Servers:
         self._loop.run(_set_weight_version(self.pool, ranks, version))
 
     def distrust(self, reasons: Mapping[int, str]) -> None:
-        """Give servers up whose weights are not what they should be, for a reason each."""
+        """Give up servers with wrong weights, each for a reason."""
         self._loop.run(_distrust(self.pool, reasons))
 
     def reports(self) -> list[Mapping[str, Any]]:
-        """Return and reset what each worker reports."""
+        """Return and reset the workers' reports."""
         with self._lock:
             return self._source.reports()
 
@@ -180,7 +180,7 @@ class Servers:
         )
 
     def close(self) -> None:
-        """Let go of the servers; nothing is started again any more. The workers end those of the run."""
+        """Release the servers and restart none any more. The workers end those of the run."""
         with self._lock:
             self._is_closed = True
         self._source.close()

@@ -108,7 +108,7 @@ def _fields(path: Path) -> Iterator[tuple[str, str]]:
 
 
 def option_problems(train: Train, role: str = "train") -> Iterator[ConfigProblem]:
-    """Yield what is wrong with the table ``[train.megatron]``.
+    """Yield problems of the table ``[train.megatron]``.
 
     :param train: Of a role, whose table it is.
     """

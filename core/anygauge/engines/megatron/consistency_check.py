@@ -47,7 +47,7 @@ _NAMES = TypeAdapter(list[str])
 
 
 def check_configs_agree(config: Config, plugins: LoadedPlugins) -> None:
-    """Compare what ranks will build their models from. A collective of all ranks.
+    """Check that all ranks build the same model. A collective of all ranks.
 
     Paths may differ: each host has its own cache.
 
@@ -113,7 +113,7 @@ def _odd_value(key: str, values: Sequence[str]) -> str:
 
 
 def check_ranks_agree(tensors: Mapping[str, Tensor], rules: Sequence[TensorRule], role: str = "") -> None:
-    """Compare what several ranks hold alike of a model. A collective.
+    """Check that ranks with the same parameters have the same values. A collective.
 
     Megatron's own seeding leaves data-parallel ranks with different weights on an accelerator.
 

@@ -34,7 +34,7 @@ class MegatronCritic(MegatronEngine):
         super().__init__(config, context, build=partial(build_policy, is_critic=True))
 
     def values(self, batch: TrainBatch) -> Tensor:
-        """Return what the critic expects before each response token."""
+        """Return the critic's value before each response token."""
         step = _ValuePass(self.policy.output_owner)
         with self._timed("values"), make_scope(self.context.device), torch.no_grad():
             return self._collect(step, self._pack(batch))
@@ -61,7 +61,7 @@ class _ValuePass:
         self.path = path
 
     def __call__(self, batches: Iterator[MicroBatch], wrapped: Any) -> tuple[Tensor, Callable[..., Any]]:
-        """Return values, and what puts those of all ranks together."""
+        """Return values, and the function that gathers those of all ranks."""
         batch = next(batches)
 
         def collect(values: Tensor, *, non_loss_data: bool) -> Tensor:
@@ -71,7 +71,7 @@ class _ValuePass:
         return self.outputs(wrapped, batch), collect
 
     def outputs(self, wrapped: Any, batch: MicroBatch) -> Tensor:
-        """Return the values ``[r, 1]`` of this rank's response tokens, or what a stage passes on."""
+        """Return the values ``[r, 1]`` of this rank's response tokens, or a stage's output."""
         return response_output(wrapped, batch.rows, batch.inputs, self.path)
 
 
@@ -85,7 +85,7 @@ class _ValueTrainPass(_ValuePass):
         self.device = device
 
     def __call__(self, batches: Iterator[MicroBatch], wrapped: Any) -> tuple[Tensor, Callable[..., Any]]:
-        """Return values, and what turns them into a loss."""
+        """Return values, and the function that computes the loss."""
         batch = next(batches)
 
         def loss(values: Tensor) -> tuple[Tensor, Tensor, Mapping[str, Tensor]]:

@@ -297,11 +297,11 @@ class MegatronEngine:
         self._checkpoint.save(Path(path))
 
     def checkpoint_written(self) -> bool:
-        """Return whether what :meth:`save_checkpoint` started is on disk."""
+        """Return whether the checkpoint of :meth:`save_checkpoint` is on disk."""
         return self._checkpoint.written()
 
     def load_checkpoint(self, path: str) -> None:
-        """Restore what :meth:`save_checkpoint` wrote. A collective."""
+        """Restore a checkpoint of :meth:`save_checkpoint`. A collective."""
         self._memory.need("everything", "the state of a checkpoint")
         self._synchronize_parameters()
         self._checkpoint.load(Path(path))

@@ -42,7 +42,7 @@ def begin_gradients(chunks: Iterable[Any]) -> None:
 
 
 def complete_gradients(chunks: Iterable[Any]) -> None:
-    """Write zeros to the gradients of weights that took part in nothing."""
+    """Write zeros to the gradients of unused weights."""
     for chunk in chunks:
         for weight in chunk.params_with_grad:
             if vars(weight).pop(FIRST, False):

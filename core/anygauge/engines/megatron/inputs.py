@@ -272,7 +272,7 @@ def _padding(lengths: Sequence[int], parts: SequenceParts, learnt: Sequence[bool
 def inputs_on_device(
     inputs: Mapping[str, Any], rotary: Rotary, device: torch.device, routes: Routes | None = None
 ) -> dict[str, Any]:
-    """Return the keyword arguments of :func:`model_inputs` on the device, with what is computed there.
+    """Copy the keyword arguments of :func:`model_inputs` to the device and complete them.
 
     :param rotary: From positions ``[T]`` to cosines and sines ``[T, R]``.
     """

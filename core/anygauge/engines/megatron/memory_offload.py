@@ -98,7 +98,7 @@ class DeviceMemory:
 
 
 class HostCopies:
-    """The bytes of storages that have none, one after the other in host memory that is used again.
+    """Host copies of offloaded storages, in reused host memory.
 
     :param chunk_bytes: Of each piece of that memory.
     """
@@ -112,7 +112,7 @@ class HostCopies:
         """With the bytes that each had."""
 
     def take(self, storages: Iterable[Storage]) -> None:
-        """Copy storages to the host, then let them shrink to none. None may be held."""
+        """Copy storages to the host, then resize them to 0. No storage may be offloaded before."""
         assert not self._held, "taken twice"
         self._held = [(storage, storage.nbytes()) for storage in storages]
         for host, own in self._pieces():
@@ -153,7 +153,7 @@ def _bytes(storage: Storage) -> Tensor:
 
 
 def optimizer_state(optimizer: Any) -> Iterator[Tensor]:
-    """Yield what a Megatron optimizer updates, and what it remembers."""
+    """Yield the weights and states of a Megatron optimizer."""
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
         for group in part.optimizer.param_groups:
             yield from group["params"]

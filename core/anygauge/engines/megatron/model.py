@@ -89,7 +89,7 @@ class Policy:
 
     @property
     def forbidden(self) -> Sequence[int]:
-        """Return the tokens that are never sampled: those that hold the places of media in any run."""
+        """Return tokens that are never sampled: placeholders of media."""
         return () if self.spec.media is None else self.spec.media.forbidden(self.hf)
 
     @property

@@ -26,7 +26,7 @@ class _Pass:
         self.temperature = temperature
 
     def outputs(self, wrapped: Any, batch: MicroBatch) -> Tensor:
-        """Return hidden states ``[r, H]`` of this rank's response tokens, or what a stage passes on."""
+        """Return hidden states ``[r, H]`` of this rank's response tokens, or a stage's output."""
         return response_output(wrapped, batch.rows, batch.inputs, self.logprob.path)
 
     def log_probs(
@@ -62,7 +62,7 @@ class LogProbPass(_Pass):
     """Forward only; collects log-probabilities ``[R]``."""
 
     def __call__(self, batches: Iterator[MicroBatch], wrapped: Any) -> tuple[Tensor, Callable[..., Tensor]]:
-        """Return hidden states, and what turns them into log-probabilities."""
+        """Return hidden states, and the function that computes log-probabilities."""
         batch = next(batches)
         hidden = self.outputs(wrapped, batch)
 
@@ -85,7 +85,7 @@ class TopKPass(_Pass):
         self.count = count
 
     def __call__(self, batches: Iterator[MicroBatch], wrapped: Any) -> tuple[Tensor, Callable[..., Tensor]]:
-        """Return hidden states, and what finds the top-k tokens."""
+        """Return hidden states, and the function that finds the top-k tokens."""
         batch = next(batches)
         hidden = self.outputs(wrapped, batch)
 
@@ -118,7 +118,7 @@ class TrainPass(_Pass):
         self.entropy_grad = entropy_grad
 
     def __call__(self, batches: Iterator[MicroBatch], wrapped: Any) -> tuple[Tensor, Callable[[Tensor], Any]]:
-        """Return hidden states, and what turns them into a loss."""
+        """Return hidden states, and the function that computes the loss."""
         batch = next(batches)
         hidden = self.outputs(wrapped, batch)
 

@@ -78,7 +78,7 @@ def register_train_engines() -> list[TrainEngineSpec]:
 
 @hookimpl
 def check_config(config: Any) -> Iterable[ConfigProblem] | None:
-    """Check the fields of Megatron that pass through, of each role, and what experts need."""
+    """Check the Megatron fields of each role, and the settings of experts."""
     if config.train.engine != "megatron":
         return None
     problems = [*_experts(config)]

@@ -58,7 +58,7 @@ def from_last_stage(
     device: torch.device,
     shape: Sequence[int] = (),
 ) -> list[Tensor]:
-    """Return what the last pipeline stage made of each micro-batch, on every rank. A collective.
+    """Send the last pipeline stage's outputs to every rank. A collective.
 
     :param outputs: ``[R, *shape]`` for each micro-batch, float32; empty on the other stages.
     """

@@ -34,7 +34,7 @@ class RoleWeights:
         self._kept: dict[str, list[Tensor]] = {}
 
     def keep(self, role: str, load: Callable[[], None]) -> None:
-        """Keep what ``load`` writes into the parameters as the weights of a role. A collective.
+        """Store the weights that ``load`` writes as those of a role. A collective.
 
         :raises RankMismatchError: Ranks were given different ones.
         """

@@ -59,7 +59,7 @@ class Update:
                     _keep_remainders(part, shards.copies)
 
     def begin(self) -> None:
-        """Let go of the gradients of the step before, where Megatron holds them."""
+        """Clear the gradients of the previous step in Megatron's buffers."""
         if not self._takes_all:
             self._optimizer.zero_grad()
 

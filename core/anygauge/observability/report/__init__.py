@@ -1,4 +1,4 @@
-"""The run report: one HTML page that shows a run to whoever opens it, while it goes on or years later."""
+"""The run report: one HTML page that shows a run, also while it is running."""
 
 from __future__ import annotations
 

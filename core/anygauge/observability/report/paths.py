@@ -30,7 +30,7 @@ def dots_path(points: Sequence[Point], x: Range, y: Range) -> str:
 def area_path(
     steps: Sequence[float], lower: Sequence[float], upper: Sequence[float], x: Range, y: Range
 ) -> str:
-    """Return the outline of what lies between two curves."""
+    """Return the outline of the area between two curves."""
     there = [_place(step, value, x, y) for step, value in zip(steps, upper, strict=True)]
     back = [_place(step, value, x, y) for step, value in zip(steps, lower, strict=True)]
     return f"M{'L'.join(there)}L{'L'.join(reversed(back))}Z"

@@ -68,7 +68,7 @@ def draw_phases(metrics: Metrics) -> Chart | None:
 
 
 def phase_rows(metrics: Metrics) -> list[PhaseRow]:
-    """Return what each phase takes."""
+    """Return the time of each phase."""
     series_of_phases = [(label, metrics.series[name]) for name, label in phase_metrics(metrics.series)]
     seconds = {label: [value for _, value in series.numbers] for label, series in series_of_phases}
     steps = metrics.series.get("perf/step_time", Series((), ())).numbers

@@ -23,7 +23,7 @@ _NUMBERS = ("total_steps", "pid", "from_step", "step")
 
 
 def begin_part(run: RunInfo) -> None:
-    """Record that a run goes on in this process; a resumed run has a part for each start."""
+    """Record that a run starts or resumes in this process."""
     with _changed(run) as record:
         record["parts"].append(_part(run))
 

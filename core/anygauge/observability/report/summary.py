@@ -100,7 +100,7 @@ def _is_alive(part: Mapping[str, Any]) -> bool | None:
 
 
 def facts(files: RunFiles, now: datetime) -> list[tuple[str, str]]:
-    """Return name and value of what the run is."""
+    """Return names and values of the run's facts."""
     config = files.config
     values = {
         "model": _short(_value(config, "model", "path")),

@@ -10,7 +10,7 @@ _RETRY_AFTER_S = 1.0
 
 
 class Admission:
-    """Counts what is under way, and refuses what is too much.
+    """Counts requests in flight, and refuses those above a limit.
 
     :param most: Under way at once; ``None`` for any number.
     :param unit: What is counted, in the plural.

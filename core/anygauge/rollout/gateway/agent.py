@@ -35,7 +35,7 @@ async def agent(
     pass_env: Sequence[str] = (),
     chat_template_kwargs: Mapping[str, Any] | None = None,
 ) -> list[Sample]:
-    """Return what an agent and the policy said to each other, one sample for each way in which it went on.
+    """Run an agent, and return one sample for each branch of its conversation.
 
     What the agent returns is the reward of all of them: a number, or a dict with ``score``; ``None`` leaves
     them to the run's reward functions.
@@ -105,7 +105,7 @@ class RolloutGenerator:
         return said
 
     async def stream(self, request: GenerateRequest) -> AsyncIterator[Generation]:
-        """Yield what follows, as a whole."""
+        """Yield the continuation as one part."""
         yield await self.generate(request)
 
     async def abort(self) -> None:

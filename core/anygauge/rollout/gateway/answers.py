@@ -59,7 +59,7 @@ class Answer(NamedTuple):
         return tuple(block.call for block in self.blocks if block.call is not None)
 
     def message(self) -> Message:
-        """Return what an agent may send back."""
+        """Return the answer as a message that the agent may send back."""
         return Message("assistant", self.content, self.reasoning or None, self.calls)
 
 
@@ -84,7 +84,7 @@ class Reader:
         return _numbered(read(text, self._style, final=final), self._name)
 
     def pieces(self, choice: Choice) -> list[Piece]:
-        """Return what is new since the last time."""
+        """Return the new pieces since the last call."""
         seen, self._seen = self._seen, self.blocks(choice)
         known = {piece.block: len(piece.text) for piece in seen}
         return [
@@ -95,7 +95,7 @@ class Reader:
 
 
 def answer_of(number: int, choice: Choice, renderer: Renderer, style: Style, name: str) -> Answer:
-    """Return what an agent is told of a generation that has ended."""
+    """Return the agent's answer from a finished generation."""
     tokens = renderer.spoken(choice.tokens, choice.finish_reason)
     text = renderer.decode(tokens)
     stops = [(at, each) for each in style.stop if (at := text.find(each)) >= 0]

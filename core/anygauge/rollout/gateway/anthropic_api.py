@@ -33,7 +33,7 @@ _KINDS = {
 
 
 def parse_request(body: Mapping[str, Any]) -> ChatRequest:
-    """Return what a request asks for.
+    """Parse a request.
 
     :raises Refusal: It is wrong, or asks for what is not here.
     """
@@ -221,13 +221,13 @@ class Events:
         """Number of the last block in the stream, which leaves out reasoning that was not asked for."""
 
     def begin(self, prompt_tokens: int) -> Iterator[bytes]:
-        """Yield what comes before any token."""
+        """Yield the events before the first token."""
         head = _head(self._name, self._chat_request, prompt_tokens, 0)
         yield _event("message_start", message=head)
         yield _event("ping")
 
     def pieces(self, index: int, pieces: Sequence[Piece]) -> Iterator[bytes]:
-        """Yield what is new of the answer."""
+        """Yield the events of new pieces."""
         for piece in pieces:
             if piece.kind == "reasoning" and not self._chat_request.reasoning:
                 continue
@@ -248,7 +248,7 @@ class Events:
         yield _event("message_stop")
 
     def error(self, refusal: Refusal) -> bytes:
-        """Return what ends a stream that fails."""
+        """Return the event that ends a failed stream."""
         return _event("error", error=error_body(refusal)["error"])
 
     def _close_block(self) -> Iterator[bytes]:

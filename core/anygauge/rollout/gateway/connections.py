@@ -1,4 +1,4 @@
-"""Connection limits of the gateway: anybody who reaches its port can open connections."""
+"""Connection limits of the gateway, because anyone who reaches its port can connect."""
 
 from __future__ import annotations
 

@@ -77,13 +77,13 @@ class Message(NamedTuple):
         return message
 
     def characters(self) -> int:
-        """Return how much there is to render."""
+        """Return the number of characters to render."""
         calls = sum(len(call.name) + len(call.arguments) for call in self.calls)
         said = len(self.content) + len(self.reasoning or "") + len(self.name or "") + calls
         return max(said, MESSAGE_CHARACTERS)
 
     def meaning(self) -> str:
-        """Return what is the same for two messages that say the same.
+        """Return a key that is equal for messages with the same meaning.
 
         Ids of calls, the spelling of their arguments and white space around what the assistant says are not
         part of it; neither is its reasoning, see :func:`same_reasoning`.
@@ -104,18 +104,18 @@ class Chat(NamedTuple):
     """Further arguments of the chat template."""
 
     def characters(self) -> int:
-        """Return how much there is to render: messages, tools and options."""
+        """Return the number of characters to render: messages, tools and options."""
         shown = json.dumps([self.tools, self.options], ensure_ascii=False)
         return len(shown) + sum(message.characters() for message in self.messages)
 
 
 def same_reasoning(sent: str | None, recorded: str | None) -> bool:
-    """Return whether what an agent sent back of the reasoning is what the model reasoned, or nothing."""
+    """Return whether an agent sent back the model's reasoning unchanged, or none."""
     return not sent or sent.strip() == (recorded or "").strip()
 
 
 def start(chat: Chat) -> str:
-    """Return the key of a chat in which nothing has been said."""
+    """Return the key of an empty chat."""
     return _digest("", [_sorted(tool) for tool in chat.tools] + [_sorted(chat.options)])
 
 

@@ -46,7 +46,7 @@ _KINDS = {401: "authentication_error", 404: "invalid_request_error", 429: "rate_
 
 
 def parse_request(body: Mapping[str, Any]) -> ChatRequest:
-    """Return what a request asks for.
+    """Parse a request.
 
     :raises Refusal: It is wrong, or asks for what is not here.
     """
@@ -216,12 +216,12 @@ class Chunks:
         self._chat_request = chat_request
 
     def begin(self, prompt_tokens: int) -> Iterator[bytes]:
-        """Yield what comes before any token."""
+        """Yield the events before the first token."""
         for index in range(self._chat_request.answers):
             yield self._delta(index, {"role": "assistant", "content": "", "refusal": None})
 
     def pieces(self, index: int, pieces: Sequence[Piece]) -> Iterator[bytes]:
-        """Yield what is new of an answer."""
+        """Yield the events of new pieces."""
         for piece in pieces:
             if piece.kind == "text":
                 yield self._delta(index, {"content": piece.text})
@@ -243,7 +243,7 @@ class Chunks:
         yield b"data: [DONE]\n\n"
 
     def error(self, refusal: Refusal) -> bytes:
-        """Return what ends a stream that fails."""
+        """Return the event that ends a failed stream."""
         return _event(error_body(refusal))
 
     def _delta(

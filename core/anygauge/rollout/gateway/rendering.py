@@ -80,7 +80,7 @@ class Renderer:
         )
 
     def after(self, chat: Chat, position: int) -> str | None:
-        """Return what the template writes behind what the assistant says in a message.
+        """Return the template's text after the assistant's content of a message.
 
         That is the end of the turn, the messages that follow, and the opening of the next turn.
 

@@ -29,7 +29,7 @@ Problems = Iterator[ConfigProblem]
 
 
 def agent_problems(config: Config) -> Problems:
-    """Yield what is wrong with the agent or its gateway, or that keys have no effect."""
+    """Yield problems of the agent or its gateway, and keys without effect."""
     rollout = config.rollout
     if rollout.function in WITHOUT_GATEWAY:
         yield from _without_effect(rollout.function, rollout.gateway)

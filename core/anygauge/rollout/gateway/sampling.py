@@ -47,7 +47,7 @@ class Choice:
         self.weight_versions += part.weight_versions
 
     def onward(self) -> GenerateRequest | None:
-        """Return the request that goes on from here, or ``None`` if there is no room for another token."""
+        """Return the request that continues from here, or ``None`` if there is no room for another token."""
         left = self.request.params.max_new_tokens - len(self.tokens)
         if left <= 0:
             return None
@@ -104,7 +104,7 @@ class Sampling:
 
     @property
     def failed(self) -> bool:
-        """Whether it was given up, or raised."""
+        """Whether it was cancelled or raised."""
         if self._given_up or not self.done:
             return self._given_up
         return self._task.cancelled() or self._task.exception() is not None

@@ -65,7 +65,7 @@ class _Stream(Protocol):
 
 
 class Gateway:
-    """Serves sessions over HTTP and keeps what was sampled in each.
+    """Serves sessions over HTTP and records their samples.
 
     Example::
 
@@ -190,7 +190,7 @@ class Gateway:
         return session
 
     async def end(self, session: Session) -> None:
-        """Close a session; what was recorded in it stays."""
+        """Close a session; its records stay."""
         await session.close()
         self._sessions.pop(session.name, None)
 

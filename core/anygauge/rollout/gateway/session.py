@@ -169,11 +169,11 @@ class Session:
         return ActiveRequest(sampling, tuple(readers))
 
     def trajectories(self, prompt: Prompt) -> list[Sample]:
-        """Return what is trained on: one sample for each way in which the session went on."""
+        """Return the samples to train on: one for each branch of the session."""
         return trajectories(self.turns, prompt, self._seed, self._manner.renderer)
 
     async def close(self) -> None:
-        """Serve nothing more, and end what is under way."""
+        """Refuse new requests, and cancel those in flight."""
         self._closed = True
         await asyncio.gather(
             *(each.cancel() for known in self._samplings.values() for each in known if not each.done)

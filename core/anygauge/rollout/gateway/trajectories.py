@@ -12,7 +12,7 @@ __all__ = ["trajectories"]
 
 
 def trajectories(turns: Sequence[Turn], prompt: Prompt, seed: int, renderer: Renderer) -> list[Sample]:
-    """Return one sample for each way in which the session went on.
+    """Return one sample for each branch of the session.
 
     The response of a sample begins with the first turn that no sample before it holds: what two ways share is
     in the response of the first, and in the prompt of the others. What stands between turns has loss mask 0.

@@ -62,13 +62,13 @@ class Call:
         return arguments
 
     def shared(self, item: Item) -> dict[str, Any]:
-        """Return those that are the same for every sample of a prompt."""
+        """Return the arguments that are the same for every sample of a prompt."""
         return {name: getattr(item, name) for name in self.accepted if name != "response"} | dict(
             self.options
         )
 
     def given(self, response: Any) -> Any:
-        """Return what of a response the function gets."""
+        """Return the part of a response that the function gets."""
         if not self.extract:
             return response
         return [boxed(each) or "" for each in response] if self.per_group else boxed(response) or ""
@@ -78,7 +78,7 @@ class Call:
         return len(item.response) if self.per_group else 1
 
     def outcomes(self, value: Any, item: Item) -> list[Outcome]:
-        """Return what a result means for each sample of its item."""
+        """Return the outcome of each sample of an item."""
         if not self.per_group:
             return [self.outcome(value)]
         count = self.size(item)
@@ -89,7 +89,7 @@ class Call:
         return [self.outcome(each) for each in values]
 
     def outcome(self, value: Any) -> Outcome:
-        """Return what a result for one sample means."""
+        """Return the outcome of one sample."""
         if type(value) is float and -LARGEST <= value <= LARGEST:
             return value, None
         if isinstance(value, Mapping):

@@ -40,7 +40,7 @@ GUARD_S = 5.0
 
 
 class Child:
-    """One process, its connection and what it is at."""
+    """One process, its connection and its current item."""
 
     def __init__(self, setup: bytes, log: Path | None) -> None:
         self.log = log
@@ -127,11 +127,11 @@ class Child:
         return False
 
     def hang_up(self) -> None:
-        """Close the connection, at which the process ends by itself."""
+        """Close the connection, which ends the process."""
         self.connection.close()
 
     def end(self, grace_s: float) -> str:
-        """Wait for the process to end, let its guard kill what is left of it, and say how it ended."""
+        """Wait for the process to end, let its guard clean up, and return how it ended."""
         self._process.wait_exit(grace_s)
         lifeline = self._process.popen.stdin
         assert lifeline is not None
@@ -142,7 +142,7 @@ class Child:
         return "ended, since its connection to the driver was closed in it" if is_unheard else how
 
     def last_words(self) -> list[Results]:
-        """Return what a process that has ended sent before."""
+        """Return the last messages of a process that has ended."""
         words: list[Results] = []
         with suppress(OSError, ValueError):
             while self.connection.poll(0) and (messages := self.receive()) is not None:
@@ -150,7 +150,7 @@ class Child:
         return words
 
     def close(self) -> None:
-        """Let go of what the process shared with this one."""
+        """Release memory shared with the process."""
         self.mark.close()
         self.connection.close()
 

@@ -43,7 +43,7 @@ async def remote(
     deadline_s: float = 25.0,
     pause_s: float = 0.5,
 ) -> Any:
-    """Return what a server answers: a number, or an object of which ``reward.key`` names the number.
+    """Return a server's answer: a number, or an object whose key ``reward.key`` has the number.
 
     The server gets a POST with the JSON object ``{"response", "label", "metadata", "prompt"}``. A failed
     connection, a time-out, 408, 429 and 5xx are tried again after pauses that double and vary, or that

@@ -31,17 +31,17 @@ class PendingChunk:
         self.open = set(range(len(self.items)))
 
     def settle(self, index: int, outcomes: Sequence[Outcome]) -> None:
-        """Write down what became of an item."""
+        """Record the outcome of an item."""
         self.results[self.positions[index]] = outcomes
         self.open.discard(index)
 
     def remaining(self, size: int) -> list[PendingChunk]:
-        """Return what is still to be done, in chunks of at most ``size``."""
+        """Return the open items, in chunks of at most ``size``."""
         left = sorted(self.open)
         return [self._some(left[start : start + size]) for start in range(0, len(left), size)]
 
     def suspects(self) -> list[PendingChunk]:
-        """Return what is still to be done, one item at a time."""
+        """Return the open items, in chunks of one."""
         return [self._some([index], suspect=True) for index in sorted(self.open)]
 
     def _some(self, indices: Sequence[int], *, suspect: bool = False) -> PendingChunk:

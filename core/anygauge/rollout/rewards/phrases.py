@@ -1,4 +1,4 @@
-r"""The phrases by which a text about a multiple-choice question says which choice it means.
+r"""Phrases that state the answer to a multiple-choice question.
 
 A pattern with several forms is a table whose keys are examples, each of which its form alone finds: see
 ``tests/unit/rollout/test_reward_phrases.py``. In a list of phrases, a blank stands for any white space.

@@ -60,7 +60,7 @@ class Server:
         self.spent = False
 
     def score(self, chunk: Chunk) -> None:
-        """Score every item of a chunk and send what comes of it."""
+        """Score every item of a chunk and send the outcomes."""
         call, items = self._calls[chunk.call], chunk.items()
         if is_async(call.fn):
             self._loop.run_until_complete(self._score_together(call, items))

@@ -1,4 +1,4 @@
-"""Resolve the reward functions that a config names, and refuse those that cannot be called."""
+"""Resolve the reward functions of a config, and refuse those that cannot be called."""
 
 from __future__ import annotations
 

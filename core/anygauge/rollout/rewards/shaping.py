@@ -25,7 +25,7 @@ def raw_number(raw_reward: Any, reward: Reward) -> float:
 
 
 def overlong_penalty(length: int, *, limit: int, buffer: int, penalty: float) -> float:
-    """Return what a long response loses, https://arxiv.org/abs/2503.14476 equation 13.
+    """Return the penalty of a long response, https://arxiv.org/abs/2503.14476 equation 13.
 
     Nothing up to ``limit - buffer`` tokens, then in proportion, and ``penalty`` from ``limit`` tokens on.
 

@@ -23,7 +23,7 @@ class Expected(NamedTuple):
 
 
 async def check_engine(client: EngineClient, expected: Expected) -> Mapping[str, str]:
-    """Return what an engine is, for the run's records.
+    """Check a running engine, and return its facts for the run's records.
 
     :raises RolloutError: It serves another model, has another tokenizer, or is too small; all that differs is
         listed.

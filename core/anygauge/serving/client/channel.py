@@ -33,7 +33,7 @@ _JSON = {"content-type": "application/json"}
 
 
 class OpenFilesError(RolloutError):
-    """This process may open no more connections, which says nothing of the engine."""
+    """This process may open no more connections; the engine is not at fault."""
 
 
 class Channel:
@@ -68,7 +68,7 @@ class Channel:
     async def stream(
         self, path: str, body: bytes, *, timeout_s: float, purpose: str
     ) -> AsyncGenerator[bytes, None]:
-        """Yield the body of an answer as it comes; raises what :meth:`ask` does.
+        """Stream the body of an answer; raises the exceptions of :meth:`ask`.
 
         Time counts while the server is waited for, not while the caller works on a piece.
         """

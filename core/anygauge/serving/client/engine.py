@@ -91,7 +91,7 @@ class EngineClient:
         bootstrap: BootstrapRoom | None = None,
         ends: float | None = None,
     ) -> Generation:
-        """Return what follows the tokens of a request. Waits while the client has enough under way.
+        """Generate a continuation of a request's tokens. Waits while the client is at its concurrency limit.
 
         An attempt that fails is ended in the engine before the request is given again, under another id.
         Cancelling the call ends the request in the engine too.
@@ -114,7 +114,7 @@ class EngineClient:
     async def read(
         self, request: GenerateRequest, bootstrap: BootstrapRoom, *, rank: int | None = None
     ) -> None:
-        """Have the engine read the prompt for another one. Returns once that has fetched what was read.
+        """Prefill the prompt for another engine. Returns once that has fetched the KV cache.
 
         What the answer says of the first token counts for nothing: the other engine says it too.
 
@@ -139,7 +139,7 @@ class EngineClient:
     async def stream(
         self, request: GenerateRequest, *, rank: int | None = None, bootstrap: BootstrapRoom | None = None
     ) -> AsyncGenerator[Generation, None]:
-        """Yield what follows in parts; only the last one's finish reason means something.
+        """Stream a continuation; only the last part has a valid finish reason.
 
         :raises RolloutError: The engine refuses the request, or broke off (:class:`EngineAwayError`): it is
             not given again here, since parts of it are out already.
@@ -237,7 +237,7 @@ class EngineClient:
         return not self._rids and not self._probes
 
     async def abort(self, rids: Iterable[str] | None = None) -> None:
-        """End generations in the engine; each returns what it has.
+        """Abort generations in the engine; each returns its tokens so far.
 
         :param rids: Of these alone; ``None`` ends all, also those of other clients.
         """
@@ -271,7 +271,7 @@ class EngineClient:
         await self._memory.set_state(self, state)
 
     async def release(self, parts: Iterable[MemoryPart]) -> None:
-        """Let the engine give parts of its memory back. One that has requests, or none of a part, dies."""
+        """Release parts of the engine's memory. An engine with requests, or without that part, dies."""
         await self._move_memory("release", parts)
 
     async def regain(self, parts: Iterable[MemoryPart]) -> None:
@@ -307,7 +307,7 @@ class EngineClient:
         return True
 
     async def model_info(self) -> Mapping[str, Any]:
-        """Return what model the engine says it serves."""
+        """Return the engine's report of its model."""
         return await self.command("/model_info", None, purpose="its model")
 
     async def server_info(self) -> Mapping[str, Any]:
@@ -323,7 +323,7 @@ class EngineClient:
         timeout_s: float | None = None,
         repeat: bool = True,
     ) -> Mapping[str, Any]:
-        """Return what an endpoint answers, as a mapping; empty where it answers no object.
+        """Call an endpoint and return its answer as a mapping; empty if it is not an object.
 
         :param body: ``None`` sends a GET.
         :param timeout_s: For all attempts; ``None`` takes ``options.control_timeout_s``.
@@ -355,7 +355,7 @@ class EngineClient:
         raise AssertionError("an attempt returns or raises")
 
     async def close(self, *, farewell_s: float = _ABANDON_S) -> None:
-        """Close the connections, once the engine was told about what was abandoned.
+        """Abort abandoned requests in the engine, then close the connections.
 
         :param farewell_s: Longest wait for that; an engine that is dead is not worth any.
         """

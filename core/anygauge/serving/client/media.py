@@ -1,4 +1,4 @@
-"""Images for SGLang: one placeholder each in the tokens, and their pixels as PNG beside them.
+"""Images for SGLang: one placeholder token each, and their pixels as PNG.
 
 The server gets each image as the run's own processor has made it, already of its final size, so that nothing
 is left for the server to resize and both sides see the same pixels.

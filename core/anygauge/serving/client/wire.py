@@ -108,7 +108,7 @@ def _sampling_params(params: SamplingParams, seed: int) -> dict[str, Any]:
 
 
 def read_answer(data: bytes, engine: str, request: GenerateRequest | None = None) -> Generation:
-    """Return what an answer holds.
+    """Decode an answer.
 
     :param request: That was asked; with media, the engine must have read as many tokens as it has.
     :raises RolloutError: It is none, or its parts contradict each other or the request.
@@ -133,7 +133,7 @@ def reading(data: bytes, engine: str) -> Iterator[None]:
 
 
 def check_length(answer: Mapping[str, Any], request: GenerateRequest, engine: str) -> None:
-    """Compare how many tokens an engine has read with those of a request that has media.
+    """Check the engine's count of prompt tokens for a request with media.
 
     :raises RolloutError: It made other numbers of tokens of the media.
     """
@@ -149,7 +149,7 @@ def check_length(answer: Mapping[str, Any], request: GenerateRequest, engine: st
 
 
 def was_aborted(data: bytes) -> bool:
-    """Return whether an answer says that somebody has ended its request."""
+    """Return whether an answer reports that its request was aborted."""
     try:
         return bool(orjson.loads(data)["meta_info"]["finish_reason"]["type"] == "abort")
     except (ValueError, LookupError, TypeError):
@@ -157,7 +157,7 @@ def was_aborted(data: bytes) -> bool:
 
 
 def generation_of(answer: Mapping[str, Any], engine: str) -> Generation:
-    """Return what a decoded answer holds.
+    """Return the generation of a decoded answer.
 
     :raises RolloutError: Its parts contradict each other.
     """
@@ -244,7 +244,7 @@ def version_of(label: str | None, engine: str) -> int:
 
 
 class StreamDecoder:
-    """The chunks of one stream, cut into what is new.
+    """Decoder of one stream: returns the new tokens of each chunk.
 
     A server sends all tokens so far in each chunk, or with ``--incremental-streaming-output`` the new ones.
     Only its last chunk says which weights made which token; the others name those of their own moment. So
@@ -263,7 +263,7 @@ class StreamDecoder:
         self._label = label
 
     def next(self, chunk: Mapping[str, Any]) -> Generation:
-        """Return what a chunk adds, maybe nothing. Until the last one, the finish reason means nothing."""
+        """Return the new tokens of a chunk, maybe none. Only the last one has a valid finish reason."""
         meta = chunk["meta_info"]
         fresh = self._fresh(meta)
         self.finished = meta.get("finish_reason") is not None

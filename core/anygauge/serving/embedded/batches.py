@@ -38,7 +38,7 @@ class Response:
 def plan_batches(
     rows: Sequence[PendingSample], max_new_tokens: int, max_batch_tokens: int
 ) -> Iterator[list[PendingSample]]:
-    """Divide rows into batches whose padded cache stays within a number of tokens.
+    """Divide rows into batches whose padded KV cache fits in a number of tokens.
 
     The longest prompts come first, so that a batch that does not fit in memory fails at once. Samples of one
     prompt stay next to each other, so that it is run once.

@@ -31,7 +31,7 @@ _SHORTEST = 256
 
 
 class Recorder:
-    """Records steps, until the device says of one of them that it cannot be recorded.
+    """Records decode steps, until one cannot be recorded.
 
     :param capture: The device's; ``None`` records nothing.
     """
@@ -41,11 +41,11 @@ class Recorder:
 
     @property
     def able(self) -> bool:
-        """Whether there is any point in asking."""
+        """Whether recording may work."""
         return self._capture is not None
 
     def record(self, step: RecordedStep) -> bool:
-        """Record a step; where that is impossible, say why once, and ask the device no more.
+        """Record a step; on failure, warn once and stop recording.
 
         :raises RuntimeError: There is not enough memory for it.
         """
@@ -91,7 +91,7 @@ class RecordedStep:
         self.graph: Graph | None = None
 
     def forward(self) -> None:
-        """Compute the logits of the next token. To do it again changes nothing."""
+        """Compute the logits of the next token. Idempotent."""
         self._mask.index_fill_(-1, self._place, 0)
         output = self._model(
             input_ids=self._ids,
@@ -104,7 +104,7 @@ class RecordedStep:
         self._logits = output.logits[:, -1]
 
     def load(self, ids: Tensor, positions: Tensor, length: int) -> None:
-        """Say what the next pass is of.
+        """Set the inputs of the next pass.
 
         :param ids: ``[P]``, int64: the token of each row.
         :param positions: ``[P]``, int64: its position, padding not counted.

@@ -97,7 +97,7 @@ class Prefixes:
         )
 
     def extend(self, prefix: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Append a token to every sample that goes on.
+        """Append a token to every unfinished sample.
 
         :param prefix: ``[A]``, int64: the row of the last logits that each sample drew from.
         :param tokens: ``[A]``, int64: what it drew.

@@ -49,7 +49,7 @@ class StopRules:
         self._completing = lru_cache(maxsize=8)(self._find_completing)
 
     def stopper(self, params: SamplingParams) -> Stopper:
-        """Return what decides when the responses of a request end.
+        """Return the stop criteria of a request.
 
         :raises RolloutError: A stop token is not in the vocabulary, or a stop string is empty.
         """

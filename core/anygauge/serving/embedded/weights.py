@@ -85,7 +85,7 @@ def copy_weights(model: Any, weights: WeightStream) -> None:
 
 
 class CheckpointNames:
-    """Where a model of transformers keeps what its checkpoints hold under other names.
+    """Mapping from the names of a checkpoint to those of the transformers model.
 
     Experts are one tensor in memory and one each on disk; some models drop a prefix, or leave tensors out.
 
@@ -141,7 +141,7 @@ class CheckpointNames:
         return any(re.search(pattern, name) for pattern in self._ignored)
 
     def missing(self, name: str, written: Collection[int]) -> list[str]:
-        """Return what was not written of a tensor of the model, which was not written as a whole."""
+        """Return the parts of an incomplete tensor that were not written."""
         parts = self._parts.get(name)
         return [name] if not parts else [each for each, part in parts.items() if id(part) not in written]
 

@@ -76,7 +76,7 @@ OWNED: Mapping[str, str] = {
 def argument_problems(
     table: Mapping[str, Any], path: str, installed: Installed | None
 ) -> Iterator[ConfigProblem]:
-    """Yield what is wrong with a table of arguments.
+    """Yield problems of a table of arguments.
 
     :param path: Of the table in the config.
     :param installed: ``None`` checks what needs no installed SGLang.
@@ -125,7 +125,7 @@ def run_arguments(config: Config, *, path: str | None = None) -> dict[str, Any]:
 
 
 def media_arguments(config: Config, installed: Installed) -> dict[str, Any]:
-    """Return what a server of a run with images is told, where the user says nothing else."""
+    """Return default arguments for a server of a run with images."""
     if not modalities(config):
         return {}
     # Pillow's pixels are the trainer's; versions that know no other library need no argument for it

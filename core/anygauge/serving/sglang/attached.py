@@ -24,7 +24,7 @@ TEXTS, LENGTH = 4, 32
 
 
 class AttachedServer:
-    """An ``EngineServer`` that is looked at when it is started, and left alone when it is closed.
+    """An external server as ``EngineServer``: checked when it is started, left running when closed.
 
     :param address: ``http://host:port``.
     """
@@ -39,7 +39,7 @@ class AttachedServer:
         self._device_type = ""
 
     def start(self, encoders: Sequence[str] = ()) -> str:
-        """Return its address once it is known to be what the run needs.
+        """Return its address after checking that it serves the run's model.
 
         :raises RolloutError: It is something else, of a version that was not tested, or away
             (:class:`~anygauge_hooks.serving.EngineAwayError`).
@@ -75,7 +75,7 @@ class AttachedServer:
             await client.close()
 
     def facts(self) -> Mapping[str, str]:
-        """Return what it says that it is."""
+        """Return the server's facts about itself."""
         return self._facts
 
     def peer(self) -> SGLangPeer:
@@ -90,7 +90,7 @@ class AttachedServer:
         )
 
     def close(self) -> None:
-        """Do nothing: it is somebody else's."""
+        """Do nothing: the run did not start it."""
 
 
 def _expected(config: Config) -> Expected:

@@ -65,7 +65,7 @@ class Installed(NamedTuple):
 
 @cache
 def installed_sglang() -> Installed | None:
-    """Return the installed SGLang, or ``None``; nothing of it is imported."""
+    """Return the installed SGLang, or ``None``, without importing it."""
     spec = importlib.util.find_spec("sglang")
     if spec is None or not spec.submodule_search_locations:
         return None
@@ -87,7 +87,7 @@ def missing(backend: BackendSpec) -> RolloutError:
 
 
 def how_to_install(backend: BackendSpec) -> str:
-    """Return how a listed version is installed beside a backend."""
+    """Return the command that installs a listed version for a backend."""
     return backend.engine_installs.get("sglang", f"pip install sglang=={NEWEST}")
 
 

@@ -46,7 +46,7 @@ def named_keys(config: Config) -> ServerKeys:
 
 
 def own_keys(config: Config) -> ServerKeys:
-    """Return keys for a server of the run: those that the config names, and random ones for the others."""
+    """Return keys for a server of the run: the configured ones, else random ones."""
     named = named_keys(config)
     return ServerKeys(api=named.api or secrets.token_hex(32), admin=named.admin or secrets.token_hex(32))
 

@@ -33,7 +33,7 @@ _WITHIN_TENSOR = (*_ATTENTION_SIZES, "enable_dp_attention")
 
 
 def plan_arguments(config: Config, plan: ServerPlan) -> dict[str, Any]:
-    """Return what the user wrote for a server, and what its kind needs."""
+    """Return the user's arguments for a server, and those that its kind needs."""
     told = _LANGUAGE if plan.needs_encoders else {}
     return {**config.rollout.sglang, **plan.group.sglang, **_OF_KIND[plan.kind], **told}
 
@@ -50,7 +50,7 @@ def plan_stages(config: Config, plan: ServerPlan) -> int:
 
 
 def plan_copies(config: Config, plan: ServerPlan) -> int:
-    """Return how many times a server holds the weights."""
+    """Return the number of copies of the weights in a server."""
     plain = _plain(config, plan)
     return 1 if any(plain.get(name) for name in _WITHIN_TENSOR) else _last(plain, _SIZES["dp_size"])
 

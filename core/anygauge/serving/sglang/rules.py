@@ -28,7 +28,7 @@ ENGINE = "sglang"
 
 
 def sglang_problems(config: Config, backend: BackendSpec) -> Iterator[ConfigProblem]:
-    """Yield what is wrong with the keys of the servers, or that they have no effect."""
+    """Yield problems of the servers' keys, and keys without effect."""
     if config.rollout.engine != ENGINE:
         yield from _without_effect(config)
         return

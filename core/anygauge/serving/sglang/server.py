@@ -84,7 +84,7 @@ class SGLangServer:
         deadline_s: float,
         ranks: int = 1,
     ) -> None:
-        """Take what a server is started with; nothing is started yet.
+        """Store the arguments of a server, without starting it.
 
         :param arguments: By name, without those of addresses and ports.
         :param keys: That it asks for from then on.
@@ -129,7 +129,7 @@ class SGLangServer:
         return self._supervisor is not None and self._supervisor.poll() is None and self._server() is not None
 
     def facts(self) -> Mapping[str, str]:
-        """Return what the run is to know of it.
+        """Return facts for the run's records.
 
         ``version`` is the listed one that it is spoken to as, ``installed`` its own; ``command``,
         ``log``, ``address``, ``pid``, ``ranks``; and ``bootstrap``, ``host:port``, of one that only reads
@@ -160,7 +160,7 @@ class SGLangServer:
         )
 
     def close(self) -> None:
-        """End the server with all of its processes, and remove what they leave. May be called again."""
+        """End the server's processes and remove their leftovers. Idempotent."""
         supervisor, self._supervisor = self._supervisor, None
         if supervisor is None:
             return
@@ -266,7 +266,7 @@ class SGLangServer:
 
 
 def make_server(config: Config, context: WorkerContext) -> SGLangServer:
-    """Return the server of a worker, by its rank in the deployment, yet to be started.
+    """Return the server of a worker, by its rank in the deployment, without starting it.
 
     :raises RolloutError: SGLang is not installed, or its version is not one that was tested.
     """

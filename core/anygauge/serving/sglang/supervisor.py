@@ -87,7 +87,7 @@ def _stamped(pids: set[int]) -> Iterable[Path]:
 
 
 def keep(command: Sequence[str], grace_s: float) -> int:
-    """Run a server to its end, leave nothing of it, and return its exit status."""
+    """Run a server to its end, clean up after it, and return its exit status."""
     adopt_orphans()
     wake = _wake_on_signals()
     scratch = tempfile.mkdtemp(prefix="anygauge-sglang-")  # SGLang never removes its sockets

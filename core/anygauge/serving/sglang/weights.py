@@ -142,7 +142,7 @@ class SGLangTarget(EngineControl):
         self.post("/destroy_weights_update_group", {"group_name": name}, what="leaving a group")
 
     def version(self) -> str:
-        """Return the version that the server says its weights are of."""
+        """Return the weight version that the server reports."""
         return str(self.get(self._peer.api.info_path, what="its weight version").get("weight_version"))
 
     def checksums(self) -> list[dict[str, str]]:

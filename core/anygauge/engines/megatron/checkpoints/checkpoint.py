@@ -90,7 +90,7 @@ class Checkpointer:
         """Why the last save did not begin."""
 
     def check(self) -> None:
-        """Look whether all that there is to save can be saved.
+        """Check that the engine's state can be saved.
 
         :raises CheckpointError: A tensor, or what the optimizer keeps, has a form that no file has.
         """
@@ -181,7 +181,7 @@ class Checkpointer:
         return held.copy_(tensor, non_blocking=True)
 
     def load(self, directory: Path) -> None:
-        """Restore what :meth:`save` of these ranks wrote, or of ranks that divide the model in another way.
+        """Restore a checkpoint, also one of another parallel layout.
 
         With another layout or type of device, the random generators keep the state that they have. A
         collective. Tensors are read one after another, when all that the files say of them is checked.

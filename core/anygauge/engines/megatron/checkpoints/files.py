@@ -94,7 +94,7 @@ class Region:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
-    """Elements ``start`` to ``end`` of a region, flattened, and of what is kept for each of them."""
+    """Elements ``start`` to ``end`` of a flattened region, and of the optimizer state for each of them."""
 
     name: str
     """Canonical."""
@@ -228,7 +228,7 @@ class PieceReader:
         return {name: next(iter(held)).shape for name, held in self._pieces.items()}
 
     def dtype(self, kind: str, name: str, region: Region, start: int, end: int) -> torch.dtype | None:
-        """Return the type of the elements of one kind, of which all are there; reads headers alone.
+        """Return the dtype of all elements of one kind; reads only headers.
 
         :returns: ``None`` if nothing of the kind was kept for the parameter.
         :raises CheckpointError: Some of the elements are in no file, or of another type than others.

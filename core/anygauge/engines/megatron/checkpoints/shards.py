@@ -70,7 +70,7 @@ class TensorSlice:
 
     @property
     def key(self) -> tuple[str, Region, int, int]:
-        """Return what a reader of pieces finds it by."""
+        """Return the key for a reader of pieces."""
         return self.held.name, self.held.region, self.start, self.end
 
     @property
@@ -111,7 +111,7 @@ def held_tensors(
     rules: Sequence[TensorRule],
     place: ShardPosition,
 ) -> list[LocalTensor]:
-    """Return what this rank has of a model.
+    """Return this rank's tensors of a model.
 
     :param tensors: Of the chunks, by canonical name.
     :param rules: Of the whole model; a tensor without one is not divided.
@@ -193,7 +193,7 @@ class _Owners:
 
 
 def optimizer_shards(held: Sequence[LocalTensor], optimizer: MegatronOptimizer) -> Iterator[Shard]:
-    """Yield what the optimizer of this rank updates.
+    """Yield the parameter shards that this rank's optimizer updates.
 
     :param held: All tensors of the model.
     :raises CheckpointError: The optimizer keeps its weights where they cannot be read.
@@ -244,7 +244,7 @@ def _shards_of(part: Any) -> Iterator[tuple[Tensor, int, int, Tensor]]:
 def kept_parts(
     held: Sequence[LocalTensor], optimizer: MegatronOptimizer
 ) -> Iterator[tuple[TensorSlice, Shard | None]]:
-    """Yield what this rank has to keep, with the shard that it is of: no two ranks keep the same element."""
+    """Yield the parts that this rank saves, with their shards: no two ranks save the same element."""
     is_replicated = not any(
         hasattr(part, "shard_fp32_groups") for part in getattr(optimizer, "chained_optimizers", [optimizer])
     )

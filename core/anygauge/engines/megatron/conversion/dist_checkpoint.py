@@ -71,7 +71,7 @@ def _key(rule: TensorRule) -> tuple[str, tuple[int, ...]]:
 
 
 def plan_files(shares: Sequence[Sequence[tuple[TensorRule, Tensor]]]) -> list[SavePlan]:
-    """Return what each file of a checkpoint is to hold.
+    """Divide the tensors of a checkpoint among its files.
 
     :param shares: For each file its tensors, of which only type and shape matter.
     """
@@ -127,7 +127,7 @@ class _Planner(DefaultSavePlanner):
 
 
 def write_index(directory: Path, plans: list[SavePlan], results: list[list[WriteResult]]) -> None:
-    """Write what makes ``*.distcp`` files a checkpoint."""
+    """Write the index of the ``*.distcp`` files."""
     _, metadata = create_default_global_save_plan(plans, rewrite_index_hints=False)
     _writer(directory).finish(metadata, results)
     torch.save({"content_metadata": _CONTENT}, directory / "common.pt")
@@ -156,7 +156,7 @@ class DistReader:
         return set(self._tensors)
 
     def problems(self, rules: Sequence[TensorRule]) -> Iterator[str]:
-        """Yield the tensors that the checkpoint lacks and those that no rule needs."""
+        """Yield tensors that the checkpoint lacks, and tensors that no rule uses."""
         used: defaultdict[str, set[tuple[int, ...]]] = defaultdict(set)
         for rule in rules:
             if (region := self._find(rule)) is None:

@@ -1,4 +1,4 @@
-"""The ``.metadata`` of a dist-checkpoint: which file has which part of which tensor; read without trust."""
+"""The ``.metadata`` of a dist-checkpoint: the index from parts of tensors to files, unpickled safely."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ Index = tuple[dict[str, TensorStorageMetadata], dict[MetadataIndex, Place]]
 
 
 def read_index(directory: Path) -> Index:
-    """Return the tensors of a checkpoint, but for those of an optimizer.
+    """Return the tensors of a checkpoint without those of an optimizer.
 
     :raises CheckpointError: The index is torn, or a file is missing or too short.
     """
@@ -112,7 +112,7 @@ def _check_files(directory: Path, places: Iterable[Place]) -> None:
 
 
 def torn(path: Path, reason: str) -> CheckpointError:
-    """Return the error that says what is wrong with a file."""
+    """Return the error about an unusable file."""
     return CheckpointError(
         f"{path} of a Megatron checkpoint cannot be used: {reason}.",
         hint="The save was interrupted, or the copy is not complete: make it again.",

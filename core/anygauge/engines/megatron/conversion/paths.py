@@ -42,7 +42,7 @@ class Source:
 
 
 def check_source(source: Path, *, megatron: bool, model: Path | None = None) -> Source:
-    """Refuse a directory that is not of the kind that is to be converted; a run's checkpoint is of both.
+    """Refuse a source directory of the wrong kind; a run's checkpoint can be converted in both directions.
 
     :param megatron: Whether it must be a Megatron checkpoint of this project, or a Hugging Face directory.
     :param model: Config and tokenizer for a run's checkpoint; ``None`` takes the model of the run.
@@ -75,7 +75,7 @@ def check_source(source: Path, *, megatron: bool, model: Path | None = None) -> 
 
 
 def is_of_run(directory: Path) -> bool:
-    """Return whether a directory holds what the ranks of a run have saved."""
+    """Return whether a directory is a checkpoint of a run."""
     return any(directory.glob("rank-*.json"))
 
 
@@ -105,7 +105,7 @@ def _is_megatron(directory: Path) -> bool:
 
 
 def check_target(target: Path, source: Path) -> Path:
-    """Refuse to overwrite anything, or to write into what is read.
+    """Refuse to overwrite anything, or to write into the source.
 
     :returns: The absolute path.
     :raises CheckpointError: ``target`` is a file, a link, a directory that holds something or that no other
@@ -135,7 +135,7 @@ def check_target(target: Path, source: Path) -> Path:
 
 
 def conversion_error(error: Exception, source: Path, target: Path) -> CheckpointError:
-    """Return what the system refused during a conversion, and what to do about it.
+    """Return the error for an ``OSError`` during a conversion, with a hint.
 
     :param error: Of the system, or of safetensors, which has the number in its text.
     """

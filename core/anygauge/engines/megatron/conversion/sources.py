@@ -47,7 +47,7 @@ class RunReader:
         return set(self._shapes)
 
     def problems(self, rules: Sequence[TensorRule]) -> Iterator[str]:
-        """Yield the tensors that the checkpoint lacks and those that no rule needs."""
+        """Yield tensors that the checkpoint lacks, and tensors that no rule uses."""
         return set_problems({rule.canonical for rule in rules}, self.names)
 
     def shape(self, rule: TensorRule) -> tuple[int, ...]:

@@ -75,7 +75,7 @@ class SequenceParts:
         return len(self.own_rows) == len(self.whole_rows)
 
     def local(self, rows: Tensor) -> Tensor:
-        """Return which of this rank's tokens rows of the packed sequences are, -1 for those of others."""
+        """Map rows of the packed sequences to this rank's tokens, -1 for other ranks' tokens."""
         where = torch.full((sum(self.lengths),), -1, dtype=torch.int64)
         where.index_copy_(0, self.own_rows, torch.arange(len(self.own_rows)))
         return where.index_select(0, rows)
@@ -132,7 +132,7 @@ def _starts(starts: Tensor, size: Tensor, chunks: tuple[int, ...]) -> Tensor:
 
 
 def gather_together(tensors: Sequence[Tensor], rows: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, ...]:
-    """Return rows of what the ranks of a group have together. One collective, and one in backward.
+    """Gather rows from the ranks of a group. One collective, and one in backward.
 
     :param tensors: ``[T, F, ...]`` each, of the same shape on every rank, and of one dtype.
     :param rows: ``[S]``, int64, numbers of gathered rows; each rank may ask for others.

@@ -48,7 +48,7 @@ class Embedding(VocabParallelEmbedding):
 
 
 def replace_embeddings(model: nn.Module) -> None:
-    """Make Megatron's embeddings in a model ours, unless a provider has its own; what they hold stays."""
+    """Replace Megatron's embeddings in a model, unless a provider has its own; weights stay."""
     if not is_megatrons(VocabParallelEmbedding, "forward"):
         return
     for module in model.modules():

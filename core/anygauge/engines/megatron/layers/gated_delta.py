@@ -81,7 +81,7 @@ class DeltaRule(nn.Module):
         )
 
     def forward(self, qkv: Tensor, weight: Tensor, g: Tensor, beta: Tensor, lengths: Sequence[int]) -> Tensor:
-        """Return what each value head reads from its state.
+        """Return the output of each value head.
 
         :param qkv: ``[T, 2 K D + N E]``: queries and keys of ``K`` heads, values of ``N``, a multiple of
             ``K``; value head ``n`` goes with key head ``n // (N / K)``.
@@ -163,7 +163,7 @@ class GatedDeltaNet(MegatronModule):
     def forward(
         self, hidden_states: Tensor, *_: Any, packed_seq_params: PackedSequences, **__: Any
     ) -> tuple[Tensor, Tensor | None]:
-        """Return what the layer adds, and no bias.
+        """Return the layer's output, and no bias.
 
         :param hidden_states: ``[T, 1, H]``, under sequence parallelism this rank's tokens.
         :returns: ``[T, 1, H]``.

@@ -120,7 +120,7 @@ def is_plain(norm: Any) -> bool:
 
 
 def is_megatrons(module: type, name: str) -> bool:
-    """Return whether a method of one of Megatron's modules is its own, and none that a provider put there."""
+    """Return whether a method of a Megatron module is the original, not patched by a provider."""
     code = getattr(getattr(module, name), "__code__", None)
     return code is not None and code.co_filename == getfile(module)
 

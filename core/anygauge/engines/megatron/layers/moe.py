@@ -123,7 +123,7 @@ class GroupedExperts(MegatronModule):
         sharded_offsets: Sequence[tuple[int, int, int]] = (),
         metadata: Mapping[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """Return what Megatron's dist-checkpoints hold of these experts; gate and up are split apart."""
+        """Return these experts for Megatron's dist-checkpoints, with gate and up projections separated."""
         forms = ((self.linear_fc1, "linear_fc1", 1, 2), (self.linear_fc2, "linear_fc2", 2, 1))
         return {
             f"{prefix}{name}.weight": sharded_experts(
@@ -273,7 +273,7 @@ class Dispatcher(MoEAlltoAllTokenDispatcher):
         return tokens, counts, weights
 
     def combine_preprocess(self, hidden_states: Tensor) -> Tensor:
-        """Return what the experts of this rank made of the tokens, in the order in which they came."""
+        """Return the outputs of this rank's experts, in the order of their inputs."""
         if self.num_local_experts > 1:
             sizes = self.num_global_tokens_per_local_expert.T.ravel()
             order = self.restore_output_by_local_experts
@@ -305,7 +305,7 @@ class Dispatcher(MoEAlltoAllTokenDispatcher):
         return sizes, max(1, *sizes)
 
     def combine_postprocess(self, permutated_local_input_tokens: Tensor) -> Tensor:
-        """Return the sum ``[T, 1, H]`` of what each token's experts made of it."""
+        """Return the sum ``[T, 1, H]`` of the experts' outputs for each token."""
         return self.unpermute(permutated_local_input_tokens, self.rows).view(self.hidden_shape)
 
     def _maybe_dtoh_and_synchronize(

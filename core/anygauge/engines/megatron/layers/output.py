@@ -43,7 +43,7 @@ __all__ = [
 
 
 class ResponseOutput(nn.Module):
-    """Base of what takes the place of an output layer.
+    """Base of modules that replace an output layer.
 
     :param layer: What is there: Megatron's own, or another of these.
     """
@@ -108,7 +108,7 @@ class HiddenOutput(ResponseOutput):
         return logits, None
 
     def sharded_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Return what Megatron's layer returns."""
+        """Return the sharded state of Megatron's layer."""
         return self._layer[0].sharded_state_dict(*args, **kwargs)
 
 
@@ -184,7 +184,7 @@ def _mark_tied_gradient(owner: Any) -> None:
 
 @dataclass(frozen=True, slots=True)
 class OutputLogprob:
-    """The op that turns hidden states into log-probabilities, and what it needs beside them."""
+    """The op that computes log-probabilities from hidden states, and its other inputs."""
 
     fn: LinearLogprob
     group: Any | None

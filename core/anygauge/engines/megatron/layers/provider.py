@@ -70,11 +70,11 @@ class SpecProvider:
         return ModuleSpec(module=GatedNorm, params={"kernels": self.kernels})
 
     def router(self) -> Any:
-        """Return the builder of what chooses the experts of each token."""
+        """Return the builder of the router."""
         return partial(Router, kernels=self.kernels)
 
     def dispatcher(self) -> Any:
-        """Return the builder of what brings tokens to their experts and back."""
+        """Return the builder of the token dispatcher."""
         return partial(Dispatcher, kernels=self.kernels)
 
     def experts(self) -> ModuleSpec:
@@ -82,7 +82,7 @@ class SpecProvider:
         return ModuleSpec(module=GroupedExperts, params={"kernels": self.kernels})
 
     def preferred_kernels(self) -> Iterable[KernelImpl]:
-        """Return kernels that our modules take before those of the table."""
+        """Return kernels that our modules prefer to those of the table."""
         return ()
 
 

@@ -33,11 +33,11 @@ class Routes:
     """Experts of each token of this rank, by global layer index: ``[T, K]``, int16."""
 
     def put(self, layer: int, chosen: Tensor) -> None:
-        """Keep what a layer chose, ``[T, K]``."""
+        """Record the experts that a layer chose, ``[T, K]``."""
         self.experts[layer] = chosen.detach().to(STORED)
 
     def take(self, layer: int) -> Tensor:
-        """Return what a layer chose, ``[T, K]``, int16.
+        """Return the experts that a layer chose, ``[T, K]``, int16.
 
         :raises RouterReplayError: The layer captured nothing for this micro-batch.
         """
@@ -94,7 +94,7 @@ class RoutingStore:
         self._routes.clear()
 
     def keep(self, sequences: Sequence[Tensor], parts: SequenceParts, routes: Routes) -> None:
-        """Keep what a pass captured. A collective of the ranks that divide sequences.
+        """Record the routes that a pass captured. A collective of the context-parallel ranks.
 
         :param sequences: Tokens of each sample, in packing order.
         :raises RouterReplayError: Nothing was captured.

@@ -1,4 +1,4 @@
-"""The decoder as Megatron module specs: what the kind of each layer says, from the classes of a provider."""
+"""The decoder as Megatron module specs: each layer by its kind, from the classes of a provider."""
 
 from __future__ import annotations
 

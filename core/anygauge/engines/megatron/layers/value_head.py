@@ -75,7 +75,7 @@ def value_model(spec: ModelSpec, hf: Mapping[str, Any]) -> tuple[ModelSpec, dict
 
 @dataclass(frozen=True, slots=True)
 class ZeroFilled:
-    """A checkpoint with zeros for what it lacks of some tensors."""
+    """A checkpoint that reads zeros for missing parts of some tensors."""
 
     source: TensorSource
     shapes: Mapping[str, Sequence[int]]

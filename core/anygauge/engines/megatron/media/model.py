@@ -103,7 +103,7 @@ def _features(tower: Tower, media: MediaBatch | None, device: torch.device) -> F
 
 
 class Holder(MegatronModule):
-    """A model that has another as its only part, and is to Megatron what that is."""
+    """A wrapper of one model that looks like that model to Megatron."""
 
     def __init__(self, name: str, held: Any) -> None:
         super().__init__(held.config)
@@ -114,7 +114,7 @@ class Holder(MegatronModule):
         self.share_embeddings_and_output_weights = held.share_embeddings_and_output_weights
 
     def set_input_tensor(self, tensor: Any) -> None:
-        """Take what the stage before has sent."""
+        """Set the input from the previous pipeline stage."""
         self._modules[self._name].set_input_tensor(tensor)
 
     def shared_embedding_or_output_weight(self) -> Tensor | None:
@@ -130,7 +130,7 @@ class Holder(MegatronModule):
 
 @dataclass(frozen=True, slots=True)
 class Composer:
-    """Makes models of a decoder and towers; what a family's own builder gets as ``compose``."""
+    """Builds models from a decoder and towers; a family's builder gets it as ``compose``."""
 
     hf: Mapping[str, Any]
     sizes: Mapping[str, Any]

@@ -36,7 +36,7 @@ _lengths: ContextVar[Sequence[int] | None] = ContextVar("lengths", default=None)
 
 
 def with_modalities(spec: ModelSpec, kinds: Collection[MediaKind]) -> ModelSpec:
-    """Return a family without the towers that take nothing of these kinds.
+    """Return a family with only the towers for these modalities.
 
     Their tensors are then unused in checkpoints.
     """
@@ -65,7 +65,7 @@ def with_modalities(spec: ModelSpec, kinds: Collection[MediaKind]) -> ModelSpec:
 
 
 def freeze(model: nn.Module, parts: Collection[str], towers: Sequence[TowerSpec]) -> None:
-    """Let parts of a model learn nothing.
+    """Freeze parts of a model.
 
     :param parts: Those of ``train.freeze``.
     :raises ConfigError: Nothing is left that learns.

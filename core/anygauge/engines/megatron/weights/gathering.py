@@ -43,7 +43,7 @@ class _Shared:
 
 @dataclass(frozen=True, slots=True)
 class Gathering:
-    """How whole tensors are made of what the ranks of a group hold; shapes and dtypes must stay."""
+    """Plan for gathering whole tensors from a group's ranks; shapes and dtypes must not change."""
 
     tensors: Sequence[_Shared]
     rank: int
@@ -102,7 +102,7 @@ def plan_gathering(
     place: ShardPosition,
     group: dist.ProcessGroup | None = None,
 ) -> Gathering:
-    """Find out which ranks hold what. A collective.
+    """Plan which ranks have which shards. A collective.
 
     :param stored: By canonical name; detached.
     :param rules: Of the whole model.

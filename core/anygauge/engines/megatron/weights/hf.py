@@ -108,7 +108,7 @@ class TensorReader:
         return self(name).dtype  # the file is mapped: nothing is read
 
     def read(self, name: str, index: tuple[slice | int, ...]) -> Tensor:
-        """Read a part of a tensor, and nothing else of it."""
+        """Read a part of a tensor."""
         tensor: Tensor = self._files[name].get_slice(name)[index]
         return tensor
 
@@ -178,7 +178,7 @@ def write_directory(
 
 
 def config_of_weights(source: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
-    """Return what a ``config.json`` is to say of weights of one type that were made of a model.
+    """Return the keys of a ``config.json`` for weights of one dtype that were exported from a model.
 
     They have no heads of multi-token prediction. A text model inside another says so itself, and so does
     another part that has said it before.

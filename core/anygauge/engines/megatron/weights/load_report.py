@@ -31,7 +31,7 @@ def tell_what_is_lost(
     unused: Sequence[str],
     dtype: torch.dtype,
 ) -> None:
-    """Warn of tensors that the model does not have, and of those that it holds in fewer bits. A collective.
+    """Warn of unused tensors, and of tensors that lose precision. A collective.
 
     Nothing is said of a checkpoint that has no tensor in so few bits: it was asked for.
 

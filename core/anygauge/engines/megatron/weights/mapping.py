@@ -128,7 +128,7 @@ def _check_unique(rules: Sequence[TensorRule]) -> None:
 
 
 def unused_prefixes(spec: ModelSpec, hf: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return how names of tensors begin that a checkpoint may hold and the model does not have."""
+    """Return prefixes of checkpoint tensors that the model does not use."""
     tied = (_HF_OUTPUT,) if spec.model_options(hf)["tie_embeddings"] else ()
     return (*spec.unused_weights(hf), *tied)
 
@@ -280,7 +280,7 @@ def canonical_shape(rule: TensorRule, shapes: Sequence[Sequence[int]]) -> tuple[
 
 
 def canonical_problem(rule: TensorRule, shape: Sequence[int]) -> str | None:
-    """Return why a canonical tensor cannot be taken apart, if so.
+    """Return why a canonical tensor cannot be split into Hugging Face tensors, or ``None``.
 
     :param shape: Whole, perhaps with padding.
     """
@@ -315,7 +315,7 @@ def _listed(shapes: Sequence[tuple[int, ...]]) -> str:
 
 
 def name_problems(rules: Sequence[TensorRule], names: Iterable[str], unused: Sequence[str]) -> Iterator[str]:
-    """Yield what a checkpoint lacks and what it has that no rule uses.
+    """Yield missing tensors of a checkpoint, and tensors that no rule uses.
 
     :param names: Of the checkpoint's tensors.
     :param unused: Beginnings of names that may be there.
@@ -353,7 +353,7 @@ def division_problems(rules: Iterable[tuple[TensorRule, Sequence[int], int]]) ->
 
 
 def mapping_error(problems: Sequence[str], hint: str | None = None) -> WeightMappingError:
-    """Return the error that lists what does not fit."""
+    """Return the error that lists the problems."""
     shown = "\n    ".join(problems[:SHOWN])
     more = f"\n    ... and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
     return WeightMappingError(

@@ -82,7 +82,7 @@ def _size(dimension: str | int | None, fields: Fields) -> int | None:
 
 
 def shape_problem(rule: TensorRule, shape: Sequence[int], fields: Fields, owner: str = "") -> str | None:
-    """Return why a canonical tensor has not the shape that the model has, if so.
+    """Return why a canonical tensor does not have the model's shape, or ``None``.
 
     :param shape: Whole, perhaps with the padding of a vocabulary.
     :param fields: Of ``TransformerConfig``.

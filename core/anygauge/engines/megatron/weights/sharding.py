@@ -106,7 +106,7 @@ def part_sizes(rule: WeightRule, number: int, size: int) -> tuple[int, ...]:
 
 
 def hf_ranges(rule: WeightRule, number: int, size: int, ways: int, index: int) -> list[tuple[int, int]]:
-    """Return which stretches of a Hugging Face tensor make up one shard's share of it.
+    """Return the ranges of a Hugging Face tensor that one shard consists of.
 
     :param number: Which of the rule's tensors.
     :param size: Of the tensor along the dimension that is divided.

@@ -13,7 +13,7 @@ __all__ = ["straight"]
 
 
 def straight(source: StackSource, rule: TensorRule) -> StackSource:
-    """Return a checkpoint whose stacks of a rule have the matrices that the rule describes.
+    """Return a checkpoint whose expert stacks are transposed to the layout of their rule.
 
     Published checkpoints of such a family have them transposed and those that transformers writes have not;
     which of both a tensor is, its shape tells.
