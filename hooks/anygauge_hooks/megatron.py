@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "MEGATRON",
+    "REDIRECTED",
     "Compose",
     "LayerKind",
     "MegatronModel",
@@ -39,6 +40,26 @@ __all__ = [
 
 MEGATRON: Final = "megatron"
 """Name of the train engine, and of its entry in ``ModelSpec.engines``."""
+
+REDIRECTED: Final = (
+    "Event",
+    "Stream",
+    "current_device",
+    "current_stream",
+    "default_stream",
+    "device_count",
+    "empty_cache",
+    "get_rng_state",
+    "is_available",
+    "manual_seed",
+    "manual_seed_all",
+    "set_device",
+    "set_rng_state",
+    "set_stream",
+    "stream",
+    "synchronize",
+)
+"""Functions of CUDA, by name, that a :class:`ScopeMap` stands in for."""
 
 Transform = Literal["copy", "concat", "interleave"]
 """How Hugging Face tensors become one canonical tensor:
@@ -164,7 +185,7 @@ class ScopeMap:
     device_type: str
     """The ``torch.device`` type that stands for the named one."""
     functions: Mapping[str, Any]
-    """Replacements for functions of the vendor's torch module, by name (``"synchronize"``)."""
+    """Replacements for functions of the vendor's torch module, by name: exactly :data:`REDIRECTED`."""
     tensor_types: Mapping[str, Sequence[str]]
     """Legacy tensor type names by dtype (``fp32``, ``fp16``, ``bf16``), for Megatron's type tests."""
     has_index: bool = True

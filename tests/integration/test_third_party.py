@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from anygauge.engines.megatron.scope import REDIRECTED
 from anygauge_hooks.kernels import KERNEL_OPS
+from anygauge_hooks.megatron import REDIRECTED
 from anygauge_tests.recipe import tiny_recipe
 
 pytestmark = pytest.mark.timeout(600)  # the whole suite has more than a thousand cases

@@ -88,26 +88,13 @@ class HostStream:
         return event or HostEvent()
 
 
-class HostEvent:
+class HostEvent(torch.cpu.Event):
     """A point in a :class:`HostStream`. It cannot be timed."""
 
     def __init__(
         self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False
     ) -> None:
         del enable_timing, blocking, interprocess
-
-    def record(self, stream: HostStream | None = None) -> None:
-        """Return at once."""
-
-    def wait(self, stream: HostStream | None = None) -> None:
-        """Return at once."""
-
-    def synchronize(self) -> None:
-        """Return at once."""
-
-    def query(self) -> bool:
-        """Return that it has happened."""
-        return True
 
 
 def host_scope_map() -> ScopeMap:

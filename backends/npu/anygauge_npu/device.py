@@ -10,30 +10,13 @@ from typing import Any
 import torch
 
 from anygauge_hooks.errors import PlacementError
-from anygauge_hooks.megatron import ScopeMap
+from anygauge_hooks.megatron import REDIRECTED, ScopeMap
 from anygauge_hooks.types import Device
 from anygauge_npu import mindspeed
 from anygauge_npu.env import VISIBLE_DEVICES
 
 __all__ = ["NpuDevice", "npu_scope_map", "vendor_module"]
 
-_SAME_NAME = (
-    "Event",
-    "Stream",
-    "current_device",
-    "current_stream",
-    "default_stream",
-    "device_count",
-    "empty_cache",
-    "is_available",
-    "manual_seed",
-    "manual_seed_all",
-    "set_device",
-    "set_stream",
-    "stream",
-    "synchronize",
-)
-"""Functions that torch.npu has under the same name and with the same meaning."""
 TENSOR_TYPES: Mapping[str, Sequence[str]] = {
     "fp32": ("torch.FloatTensor", "torch.npu.FloatTensor"),
     "fp16": ("torch.HalfTensor", "torch.npu.HalfTensor"),
@@ -125,7 +108,7 @@ def vendor_module() -> Any:
 def npu_scope_map() -> ScopeMap:
     """Return torch.npu's version of each function that Megatron calls on a GPU."""
     npu = vendor_module()
-    functions: dict[str, Any] = {name: getattr(npu, name) for name in _SAME_NAME}
+    functions: dict[str, Any] = {name: getattr(npu, name) for name in REDIRECTED}
     # the device argument may say CUDA; a worker has one NPU, the current one
     functions["get_rng_state"] = lambda device=None: npu.get_rng_state()
     functions["set_rng_state"] = lambda new_state, device=None: npu.set_rng_state(new_state)

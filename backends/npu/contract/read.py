@@ -18,6 +18,8 @@ from typing import Any
 
 import torch
 
+from anygauge_hooks.megatron import REDIRECTED
+
 __all__ = [
     "DIFFERENCES",
     "Contract",
@@ -105,8 +107,8 @@ def used(source: Path = BACKEND) -> tuple[set[str], set[str]]:
                     called.add(node.attr)
                 elif owner in NAMES:
                     named.add(node.attr)
-            elif isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "_SAME_NAME":
-                named.update(ast.literal_eval(node.value))
+            elif isinstance(node, ast.Name) and node.id == "REDIRECTED":
+                named.update(REDIRECTED)
     return called, named - SETTINGS
 
 

@@ -36,7 +36,7 @@ from torch.overrides import TorchFunctionMode
 
 from anygauge.failures import on_failure
 from anygauge_hooks.errors import MissedRedirectionError, ScopeError
-from anygauge_hooks.megatron import ScopeMap, scope_map_of
+from anygauge_hooks.megatron import REDIRECTED, ScopeMap, scope_map_of
 from anygauge_hooks.types import Device
 
 __all__ = [
@@ -44,33 +44,12 @@ __all__ = [
     "FENCED_PRIVATE",
     "HARMLESS",
     "OTHER_SEAMS",
-    "REDIRECTED",
     "DeviceScope",
     "fenced_attributes",
     "make_scope",
     "redirected_attributes",
     "scoped_attributes",
 ]
-
-REDIRECTED = (
-    "Event",
-    "Stream",
-    "current_device",
-    "current_stream",
-    "default_stream",
-    "device_count",
-    "empty_cache",
-    "get_rng_state",
-    "is_available",
-    "manual_seed",
-    "manual_seed_all",
-    "set_device",
-    "set_rng_state",
-    "set_stream",
-    "stream",
-    "synchronize",
-)
-"""Names that a :class:`~anygauge_hooks.megatron.ScopeMap` stands in for, in each of the fenced modules."""
 
 FENCED_MODULES = ("torch.cuda", "torch.cuda.memory", "torch.cuda.random")
 """Modules whose other public functions raise."""
@@ -262,7 +241,7 @@ def _check_map(scope_map: ScopeMap) -> None:
         raise ScopeError(
             f"The scope map of {scope_map.device_type!r} lacks {sorted(wanted - functions)} and has "
             f"{sorted(functions - wanted)} that the scope does not know.",
-            hint="A backend stands in for exactly the names of anygauge.engines.megatron.scope.REDIRECTED.",
+            hint="A backend stands in for exactly the names of anygauge_hooks.megatron.REDIRECTED.",
         )
 
 
