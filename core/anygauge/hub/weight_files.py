@@ -6,11 +6,22 @@ import json
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
 
 from anygauge.disk import read_json
 from anygauge_hooks.errors import CheckpointError
 
-__all__ = ["INDEX", "SINGLE", "copy_other_files", "weight_files", "weight_names", "write_index"]
+__all__ = [
+    "INDEX",
+    "SINGLE",
+    "copy_other_files",
+    "open_weight_file",
+    "weight_files",
+    "weight_names",
+    "write_index",
+]
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -58,6 +69,19 @@ def weight_files(directory: Path) -> list[Path]:
             f"{directory} lacks {', '.join(absent)}, which {INDEX} names.", hint="Complete the download."
         )
     return [directory / name for name in names]
+
+
+def open_weight_file(path: Path) -> Any:
+    """Open a weight file; tensors are read when asked for.
+
+    :raises CheckpointError: It is torn or no such file.
+    """
+    try:
+        return safe_open(path, framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(
+            f"{path} cannot be read as safetensors: {error}.", hint="Download or copy the file again."
+        ) from error
 
 
 def copy_other_files(source: Path, target: Path) -> None:

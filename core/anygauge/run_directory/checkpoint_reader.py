@@ -99,10 +99,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
     """
     manifest = _read_json(path / MANIFEST)
     if "format" not in manifest:
-        raise CheckpointError(
-            f"{path} is damaged or was not written by anygauge: its {MANIFEST} names no format.",
-            hint="Use another checkpoint.",
-        )
+        raise _unusable(f"{path} is damaged or was not written by anygauge: its {MANIFEST} names no format.")
     if manifest.get("format") != FORMAT:
         raise CheckpointError(
             f"{path} has format {manifest.get('format')}; this version reads format {FORMAT}.",
@@ -112,11 +109,13 @@ def read_checkpoint(path: Path) -> Checkpoint:
         _check_ranks(path, manifest)
         _check_files(path, manifest["files"])
     except (KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(
-            f"{path} lacks a key of a checkpoint: {error!r}", hint="Use another checkpoint."
-        ) from error
+        raise _unusable(f"{path} lacks a key of a checkpoint: {error!r}") from error
     driver = _read_driver(path / DRIVER)
     return Checkpoint(path, driver["step"], driver["state"], driver["files"], driver["packages"])
+
+
+def _unusable(problem: str) -> CheckpointError:
+    return CheckpointError(problem, hint="Use another checkpoint.")
 
 
 def rank_names(world_size: int, roles: Iterable[str] = ()) -> Iterator[str]:
@@ -139,17 +138,14 @@ def _check_ranks(path: Path, manifest: Mapping[str, Any]) -> None:
     # The first alone: a manifest may claim any number of ranks.
     missing = next((name for name in wanted if name not in manifest["files"]), None)
     if missing is not None:
-        raise CheckpointError(
-            f"{path} has no {missing}, and {manifest['world_size']} ranks wrote it",
-            hint="Use another checkpoint.",
-        )
+        raise _unusable(f"{path} has no {missing}, and {manifest['world_size']} ranks wrote it")
 
 
 def _check_files(directory: Path, files: Mapping[str, Mapping[str, Any]]) -> None:
     with ThreadPoolExecutor(max_workers=HASHED_AT_ONCE) as threads:
         for problem in threads.map(partial(_damage, directory), files.items()):
             if problem:
-                raise CheckpointError(problem, hint="Use another checkpoint.")
+                raise _unusable(problem)
 
 
 def _damage(directory: Path, entry: tuple[str, Mapping[str, Any]]) -> str | None:
@@ -178,9 +174,7 @@ def _read_driver(path: Path) -> dict[str, Any]:
     except ValidationError as error:
         problem = error.errors(include_url=False)[0]
         key = ".".join(str(part) for part in problem["loc"])
-        raise CheckpointError(
-            f"{path} is not a valid driver state: {key}: {problem['msg']}.", hint="Use another checkpoint."
-        ) from error
+        raise _unusable(f"{path} is not a valid driver state: {key}: {problem['msg']}.") from error
     return driver
 
 
@@ -188,7 +182,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     try:
         value = read_json(path)
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}", hint="Use another checkpoint.") from error
+        raise _unusable(f"{path} cannot be read: {error}") from error
     if not isinstance(value, dict):
-        raise CheckpointError(f"{path} holds no object.", hint="Use another checkpoint.")
+        raise _unusable(f"{path} holds no object.")
     return value

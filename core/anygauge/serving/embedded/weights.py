@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 
-from anygauge.hub.weight_files import weight_files
-from anygauge_hooks.errors import CheckpointError, WeightMappingError
+from anygauge.hub.weight_files import open_weight_file, weight_files
+from anygauge_hooks.errors import WeightMappingError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -28,15 +27,10 @@ def read_weights(directory: Path, *, without: tuple[str, ...] = ()) -> Iterator[
     :raises CheckpointError: There are none, one is torn or missing, or the index is malformed.
     """
     for path in weight_files(directory):
-        try:
-            with safe_open(path, framework="pt") as file:
-                for key in file.keys():  # noqa: SIM118 - not a mapping
-                    if not key.startswith(without):
-                        yield key, file.get_tensor(key)
-        except (SafetensorError, OSError) as error:
-            raise CheckpointError(
-                f"{path} cannot be read as safetensors: {error}.", hint="Download or copy the file again."
-            ) from error
+        with open_weight_file(path) as file:
+            for key in file.keys():  # noqa: SIM118 - not a mapping
+                if not key.startswith(without):
+                    yield key, file.get_tensor(key)
 
 
 def copy_weights(model: Any, weights: WeightStream) -> None:

@@ -240,10 +240,8 @@ class PieceReader:
             for piece, part, _ in self._covering(kind, name, overlap)
         }
         if len(dtypes) > 1:
-            raise CheckpointError(
-                f"The checkpoint has {kind} of {name} in several types: {sorted(map(str, dtypes))}.",
-                hint="Resume from an earlier checkpoint.",
-            )
+            types = sorted(map(str, dtypes))
+            raise _damaged(f"The checkpoint has {kind} of {name} in several types: {types}.")
         return dtypes.pop() if dtypes else None
 
     def read(self, kind: str, name: str, region: Region, start: int, end: int) -> Tensor | None:
@@ -284,10 +282,7 @@ class PieceReader:
         """
         scalars_of_pieces = [piece.scalars for piece in self._used(name, region, start, end)]
         if any(scalars != scalars_of_pieces[0] for scalars in scalars_of_pieces):
-            raise CheckpointError(
-                f"The optimizer took different steps on the parts of {name}: {scalars_of_pieces}.",
-                hint="Resume from an earlier checkpoint.",
-            )
+            raise _damaged(f"The optimizer took different steps on the parts of {name}: {scalars_of_pieces}.")
         return scalars_of_pieces[0] if scalars_of_pieces else {}
 
     def kinds(self, name: str, region: Region, start: int, end: int) -> set[str]:
@@ -395,10 +390,9 @@ def _stored_dtype(part: Any, kind: str, piece: Piece) -> torch.dtype:
     """Return the type of a piece's tensor, which must be as long as the piece."""
     shape, known = part.get_shape(), {name: dtype for dtype, name in _DTYPES.items()}
     if shape != [piece.end - piece.start] or part.get_dtype() not in known:
-        raise CheckpointError(
+        raise _damaged(
             f"{kind} of {piece.name} is stored as {part.get_dtype()} of shape {shape}, for elements "
-            f"{piece.start} to {piece.end}.",
-            hint="Resume from an earlier checkpoint.",
+            f"{piece.start} to {piece.end}."
         )
     return known[part.get_dtype()]
 
@@ -407,10 +401,7 @@ def _slice(handle: Any, name: str) -> Any:
     try:
         return handle.get_slice(name)
     except SafetensorError as error:
-        raise CheckpointError(
-            f"The checkpoint has no {name}, which its description names: {error}.",
-            hint="Resume from an earlier checkpoint.",
-        ) from error
+        raise _damaged(f"The checkpoint has no {name}, which its description names: {error}.") from error
 
 
 @contextmanager
@@ -461,6 +452,8 @@ def _piece(fields: Mapping[str, Any]) -> Piece:
 
 
 def _torn(path: Path, reason: str) -> CheckpointError:
-    return CheckpointError(
-        f"{path} of a checkpoint cannot be read: {reason}.", hint="Resume from an earlier checkpoint."
-    )
+    return _damaged(f"{path} of a checkpoint cannot be read: {reason}.")
+
+
+def _damaged(problem: str) -> CheckpointError:
+    return CheckpointError(problem, hint="Resume from an earlier checkpoint.")

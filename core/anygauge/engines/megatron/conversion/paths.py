@@ -112,26 +112,23 @@ def check_target(target: Path, source: Path) -> Path:
         can take the place of, or in ``source``.
     """
     if target.is_symlink():
-        raise CheckpointError(
-            f"Cannot write to {target}: it is a link.", hint=f"Name its target instead: {target.resolve()}."
-        )
-    if target.exists() and not (target.is_dir() and not any(target.iterdir())):
-        kind = "is not empty" if target.is_dir() else "is a file"
-        raise CheckpointError(
-            f"Cannot write to {target}: it {kind}.", hint="Name a new or empty directory, or remove it."
-        )
+        raise _refusal(target, "a link", f"Name its target instead: {target.resolve()}.")
+    if target.exists() and not target.is_dir():
+        raise _refusal(target, "a file", "Name a new or empty directory, or remove it.")
+    if target.is_dir() and any(target.iterdir()):
+        raise _refusal(target, "not empty", "Name a new or empty directory, or remove it.")
     resolved = target.resolve()
     if source.resolve() in resolved.parents:
-        raise CheckpointError(
-            f"Cannot write to {target}: it is inside {source}.", hint="Name a directory elsewhere."
-        )
+        raise _refusal(target, f"inside {source}", "Name a directory elsewhere.")
     if resolved == Path.cwd() or resolved.is_mount():
         kind = "the current directory" if resolved == Path.cwd() else "where a file system is mounted"
-        raise CheckpointError(
-            f"Cannot write to {target}: it is {kind}, and a complete directory takes the place of OUT.",
-            hint=f"Name a directory in it: {target / 'OUT'}.",
-        )
+        kind += ", and a complete directory takes the place of OUT"
+        raise _refusal(target, kind, f"Name a directory in it: {target / 'OUT'}.")
     return resolved
+
+
+def _refusal(target: Path, kind: str, hint: str) -> CheckpointError:
+    return CheckpointError(f"Cannot write to {target}: it is {kind}.", hint=hint)
 
 
 def conversion_error(error: Exception, source: Path, target: Path) -> CheckpointError:

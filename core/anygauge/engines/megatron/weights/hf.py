@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
 from anygauge.disk import appearing, read_json
-from anygauge.hub.weight_files import copy_other_files, weight_files, write_index
+from anygauge.hub.weight_files import copy_other_files, open_weight_file, weight_files, write_index
 from anygauge_hooks.errors import AnygaugeError, CheckpointError
 
 __all__ = [
@@ -124,7 +124,7 @@ def open_tensors(directory: Path) -> Iterator[TensorReader]:
     files: dict[str, Any] = {}
     with ExitStack() as stack:
         for path in weight_files(directory):
-            handle = stack.enter_context(_open(path))
+            handle = stack.enter_context(open_weight_file(path))
             for name in handle.keys():  # noqa: SIM118 - no mapping
                 if name in places:
                     raise CheckpointError(
@@ -133,15 +133,6 @@ def open_tensors(directory: Path) -> Iterator[TensorReader]:
                     )
                 places[name], files[name] = path, handle
         yield TensorReader(files)
-
-
-def _open(path: Path) -> Any:
-    try:
-        return safe_open(path, framework="pt")
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(
-            f"{path} cannot be read as safetensors: {error}.", hint="Download or copy the file again."
-        ) from error
 
 
 def write_directory(
