@@ -210,7 +210,7 @@ def test_unclosed_pairs_are_read_in_linear_time(name: str) -> None:
     head = {"glm": "get", "xml": "<function=get>"}.get(name, "")
     tail = "</function>" if name == "xml" else ""
     text = form.start + head + PAIRS[name] * (4_000_000 // len(PAIRS[name])) + tail + form.end
-    blocks = read(text, Style(think=False, tools=form), final=True)
+    blocks = read(text, Style(think=False, tools=form))
     assert [block.kind for block in blocks] == ["text"]
 
 
@@ -218,16 +218,16 @@ def breaks(text: str, schemas: Any) -> list[Called]:
     raise ZeroDivisionError
 
 
-def test_a_stream_that_breaks_ends_with_an_event_and_not_with_a_second_answer(
-    tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_tool_format_that_breaks_is_an_answer_with_an_error(
+    tokenizer: Any, monkeypatch: pytest.MonkeyPatch, stream: bool
 ) -> None:
     async def main() -> None:
         async with serve_script(tokenizer, ["so <tool_call>x</tool_call> it is"]) as served:
-            body = {**OPENAI, "tools": [FUNCTION], "stream": True}
+            body = {**OPENAI, "tools": [FUNCTION], "stream": stream}
             reply = await post(served, "/v1/chat/completions", body)
-            assert reply.status_code == 200
-            assert "ZeroDivisionError" in reply.text.split("data: ")[-1]
-            assert "HTTP/1.1" not in reply.text
+            assert reply.status_code == 500
+            assert "ZeroDivisionError" in reply.json()["error"]["message"]
 
     monkeypatch.setitem(FORMATS, "hermes", ToolFormat("<tool_call>", "</tool_call>", breaks, "<tool_call>"))  # type: ignore[arg-type]
     asyncio.run(main())

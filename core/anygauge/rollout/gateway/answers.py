@@ -1,4 +1,4 @@
-"""Responses to an agent: complete, or as increments while the generation grows."""
+"""Responses to an agent, in neither API's words."""
 
 from __future__ import annotations
 
@@ -6,26 +6,21 @@ import json
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
-from anygauge.rollout.gateway.detokenizer import Detokenizer
 from anygauge.rollout.gateway.messages import Call, Message
 from anygauge.rollout.gateway.rendering import Renderer
 from anygauge.rollout.gateway.response_parsing import Block, Style, read
 from anygauge.rollout.gateway.sampling import Choice
 from anygauge_hooks.rl import FinishReason
 
-__all__ = ["Answer", "Piece", "Reader", "answer_of"]
+__all__ = ["Answer", "Piece", "answer_of"]
 
 
 class Piece(NamedTuple):
-    """Increment of an answer."""
+    """Part of an answer."""
 
     kind: Literal["reasoning", "text", "call"]
     text: str = ""
     call: Call | None = None
-    block: int = 0
-    """Which part of the answer it belongs to."""
-    number: int = 0
-    """Number of the call."""
 
 
 class Answer(NamedTuple):
@@ -63,46 +58,18 @@ class Answer(NamedTuple):
         return Message("assistant", self.content, self.reasoning or None, self.calls)
 
 
-class Reader:
-    """Follows one generation for one client.
+def answer_of(number: int, choice: Choice, renderer: Renderer, style: Style, name: str) -> Answer:
+    """Return what an agent is told of a generation that has ended.
 
     :param name: Begins the ids of calls; unique in the run.
     """
-
-    def __init__(self, renderer: Renderer, style: Style, name: str) -> None:
-        self._renderer = renderer
-        self._style = style
-        self._name = name
-        self._detokenizer = Detokenizer(renderer)
-        self._seen: tuple[Piece, ...] = ()
-
-    def blocks(self, choice: Choice) -> tuple[Piece, ...]:
-        """Return the parts of an answer, as far as they are certain."""
-        tokens = self._renderer.spoken(choice.tokens, choice.finish_reason)
-        final = choice.finish_reason is not None
-        text = self._renderer.decode(tokens) if final else self._detokenizer.text(tokens)
-        return _numbered(read(text, self._style, final=final), self._name)
-
-    def pieces(self, choice: Choice) -> list[Piece]:
-        """Return the new pieces since the last call."""
-        seen, self._seen = self._seen, self.blocks(choice)
-        known = {piece.block: len(piece.text) for piece in seen}
-        return [
-            piece._replace(text=piece.text[known.get(piece.block, 0) :])
-            for piece in self._seen
-            if piece.block not in known or len(piece.text) > known[piece.block]
-        ]
-
-
-def answer_of(number: int, choice: Choice, renderer: Renderer, style: Style, name: str) -> Answer:
-    """Return the agent's answer from a finished generation."""
     tokens = renderer.spoken(choice.tokens, choice.finish_reason)
     text = renderer.decode(tokens)
     stops = [(at, each) for each in style.stop if (at := text.find(each)) >= 0]
     return Answer(
         number=number,
-        blocks=Reader(renderer, style, name).blocks(choice),
-        finish_reason=choice.finish_reason or "abort",
+        blocks=_pieces(read(text, style), name),
+        finish_reason=choice.finish_reason,
         stop=min(stops)[1] if stops else None,
         prompt_tokens=len(choice.request.tokens),
         response_tokens=len(choice.tokens),
@@ -113,14 +80,14 @@ def answer_of(number: int, choice: Choice, renderer: Renderer, style: Style, nam
     )
 
 
-def _numbered(blocks: Sequence[Block], name: str) -> tuple[Piece, ...]:
+def _pieces(blocks: Sequence[Block], name: str) -> tuple[Piece, ...]:
     pieces: list[Piece] = []
     calls = 0
-    for number, block in enumerate(blocks):
+    for block in blocks:
         if block.call is None:
-            pieces.append(Piece(block.kind, block.text, block=number))
+            pieces.append(Piece(block.kind, block.text))
         else:
             call = Call(f"call_{name}_{calls}", block.call.name, json.dumps(block.call.arguments))
-            pieces.append(Piece("call", call=call, block=number, number=calls))
+            pieces.append(Piece("call", call=call))
             calls += 1
     return tuple(pieces)

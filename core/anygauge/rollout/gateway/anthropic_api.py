@@ -18,7 +18,7 @@ from anygauge.rollout.gateway.request_parsing import (
     text_of,
 )
 
-__all__ = ["Events", "chat_of", "error_body", "message", "models", "parse_request"]
+__all__ = ["chat_of", "error_body", "events", "message", "models", "parse_request"]
 
 _KINDS = {
     400: "invalid_request_error",
@@ -165,12 +165,15 @@ def _assistant(content: Any, where: str) -> Message:
 
 def message(name: str, chat_request: ChatRequest, answer: Answer) -> dict[str, Any]:
     """Return the body of an answer that is sent as a whole."""
-    blocks = [_block(piece) for piece in answer.blocks if piece.kind != "reasoning" or chat_request.reasoning]
     return {
         **_head(name, chat_request, answer.prompt_tokens, answer.response_tokens),
         **_end(answer),
-        "content": blocks,
+        "content": [_block(piece) for piece in _shown(chat_request, answer)],
     }
+
+
+def _shown(chat_request: ChatRequest, answer: Answer) -> list[Piece]:
+    return [piece for piece in answer.blocks if piece.kind != "reasoning" or chat_request.reasoning]
 
 
 def _head(name: str, chat_request: ChatRequest, prompt_tokens: int, response_tokens: int) -> dict[str, Any]:
@@ -209,52 +212,16 @@ def _block(piece: Piece) -> dict[str, Any]:
     return {"type": "text", "text": piece.text}
 
 
-class Events:
-    """The events of a stream."""
-
-    def __init__(self, name: str, chat_request: ChatRequest) -> None:
-        self._name = name
-        self._chat_request = chat_request
-        self._open: int | None = None
-        """The block of the answer that is being told."""
-        self._told = -1
-        """Number of the last block in the stream, which leaves out reasoning that was not asked for."""
-
-    def begin(self, prompt_tokens: int) -> Iterator[bytes]:
-        """Yield the events before the first token."""
-        head = _head(self._name, self._chat_request, prompt_tokens, 0)
-        yield _event("message_start", message=head)
-        yield _event("ping")
-
-    def pieces(self, index: int, pieces: Sequence[Piece]) -> Iterator[bytes]:
-        """Yield the events of new pieces."""
-        for piece in pieces:
-            if piece.kind == "reasoning" and not self._chat_request.reasoning:
-                continue
-            if piece.block != self._open:
-                yield from self._close_block()
-                self._open, self._told = piece.block, self._told + 1
-                yield _event("content_block_start", index=self._told, content_block=_empty(piece))
-            yield _event("content_block_delta", index=self._told, delta=_delta(piece))
-
-    def end(self, answer: Answer) -> Iterator[bytes]:
-        """Yield the end of the answer."""
-        yield from self._close_block()
-        usage = {"input_tokens": answer.prompt_tokens, "output_tokens": answer.response_tokens}
-        yield _event("message_delta", delta=_end(answer), usage=usage)
-
-    def close(self, answers: Sequence[Answer]) -> Iterator[bytes]:
-        """Yield the end of the stream."""
-        yield _event("message_stop")
-
-    def error(self, refusal: Refusal) -> bytes:
-        """Return the event that ends a failed stream."""
-        return _event("error", error=error_body(refusal)["error"])
-
-    def _close_block(self) -> Iterator[bytes]:
-        if self._open is not None:
-            yield _event("content_block_stop", index=self._told)
-        self._open = None
+def events(name: str, chat_request: ChatRequest, answer: Answer) -> Iterator[bytes]:
+    """Yield the events of an answer that is sent as a stream."""
+    yield _event("message_start", message=_head(name, chat_request, answer.prompt_tokens, 0))
+    for index, piece in enumerate(_shown(chat_request, answer)):
+        yield _event("content_block_start", index=index, content_block=_empty(piece))
+        yield _event("content_block_delta", index=index, delta=_delta(piece))
+        yield _event("content_block_stop", index=index)
+    usage = {"input_tokens": answer.prompt_tokens, "output_tokens": answer.response_tokens}
+    yield _event("message_delta", delta=_end(answer), usage=usage)
+    yield _event("message_stop")
 
 
 def _empty(piece: Piece) -> dict[str, Any]:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from anygauge.rollout.gateway.answers import Answer, Piece
-from anygauge.rollout.gateway.detokenizer import PARTIAL
+from anygauge.rollout.gateway.answers import Answer
 from anygauge.rollout.gateway.messages import Call, Chat, Message
 from anygauge.rollout.gateway.refusals import Refusal, bad_request
 from anygauge.rollout.gateway.request_parsing import (
@@ -19,7 +19,7 @@ from anygauge.rollout.gateway.request_parsing import (
     text_of,
 )
 
-__all__ = ["Chunks", "completion", "error_body", "models", "parse_request"]
+__all__ = ["chunks", "completion", "error_body", "models", "parse_request"]
 
 _SAMPLING = (
     "temperature",
@@ -41,7 +41,8 @@ _ABSENT = (
 """Fields that are not here."""
 _MOST_ANSWERS = 128
 _ROLES = {"developer": "system", "function": "tool"}
-_FINISH = {"stop": "stop", "length": "length", "abort": "stop"}
+_PARTIAL = "\N{REPLACEMENT CHARACTER}"
+"""How a part of a character is decoded."""
 _KINDS = {401: "authentication_error", 404: "invalid_request_error", 429: "rate_limit_error"}
 
 
@@ -147,13 +148,14 @@ def completion(
 ) -> dict[str, Any]:
     """Return the body of an answer that is sent as a whole."""
     return {
-        "id": name,
-        "object": "chat.completion",
-        "created": created,
-        "model": chat_request.model,
+        **_head(name, created, chat_request),
         "choices": [_choice(answer, chat_request) for answer in answers],
         "usage": _usage(answers),
     }
+
+
+def _head(name: str, created: int, chat_request: ChatRequest) -> dict[str, Any]:
+    return {"id": name, "object": "chat.completion", "created": created, "model": chat_request.model}
 
 
 def _choice(answer: Answer, chat_request: ChatRequest) -> dict[str, Any]:
@@ -164,10 +166,14 @@ def _choice(answer: Answer, chat_request: ChatRequest) -> dict[str, Any]:
         message["tool_calls"] = [_written_call(call) for call in answer.calls]
     if answer.reasoning and chat_request.reasoning:
         message["reasoning_content"] = answer.reasoning
+    return {**_end(answer, chat_request), "message": message}
+
+
+def _end(answer: Answer, chat_request: ChatRequest) -> dict[str, Any]:
+    has_calls = bool(answer.calls) and answer.finish_reason == "stop"
     return {
         "index": answer.number,
-        "message": message,
-        "finish_reason": _finish(answer),
+        "finish_reason": "tool_calls" if has_calls else answer.finish_reason,
         "logprobs": _log_probs(answer) if chat_request.log_probs else None,
     }
 
@@ -176,16 +182,12 @@ def _written_call(call: Call) -> dict[str, Any]:
     return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
 
-def _finish(answer: Answer) -> str:
-    return "tool_calls" if answer.calls and answer.finish_reason == "stop" else _FINISH[answer.finish_reason]
-
-
 def _log_probs(answer: Answer) -> dict[str, Any]:
     entries = [
         {
             "token": text,
             # A token may be a part of a character, whose bytes its text does not tell.
-            "bytes": None if PARTIAL in text else list(text.encode()),
+            "bytes": None if _PARTIAL in text else list(text.encode()),
             "logprob": log_prob,
             "top_logprobs": [],
         }
@@ -203,60 +205,31 @@ def _usage(answers: Sequence[Answer]) -> dict[str, int]:
     }
 
 
-class Chunks:
-    """The events of a stream."""
+def chunks(name: str, created: int, chat_request: ChatRequest, answers: Sequence[Answer]) -> Iterator[bytes]:
+    """Yield the events of an answer that is sent as a stream."""
+    head: dict[str, Any] = {**_head(name, created, chat_request), "object": "chat.completion.chunk"}
+    if chat_request.usage:
+        head["usage"] = None
+    for answer in answers:
+        for delta in _deltas(answer, chat_request):
+            choice = {"index": answer.number, "delta": delta, "finish_reason": None, "logprobs": None}
+            yield _event({**head, "choices": [choice]})
+        yield _event({**head, "choices": [{**_end(answer, chat_request), "delta": {}}]})
+    if chat_request.usage:
+        yield _event({**head, "choices": [], "usage": _usage(answers)})
+    yield b"data: [DONE]\n\n"
 
-    def __init__(self, name: str, created: int, chat_request: ChatRequest) -> None:
-        self._head = {
-            "id": name,
-            "object": "chat.completion.chunk",
-            "created": created,
-            "model": chat_request.model,
-        }
-        self._chat_request = chat_request
 
-    def begin(self, prompt_tokens: int) -> Iterator[bytes]:
-        """Yield the events before the first token."""
-        for index in range(self._chat_request.answers):
-            yield self._delta(index, {"role": "assistant", "content": "", "refusal": None})
-
-    def pieces(self, index: int, pieces: Sequence[Piece]) -> Iterator[bytes]:
-        """Yield the events of new pieces."""
-        for piece in pieces:
-            if piece.kind == "text":
-                yield self._delta(index, {"content": piece.text})
-            elif piece.kind == "reasoning" and self._chat_request.reasoning:
-                yield self._delta(index, {"reasoning_content": piece.text})
-            elif piece.call is not None:
-                call = {"index": piece.number, **_written_call(piece.call)}
-                yield self._delta(index, {"tool_calls": [call]})
-
-    def end(self, answer: Answer) -> Iterator[bytes]:
-        """Yield the end of an answer."""
-        log_probs = _log_probs(answer) if self._chat_request.log_probs else None
-        yield self._delta(answer.number, {}, _finish(answer), log_probs)
-
-    def close(self, answers: Sequence[Answer]) -> Iterator[bytes]:
-        """Yield the end of the stream."""
-        if self._chat_request.usage:
-            yield _event({**self._head, "choices": [], "usage": _usage(answers)})
-        yield b"data: [DONE]\n\n"
-
-    def error(self, refusal: Refusal) -> bytes:
-        """Return the event that ends a failed stream."""
-        return _event(error_body(refusal))
-
-    def _delta(
-        self,
-        index: int,
-        delta: Mapping[str, Any],
-        finish: str | None = None,
-        log_probs: dict[str, Any] | None = None,
-    ) -> bytes:
-        choice = {"index": index, "delta": delta, "finish_reason": finish, "logprobs": log_probs}
-        return _event(
-            {**self._head, "choices": [choice], **({"usage": None} if self._chat_request.usage else {})}
-        )
+def _deltas(answer: Answer, chat_request: ChatRequest) -> Iterator[dict[str, Any]]:
+    yield {"role": "assistant", "content": "", "refusal": None}
+    calls = itertools.count()
+    for piece in answer.blocks:
+        if piece.kind == "text":
+            yield {"content": piece.text}
+        elif piece.call is not None:
+            yield {"tool_calls": [{"index": next(calls), **_written_call(piece.call)}]}
+        elif chat_request.reasoning:
+            yield {"reasoning_content": piece.text}
 
 
 def _event(value: Mapping[str, Any]) -> bytes:

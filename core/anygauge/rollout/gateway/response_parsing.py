@@ -1,8 +1,8 @@
-"""Split a model's output into reasoning, text and tool calls, also while it is still growing."""
+"""Split a model's output into reasoning, text and tool calls."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
 from anygauge.rollout.gateway.tool_formats import Called, ToolFormat
@@ -36,50 +36,32 @@ class Style(NamedTuple):
     """Strings from which on nothing is shown."""
 
 
-def read(text: str, style: Style, *, final: bool) -> list[Block]:
+def read(text: str, style: Style) -> list[Block]:
     """Return the parts of an answer.
-
-    While a text grows, its parts only grow: what may yet turn out to be the beginning of a marker is left
-    out until ``final``.
 
     :param text: Without the token that ended the turn.
     """
-    text, final = _until_stop(text, style.stop, final)
-    blocks: list[Block] = []
+    stops = [at for each in style.stop if (at := text.find(each)) >= 0]
+    text = text[: min(stops, default=None)]
     begin = _reasoning_begin(text, style)
     if begin is None:
-        return _content(text, style, final, trimmed=False)
-    if begin < 0:
-        return [] if not final else _content(text, style, final, trimmed=False)
-    end = text.find(THINK[1], begin)
-    reasoning = text[begin : len(text) if end < 0 else end]
-    if end < 0 and not final:
-        reasoning = _without_beginning(reasoning, THINK[1:])
-    if reasoning.strip():
-        blocks.append(Block("reasoning", reasoning.strip()))
-    return blocks if end < 0 else blocks + _content(text[end + len(THINK[1]) :], style, final, trimmed=True)
-
-
-def _until_stop(text: str, stop: Iterable[str], final: bool) -> tuple[str, bool]:
-    positions = [at for each in stop if (at := text.find(each)) >= 0]
-    if positions:
-        return text[: min(positions)], final
-    return (text if final else _without_beginning(text, stop)), final
+        return _content(text, style, trimmed=False)
+    reasoning, closed, content = text[begin:].partition(THINK[1])
+    blocks = [Block("reasoning", reasoning.strip())] if reasoning.strip() else []
+    return blocks + _content(content, style, trimmed=True) if closed else blocks
 
 
 def _reasoning_begin(text: str, style: Style) -> int | None:
-    """Return where the reasoning begins; ``None`` without any, and -1 where that cannot be told yet."""
+    """Return where the reasoning begins; ``None`` without any."""
     if not style.think:
         return None
     blank = len(text) - len(text.lstrip())
     if text.startswith(THINK[0], blank):
         return blank + len(THINK[0])
-    if THINK[0].startswith(text[blank:]):
-        return -1
     return 0 if style.opened else None
 
 
-def _content(text: str, style: Style, final: bool, *, trimmed: bool) -> list[Block]:
+def _content(text: str, style: Style, *, trimmed: bool) -> list[Block]:
     """Return the parts of what follows the reasoning.
 
     :param trimmed: Whether white space at the beginning separates it from what was before.
@@ -100,24 +82,9 @@ def _content(text: str, style: Style, final: bool, *, trimmed: bool) -> list[Blo
             blocks += [Block("call", call=call) for call in calls]
             begin = after
         at = after
-    rest = text[begin:]
-    if not final:
-        shown = text[begin:at] if at >= 0 else _without_beginning(rest, (style.tools.start,))
-        rest = shown.rstrip()
-    return blocks + _text(rest, trimmed or bool(blocks))
+    return blocks + _text(text[begin:], trimmed or bool(blocks))
 
 
 def _text(text: str, trimmed: bool) -> list[Block]:
     text = text.lstrip() if trimmed else text
     return [Block("text", text)] if text.strip() else []
-
-
-def _without_beginning(text: str, markers: Iterable[str]) -> str:
-    """Return a text without what may be the beginning of a marker at its end."""
-    longest = 0
-    for marker in markers:
-        for length in range(min(len(marker) - 1, len(text)), longest, -1):
-            if text.endswith(marker[:length]):
-                longest = length
-                break
-    return text[: len(text) - longest]

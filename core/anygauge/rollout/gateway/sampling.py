@@ -1,15 +1,14 @@
-"""In-flight model request: its generations grow part by part, whoever waits for them."""
+"""In-flight model request: its generations, whoever waits for them."""
 
 from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from anygauge.rollout.gateway.refusals import Refusal
-from anygauge.rollout.gateway.turns import Plan
 from anygauge_hooks.errors import DeadlineError, RolloutError
 from anygauge_hooks.rl import FinishReason
 from anygauge_hooks.rollout import GenerateRequest, Generation, Generator
@@ -28,8 +27,7 @@ class Choice:
     tokens: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
     weight_versions: list[int] = field(default_factory=list)
-    finish_reason: FinishReason | None = None
-    """``None`` while it goes on."""
+    finish_reason: FinishReason = "abort"
 
     def add(self, part: Generation) -> None:
         """Append tokens.
@@ -45,6 +43,7 @@ class Choice:
         self.tokens += part.tokens
         self.log_probs += part.log_probs
         self.weight_versions += part.weight_versions
+        self.finish_reason = part.finish_reason
 
     def onward(self) -> GenerateRequest | None:
         """Return the request that continues from here, or ``None`` if there is no room for another token."""
@@ -58,39 +57,32 @@ class Choice:
 class Sampling:
     """The generations of one request, which go on while at least one handler waits for them.
 
-    :param stream: Whether the engine is asked for parts.
-    :param ended: Called with each choice and its number, once, when it has ended or was given up.
+    :param ended: Called with each choice and its number, once, when it has ended; makes its answer.
     :param failed: Called with what the engine raises.
     """
 
     def __init__(
         self,
         generator: Generator,
-        plan: Plan,
-        requests: list[GenerateRequest],
+        requests: Sequence[GenerateRequest],
         *,
-        stream: bool,
         timeout_s: float,
         ended: Callable[[int, Choice], Any],
         failed: Callable[[Exception], None],
     ) -> None:
         self.name = secrets.token_hex(12)
-        self.plan = plan
-        self.choices = [Choice(request) for request in requests]
-        self.results: dict[int, Any] = {}
-        """Results of ``ended``, by number of the choice."""
-        self.stream = stream
         self.delivered = False
         """Whether a handler has written all of it to its client."""
         self._generator = generator
+        self._requests = requests
         self._timeout_s = timeout_s
         self._ended = ended
         self._failed = failed
         self._waiting = 0
         self._given_up = False
-        self._news = asyncio.Event()
         self._task = asyncio.create_task(self._run())
-        self._task.add_done_callback(self._finished)
+        # whoever waits gets what it raises; nobody may
+        self._task.add_done_callback(lambda task: task.cancelled() or task.exception())
 
     @property
     def done(self) -> bool:
@@ -128,8 +120,8 @@ class Sampling:
         """Call a function when it has ended in any way."""
         self._task.add_done_callback(lambda _: callback())
 
-    async def result(self) -> None:
-        """Wait until every choice has ended.
+    async def answers(self) -> list[Any]:
+        """Return the answers, once every choice has ended.
 
         :raises RolloutError: The engine cannot serve it.
         :raises DeadlineError: It took too long.
@@ -138,79 +130,39 @@ class Sampling:
         await asyncio.wait([self._task])
         if self._task.cancelled():
             raise Refusal(503, "The session was closed.")
-        self._task.result()
+        return self._task.result()
 
-    async def progress(self) -> AsyncIterator[bool]:
-        """Yield whenever there is something new, and at last ``True``.
-
-        :raises RolloutError: The engine cannot serve it.
-        :raises DeadlineError: It took too long.
-        """
-        while not self._task.done():
-            news = self._news
-            yield False
-            await news.wait()
-        await self.result()
-        yield True
-
-    def _notify(self) -> None:
-        news, self._news = self._news, asyncio.Event()
-        news.set()
-
-    def _finished(self, task: asyncio.Task[None]) -> None:
-        if not task.cancelled():
-            task.exception()  # whoever waits gets it; nobody may
-        self._notify()
-
-    async def _run(self) -> None:
+    async def _run(self) -> list[Any]:
         try:
             async with asyncio.timeout(self._timeout_s), asyncio.TaskGroup() as group:
-                for number, choice in enumerate(self.choices):
-                    group.create_task(self._choose(number, choice))
+                answers = [group.create_task(self._answer(*each)) for each in enumerate(self._requests)]
         except TimeoutError as error:
             raise DeadlineError(
-                f"The engine did not answer request {self.choices[0].request.id} in {self._timeout_s:g} s.",
+                f"The engine did not answer request {self._requests[0].id} in {self._timeout_s:g} s.",
                 hint="Raise rollout.gateway.timeout_s, or lower rollout.max_new_tokens.",
             ) from error
         except ExceptionGroup as errors:
             first = errors.exceptions[0]
             self._failed(first)
             raise first from None
+        return [answer.result() for answer in answers]
 
-    async def _choose(self, number: int, choice: Choice) -> None:
-        try:
-            await self._generate(choice)
-        finally:
-            # Also what was sampled before the agent went away is known: it may have seen it.
-            choice.finish_reason = choice.finish_reason or "abort"
-            self.results[number] = self._ended(number, choice)
-            self._notify()
+    async def _answer(self, number: int, request: GenerateRequest) -> Any:
+        return self._ended(number, await self._generate(request))
 
-    async def _generate(self, choice: Choice) -> None:
-        request: GenerateRequest | None = choice.request
+    async def _generate(self, request: GenerateRequest) -> Choice:
+        choice = Choice(request)
         pause_s = _FIRST_PAUSE_S
-        while request is not None:
-            before = len(choice.tokens)
-            finish_reason = await self._part(request, choice)
-            if finish_reason != "abort":
-                choice.finish_reason = finish_reason
-                return
+        onward: GenerateRequest | None = request
+        while onward is not None:
+            part = await self._generator.generate(onward)
+            choice.add(part)
+            if choice.finish_reason != "abort":
+                return choice
             # Weights are being exchanged: the agent must not notice, so the generation goes on afterwards.
-            pause_s = _FIRST_PAUSE_S if len(choice.tokens) > before else min(2 * pause_s, _LONGEST_PAUSE_S)
-            request = choice.onward()
-            if request is not None:
+            pause_s = _FIRST_PAUSE_S if part.tokens else min(2 * pause_s, _LONGEST_PAUSE_S)
+            onward = choice.onward()
+            if onward is not None:
                 await asyncio.sleep(pause_s)
         choice.finish_reason = "length"
-
-    async def _part(self, request: GenerateRequest, choice: Choice) -> FinishReason:
-        """Ask once, and return why the engine stopped."""
-        if not self.stream:
-            generation = await self._generator.generate(request)
-            choice.add(generation)
-            return generation.finish_reason
-        finish_reason: FinishReason = "abort"
-        async for part in self._generator.stream(request):
-            choice.add(part)
-            finish_reason = part.finish_reason
-            self._notify()
-        return finish_reason
+        return choice

@@ -10,10 +10,10 @@ import re
 import secrets
 import socket
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from aiohttp import web
@@ -21,7 +21,7 @@ from aiohttp import web
 from anygauge.config.schema import RolloutGateway
 from anygauge.rollout.gateway import anthropic_api, openai_api
 from anygauge.rollout.gateway.admission import Admission
-from anygauge.rollout.gateway.answers import Answer, Piece
+from anygauge.rollout.gateway.answers import Answer
 from anygauge.rollout.gateway.connections import Connections, most_connections
 from anygauge.rollout.gateway.images import Look
 from anygauge.rollout.gateway.messages import Chat
@@ -29,8 +29,8 @@ from anygauge.rollout.gateway.refusals import Refusal, bad_request
 from anygauge.rollout.gateway.rendering import Renderer
 from anygauge.rollout.gateway.request_parsing import ChatRequest
 from anygauge.rollout.gateway.response_parsing import THINK
-from anygauge.rollout.gateway.sampling import Choice
-from anygauge.rollout.gateway.session import ActiveRequest, Manner, Session
+from anygauge.rollout.gateway.sampling import Sampling
+from anygauge.rollout.gateway.session import Manner, Session
 from anygauge.rollout.gateway.tool_formats import find_format
 from anygauge.strict_json import parse_json
 from anygauge_hooks.errors import DeadlineError, RolloutError
@@ -52,16 +52,6 @@ _ACCEPTED_AT_ONCE = 64
 """Connections that are accepted before others are read from or closed: each takes a descriptor."""
 _RETRY_AFTER_S = 1.0
 _ENDPOINTS = "/v1/chat/completions, /v1/messages, /v1/messages/count_tokens and /v1/models"
-
-
-class _Stream(Protocol):
-    """Writes the events of an API."""
-
-    def begin(self, prompt_tokens: int) -> Iterator[bytes]: ...
-    def pieces(self, index: int, pieces: Sequence[Piece]) -> Iterator[bytes]: ...
-    def end(self, answer: Answer) -> Iterator[bytes]: ...
-    def close(self, answers: Sequence[Answer]) -> Iterator[bytes]: ...
-    def error(self, refusal: Refusal) -> bytes: ...
 
 
 class Gateway:
@@ -274,20 +264,19 @@ class Gateway:
         return model
 
     async def _openai(self, request: web.Request) -> web.StreamResponse:
-        async with self._submitted(request, openai_api.parse_request) as (chat_request, active):
-            name, now = f"chatcmpl-{active.sampling.name}", int(time.time())
+        async with self._submitted(request, openai_api.parse_request) as (chat_request, sampling):
+            told = f"chatcmpl-{sampling.name}", int(time.time()), chat_request, await _answers(sampling)
             if chat_request.stream:
-                return await _stream(request, active, openai_api.Chunks(name, now, chat_request))
-            answers = await _answers(active)
-            return await _send(request, active, openai_api.completion(name, now, chat_request, answers))
+                return await _send(request, sampling, _event_stream(openai_api.chunks(*told)))
+            return await _send(request, sampling, web.json_response(openai_api.completion(*told)))
 
     async def _anthropic(self, request: web.Request) -> web.StreamResponse:
-        async with self._submitted(request, anthropic_api.parse_request) as (chat_request, active):
-            name = f"msg_{active.sampling.name}"
+        async with self._submitted(request, anthropic_api.parse_request) as (chat_request, sampling):
+            [answer] = await _answers(sampling)
+            told = f"msg_{sampling.name}", chat_request, answer
             if chat_request.stream:
-                return await _stream(request, active, anthropic_api.Events(name, chat_request))
-            answers = await _answers(active)
-            return await _send(request, active, anthropic_api.message(name, chat_request, answers[0]))
+                return await _send(request, sampling, _event_stream(anthropic_api.events(*told)))
+            return await _send(request, sampling, web.json_response(anthropic_api.message(*told)))
 
     async def _count(self, request: web.Request) -> web.StreamResponse:
         async with self._read(request, anthropic_api.chat_of) as (session, chat, _):
@@ -312,13 +301,13 @@ class Gateway:
     @asynccontextmanager
     async def _submitted(
         self, request: web.Request, parse: Callable[[Mapping[str, Any]], ChatRequest]
-    ) -> AsyncIterator[tuple[ChatRequest, ActiveRequest]]:
+    ) -> AsyncIterator[tuple[ChatRequest, Sampling]]:
         """Give a chat request and its generation, which is waited for until the block ends."""
         async with self._read(request, parse) as (session, chat_request, fingerprint):
             self._known(chat_request.model)
-            active = await session.submit(chat_request, fingerprint, retried=_retried(request))
-            async with active.sampling:
-                yield chat_request, active
+            sampling = await session.submit(chat_request, fingerprint, retried=_retried(request))
+            async with sampling:
+                yield chat_request, sampling
 
     @asynccontextmanager
     async def _read(
@@ -384,88 +373,24 @@ def _retried(request: web.Request) -> bool:
     return count.isascii() and count.isdecimal() and count.strip("0") != ""  # of any length
 
 
-async def _answers(active: ActiveRequest) -> list[Answer]:
+async def _answers(sampling: Sampling) -> list[Answer]:
+    """Return the answers; an agent whose engine failed is told so, and its client may try again."""
     try:
-        await active.sampling.result()
+        return await sampling.answers()
     except (RolloutError, DeadlineError) as error:
-        raise _unserved(error) from error
-    return active.answers()
+        status = 504 if isinstance(error, DeadlineError) else 503
+        raise Refusal(status, str(error), code="engine_error", retry_after_s=_RETRY_AFTER_S) from error
 
 
-def _unserved(error: Exception) -> Refusal:
-    """Return what an agent is told when the engine fails; its client may try again."""
-    status = 504 if isinstance(error, DeadlineError) else 503
-    return Refusal(status, str(error), code="engine_error", retry_after_s=_RETRY_AFTER_S)
-
-
-async def _send(request: web.Request, active: ActiveRequest, body: Mapping[str, Any]) -> web.StreamResponse:
-    response = web.json_response(body)
+async def _send(request: web.Request, sampling: Sampling, response: web.Response) -> web.Response:
     await response.prepare(request)
     await response.write_eof()
-    active.sampling.delivered = True
+    sampling.delivered = True
     return response
 
 
-async def _stream(request: web.Request, active: ActiveRequest, events: _Stream) -> web.StreamResponse:
-    """Send the events of a request while it is being answered.
-
-    A request that fails before its first token gets an answer with the right status.
-    """
-    progress = active.sampling.progress()
-    response = web.StreamResponse(
-        headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-    )
-    ended: set[int] = set()
-    try:
-        async for _ in progress:
-            if not response.prepared and any(map(_begun, active.sampling.choices)):
-                await response.prepare(request)
-                await _write(response, events.begin(len(active.sampling.plan.tokens)))
-            if response.prepared:
-                await _write(response, _new(active, events, ended))
-        await _write(response, events.close(active.answers()))
-    except (RolloutError, DeadlineError, Refusal) as error:
-        refusal = error if isinstance(error, Refusal) else _unserved(error)
-        if not response.prepared:
-            raise refusal from error
-        await response.write(events.error(refusal))
-        return response
-    except Exception as error:  # foreign code: a rollout engine
-        if not response.prepared or isinstance(error, ConnectionError):
-            raise
-        # The status line is out: a second one would be garbage in the middle of the stream.
-        await response.write(events.error(_unexpected(error)))
-        return response
-    await response.write_eof()
-    active.sampling.delivered = True
-    return response
-
-
-def _new(active: ActiveRequest, events: _Stream, ended: set[int]) -> Iterator[bytes]:
-    """Yield the events of what is new in each answer."""
-    for index, (choice, reader) in enumerate(zip(active.sampling.choices, active.readers, strict=True)):
-        if index in ended or not _begun(choice):
-            continue
-        yield from events.pieces(index, reader.pieces(choice))
-        if index in active.sampling.results:
-            ended.add(index)
-            yield from events.end(active.sampling.results[index])
-
-
-def _begun(choice: Choice) -> bool:
-    """Return whether there is something to tell; of one that failed, there is nothing more."""
-    return choice.finish_reason != "abort" and (bool(choice.tokens) or choice.finish_reason is not None)
-
-
-async def _write(response: web.StreamResponse, events: Iterator[bytes]) -> None:
-    data = b"".join(events)
-    if data:
-        await response.write(data)
-
-
-def _unexpected(error: Exception) -> Refusal:
-    _log.error("A request of an agent failed.", exc_info=error)
-    return Refusal(500, f"{type(error).__name__}: {error}")
+def _event_stream(events: Iterable[bytes]) -> web.Response:
+    return web.Response(body=b"".join(events), content_type="text/event-stream")
 
 
 @web.middleware
@@ -481,7 +406,8 @@ async def _refusing(
         known = f"; here are {_ENDPOINTS}." if error.status in (404, 405) else ""
         answer = Refusal(error.status, f"{error.reason}: {request.method} {request.path}{known}")
     except Exception as error:  # noqa: BLE001 - foreign code: engines and templates; an agent gets the error
-        answer = _unexpected(error)
+        _log.error("A request of an agent failed.", exc_info=error)
+        answer = Refusal(500, f"{type(error).__name__}: {error}")
     anthropics = "/v1/messages" in request.path or "anthropic-version" in request.headers
     body = anthropic_api.error_body(answer) if anthropics else openai_api.error_body(answer)
     headers = {} if answer.retry_after_s is None else {"Retry-After": f"{answer.retry_after_s:g}"}

@@ -8,11 +8,11 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from anygauge.config.schema import RolloutGateway
 from anygauge.rollout.gateway.admission import Admission
-from anygauge.rollout.gateway.answers import Answer, Reader, answer_of
+from anygauge.rollout.gateway.answers import Answer, answer_of
 from anygauge.rollout.gateway.images import Images, Look
 from anygauge.rollout.gateway.messages import Chat
 from anygauge.rollout.gateway.refusals import Refusal, no_room
@@ -26,7 +26,7 @@ from anygauge.rollout.gateway.turns import Plan, Turn, Turns
 from anygauge_hooks.rl import Prompt, Sample, SamplingParams
 from anygauge_hooks.rollout import GenerateRequest, Generator
 
-__all__ = ["MOST_FAILURES", "ActiveRequest", "Manner", "Session"]
+__all__ = ["MOST_FAILURES", "Manner", "Session"]
 
 T = TypeVar("T")
 _THREADS = 2
@@ -54,17 +54,6 @@ class Manner:
     think: bool
     """Whether reasoning is told apart."""
     options: RolloutGateway
-
-
-class ActiveRequest(NamedTuple):
-    """A request under way, and how its answers are read."""
-
-    sampling: Sampling
-    readers: tuple[Reader, ...]
-
-    def answers(self) -> list[Answer]:
-        """Return all answers, once they have ended."""
-        return [self.sampling.results[number] for number in sorted(self.sampling.results)]
 
 
 class Session:
@@ -139,7 +128,7 @@ class Session:
             raise no_room(problem)
         return len((await self._plan(await self._images.marked(chat))).tokens)
 
-    async def submit(self, chat_request: ChatRequest, fingerprint: str, *, retried: bool) -> ActiveRequest:
+    async def submit(self, chat_request: ChatRequest, fingerprint: str, *, retried: bool) -> Sampling:
         """Begin to answer a request, or find the answer that its client did not get.
 
         :param fingerprint: The same for two requests only if they are the same to the byte.
@@ -162,11 +151,7 @@ class Session:
             sampling = self._again(fingerprint, retried=retried) or self._begin(
                 chat_request, plan, fingerprint
             )
-        style = self._style(chat_request, sampling.plan)
-        readers = [
-            Reader(self._manner.renderer, style, _short(choice.request.id)) for choice in sampling.choices
-        ]
-        return ActiveRequest(sampling, tuple(readers))
+        return sampling
 
     def trajectories(self, prompt: Prompt) -> list[Sample]:
         """Return the samples to train on: one for each branch of the session."""
@@ -220,15 +205,12 @@ class Session:
 
         def ended(number: int, choice: Choice) -> Answer:
             answer = answer_of(number, choice, self._manner.renderer, style, _short(choice.request.id))
-            if choice.finish_reason != "abort" or (chat_request.stream and choice.tokens):
-                self._record(plan, choice, answer)
+            self._record(plan, choice, answer)
             return answer
 
         sampling = Sampling(
             self._generator,
-            plan,
             requests,
-            stream=chat_request.stream,
             timeout_s=self._manner.options.timeout_s,
             ended=ended,
             failed=self._fail,
@@ -307,7 +289,6 @@ class Session:
         )
 
     def _record(self, plan: Plan, choice: Choice, answer: Answer) -> None:
-        assert choice.finish_reason is not None
         self.failure = None
         self._turns.record(
             Turn(

@@ -16,29 +16,17 @@ def trajectories(turns: Sequence[Turn], prompt: Prompt, seed: int, renderer: Ren
 
     The response of a sample begins with the first turn that no sample before it holds: what two ways share is
     in the response of the first, and in the prompt of the others. What stands between turns has loss mask 0.
-    A generation that the agent did not wait for counts only where a later request goes on from it.
 
     :param turns: In the order in which they ended.
     """
-    kept = _kept(turns)
-    parents = {turn.plan.parent for turn in kept}
+    parents = {turn.plan.parent for turn in turns}
     trained: set[Turn] = set()
     samples = []
-    for leaf in (turn for turn in kept if turn not in parents):
+    for leaf in (turn for turn in turns if turn not in parents):
         fresh = [turn for turn in _path(leaf) if turn not in trained]
         trained.update(fresh)
         samples.append(_sample(fresh, prompt, seed, renderer))
     return [sample for sample in samples if any(sample.loss_mask)]
-
-
-def _kept(turns: Sequence[Turn]) -> list[Turn]:
-    kept: list[Turn] = []
-    needed: set[Turn | None] = set()
-    for turn in reversed(turns):
-        if turn.finish_reason != "abort" or turn in needed:
-            kept.append(turn)
-            needed.add(turn.plan.parent)
-    return kept[::-1]
 
 
 def _path(leaf: Turn) -> list[Turn]:

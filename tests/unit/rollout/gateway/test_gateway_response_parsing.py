@@ -1,17 +1,12 @@
-"""Parsing of model output: whole, and while it grows."""
+"""Parsing of model output into reasoning, text and calls."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from anygauge.rollout.gateway.detokenizer import Detokenizer
-from anygauge.rollout.gateway.rendering import Renderer
 from anygauge.rollout.gateway.response_parsing import Block, Style, read
 from anygauge.rollout.gateway.tool_formats import FORMATS, Called, ToolFormat, find_format
 from anygauge_hooks.errors import ConfigError, UnknownNameError
@@ -108,69 +103,19 @@ def test_what_cannot_be_read(name: str, text: str) -> None:
     ],
 )
 def test_parts(text: str, blocks: Sequence[Block]) -> None:
-    assert read(text, HERMES, final=True) == blocks
+    assert read(text, HERMES) == blocks
 
 
 def test_reasoning_that_the_prompt_has_opened() -> None:
     style = HERMES._replace(opened=True)
-    assert read("why</think>four", style, final=True) == [Block("reasoning", "why"), Block("text", "four")]
-    assert read("why", style, final=True) == [Block("reasoning", "why")]
+    assert read("why</think>four", style) == [Block("reasoning", "why"), Block("text", "four")]
+    assert read("why", style) == [Block("reasoning", "why")]
 
 
 def test_styles_that_leave_the_text_alone() -> None:
     text = f"<think>why</think> {CALL} "
-    assert read(text, Style(think=False), final=True) == [Block("text", text)]
-    assert read("one STOP two", Style(think=False, stop=("STOP",)), final=True) == [Block("text", "one ")]
-
-
-PIECES = [
-    "<think>",
-    "</think>",
-    "<tool_call>",
-    "</tool_call>",
-    CALL,
-    "a",
-    " ",
-    "\n",
-    "<",
-    "{",
-    "STOP",
-    "ST",
-    "é",
-]
-
-
-@settings(max_examples=60)
-@given(
-    pieces=st.lists(st.sampled_from(PIECES), max_size=12),
-    opened=st.booleans(),
-    stop=st.sampled_from([(), ("STOP",), ("STOP", "</tool_call>")]),
-)
-def test_parts_only_grow(pieces: list[str], opened: bool, stop: tuple[str, ...]) -> None:
-    style = HERMES._replace(opened=opened, stop=stop)
-    text, before = "".join(pieces), list[Block]()
-    whole = read(text, style, final=True)
-    for end in range(len(text) + 1):
-        blocks = read(text[:end], style, final=False)
-        for shorter, longer in zip(before, blocks, strict=False):
-            assert (shorter.kind, shorter.call) == (longer.kind, longer.call)
-            assert longer.text.startswith(shorter.text)
-        assert len(blocks) >= len(before)
-        before = blocks
-    for shorter, longer in zip(before, whole, strict=False):
-        assert (shorter.kind, shorter.call) == (longer.kind, longer.call)
-        assert longer.text.startswith(shorter.text)
-    assert len(whole) >= len(before)
-
-
-@settings(max_examples=30)
-@given(text=st.text(alphabet="ab é€🙂\n", max_size=20))
-def test_text_of_tokens_that_come_one_by_one(tokenizer: Any, text: str) -> None:
-    tokens = tokenizer.encode(text, add_special_tokens=False)
-    follower = Detokenizer(Renderer(tokenizer))
-    texts = [follower.text(tokens[:end]) for end in range(len(tokens) + 1)]
-    assert all(longer.startswith(shorter) for shorter, longer in pairwise(texts))
-    assert texts[-1] == tokenizer.decode(tokens)
+    assert read(text, Style(think=False)) == [Block("text", text)]
+    assert read("one STOP two", Style(think=False, stop=("STOP",))) == [Block("text", "one ")]
 
 
 OWN = ToolFormat("<<", ">>", lambda text, schemas: [Called(text, {})], "<<")
@@ -195,4 +140,4 @@ def test_a_format_of_a_user(monkeypatch: pytest.MonkeyPatch) -> None:
     module.OWN = OWN  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "my_formats", module)
     found = find_format("my_formats:OWN", "")
-    assert read("a <<f>>", Style(think=False, tools=found), final=True)[1].call == Called("f", {})
+    assert read("a <<f>>", Style(think=False, tools=found))[1].call == Called("f", {})

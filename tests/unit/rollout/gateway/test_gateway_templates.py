@@ -65,12 +65,12 @@ def opened(tokenizer: Any, script: list[Any], **options: Any) -> tuple[Session, 
 
 
 async def say(session: Session, *messages: Message) -> Message:
-    asked = await session.submit(
+    sampling = await session.submit(
         ChatRequest("policy", Chat(messages, TOOLS)), str(len(session.turns)), retried=False
     )
-    async with asked.sampling:
-        await asked.sampling.result()
-    return asked.answers()[0].message()
+    async with sampling:
+        answers = await sampling.answers()
+    return answers[0].message()
 
 
 @pytest.mark.parametrize(("token", "samples"), [("<|observation|>", 1), ("<|user|>", 2)])
