@@ -462,6 +462,8 @@ class Sender:
 
     async def _long(self, request: Any, begun: list[int], number: int) -> Any:
         """Ask for a response, and go on from what came back of it."""
+        from anygauge_tests.progress import watched
+
         parts: list[Any] = []
         while sum(len(part.tokens) for part in parts) < request.params.max_new_tokens:
             had = tuple(token for part in parts for token in part.tokens)
@@ -473,9 +475,11 @@ class Sender:
                 tokens=request.tokens + had,
                 params=replace(request.params, max_new_tokens=left),
             )
-            async for part in self._client.stream(asked):
-                parts.append(part)
-                begun[number] += len(part.tokens)
+
+            def count(tokens: int, before: int = len(had)) -> None:
+                begun[number] = before + tokens
+
+            parts.append(await watched(self._peer.address, asked, count, self._peer.keys))
         return parts[0]._replace(
             tokens=tuple(token for part in parts for token in part.tokens),
             log_probs=tuple(each for part in parts for each in part.log_probs),
@@ -501,11 +505,11 @@ class Sender:
     def sleep(self) -> list[Row]:
         """Have the server give its memory up and take it back, part by part."""
         rows = []
-        for verb, parts in (("release", PARTS), ("regain", PARTS[::-1])):
+        for verb, parts in (("release", PARTS), ("resume", PARTS[::-1])):
             for part in parts:
                 before = self._used()
                 started = time.perf_counter()
-                self._loop.run(getattr(self._client, verb)([part]), timeout_s=DEADLINE_S)
+                self._loop.run(self._client.move_memory(verb, [part]), timeout_s=DEADLINE_S)
                 seconds = time.perf_counter() - started
                 rows.append(
                     Row(f"{verb} {part}", f"{seconds * 1e3:6.1f} ms  {self._used() - before:+8.2f} GiB")

@@ -41,8 +41,10 @@ from anygauge.weight_sync.pusher import make_pusher  # noqa: E402
 from anygauge_hooks.engines import TrainEngine, WorkerContext  # noqa: E402
 from anygauge_hooks.rl import SamplingParams  # noqa: E402
 from anygauge_hooks.rollout import GenerateRequest, Generation  # noqa: E402
+from anygauge_hooks.sglang import ServerKeys  # noqa: E402
 from anygauge_tests import batches  # noqa: E402
 from anygauge_tests.batches import TrainSample  # noqa: E402
+from anygauge_tests.progress import watched  # noqa: E402
 
 MOST = 1e-4
 LEAST = 0.1
@@ -103,9 +105,11 @@ class Bench:
         engines: dict[str, TrainEngine],
         push: Callable[[TrainEngine, int], None],
         client: EngineClient,
+        keys: ServerKeys,
         loop: EventLoop,
     ) -> None:
         self._engines, self._push, self._client, self._loop = engines, push, client, loop
+        self._keys = keys
         self._version = 0
 
     def send(self, name: str) -> None:
@@ -154,16 +158,10 @@ class Bench:
         return await asyncio.gather(*map(self._client.generate, asked))
 
     async def _long(self, request: GenerateRequest, begun: Counter[int]) -> Generation:
-        parts = []
-        async for part in self._client.stream(request):
-            parts.append(part)
-            begun[request.seed] += len(part.tokens)
-        return Generation(
-            tokens=tuple(token for part in parts for token in part.tokens),
-            log_probs=tuple(each for part in parts for each in part.log_probs),
-            weight_versions=tuple(version for part in parts for version in part.weight_versions),
-            finish_reason=parts[-1].finish_reason,
-        )
+        def count(tokens: int) -> None:
+            begun[request.seed] = tokens
+
+        return await watched(self._client.address, request, count, self._keys)
 
     def _request(self, number: int, tokens: int, temperature: float) -> GenerateRequest:
         prompt = tuple(1 + (number * 7 + place * 5) % (VOCABULARY - 4) for place in range(4 + number % 5))
@@ -226,7 +224,7 @@ def opened(folder: Path) -> Iterator[Bench]:
             assert not report.failed, report
             assert report.unverified == (), "every parameter of the server was compared"
 
-        yield Bench(engines, push, client, loop)
+        yield Bench(engines, push, client, peer.keys, loop)
         loop.run(client.close())
     dist.destroy_process_group()
 

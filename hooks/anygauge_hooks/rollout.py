@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from anygauge_hooks.rl import NO_VERSION, Sample
@@ -92,9 +92,6 @@ class Generator(Protocol):
 
         :raises RolloutError: The request cannot be served, or no engine is left to serve it.
         """
-
-    def stream(self, request: GenerateRequest) -> AsyncIterator[Generation]:
-        """Stream a continuation; each part has only the new tokens."""
 
     async def abort(self) -> None:
         """Abort all generations in flight; each returns its tokens so far, with finish reason ``"abort"``."""

@@ -5,7 +5,7 @@ What goes over the wire is the engine's own affair; the core speaks to a server 
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol
 
@@ -15,7 +15,6 @@ from anygauge_hooks.weights import WeightPeer
 if TYPE_CHECKING:
     from anygauge_hooks.media import Media
     from anygauge_hooks.rollout import GenerateRequest, Generation
-    from anygauge_hooks.weights import PauseMode
 
 __all__ = [
     "ClientLimits",
@@ -101,20 +100,15 @@ class EngineClient(Protocol):
         request: GenerateRequest,
         *,
         rank: int | None = None,
-        attempts: int | None = None,
         ends: float | None = None,
     ) -> Generation:
         """Generate a continuation of a request's tokens. Cancelling the call aborts it in the server too.
 
+        One attempt: the core gives a request again that failed, to this server or another.
+
         :param rank: Data-parallel rank of the server; ``None`` leaves the choice to it.
-        :param attempts: ``None`` takes the limits'.
         :param ends: Deadline on the event loop's clock; ``None`` takes the limits'.
         """
-
-    def stream(
-        self, request: GenerateRequest, *, rank: int | None = None
-    ) -> AsyncGenerator[Generation, None]:
-        """Stream a continuation; only the last part has a valid finish reason."""
 
     def in_flight(self) -> Set[str]:
         """Return the ids of the requests that were sent and not answered."""
@@ -124,12 +118,6 @@ class EngineClient(Protocol):
 
         :param ids: Those of :meth:`in_flight` to end; ``None`` ends all.
         """
-
-    async def pause(self, mode: PauseMode) -> None:
-        """Let the server make no token until :meth:`resume`."""
-
-    async def resume(self) -> None:
-        """Let the server go on."""
 
     async def set_memory_state(self, state: MemoryState) -> None:
         """Have the server release or restore device memory.

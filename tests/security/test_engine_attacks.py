@@ -81,18 +81,15 @@ def test_the_run_shows_the_right_key_with_every_request_for_generation(server: F
         client = EngineClient(server.address, CLIENT, keys=KEYS)
         try:
             assert (await client.generate(REQUEST)).tokens
-            assert [part async for part in client.stream(REQUEST)]
             assert await client.model_info()
             assert await client.server_info()
             assert await client.is_answering()
             assert await client.is_healthy()
-            await client.pause()
             await client.abort()
             await client.abort(["one"])
-            await client.resume()
             assert await client.flush_cache()
-            await client.release(["kv_cache"])
-            await client.regain(["kv_cache"])
+            await client.move_memory("release", ["kv_cache"])
+            await client.move_memory("resume", ["kv_cache"])
         finally:
             await client.close()
 

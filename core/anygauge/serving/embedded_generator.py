@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import chain
@@ -58,10 +58,6 @@ class EmbeddedGenerator:
         if not self._is_gathering:
             self._gather()
         return await queued.answer
-
-    async def stream(self, request: GenerateRequest) -> AsyncIterator[Generation]:
-        """Yield the continuation as one part."""
-        yield await self.generate(request)
 
     async def abort(self) -> None:
         """Answer waiting requests with no tokens; a running wave continues."""

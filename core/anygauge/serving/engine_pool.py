@@ -3,19 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import (
-    AsyncGenerator,
-    AsyncIterator,
-    Awaitable,
-    Callable,
-    Collection,
-    Coroutine,
-    Iterable,
-    Iterator,
-    Mapping,
-    Sequence,
-)
-from contextlib import aclosing, contextmanager, suppress
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TypeVar
 
@@ -326,7 +315,7 @@ class EnginePool:
         with self._prefill(request, tickets) as prefills:
             async with attempting(engine, *prefills):
                 return await engine.client.generate(
-                    request, rank=rank, attempts=1, ends=active.ends, **handover(prefills)
+                    request, rank=rank, ends=active.ends, **handover(prefills)
                 )
 
     @contextmanager
@@ -342,42 +331,6 @@ class EnginePool:
             yield (prefill,)
         finally:
             prefill.end()
-
-    async def stream(self, request: GenerateRequest) -> AsyncIterator[Generation]:
-        """Stream a continuation. If an engine is lost, another continues from the tokens so far."""
-        rest = request
-        with self._active_request() as active:
-            while True:
-                tickets = await self._enter(active, rest)
-                if tickets is None:
-                    yield Generation((), (), (), "abort")
-                    return
-                try:
-                    async with aclosing(self._parts(rest, tickets)) as parts:
-                        async for part in parts:
-                            rest = _after(rest, part)
-                            yield part
-                    return
-                except (EngineAwayError, DeadlineError) as error:
-                    self._note(request, active, _Failure(tickets.engines, error))
-                finally:
-                    self._leave(tickets)
-                if not rest.params.max_new_tokens:
-                    yield Generation((), (), (), "length")
-                    return
-
-    async def _parts(self, request: GenerateRequest, tickets: _Tickets) -> AsyncGenerator[Generation, None]:
-        """Yield parts until the engine is given up."""
-        engine, rank = self._engine_of(tickets.answering)
-        with self._prefill(request, tickets) as prefills:
-            stream = engine.client.stream(request, rank=rank, **handover(prefills))
-            async with aclosing(stream) as parts:
-                while True:
-                    async with attempting(engine, *prefills):
-                        part = await anext(parts, None)
-                    if part is None:
-                        return
-                    yield part
 
     def _engine_of(self, ticket: Ticket) -> tuple[PoolEngine, int | None]:
         """Return the engine of a place, and the rank in it if it has several."""
@@ -518,10 +471,3 @@ def _prompt_alone(request: GenerateRequest) -> GenerateRequest:
 def _length(generation: Generation) -> int | None:
     """Return the length of a response that ended by itself."""
     return None if generation.finish_reason == "abort" else len(generation.tokens)
-
-
-def _after(request: GenerateRequest, part: Generation) -> GenerateRequest:
-    """Return the request that goes on after a part of its response."""
-    budget = request.params.max_new_tokens - len(part.tokens)
-    params = replace(request.params, max_new_tokens=budget)
-    return request._replace(tokens=request.tokens + part.tokens, params=params)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections import OrderedDict
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -65,7 +64,8 @@ class LoadBalancer:
 
         balancer = LoadBalancer()
         balancer.add("engine-0", ranks=2, concurrency=64)
-        with balancer.claim(prompt_tokens=100, max_new_tokens=512) as ticket: ...
+        ticket = balancer.take(prompt_tokens=100, max_new_tokens=512)
+        balancer.release(ticket)
     """
 
     def __init__(self, *, affinity: float = 1.5, sessions: int = 1 << 16) -> None:
@@ -156,18 +156,6 @@ class LoadBalancer:
         if response_tokens is not None:
             self._ended += 1
             self.expected += (response_tokens - self.expected) * max(_SHARE, 1 / self._ended)
-
-    @contextmanager
-    def claim(
-        self, prompt_tokens: int, max_new_tokens: int, session: str | None = None
-    ) -> Iterator[Ticket | None]:
-        """Take a ticket for the duration of the block."""
-        ticket = self.take(prompt_tokens, max_new_tokens, session)
-        try:
-            yield ticket
-        finally:
-            if ticket is not None:
-                self.release(ticket)
 
     def _response(self, max_new_tokens: int) -> int:
         return min(round(self.expected), max_new_tokens) if self._ended else max_new_tokens

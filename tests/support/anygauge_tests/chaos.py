@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from itertools import chain
 from random import Random
 from typing import Any, Literal, cast, get_args
 
@@ -25,7 +24,7 @@ from anygauge_tests.chaos_summary import RequestSummary
 from anygauge_tests.fake_engine import EOS, FakeServer, Options, expected
 from anygauge_tests.fake_engine.process import MODULE
 from anygauge_tests.fork_server import ForkServers
-from anygauge_tests.pauses import using
+from anygauge_tests.pauses import pause, resume, using
 
 __all__ = ["Outcome", "Strike", "run_chaos"]
 
@@ -52,9 +51,7 @@ _OPTIONS = RolloutClient(
     probe_timeout_s=1.0,
     outage_timeout_s=60.0,
 )
-_ENGINE = Options(
-    weight_version="0", token_s=0.004, slots=16, lengths="uniform:20:200", stream_s=0.05, disconnect_s=0.5
-)
+_ENGINE = Options(weight_version="0", token_s=0.004, slots=16, lengths="uniform:20:200", disconnect_s=0.5)
 _LAST_S = 60.0
 """Seconds for in-flight requests to finish after the last fault."""
 
@@ -159,15 +156,7 @@ class _ChaosRun:
         request = GenerateRequest(
             str(number), (5, number % 997), params, seed=number, session=str(number // 4)
         )
-        if number % 4:
-            return await self._pool.generate(request)
-        parts = [part async for part in self._pool.stream(request)]
-        return Generation(
-            tokens=tuple(chain.from_iterable(part.tokens for part in parts)),
-            log_probs=tuple(chain.from_iterable(part.log_probs for part in parts)),
-            weight_versions=tuple(chain.from_iterable(part.weight_versions for part in parts)),
-            finish_reason=parts[-1].finish_reason,
-        )
+        return await self._pool.generate(request)
 
     def _check(self, number: int, generation: Generation) -> None:
         """Compare every token and log-prob with what the weights of its version give."""
@@ -257,10 +246,10 @@ class _ChaosRun:
         self._pool.mark(name, "paused", "somebody works on it")
         try:
             async with using(self._pool, name):
-                await client.pause(mode)
+                await pause(client, mode)
                 await self._attempted(work)
                 if self._state(name, client) == "paused":
-                    await client.resume()
+                    await resume(client)
                     self._pool.mark(name, "serving")
         except (EngineAwayError, DeadlineError) as error:
             if self._state(name, client) == "paused":

@@ -5,14 +5,26 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import cast
 
+from anygauge.serving.client import EngineClient as SGLangClient
 from anygauge.serving.engine_pool import EnginePool
 from anygauge.serving.engine_state import attempting
 from anygauge_hooks.errors import DeadlineError, RolloutError
 from anygauge_hooks.serving import EngineClient
 from anygauge_hooks.weights import PauseMode
 
-__all__ = ["pause_all", "resume_all", "using"]
+__all__ = ["pause", "pause_all", "resume", "resume_all", "using"]
+
+
+async def pause(client: EngineClient, mode: PauseMode) -> None:
+    """Let an SGLang server make no token."""
+    await cast(SGLangClient, client).command("/pause_generation", {"mode": mode}, purpose=f"a pause ({mode})")
+
+
+async def resume(client: EngineClient) -> None:
+    """Let a paused SGLang server go on."""
+    await cast(SGLangClient, client).command("/continue_generation", {}, purpose="the end of a pause")
 
 
 @asynccontextmanager
@@ -29,24 +41,24 @@ async def using(pool: EnginePool, name: str) -> AsyncIterator[EngineClient]:
 async def pause_all(pool: EnginePool, mode: PauseMode = "retract") -> None:
     """Let no engine make a token, and give them nothing new. An engine that cannot be paused is dead."""
 
-    async def pause(name: str) -> None:
+    async def one(name: str) -> None:
         pool.mark(name, "paused", "all engines are paused")
         async with _dead_on_failure(pool, name), using(pool, name) as client:
-            await client.pause(mode)
+            await pause(client, mode)
 
-    await asyncio.gather(*map(pause, _names(pool, "serving")))
+    await asyncio.gather(*map(one, _names(pool, "serving")))
 
 
 async def resume_all(pool: EnginePool) -> None:
     """Let the engines that are paused go on."""
 
-    async def resume(name: str) -> None:
+    async def one(name: str) -> None:
         async with _dead_on_failure(pool, name), using(pool, name) as client:
-            await client.resume()
+            await resume(client)
             if pool.report()[name].state == "paused":
                 pool.mark(name, "serving")
 
-    await asyncio.gather(*map(resume, _names(pool, "paused")))
+    await asyncio.gather(*map(one, _names(pool, "paused")))
 
 
 def _names(pool: EnginePool, state: str) -> list[str]:

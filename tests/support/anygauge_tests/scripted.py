@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from anygauge_hooks.rl import FinishReason
@@ -35,7 +35,7 @@ class ScriptedGenerator:
         """Requests that were cancelled."""
         self.version = 0
         self.hold = asyncio.Event()
-        """Generations wait for it before their last token."""
+        """Generations wait for it."""
         self.hold.set()
         self.began = asyncio.Event()
         """A generation has begun."""
@@ -45,33 +45,23 @@ class ScriptedGenerator:
 
     async def generate(self, request: GenerateRequest) -> Generation:
         """Return the next text."""
-        parts = [part async for part in self.stream(request)]
-        return _joined(parts)
-
-    async def stream(self, request: GenerateRequest) -> AsyncIterator[Generation]:
-        """Yield the next text, a token at a time."""
         failure, self.failure = self.failure, None
         if failure is not None:
             raise failure
-        parts = list(self._parts(request))
-        given = []
+        said = self._said(request)
+        self.began.set()
         try:
-            for position, part in enumerate(parts):
-                if position == len(parts) - 1:
-                    self.began.set()
-                    await self.hold.wait()
-                await asyncio.sleep(0)
-                given.append(part)
-                yield part
-        except (asyncio.CancelledError, GeneratorExit):
+            await self.hold.wait()
+        except asyncio.CancelledError:
             self.cancelled.append(request.id)
             raise
-        self.sampled.append(_joined(given))
+        self.sampled.append(said)
+        return said
 
     async def abort(self) -> None:
         """Do nothing: what is under way is at its end soon."""
 
-    def _parts(self, request: GenerateRequest) -> Iterator[Generation]:
+    def _said(self, request: GenerateRequest) -> Generation:
         said = self._script.pop(0) if isinstance(self._script, list) else self._script(request)
         self.requests.append(request)
         text = said if isinstance(said, str) else said[0]
@@ -81,20 +71,10 @@ class ScriptedGenerator:
             tokens.append(self._tokenizer.eos_token_id)
         if len(tokens) > request.params.max_new_tokens:
             tokens, finish = tokens[: request.params.max_new_tokens], "length"
-        for token in tokens:
-            self._drawn += 1
-            yield Generation((token,), (-self._drawn / 1024,), (self.version,), finish)
-        if not tokens:
-            yield Generation((), (), (), finish)
+        count = len(tokens)
+        first, self._drawn = self._drawn + 1, self._drawn + count
+        log_probs = tuple(-number / 1024 for number in range(first, first + count))
+        return Generation(tuple(tokens), log_probs, (self.version,) * count, finish)
 
     def _characters(self, text: str) -> list[int]:
         return [token for character in text for token in self._tokenizer.encode(character)]
-
-
-def _joined(parts: list[Generation]) -> Generation:
-    return Generation(
-        tuple(token for part in parts for token in part.tokens),
-        tuple(value for part in parts for value in part.log_probs),
-        tuple(version for part in parts for version in part.weight_versions),
-        parts[-1].finish_reason,
-    )

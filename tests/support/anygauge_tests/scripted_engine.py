@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from anygauge_hooks.rl import Prompt
@@ -69,10 +69,6 @@ class ScriptedEngine:
     def _generation(self, tokens: Sequence[int], finish_reason: Any) -> Generation:
         count = len(tokens)
         return Generation(tuple(tokens), (-0.5,) * count, (self.version,) * count, finish_reason)
-
-    async def stream(self, request: GenerateRequest) -> AsyncIterator[Generation]:
-        """Yield it as one part."""
-        yield await self.generate(request)
 
     async def abort(self) -> None:
         """End every request that waits."""

@@ -100,13 +100,11 @@ def store() -> DictStore:
     )
 
 
-def ask(
-    server: FakeServer, store: DictStore, asked: GenerateRequest, *, stream: bool = False
-) -> list[Generation]:
-    async def run() -> list[Generation]:
+def ask(server: FakeServer, store: DictStore, asked: GenerateRequest) -> Generation:
+    async def run() -> Generation:
         client = EngineClient(server.address, RolloutClient(pause_s=0.01), image_encoder=ImageEncoder(store))
         try:
-            return [each async for each in client.stream(asked)] if stream else [await client.generate(asked)]
+            return await client.generate(asked)
         finally:
             await client.close()
 
@@ -119,24 +117,20 @@ def png(store: DictStore, key: str) -> bytes:
     return file.getvalue()
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_the_server_sees_the_images_in_order(server: FakeServer, store: DictStore, stream: bool) -> None:
+def test_the_server_sees_the_images_in_order(server: FakeServer, store: DictStore) -> None:
     media = image("a", 1, 2, 3), image("b", 9, 1, 2)
     asked = request((7, *(PAD,) * 6, 8, 9, *(PAD,) * 2, 3), *media)
     a, b = stand_ins(png(store, "a"), 6, VOCAB), stand_ins(png(store, "b"), 2, VOCAB)
-    said = ask(server, store, asked, stream=stream)
+    said = ask(server, store, asked)
     tokens, _ = expected((7, *a, 8, 9, *b, 3), 5, "default", 0, 6, VOCAB)
-    assert tuple(token for part in said for token in part.tokens) == tokens
+    assert said.tokens == tokens
     other, _ = expected((7, *b, *a[2:], 8, 9, *b, 3), 5, "default", 0, 6, VOCAB)
     assert tokens != other
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_a_server_that_counts_otherwise_is_found_out(
-    server: FakeServer, store: DictStore, stream: bool
-) -> None:
+def test_a_server_that_counts_otherwise_is_found_out(server: FakeServer, store: DictStore) -> None:
     with pytest.raises(RolloutError, match="has read 5 tokens in request 7-0, which has 7 with 1 images"):
-        ask(server, store, request((7, *(PAD,) * 6), image("odd", 1, 2, 3)), stream=stream)
+        ask(server, store, request((7, *(PAD,) * 6), image("odd", 1, 2, 3)))
 
 
 def test_an_image_that_is_gone_is_named_and_the_next_request_is_served(

@@ -21,7 +21,7 @@ from anygauge_hooks.errors import DeadlineError, RolloutError
 from anygauge_hooks.rl import SamplingParams
 from anygauge_hooks.rollout import GenerateRequest, Generation
 from anygauge_tests.fake_engine import EOS, FakeServer, Options, expected
-from anygauge_tests.pauses import pause_all, resume_all
+from anygauge_tests.pauses import pause, pause_all, resume, resume_all
 
 T = TypeVar("T")
 SEED = 7
@@ -108,12 +108,6 @@ def slowed(*servers: FakeServer) -> Iterator[None]:
             server.fault("slow", argument=1.0)
 
 
-async def streamed(pool: EnginePool, wanted: GenerateRequest) -> Generation:
-    parts = [part async for part in pool.stream(wanted)]
-    fields = [sum(values, ()) for values in zip(*(part[:3] for part in parts), strict=True)]
-    return Generation(*fields, parts[-1].finish_reason)
-
-
 # -------------------------------------------------------------------------
 # Nothing goes wrong
 # -------------------------------------------------------------------------
@@ -157,11 +151,11 @@ def test_ranks_of_an_engine_get_their_requests() -> None:
     async def work() -> None:
         async with fleet_of() as pool:
             pool.add("wide", SGLangPeer(address=wide.address), ranks=2, concurrency=8)
-            await pool.client("wide").pause("in_place")
+            await pause(pool.client("wide"), "in_place")
             tasks = [asyncio.create_task(pool.generate(request(number))) for number in range(8)]
             await asyncio.sleep(0)
             assert [load.requests for load in pool.report()["wide"].loads] == [4, 4]
-            await pool.client("wide").resume()
+            await resume(pool.client("wide"))
             await asyncio.gather(*tasks)
 
     with FakeServer(Options(token_s=0.0005, dp_size=2)) as wide:
@@ -173,8 +167,6 @@ def test_a_refusal_reaches_who_asked(servers: list[FakeServer]) -> None:
         async with fleet_of(*servers) as pool:
             with pytest.raises(RolloutError, match="maximum context length"):
                 await pool.generate(request(0, count=1 << 20))
-            with pytest.raises(RolloutError, match="maximum context length"):
-                await streamed(pool, request(0, count=1 << 20))
             assert all(report.state == "serving" for report in pool.report().values())
             assert all(report.loads == IDLE for report in pool.report().values())
 
@@ -209,11 +201,10 @@ def test_what_a_killed_engine_had_is_generated_elsewhere(
         died: list[str] = []
         async with fleet_of(mortal, servers[0], died=lambda name, reason: died.append(name)) as pool:
             with slowed(mortal):
-                whole = [asyncio.create_task(pool.generate(request(number))) for number in range(20)]
-                parts = [asyncio.create_task(streamed(pool, request(number))) for number in range(20, 40)]
+                tasks = [asyncio.create_task(pool.generate(request(number))) for number in range(40)]
                 await until(lambda: sum(mortal.state()["running"]) == 8)
                 mortal.kill()
-            for number, found in enumerate(await asyncio.gather(*whole, *parts)):
+            for number, found in enumerate(await asyncio.gather(*tasks)):
                 check(number, found)
             await until(lambda: died == ["engine-0"])
             report = pool.report()["engine-0"]
@@ -233,11 +224,10 @@ def test_what_a_hung_engine_had_is_generated_elsewhere(servers: list[FakeServer]
     async def work() -> None:
         async with fleet_of(mortal, servers[0], probe_timeout_s=0.5) as pool:
             with slowed(mortal):
-                whole = [asyncio.create_task(pool.generate(request(number))) for number in range(10)]
-                parts = [asyncio.create_task(streamed(pool, request(number))) for number in range(10, 20)]
+                tasks = [asyncio.create_task(pool.generate(request(number))) for number in range(20)]
                 await until(lambda: sum(mortal.state()["running"]) == 8)
                 await asyncio.to_thread(mortal.fault, "hang")
-            for number, found in enumerate(await asyncio.gather(*whole, *parts)):
+            for number, found in enumerate(await asyncio.gather(*tasks)):
                 check(number, found)
 
     mortal.start()
@@ -247,13 +237,13 @@ def test_what_a_hung_engine_had_is_generated_elsewhere(servers: list[FakeServer]
 def test_what_an_unusable_engine_had_is_generated_elsewhere(servers: list[FakeServer]) -> None:
     async def work() -> None:
         async with fleet_of(*servers) as pool:
-            await pool.client("engine-0").pause("in_place")
+            await pause(pool.client("engine-0"), "in_place")
             tasks = [asyncio.create_task(pool.generate(request(number))) for number in range(8)]
             await until(lambda: len(servers[0].state()["requests"]) == 4)
             pool.mark("engine-0", "unusable", "half of an update")
             for number, found in enumerate(await asyncio.gather(*tasks)):
                 check(number, found)
-            await pool.client("engine-0").resume()
+            await resume(pool.client("engine-0"))
             # Nobody counts what the engine made of them meanwhile, and it was told to stop.
             await until(lambda: not servers[0].state()["requests"])
             pool.mark("engine-0", "serving")
@@ -387,11 +377,10 @@ def test_closing_ends_who_waits() -> None:
 def test_an_abort_ends_what_runs_and_what_waits(servers: list[FakeServer]) -> None:
     async def work() -> None:
         async with fleet_of(*servers, concurrency=2) as pool:
-            whole = [asyncio.create_task(pool.generate(endless(number))) for number in range(6)]
-            part = asyncio.create_task(streamed(pool, endless(6)))
+            tasks = [asyncio.create_task(pool.generate(endless(number))) for number in range(7)]
             await until(lambda: all(sum(server.state()["running"]) == 2 for server in servers))
             await pool.abort()
-            found = await asyncio.gather(*whole, part)
+            found = await asyncio.gather(*tasks)
             assert {generation.finish_reason for generation in found} == {"abort"}
             for number, generation in enumerate(found):
                 assert (

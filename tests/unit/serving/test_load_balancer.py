@@ -60,20 +60,6 @@ def test_a_place_is_given_back_once() -> None:
     assert found.loads() == {"a": [Load(1, 110)]}
 
 
-def test_a_claim_is_given_back_on_every_way_out() -> None:
-    found = dispatcher("a")
-
-    def fail() -> None:
-        with found.claim(10, 100) as ticket:
-            assert ticket is not None
-            assert found.loads() == {"a": [Load(1, 110)]}
-            raise KeyError
-
-    with pytest.raises(KeyError):
-        fail()
-    assert found.loads() == {"a": [Load(0, 0)]}
-
-
 def test_lengths_are_learned() -> None:
     """The budget stands for a response until one has ended; what is there keeps its estimate."""
     found = dispatcher("a")

@@ -78,12 +78,6 @@ def check(number: int, found: Generation) -> None:
     assert found.log_probs == log_probs
 
 
-async def streamed(pool: EnginePool, wanted: GenerateRequest) -> Generation:
-    parts = [part async for part in pool.stream(wanted)]
-    fields = [sum(values, ()) for values in zip(*(part[:3] for part in parts), strict=True)]
-    return Generation(*fields, parts[-1].finish_reason)
-
-
 async def until(holds: Callable[[], bool], within_s: float = 30.0) -> None:
     ends = time.monotonic() + within_s
     while not await asyncio.to_thread(holds):
@@ -100,9 +94,8 @@ def test_each_request_meets_in_a_room_of_its_own_and_each_kind_is_shared_out(
 ) -> None:
     async def work() -> None:
         async with fleet_of(*servers) as pool:
-            whole = [pool.generate(request(number)) for number in range(30)]
-            parts = [streamed(pool, request(number)) for number in range(30, 40)]
-            for number, found in enumerate(await asyncio.gather(*whole, *parts)):
+            answers = await asyncio.gather(*(pool.generate(request(number)) for number in range(40)))
+            for number, found in enumerate(answers):
                 check(number, found)
             assert [report.kind for report in pool.report().values()] == list(KINDS)
             assert all(report.loads == IDLE for report in pool.report().values())
@@ -151,14 +144,13 @@ def test_what_was_half_done_when_an_engine_is_killed_is_generated_elsewhere(
             victim = servers[lost]
             for server in servers:
                 server.fault("slow", argument=300.0)
-            whole = [asyncio.create_task(pool.generate(request(number))) for number in range(16)]
-            parts = [asyncio.create_task(streamed(pool, request(number))) for number in range(16, 20)]
+            tasks = [asyncio.create_task(pool.generate(request(number))) for number in range(20)]
             await until(lambda: sum(victim.state()["running"]) > 2)
             victim.kill()
             for server in servers:
                 if server is not victim:
                     server.fault("slow", argument=1.0)
-            for number, found in enumerate(await asyncio.gather(*whole, *parts)):
+            for number, found in enumerate(await asyncio.gather(*tasks)):
                 check(number, found)
             await until(lambda: pool.report()[f"engine-{lost}"].state == "dead")
             await asyncio.to_thread(victim.start)

@@ -10,10 +10,8 @@ import pytest
 
 from anygauge.serving.client.wire import (
     BootstrapRoom,
-    StreamDecoder,
     generation_of,
     read_answer,
-    reading,
     request_body,
     version_of,
 )
@@ -24,6 +22,7 @@ from anygauge_hooks.rollout import GenerateRequest
 PARAMS = SamplingParams(
     max_new_tokens=9, temperature=0.7, top_p=0.9, top_k=4, stop=("\n",), stop_token_ids=(3,), ignore_eos=True
 )
+REQUEST = GenerateRequest("7-0", (1, 2), PARAMS, seed=0)
 
 
 def answer(**meta: Any) -> dict[str, Any]:
@@ -57,7 +56,6 @@ def test_a_request_in_bytes() -> None:
             "stop_token_ids": [3],
         },
         "return_logprob": True,
-        "stream": False,
         "routed_dp_rank": 1,
     }
 
@@ -135,7 +133,7 @@ def test_an_answer_that_contradicts_itself(meta: dict[str, Any], message: str) -
 )
 def test_an_answer_of_somebody_else(data: bytes) -> None:
     with pytest.raises(RolloutError, match="e returned an invalid generation"):
-        read_answer(data, "e")
+        read_answer(data, "e", REQUEST)
 
 
 BAD_VALUES = [
@@ -151,10 +149,7 @@ def test_values_that_are_no_tokens_and_no_log_probs(pair: Any) -> None:
     whole = answer(output_token_logprobs=pairs)
     del whole["output_ids"]
     with pytest.raises(RolloutError, match="e returned an invalid generation"):
-        read_answer(json.dumps(whole).encode(), "e")
-    streamed = {"meta_info": {**chunk(3, "7")["meta_info"], "output_token_logprobs": pairs}}
-    with pytest.raises(RolloutError, match="e returned an invalid generation"), reading(b"", "e"):
-        StreamDecoder("e", "7").next(streamed)
+        read_answer(json.dumps(whole).encode(), "e", REQUEST)
 
 
 def test_a_log_prob_that_rounding_has_put_above_0_is_0() -> None:
@@ -165,48 +160,3 @@ def test_a_log_prob_that_rounding_has_put_above_0_is_0() -> None:
 
 def test_weights_without_a_label_are_those_of_the_start() -> None:
     assert [version_of(label, "e") for label in (None, "default", "0", "12")] == [0, 0, 0, 12]
-
-
-def chunk(count: int, version: str, *, since: int = 0, spans: Any = None) -> dict[str, Any]:
-    meta: dict[str, Any] = {
-        "id": "x",
-        "finish_reason": {"type": "length", "length": count} if spans else None,
-        "weight_version": version,
-        "completion_tokens": count,
-        "output_token_logprobs": [[-1.0, token, None] for token in range(since, count)],
-    }
-    if spans:
-        meta["weight_versions"] = [{"version": v, "start": a, "end": b} for v, a, b in spans]
-    return {"meta_info": meta}
-
-
-@pytest.mark.parametrize("incremental", [False, True])
-def test_tokens_of_a_stream_wait_until_their_weights_are_known(incremental: bool) -> None:
-    """The third chunk names version 8, but its first token may be of version 7: only the last chunk tells."""
-    parts = StreamDecoder("e", "7")
-    since = (0, 2, 4, 6) if incremental else (0, 0, 0, 0)
-    chunks = [
-        chunk(2, "7", since=since[0]),
-        chunk(4, "7", since=since[1]),
-        chunk(6, "8", since=since[2]),
-        chunk(9, "8", since=since[3], spans=[("7", 0, 5), ("8", 5, 9)]),
-    ]
-    found = [parts.next(each) for each in chunks]
-    assert [part.tokens for part in found] == [(0, 1), (2, 3), (), (4, 5, 6, 7, 8)]
-    assert found[3].weight_versions == (7, 8, 8, 8, 8)
-    assert parts.finished
-    assert found[3].finish_reason == "length"
-
-
-def test_the_first_tokens_of_a_stream_may_be_of_the_weights_before() -> None:
-    parts = StreamDecoder("e", "7")
-    assert parts.next(chunk(3, "8")).tokens == ()
-    last = parts.next(chunk(4, "8", spans=[("7", 0, 2), ("8", 2, 4)]))
-    assert (last.tokens, last.weight_versions) == ((0, 1, 2, 3), (7, 7, 8, 8))
-
-
-def test_a_stream_with_a_gap() -> None:
-    parts = StreamDecoder("e", "7")
-    parts.next(chunk(2, "7"))
-    with pytest.raises(RolloutError, match=r"streamed 3 tokens .* there are 5"):
-        parts.next(chunk(5, "7", since=4))

@@ -104,10 +104,6 @@ class RolloutGenerator:
             raise self._no_room(len(request.tokens))
         return said
 
-    async def stream(self, request: GenerateRequest) -> AsyncIterator[Generation]:
-        """Yield the continuation as one part."""
-        yield await self.generate(request)
-
     async def abort(self) -> None:
         """Leave it to the run, which knows when."""
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import errno
 import resource
-from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any
 
 import aiohttp
@@ -60,41 +60,16 @@ class Channel:
         :raises RolloutError: The server refuses the request, today and tomorrow.
         """
         asked = f"{'GET' if body is None else 'POST'} {path}"
-        async with self._limited(timeout_s, timeout_s, asked, purpose), self._request(path, body) as answer:
+        async with self._limited(timeout_s, asked, purpose), self._request(path, body) as answer:
             data = await answer.read()
         self._check(answer.status, data, asked, purpose)
         return data
 
-    async def stream(
-        self, path: str, body: bytes, *, timeout_s: float, purpose: str
-    ) -> AsyncGenerator[bytes, None]:
-        """Stream the body of an answer; raises the exceptions of :meth:`ask`.
-
-        Time counts while the server is waited for, not while the caller works on a piece.
-        """
-        asked, left_s = f"POST {path}", timeout_s
-        clock = asyncio.get_running_loop().time
-        async with AsyncExitStack() as opened:
-            began = clock()
-            async with self._limited(left_s, timeout_s, asked, purpose):
-                answer = await opened.enter_async_context(self._request(path, body))
-                if answer.status >= _BAD:
-                    self._check(answer.status, await answer.read(), asked, purpose)
-            left_s -= clock() - began
-            while True:
-                began = clock()
-                async with self._limited(left_s, timeout_s, asked, purpose):
-                    piece = await answer.content.readany()
-                left_s -= clock() - began
-                if not piece:
-                    return
-                yield piece
-
     @asynccontextmanager
-    async def _limited(self, left_s: float, limit_s: float, asked: str, purpose: str) -> AsyncIterator[None]:
+    async def _limited(self, limit_s: float, asked: str, purpose: str) -> AsyncIterator[None]:
         """Turn what happens to connections in the block into the project's errors."""
         try:
-            async with asyncio.timeout(max(left_s, 0.0)) as limit:
+            async with asyncio.timeout(limit_s) as limit:
                 yield
         except TimeoutError as error:
             if not limit.expired():

@@ -5,29 +5,19 @@ from __future__ import annotations
 import asyncio
 import itertools
 import secrets
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Mapping
-from contextlib import ExitStack, aclosing, asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Iterable, Mapping
+from contextlib import ExitStack, asynccontextmanager, suppress
 from random import Random
-from typing import Any, TypeVar
+from typing import Any, Literal
 
 import orjson
 
 from anygauge.serving.client.channel import Channel, OpenFilesError
-from anygauge.serving.client.memory import EngineMemory, MemoryPart
-from anygauge.serving.client.wire import (
-    BootstrapRoom,
-    StreamDecoder,
-    check_length,
-    read_answer,
-    reading,
-    request_body,
-    was_aborted,
-)
+from anygauge.serving.client.wire import BootstrapRoom, read_answer, request_body, was_aborted
 from anygauge_hooks.errors import DeadlineError, RolloutError
 from anygauge_hooks.rollout import GenerateRequest, Generation
 from anygauge_hooks.serving import ClientLimits, EngineAwayError, ImageEncoder, MemoryState
 from anygauge_hooks.sglang import NO_KEYS, ServerKeys
-from anygauge_hooks.weights import PauseMode
 
 __all__ = ["EngineClient", "retry_pause_s"]
 
@@ -36,7 +26,15 @@ _ABANDON_S = 10.0
 """For telling an engine that nobody waits for a request any more."""
 _jitter = Random()
 """Separate random generator, so that a retry draws no random number of the run."""
-T = TypeVar("T")
+_LOOK_S = 0.05
+"""Interval of checks whether an engine is idle."""
+MemoryPart = Literal["kv_cache", "weights", "cuda_graph"]
+"""Part of an engine's memory, by SGLang's tag. Released parts come back empty."""
+_RELEASED: Mapping[MemoryState, frozenset[MemoryPart]] = {
+    "nothing": frozenset({"kv_cache", "cuda_graph", "weights"}),
+    "weights": frozenset({"kv_cache", "cuda_graph"}),
+    "everything": frozenset(),
+}
 
 
 class EngineClient:
@@ -74,7 +72,7 @@ class EngineClient:
         """Why the last health probe failed."""
         self.weight_version = 0
         """Not used: SGLang's answers say which weights made a token."""
-        self._memory = EngineMemory()
+        self._released: frozenset[MemoryPart] = frozenset()
         self._channel = Channel(self.address, self.name, keys)
         self._room = asyncio.Semaphore(options.concurrency)
         self._head, self._numbers = secrets.token_hex(6), itertools.count()
@@ -87,29 +85,23 @@ class EngineClient:
         request: GenerateRequest,
         *,
         rank: int | None = None,
-        attempts: int | None = None,
         bootstrap: BootstrapRoom | None = None,
         ends: float | None = None,
     ) -> Generation:
         """Generate a continuation of a request's tokens. Waits while the client is at its concurrency limit.
 
-        An attempt that fails is ended in the engine before the request is given again, under another id.
-        Cancelling the call ends the request in the engine too.
+        A request that fails, or whose caller is cancelled, is ended in the engine too. It may be given again,
+        to this engine or another: each attempt has an id of its own.
 
         :param rank: Data-parallel rank of the engine; ``None`` leaves the choice to the engine.
-        :param attempts: ``None`` takes ``options.attempts``.
         :param bootstrap: With an engine that has read the prompt.
-        :param ends: Of the time for all attempts, as the event loop tells it; ``None`` begins it now.
-        :raises RolloutError: The engine refuses the request, or failed in every attempt.
+        :param ends: Deadline on the event loop's clock; ``None`` takes ``options.request_timeout_s``.
+        :raises RolloutError: The engine refuses the request, or failed.
         :raises DeadlineError: No answer in ``options.request_timeout_s``.
         """
         if ends is None:
             ends = asyncio.get_running_loop().time() + self.options.request_timeout_s
-
-        async def attempt() -> Generation:
-            return read_answer(await self._request(request, rank, bootstrap, ends), self.name, request)
-
-        return await self._repeat(attempt, attempts or self.options.attempts, ends)
+        return read_answer(await self._request(request, rank, bootstrap, ends), self.name, request)
 
     async def read(
         self, request: GenerateRequest, bootstrap: BootstrapRoom, *, rank: int | None = None
@@ -136,35 +128,6 @@ class EngineClient:
             purpose = f"request {request.label}"
             return await self._channel.request("/generate", body, timeout_s=left_s, purpose=purpose)
 
-    async def stream(
-        self, request: GenerateRequest, *, rank: int | None = None, bootstrap: BootstrapRoom | None = None
-    ) -> AsyncGenerator[Generation, None]:
-        """Stream a continuation; only the last part has a valid finish reason.
-
-        :raises RolloutError: The engine refuses the request, or broke off (:class:`EngineAwayError`): it is
-            not given again here, since parts of it are out already.
-        """
-        purpose = f"the stream of request {request.label}"
-        limit_s = self.options.request_timeout_s
-        ends = asyncio.get_running_loop().time() + limit_s
-        async with self._attempt(request, ends) as rid:
-            model = await self.command("/model_info", None, purpose=purpose, repeat=False)
-            parts = StreamDecoder(self.name, model.get("weight_version"))
-            images = await self._images(request)
-            body = request_body(request, rid, rank=rank, stream=True, bootstrap=bootstrap, images=images)
-            pieces = self._channel.stream("/generate", body, timeout_s=limit_s, purpose=purpose)
-            async with aclosing(pieces), aclosing(_events(pieces)) as events:
-                async for event in events:
-                    with reading(event, self.name):
-                        chunk = self._chunk(event, purpose)
-                        check_length(chunk, request, self.name)
-                        part = parts.next(chunk)
-                    if part.tokens or parts.finished:
-                        yield part
-                    if parts.finished:
-                        return
-            raise EngineAwayError(f"{self.name} interrupted {purpose} after {parts.seen} tokens.")
-
     async def _images(self, request: GenerateRequest) -> list[bytes]:
         if not request.media:
             return []
@@ -174,13 +137,6 @@ class EngineClient:
                 hint='Say what the model takes: model.modalities = ["image"].',
             )
         return await self._image_encoder.encoded(request.media)
-
-    def _chunk(self, event: bytes, purpose: str) -> Mapping[str, Any]:
-        chunk: Mapping[str, Any] = orjson.loads(event)
-        if (error := chunk.get("error")) is None:
-            return chunk
-        failed = EngineAwayError if int(error.get("code", 400)) >= 500 else RolloutError
-        raise failed(f"{self.name} refused {purpose}: {error.get('message')}")
 
     @asynccontextmanager
     async def _attempt(self, request: GenerateRequest, ends: float) -> AsyncIterator[str]:
@@ -231,11 +187,6 @@ class EngineClient:
         """Return the ids of the requests that were sent and not answered."""
         return frozenset(self._rids)
 
-    @property
-    def is_idle(self) -> bool:
-        """Return whether the engine owes this client no token, also of a health check."""
-        return not self._rids and not self._probes
-
     async def abort(self, rids: Iterable[str] | None = None) -> None:
         """Abort generations in the engine; each returns its tokens so far.
 
@@ -247,14 +198,6 @@ class EngineClient:
             return
         for rid in rids:
             await self.command("/abort_request", {"rid": rid}, purpose=f"the end of {rid}")
-
-    async def pause(self, mode: PauseMode = "retract") -> None:
-        """Let the engine make no token until :meth:`resume`. Requests that come meanwhile wait in it."""
-        await self.command("/pause_generation", {"mode": mode}, purpose=f"a pause ({mode})")
-
-    async def resume(self) -> None:
-        """Let the engine go on."""
-        await self.command("/continue_generation", {}, purpose="the end of a pause")
 
     async def flush_cache(self) -> bool:
         """Return whether the engine has forgotten all prefixes; it refuses while requests run."""
@@ -268,35 +211,55 @@ class EngineClient:
 
     async def set_memory_state(self, state: MemoryState) -> None:
         """Have the engine release or restore memory, up to a memory state."""
-        await self._memory.set_state(self, state)
+        wanted = _RELEASED[state]
+        if releases := wanted - self._released:
+            await self._wait_until_idle()
+            await self.move_memory("release", releases)
+        if restores := self._released - wanted:
+            await self.move_memory("resume", restores)
+        self._released = wanted
 
-    async def release(self, parts: Iterable[MemoryPart]) -> None:
-        """Release parts of the engine's memory. An engine with requests, or without that part, dies."""
-        await self._move_memory("release", parts)
+    async def _wait_until_idle(self) -> None:
+        """Return once the engine has no request and has forgotten all prefixes: it would die otherwise.
 
-    async def regain(self, parts: Iterable[MemoryPart]) -> None:
-        """Let the engine take parts of its memory again that it has released."""
-        await self._move_memory("resume", parts)
+        Requests that were given up here may still run there for a moment.
+        """
+        limit_s = self.options.control_timeout_s
+        try:
+            async with asyncio.timeout(limit_s):
+                while self._rids or self._probes or not await self.flush_cache():
+                    await asyncio.sleep(_LOOK_S)
+        except TimeoutError as error:
+            raise DeadlineError(
+                f"{self.name} still had requests {limit_s:g} s after it was asked to make room for the "
+                "trainers.",
+                hint="Send it no requests but those of the run; raise rollout.client.control_timeout_s if "
+                "its requests end later.",
+            ) from error
 
-    async def _move_memory(self, verb: str, parts: Iterable[MemoryPart]) -> None:
+    async def move_memory(self, verb: Literal["release", "resume"], parts: Iterable[MemoryPart]) -> None:
+        """Have the engine release parts of its memory, or restore them.
+
+        An engine dies that has requests, or is told to release a part twice.
+        """
         tags = sorted(parts)
         path, purpose = f"/{verb}_memory_occupation", f"the {verb} of {' and '.join(tags)}"
         await self.command(path, {"tags": tags}, purpose=purpose, repeat=False)
 
-    async def is_healthy(self, timeout_s: float | None = None) -> bool:
+    async def is_healthy(self) -> bool:
         """Return whether the engine makes tokens. A paused one does not; see :meth:`is_answering`."""
         self._probes += 1
         try:
-            return await self._answers("/health", timeout_s)
+            return await self._answers("/health")
         finally:
             self._probes -= 1
 
-    async def is_answering(self, timeout_s: float | None = None) -> bool:
+    async def is_answering(self) -> bool:
         """Return whether the engine's front answers, also while it is paused."""
-        return await self._answers("/model_info", timeout_s)
+        return await self._answers("/model_info")
 
-    async def _answers(self, path: str, timeout_s: float | None) -> bool:
-        limit_s = timeout_s or self.options.probe_timeout_s
+    async def _answers(self, path: str) -> bool:
+        limit_s = self.options.probe_timeout_s
         try:
             await self._channel.request(path, None, timeout_s=limit_s, purpose="a sign of life")
         except OpenFilesError:  # it was never asked; who waits for a request is told
@@ -320,39 +283,30 @@ class EngineClient:
         body: Mapping[str, Any] | None,
         *,
         purpose: str,
-        timeout_s: float | None = None,
         repeat: bool = True,
     ) -> Mapping[str, Any]:
         """Call an endpoint and return its answer as a mapping; empty if it is not an object.
 
         :param body: ``None`` sends a GET.
-        :param timeout_s: For all attempts; ``None`` takes ``options.control_timeout_s``.
         :param repeat: Whether it may be sent again after a failure, since a second time changes nothing.
         :raises RolloutError: The engine refuses, or failed in every attempt.
-        :raises DeadlineError: No answer in time.
+        :raises DeadlineError: No answer in ``options.control_timeout_s``, which is for all attempts.
         """
-        limit_s = timeout_s or self.options.control_timeout_s
-        ends = asyncio.get_running_loop().time() + limit_s
+        clock = asyncio.get_running_loop().time
+        ends = clock() + self.options.control_timeout_s
         data = None if body is None else orjson.dumps(body)
-
-        async def attempt() -> Mapping[str, Any]:
-            left_s = max(ends - asyncio.get_running_loop().time(), 0.001)
-            answer = await self._channel.request(path, data, timeout_s=left_s, purpose=purpose)
-            return _mapping(answer)
-
-        return await self._repeat(attempt, self.options.attempts if repeat else 1, ends)
-
-    async def _repeat(self, attempt: Callable[[], Awaitable[T]], attempts: int, ends: float) -> T:
-        """Return the first success, with pauses of full jitter between the failures."""
-        for number in range(1, attempts + 1):
+        for number in itertools.count(1):
+            left_s = max(ends - clock(), 0.001)
             try:
-                return await attempt()
+                answer = await self._channel.request(path, data, timeout_s=left_s, purpose=purpose)
             except EngineAwayError:
                 pause_s = retry_pause_s(self.options, number)
-                if number == attempts or asyncio.get_running_loop().time() + pause_s >= ends:
+                if not repeat or number >= self.options.attempts or clock() + pause_s >= ends:
                     raise
-            await asyncio.sleep(pause_s)
-        raise AssertionError("an attempt returns or raises")
+                await asyncio.sleep(pause_s)
+            else:
+                break
+        return _mapping(answer)
 
     async def close(self, *, farewell_s: float = _ABANDON_S) -> None:
         """Abort abandoned requests in the engine, then close the connections.
@@ -380,14 +334,3 @@ def _mapping(data: bytes) -> Mapping[str, Any]:
     except orjson.JSONDecodeError:
         return {}
     return value if isinstance(value, dict) else {}
-
-
-async def _events(chunks: AsyncIterator[bytes]) -> AsyncGenerator[bytes, None]:
-    """Yield the data of each server-sent event but the last, ``[DONE]``, however long it is."""
-    rest = b""
-    async for chunk in chunks:
-        *whole, rest = (rest + chunk).split(b"\n\n")
-        for event in whole:
-            data = event.removeprefix(b"data:").strip()
-            if data and data != b"[DONE]":
-                yield data

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import orjson
@@ -17,11 +16,8 @@ from anygauge_hooks.rollout import GenerateRequest, Generation
 
 __all__ = [
     "BootstrapRoom",
-    "StreamDecoder",
-    "check_length",
     "generation_of",
     "read_answer",
-    "reading",
     "request_body",
     "version_of",
     "was_aborted",
@@ -51,7 +47,6 @@ def request_body(
     rid: str,
     *,
     rank: int | None = None,
-    stream: bool = False,
     bootstrap: BootstrapRoom | None = None,
     images: Sequence[bytes] = (),
 ) -> bytes:
@@ -69,7 +64,6 @@ def request_body(
         "input_ids": collapsed(request) if request.media else request.tokens,
         "sampling_params": _sampling_params(request.params, request.seed),
         "return_logprob": True,
-        "stream": stream,
     }
     if images:
         body["image_data"] = [orjson.Fragment(image) for image in images]
@@ -107,24 +101,16 @@ def _sampling_params(params: SamplingParams, seed: int) -> dict[str, Any]:
     return fields
 
 
-def read_answer(data: bytes, engine: str, request: GenerateRequest | None = None) -> Generation:
+def read_answer(data: bytes, engine: str, request: GenerateRequest) -> Generation:
     """Decode an answer.
 
     :param request: That was asked; with media, the engine must have read as many tokens as it has.
     :raises RolloutError: It is none, or its parts contradict each other or the request.
     """
-    with reading(data, engine):
-        answer = orjson.loads(data)
-        if request is not None:
-            check_length(answer, request, engine)
-        return generation_of(answer, engine)
-
-
-@contextmanager
-def reading(data: bytes, engine: str) -> Iterator[None]:
-    """Turn errors of the block, which reads an answer, into the project's."""
     try:
-        yield
+        answer = orjson.loads(data)
+        _check_length(answer, request, engine)
+        return generation_of(answer, engine)
     except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError) as error:
         raise RolloutError(
             f"{engine} returned an invalid generation: {error!r}; it begins with {data[:_EXCERPT]!r}.",
@@ -132,7 +118,7 @@ def reading(data: bytes, engine: str) -> Iterator[None]:
         ) from error
 
 
-def check_length(answer: Mapping[str, Any], request: GenerateRequest, engine: str) -> None:
+def _check_length(answer: Mapping[str, Any], request: GenerateRequest, engine: str) -> None:
     """Check the engine's count of prompt tokens for a request with media.
 
     :raises RolloutError: It made other numbers of tokens of the media.
@@ -241,56 +227,3 @@ def version_of(label: str | None, engine: str) -> int:
             f"{engine} serves weights of version {label!r}, which is not a number.",
             hint="Restart the server without --weight-version, or with the number of a step.",
         ) from error
-
-
-class StreamDecoder:
-    """Decoder of one stream: returns the new tokens of each chunk.
-
-    A server sends all tokens so far in each chunk, or with ``--incremental-streaming-output`` the new ones.
-    Only its last chunk says which weights made which token; the others name those of their own moment. So
-    when that name changes, what follows is held back until the last chunk tells it apart.
-
-    :param engine: How errors call it.
-    :param label: The weights' version before the request was sent.
-    """
-
-    def __init__(self, engine: str, label: str | None) -> None:
-        self.seen = 0
-        """Tokens so far, without those held back."""
-        self.finished = False
-        self._engine = engine
-        self._held: list[Sequence[Any]] = []
-        self._label = label
-
-    def next(self, chunk: Mapping[str, Any]) -> Generation:
-        """Return the new tokens of a chunk, maybe none. Only the last one has a valid finish reason."""
-        meta = chunk["meta_info"]
-        fresh = self._fresh(meta)
-        self.finished = meta.get("finish_reason") is not None
-        label = meta.get("weight_version")
-        if not self.finished and (label != self._label or self._held):
-            self._held = fresh
-            return Generation((), (), (), "length")
-        self._label, self._held = label, []
-        total = self.seen + len(fresh)
-        versions = _versions(meta, total, self._engine)[self.seen :]
-        self.seen = total
-        tokens, log_probs = _sampled(fresh)
-        return Generation(
-            tokens=tokens,
-            log_probs=log_probs,
-            weight_versions=versions,
-            finish_reason=_reason(meta, self._engine) if self.finished else "length",
-        )
-
-    def _fresh(self, meta: Mapping[str, Any]) -> list[Sequence[Any]]:
-        """Return log-probs and tokens that were not given out yet."""
-        pairs = list(meta.get("output_token_logprobs") or ())
-        total = meta.get("completion_tokens", len(pairs))
-        fresh = pairs[self.seen :] if len(pairs) == total else self._held + pairs
-        if self.seen + len(fresh) != total:
-            raise RolloutError(
-                f"{self._engine} streamed {self.seen + len(fresh)} tokens of request {meta.get('id')} and "
-                f"says that there are {total}."
-            )
-        return fresh

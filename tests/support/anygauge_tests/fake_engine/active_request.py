@@ -14,8 +14,8 @@ from anygauge_tests.fake_engine.tokens import EOS, Source, Tokens
 __all__ = ["ActiveRequest"]
 
 QUEUED_INTERVAL = 50
-"""The real scheduler hands on the tokens of a request that does not stream this many at a time; what it has
-not handed on is lost if the request is aborted while it waits in the queue."""
+"""The real scheduler hands on the tokens of a request this many at a time; what it has not handed on is lost
+if the request is aborted while it waits in the queue."""
 
 
 class ActiveRequest:
@@ -35,11 +35,10 @@ class ActiveRequest:
         lengths: Lengths,
         rank: int,
         *,
-        stream: bool = False,
         log_probs: bool = False,
     ) -> None:
         self.rid, self.prompt_length, self.source, self.rank = rid, prompt_length, source, rank
-        self.stream, self.wants_log_probs = stream, log_probs
+        self.wants_log_probs = log_probs
         self.params = params
         given = params.get("max_new_tokens")
         self.budget = 128 if given is None else int(given)
@@ -55,7 +54,7 @@ class ActiveRequest:
         """Set when it is finished."""
         self.retractions = 0
         self.moved = asyncio.Event()
-        """Set when it is finished, and when a stream may send more."""
+        """Set when it is finished."""
         self._ends_with: dict[str, Any] = {}
 
     def plan(self, version: str) -> None:
@@ -115,7 +114,7 @@ class ActiveRequest:
 
     def abort(self, *, queued: bool) -> None:
         """End now, with the tokens that exist; from the queue, with those that were handed on."""
-        if queued and not self.stream:
+        if queued:
             self.done -= self.done % QUEUED_INTERVAL
         message = "Abort in waiting queue" if queued else "Aborted"
         self.reason = {"type": "abort", "message": message}
@@ -123,12 +122,12 @@ class ActiveRequest:
             self.reason.update(status_code=None, err_type=None)
         self.moved.set()
 
-    def answer(self, version: str, since: int, facts: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what the client is sent about the tokens from ``since`` on.
+    def answer(self, version: str, facts: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what the client is sent.
 
         :param facts: Of the engine: ``spans`` and ``text`` say what the version and the options add.
         """
-        ids = self.planned.ids[since : self.done].tolist()
+        ids = self.planned.ids[: self.done].tolist()
         meta: dict[str, Any] = {
             "id": self.rid,
             "finish_reason": self.reason,
@@ -140,7 +139,7 @@ class ActiveRequest:
             "dp_rank": self.rank,
         }
         if self.wants_log_probs:
-            values = self.planned.log_probs[since : self.done].tolist()
+            values = self.planned.log_probs[: self.done].tolist()
             meta["input_token_logprobs"] = []
             meta["output_token_logprobs"] = [(value, id, None) for value, id in zip(values, ids, strict=True)]
             meta["output_token_logprobs_length"] = self.done

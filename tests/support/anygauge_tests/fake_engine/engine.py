@@ -72,7 +72,6 @@ class Engine:
             params,
             self._lengths,
             self._rank(body),
-            stream=bool(body.get("stream")),
             log_probs=bool(body.get("return_logprob")),
         )
         self.requests[rid] = request
@@ -151,10 +150,10 @@ class Engine:
         self.ranks[request.rank].update(request)
         return request
 
-    def answer(self, request: ActiveRequest, since: int = 0) -> dict[str, Any]:
-        """Return what a client is sent about the tokens of a request from ``since`` on."""
+    def answer(self, request: ActiveRequest) -> dict[str, Any]:
+        """Return what a client is sent about a request."""
         facts = {"spans": self.options.sglang != "0.5.17", "text": not self.options.skip_tokenizer}
-        return request.answer(self.weights.version, since, facts)
+        return request.answer(self.weights.version, facts)
 
     def abort(self, rid: str, *, everything: bool) -> None:
         """End requests. Without an id nothing happens, nor with one that is not known here."""

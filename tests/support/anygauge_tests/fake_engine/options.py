@@ -46,8 +46,6 @@ class Options:
     """Seconds from one token to the next."""
     lengths: str = "uniform:16:128"
     """Distribution of response lengths in tokens; see :func:`parse_lengths`."""
-    stream_s: float = 0.01
-    """Least time between two chunks of a stream, in seconds."""
     health_s: float = 0.005
     """How long ``/health`` takes; the real one takes one second."""
     health_timeout_s: float = 20.0
@@ -56,8 +54,6 @@ class Options:
     """Between the looks of a pause with aborts at what still runs; the real one takes one second."""
     disconnect_s: float = 4.0
     """Until a request is ended whose client has gone, as the real one does without an abort."""
-    incremental_stream: bool = False
-    """Stream only what is new (``--incremental-streaming-output``)."""
     skip_tokenizer: bool = False
     """Answer without text (``--skip-tokenizer-init``)."""
     disaggregation: str = "null"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
-from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
 
@@ -105,8 +104,6 @@ async def _generate(http: web.Request) -> web.StreamResponse:
     try:
         if half == "decode":
             await engine.rooms.fetch(body)
-        if request.stream:
-            return await _stream(http, engine, request)
         async with engine.generating(request):
             await _finished(http, engine, request)
         if half == "prefill" and (request.reason or {}).get("type") != "abort":
@@ -142,41 +139,6 @@ async def _answer(engine: Engine, request: ActiveRequest) -> dict[str, Any]:
     async with engine.generating(request):
         await request.moved.wait()
         return engine.answer(request)
-
-
-async def _stream(http: web.Request, engine: Engine, request: ActiveRequest) -> web.StreamResponse:
-    response = web.StreamResponse(headers={"content-type": "text/event-stream; charset=utf-8"})
-    await response.prepare(http)
-    with suppress(ConnectionError):  # the client has gone, which the next look at the request finds
-        await _send_parts(http, engine, request, response)
-    return response
-
-
-async def _send_parts(
-    http: web.Request, engine: Engine, request: ActiveRequest, response: web.StreamResponse
-) -> None:
-    async with engine.generating(request):
-        sent, finished = 0, False
-        while not finished:
-            if http.transport is None or http.transport.is_closing():
-                engine.abort(request.rid, everything=False)
-            await engine.faults.wait_if_hung()
-            finished = await _moved(engine, request)
-            if finished or request.done > sent:
-                since = sent if engine.options.incremental_stream else 0
-                sent = request.done
-                await response.write(b"data: " + orjson.dumps(engine.answer(request, since)) + b"\n\n")
-    await response.write(b"data: [DONE]\n\n")
-    await response.write_eof()
-
-
-async def _moved(engine: Engine, request: ActiveRequest) -> bool:
-    """Wait until a stream may send more; return whether the request has finished."""
-    try:
-        await asyncio.wait_for(request.moved.wait(), max(engine.options.stream_s, 0.001))
-    except TimeoutError:
-        engine.current(request)
-    return request.reason is not None
 
 
 def _play(engine: Engine, fault: Fault) -> web.Response | None:

@@ -6,7 +6,7 @@ import asyncio
 import json
 import urllib.error
 import urllib.request
-from collections.abc import AsyncGenerator, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -69,7 +69,6 @@ class VllmClient:
         request: GenerateRequest,
         *,
         rank: int | None = None,
-        attempts: int | None = None,
         ends: float | None = None,
     ) -> Generation:
         """Return what follows; the core tries again where this raises :class:`EngineAwayError`."""
@@ -91,12 +90,6 @@ class VllmClient:
             finish_reason=choice["finish_reason"],
         )
 
-    async def stream(
-        self, request: GenerateRequest, *, rank: int | None = None
-    ) -> AsyncGenerator[Generation, None]:
-        """Yield all at once."""
-        yield await self.generate(request, rank=rank)
-
     def in_flight(self) -> frozenset[str]:
         """Return the ids of unanswered requests."""
         return frozenset(self._ids)
@@ -104,14 +97,6 @@ class VllmClient:
     async def abort(self, ids: Iterable[str] | None = None) -> None:
         """End generations."""
         await self._control("/abort_requests", {"request_ids": list(ids or ())})
-
-    async def pause(self, mode: PauseMode) -> None:
-        """Make no tokens."""
-        await self._control(f"/pause?mode={PAUSES[mode]}", {})
-
-    async def resume(self) -> None:
-        """Go on."""
-        await self._control("/resume", {})
 
     async def set_memory_state(self, state: MemoryState) -> None:
         """Refuse: the engine does not declare that it releases memory."""
