@@ -6,6 +6,7 @@ raised when that plugin, or a name that nobody else provides, is asked for.
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import inspect
 import os
@@ -387,26 +388,29 @@ def _imported_item(hook: str, name: str) -> NamedFunction | TrackerSpec:
     return NamedFunction(name=name, fn=item)
 
 
-def imported(path: str, kind: str) -> Any:
+def imported(path: str, kind: str = "") -> Any:
     """Import ``package.module:function``.
 
-    :param kind: Of function, for the error.
+    :param kind: Of function, to begin the error with; without it the error leaves the path out too.
     :raises UnknownNameError: The module cannot be imported, or has no such function.
     """
-    module_name, _, attribute = path.partition(":")
+    whose = f"{kind} {path!r}: " if kind else ""
+    module, _, attribute = path.partition(":")
     try:
-        module = importlib.import_module(module_name)
+        target: Any = importlib.import_module(module)
     except (Exception, SystemExit) as error:  # foreign code: the user's module is imported
-        raise UnknownNameError(
-            f"{kind} {path!r}: importing {module_name!r} raised {error!r}.",
-            hint="It must be importable: install it, or put its folder on PYTHONPATH.",
-        ) from error
-    target: Any = module
+        if isinstance(error, ModuleNotFoundError) and error.name == module:
+            hint = "Install it, run from the directory that holds it, or put that on PYTHONPATH."
+            raise UnknownNameError(f"{whose}no module {module!r}.", hint=hint) from error
+        hint = "Correct the module, or install what it imports."
+        raise UnknownNameError(f"{whose}importing {module!r} raised {error!r}.", hint=hint) from error
     for part in attribute.split("."):
         if not hasattr(target, part):
+            functions = [known for known in dir(target) if callable(getattr(target, known, None))]
+            close = difflib.get_close_matches(part, functions)
             raise UnknownNameError(
-                f"{kind} {path!r}: {module_name!r} has no {attribute!r}.",
-                hint=f"Define it in {getattr(module, '__file__', None)}, or name a function that it has.",
+                f"{whose}module {module!r} has no {attribute!r}.",
+                hint=f"Did you mean {' or '.join(close)}?" if close else "Define it there.",
             )
         target = getattr(target, part)
     return target

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
-import importlib
-import importlib.util
 import inspect
-import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
 from inspect import Parameter
 from typing import Any
 
-from anygauge.plugins import OWN_KINDS, Plugins, is_own
+from anygauge.plugins import OWN_KINDS, Plugins, imported, is_own
+from anygauge_hooks.errors import UnknownNameError
 from anygauge_hooks.types import ConfigProblem
 
 __all__ = ["failed_plugins", "import_problems", "name_problems", "option_problems", "taken_options"]
@@ -59,34 +56,9 @@ def import_problems(path: str, name: str) -> Problems:
         yield ConfigProblem(path=path, found=name, hint="write it as package.module:function")
         return
     try:
-        missing = module not in sys.modules and importlib.util.find_spec(module) is None
-    except Exception as error:  # noqa: BLE001 - foreign code: the user's package is imported
-        hint = f"importing the package of module {module!r} failed: {error!r}"
-        yield ConfigProblem(path=path, found=name, hint=hint)
-        return
-    if missing:
-        hint = f"no module {module!r}; run from the directory that holds it, or put that on PYTHONPATH"
-        yield ConfigProblem(path=path, found=name, hint=hint)
-        return
-    yield from _attribute(path, name, module, function)
-
-
-def _attribute(path: str, name: str, module: str, function: str) -> Problems:
-    try:
-        target: Any = importlib.import_module(module)
-    except (Exception, SystemExit) as error:  # noqa: BLE001 - foreign code: the user's module is imported
-        hint = f"importing module {module!r} failed: {error!r}"
-        yield ConfigProblem(path=path, found=name, hint=hint)
-        return
-    for part in function.split("."):
-        if not hasattr(target, part):
-            functions = [known for known in dir(target) if callable(getattr(target, known, None))]
-            close = difflib.get_close_matches(part, functions)
-            hint = f"module {module!r} has no {function!r}"
-            hint += f"; did you mean {' or '.join(close)}?" if close else "; define it there"
-            yield ConfigProblem(path=path, found=name, hint=hint)
-            return
-        target = getattr(target, part)
+        imported(name)
+    except UnknownNameError as error:
+        yield ConfigProblem(path=path, found=name, hint=f"{error.args[0]} {error.hint}")
 
 
 def option_problems(path: str, name: str, fn: Callable[..., Any], options: Mapping[str, Any]) -> Problems:

@@ -7,7 +7,6 @@ import selectors
 import threading
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Executor, Future
-from types import TracebackType
 from typing import Any, TypeVar, TypeVarTuple
 
 from anygauge_hooks.errors import DeadlineError
@@ -29,9 +28,7 @@ class EventLoop:
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.run(_cancel_all())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()

@@ -13,6 +13,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -70,15 +71,9 @@ class RayWorker(Worker):
 
     def locate(self) -> HostInfo:
         """Return where this process runs."""
-        here = super().locate()
         node = ray.get_runtime_context().get_node_id()
-        return HostInfo(
-            pid=here.pid,
-            host=here.host,
-            ip=get_node_ip_address(),
-            node=node,
-            accelerators=tuple(self.accelerator_ids()),
-        )
+        accelerators = tuple(self.accelerator_ids())
+        return replace(super().locate(), ip=get_node_ip_address(), node=node, accelerators=accelerators)
 
     def accelerator_ids(self) -> Sequence[str]:
         """Return the ids of this worker's devices: assigned by Ray, or shared with training workers."""

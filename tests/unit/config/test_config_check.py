@@ -34,8 +34,8 @@ Load = Callable[..., LoadedConfig]
             "placement.train_workers: found 3; leaves workers without a prompt: at most",
         ),
         (["--rollout.stop_token_ids=[7, 8]"], "stop_token_ids[1]: found 8; the model's vocab_size is 8"),
-        (["--reward.function=json:lodas"], "module 'json' has no 'lodas'; did you mean loads or load?"),
-        (["--reward.function=json:JSONDecoder.decod"], "has no 'JSONDecoder.decod'; did you mean decode"),
+        (["--reward.function=json:lodas"], "module 'json' has no 'lodas'. Did you mean loads or load?"),
+        (["--reward.function=json:JSONDecoder.decod"], "has no 'JSONDecoder.decod'. Did you mean decode"),
         (["--data.label_key=none"], "data.label_key: not set; reward 'exact_match' compares with a label"),
         (
             ["--eval.data=[]", "--eval.temperature=0", "--eval.samples_per_prompt=4"],
@@ -58,7 +58,7 @@ Load = Callable[..., LoadedConfig]
         (["--reward.function=x"], "a function of your own is package.module:function"),
         (["--reward.function=a-b:c"], "write it as package.module:function"),
         (["--reward.function=no_such_module:f"], "no module 'no_such_module'"),
-        (["--reward.function=no_such.module:f"], "importing the package of module 'no_such.module' failed"),
+        (["--reward.function=no_such.module:f"], "importing 'no_such.module' raised ModuleNotFoundError"),
         (["--reward.options.loud=true"], "reward.options.loud: found True; 'exact_match' has no such option"),
         (["--algorithm.advantage_options={cent=true}"], "no such option; known: center, scale"),
         (['--data.train=["a.jsonl"]'], "data.train[0]: found 'a.jsonl'; no such file"),
@@ -273,7 +273,7 @@ def test_a_reward_module_that_cannot_be_imported(
 ) -> None:
     (tmp_path / "rewards_that_exit.py").write_text("raise SystemExit(3)")
     monkeypatch.syspath_prepend(str(tmp_path))
-    with pytest.raises(ConfigError, match=r"module 'rewards_that_exit' failed: SystemExit\(3\)"):
+    with pytest.raises(ConfigError, match=r"importing 'rewards_that_exit' raised SystemExit\(3\)"):
         load({}, ["--reward.function=rewards_that_exit:f"])
 
 

@@ -72,7 +72,7 @@ def test_a_function_that_cannot_be_called(
 @pytest.mark.parametrize(
     ("path", "problem"),
     [
-        ("no_such_module_anywhere:reward", "ModuleNotFoundError"),
+        ("no_such_module_anywhere:reward", "no module 'no_such_module_anywhere'"),
         ("user_rewards_under_test:missing", "has no 'missing'"),
         ("user_rewards_under_test:number", "is int, not a function"),
         ("user_rewards_under_test:full.inner", "has no 'full.inner'"),

@@ -6,12 +6,12 @@ import logging
 import math
 import threading
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import fields, replace
 from functools import partial
 from itertools import chain, islice
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
 from anygauge.rollout.rewards.call import LARGEST, Call, Item, Outcome, failure
 from anygauge.rollout.rewards.messages import CallSpec, Setup
@@ -44,7 +44,7 @@ def check_reward(reward: Reward, plugins: Plugins) -> None:
     resolve_rewards(reward, plugins)
 
 
-class Scorer:
+class Scorer(AbstractContextManager["Scorer"]):
     """The reward functions of a config, and the processes that run them.
 
     Functions that are registered as ``inline`` run in this process, the others in processes of their own.
@@ -91,15 +91,7 @@ class Scorer:
         """End the processes."""
         self._pool.close()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        stack: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def score(self, groups: Sequence[Group], *, tolerant: bool = False) -> list[Group]:

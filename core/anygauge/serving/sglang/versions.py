@@ -30,14 +30,6 @@ class ServerApi:
     its tokens; where not, there is ``weight_version`` alone, that of its end."""
     flush_kills_waiting: bool
     """Whether an update with ``flush_cache`` ends the server while requests wait that a pause retracted."""
-    draft_selector: bool
-    """Whether an update takes ``selector`` (``target``, ``draft``, ``all``)."""
-    checksum_ranks: bool
-    """Whether an entry of ``/weights_checker`` has a list of the ranks that it is of; where not, one rank."""
-    ready_endpoint: bool
-    """Whether ``/ready`` tells a server that serves from one that is up."""
-    host_platform: bool
-    """Whether SGLang's entry point for platforms can serve on a host without an accelerator."""
 
     def weights(self, device_type: str) -> WeightApi:
         """Return how a server on a device takes weights."""
@@ -56,20 +48,12 @@ LISTED: dict[str, ServerApi] = {
             begin_end=False,
             version_spans=False,
             flush_kills_waiting=True,
-            draft_selector=False,
-            checksum_ranks=False,
-            ready_endpoint=False,
-            host_platform=False,
         ),
         ServerApi(
             version="0.5.23",
             begin_end=True,
             version_spans=True,
             flush_kills_waiting=False,
-            draft_selector=True,
-            checksum_ranks=True,
-            ready_endpoint=True,
-            host_platform=True,
         ),
     )
 }
