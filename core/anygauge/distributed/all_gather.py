@@ -74,7 +74,7 @@ def _malformed(rank: int, why: str) -> RankMismatchError:
 
 _OTHER_CODE = (
     "Its process runs other code, or something else has connected in its place. Use the same packages on "
-    "every node; docs/clusters.md says who reaches the ports of collectives."
+    "every node; docs/security.md lists who reaches the ports of collectives."
 )
 
 
