@@ -114,7 +114,7 @@ def mixture_config(hf: Mapping[str, Any], *, scaling: float) -> dict[str, Any]:
 def _refused(hf: Mapping[str, Any]) -> list[Variant]:
     groups, chosen = expert_groups(hf)
     experts, top_k = hf["n_routed_experts"], hf["num_experts_per_tok"]
-    each = experts // groups
+    group_size = experts // groups
     # A group is rated by its best two experts; Megatron takes this many, and the family always two.
     rated_by = top_k // chosen
     return [
@@ -126,11 +126,11 @@ def _refused(hf: Mapping[str, Any]) -> list[Variant]:
         single_expert(hf),
         (
             "n_group",
-            experts % groups != 0 or each < 2,
+            experts % groups != 0 or group_size < 2,
             f"equal parts of {experts} experts, two in each at least",
         ),
         ("topk_group", groups > 1 and (chosen > groups or rated_by != 2), "two experts per chosen group"),
-        ("num_experts_per_tok", groups > 1 and top_k > chosen * each, f"at most {chosen * each}"),
+        ("num_experts_per_tok", groups > 1 and top_k > chosen * group_size, f"at most {chosen * group_size}"),
         ("n_shared_experts", not hf.get("n_shared_experts", 1), "a shared expert"),
         ("first_k_dense_replace", not expert_layers(hf), "a layer of experts behind the dense ones"),
     ]

@@ -150,14 +150,16 @@ def expert_mlp(
     fc1: dict[str, Any] = {"sections": ((width, width),)} if stacked else _gate_above_up(width)
     hf1 = ("gate_up_proj",) if stacked else ("{expert}.gate_proj.weight", "{expert}.up_proj.weight")
     hf2 = "down_proj" if stacked else "{expert}.down_proj.weight"
-    each: dict[str, Any] = {"experts": experts, "layers": layers, "transposed": transposed}
+    common: dict[str, Any] = {"experts": experts, "layers": layers, "transposed": transposed}
     # How the matrices of a stack lie is told by their width.
     fc2: dict[str, Any] = {"sections": ((width,),)} if transposed else {}
     names = (f"mlp.experts.{name}" for name in hf1)
     return [
         *rules,
-        layer_rule("mlp.experts.linear_fc1.weight{expert}", *names, split_dim=0, **fc1, **each),
-        layer_rule("mlp.experts.linear_fc2.weight{expert}", f"mlp.experts.{hf2}", split_dim=1, **fc2, **each),
+        layer_rule("mlp.experts.linear_fc1.weight{expert}", *names, split_dim=0, **fc1, **common),
+        layer_rule(
+            "mlp.experts.linear_fc2.weight{expert}", f"mlp.experts.{hf2}", split_dim=1, **fc2, **common
+        ),
     ]
 
 

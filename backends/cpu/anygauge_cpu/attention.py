@@ -107,16 +107,16 @@ def _attend_ragged(
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> Tensor:
     """Attend over a batch of sequences of one length: ``[N, H, L, D]`` with ``[N, K, S, D]``."""
-    (count, heads, length, width), (_, key_heads, seen, _) = q.shape, k.shape
-    if seen > LONGEST_MATERIALIZED:
-        mask = _future(length, seen, 1) if causal and seen != length else None
+    (count, heads, length, width), (_, key_heads, key_length, _) = q.shape, k.shape
+    if key_length > LONGEST_MATERIALIZED:
+        mask = _future(length, key_length, 1) if causal and key_length != length else None
         return F.scaled_dot_product_attention(
             q, k, v, mask, is_causal=causal and mask is None, scale=scale, enable_gqa=heads != key_heads
         )
     # query heads that share a key head are rows of one product, so that no key is repeated
     shared = heads // key_heads
     queries = q.reshape(count * key_heads, shared * length, width)
-    mask = _future(length, seen, shared) if causal else None
+    mask = _future(length, key_length, shared) if causal else None
     weights = _weights(queries, k.flatten(0, 1), scale, mask)
     return torch.bmm(weights, v.flatten(0, 1)).view(count, heads, length, v.shape[-1])
 

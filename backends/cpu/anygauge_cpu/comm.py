@@ -7,11 +7,11 @@ from typing import Any
 __all__ = ["communicator"]
 
 
-def communicator(options: Any, own: Any) -> Any:
+def communicator(options: Any, group_options: Any) -> Any:
     """Return what a process group of this backend is made of.
 
     :param options: Torch's, for any backend: store, rank, size and timeout.
-    :param own: Of the group; this backend has none.
+    :param group_options: Unused: this backend has none.
     """
     from torch.distributed import ProcessGroupGloo
 

@@ -12,19 +12,19 @@ FEW_BLOCKS = 4
 Megatron's groups. The memory of a communicator grows with the thread blocks that it may use."""
 
 
-def communicator(options: Any, own: Any) -> Any:
+def communicator(options: Any, nccl_options: Any) -> Any:
     """Return what a process group of this backend is made of.
 
     :param options: Torch's, for any backend: store, rank, size, timeout, name and members.
-    :param own: ``ProcessGroupNCCL.Options``, or ``None``.
+    :param nccl_options: ``ProcessGroupNCCL.Options``, or ``None``.
     """
     from torch.distributed import ProcessGroupNCCL
 
-    own = ProcessGroupNCCL.Options() if own is None else own
-    own._timeout = options.timeout
-    own.group_name = options.group_id
-    own.global_ranks_in_group = options.global_ranks_in_group
-    return ProcessGroupNCCL(options.store, options.group_rank, options.group_size, own)
+    nccl_options = ProcessGroupNCCL.Options() if nccl_options is None else nccl_options
+    nccl_options._timeout = options.timeout
+    nccl_options.group_name = options.group_id
+    nccl_options.global_ranks_in_group = options.global_ranks_in_group
+    return ProcessGroupNCCL(options.store, options.group_rank, options.group_size, nccl_options)
 
 
 def group_options(group_name: str, timeout_s: float) -> Any:

@@ -85,10 +85,10 @@ def _checked(
     key_sizes = check_lengths(OP, *given, len(k), "k")
     if len(key_sizes) != len(sizes):
         refuse(OP, f"{len(sizes)} lengths and {len(key_sizes)} key_lengths", "Each sequence has one of both.")
-    for asked, seen in zip(sizes, key_sizes, strict=True):
-        if seen < (asked if causal else min(asked, 1)):
+    for num_queries, num_keys in zip(sizes, key_sizes, strict=True):
+        if num_keys < (num_queries if causal else min(num_queries, 1)):
             rule = "the queries are its last tokens" if causal else "queries have a key"
-            refuse(OP, f"a sequence of {asked} queries and {seen} keys", f"In a sequence {rule}.")
+            refuse(OP, f"a sequence of {num_queries} queries and {num_keys} keys", f"In a sequence {rule}.")
     check_size(OP, "a sequence of", max((*sizes, *key_sizes), default=0), 0, TOKENS)
     return sizes, key_sizes
 

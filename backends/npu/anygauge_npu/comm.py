@@ -15,15 +15,15 @@ SMALL_BUFFER_MB = 32
 groups."""
 
 
-def communicator(options: Any, own: Any) -> Any:
+def communicator(options: Any, hccl_options: Any) -> Any:
     """Return what a process group of this backend is made of: what torch-npu has registered to make it.
 
     :param options: Torch's, for any backend: store, rank, size, timeout, name and members.
-    :param own: ``ProcessGroupHCCL.Options``, or ``None``.
+    :param hccl_options: ``ProcessGroupHCCL.Options``, or ``None``.
     """
     from torch.distributed import Backend
 
-    return Backend._plugins["HCCL"].creator_fn(options, own)
+    return Backend._plugins["HCCL"].creator_fn(options, hccl_options)
 
 
 def group_options(group_name: str, timeout_s: float) -> Any:

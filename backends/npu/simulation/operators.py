@@ -202,10 +202,12 @@ def _scores(query: Tensor, key: Tensor, scale: float, sparse_mode: int) -> Tenso
     scores = scale * torch.einsum("qnd,knd->nqk", query, keys)
     if not sparse_mode:
         return scores
-    asked, seen = scores.shape[1:]
-    assert sparse_mode == 2 or asked <= seen, "right-down causal wants no more queries than keys"
-    corner = seen - asked if sparse_mode == 3 else 0
-    return scores.masked_fill(torch.ones(asked, seen, dtype=torch.bool).triu(1 + corner), -torch.inf)
+    num_queries, num_keys = scores.shape[1:]
+    assert sparse_mode == 2 or num_queries <= num_keys, "right-down causal wants no more queries than keys"
+    corner = num_keys - num_queries if sparse_mode == 3 else 0
+    return scores.masked_fill(
+        torch.ones(num_queries, num_keys, dtype=torch.bool).triu(1 + corner), -torch.inf
+    )
 
 
 def _attention(

@@ -62,14 +62,14 @@ def critic_config(config: Config) -> Config:
     critic, train = config.critic, config.train
     lr = train.lr if critic.lr is None else critic.lr
     warmup = train.warmup_steps if critic.lr_warmup_steps is None else critic.lr_warmup_steps
-    own = {
+    overrides = {
         "lr": lr,
         "min_lr": min(train.min_lr, lr),
         "warmup_steps": warmup,
         "dtype": critic.dtype or train.dtype,
     }
     config = config.model_copy(update={"critic": critic.model_copy(update={"warmup_steps": 0})})
-    return _with_model(config, critic, own)
+    return _with_model(config, critic, overrides)
 
 
 def teacher_config(config: Config) -> Config:

@@ -34,18 +34,18 @@ class TurnFinder:
         :raises BadRowError: No turn can be trained on, or the turns cannot be told apart.
         """
         self._check_markers(messages)
-        said = [message for message in messages if message["role"] == "assistant"]
-        if not said:
+        answers = [message for message in messages if message["role"] == "assistant"]
+        if not answers:
             raise BadRowError("has no turn of the assistant to train on", hint=_NO_TURN)
         spans = list(self._spans(text))
-        if len(spans) != len(said):
+        if len(spans) != len(answers):
             raise BadRowError(
-                f"has {len(said)} turns of the assistant; {len(spans)} can be found in what the template "
+                f"has {len(answers)} turns of the assistant; {len(spans)} can be found in what the template "
                 "makes of it",
                 hint="The turns of a conversation must alternate as the chat template expects.",
             )
         pieces, position = [], 0
-        for message, (begin, end) in zip(said, spans, strict=True):
+        for message, (begin, end) in zip(answers, spans, strict=True):
             if _is_whole(message, text[begin:end]):
                 given = text.startswith(self.opening, begin, end)
                 trained = begin + len(self.opening) * given

@@ -327,20 +327,20 @@ class RowReader:
     ) -> tuple[list[list[int]], list[Media]]:
         """Return the tokens of each piece with room for its media, and these."""
         waiting = (each.measurement() for each in measured)
-        made: list[list[int]] = []
+        expanded: list[list[int]] = []
         media: list[Media] = []
         for number, ids in enumerate(pieces):
             if number % 2 and finder.expander.has_mark(ids):
                 raise BadMediaError("has media in a turn of the assistant, which is trained on")
-            tokens, own = finder.expander.expand(ids, waiting, start=sum(map(len, made)))
-            made.append(tokens)
-            media += own
+            tokens, piece_media = finder.expander.expand(ids, waiting, start=sum(map(len, expanded)))
+            expanded.append(tokens)
+            media += piece_media
         if len(media) < len(measured):
             raise BadMediaError(
                 f"has {len(measured)} media, of which the chat template writes {len(media)}",
                 hint="Does the template leave out messages, or know no content parts?",
             )
-        return made, media
+        return expanded, media
 
     def _length_problem(self, num_tokens: int) -> BadRowError | None:
         limit = self._max_tokens

@@ -96,12 +96,12 @@ def reload_process_groups() -> None:
         groups.reload()
 
 
-def _communicator(plugins: Plugins, backend: BackendSpec, options: Any, own: Any) -> Any:
-    return plugins.first("make_communicator", backend=backend, options=options, group_options=own)
+def _communicator(plugins: Plugins, backend: BackendSpec, options: Any, group_options: Any) -> Any:
+    return plugins.first("make_communicator", backend=backend, options=options, group_options=group_options)
 
 
-def _serial_group(address: str | None, given: Any, own: Any) -> Any:
-    del own
+def _serial_group(address: str | None, given: Any, group_options: Any) -> Any:
+    del group_options
     gloo: Any = ProcessGroupGloo  # its type stub has another constructor
     options = gloo._Options()
     options._devices = devices = _host_devices(gloo, address)

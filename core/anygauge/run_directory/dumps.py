@@ -418,15 +418,15 @@ def restore_media(directory: Path, media: Iterable[Media], store: MediaStore) ->
     :raises DataError: One is not there.
     """
     kept = MappedFiles(directory / MEDIA)
-    for each in {each.key: each for each in media}.values():
-        if store.has(each.key):
+    for medium in {medium.key: medium for medium in media}.values():
+        if store.has(medium.key):
             continue
         try:
-            store.put(each.key, kept.get(each.key))
+            store.put(medium.key, kept.get(medium.key))
         except KeyError as error:
             raise DataError(
-                f"There is nothing to replay: {directory / MEDIA / each.key}, the {each.kind} "
-                f"{each.source or 'of a sample'}, does not exist.",
+                f"There is nothing to replay: {directory / MEDIA / medium.key}, the {medium.kind} "
+                f"{medium.source or 'of a sample'}, does not exist.",
                 hint="Keep the folder media/ with the dumps beside it.",
             ) from error
 

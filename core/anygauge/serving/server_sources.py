@@ -146,14 +146,14 @@ class AttachedServers:
         return self._serving(rank)
 
     def _await_return(self, rank: int) -> None:
-        said = ""
+        last_error = ""
         while not self._closed.wait(RETURN_S):
             try:
                 self._servers[rank].start()
             except (RolloutError, DeadlineError) as error:
-                if str(error) != said:
+                if str(error) != last_error:
                     _log.warning("engine %d is not back: %s", rank, error)
-                said = str(error)
+                last_error = str(error)
             else:
                 return
 

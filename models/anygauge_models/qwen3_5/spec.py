@@ -47,29 +47,29 @@ def _delta_net(hf: Mapping[str, Any], layers: tuple[int, ...]) -> list[WeightRul
     """Return the rules of gated delta nets; queries, keys and values are divided each by itself."""
     keys, values, heads = delta_sizes(hf)
     mixed = (keys, keys, values)
-    each: dict[str, Any] = {"layers": layers}
+    common: dict[str, Any] = {"layers": layers}
     projections = (f"linear_attn.in_proj_{name}.weight" for name in ("qkv", "z", "b", "a"))
     return [
-        norm_before_attention("self_attention.in_proj.layer_norm_weight", **each),
+        norm_before_attention("self_attention.in_proj.layer_norm_weight", **common),
         layer_rule(
             "self_attention.in_proj.weight",
             *projections,
             transform="concat",
             sections=(mixed, (values,), (heads,), (heads,)),
             split_dim=0,
-            **each,
+            **common,
         ),
         layer_rule(
             "self_attention.conv1d.weight",
             "linear_attn.conv1d.weight",
             sections=(mixed,),
             split_dim=0,
-            **each,
+            **common,
         ),
-        layer_rule("self_attention.dt_bias", "linear_attn.dt_bias", split_dim=0, **each),
-        layer_rule("self_attention.A_log", "linear_attn.A_log", split_dim=0, **each),
-        layer_rule("self_attention.out_norm.weight", "linear_attn.norm.weight", **each),
-        layer_rule("self_attention.out_proj.weight", "linear_attn.out_proj.weight", split_dim=1, **each),
+        layer_rule("self_attention.dt_bias", "linear_attn.dt_bias", split_dim=0, **common),
+        layer_rule("self_attention.A_log", "linear_attn.A_log", split_dim=0, **common),
+        layer_rule("self_attention.out_norm.weight", "linear_attn.norm.weight", **common),
+        layer_rule("self_attention.out_proj.weight", "linear_attn.out_proj.weight", split_dim=1, **common),
     ]
 
 

@@ -58,12 +58,12 @@ def _positions(hf: Mapping[str, Any], length: int, media: Sequence[Media]) -> ND
     blocks = (
         Block(
             start,
-            (each.grid[0], each.grid[1] // merge, each.grid[2] // merge),
-            round(each.seconds * config.per_second(hf)),
+            (medium.grid[0], medium.grid[1] // merge, medium.grid[2] // merge),
+            round(medium.seconds * config.per_second(hf)),
         )
-        for each in media
-        if each.kind != "audio"
-        for start, _ in each.spans
+        for medium in media
+        if medium.kind != "audio"
+        for start, _ in medium.spans
     )
     return in_three_axes(length, blocks)
 

@@ -115,26 +115,26 @@ def _start(
     """Return the taps and the tokens before the first one, the youngest first."""
     place = tl.load(places + first)
     taps: tl.tuple = ()
-    seen: tl.tuple = ()
+    history: tl.tuple = ()
     for back in tl.static_range(WIDTH):
         tap = tl.load(weight + channel * WIDTH + WIDTH - 1 - back, mask=channel < CHANNELS, other=0.0)
         taps += (tap.to(tl.float32),)
     for back in tl.static_range(1, WIDTH):
         here = (channel < CHANNELS) & (place >= back)
         value = tl.load(x + (first - back) * step + channel, mask=here, other=0.0)
-        seen += (value.to(tl.float32),)
-    return taps, seen
+        history += (value.to(tl.float32),)
+    return taps, history
 
 
 @triton.jit
-def _sum(value: tl.tensor, seen: tl.tuple, taps: tl.tuple, place: tl.tensor, WIDTH: tl.constexpr):
+def _sum(value: tl.tensor, history: tl.tuple, taps: tl.tuple, place: tl.tensor, WIDTH: tl.constexpr):
     """Return the sum for a token, before the activation, and the tokens that are in it."""
     value = value.to(tl.float32)
     window: tl.tuple = (value,)
     result = value * taps[0]
     for back in tl.static_range(1, WIDTH):
         # what was seen before a sequence began is forgotten
-        window += (tl.where(place > 0, seen[back - 1], 0.0),)
+        window += (tl.where(place > 0, history[back - 1], 0.0),)
         result += window[back] * taps[back]
     return result, window
 
@@ -158,7 +158,7 @@ def _convolve(
     is_channel = channel < CHANNELS
     first = tl.program_id(1).to(tl.int64) * LENGTH
     end = tl.minimum(first + LENGTH, count)
-    taps, seen = _start(x, step, weight, places, first, channel, CHANNELS, WIDTH)
+    taps, history = _start(x, step, weight, places, first, channel, CHANNELS, WIDTH)
     following = _read(x, step, first, end, channel, CHANNELS, AHEAD)
     for turn in range(0, LENGTH, AHEAD):
         token = first + turn
@@ -166,8 +166,8 @@ def _convolve(
         following = _read(x, step, token + AHEAD, end, channel, CHANNELS, AHEAD)
         for i in tl.static_range(AHEAD):
             place = tl.load(places + token + i, mask=token + i < count, other=0)
-            result, window = _sum(values[i], seen, taps, place, WIDTH)
-            seen = window[: WIDTH - 1]
+            result, window = _sum(values[i], history, taps, place, WIDTH)
+            history = window[: WIDTH - 1]
             target = y + (token + i) * CHANNELS + channel
             tl.store(target, result * tl.sigmoid(result), mask=is_channel & (token + i < count))
 
@@ -196,7 +196,7 @@ def _derive(
     is_channel = channel < CHANNELS
     first = tl.program_id(1).to(tl.int64) * (LENGTH - WIDTH + 1)
     end = tl.minimum(first + LENGTH, count)
-    taps, seen = _start(x, step, weight, places, first, channel, CHANNELS, WIDTH)
+    taps, history = _start(x, step, weight, places, first, channel, CHANNELS, WIDTH)
     nought = tl.zeros((COLUMNS,), tl.float32)
     sums: tl.tuple = (nought,)
     due: tl.tuple = ()
@@ -213,15 +213,15 @@ def _derive(
         next_given = _read(grad, CHANNELS, token + AHEAD, end, channel, CHANNELS, AHEAD)
         for i in tl.static_range(AHEAD):
             place = tl.load(places + token + i, mask=token + i < count, other=0)
-            result, window = _sum(values[i], seen, taps, place, WIDTH)
-            seen = window[: WIDTH - 1]
+            result, window = _sum(values[i], history, taps, place, WIDTH)
+            history = window[: WIDTH - 1]
             share = tl.sigmoid(result)
             slope = given[i].to(tl.float32) * share * (1 + result * (1 - share))
-            own = tl.where(turn + i < LENGTH - WIDTH + 1, slope, 0.0)
-            added: tl.tuple = (sums[0] + own * window[0],)
+            local_slope = tl.where(turn + i < LENGTH - WIDTH + 1, slope, 0.0)
+            added: tl.tuple = (sums[0] + local_slope * window[0],)
             whole: tl.tuple = (slope * taps[0],)
             for back in tl.static_range(1, WIDTH):
-                added += (sums[back] + own * window[back],)
+                added += (sums[back] + local_slope * window[back],)
                 whole += (due[back - 1] + tl.where(place >= back, slope, 0.0) * taps[back],)
             sums = added
             due = whole[: WIDTH - 1]

@@ -65,14 +65,14 @@ def replay_rule(config: Config, user_keys: Collection[str]) -> Iterator[ConfigPr
 
 
 def _replay_hint(config: Config, directory: Path, name: str) -> str | None:
-    own = (config.run.directory / config.run.name).resolve()
+    run_directory = (config.run.directory / config.run.name).resolve()
     kind = "rollout" if name == "replay_rollouts" else "batch"
     if not directory.is_dir():
         dump = DUMPS[REPLAYS.index(name)]
         return f"no such directory; name the dumps/ of a run that had debug.{dump} = true"
     if not any(directory.glob(f"{kind}-*")):
         return f"no dump of a {kind} is there; name the dumps/ of a run"
-    inside = directory.resolve().is_relative_to(own)
+    inside = directory.resolve().is_relative_to(run_directory)
     if inside and config.run.overwrite:
         return "run.overwrite would delete it with the run directory; choose another run.name"
     if inside and any(getattr(config.debug, dump) for dump in DUMPS):

@@ -51,27 +51,27 @@ class Expander:
         :param start: Tokens that stand before these in the sequence.
         :raises BadMediaError: Marks and media differ, or the text itself holds a placeholder token.
         """
-        made: list[int] = []
+        expanded: list[int] = []
         media: list[Media] = []
         position = 0
         while (mark := self._next_mark(tokens, position)) is not None:
             place, kind = mark
-            made += self._plain(tokens[position:place])
+            expanded += self._plain(tokens[position:place])
             medium = next(waiting, None)
             if medium is None or medium.kind != kind:
                 raise BadMediaError(f"holds {self._processor.marks[kind]!r} in its text")
             spans: list[tuple[int, int]] = []
             for ids, count in self._pieces(medium):
-                made += ids
+                expanded += ids
                 if count:
-                    spans.append((start + len(made), count))
-                    made += [self._processor.kinds[kind]] * count
+                    spans.append((start + len(expanded), count))
+                    expanded += [self._processor.kinds[kind]] * count
             measured = medium.measured
             media.append(
                 Media(kind, medium.key, tuple(spans), measured.grid, measured.seconds, medium.source)
             )
             position = place + len(self._marks[kind])
-        return made + self._plain(tokens[position:]), media
+        return expanded + self._plain(tokens[position:]), media
 
     def has_mark(self, tokens: Sequence[int]) -> bool:
         """Return whether a medium stands among tokens."""

@@ -104,7 +104,7 @@ class MediaLoader:
         measured = self.finder.measure(values, None, keyed=True)
         waiting: Iterator[Measurement] = (each.measurement() for each in measured)
         try:
-            made, media = self.finder.expander.expand(tokens, waiting)
+            expanded, media = self.finder.expander.expand(tokens, waiting)
         except BadMediaError as error:
             raise MediaError(f"A message {error}.", hint=error.hint) from error
         if len(media) < len(measured):
@@ -116,7 +116,7 @@ class MediaLoader:
             self.finder.drawn.pop(key, None)  # a tool shows it again if it is wanted again
         if failed is not None:
             raise failed
-        return tuple(made), tuple(media)
+        return tuple(expanded), tuple(media)
 
     def metrics(self) -> dict[str, float]:
         """Return the size of the store, and counts of decoding since the last call."""

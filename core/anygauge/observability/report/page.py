@@ -60,17 +60,17 @@ def _template() -> Template:
     return environment.get_template("page.html")
 
 
-def _content(files: RunFiles, made: datetime) -> dict[str, Any]:
+def _content(files: RunFiles, created_at: datetime) -> dict[str, Any]:
     metrics = files.metrics
     heads = tiles(files)
     data = page_data(metrics)
     return {
         "name": visible(_name(files)),
         "version": __version__,
-        "made": made.strftime("%Y-%m-%d %H:%M UTC"),
+        "made": created_at.strftime("%Y-%m-%d %H:%M UTC"),
         "standing": standing(files),
         "warnings": warnings(files),
-        "facts": facts(files, made),
+        "facts": facts(files, created_at),
         "tiles": heads,
         "columns": _columns(len(heads)),
         "missing": files.missing,

@@ -59,14 +59,14 @@ class Channel:
         :raises EngineAwayError: There is no connection, or the server failed.
         :raises RolloutError: The server refuses the request, today and tomorrow.
         """
-        asked = f"{'GET' if body is None else 'POST'} {path}"
-        async with self._limited(timeout_s, asked, purpose), self._request(path, body) as answer:
+        request_line = f"{'GET' if body is None else 'POST'} {path}"
+        async with self._limited(timeout_s, request_line, purpose), self._request(path, body) as answer:
             data = await answer.read()
-        self._check(answer.status, data, asked, purpose)
+        self._check(answer.status, data, request_line, purpose)
         return data
 
     @asynccontextmanager
-    async def _limited(self, limit_s: float, asked: str, purpose: str) -> AsyncIterator[None]:
+    async def _limited(self, limit_s: float, request_line: str, purpose: str) -> AsyncIterator[None]:
         """Turn what happens to connections in the block into the project's errors."""
         try:
             async with asyncio.timeout(limit_s) as limit:
@@ -75,7 +75,7 @@ class Channel:
             if not limit.expired():
                 raise
             raise DeadlineError(
-                f"{self.name} did not answer {asked} in {limit_s:.4g} s, for {purpose}.",
+                f"{self.name} did not answer {request_line} in {limit_s:.4g} s, for {purpose}.",
                 hint="See its log; raise the time limits of [rollout.client] if it only needs longer.",
             ) from error
         except aiohttp.InvalidURL as error:
@@ -84,10 +84,10 @@ class Channel:
             ) from error
         except (aiohttp.ClientError, ConnectionError) as error:
             if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
-                raise _too_many_files(asked, purpose) from error
+                raise _too_many_files(request_line, purpose) from error
             reason = f"{type(error).__name__}: {error}"
             raise EngineAwayError(
-                f"{self.name} cannot be reached for {purpose} ({asked}): {reason}"
+                f"{self.name} cannot be reached for {purpose} ({request_line}): {reason}"
             ) from error
 
     def _request(self, path: str, body: bytes | None) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
@@ -107,11 +107,11 @@ class Channel:
             )
         return self._session
 
-    def _check(self, status: int, body: bytes, asked: str, purpose: str) -> None:
+    def _check(self, status: int, body: bytes, request_line: str, purpose: str) -> None:
         """Raise what a bad status means."""
         if status < _BAD:
             return
-        message = f"{self.name} answered {asked} with {status}, asked for {purpose}: {_words(body)}"
+        message = f"{self.name} answered {request_line} with {status}, asked for {purpose}: {_words(body)}"
         if status >= 500 or status in _PASSING:
             raise EngineAwayError(message)
         hint = "Name its keys: rollout.api_key, rollout.admin_api_key." if status in _KEYS else None
@@ -136,10 +136,10 @@ def allow_open_files() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
-def _too_many_files(asked: str, purpose: str) -> OpenFilesError:
+def _too_many_files(request_line: str, purpose: str) -> OpenFilesError:
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return OpenFilesError(
-        f"{asked} could not be sent for {purpose}: this process has reached its limit of "
+        f"{request_line} could not be sent for {purpose}: this process has reached its limit of "
         f"open files ({limit}).",
         hint="Each request in flight needs one. Raise it (ulimit -n, a container's --ulimit nofile) or "
         "lower rollout.client.concurrency.",

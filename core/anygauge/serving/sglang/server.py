@@ -306,7 +306,7 @@ def _arguments(
 
 def _environment(config: Config, context: WorkerContext) -> dict[str, str]:
     backend = context.backend
-    asked = context.plugins.worker_env(
+    backend_env = context.plugins.worker_env(
         backend,
         role=ROLE,
         deterministic=config.run.deterministic,
@@ -319,8 +319,8 @@ def _environment(config: Config, context: WorkerContext) -> dict[str, str]:
         visible = {backend.visible_devices_env: ",".join(context.accelerators)}
     offline = {"HF_HUB_OFFLINE": "1"}  # the model is a directory
     # the server in Rust that SGLang may start instead asks for no key
-    own = {BACKEND: backend.name, "PYTHONUNBUFFERED": "1", "SGLANG_RUST_SERVER": "0"}
-    return {**os.environ, **offline, **asked, **visible, **media_environment(config), **own}
+    launcher_env = {BACKEND: backend.name, "PYTHONUNBUFFERED": "1", "SGLANG_RUST_SERVER": "0"}
+    return {**os.environ, **offline, **backend_env, **visible, **media_environment(config), **launcher_env}
 
 
 def _logs(config: Config, context: WorkerContext) -> Path:

@@ -171,14 +171,14 @@ def _memory_request(bucket: WeightBucket, update: WeightUpdate, *, processes: in
     # The server reads attributes, and unpickles a class of its own or a namespace; only it has the class.
     places = [
         SimpleNamespace(
-            name=each.name,
-            shape=each.shape,
-            dtype=dtype_of(each.dtype),
-            start_idx=each.start,
-            end_idx=each.end,
-            numel=each.end - each.start,
+            name=tensor.name,
+            shape=tensor.shape,
+            dtype=dtype_of(tensor.dtype),
+            start_idx=tensor.start,
+            end_idx=tensor.end,
+            numel=tensor.end - tensor.start,
         )
-        for each in bucket.tensors
+        for tensor in bucket.tensors
     ]
     value = {"flattened_tensor": bucket.data, "metadata": places}
     return {

@@ -92,15 +92,17 @@ def cut_sequences(lengths: Sequence[int], cut: Cut) -> SequenceParts:
         return SequenceParts(sizes, sizes, sizes, rows, rows, rows)
     starts = torch.tensor([0, *accumulate(sizes)][:-1])
     size = torch.tensor(sizes) // (2 * cut.context)
-    own = tuple(size.repeat_interleave(2).tolist())
-    own_rows = [ranges(_starts(starts, size, _own_chunks(cut, rank)), own) for rank in range(cut.context)]
+    own_lengths = tuple(size.repeat_interleave(2).tolist())
+    own_rows = [
+        ranges(_starts(starts, size, _own_chunks(cut, rank)), own_lengths) for rank in range(cut.context)
+    ]
     whole_rows = torch.empty(sum(sizes), dtype=torch.int64)
     whole_rows.index_copy_(0, torch.cat(own_rows), torch.arange(sum(sizes)))
     ends = torch.stack([size * (chunk + 1) for chunk in _own_chunks(cut, cut.rank)], dim=1)
     key_lengths = tuple(ends.flatten().tolist())
     return SequenceParts(
         lengths=sizes,
-        own_lengths=own,
+        own_lengths=own_lengths,
         key_lengths=key_lengths,
         own_rows=own_rows[cut.rank],
         whole_rows=whole_rows,

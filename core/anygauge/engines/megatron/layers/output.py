@@ -244,17 +244,17 @@ class OutputLogprob:
 
 
 def _without(
-    log_probs: Tensor, entropy: Tensor, own: int, count: int, entropy_grad: bool
+    log_probs: Tensor, entropy: Tensor, num_targets: int, count: int, entropy_grad: bool
 ) -> tuple[Tensor, Tensor]:
     """Return log-probabilities and entropy of what is left when some tokens are never drawn.
 
-    :param log_probs: ``[R, own + count, ...]``: of targets, of those tokens, and further ones.
+    :param log_probs: ``[R, num_targets + count, ...]``: of targets, of those tokens, and further ones.
     :param entropy: ``[R]``, of all tokens.
     """
-    gone = log_probs[:, own : own + count]
+    gone = log_probs[:, num_targets : num_targets + count]
     share = gone.exp().sum(1)
     left = torch.log1p(-share)
-    kept = torch.cat((log_probs[:, :own], log_probs[:, own + count :]), 1) - left.unsqueeze(1)
+    kept = torch.cat((log_probs[:, :num_targets], log_probs[:, num_targets + count :]), 1) - left.unsqueeze(1)
     if not entropy_grad:
         gone, share, left = gone.detach(), share.detach(), left.detach()
     return kept, (entropy + (gone.exp() * gone).sum(1)) / (1 - share) + left

@@ -68,29 +68,31 @@ class Gathering:
     def _whole(
         self, stored: Mapping[str, Tensor], *, on_every_rank: bool
     ) -> Iterator[tuple[TensorRule, Tensor]]:
-        for each in self.tensors:
-            own = stored[each.rule.canonical].contiguous() if self.rank in each.sources else None
+        for shared in self.tensors:
+            local = stored[shared.rule.canonical].contiguous() if self.rank in shared.sources else None
             shards = [
-                self._receive(each, source, own if source == self.rank else None, on_every_rank)
-                for source in each.sources
+                self._receive(shared, source, local if source == self.rank else None, on_every_rank)
+                for source in shared.sources
             ]
             held = [shard for shard in shards if shard is not None]
             if on_every_rank or self.rank == 0:
-                yield each.rule, merge(each.rule.declared, held, each.rule.rows)
+                yield shared.rule, merge(shared.rule.declared, held, shared.rule.rows)
 
-    def _receive(self, each: _Shared, source: int, own: Tensor | None, on_every_rank: bool) -> Tensor | None:
+    def _receive(
+        self, shared: _Shared, source: int, local: Tensor | None, on_every_rank: bool
+    ) -> Tensor | None:
         if on_every_rank:
-            shard = self._empty(each) if own is None else own
+            shard = self._empty(shared) if local is None else local
             if len(self.ranks) > 1:
                 dist.broadcast(shard, source, self.group)
             return shard
-        if source != 0 and own is not None:
-            dist.send(own, 0)
+        if source != 0 and local is not None:
+            dist.send(local, 0)
         elif source != 0 and self.rank == 0:
-            shard = self._empty(each)
+            shard = self._empty(shared)
             dist.recv(shard, source)
             return shard
-        return own
+        return local
 
     def _empty(self, each: _Shared) -> Tensor:
         return torch.empty(each.shape, dtype=each.dtype, device=self.device)
