@@ -52,13 +52,17 @@ TOGETHER = {
 """Files that one process has, by what they share that costs as much as many tests."""
 
 
+IMPORTED_BY_TESTS = ("anthropic", "anygauge.rollout.gateway.server", "openai", "ray")
+"""Modules that take long to import, and that files of tests in several processes have."""
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_setupnodes(config: pytest.Config, specs: Sequence[Any]) -> None:
     """Let the processes of the tests have everything imported, and a warm process to fork others from."""
     if sys.platform == "linux":
         stack = ExitStack()
         config.add_cleanup(stack.close)
-        processes = ForkServers("cpu")
+        processes = ForkServers("cpu", [*fork_server.MODULES, *IMPORTED_BY_TESTS])
         stack.callback(processes.close)
         directory = Path(stack.enter_context(TemporaryDirectory()))
         stack.enter_context(forked_test_processes(processes, specs, directory))

@@ -39,9 +39,9 @@ from anygauge.distributed.lifetime import die_with
 from anygauge.engines.megatron.prepare import prepare_megatron
 from anygauge.plugins import load_plugins
 
-__all__ = ["SCORER", "ForkServers", "ForkedProcess", "forked_workers", "running", "serve", "use"]
+__all__ = ["MODULES", "SCORER", "ForkServers", "ForkedProcess", "forked_workers", "running", "serve", "use"]
 
-_MODULES = (
+MODULES = (
     "anygauge.cli.train",
     "anygauge.engines.megatron.engine",
     "anygauge.serving.embedded.engine",
@@ -140,7 +140,7 @@ class ForkServers:
 
     def __init__(self, backend: str | None, modules: Sequence[str] | None = None) -> None:
         self._backend = backend or ""
-        self._modules = _MODULES if modules is None else modules
+        self._modules = MODULES if modules is None else modules
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | ForkedProcess | None = None
         self._is_warm = False

@@ -59,9 +59,11 @@ def _start(connection: socket.socket, processes: ForkServers) -> None:
         if not message:
             return
         asked = json.loads(message)
-        worker = processes.start(**asked, stdin=given[0], output=given[1], errors=given[2])
-        for each in given:
-            os.close(each)
+        try:
+            worker = processes.start(**asked, stdin=given[0], output=given[1], errors=given[2])
+        finally:  # whoever reads what is written there sees its end
+            for each in given:
+                os.close(each)
         while worker.poll() is None:
             if select.select([connection], [], [], _LOOK_S)[0]:
                 worker.kill()
