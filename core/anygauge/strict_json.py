@@ -1,14 +1,18 @@
-"""Parse JSON of a bounded depth: that of models, agents and peers strictly, that of files as Python does."""
+"""Parse JSON of a bounded depth: that of models, agents and peers strictly, that of files as Python does.
+
+And write what JSON does not know.
+"""
 
 from __future__ import annotations
 
 import json
 import math
 import re
+from collections.abc import Callable, Mapping
 from itertools import chain
 from typing import Any, NoReturn
 
-__all__ = ["MAX_DEPTH", "is_nested", "parse_json", "too_deep"]
+__all__ = ["MAX_DEPTH", "is_nested", "parse_json", "plain_value", "too_deep"]
 
 MAX_DEPTH = 128
 """Deepest nesting of containers. Encoders and chat templates recurse into their input: orjson writes 254
@@ -52,6 +56,14 @@ def parse_json(text: str | bytes, *, max_depth: int = MAX_DEPTH, strict: bool = 
     if strict and _SURROGATE.search(text):
         json.dumps(value, ensure_ascii=False).encode()  # UnicodeEncodeError is a ValueError
     return value
+
+
+def plain_value(value: Any) -> Any:
+    """Return a mapping as a dict, an array as a list, and anything else as text, for ``json.dumps``."""
+    if isinstance(value, Mapping):
+        return dict(value)
+    as_list: Callable[[], Any] | None = getattr(value, "tolist", None)
+    return str(value) if as_list is None else as_list()
 
 
 def is_nested(value: Any, levels: int) -> bool:

@@ -1,9 +1,8 @@
-"""Groups under way, as checkpoints keep them: prompts, journals, and the samples of finished rollouts."""
+"""Groups under way, and what a checkpoint keeps of them: prompts, journals, samples of finished rollouts."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from functools import cache
 from typing import Any
@@ -17,7 +16,6 @@ from anygauge.rollout.live import LiveRollout
 from anygauge_hooks.rl import Group, Prompt, Sample
 
 __all__ = [
-    "as_json",
     "finished_group",
     "generated_tokens",
     "group_state",
@@ -93,18 +91,6 @@ def restored_group(state: Mapping[str, Any]) -> Group:
 
 def _samples_of(entries: Sequence[Mapping[str, Any]]) -> tuple[Sample, ...]:
     return tuple(_samples().validate_python(entries))
-
-
-def as_json(state: Any) -> Any:
-    """Return a state with nothing in it that JSON does not know; what it does not becomes text."""
-    return json.loads(json.dumps(state, default=_plain))
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return dict(value)
-    as_list: Callable[[], Any] | None = getattr(value, "tolist", None)
-    return str(value) if as_list is None else as_list()
 
 
 def _prompt_state(prompt: Prompt) -> dict[str, Any]:

@@ -52,12 +52,12 @@ class Journal:
         return sum(len(record.said.tokens) for record in self.records)
 
     def state(self) -> list[dict[str, Any]]:
-        """Return all of it, as JSON can write it."""
+        """Return all of it; the tokens are not copied."""
         return [
             {
-                "asked": list(record.asked),
-                "stop": list(record.stop),
-                "shown": list(record.shown),
+                "asked": record.asked,
+                "stop": record.stop,
+                "shown": record.shown,
                 **record.said._asdict(),
                 "finish_reason": None if record.said.finish_reason == "abort" else record.said.finish_reason,
             }

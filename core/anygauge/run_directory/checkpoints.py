@@ -34,6 +34,7 @@ from anygauge.run_directory.checkpoint_reader import (
     sha256,
 )
 from anygauge.runtime.worker_group import WorkerGroup
+from anygauge.strict_json import plain_value
 from anygauge_hooks.errors import CheckpointError
 
 __all__ = ["CheckpointWriter", "append_only_files", "export_hf", "installed_packages"]
@@ -93,7 +94,7 @@ class CheckpointWriter:
     def start(self, step: int, state: Mapping[str, Any], *, replaces: bool = True) -> Path | None:
         """Save the state after a step; returns once training may go on.
 
-        :param state: Of the driver, as JSON can write it.
+        :param state: Of the driver. What JSON does not know, in a label or in metadata, is written as text.
         :param replaces: Whether it counts among those of ``save.keep``, so that older ones are removed.
         :returns: The checkpoint before, if it was still being written.
         """
@@ -207,7 +208,7 @@ class CheckpointWriter:
             "files": {path.name: path.stat().st_size for path in append_only_files(self._run_directory)},
             "packages": self._packages,
         }
-        return json.dumps(described, indent=1).encode()
+        return json.dumps(described, indent=1, default=plain_value).encode()
 
     def _written(self, pending: _Pending) -> bool:
         """Return whether every rank has written its files; after a failure there is nothing pending."""

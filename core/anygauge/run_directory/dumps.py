@@ -28,7 +28,7 @@ from safetensors.torch import save
 from anygauge.data.media.store import MappedFiles
 from anygauge.disk import read_json
 from anygauge.hub.files import TOKENIZERS
-from anygauge.strict_json import parse_json
+from anygauge.strict_json import parse_json, plain_value
 from anygauge_hooks.batch import TrainBatch
 from anygauge_hooks.errors import CheckpointError, DataError, OutOfMemoryError
 from anygauge_hooks.media import Media
@@ -151,21 +151,13 @@ def write_groups(path: Path, groups: Sequence[Group], model: ModelFacts) -> None
     :raises CheckpointError: The disk refuses.
     """
     records = ({FACTS: {"format": FORMAT, "model": model}}, *map(_record, groups))
-    text = "".join(f"{json.dumps(record, default=_plain)}\n" for record in records)
+    text = "".join(f"{json.dumps(record, default=plain_value)}\n" for record in records)
     _write(path, gzip.compress(text.encode("ascii"), COMPRESSION, mtime=0))
 
 
 def _record(group: Group) -> dict[str, Any]:
     prompt = {field.name: getattr(group.prompt, field.name) for field in fields(group.prompt)}
     return {"prompt": prompt, "samples": [sample._asdict() for sample in group.samples]}
-
-
-def _plain(value: Any) -> Any:
-    """Return a mapping as a dict, an array as a list, and anything else as text."""
-    if isinstance(value, Mapping):
-        return dict(value)
-    as_list: Callable[[], Any] | None = getattr(value, "tolist", None)
-    return str(value) if as_list is None else as_list()
 
 
 def read_groups(path: Path, model: ModelFacts | None = None) -> list[Group]:

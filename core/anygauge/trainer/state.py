@@ -29,7 +29,7 @@ class RunState:
         self.info = replace(self.info, step=step)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps of it, as JSON can write it."""
+        """Return what a checkpoint keeps of it."""
         saved = {"step": self.info.step, "version": self.version, "source": dict(self.source)}
         return {**saved, "rollout": dict(self.rollout)} if self.rollout else saved
 

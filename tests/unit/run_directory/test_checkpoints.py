@@ -12,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from anygauge.config import Config
@@ -83,7 +84,8 @@ def test_a_checkpoint_appears_when_every_rank_has_written(
     (tmp_path / "samples.superseded.jsonl").write_text("{}\n")
     writer = make_writer()
     workers.writes = False
-    assert writer.start(20, {"step": 20, "version": 20, "source": {"cursor": 7}}) is None
+    odd = {"label": np.array([1, 2]), "path": Path("x")}
+    assert writer.start(20, {"step": 20, "version": 20, "source": {"cursor": 7}, "rollout": odd}) is None
     assert writer.poll() is None
     assert names(tmp_path) == [".step-00000020.partial"]
     assert latest_checkpoint(tmp_path) is None
@@ -94,7 +96,8 @@ def test_a_checkpoint_appears_when_every_rank_has_written(
     found = latest_checkpoint(tmp_path)
     assert found is not None
     assert (found.path, found.step) == (path, 20)
-    assert found.state == {"step": 20, "version": 20, "source": {"cursor": 7}}
+    rollout = {"label": [1, 2], "path": "x"}
+    assert found.state == {"step": 20, "version": 20, "source": {"cursor": 7}, "rollout": rollout}
     assert found.files == {"metrics.jsonl": 3}
     assert "torch" in found.packages
     manifest = json.loads((path / "manifest.json").read_text())

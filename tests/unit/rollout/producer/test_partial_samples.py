@@ -118,13 +118,16 @@ def test_a_resume_goes_on_with_the_tokens_that_are_there(make_producer: MakeProd
         producer = make_producer(engine(), **keys)
         await producer.take(4, timeout_s=20)
         state = await producer.state_dict()
+        saved: dict[str, Any] = json.loads(json.dumps(state))
+        slow.clear()
+        await producer.take(4, timeout_s=20)
+        assert json.loads(json.dumps(state)) == saved, "what follows does not change it"
         await producer.close()
-        return state
+        return saved
 
-    state = json.loads(json.dumps(asyncio.run(first())))
+    state = asyncio.run(first())
     assert [entry["number"] for entry in state["open"]] == [1]
     assert [entry["number"] for entry in state["done"]] == [5]
-    slow.clear()
     resumed = engine()
     resumed.version = 1
 
