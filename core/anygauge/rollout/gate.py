@@ -31,7 +31,8 @@ class Gate:
         self._open = asyncio.Event()
         self._empty = asyncio.Event()
         self._slots = nullcontext() if most is None else asyncio.Semaphore(most)
-        self._numbers = count()
+        self.numbers = count()
+        """Numbers of requests."""
         self.under_way = 0
         """Requests that the engines have."""
         self.answered = 0
@@ -43,10 +44,6 @@ class Gate:
     def is_open(self) -> bool:
         """Whether requests pass."""
         return self._open.is_set()
-
-    def number(self) -> int:
-        """Return a number that no other request has."""
-        return next(self._numbers)
 
     def open(self) -> None:
         """Let requests through."""

@@ -202,7 +202,7 @@ class LiveRollout:
         have = len(record.said.tokens)
         session = f"{self._group}-{self.place}"
         return GenerateRequest(
-            id=f"{session}-{self.gate.number()}",
+            id=f"{session}-{next(self.gate.numbers)}",
             tokens=record.asked + record.said.tokens,
             params=params,
             seed=self.seed if not (call or have) else _derived(self.seed, call, have),

@@ -34,7 +34,7 @@ def named(groups: Sequence[Sequence[LiveRollout]]) -> str:
 
 def why_short(tally: Tally) -> str:
     """Return why there are not enough groups, as a clause."""
-    if tally.rejected_groups() == 0:
+    if not tally.rejected:
         return "the data source has no more prompts"
     by_filter = ", ".join(f"{name} {count}" for name, count in tally.rejected.most_common())
     return f"the filters let too few groups pass; rejected by {by_filter}"

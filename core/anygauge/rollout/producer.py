@@ -126,14 +126,14 @@ class Producer:
         if (missing := config.prompts_per_step + config.over_sampling - known) > 0:
             await self._read(missing)
 
-    def keep_going(self, continuous: Continuous) -> None:
+    async def keep_going(self, continuous: Continuous) -> None:
         """Keep groups under way from now on, also between two calls of :meth:`take`."""
         self._continuous = continuous
         self._gate.open()
         self._start_pump()
         self._notify()
 
-    def advance(self, version: int) -> None:
+    async def advance(self, version: int) -> None:
         """Learn that the engines serve a version now, and that the step before is over."""
         self._version = self._next_version = version
         self._notify()
@@ -357,7 +357,7 @@ class Producer:
 
     def _has_given_up(self) -> bool:
         """Return whether no more groups are started for the step."""
-        config, rejected = self._context.config, self._tally.rejected_groups()
+        config, rejected = self._context.config, self._tally.rejected.total()
         needed = self._goal or config.prompts_per_step
         return rejected >= needed * config.max_num_gen_batches or (self._exhausted and not self._waiting)
 

@@ -75,18 +75,15 @@ class Tally:
                 hint="Correct the data or the function, or raise reward.max_failed_ratio.",
             )
 
-    def rejected_groups(self) -> int:
-        """Return how many groups the filters did not let pass."""
-        return sum(self.rejected.values())
-
     def metrics(self, groups: int) -> dict[str, float]:
         """Return ``rollout/*`` of a step.
 
         :param groups: That it trains on.
         """
-        seen = groups + self.rejected_groups()
+        rejected = self.rejected.total()
+        seen = groups + rejected
         return {
-            "rollout/filtered_ratio": self.rejected_groups() / seen if seen else 0.0,
+            "rollout/filtered_ratio": rejected / seen if seen else 0.0,
             "rollout/unfinished_groups": self.discarded,
             "rollout/dropped_prompts": self.dropped,
             "rollout/continued_tokens": self.continued,

@@ -139,7 +139,7 @@ def plan_wave(requests: Sequence[GenerateRequest], workers: int) -> list[list[Pl
     kinds: dict[int, Any] = {}  # most requests share one object, which is slow to hash
     for place, request in enumerate(requests):
         kind = kinds.get(id(request.params)) or kinds.setdefault(id(request.params), _kind(request.params))
-        prompt = request.group, request.tokens, tuple(medium.key for medium in request.media)
+        prompt = request.group, request.tokens, tuple([medium.key for medium in request.media])
         alike[kind].setdefault(prompt, []).append(place)
     plan: list[list[Places]] = [[] for _ in range(workers)]
     for prompts in alike.values():

@@ -12,7 +12,7 @@ from statistics import fmean
 import torch
 
 from anygauge.algorithms.aggregation import Aggregation, split_steps, token_weights
-from anygauge.data.balance import Numbers, alike, balance, free, imbalance, media_costs, sequence_costs
+from anygauge.data.balance import alike, balance, free, imbalance, media_costs, sequence_costs
 from anygauge.data.batch import pack_samples, response_rows, select
 from anygauge_hooks.batch import TrainBatch
 from anygauge_hooks.errors import RolloutError
@@ -117,6 +117,7 @@ def plan_steps(
     weights = torch.zeros(len(batch.loss_mask))
     ranks: list[list[list[int]]] = [[] for _ in range(num_ranks)]
     idle: list[list[int]] = [[] for _ in range(num_ranks)]
+    token_costs = sequence_costs(batch.lengths, flops_per_token)
     for drawn in _split(batch.rollouts, num_steps):
         rows = response_rows(batch.response_lengths, drawn)
         lengths, rollouts = (
@@ -126,7 +127,7 @@ def plan_steps(
         weights[rows] = shares.float()
         shortest = min(drawn, key=batch.lengths.__getitem__)
         samples = drawn + [shortest] * (num_ranks - len(drawn))
-        costs = _costs(batch, samples, flops_per_token, media_flops)
+        costs = token_costs[samples] + media_costs([batch.media[n] for n in samples], media_flops)
         for rank, places in enumerate(balance(costs, num_ranks)):
             ranks[rank].append([samples[place] for place in places])
             idle[rank].append(sum(place >= len(drawn) for place in places))
@@ -141,16 +142,6 @@ def _split(rollouts: Sequence[int], num_steps: int) -> list[list[int]]:
         samples.setdefault(rollout, []).append(sample)
     steps = split_steps(list(samples.values()), num_steps)
     return [[sample for parts in step for sample in parts] for step in steps]
-
-
-def _costs(
-    batch: TrainBatch,
-    samples: Sequence[int],
-    flops_per_token: Callable[[int], float],
-    media_flops: Callable[[Media], float],
-) -> Numbers:
-    costs = sequence_costs([batch.lengths[sample] for sample in samples], flops_per_token)
-    return costs + media_costs([batch.media[sample] for sample in samples], media_flops)
 
 
 def _of_rank(batch: TrainBatch, steps: Sequence[Sequence[int]], idle: Sequence[int]) -> TrainBatch:
@@ -180,8 +171,10 @@ def plan_metrics(
     """
     costs = []
     for batch in batches:
-        bounds = pairwise(accumulate(batch.steps, initial=0))
-        costs.append([_costs(batch, range(*step), flops_per_token, media_flops).sum() for step in bounds])
+        token_costs = sequence_costs(batch.lengths, flops_per_token)
+        steps = [slice(*bounds) for bounds in pairwise(accumulate(batch.steps, initial=0))]
+        media = [media_costs(batch.media[step], media_flops) for step in steps]
+        costs.append([(token_costs[step] + own).sum() for step, own in zip(steps, media, strict=True)])
     return {
         "train/idle_samples": sum(map(sum, (batch.idle for batch in batches))),
         "perf/train_imbalance": fmean(imbalance(step) for step in zip(*costs, strict=True)),

@@ -117,7 +117,7 @@ class RolloutScheduler:
             staleness=Staleness(self._versions, rollout.prompts_per_step),
             may_start=lambda untaken: untaken < self._steps * rollout.prompts_per_step,
         )
-        self._events.run(_keep_going(self._producer, continuous))
+        self._events.run(self._producer.keep_going(continuous))
 
     def before_sync(self) -> None:
         """Wait for what may not go on with other weights."""
@@ -130,7 +130,7 @@ class RolloutScheduler:
 
     def advance(self, version: int) -> None:
         """Tell which weights the engines serve now."""
-        self._events.run(_advance(self._producer, version))
+        self._events.run(self._producer.advance(version))
 
     def read_ahead(self, state: RunState, *, goes_on: bool) -> None:
         """Note in the state of a run what a resume needs, and draw the prompts of the next step."""
@@ -139,14 +139,6 @@ class RolloutScheduler:
         state.rollout = saved
         if goes_on and self._config.rollout.schedule == "sync":
             self._events.run(self._producer.read_ahead())
-
-
-async def _advance(producer: Producer, version: int) -> None:
-    producer.advance(version)
-
-
-async def _keep_going(producer: Producer, continuous: Continuous) -> None:
-    producer.keep_going(continuous)
 
 
 @contextmanager

@@ -63,7 +63,7 @@ def test_groups_are_taken_in_the_order_in_which_they_were_done(make_producer: Ma
     producer = make_producer(engine, **ONE)
 
     async def body() -> list[list[int]]:
-        producer.keep_going(Continuous(groups=4))
+        await producer.keep_going(Continuous(groups=4))
         await until(lambda: len(engine.waiting) == 4)
         started = {name.rpartition("-")[0]: name for name in engine.waiting}
         engine.release(started["3-0"])
@@ -85,11 +85,11 @@ def test_no_group_is_older_than_the_bound_though_it_is_the_last(make_producer: M
     started: list[int] = []
 
     async def body() -> list[list[int]]:
-        producer.keep_going(Continuous(groups=4, staleness=Staleness(1, 2)))
+        await producer.keep_going(Continuous(groups=4, staleness=Staleness(1, 2)))
         first = indices(await producer.take(2, timeout_s=20))
         started.append(len(engine.requests))
         engine.version = 1
-        producer.advance(1)
+        await producer.advance(1)
         second = asyncio.create_task(producer.take(2, timeout_s=20))
         await until(lambda: len(engine.requests) == 6)
         await passes()  # those that are done would be enough
@@ -110,7 +110,7 @@ def test_the_trainer_may_hold_starts_back(make_producer: MakeProducer) -> None:
 
     async def body() -> list[int]:
         nonlocal allowed
-        producer.keep_going(Continuous(groups=8, may_start=lambda untaken: untaken < allowed))
+        await producer.keep_going(Continuous(groups=8, may_start=lambda untaken: untaken < allowed))
         await producer.take(2, timeout_s=20)
         before = len(engine.requests)
         allowed = 0
@@ -126,7 +126,7 @@ def test_a_full_queue_starts_nothing(make_producer: MakeProducer) -> None:
     producer = make_producer(engine, **ONE)
 
     async def body() -> int:
-        producer.keep_going(Continuous(groups=2, max_done=3))
+        await producer.keep_going(Continuous(groups=2, max_done=3))
         await until(lambda: len(engine.requests) >= 3)
         await passes()
         return len(engine.requests)
@@ -141,14 +141,14 @@ def test_a_pause_lets_weights_change_in_the_middle_of_a_sample(make_producer: Ma
 
     async def body() -> list[Group]:
         nonlocal held
-        producer.keep_going(Continuous(groups=2))
+        await producer.keep_going(Continuous(groups=2))
         await until(lambda: len(engine.waiting) == 2)
         await producer.pause()
         assert engine.waiting == []
         await passes()
         assert len(engine.requests) == 2
         engine.version, held = 5, False
-        producer.advance(5)
+        await producer.advance(5)
         producer.resume()
         return await producer.take(2, timeout_s=20)
 
@@ -168,7 +168,7 @@ def test_an_evaluation_goes_on_beside_training_and_leaves_it_room(
 
     async def body() -> tuple[list[int], list[list[Any]]]:
         nonlocal most
-        producer.keep_going(Continuous(groups=3))
+        await producer.keep_going(Continuous(groups=3))
         params = SamplingParams(max_new_tokens=4, temperature=0.0)
         context = producer._context.rollout_context
         evaluation = asyncio.create_task(sample_groups(context, prompts[:5], params, [[7, 8]] * 5, at_once=3))
@@ -195,7 +195,7 @@ def test_the_state_has_every_prompt_once(make_producer: MakeProducer, prompts: l
     first = make_producer(engine(), source=ListSource(prompts, epochs=1), **keys)
 
     async def save() -> tuple[list[int], dict[str, Any]]:
-        first.keep_going(Continuous(groups=4))
+        await first.keep_going(Continuous(groups=4))
         taken = indices(await first.take(2, timeout_s=20))
         await first.pause()
         return taken, await first.state_dict()
@@ -208,7 +208,7 @@ def test_the_state_has_every_prompt_once(make_producer: MakeProducer, prompts: l
     second.load_state_dict(state)
 
     async def finish() -> list[Group]:
-        second.keep_going(Continuous(groups=4))
+        await second.keep_going(Continuous(groups=4))
         return await second.take(14, timeout_s=20)
 
     groups = run(second, finish)
@@ -245,7 +245,7 @@ def test_an_error_between_two_steps_is_raised_by_the_next(make_producer: MakePro
     producer = make_producer(ScriptedEngine(fail), **ONE)
 
     async def body() -> None:
-        producer.keep_going(Continuous(groups=8))
+        await producer.keep_going(Continuous(groups=8))
         await producer.take(2, timeout_s=20)
         await until(lambda: producer._failure is not None)
         await producer.take(2, timeout_s=20)
@@ -270,7 +270,7 @@ def test_what_was_begun_before_a_resume_is_waited_for_if_it_is_due(
     )
 
     async def body() -> list[int]:
-        producer.keep_going(Continuous(groups=4, staleness=Staleness(1, 2)))
+        await producer.keep_going(Continuous(groups=4, staleness=Staleness(1, 2)))
         return indices(await producer.take(2, timeout_s=20))
 
     assert 0 in run(producer, body), "a step later it would be two versions old"

@@ -90,7 +90,7 @@ def test_what_a_step_leaves_over_goes_on_in_the_next(make_producer: MakeProducer
         first = await producer.take(4, timeout_s=20)
         assert engine.waiting == []
         engine.version = 1
-        producer.advance(1)
+        await producer.advance(1)
         slow.clear()
         second = await producer.take(4, timeout_s=20)
         await producer.close()
