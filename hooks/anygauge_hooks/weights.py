@@ -1,10 +1,12 @@
-"""Interface of weight transports from the trainer to the servers."""
+"""Interface of weight transports from the trainer to the rollout engines."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn, Protocol
+
+from anygauge_hooks.errors import RolloutError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -70,65 +72,78 @@ class BroadcastGroup(NamedTuple):
     """Rank of the server's first process; the others follow."""
 
 
-class WeightTarget(Protocol):
-    """One server that takes an update, in its engine's own protocol. Used by one thread at a time.
+class WeightTarget:
+    """One engine that takes an update, in its own protocol. Used by one thread at a time.
 
-    Each method raises :class:`~anygauge_hooks.errors.DeadlineError` if the server does not answer in time and
+    An engine overrides what it has; each takes weights by at least one of the ``load_*`` methods.
+    Each method raises :class:`~anygauge_hooks.errors.DeadlineError` if the engine does not answer in time and
     :class:`~anygauge_hooks.errors.RolloutError` if it refuses or cannot be reached.
     """
 
     def pause(self, mode: PauseMode) -> None:
-        """Let the server make no more tokens.
+        """Let the engine make no more tokens.
 
         :param mode: One that it lacks, or cannot keep over the update, becomes ``"abort"``.
         """
 
     def resume(self) -> None:
-        """Let the server go on."""
+        """Let the engine go on."""
 
     def begin(self) -> None:
-        """Open an update from memory or by broadcast, where servers do that. It keeps its weights."""
+        """Open an update from memory or by broadcast, where engines do that. It keeps its weights."""
 
     def end(self) -> None:
         """Close the update."""
 
     def load_memory(self, bucket: WeightBucket, update: WeightUpdate) -> None:
-        """Load a bucket from memory of this host; with the last one the update is complete."""
+        """Load a bucket from memory of this process; with the last one the update is complete."""
+        _refuse("buckets from memory")
 
     def load_broadcast(self, bucket: WeightBucket, update: WeightUpdate, group: str, *, whole: bool) -> None:
         """Receive a bucket in a group; with the last one the update is complete.
 
         :param whole: Whether it is broadcast as one tensor; otherwise its tensors are, one by one.
         """
+        _refuse("broadcasts")
 
     def load_directory(self, path: str, update: WeightUpdate) -> None:
         """Load a Hugging Face directory, all of an update."""
+        _refuse("checkpoints")
 
     def join_group(self, group: BroadcastGroup) -> None:
         """Join a group. Returns once all have come."""
+        _refuse("broadcasts")
 
     def leave_group(self, name: str) -> None:
-        """Leave a group, which ends a broadcast that the server still waits in."""
+        """Leave a group, which ends a broadcast that the engine still waits in."""
 
     def version(self) -> str | None:
-        """Return the weight version that the server reports; ``None`` if it keeps none."""
+        """Return the weight version that the engine reports; ``None`` if it keeps none."""
+        return None
 
     def checksums(self) -> list[dict[str, str]]:
-        """Return, for each process of the server, the checksums of its parameters by name.
+        """Return, for each process of the engine, the checksums of its parameters by name.
 
         Called where :attr:`WeightPeer.has_checksums`.
         """
+        raise NotImplementedError
 
     def close(self) -> None:
         """Close the connections."""
 
 
+def _refuse(what: str) -> NoReturn:
+    raise RolloutError(
+        f"This rollout engine takes no {what}.", hint="Set weight_sync.transport to one that it takes."
+    )
+
+
 @dataclass(frozen=True, kw_only=True)
 class WeightPeer:
-    """One server that generates, as senders of weights know it: a value of the engine's own subclass."""
+    """One engine that generates, as senders of weights know it: a value of the engine's own subclass."""
 
     address: str
-    """``http://host:port``."""
+    """``http://host:port``; how errors name it."""
     tensor_parallel: int = 1
     """Processes that split its model; each is given the whole weights and takes its part."""
     device: str | None = None
@@ -184,33 +199,38 @@ class WeightUpdate(Protocol):
         """
 
 
-class WeightTransport(Protocol):
-    """A way for buckets to servers; in the process of training rank 0, for the whole run."""
+class WeightTransport:
+    """A way for buckets to engines; in the process of the sending rank, for the whole run.
 
-    stages: bool
-    """Whether :meth:`send` only brings the buckets to where a server can take them, which it does in
-    :meth:`commit`. Otherwise :meth:`send` has them loaded, by servers that are paused and have opened an
+    A transport overrides :meth:`send` and what else it needs.
+    """
+
+    stages: bool = False
+    """Whether :meth:`send` only brings the buckets to where an engine can take them, which it does in
+    :meth:`commit`. Otherwise :meth:`send` has them loaded, by engines that are paused and have opened an
     update."""
-    opens_session: bool
-    """Whether :meth:`commit`, or :meth:`send`, is for servers that have opened an update."""
+    opens_session: bool = True
+    """Whether :meth:`commit`, or :meth:`send`, is for engines that have opened an update."""
 
     def connect(self, peers: Sequence[WeightPeer]) -> None:
-        """Make ready for these servers, before anything is asked of them. Called for every update.
+        """Make ready for these engines, before anything is asked of them. Called for every update.
 
         :raises RolloutError: They cannot be reached this way.
         """
 
     def send(self, bucket: WeightBucket, update: WeightUpdate) -> None:
-        """Move a bucket; with the last one the servers are told ``update.version``. Runs in a thread.
+        """Move a bucket; with the last one the engines are told ``update.version``. Runs in a thread.
 
-        :raises DeadlineError: Names the bucket, its tensors and the servers.
+        :raises DeadlineError: Names the bucket, its tensors and the engines.
         """
+        raise NotImplementedError
 
     def wire_bytes(self) -> int | None:
-        """Return how many bytes the last update moved to each server, at most; ``None`` for all of them."""
+        """Return how many bytes the last update moved to each engine, at most; ``None`` for all of them."""
+        return None
 
     def commit(self, update: WeightUpdate) -> None:
-        """Let the servers load the staged weights, if the transport stages them."""
+        """Let the engines load the staged weights, if the transport stages them."""
 
     def abandon(self) -> None:
         """Discard the state of a failed update; the next one sends all weights."""

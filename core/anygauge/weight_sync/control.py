@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import closing
 from typing import Any
 
@@ -19,6 +19,8 @@ _PIECE = 1 << 20
 """Bytes that are sent at once."""
 _BAD = 300
 """Statuses from here on are no success; a server of the run redirects nobody."""
+
+Body = Sequence[bytes | memoryview]
 
 
 class RefusedError(RolloutError):
@@ -42,9 +44,10 @@ class EngineControl:
         self._headers = headers
         self._deadline_s = deadline_s
 
-    def post(self, path: str, body: Mapping[str, Any] | bytes, *, what: str) -> Mapping[str, Any]:
+    def post(self, path: str, body: Mapping[str, Any] | Body, *, what: str) -> Mapping[str, Any]:
         """Post and return the answer.
 
+        :param body: JSON, or bytes in parts that are sent one after the other.
         :param what: What is waited for, as the object of a sentence: ``"bucket 3 of version 7"``.
         :raises RefusedError: Status 4xx or 5xx.
         :raises DeadlineError: No answer in time.
@@ -57,9 +60,9 @@ class EngineControl:
         return self._send("GET", path, None, what)
 
     def _send(
-        self, method: str, path: str, body: Mapping[str, Any] | bytes | None, what: str
+        self, method: str, path: str, body: Mapping[str, Any] | Body | None, what: str
     ) -> Mapping[str, Any]:
-        data = body if isinstance(body, bytes | None) else json.dumps(dict(body)).encode()
+        data = [json.dumps(dict(body)).encode()] if isinstance(body, Mapping) else body
         try:
             # Not asyncio.run, which would wait for a name that is still being looked up.
             with closing(asyncio.new_event_loop()) as loop:
@@ -82,10 +85,10 @@ class EngineControl:
             )
         return _object(reply)
 
-    async def _request(self, method: str, path: str, data: bytes | None) -> tuple[int, bytes]:
+    async def _request(self, method: str, path: str, data: Body | None) -> tuple[int, bytes]:
         headers = {"content-type": "application/json", **self._headers(path)}
         if data is not None:
-            headers["content-length"] = str(len(data))
+            headers["content-length"] = str(sum(map(len, data)))
         content = None if data is None else _pieces(data)
         timeout = aiohttp.ClientTimeout(total=self._deadline_s)
         async with (
@@ -94,14 +97,12 @@ class EngineControl:
         ):
             return reply.status, await reply.read()
 
-    def close(self) -> None:
-        """Do nothing: no connection outlives its request."""
 
-
-async def _pieces(data: bytes) -> AsyncIterator[memoryview]:
+async def _pieces(data: Body) -> AsyncIterator[memoryview]:
     # asyncio copies what the socket does not take at once: a bucket in one piece takes four times as long.
-    for start in range(0, len(data), _PIECE):
-        yield memoryview(data)[start : start + _PIECE]
+    for part in data:
+        for start in range(0, len(part), _PIECE):
+            yield memoryview(part)[start : start + _PIECE]
 
 
 def _object(body: bytes) -> Mapping[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -45,23 +44,21 @@ def control(monkeypatch: pytest.MonkeyPatch) -> Iterator[EngineControl]:
         thread.start()
         control = EngineControl(f"http://127.0.0.1:{http.server_port}", lambda _: {}, deadline_s=30)
         yield control
-        control.close()
         http.shutdown()
         thread.join()
 
 
 def test_a_body_arrives_whole(control: EngineControl) -> None:
-    for body in ({"text": "é" * 2_000_000}, json.dumps({"a": [1]}).encode(), {}):
-        echo = control.post("/", body, what="an echo")
-        assert echo == (json.loads(body) if isinstance(body, bytes) else body)
+    for body in ({"text": "é" * 2_000_000}, {}):
+        assert control.post("/", body, what="an echo") == body
+    assert control.post("/", [b'{"a": ', b"", memoryview(b"[1]}")], what="an echo") == {"a": [1]}
 
 
-def test_one_thread_waits_while_another_asks_and_closes(control: EngineControl) -> None:
+def test_one_thread_waits_while_another_asks(control: EngineControl) -> None:
     with ThreadPoolExecutor(1) as thread:
         waiting = thread.submit(control.post, "/waits", {}, what="an answer")
         assert WAITS.wait(30)
         assert control.post("/", {"a": 1}, what="an echo") == {"a": 1}
-        control.close()
         GOES_ON.set()
         assert waiting.result(30) == {}
 

@@ -12,8 +12,8 @@ from anygauge.plugins import Plugins, load_plugins
 from anygauge.weight_sync import plugin
 from anygauge_cpu.plugin import CPU
 from anygauge_hooks import hookimpl
-from anygauge_hooks.errors import DuplicateNameError
-from anygauge_hooks.weights import WeightTransportSpec
+from anygauge_hooks.errors import DuplicateNameError, RolloutError
+from anygauge_hooks.weights import WeightTarget, WeightTransportSpec
 
 
 def test_the_core_registers_its_transports() -> None:
@@ -44,3 +44,9 @@ def test_the_group_for_weights_is_of_the_runs_own_backend() -> None:
         context: Any = SimpleNamespace(backend=own, plugins=plugins)
         transport: Any = plugin._distributed(config, context)
         assert transport._backend == own.dist_backend
+
+
+def test_an_engine_refuses_weights_that_come_in_a_way_it_lacks() -> None:
+    nothing: Any = None
+    with pytest.raises(RolloutError, match=r"takes no broadcasts\.\n .*weight_sync\.transport"):
+        WeightTarget().load_broadcast(nothing, nothing, "group", whole=True)

@@ -14,6 +14,7 @@ from anygauge.weight_sync.watchdog import describe
 from anygauge_hooks.errors import RolloutError
 from anygauge_hooks.serving import ServerPeer
 from anygauge_hooks.sglang import NO_KEYS, ServerKeys, WeightApi
+from anygauge_hooks.weights import WeightTarget
 
 if TYPE_CHECKING:
     from anygauge_hooks.serving import ClientLimits, ImageEncoder
@@ -52,8 +53,8 @@ class SGLangPeer(ServerPeer):
         return EngineClient(self.address, limits, name=name, image_encoder=images, keys=self.keys)
 
 
-class SGLangTarget(EngineControl):
-    """A :class:`~anygauge_hooks.weights.WeightTarget` of SGLang.
+class SGLangTarget(EngineControl, WeightTarget):
+    """Takes an update in SGLang's protocol.
 
     :param deadline_s: Longest wait for one answer, in seconds.
     """

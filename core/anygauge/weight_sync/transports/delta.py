@@ -13,6 +13,7 @@ from anygauge.weight_sync.control import EngineControl
 from anygauge.weight_sync.receiver import SECRET_HEADER
 from anygauge.weight_sync.watchdog import describe
 from anygauge_hooks.errors import RolloutError
+from anygauge_hooks.weights import WeightTransport
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 __all__ = ["DeltaTransport"]
 
 
-class DeltaTransport:
+class DeltaTransport(WeightTransport):
     """Keeps a copy of the weights that were sent last, on the host, and sends what is different.
 
     A receiver that does not hold that version gets everything. A server that was started again, or failed to
@@ -47,8 +48,6 @@ class DeltaTransport:
         """Version of the copy before it."""
         self._loaded: dict[str, int] = {}
         """How often each server that has the copy's weights had been started, by address."""
-        self._receivers: dict[tuple[str, str], EngineControl] = {}
-        """Clients of receivers, by address and secret."""
         self._behind: set[str] = set()
         """Addresses of servers whose receivers hold the base; the others get everything."""
         self._moved: dict[str, int] = {}
@@ -135,14 +134,10 @@ class DeltaTransport:
                 f"{peer.address} has no receiver beside it, which the transport delta sends to.",
                 hint='An engine that was attached by its address takes "distributed" or "disk".',
             )
-        receiver = self._receivers.get((peer.receiver, peer.secret))
-        if receiver is None:
-            receiver = self._receivers[peer.receiver, peer.secret] = EngineControl(
-                f"http://{peer.receiver}",
-                lambda path: {SECRET_HEADER: peer.secret},
-                deadline_s=self._deadline_s,
-            )
-        answer = receiver.post(path, data, what=f"{what}, beside {peer.address}")
+        receiver = EngineControl(
+            f"http://{peer.receiver}", lambda _: {SECRET_HEADER: peer.secret}, deadline_s=self._deadline_s
+        )
+        answer = receiver.post(path, [data], what=f"{what}, beside {peer.address}")
         self._moved[peer.address] = self._moved.get(peer.address, 0) + len(data)
         return answer
 
@@ -156,8 +151,5 @@ class DeltaTransport:
             self._copy, self._sums = [], []
 
     def close(self) -> None:
-        """Close the connections, and release the copy."""
+        """Release the copy."""
         self._copy, self._sums, self._version = [], [], None
-        for receiver in self._receivers.values():
-            receiver.close()
-        self._receivers.clear()

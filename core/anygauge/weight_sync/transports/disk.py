@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,16 +11,17 @@ from typing import TYPE_CHECKING
 from anygauge.disk import appearing, remove
 from anygauge.hub.weight_files import copy_other_files, write_index
 from anygauge.weight_sync.buckets import unpack
+from anygauge_hooks.weights import WeightTransport
 
 if TYPE_CHECKING:
-    from anygauge_hooks.weights import WeightBucket, WeightPeer, WeightUpdate
+    from anygauge_hooks.weights import WeightBucket, WeightUpdate
 
 __all__ = ["DiskTransport"]
 
 _VERSION = re.compile(r"version-(\d+)")
 
 
-class DiskTransport:
+class DiskTransport(WeightTransport):
     """Writes ``version-N`` below a directory, has the servers read it, and removes the one before.
 
     :param directory: That the servers see under the same path.
@@ -37,9 +38,6 @@ class DiskTransport:
         self._partial: Path | None = None
         self._places: dict[str, str] = {}
         self._size = 0
-
-    def connect(self, peers: Sequence[WeightPeer]) -> None:
-        """Do nothing: the servers are told the path."""
 
     def send(self, bucket: WeightBucket, update: WeightUpdate) -> None:
         """Write a bucket as a file; with the last one the directory gets its name."""
@@ -64,10 +62,6 @@ class DiskTransport:
         write_index(self._partial, self._places, self._size)
         self._forget()
         self._writing.close()
-
-    def wire_bytes(self) -> int | None:
-        """Return that all bytes move."""
-        return None
 
     def commit(self, update: WeightUpdate) -> None:
         """Have the servers read the directory, and remove earlier ones that none of them needs."""

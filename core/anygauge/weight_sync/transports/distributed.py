@@ -16,7 +16,7 @@ from anygauge.weight_sync.broadcast import Membership, Rendezvous, address_towar
 from anygauge.weight_sync.buckets import unpack
 from anygauge.weight_sync.watchdog import describe, within
 from anygauge_hooks.errors import AnygaugeError, RolloutError
-from anygauge_hooks.weights import BroadcastGroup
+from anygauge_hooks.weights import BroadcastGroup, WeightTransport
 
 if TYPE_CHECKING:
     import torch
@@ -32,16 +32,13 @@ SPARE_S = 30.0
 Gloo does not, and its groups end no sooner than the collectives in them."""
 
 
-class DistributedTransport:
+class DistributedTransport(WeightTransport):
     """A process group with the servers, rebuilt when one of them was restarted.
 
     :param device_type: Of the buckets; the servers must run on such devices too.
     :param backends: The ``torch.distributed`` backend of each type of device that is known here.
     :param deadline_s: Longest time for the group to form, and for one broadcast, in seconds.
     """
-
-    stages = False
-    opens_session = True
 
     def __init__(self, device_type: str, backends: Mapping[str, str], *, deadline_s: float) -> None:
         self._device_type, self._backends = device_type, backends
@@ -172,10 +169,6 @@ class DistributedTransport:
             self._at = name
             group.start(tensor)
         self._at = ""
-
-    def wire_bytes(self) -> int | None:
-        """Return that all bytes move."""
-        return None
 
     def commit(self, update: WeightUpdate) -> None:
         """Wait until all has gone: the servers load it as it comes."""

@@ -8,7 +8,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import aiohttp
 
@@ -17,12 +17,13 @@ from anygauge_hooks.engines import RolloutEngineSpec
 from anygauge_hooks.errors import DeadlineError, RolloutError
 from anygauge_hooks.rollout import Generation
 from anygauge_hooks.serving import EngineAwayError, ServerPeer
+from anygauge_hooks.weights import WeightTarget
 
 if TYPE_CHECKING:
     from anygauge_hooks.engines import WorkerContext
     from anygauge_hooks.rollout import GenerateRequest
     from anygauge_hooks.serving import ClientLimits, EngineServer, ImageEncoder, MemoryState
-    from anygauge_hooks.weights import BroadcastGroup, PauseMode, WeightBucket, WeightUpdate
+    from anygauge_hooks.weights import PauseMode, WeightUpdate
 
 __all__ = ["VllmClient", "VllmPeer", "VllmTarget", "register_rollout_engines"]
 
@@ -161,8 +162,8 @@ def _completion_request(request: GenerateRequest) -> dict[str, Any]:
     }
 
 
-class VllmTarget:
-    """A :class:`~anygauge_hooks.weights.WeightTarget` that reads whole checkpoints."""
+class VllmTarget(WeightTarget):
+    """Reads whole checkpoints."""
 
     def __init__(self, address: str, deadline_s: float) -> None:
         self._address, self._deadline_s = address, deadline_s
@@ -179,36 +180,6 @@ class VllmTarget:
         """Have every worker of the server read a checkpoint."""
         self._post("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": path}})
 
-    def version(self) -> None:
-        """Return that the server keeps no versions."""
-
-    def begin(self) -> None:
-        """Do nothing: a checkpoint needs no session."""
-
-    end = begin
-
-    def load_memory(self, bucket: WeightBucket, update: WeightUpdate) -> None:
-        """Refuse."""
-        _refuse()
-
-    def load_broadcast(self, bucket: WeightBucket, update: WeightUpdate, group: str, *, whole: bool) -> None:
-        """Refuse."""
-        _refuse()
-
-    def join_group(self, group: BroadcastGroup) -> None:
-        """Refuse."""
-        _refuse()
-
-    def leave_group(self, name: str) -> None:
-        """Do nothing: it is in none."""
-
-    def checksums(self) -> list[dict[str, str]]:
-        """Refuse: the peer does not say that it has any."""
-        _refuse()
-
-    def close(self) -> None:
-        """Do nothing: each request has a connection of its own."""
-
     def _post(self, path: str, body: Mapping[str, Any]) -> None:
         headers = {"content-type": "application/json"}
         request = urllib.request.Request(self._address + path, json.dumps(body).encode(), headers)
@@ -216,7 +187,3 @@ class VllmTarget:
             urllib.request.urlopen(request, timeout=self._deadline_s).close()
         except urllib.error.URLError as error:
             raise RolloutError(f"{self._address}{path} failed: {error}.") from error
-
-
-def _refuse() -> NoReturn:
-    raise RolloutError("This engine reads checkpoints alone.", hint='Set weight_sync.transport = "disk".')
