@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn, Protocol
 
@@ -95,6 +95,10 @@ class WeightTarget:
     def end(self) -> None:
         """Close the update."""
 
+    def load_tensors(self, weights: Iterable[tuple[str, Tensor]], update: WeightUpdate) -> None:
+        """Load all of an update in this process, tensor by tensor as they are gathered."""
+        _refuse("tensors of its own process")
+
     def load_memory(self, bucket: WeightBucket, update: WeightUpdate) -> None:
         """Load a bucket from memory of this process; with the last one the update is complete."""
         _refuse("buckets from memory")
@@ -156,6 +160,13 @@ class WeightPeer:
     """``host:port`` of what takes changes on its node, for the transport ``delta``."""
     secret: str = field(default="", repr=False)
     """Shown to the receiver."""
+
+    @property
+    def is_local(self) -> bool:
+        """Whether the engine is in the sender's process, as its only peer. It gets the gathered tensors
+        themselves instead of buckets, by :meth:`WeightTarget.load_tensors`.
+        """
+        return False
 
     @property
     def has_checksums(self) -> bool:

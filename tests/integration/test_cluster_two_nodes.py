@@ -150,7 +150,7 @@ def lost(inputs: Path, second_node: psutil.Process) -> Lost:
 
     observer = Observer(kill)
     with pytest.raises(WorkerDiedError) as caught:
-        run(inputs, observer, run__name="two", run__steps=100, placement__rollout_workers=1)
+        run(inputs, observer, run__name="two", run__steps=100_000, placement__rollout_workers=1)
     return Lost(observer, used, caught.value, time.monotonic() - killed[0])
 
 
@@ -186,8 +186,7 @@ def test_trainer_and_engine_on_two_nodes_give_what_one_process_gives(inputs: Pat
     assert lost.used == [0.0, 0.0]
     alone = Observer()
     run(inputs, alone, run__name="one", placement__launcher="local")
-    assert len(lost.observer.metrics) == STEPS
-    assert training(lost.observer) == training(alone)
+    assert training(lost.observer)[:STEPS] == training(alone)
 
 
 def test_a_lost_node_ends_the_run_and_names_the_worker(lost: Lost) -> None:

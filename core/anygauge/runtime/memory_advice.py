@@ -39,7 +39,8 @@ PHASES: Mapping[str, tuple[str, ...]] = {
     "connect": ("load",),
     "generate": ("generate",),
     "train": ("forward_backward", "optimizer"),
-    "sync_weights": ("weight_sync",),
+    "push_weights": ("weight_sync",),
+    "take_weights": ("weight_sync",),
 }
 """Phases that a worker may be in, by the call that it runs."""
 KILLED = re.compile(r"SIGKILL|out of memory|low on memory|\bOOM\b|connection error code 2", re.IGNORECASE)

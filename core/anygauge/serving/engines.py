@@ -12,20 +12,19 @@ from anygauge.config import Config
 from anygauge.config.roles import Components
 from anygauge.plugins import Plugins
 from anygauge.runtime.launch import launch_workers
-from anygauge.runtime.worker_group import PendingCall, WorkerGroup
+from anygauge.runtime.worker_group import WorkerGroup
 from anygauge.serving.colocated_engines import ColocatedEngines
 from anygauge.serving.colocation import ColocationScheduler
 from anygauge.serving.embedded_generator import embedded_client
 from anygauge.serving.generation_client import GenerationClient
-from anygauge.serving.served_engines import ServedEngines, devices_of_server, open_servers
-from anygauge.serving.weight_stream import PickledBucket
+from anygauge.serving.served_engines import ServedEngines, devices_of_server, open_servers, push_weights
+from anygauge_hooks.errors import RolloutError
 from anygauge_hooks.types import BackendSpec
-from anygauge_hooks.weights import WeightTransportSpec
+from anygauge_hooks.weights import WeightPeer, WeightTransportSpec
 
 __all__ = ["Engines", "SeparateEngines", "SharedEngines", "open_engines"]
 
 ROLLOUT = "anygauge.serving.rollout_workers:RolloutWorker"
-BUCKET_BYTES = 512 * 2**20
 
 
 class Engines(Protocol):
@@ -45,10 +44,15 @@ class Engines(Protocol):
 
 
 class SharedEngines:
-    """An engine in each worker that trains."""
+    """An engine in each worker that trains.
 
-    def __init__(self, workers: WorkerGroup) -> None:
+    :param workers: Those with the engines.
+    :param trainers: Those that train; ``None`` where nothing is trained, or generated.
+    """
+
+    def __init__(self, workers: WorkerGroup, trainers: WorkerGroup | None) -> None:
         self._workers = workers
+        self._trainers = trainers
 
     def generation_client(self) -> AbstractContextManager[GenerationClient]:
         """Return a generation client of the engines."""
@@ -59,48 +63,38 @@ class SharedEngines:
 
     def sync(self, version: int) -> None:
         """Give the trained weights to every engine."""
-        self._workers.call("sync_weights", version=version)
+        if self._trainers is not None:
+            push_weights(self._trainers, version)
 
     def reports(self) -> Sequence[Mapping[str, Any]]:
         """Return nothing: the training workers report for their engines."""
         return ()
 
 
-class SeparateEngines:
-    """Engines in processes of their own; new weights pass through the driver, part by part."""
+class SeparateEngines(SharedEngines):
+    """Engines in their own processes."""
 
-    def __init__(
-        self, trainers: WorkerGroup | None, rollouts: WorkerGroup, *, bucket_bytes: int = BUCKET_BYTES
-    ) -> None:
-        self._trainers = trainers
-        self._rollouts = rollouts
-        self._bucket_bytes = bucket_bytes
-
-    def generation_client(self) -> AbstractContextManager[GenerationClient]:
-        """Return a generation client of the engines."""
-        return embedded_client(self._rollouts)
-
-    def trained(self, version: int) -> None:
-        """Do nothing: no engine joins the others later."""
+    def __init__(self, workers: WorkerGroup, trainers: WorkerGroup | None) -> None:
+        super().__init__(workers, trainers)
+        self._peers: Sequence[WeightPeer] = workers.call("peer")
 
     def sync(self, version: int) -> None:
-        """Give the trained weights to every engine. The next part is gathered while one is being loaded."""
-        loading: PendingCall | None = None
-        last = self._trainers is None
-        while self._trainers is not None and not last:
-            bucket: PickledBucket = self._trainers.call("next_weights", max_bytes=self._bucket_bytes)[0]
-            if loading is not None:
-                loading.result()
-            last = bucket.last
-            loading = self._rollouts.call_async(
-                "receive_weights", data=bucket.data, version=version, last=last
-            )
-        if loading is not None:
-            loading.result()
+        """Give the trained weights to every engine.
+
+        :raises WorkerFailedError: What an engine raised.
+        :raises RolloutError: The weights did not get to an engine.
+        """
+        if self._trainers is None:
+            return
+        taking = self._workers.call_async("take_weights", version=version)
+        reports = push_weights(self._trainers, version, self._peers, [0] * len(self._peers))
+        taking.result()
+        for failed in (peer for report in reports for peer in report.failed):
+            raise RolloutError(f"The engine at {failed.address} got no weights: {failed.error}")
 
     def reports(self) -> Sequence[Mapping[str, Any]]:
         """Return and reset the reports of the engines' processes."""
-        reports: list[Mapping[str, Any]] = self._rollouts.call("report")
+        reports: list[Mapping[str, Any]] = self._workers.call("report")
         return reports
 
 
@@ -134,12 +128,12 @@ def open_engines(
     :param colocation: That the engines take with the trainers, where they share devices.
     """
     count = config.placement.rollout_workers
+    trainers = workers if components.trains and components.generates else None
     if not (config.has_engines_apart and components.generates):
-        yield SharedEngines(workers)
+        yield SharedEngines(workers, trainers)
         return
     if plugins.get("register_rollout_engines", config.rollout.engine).serve is not None:
         make = colocated(config, plugins, colocation) if colocation.shared else ServedEngines
-        trainers = workers if components.trains else None
         is_seated = config.placement.colocated and config.placement.launcher == "ray"
         seats = workers.seats(count, devices_of_server(config, plugins)) if is_seated else ()
         with open_servers(config, backend, plugins, trainers, directory, make, seats) as servers:
@@ -156,4 +150,4 @@ def open_engines(
         collective=False,
         first_device=config.placement.train_workers,
     ) as rollouts:
-        yield SeparateEngines(workers if components.trains else None, rollouts)
+        yield SeparateEngines(rollouts, trainers)

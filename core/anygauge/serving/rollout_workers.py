@@ -5,17 +5,38 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from time import perf_counter
 
 from anygauge.config import Config
 from anygauge.device import memory_phase
 from anygauge.observability.memory import worker_memory
 from anygauge.observability.performance import WorkerReport
-from anygauge.serving.weight_stream import StreamedUpdate
-from anygauge_hooks.engines import RolloutEngine, WorkerContext
+from anygauge_hooks.engines import RolloutEngine, WeightStream, WorkerContext
 from anygauge_hooks.rollout import GenerateRequest, Generation
+from anygauge_hooks.weights import WeightPeer, WeightTarget, WeightUpdate
 
-__all__ = ["GeneratingWorker", "RolloutWorker"]
+__all__ = ["GeneratingWorker", "LocalPeer", "RolloutWorker"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalPeer(WeightPeer, WeightTarget):
+    """The rollout engine of a worker that trains."""
+
+    engine: RolloutEngine = field(repr=False)
+
+    @property
+    def is_local(self) -> bool:
+        """Whether it takes the gathered tensors themselves."""
+        return True
+
+    def target(self, *, deadline_s: float) -> WeightTarget:
+        """Return itself: there is no connection."""
+        return self
+
+    def load_tensors(self, weights: WeightStream, update: WeightUpdate) -> None:
+        """Load the tensors as they are gathered."""
+        self.engine.update_weights(weights, update.version)
 
 
 class GeneratingWorker:
@@ -65,25 +86,23 @@ class RolloutWorker(GeneratingWorker):
 
     def __init__(self, config: Config, context: WorkerContext) -> None:
         super().__init__(context)
-        self._engine = make_engine(config, context)
-        self._update: StreamedUpdate | None = None
+        from anygauge.serving.weight_inbox import WeightInbox  # workers that train need no HTTP
 
-    def receive_weights(self, data: bytes, version: int, *, last: bool) -> None:
-        """Take a part of new weights; with the last one, return once the engine serves them."""
+        self._engine = make_engine(config, context)
+        self._inbox = WeightInbox(context.address, stall_s=config.weight_sync.deadline_s)
+
+    def peer(self) -> WeightPeer:
+        """Return the engine as a peer of weight senders."""
+        return self._inbox.peer
+
+    def take_weights(self, version: int) -> None:
+        """Load the weights that the training workers send meanwhile."""
         with self._timed("weight_sync"):
-            if self._update is None:
-                self._update = StreamedUpdate(self.engine, version, self._device.torch_device)
-            assert self._update.version == version, "one update at a time"
-            self._update.put(data)
-            if last:
-                update, self._update = self._update, None
-                update.put(None)
-                update.finish()
+            self._inbox.load_into(self.engine, version)
 
     def close(self) -> None:
         """Release the engine."""
-        if self._update is not None:
-            self._update.cancel()
+        self._inbox.close()
         super().close()
 
 

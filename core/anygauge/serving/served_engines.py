@@ -33,8 +33,9 @@ from anygauge_hooks.types import BackendSpec
 
 if TYPE_CHECKING:
     from anygauge.weight_sync.report import SyncReport
+    from anygauge_hooks.weights import WeightPeer
 
-__all__ = ["ServedEngines", "open_servers"]
+__all__ = ["ServedEngines", "open_servers", "push_weights"]
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -142,24 +143,15 @@ class ServedEngines:
         """Send the weights to paused servers, and return which did not take them, and why."""
         peers = [self._servers.serving[rank].peer for rank in ranks]
         senders = [self._sender(rank) for rank in ranks]
-        reports: list[SyncReport | None] = trainers.call(
-            "push_weights", version=self._version, peers=peers, senders=senders
-        )
-        sent = [report for report in reports if report is not None]
-        outcomes = {each.address: each for report in sent for each in report.peers}
-        refused = {
-            rank: outcomes[peer.address].error or "it kept the version before"
-            for rank, peer in zip(ranks, peers, strict=True)
-            if outcomes[peer.address].version != self._version
-        }
-        for rank, error in refused.items():
-            _log.warning("engine %d did not take weight version %d: %s", rank, self._version, error)
-        unverified = tuple(dict.fromkeys(name for report in sent for name in report.unverified))
+        reports = push_weights(trainers, self._version, peers, senders)
+        refused = {each.address: each.error or "" for report in reports for each in report.failed}
+        unverified = tuple(dict.fromkeys(name for report in reports for name in report.unverified))
         if unverified and unverified != self._unverified:
             some = ", ".join(unverified[:SHOWN])
             _log.warning("%d parameters of engines were not verified: %s", len(unverified), some)
             self._unverified = unverified
-        return refused
+        addressed = zip(ranks, peers, strict=True)
+        return {rank: refused[peer.address] for rank, peer in addressed if peer.address in refused}
 
     def _sender(self, rank: int) -> int:
         """Return which training rank sends the weights to a server."""
@@ -170,6 +162,21 @@ class ServedEngines:
             f"Waited {self._config.run.timeout_s:g} s for {what}. The engines: {self._servers.describe()}.",
             hint="Raise run.timeout_s if it may take longer; the engines' logs are in the run directory.",
         )
+
+
+def push_weights(
+    trainers: WorkerGroup, version: int, peers: Sequence[WeightPeer] = (), senders: Sequence[int] = ()
+) -> Sequence[SyncReport]:
+    """Have the training workers give their weights to rollout engines, and return how each came out of it.
+
+    :param peers: Engines elsewhere than in the training workers.
+    :param senders: The training rank that sends to each of them.
+    """
+    answers = trainers.call("push_weights", version=version, peers=peers, senders=senders)
+    reports: list[SyncReport] = [report for report in answers if report is not None]
+    for failed in (peer for report in reports for peer in report.failed):
+        _log.warning("%s did not take weight version %d: %s", failed.address, version, failed.error)
+    return reports
 
 
 @contextmanager

@@ -25,8 +25,7 @@ from anygauge.data.batch import mini_batches
 from anygauge.distributed.layout import layout_of
 from anygauge.observability.performance import WorkerReport
 from anygauge.run_directory.dumps import RecordedLoss, model_facts, write_batch
-from anygauge.serving.rollout_workers import GeneratingWorker, make_engine
-from anygauge.serving.weight_stream import PickledBucket, WeightSender
+from anygauge.serving.rollout_workers import GeneratingWorker, LocalPeer, make_engine
 from anygauge.trainer.estimate import estimate
 from anygauge.trainer.teacher import TEACHER, Teacher, make_teacher, maker
 from anygauge.weight_sync.pusher import WeightPusher, make_pusher
@@ -42,7 +41,7 @@ from anygauge_hooks.engines import (
     WorkerContext,
 )
 from anygauge_hooks.errors import CheckpointError
-from anygauge_hooks.serving import MemoryState
+from anygauge_hooks.serving import MemoryState, ServerPeer
 from anygauge_hooks.weights import WeightPeer
 
 if TYPE_CHECKING:
@@ -127,7 +126,6 @@ class ActorWorker(GeneratingWorker):
         if components.generates and not config.has_engines_apart:
             self._engine = make_engine(config, context)
         self._rollouts_trained = 0
-        self._sender = WeightSender(is_sender=context.rank == 0)
         self._pusher: WeightPusher | None = None
 
     @property
@@ -227,22 +225,18 @@ class ActorWorker(GeneratingWorker):
         masks = torch.split(batch.loss_mask.float(), lengths)
         return -sum(float(values.dot(mask)) for values, mask in zip(log_probs, masks, strict=True))
 
-    def sync_weights(self, version: int) -> None:
-        """Give the trained weights to the rollout engine, if there is one here."""
-        if self._engine is None or self._trainer is None:
-            return
-        with self._timed("weight_sync"):
-            self.engine.update_weights(self.trainer.weights(), version)
-
     def push_weights(
-        self, version: int, peers: Sequence[WeightPeer], senders: Sequence[int]
+        self, version: int, peers: Sequence[WeightPeer] = (), senders: Sequence[int] = ()
     ) -> SyncReport | None:
-        """Send the trained weights to those of the servers that are this rank's, and return how each came out
-        of it; ``None`` where there is none.
+        """Send the trained weights to the rollout engine of this worker, or to those of the engines that are
+        this rank's, and return how each came out of it; ``None`` where there is none.
 
-        :param senders: The rank that sends to each of the servers.
+        :param peers: Engines elsewhere; none where each worker has one.
+        :param senders: The rank that sends to each of them.
         """
         own = [peer for peer, rank in zip(peers, senders, strict=True) if rank == self._context.rank]
+        if self._engine is not None:
+            own = [LocalPeer(address=f"the engine of rank {self._context.rank}", engine=self._engine)]
         with self._timed("weight_sync"):
             weights = self.trainer.weights()
             if not own:
@@ -250,12 +244,9 @@ class ActorWorker(GeneratingWorker):
                     pass
                 return None
             if self._pusher is None:
-                self._pusher = make_pusher(self.config, self._context)
+                to_servers = isinstance(own[0], ServerPeer)
+                self._pusher = make_pusher(self.config, self._context, to_servers=to_servers)
             return self._pusher.push(weights, version, own)
-
-    def next_weights(self, max_bytes: int) -> PickledBucket:
-        """Return the next part of the trained weights for engines in other processes; rank 0 has the data."""
-        return self._sender.next(self.trainer.weights, max_bytes)
 
     def set_memory_state(self, state: MemoryState) -> None:
         """Set the memory state of the engines.

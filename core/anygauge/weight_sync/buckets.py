@@ -12,26 +12,9 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-__all__ = ["Buffers", "cut", "dtype_of", "groups_of", "overlapped", "unpack"]
+__all__ = ["Buffers", "cut", "dtype_of", "overlapped", "unpack"]
 
 Weights = Iterable[tuple[str, "Tensor"]]
-
-
-def groups_of(weights: Weights, max_bytes: int) -> Iterator[tuple[list[tuple[str, Tensor]], bool]]:
-    """Yield tensors that fit into a bucket together, and whether they are the last.
-
-    A tensor above ``max_bytes`` is alone. Tensors lie one after the other: one that would begin where its
-    dtype cannot be read begins the next bucket.
-    """
-    group: list[tuple[str, Tensor]] = []
-    size = 0
-    for name, tensor in weights:
-        if group and not _fits(size, tensor, max_bytes):
-            yield group, False
-            group, size = [], 0
-        group.append((name, tensor))
-        size += tensor.nbytes
-    yield group, True
 
 
 def _fits(size: int, tensor: Tensor, max_bytes: int) -> bool:

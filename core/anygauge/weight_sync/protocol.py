@@ -190,20 +190,30 @@ class RunningUpdate:
             member.target.close()
 
     def _each(self, work: MemberTask, members: Sequence[_Member] | None = None) -> None:
-        """Do it to every server at once, and take those out at which it fails."""
+        """Do it to every server at once, and take those out at which it fails.
+
+        One alone is seen to in the calling thread: an engine of this process loads its weights there, where
+        its device is current and collectives of the trainer are started.
+        """
         chosen = self._healthy if members is None else members
-        futures = {self._threads.submit(work, member): member for member in chosen}
+        if len(chosen) == 1:
+            _attempt(work, chosen[0])
+            return
+        futures = [self._threads.submit(_attempt, work, member) for member in chosen]
         wait(futures)
-        for future, member in futures.items():
-            problem = future.exception()
-            if isinstance(problem, AnygaugeError | OSError):
-                member.error = member.error or problem
-            elif problem is not None:
-                raise problem
+        for future in futures:
+            future.result()
 
     def errors(self) -> Mapping[str, BaseException]:
         """Return what went wrong, by the address of the server."""
         return {each.peer.address: each.error for each in self._members if each.error is not None}
+
+
+def _attempt(work: MemberTask, member: _Member) -> None:
+    try:
+        work(member)
+    except (AnygaugeError, OSError) as error:
+        member.error = member.error or error
 
 
 def _pause(member: _Member, mode: PauseMode) -> None:

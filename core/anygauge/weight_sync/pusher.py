@@ -1,4 +1,4 @@
-"""Weight pusher: sends the weights of training rank 0 to servers, as whole versions or not at all."""
+"""Weight pusher: gives a training worker's weights to rollout engines, as whole versions or not at all."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from anygauge.weight_sync.parameters import ExpectedParameters
 from anygauge.weight_sync.protocol import RunningUpdate, started
 from anygauge.weight_sync.report import PeerOutcome, SyncReport
 from anygauge.weight_sync.sharing import shared_memory
+from anygauge.weight_sync.transports.tensor import TensorTransport
 from anygauge_hooks.errors import RolloutError, WeightMappingError
 
 if TYPE_CHECKING:
@@ -106,7 +107,8 @@ class _Push:
             deadline_s=self._options.deadline_s,
         )
         self._seconds: defaultdict[str, float] = defaultdict(float)
-        verifies = pusher._verifies(peers)
+        self._is_local = any(peer.is_local for peer in peers)
+        verifies = not self._is_local and pusher._verifies(peers)
         tells = any(peer.has_checksums for peer in peers)
         self._expected = ExpectedParameters(_dtypes(peers)) if verifies and tells else None
         self._digests: dict[str, list[Tensor]] | None = {} if verifies and not tells else None
@@ -123,7 +125,8 @@ class _Push:
             self._transport.abandon()
             self._update.give_up(error)
             self._remember()
-            if not isinstance(error, RolloutError | TimeoutError | OSError | WeightMappingError):
+            reported = isinstance(error, RolloutError | TimeoutError | OSError | WeightMappingError)
+            if self._is_local or not reported:
                 raise
         else:
             with self._timed("resume"):
@@ -143,9 +146,7 @@ class _Push:
         if not transport.stages:
             self._open()
         with self._timed("move"):
-            room = self._options.bucket_bytes - self._options.bucket_bytes // SPARE
-            buckets = cut(self._noted(stream), room, self._pusher._buffers)
-            overlapped(buckets, self._send)
+            self._move(self._noted(stream))
         if transport.stages:
             self._open()
         with self._timed("load"):
@@ -159,6 +160,15 @@ class _Push:
             with self._timed("verify"):
                 self._update.verify(self._expected.differences)
 
+    def _move(self, stream: Iterator[tuple[str, Tensor]]) -> None:
+        if not self._is_local:
+            room = self._options.bucket_bytes - self._options.bucket_bytes // SPARE
+            overlapped(cut(stream, room, self._pusher._buffers), self._send)
+            return
+        self._update.load(lambda target: target.load_tensors(stream, self._update))
+        for error in self._update.errors().values():  # this process's own, whole
+            raise error
+
     def _open(self) -> None:
         with self._timed("begin"):
             self._update.open(session=self._transport.opens_session)
@@ -170,15 +180,15 @@ class _Push:
                 self._expected.add(name, tensor)
             elif self._digests is not None:
                 self._digests[name] = [digest(tensor)]
+            self._sent[0] += tensor.nbytes
+            self._sent[2] += 1
             yield name, tensor
 
     def _send(self, bucket: WeightBucket) -> None:
         self._someone_left()
         self._transport.send(bucket, self._update)
         self._check_sent(bucket)
-        self._sent[0] += bucket.data.numel()
         self._sent[1] += 1
-        self._sent[2] += len(bucket.tensors)
 
     def _check_sent(self, bucket: WeightBucket) -> None:
         """Check that what lay ready for the servers is what the trainer has, once they have taken it."""
@@ -240,9 +250,14 @@ def _dtypes(peers: Sequence[WeightPeer]) -> set[str]:
     return {peer.dtype for peer in peers if peer.dtype is not None}
 
 
-def make_pusher(config: Config, context: WorkerContext) -> WeightPusher:
-    """Return the sender that the config asks for."""
+def make_pusher(config: Config, context: WorkerContext, *, to_servers: bool = True) -> WeightPusher:
+    """Return the sender that the config asks for.
+
+    :param to_servers: Or to embedded engines, which need none of the transports.
+    """
     options = config.weight_sync
+    if not to_servers:
+        return WeightPusher(options, TensorTransport(), Buffers(partial(torch.empty, dtype=torch.uint8)))
     spec: WeightTransportSpec = context.plugins.get("register_weight_transports", options.transport)
     if spec.shares_buffers and context.device.type == "cpu":
         buffers = Buffers(shared_memory)

@@ -6,14 +6,12 @@ It runs in the worker that owns the server, on its node; only changes come over 
 from __future__ import annotations
 
 import json
-import secrets
 import struct
 import threading
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from anygauge.distributed.addresses import in_url
 from anygauge.weight_sync.buckets import Buffers, cut, dtype_of
 from anygauge.weight_sync.changes import Change, apply_change, bytes_view, unframed
 from anygauge.weight_sync.checksum import checksum
@@ -99,17 +97,14 @@ class Receiver:
     """
 
     def __init__(self, peer: WeightPeer, *, host: str, bucket_bytes: int, deadline_s: float) -> None:
-        self.secret = secrets.token_hex(16)
         self._peer = peer
         self._bucket_bytes = bucket_bytes
         self._deadline_s = deadline_s
         self._held = Held()
         self._buffers = Buffers(shared_memory)
         self._one = threading.Lock()
-        self._server = SecretServer(host, secret=self.secret, answer=self.answer, stall_s=deadline_s)
-        self.address = f"{in_url(host)}:{self._server.server_address[1]}"
-        self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
-        self._thread.start()
+        self._server = SecretServer(host, answer=self.answer, stall_s=deadline_s)
+        self.address, self.secret = self._server.address, self._server.secret
 
     def serve(self, peer: WeightPeer) -> None:
         """Load into this server from now on."""
@@ -154,7 +149,5 @@ class Receiver:
 
     def close(self) -> None:
         """Stop to listen, and release the weights."""
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()
+        self._server.close()
         self._buffers.release()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hmac
 import json
 import logging
+import secrets
 import socket
 import socketserver
 import sys
@@ -18,6 +19,7 @@ from io import BytesIO
 from time import monotonic
 from typing import Any
 
+from anygauge.distributed.addresses import in_url
 from anygauge_hooks.errors import AnygaugeError
 
 __all__ = ["HEAD_BYTES", "LARGEST_BODY", "SECRET_HEADER", "STRANGERS", "THREAD", "SecretServer"]
@@ -34,6 +36,8 @@ STRANGERS = 16
 """Connections that have not shown the secret yet; one more ends the oldest."""
 LAST_READ = 64 * 1024
 LAST_READ_S = 1.0
+POLL_S = 0.05
+"""Longest time that :meth:`SecretServer.close` waits for the thread that listens."""
 THREAD = "weight-receiver-connection"
 
 Answer = Callable[[str, bytes], Mapping[str, Any]]
@@ -41,7 +45,7 @@ _log = logging.getLogger(__name__)
 
 
 class SecretServer(socketserver.ThreadingTCPServer):
-    """Has a thread for each connection. :meth:`serve_forever` runs it.
+    """Listens from its construction until :meth:`close`, and has a thread for each connection.
 
     :param answer: Gets path and body of a request that has shown the secret.
     :param stall_s: Longest pause within such a body, in seconds.
@@ -50,12 +54,22 @@ class SecretServer(socketserver.ThreadingTCPServer):
     daemon_threads = True
     request_queue_size = 128
 
-    def __init__(self, host: str, *, secret: str, answer: Answer, stall_s: float) -> None:
+    def __init__(self, host: str, *, answer: Answer, stall_s: float) -> None:
+        self.secret = secrets.token_hex(16)
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        super().__init__((host, 0), partial(_Handler, secret.encode(), answer, stall_s))
+        super().__init__((host, 0), partial(_Handler, self.secret.encode(), answer, stall_s))
+        self.address = f"{in_url(host)}:{self.server_address[1]}"
         self._strangers: dict[socket.socket, None] = {}
         """Oldest first."""
         self._lock = threading.Lock()
+        self._thread = threading.Thread(target=self.serve_forever, args=(POLL_S,), daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop to listen."""
+        self.shutdown()
+        self.server_close()
+        self._thread.join()
 
     def process_request(self, request: Any, client_address: Any) -> None:
         """Serve a connection in a thread of its own."""

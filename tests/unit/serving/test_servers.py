@@ -19,6 +19,7 @@ from anygauge.serving.server_sources import StartedServers
 from anygauge.serving.server_workers import ServerWorker
 from anygauge.serving.servers import RESTARTS, Servers
 from anygauge.serving.sglang.weights import SGLangPeer
+from anygauge.weight_sync.report import PeerOutcome, SyncReport
 from anygauge_hooks.errors import RolloutError
 from anygauge_hooks.rl import SamplingParams
 from anygauge_hooks.rollout import GenerateRequest, Generation
@@ -80,12 +81,9 @@ class Trainers:
         self.pushes.append((version, [(peer.address, peer.incarnation) for peer in peers]))
         fails = self.refusing in [peer.address for peer in peers]
         said = {"version": None, "error": "refused"} if fails else {"version": version, "error": None}
-        return [
-            SimpleNamespace(
-                peers=[SimpleNamespace(address=peer.address, **said) for peer in peers],
-                unverified=("a", "b", "c", "d"),
-            )
-        ]
+        outcomes = tuple(PeerOutcome(address=peer.address, state="serving", **said) for peer in peers)
+        figures = {"transport": "tensor", "bytes": 0, "wire_bytes": 0, "buckets": 0, "tensors": 0}
+        return [SyncReport(version=version, peers=outcomes, unverified=("a", "b", "c", "d"), **figures)]
 
 
 class Opened:

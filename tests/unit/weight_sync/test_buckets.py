@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from anygauge.weight_sync.buckets import Buffers, cut, groups_of, overlapped, unpack
+from anygauge.weight_sync.buckets import Buffers, cut, overlapped, unpack
 from anygauge_hooks.weights import WeightBucket
 
 DTYPES = (torch.float32, torch.bfloat16, torch.int8, torch.float64, torch.bool)
@@ -51,14 +51,6 @@ def test_buckets_hold_every_tensor_once_in_order_within_the_bound(
         assert torch.equal(arrived, sent)
     assert indices == list(range(len(indices)))
     assert ends == [False] * (len(ends) - 1) + [True]
-
-
-@given(specs=specs, max_bytes=st.integers(1, 400))
-def test_groups_are_cut_where_buckets_are(specs: list[tuple[list[int], torch.dtype]], max_bytes: int) -> None:
-    names = [[each.name for each in bucket.tensors] for bucket in cut(tensors(specs), max_bytes, buffers())]
-    groups = list(groups_of(tensors(specs), max_bytes))
-    assert [[name for name, _ in group] for group, _ in groups] == names
-    assert [last for _, last in groups] == [False] * (len(groups) - 1) + [True]
 
 
 def test_two_buffers_are_used_in_turns_and_grow_for_a_tensor_that_needs_it() -> None:

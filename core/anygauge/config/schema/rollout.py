@@ -183,22 +183,22 @@ class Rollout(Section):
 
 
 class WeightSync(Section):
-    """How engines that are servers get the trained weights."""
+    """How rollout engines get the trained weights. Engines in training workers need none of this."""
 
     transport: str = "tensor"
-    """Weight transport to the servers, by registered name: ``tensor`` (memory that processes of one host
+    """Weight transport to servers, by registered name: ``tensor`` (memory that processes of one host
     share, or one accelerator), ``distributed`` (broadcast), ``disk`` (a shared directory), ``delta`` (only
     changed bytes). By default, servers with devices of their own or on other hosts use ``distributed``."""
     bucket_bytes: Annotated[int, Field(ge=4096)] = 2**30
     """Size of a bucket's buffer. There are two buffers; a larger tensor has a bucket for itself. Each bucket
     costs a request, so larger ones are faster."""
     verify: Literal["none", "first", "always"] = "first"
-    """Compare the checksums of the servers' weights with those sent, tensor by tensor: never, after the first
-    update of each server, or after every one."""
+    """Compare the checksums of the engines' weights with those sent, tensor by tensor: never, after the first
+    update of each engine, or after every one."""
     pause: Literal["retract", "in_place", "abort"] = "retract"
     """Treatment of in-flight requests: ``retract`` restarts them with the tokens sampled so far, ``in_place``
     continues them with the KV cache of the old weights, ``abort`` ends them with what they have."""
     deadline_s: Seconds = 300.0
-    """Longest wait for a server to take one bucket, or to answer anything else, in seconds."""
+    """Longest wait for an engine to take one bucket, or to answer anything else, in seconds."""
     directory: Path | None = None
     """Directory of the weight versions, for ``disk``; ``None`` takes ``weights/`` in the run directory."""
