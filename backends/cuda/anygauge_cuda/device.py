@@ -9,10 +9,9 @@ from contextlib import AbstractContextManager
 import torch
 
 from anygauge_cuda.allocator import shareable
-from anygauge_cuda.env import VISIBLE_DEVICES
+from anygauge_cuda.env import GPUS
 from anygauge_cuda.graphs import capture_graph
 from anygauge_cuda.nvml import Meters, find_gpu
-from anygauge_hooks.errors import PlacementError
 from anygauge_hooks.types import CaptureGraph
 
 __all__ = ["CudaDevice"]
@@ -25,7 +24,7 @@ class CudaDevice:
     capture_graph: CaptureGraph | None = staticmethod(capture_graph)
 
     def __init__(self, index: int = 0) -> None:
-        _require(index, torch.cuda.device_count())
+        GPUS.require(index, torch.cuda.device_count(), os.environ)
         self.index = index
         self.torch_device = torch.device("cuda", index)
         torch.cuda.set_device(index)
@@ -79,13 +78,3 @@ class CudaDevice:
             gpu = find_gpu(str(torch.cuda.get_device_properties(self.index).uuid))
             self._meters = Meters(*gpu) if gpu else None
         return self._meters.read() if self._meters else {}
-
-
-def _require(index: int, count: int) -> None:
-    """Refuse a number that the vendor's library would only call invalid."""
-    if index >= count:
-        raise PlacementError(
-            f"This worker needs GPU {index} (counted from 0), but its process sees {count}: "
-            f"{VISIBLE_DEVICES} is {os.environ.get(VISIBLE_DEVICES)!r}.",
-            hint="Lower placement.train_workers or placement.rollout_workers to as many GPUs as there are.",
-        )

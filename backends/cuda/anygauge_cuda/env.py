@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from itertools import takewhile
 
+from anygauge_hooks.devices import VisibleDevices
 from anygauge_hooks.errors import PlacementError
 from anygauge_hooks.types import AcceleratorIds, ConfigChange
 
@@ -15,6 +16,7 @@ __all__ = [
     "DETERMINISTIC",
     "ENGINES",
     "FORMER",
+    "GPUS",
     "HIDDEN",
     "VISIBLE_DEVICES",
     "WORKER",
@@ -22,7 +24,6 @@ __all__ = [
     "config_defaults",
     "expands",
     "local_device",
-    "network",
     "users_choice",
     "visible_devices",
 ]
@@ -57,8 +58,6 @@ ALLOCATOR_NAMES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 """Where torch looks for settings of its allocator; the first that is set counts."""
 FORWARDED = ("NCCL_", "TORCH_NCCL_", "TORCH_FR_", "TORCH_SYMM_MEM_", "ANYGAUGE_CUDA_")
 """Beginnings of the user's own variables that reach the workers of every node."""
-FAMILIES: Mapping[str, str] = {"4": "AF_INET", "6": "AF_INET6"}
-"""Address families by IP version, as NCCL names them."""
 DETERMINISTIC: Mapping[str, str] = {
     # without workspaces of a fixed size cuBLAS may sum in any order, and torch refuses to multiply
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
@@ -77,40 +76,14 @@ def local_device(ray_ids: AcceleratorIds, environ: Mapping[str, str]) -> int:
     :param environ: The environment of the process; its visible-devices list gives the numbering.
     :raises PlacementError: There is none, the process cannot see it, or CUDA will refuse the list.
     """
-    text = environ.get(VISIBLE_DEVICES)
-    visible = None if text is None else visible_devices(text)
-    if not ray_ids:
-        raise PlacementError(
-            "This worker was assigned no GPU.",
-            hint="Report this as a bug of the launcher: its actor reserved none.",
-        )
-    if visible and len({*visible}) < len(visible):
+    text = environ.get(VISIBLE_DEVICES, "")
+    visible = visible_devices(text)
+    if ray_ids and len({*visible}) < len(visible):
         raise PlacementError(
             f"A GPU is named twice: {VISIBLE_DEVICES} is {text!r}, with which CUDA finds none.",
             hint=f"Name each GPU once in {VISIBLE_DEVICES}, or leave the variable to Ray.",
         )
-    wanted = str(ray_ids[0])
-    if visible is None and wanted.isdecimal():
-        return int(wanted)
-    for index, entry in enumerate(visible or ()):
-        if entry == wanted or _abbreviates(entry, wanted):
-            return index
-    raise PlacementError(
-        f"The assigned GPU {wanted} is not visible here: {VISIBLE_DEVICES} is {text!r}.",
-        hint=f"Start Ray with the same {VISIBLE_DEVICES} as the run, or leave the variable to Ray.",
-    )
-
-
-def network(interface: str | None, ip_version: str) -> Mapping[str, str]:
-    """Return the variables that choose what NCCL connects through.
-
-    :param ip_version: ``"4"`` or ``"6"``; anything else leaves the choice to NCCL.
-    """
-    chosen = {
-        "NCCL_SOCKET_IFNAME": f"={interface}" if interface else None,  # without "=" it is a prefix
-        "NCCL_SOCKET_FAMILY": FAMILIES.get(ip_version),
-    }
-    return {name: value for name, value in chosen.items() if value is not None}
+    return GPUS.local_index(ray_ids, environ)
 
 
 def users_choice(defaults: Mapping[str, str]) -> Mapping[str, str]:
@@ -156,8 +129,11 @@ def visible_devices(text: str) -> Sequence[str]:
     return [*takewhile(_NAME.fullmatch, entries)]
 
 
-def _abbreviates(entry: str, uuid: str) -> bool:
-    """Return whether one is a UUID that the other begins with; the driver takes either."""
+def _is_same(entry: str, uuid: str) -> bool:
+    """Return whether two name one GPU; a UUID may be cut short, and the driver takes either."""
     if entry.isdecimal() or uuid.isdecimal():
-        return False
+        return entry == uuid
     return uuid.startswith(entry) or entry.startswith(uuid)
+
+
+GPUS = VisibleDevices("GPU", VISIBLE_DEVICES, visible_devices, _is_same)

@@ -7,6 +7,7 @@ from typing import Any
 
 from anygauge_cuda import comm, env, host, probe, rollout, transformer_engine
 from anygauge_hooks import hookimpl
+from anygauge_hooks.devices import socket_variables
 from anygauge_hooks.kernels import KernelImpl
 from anygauge_hooks.settings import RunConfig
 from anygauge_hooks.types import BackendSpec, ConfigChange, ConfigProblem, Device, Phase
@@ -102,7 +103,7 @@ def worker_env(role: str, deterministic: bool, interface: str | None, ip_version
     """Set up CUDA workers."""
     chosen = {**env.users_choice(env.WORKER), **env.allocator(role)}
     exact = env.DETERMINISTIC if deterministic else {}
-    return {**chosen, **exact, **env.network(interface, ip_version)}
+    return {**chosen, **exact, **socket_variables("NCCL", interface, ip_version)}
 
 
 @hookimpl

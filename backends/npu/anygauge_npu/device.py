@@ -9,11 +9,10 @@ from typing import Any
 
 import torch
 
-from anygauge_hooks.errors import PlacementError
 from anygauge_hooks.megatron import REDIRECTED, ScopeMap
 from anygauge_hooks.types import Device
 from anygauge_npu import mindspeed
-from anygauge_npu.env import VISIBLE_DEVICES
+from anygauge_npu.env import NPUS
 
 __all__ = ["NpuDevice", "npu_scope_map", "vendor_module"]
 
@@ -31,7 +30,7 @@ class NpuDevice(Device):
 
     def __init__(self, index: int = 0) -> None:
         self._npu = vendor_module()
-        _require(index, self._npu.device_count())
+        NPUS.require(index, self._npu.device_count(), os.environ)
         self.index = index
         self.torch_device = torch.device("npu", index)
         self._npu.set_device(index)
@@ -78,16 +77,6 @@ class NpuDevice(Device):
         self._npu.ipc_collect()
         self._npu.empty_cache()
         self._npu.host_empty_cache()
-
-
-def _require(index: int, count: int) -> None:
-    """Refuse a number that the vendor's library would only call invalid."""
-    if index >= count:
-        raise PlacementError(
-            f"This worker needs NPU {index} (counted from 0), but its process sees {count}: "
-            f"{VISIBLE_DEVICES} is {os.environ.get(VISIBLE_DEVICES)!r}.",
-            hint="Lower placement.train_workers or placement.rollout_workers to as many NPUs as there are.",
-        )
 
 
 def _choose_operators(npu: Any) -> None:

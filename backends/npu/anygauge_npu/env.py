@@ -8,8 +8,8 @@ import os
 from collections.abc import Mapping, Sequence
 from itertools import takewhile
 
-from anygauge_hooks.errors import PlacementError
-from anygauge_hooks.types import AcceleratorIds, ConfigChange
+from anygauge_hooks.devices import VisibleDevices
+from anygauge_hooks.types import ConfigChange
 
 __all__ = [
     "ALLOCATOR",
@@ -18,12 +18,11 @@ __all__ = [
     "DETERMINISTIC",
     "HIDDEN",
     "LOADED",
+    "NPUS",
     "VISIBLE_DEVICES",
     "WORKER",
     "config_defaults",
     "import_vendor",
-    "local_device",
-    "network",
     "timeouts",
     "users_choice",
     "visible_devices",
@@ -47,8 +46,6 @@ ALLOCATOR: Mapping[str, str] = {"PYTORCH_NPU_ALLOC_CONF": "expandable_segments:T
 """Allocator of trainers: sequences of all lengths fragment fixed segments. A server's memory saver has its
 own allocator, so servers are left as they are. With ``max_split_size_mb`` or ``garbage_collection_threshold``
 torch-npu refuses it."""
-FAMILIES: Mapping[str, str] = {"4": "AF_INET", "6": "AF_INET6"}
-"""Address families by IP version, as HCCL names them."""
 DETERMINISTIC: Mapping[str, str] = {
     # reductions of the two communication libraries in one order
     "HCCL_DETERMINISTIC": "true",
@@ -69,46 +66,9 @@ EVENT_MARGIN_S = 32
 HCCL's message names the collective."""
 
 
-def local_device(ray_ids: AcceleratorIds, environ: Mapping[str, str]) -> int:
-    """Return the index, inside this process, of the NPU that it was assigned.
-
-    :param ray_ids: Physical indices, the first of which counts.
-    :param environ: The environment of the process; its visible-devices list gives the numbering.
-    :raises PlacementError: There is none, or the process cannot see it.
-    """
-    text = environ.get(VISIBLE_DEVICES)
-    visible = None if text is None else visible_devices(text)
-    if not ray_ids:
-        raise PlacementError(
-            "This worker was assigned no NPU.",
-            hint="Report this as a bug of the launcher: its actor reserved none.",
-        )
-    wanted = str(ray_ids[0])
-    if visible is None and wanted.isdecimal():
-        return int(wanted)
-    if visible is not None and wanted in visible:
-        return visible.index(wanted)
-    raise PlacementError(
-        f"The assigned NPU {wanted} is not visible here: {VISIBLE_DEVICES} is {text!r}.",
-        hint=f"Start Ray with the same {VISIBLE_DEVICES} as the run, or leave the variable to Ray.",
-    )
-
-
 def import_vendor() -> None:
     """Import torch-npu, also where torch was told not to load extensions by itself."""
     importlib.import_module("torch_npu")
-
-
-def network(interface: str | None, ip_version: str) -> Mapping[str, str]:
-    """Return the variables that choose what HCCL connects through.
-
-    :param ip_version: ``"4"`` or ``"6"``; anything else leaves the choice to HCCL.
-    """
-    chosen = {
-        "HCCL_SOCKET_IFNAME": f"={interface}" if interface else None,  # without "=" it is a prefix
-        "HCCL_SOCKET_FAMILY": FAMILIES.get(ip_version),
-    }
-    return {name: value for name, value in chosen.items() if value is not None}
 
 
 def timeouts(timeout_s: float) -> Mapping[str, str]:
@@ -140,3 +100,6 @@ def visible_devices(text: str) -> Sequence[str]:
     """Return the entries that CANN honours: those before the first that is no index."""
     entries = (part.strip() for part in text.split(","))
     return [str(int(entry)) for entry in takewhile(str.isdecimal, entries)]
+
+
+NPUS = VisibleDevices("NPU", VISIBLE_DEVICES, visible_devices)

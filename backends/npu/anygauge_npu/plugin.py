@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from anygauge_hooks import hookimpl
+from anygauge_hooks.devices import socket_variables
 from anygauge_hooks.kernels import KernelImpl
 from anygauge_hooks.settings import RunConfig
 from anygauge_hooks.types import BackendSpec, ConfigChange, ConfigProblem, Device, Phase
@@ -19,7 +20,7 @@ NPU = BackendSpec(
     dist_backend="hccl",
     probe=probe.probe,
     scheduler_resource="NPU",
-    local_device=env.local_device,
+    local_device=env.NPUS.local_index,
     visible_devices_env=env.VISIBLE_DEVICES,
     visible_devices=env.visible_devices,
     hidden_env=env.HIDDEN,
@@ -99,7 +100,7 @@ def worker_env(
     memory = {} if role == "sglang" else env.ALLOCATOR
     chosen = env.users_choice({**env.WORKER, **memory, **env.timeouts(timeout_s)})
     exact = env.DETERMINISTIC if deterministic else {}
-    return {**env.LOADED, **chosen, **exact, **env.network(interface, ip_version)}
+    return {**env.LOADED, **chosen, **exact, **socket_variables("HCCL", interface, ip_version)}
 
 
 @hookimpl
