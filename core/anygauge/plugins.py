@@ -283,7 +283,7 @@ class Plugins:
         """
         others = [owned for owned in self.answers("register_backends") if owned.item.name != backend.name]
         hidden = [Owned(owner, entry) for owner, spec in others for entry in spec.hidden_env.items()]
-        own = self.answers(
+        backend_env = self.answers(
             "worker_env",
             backend=backend,
             role=role,
@@ -292,7 +292,7 @@ class Plugins:
             ip_version=ip_version,
             timeout_s=timeout_s,
         )
-        return _union("worker_env", [*hidden, *own])
+        return _union("worker_env", [*hidden, *backend_env])
 
     def environment(self) -> dict[str, str]:
         """Return the facts that plugins report about the host; the first value of a name is kept."""

@@ -57,8 +57,8 @@ def frame_by_frame(hf: Mapping[str, Any], length: int, media: Sequence[Media]) -
     """
     merge = int(hf["vision_config"].get("spatial_merge_size", 2))
     blocks = (
-        Block(start, (1, each.grid[1] // merge, each.grid[2] // merge))
-        for each in media
-        for start, _ in each.spans
+        Block(start, (1, medium.grid[1] // merge, medium.grid[2] // merge))
+        for medium in media
+        for start, _ in medium.spans
     )
     return in_three_axes(length, blocks)

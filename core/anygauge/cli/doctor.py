@@ -194,13 +194,13 @@ def _rows(entries: Sequence[str], answers: Sequence[Mapping[str, Any]]) -> Itera
 # -------------------------------------------------------------------------
 
 
-def _rendered(report: Mapping[str, Any], asked: str | None = None) -> str:
+def _rendered(report: Mapping[str, Any], requested: str | None = None) -> str:
     parts = [
         *_host(report),
         "",
         "Backends",
         *_backends(report["backends"]),
-        *(line for name in report["checks"] for line in _host_of(report, name, asked)),
+        *(line for name in report["checks"] for line in _host_of(report, name, requested)),
         "",
         "Media",
         *_checks(report["media"]),
@@ -234,13 +234,13 @@ def _backends(rows: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
         yield from _row(row, row["reason"], 8, None if row["status"] == "PASS" else row["fix"])
 
 
-def _host_of(report: Mapping[str, Any], name: str, asked: str | None) -> Iterator[str]:
+def _host_of(report: Mapping[str, Any], name: str, requested: str | None) -> Iterator[str]:
     """Yield what a backend finds, if it was asked for, or if it is of use here or nearly."""
     checks = report["checks"][name]
     is_told = report["backends"].get(name, {}).get("status") == "PASS" or any(
         check["status"] == "FAIL" for check in checks
     )
-    if not checks or not (asked == name if asked else is_told):
+    if not checks or not (requested == name if requested else is_told):
         return
     yield from ("", f"Host of {name}")
     yield from _checks(checks)

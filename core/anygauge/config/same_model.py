@@ -72,12 +72,12 @@ def _tower(module: nn.Module) -> object:
     """Return the modules of a tower, and all that transformers knows of it, defaults filled in."""
     configs = {
         id(tower_config): tower_config
-        for each in module.modules()
-        if (tower_config := getattr(each, "config", None))
+        for submodule in module.modules()
+        if (tower_config := getattr(submodule, "config", None))
     }
-    told = [
+    tower_configs = [
         {name: value for name, value in config.to_dict().items() if name not in _TOWER_TRAINING}
         for config in configs.values()
         if hasattr(config, "to_dict")
     ]
-    return str(module), told
+    return str(module), tower_configs

@@ -39,17 +39,17 @@ def pack_samples(
     :raises DataError: A sample has more or fewer values than response tokens.
     """
     for index, values in enumerate(zip(prompts, responses, loss_masks, log_probs, strict=True)):
-        prompt, response, *own = map(len, values)
-        if own != [response, response]:
+        prompt, response, *token_counts = map(len, values)
+        if token_counts != [response, response]:
             raise DataError(
                 f"Sample {index} of {prompt + response} tokens has a response of {response}, and mask and "
-                f"log-probs of {own[0]}, {own[1]} values.",
+                f"log-probs of {token_counts[0]}, {token_counts[1]} values.",
                 hint="Give one mask value and one log-prob for each response token.",
             )
     count = len(responses)
     return TrainBatch(
         tokens=flat(chain.from_iterable(zip(prompts, responses, strict=True)), torch.int32),
-        lengths=[len(prompt) + len(own) for prompt, own in zip(prompts, responses, strict=True)],
+        lengths=[len(prompt) + len(response) for prompt, response in zip(prompts, responses, strict=True)],
         response_lengths=[len(response) for response in responses],
         loss_mask=flat(loss_masks, torch.bool),
         rollout_log_probs=flat(log_probs, torch.float32),

@@ -256,11 +256,11 @@ class WorkerGroup:
             else self._inspect(hosts, deadline)
         )
         rendezvous = make_rendezvous(cluster, nodes, places) if self._spec.collective else None
-        own = [
+        arguments = [
             ((), {"workers_on_host": nodes.count(host.node), "address": reached_at(self._spec.config, host)})
             for host in hosts
         ]
-        port = self._lifecycle("start", deadline, own, rendezvous=rendezvous)[0]
+        port = self._lifecycle("start", deadline, arguments, rendezvous=rendezvous)[0]
         self._lifecycle("connect", deadline, rendezvous=rendezvous, port=port)
 
     def _inspect(self, hosts: Sequence[HostInfo], deadline: float) -> list[ClusterNode]:

@@ -82,11 +82,13 @@ def overwrite_rule(config: Config, user_keys: Collection[str]) -> Problems:
     """Yield inputs of the run that ``run.overwrite`` would delete first."""
     if not config.run.overwrite:
         return
-    own = (config.run.directory / config.run.name).resolve()
+    run_directory = (config.run.directory / config.run.name).resolve()
     for key, path in _read_paths(config):
         # A link is deleted with the directory, wherever it leads to.
-        if any(each.is_relative_to(own) for each in (path.resolve(), path.parent.resolve() / path.name)):
-            hint = f"run.overwrite would delete it with {own}; copy it elsewhere, or choose another run.name"
+        places = (path.resolve(), path.parent.resolve() / path.name)
+        if any(place.is_relative_to(run_directory) for place in places):
+            hint = f"run.overwrite would delete it with {run_directory}; "
+            hint += "copy it elsewhere, or choose another run.name"
             yield ConfigProblem(path=key, found=str(path), hint=hint)
 
 

@@ -68,16 +68,16 @@ def _engines_that_sleep(config: Config, plugins: Plugins) -> Iterator[ConfigProb
     if engine is None:
         return
     if engine.serve is None or not engine.releases_memory:
-        fit = ", ".join(sorted(name for name, each in engines.items() if each.releases_memory)) or "none"
+        fit = ", ".join(sorted(name for name, other in engines.items() if other.releases_memory)) or "none"
         hint = f"placement.colocated needs a server that can release its memory; choose from: {fit}"
         yield ConfigProblem(path="rollout.engine", found=engine.name, hint=hint)
         return
-    servers, each = config.placement.rollout_workers, engine.devices(config) if engine.devices else 1
-    if servers * each > config.placement.train_workers:
+    servers, devices = config.placement.rollout_workers, engine.devices(config) if engine.devices else 1
+    if servers * devices > config.placement.train_workers:
         hint = (
-            f"with placement.colocated {servers} servers of {each} devices each must fit on the devices of "
-            f"placement.train_workers = {config.placement.train_workers}; at most "
-            f"{config.placement.train_workers // each}"
+            f"with placement.colocated {servers} servers of {devices} devices each must fit on the devices "
+            f"of placement.train_workers = {config.placement.train_workers}; at most "
+            f"{config.placement.train_workers // devices}"
         )
         yield ConfigProblem(path="placement.rollout_workers", found=servers, hint=hint)
 

@@ -79,12 +79,12 @@ def control_functions(config: Config, plugins: Plugins) -> Problems:
     rollout = config.rollout
     functions, filters = "register_rollout_functions", "register_sample_filters"
     yield from name_problems("rollout.function", rollout.function, functions, plugins)
-    own = rollout.function_options
-    yield from _options("rollout.function_options", rollout.function, functions, own, plugins)
+    options = rollout.function_options
+    yield from _options("rollout.function_options", rollout.function, functions, options, plugins)
     for name in rollout.filters:
         yield from name_problems("rollout.filters", name, filters, plugins)
-        path, own = f"rollout.filter_options.{name}", rollout.filter_options.get(name, {})
-        yield from _options(path, name, filters, own, plugins)
+        path, options = f"rollout.filter_options.{name}", rollout.filter_options.get(name, {})
+        yield from _options(path, name, filters, options, plugins)
     for name in rollout.after_sample:
         yield from import_problems("rollout.after_sample", name)
     engines = plugins.named("register_rollout_engines")

@@ -114,13 +114,13 @@ def resampled(samples: NDArray[Any], rate: int, wanted: int) -> NDArray[Any]:
     phases /= phases.sum(1, keepdims=True)
     padded = np.concatenate([np.zeros(half, np.float32), samples, np.zeros(half, np.float32)])
     count = round(len(samples) * up / down)
-    made = np.empty(count, np.float32)
+    output = np.empty(count, np.float32)
     block = min(_BLOCK, _MAX_COEFFICIENTS // len(taps))
     for first in range(0, count, block):
         places = np.arange(first, min(first + block, count)) * down
         around = padded[(places // up + half)[:, None] + taps]
-        made[first : first + len(places)] = np.einsum("nt,nt->n", around, phases[places % up])
-    return made
+        output[first : first + len(places)] = np.einsum("nt,nt->n", around, phases[places % up])
+    return output
 
 
 def _is_plain(file: BinaryIO) -> bool:

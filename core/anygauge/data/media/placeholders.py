@@ -124,11 +124,11 @@ class _Walk:
 
     def finish(self) -> None:
         """Compare the numbers of placeholders and of media."""
-        for kind, asked in self._asked.items():
+        for kind, marks in self._asked.items():
             count = len(self._given.get(kind, ()))
-            if asked != count:
+            if marks != count:
                 raise BadMediaError(
-                    f"has {asked} {_plural('placeholder', asked)} <{kind}> and {_counted(count, kind)}",
+                    f"has {marks} {_plural('placeholder', marks)} <{kind}> and {_counted(count, kind)}",
                     hint=_HINT,
                 )
 

@@ -216,12 +216,12 @@ def _is_content(path: Path) -> bool:
 
 def _put(path: Path, content: Content) -> None:
     """Write a content that nobody sees before it is whole."""
-    made = path.with_name(f".{path.name}-{uuid.uuid4().hex}")
+    temporary = path.with_name(f".{path.name}-{uuid.uuid4().hex}")
     try:
-        _write(made, content)
-        made.rename(path)
+        _write(temporary, content)
+        temporary.rename(path)
     except OSError:
-        made.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise
 
 

@@ -68,7 +68,7 @@ class MicroBatch:
     """``[r]``, int64: the positions of this rank whose next token is a response token."""
     targets: Tensor
     """``[r]``, int64: those next tokens."""
-    own: Tensor | None
+    local_responses: Tensor | None
     """``[r]``, int64: which response tokens these are; ``None`` if they are all."""
     is_idle: bool
     """Whether nothing is learnt from it: it keeps this rank in step with others that have more."""
@@ -167,7 +167,7 @@ def _pack(
     shown, tokens, parts = [batch.media[i] for i in indices], torch.cat(chosen), cut_sequences(lengths, cut)
     learnt = [not is_idle and bool(masks[i].any()) for i in indices]
     positions = None if media is None else media_positions(chosen, shown, media)
-    rows, targets, own = _responses(tokens, lengths, responses, parts)
+    rows, targets, local_responses = _responses(tokens, lengths, responses, parts)
     return MicroBatch(
         indices=indices,
         sequences=chosen,
@@ -178,7 +178,7 @@ def _pack(
         inputs=model_inputs(tokens, lengths, parts, learnt, positions),
         rows=rows,
         targets=targets,
-        own=own,
+        local_responses=local_responses,
         is_idle=is_idle,
     )
 
@@ -199,22 +199,22 @@ def _load(
         inputs=inputs,
         rows=on_device(batch.rows, device),
         targets=on_device(batch.targets, device),
-        own=None if batch.own is None else on_device(batch.own, device),
+        local_responses=None if batch.local_responses is None else on_device(batch.local_responses, device),
     )
 
 
 def _responses(
     tokens: Tensor, lengths: Sequence[int], responses: Sequence[int], parts: SequenceParts
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return rows, targets and own of a micro-batch."""
+    """Return rows, targets and local responses of a micro-batch."""
     before = torch.tensor([length - 1 - count for length, count in zip(lengths, responses, strict=True)])
     targets = tokens.index_select(0, ranges(starts(lengths) + before, responses) + 1)
     rows = ranges(starts(parts.lengths)[: len(lengths)] + before, responses)
     if parts.is_whole:
         return rows, targets, None
     rows = parts.local(rows)
-    own = (rows >= 0).nonzero().squeeze(1)
-    return rows.index_select(0, own), targets.index_select(0, own), own
+    local = (rows >= 0).nonzero().squeeze(1)
+    return rows.index_select(0, local), targets.index_select(0, local), local
 
 
 def model_inputs(
@@ -303,10 +303,10 @@ def whole_responses(values: Tensor, batch: MicroBatch) -> Tensor:
     A collective. Every rank of a context-parallel group goes on with all of them, since a loss may need whole
     responses.
     """
-    if batch.own is None:
+    if batch.local_responses is None:
         return values
     shape = (sum(batch.response_lengths), *values.shape[1:])
-    spread = values.new_zeros(shape).index_copy(0, batch.own, values)
+    spread = values.new_zeros(shape).index_copy(0, batch.local_responses, values)
     # each rank has its own terms and zeros for the others', and all go on to compute the same from the sum
     return sum_over(spread, parallel_state.get_context_parallel_group())
 

@@ -134,11 +134,11 @@ class HostCopies:
         """Yield host memory and the bytes on the device that belong there."""
         at = 0
         for storage, size in self._held:
-            own, done = _bytes(storage), 0
+            device_bytes, done = _bytes(storage), 0
             while done < size:
                 number, offset = divmod(at + done, self._chunk_bytes)
                 length = min(self._chunk_bytes - offset, size - done)
-                yield self._chunk(number)[offset : offset + length], own[done : done + length]
+                yield self._chunk(number)[offset : offset + length], device_bytes[done : done + length]
                 done += length
             at += size
 

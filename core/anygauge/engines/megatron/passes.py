@@ -45,13 +45,13 @@ class _Pass:
 
         :param ids: Of the others, ``[r, K]`` on this rank.
         """
-        own = batch.targets[:, None]
-        targets = torch.cat((own, ids), 1)
+        sampled = batch.targets[:, None]
+        targets = torch.cat((sampled, ids), 1)
         log_probs, entropy = self.logprob(
             wrapped, hidden, targets, self.temperature, entropy_grad=entropy_grad, rest=True
         )
         # the op leaves the response's token out of the rest, whether it is among the others or not
-        rest, is_known = log_probs[:, -1:], (own == ids).any(1, keepdim=True)
+        rest, is_known = log_probs[:, -1:], (sampled == ids).any(1, keepdim=True)
         rest = torch.where(is_known, rest, torch.logaddexp(rest, log_probs[:, :1]))
         return whole_responses(torch.cat((log_probs[:, :-1], rest), 1), batch), whole_responses(
             entropy, batch
@@ -159,4 +159,4 @@ class TrainPass(_Pass):
     def _teacher_ids(self, batch: MicroBatch, teacher: TopKLogProbs) -> Tensor:
         """Return the teacher's top-k tokens ``[r, K]`` in the places of this rank."""
         ids = on_device(teacher.ids.index_select(0, batch.responses), self.device)
-        return ids if batch.own is None else ids[batch.own]
+        return ids if batch.local_responses is None else ids[batch.local_responses]

@@ -66,11 +66,11 @@ class RoleWeights:
         """Put the actor's weights back at the end, whatever happens."""
         # Without it the copy would hold what other ranks have already replaced.
         self._synchronize()
-        own = self._copies()
+        copies = self._copies()
         try:
             yield
         finally:
-            self._write(own)
+            self._write(copies)
 
     def _copies(self) -> list[Tensor]:
         return [parameter.detach().to("cpu", copy=True) for parameter in self._parameters]

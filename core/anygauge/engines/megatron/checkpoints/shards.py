@@ -98,11 +98,11 @@ class Shard:
 
     def restore(self, part: TensorSlice, values: Tensor) -> None:
         """Write the float32 copy of one of the parts, and beside remainders the model's weights."""
-        own = self.main.detach().view(-1)[part.inside]
-        if own.dtype == torch.int16:
+        main = self.main.detach().view(-1)[part.inside]
+        if main.dtype == torch.int16:
             weights, values = split(values)
             part.weight.copy_(weights)
-        own.copy_(values)
+        main.copy_(values)
 
 
 def held_tensors(

@@ -92,11 +92,11 @@ def expand_rules(
         declared = list(group)
         numbers: Iterable[int | None] = range(_depth(declared, num_layers)) if stack[1] else (None,)
         expanded += [
-            each
+            filled
             for layer in numbers
             for rule in declared
             if layer is None or rule.layers is None or layer in rule.layers
-            for each in _filled(rule, layer, vocab_size)
+            for filled in _filled(rule, layer, vocab_size)
         ]
     _check_unique(expanded)
     return expanded
