@@ -81,13 +81,13 @@ class WeightTarget:
     """
 
     def pause(self, mode: PauseMode) -> None:
-        """Let the engine make no more tokens.
+        """Pause generation.
 
         :param mode: One that it lacks, or cannot keep over the update, becomes ``"abort"``.
         """
 
     def resume(self) -> None:
-        """Let the engine go on."""
+        """Resume generation."""
 
     def begin(self) -> None:
         """Open an update from memory or by broadcast, where engines do that. It keeps its weights."""
@@ -115,7 +115,7 @@ class WeightTarget:
         _refuse("checkpoints")
 
     def join_group(self, group: BroadcastGroup) -> None:
-        """Join a group. Returns once all have come."""
+        """Join a group. Returns once all members have joined."""
         _refuse("broadcasts")
 
     def leave_group(self, name: str) -> None:
@@ -144,7 +144,7 @@ def _refuse(what: str) -> NoReturn:
 
 @dataclass(frozen=True, kw_only=True)
 class WeightPeer:
-    """One engine that generates, as senders of weights know it: a value of the engine's own subclass."""
+    """One rollout engine, as seen by weight transports: an instance of the engine's own subclass."""
 
     address: str
     """``http://host:port``; how errors name it."""
@@ -170,7 +170,7 @@ class WeightPeer:
 
     @property
     def has_checksums(self) -> bool:
-        """Whether it tells checksums of its parameters: the first 64 bits of SHA-256, in hex."""
+        """Whether it reports checksums of its parameters: the first 64 bits of SHA-256, in hex."""
         return False
 
     @property
@@ -203,7 +203,7 @@ class WeightUpdate(Protocol):
         """Run a loading step on all servers at once; one that refuses or is late is removed."""
 
     def each(self, work: Callable[[WeightPeer], None], *, loads: bool) -> None:
-        """Do something for every server at once; one for which it raises is taken out.
+        """Run a function for all servers at once; a server for which it raises is removed.
 
         :param work: Raises an error of this project, or an ``OSError``.
         :param loads: Whether a server that it fails for may hold mixed weights.
@@ -211,7 +211,7 @@ class WeightUpdate(Protocol):
 
 
 class WeightTransport:
-    """A way for buckets to engines; in the process of the sending rank, for the whole run.
+    """Sends buckets to engines; lives in the process of the sending rank for the whole run.
 
     A transport overrides :meth:`send` and what else it needs.
     """
@@ -224,20 +224,20 @@ class WeightTransport:
     """Whether :meth:`commit`, or :meth:`send`, is for engines that have opened an update."""
 
     def connect(self, peers: Sequence[WeightPeer]) -> None:
-        """Make ready for these engines, before anything is asked of them. Called for every update.
+        """Prepare for these engines before an update. Called for every update.
 
         :raises RolloutError: They cannot be reached this way.
         """
 
     def send(self, bucket: WeightBucket, update: WeightUpdate) -> None:
-        """Move a bucket; with the last one the engines are told ``update.version``. Runs in a thread.
+        """Send a bucket; the last one carries ``update.version``. Runs in a thread.
 
         :raises DeadlineError: Names the bucket, its tensors and the engines.
         """
         raise NotImplementedError
 
     def wire_bytes(self) -> int | None:
-        """Return how many bytes the last update moved to each engine, at most; ``None`` for all of them."""
+        """Return the most bytes that the last update sent to one engine; ``None`` for the whole payload."""
         return None
 
     def commit(self, update: WeightUpdate) -> None:

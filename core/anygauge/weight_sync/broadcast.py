@@ -50,7 +50,7 @@ class Membership:
         self._timeout = timedelta(seconds=timeout_s)
 
     def start(self, tensor: Tensor) -> None:
-        """Broadcast a tensor, or fill one with what rank 0 broadcasts.
+        """Broadcast a tensor on rank 0; receive it on other ranks.
 
         On an accelerator it is under way when this returns, and what the device is asked to do from then on
         comes after it, such as to write to the tensor; :func:`finish` waits for it here.
@@ -80,7 +80,7 @@ class Membership:
 
 
 def finish(device: torch.device) -> None:
-    """Wait for what was started on a device."""
+    """Wait for broadcasts that were started on a device."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
 

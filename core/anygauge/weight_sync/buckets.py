@@ -48,12 +48,12 @@ class Buffers:
         return held[:size]
 
     def release(self) -> None:
-        """Give the memory back."""
+        """Release the memory."""
         self._held = [None] * len(self._held)
 
 
 def cut(weights: Weights, max_bytes: int, buffers: Buffers) -> Iterator[WeightBucket]:
-    """Yield the weights as buckets. One is overwritten when the second one after it is asked for.
+    """Yield the weights as buckets. A bucket is valid until the second one after it is requested.
 
     The tensors are gathered as they are asked for, so every rank of a collective must cut alike or iterate.
     """
@@ -66,7 +66,7 @@ def cut(weights: Weights, max_bytes: int, buffers: Buffers) -> Iterator[WeightBu
 
 
 class _Packer:
-    """Copies tensors into a buffer as they come, so that no more than one of them is held beside it."""
+    """Copies tensors into a buffer one by one, so that only one exists besides the buffer."""
 
     def __init__(self, buffers: Buffers, max_bytes: int) -> None:
         self._buffers = buffers
@@ -80,11 +80,11 @@ class _Packer:
         return self._tensors[-1].end if self._tensors else 0
 
     def fits(self, tensor: Tensor) -> bool:
-        """Return whether a tensor can lie behind those that are there."""
+        """Return whether a tensor fits in the current bucket."""
         return not self._tensors or _fits(self._size, tensor, self._max_bytes)
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """Copy a tensor behind the others."""
+        """Append a tensor."""
         import torch
 
         start = self._size
@@ -100,7 +100,7 @@ class _Packer:
         self._tensors.append(WeightTensor(name, tuple(tensor.shape), dtype, start, end))
 
     def bucket(self, *, last: bool) -> WeightBucket:
-        """Return what was added, and start over."""
+        """Return the added tensors as a bucket, and start a new one."""
         data = self._data if self._data is not None else self._buffers.take(0, 0)
         bucket = WeightBucket(
             index=self._index, tensors=tuple(self._tensors), data=data[: self._size], last=last
@@ -110,7 +110,7 @@ class _Packer:
 
 
 def overlapped(buckets: Iterator[WeightBucket], send: Callable[[WeightBucket], None]) -> None:
-    """Send each bucket in a thread while this one makes the next.
+    """Send each bucket in a thread while this thread packs the next.
 
     The buckets are made in the calling thread: gathering is a collective, and a device's state is a thread's.
 

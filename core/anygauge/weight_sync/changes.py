@@ -64,12 +64,12 @@ def bytes_view(tensor: Tensor) -> Bytes:
 
 
 def whole(number: int, new: Bytes, checksum: str) -> Change:
-    """Return a tensor as a change, for who has no version of it."""
+    """Return a whole tensor as a change, for receivers without a version of it."""
     return Change(number, _WHOLE, 0, b"", new.tobytes(), checksum)
 
 
 def changed(number: int, old: Bytes, new: Bytes, itemsize: int) -> Change | None:
-    """Return what changed of a tensor, yet without its checksum; ``None`` if nothing did."""
+    """Return the change of a tensor, without its checksum yet; ``None`` if it did not change."""
     word = _WORDS.get(itemsize, np.uint8)
     difference = old.view(word) ^ new.view(word)
     moved = difference != 0
@@ -152,7 +152,7 @@ def _read_planes(data: bytes, count: int, length: int) -> NDArray[np.uint8]:
 
 
 def framed(places: Sequence[WeightTensor], changes: Sequence[Change]) -> bytes:
-    """Return changes as bytes.
+    """Serialize changes.
 
     :param places: What the tensors are, where the receiver does not know it yet.
     """
@@ -165,7 +165,7 @@ def framed(places: Sequence[WeightTensor], changes: Sequence[Change]) -> bytes:
 
 
 def unframed(data: bytes) -> tuple[list[tuple[str, list[int], str]], list[Change]]:
-    """Return what :func:`framed` made bytes of: name, shape and dtype of tensors, and changes.
+    """Deserialize bytes of :func:`framed`: name, shape and dtype of tensors, and changes.
 
     :raises ValueError: They end too early.
     """

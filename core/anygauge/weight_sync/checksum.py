@@ -26,7 +26,7 @@ def checksum(tensor: Tensor) -> str:
 
 
 def checksum_of_parts(parts: Iterable[Tensor]) -> str:
-    """Return the checksum of tensors that lie one after the other."""
+    """Return the checksum of the concatenation of tensors."""
     hasher = hashlib.sha256()
     for part in parts:
         held = _bytes_of(part)
@@ -36,7 +36,7 @@ def checksum_of_parts(parts: Iterable[Tensor]) -> str:
 
 
 def digest(tensor: Tensor) -> Tensor:
-    """Return a number that one wrong bit changes, where the tensor is and without waiting for its device.
+    """Return a hash that any flipped bit changes, computed asynchronously on the tensor's device.
 
     The sum of its words: two words in each other's place are not told apart.
 

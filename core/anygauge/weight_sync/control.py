@@ -1,4 +1,4 @@
-"""HTTP requests to one server of weights, without an event loop."""
+"""Blocking HTTP requests for weight updates to one server."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ Body = Sequence[bytes | memoryview]
 
 
 class RefusedError(RolloutError):
-    """A server answered that it will not."""
+    """A server refused a request."""
 
 
 class EngineControl:
-    """The requests that one server is sent, each with a deadline. Engines build their ``WeightTarget`` on it.
+    """Requests to one server, each with a deadline. Engines build their ``WeightTarget`` on it.
 
     Not for a thread that runs an event loop. Each request has a connection of its own, so that one thread may
     wait for an answer while another gives up.
@@ -56,7 +56,7 @@ class EngineControl:
         return self._send("POST", path, body, what)
 
     def get(self, path: str, *, what: str) -> Mapping[str, Any]:
-        """Return what a path answers; raises what :meth:`post` does."""
+        """Get a path; raises the exceptions of :meth:`post`."""
         return self._send("GET", path, None, what)
 
     def _send(
@@ -70,18 +70,18 @@ class EngineControl:
         except TimeoutError as error:
             raise DeadlineError(
                 f"{self.address}{path} did not answer about {what} in {self._deadline_s:g} s.",
-                hint="Look at its log; weight_sync.deadline_s is how long to wait.",
+                hint="See its log, or raise weight_sync.deadline_s.",
             ) from error
         except (aiohttp.ClientError, OSError) as error:
             raise RolloutError(
                 f"{self.address}{path} cannot be asked about {what}: {type(error).__name__}: {error}.",
-                hint="It has ended, or was never there; look at its log.",
+                hint="It has ended, or never started; see its log.",
             ) from error
         if status >= _BAD:
             message = _object(reply).get("message") or reply.decode(errors="replace")
             raise RefusedError(
                 f"{self.address}{path} refused {what}: {status} {str(message)[:EXCERPT]!r}.",
-                hint="Look at its log.",
+                hint="See its log.",
             )
         return _object(reply)
 

@@ -45,7 +45,7 @@ PADDING = 64
 
 
 def fused_name(name: str) -> str | None:
-    """Return the parameter of a server that holds a tensor of the checkpoint among others, if one does."""
+    """Return the fused server parameter that contains a tensor of the checkpoint, or ``None``."""
     for fused, parts in FUSED.items():
         for part in parts:
             if f".{part}." in name:
@@ -54,7 +54,7 @@ def fused_name(name: str) -> str | None:
 
 
 def served_name(name: str) -> str:
-    """Return what a server calls a tensor of the checkpoint, where it holds it by itself."""
+    """Return the server's name of a checkpoint tensor that is not fused."""
     for ours, theirs in RENAMED.items():
         name = name.replace(ours, theirs)
     return name
@@ -68,7 +68,7 @@ class _Parameter(NamedTuple):
 
 
 class ExpectedParameters:
-    """The checksums of an update's tensors, and of the parameters that they make.
+    """Checksums of an update's tensors, and of the server parameters that consist of them.
 
     Tensors that are parts of a parameter are held, on the host, until all parts of it have come.
 
@@ -86,11 +86,11 @@ class ExpectedParameters:
 
     @property
     def unverified(self) -> tuple[str, ...]:
-        """Parameters of servers that nothing could be compared with."""
+        """Server parameters without an expected checksum."""
         return tuple(sorted(self._unverified))
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """Note a tensor."""
+        """Add the checksum of a tensor."""
         self.checksums[name] = checksum(tensor)
         parameter = self._parameter([tensor], (name,))
         if name.endswith(PADDED) and tensor.shape[0] % PADDING:
@@ -118,7 +118,7 @@ class ExpectedParameters:
         return _Parameter(frozenset(sums), names)
 
     def differences(self, peer: WeightPeer, ranks: Sequence[Mapping[str, str]]) -> list[str]:
-        """Return what a server holds that was not sent to it, as the names of tensors.
+        """Return the names of tensors that differ between a server and the update.
 
         :param ranks: For each of its processes, the checksums that it tells. Of a parameter that they divide
             nothing can be said, and it is noted as unverified; one that a process has whole all must have.

@@ -21,7 +21,7 @@ __all__ = ["adjust_config", "register_weight_transports"]
 
 @hookimpl
 def register_weight_transports() -> Iterable[WeightTransportSpec]:
-    """Return the transports that need nothing but torch and a file system."""
+    """Return the built-in transports, which need only torch and a file system."""
     return [
         WeightTransportSpec(
             name="tensor",
@@ -41,7 +41,7 @@ def register_weight_transports() -> Iterable[WeightTransportSpec]:
 
 @hookimpl
 def adjust_config(config: Config, backend: BackendSpec) -> Iterable[ConfigChange] | None:
-    """Choose a way to servers with which the trainers share no memory."""
+    """Choose a transport for servers that share no memory with the trainers."""
     if not config.has_engines_apart:
         return None
     if are_on_other_devices(config, backend):
@@ -72,12 +72,12 @@ def _delta(config: Config, context: WorkerContext) -> WeightTransport:
 def _distributed(config: Config, context: WorkerContext) -> WeightTransport:
     from anygauge.weight_sync.transports.distributed import DistributedTransport
 
-    own = context.backend
+    backend = context.backend
     others = context.plugins.named("register_backends").values()
     backends = {each.device_type: each.dist_backend for each in others}
     return DistributedTransport(
-        own.device_type,
-        {**backends, own.device_type: own.dist_backend},  # of its type of device there may be others
+        backend.device_type,
+        {**backends, backend.device_type: backend.dist_backend},  # of its type of device there may be others
         deadline_s=config.weight_sync.deadline_s,
     )
 

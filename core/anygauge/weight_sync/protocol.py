@@ -44,7 +44,7 @@ class _Member:
         self.error: BaseException | None = None
 
     def outcome(self, version: int) -> PeerOutcome:
-        """Return how it comes out of the update to a version."""
+        """Return its outcome of the update to a version."""
         address = self.peer.address
         if self.state == "current" and self.error is None:
             return PeerOutcome(address=address, state="serving", version=version)
@@ -55,12 +55,12 @@ class _Member:
 
 
 def started(peer: WeightPeer) -> tuple[str, int]:
-    """Return what tells a server from the one that was there before it was started again."""
+    """Return the incarnation of a server."""
     return peer.address, peer.incarnation
 
 
 class RunningUpdate:
-    """An update on its way; what a transport sends goes through it.
+    """An update in progress, through which a transport sends to the servers.
 
     :param before: How the servers came out of the update before, by address and incarnation, where there was
         one.
@@ -92,7 +92,7 @@ class RunningUpdate:
 
     @property
     def peers(self) -> Sequence[WeightPeer]:
-        """The servers that have refused or failed nothing so far."""
+        """The servers that have not failed so far."""
         return [member.peer for member in self._healthy]
 
     def open(self, *, session: bool) -> None:
@@ -107,7 +107,7 @@ class RunningUpdate:
             self._each(_begin)
 
     def load(self, work: Callable[[WeightTarget], None]) -> None:
-        """Do what changes weights to every server at once; one that refuses or is late is taken out."""
+        """Run a loading step on all servers at once; one that refuses or is late is removed."""
 
         def run(member: _Member) -> None:
             member.state = "loading"
@@ -116,7 +116,7 @@ class RunningUpdate:
         self._each(run)
 
     def each(self, work: Callable[[WeightPeer], None], *, loads: bool) -> None:
-        """Do something for every server at once; one for which it raises is taken out."""
+        """Run a function for all servers at once; a server for which it raises is removed."""
 
         def run(member: _Member) -> None:
             if loads:
@@ -126,22 +126,21 @@ class RunningUpdate:
         self._each(run)
 
     def end(self, *, session: bool) -> None:
-        """Close the update in each server and check that it tells the new version."""
+        """Close the update in each server, and check that it reports the new version."""
         if session:
             self._each(_end)
         self._each(self._check_version)
 
     def _check_version(self, member: _Member) -> None:
-        told = member.target.version()
-        if told is not None and told != str(self.version):
+        version = member.target.version()
+        if version is not None and version != str(self.version):
             raise RolloutError(
-                f"{member.peer.address} says that its weights are of version {told!r} "
-                f"and not {self.version}.",
+                f"{member.peer.address} reports weight version {version!r} instead of {self.version}.",
                 hint="Something else updates this engine, or its server keeps no versions.",
             )
 
     def verify(self, compare: Callable[[WeightPeer, list[dict[str, str]]], Sequence[str]]) -> None:
-        """Compare what the servers hold with what was sent.
+        """Compare the servers' weights with those sent.
 
         :param compare: Returns what differs, by the names of the tensors.
         """
@@ -152,15 +151,15 @@ class RunningUpdate:
             wrong = compare(member.peer, member.target.checksums())
             if wrong:
                 raise WeightMappingError(
-                    f"{member.peer.address} does not hold what was sent to it as version {self.version}: "
-                    f"{', '.join(wrong)}.",
+                    f"{member.peer.address} does not have the weights that were sent as version "
+                    f"{self.version}: {', '.join(wrong)}.",
                     hint="Its weights are not used. If it happens again, look for faulty memory or network.",
                 )
 
         self._each(check)
 
     def accept(self) -> None:
-        """Let the servers that came through serve the new version, and those that kept the old one that."""
+        """Resume the servers with the new version, and those that kept the old one."""
         for member in self._healthy:
             member.state = "current"
         self._close_unsent()
@@ -174,13 +173,13 @@ class RunningUpdate:
         self._each(_end, opened)
 
     def give_up(self, error: BaseException) -> None:
-        """Let no server have the new version; those to which nothing was sent go on with the old one."""
+        """Abort the update; servers that received nothing continue with the old version."""
         for member in self._healthy:
             member.error = error
         self.accept()
 
     def outcomes(self) -> tuple[PeerOutcome, ...]:
-        """Return how each server came out of it."""
+        """Return the outcome of each server."""
         return tuple(member.outcome(self.version) for member in self._members)
 
     def close(self) -> None:
@@ -205,7 +204,7 @@ class RunningUpdate:
             future.result()
 
     def errors(self) -> Mapping[str, BaseException]:
-        """Return what went wrong, by the address of the server."""
+        """Return the errors by server address."""
         return {each.peer.address: each.error for each in self._members if each.error is not None}
 
 

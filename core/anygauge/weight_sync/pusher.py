@@ -1,4 +1,4 @@
-"""Weight pusher: gives a training worker's weights to rollout engines, as whole versions or not at all."""
+"""Weight pusher: sends a training worker's weights to rollout engines, in complete versions."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class WeightPusher:
     def push(
         self, weights: Weights, version: int, peers: Sequence[WeightPeer], *, pauses: bool = True
     ) -> SyncReport:
-        """Give a version to the servers and return how each came out of it.
+        """Send a version to the servers and return the outcome of each.
 
         The weights are iterated to their end whatever happens: the other ranks do, and gathering them is a
         collective. A server that refuses or fails is left out; see :class:`PeerOutcome` for what it is then.
@@ -73,7 +73,7 @@ class WeightPusher:
                 pass
 
     def release_buffers(self) -> None:
-        """Give the buffers' memory back until the next update."""
+        """Release the buffers' memory until the next update."""
         self._buffers.release()
 
     def close(self) -> None:
@@ -212,7 +212,7 @@ class _Push:
 
     def _someone_left(self) -> None:
         if not self._update.peers:
-            raise RolloutError(f"No engine is left to take version {self._version}.")
+            raise RolloutError(f"No engine is left to receive version {self._version}.")
 
     def _remember(self) -> None:
         for peer, outcome in zip(self._all, self._update.outcomes(), strict=True):
@@ -251,7 +251,7 @@ def _dtypes(peers: Sequence[WeightPeer]) -> set[str]:
 
 
 def make_pusher(config: Config, context: WorkerContext, *, to_servers: bool = True) -> WeightPusher:
-    """Return the sender that the config asks for.
+    """Return the pusher for a config.
 
     :param to_servers: Or to embedded engines, which need none of the transports.
     """

@@ -1,4 +1,4 @@
-"""Weight receiver beside a server: keeps its weights, applies deltas and has the server load them.
+"""Weight receiver beside a server: keeps its weights, applies deltas and lets the server load them.
 
 It runs in the worker that owns the server, on its node; only changes come over the network.
 """
@@ -29,7 +29,7 @@ __all__ = ["SECRET_HEADER", "Held", "Receiver"]
 
 
 class Held:
-    """The tensors of a version, and those that the version on its way has changed."""
+    """The tensors of a version, and the changed ones of an update in progress."""
 
     def __init__(self) -> None:
         self.version: int | None = None
@@ -46,11 +46,13 @@ class Held:
         if base is None:
             self._tensors = []
         elif self.version is None or self.version != base:
-            raise RolloutError(f"Version {self.version} is held here, and the changes are to {base}.")
+            raise RolloutError(
+                f"Version {self.version} is loaded here, but the changes are relative to {base}."
+            )
         self.version, self._changed = None, set()
 
     def apply(self, places: Sequence[tuple[str, Sequence[int], str]], changes: Sequence[Change]) -> None:
-        """Make changes.
+        """Apply changes.
 
         :param places: Name, shape and dtype of tensors that are new here.
         :raises WeightMappingError: A tensor is not what it should be now; it is named.
@@ -69,13 +71,13 @@ class Held:
                 raise WeightMappingError(f"The changes of {name} do not fit it: {error}.") from error
             if not right:
                 raise WeightMappingError(
-                    f"{name} is not what was sent: its checksum differs from the sender's.",
+                    f"{name} was corrupted: its checksum differs from the sender's.",
                     hint="If it happens again, look for faulty memory or network.",
                 )
             self._changed.add(change.tensor)
 
     def end(self, version: int, *, everything: bool) -> Iterator[tuple[str, Tensor]]:
-        """Hold a version from now on, and yield the tensors that changed; at least one.
+        """Commit a version, and yield the changed tensors, at least one.
 
         :param everything: Yield all.
         """
@@ -89,7 +91,7 @@ class Held:
 
 
 class Receiver:
-    """An HTTP server for one sender. Its address and secret belong into the :class:`WeightPeer`.
+    """An HTTP server for one sender. The :class:`WeightPeer` has its address and secret.
 
     :param peer: The server beside it; :meth:`serve` changes it when that was started again.
     :param host: Address to listen on.
@@ -107,12 +109,12 @@ class Receiver:
         self.address, self.secret = self._server.address, self._server.secret
 
     def serve(self, peer: WeightPeer) -> None:
-        """Load into this server from now on."""
+        """Set the server to load into."""
         with self._one:
             self._peer = peer
 
     def answer(self, path: str, data: bytes) -> Mapping[str, Any]:
-        """Do what a request asks for.
+        """Handle a request.
 
         :raises AnygaugeError: It cannot be done.
         """
@@ -126,7 +128,7 @@ class Receiver:
             elif path == "/load":
                 self._load(body["version"], everything=body["everything"], flushes=body["flushes"])
             elif path != "/state":
-                raise RolloutError(f"{path} is nothing that a receiver of weights answers.")
+                raise RolloutError(f"{path} is not a path of a weight receiver.")
             return {"version": self._held.version}
 
     def _load(self, version: int, *, everything: bool, flushes: bool) -> None:
@@ -148,6 +150,6 @@ class Receiver:
             update.close()
 
     def close(self) -> None:
-        """Stop to listen, and release the weights."""
+        """Stop listening, and release the weights."""
         self._server.close()
         self._buffers.release()

@@ -13,7 +13,7 @@ PeerState = Literal["serving", "unusable"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerOutcome:
-    """How one server came out of an update."""
+    """Outcome of an update on one server."""
 
     address: str
     state: PeerState
@@ -26,7 +26,7 @@ class PeerOutcome:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SyncReport:
-    """An update, as training rank 0 saw it. Picklable; an error is text."""
+    """Report of an update, from training rank 0. Picklable; errors are text."""
 
     version: int
     transport: str
@@ -50,7 +50,7 @@ class SyncReport:
         return tuple(peer for peer in self.peers if peer.version != self.version)
 
     def metrics(self) -> dict[str, float]:
-        """Return what a step's metrics say of the update, named ``weight_sync/<name>``."""
+        """Return the step's metrics of the update, named ``weight_sync/<name>``."""
         figures = {"bytes": float(self.bytes), "wire_bytes": float(self.wire_bytes)}
         figures |= {"failed_engines": float(len(self.failed)), "buckets": float(self.buckets)}
         figures |= {f"{phase}_s": value for phase, value in self.seconds.items()}

@@ -1,4 +1,4 @@
-"""HTTP server that requires a secret, and bounds the memory that anybody else can make it use."""
+"""HTTP server that requires a secret, with bounded memory for unauthenticated clients."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class SecretServer(socketserver.ThreadingTCPServer):
         self._thread.start()
 
     def close(self) -> None:
-        """Stop to listen."""
+        """Stop listening."""
         self.shutdown()
         self.server_close()
         self._thread.join()
@@ -88,7 +88,7 @@ class SecretServer(socketserver.ThreadingTCPServer):
             oldest.shutdown(socket.SHUT_RDWR)
 
     def trust(self, connection: socket.socket) -> None:
-        """Count a connection no longer among those that newer ones put an end to."""
+        """Exempt a connection from eviction by newer ones."""
         with self._lock:
             self._strangers.pop(connection, None)
 
@@ -98,7 +98,7 @@ class SecretServer(socketserver.ThreadingTCPServer):
         super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Say in one line what ended a connection, unless the other end did."""
+        """Log in one line why a connection ended, unless the other end closed it."""
         error = sys.exception()
         if not isinstance(error, OSError):
             _log.warning("a connection from %s ended: %r", client_address[0], error)
@@ -204,4 +204,4 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.flush()
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Write nothing: what goes wrong is told to the sender."""
+        """Log nothing: the sender gets the errors."""

@@ -22,7 +22,7 @@ _strategy = threading.Lock()
 
 
 def shared_memory(size: int) -> Tensor:
-    """Return bytes in host memory that has a name by which any process of the user can map it, uint8."""
+    """Return named shared memory, which any process of the user can map, uint8."""
     with _by_name():
         # share_memory_() would copy memory that nobody has written: twice the size, for as long as it takes
         storage = torch.UntypedStorage._new_shared(size)  # type: ignore[no-untyped-call]
@@ -30,7 +30,7 @@ def shared_memory(size: int) -> Tensor:
 
 
 def serialized(value: Any) -> str:
-    """Return a pickle of something with tensors in it, which refers to their memory, in base64.
+    """Pickle an object with references to the memory of its tensors, in base64.
 
     Memory of the host is referred to by name: a file descriptor, torch's default, can only be had from a
     relative, and a server that fails to get it ends. An accelerator's memory is referred to by the handle

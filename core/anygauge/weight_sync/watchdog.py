@@ -1,4 +1,4 @@
-"""Deadlines whose errors say which tensor, which bucket and which server were waited for."""
+"""Deadlines whose errors name the tensor, the bucket and the server."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ POLL_S = 0.02
 
 
 def describe(bucket: WeightBucket | None, version: int) -> str:
-    """Return which part of which update it is, as the object of a sentence."""
+    """Return the name of a bucket and its update, for messages."""
     if bucket is None:
         return f"the update to version {version}"
     names = [each.name for each in bucket.tensors]
@@ -36,7 +36,7 @@ def within(
     release: Callable[[], None],
     given_up: Callable[[], BaseException | None] = lambda: None,
 ) -> T:
-    """Return what blocking work returns, or stop waiting for it.
+    """Run blocking work with a deadline, and return its result.
 
     The work runs in a thread that may outlive the call; ``release`` is what lets it go, such as closing the
     group whose collective it hangs in.
@@ -55,7 +55,7 @@ def within(
         raise problem
     raise DeadlineError(
         f"{what} did not end in {deadline_s:g} s.",
-        hint="Look at the engine's log; weight_sync.deadline_s is how long to wait.",
+        hint="See the engine's log, or raise weight_sync.deadline_s.",
     )
 
 

@@ -113,7 +113,7 @@ def test_a_wrong_bit_is_found_and_its_tensor_named(
     assert failed.version is None
     name = next(iter(weights(5)))
     assert failed.error is not None
-    assert f"does not hold what was sent to it as version 5: {name}." in failed.error
+    assert f"does not have the weights that were sent as version 5: {name}." in failed.error
     assert server.state()["paused"] is True, "mixed weights generate nothing"
 
     repaired = push.push(weights(6).items(), 6, [peer(server)])

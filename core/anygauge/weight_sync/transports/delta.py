@@ -24,7 +24,7 @@ __all__ = ["DeltaTransport"]
 
 
 class DeltaTransport(WeightTransport):
-    """Keeps a copy of the weights that were sent last, on the host, and sends what is different.
+    """Keeps a host copy of the last weights, and sends the differences.
 
     A receiver that does not hold that version gets everything. A server that was started again, or failed to
     load, gets everything from its receiver.
@@ -55,7 +55,7 @@ class DeltaTransport(WeightTransport):
         """Number of the next tensor."""
 
     def connect(self, peers: Sequence[WeightPeer]) -> None:
-        """Find out which receivers hold the version of the copy.
+        """Find the receivers that have the version of the copy.
 
         :raises RolloutError: A server has no receiver, or it does not answer.
         """
@@ -67,7 +67,7 @@ class DeltaTransport(WeightTransport):
         }
 
     def send(self, bucket: WeightBucket, update: WeightUpdate) -> None:
-        """Send what a bucket changes."""
+        """Send the changes of a bucket."""
         what = describe(bucket, update.version)
         if bucket.index == 0:
             update.each(self._begin, loads=False)
@@ -102,8 +102,8 @@ class DeltaTransport(WeightTransport):
         known, copy = self._copy[number]
         if known[:3] != place[:3]:
             raise RolloutError(
-                f"{place.name} {list(place.shape)} came where {known.name} {list(known.shape)} was in the "
-                f"update before.",
+                f"{place.name} {list(place.shape)} came in place of {known.name} "
+                f"{list(known.shape)} of the previous update.",
                 hint="The weights of a run are the same tensors in the same order.",
             )
         change = changed(number, bytes_view(copy), bytes_view(tensor), tensor.itemsize)
@@ -118,7 +118,7 @@ class DeltaTransport(WeightTransport):
         return max(self._moved.values(), default=0)
 
     def commit(self, update: WeightUpdate) -> None:
-        """Have each receiver give its server what changed, or everything where that has other weights."""
+        """Let each receiver load the changes into its server, or all weights if the server has others."""
 
         def load(peer: WeightPeer) -> None:
             everything = self._loaded.pop(peer.address, None) != peer.incarnation or self._forgets
@@ -131,8 +131,8 @@ class DeltaTransport(WeightTransport):
     def _post(self, peer: WeightPeer, path: str, data: bytes, what: str) -> Mapping[str, Any]:
         if peer.receiver is None:
             raise RolloutError(
-                f"{peer.address} has no receiver beside it, which the transport delta sends to.",
-                hint='An engine that was attached by its address takes "distributed" or "disk".',
+                f"{peer.address} has no receiver, which the transport delta needs.",
+                hint='Use "distributed" or "disk" for an external server.',
             )
         receiver = EngineControl(
             f"http://{peer.receiver}", lambda _: {SECRET_HEADER: peer.secret}, deadline_s=self._deadline_s
@@ -142,7 +142,7 @@ class DeltaTransport(WeightTransport):
         return answer
 
     def abandon(self) -> None:
-        """Forget what the servers have, and the copy, if it is of no whole version.
+        """Forget the servers' versions, and the copy if it is incomplete.
 
         A server that loaded what it does not hold gets everything from its receiver in the next update.
         """

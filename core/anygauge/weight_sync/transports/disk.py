@@ -22,7 +22,7 @@ _VERSION = re.compile(r"version-(\d+)")
 
 
 class DiskTransport(WeightTransport):
-    """Writes ``version-N`` below a directory, has the servers read it, and removes the one before.
+    """Writes ``version-N`` in a directory, lets the servers load it, and removes the previous version.
 
     :param directory: That the servers see under the same path.
     :param model: Whose config and tokenizer go with the weights.
@@ -64,7 +64,7 @@ class DiskTransport(WeightTransport):
         self._writing.close()
 
     def commit(self, update: WeightUpdate) -> None:
-        """Have the servers read the directory, and remove earlier ones that none of them needs."""
+        """Let the servers load the directory, and remove earlier ones that no server needs."""
         path = str(self._directory / f"version-{update.version}")
         update.load(lambda target: target.load_directory(path, update))
         for version, other in _versions(self._directory).items():
@@ -72,7 +72,7 @@ class DiskTransport(WeightTransport):
                 remove(other)
 
     def abandon(self) -> None:
-        """Remove what was not published."""
+        """Remove unpublished files."""
         if self._partial is not None:
             # The block that writes is left as by an error, so that the directory does not get its name.
             self._writing.__exit__(RuntimeError, RuntimeError("given up"), None)
@@ -82,7 +82,7 @@ class DiskTransport(WeightTransport):
         self._partial, self._places, self._size = None, {}, 0
 
     def close(self) -> None:
-        """Remove what was not published; the last version stays, for a server that starts again."""
+        """Remove unpublished files; the last version stays, for restarted servers."""
         self.abandon()
 
 

@@ -53,7 +53,7 @@ class DistributedTransport(WeightTransport):
         """On which broadcasts were started."""
 
     def connect(self, peers: Sequence[WeightPeer]) -> None:
-        """Have a group with exactly these servers, as they were started last.
+        """Create a group with exactly these servers and incarnations, if there is none.
 
         :raises RolloutError: One refuses to join, or would form groups of another kind.
         :raises DeadlineError: One does not come.
@@ -129,30 +129,30 @@ class DistributedTransport(WeightTransport):
         move, the servers are told of the next. One that refuses ends the group, and so the update: the others
         may wait for bytes that it would have passed on.
         """
-        group, asked = self._group, update.peers
+        group, peers = self._group, update.peers
         assert group is not None, "connect comes first"
-        if len(asked) < len(self._members):
+        if len(peers) < len(self._members):
             raise RolloutError(
-                f"{_addresses([each for each in self._members if each not in asked])} takes no part in the "
+                f"{_addresses([each for each in self._members if each not in peers])} takes no part in the "
                 f"update to version {update.version}, so that nothing can be broadcast to the others.",
-                hint="The next update is sent without it, or once it has been started again.",
+                hint="The next update is sent without it, or after its restart.",
             )
         asking = in_background(partial(self._request, bucket, update), "weight-sync-request")
         what = describe(bucket, update.version)
         try:
             within(
                 self._deadline_s,
-                partial(self._broadcast, group, bucket, by_tensor=not _flattened(asked)),
-                what=f"The broadcast of {what} to {_addresses(asked)}",
+                partial(self._broadcast, group, bucket, by_tensor=not _flattened(peers)),
+                what=f"The broadcast of {what} to {_addresses(peers)}",
                 release=self.abandon,
-                given_up=lambda: _refusal(asked, update, what),
+                given_up=lambda: _refusal(peers, update, what),
             )
         except RuntimeError as error:
             self.abandon()
             where = f" at {self._at}" if self._at else ""
-            raise _as_ours(error, f"The broadcast of {what} to {_addresses(asked)} broke{where}") from error
+            raise _as_ours(error, f"The broadcast of {what} to {_addresses(peers)} broke{where}") from error
         asking.result()
-        if refusal := _refusal(asked, update, what):
+        if refusal := _refusal(peers, update, what):
             self.abandon()
             raise refusal
         self._device = bucket.data.device
@@ -171,7 +171,7 @@ class DistributedTransport(WeightTransport):
         self._at = ""
 
     def commit(self, update: WeightUpdate) -> None:
-        """Wait until all has gone: the servers load it as it comes."""
+        """Wait until everything is sent: the servers load each bucket as it arrives."""
         if self._device is None:
             return
         within(
@@ -182,7 +182,7 @@ class DistributedTransport(WeightTransport):
         )
 
     def abandon(self) -> None:
-        """Leave the group and have every server leave it, which ends a broadcast that one still waits in."""
+        """Leave the group on all sides, which ends pending broadcasts."""
         self._leave(broken=True)
 
     def _leave(self, *, broken: bool) -> None:
@@ -234,4 +234,4 @@ def _refusal(asked: Sequence[WeightPeer], update: WeightUpdate, what: str) -> Ba
 def _as_ours(error: RuntimeError, what: str) -> BaseException:
     if isinstance(error, AnygaugeError):
         return error
-    return RolloutError(f"{what}: {str(error).splitlines()[0]}", hint="Look at the engines' logs.")
+    return RolloutError(f"{what}: {str(error).splitlines()[0]}", hint="See the engines' logs.")

@@ -1,4 +1,4 @@
-"""Tensor transport: has each engine load the buckets from where the sender has them."""
+"""Tensor transport: lets each engine load the buckets from the sender's memory."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ __all__ = ["TensorTransport"]
 
 
 class TensorTransport(WeightTransport):
-    """For servers, buckets in shared memory, or in an accelerator's memory with a handle for each process."""
+    """For servers, buckets in shared memory, or in device memory with a handle for each process."""
 
     def send(self, bucket: WeightBucket, update: WeightUpdate) -> None:
-        """Have the engines load a bucket."""
+        """Let the engines load a bucket."""
         update.load(lambda target: target.load_memory(bucket, update))
