@@ -157,7 +157,7 @@ def _remove_killed(target: Path) -> None:
 
 
 def _is_free(descriptor: int) -> bool | None:
-    """Lock a directory until the descriptor is closed, and return whether nobody else had.
+    """Lock a directory until the descriptor is closed, and return whether it was unlocked.
 
     :returns: ``None`` on a file system that has no locks.
     """
@@ -185,7 +185,7 @@ def publish(source: Path, target: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove a directory; from the first moment on it has a name that nobody takes for a whole one."""
+    """Remove a directory, after renaming it so that it is never taken for a complete one."""
     leaving = path.with_name(f".{path.name}.removed")
     shutil.rmtree(leaving, ignore_errors=True)
     path.rename(leaving)

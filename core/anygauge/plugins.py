@@ -426,7 +426,7 @@ class _Description:
 
 
 def _plugin_info(plugin: RecordedPlugin) -> PluginInfo:
-    """Return what a plugin says about itself, asked alone: nothing else of it is checked yet."""
+    """Return a plugin's description of itself, before anything else of it is checked."""
     manager = pluggy.PluginManager(PROJECT)
     manager.add_hookspecs(_Description)
     manager.register(plugin)

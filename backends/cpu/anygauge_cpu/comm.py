@@ -8,7 +8,7 @@ __all__ = ["communicator"]
 
 
 def communicator(options: Any, group_options: Any) -> Any:
-    """Return what a process group of this backend is made of.
+    """Return torch's communicator of a process group.
 
     :param options: Torch's, for any backend: store, rank, size and timeout.
     :param group_options: Unused: this backend has none.

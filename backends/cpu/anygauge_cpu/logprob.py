@@ -120,7 +120,7 @@ def _put(x: Tensor, column: Tensor, present: Tensor, value: Tensor) -> None:
 
 
 def _statistics(logits: Tensor, temperature: float, *, overwrite: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Return what a rank knows of each row.
+    """Return a rank's statistics of each row.
 
     :param overwrite: Leave ``softmax(logits / temperature)`` in the logits.
     :returns: The largest logit; with ``z = (logits - largest) / temperature``, ``log sum exp z`` and the mean

@@ -33,7 +33,7 @@ class HostPlatform(CpuDeviceMixin, SRTPlatform):
         return "native"
 
     def get_torch_profiler_activity(self) -> Any:
-        """Return what the profiler records."""
+        """Return the activity that the profiler records."""
         return torch.profiler.ProfilerActivity.CPU
 
     def get_torch_profiler_activity_str(self) -> str:

@@ -13,7 +13,7 @@ Megatron's groups. The memory of a communicator grows with the thread blocks tha
 
 
 def communicator(options: Any, nccl_options: Any) -> Any:
-    """Return what a process group of this backend is made of.
+    """Return torch's communicator of a process group.
 
     :param options: Torch's, for any backend: store, rank, size, timeout, name and members.
     :param nccl_options: ``ProcessGroupNCCL.Options``, or ``None``.

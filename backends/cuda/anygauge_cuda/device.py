@@ -64,7 +64,7 @@ class CudaDevice:
         return peak
 
     def empty_cache(self) -> None:
-        """Give cached blocks back to the driver, also those that other processes have done with."""
+        """Return cached blocks to the driver, also those that other processes no longer use."""
         torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]
         torch.cuda.empty_cache()
 
@@ -73,7 +73,7 @@ class CudaDevice:
         return shareable()
 
     def meters(self) -> Mapping[str, float]:
-        """Return what NVML says of the GPU since the last call; nothing without ``nvidia-ml-py``."""
+        """Return NVML's meters of the GPU since the last call; empty without ``nvidia-ml-py``."""
         if self._meters is None:
             gpu = find_gpu(str(torch.cuda.get_device_properties(self.index).uuid))
             self._meters = Meters(*gpu) if gpu else None

@@ -90,7 +90,7 @@ def host_checks(host: Host | None = None) -> Sequence[HostCheck]:
 
 
 def facts(host: Host | None = None) -> dict[str, str]:
-    """Return the versions that a run's log should have, of what is there."""
+    """Return the installed versions for a run's log."""
     driver, nccl = _driver_release(host or here()), _nccl()
     versions = {"NVIDIA driver": driver, "NCCL": nccl.version if nccl else None}
     return {name: version for name, version in versions.items() if version}

@@ -51,7 +51,7 @@ class Meters:
         self._at = 0.0
 
     def read(self) -> dict[str, float]:
-        """Return what is known of what ``anygauge_hooks.types.Device.meters`` names."""
+        """Return the known values of ``anygauge_hooks.types.Device.meters``."""
         values = {
             "utilization": self._utilization(),
             "temperature": self._query("nvmlDeviceGetTemperature", _TEMPERATURE_OF_GPU),

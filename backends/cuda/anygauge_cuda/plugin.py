@@ -58,7 +58,7 @@ def make_device(index: int) -> Device:
 
 @hookimpl
 def register_kernels() -> Iterable[KernelImpl]:
-    """Provide what is faster than the references."""
+    """Register the backend's kernels."""
     from anygauge_cuda.kernels import kernels
 
     return kernels()

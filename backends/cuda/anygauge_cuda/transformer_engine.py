@@ -68,7 +68,7 @@ def option_problems(config: RunConfig) -> Iterator[ConfigProblem]:
 
 
 def missing(config: RunConfig) -> Iterator[ConfigProblem]:
-    """Yield that the library was chosen and is not installed; nothing of it is imported."""
+    """Yield a problem if the library is chosen but not installed, without importing it."""
     if config.train.provider == NAME and not _is_installed():
         yield ConfigProblem(path="train.provider", found=NAME, hint=f"it is not installed: {INSTALL}")
 

@@ -54,7 +54,7 @@ class Audit:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Look at each module of the packages that is imported in the block, before anybody can change it."""
+        """Record each module of the packages that is imported in the block, before anyone can patch it."""
         finder = _Finder(self._covers, self._look)
         sys.meta_path.insert(0, finder)
         try:
@@ -63,7 +63,7 @@ class Audit:
             sys.meta_path.remove(finder)
 
     def changes(self) -> list[Change]:
-        """Return what differs now, by name."""
+        """Return the current differences, by name."""
         changes = [
             change
             for name, before in self._before.items()

@@ -16,7 +16,7 @@ groups."""
 
 
 def communicator(options: Any, hccl_options: Any) -> Any:
-    """Return what a process group of this backend is made of: what torch-npu has registered to make it.
+    """Return torch-npu's registered communicator of a process group.
 
     :param options: Torch's, for any backend: store, rank, size, timeout, name and members.
     :param hccl_options: ``ProcessGroupHCCL.Options``, or ``None``.

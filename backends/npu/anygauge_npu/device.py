@@ -73,7 +73,7 @@ class NpuDevice(Device):
         return peak
 
     def empty_cache(self) -> None:
-        """Give cached blocks back to the driver, also those of pinned host memory and of dead processes."""
+        """Return cached blocks to the driver, also those of pinned host memory and of dead processes."""
         self._npu.ipc_collect()
         self._npu.empty_cache()
         self._npu.host_empty_cache()

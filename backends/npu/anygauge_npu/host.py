@@ -87,7 +87,7 @@ def host_checks(host: Host | None = None) -> Sequence[HostCheck]:
 
 
 def facts(host: Host | None = None) -> dict[str, str]:
-    """Return the versions that a run's log should have, of what is there."""
+    """Return the installed versions for a run's log."""
     host = host or here()
     versions = {
         "Ascend driver": _version(_ascend(host) / "driver/version.info"),

@@ -103,7 +103,7 @@ def load(config: RunConfig, log: str | None) -> None:
 
 
 def reapply(config: RunConfig, log: str | None) -> None:
-    """Apply the library again with the arguments of the run, and write down what is replaced now.
+    """Apply the library again with the arguments of the run, and record its replacements.
 
     :raises ProviderError: It was not loaded before, fails, or replaced what the config does not allow.
     """
@@ -123,7 +123,7 @@ def reapply(config: RunConfig, log: str | None) -> None:
 
 
 def arguments(config: Any) -> dict[str, Any]:
-    """Return what MindSpeed calls its arguments, by the names of Megatron's command line.
+    """Return MindSpeed's arguments, by the names of Megatron's command line.
 
     They say how the run is divided and how it computes. MindSpeed also gives those that are fields of
     ``TransformerConfig`` to every such config that does not set them, so none is here that a model decides.
@@ -147,7 +147,7 @@ def arguments(config: Any) -> dict[str, Any]:
 
 
 def option_problems(config: RunConfig) -> Iterator[ConfigProblem]:
-    """Yield what is wrong with ``train.provider_options``."""
+    """Yield problems of ``train.provider_options``."""
     if config.train.provider != NAME:
         return
     for name, value in config.train.provider_options.items():
@@ -160,7 +160,7 @@ def option_problems(config: RunConfig) -> Iterator[ConfigProblem]:
 
 
 def missing(config: RunConfig) -> Iterator[ConfigProblem]:
-    """Yield that the library was chosen and is not installed; nothing of it is imported."""
+    """Yield a problem if the library is chosen but not installed, without importing it."""
     if config.train.provider == NAME and not _is_installed():
         yield ConfigProblem(path="train.provider", found=NAME, hint=f"it is not installed: {INSTALL}")
 

@@ -61,7 +61,7 @@ class CorrectedLoss:
 
 
 def _found(name: str, result: Any, inputs: LossInputs) -> Correction:
-    """Return what a correction returned, checked."""
+    """Call a correction and check its result."""
     size = inputs.loss_weights.shape
     problem = None if isinstance(result, Correction) else f"it returned a {type(result).__name__}"
     if problem is None:

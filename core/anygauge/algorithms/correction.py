@@ -182,5 +182,5 @@ def _bounded(log_ratio: Tensor) -> Tensor:
 
 
 def _outside(ratio: Tensor, low: float, high: float) -> Tensor:
-    """Return where a ratio is out of bounds; what is no number is not, and stays to be seen."""
+    """Return where a ratio is out of bounds. NaN is not, so that it stays visible."""
     return (ratio < low) | (ratio > high)

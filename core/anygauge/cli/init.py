@@ -126,7 +126,7 @@ def _command(args: argparse.Namespace) -> str:
 
 
 def _model(text: str) -> tuple[ModelFacts, str]:
-    """Return what is known of a model, and how."""
+    """Return the known facts about a model, and their source."""
     from anygauge.cli.recipe import facts_of_config, facts_of_name
     from anygauge_hooks.errors import ConfigError
 
@@ -265,7 +265,7 @@ def _first_row(path: Path | None) -> Mapping[str, Any]:
 
 
 def _notes(args: argparse.Namespace, model: ModelFacts, machine: Machine) -> Iterator[str]:
-    """Yield what the user should know before the first run."""
+    """Yield notes for the user before the first run."""
     from anygauge.cli.recipe import state_gib
 
     if args.data and not args.data.startswith("hf:") and _local(args.data) is None:

@@ -71,7 +71,7 @@ def _plugins() -> dict[str, Any]:
 
 
 def _checks(spec: BackendSpec) -> list[dict[str, Any]]:
-    """Return what a backend finds on the host; a check that raises is a row of its own."""
+    """Return a backend's checks of the host; a check that raises becomes a row too."""
     if spec.host_checks is None:
         return []
     try:

@@ -62,7 +62,7 @@ def read_model(
 
 
 def _code(directory: Path, hf: Mapping[str, Any]) -> Iterator[str]:
-    """Yield what the directory needs Python files of its own for."""
+    """Yield the parts of a model that need the directory's own Python files."""
     allow = "set model.trust_remote_code = true if you trust its author; its Python files then run here"
     if _auto_map(hf) and not _is_known(hf.get("model_type")):
         yield (

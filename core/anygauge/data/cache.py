@@ -167,7 +167,7 @@ def _open_use(path: Path) -> int:
 
 
 def _sweep(root: Path) -> None:
-    """Delete what nobody will miss; whatever is not of the cache stays."""
+    """Delete unused cache entries; other files stay."""
     for path in root.iterdir():
         is_workspace = path.name.startswith(_WORKSPACE)
         allowed_s = _ABANDONED_S if is_workspace else _UNUSED_S

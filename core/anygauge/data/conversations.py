@@ -106,7 +106,7 @@ def make_turn_finder(turns: AssistantTurns, tokenizer: Any, config: Data) -> Tur
 
 
 def _is_whole(message: Message, turn: str) -> bool:
-    """Return whether all that a message says is in a rendered turn, but for white space."""
+    """Return whether a rendered turn has the whole content of a message, except white space."""
     said = [message.get("reasoning_content"), message.get("content"), *_called(message.get("tool_calls"))]
     squeezed = "".join(turn.split())
     return all("".join(text.split()) in squeezed for text in said if isinstance(text, str))

@@ -52,7 +52,7 @@ def _filled(config: Config, name: str, dataset: EvalDataset) -> EvalDataset:
 
 
 def _defaults(config: Config, dataset: EvalDataset) -> dict[str, Any]:
-    """Return what a data set takes for each field that it leaves out."""
+    """Return a data set's defaults of the fields that it leaves out."""
     # Without a template its settings would ask each row for tools that are of no use.
     source = Data(train=()) if dataset.apply_chat_template is False else config.data
     reading = {key: getattr(source if key in CHAT_ONLY else config.data, key) for key in _READING}

@@ -131,7 +131,7 @@ def _key(path: Path, rows: slice, reader: RowReader) -> dict[str, Any]:
 
 
 def _load(directory: Path, path: Path, key: Mapping[str, Any]) -> FileIndex:
-    """Return what was made in a directory.
+    """Load the index of a directory.
 
     :raises ValueError: It is damaged.
     """

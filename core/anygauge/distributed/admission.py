@@ -1,4 +1,4 @@
-"""Admission filter of a listening socket: the kernel drops packets from everybody else.
+"""Admission filter of a listening socket: the kernel drops packets from all other hosts.
 
 A store of torch answers whoever connects to it, so what it listens on has to know whom it serves. The filter
 is a program of the classic Berkeley packet filter, which needs no privileges; connections that the socket

@@ -115,7 +115,7 @@ def _serial_group(address: str | None, given: Any, group_options: Any) -> Any:
 
 
 def _host_devices(gloo: Any, address: str | None) -> list[Any]:
-    """Return what torch takes by itself, unless there is an address: of an interface it takes the first."""
+    """Return torch's default devices, or those of an address: of an interface, torch takes the first."""
     if address is not None:
         return [gloo.create_device(hostname=address)]
     if interfaces := os.environ.get("GLOO_SOCKET_IFNAME"):

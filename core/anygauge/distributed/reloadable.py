@@ -135,7 +135,7 @@ class ReloadableGroups:
         return group
 
     def release(self) -> None:
-        """Give every communicator up, once no rank is in a collective any more. Every rank does so."""
+        """Destroy every communicator after all collectives. Every rank calls it."""
         self._meet()
         for group in self._groups():
             group.release()

@@ -1,4 +1,4 @@
-"""Secure channel: mutual authentication, and messages that nobody else can forge.
+"""Secure channel: mutual authentication, and messages that cannot be forged.
 
 Both ends know one secret. Each proves it with an HMAC over fresh nonces before anything else is read. Each
 message carries an HMAC over its number in its direction, so none can be changed, dropped, repeated or taken

@@ -152,7 +152,7 @@ def _with(table: Table, **changed: Any) -> Table:
 
 
 def _finder(config: Config, *, download: bool) -> Callable[[HubName], HubFiles | None]:
-    """Return what looks names up; the hub's client is imported at the first."""
+    """Return a function that looks up names; the hub's client is imported on first use."""
 
     @cache
     def source() -> Client:

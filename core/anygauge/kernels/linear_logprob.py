@@ -532,7 +532,7 @@ def _weight_gradient(weight: Tensor) -> Tensor:
 
 
 def _for_autograd(weight: Tensor, gradient: Tensor) -> Tensor:
-    """Return what autograd gets for the weight."""
+    """Return autograd's gradient for the weight."""
     return gradient.to(weight.dtype) if getattr(weight, "main_grad", None) is None else handed_back(weight)
 
 

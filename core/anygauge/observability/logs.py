@@ -169,7 +169,7 @@ def _listening(handler: logging.Handler) -> Iterator[None]:
 
 @contextmanager
 def _warnings_to(log: logging.Logger) -> Iterator[None]:
-    """Write Python's warnings too, beside what is done with them already."""
+    """Also write Python's warnings to a logger."""
     shown = warnings.showwarning
 
     def show(

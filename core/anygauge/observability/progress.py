@@ -214,7 +214,7 @@ def _columns(*, narrow: bool) -> Iterator[ProgressColumn]:
 
 
 def _checkpoint_line(run: RunInfo) -> str:
-    """Return what a run without a checkpoint leaves."""
+    """Return the line about a run without a checkpoint, and its exports."""
     directory = Path(run.directory)
     exports = [*directory.glob("hf-step-*/config.json"), *directory.glob("hf/config.json")]
     if not exports:

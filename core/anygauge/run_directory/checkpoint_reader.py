@@ -164,7 +164,7 @@ def _damage(directory: Path, entry: tuple[str, Mapping[str, Any]]) -> str | None
 
 
 def _read_driver(path: Path) -> dict[str, Any]:
-    """Return what the driver wrote.
+    """Return the driver's state.
 
     :raises CheckpointError: It cannot be read, or has other types.
     """

@@ -252,7 +252,7 @@ class CheckpointWriter:
 
 
 def _reason(error: Exception) -> str:
-    """Return what went wrong, on one line."""
+    """Return the reason of a failure, on one line."""
     if isinstance(error, CheckpointError):
         return str(error.args[0])
     return str(error) if isinstance(error, OSError) else repr(error)
@@ -329,7 +329,7 @@ def _describe(directory: Path, world_size: int) -> Iterator[tuple[str, dict[str,
 
 
 def _tensors(path: Path) -> Mapping[str, Any]:
-    """Return what a rank says of its file with tensors; nothing if it has none."""
+    """Return a rank's record of its tensor file; empty if it has none."""
     try:
         tensors = read_json(path).get("tensors") or {}
         return {key: tensors[key] for key in ("file", "bytes", "sha256")} if tensors else {}

@@ -165,7 +165,7 @@ class Plan(NamedTuple):
 
 
 def plan(updates: Sequence[Sequence[Tensor | None]], addresses: Sequence[int]) -> Plan:
-    """Return what a launch over these tensors reads, as long as none of them moves.
+    """Return the pointer tables of a launch over these tensors, valid while none of them moves.
 
     :param updates: The weight, its gradient, both moments and the copy, contiguous, of so many numbers each.
         The copy is bfloat16 or ``None``; the others are float32, but for a weight that is int16, the lower

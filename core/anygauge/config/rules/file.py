@@ -64,7 +64,7 @@ def _data_file(path: str, file: DataFile) -> Problems:
 
 
 def run_directory_rule(config: Config, user_keys: Collection[str]) -> Problems:
-    """Yield that the run directory or a cache cannot be used."""
+    """Yield a run directory or a cache that cannot be used."""
     directory = config.run.directory.absolute()
     existing = next(path for path in (directory, *directory.parents) if os.access(path, os.F_OK))
     if not existing.is_dir():

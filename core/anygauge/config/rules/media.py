@@ -141,7 +141,7 @@ def _fields(config: Config) -> Problems:
 
 
 def _without_media(config: Config) -> Problems:
-    """Yield what means nothing to a run of text."""
+    """Yield keys of media in a text-only run."""
     hint = "has no effect without data.multimodal_keys or model.modalities; leave it out"
     default = Media()
     for name in Media.model_fields:

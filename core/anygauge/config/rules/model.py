@@ -115,7 +115,7 @@ def _other_models(config: Config) -> Iterator[tuple[str, Path]]:
 def _read_model(
     path: str, directory: Path, plugins: Plugins, trust_remote_code: bool
 ) -> tuple[dict[str, Any] | None, list[ConfigProblem]]:
-    """Return a Hugging Face config if it can be read, and what is wrong with its directory."""
+    """Return a Hugging Face config, if it can be read, and the problems of its directory."""
 
     def problem(hint: str) -> ConfigProblem:
         return ConfigProblem(path=path, found=str(directory), hint=hint)
@@ -153,7 +153,7 @@ def _context(config: Config, hf: Mapping[str, Any]) -> Problems:
 
 
 def _architecture(path: str, config: Config, hf: Mapping[str, Any], plugins: Plugins) -> Problems:
-    """Yield what is wrong with a model, and the keys of ``[train]`` that do not fit it."""
+    """Yield problems of a model, and keys of ``[train]`` that do not fit it."""
     try:
         spec = plugins.model(hf.get("architectures") or ())
     except AnygaugeError:
@@ -202,7 +202,7 @@ def _tables(config: Config, role: str) -> Iterator[tuple[str, Mapping[str, Any]]
 def _expert_options(
     table: str, options: Mapping[str, Any], path: str, architecture: Mapping[str, Any]
 ) -> Problems:
-    """Yield what is asked of experts, or of biases in their routers, where the model has none.
+    """Yield settings of experts or router biases that the model does not have.
 
     :param path: Of the key that names the model.
     """

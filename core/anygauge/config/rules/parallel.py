@@ -145,7 +145,7 @@ def model_problems(
 
 
 def _layout(sizes: Parallel, layers: int, options: Mapping[str, Any]) -> Iterator[ConfigProblem]:
-    """Yield what is wrong with a layout that Megatron would read in the workers."""
+    """Yield problems of a pipeline layout, before Megatron reads it in the workers."""
     layout, stages = options[_LAYOUT], sizes.pipeline * sizes.virtual_pipeline
     parts = _unrolled(layout).split("|") if isinstance(layout, str) else []
     has, hint = "".join(parts), None
@@ -170,7 +170,7 @@ def _unrolled(layout: str) -> str:
 
 
 def _uneven(sizes: Parallel, layers: int, ends: Mapping[str, Any]) -> Iterator[ConfigProblem]:
-    """Yield what is wrong with the layers of the first and of the last stage, or with those between.
+    """Yield problems of the numbers of layers in the first, the last and the middle stages.
 
     :param ends: How many layers each has, by the option that says so.
     """

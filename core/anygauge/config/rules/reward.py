@@ -97,7 +97,7 @@ def _shares_reward_and_label(dataset: EvalDataset) -> bool:
 
 
 def reward_functions(config: Config, plugins: Plugins) -> Problems:
-    """Yield functions that nobody provides, and options that they do not take."""
+    """Yield unknown functions, and options that a function does not take."""
     for table, reward in _tables(config):
         for path, name, function in _functions(table, reward):
             yield from name_problems(f"{path}.function", name, HOOK, plugins)

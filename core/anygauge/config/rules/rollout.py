@@ -75,7 +75,7 @@ def _left_over(rollout: Rollout) -> Problems:
 
 
 def control_functions(config: Config, plugins: Plugins) -> Problems:
-    """Yield functions that nobody provides, and options that they do not take."""
+    """Yield unknown functions, and options that a function does not take."""
     rollout = config.rollout
     functions, filters = "register_rollout_functions", "register_sample_filters"
     yield from name_problems("rollout.function", rollout.function, functions, plugins)

@@ -154,7 +154,7 @@ class MediaLoader:
         return futures
 
     def _loading(self, key: str) -> Future[None]:
-        """Return what ends when a content is there. The lock is held."""
+        """Return the future of a content. The caller holds the lock."""
         if key not in self._under_way:
             self._under_way[key] = self._pool.submit(self._decode, key)
         return self._under_way[key]
@@ -174,7 +174,7 @@ class MediaLoader:
         self._forget()
 
     def _forget(self) -> None:
-        """Drop what nobody holds any more, unless another thread is at it and will."""
+        """Drop unreferenced contents, unless another thread does so."""
         while (self._let_go or self._late) and self._lock.acquire(blocking=False):
             try:
                 self._drop_released()

@@ -215,7 +215,7 @@ def _is_content(path: Path) -> bool:
 
 
 def _put(path: Path, content: Content) -> None:
-    """Write a content that nobody sees before it is whole."""
+    """Write a content atomically."""
     temporary = path.with_name(f".{path.name}-{uuid.uuid4().hex}")
     try:
         _write(temporary, content)

@@ -88,7 +88,7 @@ def config_fields() -> Mapping[str, frozenset[str]]:
 
 @cache
 def _annotations() -> Mapping[str, Mapping[str, str]]:
-    """Return what Megatron's source says of the type of each field, by class."""
+    """Return the type annotations of Megatron's fields, by class."""
     spec = importlib.util.find_spec("megatron")
     assert spec is not None, "megatron-core is a dependency"
     assert spec.submodule_search_locations
@@ -146,7 +146,7 @@ class _Names(dict[str, Any]):
 
 @cache
 def _adapter(name: str) -> TypeAdapter[Any]:
-    """Return what checks the value of a field."""
+    """Return the validator of a field."""
     annotation = next(fields[name] for fields in _annotations().values() if name in fields)
     names = _Names(vars(builtins) | vars(typing) | dict(_KINDS))
     kind = _NARROWER[name] if name in _NARROWER else eval(annotation, {}, names)

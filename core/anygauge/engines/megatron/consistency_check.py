@@ -69,7 +69,7 @@ def check_configs_agree(config: Config, plugins: LoadedPlugins) -> None:
 
 
 def _difference(facts_of_ranks: Sequence[Mapping[str, str] | None]) -> str:
-    """Return what ranks read that is not the same, or which of them cannot read it."""
+    """Return the differences between ranks, or the ranks that cannot read the model."""
     if unread := [rank for rank, facts in enumerate(facts_of_ranks) if facts is None]:
         return f"The model cannot be read by {_named(unread)}; this rank could."
     read = [facts for facts in facts_of_ranks if facts is not None]

@@ -198,7 +198,7 @@ class MegatronEngine:
         shape: Sequence[int] = (),
         routes: Sequence[Routes] | None = None,
     ) -> Tensor:
-        """Return what a pass collects of all response tokens, on every rank.
+        """Return a pass's outputs of all response tokens, on every rank.
 
         :param shape: Of what it collects of each token.
         """
@@ -288,7 +288,7 @@ class MegatronEngine:
         dist.barrier()
 
     def _config_changes(self) -> Mapping[str, Any]:
-        """Return what the ``config.json`` of an export has otherwise than that of the model."""
+        """Return the keys in which the ``config.json`` of an export differs from the model's."""
         return {}
 
     def save_checkpoint(self, path: str) -> None:
@@ -348,7 +348,7 @@ class MegatronEngine:
         return self._packed
 
     def _media(self) -> MediaReader | None:
-        """Return what reads the media of samples, for a model that has towers."""
+        """Return the reader of media, for a model that has towers."""
         policy = self.policy
         if policy.spec.media is None or not policy.has_towers:
             return None

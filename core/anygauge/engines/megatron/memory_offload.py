@@ -122,7 +122,7 @@ class HostCopies:
             storage.resize_(0)
 
     def give_back(self) -> None:
-        """Give the storages their sizes and bytes back."""
+        """Restore the storages' sizes and bytes."""
         for storage, size in self._held:
             storage.resize_(size)
         for host, own in self._pieces():

@@ -83,7 +83,7 @@ def make_optimizer(
 
 
 def _is_plain_adamw(options: MegatronOptions) -> bool:
-    """Return whether the user left the optimizer as it is: only then may the backend's take its place."""
+    """Return whether the optimizer is the default: only then may the backend's replace it."""
     config = options.optimizer
     return config.optimizer == "adam" and config.decoupled_weight_decay
 

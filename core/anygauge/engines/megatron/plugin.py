@@ -99,7 +99,7 @@ def _trains(config: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _experts(config: Any) -> Iterator[ConfigProblem]:
-    """Yield what would train experts otherwise than it says."""
+    """Yield a router replay without captured routes."""
     captures = config.run.task != "sft" and config.algorithm.old_log_probs == "recompute"
     if config.train.router_replay and not captures:
         hint = 'replays what the log-prob pass of algorithm.old_log_probs = "recompute" chose'

@@ -211,7 +211,7 @@ def _locate(dotted: str) -> tuple[Any, str]:
 
 
 def _replacements(scope_map: ScopeMap) -> dict[str, Any]:
-    """Return what stands for each of :func:`scoped_attributes`."""
+    """Return the replacement of each of :func:`scoped_attributes`."""
     _check_map(scope_map)
     functions, target = scope_map.functions, scope_map.device_type
     new: dict[str, Any] = {name: functions[name.rpartition(".")[2]] for name in redirected_attributes()}

@@ -286,7 +286,7 @@ class PieceReader:
         return scalars_of_pieces[0] if scalars_of_pieces else {}
 
     def kinds(self, name: str, region: Region, start: int, end: int) -> set[str]:
-        """Return what is kept for a part of a region."""
+        """Return the kinds of state that are stored for a part of a region."""
         return {kind for piece in self._used(name, region, start, end) for kind in piece.kinds}
 
     def _used(self, name: str, region: Region, start: int, end: int) -> Iterator[Piece]:
@@ -294,7 +294,7 @@ class PieceReader:
             yield from (piece for piece, _ in self._pieces_of(name, overlap))
 
     def _overlaps(self, kind: str, name: str, region: Region, start: int, end: int) -> list[_Overlap]:
-        """Return what makes up a part of a region; nothing if no piece of it has the kind."""
+        """Return the pieces of a part of a region; empty if no piece has the kind."""
         overlaps = self._regions(name, region, start, end)
         pieces = (piece for overlap in overlaps for piece, _ in self._pieces_of(name, overlap))
         if not any(kind in piece.kinds for piece in pieces):

@@ -88,7 +88,7 @@ class MultimodalModel(GPTModel):
 
 
 def _features(tower: Tower, media: MediaBatch | None, device: torch.device) -> Features | None:
-    """Return what a tower makes of a micro-batch.
+    """Return a tower's features of a micro-batch.
 
     One that learns takes part in each, since whoever sums gradients waits for all of them.
     """
