@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,9 +24,11 @@ from anygauge_cpu.env import WORKER_SLOT
 from anygauge_hooks import hookimpl
 from anygauge_hooks.errors import WorkerDiedError
 from anygauge_hooks.types import NamedFunction, RunInfo
+from anygauge_tests.fork_server import ForkServers
 from anygauge_tests.recipe import tiny_recipe
 
 Launch = Callable[..., WorkerGroup]
+NODE = Path(__file__).with_name("node_driver.py")
 STEPS = 2
 DEADLINE_S = 120.0
 SLOTS = 8
@@ -36,19 +36,16 @@ SLOTS = 8
 
 
 @pytest.fixture(scope="module")
-def second_node(ray_cluster: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[psutil.Process]:
+def second_node(
+    ray_cluster: str, fork_servers: ForkServers, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[psutil.Process]:
     """Add a node with room for one worker, as a user does, and leave as much on the first."""
     reserved = placement_group([{WORKER_SLOT: SLOTS - 1}])
     assert reserved.wait(DEADLINE_S)
     command = ["launch", "--nodes=2", "--devices=1", "--backend=cpu", "--run=worker", f"--head={ray_cluster}"]
     log = tmp_path_factory.mktemp("node") / "log"
     with log.open("wb") as output:
-        node = subprocess.Popen(
-            [sys.executable, "-m", "anygauge", *command],
-            stdout=output,
-            stderr=output,
-            start_new_session=True,
-        )
+        node = fork_servers.start(str(NODE), command, output=output.fileno())
     try:
         wait_until(lambda: len(free_slots()) == 2 or node.poll() is not None)
         assert node.poll() is None, log.read_text()
