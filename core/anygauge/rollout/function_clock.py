@@ -19,6 +19,7 @@ class OwnTime:
 
     def __init__(self) -> None:
         self.task: asyncio.Task[Any] | None = None
+        """Runs the function, and is cancelled if that is late."""
         self.since: float | None = None
         self.is_late = False
         self.generations = 0
@@ -50,8 +51,8 @@ class FunctionClock:
         self._timer: asyncio.TimerHandle | None = None
 
     def begin(self, function: OwnTime) -> None:
-        """Limit the function that the current task runs."""
-        function.task, function.since = asyncio.current_task(), monotonic()
+        """Limit a function from now on."""
+        function.since = monotonic()
         self._functions.add(function)
         if self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(self.limit_s, self._cancel_late)
@@ -59,8 +60,7 @@ class FunctionClock:
     def end(self, function: OwnTime) -> bool:
         """Forget a function, and return whether it was cancelled for its time, and for nothing else."""
         self._functions.discard(function)
-        assert function.task is not None, "it was begun"
-        return function.is_late and function.task.uncancel() == 0
+        return function.is_late and function.task is not None and function.task.uncancel() == 0
 
     def _cancel_late(self) -> None:
         now, first = monotonic(), None
@@ -68,7 +68,7 @@ class FunctionClock:
             if function.since is None or function.is_late:
                 continue
             if function.since + self.limit_s <= now:
-                assert function.task is not None, "it was begun"
+                assert function.task is not None, "rollouts run in tasks"
                 function.is_late = function.task.cancel()
             elif first is None or function.since < first:
                 first = function.since

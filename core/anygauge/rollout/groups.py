@@ -28,12 +28,13 @@ __all__ = [
 
 def generated_tokens(rollouts: Sequence[LiveRollout]) -> int:
     """Return how many tokens were generated for the rollouts of a group that are not done."""
-    return sum(rollout.journal.length for rollout in rollouts if not rollout.samples)
+    journals = [rollout.journal for rollout in rollouts if not rollout.samples]
+    return sum([journal.length for journal in journals if journal.records])
 
 
 def is_begun(rollouts: Sequence[LiveRollout]) -> bool:
     """Return whether there are tokens of a group."""
-    return any(rollout.samples for rollout in rollouts) or generated_tokens(rollouts) > 0
+    return any([rollout.samples for rollout in rollouts]) or generated_tokens(rollouts) > 0
 
 
 def finished_group(rollouts: Sequence[LiveRollout]) -> Group:

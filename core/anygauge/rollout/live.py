@@ -62,7 +62,6 @@ class LiveRollout:
         self.journal = Journal() if journal is None else journal
         self.samples = samples
         self.own_time = OwnTime()
-        self.task: asyncio.Task[None] | None = None
         self._group = f"{context.name}{number}"
         self._text = shared.text
         self.gate = gate

@@ -384,8 +384,9 @@ class Producer:
         if not is_begun(rollouts):
             self._started_at[number] = self._version
         unfinished = [rollout for rollout in rollouts if not rollout.samples]
+        loop = asyncio.get_running_loop()
         for rollout in unfinished or rollouts[-1:]:
-            rollout.task = asyncio.create_task(self._run(rollout))
+            rollout.own_time.task = loop.create_task(self._run(rollout))
 
     async def _run(self, rollout: LiveRollout) -> None:
         rollouts, functions = self._open[rollout.number], self._context.rollout_context.functions
@@ -410,8 +411,8 @@ class Producer:
 
     async def _cancel_rollouts(self) -> None:
         """Cancel what runs for open groups, and return once it has cleaned up."""
-        rollouts = [rollout for own in self._open.values() for rollout in own]
-        tasks = [rollout.task for rollout in rollouts if rollout.task is not None]
+        times = [rollout.own_time for rollouts in self._open.values() for rollout in rollouts]
+        tasks = [own.task for own in times if own.task is not None]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)

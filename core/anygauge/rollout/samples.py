@@ -127,14 +127,12 @@ def _problems(sample: Sample, prompt: Prompt) -> list[str]:
         problems.append("prompt_tokens is empty")
     if sample.prompt_index != prompt.index:
         problems.append(f"prompt_index is {sample.prompt_index}, and the prompt's {prompt.index}")
-    end = max((start + size for medium in sample.media for start, size in medium.spans), default=0)
-    if end > (length := len(sample.prompt_tokens) + count):
+    ends = [start + size for medium in sample.media for start, size in medium.spans]
+    if ends and (end := max(ends)) > (length := len(sample.prompt_tokens) + count):
         problems.append(f"media end at token {end} of {length}")
     if not set(sample.loss_mask) <= {0, 1}:
         problems.append("loss_mask has other values than 0 and 1")
-    unmade = [
-        mask for mask, version in zip(sample.loss_mask, sample.weight_versions, strict=False) if version < 0
-    ]
-    if any(unmade):
+    pairs = zip(sample.loss_mask, sample.weight_versions, strict=False)
+    if min(sample.weight_versions, default=0) < 0 and any(mask for mask, made in pairs if made < 0):
         problems.append("a token that no weights made has a loss mask of 1")
     return problems

@@ -11,6 +11,8 @@ import pytest
 
 from anygauge.config.schema import Data, Rollout
 from anygauge.plugins import Plugins
+from anygauge.rollout import function_clock
+from anygauge.rollout.function_clock import FunctionClock, OwnTime
 from anygauge.rollout.functions import resolve_functions
 from anygauge.rollout.multi_turn import multi_turn
 from anygauge.rollout.producer import Producer
@@ -342,6 +344,30 @@ def test_the_time_of_a_function_stands_still_while_the_policy_speaks(
 
     one(make_producer, ScriptedEngine(lambda r: [1]), two_at_once)
     assert counts == [True, False, True]
+
+
+def test_the_timer_ends_when_the_next_function_can_be_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr(function_clock, "monotonic", lambda: now)
+
+    async def body() -> None:
+        nonlocal now
+        clock, functions = FunctionClock(10_000.0), [OwnTime() for _ in range(4)]
+        for place, function in enumerate(functions):
+            now = 2_000.0 * place
+            function.task = asyncio.create_task(asyncio.sleep(0))
+            clock.begin(function)
+        functions[1].pause()
+        now = 10_000.0
+        clock._cancel_late()
+        assert [function.is_late for function in functions] == [True, False, False, False]
+        assert clock._timer is not None
+        assert round(clock._timer.when() - asyncio.get_running_loop().time(), -3) == 4_000
+        assert [clock.end(function) for function in functions] == [True, False, False, False]
+        clock._cancel_late()
+        assert clock._timer is None
+
+    asyncio.run(body())
 
 
 def test_a_filter_that_fails_counts_as_a_failure(make_producer: MakeProducer) -> None:
