@@ -3,17 +3,32 @@
 from __future__ import annotations
 
 import os
+import platform
 import resource
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from importlib.metadata import Distribution, PackageNotFoundError, distribution
 from pathlib import Path
 
 from anygauge_hooks.types import HostCheck
 
-__all__ = ["Checks", "absent", "failed", "installed", "limits", "passed", "refused", "unknown"]
+__all__ = [
+    "Checks",
+    "Host",
+    "absent",
+    "architecture",
+    "failed",
+    "installed",
+    "limits",
+    "passed",
+    "refused",
+    "text_of",
+    "unknown",
+]
 
 Checks = Iterator[HostCheck]
 
+MACHINES = ("aarch64", "x86_64")
 SHARED_MEMORY = 1 << 30
 """Bytes of /dev/shm that Ray's object store, data loaders and communication want; Docker gives 64 MiB."""
 OPEN_FILES = 4096
@@ -58,6 +73,38 @@ def refused(owner: Distribution, needed: Distribution) -> str | None:
             specifier = requirement.specifier
             return None if specifier.contains(needed.version, prereleases=True) else str(specifier)
     return None
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """Where to look."""
+
+    root: Path = Path("/")
+    environ: Mapping[str, str] = field(default_factory=lambda: os.environ)
+    machine: str = field(default_factory=platform.machine)
+
+    def device_files(self, prefix: str) -> list[str]:
+        """Return the names in ``/dev`` that are a prefix and a number, in the order of the numbers."""
+        ends = [path.name.removeprefix(prefix) for path in (self.root / "dev").glob(f"{prefix}*")]
+        return [f"{prefix}{number}" for number in sorted(int(end) for end in ends if end.isdecimal())]
+
+
+def text_of(file: Path) -> str:
+    """Return the text of a file, or none."""
+    try:
+        return file.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+
+
+def architecture(machine: str, package: str) -> HostCheck:
+    """Check that a vendor's torch has wheels for a machine.
+
+    :param package: Its name in the message.
+    """
+    if machine in MACHINES:
+        return passed("architecture", machine)
+    return failed("architecture", machine, f"{package} has wheels for {' and '.join(MACHINES)} alone")
 
 
 def limits(root: Path) -> Checks:

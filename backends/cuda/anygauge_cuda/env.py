@@ -9,7 +9,7 @@ from itertools import takewhile
 
 from anygauge_hooks.devices import VisibleDevices
 from anygauge_hooks.errors import PlacementError
-from anygauge_hooks.types import AcceleratorIds, ConfigChange
+from anygauge_hooks.types import AcceleratorIds
 
 __all__ = [
     "CUMEM",
@@ -21,7 +21,6 @@ __all__ = [
     "VISIBLE_DEVICES",
     "WORKER",
     "allocator",
-    "config_defaults",
     "expands",
     "local_device",
     "users_choice",
@@ -108,11 +107,6 @@ def allocator(role: str) -> Mapping[str, str]:
 def expands(settings: str) -> bool:
     """Return whether settings of torch's allocator ask for segments that expand."""
     return _EXPANDABLE.search(settings) is not None
-
-
-def config_defaults() -> Sequence[ConfigChange]:
-    """Return the keys that this backend fills in."""
-    return [ConfigChange(path="train.dtype", value="bfloat16", reason="tensor cores")]
 
 
 _NAME = re.compile(r"[0-9]+|(?:GPU|MIG)-.+")

@@ -6,11 +6,9 @@
 from __future__ import annotations
 
 import os
-import platform
 import re
 import resource
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from importlib.metadata import Distribution
 from pathlib import Path
 
@@ -19,13 +17,24 @@ from anygauge_cuda.probe import locked_files
 from anygauge_cuda.releases import DRIVER_OF_CUDA, INSTALL, numbers, suffices
 from anygauge_cuda.rollout import MEMORY_SAVER
 from anygauge_cuda.transformer_engine import INSTALL as TRANSFORMER_ENGINE
-from anygauge_hooks.host import Checks, absent, failed, installed, limits, passed, refused, unknown
+from anygauge_hooks.host import (
+    Checks,
+    Host,
+    absent,
+    architecture,
+    failed,
+    installed,
+    limits,
+    passed,
+    refused,
+    text_of,
+    unknown,
+)
 from anygauge_hooks.types import HostCheck
 
 __all__ = ["ROOT", "Host", "facts", "host_checks"]
 
 ROOT = "ANYGAUGE_CUDA_ROOT"
-MACHINES = ("aarch64", "x86_64")
 DRIVER = "proc/driver/nvidia"
 LIBRARIES = (
     "usr/lib/*-linux-gnu",
@@ -59,15 +68,6 @@ _OPTIONAL: Mapping[str, tuple[Sequence[str], str]] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Host:
-    """Where to look."""
-
-    root: Path = Path("/")
-    environ: Mapping[str, str] = field(default_factory=lambda: os.environ)
-    machine: str = field(default_factory=platform.machine)
-
-
 def here() -> Host:
     """Return this host, or the tree that a test has made up."""
     return Host(root=Path(os.environ.get(ROOT, "/")))
@@ -77,7 +77,7 @@ def host_checks(host: Host | None = None) -> Sequence[HostCheck]:
     """Return everything, from the machine up to what serves."""
     host = host or here()
     return [
-        *_machine(host),
+        architecture(host.machine, "torch for CUDA"),
         *_gpus(host),
         *_driver(host),
         *_torch(host),
@@ -101,14 +101,6 @@ def facts(host: Host | None = None) -> dict[str, str]:
 # -------------------------------------------------------------------------
 
 
-def _machine(host: Host) -> Checks:
-    if host.machine in MACHINES:
-        yield passed("architecture", host.machine)
-    else:
-        fix = f"torch for CUDA has wheels for {' and '.join(MACHINES)} alone"
-        yield failed("architecture", host.machine, fix)
-
-
 def _gpus(host: Host) -> Checks:
     files = _device_files(host)
     if not files:
@@ -122,19 +114,18 @@ def _gpus(host: Host) -> Checks:
         yield failed("GPUs", f"{locked[0]} may not be opened by this user", fix)
     else:
         models = ", ".join(f"{count} x {name}" for name, count in _models(host).items())
-        yield passed("GPUs", models or f"{len(files)}: {files[0]} to {files[-1]}")
+        yield passed("GPUs", models or f"{len(files)}: /dev/{files[0]} to /dev/{files[-1]}")
 
 
 def _device_files(host: Host) -> list[str]:
-    indices = [path.name[6:] for path in (host.root / "dev").glob("nvidia[0-9]*")]
-    return [f"/dev/nvidia{number}" for number in sorted(int(each) for each in indices if each.isdecimal())]
+    return host.device_files("nvidia")
 
 
 def _models(host: Host) -> dict[str, int]:
     """Return how many GPUs of each model the driver has; a container is told of those of the whole host."""
     counts: dict[str, int] = {}
     for file in (host.root / DRIVER).glob("gpus/*/information"):
-        match = re.search(r"^Model:\s*(.+?)\s*$", _text(file), re.MULTILINE)
+        match = re.search(r"^Model:\s*(.+?)\s*$", text_of(file), re.MULTILINE)
         if match:
             counts[match[1]] = counts.get(match[1], 0) + 1
     return counts
@@ -147,7 +138,7 @@ def _models(host: Host) -> dict[str, int]:
 
 def _driver_release(host: Host) -> str | None:
     """Return the release of the kernel module that is loaded."""
-    match = _RELEASE.search(_text(host.root / DRIVER / "version").partition("\n")[0])
+    match = _RELEASE.search(text_of(host.root / DRIVER / "version").partition("\n")[0])
     return match[0] if match else None
 
 
@@ -156,7 +147,9 @@ def _driver(host: Host) -> Checks:
     if release is None:
         yield absent("driver", "no /proc/driver/nvidia/version", "install the NVIDIA driver on the host")
         return
-    kind = "open kernel module" if "Open Kernel" in _text(host.root / DRIVER / "version") else "kernel module"
+    kind = (
+        "open kernel module" if "Open Kernel" in text_of(host.root / DRIVER / "version") else "kernel module"
+    )
     yield passed("driver", f"{release} ({kind})")
     library = _driver_library(host)
     if library is None:
@@ -224,7 +217,7 @@ def _driver_of_torch(driver: str | None, cuda: str) -> Checks:
 def _cuda_of(torch: Distribution) -> str | None:
     """Return the CUDA that torch was built for, from the file that says so."""
     match = re.search(
-        r"^cuda\b[^=]*= *'([\d.]+)'", _text(Path(str(torch.locate_file("torch/version.py")))), re.M
+        r"^cuda\b[^=]*= *'([\d.]+)'", text_of(Path(str(torch.locate_file("torch/version.py")))), re.M
     )
     return match[1] if match else None
 
@@ -290,7 +283,7 @@ def _fabric(host: Host) -> Checks:
             "InfiniBand", "none; several hosts then meet over TCP", "a container: --device=/dev/infiniband"
         )
         return
-    active = [each for each in ports if "ACTIVE" in _text(each / "state")]
+    active = [each for each in ports if "ACTIVE" in text_of(each / "state")]
     names = ", ".join(sorted({each.parent.parent.name for each in active}))
     if not active:
         yield failed(
@@ -310,7 +303,7 @@ def _direct_memory(host: Host) -> Checks:
     name = "GPUDirect RDMA"
     if (host.root / "sys/module/nvidia_peermem").exists():
         yield passed(name, "nvidia_peermem is loaded")
-    elif "Open Kernel" in _text(host.root / DRIVER / "version"):
+    elif "Open Kernel" in text_of(host.root / DRIVER / "version"):
         yield unknown(name, "no nvidia_peermem; open kernel modules can do it by dma-buf, from Linux 5.12")
     else:
         yield absent(name, "nvidia_peermem is not loaded", "on the host: modprobe nvidia-peermem")
@@ -333,16 +326,3 @@ def _variables(host: Host) -> Checks:
     if host.environ.get(CUMEM, WORKER[CUMEM]) != WORKER[CUMEM]:
         fix = f"unset {CUMEM}, unless SGLang runs with enable_symm_mem too"
         yield unknown(CUMEM, "SGLang's default is 0: unlike ends hang at the first broadcast", fix)
-
-
-# -------------------------------------------------------------------------
-# Files and packages
-# -------------------------------------------------------------------------
-
-
-def _text(file: Path) -> str:
-    """Return a file's text; none if it cannot be read."""
-    try:
-        return file.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return ""

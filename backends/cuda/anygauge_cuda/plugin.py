@@ -109,7 +109,7 @@ def worker_env(role: str, deterministic: bool, interface: str | None, ip_version
 @hookimpl
 def adjust_config() -> Iterable[ConfigChange]:
     """Choose the precision of the weights."""
-    return env.config_defaults()
+    return [ConfigChange(path="train.dtype", value="bfloat16", reason="tensor cores")]
 
 
 @hookimpl

@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from itertools import takewhile
 
 from anygauge_hooks.devices import VisibleDevices
-from anygauge_hooks.types import ConfigChange
 
 __all__ = [
     "ALLOCATOR",
@@ -21,7 +20,6 @@ __all__ = [
     "NPUS",
     "VISIBLE_DEVICES",
     "WORKER",
-    "config_defaults",
     "import_vendor",
     "timeouts",
     "users_choice",
@@ -89,11 +87,6 @@ def timeouts(timeout_s: float) -> Mapping[str, str]:
 def users_choice(defaults: Mapping[str, str]) -> Mapping[str, str]:
     """Return defaults, with the values of this process's environment where it has some, for every node."""
     return {name: os.environ.get(name, value) for name, value in defaults.items()}
-
-
-def config_defaults() -> Sequence[ConfigChange]:
-    """Return the keys that this backend fills in."""
-    return [ConfigChange(path="train.dtype", value="bfloat16", reason="cube units")]
 
 
 def visible_devices(text: str) -> Sequence[str]:

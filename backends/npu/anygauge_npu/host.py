@@ -9,12 +9,24 @@ import json
 import os
 import platform
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import Distribution
 from pathlib import Path
 
-from anygauge_hooks.host import Checks, absent, failed, installed, limits, passed, refused, unknown
+from anygauge_hooks.host import (
+    Checks,
+    absent,
+    architecture,
+    failed,
+    installed,
+    limits,
+    passed,
+    refused,
+    text_of,
+    unknown,
+)
+from anygauge_hooks.host import Host as AnyHost
 from anygauge_hooks.types import HostCheck
 from anygauge_npu.mindspeed import INSTALL as INSTALL_MINDSPEED
 from anygauge_npu.releases import (
@@ -31,7 +43,6 @@ from anygauge_npu.rollout import INSTALLS
 __all__ = ["ROOT", "Host", "facts", "host_checks"]
 
 ROOT = "ANYGAUGE_NPU_ROOT"
-MACHINES = ("aarch64", "x86_64")
 OLDEST_LIBC = (2, 28)
 """Oldest libc that the wheels of torch-npu run on: manylinux_2_28."""
 DEVICE_FILES = ("davinci_manager", "devmm_svm", "hisi_hdc")
@@ -51,12 +62,9 @@ _RELEASE = re.compile(r"\d+\.\d+(\.(RC|alpha|beta)?\d+)*", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
-class Host:
+class Host(AnyHost):
     """Where to look."""
 
-    root: Path = Path("/")
-    environ: Mapping[str, str] = field(default_factory=lambda: os.environ)
-    machine: str = field(default_factory=platform.machine)
     libc: tuple[str, str] = field(default_factory=platform.libc_ver)
 
     def named(self, variable: str) -> Path | None:
@@ -103,10 +111,7 @@ def facts(host: Host | None = None) -> dict[str, str]:
 
 
 def _machine(host: Host) -> Checks:
-    if host.machine in MACHINES:
-        yield passed("architecture", host.machine)
-    else:
-        yield failed("architecture", host.machine, f"torch-npu has wheels for {' and '.join(MACHINES)} alone")
+    yield architecture(host.machine, "torch-npu")
     name, version = host.libc
     if name == "glibc" and tuple(map(int, version.split(".")[:2])) >= OLDEST_LIBC:
         yield passed("libc", f"{name} {version}")
@@ -134,10 +139,7 @@ def _devices(host: Host) -> Checks:
 
 
 def _device_names(host: Host) -> list[str]:
-    numbers = sorted(
-        int(path.name[7:]) for path in (host.root / "dev").glob("davinci*") if path.name[7:].isdecimal()
-    )
-    return [f"davinci{number}" for number in numbers]
+    return host.device_files("davinci")
 
 
 def _driver(host: Host) -> Checks:
@@ -321,11 +323,7 @@ def _network(host: Host) -> Checks:
 
 def _values(file: Path) -> dict[str, str]:
     """Return the ``key=value`` lines of a file, by key in lower case; nothing if it cannot be read."""
-    try:
-        lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return {}
-    pairs = (line.partition("=") for line in lines if "=" in line)
+    pairs = (line.partition("=") for line in text_of(file).splitlines() if "=" in line)
     return {key.strip().lower(): value.strip().strip('"') for key, _, value in pairs}
 
 
@@ -351,15 +349,11 @@ def _source(package: Distribution) -> str:
 
 
 def _checkout(folder: Path) -> str:
-    try:
-        head = (folder / ".git/HEAD").read_text(encoding="utf-8").strip()
-    except OSError:
+    head = text_of(folder / ".git/HEAD").strip()
+    if not head:
         return f" ({folder})"
     reference = head.removeprefix("ref: ")
     if reference == head:
         return f" ({folder} at {head[:12]})"
-    try:
-        commit = (folder / ".git" / reference).read_text(encoding="utf-8").strip()[:12]
-    except OSError:
-        commit = "unknown"
+    commit = text_of(folder / ".git" / reference).strip()[:12] or "unknown"
     return f" ({reference.removeprefix('refs/heads/')} at {commit})"

@@ -106,7 +106,7 @@ def worker_env(
 @hookimpl
 def adjust_config() -> Iterable[ConfigChange]:
     """Choose the precision of the weights."""
-    return env.config_defaults()
+    return [ConfigChange(path="train.dtype", value="bfloat16", reason="cube units")]
 
 
 @hookimpl
