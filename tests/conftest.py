@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
-from tempfile import TemporaryDirectory, TemporaryFile
+from tempfile import TemporaryFile
 from typing import Any
 
 import pytest
@@ -28,7 +28,6 @@ from anygauge.runtime.worker_group import WorkerGroup
 from anygauge_hooks.engines import WorkerContext
 from anygauge_tests import datasets, fork_server, fork_server_probes
 from anygauge_tests.fork_server import ForkedProcess, ForkServers
-from anygauge_tests.fork_server_xdist import forked_test_processes
 
 Launch = Callable[..., WorkerGroup]
 StartScript = Callable[..., tuple[ForkedProcess, Path]]
@@ -50,22 +49,6 @@ TOGETHER = {
     "run_with_torch": r"meta/test_meta_imports|backends/(npu/test_mindspeed|cuda/test_transformer_engine)",
 }
 """Files that one process has, by what they share that costs as much as many tests."""
-
-
-IMPORTED_BY_TESTS = ("anthropic", "anygauge.rollout.gateway.server", "openai", "ray")
-"""Modules that take long to import, and that files of tests in several processes have."""
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_setupnodes(config: pytest.Config, specs: Sequence[Any]) -> None:
-    """Let the processes of the tests have everything imported, and a warm process to fork others from."""
-    if sys.platform == "linux":
-        stack = ExitStack()
-        config.add_cleanup(stack.close)
-        processes = ForkServers("cpu", [*fork_server.MODULES, *IMPORTED_BY_TESTS])
-        stack.callback(processes.close)
-        directory = Path(stack.enter_context(TemporaryDirectory()))
-        stack.enter_context(forked_test_processes(processes, specs, directory))
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -194,7 +177,7 @@ def forked_ray_workers(
 @pytest.fixture(scope="session")
 def fork_servers() -> Iterator[ForkServers]:
     """Return what forks processes that have imported everything already."""
-    processes = fork_server.running() or ForkServers("cpu")
+    processes = ForkServers("cpu")
     yield processes
     processes.close()
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shlex
 import signal
 import subprocess
 from collections.abc import Callable, Iterator
@@ -13,10 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from execnet.xspec import XSpec
 
 from anygauge_tests.fork_server import ForkedProcess, ForkServers
-from anygauge_tests.fork_server_xdist import forked_test_processes
 
 FACTS = """
 import json, os, sys, threading, torch
@@ -169,25 +166,3 @@ def test_several_threads_may_wait_for_one_process() -> None:
         with ThreadPoolExecutor(8) as threads:
             codes = [threads.submit(process.wait, 60) for _ in range(8)]
         assert {code.result() for code in codes} == {0}
-
-
-IN_A_TEST_PROCESS = """
-import sys
-from anygauge_tests import fork_server
-
-sys.stdout.write(f"{sys.stdin.readline()} {'megatron.core' in sys.modules} {fork_server.running().is_ready}")
-sys.exit(7)
-"""
-
-
-def test_a_process_of_xdist_has_everything_imported_and_can_fork_others(
-    fork_servers: ForkServers, tmp_path: Path
-) -> None:
-    here, elsewhere, other = XSpec("popen"), XSpec("ssh=host"), XSpec("popen//python=other")
-    with forked_test_processes(fork_servers, [here, elsewhere, other], tmp_path):
-        command = [*shlex.split(here.python), "-u", "-c", IN_A_TEST_PROCESS]
-        done = subprocess.run(
-            command, input="asked\n", capture_output=True, text=True, check=False, timeout=60
-        )
-    assert (done.returncode, done.stdout) == (7, "asked\n True True"), done.stderr
-    assert (elsewhere.python, other.python) == (None, "other")

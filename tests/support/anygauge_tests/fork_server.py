@@ -39,9 +39,9 @@ from anygauge.distributed.lifetime import die_with
 from anygauge.engines.megatron.prepare import prepare_megatron
 from anygauge.plugins import load_plugins
 
-__all__ = ["MODULES", "SCORER", "ForkServers", "ForkedProcess", "forked_workers", "running", "serve", "use"]
+__all__ = ["SCORER", "ForkServers", "ForkedProcess", "forked_workers", "running", "serve", "use"]
 
-MODULES = (
+_MODULES = (
     "anygauge.cli.train",
     "anygauge.engines.megatron.engine",
     "anygauge.serving.embedded.engine",
@@ -140,7 +140,7 @@ class ForkServers:
 
     def __init__(self, backend: str | None, modules: Sequence[str] | None = None) -> None:
         self._backend = backend or ""
-        self._modules = MODULES if modules is None else modules
+        self._modules = _MODULES if modules is None else modules
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | ForkedProcess | None = None
         self._is_warm = False
@@ -173,7 +173,7 @@ class ForkServers:
         :param pass_fds: Further descriptors that it gets, under the same numbers.
         :param env: Its whole environment; ``None`` is that of this process.
         :param directory: That it starts in; ``None`` is that of this process.
-        :param stdin: ``PIPE``, ``DEVNULL`` or a descriptor, as of :class:`subprocess.Popen`.
+        :param stdin: ``PIPE`` or ``DEVNULL``, as of :class:`subprocess.Popen`.
         :param new_session: Whether it leads a session of its own.
         :param has_own: Whether it gets a warm process too, for those that it starts itself.
         """
@@ -203,8 +203,8 @@ class ForkServers:
                 _adopt_orphans(False)
 
     @classmethod
-    def forked(cls) -> ForkServers | socket.socket:
-        """Return those of a copy of this process, which has one thread still; in the copy, its connection."""
+    def forked(cls) -> ForkServers:
+        """Return those of a copy of this process, which has one thread still."""
         processes = cls(None)
         processes._socket, theirs = _connection()
         parent = os.getpid()
@@ -212,7 +212,7 @@ class ForkServers:
         if not pid:
             die_with(parent)
             processes._socket.close()
-            return theirs
+            _serve(theirs)
         theirs.close()
         processes._process = ForkedProcess(pid)
         processes._is_warm = True
@@ -259,10 +259,8 @@ def _connection() -> tuple[socket.socket, socket.socket]:
 
 def _standard_input(kind: int) -> tuple[IO[bytes], IO[bytes] | None]:
     """Return the end that a process reads, and the other one, if there is one."""
-    if kind == subprocess.DEVNULL:
-        return Path(os.devnull).open("rb"), None
     if kind != subprocess.PIPE:
-        return open(os.dup(kind), "rb"), None
+        return Path(os.devnull).open("rb"), None
     reading, writing = os.pipe()
     return open(reading, "rb"), open(writing, "wb", buffering=0)
 
@@ -338,8 +336,7 @@ def _serve(connection: socket.socket) -> NoReturn:
         pid = _fork_twice()
         if not pid:
             connection.close()
-            connection = _become(pickle.loads(message), given)
-            continue
+            _become(pickle.loads(message), given)
         for each in given:
             os.close(each)
         connection.send(str(pid).encode())
@@ -378,8 +375,8 @@ def _fork_twice() -> int:
     return 0
 
 
-def _become(request: _Request, given: Sequence[int]) -> socket.socket:
-    """Be the process that was asked for. Return the connection of its own warm process in that alone."""
+def _become(request: _Request, given: Sequence[int]) -> NoReturn:
+    """Be the process that was asked for."""
     if request.new_session:
         os.setsid()
     _renumber(given, request.numbers)
@@ -391,11 +388,8 @@ def _become(request: _Request, given: Sequence[int]) -> socket.socket:
     sys.path[:] = request.path
     sys.argv[:] = [request.module, *request.arguments]
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    own = ForkServers.forked() if request.has_own else None
-    if not isinstance(own, socket.socket):
-        use(*([own] if own else []))
-        _exit(_run(request.module))
-    return own
+    use(*([ForkServers.forked()] if request.has_own else []))
+    _exit(_run(request.module))
 
 
 def _renumber(descriptors: Sequence[int], numbers: Sequence[int]) -> None:

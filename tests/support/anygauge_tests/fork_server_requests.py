@@ -22,8 +22,6 @@ __all__ = ["answer_requests", "run_forked"]
 
 _MESSAGE_BYTES = 1 << 17
 _LOOK_S = 0.05
-_STANDARD = (0, 1, 2)
-"""Descriptors of standard input, output and error."""
 
 
 @contextmanager
@@ -55,15 +53,13 @@ def _accept(listening: socket.socket, processes: ForkServers) -> None:
 def _start(connection: socket.socket, processes: ForkServers) -> None:
     """Start a process and tell how it ends. It does not outlive who asked for it."""
     with connection:
-        message, given, _, _ = socket.recv_fds(connection, _MESSAGE_BYTES, len(_STANDARD))
+        message, given, _, _ = socket.recv_fds(connection, _MESSAGE_BYTES, 2)
         if not message:
             return
         asked = json.loads(message)
-        try:
-            worker = processes.start(**asked, stdin=given[0], output=given[1], errors=given[2])
-        finally:  # whoever reads what is written there sees its end
-            for each in given:
-                os.close(each)
+        worker = processes.start(**asked, output=given[0], errors=given[1])
+        for each in given:
+            os.close(each)
         while worker.poll() is None:
             if select.select([connection], [], [], _LOOK_S)[0]:
                 worker.kill()
@@ -76,7 +72,7 @@ def _start(connection: socket.socket, processes: ForkServers) -> None:
 def run_forked(
     path: str, module: str, arguments: Sequence[str], env: Mapping[str, str], **options: Any
 ) -> int:
-    """Ask for a process with the input and output of this one and return its exit code.
+    """Ask for a process with the output of this one and return its exit code.
 
     :param path: Of the socket.
     :param options: As for :meth:`~anygauge_tests.fork_server.ForkServers.start`.
@@ -85,5 +81,5 @@ def run_forked(
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2 * _MESSAGE_BYTES)
         connection.connect(path)
-        socket.send_fds(connection, [json.dumps(asked | options).encode()], _STANDARD)
+        socket.send_fds(connection, [json.dumps(asked | options).encode()], [1, 2])
         return int(connection.recv(16) or 1)
