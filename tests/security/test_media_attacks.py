@@ -49,7 +49,7 @@ QUICK = {
     "png": PIXELS,
     "icon": "is not in a supported image format",
     "jpeg": PIXELS,
-    "jpeg of many scans": r"is a JPEG file of \d+ scans; 500 are read",
+    "jpeg of many scans": r"is a JPEG file of \d+ scans; at most 500 are read",
     "jpeg of some scans": "64x64",
     "webp": PIXELS,
     "webp of one image": PIXELS,
