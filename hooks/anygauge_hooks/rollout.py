@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from anygauge_hooks.rl import NO_VERSION, Sample
@@ -12,7 +13,10 @@ if TYPE_CHECKING:
     from anygauge_hooks.rl import FinishReason, Prompt, SamplingParams
     from anygauge_hooks.settings import RolloutSettings
 
-__all__ = ["Draft", "GenerateRequest", "Generation", "Generator", "Rollout"]
+__all__ = ["SESSION", "Draft", "GenerateRequest", "Generation", "Generator", "Rollout"]
+
+SESSION: ContextVar[str | None] = ContextVar("session", default=None)
+"""Session of the rollout that the current task works for, as in :attr:`GenerateRequest.session`."""
 
 
 class GenerateRequest(NamedTuple):

@@ -117,9 +117,7 @@ async def run_function(
         if is_late:
             why = f"took more than {clock.limit_s:g} s between two generations (rollout.function_timeout_s)"
             raise FunctionFailed(f"{function.name} {why}") from error
-        if isinstance(error, asyncio.CancelledError):
-            raise
-        raise FunctionFailed(f"{function.name} {failure(error)}") from error
+        raise _failed(function, error) from error
 
 
 def _checked(returned: Any, prompt: Prompt) -> tuple[Sample, ...]:
@@ -159,8 +157,19 @@ async def passes(filter_: UserFunction, group: Group) -> bool:
 def _failures_of(function: UserFunction) -> Iterator[None]:
     try:
         yield
-    except Exception as error:  # foreign code: functions of the user
-        raise FunctionFailed(f"{function.name} {failure(error)}") from error
+    except (Exception, SystemExit, asyncio.CancelledError) as error:  # foreign code: functions of the user
+        raise _failed(function, error) from error
+
+
+def _failed(function: UserFunction, error: BaseException) -> BaseException:
+    """Return the error of a function that raised, or the end of its task, where that was asked for.
+
+    A function may raise ``CancelledError`` too, of something that it waited for: the task goes on.
+    """
+    task = asyncio.current_task()
+    if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
+        return error
+    return FunctionFailed(f"{function.name} {failure(error)}")
 
 
 async def _value(value: Any) -> Any:

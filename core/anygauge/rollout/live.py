@@ -63,6 +63,7 @@ class LiveRollout:
         self.samples = samples
         self.own_time = OwnTime()
         self._group = f"{context.name}{number}"
+        self.session = f"{self._group}-{place}"
         self._text = shared.text
         self.gate = gate
         self._calls = 0
@@ -199,13 +200,12 @@ class LiveRollout:
         self, record: Record, call: int, params: SamplingParams, shown: tuple[Media, ...]
     ) -> GenerateRequest:
         have = len(record.said.tokens)
-        session = f"{self._group}-{self.place}"
         return GenerateRequest(
-            id=f"{session}-{next(self.gate.numbers)}",
+            id=f"{self.session}-{next(self.gate.numbers)}",
             tokens=record.asked + record.said.tokens,
             params=params,
             seed=self.seed if not (call or have) else _derived(self.seed, call, have),
-            session=session,
+            session=self.session,
             group=self._group,
             media=shown,
             order=(self.number, self.place, call),

@@ -31,6 +31,7 @@ from anygauge.rollout.staleness import Owed, Staleness, choose, is_met
 from anygauge.rollout.tally import Tally
 from anygauge_hooks.errors import CheckpointError
 from anygauge_hooks.rl import Group, Prompt
+from anygauge_hooks.rollout import SESSION
 
 __all__ = ["Continuous", "Producer"]
 
@@ -390,6 +391,7 @@ class Producer:
 
     async def _run(self, rollout: LiveRollout) -> None:
         rollouts, functions = self._open[rollout.number], self._context.rollout_context.functions
+        SESSION.set(rollout.session)
         try:
             if not rollout.samples:
                 rollout.samples = await make_samples(functions, rollout, self._clock, self._tally)

@@ -5,16 +5,19 @@ from __future__ import annotations
 import asyncio
 import selectors
 import threading
-from collections.abc import Callable, Coroutine
+from collections import Counter
+from collections.abc import Callable, Coroutine, Set
 from concurrent.futures import Executor, Future
 from typing import Any, TypeVar, TypeVarTuple
 
 from anygauge_hooks.errors import DeadlineError
+from anygauge_hooks.rollout import SESSION
 
 __all__ = ["EventLoop"]
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
+Idle = tuple[Callable[[], None], Callable[[], Set[str]]]
 
 
 class EventLoop:
@@ -38,14 +41,16 @@ class EventLoop:
         """Start a coroutine and return at once."""
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
-    def when_idle(self, callback: Callable[[], None]) -> None:
+    def when_idle(self, callback: Callable[[], None], waiting: Callable[[], Set[str]]) -> None:
         """Call a function once, as soon as the loop and its threads are idle.
 
-        That is when no callback is ready and no thread is at work for the loop (``asyncio.to_thread``). What
-        waits for a socket or a timer may go on later, but nothing that runs in the loop has been overtaken.
-        Called in the loop.
+        That is when no callback is ready and no thread is at work for the loop (``asyncio.to_thread``), other
+        than for a session that waits for the callback: its thread may be what waits. What waits for a socket
+        or a timer may go on later, but nothing that runs in the loop has been overtaken. Called in the loop.
+
+        :param waiting: Returns the sessions (:data:`anygauge_hooks.rollout.SESSION`) that wait for it.
         """
-        self._loop.when_idle(callback)
+        self._loop.when_idle(callback, waiting)
 
     def run(
         self, coroutine: Coroutine[Any, Any, T], *, timeout_s: float | None = None, what: str = "the answer"
@@ -75,31 +80,33 @@ class _IdleLoop(asyncio.SelectorEventLoop):
 
     def __init__(self) -> None:
         super().__init__(_IdleSelector(self._call_idle))
-        self._threads = 0
-        self._when_idle: list[Callable[[], None]] = []
+        self._threads: Counter[str | None] = Counter()
+        self._when_idle: list[Idle] = []
 
-    def when_idle(self, callback: Callable[[], None]) -> None:
-        self._when_idle.append(callback)
+    def when_idle(self, callback: Callable[[], None], waiting: Callable[[], Set[str]]) -> None:
+        self._when_idle.append((callback, waiting))
 
     def run_in_executor(
         self, executor: Executor | None, func: Callable[[*Ts], T], *args: *Ts
     ) -> asyncio.Future[T]:
         future = super().run_in_executor(executor, func, *args)
-        self._threads += 1
-        future.add_done_callback(self._thread_done)
+        session = SESSION.get()
+        self._threads[session] += 1
+        future.add_done_callback(lambda _: self._thread_done(session))
         return future
 
-    def _thread_done(self, _: asyncio.Future[Any]) -> None:
-        self._threads -= 1
+    def _thread_done(self, session: str | None) -> None:
+        self._threads[session] -= 1
+        if not self._threads[session]:
+            del self._threads[session]
 
     def _call_idle(self) -> bool:
         """Call what waits for this moment, and return whether there was anything."""
-        if self._threads or not self._when_idle:
-            return False
-        callbacks, self._when_idle = self._when_idle, []
-        for callback in callbacks:
-            self.call_soon(callback)
-        return True
+        ready = [each for each in self._when_idle if not self._threads or self._threads.keys() <= each[1]()]
+        for each in ready:
+            self._when_idle.remove(each)
+            self.call_soon(each[0])
+        return bool(ready)
 
 
 class _IdleSelector(selectors.DefaultSelector):

@@ -40,7 +40,7 @@ class EmbeddedGenerator:
         nothing in the event loop can go on by itself.
     """
 
-    def __init__(self, answer: Answer, workers: int, when_idle: Callable[[Callable[[], None]], None]) -> None:
+    def __init__(self, answer: Answer, workers: int, when_idle: Callable[..., None]) -> None:
         self._answer = answer
         self._workers = workers
         self._when_idle = when_idle
@@ -69,7 +69,12 @@ class EmbeddedGenerator:
         """Let requests gather until the wave is complete, and the one before it has its answers."""
         self._is_gathering = True
         if self._wave is None:
-            self._when_idle(self._begin)
+            self._when_idle(self._begin, self._sessions)
+
+    def _sessions(self) -> set[str]:
+        """Return the sessions that wait for the wave."""
+        requests = (queued.request for queued in self._waiting if not queued.answer.done())
+        return {request.session for request in requests if request.session is not None}
 
     def _begin(self) -> None:
         wave = [queued for queued in self._waiting if not queued.answer.done()]
@@ -95,7 +100,7 @@ class EmbeddedGenerator:
                 queued.set(answered[place])
         self._wave = None
         if self._is_gathering:
-            self._when_idle(self._begin)
+            self._when_idle(self._begin, self._sessions)
 
 
 @contextmanager

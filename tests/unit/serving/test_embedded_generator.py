@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import threading
+import time
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
@@ -15,7 +16,7 @@ from anygauge.serving.embedded_generator import EmbeddedGenerator, plan_wave
 from anygauge_hooks.errors import RolloutError
 from anygauge_hooks.media import Media
 from anygauge_hooks.rl import SamplingParams
-from anygauge_hooks.rollout import GenerateRequest, Generation
+from anygauge_hooks.rollout import SESSION, GenerateRequest, Generation
 
 T = TypeVar("T")
 Batches = Sequence[Sequence[Sequence[GenerateRequest]]]
@@ -117,6 +118,32 @@ def test_a_wave_waits_for_every_rollout_that_can_go_on() -> None:
 
     engines.run(ask)
     assert engines.seeds() == [[[[0, 100, 200, 300]]], [[[1, 101, 201, 301]]]]
+
+
+def test_a_wave_does_not_wait_for_a_thread_that_waits_for_it() -> None:
+    """As a blocking client of the gateway does."""
+    engines = Engines()
+
+    async def rollout(generator: EmbeddedGenerator, number: int) -> None:
+        SESSION.set(f"session {number}")
+        loop, asked = asyncio.get_running_loop(), request(number, 0, session=f"session {number}")
+        if number == 2:
+            await asyncio.to_thread(time.sleep, 0.05)
+            await generator.generate(asked)
+            return
+
+        def blocking_client() -> Generation:
+            return asyncio.run_coroutine_threadsafe(generator.generate(asked), loop).result(20)
+
+        await asyncio.to_thread(blocking_client)
+
+    async def ask(generator: EmbeddedGenerator) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            for number in range(3):
+                tasks.create_task(rollout(generator, number))
+
+    engines.run(ask)
+    assert engines.seeds() == [[[[0, 100, 200]]]]
 
 
 def test_a_wave_does_not_wait_for_a_rollout_that_waits_for_another() -> None:

@@ -13,7 +13,7 @@ from anygauge.config.schema import Data, Rollout
 from anygauge.plugins import Plugins
 from anygauge.rollout import function_clock
 from anygauge.rollout.function_clock import FunctionClock, OwnTime
-from anygauge.rollout.functions import resolve_functions
+from anygauge.rollout.functions import resolve_functions, single_turn
 from anygauge.rollout.multi_turn import multi_turn
 from anygauge.rollout.producer import Producer
 from anygauge.rollout.text import TextTools
@@ -21,7 +21,7 @@ from anygauge.testing.tiny import tiny_tokenizer
 from anygauge_hooks import hookimpl
 from anygauge_hooks.errors import PluginError, RolloutError, UnknownNameError
 from anygauge_hooks.rl import NO_VERSION, Group, Prompt, Sample
-from anygauge_hooks.rollout import GenerateRequest, Generation
+from anygauge_hooks.rollout import SESSION, GenerateRequest, Generation
 from anygauge_hooks.types import NamedFunction
 from anygauge_tests.scripted_engine import ScriptedEngine
 
@@ -376,6 +376,34 @@ def test_a_filter_that_fails_counts_as_a_failure(make_producer: MakeProducer) ->
 
     with pytest.raises(RolloutError, match=r"odd failed: A str was returned, not a bool"):
         take(make_producer(ScriptedEngine(lambda r: [1]), filters=[odd]), 4)
+
+
+def test_a_function_works_for_the_session_of_its_requests(make_producer: MakeProducer) -> None:
+    """Also in its threads: a wave does not wait for those of a session that waits for it."""
+    sessions: set[str | None] = set()
+
+    async def alone(rollout: Any, prompt: Prompt, seed: int) -> Sample:
+        sessions.add(await asyncio.to_thread(SESSION.get))
+        return await single_turn(rollout, prompt, seed)
+
+    engine = ScriptedEngine(lambda r: [1])
+    take(make_producer(engine, function=alone), 2)
+    assert sessions == {request.session for request in engine.requests}
+    assert None not in sessions
+
+
+@pytest.mark.parametrize("role", ["function", "filter", "hook"])
+@pytest.mark.parametrize("error", [asyncio.CancelledError, SystemExit])
+def test_a_function_that_ends_as_by_a_cancel_or_an_exit_has_failed(
+    make_producer: MakeProducer, role: str, error: type[BaseException]
+) -> None:
+    async def ends(*_: Any) -> Any:
+        raise error("of its own")
+
+    functions: Any = {"function": {"function": ends}, "filter": {"filters": [ends]}}
+    changes = functions.get(role, {"after_sample": [ends]})
+    with pytest.raises(RolloutError, match=rf"ends raised {error.__name__}"):
+        take(make_producer(ScriptedEngine(lambda r: [1]), **changes), 4)
 
 
 def test_a_chat_goes_on_without_its_beginning_being_rendered_again(tmp_path: Any) -> None:
