@@ -7,8 +7,8 @@ import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
-from anygauge.config.schema import Config
 from anygauge.config.tree import flatten
+from anygauge_hooks.settings import RunConfig
 from anygauge_hooks.types import ConfigProblem
 
 __all__ = ["MASK", "mask_rule", "masked", "secret_values", "without_secrets"]
@@ -35,7 +35,7 @@ def masked(tree: Any) -> Any:
     return _replaced(tree, lambda _: MASK)
 
 
-def secret_values(config: Config) -> tuple[str, ...]:
+def secret_values(config: RunConfig) -> tuple[str, ...]:
     """Return the secrets that a config contains as literal values."""
     values: dict[str, None] = {}
 
@@ -56,7 +56,7 @@ def without_secrets(text: str, secrets: Collection[str]) -> str:
     return text
 
 
-def mask_rule(config: Config, user_keys: Collection[str]) -> Iterator[ConfigProblem]:
+def mask_rule(config: RunConfig, user_keys: Collection[str]) -> Iterator[ConfigProblem]:
     """Yield the masks of a config that a run has written."""
     for key, value in flatten(config.model_dump(mode="json")).items():
         if value == MASK or f":{MASK}@" in str(value):

@@ -17,6 +17,7 @@ from anygauge.config.secret_values import MASK, mask_rule, masked, secret_values
 from anygauge.observability.logs import driver_log
 from anygauge.observability.trackio import make_trackio_tracker
 from anygauge.observability.wandb import make_wandb_tracker
+from anygauge.plugins import load_plugins
 from anygauge.run_directory.resume import is_changed
 from anygauge_hooks.types import RunInfo
 
@@ -68,6 +69,23 @@ def test_the_config_of_a_run_has_masks_and_says_so_where_it_is_used_again(tmp_pa
         *("Authorization", "X-Team", "url", "api_key")
     }
     assert not list(mask_rule(config(OPTIONS), ()))
+
+
+def test_traced_hook_calls_have_no_secret(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("ANYGAUGE_TRACE_HOOKS", "1")
+    traced = config(OPTIONS)
+    rollout = traced.rollout.model_copy(update={"admin_api_key": "admin-value"})
+    traced = traced.model_copy(update={"rollout": rollout})
+    plugins = load_plugins(only=["cpu"])
+    run = RunInfo(name="r", directory="/r", backend="cpu", total_steps=1, config=traced)
+    plugins.notify("before_train", run=run)
+    plugins.collect("check_config", config=traced, backend=plugins.get("register_backends", "cpu"))
+    text = capfd.readouterr().err
+    assert f"admin_api_key='{MASK}'" in text
+    assert "Bearer $SCORER_TOKEN" in text
+    assert not [each for each in secret_values(traced) if each in text]
 
 
 def test_another_secret_makes_no_other_run(tmp_path: Path) -> None:

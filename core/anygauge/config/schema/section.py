@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 from pydantic_core import PydanticCustomError
 
+from anygauge.config.secret_values import masked
 from anygauge.disk import LONGEST_NAME, why_impossible
 
 __all__ = [
@@ -50,6 +52,11 @@ class Section(BaseModel):
         if problem is not None:
             raise PydanticCustomError("impossible_path", "{problem}", {"problem": problem})
         return value
+
+    def __repr_args__(self) -> Iterator[tuple[str | None, Any]]:
+        """Mask secrets: tracebacks and traces of hook calls print configs."""
+        for name, value in super().__repr_args__():
+            yield name, masked({name or "": value})[name or ""]
 
 
 def path_alone(value: Any) -> Any:
