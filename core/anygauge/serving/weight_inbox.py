@@ -54,14 +54,18 @@ class WeightInbox:
         return {}
 
     def load_into(self, engine: RolloutEngine, version: int) -> None:
-        """Have the engine load one update. If the sender abandons it, the sender reports why."""
+        """Have the engine load one update. If the sender abandons it, the sender reports why.
+
+        :raises Exception: The engine's own error, also if the update is abandoned later.
+        """
         weights = self.stream()
         with suppress(UpdateAbandonedError):
             try:
                 engine.update_weights(weights, version)
             finally:
-                for _ in weights:  # the sender waits for every bucket to be taken
-                    pass
+                with suppress(UpdateAbandonedError):  # which would replace the engine's error
+                    for _ in weights:  # the sender waits for every bucket to be taken
+                        pass
 
     def stream(self) -> WeightStream:
         """Yield the tensors of an update to its end, which the sender waits for.

@@ -196,6 +196,16 @@ def test_an_update_that_the_trainer_gives_up_ends_and_the_next_is_whole() -> Non
         assert [engine.version for engine in run.engines] == [2, 2]
 
 
+def test_what_an_engine_raises_comes_out_though_the_trainer_gives_the_update_up_later() -> None:
+    with opened(is_apart=True, fail_at="w0") as run:
+        run.trainers[0].fail_at = "large"  # some buckets after w0
+        taking = run.run._workers.call_async("take_weights", version=1)
+        with pytest.raises(ZeroDivisionError):
+            run.actors[0].push_weights(1, run.run._peers, [0, 0])  # type: ignore[attr-defined]
+        with pytest.raises(WeightMappingError, match="unknown w0"):
+            taking.result()
+
+
 def test_an_engine_that_cannot_be_reached_is_named_and_the_other_is_served() -> None:
     with opened(is_apart=True) as run:
         run.rollouts[1]._inbox.close()
