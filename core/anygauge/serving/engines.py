@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -18,13 +18,15 @@ from anygauge.serving.colocation import ColocationScheduler
 from anygauge.serving.embedded_generator import embedded_client
 from anygauge.serving.generation_client import GenerationClient
 from anygauge.serving.served_engines import ServedEngines, devices_of_server, open_servers, push_weights
-from anygauge_hooks.errors import RolloutError
+from anygauge_hooks.errors import DeadlineError, RolloutError
 from anygauge_hooks.types import BackendSpec
 from anygauge_hooks.weights import WeightPeer, WeightTransportSpec
 
 __all__ = ["Engines", "SeparateEngines", "SharedEngines", "open_engines"]
 
 ROLLOUT = "anygauge.serving.rollout_workers:RolloutWorker"
+GRACE_S = 5.0
+"""For an engine's own error to arrive, after an update that did not get to every engine."""
 
 
 class Engines(Protocol):
@@ -81,16 +83,18 @@ class SeparateEngines(SharedEngines):
     def sync(self, version: int) -> None:
         """Give the trained weights to every engine.
 
-        :raises WorkerFailedError: What an engine raised.
-        :raises RolloutError: The weights did not get to an engine.
+        :raises WorkerFailedError: An engine raised an error.
+        :raises RolloutError: An engine did not get the weights.
         """
         if self._trainers is None:
             return
         taking = self._workers.call_async("take_weights", version=version)
         reports = push_weights(self._trainers, version, self._peers, [0] * len(self._peers))
-        taking.result()
         for failed in (peer for report in reports for peer in report.failed):
+            with suppress(DeadlineError):
+                taking.result(GRACE_S)
             raise RolloutError(f"The engine at {failed.address} got no weights: {failed.error}")
+        taking.result()
 
     def reports(self) -> Sequence[Mapping[str, Any]]:
         """Return and reset the reports of the engines' processes."""

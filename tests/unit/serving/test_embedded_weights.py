@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from functools import partial
 from types import SimpleNamespace
@@ -15,13 +15,14 @@ import torch
 from torch import Tensor
 
 from anygauge.config import Config
+from anygauge.serving import engines
 from anygauge.serving.engines import SeparateEngines, SharedEngines
 from anygauge.serving.rollout_workers import RolloutWorker
 from anygauge.serving.weight_inbox import packed
 from anygauge.trainer.actors import ActorWorker
 from anygauge.weight_sync.buckets import Buffers, cut
 from anygauge_hooks.engines import RolloutEngineSpec, WeightStream
-from anygauge_hooks.errors import RolloutError, WeightMappingError
+from anygauge_hooks.errors import DeadlineError, RolloutError, WeightMappingError
 from anygauge_tests.http_requests import ask
 
 CONFIG = Config.model_validate(
@@ -110,8 +111,13 @@ class Group:
         futures = [self._threads.submit(getattr(worker, method), **given) for worker in self.workers]
         return SimpleNamespace(result=partial(self._results, futures))
 
-    def _results(self, futures: Sequence[Future[Any]]) -> list[Any]:
-        return [future.result(20) for future in futures]
+    def _results(self, futures: Sequence[Future[Any]], timeout_s: float = 20) -> list[Any]:
+        done, pending = wait(futures, timeout_s, FIRST_EXCEPTION)
+        for future in done:
+            future.result()
+        if pending:
+            raise DeadlineError(f"{len(pending)} workers have not answered.")
+        return [future.result() for future in futures]
 
     def call(self, method: str, **given: Any) -> list[Any]:
         results: list[Any] = self.call_async(method, **given).result()
@@ -131,7 +137,7 @@ class Opened:
             if is_apart
         ]
         make: Callable[..., SharedEngines] = SeparateEngines if is_apart else SharedEngines
-        workers = Group(self.rollouts or self.actors)
+        workers = Group(tuple(self.rollouts) or self.actors)
         self.run: SharedEngines = make(workers, Group(self.actors))
 
 
@@ -206,14 +212,33 @@ def test_what_an_engine_raises_comes_out_though_the_trainer_gives_the_update_up_
             taking.result()
 
 
-def test_an_engine_that_cannot_be_reached_is_named_and_the_other_is_served() -> None:
-    with opened(is_apart=True) as run:
-        run.rollouts[1]._inbox.close()
-        run.rollouts[1]._inbox._answer("/", b"")  # so that its worker does not wait
+@contextmanager
+def unreachable(worker: RolloutWorker) -> Iterator[None]:
+    """Have a worker wait for weights that cannot get to it."""
+    worker._inbox.close()
+    try:
+        yield
+    finally:
+        worker._inbox._answer("/", b"")
+
+
+def test_an_engine_that_cannot_be_reached_is_named_though_it_is_stuck_and_the_other_is_served(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(engines, "GRACE_S", 0)
+    with opened(is_apart=True) as run, unreachable(run.rollouts.pop()):
         with pytest.raises(RolloutError, match=r"(?s)got no weights: .* cannot be asked about bucket 0"):
             run.run.sync(1)
         assert run.engines[0].version == 1, "the other has them"
-        run.rollouts.pop()
+
+
+def test_what_an_engine_raises_comes_out_though_another_cannot_be_reached() -> None:
+    with (
+        opened(is_apart=True, fail_at="w0") as run,
+        unreachable(run.rollouts.pop(0)),
+        pytest.raises(WeightMappingError, match="unknown w0"),
+    ):
+        run.run.sync(1)
 
 
 def test_a_sender_is_answered_once_the_engine_has_the_bucket() -> None:
