@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import itertools
 import re
 import sys
 import tomllib
+from collections.abc import Iterable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -137,11 +139,53 @@ def test_the_layers_in_the_picture_are_those_that_are_checked() -> None:
 
 
 def test_the_glossary_is_in_alphabetical_order() -> None:
-    rows = re.findall(r"^\| \*\*(.+?)\*\* \| .+ \| (.+) \|$", (DOCS / "glossary.md").read_text("utf-8"), re.M)
-    terms = [term.lower() for term, _ in rows]
+    rows = glossary_rows()
+    terms = [term for term, _ in rows]
     assert len(terms) > 40
     assert terms == sorted(set(terms))
     assert [term for term, where in rows if not NAMED.search(where)] == []
+
+
+def defining_files() -> dict[str, set[str]]:
+    """Return the files that define each public class and function, by its words, such as ``scope map``."""
+    files: dict[str, set[str]] = {}
+    for file in FILES:
+        for node in ast.parse((ROOT / file).read_text(encoding="utf-8")).body:
+            if isinstance(node, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+                words = re.findall(r"[A-Z]?[a-z]+", node.name)
+                if len(words) > 1 and node.name[0] != "_":
+                    files.setdefault(" ".join(words).lower(), set()).add(file)
+    return files
+
+
+def unnamed_files(rows: Iterable[tuple[str, str]]) -> dict[str, set[str]]:
+    """Return the files that define what a row is about, by term, if the row names none of them.
+
+    A term of one word, such as "worker", may be a concept that only shares its name with a class or function.
+    """
+    defining = defining_files()
+    return {
+        term: files
+        for term, where in rows
+        if (files := defining.get(term.replace("-", " "), set()))
+        if not any(file.endswith(name) for name in NAMED.findall(where) for file in files)
+    }
+
+
+def glossary_rows() -> list[tuple[str, str]]:
+    """Return the term of each row, in lower case, and where the row says to find it."""
+    text = (DOCS / "glossary.md").read_text(encoding="utf-8")
+    return [
+        (term.lower(), where)
+        for term, where in re.findall(r"^\| \*\*(.+?)\*\* \| .+ \| (.+) \|$", text, re.M)
+    ]
+
+
+def test_the_glossary_names_the_file_that_defines_a_class_or_function() -> None:
+    assert unnamed_files(glossary_rows()) == {}
+    assert unnamed_files([("scope map", "`hooks/anygauge_hooks/types.py`"), ("worker", "`none.py`")]) == {
+        "scope map": {"hooks/anygauge_hooks/megatron.py"}
+    }
 
 
 @pytest.mark.parametrize("record", RECORDS, ids=relative)
