@@ -40,6 +40,8 @@ NO_CODE = {
 BAD_OPENING = re.compile(r"(What|Of|By|That)\b")
 UNTYPED = ("config", "kernels", "plugins")
 """Arguments and fields of the contract that are no ``Any``."""
+KEPT_FIELDS = {"outputs"}
+"""Fields with a callable that takes the result of a library's module, which is of any type."""
 BROAD = {"Exception", "BaseException"}
 FOREIGN = "foreign code: "
 """Starts the reason beside a broad except: which plugin, reward, agent, engine or library it guards."""
@@ -202,8 +204,20 @@ def untyped_contract(tree: Tree) -> list[str]:
         if source.path.startswith("hooks/")
         for node in source.nodes
         for name, annotation in annotated(node)
-        if name in UNTYPED and re.match(r"Any\b", ast.unparse(annotation))
+        if name not in KEPT_FIELDS
+        if (name in UNTYPED and re.match(r"Any\b", ast.unparse(annotation))) or takes_untyped(annotation)
     ]
+
+
+def takes_untyped(annotation: ast.expr) -> bool:
+    """Return whether a type has a ``Callable`` with an argument ``Any``, be it the config or another."""
+    return any(
+        isinstance(argument, ast.Name) and argument.id == "Any"
+        for node in ast.walk(annotation)
+        if isinstance(node, ast.Subscript) and ast.unparse(node.value) == "Callable"
+        if isinstance(node.slice, ast.Tuple) and isinstance(node.slice.elts[0], ast.List)
+        for argument in node.slice.elts[0].elts
+    )
 
 
 def annotated(node: ast.AST) -> Iterator[tuple[str, ast.expr]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from anygauge_hooks.types import WorkerContext
 
@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from anygauge_hooks.batch import TopKLogProbs, TrainBatch
     from anygauge_hooks.rollout import GenerateRequest, Generation
     from anygauge_hooks.serving import EngineServer, MemoryState, ServerKind
-    from anygauge_hooks.types import BackendSpec
+    from anygauge_hooks.settings import RunConfig
+    from anygauge_hooks.types import BackendSpec, LoadedPlugins
 
 __all__ = [
     "CriticEngine",
@@ -227,16 +228,16 @@ class TrainEngineSpec:
     """A train engine that a config can name."""
 
     name: str
-    make: Callable[[Any, WorkerContext], TrainEngine]
+    make: Callable[[RunConfig, WorkerContext], TrainEngine]
     """Called in each worker with the config and the worker's context. Imports the engine's libraries."""
-    make_critic: Callable[[Any, WorkerContext], CriticEngine] | None = None
+    make_critic: Callable[[RunConfig, WorkerContext], CriticEngine] | None = None
     """The same for a critic, with the config that is its own; ``None`` if the engine has none."""
-    make_forward_only: Callable[[Any, WorkerContext], TrainEngine] | None = None
+    make_forward_only: Callable[[RunConfig, WorkerContext], TrainEngine] | None = None
     """The same for a model that is asked for log-probs alone, and has no optimizer."""
     supports_offload: bool = False
     """Whether its engines are :class:`SupportsOffload`, which ``placement.colocated`` needs."""
-    prepare: Callable[[Any, BackendSpec], None] | None = None
-    """Called with the process's ``Plugins`` and its backend where a run has a ``train.provider``, before
+    prepare: Callable[[LoadedPlugins, BackendSpec], None] | None = None
+    """Called with the process's plugins and its backend where a run has a ``train.provider``, before
     ``prepare_worker``: a provider may import the engine's libraries, and this must not."""
 
 
@@ -245,13 +246,13 @@ class RolloutEngineSpec:
     """A rollout engine that a config can name: one in the worker's process, or a server of its own."""
 
     name: str
-    make: Callable[[Any, WorkerContext], RolloutEngine] | None = None
+    make: Callable[[RunConfig, WorkerContext], RolloutEngine] | None = None
     """Called in each worker with the config and the worker's context; ``None`` if it is a server."""
-    serve: Callable[[Any, WorkerContext], EngineServer] | None = None
+    serve: Callable[[RunConfig, WorkerContext], EngineServer] | None = None
     """The same for a server, which is yet to be started."""
-    devices: Callable[[Any], int] | None = None
+    devices: Callable[[RunConfig], int] | None = None
     """Function from the config to the number of devices of each server; ``None`` is one."""
-    context: Callable[[Any, int | None], int | None] | None = None
+    context: Callable[[RunConfig, int | None], int | None] | None = None
     """From the config and the model's longest context to how many tokens it takes of a prompt and its
     response, also of one that goes on; a number that is ``None`` is any. ``None`` takes the model's."""
     releases_memory: bool = False
@@ -259,6 +260,6 @@ class RolloutEngineSpec:
     ``placement.colocated`` has servers share devices with the trainers."""
     kinds: Sequence[ServerKind] = ("regular",)
     """Kinds of servers that it supports, for ``[[rollout.groups]]``."""
-    attach: Callable[[Any, str], EngineServer] | None = None
+    attach: Callable[[RunConfig, str], EngineServer] | None = None
     """From the config and an address to a server that somebody else has started: its ``start`` looks whether
     it is the one that the run needs, its ``close`` lets go of it. ``None`` if there is no such thing."""

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn, Protocol
+from typing import TYPE_CHECKING, Literal, NamedTuple, NoReturn, Protocol
 
 from anygauge_hooks.errors import RolloutError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from anygauge_hooks.settings import RunConfig
     from anygauge_hooks.types import WorkerContext
 
 __all__ = [
@@ -255,7 +256,7 @@ class WeightTransportSpec:
     """A transport that a config can name."""
 
     name: str
-    make: Callable[[Any, WorkerContext], WeightTransport]
+    make: Callable[[RunConfig, WorkerContext], WeightTransport]
     """Called in training rank 0 with the config and the worker's context."""
     same_host: bool = False
     """Whether servers must be on the host of training rank 0."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from anygauge_hooks import hookimpl
 from anygauge_hooks.engines import RolloutEngineSpec
@@ -42,32 +42,32 @@ def check_config(config: Config, backend: BackendSpec) -> Iterable[ConfigProblem
     return sglang_problems(config, backend)
 
 
-def _make_transformers(config: Config, context: WorkerContext) -> RolloutEngine:
+def _make_transformers(config: Any, context: WorkerContext) -> RolloutEngine:
     from anygauge.serving.embedded.engine import make_engine
 
     return make_engine(config, context)
 
 
-def _sglang_devices(config: Config) -> int:
+def _sglang_devices(config: Any) -> int:
     from anygauge.serving.server_plan import plan_servers
     from anygauge.serving.sglang.kinds import plan_devices
 
     return max(plan_devices(config, plan) for plan in plan_servers(config))
 
 
-def _sglang_context(config: Config, longest: int | None) -> int | None:
+def _sglang_context(config: Any, longest: int | None) -> int | None:
     from anygauge.serving.sglang.kinds import context_room
 
     return context_room(config, longest)
 
 
-def _serve_sglang(config: Config, context: WorkerContext) -> EngineServer:
+def _serve_sglang(config: Any, context: WorkerContext) -> EngineServer:
     from anygauge.serving.sglang.server import make_server
 
     return make_server(config, context)
 
 
-def _attach_sglang(config: Config, address: str) -> EngineServer:
+def _attach_sglang(config: Any, address: str) -> EngineServer:
     from anygauge.serving.sglang.attached import AttachedServer
 
     return AttachedServer(config, address)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from anygauge.config.rules.weight_sync import are_on_other_devices, are_on_other_hosts
 from anygauge_hooks import hookimpl
@@ -57,19 +57,19 @@ def _own_device(context: WorkerContext) -> str:
     return str(context.device.torch_device)
 
 
-def _tensor(config: Config, context: WorkerContext) -> WeightTransport:
+def _tensor(config: Any, context: WorkerContext) -> WeightTransport:
     from anygauge.weight_sync.transports.tensor import TensorTransport
 
     return TensorTransport()
 
 
-def _delta(config: Config, context: WorkerContext) -> WeightTransport:
+def _delta(config: Any, context: WorkerContext) -> WeightTransport:
     from anygauge.weight_sync.transports.delta import DeltaTransport
 
     return DeltaTransport(deadline_s=config.weight_sync.deadline_s, forgets=config.placement.colocated)
 
 
-def _distributed(config: Config, context: WorkerContext) -> WeightTransport:
+def _distributed(config: Any, context: WorkerContext) -> WeightTransport:
     from anygauge.weight_sync.transports.distributed import DistributedTransport
 
     backend = context.backend
@@ -82,7 +82,7 @@ def _distributed(config: Config, context: WorkerContext) -> WeightTransport:
     )
 
 
-def _disk(config: Config, context: WorkerContext) -> WeightTransport:
+def _disk(config: Any, context: WorkerContext) -> WeightTransport:
     from anygauge.weight_sync.transports.disk import DiskTransport
 
     own = config.run.directory / config.run.name / "weights"

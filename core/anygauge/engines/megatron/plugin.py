@@ -16,12 +16,12 @@ if TYPE_CHECKING:
     from anygauge.engines.megatron.engine import ForwardOnlyEngine, MegatronEngine
     from anygauge.engines.megatron.process_groups import ProcessGroupProxy
     from anygauge_hooks.engines import WorkerContext
-    from anygauge_hooks.types import BackendSpec
+    from anygauge_hooks.types import BackendSpec, LoadedPlugins
 
 Engine = TypeVar("Engine")
 
 
-def _prepare(plugins: Any, backend: BackendSpec) -> None:
+def _prepare(plugins: LoadedPlugins, backend: BackendSpec) -> None:
     from anygauge.engines.megatron.prepare import prepare_megatron
 
     prepare_megatron(plugins, backend)

@@ -8,9 +8,8 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from anygauge.plugins import Plugins
 from anygauge_hooks.errors import ScopeError
-from anygauge_hooks.types import BackendSpec
+from anygauge_hooks.types import BackendSpec, LoadedPlugins
 
 __all__ = ["JIT_MODULE", "prepare_megatron"]
 
@@ -32,7 +31,7 @@ _UPSTREAM_WARNINGS = (
 _Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
-def prepare_megatron(plugins: Plugins, backend: BackendSpec) -> None:
+def prepare_megatron(plugins: LoadedPlugins, backend: BackendSpec) -> None:
     """Give Megatron the backend's fuser. Later calls with the same backend do nothing.
 
     :param plugins: Their ``make_jit_fuser`` is asked; without an answer functions stay as they are.
