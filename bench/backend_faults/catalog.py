@@ -1,0 +1,28 @@
+"""Every fault."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib import import_module
+
+from backend_faults.fault import Fault
+
+MODULES = ("hooks", "collectives", "devices", "optimizers", "ops")
+"""The first imports no torch: its faults are in hooks that must not."""
+
+EXPLAINED: dict[tuple[str, str], str] = {
+    ("cpu", "register_backends.local_device_first"): "a host is one device",
+    ("cpu", "register_backends.local_device_environ"): "a host is one device, whatever the environment",
+}
+"""Faults that may escape, by the names of backend and fault: why they are none there, or cannot be told."""
+
+
+def faults() -> Iterator[Fault]:
+    """Yield every fault."""
+    for module in MODULES:
+        yield from import_module(f"backend_faults.{module}").FAULTS
+
+
+def find(name: str) -> Fault:
+    """Return a fault by name."""
+    return next(fault for fault in faults() if fault.name == name)

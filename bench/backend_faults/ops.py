@@ -1,0 +1,912 @@
+"""Faults of the kernel table."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from backend_faults.fault import Fault
+from backend_faults.kernel_table import Body, op_fault
+
+# -------------------------------------------------------------------------
+# Parts of faults
+# -------------------------------------------------------------------------
+
+
+class _Backward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
+        ctx.change = change
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return ctx.change(grads[0]), None
+
+
+def with_grad(x: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
+    """Return ``x``, whose gradient is changed on its way back."""
+    return _Backward.apply(x, change) if x.requires_grad else x
+
+
+def through(x: Any, change: Callable[[Any], Any]) -> Any:
+    """Change a result, or the first of several."""
+    return (change(x[0]), *x[1:]) if isinstance(x, tuple) else change(x)
+
+
+def overwrite(x: Tensor, y: Tensor) -> None:
+    """Write to the memory of ``x`` behind autograd's back."""
+    if 0 not in x.stride():
+        x.data.copy_(y.detach())
+
+
+def misread(grad: Tensor) -> Tensor:
+    """Return a gradient as a kernel reads it that takes every tensor to be contiguous."""
+    return grad if grad.is_contiguous() else grad.contiguous().flatten().roll(1).view(grad.shape)
+
+
+def low(x: Tensor) -> Tensor:
+    """Round to bfloat16, in the dtype of ``x``."""
+    return x.bfloat16().to(x.dtype)
+
+
+def zero_from(x: Tensor, row: int) -> Tensor:
+    """Return ``x`` with zeros in the rows from one on."""
+    mask = torch.arange(x.shape[0], device=x.device) < row
+    return x * mask.view(-1, *(1,) * (x.dim() - 1)).to(x.dtype)
+
+
+def same_buffer() -> Body:
+    """Return every result of a shape in the same memory."""
+    buffers: dict[Any, Tensor] = {}
+
+    def keep(y: Tensor) -> Tensor:
+        buffer = buffers.setdefault((y.shape, y.dtype), torch.empty_like(y.detach()))
+        buffer.copy_(y.detach())
+        y.data = buffer
+        return y
+
+    return lambda call, a: through(call(), keep)
+
+
+def first_of_shape(name: str) -> Body:
+    """Use at every later call what an argument was at the first call of a shape."""
+    seen: dict[Any, Any] = {}
+
+    def body(call: Callable[..., Any], a: SimpleNamespace) -> Any:
+        given = next(x for x in vars(a).values() if isinstance(x, Tensor))
+        first = seen.setdefault((given.shape, given.dtype), value := getattr(a, name))
+        return call(**{name: first}) if _size(first) == _size(value) else call()
+
+    return body
+
+
+def _size(x: Any) -> Any:
+    return x.shape if isinstance(x, Tensor) else (len(x), sum(x))
+
+
+def alternating(change: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """Change every second tensor."""
+    count = iter(range(1 << 60))
+    return lambda x: change(x) if next(count) % 2 else x
+
+
+def draws(call: Callable[..., Any], a: SimpleNamespace) -> Any:
+    """Draw a random number, as a dropout with probability 0 does."""
+    torch.rand(1, device=next(x for x in vars(a).values() if isinstance(x, Tensor)).device)
+    return call()
+
+
+def with_lse(a: SimpleNamespace, result: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """Change the log-sum-exp, where it was asked for."""
+    return (result[0], change(result[1])) if a.return_lse else result
+
+
+# -------------------------------------------------------------------------
+# Norms, rotary embedding, SwiGLU
+# -------------------------------------------------------------------------
+
+
+def _part_of_weight_gradient(call: Callable[..., Any], a: SimpleNamespace) -> Tensor:
+    rows = a.x.reshape(-1, a.x.shape[-1])
+    parts = call(x=rows[:32]), call(x=rows[32:], weight=a.weight.detach())
+    return torch.cat(parts).view(a.x.shape)
+
+
+NORMS = [
+    op_fault("rms_norm", "eps_constant", "rms_norm takes 1e-6 for every eps", lambda call, a: call(eps=1e-6)),
+    op_fault(
+        "rms_norm",
+        "eps_squared",
+        "rms_norm adds eps to the root instead of the mean square",
+        lambda call, a: call(eps=a.eps**2),
+    ),
+    op_fault(
+        "rms_norm",
+        "weight_plus_one",
+        "rms_norm multiplies by 1 + weight, as Gemma's does",
+        lambda call, a: call(weight=1 + a.weight),
+    ),
+    op_fault(
+        "rms_norm",
+        "float32_result",
+        "rms_norm returns float32 for bfloat16",
+        lambda call, a: call().float(),
+    ),
+    op_fault(
+        "rms_norm",
+        "bfloat16_inside",
+        "rms_norm computes float32 inputs in bfloat16",
+        lambda call, a: low(call(x=low(a.x))),
+    ),
+    op_fault(
+        "rms_norm",
+        "input_overwritten",
+        "rms_norm writes its result over x",
+        lambda call, a: (overwrite(a.x, y := call()), y)[1],
+    ),
+    op_fault(
+        "rms_norm",
+        "part_of_weight_gradient",
+        "the gradient of rms_norm's weight sums the first 32 rows alone",
+        _part_of_weight_gradient,
+    ),
+    op_fault(
+        "rms_norm",
+        "strided_gradient",
+        "the backward of rms_norm reads a strided gradient as if it were contiguous",
+        lambda call, a: with_grad(call(), misread),
+    ),
+    op_fault(
+        "rms_norm",
+        "gradient_overwritten",
+        "the backward of rms_norm writes over the gradient that it is given",
+        lambda call, a: with_grad(call(), lambda g: (copy := g.clone(), overwrite(g, copy * 0))[0]),
+    ),
+    op_fault(
+        "rms_norm", "same_buffer", "rms_norm returns one buffer for all calls of a shape", same_buffer()
+    ),
+    op_fault(
+        "rms_norm",
+        "grid_limit",
+        "rms_norm computes 65,535 rows and leaves the others at 0",
+        lambda call, a: zero_from(y := call().reshape(-1, a.x.shape[-1]), 65535).view(a.x.shape).to(y.dtype),
+    ),
+    op_fault(
+        "rms_norm",
+        "tail_of_width",
+        "rms_norm leaves the last elements of a width that 8 does not divide at 0",
+        lambda call, a: F.pad(
+            call()[..., : a.x.shape[-1] // 8 * 8] if a.x.shape[-1] % 8 else call(),
+            (0, a.x.shape[-1] % 8),
+        ),
+    ),
+    op_fault(
+        "rms_norm",
+        "empty_refused",
+        "rms_norm fails for an empty input",
+        lambda call, a: call() if a.x.numel() else 1 // 0,
+    ),
+    op_fault(
+        "rms_norm",
+        "any_tolerance",
+        "rms_norm is off by 20 % and declares a tolerance that lets it pass",
+        lambda call, a: call() * 1.2,
+        tolerance={"float32": (1.0, 1.0), "bfloat16": (1.0, 1.0)},
+    ),
+    op_fault(
+        "rms_norm",
+        "more_dtypes",
+        "rms_norm declares float64 and computes it in float32",
+        lambda call, a: call(x=a.x.float(), weight=a.weight.float()).to(a.x.dtype),
+        dtypes=("float32", "bfloat16", "float64"),
+    ),
+    op_fault(
+        "add_rms_norm",
+        "residual_ignored",
+        "add_rms_norm does not add the residual",
+        lambda call, a: call(residual=None),
+    ),
+    op_fault(
+        "add_rms_norm",
+        "outputs_swapped",
+        "add_rms_norm returns the norm before the sum",
+        lambda call, a: call()[::-1],
+    ),
+    op_fault(
+        "add_rms_norm",
+        "residual_overwritten",
+        "add_rms_norm writes the sum over the residual",
+        lambda call, a: (y := call(), a.residual is not None and overwrite(a.residual, y[0]))[0],
+    ),
+    op_fault(
+        "add_rms_norm",
+        "residual_without_gradient",
+        "add_rms_norm gives the residual no gradient",
+        lambda call, a: call(residual=a.residual if a.residual is None else a.residual.detach()),
+    ),
+    op_fault(
+        "add_rms_norm",
+        "sum_without_gradient",
+        "the gradient of add_rms_norm's sum is dropped, that of its norm is kept",
+        lambda call, a: ((y := call())[0].detach() + 0 * a.x, y[1]),
+    ),
+    op_fault(
+        "layer_norm", "eps_constant", "layer_norm takes 1e-5 for every eps", lambda call, a: call(eps=1e-5)
+    ),
+    op_fault(
+        "layer_norm",
+        "bias_ignored",
+        "layer_norm does not add the bias",
+        lambda call, a: call(bias=0 * a.bias),
+    ),
+    op_fault(
+        "layer_norm",
+        "unbiased_variance",
+        "layer_norm divides the variance by D - 1",
+        lambda call, a: (call(bias=0 * a.bias) * math.sqrt(1 - 1 / a.x.shape[-1]) + a.bias).to(a.x.dtype),
+    ),
+    op_fault(
+        "layer_norm",
+        "bias_gradient_doubled",
+        "the gradient of layer_norm's bias is doubled",
+        lambda call, a: call(bias=with_grad(a.bias, lambda g: 2 * g)),
+    ),
+    op_fault(
+        "rotary_embedding",
+        "other_direction",
+        "rotary_embedding turns by the opposite angle",
+        lambda call, a: call(sin=-a.sin),
+    ),
+    op_fault(
+        "rotary_embedding",
+        "keys_kept",
+        "rotary_embedding leaves the keys as they are",
+        lambda call, a: (call()[0], a.k.clone()),
+    ),
+    op_fault(
+        "rotary_embedding",
+        "bfloat16_angles",
+        "rotary_embedding rounds cosines and sines to bfloat16",
+        lambda call, a: call(cos=low(a.cos), sin=low(a.sin)),
+    ),
+    op_fault(
+        "rotary_embedding",
+        "unit_angles",
+        "rotary_embedding clamps cosines and sines to [-1, 1], which drops YaRN's factor",
+        lambda call, a: call(cos=a.cos.clamp(-1, 1), sin=a.sin.clamp(-1, 1)),
+    ),
+    op_fault(
+        "rotary_embedding",
+        "rest_dropped",
+        "rotary_embedding sets the dimensions past R to 0",
+        lambda call, a: tuple(
+            F.pad(y[..., : a.cos.shape[1]], (0, y.shape[-1] - a.cos.shape[1])) for y in call()
+        ),
+    ),
+    op_fault(
+        "rotary_embedding",
+        "identity_gradient",
+        "the gradient of rotary_embedding's queries is not turned back",
+        lambda call, a: ((y := call())[0].detach() + (a.q - a.q.detach()), y[1]),
+    ),
+    op_fault(
+        "rotary_embedding",
+        "stale_angles",
+        "rotary_embedding keeps the cosines of the first call of a shape",
+        first_of_shape("cos"),
+    ),
+    op_fault(
+        "qk_norm_rotary",
+        "one_weight",
+        "qk_norm_rotary norms keys with the weight of the queries",
+        lambda call, a: call(k_weight=a.q_weight),
+    ),
+    op_fault(
+        "qk_norm_rotary",
+        "heads_by_group",
+        "qk_norm_rotary returns query heads in the order of their places in the groups",
+        lambda call, a: (
+            (y := call())[0].unflatten(1, (a.qkv.shape[1], -1)).transpose(1, 2).flatten(1, 2),
+            *y[1:],
+        ),
+    ),
+    op_fault(
+        "qk_norm_rotary",
+        "values_without_gradient",
+        "qk_norm_rotary gives the values no gradient",
+        lambda call, a: (*(y := call())[:2], y[2].detach()),
+    ),
+    op_fault(
+        "qk_norm_rotary",
+        "eps_constant",
+        "qk_norm_rotary takes 1e-6 for every eps",
+        lambda call, a: call(eps=1e-6),
+    ),
+    op_fault(
+        "swiglu",
+        "halves_swapped",
+        "swiglu takes up from the first half and gate from the second",
+        lambda call, a: call(gate_up=torch.cat(a.gate_up.chunk(2, -1)[::-1], -1)),
+    ),
+    op_fault(
+        "swiglu",
+        "interleaved",
+        "swiglu takes gate and up from alternating columns",
+        lambda call, a: call(gate_up=torch.cat((a.gate_up[..., ::2], a.gate_up[..., 1::2]), -1)),
+    ),
+    op_fault(
+        "swiglu",
+        "up_gradient_missing",
+        "swiglu gives up no gradient",
+        lambda call, a: call(gate_up=torch.cat(((g := a.gate_up.chunk(2, -1))[0], g[1].detach()), -1)),
+    ),
+    op_fault(
+        "swiglu",
+        "large_clipped",
+        "swiglu clips gates at 7, as a model of another family wants it",
+        lambda call, a: call(gate_up=torch.cat(((g := a.gate_up.chunk(2, -1))[0].clamp(max=7), g[1]), -1)),
+    ),
+    op_fault(
+        "swiglu",
+        "large_tensor",
+        "swiglu leaves what is past 2^20 elements at 0",
+        lambda call, a: (y := call()) * (torch.arange(y.numel(), device=y.device) < 1 << 20).view(y.shape),
+    ),
+]
+
+# -------------------------------------------------------------------------
+# Attention and recurrences
+# -------------------------------------------------------------------------
+
+
+def _top_left_mask(call: Callable[..., Any], a: SimpleNamespace) -> Any:
+    """Let query ``i`` see the keys up to ``i``, though the queries are the last tokens."""
+    if not a.causal or a.key_lengths is None:
+        return call()
+    sequences = [x.split([*a.key_lengths, 0]) for x in (a.k, a.v)]
+    k, v = (torch.cat([y[:n] for y, n in zip(x, [*a.lengths, 0], strict=True)]) for x in sequences)
+    return call(k=k, v=v, key_lengths=None)
+
+
+def _window(call: Callable[..., Any], a: SimpleNamespace) -> Any:
+    """Attend in blocks of 4,096 tokens."""
+    if a.key_lengths is not None or max(a.lengths, default=0) <= 4096:
+        return call()
+    cut = [min(4096, n - start) for n in a.lengths for start in range(0, max(n, 1), 4096)]
+    return call(lengths=cut)
+
+
+def _one_sequence(call: Callable[..., Any], a: SimpleNamespace) -> Any:
+    return call(lengths=[sum(a.lengths)]) if getattr(a, "key_lengths", None) is None else call()
+
+
+def _other_grouping(call: Callable[..., Any], a: SimpleNamespace) -> Any:
+    """Read key head ``h % K`` for query head ``h``."""
+    groups = a.q.shape[1] // a.k.shape[1]
+    q = a.q.unflatten(1, (groups, -1)).transpose(1, 2).flatten(1, 2)
+    back = lambda y: y.unflatten(1, (-1, groups)).transpose(1, 2).flatten(1, 2)  # noqa: E731
+    return with_lse(a, through(call(q=q), back), back)
+
+
+def _no_state_between_chunks(call: Callable[..., Any], a: SimpleNamespace) -> Any:
+    return call(lengths=[min(64, n - start) for n in a.lengths for start in range(0, max(n, 1), 64)])
+
+
+SEQUENCES = [
+    op_fault(
+        "varlen_attention",
+        "scale_ignored",
+        "attention takes 1 / sqrt(D) for every scale",
+        lambda call, a: call(scale=a.q.shape[-1] ** -0.5),
+    ),
+    op_fault(
+        "varlen_attention",
+        "always_causal",
+        "attention is causal whether or not it is told to be",
+        lambda call, a: call(causal=a.causal or a.key_lengths is None),
+    ),
+    op_fault(
+        "varlen_attention", "never_causal", "attention ignores causal", lambda call, a: call(causal=False)
+    ),
+    op_fault(
+        "varlen_attention",
+        "mask_top_left",
+        "the causal mask begins at the first key where there are more keys than queries",
+        _top_left_mask,
+    ),
+    op_fault(
+        "varlen_attention",
+        "key_lengths_ignored",
+        "attention takes key_lengths for the lengths of one sequence",
+        lambda call, a: (
+            call()
+            if a.key_lengths is None
+            else call(key_lengths=[sum(a.key_lengths)], lengths=[sum(a.lengths)])
+        ),
+    ),
+    op_fault(
+        "varlen_attention", "one_sequence", "attention sees across the borders of sequences", _one_sequence
+    ),
+    op_fault("varlen_attention", "other_grouping", "query head h reads key head h % K", _other_grouping),
+    op_fault(
+        "varlen_attention",
+        "block_of_4096",
+        "a sequence of more than 4,096 tokens is cut into blocks",
+        _window,
+    ),
+    op_fault(
+        "varlen_attention",
+        "lse_base_2",
+        "the log-sum-exp of attention is in base 2",
+        lambda call, a: with_lse(a, call(), lambda x: x / math.log(2)),
+    ),
+    op_fault(
+        "varlen_attention",
+        "lse_transposed",
+        "the log-sum-exp of attention is [H, T]",
+        lambda call, a: with_lse(a, call(), lambda x: x.t().contiguous()),
+    ),
+    op_fault(
+        "varlen_attention",
+        "lse_dtype",
+        "the log-sum-exp of attention has the dtype of q",
+        lambda call, a: with_lse(a, call(), lambda x: x.to(a.q.dtype)),
+    ),
+    op_fault(
+        "varlen_attention",
+        "key_gradient_mean",
+        "the gradient of a key head is the mean over the query heads of its group",
+        lambda call, a: call(k=with_grad(a.k, lambda g: g * (a.k.shape[1] / a.q.shape[1]))),
+    ),
+    op_fault(
+        "varlen_attention",
+        "value_gradient_doubled",
+        "the gradient of attention's values is doubled",
+        lambda call, a: call(v=with_grad(a.v, lambda g: 2 * g)),
+    ),
+    op_fault(
+        "varlen_attention",
+        "gradient_varies",
+        "the backward of attention adds in another order every second time",
+        lambda call, a: call(q=with_grad(a.q, _ALTERNATING)),
+    ),
+    op_fault("varlen_attention", "draws", "attention draws a random number at each call", draws),
+    op_fault(
+        "varlen_attention",
+        "stale_lengths",
+        "attention keeps the lengths of the first call of a shape",
+        first_of_shape("lengths"),
+    ),
+    op_fault(
+        "varlen_attention",
+        "strided_query",
+        "attention reads a query that is a part of a larger tensor as if it were contiguous",
+        lambda call, a: call(q=misread(a.q)),
+    ),
+    op_fault(
+        "causal_conv1d",
+        "one_sequence",
+        "causal_conv1d reads the end of the sequence before",
+        _one_sequence,
+    ),
+    op_fault(
+        "causal_conv1d",
+        "taps_reversed",
+        "causal_conv1d applies its taps in the other order",
+        lambda call, a: call(weight=a.weight.flip(1)),
+    ),
+    op_fault(
+        "causal_conv1d",
+        "width_of_4",
+        "causal_conv1d uses the last four taps of a wider weight",
+        lambda call, a: call(weight=a.weight[:, -4:].contiguous()),
+    ),
+    op_fault(
+        "causal_conv1d",
+        "weight_gradient_missing",
+        "causal_conv1d gives its weight no gradient",
+        lambda call, a: call(weight=a.weight.detach()),
+    ),
+    op_fault(
+        "gated_delta_rule",
+        "state_of_neighbour",
+        "gated_delta_rule keeps its state from sequence to sequence",
+        _one_sequence,
+    ),
+    op_fault(
+        "gated_delta_rule",
+        "no_state_between_chunks",
+        "gated_delta_rule begins with an empty state every 64 tokens",
+        _no_state_between_chunks,
+    ),
+    op_fault(
+        "gated_delta_rule",
+        "scale_ignored",
+        "gated_delta_rule takes 1 / sqrt(D) for every scale",
+        lambda call, a: call(scale=a.q.shape[-1] ** -0.5),
+    ),
+    op_fault(
+        "gated_delta_rule",
+        "decay_clamped",
+        "gated_delta_rule clamps the logarithm of its decay at -1",
+        lambda call, a: call(g=a.g.clamp(min=-1)),
+    ),
+    op_fault(
+        "gated_delta_rule",
+        "beta_rounded",
+        "gated_delta_rule rounds beta to bfloat16",
+        lambda call, a: call(beta=low(a.beta)),
+    ),
+    op_fault(
+        "gated_delta_rule",
+        "decay_without_gradient",
+        "gated_delta_rule gives its decay no gradient",
+        lambda call, a: call(g=a.g.detach()),
+    ),
+]
+
+# -------------------------------------------------------------------------
+# Log-probs
+# -------------------------------------------------------------------------
+
+
+def _alone(call: Callable[..., Any], a: SimpleNamespace) -> Any:
+    """Take the vocabulary of this rank for the whole."""
+    if a.group is None:
+        return call()
+    width = (a.logits if hasattr(a, "logits") else a.weight).shape[-1 if hasattr(a, "logits") else 0]
+    return call(group=None, targets=(a.targets - width * dist.get_rank(a.group)).clamp(0, width - 1))
+
+
+def _unsummed(call: Callable[..., Any], a: SimpleNamespace) -> Any:
+    """Give the hidden states this rank's part of the gradient."""
+    size = 1 if a.group is None else dist.get_world_size(a.group)
+    return call(hidden=with_grad(a.hidden, lambda g: g / size))
+
+
+def _main_grad(change: Callable[[Tensor, Tensor], None]) -> Body:
+    """Change ``main_grad`` after backward has added to it, given what it was before the call."""
+
+    def body(call: Callable[..., Any], a: SimpleNamespace) -> Any:
+        main = getattr(a.weight, "main_grad", None)
+        if main is None or not a.hidden.requires_grad:
+            return call()
+        before = main.clone()
+
+        def afterwards(grad: Tensor) -> Tensor:
+            change(main, before)
+            return grad
+
+        return call(hidden=with_grad(a.hidden, afterwards))
+
+    return body
+
+
+def _mark_missing(call: Callable[..., Any], a: SimpleNamespace) -> Any:
+    def unmark(grad: Tensor) -> Tensor:
+        if hasattr(a.weight, "main_grad"):
+            a.weight.grad_added_to_main_grad = False
+        return grad
+
+    return call(hidden=with_grad(a.hidden, unmark))
+
+
+LOGPROBS = [
+    op_fault(
+        "vocab_parallel_logprob",
+        "temperature_ignored",
+        "vocab_parallel_logprob takes 1 for every temperature",
+        lambda call, a: call(temperature=1.0),
+    ),
+    op_fault(
+        "vocab_parallel_logprob",
+        "entropy_at_temperature_1",
+        "the entropy of vocab_parallel_logprob is that at temperature 1",
+        lambda call, a: (call(logits=a.logits.clone())[0], call(temperature=1.0)[1]),
+    ),
+    op_fault(
+        "vocab_parallel_logprob", "group_ignored", "vocab_parallel_logprob normalises each rank alone", _alone
+    ),
+    op_fault(
+        "vocab_parallel_logprob",
+        "entropy_without_gradient",
+        "the entropy of vocab_parallel_logprob never carries a gradient",
+        lambda call, a: call(entropy_grad=False),
+    ),
+    op_fault(
+        "vocab_parallel_logprob",
+        "entropy_with_gradient",
+        "the entropy of vocab_parallel_logprob always carries a gradient",
+        lambda call, a: call(entropy_grad=True),
+    ),
+    op_fault(
+        "vocab_parallel_logprob",
+        "entropy_in_bits",
+        "the entropy of vocab_parallel_logprob is in bits",
+        lambda call, a: ((y := call())[0], y[1] / math.log(2)),
+    ),
+    op_fault(
+        "vocab_parallel_logprob",
+        "dtype_of_logits",
+        "vocab_parallel_logprob returns the dtype of the logits",
+        lambda call, a: tuple(y.to(a.logits.dtype) for y in call()),
+    ),
+    op_fault(
+        "vocab_parallel_logprob",
+        "large_logits",
+        "vocab_parallel_logprob clips logits at 80, because it does not subtract the largest",
+        lambda call, a: call(logits=a.logits.clamp(max=80)),
+    ),
+    op_fault(
+        "vocab_parallel_logprob",
+        "first_targets",
+        "vocab_parallel_logprob reads targets as int32 with a stride: each second one is 0",
+        lambda call, a: call(targets=a.targets * (torch.arange(len(a.targets), device=a.targets.device) % 2)),
+    ),
+    op_fault(
+        "linear_logprob",
+        "temperature_ignored",
+        "linear_logprob takes 1 for every temperature",
+        lambda call, a: call(temperature=1.0),
+    ),
+    op_fault(
+        "linear_logprob",
+        "vocab_size_ignored",
+        "linear_logprob counts padded rows of the vocabulary",
+        lambda call, a: call(vocab_size=None),
+    ),
+    op_fault("linear_logprob", "group_ignored", "linear_logprob normalises each rank alone", _alone),
+    op_fault(
+        "linear_logprob",
+        "hidden_gradient_unsummed",
+        "the gradient of linear_logprob's hidden states is not summed over the group",
+        _unsummed,
+    ),
+    op_fault(
+        "linear_logprob",
+        "main_grad_not_added",
+        "linear_logprob says that it added the gradient to main_grad and did not",
+        _main_grad(lambda main, before: main.copy_(before)),
+    ),
+    op_fault(
+        "linear_logprob",
+        "main_grad_overwritten",
+        "linear_logprob writes its gradient over main_grad instead of adding it",
+        _main_grad(lambda main, before: main.sub_(before)),
+    ),
+    op_fault(
+        "linear_logprob",
+        "main_grad_twice",
+        "linear_logprob adds its gradient to main_grad twice",
+        _main_grad(lambda main, before: main.mul_(2).sub_(before)),
+    ),
+    op_fault(
+        "linear_logprob",
+        "main_grad_rounded",
+        "linear_logprob rounds what is in main_grad to bfloat16",
+        _main_grad(lambda main, before: main.copy_(low(main))),
+    ),
+    op_fault(
+        "linear_logprob",
+        "main_grad_unmarked",
+        "linear_logprob adds to main_grad and does not set grad_added_to_main_grad",
+        _mark_missing,
+    ),
+    op_fault(
+        "linear_logprob",
+        "entropy_without_gradient",
+        "the entropy of linear_logprob never carries a gradient",
+        lambda call, a: call(entropy_grad=False),
+    ),
+    op_fault(
+        "linear_logprob",
+        "one_target",
+        "linear_logprob gives every target of a row the log-probability of the first",
+        lambda call, a: (
+            call(targets=a.targets[:, :1].expand_as(a.targets)) if a.targets.dim() == 2 else call()
+        ),
+    ),
+    op_fault(
+        "linear_logprob",
+        "rest_of_all",
+        "the rest of linear_logprob is the log-probability of all tokens, targets too",
+        lambda call, a: ((y := call())[0] * _last_column_off(y[0], a), y[1]),
+    ),
+    op_fault(
+        "linear_logprob",
+        "full_logits",
+        "linear_logprob makes the logits of all tokens at once",
+        lambda call, a: ((a.hidden.detach() @ a.weight.detach().t()), call())[1],
+    ),
+]
+
+
+def _last_column_off(logprobs: Tensor, a: SimpleNamespace) -> Tensor:
+    keep = torch.ones_like(logprobs)
+    if a.rest:
+        keep[:, -1] = 0
+    return keep
+
+
+# -------------------------------------------------------------------------
+# Experts
+# -------------------------------------------------------------------------
+
+
+def _empty_expert_skipped(call: Callable[..., Any], a: SimpleNamespace) -> Any:
+    """Give the tokens to the first experts, as if no expert before them were empty."""
+    counts = a.tokens_per_expert
+    order = torch.argsort((counts == 0).to(torch.int8), stable=True)
+    return call(tokens_per_expert=counts[order])
+
+
+EXPERTS = [
+    op_fault(
+        "grouped_matmul",
+        "empty_expert_skipped",
+        "grouped_matmul leaves experts without tokens out and moves the others up",
+        _empty_expert_skipped,
+    ),
+    op_fault(
+        "grouped_matmul",
+        "counts_overwritten",
+        "grouped_matmul turns tokens_per_expert into offsets in place",
+        lambda call, a: (call(), a.tokens_per_expert.copy_(a.tokens_per_expert.cumsum(0)))[0],
+    ),
+    op_fault(
+        "grouped_matmul",
+        "weight_gradient_of_last",
+        "grouped_matmul gives the last expert's weight no gradient",
+        lambda call, a: call(weight=torch.cat((a.weight[:-1], a.weight[-1:].detach()))),
+    ),
+    op_fault(
+        "grouped_matmul",
+        "transposed_weight",
+        "grouped_matmul reads a square weight that is not contiguous as if it were",
+        lambda call, a: call(weight=misread(a.weight)),
+    ),
+    op_fault(
+        "grouped_matmul",
+        "large_expert",
+        "grouped_matmul gives an expert 128 tokens at most",
+        lambda call, a: (y := call()) * _within(128, a.tokens_per_expert.to(y.device))[:, None],
+    ),
+    op_fault(
+        "topk_router",
+        "always_softmax",
+        "topk_router takes softmax for every score function",
+        lambda call, a: call(score_function="softmax", expert_bias=None),
+    ),
+    op_fault(
+        "topk_router",
+        "pre_softmax_ignored",
+        "topk_router ignores pre_softmax",
+        lambda call, a: call(pre_softmax=False),
+    ),
+    op_fault(
+        "topk_router",
+        "groups_ignored",
+        "topk_router chooses from all groups",
+        lambda call, a: call(num_groups=None, group_topk=None),
+    ),
+    op_fault(
+        "topk_router",
+        "scaling_ignored",
+        "topk_router ignores scaling_factor",
+        lambda call, a: call(scaling_factor=None),
+    ),
+    op_fault(
+        "topk_router",
+        "bias_ignored",
+        "topk_router ignores expert_bias",
+        lambda call, a: call(expert_bias=None),
+    ),
+    op_fault(
+        "topk_router",
+        "bias_in_weights",
+        "the weights of topk_router have the bias in them",
+        lambda call, a: (
+            (y := call())[0] + (0 if a.expert_bias is None else a.expert_bias[y[1]].to(y[0].dtype)),
+            y[1],
+        ),
+    ),
+    op_fault(
+        "topk_router",
+        "int32_choice",
+        "topk_router returns expert numbers as int32",
+        lambda call, a: ((y := call())[0], y[1].int()),
+    ),
+    op_fault(
+        "topk_router",
+        "float32_weights",
+        "topk_router returns float32 weights for bfloat16 logits",
+        lambda call, a: through(call(), lambda w: w.float()),
+    ),
+    op_fault(
+        "topk_router",
+        "weights_without_gradient",
+        "the weights of topk_router carry no gradient",
+        lambda call, a: through(call(), lambda w: w.detach() + 0 * a.logits.sum().to(w.dtype)),
+    ),
+    op_fault(
+        "topk_router",
+        "one_of_one_normalised",
+        "the weight of a single sigmoid expert is divided by itself",
+        lambda call, a: through(
+            call(),
+            lambda w: (
+                w / w.detach() * (a.scaling_factor or 1)
+                if a.topk == 1 and a.score_function == "sigmoid"
+                else w
+            ),
+        ),
+    ),
+    op_fault(
+        "token_permute",
+        "rows_as_chosen",
+        "the rows of token_permute are not in ascending order",
+        lambda call, a: (*(y := call())[:2], y[2].flip(1)),
+    ),
+    op_fault(
+        "token_permute",
+        "weights_by_token",
+        "token_permute returns the weights in the order of the tokens",
+        lambda call, a: ((y := call())[0], a.probs.masked_select(a.routing_map), y[2]),
+    ),
+    op_fault(
+        "token_permute",
+        "weights_without_gradient",
+        "token_permute gives the weights no gradient",
+        lambda call, a: call(probs=a.probs.detach()),
+    ),
+    op_fault(
+        "token_permute",
+        "weights_cast",
+        "token_permute returns weights in the dtype of the tokens",
+        lambda call, a: ((y := call())[0], y[1].to(a.tokens.dtype), y[2]),
+    ),
+    op_fault(
+        "token_permute",
+        "gradient_mean",
+        "the gradient of a token is the mean over its copies",
+        lambda call, a: call(tokens=with_grad(a.tokens, lambda g: g / a.topk)),
+    ),
+    op_fault(
+        "token_unpermute",
+        "mean",
+        "token_unpermute returns the mean of the experts' outputs",
+        lambda call, a: call() / a.rows.shape[1],
+    ),
+    op_fault(
+        "token_unpermute",
+        "bfloat16_sum",
+        "token_unpermute sums in the dtype of its input",
+        lambda call, a: sum(a.permuted[a.rows[:, k].long()] for k in range(a.rows.shape[1])),
+    ),
+    op_fault(
+        "token_unpermute",
+        "rows_sorted",
+        "token_unpermute takes the rows of a token to be neighbours",
+        lambda call, a: call(rows=torch.arange(a.rows.numel(), device=a.rows.device).view_as(a.rows)),
+    ),
+]
+
+
+def _within(limit: int, counts: Tensor) -> Tensor:
+    """Return 1 for the first tokens of each expert and 0 for those past a limit."""
+    ranks = torch.arange(int(counts.sum()), device=counts.device)
+    starts = torch.repeat_interleave(counts.cumsum(0) - counts, counts)
+    return (ranks - starts < limit).to(torch.int8)
+
+
+_ALTERNATING = alternating(lambda g: g * (1 + 2**-20))
+
+FAULTS: Sequence[Fault] = (*NORMS, *SEQUENCES, *LOGPROBS, *EXPERTS)
