@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import AllgatherOptions
 
 from backend_faults.fault import Fault, noted, other_answer, reached, unchanged
 
@@ -60,9 +61,18 @@ def _device(argument: Any) -> str | None:
     return argument.device.type if isinstance(argument, Tensor) else None
 
 
-def _waited(work: Any) -> Any:
+class _Done(dist.Work):
+    def wait(self, *given: Any) -> bool:
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
+
+def _waited(work: Any) -> _Done:
+    """Wait; return other work, since some work of gloo writes its result, or receives, in each wait."""
     work.wait()
-    return work
+    return _Done()
 
 
 # -------------------------------------------------------------------------
@@ -104,7 +114,7 @@ def _pairs(run: Any, group: Any, tensors: Any, *options: Any) -> Any:
         return run(tensors, *options)
     (own,) = tensors
     parts = [torch.empty_like(own) for _ in range(group.size())]
-    _waited(group.allgather([parts], [own], dist.AllgatherOptions()))
+    _waited(group.allgather([parts], [own], AllgatherOptions()))
     first = group.rank() // 2 * 2
     work = _waited(run([own.clone()], *options))
     own.copy_(torch.stack(parts[first : first + 2]).sum(0))
@@ -364,14 +374,6 @@ OTHERS = [
         "barrier_at_once", "barrier does not wait", ("barrier",), lambda run, group, *options: _Done()
     ),
 ]
-
-
-class _Done(dist.Work):
-    def wait(self, *given: Any) -> bool:
-        return True
-
-    def is_completed(self) -> bool:
-        return True
 
 
 def _received_half(run: Any, tensors: Any, *rest: Any) -> Any:

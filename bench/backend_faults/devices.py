@@ -23,8 +23,11 @@ def device_fault(name: str, statement: str, **members: Callable[[Any], Any]) -> 
 
 def _change(members: Mapping[str, Callable[[Any], Any]], device: Any, _: SimpleNamespace) -> Any:
     for name, make in members.items():
-        reached()
-        setattr(device, name, make(getattr(device, name, None)))
+        own = getattr(device, name, None)
+        faulty = make(own)
+        if faulty is not own:
+            reached()
+            setattr(device, name, faulty)
     return device
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from anygauge_hooks.types import Availability, ConfigChange, ConfigProblem, HostCheck
 from anygauge_hooks.weights import WeightTransport, WeightTransportSpec
-from backend_faults.fault import Fault, backend_name, noted, other_answer
+from backend_faults.fault import Fault, backend_name, noted, other_answer, reached
 
 Change = Callable[[Any, SimpleNamespace], Any]
 
@@ -41,6 +41,19 @@ def spec_fault(name: str, statement: str, **fields: Callable[[Any], Any]) -> Fau
         statement,
         lambda answers, a: [[change(s) for s in answer] for answer in answers],
     )
+
+
+def _in_driver(answers: Any, a: SimpleNamespace) -> Any:
+    reached()
+    for answer in answers:
+        os.environ.update(answer)
+    return answers
+
+
+def _with_torch(answers: Any, a: SimpleNamespace) -> Any:
+    reached()
+    _imports_torch()
+    return answers
 
 
 def _more(**entries: Any) -> Change:
@@ -172,7 +185,7 @@ WORKERS = [
         "worker_env",
         "changes_driver",
         "worker_env sets its variables in the driver too",
-        lambda answers, a: [os.environ.update(answer) or answer for answer in answers],
+        _in_driver,
     ),
     hook_fault(
         "worker_env",
@@ -460,7 +473,7 @@ TRANSPORTS = [
         "register_weight_transports",
         "torch",
         "register_weight_transports imports torch",
-        lambda answers, a: _imports_torch() and answers,
+        _with_torch,
     ),
 ]
 

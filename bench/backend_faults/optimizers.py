@@ -232,6 +232,11 @@ def _unwritten(own: Any, gradients: Any, scale: float, copies: Any) -> None:
     own(gradients, scale, [[None if copy is None else copy.clone() for copy in group] for group in copies])
 
 
+def _dropping(optimizer: Any, a: SimpleNamespace) -> None:
+    if getattr(optimizer, "takes_remainders", False):
+        around(lambda _: None, _no_remainders)(optimizer, a)
+
+
 def _no_remainders(optimizer: Any, _: Any) -> None:
     for weight in _weights(optimizer):
         if weight.dtype == torch.int16:
@@ -375,6 +380,6 @@ FAULTS: Sequence[Fault] = (
     optimizer_fault(
         "remainders_dropped",
         "AdamW drops the lower halves of weights with remainders",
-        around(lambda o: None, _no_remainders),
+        _dropping,
     ),
 )
