@@ -11,7 +11,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
-from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +19,7 @@ from torch import Tensor
 from anygauge.algorithms.kl import KlType, kl_divergence, top_k_kl
 from anygauge.algorithms.sample_sums import sample_means
 from anygauge_hooks.engines import LossFunction, LossInputs
+from anygauge_hooks.errors import PluginError
 
 __all__ = ["bind_options", "cispo", "gspo", "policy_gradient", "policy_objective", "ppo_clip", "sft"]
 
@@ -107,7 +107,7 @@ def sft(inputs: LossInputs) -> tuple[Tensor, Metrics]:
 
 
 def bind_options(policy_loss: Callable[..., tuple[Tensor, Metrics]], **options: Any) -> LossFunction:
-    """Bind the options that a policy loss accepts.
+    """Bind the options that a policy loss accepts, and check its result in each call.
 
     A loss without clipping, such as :func:`sft`, does not have to take the clip range.
 
@@ -117,9 +117,50 @@ def bind_options(policy_loss: Callable[..., tuple[Tensor, Metrics]], **options: 
     """
     parameters = inspect.signature(policy_loss).parameters
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-    return partial(
-        policy_loss, **{name: value for name, value in options.items() if takes_any or name in parameters}
-    )
+    taken = {name: value for name, value in options.items() if takes_any or name in parameters}
+    return _BoundLoss(policy_loss, taken)
+
+
+@dataclass(frozen=True, slots=True)
+class _BoundLoss:
+    """Policy loss that :func:`bind_options` returns: an instance, because a closure cannot be pickled."""
+
+    policy_loss: Callable[..., tuple[Tensor, Metrics]]
+    options: Mapping[str, Any]
+
+    def __call__(self, inputs: LossInputs) -> tuple[Tensor, Metrics]:
+        result = self.policy_loss(inputs, **self.options)
+        problem = _result_problem(result)
+        if problem is not None:
+            name = getattr(self.policy_loss, "__qualname__", repr(self.policy_loss))
+            raise PluginError(
+                f"Policy loss {name!r} must return a scalar loss and a mapping of scalar metrics, all "
+                f"tensors; {problem}.",
+                hint="return loss, {}, with loss = (values * inputs.loss_weights).sum(); docs/hooks.md, "
+                "register_policy_losses, has an example.",
+            )
+        return result
+
+
+def _result_problem(result: Any) -> str | None:
+    """Return how a policy loss's result breaks the contract, or ``None``."""
+    if not isinstance(result, tuple | list) or len(result) != 2:
+        return f"it returned {_described(result)}"
+    loss, metrics = result
+    if not isinstance(metrics, Mapping):
+        return f"its metrics are {_described(metrics)}"
+    scalars = {"loss": loss} | {f"metric {name!r}": value for name, value in metrics.items()}
+    wrong = [name for name, value in scalars.items() if not isinstance(value, Tensor) or value.ndim]
+    return f"its {wrong[0]} is {_described(scalars[wrong[0]])}" if wrong else None
+
+
+def _described(value: Any) -> str:
+    """Return a value for a message; a tensor by its shape."""
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {list(value.shape)}"
+    if isinstance(value, tuple | list):
+        return f"a {type(value).__name__} of {len(value)} items"
+    return f"{value!r:.80} ({type(value).__name__})"
 
 
 def policy_objective(

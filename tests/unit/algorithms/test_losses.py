@@ -15,10 +15,11 @@ from torch import Tensor
 
 from anygauge.algorithms.losses import bind_options, policy_objective, ppo_clip, sft
 from anygauge_hooks.engines import LossFunction, LossInputs
+from anygauge_hooks.errors import PluginError
 
 CLIP = {"clip_low": 0.2, "clip_high": 0.2}
 OBJECTIVE = policy_objective(
-    partial(ppo_clip, clip_low=0.2, clip_high=0.28, dual_clip=3.0),
+    bind_options(ppo_clip, clip_low=0.2, clip_high=0.28, dual_clip=3.0),
     kl_coef=0.1,
     kl_type="k3",
     entropy_coef=0.01,
@@ -278,3 +279,29 @@ def test_a_loss_with_open_options_gets_them_all() -> None:
 
     bind_options(loss, clip_low=0.1, dual_clip=None)(tokens([1.0], [1.0]))
     assert seen == {"clip_low": 0.1, "dual_clip": None}
+
+
+ONE = torch.ones([])
+
+
+@pytest.mark.parametrize(
+    ("result", "problem"),
+    [
+        (3, r"it returned 3 \(int\)"),
+        (None, r"it returned None \(NoneType\)"),
+        (ONE, r"it returned a tensor of shape \[\]"),
+        ((ONE, {}, {}), "it returned a tuple of 3 items"),
+        ((ONE, None), r"its metrics are None \(NoneType\)"),
+        ((0.5, {}), r"its loss is 0.5 \(float\)"),
+        ((torch.ones(2), {}), r"its loss is a tensor of shape \[2\]"),
+        ((ONE, {"kept": ONE, "ratio": 1.0}), r"its metric 'ratio' is 1.0 \(float\)"),
+    ],
+)
+def test_a_policy_loss_with_a_wrong_result_is_named(result: Any, problem: str) -> None:
+    def my_loss(inputs: LossInputs) -> Any:
+        return result
+
+    objective = policy_objective(bind_options(my_loss))
+    with pytest.raises(PluginError, match=rf"my_loss' must return a scalar loss .*; {problem}\.") as caught:
+        objective(tokens([1.0], [1.0]))
+    assert caught.value.hint is not None
