@@ -37,8 +37,6 @@ class Gate:
         """Requests that the engines have."""
         self.answered = 0
         """Requests that came back."""
-        self.failure: Exception | None = None
-        """Exception that an engine raised."""
 
     @property
     def is_open(self) -> bool:
@@ -77,9 +75,6 @@ class Gate:
             try:
                 said = await self._generator.generate(request)
                 check_generation(said, request.params.max_new_tokens, self._vocab_size)
-            except Exception as error:  # foreign code: a rollout engine
-                self.failure = error
-                raise
             finally:
                 self.under_way -= 1
                 self.answered += 1

@@ -62,10 +62,12 @@ class LiveRollout:
         self.journal = Journal() if journal is None else journal
         self.samples = samples
         self.own_time = OwnTime()
+        self.failure: Exception | None = None
+        """Error of a generation; it ends the run if the rollout function does not catch it."""
         self._group = f"{context.name}{number}"
         self.session = f"{self._group}-{place}"
         self._text = shared.text
-        self.gate = gate
+        self._gate = gate
         self._calls = 0
 
     # -------------------------------------------------------------------------
@@ -150,6 +152,9 @@ class LiveRollout:
         self.own_time.pause()
         try:
             await self._complete(record, call, limit, shown)
+        except Exception as error:  # foreign code: a rollout engine
+            self.failure = error
+            raise
         finally:
             self.own_time.resume()
             self.remaining += max(0, limit - len(record.said.tokens))
@@ -184,24 +189,23 @@ class LiveRollout:
                 return
             if params.max_new_tokens != limit - have:
                 params = replace(params, max_new_tokens=limit - have)
-            part = await self.gate.generate(self._request(record, call, params, shown))
+            part = await self._gate.generate(self._request(record, call, params, shown))
             record.said = record.said.then(part)
             if have:
                 record.said = self._text.cut_at_stop(record.said, have, params.stop)
             empty = 0 if part.tokens else empty + 1
             if empty > MOST_EMPTY:
-                self.gate.failure = RolloutError(
+                raise RolloutError(
                     f"The engines cut a generation short {empty} times without a token.",
                     hint="See their logs; something outside the run may be aborting its requests.",
                 )
-                raise self.gate.failure
 
     def _request(
         self, record: Record, call: int, params: SamplingParams, shown: tuple[Media, ...]
     ) -> GenerateRequest:
         have = len(record.said.tokens)
         return GenerateRequest(
-            id=f"{self.session}-{next(self.gate.numbers)}",
+            id=f"{self.session}-{next(self._gate.numbers)}",
             tokens=record.asked + record.said.tokens,
             params=params,
             seed=self.seed if not (call or have) else _derived(self.seed, call, have),

@@ -33,8 +33,8 @@ async def make_samples(
             samples = tuple([await apply_hooks(functions.after_sample, sample, prompt) for sample in samples])
         return samples
     except FunctionFailed as error:
-        if rollout.gate.failure is not None:
-            raise rollout.gate.failure from None
+        if rollout.failure is not None:
+            raise rollout.failure from None
         tally.add_failure(place_of(prompt), str(error))
         return (failed_sample(prompt, seed, str(error)),)
 

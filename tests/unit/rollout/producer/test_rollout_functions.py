@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -282,6 +283,24 @@ def test_some_may_fail_and_are_left_out(make_producer: MakeProducer) -> None:
     assert [any(each) for each in errors] == [False, False, True, False]
     assert groups[2].samples[0].response_tokens == ()
     assert producer.metrics()["rollout/failed_rollouts"] == 2
+
+
+async def falls_back(rollout: Any, prompt: Prompt, seed: int) -> Sample:
+    with suppress(RolloutError):
+        return await raises(rollout, prompt, seed)
+    sample: Sample = rollout.draft().sample(text="fallback")
+    return sample
+
+
+def test_an_engine_error_that_a_function_catches_does_not_end_the_run(make_producer: MakeProducer) -> None:
+    def fail(request: GenerateRequest) -> list[int]:
+        if request.order[0] == 0:
+            raise RolloutError("one request was too long")
+        return [1]
+
+    producer = make_producer(ScriptedEngine(fail), function=falls_back, max_failed_ratio=0.25)
+    groups = take(producer, 4)
+    assert [any(sample.error for sample in group.samples) for group in groups] == [False, False, True, False]
 
 
 def wrong_length(sample: Sample, prompt: Prompt) -> Sample:
