@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from anygauge_hooks.rl import Prompt
 
-__all__ = ["DataSource"]
+__all__ = ["DataSource", "MediaDataSource"]
 
 
 class DataSource(Protocol):
@@ -29,4 +29,16 @@ class DataSource(Protocol):
         """Go to where another source of the same files stood when it returned ``state``.
 
         :raises DataError: The files are not the same any more.
+        """
+
+
+@runtime_checkable
+class MediaDataSource(DataSource, Protocol):
+    """A data source whose prompts may have media, and which finds these again after a resume."""
+
+    def recall(self, prompts: Sequence[Prompt]) -> None:
+        """Find the media of prompts again that another source of the same files has drawn.
+
+        Called after a resume for prompts whose groups were open, which are not drawn again. A medium that is
+        not found with the key that it had ends the run (AG303).
         """

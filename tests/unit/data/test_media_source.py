@@ -30,6 +30,7 @@ from anygauge.data.source import FileSource
 from anygauge_hooks.errors import DataError, MediaError, OutOfMemoryError
 from anygauge_hooks.models import AssistantTurns
 from anygauge_hooks.rl import Prompt
+from anygauge_tests.scripted_engine import ListSource
 
 WriteRows = Callable[..., Path]
 TURNS = AssistantTurns(start="<assistant>", end="</assistant>")
@@ -502,6 +503,18 @@ def test_prompts_of_an_earlier_part_of_a_run_are_decoded_again(
     (tmp_path / "one.png").write_bytes(png(picture(colour=(0, 0, 0))))
     with pytest.raises(MediaError, match=r"train.jsonl:1: image \(one.png\) has changed"):
         bench.open(rows).adopt([before])
+
+
+def test_a_source_that_cannot_recall_media_is_named(
+    bench: Bench, write_rows: WriteRows, tmp_path: Path
+) -> None:
+    (tmp_path / "one.png").write_bytes(png(picture()))
+    rows = write_rows({"prompt": "<image>", "images": "one.png"})
+    before = bench.one(rows)
+    bench.open(rows)  # its finder knows nothing yet
+    resumed = LoadedSource(ListSource([before]), bench.loader)
+    with pytest.raises(MediaError, match=r"one.png\) cannot be found again: .* ListSource has no recall"):
+        resumed.adopt([before])
 
 
 def test_a_tool_shows_an_image_as_long_as_its_prompt_lives(

@@ -18,7 +18,7 @@ from anygauge.data.media.finder import MediaFinder
 from anygauge.data.media.placeholders import find_placeholders
 from anygauge.data.media.problems import check_number
 from anygauge.data.problems import BadMediaError
-from anygauge_hooks.data import DataSource
+from anygauge_hooks.data import DataSource, MediaDataSource
 from anygauge_hooks.errors import MediaError
 from anygauge_hooks.media import Content, Media, MediaKind, MediaStore
 from anygauge_hooks.rl import Prompt
@@ -267,23 +267,31 @@ class LoadedSource:
     def adopt(self, prompts: Sequence[Prompt]) -> None:
         """Decode the media of prompts that were drawn before a resume.
 
-        :raises MediaError: Something cannot be decoded.
+        :raises MediaError: Something cannot be found again or decoded.
         """
         shown = [prompt for prompt in prompts if prompt.media]
-        recall = getattr(self._source, "recall", None)
-        if shown and recall is not None:
-            recall(shown)
+        if shown and isinstance(self._source, MediaDataSource):
+            self._source.recall(shown)
         for prompt in shown:
             for medium in prompt.media:
                 if medium.key not in self._loader.finder.drawn:
-                    raise MediaError(
-                        f"{prompt.source}: {medium.kind} ({medium.source}) has changed since the "
-                        "prompt was drawn.",
-                        hint="Restore the file, or start a new run.",
-                    )
+                    raise self._lost(prompt, medium)
         for failure in self._loader.load(shown):
             if failure is not None:
                 raise failure
+
+    def _lost(self, prompt: Prompt, medium: Media) -> MediaError:
+        """Return the error of a medium that was not found again."""
+        what = f"{prompt.source}: {medium.kind} ({medium.source})"
+        if isinstance(self._source, MediaDataSource):
+            return MediaError(
+                f"{what} has changed since the prompt was drawn.",
+                hint="Restore the file, or start a new run.",
+            )
+        return MediaError(
+            f"{what} cannot be found again: the data source {type(self._source).__name__} has no recall().",
+            hint="Make it an anygauge_hooks.data.MediaDataSource to resume, or start a new run.",
+        )
 
 
 def _keys(media: Iterable[Media]) -> list[str]:
