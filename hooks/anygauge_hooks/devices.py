@@ -67,7 +67,7 @@ class VisibleDevices:
 def socket_variables(library: str, interface: str | None, ip_version: str) -> Mapping[str, str]:
     """Return the variables that choose what a communication library connects through.
 
-    :param library: That their names begin with, such as ``NCCL``.
+    :param library: Prefix of the variables' names, such as ``NCCL``.
     :param ip_version: ``"4"`` or ``"6"``; anything else leaves the choice to the library.
     """
     chosen = {

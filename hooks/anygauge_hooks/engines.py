@@ -98,7 +98,7 @@ class TrainEngine(Protocol):
     ) -> TopKLogProbs:
         """Return the top-k tokens in the place of each response token, as :meth:`log_probs` does.
 
-        :param count: Of tokens; there are no more than the vocabulary has.
+        :param count: Number of tokens, at most the vocabulary's.
         """
 
     def train_step(

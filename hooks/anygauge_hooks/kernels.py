@@ -113,7 +113,7 @@ class KernelLookup(Protocol):
 
         :param op: A name of ``KERNEL_OPS``.
         :param dtype: The dtype of the activations.
-        :param facts: What else is known when the module is built, of ``KERNEL_FACTS``: ``head_dim=64``.
+        :param facts: Further values of ``KERNEL_FACTS`` known when the module is built: ``head_dim=64``.
         :returns: A function with the signature of the op's Protocol.
         """
 
@@ -153,7 +153,7 @@ class AddRmsNorm(Protocol):
         :param x: ``[..., D]``, float32 or bfloat16.
         :param weight: ``[D]``, the dtype of ``x``.
         :param eps: Added to the mean square.
-        :param residual: Of the shape and dtype of ``x``. ``None`` adds nothing.
+        :param residual: Tensor with the shape and dtype of ``x``. ``None`` adds nothing.
         :returns: ``[..., D]`` twice, the dtype of ``x``. The first may share the
             memory of ``x`` where there is no ``residual``.
         """
@@ -209,7 +209,7 @@ class QkNormRotary(Protocol):
         :param k_weight: ``[D]``.
         :param cos: ``[T, R]``, float32, with ``R <= D``, as for :class:`RotaryEmbedding`.
         :param sin: ``[T, R]``, float32.
-        :param eps: Of the norms.
+        :param eps: Epsilon of the norms.
         :returns: ``[T, K G, D]``, ``[T, K, D]`` and ``[T, K, D]``. The last may share the memory of ``qkv``.
         """
 
@@ -364,7 +364,7 @@ class TopkRouter(Protocol):
         :param logits: ``[T, E]``, float32 or bfloat16; computed in float32.
         :param topk: Experts per token, ``K``.
         :param score_function: How logits become scores, for the choice and for the weights.
-        :param pre_softmax: Of ``softmax`` alone.
+        :param pre_softmax: Applies to ``softmax`` alone.
         :param num_groups: Divides ``E``: so many groups of neighbouring experts are there.
         :param group_topk: Divides ``K`` and is at most ``num_groups``: the experts of a token are chosen from
             so many groups. A group counts the sum of its ``K / group_topk`` highest scores. Both or neither

@@ -165,7 +165,7 @@ class Compose(Protocol):
     ) -> Any:
         """Return this stage of a model.
 
-        :param towers: Of the family; those of which a run has no media are left out.
+        :param towers: Towers of the family, except those of which a run has no media.
         :param transformer_config: Megatron's ``TransformerConfig``.
         :param decoder: The spec of its layers.
         :param ends: ``pre_process``, ``post_process`` and ``vp_stage``.
@@ -174,7 +174,7 @@ class Compose(Protocol):
     def held(self, name: str, model: Any) -> Any:
         """Return a model whose only part is a model: what :attr:`MegatronModel.output_owner` names.
 
-        :param name: Of the part.
+        :param name: Name of the part.
         """
 
 

@@ -163,7 +163,7 @@ class Draft:
     def sample(self, *, text: str | None = None, metadata: Mapping[str, Any] | None = None) -> Sample:
         """Return the sample.
 
-        :param text: What is scored; ``None`` takes all that follows the prompt, special tokens left out.
+        :param text: Text to score; ``None`` takes all that follows the prompt, special tokens left out.
         :param metadata: Kept with the sample.
         """
         tokens, log_probs, weight_versions, finish_reason = self._response
@@ -270,8 +270,8 @@ class Rollout(Protocol):
     def next_turn(self, messages: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
         """Return the tokens after an answer: its end, further messages, and the generation prompt.
 
-        :param messages: Of a tool or the user. What was said before is not rendered again, so its tokens stay
-            what they were.
+        :param messages: Messages of a tool or the user. Earlier ones are not rendered again, so their tokens
+            stay as they were.
         """
 
     async def look(

@@ -152,7 +152,7 @@ def make_process_group_options(backend: BackendSpec, group_name: str, timeout_s:
     Called in every worker, when the group is made.
 
     :param backend: The backend of the run.
-    :param group_name: What the group is for: ``"default"``.
+    :param group_name: Purpose of the group: ``"default"``.
     :param timeout_s: Seconds until a collective of the group fails.
     :returns: An options object of the backend's own class, or ``None`` for torch's defaults.
 

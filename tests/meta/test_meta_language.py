@@ -79,6 +79,9 @@ NOT_IN_DOCUMENTS = (
     ),
     *("what can run here", "what tells", "takes its turn", "holds its memory"),
 )
+RIDDLE = r":(?:param \w+|returns|raises \w+): +(?:What|Of|By|That|Who|Whom)\b.*"
+CHECKED_FIELDS = ("hooks/",)
+"""Folders whose ``:param``, ``:returns`` and ``:raises`` are checked."""
 
 
 @cache
@@ -144,6 +147,22 @@ def test_no_docstring_begins_with_a_relative_or_a_preposition() -> None:
         if re.match(r"(What|Of|By|That)\b", text)
     ]
     assert riddles == []
+
+
+def test_no_field_of_a_docstring_begins_with_a_relative_or_a_preposition() -> None:
+    riddles = [
+        f"{path.relative_to(ROOT)}: {field}"
+        for path in SOURCES
+        if str(path.relative_to(ROOT)).startswith(CHECKED_FIELDS)
+        for _, text in docstrings(tree_of(path))
+        for field in re.findall(RIDDLE, text)
+    ]
+    assert riddles == []
+
+
+def test_a_field_that_begins_so_is_noticed() -> None:
+    assert re.findall(RIDDLE, ":param seats: Of workers\n  :raises OSError: What is there") != []
+    assert re.findall(RIDDLE, ":param seats: Offers of workers\n:returns: Seats that are free") == []
 
 
 def test_a_local_variable_has_the_name_of_what_it_holds() -> None:
