@@ -27,8 +27,8 @@ class on_failure(AbstractContextManager[None]):
 def in_background(function: Callable[[], T], name: str) -> Future[T]:
     """Run a function in a daemon thread, because it may block forever.
 
-    :param name: Of the thread, as stacks show it.
-    :returns: What the function returns or raises.
+    :param name: Name of the thread, as stacks show it.
+    :returns: Future with the result or the error of the function.
     """
     future: Future[T] = Future()
 

@@ -80,7 +80,11 @@ NOT_IN_DOCUMENTS = (
     *("what can run here", "what tells", "takes its turn", "holds its memory"),
 )
 RIDDLE = r":(?:param \w+|returns|raises \w+): +(?:What|Of|By|That|Who|Whom)\b.*"
-CHECKED_FIELDS = ("hooks/",)
+CHECKED_FIELDS = (
+    "hooks/",
+    *(f"core/anygauge/{each}/" for each in ("algorithms", "cli", "config", "distributed", "hub", "kernels")),
+    *(f"core/anygauge/{each}/" for each in ("runtime", "testing", "weight_sync")),
+)
 """Folders whose ``:param``, ``:returns`` and ``:raises`` are checked."""
 
 

@@ -41,7 +41,7 @@ class CorrectedLoss:
     def __call__(self, inputs: LossInputs) -> tuple[Tensor, Metrics]:
         """Return the scalar loss, and metrics that add up over micro-batches.
 
-        :param inputs: Of which masked tokens hold no value that is not finite.
+        :param inputs: Inputs in which the masked tokens hold finite values only.
         :raises PluginError: A correction returned something else than a number for each token.
         """
         with torch.no_grad():

@@ -21,7 +21,7 @@ def discounted_sums(values_C: Tensor, decay: float, lengths: Sequence[int]) -> T
 
     :param values_C: ``[C]``, sequences end to end.
     :param decay: From 0 to 1.
-    :param lengths: Of each sequence; they add up to ``C``.
+    :param lengths: Length of each sequence; they add up to ``C``.
     :returns: ``[C]``, the dtype of ``values_C``.
     """
     sums, factors = values_C, torch.full_like(values_C, decay)

@@ -172,7 +172,7 @@ def recipe(model: ModelFacts, data: DataFacts, machine: Machine, *, task: str, c
     """Return the text of a config.
 
     :param task: ``rl`` or ``sft``.
-    :param command: What asked for it.
+    :param command: Command that writes the recipe.
     """
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 

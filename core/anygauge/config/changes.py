@@ -46,7 +46,7 @@ def adjust(
 
     All answers are collected before any is applied, so the order of the plugins does not matter.
 
-    :param config: What the plugins see, read from ``tree``.
+    :param config: Config that the plugins see, read from ``tree``.
     :param user_keys: Dotted paths that the user wrote; a change to one of them is dropped.
     :raises ConfigConflictError: Two plugins want different values for one key.
     :raises PluginError: A change does not fit the schema.

@@ -33,7 +33,7 @@ _KINDS = (
 def split_slice(path: str) -> tuple[str, slice]:
     """Return the file of ``FILE@[a:b]`` and its rows; without a slice these are all.
 
-    :raises ValueError: What follows the file is no slice; says what it must look like.
+    :raises ValueError: The text after the file is no slice; the error says what a slice looks like.
     """
     match = _SLICE.search(path)
     if match is None:

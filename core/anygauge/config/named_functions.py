@@ -29,7 +29,7 @@ def failed_plugins(plugins: Plugins) -> str:
 def name_problems(path: str, name: str, hook: str, plugins: Plugins) -> Problems:
     """Yield why a name leads to no item of a ``register_*`` hook.
 
-    :param path: Of the key that holds the name.
+    :param path: Path of the key that holds the name.
     """
     if is_own(hook, name):
         yield from _own_problems(path, name, hook, plugins)
@@ -49,7 +49,7 @@ def _own_problems(path: str, name: str, hook: str, plugins: Plugins) -> Problems
 def import_problems(path: str, name: str) -> Problems:
     """Yield why ``package.module:function`` leads nowhere.
 
-    :param path: Of the key that holds the name.
+    :param path: Path of the key that holds the name.
     """
     module, _, function = name.partition(":")
     if not function or not all(part.isidentifier() for part in (*module.split("."), *function.split("."))):
@@ -64,7 +64,7 @@ def import_problems(path: str, name: str) -> Problems:
 def option_problems(path: str, name: str, fn: Callable[..., Any], options: Mapping[str, Any]) -> Problems:
     """Yield which options a registered function does not take, and which it lacks.
 
-    :param path: Of the table that holds the options.
+    :param path: Path of the table that holds the options.
     """
     known = _options(fn)
     if known is None:

@@ -95,7 +95,7 @@ def as_language_model(hf: Mapping[str, Any]) -> dict[str, Any]:
 
     Others are returned as they are. A critic is the one with one label.
 
-    :param hf: Of a ``config.json``.
+    :param hf: Content of a ``config.json``.
     :raises ConfigError: It has several labels.
     """
     names = hf.get("architectures")

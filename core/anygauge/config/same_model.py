@@ -29,8 +29,8 @@ def differing_keys(
 ) -> list[str]:
     """Return the keys in which two ``config.json`` describe different models.
 
-    :param one: Of a model that the family has; so is ``other``.
-    :param kinds: Of media that are shown; towers that take nothing of them have no part in it.
+    :param one: Config of a model that the family has; so is ``other``.
+    :param kinds: Kinds of media that are shown; towers that take nothing of them have no part in it.
     """
     different = [key for key in sorted({*one, *other}) if one.get(key) != other.get(key)]
     if not different or (known := _description(spec, one, kinds)) == _description(spec, other, kinds):

@@ -115,7 +115,7 @@ def accepts_none(field: FieldInfo) -> bool:
 def _with_none(value: Any, kind: Any) -> Any:
     """Return a value with null for ``"none"`` wherever the schema takes it, at any depth.
 
-    :param kind: What the schema says of the value, as a type.
+    :param kind: Type of the value in the schema.
     """
     if value == NONE and types.NoneType in typing.get_args(kind):
         return None

@@ -43,7 +43,7 @@ def media_costs(shown: Sequence[Sequence[Media]], flops: Callable[[Media], float
     Samples that share a medium share its cost, since a micro-batch computes it once.
 
     :param shown: Media of each sample.
-    :param flops: Of one medium.
+    :param flops: Function from a medium to its floating-point operations.
     """
     if not any(shown):
         return np.zeros(len(shown))
@@ -98,7 +98,7 @@ def divide(
 
     :param costs: ``[N]``, at least 0; the division is best where none is smaller for a larger sample.
     :param sizes: ``[N]``, at least 0; ``None`` for 0 everywhere.
-    :param max_size: Of a bin with more than one sample.
+    :param max_size: Largest size of a bin with more than one sample.
     :param start: Bins within the limit to begin with.
     :returns: As of :func:`balance`; ``None`` if there was no room for a sample.
     """

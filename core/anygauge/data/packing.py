@@ -24,7 +24,7 @@ def pack_by_cost(
     long as its dearest. So the costs are even, and the dearest micro-batch is the first of every rank.
 
     :param lengths: Tokens of each sample.
-    :param costs: Of each sample, as :func:`~anygauge.data.balance.sequence_costs` makes them.
+    :param costs: Cost of each sample, as :func:`~anygauge.data.balance.sequence_costs` computes it.
     :param max_tokens: A longer sample is alone in its own micro-batch.
     :param count: From the number of micro-batches that the tokens need to the number wanted, no smaller.
     :returns: Indices into ``lengths``, each exactly once and ascending within a micro-batch. Where more

@@ -16,7 +16,7 @@ MAX_REPORTED = 5
 class BadRowError(Exception):
     """Problem of one row, as a clause.
 
-    :param hint: What to do about it, if it is not to correct the row.
+    :param hint: Advice, if it is not to correct the row.
     """
 
     def __init__(self, problem: str, *, hint: str | None = None) -> None:

@@ -152,7 +152,7 @@ class RowReader:
     ) -> list[Row | BadRowError]:
         """Return each row or its problem. Rows are tokenized together.
 
-        :param folders: Of the file of each row, where relative paths of media start from.
+        :param folders: Folder of the file of each row, where relative paths of media start from.
         :param keyed: Whether the bytes of media are read, for their keys; else their headers alone.
         """
         places = [Path()] * len(contents) if folders is None else folders

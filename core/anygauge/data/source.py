@@ -37,7 +37,7 @@ class FileSource:
     :param config: Files and how to read them.
     :param tokenizer: A Hugging Face tokenizer.
     :param seed: Seeds the order of each epoch, and the choice among files.
-    :param max_tokens: Of a prompt that the model can take, for SFT of a conversation; ``None`` for any
+    :param max_tokens: Longest prompt that the model can take, for SFT of a conversation; ``None`` for any
         number. Unlike one longer than ``max_prompt_tokens``, which is dropped, a longer one is bad.
     :param turns: For SFT: how the model's family marks the assistant's turns, or two empty strings if it has
         no chats. ``None`` for prompts to generate from.

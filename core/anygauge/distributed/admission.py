@@ -32,7 +32,7 @@ Instruction = tuple[int, int, int, int]
 def admit_only(listener: socket.socket, addresses: Sequence[str]) -> None:
     """Let only some hosts connect to a listening socket.
 
-    :param addresses: Of either family; those of the other family than the socket's are of no use here.
+    :param addresses: Addresses of either family; those of another than the socket's are of no use.
     :raises PlacementError: The kernel does not filter sockets.
     """
     version = 6 if listener.family == socket.AF_INET6 else 4

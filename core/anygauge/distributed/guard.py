@@ -90,7 +90,7 @@ def fork_guarded(
 ) -> None:
     """Go on in a child of this process, which becomes its guard.
 
-    :param descriptors: What the child alone needs.
+    :param descriptors: Descriptors that the child alone needs.
     :param outputs: Descriptors of the child, and who takes what it writes to them.
     :param handed_on: Signals to the guard that the child is to get.
     """
@@ -131,7 +131,7 @@ def _watch(child: int, wake: int, outputs: Mapping[int, Output]) -> int:
     """Return the wait status of the child, once nothing that it started is left.
 
     :param wake: Can be read once a child has ended.
-    :param outputs: By the descriptors that they come from.
+    :param outputs: Reader of each descriptor's output.
     """
     watched = [_LIFELINE, wake, *outputs]
     status = None

@@ -34,7 +34,7 @@ def verify_peers(group: Any, store: Store, *, rank: int, size: int, contexts: in
     """Exchange codes with every other rank of a new gloo group. A collective.
 
     :param group: Torch's ``ProcessGroupGloo``.
-    :param store: Of this group alone; strangers have no access to it.
+    :param store: Store of this group alone; strangers have no access to it.
     :param contexts: Sets of connections that the group has: one for each of its devices.
     :raises PlacementError: A connection leads to something else than the rank that it should lead to.
     """

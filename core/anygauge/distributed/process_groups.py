@@ -54,7 +54,7 @@ def init_process_group(
     :param store: Shared by all ranks.
     :param timeout_s: Seconds until a collective of the group fails.
     :param single_host: Keep host-side traffic on the loopback interface.
-    :param address: Of this host, for collectives of the host backend; ``None`` lets it choose.
+    :param address: Address of this host, for collectives of the host backend; ``None`` lets it choose.
     :param reloadable: Whether this group, and those that are made of its ranks later, can be released and
         reloaded; they are if the backend makes communicators.
     """

@@ -44,7 +44,7 @@ class ReloadableGroup(ProcessGroup):
     :param make: Makes a communicator from torch's options and those of the group.
     :param options: Torch's, with the store; a group inside gets a part of it for itself.
     :param own: Options of the group, of whatever class the communicator has.
-    :param device_type: Of the tensors that it takes.
+    :param device_type: Type of device of the tensors that it takes.
     :param backend: Name of the backend that the communicator is of.
     """
 
@@ -119,7 +119,7 @@ for _name, _method in inspect.getmembers(ProcessGroup, inspect.isroutine):
 class ReloadableGroups:
     """All groups of one process that can be reloaded.
 
-    :param store: That all ranks share.
+    :param store: Store that all ranks share.
     """
 
     def __init__(self, store: Store, world_size: int, timeout_s: float) -> None:

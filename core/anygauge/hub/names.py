@@ -49,7 +49,7 @@ class HubName:
 def model_name(key: str, path: Path, revision: str | None = None) -> HubName | None:
     """Return the name that a path is, or ``None`` if it is a path of this host or can only be one.
 
-    :param revision: Of a path that names none itself.
+    :param revision: Revision of a path that names none itself.
     """
     match = None if os.path.exists(path) else _MODEL.fullmatch(str(path))
     if match is None:

@@ -95,7 +95,7 @@ def write_index(directory: Path, weight_map: Mapping[str, str], size: int) -> No
     """Write the index from tensor names to files.
 
     :param weight_map: File by tensor.
-    :param size: Of all tensors, in bytes.
+    :param size: Size of all tensors, in bytes.
     """
     index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(weight_map.items()))}
     (directory / INDEX).write_text(json.dumps(index, indent=2) + "\n")

@@ -161,7 +161,7 @@ class _Tiles:
     :param scale: One over the temperature.
     :param in_place: Whether none has spare memory.
     :param keep: Whether the last ones are wanted later; if so and ``in_place``, each has memory of its own.
-    :param memory: That of earlier tiles of the same shapes, or ``None``.
+    :param memory: Memory of earlier tiles of the same shapes, or ``None``.
     """
 
     def __init__(

@@ -429,7 +429,7 @@ def through_logits(
 ) -> tuple[Tensor, Tensor]:
     """Compute :func:`linear_logprob` from full logits in the dtype of ``hidden``.
 
-    :param logprob: What is made of logits; may overwrite them.
+    :param logprob: Function that computes log-probs from logits; may overwrite them.
     """
     logits = F.linear(_shared(hidden, group), weight)
     start = 0 if group is None else weight.shape[0] * dist.get_rank(group)

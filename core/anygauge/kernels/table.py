@@ -105,7 +105,7 @@ class KernelTable:
 
         :param op: A name of ``KERNEL_OPS``.
         :param dtype: The dtype of the activations.
-        :param facts: What else is known when the module is built, of ``KERNEL_FACTS``: ``head_dim=64``.
+        :param facts: Other values of ``KERNEL_FACTS`` known when the module is built: ``head_dim=64``.
         :returns: A function with the signature of the op's Protocol; the reference where nothing else serves.
         """
         candidates = self.candidates(op, dtype=dtype, **facts)
@@ -131,7 +131,7 @@ class KernelTable:
     def preferring(self, owner: str, kernels: Iterable[KernelImpl]) -> KernelTable:
         """Return a table that prefers these kernels to all others, whatever their priority.
 
-        :param owner: Who brings them, for messages.
+        :param owner: Name of the provider of the kernels, for messages.
         :raises PluginError: A kernel names an unknown op, or has not the signature of its op.
         """
         by_op = dict(self.kernels)

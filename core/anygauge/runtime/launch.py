@@ -50,8 +50,8 @@ def launch_workers(
     :param num_workers: ``None`` takes ``placement.train_workers``.
     :param collective: Whether the workers form a process group.
     :param first_device: Devices of this host that another role's plain processes take.
-    :param devices: That each worker takes.
-    :param seats: Of workers that take devices of others, and none of their own.
+    :param devices: Number of devices for each worker.
+    :param seats: Places of workers that take devices of others, and none of their own.
     :param extra_devices: Devices that workers of other roles take, which are started afterwards.
     :param reads: Directories that every worker needs, beside those that the config names.
     :param options: Further keyword arguments of the class; they are pickled.

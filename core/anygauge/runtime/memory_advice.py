@@ -74,7 +74,7 @@ def advise(error: BaseException, config: Config) -> None:
 def advise_death(death: Died, method: str, config: Config, oom_kills: int) -> str | None:
     """Return a hint for a death that lack of memory may have caused, or ``None``.
 
-    :param method: What the worker was asked to do.
+    :param method: Method that the worker was running.
     :param oom_kills: Processes that the kernel has ended for lack of memory since the workers started.
     """
     if not KILLED.search(death.how):

@@ -55,7 +55,7 @@ def shared_seats(workers: Sequence[tuple[str, Sequence[str]]], count: int, devic
     """Return places on the devices of workers that have one each, in the order of ranks.
 
     :param workers: Node and device of each.
-    :param devices: That each place has.
+    :param devices: Number of devices for each place.
     :raises PlacementError: Those of one are on more than one node.
     """
     return [_seat(workers[first : first + devices]) for first in range(0, count * devices, devices)]
@@ -75,7 +75,7 @@ def _seat(workers: Sequence[tuple[str, Sequence[str]]]) -> Seat:
 def check_capacity(bundle: Resources, count: int, totals: Mapping[str, Resources]) -> None:
     """Check that a cluster that does not grow could ever hold the workers.
 
-    :param totals: What each node has, used or not.
+    :param totals: All resources of each node, used or not.
     :raises PlacementError: It could not.
     """
     room = sum(

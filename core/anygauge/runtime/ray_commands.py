@@ -18,7 +18,7 @@ def head_command(
 ) -> list[str]:
     """Return the command that starts the head of a cluster.
 
-    :param devices: That the node lends to the cluster.
+    :param devices: Number of devices that the node lends to the cluster.
     :param host: Address that the other nodes reach it at; ``None`` leaves the choice to Ray.
     :param port: ``None`` takes Ray's own.
     """
@@ -31,7 +31,7 @@ def head_command(
 def worker_command(backend: BackendSpec, devices: int, *, head: str, host: str | None = None) -> list[str]:
     """Return the command that adds this node to a cluster.
 
-    :param devices: That the node lends to the cluster.
+    :param devices: Number of devices that the node lends to the cluster.
     :param head: ``HOST:PORT`` of the head.
     :param host: Address that the other nodes reach it at; ``None`` leaves the choice to Ray.
     """

@@ -144,8 +144,8 @@ def error_of(
     A death comes before an exception, since a rank that dies makes the others raise; an exception that looks
     like a lost connection comes last.
 
-    :param failures: By rank, in the order in which they arrived; not empty.
-    :param who: By rank.
+    :param failures: Failure of each rank, in the order of arrival; not empty.
+    :param who: Worker of each rank.
     :param advise: Returns what to do about a death, if anything is known.
     """
     ranks = sorted(failures, key=lambda rank: _order(failures[rank]))
@@ -196,9 +196,9 @@ def deadline_error(
 
     :param what: The method.
     :param running: The workers that have not answered.
-    :param stacks: By rank, what their threads are doing.
+    :param stacks: Stacks of the threads of each rank.
     :param setting: The config key that allows more time.
-    :param logs: By rank, what each worker has written.
+    :param logs: Log file of each rank.
     """
     lines = [f"{what!r} did not finish within {timeout_s:g} s on {len(running)} worker(s)."]
     for who in running:

@@ -145,7 +145,7 @@ class Worker:
         """Prepare the process.
 
         :param workers_on_host: Processes that share this host's cores.
-        :param address: Of this node, as the run's other processes reach it.
+        :param address: Address of this node, as the run's other processes reach it.
         :param rendezvous: Where the ranks meet; ``None`` for workers without a process group.
         :returns: On rank 0, the port of the store.
         """

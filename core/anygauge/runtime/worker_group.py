@@ -192,7 +192,7 @@ class WorkerGroup:
     def seats(self, count: int, devices: int) -> list[Seat]:
         """Return places on the devices of these workers, in the order of ranks.
 
-        :param devices: That each place has.
+        :param devices: Number of devices for each place.
         :raises PlacementError: The devices of one are on more than one node.
         """
         return shared_seats([(host.node, host.accelerators) for host in self._hosts], count, devices)

@@ -26,7 +26,7 @@ __all__ = ["main"]
 def main(descriptor: int, parent: int) -> None:
     """Serve the driver until it closes the worker.
 
-    :param descriptor: Of the socket that leads to the driver.
+    :param descriptor: Descriptor of the socket that leads to the driver.
     :param parent: Process id of the driver, or 0 if the driver's thread may end before its process.
     """
     skip_last_collection()

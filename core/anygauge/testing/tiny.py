@@ -37,7 +37,7 @@ def tiny_tokenizer(
     """Make a tokenizer, write its files and return it.
 
     :param alphabet: One token per character, then ``<pad>`` and ``<eos>``; any other character is an error.
-    :param texts: What to train a byte-level BPE on, with a chat template; any text can be encoded.
+    :param texts: Texts to train a byte-level BPE on, with a chat template; any text can be encoded.
     :param vocab_size: Most tokens of the BPE, special ones and the 256 bytes included.
     """
     assert (alphabet is None) != (texts is None), "either an alphabet or texts"

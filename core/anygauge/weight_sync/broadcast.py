@@ -98,7 +98,7 @@ def join_group(
 ) -> Membership:
     """Join a group and return once every process has.
 
-    :param store: That this process serves, on rank 0.
+    :param store: Store that this process serves, on rank 0.
     :raises RuntimeError: Another does not come in time.
     """
     timeout = timedelta(seconds=timeout_s)
@@ -122,7 +122,7 @@ def join_group(
 def address_towards(address: str) -> str:
     """Return the address of this host that a server sees.
 
-    :param address: Of the server: ``http://host:port``.
+    :param address: Address of the server: ``http://host:port``.
     """
     parts = urlsplit(address)
     assert parts.hostname is not None, address

@@ -154,7 +154,7 @@ def _read_planes(data: bytes, count: int, length: int) -> NDArray[np.uint8]:
 def framed(places: Sequence[WeightTensor], changes: Sequence[Change]) -> bytes:
     """Serialize changes.
 
-    :param places: What the tensors are, where the receiver does not know it yet.
+    :param places: Tensors that the changes are about, where the receiver does not know them yet.
     """
     names = json.dumps([each[:3] for each in places]).encode() if places else b""
     parts: list[bytes] = [_LENGTH.pack(len(names)), names]

@@ -48,7 +48,7 @@ class EngineControl:
         """Post and return the answer.
 
         :param body: JSON, or bytes in parts that are sent one after the other.
-        :param what: What is waited for, as the object of a sentence: ``"bucket 3 of version 7"``.
+        :param what: Name of the request in errors: ``"bucket 3 of version 7"``.
         :raises RefusedError: Status 4xx or 5xx.
         :raises DeadlineError: No answer in time.
         :raises RolloutError: No connection, or it broke.

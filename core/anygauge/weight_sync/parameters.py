@@ -72,7 +72,7 @@ class ExpectedParameters:
 
     Tensors that are parts of a parameter are held, on the host, until all parts of it have come.
 
-    :param dtypes: Of the servers' parameters. A server may keep some in the dtype that they came in.
+    :param dtypes: Dtypes of the servers' parameters. A server may keep some in the dtype that they came in.
     """
 
     def __init__(self, dtypes: Collection[str] = ()) -> None:

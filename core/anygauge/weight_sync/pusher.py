@@ -41,7 +41,7 @@ class WeightPusher:
     """The sender of a run. One update at a time, from one thread.
 
     :param options: The config's ``[weight_sync]``.
-    :param buffers: What buckets lie in.
+    :param buffers: Memory for the buckets.
     """
 
     def __init__(self, options: WeightSync, transport: WeightTransport, buffers: Buffers) -> None:

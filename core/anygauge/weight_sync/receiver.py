@@ -41,7 +41,7 @@ class Held:
         """Begin an update.
 
         :param base: The version that the changes are to; ``None`` if every tensor comes whole.
-        :raises RolloutError: What is held is not the base.
+        :raises RolloutError: The version in memory is not the base.
         """
         if base is None:
             self._tensors = []

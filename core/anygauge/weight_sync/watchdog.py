@@ -41,7 +41,7 @@ def within(
     The work runs in a thread that may outlive the call; ``release`` is what lets it go, such as closing the
     group whose collective it hangs in.
 
-    :param what: What is waited for, as a clause: ``"a broadcast of bucket 3 to http://..."``.
+    :param what: Name of the work in errors, as a clause: ``"a broadcast of bucket 3 to http://..."``.
     :param release: Called once the wait is over without a result.
     :param given_up: Returns an error once there is no reason to wait any more, such as a server's refusal.
     :raises DeadlineError: It took longer.

@@ -167,7 +167,7 @@ def sampling_rule(config: Config) -> Problems:
 def value_problems(path: str, function: NamedFunction, options: Mapping[str, Any]) -> Problems:
     """Yield options whose value does not have the annotated type.
 
-    :param path: Of the table that holds them.
+    :param path: Path of the table that holds the options.
     """
     try:
         hints = get_type_hints(function.fn, include_extras=True)

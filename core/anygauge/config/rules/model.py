@@ -204,7 +204,7 @@ def _expert_options(
 ) -> Problems:
     """Yield settings of experts or router biases that the model does not have.
 
-    :param path: Of the key that names the model.
+    :param path: Path of the key that names the model.
     """
     for name in (name for name in options if name.startswith(EXPERTS)):
         hint = None

@@ -41,7 +41,7 @@ def content_of(kind: MediaKind, source: Source, measured: Measured, processor: M
 def key_of(kind: MediaKind, source: Source, measured: Measured, fingerprint: str) -> str:
     """Return the key of the content that a medium will have.
 
-    :param fingerprint: Of the processor.
+    :param fingerprint: Fingerprint of the processor.
     :raises MediaError: Its bytes cannot be read; a clause.
     """
     made_by = (kind, fingerprint, measured.grid, measured.size, measured.times)

@@ -46,7 +46,7 @@ class Expander:
     ) -> tuple[list[int], list[Media]]:
         """Return the tokens of a sequence and its media.
 
-        :param tokens: Of a text with marks.
+        :param tokens: Tokens of a text with marks.
         :param waiting: Media of this text and those that follow it, in order.
         :param start: Tokens that stand before these in the sequence.
         :raises BadMediaError: Marks and media differ, or the text itself holds a placeholder token.

@@ -27,8 +27,8 @@ _AZURE = IPv4Address("168.63.129.16")
 def fetch(address: str, settings: Settings) -> bytes:
     """Download a URL.
 
-    :raises MediaError: That is not allowed, takes too long, or is not public; a clause. What is longer than
-        ``media.max_bytes`` comes back cut, and longer than that.
+    :raises MediaError: The URL is not allowed, takes too long, or is not public; a clause. A file of more
+        than ``media.max_bytes`` comes back cut, but still longer than that.
     """
     if not settings.allow_urls:
         raise MediaError(

@@ -54,7 +54,7 @@ class MediaFinder:
 
     :param fields: Field of a row by kind.
     :param tokenizer: A Hugging Face tokenizer.
-    :param kinds: That the run takes, of those that the model knows; ``None`` for all.
+    :param kinds: Kinds of media that the run takes, of those that the model knows; ``None`` for all.
     """
 
     def __init__(
@@ -118,7 +118,7 @@ class MediaFinder:
     ) -> list[FoundMedia]:
         """Look at the headers of media.
 
-        :param folder: Of the row's file; ``None`` for what a tool shows.
+        :param folder: Folder of the row's file; ``None`` for media that a tool shows.
         :param keyed: Whether all of their bytes are read, for their keys.
         :raises MediaError: One cannot be used; a clause with its kind, number and name.
         """

@@ -102,7 +102,7 @@ def source_of(kind: MediaKind, value: Any, folder: Path, settings: Settings) -> 
 
     :param value: A path, an address, ``data:`` or base64 text, bytes, an object with ``bytes``, ``path`` or
         ``url``, an image of Pillow's; for a video also a list of images.
-    :param folder: That relative paths start from.
+    :param folder: Folder that relative paths start from.
     :raises MediaError: It is none of these, or an address that may not be or cannot be fetched; a clause.
     """
     if isinstance(value, Mapping):

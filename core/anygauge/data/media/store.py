@@ -130,7 +130,7 @@ class FileStore(MappedFiles):
     It is in memory, and ``link`` leads to it; or ``link`` itself, on disk, where memory has no room. What
     fills the memory later goes to disk.
 
-    :param link: What the run's other processes on this host know it by.
+    :param link: Path by which the run's other processes on this host know it.
     """
 
     def __init__(self, link: Path) -> None:

@@ -24,7 +24,7 @@ _VERSION = re.compile(r"version-(\d+)")
 class DiskTransport(WeightTransport):
     """Writes ``version-N`` in a directory, lets the servers load it, and removes the previous version.
 
-    :param directory: That the servers see under the same path.
+    :param directory: Directory that the servers see under the same path.
     :param model: Whose config and tokenizer go with the weights.
     """
 

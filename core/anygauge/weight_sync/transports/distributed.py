@@ -35,7 +35,7 @@ Gloo does not, and its groups end no sooner than the collectives in them."""
 class DistributedTransport(WeightTransport):
     """A process group with the servers, rebuilt when one of them was restarted.
 
-    :param device_type: Of the buckets; the servers must run on such devices too.
+    :param device_type: Type of device of the buckets; the servers must run on such devices too.
     :param backends: The ``torch.distributed`` backend of each type of device that is known here.
     :param deadline_s: Longest time for the group to form, and for one broadcast, in seconds.
     """
