@@ -80,12 +80,13 @@ NOT_IN_DOCUMENTS = (
     *("what can run here", "what tells", "takes its turn", "holds its memory"),
 )
 RIDDLE = r":(?:param \w+|returns|raises \w+): +(?:What|Of|By|That|Who|Whom)\b.*"
-CHECKED_FIELDS = (
-    "hooks/",
-    *(f"core/anygauge/{each}/" for each in ("algorithms", "cli", "config", "distributed", "hub", "kernels")),
-    *(f"core/anygauge/{each}/" for each in ("runtime", "testing", "weight_sync")),
-)
+CHECKED_FIELDS = ("core/", "hooks/", "backends/")
 """Folders whose ``:param``, ``:returns`` and ``:raises`` are checked."""
+UNCHECKED_FIELDS = {
+    f"core/anygauge/{each}.py"
+    for each in ("data/media/loader", "plugins", "rollout/gate", "rollout/producer", "serving/engines")
+}
+"""Files of these folders that are yet to be reworded."""
 
 
 @cache
@@ -158,6 +159,7 @@ def test_no_field_of_a_docstring_begins_with_a_relative_or_a_preposition() -> No
         f"{path.relative_to(ROOT)}: {field}"
         for path in SOURCES
         if str(path.relative_to(ROOT)).startswith(CHECKED_FIELDS)
+        and str(path.relative_to(ROOT)) not in UNCHECKED_FIELDS
         for _, text in docstrings(tree_of(path))
         for field in re.findall(RIDDLE, text)
     ]

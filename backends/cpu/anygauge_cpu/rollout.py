@@ -33,7 +33,7 @@ SGLANG: Mapping[str, Any] = {
 def engine_args(engine: str, max_tokens: int) -> Mapping[str, Any] | None:
     """Return the arguments of a server on the host.
 
-    :param max_tokens: Of its cache, which is memory of the host: SGLang would take most of that.
+    :param max_tokens: Tokens of its cache, which is memory of the host: SGLang would take most of that.
     """
     return {**SGLANG, "max_total_tokens": max_tokens} if engine == "sglang" else None
 

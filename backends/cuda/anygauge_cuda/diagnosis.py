@@ -20,7 +20,7 @@ DUMP = "TORCH_FR_DUMP_TEMP_FILE"
 def write_diagnosis(log: str) -> None:
     """Have torch write what a hang, or a lack of memory, leaves behind beside the log of this process.
 
-    :raises ConfigError: What :data:`HISTORY` holds is no number.
+    :raises ConfigError: The value of :data:`HISTORY` is no number.
     """
     stem = Path(log).with_suffix("")
     if FORMER[DUMP] not in os.environ:

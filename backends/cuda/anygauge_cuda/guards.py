@@ -17,7 +17,7 @@ def refuse(op: str, given: str, hint: str) -> NoReturn:
     """Raise the error of a call.
 
     :param op: Name of the kernel op.
-    :param given: What it got, as the rest of a sentence.
+    :param given: Description of the input, as the rest of a sentence.
     :raises KernelInputError: Always.
     """
     raise KernelInputError(f"{op} got {given}.", hint=hint)

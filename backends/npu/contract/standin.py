@@ -18,7 +18,7 @@ __all__ = ["declared"]
 def declared(schemas: Mapping[str, str], run: Callable[[str], Callable[..., Any]]) -> Iterator[None]:
     """Declare operators for as long as the context is open.
 
-    :param schemas: By name, as a contract has them.
+    :param schemas: Schema of each name, as a contract has it.
     :param run: Returns what an operator does to host tensors, given its name.
     """
     library = torch.library.Library("npu", "DEF")

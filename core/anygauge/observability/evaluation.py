@@ -26,7 +26,7 @@ def eval_metrics(
     ``eval/<name>`` is the mean of what the reward functions returned, before shaping, over the samples that
     could be scored.
 
-    :param name: Of the data set.
+    :param name: Name of the data set.
     :param groups: At least one.
     :param raw: From ``Sample.raw_reward`` to the number before shaping.
     :param ks: The k of each pass@k; ``None`` takes the powers of two up to the samples of a prompt, and their

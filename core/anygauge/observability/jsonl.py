@@ -28,7 +28,7 @@ class JsonlTracker:
 
         {"time": 1767225600.25, "train/step": 3, "train/loss": 0.25, "train/grad_norm": null}
 
-    :param path: Of a file that is made, or continued.
+    :param path: Path of a file that is made, or continued.
     :param clock: Seconds since 1970, as ``time.time``.
     """
 

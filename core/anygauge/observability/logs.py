@@ -112,8 +112,8 @@ def driver_log(directory: Path, *, backend: str, secrets: Collection[str] = ()) 
     leaves the block is written with its traceback. What the file holds already stays. While the block runs,
     SIGUSR1 adds the stack of every thread.
 
-    :param directory: Of the run; exists.
-    :param backend: What the first line says of it.
+    :param directory: Directory of the run; exists.
+    :param backend: Description of the backend in the first line.
     :param secrets: Values that are masked, such as keys that were given on the command line.
     :returns: The file.
     """

@@ -67,7 +67,7 @@ def rollout_metrics(
     :param groups: At least one.
     :param raw: From ``Sample.raw_reward`` to the number before shaping.
     :param datasets: How many data sets the run trains on; with several, those of the step have metrics too.
-    :param version: Of the weights that are about to be trained; ``None`` for samples of another run.
+    :param version: Version of the weights that are about to be trained; ``None`` for samples of another run.
     """
     samples = [sample for group in groups for sample in group.samples]
     numbers = group_numbers(groups, raw)

@@ -133,7 +133,7 @@ def performance_metrics(
 
     :param reports: One for each worker.
     :param wall_s: Seconds of the step, from its first call to its last.
-    :param driver_seconds: What the driver itself did in this time, by phase: ``{"reward": 0.2}``.
+    :param driver_seconds: Time of the driver's own work, by phase: ``{"reward": 0.2}``.
     """
     seconds = {**_critical_seconds(reports), **(driver_seconds or {})}
     return {

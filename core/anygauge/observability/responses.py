@@ -47,7 +47,7 @@ def repetition_ratio(samples: Sequence[Sample]) -> float:
 def repeats(tokens: Sequence[int]) -> bool:
     """Return whether a response ends in the same passage four times over, 64 tokens or more in all.
 
-    :param tokens: Of a response; passages of up to 256 tokens are found.
+    :param tokens: Tokens of a response; passages of up to 256 tokens are found.
     """
     tail = list(reversed(tokens[-REPEATED_TIMES * LONGEST_PERIOD :]))
     period = 0

@@ -19,7 +19,7 @@ def staleness_metrics(samples: Sequence[Sample], version: int) -> dict[str, floa
     The lag of a token is the number of weight updates between the weights that made it and those that are
     trained on it.
 
-    :param version: Of the weights that are about to be trained.
+    :param version: Version of the weights that are about to be trained.
     :returns: Nothing where the policy sampled no token.
     """
     per_sample = [_versions(sample) for sample in samples]

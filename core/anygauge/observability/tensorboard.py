@@ -22,7 +22,7 @@ FLUSH_S = 10
 class TensorboardTracker:
     """Writes one event per call and group, which takes a tenth of the time of one per metric.
 
-    :param folder: Of the event files; made if need be.
+    :param folder: Folder of the event files; made if need be.
     :param step: Steps finished so far. What the folder has of later ones, from before a resume, is
         hidden; at 0, all that it has.
     """

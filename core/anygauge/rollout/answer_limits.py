@@ -16,7 +16,7 @@ LARGEST_LOG_PROB = 1e-5
 def stray_token(tokens: Sequence[Any], vocab_size: int | None = None) -> int | None:
     """Return the place of the first value that is no id of a token, or ``None``.
 
-    :param vocab_size: Of the model; ``None`` if it is not known.
+    :param vocab_size: Size of the model's vocabulary; ``None`` if it is not known.
     """
     size = vocab_size or MOST_TOKENS
     if not tokens or (set(map(type, tokens)) == {int} and min(tokens) >= 0 and max(tokens) < size):

@@ -29,11 +29,11 @@ class LiveRollout:
     """See :class:`anygauge_hooks.rollout.Rollout`. Kept from the draw of its prompt until its group is done.
 
     :param gate: To the engines.
-    :param number: Of its group: how many prompts were drawn before it in the run.
-    :param place: Of the rollout in its group.
-    :param seed: Of its first generation.
-    :param journal: What was said before; what is said goes there.
-    :param samples: Of a rollout that is done.
+    :param number: Number of its group: how many prompts were drawn before it in the run.
+    :param place: Place of the rollout in its group.
+    :param seed: Seed of its first generation.
+    :param journal: Journal of its earlier generations, to which new ones are added.
+    :param samples: Samples of a rollout that is done.
     """
 
     def __init__(

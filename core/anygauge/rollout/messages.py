@@ -54,7 +54,7 @@ def late(
 ) -> DeadlineError:
     """Return the error of a step in which nothing happens.
 
-    :param groups: That are open.
+    :param groups: Groups that are open.
     :param under_way: Requests that the engines have.
     """
     waits = f"open: {named(groups)}" if groups else "none is open"

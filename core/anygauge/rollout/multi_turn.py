@@ -37,10 +37,10 @@ async def multi_turn(
         ``{"text": ..., "images": [...]}`` with images as :meth:`Rollout.look` takes them, which the policy
         sees after the text. It may be ``async``; if not, it runs in a thread. A ``ValueError`` is told to the
         policy; any other error ends the rollout.
-    :param max_turns: Of the policy.
+    :param max_turns: Most turns of the policy.
     :param start: Begins a call.
     :param end: Ends a call, and the turn.
-    :param answer: What the policy is told; ``{}`` stands for the tool's answer.
+    :param answer: Text that the policy gets as an answer; ``{}`` stands for the tool's answer.
     :param chat: Put the answer into a message of the role ``tool``, by the chat template.
     """
     call = _tool(tool)

@@ -38,7 +38,7 @@ def check_generation(said: Generation, limit: int, vocab_size: int | None = None
     """Check what an engine returned.
 
     :param limit: Tokens that it was asked for.
-    :param vocab_size: Of the model; ``None`` if it is not known.
+    :param vocab_size: Size of the model's vocabulary; ``None`` if it is not known.
     :raises RolloutError: It has not one of each value per token, too many tokens, a token that the model does
         not have, or a log-prob that is none.
     """

@@ -34,8 +34,8 @@ class Staleness(NamedTuple):
         """Return whether one more group may start.
 
         :param untaken: Groups that are under way, or done and not handed out.
-        :param version: That the engines serve.
-        :param next_version: Of the weights that the next step trains.
+        :param version: Version that the engines serve.
+        :param next_version: Version of the weights that the next step trains.
         """
         return next_version + untaken // self.groups_per_step - version <= self.max_versions
 
@@ -58,7 +58,7 @@ class Staleness(NamedTuple):
 def is_met(owed: Iterable[Owed], started_at: Sequence[int]) -> bool:
     """Return whether there are as many groups of each age as are owed.
 
-    :param started_at: Of each group that is done.
+    :param started_at: Version at the start of each group that is done.
     """
     return all(sum(age <= each.started_at for age in started_at) >= each.groups for each in owed)
 

@@ -78,7 +78,7 @@ class Tally:
     def metrics(self, groups: int) -> dict[str, float]:
         """Return ``rollout/*`` of a step.
 
-        :param groups: That it trains on.
+        :param groups: Number of groups that the step trains on.
         """
         rejected = self.rejected.total()
         seen = groups + rejected

@@ -94,7 +94,7 @@ class CheckpointWriter:
     def start(self, step: int, state: Mapping[str, Any], *, replaces: bool = True) -> Path | None:
         """Save the state after a step; returns once training may go on.
 
-        :param state: Of the driver. What JSON does not know, in a label or in metadata, is written as text.
+        :param state: State of the driver. Labels and metadata that JSON does not know are written as text.
         :param replaces: Whether it counts among those of ``save.keep``, so that older ones are removed.
         :returns: The checkpoint before, if it was still being written.
         """

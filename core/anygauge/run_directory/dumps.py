@@ -96,7 +96,7 @@ def batch_path(directory: Path, step: int, dp_rank: int) -> Path:
 def model_facts(directory: Path) -> ModelFacts:
     """Return the architecture of a Hugging Face directory, the size of its vocabulary, and its tokens.
 
-    :param directory: That was checked.
+    :param directory: Directory that was checked.
     """
     hf = read_json(directory / "config.json")
     return {
@@ -163,7 +163,7 @@ def _record(group: Group) -> dict[str, Any]:
 def read_groups(path: Path, model: ModelFacts | None = None) -> list[Group]:
     """Return the groups of a file that :func:`write_groups` wrote.
 
-    :param model: That trains on them; ``None`` takes those of any.
+    :param model: Model that trains on them; ``None`` takes those of any.
     :raises DataError: There is no such file, it was cut short, a line is no group, or it is of another model.
     """
     try:
@@ -261,8 +261,8 @@ def write_batch(
 def read_batch(path: Path, *, dp_size: int, model: ModelFacts | None = None) -> TrainBatch:
     """Return the batch of a file that :func:`write_batch` wrote.
 
-    :param dp_size: Of this run.
-    :param model: That trains on it; ``None`` takes one of any.
+    :param dp_size: Data-parallel size of this run.
+    :param model: Model that trains on it; ``None`` takes one of any.
     :raises DataError: There is no such file, it was cut short, or it is of a run with another
         data-parallel size or another model.
     """

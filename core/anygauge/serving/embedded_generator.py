@@ -51,7 +51,7 @@ class EmbeddedGenerator:
     async def generate(self, request: GenerateRequest) -> Generation:
         """Generate a continuation of the request's tokens.
 
-        :raises AnygaugeError: What the engines raise, for every request of the wave.
+        :raises AnygaugeError: An engine raised it, for every request of the wave.
         """
         queued = _QueuedRequest(request, asyncio.get_running_loop().create_future())
         self._waiting.append(queued)

@@ -192,8 +192,8 @@ def open_servers(
     """Start the servers of a run, and end them after.
 
     :param trainers: The workers that train, if any do.
-    :param directory: Of the run.
-    :param seats: Of servers on the devices of others, where Ray places them.
+    :param directory: Directory of the run.
+    :param seats: Places of servers on the devices of others, where Ray places them.
     :param make: Makes the engines of these servers.
     """
     with (

@@ -104,7 +104,7 @@ class StartedServers:
 class AttachedServers:
     """Servers that somebody else has started, and may start again.
 
-    :param spec: Of the engine that they are.
+    :param spec: Spec of the engine that the servers are.
     """
 
     has_first_weights = False

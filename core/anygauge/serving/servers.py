@@ -36,7 +36,7 @@ class Servers:
     """Engine pools whose servers are restarted. Its methods are called in the driver's own thread.
 
     :param loop: Event loop of the pools.
-    :param store: Of the run's media; ``None`` in a run of text.
+    :param store: Store of the run's media; ``None`` in a run of text.
     """
 
     def __init__(

@@ -101,7 +101,7 @@ class ActorWorker(GeneratingWorker):
     Reference and teacher borrow the actor's memory where they are of its size. The critic is an engine of its
     own.
 
-    :param components: What the run builds; ``None`` takes what the config says.
+    :param components: Components that the run builds; ``None`` takes those that the config asks for.
     """
 
     def __init__(
@@ -199,7 +199,7 @@ class ActorWorker(GeneratingWorker):
     def _write(self, path: Path, batch: TrainBatch, current: Sequence[Tensor]) -> None:
         """Write what was trained on, with the log-probs of the passes that there were.
 
-        :param current: Of each sample, as the loss saw them; none if the policy was not trained.
+        :param current: Log-probs of each sample, as the loss saw them; none if the policy was not trained.
         """
         write_batch(
             path,

@@ -40,7 +40,7 @@ SCORED = 32
 class BackgroundEvaluation:
     """At most one evaluation at a time, beside training.
 
-    :param rollouts: That training has under way at most.
+    :param rollouts: Most rollouts that training has under way.
     """
 
     def __init__(self, session: Session, *, rollouts: int) -> None:

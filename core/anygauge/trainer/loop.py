@@ -381,7 +381,7 @@ def announce(loop: Loop, checkpoint: Path | None) -> None:
 def measure(loop: Loop, work: StepWork, started: float, **driver_seconds: float) -> dict[str, float]:
     """Return ``perf/*`` of a step that began at ``started``.
 
-    :param driver_seconds: What the driver did itself, by phase.
+    :param driver_seconds: Time of the driver's own work, by phase.
     """
     reports = [*loop.session.workers.call("report"), *loop.session.engines.reports()]
     return performance_metrics(

@@ -48,7 +48,7 @@ def rollout_batch(groups: Sequence[Group], version: int | None = None) -> TrainB
     without a response token takes part in none either, and is not returned. A rollout that became several
     samples counts once, and all of them have its number.
 
-    :param version: Of the weights that are about to be trained; ``None`` for samples of another run.
+    :param version: Version of the weights that are about to be trained; ``None`` for samples of another run.
     """
     responses = [_responses(group) for group in groups]
     of_rollouts = list(chain.from_iterable(responses))
@@ -167,7 +167,7 @@ def plan_metrics(
 ) -> dict[str, float]:
     """Return how evenly the ranks work.
 
-    :param batches: Of each rank.
+    :param batches: Batch of each rank.
     """
     costs = []
     for batch in batches:

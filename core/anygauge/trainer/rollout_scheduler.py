@@ -71,8 +71,8 @@ def producer_context(
 class RolloutScheduler:
     """A producer in an event loop; see :class:`GroupSource`.
 
-    :param scorer: Of the producer.
-    :param steps: That are left.
+    :param scorer: Scorer of the producer.
+    :param steps: Number of steps that are left.
     """
 
     def __init__(
@@ -147,7 +147,7 @@ def open_rollout_scheduler(
 ) -> Iterator[RolloutScheduler]:
     """Yield what makes the samples of the training; end it after.
 
-    :param source: Of the training prompts, where the run's state says that it stands.
+    :param source: Source of the training prompts, at the place that the run's state gives.
     """
     config, state, client = session.config, session.state, maker.client
     scorer = session.scorers.get(TRAINING)

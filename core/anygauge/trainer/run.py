@@ -85,7 +85,7 @@ def train(
 def run_info(loaded: LoadedConfig, directory: Path, facts: Mapping[str, str]) -> RunInfo:
     """Return what observers are told of a run before its first step.
 
-    :param facts: What plugins report about this host.
+    :param facts: Facts that plugins report about this host.
     """
     return RunInfo(
         name=loaded.config.run.name,
@@ -155,9 +155,9 @@ def open_session(
 ) -> Session:
     """Start the scorers, the workers and the engines; the stack ends them.
 
-    :param components: What is built.
+    :param components: Components that are built.
     :param checkpoint: Loaded into the train engines, and from there into the rollout engines.
-    :param media: Of the run's data; ``None`` for a run of text.
+    :param media: Finder of the run's media; ``None`` for a run of text.
     """
     config, directory = loaded.config, Path(state.info.directory)
     stack.enter_context(single_torch_thread())

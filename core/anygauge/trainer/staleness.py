@@ -19,7 +19,7 @@ def mask_stale(groups: Sequence[Group], version: int, max_lag: int | None) -> li
     Such a token is in no mean: what the loss is divided by is counted afterwards. Its sample keeps its
     reward, and takes part in its group.
 
-    :param version: Of the weights that are about to be trained.
+    :param version: Version of the weights that are about to be trained.
     :param max_lag: In versions; ``None`` masks nothing.
     """
     if max_lag is None:

@@ -94,7 +94,7 @@ def maker(config: Config, context: WorkerContext, name: str, role: str) -> Calla
 def is_same_model(one: Path, other: Path, plugins: LoadedPlugins, kinds: Collection[MediaKind] = ()) -> bool:
     """Return whether two Hugging Face directories hold models that compute the same of the same weights.
 
-    :param kinds: Of media that they are shown.
+    :param kinds: Kinds of media that they are shown.
     """
     texts = [(path / "config.json").read_text(encoding="utf-8") for path in (one, other)]
     hfs = [text_config(json.loads(each)) for each in texts]

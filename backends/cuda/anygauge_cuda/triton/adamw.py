@@ -170,7 +170,7 @@ def plan(updates: Sequence[Sequence[Tensor | None]], addresses: Sequence[int]) -
     :param updates: The weight, its gradient, both moments and the copy, contiguous, of so many numbers each.
         The copy is bfloat16 or ``None``; the others are float32, but for a weight that is int16, the lower
         half of the number whose upper half, rounded, is the copy.
-    :param addresses: Of each of these, 0 for none.
+    :param addresses: Address of each of these, 0 for none.
     """
     weights = [update[0] for update in updates if update[0] is not None]
     device = weights[0].device

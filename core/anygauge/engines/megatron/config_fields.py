@@ -81,7 +81,7 @@ _NARROWER: Mapping[str, Any] = {"optimizer": Literal["adam", "sgd"]}
 def config_fields() -> Mapping[str, frozenset[str]]:
     """Return the field names of ``TransformerConfig``, the DDP config and ``OptimizerConfig``.
 
-    :returns: By ``"transformer"``, ``"ddp"`` and ``"optimizer"``.
+    :returns: Names under ``"transformer"``, ``"ddp"`` and ``"optimizer"``.
     """
     return {part: frozenset(fields) for part, fields in _annotations().items()}
 
@@ -110,7 +110,7 @@ def _fields(path: Path) -> Iterator[tuple[str, str]]:
 def option_problems(train: Train, role: str = "train") -> Iterator[ConfigProblem]:
     """Yield problems of the table ``[train.megatron]``.
 
-    :param train: Of a role, whose table it is.
+    :param train: Table of the role, such as ``[train]``.
     """
     known = sorted(frozenset().union(*config_fields().values()))
     for name, value in train.megatron.items():

@@ -117,8 +117,8 @@ def check_ranks_agree(tensors: Mapping[str, Tensor], rules: Sequence[TensorRule]
 
     Megatron's own seeding leaves data-parallel ranks with different weights on an accelerator.
 
-    :param tensors: Of this rank, by canonical name.
-    :param rules: Of the whole model.
+    :param tensors: Tensors of this rank, by canonical name.
+    :param rules: Rules of the whole model.
     :param role: Whose weights they are, where they are not the model's own.
     :raises RankMismatchError: Some differ; on every rank, with the same text.
     """

@@ -200,7 +200,7 @@ class MegatronEngine:
     ) -> Tensor:
         """Return a pass's outputs of all response tokens, on every rank.
 
-        :param shape: Of what it collects of each token.
+        :param shape: Shape of the output of each token.
         """
         self._memory.need("everything", "a forward pass")
         self._set_training(False)

@@ -229,8 +229,8 @@ def model_inputs(
     :param tokens: ``[T]``, int64.
     :param lengths: Length of each sequence; they sum to ``T``.
     :param parts: How they are divided among ranks; not at all, if nothing is said.
-    :param learnt: Of each sequence, whether anything is learnt from it; all are, if nothing is said. The
-        others count as padding.
+    :param learnt: Whether anything is learnt from each sequence; all are, if nothing is said. The others
+        count as padding.
     :param media_positions: ``[3, T]``, int64, where media have positions of their own.
     """
     parts = parts or cut_sequences(lengths, WHOLE)

@@ -100,7 +100,7 @@ class DeviceMemory:
 class HostCopies:
     """Host copies of offloaded storages, in reused host memory.
 
-    :param chunk_bytes: Of each piece of that memory.
+    :param chunk_bytes: Size of each piece of that memory.
     """
 
     def __init__(self, device: Device, *, chunk_bytes: int = CHUNK_BYTES) -> None:

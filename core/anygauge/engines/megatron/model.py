@@ -157,7 +157,7 @@ def _replica_group(place: ShardPosition) -> dist.ProcessGroup | None:
 def initialize_parallel(seed: int, timeout_s: float, sizes: Parallel | None = None) -> None:
     """Make Megatron's process groups and seed its random state; torch's default group exists already.
 
-    :param timeout_s: Of every collective.
+    :param timeout_s: Timeout of every collective.
     :param sizes: How the model is divided; ``None`` keeps it whole.
     :raises ConfigError: The sizes do not divide the ranks.
     """

@@ -43,7 +43,7 @@ class _Pass:
 
         The first are those of the response itself, then come others, and at last all but the others together.
 
-        :param ids: Of the others, ``[r, K]`` on this rank.
+        :param ids: Ids of the others, ``[r, K]`` on this rank.
         """
         sampled = batch.targets[:, None]
         targets = torch.cat((sampled, ids), 1)

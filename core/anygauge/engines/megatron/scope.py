@@ -287,7 +287,7 @@ _Handler = Callable[[Any, tuple[Any, ...], Mapping[str, Any]], Any]
 class _Redirection(TorchFunctionMode):
     """Rewrites device names in the arguments of torch functions.
 
-    :param types: What the legacy tensor types of the device begin with.
+    :param types: Prefix of the names of the device's legacy tensor types.
     """
 
     def __init__(self, scope_map: ScopeMap, types: str) -> None:

@@ -42,7 +42,7 @@ class _Shards:
 class Update:
     """Updates the weights of a rank from its main gradients.
 
-    :param limit: Of the norm of all gradients; 0 clips nothing.
+    :param limit: Limit of the norm of all gradients; 0 clips nothing.
     """
 
     def __init__(self, optimizer: MegatronOptimizer, limit: float, device: torch.device) -> None:
@@ -91,7 +91,7 @@ class Update:
     def step(self, norm: float) -> None:
         """Update the weights.
 
-        :param norm: That of :meth:`norm`, on the host.
+        :param norm: Result of :meth:`norm`, on the host.
         """
         scale = min(1.0, self._limit / (norm + _TINY)) if self._limit > 0 else 1.0
         if not self._takes_all:

@@ -15,7 +15,7 @@ REPORT_FILE = "report.html"
 def write_report(directory: Path, out: Path | None = None) -> Path:
     """Write the report of a run and return its path.
 
-    :param directory: Of a run that has ended, goes on or has failed.
+    :param directory: Directory of a run that has ended, goes on or has failed.
     :param out: The page; ``None`` takes ``report.html`` in the directory.
     :raises CheckpointError: It is not a run directory, or the page cannot be written.
     """

@@ -58,7 +58,7 @@ def read_metrics(path: Path) -> Metrics:
 
     A step that was recorded again, by a resumed run, has the later value.
 
-    :param path: Of a file that exists.
+    :param path: Path of a file that exists.
     """
     points: dict[str, dict[int, float | None]] = {}
     broken = 0

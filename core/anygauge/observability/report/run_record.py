@@ -31,7 +31,7 @@ def begin_part(run: RunInfo) -> None:
 def end_part(run: RunInfo, error: BaseException | None) -> None:
     """Record how this process ended its part of a run, also a first one that ended before it could begin.
 
-    :param error: What ended it, or ``None`` for its last step.
+    :param error: Error that ended it, or ``None`` for its last step.
     """
     outcome = "finished" if error is None else "failed" if isinstance(error, Exception) else "interrupted"
     end = {"ended": _now(), "step": run.step, "outcome": outcome, "error": _text(error)}

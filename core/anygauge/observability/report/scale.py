@@ -47,8 +47,8 @@ def value_range(values: Sequence[float], floor: float | None = None, ceiling: fl
     """Return the range that a chart shows: all values, or without far outliers, with some room.
 
     :param values: At least one.
-    :param floor: What no value should be below: the range starts there if it comes near it.
-    :param ceiling: What no value should be above.
+    :param floor: Limit that no value should be below: the range starts there if it comes near it.
+    :param ceiling: Limit that no value should be above.
     """
     low, high = _inner(sorted(values))
     room = _room(low, high)

@@ -13,7 +13,7 @@ class Admission:
     """Counts requests in flight, and refuses those above a limit.
 
     :param most: Under way at once; ``None`` for any number.
-    :param unit: What is counted, in the plural.
+    :param unit: Name of the requests in errors, in the plural.
     """
 
     def __init__(self, most: int | None, unit: str) -> None:

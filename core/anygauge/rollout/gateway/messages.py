@@ -122,7 +122,7 @@ def start(chat: Chat) -> str:
 def say(key: str, message: Message, *, reasoning: str | None = None) -> str:
     """Return the key of a chat after a message.
 
-    :param key: Of the chat before it.
+    :param key: Key of the chat before it.
     :param reasoning: Tells the chat apart from one in which the assistant reasoned otherwise.
     """
     return _digest(key, [message.meaning(), reasoning or ""])

@@ -8,7 +8,7 @@ __all__ = ["Refusal", "bad_request", "no_room"]
 class Refusal(Exception):
     """A request that is answered with an error.
 
-    :param status: Of HTTP.
+    :param status: Status code of HTTP.
     :param parameter: Which field of the request is to blame.
     :param code: A word for programs, as OpenAI's API has them.
     :param retry_after_s: When another attempt may succeed.

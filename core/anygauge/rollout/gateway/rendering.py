@@ -84,7 +84,7 @@ class Renderer:
 
         That is the end of the turn, the messages that follow, and the opening of the next turn.
 
-        :param position: Of the assistant's message.
+        :param position: Position of the assistant's message.
         :returns: ``None`` where the template does not tell.
         """
         whole = self._behind_mark(chat, position, len(chat.messages), generate=True)

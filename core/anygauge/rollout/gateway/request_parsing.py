@@ -121,7 +121,7 @@ def content_of(content: Any, where: str) -> tuple[str, tuple[str, ...]]:
 def text_of(content: Any, where: str, *, between: str = "\n") -> str:
     """Return the text of a message's content: a string, or a list of text blocks.
 
-    :param between: What joins the blocks.
+    :param between: Separator of the blocks.
     :raises Refusal: There is something else in it.
     """
     if content is None:

@@ -162,7 +162,7 @@ class Gateway:
     ) -> Session:
         """Begin a session.
 
-        :param generator: What answers its requests.
+        :param generator: Generator that answers its requests.
         :param name: Unique among those that are open, of letters, digits, ``-``, ``_``; ``None`` makes one.
         :param look: Takes images into the run's store; ``None`` where the model reads text alone.
         :param max_media: Most images of one conversation; ``None`` for any number.
@@ -317,7 +317,7 @@ class Gateway:
 
         Until the block ends, the body counts among those of its session that are under way.
 
-        :param parse: Of an API, from a JSON object to what it asks for.
+        :param parse: Parser of an API, from a JSON object to a request.
         """
         session = self._session(request)  # before the body: a stranger's is never read
         length, limit = request.content_length, session.max_body_bytes

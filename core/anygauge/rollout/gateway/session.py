@@ -61,7 +61,7 @@ class Session:
 
     :param name: Unique in the gateway.
     :param generator: The engines.
-    :param admission: Of the gateway.
+    :param admission: Admission of the gateway.
     :param look: Takes images into the run's store; ``None`` where the model reads text alone.
     :param max_media: Most images of one conversation; ``None`` for any number.
     """

@@ -25,7 +25,7 @@ def mark_file() -> IO[bytes]:
 class Mark:
     """An index and the time of its beginning, in memory that two processes share.
 
-    :param descriptor: Of a :func:`mark_file`; not needed any more afterwards.
+    :param descriptor: Descriptor of a :func:`mark_file`; not needed any more afterwards.
     """
 
     def __init__(self, descriptor: int) -> None:

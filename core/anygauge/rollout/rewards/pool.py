@@ -68,7 +68,7 @@ class Bounds:
 class Pool:
     """Processes that score. None is started before there is something to score.
 
-    :param calls: What it can call.
+    :param calls: Calls that its processes can make.
     :param setup: The same, as it is sent.
     :param count: Number of processes.
     :param log: Where their output goes: ``scorer.log`` stands for ``scorer-0.log`` and so on. ``None`` takes
@@ -102,7 +102,7 @@ class Pool:
         At a bound, the processes are ended and what is left fails: with :data:`UNTRIED` if too many others
         have, else with ``bounds.late``.
 
-        :param jobs: Of different calls.
+        :param jobs: Jobs of different calls.
         :raises RewardError: A process cannot start.
         """
         results: list[list[Sequence[Outcome]]] = [[()] * len(job.items) for job in jobs]
@@ -149,7 +149,7 @@ class Pool:
     def _abandon(self, why: str | None) -> None:
         """End every process and fail what has no outcome.
 
-        :param why: What is said of it, as a clause; ``None`` for :data:`UNTRIED`.
+        :param why: Reason for the errors, as a clause; ``None`` for :data:`UNTRIED`.
         """
         for work in [*self._waiting, *(child.work for child in self._processes if child and child.work)]:
             call = self._calls[work.call]
@@ -244,7 +244,7 @@ class Pool:
     def _warn(self, work: PendingChunk, index: int | None, what: str) -> None:
         """Say in the log of the run what a call does not do, unless another warning has just been given.
 
-        :param index: Of its item, where it is known.
+        :param index: Index of its item, where it is known.
         """
         now = time.monotonic()
         if now < self._quiet_until:
@@ -257,7 +257,7 @@ class Pool:
         """End a process, fail the item that it did not survive, and leave the rest to another one.
 
         :param overdue: The item that took too long, if the process is ended for one.
-        :param why: What is said of the item, as a clause; ``None`` if the process ends by itself.
+        :param why: Reason for the item's error, as a clause; ``None`` if the process ends by itself.
         """
         self._processes[rank] = None
         how = process.end(EXIT_S if why is None else 0.0)

@@ -15,7 +15,7 @@ __all__ = ["overlong_penalty", "raw_number"]
 def raw_number(raw_reward: Any, reward: Reward) -> float:
     """Return the number behind what reward functions returned, before any shaping.
 
-    :param raw_reward: Of a sample that was scored: a number or a dict, or by name of the part.
+    :param raw_reward: Reward of a sample that was scored: a number or a dict, or by name of the part.
     :param reward: The table of the config that it was scored by.
     :returns: The number that ``reward.key`` names, or the weighted sum over the parts.
     """

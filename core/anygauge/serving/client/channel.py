@@ -41,7 +41,7 @@ class Channel:
 
     :param address: ``http://host:port``.
     :param name: How errors call the engine.
-    :param keys: That the server asks for.
+    :param keys: Keys that the server asks for.
     """
 
     def __init__(self, address: str, name: str, keys: ServerKeys) -> None:
@@ -54,7 +54,7 @@ class Channel:
         """Return the body of an answer.
 
         :param body: JSON to send; ``None`` sends a GET.
-        :param purpose: What is waited for, in errors.
+        :param purpose: Expected result, for errors: ``"the tokens of a text"``.
         :raises DeadlineError: No answer in time.
         :raises EngineAwayError: There is no connection, or the server failed.
         :raises RolloutError: The server refuses the request, today and tomorrow.

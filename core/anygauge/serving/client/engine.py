@@ -43,8 +43,8 @@ class EngineClient:
     :param address: ``http://host:port``.
     :param options: Limits; ``concurrency`` bounds what this client has under way.
     :param name: How errors call the engine.
-    :param image_encoder: Of requests that have media; ``None`` refuses them.
-    :param keys: That the server asks for.
+    :param image_encoder: Encoder for requests that have media; ``None`` refuses them.
+    :param keys: Keys that the server asks for.
 
     Example::
 
@@ -190,7 +190,7 @@ class EngineClient:
     async def abort(self, rids: Iterable[str] | None = None) -> None:
         """Abort generations in the engine; each returns its tokens so far.
 
-        :param rids: Of these alone; ``None`` ends all, also those of other clients.
+        :param rids: Requests to end; ``None`` ends all, also those of other clients.
         """
         if rids is None:
             body: dict[str, Any] = {"rid": "", "abort_all": True}

@@ -62,7 +62,7 @@ class ImageEncoder:
     """PNG files of images, made once for the many requests that show them. Belongs to one event loop.
 
     :param store: Where the images are.
-    :param max_bytes: Of PNG files that are kept.
+    :param max_bytes: Most bytes of PNG files that are kept.
     """
 
     def __init__(self, store: MediaStore, max_bytes: int = MAX_BYTES) -> None:

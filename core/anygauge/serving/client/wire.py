@@ -56,7 +56,7 @@ def request_body(
         with the one it is given, so no id may begin with another.
     :param rank: Data-parallel rank of the engine that is to serve it; ``None`` lets the engine choose.
     :param bootstrap: For an engine that does but one half of it; the other is told the same.
-    :param images: Of the request's media, each as a JSON string.
+    :param images: Images of the request's media, each as a JSON string.
     :raises RolloutError: Its placeholders and media do not go together.
     """
     body: dict[str, Any] = {
@@ -104,7 +104,7 @@ def _sampling_params(params: SamplingParams, seed: int) -> dict[str, Any]:
 def read_answer(data: bytes, engine: str, request: GenerateRequest) -> Generation:
     """Decode an answer.
 
-    :param request: That was asked; with media, the engine must have read as many tokens as it has.
+    :param request: Request that was sent; with media, the engine must have read as many tokens as it has.
     :raises RolloutError: It is none, or its parts contradict each other or the request.
     """
     try:

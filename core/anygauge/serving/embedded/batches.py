@@ -70,8 +70,8 @@ def generate_batch(
 
     :param model: A causal language model of transformers, in eval mode.
     :param aborted: Asked once per position; when it says so, the responses so far are returned.
-    :param recorder: What the passes are recorded with, where that is possible.
-    :param towers: Of a model that is shown media.
+    :param recorder: Recorder of the passes, where that is possible.
+    :param towers: Towers of a model that is shown media.
     :returns: One response per row.
     """
     device = model.device

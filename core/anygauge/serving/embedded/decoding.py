@@ -66,7 +66,7 @@ class RecordedStep:
 
     It computes the attention over ``width`` places of the cache, of which those yet to be written are masked.
 
-    :param cache: Of :class:`ReservedLayer` alone; its rows stay what they are.
+    :param cache: Cache of :class:`ReservedLayer` alone; its rows stay what they are.
     :param padding: ``[P, S]``, bool, the places that hold tokens or will; ``None`` where all do.
     :param length: Tokens of each row, padding included, with the one to come.
     """

@@ -83,7 +83,7 @@ class TransformersEngine:
     :param max_batch_tokens: Prompt and response tokens held in the cache at once.
     :param trust_remote_code: Let Python files of the directory run.
     :param capture: Records the device's work, for decoding; ``None`` where every pass is queued again.
-    :param multimodal: What the model is shown; ``None`` takes the class that reads text alone.
+    :param multimodal: Media that the model is shown; ``None`` takes the class that reads text alone.
     :raises CheckpointError: The directory is not complete, or needs Python files that may not run.
     """
 

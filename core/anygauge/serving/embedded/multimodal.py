@@ -57,8 +57,8 @@ class _Placed(NamedTuple):
 class MultimodalTowers:
     """The towers of a model, and where their features go.
 
-    :param model: Of transformers, with every tower of its class. Those that the run does without are taken
-        out of it.
+    :param model: Model of transformers, with every tower of its class. Towers that the run does not need are
+        taken out of it.
     """
 
     def __init__(self, model: Any, multimodal: MultimodalContext) -> None:
@@ -75,7 +75,7 @@ class MultimodalTowers:
     def check(self, media: Sequence[Media], name: str) -> None:
         """Refuse media that cannot be shown.
 
-        :param name: Of the prompt.
+        :param name: Name of the prompt.
         :raises RolloutError: A medium is of a kind that the model has no tower for, or not in the store.
         """
         for medium in media:
@@ -101,7 +101,7 @@ class MultimodalTowers:
         """Run prompts, with features in the places of their media.
 
         :param ids: ``[P, T]``, int64, padded on the left.
-        :param arguments: Of the decoder.
+        :param arguments: Arguments of the decoder.
         :returns: Logits of the last position ``[P, V]``.
         """
         embedded = self._model.get_input_embeddings()(ids)
@@ -124,7 +124,7 @@ class MultimodalTowers:
     def _placed(self, rows: Sequence[PendingSample], width: int, kinds: Collection[MediaKind]) -> _Placed:
         """Return where features go.
 
-        :param width: Of the padded prompts.
+        :param width: Width of the padded prompts.
         """
         firsts: dict[str, int] = {}
         contents: list[Content] = []

@@ -39,7 +39,7 @@ class Prefixes:
     :param rows: One for each prompt.
     :param max_new_tokens: Tokens that can follow a prompt.
     :param recorder: Records the pass of a token where the rows stay the same from one to the next.
-    :param towers: Of a model that is shown media.
+    :param towers: Towers of a model that is shown media.
     """
 
     def __init__(

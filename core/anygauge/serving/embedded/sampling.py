@@ -67,7 +67,7 @@ def uniforms(seeds: Tensor, position: int, count: int = 1) -> Tensor:
 
     :param seeds: ``[B]``, int64.
     :param position: Index of the first token within its response.
-    :param count: Of how many tokens, ``N``.
+    :param count: Number of tokens, ``N``.
     :returns: ``[N, B]``, float32, multiples of ``2 ** -24``.
     """
     steps = [_signed((position + 1 + index) * _GAMMA) for index in range(count)]

@@ -83,7 +83,7 @@ class CheckpointNames:
 
     Experts are one tensor in memory and one each on disk; some models drop a prefix, or leave tensors out.
 
-    :param targets: What the model holds, by its own names.
+    :param targets: Tensors of the model, by its own names.
     """
 
     def __init__(self, model: Any, targets: Mapping[str, Tensor]) -> None:

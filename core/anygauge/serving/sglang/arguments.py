@@ -78,7 +78,7 @@ def argument_problems(
 ) -> Iterator[ConfigProblem]:
     """Yield problems of a table of arguments.
 
-    :param path: Of the table in the config.
+    :param path: Path of the table in the config.
     :param installed: ``None`` checks what needs no installed SGLang.
     """
     seen: dict[str, str] = {}
@@ -108,7 +108,7 @@ def by_name(table: Mapping[str, Any], installed: Installed) -> dict[str, Any]:
 def run_arguments(config: Config, *, path: str | None = None) -> dict[str, Any]:
     """Return the arguments that keys of the config decide.
 
-    :param path: Of the model, if it is not the policy.
+    :param path: Path of the model, if it is not the policy.
     """
     rollout = config.rollout
     arguments: dict[str, Any] = {
@@ -146,8 +146,8 @@ def media_environment(config: Config) -> dict[str, str]:
 def command_line(arguments: Mapping[str, Any], installed: Installed) -> list[str]:
     """Return the words that follow the server's program.
 
-    :param arguments: By name, checked with :func:`argument_problems`; one that this version does not have is
-        left out if its value is false.
+    :param arguments: Arguments, checked with :func:`argument_problems`; one that this version does not have
+        is left out if its value is false.
     """
     words: list[str] = []
     for name, value in arguments.items():

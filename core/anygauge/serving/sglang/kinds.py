@@ -64,7 +64,7 @@ def plan_ranks(config: Config, plan: ServerPlan) -> int:
 def context_room(config: Config, longest: int | None) -> int | None:
     """Return how many tokens a prompt and its response may have, for every server of the policy.
 
-    :param longest: That the model takes; ``None`` for any number.
+    :param longest: Longest context that the model takes; ``None`` for any number.
     """
     plans = [plan for plan in plan_servers(config) if plan.is_synced]
     told = [_plain(config, plan).get("context_length") for plan in plans]

@@ -86,8 +86,8 @@ class SGLangServer:
     ) -> None:
         """Store the arguments of a server, without starting it.
 
-        :param arguments: By name, without those of addresses and ports.
-        :param keys: That it asks for from then on.
+        :param arguments: Arguments without those of addresses and ports.
+        :param keys: Keys that the server asks for from then on.
         :param host: Address of this node that it listens on.
         :param deadline_s: Longest time until it answers, in seconds.
         :param ranks: Data-parallel ranks that the arguments ask for.
@@ -337,7 +337,7 @@ def _logs(config: Config, context: WorkerContext) -> Path:
 def _free_ports(host: str, http: int = 0) -> _Ports:
     """Return ports of this host that nobody listens on, no two of them the same.
 
-    :param http: That is taken for requests if it is free.
+    :param http: Port that is taken for requests if it is free.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
 

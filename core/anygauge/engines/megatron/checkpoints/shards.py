@@ -113,8 +113,8 @@ def held_tensors(
 ) -> list[LocalTensor]:
     """Return this rank's tensors of a model.
 
-    :param tensors: Of the chunks, by canonical name.
-    :param rules: Of the whole model; a tensor without one is not divided.
+    :param tensors: Tensors of the chunks, by canonical name.
+    :param rules: Rules of the whole model; a tensor without one is not divided.
     :raises CheckpointError: A module stores a tensor in a way that no checkpoint can describe.
     """
     known = {rule.canonical: rule for rule in rules}
@@ -262,7 +262,7 @@ def part_state(
 ) -> tuple[dict[str, Tensor], dict[str, float]]:
     """Return the tensors of a part by kind, flat, and the numbers that the optimizer keeps for it.
 
-    :param shard: That it is of; ``None`` for what is not trained.
+    :param shard: Shard that the part is of; ``None`` for tensors that are not trained.
     :param joined: Whether a float32 copy is made of remainders; else they are what they are, to look at.
     :raises CheckpointError: The optimizer keeps something else.
     """

@@ -134,7 +134,7 @@ def _refusal(target: Path, kind: str, hint: str) -> CheckpointError:
 def conversion_error(error: Exception, source: Path, target: Path) -> CheckpointError:
     """Return the error for an ``OSError`` during a conversion, with a hint.
 
-    :param error: Of the system, or of safetensors, which has the number in its text.
+    :param error: Error of the system, or of safetensors, which has the number in its text.
     """
     match = _NUMBER.search(str(error))
     number = getattr(error, "errno", None) or (int(match[1]) if match else None)

@@ -21,7 +21,7 @@ def sharded_experts(
 
     :param weight: ``[E, out, in]``.
     :param split_dim: Dimension of the stack that expert tensor parallelism splits.
-    :param parts: Of that dimension, each of which is split by itself, such as gate and up.
+    :param parts: Number of parts of that dimension, each of which is split by itself, such as gate and up.
     :param before: Axes in front of the stack, such as layers that are alike: axis, index, size.
     """
     state: Any = parallel_state

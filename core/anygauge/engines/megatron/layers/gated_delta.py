@@ -88,7 +88,7 @@ class DeltaRule(nn.Module):
         :param weight: ``[2 K D + N E, W]``, of the convolution.
         :param g: ``[T, N]``, float32: logarithm of the decay.
         :param beta: ``[T, N]``, float32: how much of what is new is written.
-        :param lengths: Of the sequences.
+        :param lengths: Lengths of the sequences.
         :returns: ``[T, N, E]``.
         """
         heads = g.shape[1]

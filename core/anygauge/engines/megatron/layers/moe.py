@@ -374,7 +374,7 @@ def expert_load(chunks: Sequence[nn.Module], config: TransformerConfig) -> Mappi
     """Return and reset how uneven the experts of each layer were used since the last call. A collective.
 
     :param chunks: The model chunks of this rank.
-    :returns: By metric name, the tokens of the busiest expert over the mean, for each layer and at most.
+    :returns: Tokens of the busiest expert over the mean, for each layer and at most, by metric name.
     """
     if not config.num_moe_experts:
         return {}

@@ -45,7 +45,7 @@ __all__ = [
 class ResponseOutput(nn.Module):
     """Base of modules that replace an output layer.
 
-    :param layer: What is there: Megatron's own, or another of these.
+    :param layer: Layer to replace: Megatron's own, or another of these.
     """
 
     def __init__(self, layer: Any) -> None:
@@ -85,7 +85,7 @@ class ResponseOutput(nn.Module):
 class HiddenOutput(ResponseOutput):
     """Hands on the hidden states of the wanted tokens; without a choice of tokens it gives logits.
 
-    :param layer: What Megatron built. Its weight becomes this module's, under the same name.
+    :param layer: Layer that Megatron built. Its weight becomes this module's, under the same name.
     """
 
     def __init__(self, layer: ColumnParallelLinear) -> None:
@@ -99,7 +99,7 @@ class HiddenOutput(ResponseOutput):
         """Return hidden states ``[R, 1, H]``, or logits ``[T, 1, V / tp]``, and no bias.
 
         :param hidden: ``[T, 1, H]``, or this rank's part of it under sequence parallelism.
-        :param weight: That of the embedding, where it is shared.
+        :param weight: Weight of the embedding, where it is shared.
         """
         if self.rows is not None:
             return self.wanted(hidden), None

@@ -30,7 +30,7 @@ class ValueHead(ResponseOutput):
 
     Its weight starts at 0: a critic expects nothing before it has seen a reward.
 
-    :param layer: What Megatron built.
+    :param layer: Layer that Megatron built.
     """
 
     def __init__(self, layer: ColumnParallelLinear) -> None:
@@ -43,7 +43,7 @@ class ValueHead(ResponseOutput):
         """Return values ``[R, 1, 1]``, and no bias.
 
         :param hidden: ``[T, 1, H]``, or this rank's part of it under sequence parallelism.
-        :param weight: Of an embedding, which a critic does not share.
+        :param weight: Weight of an embedding, which a critic does not share.
         """
         return F.linear(self.wanted(hidden).float(), self.weight.float()), None
 

@@ -152,7 +152,7 @@ class Composer:
     ) -> MultimodalModel:
         """Return this stage of a model.
 
-        :param towers: Of the family; those of which a run has no media are left out.
+        :param towers: Towers of the family, except those of which a run has no media.
         :param decoder: The spec of its layers.
         :param ends: ``post_process`` and ``vp_stage``.
         :raises ConfigError: Layers that get further features are not all on the first stage.
@@ -175,7 +175,7 @@ class Composer:
     def held(self, name: str, model: MultimodalModel) -> Holder:
         """Return a model whose only part is a model: what ``MegatronModel.output_owner`` names.
 
-        :param name: Of the part.
+        :param name: Name of the part.
         """
         return Holder(name, model)
 

@@ -269,7 +269,7 @@ class Tower:
     def features(self, inputs: Mapping[str, Any], count: int) -> tuple[Tensor, Sequence[Tensor]]:
         """Return the features of packed contents, and those of each level, ``[N, H]``.
 
-        :param inputs: What ``TowerSpec.inputs`` returned.
+        :param inputs: Result of ``TowerSpec.inputs``.
         :param count: How many placeholders the contents have.
         :raises MediaMismatchError: There are more features, or fewer.
         """

@@ -29,7 +29,7 @@ def canonical_tensors(chunks: Sequence[nn.Module], expert_rank: int = 0) -> dict
     A last stage whose output layer is tied to an embedding elsewhere has a copy of that, under its name.
 
     :param expert_rank: Position of this rank among those that divide the experts.
-    :returns: By canonical name, in the model's order; what the modules hold, or views of it.
+    :returns: Tensors by canonical name, in the model's order: those of the modules, or views of them.
     """
     tensors: dict[str, Tensor] = {}
     for chunk in chunks:

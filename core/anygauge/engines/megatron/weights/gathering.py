@@ -59,7 +59,7 @@ class Gathering:
 
         Every rank must take all of them.
 
-        :param stored: By canonical name; detached.
+        :param stored: Tensors by canonical name; detached.
         :param on_every_rank: Or on rank 0 alone; the others get nothing, and must still iterate.
         """
         if on_every_rank or 0 in self.ranks:
@@ -106,9 +106,9 @@ def plan_gathering(
 ) -> Gathering:
     """Plan which ranks have which shards. A collective.
 
-    :param stored: By canonical name; detached.
-    :param rules: Of the whole model.
-    :param place: Of this rank.
+    :param stored: Tensors by canonical name; detached.
+    :param rules: Rules of the whole model.
+    :param place: Position of this rank.
     :param group: Ranks that hold everything together, this one among them; ``None`` means all ranks.
     :raises WeightMappingError: No rank of the group holds some tensor; on all of them.
     """

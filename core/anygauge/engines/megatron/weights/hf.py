@@ -150,7 +150,7 @@ def write_directory(
         generation config are taken over. What its config says of weights that are not written is not.
     :param weights: Full tensors by Hugging Face name; streamed, one shard in memory at a time.
     :param dtype: Written to the config.
-    :param changes: What else the config has otherwise.
+    :param changes: Other keys of the config that differ.
     :raises CheckpointError: ``target`` exists, or it cannot be written.
     """
     if target.exists():

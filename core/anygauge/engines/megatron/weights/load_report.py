@@ -36,9 +36,9 @@ def tell_what_is_lost(
     Nothing is said of a checkpoint that has no tensor in so few bits: it was asked for.
 
     :param stored: This rank's tensors, by canonical name.
-    :param rules: Of the whole model.
+    :param rules: Rules of the whole model.
     :param unused: How names begin of what the model does not have.
-    :param dtype: Of the model.
+    :param dtype: Dtype of the model.
     """
     with on_every_rank(open_tensors(directory), directory) as source:
         rounded = sorted(set().union(*all_gather_values(_rounded(stored, rules, source), _NAMES)))

@@ -57,9 +57,9 @@ def load_weights(
 ) -> None:
     """Copy Hugging Face tensors into this rank's tensors. A collective.
 
-    :param stored: By canonical name.
-    :param rules: Of the whole model.
-    :param place: Of this rank.
+    :param stored: Tensors by canonical name.
+    :param rules: Rules of the whole model.
+    :param place: Position of this rank.
     :param unused: How names begin that the checkpoint may have and the model does not need.
     :param tied: Names of the embedding and of the output layer, which must be the same if it is there.
     :raises WeightMappingError: Lists every tensor that is missing, unexpected, of a wrong shape, or held by

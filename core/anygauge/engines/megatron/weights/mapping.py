@@ -185,7 +185,7 @@ def tied_problem(
     """Return how the output layer of a checkpoint differs from the embedding that stands for it, if so.
 
     :param source: The checkpoint.
-    :param start: Of the rows that are compared.
+    :param start: First one of the rows that are compared.
     """
     if not source.names.issuperset((embedding, output)):
         return None
@@ -260,7 +260,7 @@ def _split(rule: WeightRule, number: int, tensor: Tensor, ways: int) -> Sequence
 def canonical_shape(rule: TensorRule, shapes: Sequence[Sequence[int]]) -> tuple[int, ...]:
     """Return the shape of the canonical tensor, without padding.
 
-    :param shapes: Of the Hugging Face tensors.
+    :param shapes: Shapes of the Hugging Face tensors.
     :raises ValueError: They do not fit the rule; the text says why.
     """
     inner = [tuple(shape) for shape in shapes]
@@ -317,7 +317,7 @@ def _listed(shapes: Sequence[tuple[int, ...]]) -> str:
 def name_problems(rules: Sequence[TensorRule], names: Iterable[str], unused: Sequence[str]) -> Iterator[str]:
     """Yield missing tensors of a checkpoint, and tensors that no rule uses.
 
-    :param names: Of the checkpoint's tensors.
+    :param names: Names of the checkpoint's tensors.
     :param unused: Beginnings of names that may be there.
     """
     wanted = {name for rule in rules for name in rule.hf}
@@ -334,7 +334,7 @@ def set_problems(wanted: set[str], names: set[str]) -> Iterator[str]:
 def left_out(rules: Iterable[TensorRule], names: Iterable[str], unused: Sequence[str]) -> dict[str, int]:
     """Return how many tensors of a checkpoint the model does not have, by the beginning of their names.
 
-    :param names: Of the checkpoint's tensors.
+    :param names: Names of the checkpoint's tensors.
     :param unused: Beginnings of names.
     """
     extra = set(names).difference(*(rule.hf for rule in rules))

@@ -85,7 +85,7 @@ def shape_problem(rule: TensorRule, shape: Sequence[int], fields: Fields, owner:
     """Return why a canonical tensor does not have the model's shape, or ``None``.
 
     :param shape: Whole, perhaps with the padding of a vocabulary.
-    :param fields: Of ``TransformerConfig``.
+    :param fields: Fields of ``TransformerConfig``.
     :param owner: Path from the model to what has its decoder.
     """
     name = rule.canonical.removeprefix(f"{owner}.")

@@ -52,8 +52,8 @@ class CanonicalTensors(Protocol):
     def canonical_tensors(self) -> Mapping[str, Tensor]:
         """Return views of this rank's tensors, the module's children's included.
 
-        :returns: By canonical name relative to the module, with global indices of experts. Writing to a view
-            writes to what the module stores.
+        :returns: Views by canonical name relative to the module, with global indices of experts. Writing to
+            one writes to what the module stores.
         """
 
 
@@ -100,7 +100,7 @@ def part_sizes(rule: WeightRule, number: int, size: int) -> tuple[int, ...]:
     """Return the sizes of the parts of one Hugging Face tensor along the dimension that is divided.
 
     :param number: Which of the rule's tensors.
-    :param size: Of the tensor along the dimension.
+    :param size: Size of the tensor along the dimension.
     """
     return rule.sections[number] if rule.sections else (size,)
 
@@ -109,7 +109,7 @@ def hf_ranges(rule: WeightRule, number: int, size: int, ways: int, index: int) -
     """Return the ranges of a Hugging Face tensor that one shard consists of.
 
     :param number: Which of the rule's tensors.
-    :param size: Of the tensor along the dimension that is divided.
+    :param size: Size of the tensor along the dimension that is divided.
     """
     if ways == 1:
         return [(0, size)]
@@ -145,7 +145,7 @@ def shard(rule: WeightRule, tensor: Tensor, ways: int, index: int) -> Tensor:
 def merge(rule: WeightRule, shards: Sequence[Tensor], rows: int | None = None) -> Tensor:
     """Return the canonical tensor of all its shards; the inverse of :func:`shard`.
 
-    :param rows: Of a vocabulary: how many are no padding.
+    :param rows: Number of rows of a vocabulary that are no padding.
     """
     tensor = shards[0]
     if len(shards) > 1:
@@ -158,7 +158,7 @@ def merge(rule: WeightRule, shards: Sequence[Tensor], rows: int | None = None) -
 def stretches(rule: WeightRule, size: int, ways: int, index: int) -> list[tuple[int, int]]:
     """Return which stretches of a canonical tensor, one after another, are one rank's shard of it.
 
-    :param size: Of the tensor along the dimension that is divided, without padding.
+    :param size: Size of the tensor along the dimension that is divided, without padding.
     """
     if ways == 1 or rule.split_dim is None:
         return [(0, size)]
@@ -175,7 +175,7 @@ def stretches(rule: WeightRule, size: int, ways: int, index: int) -> list[tuple[
 def local_shape(rule: WeightRule, shape: Sequence[int], ways: int) -> tuple[int, ...]:
     """Return the shape of a shard.
 
-    :param shape: Of the canonical tensor, without padding.
+    :param shape: Shape of the canonical tensor, without padding.
     """
     local = list(shape)
     if rule.split_dim is not None:
@@ -187,7 +187,7 @@ def local_shape(rule: WeightRule, shape: Sequence[int], ways: int) -> tuple[int,
 def division_problem(rule: WeightRule, shape: Sequence[int], ways: int) -> str | None:
     """Return why a canonical tensor cannot be divided, if so.
 
-    :param shape: Of the canonical tensor, without padding.
+    :param shape: Shape of the canonical tensor, without padding.
     """
     if ways == 1 or rule.split_dim is None or rule.pads_vocab:
         return None
