@@ -143,6 +143,11 @@ class Plugins:
                 f"it is written for version {info.contract_version} of the contract, and this is version "
                 f"{CONTRACT_VERSION}"
             )
+        if isinstance(info.backends, str):  # would be a list of its letters, none of which is a backend
+            raise PluginError(
+                f"backends of its PluginInfo is the string {info.backends!r}; write a tuple of names: "
+                f"backends=({info.backends!r},)"
+            )
         for namespace in info.hookspecs:
             self._add_hookspecs(name, namespace)
         self._infos[name] = info
@@ -177,6 +182,14 @@ class Plugins:
     def implementations(self, hook: str, backend: BackendSpec) -> list[pluggy.HookImpl]:
         """Return the implementations of a hook that are called in a run on a backend."""
         return self._caller(hook, {"backend": backend}).get_hookimpls()
+
+    def unknown_backends(self) -> dict[str, list[str]]:
+        """Return the declared backends that no loaded plugin registers, by plugin."""
+        known = self.named("register_backends")
+        unknown = {
+            name: [each for each in info.backends if each not in known] for name, info in self._infos.items()
+        }
+        return {name: backends for name, backends in unknown.items() if backends}
 
     def named(self, hook: str) -> dict[str, Any]:
         """Return the items that plugins registered through a ``register_*`` hook, by name.

@@ -461,6 +461,18 @@ def test_a_plugin_of_another_contract_is_refused_for_that_reason(plugins: Plugin
     assert plugins.manager.get_plugin("newer") is None
 
 
+def test_backends_as_a_bare_string_are_refused(plugins: Plugins) -> None:
+    with pytest.raises(PluginError, match=r"'add-on' .* is the string 'cpu'; .* backends=\('cpu',\)\."):
+        plugins.register(SimpleNamespace(describe_plugin=described(backends="cpu")), "add-on")
+    assert plugins.manager.get_plugin("add-on") is None
+
+
+def test_declared_backends_that_nobody_registers_are_known(plugins: Plugins) -> None:
+    plugins.register(SimpleNamespace(describe_plugin=described(backends=("cpuu", "cpu"))), "misspelt")
+    plugins.register(SimpleNamespace(describe_plugin=described(backends=("cpu",))), "add-on")
+    assert plugins.unknown_backends() == {"misspelt": ["cpuu"]}
+
+
 def test_a_third_party_adds_hooks_whatever_the_order(plugins: Plugins) -> None:
     seller = plugin(register_goods=lambda kind: [kind])
     shop = SimpleNamespace(describe_plugin=described(hookspecs=[Shop]))

@@ -51,6 +51,8 @@ def _rendered(report: Mapping[str, Any]) -> str:
     for kernel in report["left_out"]:
         missing = ", ".join(kernel["missing"])
         lines += ["", f"Left out: {kernel['source']} for {kernel['op']}; not installed: {missing}"]
+    for name, backends in sorted(report["unknown_backends"].items()):
+        lines += ["", f"Plugin {name!r} is for unknown backends: {', '.join(backends)}"]
     for name, error in sorted(report["plugin_errors"].items()):
         lines += ["", f"Plugin {name!r} failed to load: {error}"]
     return "\n".join(lines)

@@ -33,6 +33,7 @@ def capabilities(plugins: Plugins, backend: BackendSpec) -> dict[str, Any]:
         "hooks": list(_hook_rows(plugins, backend)),
         "kernels": [_kernel_row(row) for row in table.rows()],
         "left_out": [asdict(kernel) for kernel in table.left_out],
+        "unknown_backends": plugins.unknown_backends(),
         "plugin_errors": {name: repr(error) for name, error in plugins.load_errors.items()},
     }
 

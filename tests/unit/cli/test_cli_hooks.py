@@ -13,9 +13,9 @@ import anygauge.plugins
 from anygauge.cli import main
 from anygauge.cli.hooks import columns
 from anygauge.plugins import Plugins, load_plugins
-from anygauge_hooks import hookimpl
+from anygauge_hooks import CONTRACT_VERSION, hookimpl
 from anygauge_hooks.kernels import KERNEL_OPS, KernelImpl
-from anygauge_hooks.types import Availability, BackendSpec
+from anygauge_hooks.types import Availability, BackendSpec, PluginInfo
 
 
 class Bare:
@@ -89,3 +89,12 @@ def test_a_kernel_that_is_left_out_is_named_with_what_is_missing(
     assert main(["hooks", "--backend", "cpu"]) == 0
     printed = capsys.readouterr().out
     assert "Left out: x.swiglu for swiglu; not installed: no_such_library" in printed
+
+
+def test_a_plugin_for_an_unknown_backend_is_named(
+    bare: Callable[..., Plugins], capsys: pytest.CaptureFixture[str]
+) -> None:
+    info = PluginInfo(contract_version=CONTRACT_VERSION, backends=("cpuu", "cpu"))
+    bare().register(SimpleNamespace(describe_plugin=hookimpl(lambda: info)), "misspelt")
+    assert main(["hooks", "--backend", "cpu"]) == 0
+    assert "Plugin 'misspelt' is for unknown backends: cpuu\n" in capsys.readouterr().out
