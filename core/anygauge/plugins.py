@@ -169,7 +169,7 @@ class Plugins:
         """Register the implementations of a plugin."""
         try:
             self.manager.register(plugin, name=name)
-            _check_hook_names(self.manager, plugin)
+            _check_hook_names(self.manager, plugin, self.hooks())
         except (PluginError, pluggy.PluginValidationError):
             if self.manager.is_registered(plugin):
                 self.manager.unregister(plugin)
@@ -198,7 +198,7 @@ class Plugins:
         """
         owners: dict[str, str] = {}
         items: dict[str, Any] = {}
-        for owner, item in self.answers(hook):
+        for owner, item in self._registered(hook):
             if item.name in items:
                 raise DuplicateNameError(
                     f"{hook}: {item.name!r} is registered by {owners[item.name]} and by {owner}.",
@@ -257,7 +257,7 @@ class Plugins:
     def _families(self) -> dict[str, Any]:
         owners: dict[str, str] = {}
         families: dict[str, Any] = {}
-        for owner, family in self.answers("register_models"):
+        for owner, family in self._registered("register_models", "architectures"):
             for name in family.architectures:
                 if name in owners:
                     raise DuplicateNameError(
@@ -294,7 +294,7 @@ class Plugins:
 
         :raises ConfigConflictError: Two plugins want different values for one variable.
         """
-        others = [owned for owned in self.answers("register_backends") if owned.item.name != backend.name]
+        others = [owned for owned in self._registered("register_backends") if owned.item.name != backend.name]
         hidden = [Owned(owner, entry) for owner, spec in others for entry in spec.hidden_env.items()]
         backend_env = self.answers(
             "worker_env",
@@ -359,6 +359,21 @@ class Plugins:
         """Return the items of every plugin's answer with the plugin, in registration order."""
         return call_collecting(self._caller(hook, arguments), arguments)
 
+    def _registered(self, hook: str, attribute: str = "name") -> list[Owned]:
+        """Return the items of a ``register_*`` hook, each of which has an attribute.
+
+        :raises PluginError: A plugin registered something else, such as a name alone.
+        """
+        items = self.answers(hook)
+        for owner, item in items:
+            if isinstance(item, type) or not hasattr(item, attribute):
+                raise PluginError(
+                    f"Plugin {owner!r} returned {item!r:.80} ({type(item).__name__}) from {hook}, which is "
+                    f"no specification: it has no {attribute}.",
+                    hint=f"docs/hooks.md, {hook}, shows the objects that the hook returns.",
+                )
+        return items
+
     def _caller(self, hook: str, arguments: Mapping[str, Any]) -> pluggy.HookCaller:
         """Return pluggy's caller of a hook, without the plugins of other backends where a call names one.
 
@@ -375,7 +390,7 @@ class Plugins:
         """Return the backends that plugins registered or declared; a plugin without any is for all."""
         if self._backends is None:
             backends = {name: {*info.backends} for name, info in self._infos.items() if info.backends}
-            for owner, spec in self.answers("register_backends"):
+            for owner, spec in self._registered("register_backends"):
                 backends.setdefault(owner, set()).add(spec.name)
             self._backends = backends
         return self._backends
@@ -446,11 +461,13 @@ def _plugin_info(plugin: RecordedPlugin) -> PluginInfo:
     return manager.hook.describe_plugin() or PluginInfo(contract_version=1)
 
 
-def _check_hook_names(manager: pluggy.PluginManager, plugin: RecordedPlugin) -> None:
+def _check_hook_names(manager: pluggy.PluginManager, plugin: RecordedPlugin, known: Sequence[str]) -> None:
     for caller in manager.get_hookcallers(plugin) or ():
         (own,) = [one for one in caller.get_hookimpls() if one.plugin is plugin]
         if not caller.has_spec() and not own.optionalhook:
-            raise PluginError(f"unknown hook {caller.name!r}")
+            close = difflib.get_close_matches(caller.name, known, n=1)  # many names differ in one word alone
+            suggestion = f" (did you mean {close[0]}?)" if close else ""
+            raise PluginError(f"unknown hook {caller.name!r}{suggestion}")
 
 
 @contextmanager

@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[2]
 PLUGINS = load_plugins(only=[])
 HOOKS = PLUGINS.hooks()
 """Hooks of the contract and of its annexes."""
-CALLERS = {"answers", "collect", "find", "first", "get", "merged", "named", "notify"}
+CALLERS = {"_registered", "answers", "collect", "find", "first", "get", "merged", "named", "notify"}
 """Methods of ``Plugins`` whose first argument is a hook."""
 
 

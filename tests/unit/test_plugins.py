@@ -157,6 +157,13 @@ def test_registering_a_broken_plugin_leaves_nothing_of_it(plugins: Plugins) -> N
     assert plugins.collect("report_environment") == []
 
 
+def test_a_misspelt_hook_is_answered_with_the_closest_one(plugins: Plugins) -> None:
+    with pytest.raises(
+        PluginError, match=r"'register_polcy_losses' \(did you mean register_policy_losses\?\)"
+    ):
+        plugins.register(plugin(register_polcy_losses=lambda: []), "misspelt")
+
+
 def test_a_wrong_argument_names_the_plugin_and_the_argument(plugins: Plugins) -> None:
     with pytest.raises(PluginError, match=r"'odd' breaks the contract(.|\n)*colour"):
         plugins.register(plugin(after_train=lambda run, colour: None), "odd")
@@ -177,6 +184,33 @@ def test_named_items_are_found_by_name(plugins: Plugins) -> None:
     plugins.register(plugin(register_reward_functions=rewards("c")), "two")
     assert set(plugins.named("register_reward_functions")) == {"a", "b", "c"}
     assert plugins.get("register_reward_functions", "c").fn is len
+
+
+@pytest.mark.parametrize("answer", [["ppo2"], {"ppo2": len}, [NamedFunction]])
+def test_an_item_that_is_no_specification_is_named_with_its_plugin(plugins: Plugins, answer: Any) -> None:
+    plugins.register(plugin(register_policy_losses=lambda: answer), "odd")
+    with pytest.raises(PluginError, match=r"'odd' returned .* from register_policy_losses, .* has no name\."):
+        plugins.get("register_policy_losses", "ppo2")
+
+
+@pytest.mark.parametrize(
+    ("hook", "attribute", "ask"),
+    [
+        ("register_models", "architectures", lambda plugins: plugins.model(["Qwen3ForCausalLM"])),
+        (
+            "register_backends",
+            "name",
+            lambda plugins: plugins.prepare_worker(backend("cpu"), "a", "after_config"),
+        ),
+        ("register_backends", "name", lambda plugins: plugins.worker_env(backend("cpu"), role="a", **ENV)),
+    ],
+)
+def test_a_name_in_place_of_a_model_or_backend_is_named_with_its_plugin(
+    plugins: Plugins, hook: str, attribute: str, ask: Callable[[Plugins], object]
+) -> None:
+    plugins.register(plugin(**{hook: lambda: ["mine"]}), "odd")
+    with pytest.raises(PluginError, match=rf"'odd' returned 'mine' \(str\) from {hook}, .* no {attribute}\."):
+        ask(plugins)
 
 
 def test_two_owners_of_a_name_are_both_named(plugins: Plugins) -> None:
