@@ -11,7 +11,7 @@ import importlib
 import inspect
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, entry_points, requires, version
@@ -122,6 +122,7 @@ class Plugins:
         """Register plugins and return the errors of those that break the contract.
 
         Every hook specification is added before an implementation is checked, so their order does not matter.
+        Specifications of plugins that failed are removed, and plugins that conflicted are tried again.
         """
         errors: dict[str, Exception] = {}
         described: dict[str, RecordedPlugin] = {}
@@ -132,6 +133,10 @@ class Plugins:
             with _kept_error(errors, name):
                 self._implement(name, recorded)
         self._backends = None
+        conflicts = {name for name, error in errors.items() if isinstance(error, DuplicateNameError)}
+        if self._remove_hookspecs(errors) and conflicts != {*plugins}:
+            retried = self.register_all({name: plugins[name] for name in plugins if name in conflicts})
+            errors = {name: error for name, error in errors.items() if name not in conflicts} | retried
         return errors
 
     def _describe(self, name: str, plugin: object) -> RecordedPlugin:
@@ -164,6 +169,21 @@ class Plugins:
                 )
         self.manager.add_hookspecs(namespace)
         self.namespaces.append((owner, namespace))
+
+    def _remove_hookspecs(self, failed: Collection[str]) -> bool:
+        """Remove the hook specifications of plugins that failed, and return whether there were any."""
+        for name in failed:
+            self._infos.pop(name, None)
+        removed = [each for each in self.namespaces if each[0] in failed and each[1] is not specs]
+        for owner, namespace in removed:
+            self.namespaces.remove((owner, namespace))
+            others = [name for name, info in self._infos.items() if namespace in info.hookspecs]
+            if others:
+                self.namespaces.append((others[0], namespace))
+                continue
+            for hook in _hook_names(self.manager, namespace):
+                getattr(self.manager.hook, hook).spec = None
+        return bool(removed)
 
     def _implement(self, name: str, plugin: RecordedPlugin) -> None:
         """Register the implementations of a plugin."""

@@ -533,6 +533,32 @@ def test_two_plugins_may_add_the_same_hooks_but_not_others_of_that_name(plugins:
         plugins.register(SimpleNamespace(describe_plugin=described(hookspecs=[Another])), "three")
 
 
+def test_hooks_of_a_plugin_that_failed_are_removed(plugins: Plugins) -> None:
+    class Another:
+        register_goods = Shop.register_goods
+
+    known = plugins.hooks()
+    broken = plugin(report_weather=lambda: None)
+    broken.describe_plugin = described(hookspecs=[Shop])
+    assert list(plugins.register_all({"broken": broken})) == ["broken"]
+    assert plugins.hooks() == known
+
+    shop = plugin(register_goods=lambda kind: [kind])
+    shop.describe_plugin = described(hookspecs=[Another])
+    assert list(plugins.register_all({"broken": broken, "shop": shop})) == ["broken"]
+    assert plugins.collect("register_goods", kind="rods") == ["rods"]
+    assert plugins.namespaces[-1] == ("shop", Another)
+
+
+def test_hooks_of_a_plugin_that_failed_stay_where_another_adds_them_too(plugins: Plugins) -> None:
+    broken = plugin(report_weather=lambda: None)
+    broken.describe_plugin = described(hookspecs=[Shop])
+    shop = SimpleNamespace(describe_plugin=described(hookspecs=[Shop]))
+    assert list(plugins.register_all({"broken": broken, "shop": shop})) == ["broken"]
+    assert plugins.namespaces[-1] == ("shop", Shop)
+    assert plugins.collect("register_goods", kind="rods") == []
+
+
 def test_an_optional_hook_may_be_unknown(plugins: Plugins) -> None:
     optional = SimpleNamespace(register_goods=hookimpl(lambda: ["rods"], optionalhook=True))
     plugins.register(optional, "optional")
