@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from checkout import ROOT, extract, packages, short_id
+from retired_names import RETIRED
 
 AREAS = ("core", "hooks", "models", "backends")
 TESTING = "core/anygauge/testing/"
@@ -45,12 +46,6 @@ KEPT_FIELDS = {"outputs"}
 BROAD = {"Exception", "BaseException"}
 FOREIGN = "foreign code: "
 """Starts the reason beside a broad except: which plugin, reward, agent, engine or library it guards."""
-RETIRED = {
-    *("angles", "answered", "asks", "beside", "calls", "controlled", "hearing", "hold", "holds", "keeper"),
-    *("likeliest", "making", "meeting", "observed", "pictures", "requests", "residency", "saved", "sees"),
-    *("senses", "sight", "sights", "speakers", "storm", "turns", "warm", "work"),
-}
-"""Words of names that the field has other words for."""
 KEPT_MODULES = {"rollout/gateway/turns.py"}
 """Modules whose retired word is the field's own there: turns of a conversation."""
 SAMPLE_NAMES = (
@@ -333,7 +328,7 @@ def retired_modules(tree: Tree) -> list[str]:
     return [
         source.path
         for source in tree.sources
-        if words(Path(source.path).stem) & RETIRED and not source.path.endswith(tuple(KEPT_MODULES))
+        if words(Path(source.path).stem) & RETIRED.keys() and not source.path.endswith(tuple(KEPT_MODULES))
     ]
 
 
@@ -343,7 +338,7 @@ def retired_definitions(tree: Tree) -> list[str]:
         source.at(node, node.name)
         for source in tree.sources
         for node in source.nodes
-        if isinstance(node, Definition) and words(node.name) & RETIRED
+        if isinstance(node, Definition) and words(node.name) & RETIRED.keys()
     ]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import runpy
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -21,38 +22,7 @@ DOCUMENTS = sorted(
     [*(ROOT / "docs").rglob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md"]
 )
 
-RETIRED = {
-    "angles": "rope, rotary",
-    "answered": "summary, response",
-    "ask": "request",
-    "asked": "request",
-    "asks": "request",
-    "beside": "extra",
-    "controlled": "rollout scheduler",
-    "hearing": "audio",
-    "hold": "set_memory_state, acquire",
-    "holds": "memory state",
-    "keeper": "supervisor",
-    "likeliest": "top-k",
-    "making": "rollout context",
-    "meeting": "rendezvous, bootstrap room",
-    "observed": "recorded",
-    "pictures": "images",
-    "residency": "memory state",
-    "rest": "release, remaining",
-    "saved": "checkpoint",
-    "sees": "vision, multimodal",
-    "senses": "multimodal",
-    "share": "data-parallel rank, mini-batch, fraction",
-    "shares": "data-parallel ranks, mini-batches, fractions",
-    "sight": "vision",
-    "sights": "vision",
-    "speakers": "reporting ranks",
-    "storm": "chaos",
-    "turns": "colocation",
-    "warm": "fork server",
-}
-"""Replacements for each word."""
+RETIRED: dict[str, str] = runpy.run_path(str(ROOT / "bench" / "retired_names.py"))["RETIRED"]
 RETIRED_MODULES = {"calls", "found", "members", "parts", "requests", "waiting", "work"}
 """Whole names of modules, which say nothing about them."""
 EXCEPTIONS = {
