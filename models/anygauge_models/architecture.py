@@ -48,8 +48,8 @@ def decoder_config(
 
     :param heads: Query heads.
     :param groups: Key and value heads.
-    :param size: Of a head.
-    :param fields: What differs.
+    :param size: Size of a head.
+    :param fields: Fields that differ.
     """
     return {
         "num_layers": hf["num_hidden_layers"],
@@ -77,7 +77,7 @@ def expert_config(*, experts: int, top_k: int, width: int, **fields: Any) -> dic
     :param experts: Their number.
     :param top_k: Experts of a token.
     :param width: Rows of an expert's gate and of its up.
-    :param fields: What differs.
+    :param fields: Fields that differ.
     """
     return {
         "num_moe_experts": experts,
@@ -144,10 +144,10 @@ def make_family(
 
     Its text models may also be parts of larger ones, as ``text_config`` in theirs.
 
-    :param defaults: Of transformers, for keys that a config may lack. The shapes of weights are not among
-        them: a config without ``hidden_size`` is a damaged one. The number of key and value heads is, since
-        there were models before there were groups.
-    :param fields: What else its spec says.
+    :param defaults: Defaults of transformers, for keys that a config may lack. The shapes of weights are not
+        in them: a config without ``hidden_size`` is a damaged one. The number of key and value heads is,
+        since there were models before there were groups.
+    :param fields: Other fields of its spec.
     """
     spec = ModelSpec(
         name=name,
@@ -207,7 +207,7 @@ def attention_sizes(hf: Mapping[str, Any], head_dim: int) -> dict[str, int]:
 def head_size(hf: Mapping[str, Any], default: int | None = None) -> int:
     """Return the size of a head.
 
-    :param default: Of the family in transformers; without one a head has its share of the hidden size.
+    :param default: Size in the family in transformers; without one a head has its share of the hidden size.
     """
     return int(hf.get("head_dim") or default or hf["hidden_size"] // hf["num_attention_heads"])
 
@@ -216,7 +216,7 @@ def with_experts(hf: Mapping[str, Any], sparse: Collection[int], **kind: Any) ->
     """Return the kinds of layers that are alike, but that some of them have experts.
 
     :param sparse: Numbers of the layers that have.
-    :param kind: What else they are.
+    :param kind: Other properties of the layers.
     """
     layers = range(hf["num_hidden_layers"])
     return [LayerKind(mlp="moe" if layer in sparse else "dense", **kind) for layer in layers]

@@ -51,7 +51,7 @@ def check_settings(directory: Path, family: str, mels: int) -> None:
 def frames_of(header: Header, limits: MediaLimits, fewest: int = _FEWEST) -> int:
     """Return how many frames a recording has.
 
-    :param fewest: That it may have.
+    :param fewest: Fewest frames that it may have.
     :raises MediaError: It is too short or too long.
     """
     frames = round(header.duration * RATE) // _HOP
@@ -76,7 +76,7 @@ def log_mels(raw: Decoded, frames: int, mels: int, *, window: int = 0) -> NDArra
     than 80 dB is as quiet as that.
 
     :param raw: At :data:`RATE`.
-    :param frames: What :func:`frames_of` returned.
+    :param frames: Number of frames, from :func:`frames_of`.
     :param mels: Bands.
     :param window: Frames to which silence is added at the end before anything is computed; 0 adds none.
     :returns: ``[frames, mels]``, or ``[window, mels]``.

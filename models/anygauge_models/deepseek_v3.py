@@ -98,7 +98,7 @@ def transformer_config(hf: Mapping[str, Any]) -> dict[str, Any]:
 def mixture_config(hf: Mapping[str, Any], *, scaling: float) -> dict[str, Any]:
     """Return the fields of ``TransformerConfig`` of experts that sigmoids choose, beside a shared one.
 
-    :param scaling: What multiplies their weights, where the checkpoint does not say.
+    :param scaling: Factor of their weights, where the checkpoint does not say.
     """
     return expert_config(
         experts=hf["n_routed_experts"],

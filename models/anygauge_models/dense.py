@@ -69,7 +69,7 @@ class DenseDecoder:
         """Return the family.
 
         :param turns: How its chat template marks the assistant's turns.
-        :param defaults: Of transformers, for keys that a config may lack; see :func:`make_family`.
+        :param defaults: Defaults of transformers, for keys that a config may lack; see :func:`make_family`.
         """
         kind = LayerKind(post_norms=self.has_post_norms)
         model = MegatronModel(

@@ -123,8 +123,8 @@ def checked_settings(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return what a model's directory says of its processors for images and for video.
 
-    :param sizes: Of patches, as the tower has them.
-    :param mean: Of pixels from 0 to 1, by colour; with ``deviation`` they are normalised on the device.
+    :param sizes: Sizes of patches, as the tower has them.
+    :param mean: Mean of pixels from 0 to 1, by color; with ``deviation`` it normalizes them on the device.
     :raises ConfigError: They are made otherwise than the family makes them.
     """
     needed = {
@@ -170,8 +170,8 @@ def fitting_size(
     """Return the size nearest to that of an image whose sides are whole patches, within a budget.
 
     :param size: Height and width.
-    :param factor: What both sides of the result are multiples of.
-    :param frames: Of a video, which share the budget.
+    :param factor: Divisor of both sides of the result.
+    :param frames: Frames of a video, which share the budget.
     :param counted: As how many frames they count before they are found to be too large or too small.
     :raises MediaError: No size keeps its proportions.
     """
@@ -196,10 +196,10 @@ def fitting_size(
 def frame_times(frames: int, rate: float, wanted: float, fewest: int, most: int) -> tuple[float, ...]:
     """Return the seconds at which frames of a video are taken, evenly from its first to its last.
 
-    :param frames: That it has.
+    :param frames: Frames that it has.
     :param rate: Frames that it has a second; 0 if it does not say.
     :param wanted: Frames that are taken of a second.
-    :param fewest: That are taken, if it has so many.
+    :param fewest: Fewest frames that are taken, if it has so many.
     """
     rate = rate or UNKNOWN_RATE
     count = min(max(int(frames / rate * wanted), fewest), most, frames)

@@ -52,7 +52,7 @@ def frame_by_frame(hf: Mapping[str, Any], length: int, media: Sequence[Media]) -
     """Return the positions of a model whose videos are images with text between them.
 
     :param hf: Its ``vision_config`` says how many patches become one feature.
-    :param length: Of the sequence.
+    :param length: Length of the sequence.
     :returns: ``[3, length]``.
     """
     merge = int(hf["vision_config"].get("spatial_merge_size", 2))

@@ -100,7 +100,7 @@ def rope_parameters(hf: Mapping[str, Any]) -> dict[str, Any]:
 def turning_part(hf: Mapping[str, Any], size: int, default: float) -> int:
     """Return how many dimensions of a head turn with the position.
 
-    :param size: Of the head.
+    :param size: Size of the head.
     :param default: The part of them that turns if the checkpoint does not say.
     """
     part = rope_parameters(hf)["partial_rotary_factor"]
@@ -127,7 +127,7 @@ def _half_rotated(frequencies: Tensor, positions: Tensor, length: float) -> tupl
 
     :param frequencies: ``[R / 2]``.
     :param positions: ``[T, R / 2]`` or ``[T, 1]``, int64.
-    :param length: What multiplies both.
+    :param length: Factor of both.
     :returns: Two ``[T, R]`` float32 tensors.
     """
     import torch

@@ -49,7 +49,7 @@ def decoder_rules(hf: Mapping[str, Any], layers: Sequence[WeightRule]) -> list[W
 def inside(prefix: str, rules: Sequence[WeightRule]) -> list[WeightRule]:
     """Return the rules of a decoder that is one part of a larger model.
 
-    :param prefix: Of the decoder's names in its checkpoints, in the place of ``model.``.
+    :param prefix: Prefix of the decoder's names in its checkpoints, in the place of ``model.``.
     """
     return [replace(rule, hf=tuple(re.sub(r"^model\.", prefix, name) for name in rule.hf)) for rule in rules]
 
@@ -84,7 +84,7 @@ def self_attention(
 
     :param heads: Query heads.
     :param groups: Key and value heads.
-    :param size: Of a head.
+    :param size: Size of a head.
     :param qk_norm: Whether queries and keys are normalised.
     :param bias: Whether queries, keys and values have biases.
     :param gated: Whether each query head is followed by its gate.
@@ -168,7 +168,7 @@ def shared_expert(
 ) -> list[WeightRule]:
     """Return the rules of the expert that every token goes to.
 
-    :param name: Of the expert in a checkpoint, relative to the MLP.
+    :param name: Name of the expert in a checkpoint, relative to the MLP.
     :param width: Rows of its gate and of its up.
     :param gate: Name of the weight of its gate in a checkpoint, relative to the MLP.
     """

@@ -93,7 +93,7 @@ def packed_patches(
 ) -> Tensor:
     """Return the patches of all contents, one after another, in the order of the features they are merged to.
 
-    :param mean: Of each channel, of values from 0 to 1; with ``deviation`` it normalises them.
+    :param mean: Mean of each channel, of values from 0 to 1; with ``deviation`` it normalizes them.
     :returns: ``[patches, 3 * temporal * patch * patch]``, float32, on the device.
     """
     import torch
@@ -117,8 +117,8 @@ def patch_places(
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float32]]:
     """Return where the patches of a frame are, in their order, and in a table of embeddings around them.
 
-    :param height: Of the frame, in patches.
-    :param side: Of the square table, which the frame is laid over corner to corner.
+    :param height: Height of the frame, in patches.
+    :param side: Side of the square table, which the frame is laid over corner to corner.
     :returns: Rows and columns ``[patches, 2]``; the four entries of the table that are mixed, and the share
         of each, ``[patches, 4]``.
     """
@@ -152,7 +152,7 @@ def tower_flops(
     """Return the floating-point operations of a vision tower's forward pass over one medium.
 
     :param hidden: Size of the tower.
-    :param width: Of its MLPs.
+    :param width: Width of its MLPs.
     :param gates: Matrices of an MLP that take its input: 1, or 2 if it is gated.
     :param inputs: Numbers in a patch.
     :param features: Weights that a feature meets in all mergers, for each patch that it is made of.
@@ -176,7 +176,7 @@ def stack_rules(canonical: str, hf: str, count: int, names: Sequence[str]) -> li
     """Return the rules of a stack of layers of its own, each of which every rank has whole.
 
     :param canonical: How the names begin, up to the number of the layer.
-    :param count: Of the layers.
+    :param count: Number of the layers.
     """
     return [
         WeightRule(

@@ -46,7 +46,7 @@ _MERGER = ("proj", "gate_proj", "up_proj", "down_proj")
 def towers(hf: Mapping[str, Any], *, model_type: str = "glm4v_vision") -> tuple[TowerSpec, ...]:
     """Return the tower of images and video.
 
-    :param model_type: Of the module in transformers.
+    :param model_type: Type of the module in transformers.
     """
     tower = TowerSpec(
         name=_TOWER,

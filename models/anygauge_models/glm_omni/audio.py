@@ -54,7 +54,7 @@ def window_of(hf: Mapping[str, Any]) -> int:
 def features_of(frames: int, window: int) -> int:
     """Return how many features a recording has: none of a last window that is shorter than one.
 
-    :param frames: Of the recording.
+    :param frames: Frames of the recording.
     :param window: Frames of a window.
     """
     return sum(_windows(frames, window))

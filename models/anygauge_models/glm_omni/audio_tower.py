@@ -17,8 +17,8 @@ class AudioTower(nn.Module):
     """Features of sound in the decoder's width.
 
     :param audio: Fields of the encoder's config.
-    :param width: Of the decoder.
-    :param activation: Of the projector.
+    :param width: Width of the decoder.
+    :param activation: Activation of the projector.
     """
 
     def __init__(self, audio: Mapping[str, Any], width: int, activation: str) -> None:

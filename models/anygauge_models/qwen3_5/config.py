@@ -83,7 +83,7 @@ def transformer_config(hf: Mapping[str, Any]) -> dict[str, Any]:
 def hybrid_config(hf: Mapping[str, Any], **fields: Any) -> dict[str, Any]:
     """Return the fields of ``TransformerConfig`` of gated attention and gated delta nets.
 
-    :param fields: What differs.
+    :param fields: Fields that differ.
     """
     return decoder_config(
         hf,
