@@ -72,6 +72,9 @@ class Model:
         return 1.0
 
 
+TOY = Model()
+
+
 class Everything:
     """A plugin that provides what the default config names."""
 
@@ -118,8 +121,8 @@ class Everything:
         return named("jsonl")
 
     @hookimpl
-    def register_models(self) -> list[type[Model]]:
-        return [Model]
+    def register_models(self) -> list[Model]:
+        return [TOY]
 
 
 @pytest.fixture

@@ -80,7 +80,7 @@ def test_the_loop_is_idle_when_neither_a_callback_nor_a_thread_of_it_can_go_on()
     async def watch(loop: EventLoop) -> None:
         idle = asyncio.get_running_loop().create_future()
         task = asyncio.create_task(busy())
-        loop.when_idle(lambda: (seen.append("idle"), idle.set_result(None)))
+        loop.when_idle(lambda: (seen.append("idle"), idle.set_result(None)), frozenset)
         await asyncio.sleep(0.01)  # a timer is nothing that can go on by itself
         leave.set()
         await asyncio.gather(idle, task)
