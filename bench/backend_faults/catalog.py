@@ -7,7 +7,7 @@ from importlib import import_module
 
 from backend_faults.fault import Fault
 
-MODULES = ("hooks", "collectives", "devices", "optimizers", "ops")
+MODULES = ("hooks", "collectives", "devices", "optimizers", "ops", "loss_and_expert_ops")
 """The first imports no torch: its faults are in hooks that must not."""
 
 EXPLAINED: dict[tuple[str, str], str] = {

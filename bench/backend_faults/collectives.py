@@ -149,7 +149,7 @@ REDUCTIONS = [
     collective("unreduced", "all_reduce leaves each rank its own data", REDUCE, _on_copy),
     collective(
         "async_unreduced",
-        "an asynchronous all_reduce says that it is done and is not",
+        "an asynchronous all_reduce reports completion too early",
         REDUCE,
         _async_on_copy,
     ),

@@ -76,7 +76,8 @@ def test_the_plugin_wraps_the_hook_of_its_fault_for_its_backend_alone(
 def of_ops() -> list[Any]:
     sys.path.insert(0, str(BENCH))
     try:
-        return [*importlib.import_module("backend_faults.ops").FAULTS]
+        modules = map(importlib.import_module, ("backend_faults.ops", "backend_faults.loss_and_expert_ops"))
+        return [fault for module in modules for fault in module.FAULTS]
     finally:
         sys.path.remove(str(BENCH))
 
