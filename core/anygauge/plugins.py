@@ -47,7 +47,7 @@ __all__ = [
     "Plugins",
     "find_backend",
     "imported",
-    "is_own",
+    "is_import_path",
     "load_plugins",
     "plugin_distribution",
     "probe_backend",
@@ -81,7 +81,7 @@ def _make_manager() -> pluggy.PluginManager:
     return manager
 
 
-OWN_KINDS: Mapping[str, str] = {
+IMPORTABLE: Mapping[str, str] = {
     "register_advantage_estimators": "Advantage estimator",
     "register_corrections": "Correction",
     "register_data_sources": "Data source",
@@ -234,7 +234,7 @@ class Plugins:
 
         :raises UnknownNameError: No plugin provides the name, or it cannot be imported.
         """
-        if is_own(hook, name):
+        if is_import_path(hook, name):
             return _imported_item(hook, name)
         items = self.named(hook)
         if name in items:
@@ -416,19 +416,19 @@ class Plugins:
         return self._backends
 
 
-def is_own(hook: str, name: str) -> bool:
+def is_import_path(hook: str, name: str) -> bool:
     """Return whether a name is ``package.module:function``, for a hook whose items a user may name so."""
-    return ":" in name and hook in OWN_KINDS
+    return ":" in name and hook in IMPORTABLE
 
 
 def _imported_item(hook: str, name: str) -> NamedFunction | TrackerSpec:
     """Return the user's own item; an object of the contract at that path says more than its name."""
-    item = imported(name, OWN_KINDS[hook])
+    item = imported(name, IMPORTABLE[hook])
     if isinstance(item, NamedFunction | TrackerSpec):
         return replace(item, name=name)
     if not callable(item):
         raise UnknownNameError(
-            f"{OWN_KINDS[hook]} {name!r} is {type(item).__name__}, not a function.",
+            f"{IMPORTABLE[hook]} {name!r} is {type(item).__name__}, not a function.",
             hint="Name a function.",
         )
     if hook == "register_trackers":

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from inspect import Parameter
 from typing import Any
 
-from anygauge.plugins import OWN_KINDS, Plugins, imported, is_own
+from anygauge.plugins import IMPORTABLE, Plugins, imported, is_import_path
 from anygauge_hooks.errors import UnknownNameError
 from anygauge_hooks.types import ConfigProblem
 
@@ -31,15 +31,15 @@ def name_problems(path: str, name: str, hook: str, plugins: Plugins) -> Problems
 
     :param path: Path of the key that holds the name.
     """
-    if is_own(hook, name):
-        yield from _own_problems(path, name, hook, plugins)
+    if is_import_path(hook, name):
+        yield from _imported_problems(path, name, hook, plugins)
     elif name not in (known := plugins.named(hook)):
         hint = f"no plugin provides it; available: {', '.join(sorted(known)) or 'none'}"
-        hint += "; a function of your own is package.module:function" if hook in OWN_KINDS else ""
+        hint += "; a function of your own is package.module:function" if hook in IMPORTABLE else ""
         yield ConfigProblem(path=path, found=name, hint=hint + failed_plugins(plugins))
 
 
-def _own_problems(path: str, name: str, hook: str, plugins: Plugins) -> Problems:
+def _imported_problems(path: str, name: str, hook: str, plugins: Plugins) -> Problems:
     problems = [*import_problems(path, name)]
     yield from problems
     if not problems and plugins.find(hook, name) is None:
