@@ -94,7 +94,7 @@ class Budget(NamedTuple):
 def settings(directory: Path, kind: MediaKind) -> dict[str, Any]:
     """Return what a model's directory says of its processor for a kind; nothing if it has no file.
 
-    :raises ConfigError: A file is not JSON object.
+    :raises ConfigError: A file is not a JSON object.
     """
     for name, part in _FILES[kind]:
         if (path := directory / name).is_file():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import chain
@@ -23,6 +23,7 @@ Places = Sequence[int]
 """Requests of a batch, by their places in a wave."""
 Answer = Callable[[Sequence[Sequence[Sequence[GenerateRequest]]]], Sequence[Sequence[Sequence[Generation]]]]
 """Function from the batches of each worker to their answers."""
+WhenIdle = Callable[[Callable[[], None], Callable[[], Set[str]]], None]
 
 
 class EmbeddedGenerator:
@@ -40,7 +41,7 @@ class EmbeddedGenerator:
         nothing in the event loop can go on by itself.
     """
 
-    def __init__(self, answer: Answer, workers: int, when_idle: Callable[..., None]) -> None:
+    def __init__(self, answer: Answer, workers: int, when_idle: WhenIdle) -> None:
         self._answer = answer
         self._workers = workers
         self._when_idle = when_idle

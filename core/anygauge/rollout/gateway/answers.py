@@ -59,7 +59,7 @@ class Answer(NamedTuple):
 
 
 def answer_of(number: int, choice: Choice, renderer: Renderer, style: Style, name: str) -> Answer:
-    """Return what an agent is told of a generation that has ended.
+    """Return the agent's answer from a finished generation.
 
     :param name: Begins the ids of calls; unique in the run.
     """

@@ -363,7 +363,7 @@ def _json_object(raw: bytes) -> Mapping[str, Any]:
     except ValueError as error:
         raise bad_request(f"The body is not JSON: {error}.") from error
     if not isinstance(body, dict):
-        raise bad_request("The body is not JSON object.")
+        raise bad_request("The body is not a JSON object.")
     return body
 
 
@@ -374,7 +374,7 @@ def _retried(request: web.Request) -> bool:
 
 
 async def _answers(sampling: Sampling) -> list[Answer]:
-    """Return the answers; an agent whose engine failed is told so, and its client may try again."""
+    """Return the answers. An engine error becomes a 503 or 504, which clients retry."""
     try:
         return await sampling.answers()
     except (RolloutError, DeadlineError) as error:

@@ -40,7 +40,7 @@ _OF_SOURCE = ("quantization_config", "torch_dtype")
 def read_config(directory: Path) -> dict[str, Any]:
     """Return ``config.json``.
 
-    :raises CheckpointError: There is none, or it is not JSON object.
+    :raises CheckpointError: There is none, or it is not a JSON object.
     """
     path = directory / "config.json"
     try:
