@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from anygauge_hooks.types import WorkerContext
 
@@ -13,10 +13,11 @@ if TYPE_CHECKING:
 
     from anygauge_hooks.algorithms import ValueLoss
     from anygauge_hooks.batch import TopKLogProbs, TrainBatch
+    from anygauge_hooks.models import ModelSpec
     from anygauge_hooks.rollout import GenerateRequest, Generation
     from anygauge_hooks.serving import EngineServer, MemoryState, ServerKind
     from anygauge_hooks.settings import RunConfig
-    from anygauge_hooks.types import BackendSpec, LoadedPlugins
+    from anygauge_hooks.types import BackendSpec, ConfigProblem, LoadedPlugins
 
 __all__ = [
     "CriticEngine",
@@ -239,6 +240,17 @@ class TrainEngineSpec:
     prepare: Callable[[LoadedPlugins, BackendSpec], None] | None = None
     """Called with the process's plugins and its backend where a run has a ``train.provider``, before
     ``prepare_worker``: a provider may import the engine's libraries, and this must not."""
+    describe_model: Callable[[ModelSpec, Mapping[str, Any]], object] | None = None
+    """From a family and a Hugging Face config to what the engine computes with given weights: equal for two
+    configs whose models may share their modules. A config that it cannot build raises
+    :class:`~anygauge_hooks.errors.ConfigError`, or the ``KeyError``, ``ValueError`` or ``TypeError`` of a key
+    that is missing or wrong. ``None`` builds any config, and compares the keys themselves."""
+    check_model: Callable[[RunConfig, str, ModelSpec, Mapping[str, Any]], Iterable[ConfigProblem]] | None = (
+        None
+    )
+    """Called while the config is checked with each model of a run that :attr:`describe_model` takes: config,
+    key that names the model, such as ``"model.path"`` or ``"critic.path"``, family and Hugging Face config.
+    Returns the keys that do not fit the model. Must not import the engine's libraries."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

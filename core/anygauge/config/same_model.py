@@ -5,53 +5,55 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
-from anygauge.config.rules.architecture import read_architecture
-from anygauge_hooks.megatron import megatron_model
+from anygauge.config.rules.architecture import architecture_hints
 
 if TYPE_CHECKING:
     from torch import nn
 
+    from anygauge_hooks.engines import TrainEngineSpec
     from anygauge_hooks.media import MediaKind
     from anygauge_hooks.models import ModelSpec
 
 __all__ = ["differing_keys"]
 
-_TRAINING = ("init_method_std", "moe_aux_loss_coeff", "moe_router_bias_update_rate")
-"""Fields of ``TransformerConfig`` that say how a model is trained, and nothing of what it computes."""
 _TOWER_TRAINING = ("architectures", "dtype", "initializer_range", "transformers_version")
 """Fields of a tower's config that say nothing of what it computes."""
-_POSITIONS = (1, 30, 1_000, 30_000)
-"""Positions whose rotary angles are compared: the first few tokens, and where scaled angles differ most."""
+_MODEL_TRAINING = (*_TOWER_TRAINING, "max_position_embeddings", "torch_dtype", "use_cache")
+"""The same of a whole model's config, for engines that do not describe their models."""
 
 
 def differing_keys(
-    spec: ModelSpec, one: Mapping[str, Any], other: Mapping[str, Any], kinds: Collection[MediaKind] = ()
+    spec: ModelSpec,
+    one: Mapping[str, Any],
+    other: Mapping[str, Any],
+    engine: TrainEngineSpec,
+    kinds: Collection[MediaKind] = (),
 ) -> list[str]:
     """Return the keys in which two ``config.json`` describe different models.
 
     :param one: Config of a model that the family has; so is ``other``.
+    :param engine: The train engine that builds both.
     :param kinds: Kinds of media that are shown; towers that take nothing of them have no part in it.
     """
+
+    def description(hf: Mapping[str, Any]) -> object:
+        return architecture_hints(spec, hf, engine) or _description(spec, hf, engine, kinds)
+
     different = [key for key in sorted({*one, *other}) if one.get(key) != other.get(key)]
-    if not different or (known := _description(spec, one, kinds)) == _description(spec, other, kinds):
+    if not different or (known := description(one)) == description(other):
         return []
     changed = {key: {**one, key: other.get(key)} for key in different}
-    return [
-        key
-        for key, hf in changed.items()
-        if read_architecture(spec, hf)[0] is None or _description(spec, hf, kinds) != known
-    ] or different
+    return [key for key, hf in changed.items() if description(hf) != known] or different
 
 
-def _description(spec: ModelSpec, hf: Mapping[str, Any], kinds: Collection[MediaKind]) -> object:
+def _description(
+    spec: ModelSpec, hf: Mapping[str, Any], engine: TrainEngineSpec, kinds: Collection[MediaKind]
+) -> object:
     """Return what a model computes with given weights; the longest sequence has no part in it."""
-    import torch
-
-    model = megatron_model(spec)
-    fields = {name: each for name, each in model.transformer_config(hf).items() if name not in _TRAINING}
     options = {name: each for name, each in spec.model_options(hf).items() if name != "max_sequence_length"}
-    angles = [each.tolist() for each in model.rotary(hf, torch.tensor(_POSITIONS))]
-    return fields, options, list(model.layers(hf)), angles, _media_inputs(spec, hf, kinds)
+    if engine.describe_model is not None:
+        return engine.describe_model(spec, hf), options, _media_inputs(spec, hf, kinds)
+    return {name: value for name, value in hf.items() if name not in _MODEL_TRAINING}, options
 
 
 def _media_inputs(spec: ModelSpec, hf: Mapping[str, Any], kinds: Collection[MediaKind]) -> object:

@@ -14,7 +14,7 @@ from anygauge.config.roles import teacher_config
 from anygauge.config.rules.algorithm import has_teacher, rates_samples
 from anygauge.config.same_model import differing_keys
 from anygauge_hooks.batch import TrainBatch
-from anygauge_hooks.engines import TrainEngine, WorkerContext
+from anygauge_hooks.engines import TrainEngine, TrainEngineSpec, WorkerContext
 from anygauge_hooks.errors import ConfigError
 from anygauge_hooks.models import ModelSpec, text_config
 
@@ -62,8 +62,11 @@ def make_teacher(config: Config, context: WorkerContext, trainer: TrainEngine) -
     if not has_teacher(config, context.plugins):
         return None
     own, engine, role = teacher_config(config), trainer, TEACHER
-    borrows = own.train.parallel == config.train.parallel
-    if borrows and is_same_model(own.model.path, config.model.path, context.plugins, modalities(config)):
+    spec: TrainEngineSpec = context.plugins.get("register_train_engines", config.train.engine)
+    borrows = own.train.parallel == config.train.parallel and is_same_model(
+        own.model.path, config.model.path, context.plugins, spec, modalities(config)
+    )
+    if borrows:
         trainer.load_role(TEACHER, str(own.model.path))
     else:
         engine, role = maker(config, context, "make_forward_only", TEACHER)(own, context), "actor"
@@ -91,12 +94,19 @@ def maker(config: Config, context: WorkerContext, name: str, role: str) -> Calla
     return make
 
 
-def is_same_model(one: Path, other: Path, plugins: LoadedPlugins, kinds: Collection[MediaKind] = ()) -> bool:
+def is_same_model(
+    one: Path,
+    other: Path,
+    plugins: LoadedPlugins,
+    engine: TrainEngineSpec,
+    kinds: Collection[MediaKind] = (),
+) -> bool:
     """Return whether two Hugging Face directories hold models that compute the same of the same weights.
 
+    :param engine: The train engine that builds both.
     :param kinds: Kinds of media that they are shown.
     """
     texts = [(path / "config.json").read_text(encoding="utf-8") for path in (one, other)]
     hfs = [text_config(json.loads(each)) for each in texts]
     specs: list[ModelSpec] = [plugins.model(hf.get("architectures") or ()) for hf in hfs]
-    return specs[0].name == specs[1].name and not differing_keys(specs[0], hfs[0], hfs[1], kinds)
+    return specs[0].name == specs[1].name and not differing_keys(specs[0], hfs[0], hfs[1], engine, kinds)

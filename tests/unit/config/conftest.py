@@ -10,10 +10,11 @@ from typing import Any, ClassVar
 import pytest
 
 from anygauge.config import LoadedConfig, load_config
+from anygauge.engines.megatron import plugin as megatron
 from anygauge.plugins import Plugins
 from anygauge.weight_sync import plugin as weight_sync
 from anygauge_hooks import hookimpl
-from anygauge_hooks.engines import RolloutEngineSpec
+from anygauge_hooks.engines import RolloutEngineSpec, TrainEngineSpec
 from anygauge_hooks.megatron import LayerKind, MegatronModel
 from anygauge_hooks.types import Availability, BackendSpec, NamedFunction
 
@@ -83,8 +84,8 @@ class Everything:
         return [backend("cpu"), backend("fast")]
 
     @hookimpl
-    def register_train_engines(self) -> list[NamedFunction]:
-        return named("megatron")
+    def register_train_engines(self) -> list[TrainEngineSpec]:
+        return megatron.register_train_engines()
 
     @hookimpl
     def register_rollout_engines(self) -> list[RolloutEngineSpec]:

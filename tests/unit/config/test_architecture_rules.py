@@ -7,14 +7,18 @@ import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from anygauge.config import LoadedConfig
-from anygauge.config.rules.architecture import read_architecture
+from anygauge.config.rules.architecture import architecture_hints
 from anygauge.config.same_model import differing_keys
+from anygauge.engines.megatron import plugin as megatron
 from anygauge.plugins import Plugins, load_plugins
+from anygauge_hooks import hookimpl
+from anygauge_hooks.engines import TrainEngineSpec
 from anygauge_hooks.errors import ConfigError
 from anygauge_hooks.media import MediaKind
 from anygauge_hooks.megatron import megatron_model, with_megatron
@@ -23,12 +27,15 @@ from anygauge_hooks.models import ModelSpec, text_config
 Load = Callable[..., LoadedConfig]
 
 FAMILIES: Mapping[str, ModelSpec] = load_plugins().named("register_models")
+MEGATRON: TrainEngineSpec = load_plugins().get("register_train_engines", "megatron")
+OTHER = TrainEngineSpec(name="other", make=MEGATRON.make)
+"""An engine that builds any Hugging Face config, and has no checks of its own."""
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_a_model_of_its_family_is_no_problem(family: str) -> None:
     spec = FAMILIES[family]
-    assert read_architecture(spec, spec.tiny()) == (megatron_model(spec).transformer_config(spec.tiny()), [])
+    assert architecture_hints(spec, spec.tiny(), MEGATRON) == []
 
 
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0}
@@ -65,8 +72,7 @@ BAD = [
 def test_another_model_is_refused(family: str, changes: Mapping[str, Any], hint: str) -> None:
     spec = FAMILIES[family]
     hf = {key: value for key, value in {**spec.tiny(), **changes}.items() if value is not ...}
-    architecture, [problem] = read_architecture(spec, hf)
-    assert architecture is None
+    [problem] = architecture_hints(spec, hf, MEGATRON)
     assert hint in problem
 
 
@@ -79,26 +85,37 @@ BROKEN: Mapping[str, Callable[[Mapping[str, Any]], Any]] = {
 @pytest.mark.parametrize("part", BROKEN)
 def test_what_a_family_reads_later_is_read_before_the_run(part: str) -> None:
     spec = replace(FAMILIES["qwen3"], **{part: BROKEN[part]})
-    assert read_architecture(spec, spec.tiny()) == (None, ["its config.json lacks 'nothing'"])
+    assert architecture_hints(spec, spec.tiny(), MEGATRON) == ["its config.json lacks 'nothing'"]
 
 
 def test_weight_rules_are_read_before_the_run() -> None:
     model = replace(megatron_model(FAMILIES["qwen3"]), weight_rules=lambda hf: [hf["nothing"]])
     spec = with_megatron(FAMILIES["qwen3"], model)
-    assert read_architecture(spec, spec.tiny()) == (None, ["its config.json lacks 'nothing'"])
+    assert architecture_hints(spec, spec.tiny(), MEGATRON) == ["its config.json lacks 'nothing'"]
 
 
 def test_a_family_without_an_entry_of_the_engine_is_refused() -> None:
     spec = replace(FAMILIES["qwen3"], engines={"another": object()})
-    _, [problem] = read_architecture(spec, spec.tiny())
+    [problem] = architecture_hints(spec, spec.tiny(), MEGATRON)
     assert problem.startswith("The qwen3 family has no MegatronModel in ModelSpec.engines; it has another.")
+
+
+def test_an_engine_that_builds_any_config_needs_no_entry() -> None:
+    spec = replace(FAMILIES["qwen3"], engines={})
+    hf = spec.tiny()
+    assert architecture_hints(spec, hf, OTHER) == []
+    assert differing_keys(spec, hf, {**hf, "use_cache": False, "initializer_range": 1.0}, OTHER) == []
+    assert differing_keys(spec, hf, {**hf, "rms_norm_eps": 0.5}, OTHER) == ["rms_norm_eps"]
+    assert architecture_hints(spec, {**hf, "head_dim": 0}, OTHER) == [
+        "its config.json has a bad head_dim: 0 is not a positive integer"
+    ]
 
 
 @pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe"])
 def test_a_model_may_predict_no_further_token(family: str) -> None:
     spec = FAMILIES[family]
     hf = {**spec.tiny(), "num_nextn_predict_layers": None}
-    assert read_architecture(spec, hf)[1] == []
+    assert architecture_hints(spec, hf, MEGATRON) == []
     assert spec.unused_weights(hf) == ()
 
 
@@ -123,7 +140,8 @@ def test_keys_that_make_another_function_of_the_same_weights(
 ) -> None:
     spec = FAMILIES[family]
     other = {**spec.tiny(), **changes}
-    assert differing_keys(spec, spec.tiny(), other) == differing_keys(spec, other, spec.tiny()) == keys
+    assert differing_keys(spec, spec.tiny(), other, MEGATRON) == keys
+    assert differing_keys(spec, other, spec.tiny(), MEGATRON) == keys
 
 
 SIGHTS = [
@@ -146,8 +164,8 @@ def test_towers_that_make_another_function_of_the_same_weights(
     spec, kinds = FAMILIES[family], [] if shown is None else [shown]
     one = text_config(spec.tiny())
     other = {**one, "vision_config": {**one["vision_config"], **changes}}
-    assert differing_keys(spec, one, other, kinds) == keys
-    assert bool(differing_keys(spec, other, one, kinds)) == bool(keys)
+    assert differing_keys(spec, one, other, MEGATRON, kinds) == keys
+    assert bool(differing_keys(spec, other, one, MEGATRON, kinds)) == bool(keys)
 
 
 @pytest.mark.parametrize("kinds", [["audio"], ["image"]])
@@ -155,13 +173,13 @@ def test_ears_are_compared_where_something_is_heard(kinds: list[MediaKind]) -> N
     spec = FAMILIES["qwen3_omni_moe"]
     one = text_config(spec.tiny())
     other = {**one, "audio_config": {**one["audio_config"], "encoder_attention_heads": 1}}
-    assert differing_keys(spec, one, other, kinds) == (["audio_config"] if "audio" in kinds else [])
+    assert differing_keys(spec, one, other, MEGATRON, kinds) == (["audio_config"] if "audio" in kinds else [])
 
 
 def test_other_placeholders_make_another_model() -> None:
     spec = FAMILIES["glm4v"]
     other = {**spec.tiny(), "image_token_id": 7}
-    assert differing_keys(spec, spec.tiny(), other) == ["image_token_id"]
+    assert differing_keys(spec, spec.tiny(), other, MEGATRON) == ["image_token_id"]
 
 
 def test_a_bad_model_is_a_problem_of_its_path(load: Load, model_dir: Path) -> None:
@@ -180,6 +198,17 @@ def test_architectures_are_a_list_of_names(load: Load, model_dir: Path, architec
 def test_a_dense_model_has_no_routes_to_replay(load: Load) -> None:
     with pytest.raises(ConfigError, match=r"train\.router_replay: .*no experts"):
         load({}, ["--train.router_replay=true"])
+
+
+def test_tables_of_megatron_are_refused_with_another_engine(load: Load, plugins: Plugins) -> None:
+    engines = hookimpl(lambda: [OTHER])
+    other = SimpleNamespace(register_train_engines=engines, check_config=megatron.check_config)
+    plugins.register(other, "other")
+    load({}, ["--train.engine=other"])
+    for table in ("train", "critic"):
+        refused = rf"{table}\.megatron: .*has no effect with train\.engine = 'other'"
+        with pytest.raises(ConfigError, match=refused):
+            load({}, ["--train.engine=other", f"--{table}.megatron.moe_router_dtype=fp64"])
 
 
 def test_limits_are_read_where_a_text_model_is_inside_another(load: Load, model_dir: Path) -> None:

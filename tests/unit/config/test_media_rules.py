@@ -69,7 +69,9 @@ def test_an_evaluation_of_images_makes_a_run_one_of_images(load: Load) -> None:
         load(overrides=[f"--{EVALUATED}"])
 
 
-FAMILIES: dict[str, ModelSpec] = load_plugins().named("register_models")
+PLUGINS = load_plugins()
+FAMILIES: dict[str, ModelSpec] = PLUGINS.named("register_models")
+MEGATRON: Any = PLUGINS.get("register_train_engines", "megatron")
 
 
 def problems(
@@ -84,10 +86,15 @@ def problems(
         model=SimpleNamespace(modalities=list(kinds) if named else None),
         data=SimpleNamespace(multimodal_keys={kind: kind for kind in kinds}),
         eval=SimpleNamespace(datasets={}),
-        train=SimpleNamespace(parallel=Parallel(**(parallel or {})), megatron=megatron or {}),
+        train=SimpleNamespace(
+            parallel=Parallel(**(parallel or {})), megatron=megatron or {}, router_replay=False
+        ),
+        critic=SimpleNamespace(megatron=None),
+        teacher=SimpleNamespace(megatron=None),
     )
     hf = {**spec.tiny(), "architectures": [spec.architectures[0]]}
-    return list(model_media(config, hf, load_plugins()))
+    sizes = MEGATRON.check_model(config, "model.path", spec, hf)
+    return [*model_media(config, hf, PLUGINS), *(each for each in sizes if "features" in each.hint)]
 
 
 def test_a_model_is_given_what_it_takes_and_nothing_else() -> None:
@@ -151,8 +158,8 @@ def test_a_model_with_another_tower_cannot_take_turns_with_the_policy(
         assert problem.hint == "holds vision_config = {'depth': 3}; model.path holds {'depth': 2}"
     else:
         assert problems == []
-    assert is_same_model(own, other, plugins, modalities) is not bool(modalities)
-    assert is_same_model(own, own, plugins, modalities)
+    assert is_same_model(own, other, plugins, MEGATRON, modalities) is not bool(modalities)
+    assert is_same_model(own, own, plugins, MEGATRON, modalities)
 
 
 def test_layers_that_get_features_are_in_the_first_part() -> None:

@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 
-from anygauge.config.rules.parallel import model_problems, size_problems
+from anygauge.config.rules.parallel import size_problems
 from anygauge.config.schema import Parallel
 from anygauge.distributed.layout import Layout
+from anygauge.engines.megatron.model_checks import model_problems
 from anygauge_hooks.errors import ConfigError
 from anygauge_tests.ranks import coordinates
 

@@ -24,10 +24,11 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from anygauge.config import Config
-from anygauge.config.rules.parallel import model_problems, size_problems
+from anygauge.config.rules.parallel import size_problems
 from anygauge.config.schema import Parallel
 from anygauge.distributed.layout import Layout
 from anygauge.engines.megatron.config_fields import option_problems
+from anygauge.engines.megatron.model_checks import model_problems
 from anygauge.engines.megatron.prepare import prepare_megatron
 from anygauge.engines.megatron.weights.mapping import (
     TensorRule,

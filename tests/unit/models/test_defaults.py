@@ -9,12 +9,13 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from anygauge.config.rules.architecture import read_architecture
+from anygauge.config.rules.architecture import architecture_hints
 from anygauge.plugins import load_plugins
 from anygauge_hooks.megatron import megatron_model
 from anygauge_hooks.models import ModelSpec
 
 FAMILIES: Mapping[str, ModelSpec] = load_plugins().named("register_models")
+MEGATRON = load_plugins().get("register_train_engines", "megatron")
 SHAPES = frozenset(
     {
         *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
@@ -47,11 +48,11 @@ def cases(*, shapes: bool) -> list[tuple[str, str]]:
 
 
 def described(spec: ModelSpec, hf: Mapping[str, Any]) -> object:
-    architecture, problems = read_architecture(spec, hf)
-    if architecture is None:
+    if problems := architecture_hints(spec, hf, MEGATRON):
         return problems
-    angles = [each.tolist() for each in megatron_model(spec).rotary(hf, torch.tensor((1, 30, 1000)))]
-    return architecture, spec.model_options(hf), list(megatron_model(spec).layers(hf)), angles
+    model = megatron_model(spec)
+    angles = [each.tolist() for each in model.rotary(hf, torch.tensor((1, 30, 1000)))]
+    return model.transformer_config(hf), spec.model_options(hf), list(model.layers(hf)), angles
 
 
 @pytest.mark.parametrize(("family", "key"), cases(shapes=False))

@@ -11,7 +11,7 @@ from __future__ import annotations
 import ast
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, get_args
@@ -26,11 +26,14 @@ from anygauge.config.roles import Components
 from anygauge.config.schema import Algorithm, Config, Critic, Reference, Train
 from anygauge.plugins import load_plugins
 from anygauge.serving.colocation import ColocationScheduler
+from anygauge.testing.tiny import tiny_qwen3, tiny_tokenizer
 from anygauge.trainer.actors import ActorWorker
 from anygauge.trainer.loop import Loop, train_on_rollouts
 from anygauge.trainer.session import Session
 from anygauge.trainer.state import RunState
+from anygauge_hooks import hookimpl
 from anygauge_hooks.engines import WorkerContext
+from anygauge_hooks.models import ModelSpec
 from anygauge_hooks.rl import Group, Prompt, Sample
 from anygauge_hooks.types import RunInfo
 from anygauge_tests.tabular import TabularPlugin, logits, values
@@ -610,3 +613,28 @@ def test_the_tests_of_the_other_keys_are_there() -> None:
         path, _, name = where.partition("::")
         tree = ast.parse((ROOT / path).read_text(encoding="utf-8"))
         assert not name or any(isinstance(each, ast.FunctionDef) and each.name == name for each in tree.body)
+
+
+class Novel:
+    """A family for train engines that build any Hugging Face config."""
+
+    @hookimpl
+    def register_models(self) -> list[ModelSpec]:
+        spec: ModelSpec = load_plugins(only=["models"]).named("register_models")["qwen3"]
+        return [replace(spec, name="novel", architectures=("NovelForCausalLM",), engines={})]
+
+
+def test_a_family_without_an_entry_of_megatron_passes_the_checks_and_trains(tmp_path: Path) -> None:
+    """Neither the checks nor a step ask for what only another train engine needs."""
+    product = Product(tmp_path)
+    product.plugins.register(Novel(), "novel")
+    for name in ("policy", "other"):
+        tokens = len(tiny_tokenizer(tmp_path / name, alphabet="abc"))
+        path = Path(tiny_qwen3(tmp_path / name, vocab_size=tokens)) / "config.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), "architectures": ["NovelForCausalLM"]}))
+    (tmp_path / "rows.jsonl").write_text("")
+    files = {"data.train": [str(tmp_path / "rows.jsonl")], "run.directory": str(tmp_path / "runs")}
+    settings = {**files, **KL, **OTHER}
+    assert check(product.config(settings), product.backend, product.plugins) == []
+    steps, _ = product.compare(settings)
+    assert len(steps) == 2

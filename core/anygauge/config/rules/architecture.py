@@ -1,4 +1,4 @@
-"""Check that a family supports the model of a ``config.json``, before anything is built from it."""
+"""Check that a family and the train engine support a ``config.json``, before anything is built from it."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from anygauge_hooks.errors import AnygaugeError
-from anygauge_hooks.megatron import megatron_model
 from anygauge_hooks.models import text_config
 
 if TYPE_CHECKING:
+    from anygauge_hooks.engines import TrainEngineSpec
     from anygauge_hooks.models import ModelSpec
 
-__all__ = ["read_architecture"]
+__all__ = ["architecture_hints"]
 
 _COUNTS = (
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "max_position_embeddings"),
@@ -22,25 +22,28 @@ _COUNTS = (
 """Keys that are positive whole numbers in every family that has them; some write null for a default."""
 
 
-def read_architecture(spec: ModelSpec, hf: Mapping[str, Any]) -> tuple[Mapping[str, Any] | None, list[str]]:
-    """Return the fields of Megatron's config that a model sets, and the problems of its ``config.json``.
+def architecture_hints(
+    spec: ModelSpec, hf: Mapping[str, Any], engine: TrainEngineSpec | None = None
+) -> list[str]:
+    """Return the problems of a ``config.json``.
 
-    :returns: ``None`` for the fields where anything is wrong.
+    :param engine: The train engine that is to build the model; ``None`` checks what all engines read.
     """
     if problems := [*_quantization(hf), *_counts(text_config(hf))]:
-        return None, problems
+        return problems
     try:
-        model = megatron_model(spec)
-        architecture = model.transformer_config(hf)
-        problems = [*_misfits(architecture), *_depth(architecture, len(model.layers(hf)))]
-        _read_remaining(spec, hf)
+        if engine is not None and engine.describe_model is not None:
+            engine.describe_model(spec, hf)
+        spec.model_options(hf)
+        spec.unused_weights(hf)
+        spec.flops_per_token(hf, 1)
     except AnygaugeError as error:
-        return None, [f"{error.args[0]} {error.hint}"]
+        return [" ".join(part for part in (error.args[0], error.hint) if part)]
     except KeyError as error:
-        return None, [f"its config.json lacks {error}"]
+        return [f"its config.json lacks {error}"]
     except (TypeError, ValueError, ArithmeticError, AttributeError) as error:
-        return None, [f"its config.json has a bad value: {error}"]
-    return None if problems else architecture, problems
+        return [f"its config.json has a bad value: {error}"]
+    return []
 
 
 def _quantization(hf: Mapping[str, Any]) -> Iterator[str]:
@@ -57,29 +60,3 @@ def _counts(hf: Mapping[str, Any]) -> Iterator[str]:
         value = hf.get(key)
         if value is not None and (type(value) is not int or value < 1):
             yield f"its config.json has a bad {key}: {value!r} is not a positive integer"
-
-
-def _misfits(architecture: Mapping[str, Any]) -> Iterator[str]:
-    heads, groups = (architecture.get(key) for key in ("num_attention_heads", "num_query_groups"))
-    if heads and groups and heads % groups:
-        yield f"its config.json has {heads} attention heads, no multiple of its {groups} key and value heads"
-    experts, chosen = (architecture.get(key) or 0 for key in ("num_moe_experts", "moe_router_topk"))
-    if experts and chosen > experts:
-        yield f"its config.json sends each token to {chosen} experts, and has {experts}"
-
-
-def _depth(architecture: Mapping[str, Any], layers: int) -> Iterator[str]:
-    if layers != (count := architecture.get("num_layers", layers)):
-        yield f"its config.json describes {layers} layers, and its num_hidden_layers is {count}"
-
-
-def _read_remaining(spec: ModelSpec, hf: Mapping[str, Any]) -> None:
-    """Let the family read all that it needs; angles that it does not have it refuses."""
-    import torch
-
-    model = megatron_model(spec)
-    model.rotary(hf, torch.zeros(1, dtype=torch.int64))
-    model.weight_rules(hf)
-    spec.model_options(hf)
-    spec.unused_weights(hf)
-    spec.flops_per_token(hf, 1)

@@ -9,12 +9,10 @@ from typing import TYPE_CHECKING, Any
 from anygauge.config.modalities import TOWERS, media_fields, modalities
 from anygauge.config.schema import Config, Data, EvalDataset, Media
 from anygauge_hooks.errors import AnygaugeError
-from anygauge_hooks.megatron import megatron_model
 from anygauge_hooks.types import ConfigProblem
 
 if TYPE_CHECKING:
     from anygauge.plugins import Plugins
-    from anygauge_hooks.models import ModelSpec
 
 __all__ = ["media_mismatches", "media_rule", "model_media"]
 
@@ -62,7 +60,6 @@ def model_media(config: Config, hf: Mapping[str, Any], plugins: Plugins) -> Prob
         taken = (
             set() if spec.media is None else {kind for each in spec.media.towers(hf) for kind in each.kinds}
         )
-        misfits = list(_levels(config, hf, spec))
     except AnygaugeError:
         return  # a problem of the model, which is told there
     except KeyError as error:
@@ -73,28 +70,6 @@ def model_media(config: Config, hf: Mapping[str, Any], plugins: Plugins) -> Prob
         takes = f"{', '.join(sorted(taken))} and text" if taken else "only text"
         hint = f"the model's family takes {takes}; leave out {', '.join(lacking)}, or take another model"
         yield ConfigProblem(path=path, found=sorted(kinds), hint=hint)
-    else:
-        yield from misfits
-
-
-def _levels(config: Config, hf: Mapping[str, Any], spec: ModelSpec) -> Problems:
-    """Yield a layout whose first part lacks layers that get features, unless it names every part."""
-    kinds, sizes, options = modalities(config), config.train.parallel, config.train.megatron
-    towers = spec.media.towers(hf) if spec.media is not None else ()
-    levels = max((tower.levels(hf) for tower in towers if tower.kinds & kinds), default=0)
-    own = options.get("num_layers_in_first_pipeline_stage")
-    depth = (own or len(megatron_model(spec).layers(hf)) // sizes.pipeline) // sizes.virtual_pipeline
-    if levels > depth and "pipeline_model_parallel_layout" not in options:
-        hint = (
-            f"the first {levels} layers get features and must be in the first part, which has {depth}; "
-            "lower it, or see train.megatron.num_layers_in_first_pipeline_stage"
-        )
-        key, value = (
-            ("virtual_pipeline", sizes.virtual_pipeline)
-            if sizes.virtual_pipeline > 1
-            else ("pipeline", sizes.pipeline)
-        )
-        yield ConfigProblem(path=f"train.parallel.{key}", found=value, hint=hint)
 
 
 def media_mismatches(

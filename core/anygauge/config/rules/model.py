@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Any
 from anygauge.config.modalities import modalities
 from anygauge.config.model_files import other_tokens, read_model
 from anygauge.config.rules.algorithm import compares
-from anygauge.config.rules.architecture import read_architecture
+from anygauge.config.rules.architecture import architecture_hints
 from anygauge.config.rules.file import from_here
 from anygauge.config.rules.media import media_mismatches, model_media
-from anygauge.config.rules.parallel import divided, model_problems, of_role
 from anygauge.config.same_model import differing_keys
 from anygauge.config.schema import Config, Data, EvalDataset, Rollout
 from anygauge.disk import read_json
@@ -23,14 +22,10 @@ from anygauge_hooks.types import ConfigProblem
 
 if TYPE_CHECKING:
     from anygauge.plugins import Plugins
+    from anygauge_hooks.engines import TrainEngineSpec
     from anygauge_hooks.media import MediaKind
 
 __all__ = ["model_rules"]
-
-EXPERTS = "moe_"
-"""Begins the names of Megatron's options that experts alone read."""
-BIAS_RATE = "moe_router_bias_update_rate"
-"""Option of Megatron: how far the bias of an expert moves after a step."""
 
 Problems = Iterator[ConfigProblem]
 
@@ -62,7 +57,8 @@ def model_rules(config: Config, plugins: Plugins, *, trains: bool) -> Problems:
         if policy is None or other is None:
             continue
         hints = list(other_tokens(directory, config.model.path))
-        unlike = _unlike(path, policy, other, plugins, modalities(config))
+        engine = _train_engine(config, plugins)
+        unlike = _unlike(path, policy, other, plugins, engine, modalities(config))
         for key in unlike:
             one, another = _apart(other.get(key), policy.get(key))
             hints.append(f"holds {key} = {one}; model.path holds {another}")
@@ -83,6 +79,7 @@ def _unlike(
     policy: Mapping[str, Any],
     other: Mapping[str, Any],
     plugins: Plugins,
+    engine: TrainEngineSpec | None,
     kinds: Collection[MediaKind],
 ) -> Sequence[str]:
     """Return the keys of ``config.json`` that another model must have in common with the policy, and has not.
@@ -92,14 +89,15 @@ def _unlike(
     key = "architectures" if path == "reference.path" else "vocab_size"
     if policy.get(key) != other.get(key):
         return [key]
-    if path != "reference.path":
+    if path != "reference.path" or engine is None:
         return []
     try:
         spec = plugins.model(policy.get("architectures") or ())
     except AnygaugeError:
         return []  # a problem of its own
-    readable = all(read_architecture(spec, hf)[0] is not None for hf in (policy, other))
-    return differing_keys(spec, policy, other, kinds) if readable else []
+    if any(architecture_hints(spec, hf, engine) for hf in (policy, other)):
+        return []  # problems of their own
+    return differing_keys(spec, policy, other, engine, kinds)
 
 
 def _other_models(config: Config) -> Iterator[tuple[str, Path]]:
@@ -153,25 +151,23 @@ def _context(config: Config, hf: Mapping[str, Any]) -> Problems:
 
 
 def _architecture(path: str, config: Config, hf: Mapping[str, Any], plugins: Plugins) -> Problems:
-    """Yield problems of a model, and keys of ``[train]`` that do not fit it."""
+    """Yield problems of a model, and of keys that do not fit it in its train engine."""
     try:
         spec = plugins.model(hf.get("architectures") or ())
     except AnygaugeError:
         return  # a problem of its own
-    architecture, hints = read_architecture(spec, hf)
+    engine = _train_engine(config, plugins)
+    hints = architecture_hints(spec, hf, engine)
     value = getattr(config, path.split(".")[0]).path
     yield from (ConfigProblem(path=path, found=str(value), hint=hint) for hint in hints)
-    if architecture is None:
-        return
-    if path != "reference.path":
-        role = path.split(".")[0]
-        train = config.train if role == "model" else divided(config, role).train
-        for problem in model_problems(train.parallel, architecture, train.megatron):
-            yield problem if role == "model" else of_role(problem, config, role)
-        for table, options in _tables(config, role):
-            yield from _expert_options(table, options, path, architecture)
-    if path == "model.path":
-        yield from _router_replay(config, architecture)
+    if not hints and engine is not None and engine.check_model is not None:
+        yield from engine.check_model(config, path, spec, hf)
+
+
+def _train_engine(config: Config, plugins: Plugins) -> TrainEngineSpec | None:
+    """Return the train engine; a name that no plugin provides is a problem of its own."""
+    engine: TrainEngineSpec | None = plugins.find("register_train_engines", config.train.engine)
+    return engine
 
 
 def _rollout_engine(config: Config, hf: Mapping[str, Any], plugins: Plugins) -> Problems:
@@ -187,39 +183,6 @@ def _rollout_engine(config: Config, hf: Mapping[str, Any], plugins: Plugins) -> 
         fit = f"these have: {', '.join(spec.rollout_engines)}" if spec.rollout_engines else "none has one yet"
         hint = f'has no model for the {spec.name} family; {fit}; run.task = "sft" without rewards needs none'
         yield ConfigProblem(path="rollout.engine", found=engine, hint=hint)
-
-
-def _tables(config: Config, role: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield the tables of options of Megatron that are for the model of a role, with their names."""
-    if role == "model":
-        yield "train", config.train.megatron
-    for other in ("critic", "teacher"):
-        table = getattr(config, other)
-        if table.megatron is not None and role == (other if table.path is not None else "model"):
-            yield other, table.megatron
-
-
-def _expert_options(
-    table: str, options: Mapping[str, Any], path: str, architecture: Mapping[str, Any]
-) -> Problems:
-    """Yield settings of experts or router biases that the model does not have.
-
-    :param path: Path of the key that names the model.
-    """
-    for name in (name for name in options if name.startswith(EXPERTS)):
-        hint = None
-        if not architecture.get("num_moe_experts"):
-            hint = f"has no effect: the model of {path} has no experts; leave it out"
-        elif name == BIAS_RATE and options[name] and not architecture.get("moe_router_enable_expert_bias"):
-            hint = f"has no effect: the model of {path} has no routers with biases; leave it out"
-        if hint:
-            yield ConfigProblem(path=f"{table}.megatron.{name}", found=options[name], hint=hint)
-
-
-def _router_replay(config: Config, architecture: Mapping[str, Any]) -> Problems:
-    if config.train.router_replay and not architecture.get("num_moe_experts"):
-        hint = "the model has no experts whose choice could be replayed; leave it out"
-        yield ConfigProblem(path="train.router_replay", found=True, hint=hint)
 
 
 def _chat_template(config: Config) -> Problems:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from anygauge.config.roles import critic_config, teacher_config
+from anygauge.engines.megatron.architecture import describe_model
+from anygauge.engines.megatron.model_checks import check_model
 from anygauge_hooks import hookimpl, megatron
 from anygauge_hooks.engines import TrainEngineSpec
 from anygauge_hooks.types import ConfigProblem, PluginInfo
@@ -66,21 +68,23 @@ def register_train_engines() -> list[TrainEngineSpec]:
     """Register the engine."""
     return [
         TrainEngineSpec(
-            name="megatron",
+            name=megatron.MEGATRON,
             make=_make,
             make_critic=_make_critic,
             make_forward_only=_make_frozen,
             supports_offload=True,
             prepare=_prepare,
+            describe_model=describe_model,
+            check_model=check_model,
         )
     ]
 
 
 @hookimpl
-def check_config(config: Any) -> Iterable[ConfigProblem] | None:
+def check_config(config: Any) -> Iterable[ConfigProblem]:
     """Check the Megatron fields of each role, and the settings of experts."""
-    if config.train.engine != "megatron":
-        return None
+    if config.train.engine != megatron.MEGATRON:
+        return list(_without_effect(config))
     problems = [*_experts(config)]
     for role, train in _trains(config):
         if train.megatron:
@@ -88,6 +92,14 @@ def check_config(config: Any) -> Iterable[ConfigProblem] | None:
 
             problems += option_problems(train, role)
     return problems
+
+
+def _without_effect(config: Any) -> Iterator[ConfigProblem]:
+    """Yield the engine's tables in a run of another train engine."""
+    for role in ("train", "critic", "teacher"):
+        if options := getattr(config, role).megatron:
+            hint = f"has no effect with train.engine = {config.train.engine!r}; leave it out"
+            yield ConfigProblem(path=f"{role}.megatron", found=options, hint=hint)
 
 
 def _trains(config: Any) -> Iterator[tuple[str, Any]]:
