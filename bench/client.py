@@ -174,7 +174,7 @@ def _ours(options: argparse.Namespace, address: str, requests: Path) -> float:
 
 async def _generate_all(options: argparse.Namespace) -> dict[str, float]:
     from anygauge.config.schema import RolloutClient
-    from anygauge.serving.client import EngineClient
+    from anygauge.serving.sglang.client import EngineClient
     from anygauge_hooks.rl import SamplingParams
     from anygauge_hooks.rollout import GenerateRequest
 

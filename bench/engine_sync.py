@@ -221,7 +221,7 @@ class Sender:
             raise self._failed
         facts = self._server.facts()
         self._peer = self._server.peer()
-        from anygauge.serving.client import EngineClient
+        from anygauge.serving.sglang.client import EngineClient
 
         self._client = EngineClient(facts["address"], self._config.rollout.client, keys=self._peer.keys)
         rows = [Row(f"server, SGLang {facts['installed']}", f"{self._up_s:.1f} s until it answered")]

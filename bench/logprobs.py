@@ -34,7 +34,7 @@ from anygauge.config.validate import validate  # noqa: E402
 from anygauge.engines.megatron.prepare import prepare_megatron  # noqa: E402
 from anygauge.plugins import load_plugins  # noqa: E402
 from anygauge.runtime.event_loop import EventLoop  # noqa: E402
-from anygauge.serving.client import EngineClient  # noqa: E402
+from anygauge.serving.sglang.client import EngineClient  # noqa: E402
 from anygauge.serving.sglang.server import make_server  # noqa: E402
 from anygauge.testing.tiny import tiny_qwen3  # noqa: E402
 from anygauge.weight_sync.pusher import make_pusher  # noqa: E402

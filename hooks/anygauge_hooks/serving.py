@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from anygauge_hooks.errors import RolloutError
 from anygauge_hooks.weights import WeightPeer
@@ -21,6 +21,7 @@ __all__ = [
     "EngineAwayError",
     "EngineClient",
     "EngineServer",
+    "HandoverClient",
     "ImageEncoder",
     "MemoryState",
     "ServerKind",
@@ -138,6 +139,35 @@ class EngineClient(Protocol):
         """
 
 
+class HandoverClient(EngineClient, Protocol):
+    """A client of servers that divide requests, of the kinds ``prefill`` and ``decode``.
+
+    Both halves of a request run at once, with the same handover of the engine's own type.
+    """
+
+    def handover(self, rank: int | None) -> Any:
+        """Return where this prefill server hands over one more prompt.
+
+        :param rank: Data-parallel rank that reads it; ``None`` if the server has but one.
+        """
+
+    async def read(self, request: GenerateRequest, handover: Any, *, rank: int | None = None) -> None:
+        """Prefill the prompt of a request. Returns once the decode server has it."""
+
+    async def generate(
+        self,
+        request: GenerateRequest,
+        *,
+        rank: int | None = None,
+        ends: float | None = None,
+        handover: Any = None,
+    ) -> Generation:
+        """Generate as :meth:`EngineClient.generate` does, with what a prefill server reads.
+
+        :param handover: ``None`` for a server that reads the prompt itself.
+        """
+
+
 @dataclass(frozen=True, kw_only=True)
 class ServerPeer(WeightPeer):
     """One server, as other processes know it: a picklable value of the engine's own subclass.
@@ -152,6 +182,9 @@ class ServerPeer(WeightPeer):
             def client(self, limits, *, name, images):
                 return MyClient(self.address, limits, name)
     """
+
+    data_parallel: int = 1
+    """Data-parallel ranks, among which requests are balanced."""
 
     def client(self, limits: ClientLimits, *, name: str, images: ImageEncoder | None) -> EngineClient:
         """Return a client of the server.
@@ -178,11 +211,7 @@ class EngineServer(Protocol):
         """Return whether the process runs; it may hang nevertheless."""
 
     def facts(self) -> Mapping[str, str]:
-        """Return facts for the run's records: version, command line, log.
-
-        The run itself reads ``bootstrap``, ``host:port`` at which one that only reads hands prompts over, and
-        ``ranks``, how many data-parallel ranks it has if that is not one.
-        """
+        """Return facts for the run's records: version, command line, log. The run reads none of them."""
 
     def peer(self) -> ServerPeer:
         """Return how other processes speak to it, where it listens now.

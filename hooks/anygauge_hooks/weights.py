@@ -170,6 +170,11 @@ class WeightPeer:
         return False
 
     @property
+    def needs_transport(self) -> bool:
+        """Whether its weights travel by ``weight_sync.transport``; an embedded engine's are handed over."""
+        return True
+
+    @property
     def has_checksums(self) -> bool:
         """Whether it reports checksums of its parameters: the first 64 bits of SHA-256, in hex."""
         return False

@@ -12,9 +12,9 @@ import pytest
 
 from anygauge.config.schema import RolloutClient
 from anygauge.config.validate import validate
-from anygauge.serving.client import EngineClient
 from anygauge.serving.engine_pool import EnginePool
 from anygauge.serving.sglang import keys as sglang_keys
+from anygauge.serving.sglang.client import EngineClient
 from anygauge.serving.sglang.keys import HiddenKey, key_problems, key_variable, own_keys, set_keys
 from anygauge.serving.sglang.weights import SGLangPeer, SGLangTarget
 from anygauge.weight_sync.control import RefusedError

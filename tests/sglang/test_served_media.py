@@ -14,7 +14,7 @@ import torch
 
 from anygauge.config.schema import WeightSync
 from anygauge.plugins import Plugins
-from anygauge.serving.client import ImageEncoder
+from anygauge.serving.image_encoder import ImageEncoder
 from anygauge.serving.sglang.server import SGLangServer
 from anygauge.serving.sglang.weights import SGLangPeer
 from anygauge.weight_sync.buckets import Buffers

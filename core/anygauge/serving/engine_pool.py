@@ -10,7 +10,6 @@ from typing import Any, NamedTuple, TypeVar
 
 from anygauge.config.schema import RolloutClient
 from anygauge.serving.admission_queue import AdmissionQueue
-from anygauge.serving.client import ImageEncoder, retry_pause_s
 from anygauge.serving.engine_state import (
     DisplacedError,
     EngineReport,
@@ -18,7 +17,9 @@ from anygauge.serving.engine_state import (
     PoolEngine,
     attempting,
     end_attempts,
+    retry_pause_s,
 )
+from anygauge.serving.image_encoder import ImageEncoder
 from anygauge.serving.load_balancer import LoadBalancer, Ticket
 from anygauge.serving.prefill import Prefill, handover
 from anygauge_hooks.errors import AnygaugeError, DeadlineError, RolloutError
@@ -101,8 +102,6 @@ class EnginePool:
         peer: ServerPeer,
         *,
         kind: ServerKind = "regular",
-        bootstrap: str | None = None,
-        ranks: int = 1,
         concurrency: int | None = None,
         state: EngineState = "serving",
     ) -> None:
@@ -111,17 +110,15 @@ class EnginePool:
         :param kind: Requests go to ``regular`` engines, or to one that only reads prompts (``prefill``) and
             one that only writes responses (``decode``). An ``encoder`` gets none, but is asked for signs of
             life.
-        :param bootstrap: ``host:port`` at which a ``prefill`` engine hands over what it has read.
-        :param ranks: Its data-parallel ranks.
-        :param concurrency: Most requests that one rank has under way; ``None`` takes the options'.
+        :param concurrency: Most requests in flight per data-parallel rank; ``None`` takes the options'.
         :param state: Before its first request: ``"paused"`` until :meth:`mark` lets it serve.
         """
         if name in self._engines:
             self._forget(name, "it was replaced")
-        limit = concurrency or self._options.concurrency
+        limit, ranks = concurrency or self._options.concurrency, peer.data_parallel
         options = self._options.model_copy(update={"concurrency": limit * ranks})
         client = peer.client(options, name=f"{name} ({peer.address})", images=self._image_encoder)
-        engine = self._engines[name] = PoolEngine(name, client, ranks, kind, bootstrap, state)
+        engine = self._engines[name] = PoolEngine(name, client, ranks, kind, state)
         if (balancer := self._balancer_of(engine)) is not None:
             balancer.add(name, ranks=ranks, concurrency=limit)
         engine.watch = self._spawn(self._watch(engine))

@@ -6,19 +6,31 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from random import Random
 from typing import Literal, NamedTuple, Protocol
 
 from anygauge.serving.load_balancer import Load
 from anygauge_hooks.errors import DeadlineError
-from anygauge_hooks.serving import EngineAwayError, EngineClient, MemoryState, ServerKind
+from anygauge_hooks.serving import ClientLimits, EngineAwayError, EngineClient, MemoryState, ServerKind
 
-__all__ = ["DisplacedError", "EngineReport", "EngineState", "PoolEngine", "attempting", "end_attempts"]
+__all__ = [
+    "DisplacedError",
+    "EngineReport",
+    "EngineState",
+    "PoolEngine",
+    "attempting",
+    "end_attempts",
+    "retry_pause_s",
+]
 
 EngineState = Literal["serving", "paused", "asleep", "unusable", "dead"]
 """``paused``: keeps its requests and gets no new ones. ``asleep``: has released memory, see
 :meth:`EnginePool.set_memory_state`. ``unusable``: its weights cannot be trusted, so its requests go to other
 engines, as for ``dead``."""
 LOST = ("unusable", "dead")
+_LONGEST_PAUSE_S = 10.0
+_jitter = Random()
+"""Separate random generator, so that a retry draws no random number of the run."""
 
 
 class EngineReport(NamedTuple):
@@ -58,8 +70,6 @@ class PoolEngine:
     client: EngineClient
     ranks: int
     kind: ServerKind = "regular"
-    bootstrap: str | None = None
-    """Bootstrap address ``host:port`` of a prefill engine."""
     state: EngineState = "serving"
     reason: str = ""
     probe: asyncio.Task[None] | None = None
@@ -109,3 +119,8 @@ async def attempting(*holders: _Holder) -> AsyncIterator[None]:
     finally:
         for holder in holders:
             holder.attempts.discard(limit)
+
+
+def retry_pause_s(options: ClientLimits, failures: int) -> float:
+    """Return how long to wait before the next attempt: full jitter below a bound that doubles."""
+    return _jitter.uniform(0, min(options.pause_s * 2 ** (failures - 1), _LONGEST_PAUSE_S))

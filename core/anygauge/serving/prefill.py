@@ -1,20 +1,19 @@
-"""Prefill-decode disaggregation: SGLang's prefill server reads a prompt, its decode server responds.
+"""Prefill-decode disaggregation: a prefill server reads a prompt, a decode server responds.
 
-Both are given the same request with the same bootstrap room. The prefill server sends its KV cache there; the
-decode server fetches it and answers. https://docs.sglang.io/advanced_features/pd_disaggregation.html
+Both are given the same request, at the same time, with the same handover. The prefill server sends its KV
+cache there; the decode server fetches it and answers.
 """
 
 from __future__ import annotations
 
 import asyncio
-import secrets
 from collections.abc import Sequence
 from typing import Any, cast
 
-from anygauge.serving.client import BootstrapRoom, EngineClient
 from anygauge.serving.engine_state import PoolEngine, attempting, end_attempts
 from anygauge_hooks.errors import AnygaugeError, DeadlineError, RolloutError
 from anygauge_hooks.rollout import GenerateRequest
+from anygauge_hooks.serving import HandoverClient
 
 __all__ = ["Prefill", "handover"]
 
@@ -27,11 +26,10 @@ class Prefill:
     """
 
     def __init__(self, reader: PoolEngine, request: GenerateRequest, rank: int | None) -> None:
-        assert reader.bootstrap is not None, "a prefill engine has a bootstrap address"
-        host, _, port = reader.bootstrap.rpartition(":")
-        self.bootstrap = BootstrapRoom(host, int(port), secrets.randbits(63), rank)
         self.attempts: set[asyncio.Timeout] = set()
         self._reader = reader
+        self._client = cast(HandoverClient, reader.client)  # as all of an engine with servers of this kind
+        self.handover = self._client.handover(rank)
         self._failure: AnygaugeError | None = None
         self.task = asyncio.get_running_loop().create_task(self._read(request, rank))
 
@@ -50,10 +48,9 @@ class Prefill:
         self.task.cancel()
 
     async def _read(self, request: GenerateRequest, rank: int | None) -> None:
-        client = cast(EngineClient, self._reader.client)  # only SGLang has servers that read alone
         try:
             async with attempting(self._reader):
-                await client.read(request, self.bootstrap, rank=rank)
+                await self._client.read(request, self.handover, rank=rank)
         except (RolloutError, DeadlineError) as error:
             self._failure = error
             end_attempts(self)
@@ -61,4 +58,4 @@ class Prefill:
 
 def handover(prefills: Sequence[Prefill]) -> dict[str, Any]:
     """Return the client's arguments for requests whose prompt another engine prefills."""
-    return {"bootstrap": prefills[0].bootstrap} if prefills else {}
+    return {"handover": prefills[0].handover} if prefills else {}

@@ -30,6 +30,11 @@ class LocalPeer(WeightPeer, WeightTarget):
         """Whether it takes the gathered tensors themselves."""
         return True
 
+    @property
+    def needs_transport(self) -> bool:
+        """Whether its weights travel by a transport of the config."""
+        return False
+
     def target(self, *, deadline_s: float) -> WeightTarget:
         """Return itself: there is no connection."""
         return self

@@ -210,8 +210,6 @@ async def _join(
             _name(plan.rank),
             server.peer,
             kind=plan.kind,
-            bootstrap=server.facts.get("bootstrap"),
-            ranks=int(server.facts.get("ranks", 1)),
             state="paused" if plan.rank in behind else "serving",
         )
 

@@ -92,6 +92,11 @@ class WeightInbox:
 class WorkerPeer(WeightPeer):
     """The embedded engine of a rollout worker."""
 
+    @property
+    def needs_transport(self) -> bool:
+        """Whether its weights travel by a transport of the config."""
+        return False
+
     def target(self, *, deadline_s: float) -> WorkerTarget:
         """Return the inbox as a target of updates."""
         return WorkerTarget(self, deadline_s=deadline_s)

@@ -41,7 +41,7 @@ from anygauge_hooks.engines import (
     WorkerContext,
 )
 from anygauge_hooks.errors import CheckpointError
-from anygauge_hooks.serving import MemoryState, ServerPeer
+from anygauge_hooks.serving import MemoryState
 from anygauge_hooks.weights import WeightPeer
 
 if TYPE_CHECKING:
@@ -244,8 +244,7 @@ class ActorWorker(GeneratingWorker):
                     pass
                 return None
             if self._pusher is None:
-                to_servers = isinstance(own[0], ServerPeer)
-                self._pusher = make_pusher(self.config, self._context, to_servers=to_servers)
+                self._pusher = make_pusher(self.config, self._context, own)
             return self._pusher.push(weights, version, own)
 
     def set_memory_state(self, state: MemoryState) -> None:

@@ -250,13 +250,13 @@ def _dtypes(peers: Sequence[WeightPeer]) -> set[str]:
     return {peer.dtype for peer in peers if peer.dtype is not None}
 
 
-def make_pusher(config: Config, context: WorkerContext, *, to_servers: bool = True) -> WeightPusher:
+def make_pusher(config: Config, context: WorkerContext, peers: Sequence[WeightPeer] = ()) -> WeightPusher:
     """Return the pusher for a config.
 
-    :param to_servers: Or to embedded engines, which need none of the transports.
+    :param peers: The engines that it will send to, if they are known: all of one kind.
     """
     options = config.weight_sync
-    if not to_servers:
+    if peers and not peers[0].needs_transport:
         return WeightPusher(options, TensorTransport(), Buffers(partial(torch.empty, dtype=torch.uint8)))
     spec: WeightTransportSpec = context.plugins.get("register_weight_transports", options.transport)
     if spec.shares_buffers and context.device.type == "cpu":

@@ -81,7 +81,8 @@ def test_conformance(simulated: Run) -> None:
 
 
 def test_conformance_of_the_second_device(simulated: Run) -> None:
-    files = [f"anygauge.testing.conformance.{name}" for name in ("test_device", "test_collectives")]
+    parts = ("test_device", "test_scope_map", "test_collectives")
+    files = [f"anygauge.testing.conformance.{name}" for name in parts]
     done = simulated(
         *suite("--pyargs", *files, "--backend", "npu"), options=TWO, ASCEND_RT_VISIBLE_DEVICES="1"
     )

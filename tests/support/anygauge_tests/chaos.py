@@ -13,8 +13,8 @@ from random import Random
 from typing import Any, Literal, cast, get_args
 
 from anygauge.config.schema import RolloutClient
-from anygauge.serving.client import EngineClient
 from anygauge.serving.engine_pool import EnginePool
+from anygauge.serving.sglang.client import EngineClient
 from anygauge.serving.sglang.weights import SGLangPeer
 from anygauge_hooks.errors import AnygaugeError, DeadlineError, RolloutError
 from anygauge_hooks.rl import SamplingParams

@@ -7,9 +7,9 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import cast
 
-from anygauge.serving.client import EngineClient as SGLangClient
 from anygauge.serving.engine_pool import EnginePool
 from anygauge.serving.engine_state import attempting
+from anygauge.serving.sglang.client import EngineClient as SGLangClient
 from anygauge_hooks.errors import DeadlineError, RolloutError
 from anygauge_hooks.serving import EngineClient
 from anygauge_hooks.weights import PauseMode

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import aiohttp
 import orjson
 
-from anygauge.serving.client.wire import read_answer, request_body
+from anygauge.serving.sglang.client.wire import read_answer, request_body
 from anygauge_hooks.rollout import GenerateRequest, Generation
 from anygauge_hooks.sglang import NO_KEYS, ServerKeys
 

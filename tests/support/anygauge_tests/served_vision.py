@@ -14,7 +14,8 @@ from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken
 
 from anygauge.config.schema import RolloutClient
-from anygauge.serving.client import EngineClient, ImageEncoder
+from anygauge.serving.image_encoder import ImageEncoder
+from anygauge.serving.sglang.client import EngineClient
 from anygauge.serving.sglang.weights import SGLangPeer
 from anygauge.testing.tiny import tiny_tokenizer
 from anygauge_hooks.media import Content, Media

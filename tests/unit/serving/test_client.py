@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import pytest
 
 from anygauge.config.schema import RolloutClient
-from anygauge.serving.client import EngineClient, Expected, check_engine
+from anygauge.serving.sglang.client import EngineClient, Expected, check_engine
 from anygauge.testing.tiny import tiny_tokenizer
 from anygauge_hooks.errors import DeadlineError, RolloutError
 from anygauge_hooks.rl import SamplingParams

@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from anygauge.config.schema import RolloutClient
-from anygauge.serving.client import EngineClient, ImageEncoder
-from anygauge.serving.client.media import collapsed
-from anygauge.serving.client.wire import request_body
+from anygauge.serving.image_encoder import ImageEncoder
+from anygauge.serving.sglang.client import EngineClient
+from anygauge.serving.sglang.client.wire import collapsed, request_body
 from anygauge_hooks.errors import RolloutError
 from anygauge_hooks.media import Content, Media
 from anygauge_hooks.rl import SamplingParams

@@ -13,9 +13,9 @@ from typing import Any, TypeVar
 import pytest
 
 from anygauge.config.schema import RolloutClient
-from anygauge.serving.client import channel
 from anygauge.serving.engine_pool import EnginePool
 from anygauge.serving.load_balancer import Load
+from anygauge.serving.sglang.client import channel
 from anygauge.serving.sglang.weights import SGLangPeer
 from anygauge_hooks.errors import DeadlineError, RolloutError
 from anygauge_hooks.rl import SamplingParams
@@ -150,7 +150,7 @@ def test_requests_wait_for_room_in_their_order(servers: list[FakeServer]) -> Non
 def test_ranks_of_an_engine_get_their_requests() -> None:
     async def work() -> None:
         async with fleet_of() as pool:
-            pool.add("wide", SGLangPeer(address=wide.address), ranks=2, concurrency=8)
+            pool.add("wide", SGLangPeer(address=wide.address, data_parallel=2), concurrency=8)
             await pause(pool.client("wide"), "in_place")
             tasks = [asyncio.create_task(pool.generate(request(number))) for number in range(8)]
             await asyncio.sleep(0)

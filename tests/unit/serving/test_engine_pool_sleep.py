@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from anygauge.config.schema import RolloutClient
-from anygauge.serving.client import EngineClient
 from anygauge.serving.engine_pool import EnginePool
+from anygauge.serving.sglang.client import EngineClient
 from anygauge.serving.sglang.weights import SGLangPeer
 from anygauge_hooks.errors import RolloutError
 from anygauge_hooks.rl import SamplingParams

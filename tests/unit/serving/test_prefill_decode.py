@@ -60,7 +60,7 @@ async def fleet_of(*servers: FakeServer, **limits: Any) -> AsyncIterator[EngineP
 
 def add(pool: EnginePool, name: str, server: FakeServer) -> None:
     kind: Any = server.options.disaggregation.replace("null", "regular")
-    pool.add(name, SGLangPeer(address=server.address), kind=kind, bootstrap=server.facts().get("bootstrap"))
+    pool.add(name, server.peer(), kind=kind)
 
 
 def run(work: Coroutine[Any, Any, None]) -> None:
@@ -234,7 +234,7 @@ def test_the_fake_engines_fail_a_request_whose_halves_do_not_meet(servers: list[
             urllib.request.urlopen(asked, timeout=30)
         return caught.value.code, caught.value.read().decode()
 
-    host, port = servers[0].facts()["bootstrap"].split(":")
+    host, port = servers[0].peer().bootstrap.split(":")
     assert ask()[0] == 400
     status, text = ask(bootstrap_host=host, bootstrap_port=int(port), bootstrap_room=1)
     assert status == 500

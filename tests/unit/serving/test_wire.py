@@ -8,7 +8,7 @@ from typing import Any
 import orjson
 import pytest
 
-from anygauge.serving.client.wire import (
+from anygauge.serving.sglang.client.wire import (
     BootstrapRoom,
     generation_of,
     read_answer,

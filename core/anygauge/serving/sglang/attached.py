@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from anygauge.hub import localized
-from anygauge.serving.client import EngineClient, Expected, check_engine
+from anygauge.serving.sglang.client import EngineClient, Expected, check_engine
 from anygauge.serving.sglang.keys import named_keys
 from anygauge.serving.sglang.versions import ServerApi, find_api
 from anygauge.serving.sglang.weights import SGLangPeer
@@ -84,6 +84,7 @@ class AttachedServer:
         return SGLangPeer(
             address=self._address,
             tensor_parallel=int(self._facts["tensor_parallel"]),
+            data_parallel=int(self._facts["ranks"]),
             device=self._device_type or None,
             api=self._api.weights(self._device_type),
             keys=self._keys,

@@ -131,12 +131,10 @@ class SGLangServer:
     def facts(self) -> Mapping[str, str]:
         """Return facts for the run's records.
 
-        ``version`` is the listed one that it is spoken to as, ``installed`` its own; ``command``,
-        ``log``, ``address``, ``pid``, ``ranks``; and ``bootstrap``, ``host:port``, of one that only reads
-        prompts.
+        ``version`` is the listed one that it is spoken to as, ``installed`` its own.
         """
         server = self._server()
-        facts = {
+        return {
             "version": self.api.version,
             "installed": self._installed.version,
             "command": " ".join(self._command),
@@ -145,15 +143,14 @@ class SGLangServer:
             "pid": str(server.pid) if server else "",
             "ranks": str(self._ranks),
         }
-        if self._bootstrap is not None:
-            facts["bootstrap"] = f"{self._host}:{self._bootstrap}"
-        return facts
 
     def peer(self) -> SGLangPeer:
         """Return how other processes speak to it; see :class:`anygauge_hooks.serving.EngineServer`."""
         return SGLangPeer(
             address=self._address,
             tensor_parallel=int(self._arguments.get("tp_size", 1)),
+            data_parallel=self._ranks,
+            bootstrap="" if self._bootstrap is None else f"{self._host}:{self._bootstrap}",
             device=self._device_type,
             api=self.api.weights(self._device_type),
             keys=self._keys,

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from anygauge.serving.client import EngineClient
+from anygauge.serving.sglang.client import EngineClient
 from anygauge.weight_sync.buckets import dtype_of
 from anygauge.weight_sync.control import EXCERPT, EngineControl, RefusedError
 from anygauge.weight_sync.sharing import serialized
@@ -33,6 +33,8 @@ class SGLangPeer(ServerPeer):
     api: WeightApi = field(default_factory=WeightApi)
     keys: ServerKeys = NO_KEYS
     """Shown to the server."""
+    bootstrap: str = ""
+    """``host:port`` at which one that only reads prompts hands them over."""
 
     @property
     def has_checksums(self) -> bool:
@@ -50,7 +52,14 @@ class SGLangPeer(ServerPeer):
 
     def client(self, limits: ClientLimits, *, name: str, images: ImageEncoder | None) -> EngineClient:
         """Return a client of the server."""
-        return EngineClient(self.address, limits, name=name, image_encoder=images, keys=self.keys)
+        return EngineClient(
+            self.address,
+            limits,
+            name=name,
+            image_encoder=images,
+            keys=self.keys,
+            bootstrap=self.bootstrap,
+        )
 
 
 class SGLangTarget(EngineControl, WeightTarget):

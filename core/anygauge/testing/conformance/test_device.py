@@ -5,24 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from anygauge_hooks.megatron import scope_map_of
 from anygauge_hooks.types import BackendSpec, Device
 
 pytestmark = pytest.mark.conformance
 
 BYTE_COUNTS = {"allocated", "reserved", "free", "total"}
 METERS = {"utilization", "power", "temperature", "clock", "power_capped", "thermal_slowed"}
-NEEDED_FUNCTIONS = {
-    "current_device",
-    "device_count",
-    "get_rng_state",
-    "is_available",
-    "manual_seed",
-    "set_device",
-    "set_rng_state",
-    "synchronize",
-}
-"""Functions of an accelerator's torch module that a training step calls, whatever its layout."""
 
 
 def draw(device: Device) -> torch.Tensor:
@@ -130,33 +118,3 @@ def test_a_device_goes_on_where_work_cannot_be_recorded(device: Device) -> None:
         device.capture_graph(waits)
     test_a_recorded_graph_does_its_work_again(device)
     assert (x + torch.ones_like(x)).tolist() == [2.0] * 4
-
-
-def test_tensor_types_name_the_types_of_tensors(device: Device) -> None:
-    scope = scope_map_of(device)
-    if scope is None:
-        return
-    for name, dtype in (("fp32", torch.float32), ("fp16", torch.float16), ("bf16", torch.bfloat16)):
-        tensor = torch.zeros(1, dtype=dtype, device=device.torch_device)
-        assert tensor.type() in scope.tensor_types[name]
-
-
-def test_scope_map_redirects_what_a_step_needs(backend: BackendSpec, device: Device) -> None:
-    scope = scope_map_of(device)
-    if scope is None:
-        return  # literal device names already mean this device
-    assert scope.device_type == backend.device_type
-    assert scope.functions.keys() >= NEEDED_FUNCTIONS
-    assert all(callable(function) for function in scope.functions.values())
-    assert scope.functions["device_count"]() >= 1
-
-
-def test_scope_map_rng_is_the_devices(device: Device) -> None:
-    scope = scope_map_of(device)
-    if scope is None:
-        return
-    scope.functions["manual_seed"](99)
-    state = scope.functions["get_rng_state"]()
-    expected = draw(device)
-    scope.functions["set_rng_state"](state)
-    assert torch.equal(draw(device), expected)

@@ -135,12 +135,7 @@ class FakeServer:
 
     def facts(self) -> Mapping[str, str]:
         """Return what it is, for the run's records."""
-        facts = {"version": f"fake {self.options.sglang}", "command": " ".join(self._command()), "log": ""}
-        if self.options.dp_size > 1:
-            facts["ranks"] = str(self.options.dp_size)
-        if self.options.disaggregation == "prefill":
-            facts["bootstrap"] = self.address.removeprefix("http://")
-        return facts
+        return {"version": f"fake {self.options.sglang}", "command": " ".join(self._command()), "log": ""}
 
     def peer(self) -> SGLangPeer:
         """Return how its version takes weights."""
@@ -149,6 +144,10 @@ class FakeServer:
         return SGLangPeer(
             address=self.address,
             tensor_parallel=self.options.tp_size,
+            data_parallel=self.options.dp_size,
+            bootstrap=self.address.removeprefix("http://")
+            if self.options.disaggregation == "prefill"
+            else "",
             api=api,
             device=self.options.device,
             keys=ServerKeys(api=self.options.api_key, admin=self.options.admin_api_key),

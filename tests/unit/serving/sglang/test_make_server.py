@@ -105,7 +105,7 @@ def test_a_worker_has_the_server_of_its_rank(
     assert expected in line
     assert ("--encoder-urls http://h:1" in line) is (rank == 1)
     assert ("--disaggregation-bootstrap-port 9" in line) is (rank == 1)
-    assert made.facts().get("bootstrap") == ("127.0.0.1:9" if rank == 1 else None)
+    assert made.peer().bootstrap == ("127.0.0.1:9" if rank == 1 else "")
 
 
 def test_a_node_without_sglang_says_the_command_that_installs_it(

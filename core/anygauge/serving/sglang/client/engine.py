@@ -7,25 +7,22 @@ import itertools
 import secrets
 from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import ExitStack, asynccontextmanager, suppress
-from random import Random
 from typing import Any, Literal
 
 import orjson
 
-from anygauge.serving.client.channel import Channel, OpenFilesError
-from anygauge.serving.client.wire import BootstrapRoom, read_answer, request_body, was_aborted
+from anygauge.serving.engine_state import retry_pause_s
+from anygauge.serving.sglang.client.channel import Channel, OpenFilesError
+from anygauge.serving.sglang.client.wire import BootstrapRoom, read_answer, request_body, was_aborted
 from anygauge_hooks.errors import DeadlineError, RolloutError
 from anygauge_hooks.rollout import GenerateRequest, Generation
 from anygauge_hooks.serving import ClientLimits, EngineAwayError, ImageEncoder, MemoryState
 from anygauge_hooks.sglang import NO_KEYS, ServerKeys
 
-__all__ = ["EngineClient", "retry_pause_s"]
+__all__ = ["EngineClient"]
 
-_LONGEST_PAUSE_S = 10.0
 _ABANDON_S = 10.0
 """For telling an engine that nobody waits for a request any more."""
-_jitter = Random()
-"""Separate random generator, so that a retry draws no random number of the run."""
 _LOOK_S = 0.05
 """Interval of checks whether an engine is idle."""
 MemoryPart = Literal["kv_cache", "weights", "cuda_graph"]
@@ -45,6 +42,7 @@ class EngineClient:
     :param name: How errors call the engine.
     :param image_encoder: Encoder for requests that have media; ``None`` refuses them.
     :param keys: Keys that the server asks for.
+    :param bootstrap: ``host:port`` of the bootstrap server of one that only reads prompts.
 
     Example::
 
@@ -61,11 +59,13 @@ class EngineClient:
         name: str | None = None,
         image_encoder: ImageEncoder | None = None,
         keys: ServerKeys = NO_KEYS,
+        bootstrap: str = "",
     ) -> None:
         self.address = address.rstrip("/")
         self.name = name or f"the engine at {self.address}"
         self.options = options
         self._image_encoder = image_encoder
+        self._bootstrap = bootstrap
         self._rids: set[str] = set()
         self._probes = 0
         self.silence = ""
@@ -85,7 +85,7 @@ class EngineClient:
         request: GenerateRequest,
         *,
         rank: int | None = None,
-        bootstrap: BootstrapRoom | None = None,
+        handover: BootstrapRoom | None = None,
         ends: float | None = None,
     ) -> Generation:
         """Generate a continuation of a request's tokens. Waits while the client is at its concurrency limit.
@@ -94,17 +94,25 @@ class EngineClient:
         to this engine or another: each attempt has an id of its own.
 
         :param rank: Data-parallel rank of the engine; ``None`` leaves the choice to the engine.
-        :param bootstrap: With an engine that has read the prompt.
+        :param handover: With an engine that reads the prompt.
         :param ends: Deadline on the event loop's clock; ``None`` takes ``options.request_timeout_s``.
         :raises RolloutError: The engine refuses the request, or failed.
         :raises DeadlineError: No answer in ``options.request_timeout_s``.
         """
         if ends is None:
             ends = asyncio.get_running_loop().time() + self.options.request_timeout_s
-        return read_answer(await self._request(request, rank, bootstrap, ends), self.name, request)
+        return read_answer(await self._request(request, rank, handover, ends), self.name, request)
+
+    def handover(self, rank: int | None) -> BootstrapRoom:
+        """Return a new room at the server's bootstrap address.
+
+        https://docs.sglang.io/advanced_features/pd_disaggregation.html
+        """
+        host, _, port = self._bootstrap.rpartition(":")
+        return BootstrapRoom(host, int(port), secrets.randbits(63), rank)
 
     async def read(
-        self, request: GenerateRequest, bootstrap: BootstrapRoom, *, rank: int | None = None
+        self, request: GenerateRequest, handover: BootstrapRoom, *, rank: int | None = None
     ) -> None:
         """Prefill the prompt for another engine. Returns once that has fetched the KV cache.
 
@@ -115,7 +123,7 @@ class EngineClient:
         :raises DeadlineError: No answer in ``options.request_timeout_s``.
         """
         ends = asyncio.get_running_loop().time() + self.options.request_timeout_s
-        if was_aborted(await self._request(request, rank, bootstrap, ends)):
+        if was_aborted(await self._request(request, rank, handover, ends)):
             raise EngineAwayError(f"{self.name} has ended request {request.label} before it was read.")
 
     async def _request(
@@ -316,11 +324,6 @@ class EngineClient:
         if self._farewells:
             await asyncio.wait(self._farewells, timeout=farewell_s)
         await self._channel.close()
-
-
-def retry_pause_s(options: ClientLimits, failures: int) -> float:
-    """Return how long to wait before the next attempt: full jitter below a bound that doubles."""
-    return _jitter.uniform(0, min(options.pause_s * 2 ** (failures - 1), _LONGEST_PAUSE_S))
 
 
 def _is_refusal(error: BaseException) -> bool:

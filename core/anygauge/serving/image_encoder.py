@@ -1,4 +1,4 @@
-"""Images for SGLang: one placeholder token each, and their pixels as PNG.
+"""Images of requests as PNG files, encoded once for all servers.
 
 The server gets each image as the run's own processor has made it, already of its final size, so that nothing
 is left for the server to resize and both sides see the same pixels.
@@ -14,48 +14,14 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from anygauge_hooks.errors import RolloutError
-from anygauge_hooks.rollout import GenerateRequest
 
 if TYPE_CHECKING:
     from anygauge_hooks.media import Media, MediaStore
 
-__all__ = ["ImageEncoder", "collapsed"]
+__all__ = ["ImageEncoder"]
 
 MAX_BYTES = 512 * 2**20
 """Most bytes of encoded images that are cached for later requests."""
-
-
-def collapsed(request: GenerateRequest) -> list[int]:
-    """Return the tokens of a request with one placeholder for each image, as SGLang takes them.
-
-    :raises RolloutError: The placeholders and the media do not go together, or a medium is no image.
-    """
-    tokens, media = request.tokens, request.media
-    ids: list[int] = []
-    end = 0
-    for medium in media:
-        if medium.kind != "image" or len(medium.spans) != 1:
-            raise _refused(request, f"it has {medium.kind}, and a server of SGLang tokenizes it again")
-        [(start, count)] = medium.spans
-        if count < 1 or not end <= start <= start + count <= len(tokens):
-            raise _refused(request, f"the places {medium.spans} of an image are not in order")
-        if len(set(tokens[start : start + count])) != 1:
-            raise _refused(request, f"tokens {start} to {start + count} are not an image's alone")
-        ids += tokens[end : start + 1]
-        end = start + count
-    ids += tokens[end:]
-    pads = {tokens[medium.spans[0][0]] for medium in media}
-    if (count := sum(token in pads for token in ids)) != len(media):
-        raise _refused(request, f"its tokens have {count} placeholders for {len(media)} images")
-    return ids
-
-
-def _refused(request: GenerateRequest, why: str) -> RolloutError:
-    return RolloutError(
-        f"Request {request.label} cannot be sent to a server: {why}.",
-        hint="Show images with draft.observe(*await rollout.look(messages)), which keeps tokens and media "
-        "together; video and sound need the embedded engine.",
-    )
 
 
 class ImageEncoder:

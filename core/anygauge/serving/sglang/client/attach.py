@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from anygauge.serving.client.engine import EngineClient
+from anygauge.serving.sglang.client.engine import EngineClient
 from anygauge_hooks.errors import RolloutError
 
 __all__ = ["Expected", "check_engine"]

@@ -9,13 +9,13 @@ from typing import Any, NamedTuple
 import orjson
 
 from anygauge.rollout.answer_limits import LARGEST_LOG_PROB, stray_token
-from anygauge.serving.client.media import collapsed
 from anygauge_hooks.errors import RolloutError
 from anygauge_hooks.rl import FinishReason, SamplingParams
 from anygauge_hooks.rollout import GenerateRequest, Generation
 
 __all__ = [
     "BootstrapRoom",
+    "collapsed",
     "generation_of",
     "read_answer",
     "request_body",
@@ -227,3 +227,36 @@ def version_of(label: str | None, engine: str) -> int:
             f"{engine} serves weights of version {label!r}, which is not a number.",
             hint="Restart the server without --weight-version, or with the number of a step.",
         ) from error
+
+
+def collapsed(request: GenerateRequest) -> list[int]:
+    """Return the tokens of a request with one placeholder for each image, as SGLang takes them.
+
+    :raises RolloutError: The placeholders and the media do not go together, or a medium is no image.
+    """
+    tokens, media = request.tokens, request.media
+    ids: list[int] = []
+    end = 0
+    for medium in media:
+        if medium.kind != "image" or len(medium.spans) != 1:
+            raise _refused(request, f"it has {medium.kind}, and a server of SGLang tokenizes it again")
+        [(start, count)] = medium.spans
+        if count < 1 or not end <= start <= start + count <= len(tokens):
+            raise _refused(request, f"the places {medium.spans} of an image are not in order")
+        if len(set(tokens[start : start + count])) != 1:
+            raise _refused(request, f"tokens {start} to {start + count} are not an image's alone")
+        ids += tokens[end : start + 1]
+        end = start + count
+    ids += tokens[end:]
+    pads = {tokens[medium.spans[0][0]] for medium in media}
+    if (count := sum(token in pads for token in ids)) != len(media):
+        raise _refused(request, f"its tokens have {count} placeholders for {len(media)} images")
+    return ids
+
+
+def _refused(request: GenerateRequest, why: str) -> RolloutError:
+    return RolloutError(
+        f"Request {request.label} cannot be sent to a server: {why}.",
+        hint="Show images with draft.observe(*await rollout.look(messages)), which keeps tokens and media "
+        "together; video and sound need the embedded engine.",
+    )
