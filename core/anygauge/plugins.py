@@ -370,7 +370,7 @@ class Plugins:
     ) -> None:
         """Prepare this process for its vendor libraries.
 
-        :param config: Of the run, if the process belongs to one.
+        :param config: The run's config, if the process belongs to one.
         :param log: File of the process's output.
         """
         self.notify("prepare_worker", backend=backend, role=role, phase=phase, config=config, log=log)
@@ -439,7 +439,7 @@ def _imported_item(hook: str, name: str) -> NamedFunction | TrackerSpec:
 def imported(path: str, kind: str = "") -> Any:
     """Import ``package.module:function``.
 
-    :param kind: Of function, to begin the error with; without it the error leaves the path out too.
+    :param kind: Kind of function, to begin the error with; without it the error leaves the path out too.
     :raises UnknownNameError: The module cannot be imported, or has no such function.
     """
     whose = f"{kind} {path!r}: " if kind else ""

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 
 __all__ = ["is_override", "local_path", "positive", "requested_backend", "split_arguments"]
 
-_OVERRIDE = re.compile(r"--[A-Za-z_]\w*(\.[\w-]+)+(=.*)?", re.DOTALL)
+_OVERRIDE = re.compile(r"""--[A-Za-z_]\w*(\.([\w:-]+|"[^"]*"))+(=.*)?""", re.DOTALL)
+"""A key of a user's function is quoted: ``--rollout.filter_options."package.module:function".least=1``."""
 
 
 def local_path(text: str) -> Path:

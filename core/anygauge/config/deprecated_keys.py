@@ -33,15 +33,19 @@ VALUES: Mapping[str, Mapping[Any, Any]] = {"rollout.graphs": {"auto": False, Fal
 """New value by old one, where a key has changed its meaning."""
 
 
-def renamed_keys(tree: Mapping[str, Any], *, warn: bool = True) -> tuple[Tree, list[ConfigProblem]]:
+def renamed_keys(
+    tree: Mapping[str, Any], *, overlay: str = "", warn: bool = True
+) -> tuple[Tree, list[ConfigProblem]]:
     """Return a config tree with the new names of its keys, and the keys that it has under both names.
 
+    :param overlay: Name of the table that the tree is, such as ``on.cpu``, for the warnings.
     :param warn: Whether to warn of each old name: not for a file that a run wrote.
     """
     renamed, problems = dict(tree), list[ConfigProblem]()
+    shown = f"{overlay}." if overlay else ""
     for pattern in RENAMED:
         *tables, _ = pattern.split(".")
-        renamed = _replaced(renamed, tables, "", partial(_rename, pattern, warn, problems))
+        renamed = _replaced(renamed, tables, "", partial(_rename, pattern, shown if warn else None, problems))
     return renamed, problems
 
 
@@ -57,8 +61,8 @@ def _replaced(tree: Any, names: Sequence[str], path: str, change: Callable[[Tree
     }
 
 
-def _rename(pattern: str, warn: bool, problems: list[ConfigProblem], table: Tree, path: str) -> Tree:
-    """Return a table with a key under its new name; ``path`` ends with a dot."""
+def _rename(pattern: str, overlay: str | None, problems: list[ConfigProblem], table: Tree, path: str) -> Tree:
+    """Return a table with a key under its new name; ``overlay`` and ``path`` end with a dot."""
     old, new = pattern.split(".")[-1], RENAMED[pattern]
     if old not in table:
         return table
@@ -66,8 +70,9 @@ def _rename(pattern: str, warn: bool, problems: list[ConfigProblem], table: Tree
     if new in table:
         hint = f"is the old name of {path}{new}, which is set too; leave it out"
         problems.append(ConfigProblem(path=path + old, found=value, hint=hint))
-    if warn:
+    if overlay is not None:
         # Not the warnings module: Python hides its DeprecationWarning from those who write configs.
+        path = overlay + path
         _log.warning("%s%s is deprecated; write %s%s instead", path, old, path, new)
     values = VALUES.get(pattern, {})
     table.setdefault(new, values.get(value, value) if isinstance(value, str | bool) else value)

@@ -178,7 +178,11 @@ def _pruned(value: Any) -> Any:
 def _read(path: Path, overrides: Iterable[str | tuple[str, Any]]) -> _Source:
     base, both_names = renamed_keys(_parse(path))
     tables = base.pop("on", {})
-    overlays = {name: renamed_keys(table) for name, table in _items(tables) if isinstance(table, dict)}
+    overlays = {
+        name: renamed_keys(table, overlay=f"on.{name}")
+        for name, table in _items(tables)
+        if isinstance(table, dict)
+    }
     command_line, problems = read_overrides(overrides)
     command_line, both_there = renamed_keys(command_line)
     if is_nested(command_line, MAX_DEPTH):

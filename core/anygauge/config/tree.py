@@ -36,8 +36,8 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def put(tree: Tree, path: str, value: Any) -> None:
-    """Set the leaf at ``path``, in place, making the tables on the way."""
-    *tables, last = path.split(".")
+    """Set the leaf at ``path``, in place, making the tables on the way. A name with dots is quoted in it."""
+    *tables, last = _names(path)
     for table in tables:
         below = tree.get(table)
         if not isinstance(below, dict):
@@ -46,9 +46,17 @@ def put(tree: Tree, path: str, value: Any) -> None:
     tree[last] = value
 
 
+def _names(path: str) -> list[str]:
+    """Return the keys of a path: ``filter_options."package.module:function".least`` has three."""
+    if '"' not in path:
+        return path.split(".")
+    keys = re.split(r"""\.(?=(?:[^"]*"[^"]*")*[^"]*$)""", path)
+    return [key[1:-1] if key[0:1] == key[-1:] == '"' else key for key in keys]
+
+
 def remove(tree: Tree, path: str) -> None:
     """Delete what is at ``path``, in place, if anything is."""
-    *tables, last = path.split(".")
+    *tables, last = _names(path)
     for table in tables:
         tree = tree.get(table, {})
     tree.pop(last, None)

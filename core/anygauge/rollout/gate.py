@@ -19,7 +19,7 @@ class Gate:
     """Lets requests through to the engines while it is open.
 
     :param generator: The engines.
-    :param vocab_size: Of the model that they serve; ``None`` if it is not known.
+    :param vocab_size: Vocabulary size of the model that they serve; ``None`` if it is not known.
     :param most: Requests that are let through at once; ``None`` for any number.
     """
 

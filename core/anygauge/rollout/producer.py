@@ -64,7 +64,7 @@ class Producer:
 
     Its methods are called in one event loop; :meth:`metrics` and :meth:`load_state_dict` from anywhere.
 
-    :param version: Of the weights that the engines serve.
+    :param version: Version of the weights that the engines serve.
     :param drawn: Prompts that the run has drawn before.
     """
 

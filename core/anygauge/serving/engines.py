@@ -128,8 +128,8 @@ def open_engines(
     """Start the rollout engines that are processes of their own, if the config asks for some; end them after.
 
     :param workers: Those that train.
-    :param directory: Of the run.
-    :param colocation: That the engines take with the trainers, where they share devices.
+    :param directory: The run's directory.
+    :param colocation: Scheduler that engines and trainers obey where they share devices.
     """
     count = config.placement.rollout_workers
     trainers = workers if components.trains and components.generates else None

@@ -54,6 +54,19 @@ def test_a_dry_run_prints_the_resolved_config_and_nothing_else(
     assert printed.err.startswith("backend: cpu (asked for; a dry run does not probe it)\n")
 
 
+@pytest.mark.parametrize("key", ["shlex:split", '"shlex:split"', '"os.path:relpath"'])
+def test_a_key_may_name_a_function_of_the_users(
+    config: str, capsys: pytest.CaptureFixture[str], key: str
+) -> None:
+    """A shell takes unprotected quotes off; a name without dots is read all the same."""
+    name = key.strip('"')
+    option = "comments" if name == "shlex:split" else "start"
+    override = [f"--rollout.filters=['{name}']", f"--rollout.filter_options.{key}.{option}", "a.b"]
+    assert main(dry(config, "--backend", "cpu", *override)) == 0
+    resolved = tomllib.loads(capsys.readouterr().out)
+    assert resolved["rollout"]["filter_options"] == {name: {option: "a.b"}}
+
+
 def test_a_dry_run_is_for_a_backend_that_is_absent_too(
     config: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

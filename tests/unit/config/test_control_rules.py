@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -110,6 +111,23 @@ def test_right_control(load: Load) -> None:
         {}, [FILTER, options, *function, "--rollout.partial_rollout=true", "--rollout.over_sampling=3"]
     )
     assert config.config.rollout.filters == ("zero_variance",)
+
+
+def test_options_of_a_users_filter_are_set_by_its_quoted_name(
+    load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "quoted_filters").mkdir()
+    source = "def solvable(group, *, least=0.0, names=()): return True"
+    (tmp_path / "quoted_filters" / "rules.py").write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+    name = "quoted_filters.rules:solvable"
+    path = f'--rollout.filter_options."{name}"'
+    config = load(
+        {}, [f'--rollout.filters=["{name}"]', f"{path}.least", "0.1", f'{path}.names=["a.b"]']
+    ).config
+    assert config.rollout.filter_options == {name: {"least": 0.1, "names": ["a.b"]}}
+    with pytest.raises(ConfigError, match=rf"rollout\.filter_options\.{name}\.most: found 1 on the command"):
+        load({}, [f'--rollout.filters=["{name}"]', f"{path}.most=1"])
 
 
 @pytest.mark.parametrize(

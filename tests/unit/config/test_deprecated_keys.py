@@ -61,6 +61,7 @@ algorithm = { aggregation = "sample_mean" }
 
 [on.cpu]
 placement = { num_workers = 2 }
+reward.per = "sample"
 """
     path = tmp_path / "old.toml"
     path.write_text(text)
@@ -71,7 +72,12 @@ placement = { num_workers = 2 }
         plugins=load_plugins(only=["cpu"]),
         check_files=False,
     ).config
-    assert sum("is deprecated" in message for message in caplog.messages) == 3
+    assert [message.split(" is deprecated; write ") for message in caplog.messages] == [
+        ["algorithm.aggregation", "algorithm.loss_aggregation instead"],
+        ["on.cpu.placement.num_workers", "on.cpu.placement.train_workers instead"],
+        ["on.cpu.reward.per", "on.cpu.reward.scope instead"],
+        ["rollout.partial", "rollout.partial_rollout instead"],
+    ]
     assert config.algorithm.loss_aggregation == "sample_mean"
     assert config.placement.train_workers == 2
     assert config.rollout.partial_rollout

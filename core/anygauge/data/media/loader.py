@@ -34,7 +34,7 @@ class MediaLoader:
     A content lives as long as one of the prompts that show it: nobody has to say that a group is done, was
     filtered out or failed.
 
-    :param store: Of the run; the loader closes it.
+    :param store: Media store of the run; the loader closes it.
     :param finder: Knows where the media of drawn prompts are.
     """
 
@@ -94,7 +94,7 @@ class MediaLoader:
     ) -> tuple[tuple[int, ...], tuple[Media, ...]]:
         """Return tokens with room for media that a tool shows, and these, held as long as the prompt.
 
-        :param tokens: Of a text in which each medium has the template's mark.
+        :param tokens: Tokens of a text in which each medium has the template's mark.
         :param values: Kind and value of each, as a row would hold it.
         :returns: Spans count from the first of ``tokens``.
         :raises MediaError: One cannot be used, they are more than ``media.max_per_sample``, or they and the
