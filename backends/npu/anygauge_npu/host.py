@@ -29,6 +29,7 @@ from anygauge_hooks.host import (
 from anygauge_hooks.host import Host as AnyHost
 from anygauge_hooks.types import HostCheck
 from anygauge_npu.mindspeed import INSTALL as INSTALL_MINDSPEED
+from anygauge_npu.mindspeed import requirements_missing
 from anygauge_npu.releases import (
     CANN_OF_TORCH_NPU,
     INSTALL,
@@ -57,6 +58,9 @@ CANN_FILES = (
     "runtime/version.info",
     "opp/version.info",
 )
+CANN_LIBRARIES = ("lib64", "*/lib64")
+TORCHAIR_LIBRARY = "libfmk_parser.so"
+"""A library that torch-npu's torchair is linked against, and torch-npu itself not."""
 _GUIDE = "docs/npu.md"
 _RELEASE = re.compile(r"\d+\.\d+(\.(RC|alpha|beta)?\d+)*", re.IGNORECASE)
 
@@ -87,7 +91,7 @@ def host_checks(host: Host | None = None) -> Sequence[HostCheck]:
         *_driver(host),
         *_cann(host),
         *_torch(host),
-        *_mindspeed(),
+        *_mindspeed(host),
         *_serving(),
         *_network(host),
         *(limits(host.root) if _device_names(host) else ()),
@@ -248,7 +252,7 @@ def _cann_of(host: Host, npu: str) -> Checks:
 # -------------------------------------------------------------------------
 
 
-def _mindspeed() -> Checks:
+def _mindspeed(host: Host) -> Checks:
     package = installed("mindspeed")
     if package is None:
         yield absent("MindSpeed", "not installed; optional", INSTALL_MINDSPEED)
@@ -265,7 +269,21 @@ def _mindspeed() -> Checks:
         text = f"{package.version}{source} does not fit megatron-core {megatron.version}"
         yield failed("MindSpeed", text, INSTALL_MINDSPEED)
     else:
-        yield passed("MindSpeed", f"{package.version}{source}")
+        yield _what_mindspeed_needs(host, f"{package.version}{source}")
+
+
+def _what_mindspeed_needs(host: Host, version: str) -> HostCheck:
+    """Check what an import of MindSpeed loads: distributions, and a library of CANN behind torchair."""
+    missing, home = requirements_missing(), _cann_version(host)[0]
+    if missing:
+        fix = f'install them ({_GUIDE}, "MindSpeed"); triton-ascend is a wheel of its releases page'
+        return failed("MindSpeed", f"{version} without {', '.join(missing)}", fix)
+    if home is not None and not any(
+        any(home.glob(f"{place}/{TORCHAIR_LIBRARY}")) for place in CANN_LIBRARIES
+    ):
+        text = f"{version}; no {TORCHAIR_LIBRARY} below /{home.relative_to(host.root)}, which torchair loads"
+        return unknown("MindSpeed", text, "install the whole toolkit of CANN, not its runtime alone")
+    return passed("MindSpeed", version)
 
 
 def _serving() -> Checks:

@@ -1,26 +1,31 @@
 """MindSpeed, where a run chooses it: loaded first, applied again once the config is known, and audited.
 
 It works by replacing functions of torch, Megatron and others while it is imported. Names and signatures are
-those of its public branch core_r0.16.0, commit e4772499f7eb9fa9a68919dd1eaddef00e915b2d; it has never run
-here.
+those of its public branch core_r0.16.0, commit e4772499f7eb9fa9a68919dd1eaddef00e915b2d, which has only run
+on a simulated NPU.
+
+MindSpeed takes every module with "mindspeed" in its name for one of its own and does not restore what it
+replaced there. This module therefore binds no function that MindSpeed replaces, such as
+``importlib.metadata.version``.
 """
 
 from __future__ import annotations
 
 import importlib
 import importlib.machinery
+import importlib.metadata
 import importlib.util
 import json
 import logging
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from importlib.metadata import PackageNotFoundError, version
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, Literal, TypeGuard, get_args
 
 from anygauge_hooks.errors import ProviderError
+from anygauge_hooks.host import installed
 from anygauge_hooks.settings import RunConfig
 from anygauge_hooks.types import ConfigProblem
 from anygauge_npu.audit import Audit, Change, unknown_changes
@@ -37,6 +42,7 @@ __all__ = [
     "missing",
     "option_problems",
     "reapply",
+    "requirements_missing",
 ]
 
 NAME = "mindspeed"
@@ -46,6 +52,13 @@ INSTALL = (
     "git clone --branch core_r0.16.0 https://gitcode.com/Ascend/MindSpeed.git && "
     "pip install --no-deps ./MindSpeed; what PyPI calls mindspeed is a placeholder"
 )
+REQUIREMENTS = (
+    *("einops", "scipy", "triton-ascend", "pybind11"),
+    "protobuf",  # imported by torch-npu's torchair, which MindSpeed imports
+    *("ninja", "regex", "six"),
+)
+"""Distributions that MindSpeed needs beside torch-npu and Megatron: the first row is imported with it,
+pybind11 by triton-ascend, and ninja compiles its operators. Its own list would replace numpy."""
 WATCHED = (
     *("torch", "megatron", "transformers", "safetensors", "accelerate", "importlib", "math"),
     *("anygauge", "anygauge_hooks", "anygauge_models", "anygauge_npu"),
@@ -98,7 +111,9 @@ def load(config: RunConfig, log: str | None) -> None:
         with audit.watching(), _no_arguments():
             importlib.import_module(ADAPTOR)
     except Exception as error:
-        raise ProviderError(f"MindSpeed {_version()} does not load: {error!r}.", hint=_VERSIONS) from error
+        absent = requirements_missing()
+        hint = f"It needs {', '.join(absent)}, which are not installed. {_VERSIONS}" if absent else _VERSIONS
+        raise ProviderError(f"MindSpeed {_version()} does not load: {error!r}.", hint=hint) from error
     _report(config, log, "import")
 
 
@@ -165,13 +180,18 @@ def missing(config: RunConfig) -> Iterator[ConfigProblem]:
         yield ConfigProblem(path="train.provider", found=NAME, hint=f"it is not installed: {INSTALL}")
 
 
+def requirements_missing() -> list[str]:
+    """Return the distributions that the library needs and this environment has not."""
+    return [name for name in REQUIREMENTS if installed(name) is None]
+
+
 def _has_names(value: Any) -> bool:
     """Return whether the elements of a list, or the keys of a table, are strings."""
     return isinstance(value, bool) or all(isinstance(each, str) for each in value)
 
 
 class Modules:
-    """MindSpeed's linears, in the place of Megatron's. All other parts of a layer stay as they are."""
+    """MindSpeed's linears, in the place of the engine's. All other parts of a layer stay as they are."""
 
     def column_parallel_linear(self) -> Any:
         """Return the linear whose output is split."""
@@ -210,8 +230,8 @@ def _check_installed() -> None:
 
 def _version() -> str:
     try:
-        return version(NAME)
-    except PackageNotFoundError:
+        return importlib.metadata.version(NAME)
+    except importlib.metadata.PackageNotFoundError:
         return "of no known version"
 
 

@@ -24,7 +24,7 @@ from anygauge.cli.probe import _checks
 from anygauge_hooks import host as shared
 from anygauge_hooks.errors import UnknownBackendError
 from anygauge_hooks.types import HostCheck
-from anygauge_npu import host, releases
+from anygauge_npu import host, mindspeed, releases
 from anygauge_npu.host import Host
 from anygauge_npu.plugin import NPU
 
@@ -39,6 +39,7 @@ COMPLETE: Mapping[str, str] = {
     "usr/local/bin/npu-smi": "",
     f"{HOME}/aarch64-linux/ascend_toolkit_install.info": "package_name=Ascend-cann-toolkit\nversion=9.1.0\n",
     f"{HOME}/compiler/version.info": "Version=9.1.0.0.1\nversion_dir=9.1.0\n",
+    f"{HOME}/aarch64-linux/lib64/libfmk_parser.so": "",
     "usr/local/Ascend/nnal/atb/set_env.sh": "",
     "etc/hccn.conf": "".join(f"address_{n}=192.0.2.{n}\nnetmask_{n}=255.255.255.0\n" for n in range(4)),
 }
@@ -47,6 +48,7 @@ INSTALLED = {
     "torch-npu": "2.10.0.post4",
     "megatron-core": "0.16.1",
     "mindspeed": "0.16.0",
+    **dict.fromkeys(mindspeed.REQUIREMENTS, "1.0"),
     "sglang": "0.5.23",
     "sgl-kernel-npu": "2026.9.0",
     "triton-ascend": "3.2.2",
@@ -187,6 +189,8 @@ def test_a_host_lacks_something(
         ("MindSpeed", "NOT INSTALLED", "optional", "core_r0.16.0", {"mindspeed": None}),
         ("MindSpeed", "FAIL", "is a placeholder", "pip uninstall mindspeed", {"mindspeed": "0.0.1.dev1"}),
         ("MindSpeed", "FAIL", "does not fit megatron-core 0.16.1", "0.16.0", {"mindspeed": "0.17.0"}),
+        ("MindSpeed", "FAIL", "0.16.0 without scipy, six", "docs/npu.md", {"scipy": None, "six": None}),
+        ("MindSpeed", "FAIL", "0.16.0 without triton-ascend", "releases page", {"triton-ascend": None}),
         ("SGLang", "NOT INSTALLED", "optional", "pyproject_npu.toml", {"sglang": None}),
         ("SGLang", "FAIL", "is the wheel that wants torch==2.14.1", "from source", {"wheel": "yes"}),
         ("sgl-kernel-npu", "NOT INSTALLED", "optional", "releases page", {"sgl-kernel-npu": None}),
@@ -208,6 +212,13 @@ def test_torch_npu_without_cann_says_that_it_breaks_torch(look: Look) -> None:
     assert found.status == "FAIL"
     assert "breaks `import torch`" in found.found
     assert "TORCH_DEVICE_BACKEND_AUTOLOAD=0" in (found.fix or "")
+
+
+def test_mindspeed_needs_a_library_of_cann(look: Look) -> None:
+    found = look(without="libfmk_parser")["MindSpeed"]
+    assert found.status == "UNKNOWN"
+    assert f"no libfmk_parser.so below /{HOME}" in found.found
+    assert "whole toolkit" in (found.fix or "")
 
 
 def test_a_device_that_may_not_be_opened_is_named(look: Look, monkeypatch: pytest.MonkeyPatch) -> None:

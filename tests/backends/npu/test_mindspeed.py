@@ -1,4 +1,4 @@
-"""MindSpeed as a provider, on a stand-in with its names and signatures. Simulated: the real one never ran."""
+"""MindSpeed as a provider, on a stand-in with its names; test_mindspeed_simulated.py has the real one."""
 
 from __future__ import annotations
 
@@ -206,8 +206,10 @@ def test_one_that_does_not_load_is_named_with_its_error(
     (package / "__init__.py").touch()
     (package / "megatron_adaptor.py").write_text("import a_library_that_is_not_there\n")
     monkeypatch.syspath_prepend(package.parent)
-    with pytest.raises(ProviderError, match="does not load: ModuleNotFoundError"):
+    monkeypatch.setattr(mindspeed, "REQUIREMENTS", ("pytest", "a-library-that-is-not-there"))
+    with pytest.raises(ProviderError, match="does not load: ModuleNotFoundError") as caught:
         mindspeed.load(npu_config(tmp_path), None)
+    assert "It needs a-library-that-is-not-there, which" in str(caught.value)
     sys.modules.pop("mindspeed", None)
 
 

@@ -1,13 +1,15 @@
 """Replaces a few functions when it is imported, and more when it is told the config. Simulated.
 
 Like the real one it patches before and after it imports Megatron, makes up modules, puts a function under
-every name that it was imported under, and takes a mapping where it says args.
+every name that it was imported under, and takes a mapping where it says args. When it is applied again it
+restores what it wrapped, except in modules with its name in theirs, and wraps that once more.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib
+import importlib.metadata
 import json
 import os
 import sys
@@ -17,6 +19,7 @@ from typing import Any
 
 FIRST = {"argv": sys.argv[1:], "megatron_before": "megatron.core" in sys.modules}
 SEEN: list[dict[str, Any]] = []
+VERSION = importlib.metadata.version
 
 if os.environ.get("FAKE_MINDSPEED_TRANSFER"):
     importlib.import_module("torch_npu.contrib.transfer_to_npu")
@@ -66,8 +69,21 @@ def dummy_compile(function: Any = None, *args: Any, **kwargs: Any) -> Any:
     return function
 
 
+def wrap_version() -> None:
+    put("importlib.metadata.version", wrapper(VERSION))
+
+
+def restore_version() -> None:
+    wrapped = importlib.metadata.version
+    for name, module in list(sys.modules.items()):
+        if "mindspeed" not in name and vars(module).get("version") is wrapped:
+            module.version = VERSION  # type: ignore[attr-defined]
+
+
 def repatch(args: Any) -> None:
     SEEN.append(dict(args.items()))
+    restore_version()
+    wrap_version()
     core = importlib.import_module("megatron.core.transformer.moe.moe_utils")
     put("megatron.core.transformer.moe.moe_utils.permute", wrapper(core.permute))
 
@@ -77,6 +93,7 @@ if os.environ.get("FAKE_MINDSPEED_TRANSFER"):
     for owner_of_type in ("torch.Tensor", "torch.nn.parameter.Parameter"):
         put(f"{owner_of_type}.type", cuda_type(tensor.type))
 put("torch.jit.script", dummy_compile)
+wrap_version()
 made_up("fused_weight_gradient_mlp_cuda")
 config = importlib.import_module("megatron.core.transformer.transformer_config")
 put(
