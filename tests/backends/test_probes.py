@@ -339,6 +339,7 @@ def test_npu_workers_agree_on_ports_buffers_and_limits(
     trainer, server = (worker_env(plugins, NPU, role=role) for role in ("actor", "sglang"))
     assert server["TORCH_DEVICE_BACKEND_AUTOLOAD"] == "1"
     assert trainer.items() - server.items() == {("PYTORCH_NPU_ALLOC_CONF", "expandable_segments:True")}
+    assert server.items() - trainer.items() == {("SGLANG_NPU_DISABLE_ACL_FORMAT_WEIGHT", "1")}
     assert (server["HCCL_HOST_SOCKET_PORT_RANGE"], server["HCCL_NPU_SOCKET_PORT_RANGE"]) == ("auto", "auto")
     assert server["HCCL_BUFFSIZE"] == "200"
     for name, value in zip(names, ("64", "60", "max_split_size_mb:512"), strict=True):

@@ -13,9 +13,11 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from anygauge.serving.sglang.arguments import argument_problems, command_line
 from anygauge.serving.sglang.installed import Installed, installed_sglang
@@ -75,6 +77,8 @@ FINDINGS: Mapping[str, tuple[str, str]] = {
         r"logprobs = torch\.log_softmax\(logits, dim=-1\)",
     ),
 }
+TILE = 16
+"""Rows and columns of a tile of FRACTAL_NZ, in bfloat16."""
 PARSE = """
 import argparse, json, sys
 from anygauge_cpu.torchvision_operators import declare_missing_operators
@@ -128,3 +132,56 @@ def test_sglangs_parser_takes_them(arguments: Mapping[str, Any], installed: Inst
     assert done.returncode == 0, done.stderr
     parsed = json.loads(done.stdout.splitlines()[-1])
     assert {name: parsed[name] for name in arguments} == dict(arguments)
+
+
+class TiledLayout:
+    """A stand-in for FRACTAL_NZ: the bytes of a tensor are its tiles, and its shape says nothing of that.
+
+    Rows that are copied into such a tensor are not tiled, which is what an update must not rely on.
+    """
+
+    def __init__(self) -> None:
+        self.tiled: set[int] = set()
+
+    def npu_format_cast(self, tensor: torch.Tensor, acl_format: int) -> torch.Tensor:
+        if tensor.data_ptr() in self.tiled:
+            return tensor
+        tiles = tensor.data.unflatten(-1, (-1, TILE)).unflatten(-3, (-1, TILE))
+        cast = tiles.transpose(-3, -2).contiguous().view(tensor.shape)
+        self.tiled.add(cast.data_ptr())
+        return cast
+
+    def read(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the values of a tensor."""
+        if tensor.data_ptr() not in self.tiled:
+            return tensor.data
+        experts, rows, columns = tensor.shape
+        tiles = tensor.data.view(experts, rows // TILE, columns // TILE, TILE, TILE)
+        return tiles.transpose(-3, -2).reshape(tensor.shape)
+
+
+@pytest.mark.filterwarnings("ignore")  # of imports
+@pytest.mark.parametrize(("variable", "survives"), [("1", True), ("0", False)])
+def test_an_update_of_experts_needs_torchs_layout(
+    variable: str, survives: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from sglang.srt.hardware_backend.npu import utils
+    from sglang.srt.layers.quantization.unquant import NPUUnquantMoEMethod, UnquantizedFusedMoEMethod
+
+    (name,) = runpy.run_path(str(ROOT / "backends/npu/anygauge_npu/env.py"))["SERVER"]
+    layout, method = TiledLayout(), NPUUnquantMoEMethod()
+    monkeypatch.setenv(name, variable)
+    monkeypatch.setattr(utils, "_is_npu", True)
+    # its operators for those of an NPU, and no device that it takes for the host
+    operators = SimpleNamespace(npu=layout)
+    monkeypatch.setattr(utils, "torch", SimpleNamespace(**{**vars(torch), "ops": operators, "device": str}))
+    first, second = (torch.rand(2, 32, 48, device="cpu").bfloat16() for _ in range(2))
+    layer = SimpleNamespace(w2_weight=torch.nn.Parameter(first.clone(), requires_grad=False))
+    method.process_weights_after_loading(layer, "w2")
+    assert torch.equal(layout.read(layer.w2_weight), first)
+    begin = UnquantizedFusedMoEMethod.restore_weights_before_loading
+    begin(SimpleNamespace(use_flashinfer_trtllm_moe=False), layer)
+    for expert in range(2):  # as a model's loader does
+        layer.w2_weight.data[expert].copy_(second[expert])
+    method.process_weights_after_loading(layer, "w2")
+    assert torch.equal(layout.read(layer.w2_weight), second) is survives

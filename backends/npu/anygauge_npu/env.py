@@ -18,6 +18,7 @@ __all__ = [
     "HIDDEN",
     "LOADED",
     "NPUS",
+    "SERVER",
     "VISIBLE_DEVICES",
     "WORKER",
     "import_vendor",
@@ -44,6 +45,13 @@ ALLOCATOR: Mapping[str, str] = {"PYTORCH_NPU_ALLOC_CONF": "expandable_segments:T
 """Allocator of trainers: sequences of all lengths fragment fixed segments. A server's memory saver has its
 own allocator, so servers are left as they are. With ``max_split_size_mb`` or ``garbage_collection_threshold``
 torch-npu refuses it."""
+SERVER: Mapping[str, str] = {"SGLANG_NPU_DISABLE_ACL_FORMAT_WEIGHT": "1"}
+"""Weights of servers stay in torch's layout.
+
+By default SGLang casts the experts' weights, those of MLA and quantized ones to CANN's FRACTAL_NZ after it
+has loaded them. Begin and end of an update restore that of CUDA's packed formats only, so an update would
+copy plain rows into slices of such a tensor. vllm-ascend refuses an RL server whose weights are in FRACTAL_NZ
+(``NPUWorker.wake_up``)."""
 DETERMINISTIC: Mapping[str, str] = {
     # reductions of the two communication libraries in one order
     "HCCL_DETERMINISTIC": "true",

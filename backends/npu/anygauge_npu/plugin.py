@@ -97,8 +97,8 @@ def worker_env(
     timeout_s: float,
 ) -> Mapping[str, str]:
     """Set up NPU workers."""
-    memory = {} if role == "sglang" else env.ALLOCATOR
-    chosen = env.users_choice({**env.WORKER, **memory, **env.timeouts(timeout_s)})
+    own = env.SERVER if role == "sglang" else env.ALLOCATOR
+    chosen = env.users_choice({**env.WORKER, **own, **env.timeouts(timeout_s)})
     exact = env.DETERMINISTIC if deterministic else {}
     return {**env.LOADED, **chosen, **exact, **socket_variables("HCCL", interface, ip_version)}
 
