@@ -19,10 +19,21 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs/npu-patches.md"
 HUNKS = {"S": 41, "G": 45, "R": 22, "M": 8, "P": 4}
-ROW = re.compile(r"^\| ([SGRMP]\d+) \| (.+) \| (.+) \| (.+) \| (.+) \| (.+) \|$", re.M)
+ROW = re.compile(r"^\| ([SGRMP]\d+) \| (.+) \| (.+) \| (.+) \| (.+) \| (.+) \| (\w+) \|$", re.M)
 SECTION = re.compile(r"^## [^\n]+ \((\d+)\)$(.*?)(?=^## |\Z)", re.M | re.S)
 REFERENCE = re.compile(r"`([\w./]+\.py)::([\w.]+)`")
 STATES = ("replaced", "upstream", "not needed", "open")
+KINDS = ("behavior", "code", "text", "nothing")
+OF_TEXT = {"test_the_installed_source_does_it"}
+"""Tests that look for a regular expression in another project's source."""
+OF_CODE = {
+    "test_no_function_of_a_hunk_is_compiled",
+    "test_the_legacy_tree_of_megatron_is_not_installed",
+    "test_core_contract_and_models_name_no_device",
+    "test_the_command_line_and_every_plugin_import_nothing_heavy",
+    "test_every_argument_has_its_value_there_and_every_value_a_user",
+}
+"""Tests that inspect code or settings without running them."""
 TARGETS = {
     "parallel": ("test-parallel", "tests/distributed"),
     "sglang": ("test-sglang", "tests/sglang"),
@@ -43,10 +54,21 @@ class Row(NamedTuple):
     state: str
     here: str
     test: str
+    kind: str
 
 
 def rows() -> list[Row]:
     return [Row(*cells) for cells in ROW.findall(PAGE.read_text())]
+
+
+def kind(row: Row) -> str:
+    """Return what the tests of a row show, at most."""
+    names = {name for _, name in REFERENCE.findall(row.test)}
+    if not names:
+        return "nothing"
+    if names <= OF_TEXT:
+        return "text"
+    return "code" if names <= OF_CODE | OF_TEXT else "behavior"
 
 
 def symbols(row: Row) -> list[tuple[str, str]]:
@@ -104,6 +126,15 @@ def test_every_hunk_has_one_row() -> None:
     assert len(expected) == 120
 
 
+def test_the_hunks_that_the_pull_request_lacks_are_named() -> None:
+    (more,) = re.findall(
+        r"added three to\s+`slime.patch`, for IPv6 addresses: (\w+), (\w+) and (\w+)\.", PAGE.read_text()
+    )
+    added = [row for row in rows() if row.hunk in more]
+    assert len(added) == 3
+    assert f"has {sum(HUNKS.values()) - len(added)} hunks" in PAGE.read_text()
+
+
 def test_the_figures_of_the_page_are_those_of_its_tables() -> None:
     page = PAGE.read_text()
     found = [(int(count), len(ROW.findall(text))) for count, text in SECTION.findall(page)]
@@ -113,6 +144,13 @@ def test_the_figures_of_the_page_are_those_of_its_tables() -> None:
     for state in STATES:
         (count,) = re.findall(rf"^\| {state} \| (\d+) \|", page, re.M)
         assert int(count) == states[state], state
+
+
+def test_the_last_column_says_how_a_row_is_tested() -> None:
+    assert [(row.hunk, row.kind) for row in rows()] == [(row.hunk, kind(row)) for row in rows()]
+    counts = dict(re.findall(r"^\| (\w+) \| (\d+) \| (?:a|no) test", PAGE.read_text(), re.M))
+    assert {name: int(count) for name, count in counts.items()} == Counter(row.kind for row in rows())
+    assert {*counts} == {*KINDS}
 
 
 @pytest.mark.parametrize("row", rows(), ids=lambda row: row.hunk)
@@ -138,7 +176,7 @@ def test_the_source_of_sglang_is_searched_for_what_upstream_has() -> None:
     source = (ROOT / "tests/sglang/test_sglang_on_npu.py").read_text()
     findings = set(re.findall(r'^    "(R\d+)": \(', source, re.M))
     for row in rows():
-        if row.state == "upstream":
+        if row.state == "upstream" and row.kind == "text":
             other = re.match(r"(?:With|For|As) (R\d+)\b", row.here)
             assert (other[1] if other else row.hunk) in findings, row.hunk
 

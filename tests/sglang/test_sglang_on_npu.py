@@ -40,11 +40,6 @@ FINDINGS: Mapping[str, tuple[str, str]] = {
         "layers/rotary_embedding/base.py",
         r"and not \(_is_npu\).*?from sgl_kernel import rotary_embedding",
     ),
-    "R7": (
-        "layers/rotary_embedding/base.py",
-        r"def forward_npu\(.*?torch\.bfloat16\s+and self\.cos_sin_cache\.dtype == torch\.float.*?"
-        r"forward_native\(",
-    ),
     "R10": ("layers/vocab_parallel_embedding.py", MASK),
     "R12": ("models/llama.py", r"def forward_prepare_npu\(.*?split_qkv_rmsnorm_rope\("),
     "R13": ("models/qwen3.py", FUSED_HEADS),
@@ -132,6 +127,36 @@ def test_sglangs_parser_takes_them(arguments: Mapping[str, Any], installed: Inst
     assert done.returncode == 0, done.stderr
     parsed = json.loads(done.stdout.splitlines()[-1])
     assert {name: parsed[name] for name in arguments} == dict(arguments)
+    assert not parsed["mm_enable_dp_encoder"]
+
+
+@pytest.mark.filterwarnings("ignore")  # of imports
+@pytest.mark.parametrize(("variable", "dtype"), [("0", torch.bfloat16), ("1", torch.float32)])
+def test_angles_are_rounded_unless_a_variable_says_otherwise(
+    variable: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from sglang.srt.layers.rotary_embedding import base
+
+    monkeypatch.setenv("SGLANG_ROPE_CACHE_FP32", variable)
+    monkeypatch.setattr(base, "_is_npu", True)
+    rotary = base.RotaryEmbedding(
+        head_size=64,
+        rotary_dim=64,
+        max_position_embeddings=64,
+        base=10000,
+        is_neox_style=True,
+        dtype=torch.bfloat16,
+    )
+    assert rotary.cos_sin_cache.dtype == dtype
+    calls = []
+    fused = lambda query, key, angles, *_: calls.append(angles.dtype)  # noqa: E731
+    monkeypatch.setattr(base, "fused_rope_qk_mqa", fused, raising=False)  # in sgl-kernel-npu
+    monkeypatch.setattr(
+        base, "torch_npu", SimpleNamespace(npu_mrope=lambda *given, **_: given[1:3]), raising=False
+    )
+    query, key = (torch.rand(4, 128).bfloat16() for _ in range(2))
+    rotary.forward_npu(torch.arange(4), query, key)
+    assert calls == ([torch.float32] if dtype == torch.float32 else [])
 
 
 class TiledLayout:
