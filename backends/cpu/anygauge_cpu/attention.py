@@ -135,6 +135,7 @@ def _weights(queries: Tensor, keys: Tensor, scale: float, mask: Tensor | None) -
 
 
 @lru_cache(maxsize=64)
+@torch.inference_mode(mode=False)  # a later pass may keep it for its gradient
 def _future(length: int, seen: int, repeats: int) -> Tensor:
     """Return minus infinity where a key comes after its query: ``[repeats * length, seen]``."""
     return torch.full((length, seen), -torch.inf).triu_(1 + seen - length).repeat(repeats, 1)
@@ -185,6 +186,7 @@ def _buckets(lengths: tuple[int, ...], key_lengths: tuple[int, ...], causal: boo
 
 
 @lru_cache(maxsize=8)  # every layer of a micro-batch, forward and backward, asks for the same
+@torch.inference_mode(mode=False)
 def _rows(lengths: tuple[int, ...], heads: int, batches: tuple[tuple[int, tuple[int, ...]], ...]) -> _Rows:
     """Return where the rows lie in batches, each given by its longest sequence and its members."""
     starts = torch.tensor([0, *accumulate(lengths)])

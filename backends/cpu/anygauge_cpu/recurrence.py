@@ -34,6 +34,7 @@ def causal_conv1d(x: Tensor, weight: Tensor, lengths: Sequence[int]) -> Tensor:
 
 
 @lru_cache(maxsize=4)
+@torch.inference_mode(mode=False)  # a later pass may keep it for its gradient
 def _places(lengths: tuple[int, ...]) -> Tensor:
     """Return the position of each token in its sequence."""
     sizes = torch.tensor(lengths, dtype=torch.int64)
@@ -71,6 +72,7 @@ class _Chunks:
 
 
 @lru_cache(maxsize=4)  # every layer of a micro-batch, forward and backward, asks for the same
+@torch.inference_mode(mode=False)
 def _chunks(lengths: tuple[int, ...]) -> _Chunks:
     size = max(1, min(LONGEST_CHUNK, max(lengths, default=1)))
     # longest first, so that those that go on are always the first ones
@@ -144,6 +146,7 @@ def _decay(g: Tensor) -> Tensor:
 
 
 @lru_cache(maxsize=8)
+@torch.inference_mode(mode=False)
 def _masks(size: int) -> tuple[Tensor, Tensor]:
     """Return where a column is not before its row, and where it is after it."""
     ones = torch.ones(size, size, dtype=torch.bool)

@@ -151,6 +151,7 @@ class _Flash(torch.autograd.Function):
 
 
 @lru_cache(maxsize=64)
+@torch.inference_mode(mode=False)  # a later pass may keep it for its gradient
 def cumulative(lengths: tuple[int, ...], device: torch.device) -> Tensor:
     """Return where sequences begin and end, ``[N + 1]``, int32; without waiting for the device."""
     bounds = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, pin_memory=device.type == "cuda")

@@ -43,6 +43,7 @@ def causal_conv1d(x: Tensor, weight: Tensor, lengths: Sequence[int]) -> Tensor:
 
 
 @lru_cache(maxsize=4)  # every layer of a micro-batch asks for the same
+@torch.inference_mode(mode=False)  # a later pass may keep it for its gradient
 def _places(lengths: tuple[int, ...], device: torch.device) -> Tensor:
     """Return the position of each token in its sequence."""
     sizes = torch.tensor(lengths, dtype=torch.int64)

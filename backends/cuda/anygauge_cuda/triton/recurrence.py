@@ -68,6 +68,7 @@ class _Chunks(NamedTuple):
 
 
 @lru_cache(maxsize=4)  # every layer of a micro-batch, forward and backward, asks for the same
+@torch.inference_mode(mode=False)  # a later pass may keep it for its gradient
 def _chunks(lengths: tuple[int, ...], device: torch.device) -> _Chunks:
     size = max(1, min(LONGEST_CHUNK, max(lengths, default=1)))
     sizes = torch.tensor(lengths, dtype=torch.int64)
