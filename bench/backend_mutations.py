@@ -1,76 +1,101 @@
 """Break a backend in many ways, and run the conformance suite on each.
 
 Run as ``python bench/backend_mutations.py --backend NAME`` with an installed backend, which is not edited: an
-add-on plugin wraps its hooks, in every process that the suite starts. ``--list`` prints the faults. First
-the suite must pass without a fault. A fault is ``caught`` if the suite then fails, ``escaped`` if it passes,
-and ``not reached`` if nothing called what was broken: a backend without remainders has no faults of them.
-Ends with status 1 if more than 3 % of the reached ones escaped, but for those that
-``backend_faults/catalog.py`` explains.
+add-on plugin wraps its hooks, in every process that the suite starts. ``--list`` prints the faults.
+
+First the suite must pass without a fault. A fault is ``caught`` if a test then fails that passed (or the
+process crashes or hangs), ``escaped`` if every test passes, and ``not reached`` if nothing called what was
+broken: a backend without remainders has no faults of them. Tests that a fault's name points to run first; one
+that fails elsewhere must fail twice, or the result is ``unclear``.
+
+With ``--store FILE`` results are kept as they come, and a later call goes on with what the file lacks for the
+same suite, backend and fault. Ends with status 1 if more than 3 % of the reached faults escaped, not counting
+those that ``backend_faults/catalog.py`` explains.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-import re
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from backend_faults.catalog import EXPLAINED, faults
+from backend_faults.catalog import faults
 from backend_faults.fault import BACKEND, FAULT, HOOKS, REACHED, Fault
+from backend_faults.results import (
+    CAUGHT,
+    ESCAPED,
+    NOT_REACHED,
+    UNCLEAR,
+    Counts,
+    Keys,
+    Result,
+    Store,
+    markdown,
+    reason,
+    unexplained,
+)
+from backend_faults.stranger import STRANGER
+from backend_faults.suite import Run, likely, run_suite
 
-SUITE = "anygauge.testing.conformance"
 ALLOWED = 0.03
-PASSED = 0
 LIMIT_S = 900
 """A suite that takes longer hangs, which is a way to fail."""
 
 ENTRY_POINT = "[anygauge.plugins]\nzz-backend-fault = backend_faults.plugin:PLUGIN\n"
 METADATA = "Metadata-Version: 2.1\nName: anygauge-backend-fault\nVersion: 0\n"
 
-
-@dataclass(frozen=True, slots=True)
-class Result:
-    """How a run of the suite with a fault ended."""
-
-    fault: Fault
-    outcome: str
-    test: str
-    seconds: float
-
-    def __str__(self) -> str:
-        return f"{self.outcome:<12}{self.seconds:6.1f} s  {self.fault.name:<48}{self.test}"
+RunsSuite = Callable[..., Run]
+"""``run(environment, words, only="")``."""
 
 
 def main() -> int:
     """Run the faults and return how to exit."""
+    options = parsed()
+    chosen = [fault for fault in faults() if options.only in fault.name]
+    if options.named:
+        chosen = [fault for fault in chosen if fault.name in STRANGER.values()]
+    if options.list:
+        print(*map(listed, chosen), sep="\n")
+        return 0
+    os.environ[BACKEND] = options.backend
+    keys, store = Keys(options.backend), Store(options.store)
+    with plugin_directory() as directory:
+        run = partial(run_suite, options.backend, limit_s=LIMIT_S)
+        results = run_all(chosen, keys, store, partial(run_fault, run, directory), options.jobs)
+    if not results:
+        return 2
+    if options.markdown:
+        statements = {fault.name: fault.statement for fault in chosen}
+        print(*markdown(results, options.backend, statements), sep="\n")
+    return summarise(results, options.backend)
+
+
+def parsed() -> argparse.Namespace:
+    """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--backend", default="cpu", metavar="NAME")
     parser.add_argument("--only", default="", metavar="SUBSTRING", help="of a fault's name")
-    parser.add_argument("--jobs", type=int, default=1, metavar="N")
-    parser.add_argument("--list", action="store_true")
-    options = parser.parse_args()
-    chosen = [fault for fault in faults() if options.only in fault.name]
-    if options.list:
-        print(*(f"{fault.name:<48}{fault.statement}" for fault in chosen), sep="\n")
-        return 0
-    with plugin_directory() as directory:
-        environment = {**os.environ, "PYTHONPATH": python_path(directory), BACKEND: options.backend}
-        status, output = run_suite(environment, options.backend)
-        if status != PASSED:
-            print(output, "the suite fails without any fault", sep="\n", file=sys.stderr)
-            return 2
-        with ThreadPoolExecutor(options.jobs) as pool:
-            results = [*pool.map(partial(run_fault, directory, environment), chosen)]
-    return summarise(results, options.backend)
+    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="runs of the suite at a time")
+    parser.add_argument("--store", type=Path, metavar="FILE", help="JSON lines; made if it is not there")
+    parser.add_argument("--markdown", action="store_true", help="print a table of the results")
+    parser.add_argument("--list", action="store_true", help="print the faults and run nothing")
+    parser.add_argument(
+        "--named", action="store_true", help="with --list: the faults of the stranger's backend"
+    )
+    return parser.parse_args()
+
+
+def listed(fault: Fault) -> str:
+    """Return the line of a fault in the list, with the stranger's name for it."""
+    names = [words for words, name in STRANGER.items() if name == fault.name]
+    return f"{fault.name:<48}{fault.statement}" + "".join(f" [{name}]" for name in names)
 
 
 @contextmanager
@@ -81,63 +106,86 @@ def plugin_directory() -> Iterator[Path]:
         metadata.mkdir()
         (metadata / "METADATA").write_text(METADATA, encoding="utf-8")
         (metadata / "entry_points.txt").write_text(ENTRY_POINT, encoding="utf-8")
+        sys.path.insert(0, name)
+        first = (name, str(Path(__file__).resolve().parent))
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (*first, os.environ.get("PYTHONPATH"))))
         yield Path(name)
 
 
-def python_path(directory: Path) -> str:
-    """Return a module path on which the plugin and its metadata come first."""
-    first = (str(directory), str(Path(__file__).parent))
-    return os.pathsep.join((*first, *filter(None, [os.environ.get("PYTHONPATH")])))
+def run_all(
+    chosen: Sequence[Fault], keys: Keys, store: Store, run_one: Callable[..., Result], jobs: int
+) -> list[Result]:
+    """Return the results of all faults, or none if the suite fails without any."""
+    catchers = store.catchers()
+
+    def result_of(fault: Fault | None) -> Result:
+        name, key = fault.name if fault else "", keys.of(fault)
+        result = store.find(name, key)
+        if result is None:
+            result = run_one(fault, key, catchers.get(name))
+            store.add(result)
+            print(result, flush=True)
+        return result
+
+    without = store.find("", keys.of(None)) or run_one(None, keys.of(None), None)
+    if without.outcome != ESCAPED:
+        print(without.test, without.error, "the suite fails without any fault", sep="\n", file=sys.stderr)
+        return []
+    if store.find("", without.key) is None:
+        store.add(without)
+    with ThreadPoolExecutor(jobs) as pool:
+        return [*pool.map(result_of, chosen)]
 
 
-def run_fault(directory: Path, environment: Mapping[str, str], fault: Fault) -> Result:
-    """Run the suite with a fault, and print how it ended."""
-    mark, started = directory / fault.name, time.monotonic()
-    broken = {**environment, FAULT: fault.name, HOOKS: fault.hook, REACHED: str(mark)}
-    status, output = run_suite(broken, environment[BACKEND])
-    outcome = "not reached" if not mark.exists() else "escaped" if status == PASSED else "caught"
-    result = Result(fault, outcome, first_failure(output) if status else "", time.monotonic() - started)
-    print(result, flush=True)
-    return result
+def run_fault(run: RunsSuite, directory: Path, fault: Fault | None, key: str, catcher: str | None) -> Result:
+    """Run the suite with a fault, or without one.
+
+    :param catcher: Test that caught the fault in an earlier version.
+    """
+    started, name = time.monotonic(), fault.name if fault else ""
+    mark = directory / f"{name}.reached"
+    environment = dict(os.environ)
+    if fault:
+        environment.update({FAULT: name, HOOKS: fault.hook, REACHED: str(mark)})
+    words = words_of(fault) if fault else ()
+    ended = run(environment, [catcher, *words] if catcher else words)
+    outcome = verdict(ended, reached=mark.exists() or fault is None)
+    if outcome == CAUGHT and ended.test and not likely(ended.test, words):
+        again = run(environment, words, only=ended.test)
+        outcome = CAUGHT if again.failed else UNCLEAR
+    test = ended.test or ("" if ended.passed else died(ended))
+    return Result(name, outcome, test, ended.error, round(time.monotonic() - started, 1), key)
 
 
-def run_suite(environment: Mapping[str, str], backend: str) -> tuple[int | None, str]:
-    """Run the suite up to its first failure; return its exit status, ``None`` if it hangs, and its output."""
-    command = [sys.executable, "-m", "pytest", "--pyargs", SUITE, "--backend", backend]
-    with tempfile.TemporaryDirectory() as empty:
-        try:
-            result = subprocess.run(
-                [*command, "-x", "-q", "-rfE", "-p", "no:cacheprovider"],
-                env=environment,
-                cwd=empty,
-                check=False,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                timeout=LIMIT_S,
-            )
-        except subprocess.TimeoutExpired:
-            return None, ""
-    return result.returncode, result.stdout
+def words_of(fault: Fault) -> Sequence[str]:
+    """Return words of the names of tests that may notice a fault."""
+    group = fault.name.partition(".")[0]
+    return (group, *fault.hook.split())
 
 
-def first_failure(output: str) -> str:
-    """Return the first test that failed."""
-    failure = re.search(r"^(?:FAILED|ERROR) (\S+)", output, re.MULTILINE)
-    return failure[1].rpartition("/")[2] if failure else "the suite did not end"
+def verdict(ended: Run, *, reached: bool) -> str:
+    """Return what a run of the suite says of a fault."""
+    if not reached:
+        return NOT_REACHED if ended.passed else UNCLEAR
+    return ESCAPED if ended.passed else CAUGHT if ended.failed else UNCLEAR
+
+
+def died(ended: Run) -> str:
+    """Return how a run ended in which no test failed."""
+    if ended.status is None:
+        return "the suite did not end"
+    return f"the suite ended with status {ended.status}: {' '.join(ended.output.split()[-30:])}"
 
 
 def summarise(results: Sequence[Result], backend: str) -> int:
     """Print the numbers, and return how to exit."""
-    reached = [result for result in results if result.outcome != "not reached"]
-    escaped = [result.fault for result in reached if result.outcome == "escaped"]
-    print(
-        f"{len(reached) - len(escaped)} of {len(reached)} caught; not reached: {len(results) - len(reached)}"
-    )
-    for fault in escaped:
-        print(f"escaped: {fault.statement} ({EXPLAINED.get((backend, fault.name), 'not explained')})")
-    unexplained = [fault for fault in escaped if (backend, fault.name) not in EXPLAINED]
-    return int(len(unexplained) > ALLOWED * len(reached))
+    counts, outcomes = Counts.of(results), [result.outcome for result in results]
+    left = f"not reached: {outcomes.count(NOT_REACHED)}, unclear: {outcomes.count(UNCLEAR)}"
+    print(f"{counts.caught} of {counts.reached} caught; {left}")
+    for result in results:
+        if result.outcome == ESCAPED:
+            print(f"escaped: {result.fault} ({reason(backend, result)})")
+    return int(len(unexplained(results, backend)) > ALLOWED * counts.reached)
 
 
 if __name__ == "__main__":

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from importlib import import_module
 
 from backend_faults.fault import Fault
 
-MODULES = ("hooks", "collectives", "devices", "optimizers", "ops", "loss_and_expert_ops")
+MODULES = (
+    *("hooks", "collectives", "communication", "devices", "optimizers"),
+    *("ops", "loss_and_expert_ops", "kernel_arguments", "kernel_numbers"),
+)
 """The first imports no torch: its faults are in hooks that must not."""
 
 EXPLAINED: dict[tuple[str, str], str] = {
@@ -20,9 +23,19 @@ EXPLAINED: dict[tuple[str, str], str] = {
 def faults() -> Iterator[Fault]:
     """Yield every fault."""
     for module in MODULES:
-        yield from import_module(f"backend_faults.{module}").FAULTS
+        yield from _faults_of(module)
 
 
 def find(name: str) -> Fault:
     """Return a fault by name."""
     return next(fault for fault in faults() if fault.name == name)
+
+
+def module_of(fault: Fault) -> str:
+    """Return the module of a fault."""
+    return next(module for module in MODULES if fault in _faults_of(module))
+
+
+def _faults_of(module: str) -> Sequence[Fault]:
+    members: Sequence[Fault] = import_module(f"backend_faults.{module}").FAULTS
+    return members

@@ -15,7 +15,7 @@ from torch.distributed.distributed_c10d import AllgatherOptions
 
 from backend_faults.fault import Fault, noted, other_answer, reached, unchanged
 
-SINGLE = {
+WHOLE = {
     "gather": ("all_gather_single", "_allgather_base"),
     "scatter": ("reduce_scatter_single", "_reduce_scatter_base"),
     "exchange": ("all_to_all_single", "alltoall_base"),
@@ -25,29 +25,38 @@ SINGLE = {
 Body = Callable[..., Any]
 """``body(run, group, *arguments)``: ``run`` is the vendor's own method."""
 
+When = Callable[..., bool]
+"""``when(group, *arguments)``: whether a call is one that the fault is about."""
+
 _patched: set[str] = set()
 
 
-def collective(name: str, statement: str, methods: Sequence[str], body: Body) -> Fault:
+def always(group: Any, *given: Any) -> bool:
+    """Return true for every call."""
+    return True
+
+
+def collective(name: str, statement: str, methods: Sequence[str], body: Body, when: When = always) -> Fault:
     """Return a fault of methods of every process group whose tensors are on the backend's device."""
-    install = partial(_install, name, methods, body)
+    install = partial(_install, name, methods, body, when)
     hooks = "prepare_worker make_device make_process_group_options"
     return Fault(f"collectives.{name}", statement, hooks, unchanged, install)
 
 
-def _install(name: str, methods: Sequence[str], body: Body, arguments: SimpleNamespace) -> None:
+def _install(name: str, methods: Sequence[str], body: Body, when: When, arguments: SimpleNamespace) -> None:
     if name in _patched or getattr(arguments, "phase", "after_config") == "before_vendor_import":
         return  # a vendor's library may not be imported yet; make_device comes later
     _patched.add(name)
     device_type = arguments.backend.device_type
     for method in filter(partial(hasattr, dist.ProcessGroup), methods):
         own = getattr(dist.ProcessGroup, method)
-        setattr(dist.ProcessGroup, method, _broken(own, body, device_type))
+        setattr(dist.ProcessGroup, method, _broken(own, body, when, device_type))
 
 
-def _broken(own: Callable[..., Any], body: Body, device_type: str) -> Callable[..., Any]:
+def _broken(own: Callable[..., Any], body: Body, when: When, device_type: str) -> Callable[..., Any]:
     def method(group: Any, *given: Any, **named: Any) -> Any:
-        if given and _device(given[0]) not in (None, device_type):
+        elsewhere = bool(given) and _device(given[0]) not in (None, device_type)
+        if elsewhere or not when(group, *given):
             return own(group, *given, **named)
         reached()
         return body(partial(own, group, **named), group, *given)
@@ -69,7 +78,7 @@ class _Done(dist.Work):
         return True
 
 
-def _waited(work: Any) -> _Done:
+def waited(work: Any) -> _Done:
     """Wait; return other work, since some work of gloo writes its result, or receives, in each wait."""
     work.wait()
     return _Done()
@@ -80,17 +89,17 @@ def _waited(work: Any) -> _Done:
 # -------------------------------------------------------------------------
 
 
-def _on_copy(run: Any, group: Any, tensors: Any, *options: Any) -> Any:
+def on_copy(run: Any, group: Any, tensors: Any, *options: Any) -> Any:
     """Reduce copies, and leave the tensors as they are."""
     return run([x.clone() for x in tensors], *options)
 
 
-def _reduced(keep: Callable[[Any, Tensor, Tensor], None]) -> Body:
+def reduced(keep: Callable[[Any, Tensor, Tensor], None]) -> Body:
     """Change the result, given the group, the result and what this rank had."""
 
     def body(run: Any, group: Any, tensors: Any, *options: Any) -> Any:
         before = [x.clone() for x in tensors]
-        work = _waited(run(tensors, *options))
+        work = waited(run(tensors, *options))
         for after, own in zip(tensors, before, strict=True):
             keep(group, after, own)
         return work
@@ -105,7 +114,7 @@ def _from(start: Callable[[int], int]) -> Body:
         first = start(after.numel())
         after.view(-1)[first:] = own.view(-1)[first:]
 
-    return _reduced(keep)
+    return reduced(keep)
 
 
 def _pairs(run: Any, group: Any, tensors: Any, *options: Any) -> Any:
@@ -114,14 +123,16 @@ def _pairs(run: Any, group: Any, tensors: Any, *options: Any) -> Any:
         return run(tensors, *options)
     (own,) = tensors
     parts = [torch.empty_like(own) for _ in range(group.size())]
-    _waited(group.allgather([parts], [own], AllgatherOptions()))
+    waited(group.allgather([parts], [own], AllgatherOptions()))
     first = group.rank() // 2 * 2
-    work = _waited(run([own.clone()], *options))
+    work = waited(run([own.clone()], *options))
     own.copy_(torch.stack(parts[first : first + 2]).sum(0))
     return work
 
 
-def _operation(change: Callable[[Any], Any]) -> Body:
+def operation(change: Callable[[Any], Any]) -> Body:
+    """Reduce by another operation."""
+
     def body(run: Any, group: Any, tensors: Any, options: Any) -> Any:
         options.reduceOp = change(options.reduceOp)
         return run(tensors, options)
@@ -129,11 +140,14 @@ def _operation(change: Callable[[Any], Any]) -> Body:
     return body
 
 
-def _async_on_copy(run: Any, group: Any, tensors: Any, options: Any) -> Any:
-    return (_on_copy if options.asyncOp else lambda run, _, *x: run(*x))(run, group, tensors, options)
+def async_on_copy(run: Any, group: Any, tensors: Any, options: Any) -> Any:
+    """Leave the tensors as they are where the call is asynchronous."""
+    return (on_copy if options.asyncOp else lambda run, _, *x: run(*x))(run, group, tensors, options)
 
 
-def _cast(dtype: torch.dtype, of: tuple[torch.dtype, ...]) -> Body:
+def cast(dtype: torch.dtype, of: tuple[torch.dtype, ...]) -> Body:
+    """Send tensors of some dtypes in the precision of another."""
+
     def body(run: Any, group: Any, tensors: Any, *options: Any) -> Any:
         for x in tensors:
             x.copy_(x.to(dtype)) if x.dtype in of else None
@@ -146,12 +160,12 @@ SUM, MAX, MIN = dist.ReduceOp.SUM, dist.ReduceOp.MAX, dist.ReduceOp.MIN
 REDUCE = ("allreduce",)
 
 REDUCTIONS = [
-    collective("unreduced", "all_reduce leaves each rank its own data", REDUCE, _on_copy),
+    collective("unreduced", "all_reduce leaves each rank its own data", REDUCE, on_copy),
     collective(
         "async_unreduced",
         "an asynchronous all_reduce reports completion too early",
         REDUCE,
-        _async_on_copy,
+        async_on_copy,
     ),
     collective("half_reduced", "all_reduce reduces the first half", REDUCE, _from(lambda n: (n + 1) // 2)),
     collective(
@@ -172,49 +186,49 @@ REDUCTIONS = [
         "mean",
         "all_reduce returns the mean of floating-point tensors",
         REDUCE,
-        _reduced(lambda group, x, own: x.is_floating_point() and x.div_(group.size())),
+        reduced(lambda group, x, own: x.is_floating_point() and x.div_(group.size())),
     ),
     collective(
         "max_is_sum",
         "all_reduce sums where MAX was asked for",
         REDUCE,
-        _operation(lambda op: SUM if op == MAX else op),
+        operation(lambda op: SUM if op == MAX else op),
     ),
     collective(
         "min_is_max",
         "all_reduce takes MAX where MIN was asked for",
         REDUCE,
-        _operation(lambda op: MAX if op == MIN else op),
+        operation(lambda op: MAX if op == MIN else op),
     ),
     collective(
-        "bfloat16", "all_reduce sends float32 as bfloat16", REDUCE, _cast(torch.bfloat16, (torch.float32,))
+        "bfloat16", "all_reduce sends float32 as bfloat16", REDUCE, cast(torch.bfloat16, (torch.float32,))
     ),
     collective(
-        "int64_as_float", "all_reduce sends int64 as float32", REDUCE, _cast(torch.float32, (torch.int64,))
+        "int64_as_float", "all_reduce sends int64 as float32", REDUCE, cast(torch.float32, (torch.int64,))
     ),
     collective(
         "float64_as_float",
         "all_reduce sends float64 as float32",
         REDUCE,
-        _cast(torch.float32, (torch.float64,)),
+        cast(torch.float32, (torch.float64,)),
     ),
     collective(
         "bool_unreduced",
         "all_reduce does nothing for uint8 and bool",
         REDUCE,
-        _reduced(lambda group, x, own: x.copy_(own) if x.dtype in (torch.uint8, torch.bool) else None),
+        reduced(lambda group, x, own: x.copy_(own) if x.dtype in (torch.uint8, torch.bool) else None),
     ),
     collective(
         "last_rank_lacks",
         "the last rank of an all_reduce keeps its own data",
         REDUCE,
-        _reduced(lambda group, x, own: x.copy_(own) if group.rank() == group.size() - 1 else None),
+        reduced(lambda group, x, own: x.copy_(own) if group.rank() == group.size() - 1 else None),
     ),
     collective(
         "stale_result",
         "a second all_reduce of a shape returns the result of the first",
         REDUCE,
-        _reduced(lambda group, x, own: _stale(group, x)),
+        reduced(lambda group, x, own: _stale(group, x)),
     ),
 ]
 
@@ -238,11 +252,11 @@ def _root(change: Callable[[int, int], int]) -> Body:
     return body
 
 
-def _output(change: Callable[[Any, Tensor, Tensor], None]) -> Body:
+def changed_output(change: Callable[[Any, Tensor, Tensor], None]) -> Body:
     """Change what a method on whole tensors wrote, given the group, the output and the input."""
 
     def body(run: Any, group: Any, output: Tensor, given: Tensor, *rest: Any) -> Any:
-        work = _waited(run(output, given, *rest))
+        work = waited(run(output, given, *rest))
         change(group, output, given)
         return work
 
@@ -251,7 +265,7 @@ def _output(change: Callable[[Any, Tensor, Tensor], None]) -> Body:
 
 def _gathered(change: Callable[[list[Tensor]], None]) -> Body:
     def body(run: Any, group: Any, outputs: Any, *rest: Any) -> Any:
-        work = _waited(run(outputs, *rest))
+        work = waited(run(outputs, *rest))
         change(outputs[0])
         return work
 
@@ -275,7 +289,7 @@ def _rotated(group: Any, output: Tensor, given: Tensor) -> None:
 
 def _even(run: Any, group: Any, output: Tensor, given: Tensor, takes: Any, gives: Any, *rest: Any) -> Any:
     """Exchange parts of one size, as far as the sizes allow."""
-    work = _waited(run(output, given, takes, gives, *rest))
+    work = waited(run(output, given, takes, gives, *rest))
     if takes and len(set(takes)) > 1:
         output.copy_(output.flip(0))
     return work
@@ -284,7 +298,7 @@ def _even(run: Any, group: Any, output: Tensor, given: Tensor, takes: Any, gives
 def _even_rotated(
     run: Any, group: Any, output: Tensor, given: Tensor, takes: Any, gives: Any, *rest: Any
 ) -> Any:
-    work = _waited(run(output, given, takes, gives, *rest))
+    work = waited(run(output, given, takes, gives, *rest))
     if not takes:
         _rotated(group, output, given)
     return work
@@ -297,7 +311,7 @@ OTHERS = [
         ("broadcast",),
         _root(lambda root, n: 0),
     ),
-    collective("broadcast_nothing", "broadcast leaves each rank its own data", ("broadcast",), _on_copy),
+    collective("broadcast_nothing", "broadcast leaves each rank its own data", ("broadcast",), on_copy),
     collective(
         "broadcast_half",
         "broadcast sends the first half",
@@ -324,44 +338,44 @@ OTHERS = [
     collective(
         "gather_single_order",
         "all_gather_into_tensor begins with the last rank",
-        SINGLE["gather"],
-        _output(_rotated),
+        WHOLE["gather"],
+        changed_output(_rotated),
     ),
     collective(
         "gather_input_cleared",
         "all_gather_into_tensor clears its input",
-        SINGLE["gather"],
-        _output(
+        WHOLE["gather"],
+        changed_output(
             lambda group, output, given: given.zero_() if given.data_ptr() != output.data_ptr() else None
         ),
     ),
     collective(
         "scatter_unreduced",
         "reduce_scatter_tensor gives each rank its own part",
-        SINGLE["scatter"],
-        _output(_own_part),
+        WHOLE["scatter"],
+        changed_output(_own_part),
     ),
     collective(
         "scatter_mean",
         "reduce_scatter_tensor divides by the number of ranks",
-        SINGLE["scatter"],
-        _output(
+        WHOLE["scatter"],
+        changed_output(
             lambda group, output, given: output.div_(group.size()) if output.is_floating_point() else None
         ),
     ),
     collective(
         "scatter_input_overwritten",
         "reduce_scatter_tensor uses its input as a buffer",
-        SINGLE["scatter"],
-        _output(lambda group, output, given: given.view(-1)[output.numel() :].zero_()),
+        WHOLE["scatter"],
+        changed_output(lambda group, output, given: given.view(-1)[output.numel() :].zero_()),
     ),
     collective(
-        "exchange_uneven", "all_to_all_single mixes up parts of different sizes", SINGLE["exchange"], _even
+        "exchange_uneven", "all_to_all_single mixes up parts of different sizes", WHOLE["exchange"], _even
     ),
     collective(
         "exchange_order",
         "all_to_all_single begins with the last rank",
-        SINGLE["exchange"],
+        WHOLE["exchange"],
         _even_rotated,
     ),
     collective(
@@ -378,7 +392,7 @@ OTHERS = [
 
 def _received_half(run: Any, tensors: Any, *rest: Any) -> Any:
     before = tensors[0].clone()
-    work = _waited(run(tensors, *rest))
+    work = waited(run(tensors, *rest))
     half = before.numel() // 2
     tensors[0].view(-1)[half:] = before.view(-1)[half:]
     return work

@@ -68,6 +68,10 @@ def _raising(*given: Any, **named: Any) -> Any:
     raise RuntimeError("not implemented by this driver")
 
 
+def _seeds_alone(state: Any) -> None:
+    torch.manual_seed(int.from_bytes(bytes(state[:8].tolist()), "little"))  # torch's states begin with it
+
+
 def _nothing(*given: Any, **named: Any) -> None:
     pass
 
@@ -139,6 +143,11 @@ FAULTS: Sequence[Fault] = (
         set_rng_state=lambda own: lambda state: torch.manual_seed(int(state[0])) and None,
     ),
     device_fault(
+        "state_position_lost",
+        "set_rng_state restores the seed and begins anew with it, so that a resume repeats its dropout",
+        set_rng_state=lambda own: _seeds_alone,
+    ),
+    device_fault(
         "memory_mib", "memory is in MiB", memory=_memory(lambda m: {k: v >> 20 for k, v in m.items()})
     ),
     device_fault(
@@ -203,6 +212,11 @@ FAULTS: Sequence[Fault] = (
         "device_meta", "torch_device is another device", torch_device=lambda own: torch.device("meta")
     ),
     scope_fault("lacks", "the scope map lacks a function", _without("default_stream")),
+    scope_fault(
+        "lacks_five",
+        "the scope map lacks five functions",
+        _without("Event", "Stream", "current_stream", "default_stream", "set_stream"),
+    ),
     scope_fault(
         "has_more", "the scope map has one function more", _functions(get_device_name=lambda: "abacus")
     ),

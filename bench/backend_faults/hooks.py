@@ -94,6 +94,11 @@ SPECS = [
         local_device=lambda own: lambda ids, environ: int(ids[0]),
     ),
     spec_fault(
+        "local_device_99",
+        "local_device returns 99",
+        local_device=lambda own: lambda ids, environ: 99,
+    ),
+    spec_fault(
         "local_device_text",
         "local_device returns a text",
         local_device=lambda own: lambda ids, environ: str(own(ids, environ)),

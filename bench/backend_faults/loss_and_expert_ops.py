@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from backend_faults.fault import Fault
+from backend_faults.kernel_parts import low, misread, through, with_grad
 from backend_faults.kernel_table import Body, op_fault
-from backend_faults.ops import low, misread, through, with_grad
 
 # -------------------------------------------------------------------------
 # Log-probs

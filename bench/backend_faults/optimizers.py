@@ -243,7 +243,36 @@ def _no_remainders(optimizer: Any, _: Any) -> None:
             weight.data.zero_()
 
 
+def _first_gradients() -> Make:
+    """Take the gradients of the first step in every step, as a recorded step does that does not copy them."""
+    kept: dict[int, Tensor] = {}
+
+    def before(optimizer: Any) -> None:
+        for weight in _weights(optimizer):
+            if weight.grad is not None:
+                weight.grad = kept.setdefault(id(weight), weight.grad.clone())
+
+    return around(before, lambda o, _: None)
+
+
+def _round_gradients(optimizer: Any) -> None:
+    for weight in _weights(optimizer):
+        if weight.grad is not None:
+            weight.grad = weight.grad.bfloat16().to(weight.grad.dtype)
+
+
 FAULTS: Sequence[Fault] = (
+    optimizer_fault(
+        "first_gradients", "AdamW takes the gradients of the first step in all steps", _first_gradients()
+    ),
+    optimizer_fault(
+        "rounded_gradients", "AdamW rounds gradients to bfloat16", around(_round_gradients, lambda o, _: None)
+    ),
+    optimizer_fault(
+        "step_in_bfloat16",
+        "the step count is bfloat16, which stays at 256",
+        around(lambda o: None, lambda o, _: _set_state("step", lambda s: s.bfloat16().to(s.dtype), o)),
+    ),
     optimizer_fault(
         "lr_first", "AdamW keeps the learning rate of the first step", settings(lambda group, a: {"lr": a.lr})
     ),

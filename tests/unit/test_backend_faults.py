@@ -21,6 +21,10 @@ from anygauge_hooks.types import Availability, BackendSpec
 BENCH = Path(__file__).parents[2] / "bench"
 LARGE_OR_GROUPS = {  # these need a long input, several ranks, or what no value shows
     "rms_norm.grid_limit",
+    "rms_norm.input_overwritten_without_gradient",
+    "rms_norm.large_tensor",
+    "varlen_attention.zeros_past_4096",
+    "vocab_parallel_logprob.targets_of_next_rank",
     "rms_norm.any_tolerance",
     "rms_norm.more_dtypes",
     "swiglu.large_tensor",
@@ -56,7 +60,10 @@ def test_names_are_distinct_and_hooks_exist() -> None:
     assert len({fault.name for fault in faults}) == len({fault.statement for fault in faults}) == len(faults)
     for fault in faults:
         assert all(hasattr(specs, hook) or hasattr(megatron, hook) for hook in fault.hook.split())
-    assert {name for _, name in catalog().EXPLAINED} <= {fault.name for fault in faults}
+    names = {fault.name for fault in faults}
+    stranger = importlib.import_module("backend_faults.stranger").STRANGER
+    assert {name for _, name in catalog().EXPLAINED} <= names >= set(stranger.values())
+    assert len(set(stranger.values())) == len(stranger)
 
 
 def test_the_plugin_wraps_the_hook_of_its_fault_for_its_backend_alone(
@@ -76,8 +83,7 @@ def test_the_plugin_wraps_the_hook_of_its_fault_for_its_backend_alone(
 def of_ops() -> list[Any]:
     sys.path.insert(0, str(BENCH))
     try:
-        modules = map(importlib.import_module, ("backend_faults.ops", "backend_faults.loss_and_expert_ops"))
-        return [fault for module in modules for fault in module.FAULTS]
+        return [fault for fault in catalog().faults() if fault.hook == "register_kernels"]
     finally:
         sys.path.remove(str(BENCH))
 
@@ -88,24 +94,25 @@ def test_a_fault_of_an_op_shows(fault: Any) -> None:
     own = getattr(linear_logprob if op == "linear_logprob" else reference, op)
     answers = [[KernelImpl(op=op, fn=own, source="")]]
     ((kernel,),) = fault.change(answers, SimpleNamespace())
-    assert fault.name in LARGE_OR_GROUPS or any(differs(op, kernel.fn, own, seed) for seed in range(4))
+    example = SPECIAL.get(fault.name, EXAMPLES[op])
+    assert fault.name in LARGE_OR_GROUPS or any(differs(example, kernel.fn, own, seed) for seed in range(4))
 
 
-def differs(op: str, function: Any, own: Any, seed: int) -> bool:
+def differs(example: Any, function: Any, own: Any, seed: int) -> bool:
     """Return whether a caller can tell two functions from each other."""
     try:
-        return str(seen(op, function, seed)) != str(seen(op, own, seed))
+        return str(seen(example, function, seed)) != str(seen(example, own, seed))
     except ZeroDivisionError:  # the fault itself
         return True
 
 
-def seen(op: str, function: Any, seed: int) -> list[Any]:
+def seen(example: Any, function: Any, seed: int) -> list[Any]:
     """Return what a caller can see of two calls of an op: results, gradients, inputs, random state."""
     notes: list[Any] = []
     results = []
     for again in range(2):
         torch.manual_seed(10 * seed + again)
-        arguments = EXAMPLES[op](torch.bfloat16 if seed % 2 else torch.float32, seed + again, seed)
+        arguments = example(torch.bfloat16 if seed % 2 else torch.float32, seed + again, seed)
         result = function(**arguments)
         result = result if isinstance(result, tuple) else (result,)
         results += result
@@ -247,3 +254,88 @@ EXAMPLES: dict[str, Any] = {
     "token_unpermute": unpermuted,
 }
 """Arguments of each op, from a dtype, the number of the call and a seed."""
+
+
+BUFFER = torch.empty(4, 13)
+
+
+def refilled() -> torch.Tensor:
+    """Return other numbers at the same address."""
+    return BUFFER.copy_(torch.randn(BUFFER.shape)).detach().requires_grad_()
+
+
+def strided(dtype: torch.dtype, *shape: int) -> torch.Tensor:
+    return rand(dtype, *reversed(shape)).detach().t().requires_grad_()
+
+
+def sequences(lengths: list[int], width: int = 4) -> Any:
+    tokens = sum(lengths)
+
+    def example(dtype: torch.dtype, count: int, seed: int) -> dict[str, Any]:
+        q, k, v = (rand(dtype, tokens, 1, width) for _ in range(3))
+        return {"q": q, "k": k, "v": v, "lengths": lengths, "scale": 0.7, "causal": True}
+
+    return example
+
+
+def changed(op: str, **others: Any) -> Any:
+    """Return an example of an op with other arguments, made of a dtype."""
+    return lambda t, n, s: {**EXAMPLES[op](t, n, s), **{name: make(t) for name, make in others.items()}}
+
+
+def frozen(op: str, name: str = "weight") -> Any:
+    def example(dtype: torch.dtype, count: int, seed: int) -> dict[str, Any]:
+        arguments = EXAMPLES[op](dtype, count, seed)
+        return {**arguments, name: arguments[name].detach()}
+
+    return example
+
+
+SPECIAL: dict[str, Any] = {
+    "rms_norm.cached_by_address": lambda t, n, s: {"x": refilled(), "weight": torch.ones(13), "eps": 0.1},
+    "rms_norm.frozen_weight": frozen("rms_norm"),
+    "layer_norm.frozen_weight": frozen("layer_norm"),
+    "linear_logprob.frozen_weight": frozen("linear_logprob"),
+    "grouped_matmul.frozen_weight": frozen("grouped_matmul"),
+    "grouped_matmul.weight_gradient_with_input": frozen("grouped_matmul", "x"),
+    "rotary_embedding.positions_wrap": lambda t, n, s: {
+        **{"q": rand(t, 4100, 1, 2), "k": rand(t, 4100, 1, 2)},
+        **{"cos": torch.rand(4100, 2), "sin": torch.rand(4100, 2)},
+    },
+    "swiglu.strided_input": lambda t, n, s: {"gate_up": strided(t, 6, 16)},
+    "varlen_attention.window_128": sequences([300]),
+    "varlen_attention.window_512": sequences([20, 700]),
+    "varlen_attention.many_sequences": sequences([2] * 70),
+    "varlen_attention.declared_width": sequences([3], 80),
+    "causal_conv1d.many_sequences": lambda t, n, s: {
+        **{"x": rand(t, 140, 6), "weight": rand(t, 6, 5), "lengths": [2] * 70}
+    },
+    "vocab_parallel_logprob.masked_nan": changed(
+        "vocab_parallel_logprob",
+        logits=lambda t: torch.tensor([[0.5, 1.0, -torch.inf]] * 6, dtype=t, requires_grad=True),
+        targets=lambda t: torch.zeros(6, dtype=torch.int64),
+    ),
+    "vocab_parallel_logprob.targets_wrap": changed(
+        "vocab_parallel_logprob",
+        logits=lambda t: rand(t, 1, (1 << 16) + 4),
+        targets=lambda t: torch.full((1,), (1 << 16) + 2),
+    ),
+    "linear_logprob.targets_wrap": lambda t, n, s: {
+        **{"hidden": rand(t, 2, 1), "weight": rand(t, (1 << 16) + 4, 1), "temperature": 1.0, "group": None},
+        **{"targets": torch.full((2,), (1 << 16) + 2), "entropy_grad": False},
+    },
+    "topk_router.few_experts": lambda t, n, s: {
+        "logits": rand(t, 3, 300),
+        "topk": 100,
+        "score_function": "softmax",
+    },
+    "token_permute.after_empty_expert": lambda t, n, s: {
+        **{"tokens": rand(t, 6, 8), "probs": rand(torch.float32, 6, 4), "topk": 2},
+        "routing_map": torch.tensor([[True, False, True, False]] * 6),
+    },
+    "token_unpermute.rows_as_int16": lambda t, n, s: {
+        "permuted": rand(t, (1 << 15) + 4, 1),
+        "rows": torch.randperm((1 << 15) + 4).view(-1, 2),
+    },
+}
+"""Arguments of an op that a fault takes to show."""
