@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from anygauge.rollout.functions import UserFunctions
-from anygauge.rollout.scoring import GroupScorer
+from anygauge.rollout.scoring import ScoringQueue
 from anygauge.rollout.text import TextTools
 from anygauge_hooks.data import DataSource
 from anygauge_hooks.rl import SamplingParams
@@ -43,7 +43,7 @@ class ProducerContext:
     seeds: Callable[[int], Sequence[int]]
     """Seeds for each rollout of a group, from the number of prompts drawn before it in the run."""
     params: SamplingParams
-    scorer: GroupScorer | None = None
+    scorer: ScoringQueue | None = None
     """``None`` where the rollout function gives the rewards, or none is needed."""
     config: RolloutConfig
     """Which groups a step needs; rollout functions see that of :attr:`rollout_context`."""

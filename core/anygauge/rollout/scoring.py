@@ -10,12 +10,12 @@ from dataclasses import replace
 from anygauge_hooks.errors import RolloutError
 from anygauge_hooks.rl import Group, Sample
 
-__all__ = ["GroupScorer", "merge_rewards"]
+__all__ = ["ScoringQueue", "merge_rewards"]
 
 Score = Callable[[Sequence[Group]], Sequence[Group]]
 
 
-class GroupScorer:
+class ScoringQueue:
     """Scores groups in a thread of its own; groups that arrive while it is busy form its next call.
 
     Each rollout is scored once, by its last sample, whose reward all samples of the rollout get. One that has

@@ -12,7 +12,7 @@ from anygauge.data.media.loader import LoadedSource
 from anygauge.rollout.context import ProducerContext, RolloutContext
 from anygauge.rollout.producer import Continuous, Producer
 from anygauge.rollout.rewards import Scorer
-from anygauge.rollout.scoring import GroupScorer
+from anygauge.rollout.scoring import ScoringQueue
 from anygauge.rollout.staleness import Staleness
 from anygauge.serving.generation_client import GenerationClient
 from anygauge.trainer.generation import SampleMaker, group_seeds, rollout_params
@@ -63,7 +63,7 @@ def producer_context(
         source=source,
         seeds=partial(group_seeds, config),
         params=rollout_params(config, forbidden),
-        scorer=None if scorer is None else GroupScorer(partial(scorer.score, tolerant=True)),
+        scorer=None if scorer is None else ScoringQueue(partial(scorer.score, tolerant=True)),
         max_unscored_ratio=config.reward.max_failed_ratio,
     )
 
@@ -81,7 +81,7 @@ class RolloutScheduler:
         client: GenerationClient,
         config: Config,
         *,
-        scorer: GroupScorer | None,
+        scorer: ScoringQueue | None,
         steps: int,
     ) -> None:
         self._steps = steps

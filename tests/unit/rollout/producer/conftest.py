@@ -11,7 +11,7 @@ from anygauge.config.schema import Data, Rollout
 from anygauge.rollout.context import ProducerContext, RolloutContext
 from anygauge.rollout.functions import UserFunction, UserFunctions, single_turn
 from anygauge.rollout.producer import Producer
-from anygauge.rollout.scoring import GroupScorer
+from anygauge.rollout.scoring import ScoringQueue
 from anygauge.rollout.text import TextTools
 from anygauge.testing.tiny import tiny_tokenizer
 from anygauge_hooks.rl import Group, Prompt, SamplingParams
@@ -97,7 +97,7 @@ def make_producer(text: TextTools, prompts: list[Prompt]) -> MakeProducer:
             params=SamplingParams(
                 max_new_tokens=config.max_new_tokens, stop=config.stop, forbidden=forbidden
             ),
-            scorer=None if score is None else GroupScorer(score),
+            scorer=None if score is None else ScoringQueue(score),
             max_unscored_ratio=max_unscored_ratio,
         )
         return Producer(context, version=version)

@@ -18,11 +18,10 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from anygauge.engines.megatron.layers import gated_delta, latent_attention
-from anygauge.engines.megatron.layers.gated_attention import GatedAttention
 from anygauge.engines.megatron.layers.layer import DecoderLayer, DecoderLayerSubmodules, MlpSpec
 from anygauge.engines.megatron.layers.moe import ExpertLayer
 from anygauge.engines.megatron.layers.provider import SpecProvider
-from anygauge.engines.megatron.layers.self_attention import SelfAttention
+from anygauge.engines.megatron.layers.self_attention import GatedAttention, SelfAttention
 from anygauge_hooks.megatron import LayerKind
 
 __all__ = ["decoder_spec", "first_stage_depth", "layer_spec", "stage_layers"]
