@@ -5,11 +5,12 @@
 
 The server is the fake engine in a process of its own: it takes and keeps the bytes as SGLang's loader does,
 and runs no model. In each round every transport moves a whole version, and two bare processes broadcast one
-buffer of the same size with gloo, in turn; the median seconds are compared. `delta` then moves two smaller
-steps, and its bytes on the wire are compared with those of the elements that changed: rows of some tensors
-(new experts, new tokens), and one step of Adam with a learning rate of 1e-6. Ends with status 1 if
-`distributed` has less than 60 % of the bare broadcast's rate, or if `delta` moves more than 1.1 times the
-changed bytes.
+buffer of the same size with gloo, in turn; the median seconds are compared. `delta` then moves smaller steps,
+and its bytes on the wire are compared with those of the elements that changed and of the whole version: steps
+of Adam with learning rates of 1e-6 and 1e-5, in which every element moves by the whole rate, and rows of some
+tensors (new experts, new tokens). A network slower than the printed rate makes the whole version take longer
+than all of `delta` did. Ends with status 1 if `distributed` has less than 60 % of the bare broadcast's rate,
+or if `delta` moves more than 1.1 times the changed bytes.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ GOAL_RATE, GOAL_BYTES = 0.6, 1.1
 DEADLINE_S = 300.0
 WIDTH = 2048
 MIB = 2**20
-LR = 1e-6
+RATES = (1e-6, 1e-5)
 
 
 def weights(size: int) -> dict[str, Tensor]:
@@ -131,13 +132,17 @@ def changed_bytes(old: Mapping[str, Tensor], new: Mapping[str, Tensor]) -> int:
 
 
 def steps(master: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
-    """Return the next versions: after a step of Adam, and after other rows in every fourth tensor."""
+    """Return the next versions: after steps of Adam, and after other rows in every fourth tensor."""
     generator = torch.Generator().manual_seed(1)
-    rows = {name: (master[name] + _signs(tensor) * LR).bfloat16() for name, tensor in tensors.items()}
+    signs = {name: _signs(tensor) for name, tensor in tensors.items()}
+    after = {}
+    for rate in RATES:
+        master = {name: tensor + signs[name] * rate for name, tensor in master.items()}
+        after[f"step of {rate:.0e}"] = {name: tensor.bfloat16() for name, tensor in master.items()}
+    rows = {name: tensor.bfloat16() for name, tensor in master.items()}
     for tensor in list(rows.values())[::4]:
         tensor[64:192] = torch.randn(128, WIDTH, generator=generator).bfloat16() * 0.02
-    small = {name: (master[name] + _signs(tensor) * LR).bfloat16() for name, tensor in tensors.items()}
-    return {"small step": small, "rows": rows}
+    return {**after, "rows": rows}
 
 
 def _signs(tensor: Tensor) -> Tensor:
@@ -181,28 +186,32 @@ def main() -> int:
     for name, value in medians.items():
         rate = size / MIB / value
         print(f"{name:12} {value:7.3f} s  {rate:7.0f} MiB/s  {medians['bare'] / value:6.2f} of bare")
-    for name, (wire, changed) in moved.items():
-        print(f"delta, {name:11} {changed:12,} bytes changed, {wire:12,} moved: {wire / changed:.3f}")
+    for name, (wire, changed, passed) in moved.items():
+        print(
+            f"delta, {name:13} {changed:12,} bytes changed ({changed / size:.2%}), {wire:12,} moved: "
+            f"{wire / changed:.3f} of them, {wire / size:.2%} of all, {passed:.2f} s, "
+            f"pays off below {8e-9 * (size - wire) / passed:.2f} Gbit/s"
+        )
     is_fast = medians["bare"] / medians["distributed"] >= GOAL_RATE
-    is_small = all(wire <= GOAL_BYTES * changed for wire, changed in moved.values())
+    is_small = all(wire <= GOAL_BYTES * changed for wire, changed, _ in moved.values())
     print("goals reached" if is_fast and is_small else "a goal is missed")
     return 0 if is_fast and is_small else 1
 
 
 def delta(
     address: str, master: Mapping[str, Tensor], tensors: Mapping[str, Tensor], bucket_bytes: int
-) -> dict[str, tuple[int, int]]:
-    """Return for each step the bytes that moved, and those of the elements that changed."""
+) -> dict[str, tuple[int, int, float]]:
+    """Return for each step the bytes that moved, those of the elements that changed, and the seconds."""
     beside = Receiver(
         SGLangPeer(address=address), host="127.0.0.1", bucket_bytes=bucket_bytes, deadline_s=DEADLINE_S
     )
     peer = SGLangPeer(address=address, receiver=beside.address, secret=beside.secret)
     pusher = make("delta", Path(), bucket_bytes)
     push(pusher, tensors, 1, peer)
-    before, found = tensors, {}
+    before, found = tensors, dict[str, tuple[int, int, float]]()
     for version, (name, after) in enumerate(steps(master, tensors).items(), start=2):
         report = push(pusher, after, version, peer)
-        found[name] = (report.wire_bytes, changed_bytes(before, after))
+        found[name] = (report.wire_bytes, changed_bytes(before, after), report.seconds["total"])
         before = after
     pusher.close()
     beside.close()
