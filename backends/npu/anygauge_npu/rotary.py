@@ -23,7 +23,8 @@ HEADS = 999
 def rotary_embedding(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     """Rotate queries and keys by the angles of their positions.
 
-    Cosines and sines are rounded to the dtype of ``q``, the only one that the operator takes beside it.
+    Cosines and sines are rounded to the dtype of ``q``: torch-npu documents no mix of dtypes. SGLang rounds
+    them on NPUs too, so this adds nothing to the difference from a server (docs/figures.md).
 
     See :class:`anygauge_hooks.kernels.RotaryEmbedding`.
 
