@@ -2,6 +2,15 @@
 
 Every op has a plain-torch reference in ``anygauge.kernels.reference`` and a row in the conformance suite.
 An op is resolved once per module, when the module is built, from static facts; a step makes no hook call.
+
+Every kernel promises, unless its op says otherwise:
+
+* Tensors may have any strides, and begin at any element of their memory.
+* Inputs, incoming gradients, settings of torch and, but for ``advances_rng``, random states stay as they are.
+* A call keeps no tensor, and no later call sees anything of it.
+* The output has the same bits without a gradient and in inference mode.
+* Where an input is NaN, an output is, but for the choice of experts.
+* Equal calls have equal bits while ``torch.are_deterministic_algorithms_enabled()``.
 """
 
 from __future__ import annotations
@@ -95,6 +104,12 @@ class KernelImpl:
     (True,)}``. A fact that is not listed is not limited."""
     tolerance: Mapping[str, Tolerance] | None = None
     """Tolerances by dtype name; ``None`` takes the conformance suite's own."""
+    tolerance_reason: str = ""
+    """Why a tolerance is wider than the suite's. Without it the suite fails; with it the suite's report and
+    ``anygauge hooks`` print both. The suite has a limit that no reason lifts."""
+    advances_rng: bool = False
+    """Whether a call advances the random state of the device, as an operator does that has a dropout which is
+    not used. That of the host, and what a call computes, are never concerned."""
     priority: int = 0
     """Precedence where several plugins serve an op: the highest that accepts the static facts is taken."""
     requires: Sequence[str] = ()

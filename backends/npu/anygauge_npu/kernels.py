@@ -46,7 +46,8 @@ def npu_kernels() -> list[KernelImpl]:
             limits={"score_function": ("softmax",), **UNGROUPED},
         ),
         replace(_kernel("topk_router", topk_router, "npu_moe_gating_top_k"), limits={**sigmoid, **UNGROUPED}),
-        _kernel("varlen_attention", varlen_attention, "npu_fusion_attention"),
+        # the operator takes numbers for a dropout from the generator, whether there is one or not
+        replace(_kernel("varlen_attention", varlen_attention, "npu_fusion_attention"), advances_rng=True),
     ]
 
 

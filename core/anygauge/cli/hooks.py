@@ -48,6 +48,11 @@ def _rendered(report: Mapping[str, Any]) -> str:
     kernels = [("OPERATION", "SERVED BY", "DTYPES", "PACKAGE", "WHERE"), *map(_kernel, report["kernels"])]
     hooks = [("HOOK", "PLUGIN", "PACKAGE", "WHERE"), *map(_hook, report["hooks"])]
     lines = [f"Kernels on {report['backend']}", columns(kernels), "", "Hooks", columns(hooks)]
+    for kernel in report["kernels"]:
+        for dtype, (relative, absolute) in kernel["tolerance"].items():
+            declared = f"{relative:g} relative, {absolute:g} absolute in {dtype}"
+            reason = kernel["tolerance_reason"] or "no reason given"
+            lines += ["", f"Tolerance: {kernel['source']} for {kernel['op']}: {declared}; {reason}"]
     for kernel in report["left_out"]:
         missing = ", ".join(kernel["missing"])
         lines += ["", f"Left out: {kernel['source']} for {kernel['op']}; not installed: {missing}"]

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from anygauge.plugins import plugin_distribution, source_location
 from anygauge_hooks import kernels as contract
 from anygauge_hooks.errors import DuplicateNameError, PluginError
-from anygauge_hooks.kernels import KERNEL_FACTS, KERNEL_OPS, KernelImpl, KernelOp
+from anygauge_hooks.kernels import KERNEL_FACTS, KERNEL_OPS, KernelImpl, KernelOp, Tolerance
 from anygauge_hooks.types import LoadedPlugins
 
 if TYPE_CHECKING:
@@ -68,6 +68,9 @@ class KernelRow:
     """``file:line`` of the function, or empty where it is not Python."""
     dtypes: tuple[str, ...]
     limits: Mapping[str, Sequence[Any]]
+    tolerance: Mapping[str, Tolerance]
+    """Declared tolerances by dtype; empty where they are the conformance suite's."""
+    tolerance_reason: str
     priority: int
     is_reference: bool
 
@@ -309,6 +312,8 @@ def _row(
         location=source_location(kernel.fn),
         dtypes=tuple(kernel.dtypes),
         limits=kernel.limits or {},
+        tolerance=kernel.tolerance or {},
+        tolerance_reason=kernel.tolerance_reason,
         priority=kernel.priority,
         is_reference=is_reference,
     )

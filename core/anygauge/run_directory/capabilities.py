@@ -17,7 +17,10 @@ from anygauge_hooks.types import BackendSpec
 
 __all__ = ["capabilities", "write_capabilities"]
 
-_KERNEL_FIELDS = ("op", "source", "owner", "package", "version", "location", "dtypes", "is_reference")
+_KERNEL_FIELDS = (
+    *("op", "source", "owner", "package", "version", "location", "dtypes"),
+    *("tolerance", "tolerance_reason", "is_reference"),
+)
 _logger = logging.getLogger(__name__)
 
 

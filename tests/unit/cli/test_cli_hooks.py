@@ -91,6 +91,18 @@ def test_a_kernel_that_is_left_out_is_named_with_what_is_missing(
     assert "Left out: x.swiglu for swiglu; not installed: no_such_library" in printed
 
 
+def test_a_tolerance_is_printed_with_its_reason(
+    bare: Callable[..., Plugins], capsys: pytest.CaptureFixture[str]
+) -> None:
+    declared = {"tolerance": {"float32": (1e-3, 5e-4)}, "tolerance_reason": "has 10 bits"}
+    kernel = KernelImpl(op="swiglu", fn=lambda gate_up: gate_up, source="x.swiglu", priority=1, **declared)
+    answer = hookimpl(lambda backend: [kernel])
+    bare().register(SimpleNamespace(register_kernels=answer), "coarse")
+    assert main(["hooks", "--backend", "cpu"]) == 0
+    line = "Tolerance: x.swiglu for swiglu: 0.001 relative, 0.0005 absolute in float32; has 10 bits\n"
+    assert line in capsys.readouterr().out
+
+
 def test_a_plugin_for_an_unknown_backend_is_named(
     bare: Callable[..., Plugins], capsys: pytest.CaptureFixture[str]
 ) -> None:
