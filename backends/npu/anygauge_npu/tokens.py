@@ -42,7 +42,23 @@ def token_permute(
     permuted, weights, rows = torch.ops.npu.npu_moe_token_permute_with_routing_map(
         tokens, routing_map, probs=probs, num_out_tokens=count * topk
     )
+    # torch leaves apply() untyped
+    permuted, weights = _WithGradients.apply(permuted, weights)  # type: ignore[no-untyped-call]
     return permuted, weights, rows.view(count, topk)
+
+
+class _WithGradients(torch.autograd.Function):
+    """Two tensors as they are. One without a gradient gets zeros in backward: the operator wants both."""
+
+    @staticmethod
+    def forward(ctx: Any, permuted: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+        """Return views."""
+        return permuted.view_as(permuted), weights.view_as(weights)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
+        """Return the gradients, which torch has filled in."""
+        return grads
 
 
 def _check_permute(tokens: Tensor, probs: Tensor, routing_map: Tensor, topk: int) -> None:
