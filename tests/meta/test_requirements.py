@@ -74,6 +74,15 @@ def test_the_set_with_sglang_differs_from_the_run_time_set_where_sglang_needs_it
 
 
 @pytest.mark.parametrize("backend", ["cuda", "npu"])
+def test_a_backends_wheel_has_a_description_and_the_license(backend: str) -> None:
+    folder = ROOT / "backends" / backend
+    project = tomllib.loads((folder / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert project["license-files"] == ["LICENSE"]
+    assert (folder / "LICENSE").read_bytes() == (ROOT / "LICENSE").read_bytes()
+    assert (folder / project["readme"]).read_text(encoding="utf-8").startswith(f"# {project['name']}\n")
+
+
+@pytest.mark.parametrize("backend", ["cuda", "npu"])
 def test_a_backends_set_meets_its_vendor_extra(backend: str) -> None:
     found = pins(ROOT / "requirements" / f"{backend}.txt")
     wrong = [str(each) for each in declared("vendor", folder=f"backends/{backend}") if not meets(each, found)]
