@@ -47,6 +47,7 @@ __all__ = [
     "Plugins",
     "find_backend",
     "imported",
+    "install_hint",
     "is_import_path",
     "load_plugins",
     "plugin_distribution",
@@ -571,6 +572,11 @@ def published_backends() -> tuple[str, ...]:
     return tuple(sorted(match[1] for text in requirements if (match := pattern.match(text))))
 
 
+def install_hint(backend: str) -> str:
+    """Return the command that installs one of :func:`published_backends`, which are on no index yet."""
+    return f"In a clone of anygauge: pip install ./backends/{backend} (docs/{backend}.md)"
+
+
 def plugin_distribution(owner: str) -> tuple[str | None, str | None]:
     """Return name and version of the distribution that a plugin came with, if it was installed from one.
 
@@ -655,5 +661,5 @@ def find_backend(plugins: Plugins, backends: Mapping[str, BackendSpec], name: st
     failed = "".join(f"; failed to load: {other}" for other in sorted(plugins.load_errors))
     raise UnknownBackendError(
         f"Unknown backend {name!r}; installed: {', '.join(sorted(backends))}{failed}.",
-        hint=f"pip install 'anygauge[{name}]'" if name in published_backends() else None,
+        hint=install_hint(name) if name in published_backends() else None,
     )

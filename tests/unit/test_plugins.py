@@ -627,7 +627,7 @@ def test_a_published_backend_comes_with_its_command(plugins: Plugins) -> None:
     names = published_backends()
     assert len(names) == 2
     for name in names:
-        with pytest.raises(UnknownBackendError, match=re.escape(f"pip install 'anygauge[{name}]'")):
+        with pytest.raises(UnknownBackendError, match=re.escape(f"pip install ./backends/{name} ")):
             find_backend(plugins, plugins.named("register_backends"), name)
 
 

@@ -51,7 +51,7 @@ def probe() -> Availability:
     What the files of the host tell is told first: CUDA's own errors name no permission and no container.
     """
     if importlib.util.find_spec("torch") is None:
-        return _no("torch is not installed", "pip install 'anygauge[cuda]'")
+        return _no("torch is not installed", INSTALL)
     import torch
 
     if torch.version.cuda is None:

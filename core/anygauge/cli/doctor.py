@@ -174,7 +174,7 @@ def _end(child: subprocess.Popen[str]) -> None:
 
 
 def _rows(entries: Sequence[str], answers: Sequence[Mapping[str, Any]]) -> Iterator[BackendRow]:
-    from anygauge.plugins import published_backends
+    from anygauge.plugins import install_hint, published_backends
 
     for entry, answer in zip(entries, answers, strict=True):
         if "failed" in answer:
@@ -184,9 +184,7 @@ def _rows(entries: Sequence[str], answers: Sequence[Mapping[str, Any]]) -> Itera
             yield BackendRow(row["name"], "PASS" if row["ok"] else "FAIL", row["reason"], row["hint"])
     for name in published_backends():
         if name not in entries:
-            yield BackendRow(
-                name, "NOT INSTALLED", "its package is not installed", f"pip install 'anygauge[{name}]'"
-            )
+            yield BackendRow(name, "NOT INSTALLED", "its package is not installed", install_hint(name))
 
 
 # -------------------------------------------------------------------------
