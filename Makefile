@@ -5,10 +5,11 @@ SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo demo-vlm test test-parallel test-npu-sim test-sglang lint soak bench clean
+.PHONY: help demo demo-vlm test test-parallel test-npu-set test-npu-sim test-sglang lint soak bench clean
 
 VENV := .venv
 SIM_VENV := .venv-npu-sim
+NPU_VENV := .venv-npu
 SGLANG_VENV := .venv-sglang
 BIN := $(VENV)/bin
 # The first of these that runs and is new enough; a name alone proves nothing where a version manager puts stand-ins.
@@ -28,7 +29,7 @@ EDITABLE := --quiet --no-deps --no-build-isolation
 
 # Tests start hundreds of processes, which import the same modules: these are compiled once, also where the
 # environment says otherwise, as images of containers do.
-test test-parallel test-npu-sim test-sglang soak: export PYTHONDONTWRITEBYTECODE :=
+test test-parallel test-npu-set test-npu-sim test-sglang soak: export PYTHONDONTWRITEBYTECODE :=
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */\1\t/' | expand -t 16
@@ -54,9 +55,23 @@ test: $(VENV)/.dev ## install the test tools and run the tests
 test-parallel: $(VENV)/.dev ## compare parallel models with unsharded ones
 	$(BIN)/python -m pytest -m parallel tests/distributed $(PYTEST_ARGS)
 
-test-npu-sim: $(SIM_VENV)/.installed ## run tests on a simulated NPU, in a separate environment
+# Where the oldest torch and numpy, which Ascend's set has, may differ from those of requirements/cpu.txt.
+NPU_SET_TESTS := tests/unit/engines tests/unit/kernels tests/unit/distributed tests/unit/weight_sync \
+	tests/backends/npu tests/backends/test_probes.py
+
+test-npu-set: $(NPU_VENV)/.installed ## run a part of the tests on the CPU with the versions of an Ascend host
+	TORCH_DEVICE_BACKEND_AUTOLOAD=0 $(NPU_VENV)/bin/python -m pytest -n $(TEST_PROCESSES) --dist loadfile \
+	  --no-loadscope-reorder $(NPU_SET_TESTS) $(PYTEST_ARGS)
+
+# With the newest torch-npu: what depends on its operators, signatures and libraries, but no training.
+NEWEST_NPU_TESTS := tests/backends/npu/test_kernels_simulated.py tests/backends/npu/test_vendor_import.py \
+	tests/backends/npu/test_simulation.py tests/backends/npu/test_without_cann.py
+
+test-npu-sim: $(NPU_VENV)/.installed $(SIM_VENV)/.installed ## run tests on a simulated NPU, with two releases of torch-npu
+	TORCH_DEVICE_BACKEND_AUTOLOAD=0 SIMULATED_NPU_CACHE=$(CURDIR)/$(NPU_VENV)/simulation \
+	  $(NPU_VENV)/bin/python -m pytest -m npu_sim tests/backends/npu $(PYTEST_ARGS)
 	TORCH_DEVICE_BACKEND_AUTOLOAD=0 SIMULATED_NPU_CACHE=$(CURDIR)/$(SIM_VENV)/simulation \
-	  $(SIM_VENV)/bin/python -m pytest -m npu_sim tests/backends/npu $(PYTEST_ARGS)
+	  $(SIM_VENV)/bin/python -m pytest -m npu_sim $(NEWEST_NPU_TESTS) $(PYTEST_ARGS)
 
 test-sglang: $(SGLANG_VENV)/.installed ## run tests with real SGLang servers, in a separate environment
 	$(SGLANG_VENV)/bin/python -m pytest -m "sglang and not soak" tests/sglang $(PYTEST_ARGS)
@@ -75,7 +90,7 @@ bench: $(VENV)/.dev ## measure the CPU figures of the documents
 	$(BIN)/python bench/balance.py
 
 clean: ## remove the environments, but not runs/
-	rm -rf $(VENV) $(SIM_VENV) $(SGLANG_VENV)
+	rm -rf $(VENV) $(NPU_VENV) $(SIM_VENV) $(SGLANG_VENV)
 
 # An environment that a failed command left behind has no stamp and is made again.
 define make_venv
@@ -87,12 +102,12 @@ endef
 
 # Without its dependencies, so that none of them is taken from TORCH_INDEX.
 define install_torch
-	$(if $(TORCH_INDEX),$(@D)/bin/python $(PIP) install --no-deps --index-url "$(TORCH_INDEX)" "$$(grep '^torch==' requirements/cpu.txt)")
+	$(if $(TORCH_INDEX),$(@D)/bin/python $(PIP) install --no-deps --index-url "$(TORCH_INDEX)" "$$(grep '^torch==' $(1))")
 endef
 
 $(VENV)/.python:
 	$(make_venv)
-	$(install_torch)
+	$(call install_torch,requirements/cpu.txt)
 	@touch $@
 
 $(VENV)/.cpu: requirements/cpu.txt pyproject.toml | $(VENV)/.python
@@ -107,7 +122,7 @@ $(VENV)/.dev: requirements/dev.txt backends/cuda/pyproject.toml backends/npu/pyp
 
 $(SIM_VENV)/.python:
 	$(make_venv)
-	$(install_torch)
+	$(call install_torch,requirements/cpu.txt)
 	@touch $@
 
 $(SIM_VENV)/.installed: requirements/npu-sim.txt requirements/cpu.txt pyproject.toml | $(SIM_VENV)/.python
@@ -115,9 +130,22 @@ $(SIM_VENV)/.installed: requirements/npu-sim.txt requirements/cpu.txt pyproject.
 	TORCH_DEVICE_BACKEND_AUTOLOAD=0 $(SIM_VENV)/bin/python $(PIP) install $(EDITABLE) -e . -e backends/npu
 	@touch $@
 
+$(NPU_VENV)/.python:
+	$(make_venv)
+	$(call install_torch,requirements/npu.txt)
+	@touch $@
+
+# Torch alone with its dependencies, as for SGLang: on x86-64 torch-npu requires the suffix of TORCH_INDEX's torch,
+# which no test needs.
+$(NPU_VENV)/.installed: requirements/npu-test.txt requirements/npu.txt pyproject.toml | $(NPU_VENV)/.python
+	$(NPU_VENV)/bin/python $(PIP) install --quiet "$$(grep '^torch==' requirements/npu.txt)"
+	$(NPU_VENV)/bin/python $(PIP) install --quiet --no-deps -r requirements/npu-test.txt
+	TORCH_DEVICE_BACKEND_AUTOLOAD=0 $(NPU_VENV)/bin/python $(PIP) install $(EDITABLE) -e . -e backends/cuda -e backends/npu
+	@touch $@
+
 $(SGLANG_VENV)/.python:
 	$(make_venv)
-	$(install_torch)
+	$(call install_torch,requirements/cpu.txt)
 	@touch $@
 
 # torch alone with its dependencies, which depend on where it comes from; the set holds all others.

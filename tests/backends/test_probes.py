@@ -29,6 +29,7 @@ from anygauge_cpu.device import CpuDevice
 from anygauge_cpu.plugin import fused_adamw
 from anygauge_hooks.errors import BackendUnavailableError, PlacementError
 from anygauge_hooks.types import Availability, BackendSpec
+from anygauge_npu.releases import INSTALL
 
 CPU, CUDA, NPU = anygauge_cpu.plugin.CPU, anygauge_cuda.plugin.CUDA, anygauge_npu.plugin.NPU
 BACKENDS = {spec.name: spec for spec in (CPU, CUDA, NPU)}
@@ -229,23 +230,21 @@ def test_npu_built_for_another_torch(fake_npu: Callable[..., None]) -> None:
     fake_npu(versions={"torch": "2.13.0+cpu", "torch-npu": "2.10.0.post4"}, count=8)
     state = probe_backend(NPU)
     assert (state.ok, state.reason) == (False, "torch-npu 2.10.0.post4 does not fit torch 2.13.0+cpu")
-    command = "pip install 'torch==2.10.*' 'torch-npu==2.10.0.post4'"
-    assert state.hint == f"{command} --extra-index-url https://download.pytorch.org/whl/cpu"
+    assert state.hint == INSTALL
 
 
 def test_npu_without_torch_npu_names_the_pair_that_has_a_cann(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     state = probe_backend(NPU)
     assert (state.ok, state.reason) == (False, "torch-npu is not installed")
-    assert "'torch==2.10.0' 'torch-npu==2.10.0.post4' --extra-index-url" in str(state.hint)
-    assert 'beside CANN 9.1 (docs/npu.md, "Without a container")' in str(state.hint)
+    assert state.hint == INSTALL
 
 
 def test_npu_built_for_another_patch_of_torch(fake_npu: Callable[..., None]) -> None:
     fake_npu(versions={"torch": "2.10.1", "torch-npu": "2.10.0"}, count=8)
     state = probe_backend(NPU)
     assert (state.ok, state.reason) == (False, "torch-npu 2.10.0 does not fit torch 2.10.1")
-    assert "'torch==2.10.0' 'torch-npu==2.10.0'" in str(state.hint)
+    assert state.hint == INSTALL
 
 
 def test_npu_without_metadata(fake_npu: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:

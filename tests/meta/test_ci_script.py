@@ -15,7 +15,7 @@ echo "$* in $PWD: $(cat file), $(ls .. | tr '\\n' ' ')"
 """
 ENVIRONMENT = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
 """Without the repository that a git hook, which may run these tests, sets."""
-TARGETS = ["test", "test-parallel", "test-npu-sim", "test-sglang"]
+TARGETS = ["test", "test-parallel", "test-npu-set", "test-npu-sim", "test-sglang"]
 
 
 @pytest.fixture
@@ -63,7 +63,7 @@ def test_published_data_sets_are_read_in_addition(checkout: Path) -> None:
     status, calls = run(checkout)
     assert status == 0
     assert [call.partition(" in ")[0] for call in calls] == [*TARGETS, "test PYTEST_ARGS=-m published_data"]
-    assert [call.endswith("committed, anygauge shared ") for call in calls] == [False] * 4 + [True]
+    assert [call.endswith("committed, anygauge shared ") for call in calls] == [False] * 5 + [True]
 
 
 @pytest.mark.parametrize("target", TARGETS)

@@ -34,10 +34,9 @@ from anygauge_npu.releases import (
     CANN_OF_TORCH_NPU,
     INSTALL,
     MEGATRON_OF_MINDSPEED,
-    fits,
+    fit,
+    mismatch,
     number,
-    pair,
-    torch_wanted,
 )
 from anygauge_npu.rollout import INSTALLS
 
@@ -220,10 +219,10 @@ def _torch(host: Host) -> Checks:
     if npu is None:
         yield absent("torch-npu", "not installed", INSTALL)
         return
-    if torch is not None and (wanted := torch_wanted(npu, torch)):
-        text = f"{npu.version} does not fit torch {torch.version}"
-        yield failed("torch-npu", text, pair(wanted, npu.version))
-    elif _cann_version(host)[0] is None:
+    if torch is not None and (reason := mismatch(npu, torch)):
+        yield failed("torch-npu", reason, INSTALL)
+        return  # another torch-npu may need another CANN
+    if _cann_version(host)[0] is None:
         fix = "install CANN; until then `import torch` needs TORCH_DEVICE_BACKEND_AUTOLOAD=0, or uninstall it"
         yield failed("torch-npu", f"{npu.version} without CANN: it breaks `import torch`", fix)
     else:
@@ -235,16 +234,18 @@ def _cann_of(host: Host, npu: str) -> Checks:
     cann = _cann_version(host)[1]
     if cann is None:
         return
-    name, known = "CANN of torch-npu", CANN_OF_TORCH_NPU.get(number(npu), ())
-    match fits(cann, npu):
-        case True:
-            yield passed(name, f"{cann} serves torch-npu {npu}")
-        case False:
-            fix = f"torch-npu {npu} wants CANN {' or '.join(known)}: install that, or another torch-npu"
-            yield failed(name, f"{cann} does not serve torch-npu {npu}", fix)
-        case _:
-            text = f"torch-npu {npu} is in no published table; CANN is {cann}"
+    name, own = "CANN of torch-npu", CANN_OF_TORCH_NPU.get(npu.partition("+")[0])
+    match fit(cann, npu):
+        case "paired":
+            yield passed(name, f"{cann} is the CANN of torch-npu {npu}")
+        case "compatible":
+            text = f"torch-npu {npu} is released with CANN {own}; its release notes call {cann} compatible"
             yield unknown(name, text)
+        case "refused":
+            text = f"{cann} does not serve torch-npu {npu}"
+            yield failed(name, text, f"install CANN {own} ({_GUIDE})")
+        case "unknown":
+            yield unknown(name, f"torch-npu {npu} is in no table of releases; CANN is {cann}")
 
 
 # -------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from importlib.metadata import PackageNotFoundError, distribution
 
 from anygauge_hooks.types import Availability
 from anygauge_npu.env import AUTOLOAD, VISIBLE_DEVICES
-from anygauge_npu.releases import INSTALL, pair, torch_wanted
+from anygauge_npu.releases import INSTALL, mismatch
 
 __all__ = ["probe"]
 
@@ -40,11 +40,8 @@ def _mismatch() -> Availability | None:
         torch, npu = distribution("torch"), distribution("torch-npu")
     except PackageNotFoundError as error:
         return Availability(ok=False, reason=f"{error.name} is not installed", hint=INSTALL)
-    wanted = torch_wanted(npu, torch)
-    if wanted is None:
-        return None
-    reason = f"torch-npu {npu.version} does not fit torch {torch.version}"
-    return Availability(ok=False, reason=reason, hint=pair(wanted, npu.version))
+    reason = mismatch(npu, torch)
+    return None if reason is None else Availability(ok=False, reason=reason, hint=INSTALL)
 
 
 def _no_cann() -> Availability | None:
@@ -66,8 +63,7 @@ def _load_failure() -> Availability | None:
         text = " ".join(_root_cause(error).split())
         if "cannot open shared object file" in text or "undefined symbol" in text:
             return Availability(ok=False, reason=f"CANN is missing or too old ({text})", hint=_CANN_HINT)
-        hint = f"Install torch and torch-npu again, both at once: {INSTALL}"
-        return Availability(ok=False, reason=f"torch-npu does not load ({text})", hint=hint)
+        return Availability(ok=False, reason=f"torch-npu does not load ({text})", hint=INSTALL)
     return None
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from importlib.metadata import Distribution
+from typing import Literal
 
 from anygauge_hooks.host import refused
 
@@ -13,32 +14,50 @@ __all__ = [
     "INSTALL",
     "MEGATRON_OF_MINDSPEED",
     "PAIR",
-    "fits",
+    "Fit",
+    "fit",
+    "mismatch",
     "number",
-    "pair",
-    "torch_wanted",
 ]
 
-CANN_OF_TORCH_NPU: Mapping[str, tuple[str, ...]] = {
-    "2.12": ("9.1",),
-    "2.11": ("9.1",),
-    "2.10": ("9.1",),
-    "2.9": ("8.5", "9.0", "9.1"),
-    "2.8": ("8.3", "8.5", "9.0"),
-    "2.7": ("8.3", "8.5", "9.0", "9.1"),
+CANN_OF_TORCH_NPU: Mapping[str, str] = {
+    "2.14.0": "9.2.0",
+    "2.13.0": "9.2.0",
+    "2.12.0.post3": "9.2.0",
+    "2.12.0.post2": "9.1",
+    "2.12.0": "9.1.0",
+    "2.11.0.post3": "9.2.0",
+    "2.11.0.post2": "9.1",
+    "2.11.0": "9.1.0",
+    "2.10.0.post7": "9.2.0",
+    "2.10.0.post6": "9.1",
+    "2.10.0.post4": "9.1.0",
+    "2.10.0.post2": "9.0.1",
+    "2.10.0": "9.0.0",
 }
-"""Releases of CANN by release of torch-npu; a later build of one may want a later CANN.
+"""CANN that each package of torch-npu was released with; two numbers stand for any patch.
 
-From COMPATIBILITY.md of Ascend/pytorch at commit 031eec5ca64bd2a5a02de212f5f0c30dfb392213, which has neither
-2.13 nor 2.14.
+The whole version is the key: the number after ``post`` counts the packages for one torch, and the same number
+belongs to other releases of TorchNPU elsewhere. Sources: for CANN 9.2.0 the release notes of TorchNPU 26.2.0
+(October 2026), for 2.10.0.post2 versioning_policy.md of vllm-ascend (v0.23.0rc1), for all others COMPATIBILITY.md
+of Ascend/pytorch after TorchNPU 26.1.1 (1 September 2026).
 """
+COMPATIBLE_CANN = ("8.5", "9.0", "9.1", "9.2")
+"""CANN that the release notes of TorchNPU 26.2.0 call compatible with every TorchNPU from 7.3 to 26.2."""
+BROKEN_BEFORE_ITS_CANN = ("2.12.0", "2.11.0", "2.10.0.post4")
+"""TorchNPU 26.1.0, which fails beside CANN 9.0 and older, as the release notes of 26.1.1 say."""
+OLDEST_TORCH = (2, 10)
+
 MEGATRON_OF_MINDSPEED: Mapping[str, str] = {"0.16": "0.16"}
 """Release of megatron-core by release of MindSpeed: setup.py and README.md of its branch core_r0.16.0."""
 
-PAIR = ("2.10.0", "2.10.0.post4")
-"""torch and torch-npu of docker/versions.env, for which there is a CANN."""
+PAIR = ("==2.10.0", ">=2.10.0.post4,<2.10.0.post7")
+"""torch and torch-npu for CANN 9.1. PyPI has no post6 for Python 3.12 on x86-64; there, pip takes post4."""
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
-"""Where torch with the suffix is that wheels of torch-npu for x86-64 ask for."""
+"""Index of torch with the suffix that wheels of torch-npu for x86-64 require."""
+INSTALL = f"pip install 'torch{PAIR[0]}' 'torch-npu{PAIR[1]}' --extra-index-url {CPU_INDEX}"
+
+Fit = Literal["paired", "compatible", "refused", "unknown"]
 
 
 def number(text: str, parts: int = 2) -> str:
@@ -50,32 +69,34 @@ def number(text: str, parts: int = 2) -> str:
     return ".".join(re.findall(r"\d+", text)[:parts])
 
 
-def pair(torch: str, npu: str) -> str:
-    """Return the command that installs a torch-npu with its torch, on both architectures.
+def fit(cann: str, torch_npu: str) -> Fit:
+    """Return whether a torch-npu was released with a CANN, or is compatible with it by its release notes.
 
-    >>> pair("==2.9.*", "2.9.0")
-    "pip install 'torch==2.9.*' 'torch-npu==2.9.0' --extra-index-url https://download.pytorch.org/whl/cpu"
+    >>> fit("9.1.1", "2.10.0.post6"), fit("8.5.0", "2.10.0.post6"), fit("9.0.0", "2.10.0.post4")
+    ('paired', 'compatible', 'refused')
+    >>> fit("8.3.RC1", "2.10.0.post6"), fit("9.1.0", "2.15.0")
+    ('refused', 'unknown')
     """
-    return f"pip install 'torch{torch}' 'torch-npu=={npu}' --extra-index-url {CPU_INDEX}"
+    package = torch_npu.partition("+")[0]
+    own = CANN_OF_TORCH_NPU.get(package)
+    if own is None:
+        return "unknown"
+    if number(cann, own.count(".") + 1) == own:
+        return "paired"
+    is_older = _numbers(cann) < _numbers(own)
+    is_refused = number(cann) not in COMPATIBLE_CANN or (package in BROKEN_BEFORE_ITS_CANN and is_older)
+    return "refused" if is_refused else "compatible"
 
 
-def fits(cann: str, torch_npu: str) -> bool | None:
-    """Return whether a release of CANN serves one of torch-npu; ``None`` if the table does not have it.
-
-    >>> fits("9.1.0", "2.10.0.post4"), fits("8.5.0", "2.10.0"), fits("9.1.0", "2.13.0")
-    (True, False, None)
-    """
-    known = CANN_OF_TORCH_NPU.get(number(torch_npu))
-    return None if known is None else number(cann) in known
-
-
-def torch_wanted(npu: Distribution, torch: Distribution) -> str | None:
-    """Return which torch a torch-npu is built against, ``"==2.10.*"``, if it is not the one that is there."""
-    minor = number(npu.version)
-    return refused(npu, torch) or (None if number(torch.version) == minor else f"=={minor}.*")
+def mismatch(npu: Distribution, torch: Distribution) -> str | None:
+    """Return why a torch-npu cannot be used with a torch, or with anygauge."""
+    if _numbers(npu.version) < OLDEST_TORCH:
+        oldest = ".".join(map(str, OLDEST_TORCH))
+        return f"torch-npu {npu.version} is too old: anygauge needs torch {oldest} or newer"
+    if refused(npu, torch) or number(torch.version) != number(npu.version):
+        return f"torch-npu {npu.version} does not fit torch {torch.version}"
+    return None
 
 
-INSTALL = (
-    f"{pair(f'=={PAIR[0]}', PAIR[1])}, beside CANN {CANN_OF_TORCH_NPU[number(PAIR[1])][-1]} "
-    '(docs/npu.md, "Without a container")'
-)
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(map(int, number(text).split(".")))

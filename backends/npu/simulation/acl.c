@@ -90,15 +90,20 @@ static int initialized, chip_was_asked;
 
 EXPORT int aclInit(const char *path) { initialized = 1; return 0; }
 
-/* torch-npu looks the chip up once, when it starts the runtime, and knows only bare names. All others are told. */
+/* torch-npu looks the chip up once, when it starts the runtime, and knows only bare names. All others are told.
+   2.10 looks it up before it starts the runtime: there, whoever asks before it has started gets the bare name. */
 EXPORT const char *aclrtGetSocName(void) {
   static char marked[64];
   const char *soc = getenv("SIMULATED_NPU_SOC");
   if (soc == NULL || *soc == 0) soc = "Ascend910B3";
+#ifdef CHIP_BEFORE_START
+  if (!initialized) return soc;
+#else
   if (initialized && !chip_was_asked) {
     chip_was_asked = 1;
     return soc;
   }
+#endif
   snprintf(marked, sizeof marked, "%s (simulated)", soc);
   return marked;
 }

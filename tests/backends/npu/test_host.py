@@ -45,7 +45,7 @@ COMPLETE: Mapping[str, str] = {
 }
 INSTALLED = {
     "torch": "2.10.0",
-    "torch-npu": "2.10.0.post4",
+    "torch-npu": "2.10.0.post6",
     "megatron-core": "0.16.1",
     "mindspeed": "0.16.0",
     **dict.fromkeys(mindspeed.REQUIREMENTS, "1.0"),
@@ -55,7 +55,7 @@ INSTALLED = {
 }
 
 COMMIT = "e4772499f7eb9fa9a68919dd1eaddef00e915b2d"
-INSTALL = "'torch==2.10.0' 'torch-npu==2.10.0.post4' --extra-index-url https://download.pytorch.org/whl/cpu"
+INSTALL = releases.INSTALL
 
 Look = Callable[..., dict[str, HostCheck]]
 
@@ -157,35 +157,10 @@ def test_a_host_lacks_something(
     [
         ("torch", "NOT INSTALLED", "not installed", INSTALL, {"torch": None}),
         ("torch-npu", "NOT INSTALLED", "not installed", INSTALL, {"torch-npu": None}),
-        (
-            "torch-npu",
-            "FAIL",
-            "2.10.0.post4 does not fit torch 2.13.0",
-            "'torch==2.10.*' 'torch-npu==2.10.0.post4' --extra-index-url https://download.pytorch.org",
-            {"torch": "2.13.0"},
-        ),
-        (
-            "torch-npu",
-            "FAIL",
-            "2.10.0.post4 does not fit torch 2.10.0",
-            "'torch==2.10.0+cpu' 'torch-npu==2.10.0.post4' --extra-index-url https://download.pytorch.org",
-            {"suffix": "yes"},
-        ),
-        ("torch-npu", "PASS", "2.10.0.post4", "", {"suffix": "yes", "torch": "2.10.0+cpu"}),
-        (
-            "CANN of torch-npu",
-            "FAIL",
-            "9.1.0 does not serve torch-npu 2.8.0",
-            "wants CANN 8.3 or 8.5 or 9.0",
-            {"torch": "2.8.0", "torch-npu": "2.8.0"},
-        ),
-        (
-            "CANN of torch-npu",
-            "UNKNOWN",
-            "torch-npu 2.13.0 is in no published table; CANN is 9.1.0",
-            "",
-            {"torch": "2.13.0", "torch-npu": "2.13.0"},
-        ),
+        ("torch-npu", "FAIL", "2.10.0.post6 does not fit torch 2.13.0", INSTALL, {"torch": "2.13.0"}),
+        ("torch-npu", "FAIL", "2.10.0.post6 does not fit torch 2.10.0", INSTALL, {"suffix": "yes"}),
+        ("torch-npu", "PASS", "2.10.0.post6", "", {"suffix": "yes", "torch": "2.10.0+cpu"}),
+        ("torch-npu", "FAIL", "2.9.0 is too old", INSTALL, {"torch": "2.9.0", "torch-npu": "2.9.0"}),
         ("MindSpeed", "NOT INSTALLED", "optional", "core_r0.16.0", {"mindspeed": None}),
         ("MindSpeed", "FAIL", "is a placeholder", "pip uninstall mindspeed", {"mindspeed": "0.0.1.dev1"}),
         ("MindSpeed", "FAIL", "does not fit megatron-core 0.16.1", "0.16.0", {"mindspeed": "0.17.0"}),
@@ -205,6 +180,46 @@ def test_a_package_is_missing_or_does_not_fit(
     assert found.status == status
     assert reason in found.found
     assert fix in (found.fix or "")
+
+
+@pytest.mark.parametrize(
+    ("cann", "npu", "status", "text"),
+    [
+        ("9.1.0", "2.10.0.post6", "PASS", "9.1.0 is the CANN of torch-npu 2.10.0.post6"),
+        ("9.1.1", "2.10.0.post6", "PASS", ""),
+        ("9.1.0", "2.10.0.post4", "PASS", ""),
+        ("9.0.0", "2.10.0", "PASS", ""),
+        ("9.0.1", "2.10.0.post2", "PASS", ""),
+        ("9.2.0", "2.10.0.post7", "PASS", ""),
+        (
+            "9.1.0",
+            "2.10.0",
+            "UNKNOWN",
+            "CANN 9.0.0; its release notes call 9.1.0 compatible",
+        ),
+        ("8.5.0", "2.10.0.post6", "UNKNOWN", "is released with CANN 9.1;"),
+        ("9.1.1", "2.10.0.post4", "UNKNOWN", ""),
+        ("9.0.0", "2.10.0.post4", "FAIL", "install CANN 9.1.0"),  # TorchNPU 26.1.0 breaks beside it
+        ("8.5.0", "2.10.0.post4+gitabc", "FAIL", "install CANN 9.1.0"),
+        ("8.3.RC1", "2.10.0.post6", "FAIL", "install CANN 9.1 "),
+        ("9.1.0", "2.10.0.post9", "UNKNOWN", "is in no table of releases; CANN is 9.1.0"),
+    ],
+)
+def test_a_cann_is_held_against_the_whole_version_of_torch_npu(
+    look: Look, cann: str, npu: str, status: str, text: str
+) -> None:
+    files = {f"{HOME}/compiler/version.info": f"version_dir={cann}\n"}
+    row = look(files=files, installed={"torch": "2.10.0", "torch-npu": npu})["CANN of torch-npu"]
+    assert row.status == status
+    assert text in f"{row.found}; {row.fix} "
+
+
+def test_a_torch_npu_that_is_replaced_is_not_held_against_cann(look: Look) -> None:
+    """One fix per problem: the torch-npu that the fix installs may need another CANN."""
+    for npu in ("2.9.0.post6", "2.13.0"):
+        rows = look(installed={"torch": "2.10.0", "torch-npu": npu})
+        assert [row.fix for row in rows.values() if row.status == "FAIL"] == [INSTALL]
+        assert "CANN of torch-npu" not in rows
 
 
 def test_torch_npu_without_cann_says_that_it_breaks_torch(look: Look) -> None:
@@ -383,7 +398,7 @@ def test_doctor_works_where_torch_npu_breaks_torch(tmp_path: Path) -> None:
     (packages / "torch/__init__.py").write_text(
         "raise RuntimeError('Failed to load the backend extension: torch_npu.')\n"
     )
-    for name, version in {"torch": "2.10.0", "torch_npu": "2.10.0.post4"}.items():
+    for name, version in {"torch": "2.10.0", "torch_npu": "2.10.0.post6"}.items():
         info = packages / f"{name}-{version}.dist-info"
         info.mkdir()
         (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
@@ -391,18 +406,23 @@ def test_doctor_works_where_torch_npu_breaks_torch(tmp_path: Path) -> None:
     done = run_doctor(tmp_path, "--backend", "npu", PYTHONPATH=path)
     assert "Traceback" not in done.stderr
     assert "torch-npu" in done.stdout
-    assert "2.10.0.post4 without CANN: it breaks `import torch`" in done.stdout
+    assert "2.10.0.post6 without CANN: it breaks `import torch`" in done.stdout
     assert "TORCH_DEVICE_BACKEND_AUTOLOAD=0" in done.stdout
 
 
-@pytest.mark.parametrize(("torch", "npu", "is_met"), [(*releases.PAIR, True), ("2.9.0", "2.9.0", False)])
-def test_the_extra_of_the_package_holds_nothing_against_the_pair_of_the_image(
+PINNED = [("2.10.0", "2.10.0.post4", True), ("2.10.0", "2.10.0.post6", True)]
+"""What ``requirements/npu.txt`` installs, by architecture and Python."""
+
+
+@pytest.mark.parametrize(("torch", "npu", "is_met"), [*PINNED, ("2.9.0", "2.9.0", False)])
+def test_the_extra_of_the_package_holds_nothing_against_the_pinned_pair(
     torch: str, npu: str, is_met: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Doctor compares what an extra asks for with what is installed, whoever installed it."""
     source = Path(__file__).parents[3] / "backends/npu/pyproject.toml"
     extra = tomllib.loads(source.read_text())["project"]["optional-dependencies"]["vendor"]
     requires = [f"Requires-Dist: {each}; extra == 'vendor'\n" for each in extra]
+    assert extra == [f"torch{releases.PAIR[0]}", f"torch-npu{releases.PAIR[1]}"]
     versions = {"torch": f"{torch}+cpu", "torch_npu": npu, "anygauge_npu": "0.1.0"}
     for name, version in versions.items():
         info = tmp_path / f"{name}-{version}.dist-info"

@@ -62,13 +62,14 @@ HARMLESS = ("is_current_stream_capturing", "is_initialized")
 
 _AUTOCAST = "torch.amp.autocast_mode.autocast.__init__"
 _ENGINE = "torch.autograd._engine_run_backward"
+_IS_BUILT = "torch.backends.cuda.is_built"
 _SET_RNG_STATE = "megatron.core.tensor_parallel.random._set_cuda_rng_state"
 _TENSOR_TYPES = {
     "fp32": "megatron.core.transformer.module._FLOAT_TYPES",
     "fp16": "megatron.core.transformer.module._HALF_TYPES",
     "bf16": "megatron.core.transformer.module._BF16_TYPES",
 }
-OTHER_SEAMS = (_AUTOCAST, _ENGINE, _SET_RNG_STATE, *_TENSOR_TYPES.values())
+OTHER_SEAMS = (_AUTOCAST, _ENGINE, _IS_BUILT, _SET_RNG_STATE, *_TENSOR_TYPES.values())
 """Attributes outside the fenced modules."""
 
 _VENDOR = "cuda"
@@ -220,6 +221,7 @@ def _replacements(scope_map: ScopeMap) -> dict[str, Any]:
         new[name] = tuple(_tensor_type(path) for path in scope_map.tensor_types[dtype])
     # Megatron's setter calls the vendor's generators by index, where its getter calls torch.cuda.random
     new[_SET_RNG_STATE] = lambda new_state, device=-1, graph_safe=False: functions["set_rng_state"](new_state)
+    new[_IS_BUILT] = lambda: False  # else optimizers of torch 2.10 ask CUDA itself about a captured graph
     new[_AUTOCAST] = _fence_autocast(torch.autocast.__init__, target)
     new[_ENGINE] = _with_popped_mode(getattr(torch.autograd, _ENGINE.rpartition(".")[2]))
     return new
@@ -353,7 +355,7 @@ class _Redirection(TorchFunctionMode):
         return args[0].to(target, *args[2:], **rest)
 
     def _type(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        if len(args) == 1 and not kwargs:
+        if not kwargs and not any(args[1:]):  # a vendor's own Tensor.type may pass its defaults on
             return func(args[0]).replace(self._types, _VENDOR_TYPES, 1)
         named = (arg.replace(_VENDOR_TYPES, self._types, 1) if isinstance(arg, str) else arg for arg in args)
         return func(*named, **kwargs)
