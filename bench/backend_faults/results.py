@@ -10,12 +10,14 @@ from importlib.metadata import entry_points
 from importlib.util import find_spec
 from pathlib import Path
 
-from backend_faults.catalog import EXPLAINED, MODULES, module_of
+from backend_faults.catalog import EXPLAINED, module_of
 from backend_faults.fault import Fault
 from backend_faults.stranger import STRANGER
 
 CAUGHT, ESCAPED, NOT_REACHED, UNCLEAR = "caught", "escaped", "not reached", "unclear"
 HERE = Path(__file__).parent
+HELPERS = ("fault", "kernel_parts", "kernel_table", "plugin", "suite")
+"""Modules that a fault needs beside its own."""
 CORE = ("anygauge.testing", "anygauge.kernels", "anygauge_hooks")
 """Packages whose code a verdict depends on, beside the backend's."""
 
@@ -63,18 +65,18 @@ class Store:
 class Keys:
     """Digests of the code that a verdict depends on."""
 
-    def __init__(self, backend: str) -> None:
+    def __init__(self, backend: str, *, quick: bool = False) -> None:
         (entry,) = entry_points(group="anygauge.backends", name=backend)
         packages = (*CORE, entry.module.partition(".")[0])
         self.suite = _digest(backend, *(path for package in packages for path in _files(package)))
+        self.part = "quick" if quick else ""
 
     def of(self, fault: Fault | None) -> str:
         """Return the key of a fault, or of the run without one."""
         if fault is None:
             return self.suite
-        own = module_of(fault)
-        others = {f"{module}.py" for module in MODULES if module != own}
-        return _digest(self.suite, *(path for path in sorted(HERE.glob("*.py")) if path.name not in others))
+        names = (*HELPERS, module_of(fault))
+        return _digest(self.suite, self.part, *(HERE / f"{name}.py" for name in names))
 
 
 def _files(package: str) -> Iterator[Path]:

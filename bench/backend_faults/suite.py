@@ -18,12 +18,39 @@ from typing import Any
 from backend_faults.fault import ask, backend_name
 
 SUITE = "anygauge.testing.conformance"
-SLOWEST = "test_kernels"
-"""Module of the suite with the most tests, which faults elsewhere leave alone."""
-ARGUMENTS = ("-x", "-q", "-p", "no:cacheprovider", "--tb=short")
+SLOWEST = "-processes-", "test_kernels"
+"""Parts of the names of tests that start processes, and of those that are the most."""
+ARGUMENTS = (
+    "-x",
+    "-q",
+    "--tb=short",
+    "-c",
+    "pytest.ini",
+    "-p",
+    "no:cacheprovider",
+    "-p",
+    "anygauge.testing.plugin",
+)
+"""No plugin but the suite's, and no settings of a checkout: the suite as it is where a backend is written."""
 PASSED, FAILED, INTERRUPTED = 0, 1, 2
 """Exit statuses of pytest; a module that cannot be imported interrupts it."""
-PRELOADED = ("pytest", "torch", "torch.distributed", "anygauge.kernels.table", "anygauge.plugins")
+TESTS_OF: Mapping[str, Sequence[str]] = {
+    "collectives": ("test_collectives",),
+    "groups": ("test_collectives", "test_worker"),
+    "device": ("test_device", "test_scope"),
+    "optimizer": ("optimizer",),
+    "register_backends": ("test_backend_spec",),
+    "report_environment": ("test_backend_spec",),
+    "worker_env": ("test_worker",),
+    "prepare_worker": ("test_worker",),
+    "make_jit_fuser": ("test_fuser",),
+    "rollout_engine_args": ("test_config_hooks",),
+    "adjust_config": ("test_config_hooks",),
+    "check_config": ("test_config_hooks",),
+    "register_weight_transports": ("test_weight_transports",),
+}
+"""Words of the names of tests that may notice a fault, by its group. For an op it is the op."""
+PRELOADED = ("pytest", "torch", "torch.distributed", "anygauge.kernels.table", "anygauge.runtime.launch")
 """Imported once for all runs. No module of the suite: pytest rewrites their assertions as it imports them."""
 
 
@@ -54,14 +81,18 @@ class Run:
 class FirstFailure:
     """Pytest plugin that runs likely tests first, or one alone, and keeps the first failure."""
 
-    def __init__(self, words: Sequence[str] = (), only: str = "") -> None:
-        self.words, self.only = words, only
+    def __init__(self, words: Sequence[str] = (), only: str = "", *, quick: bool = False) -> None:
+        self.words, self.only, self.quick = words, only, quick
         self.test = self.error = ""
 
     def pytest_collection_modifyitems(self, items: list[Any]) -> None:
-        """Sort the tests: those of the words, then all but the kernels', then these."""
+        """Sort the tests: those of the words come first, and slow ones last."""
         items[:] = [item for item in items if self.only in ("", name_of(item.nodeid))]
-        items.sort(key=lambda item: (not likely(item.nodeid, self.words), SLOWEST in item.nodeid))
+        if self.quick and self.words:
+            items[:] = [item for item in items if likely(item.nodeid, self.words)]
+        items.sort(
+            key=lambda item: (not likely(item.nodeid, self.words), *(slow in item.nodeid for slow in SLOWEST))
+        )
 
     def pytest_runtest_logreport(self, report: Any) -> None:
         """Keep the first failure of a test, its fixtures included."""
@@ -89,18 +120,25 @@ def likely(test: str, words: Sequence[str]) -> bool:
 
 
 def run_suite(
-    backend: str, environment: Mapping[str, str], words: Sequence[str] = (), *, only: str = "", limit_s: float
+    backend: str,
+    environment: Mapping[str, str],
+    words: Sequence[str] = (),
+    *,
+    only: str = "",
+    quick: bool = False,
+    limit_s: float,
 ) -> Run:
     """Run the suite in a new process and an empty directory.
 
     :param words: Tests whose names have one of them come first.
     :param only: Name of the only test to run.
+    :param quick: Run no others than those, where there are words.
     :param limit_s: A run that takes longer is ended with all of its processes.
     """
     context = processes(backend)
     receiver, sender = context.Pipe(duplex=False)
     with tempfile.TemporaryDirectory() as directory:
-        plugin = FirstFailure(words, only)
+        plugin = FirstFailure(words, only, quick=quick)
         process = context.Process(target=_run, args=(directory, backend, dict(environment), plugin, sender))
         process.start()
         sender.close()
@@ -134,8 +172,9 @@ def _run(
     import pytest
 
     os.setsid()  # so that the processes of the suite can be ended together
-    os.environ.update(environment)
+    os.environ.update(environment, PYTEST_DISABLE_PLUGIN_AUTOLOAD="1")
     os.chdir(directory)
+    Path("pytest.ini").touch()
     output = os.open("output", os.O_WRONLY | os.O_CREAT)
     for stream in (1, 2):
         os.dup2(output, stream)

@@ -116,11 +116,12 @@ def test_a_call_goes_on_with_what_the_store_lacks(
             fault.name if fault else "", "caught" if fault else "escaped", "test_a", key=key
         )
 
-    def call(version: str) -> Any:
+    def call(version: str, **options: Any) -> Any:
         keys = SimpleNamespace(of=lambda fault: version)
-        return script.run_all([fault], keys, results.Store(tmp_path / "store"), run_one, 1)
+        return script.run_all([fault], keys, results.Store(tmp_path / "store"), run_one, 1, **options)
 
-    assert call("1") == call("1")
+    assert call("1", minutes=0) == []
+    assert call("1") == call("1") == call("1", minutes=0)
     assert ran == [(None, "1", None), ("swiglu.half", "1", None)]
     assert [result.outcome for result in call("2")] == ["caught"]
     assert ran[2:] == [(None, "2", None), ("swiglu.half", "2", "test_a")]
@@ -175,6 +176,8 @@ def test_likely_tests_run_first_and_those_of_the_kernels_last(suite: Any) -> Non
     items = [SimpleNamespace(nodeid=test) for test in tests]
     suite.FirstFailure(["swiglu"]).pytest_collection_modifyitems(items)
     assert [item.nodeid for item in items] == [tests[0], tests[2], tests[1]]
+    suite.FirstFailure(["swiglu"], quick=True).pytest_collection_modifyitems(few := [*items])
+    assert [item.nodeid for item in few] == [tests[0]]
     suite.FirstFailure(only="test_kernels.py::y").pytest_collection_modifyitems(items)
     assert [item.nodeid for item in items] == [tests[1]]
 
@@ -183,7 +186,7 @@ def test_a_run_ends_at_the_first_failure_or_at_its_limit(
     suite: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "test_suite.py").write_text(SUITE)
-    monkeypatch.setattr(suite, "SUITE", str(tmp_path / "test_suite.py"))
+    monkeypatch.setattr(suite, "SUITE", str(tmp_path))
     monkeypatch.setattr(suite, "processes", lambda backend: multiprocessing.get_context("fork"))
     broken = {"BROKEN": "1"}
     ended = suite.run_suite("cpu", broken, ["likely"], limit_s=60)
