@@ -120,7 +120,15 @@ def linear_logprob(
 @hookimpl
 def register_kernels(backend):
     found = [globals()[op] for op in KERNEL_OPS]
-    return [KernelImpl(op=fn.__name__, fn=fn, source="broken", priority=-1) for fn in found]
+    own = [KernelImpl(op=fn.__name__, fn=fn, source="broken", priority=-1) for fn in found]
+    coarse = {"source": "coarse", "tolerance": {"float32": (1e-3, 1e-3)}}
+    any_result = {"source": "any result", "tolerance": {"float32": (1, 10)}, "tolerance_reason": "is fast"}
+    return [
+        *own,
+        KernelImpl(op="swiglu", fn=reference.swiglu, priority=-2, tolerance_reason="10 bits", **coarse),
+        KernelImpl(op="rms_norm", fn=reference.rms_norm, priority=-2, **coarse),
+        KernelImpl(op="layer_norm", fn=reference.layer_norm, priority=-2, **any_result),
+    ]
 '''
 
 
@@ -168,10 +176,15 @@ def test_a_wrong_kernel_of_each_op_fails(tmp_path: Path, run_suite: RunSuite) ->
     metadata.mkdir()
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: broken-kernels\nVersion: 1.0\n")
     (metadata / "entry_points.txt").write_text("[anygauge.plugins]\nbroken = broken_kernels\n")
-    done = run_suite("--pyargs", f"{SUITE}.test_kernels", "--tb=line", "-k", "reference and contiguous")
+    modules = [f"{SUITE}.test_kernels", f"{SUITE}.test_kernels_declared"]
+    chosen = "float32-contiguous or wider_tolerance"
+    done = run_suite("--pyargs", *modules, "--tb=line", "-k", chosen)
     assert done.returncode == pytest.ExitCode.TESTS_FAILED, done.printed
     failed = re.findall(r"FAILED .*\[([a-z0-9_]+)-.*-float32-contiguous\]", done.printed)
     assert set(failed) == set(KERNEL_OPS), done.printed
+    refused = re.findall(r"FAILED .*wider_tolerance.*\[(\w+)\]", done.printed)
+    assert set(refused) == {"layer_norm", "rms_norm"}, done.printed
+    assert "coarse of swiglu declares a tolerance of (0.001, 0.001) in float32: 10 bits" in done.printed
 
 
 def test_a_backend_that_is_not_there_is_an_error_and_no_skip(run_suite: RunSuite) -> None:

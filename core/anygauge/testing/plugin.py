@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 SUITE = "anygauge.testing.conformance"
 ROLE = "conformance"
+REPORTED = "anygauge_report"
+"""Property of a test whose value the suite prints at the end."""
 
 _OPTION = {"dest": "anygauge_backend", "metavar": "NAME", "help": "backend that the conformance suite tests"}
 
@@ -37,6 +39,16 @@ def pytest_load_initial_conftests(parser: pytest.Parser, args: Sequence[str]) ->
 def pytest_configure(config: pytest.Config) -> None:
     """Register the suite's marker."""
     config.addinivalue_line("markers", "conformance: what every backend must pass")
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Print what tests of the suite have to say of the backend."""
+    reports = [*terminalreporter.getreports("passed"), *terminalreporter.getreports("failed")]
+    properties = [pair for report in reports for pair in getattr(report, "user_properties", ())]
+    lines = [value for name, value in properties if name == REPORTED]
+    if lines:
+        terminalreporter.section("what the backend declares")
+        terminalreporter.write("".join(f"{line}\n" for line in lines))
 
 
 @pytest.fixture(scope="session")

@@ -11,18 +11,10 @@ import pytest
 import torch
 
 from anygauge.kernels.main_grad import ROWS, add_rows
-from anygauge.testing.conformance.test_kernels import (
-    CASES,
-    TOLERANCES,
-    Case,
-    Result,
-    assert_close,
-    attention_case,
-    contiguous,
-    evaluate,
-    inputs_of,
-    with_lse,
-)
+from anygauge.testing.conformance.kernel_cases import CASES, Case
+from anygauge.testing.conformance.kernel_cases.attention import attention_case, with_lse
+from anygauge.testing.conformance.kernel_checks import Result, assert_close, contiguous, evaluate, inputs_of
+from anygauge.testing.conformance.tolerances import TOLERANCES
 from anygauge_cuda import cudnn_attention
 from anygauge_cuda.attention import by_cudnn
 from anygauge_cuda.kernels import kernels

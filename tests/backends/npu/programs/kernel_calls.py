@@ -25,7 +25,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from anygauge.kernels import reference
 from anygauge.kernels.table import KernelTable, reference_kernel, resolve_kernels
 from anygauge.plugins import load_plugins, select_backend
-from anygauge.testing.conformance.test_kernels import CASES, Case, contiguous, inputs_of
+from anygauge.testing.conformance.kernel_cases import CASES, Case
+from anygauge.testing.conformance.kernel_checks import contiguous, inputs_of
 from anygauge_hooks.errors import KernelInputError
 from anygauge_hooks.kernels import KernelImpl
 
@@ -34,14 +35,14 @@ PICKED = (
     "causal_conv1d-ragged",
     "gated_delta_rule-one",
     "grouped_matmul-ragged",
-    "layer_norm-7x64-1-0",
-    "linear_logprob-37x24x50-0.7-0-0-plain",
+    "layer_norm-7x64-0.3-1-0",
+    "linear_logprob-37x24x50-1.6-0-0-plain",
     "linear_logprob-37x24x50-0.7-0-0-grad",
-    "rms_norm-7x64-1",
-    "rotary_embedding-19-4-2-32-32",
-    "rotary_embedding-19-4-4-24-16",
-    "swiglu-7x66",
-    "token_permute-37x16-2of8-0-wide",
+    "rms_norm-7x64-0.3-1",
+    "rotary_embedding-19-4-2-32-32-1",
+    "rotary_embedding-19-4-4-24-16-1",
+    "swiglu-7x66-2",
+    "token_permute-37x16-3of8-0-wide",
     "token_unpermute-37x16-2-int64",
     "topk_router-softmax-60",
     "topk_router-pre-softmax-60",
@@ -52,7 +53,7 @@ PICKED = (
     "varlen_attention-ragged-full",
     "varlen_attention-ragged-causal-lse",
     "varlen_attention-prefix-causal",
-    "vocab_parallel_logprob-37x50-0.7-0-0-plain",
+    "vocab_parallel_logprob-37x50-1.6-0-0-3-plain",
 )
 Result = tuple[list[torch.Tensor], list[torch.Tensor]]
 
