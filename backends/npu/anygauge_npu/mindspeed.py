@@ -48,10 +48,6 @@ __all__ = [
 NAME = "mindspeed"
 ADAPTOR = "mindspeed.megatron_adaptor"
 LINEARS = "mindspeed.te.pytorch.module.linear"
-INSTALL = (
-    "git clone --branch core_r0.16.0 https://gitcode.com/Ascend/MindSpeed.git && "
-    "pip install --no-deps ./MindSpeed; what PyPI calls mindspeed is a placeholder"
-)
 REQUIREMENTS = (
     *("einops", "scipy", "triton-ascend", "pybind11"),
     "protobuf",  # imported by torch-npu's torchair, which MindSpeed imports
@@ -59,6 +55,12 @@ REQUIREMENTS = (
 )
 """Distributions that MindSpeed needs beside torch-npu and Megatron: the first row is imported with it,
 pybind11 by triton-ascend, and ninja compiles its operators. Its own list would replace numpy."""
+INSTALL = (
+    "git clone --branch core_r0.16.0 https://gitcode.com/Ascend/MindSpeed.git && "
+    "pip install --no-deps ./MindSpeed && "
+    f"pip install {' '.join(name for name in REQUIREMENTS if name != 'triton-ascend')}, and triton-ascend "
+    "from its releases page; what PyPI calls mindspeed is a placeholder"
+)
 WATCHED = (
     *("torch", "megatron", "transformers", "safetensors", "accelerate", "importlib", "math"),
     *("anygauge", "anygauge_hooks", "anygauge_models", "anygauge_npu"),
