@@ -56,8 +56,7 @@ test-parallel: $(VENV)/.dev ## compare parallel models with unsharded ones
 	$(BIN)/python -m pytest -m parallel tests/distributed $(PYTEST_ARGS)
 
 # Where the oldest torch and numpy, which Ascend's set has, may differ from those of requirements/cpu.txt.
-NPU_SET_TESTS := tests/unit/engines tests/unit/kernels tests/unit/distributed tests/unit/weight_sync \
-	tests/backends/npu tests/backends/test_probes.py
+NPU_SET_TESTS := tests/unit/engines tests/unit/kernels tests/unit/distributed tests/unit/weight_sync
 
 test-npu-set: $(NPU_VENV)/.installed ## run a part of the tests on the CPU with the versions of an Ascend host
 	TORCH_DEVICE_BACKEND_AUTOLOAD=0 $(NPU_VENV)/bin/python -m pytest -n $(TEST_PROCESSES) --dist loadfile \
@@ -140,7 +139,7 @@ $(NPU_VENV)/.python:
 $(NPU_VENV)/.installed: requirements/npu-test.txt requirements/npu.txt pyproject.toml | $(NPU_VENV)/.python
 	$(NPU_VENV)/bin/python $(PIP) install --quiet "$$(grep '^torch==' requirements/npu.txt)"
 	$(NPU_VENV)/bin/python $(PIP) install --quiet --no-deps -r requirements/npu-test.txt
-	TORCH_DEVICE_BACKEND_AUTOLOAD=0 $(NPU_VENV)/bin/python $(PIP) install $(EDITABLE) -e . -e backends/cuda -e backends/npu
+	TORCH_DEVICE_BACKEND_AUTOLOAD=0 $(NPU_VENV)/bin/python $(PIP) install $(EDITABLE) -e . -e backends/npu
 	@touch $@
 
 $(SGLANG_VENV)/.python:

@@ -91,15 +91,17 @@ static int initialized, chip_was_asked;
 EXPORT int aclInit(const char *path) { initialized = 1; return 0; }
 
 /* torch-npu looks the chip up once, when it starts the runtime, and knows only bare names. All others are told.
-   2.10 looks it up before it starts the runtime: there, whoever asks before it has started gets the bare name. */
+   2.10 may look it up before: there, whoever asks before the runtime has started gets the bare name. */
 EXPORT const char *aclrtGetSocName(void) {
   static char marked[64];
   const char *soc = getenv("SIMULATED_NPU_SOC");
   if (soc == NULL || *soc == 0) soc = "Ascend910B3";
 #ifdef CHIP_BEFORE_START
-  if (!initialized) return soc;
+  const int is_lookup = !initialized || !chip_was_asked;
 #else
-  if (initialized && !chip_was_asked) {
+  const int is_lookup = initialized && !chip_was_asked;
+#endif
+  if (is_lookup) {
     chip_was_asked = 1;
     return soc;
   }

@@ -13,6 +13,7 @@ import importlib
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from importlib.metadata import version
 from typing import Any
 
 import torch
@@ -72,6 +73,9 @@ _HOST_KEYS = (
 )
 _DRAWS_PER_CALL = 4
 """How far a random operator moves the generator's offset; real ones move it by what they draw."""
+
+_WRONG_META = {("npu::npu_fusion_attention", 0)}
+"""Results that torch-npu 2.10 gives the width of queries in its Meta kernel; devices use the values'."""
 
 _libraries: list[torch.library.Library] = []
 _host_generator = threading.Lock()
@@ -360,6 +364,8 @@ def _check_results(op: Any, args: Any, kwargs: Any, result: Any) -> None:
         return
     expected = op(*tree_map(_to_meta, args), **tree_map(_to_meta, kwargs))
     for i, (wanted, actual) in enumerate(zip(tree_leaves(expected), tree_leaves(result), strict=True)):
+        if (op.name(), i) in _WRONG_META and version("torch-npu").startswith("2.10."):
+            continue
         if wanted is not None and _described(wanted) != _described(actual):
             raise AssertionError(
                 f"{op.name()}, result {i}: the reference returns {_described(actual)}, "

@@ -1,7 +1,7 @@
 """Five steps of the demo on two simulated NPUs over HCCL: the losses of the same run on the host.
 
 One run replays the host's rollouts in local workers; the other generates on the NPUs that Ray gave out. Both
-take the host versions of the NPU's kernels, whose sums have another order: the losses agree to 1e-6.
+take the host versions of the NPU's kernels, whose sums have another order: the losses agree to 1e-5.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def assert_close(found: list[dict[str, Any]], expected: list[dict[str, Any]]) ->
     for row, wanted in zip(found, expected, strict=True):
         assert row["rollout/reward"] == wanted["rollout/reward"]
         for name in ("train/loss", "train/log_probs", "train/entropy_loss"):
-            assert row[name] == pytest.approx(wanted[name], rel=0, abs=1e-6), name
+            assert row[name] == pytest.approx(wanted[name], rel=0, abs=1e-5), name
         assert row["train/grad_norm"] == pytest.approx(wanted["train/grad_norm"], rel=1e-4)
 
 

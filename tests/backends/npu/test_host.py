@@ -411,7 +411,7 @@ def test_doctor_works_where_torch_npu_breaks_torch(tmp_path: Path) -> None:
 
 
 PINNED = [("2.10.0", "2.10.0.post4", True), ("2.10.0", "2.10.0.post6", True)]
-"""What ``requirements/npu.txt`` installs, by architecture and Python."""
+"""Versions that ``requirements/npu.txt`` installs, by architecture and Python."""
 
 
 @pytest.mark.parametrize(("torch", "npu", "is_met"), [*PINNED, ("2.9.0", "2.9.0", False)])

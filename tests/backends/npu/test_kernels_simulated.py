@@ -12,6 +12,7 @@ from subprocess import CompletedProcess
 from typing import Any
 
 import pytest
+import torch
 
 from contract import read
 
@@ -31,7 +32,7 @@ UNDECLARED = {
     "super_kernel_scope_begin",
     "super_kernel_scope_end",
 }
-"""Operators of torch-npu 2.13.0 whose schema is no text of its library. None of them is ours."""
+"""Operators of torch-npu whose schema is no text of its library. None of them is ours."""
 
 
 def written(done: CompletedProcess[str], out: Path) -> Any:
@@ -45,6 +46,10 @@ def calls(simulated: Run, folder: Path, mode: str, *options: str) -> Any:
     return written(simulated(str(PROGRAMS / "kernel_calls.py"), mode, str(out), options=list(options)), out)
 
 
+@pytest.mark.skipif(
+    torch.__version__.startswith("2.10."),
+    reason="torch 2.10 cannot split a fake tensor without elements, which sequences of no tokens are",
+)
 def test_every_kernel_has_the_shapes_of_its_reference_forward_and_backward(
     simulated: Run, tmp_path: Path
 ) -> None:
@@ -57,6 +62,8 @@ def test_every_kernel_reaches_the_kernels_of_cann_as_written(simulated: Run, tmp
     """A CPU fallback is an error here, and a new kernel is a line of the file that differs."""
     reached = calls(simulated, tmp_path, "record", "--record", str(tmp_path / "kernels"))
     expected = json.loads(REACHED.read_text())
+    if torch.__version__.startswith("2.10."):
+        expected = json.loads(REACHED.read_text().replace('"aclnnTopkV2"', '"aclnnTopk"'))
     assert reached.keys() == expected.keys()
     for case, wanted in expected.items():
         assert reached[case] == wanted, case

@@ -354,15 +354,22 @@ def test_gradients_of_what_torch_npu_differentiates_itself(loss: Any) -> None:
 
 # ---- what is not simulated ----
 
+NEWER = pytest.mark.skipif(
+    torch.__version__.startswith("2.10."),
+    reason="torch-npu 2.10 cannot forbid fallbacks, and its allocator does not recover from a failed capture",
+)
+
 
 @pytest.mark.parametrize(
     ("call", "message"),
     [
         (torch.ops.npu.npu_gelu, "aclnnGeluV2"),
         (torch.ops.npu.fast_gelu, "kernel FastGelu is not simulated"),
-        (torch.lgamma, "would execute its main computation on CPU"),
-        (lambda x: x.log_normal_(), "would execute its main computation on CPU"),
-        (lambda x: torch.npu.graph(torch.npu.NPUGraph()).__enter__(), "aclmdlRICaptureBegin"),
+        pytest.param(torch.lgamma, "would execute its main computation on CPU", marks=NEWER),
+        pytest.param(lambda x: x.log_normal_(), "would execute its main computation on CPU", marks=NEWER),
+        pytest.param(
+            lambda x: torch.npu.graph(torch.npu.NPUGraph()).__enter__(), "aclmdlRICaptureBegin", marks=NEWER
+        ),
         (lambda x: torch.npu.Event(interprocess=True).ipc_handle(), "aclrtIpcGetEventHandle"),
     ],
 )
