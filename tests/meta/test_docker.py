@@ -58,6 +58,10 @@ def test_each_version_is_written_once_as_a_plain_assignment() -> None:
     assert len(versions()) == len(plain)
 
 
+VERSIONS_OF_THE_GUIDE = re.compile(r"^### Versions\n.*?(?=^### )", re.M | re.S)
+"""A table of releases that fit together, with those of the image among them."""
+
+
 def test_every_argument_has_its_value_there_and_every_value_a_user() -> None:
     used = {name for path in DOCKERFILES for name in arguments(path)}
     assert used == set(versions())
@@ -68,7 +72,7 @@ def test_every_argument_has_its_value_there_and_every_value_a_user() -> None:
 )
 def test_no_version_is_written_a_second_time(path: Path) -> None:
     numbers = [value for value in versions().values() if re.search(r"\d\.\d|[0-9a-f]{12}", value)]
-    text = path.read_text()
+    text = VERSIONS_OF_THE_GUIDE.sub("", path.read_text())
     again = [value for value in numbers if re.search(rf"(?<![\w.]){re.escape(value)}(?![\w.]*\w)", text)]
     assert again == []
 
@@ -85,6 +89,9 @@ def test_they_agree_with_each_other_and_with_the_project() -> None:
     assert found["TORCH"] in SpecifierSet(releases.PAIR[0])
     assert found["TORCH_NPU"] in SpecifierSet(releases.PAIR[1])
     assert found["TORCH_INDEX"] == releases.CPU_INDEX
+    guide = VERSIONS_OF_THE_GUIDE.search((ROOT / "docs/npu.md").read_text())
+    assert guide
+    assert f"torch, torch-npu | {found['TORCH']} and {found['TORCH_NPU']} " in guide[0]
     megatron = wanted["megatron-core"].removeprefix("megatron-core==")
     branch = found["MINDSPEED_BRANCH"].removeprefix("core_r")
     assert releases.MEGATRON_OF_MINDSPEED[releases.number(branch)] == releases.number(megatron)

@@ -73,6 +73,12 @@ def test_the_set_with_sglang_differs_from_the_run_time_set_where_sglang_needs_it
     assert differing == {"huggingface-hub", "tokenizers", "transformers"}
 
 
+def test_the_set_of_ascend_differs_from_the_run_time_set_where_ascend_needs_it_alone() -> None:
+    ours, theirs = (pins(ROOT / "requirements" / f"{name}.txt") for name in ("cpu", "npu"))
+    assert {name for name in ours if ours[name] != theirs.get(name)} == {"numpy", "pyarrow", "torch"}
+    assert set(theirs) - set(ours) == {"cloudpickle", "decorator", "scipy", "torch-npu"}
+
+
 @pytest.mark.parametrize("backend", ["cuda", "npu"])
 def test_a_backends_wheel_has_a_description_and_the_license(backend: str) -> None:
     folder = ROOT / "backends" / backend

@@ -39,8 +39,8 @@ CANN_OF_TORCH_NPU: Mapping[str, str] = {
 
 The whole version is the key: the number after ``post`` counts the packages for one torch, and the same number
 belongs to other releases of TorchNPU elsewhere. Sources: for CANN 9.2.0 the release notes of TorchNPU 26.2.0
-(October 2026), for 2.10.0.post2 versioning_policy.md of vllm-ascend (v0.23.0rc1), for all others COMPATIBILITY.md
-of Ascend/pytorch after TorchNPU 26.1.1 (1 September 2026).
+(October 2026), for 2.10.0.post2 versioning_policy.md of vllm-ascend (v0.23.0rc1), and otherwise
+COMPATIBILITY.md of Ascend/pytorch after TorchNPU 26.1.1 (1 September 2026).
 """
 COMPATIBLE_CANN = ("8.5", "9.0", "9.1", "9.2")
 """CANN that the release notes of TorchNPU 26.2.0 call compatible with every TorchNPU from 7.3 to 26.2."""
