@@ -29,7 +29,7 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
-from backend_faults.catalog import faults
+from backend_faults.catalog import faults, hooks
 from backend_faults.fault import BACKEND, FAULT, HOOKS, REACHED, Fault
 from backend_faults.results import (
     CAUGHT,
@@ -166,9 +166,8 @@ def run_fault(run: RunsSuite, directory: Path, fault: Fault | None, key: str, ca
     """
     started, name = time.monotonic(), fault.name if fault else ""
     mark = directory / f"{name}.reached"
-    environment = dict(os.environ)
-    if fault:
-        environment.update({FAULT: name, HOOKS: fault.hook, REACHED: str(mark)})
+    wrapped = fault.hook if fault else hooks()  # a wrapper itself must not matter
+    environment = {**os.environ, FAULT: name, HOOKS: wrapped, REACHED: str(mark)}
     words = words_of(fault) if fault else ()
     ended = run(environment, [catcher, *words] if catcher else words)
     outcome = verdict(ended, reached=mark.exists() or fault is None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from importlib import import_module
 
-from backend_faults.fault import Fault
+from backend_faults.fault import Fault, unchanged
 
 MODULES = (
     *("hooks", "collectives", "communication", "devices", "optimizers"),
@@ -27,8 +27,15 @@ def faults() -> Iterator[Fault]:
 
 
 def find(name: str) -> Fault:
-    """Return a fault by name."""
+    """Return a fault by name, or one that changes nothing without."""
+    if not name:
+        return Fault("", "nothing is broken", "", unchanged)
     return next(fault for fault in faults() if fault.name == name)
+
+
+def hooks() -> str:
+    """Return the hooks of all faults."""
+    return " ".join({hook: None for fault in faults() for hook in fault.hook.split()})
 
 
 def module_of(fault: Fault) -> str:

@@ -39,7 +39,7 @@ def always(group: Any, *given: Any) -> bool:
 def collective(name: str, statement: str, methods: Sequence[str], body: Body, when: When = always) -> Fault:
     """Return a fault of methods of every process group whose tensors are on the backend's device."""
     install = partial(_install, name, methods, body, when)
-    hooks = "prepare_worker make_device make_process_group_options"
+    hooks = "prepare_worker make_device"
     return Fault(f"collectives.{name}", statement, hooks, unchanged, install)
 
 

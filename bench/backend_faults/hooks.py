@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,13 +27,32 @@ def deaf_fault(hook: str, name: str, statement: str, shown: Any, taken: Any) -> 
     return Fault(f"{hook}.{name}", statement, hook, lambda _, a: [x for x in [change(_, a)] if x is not None])
 
 
+_made: dict[str, Callable[[Any], Any]] = {}
+
+
+@dataclass(frozen=True)
+class _Function:
+    """A faulty function of a spec, which can be sent to another process as the vendor's can."""
+
+    fault: str
+    own: Any
+
+    def __call__(self, *given: Any, **named: Any) -> Any:
+        return _made[self.fault](self.own)(*given, **named)
+
+
 def spec_fault(name: str, statement: str, **fields: Callable[[Any], Any]) -> Fault:
     """Return a fault of fields of the backend's ``BackendSpec``; each is made of the vendor's own."""
+    _made.update({f"{name}.{field}": make for field, make in fields.items()})
+
+    def made(field: str, own: Any) -> Any:
+        value = fields[field](own)
+        return _Function(f"{name}.{field}", own) if callable(value) else value
 
     def change(spec: Any) -> Any:
         if spec.name != backend_name():
             return spec
-        return replace(spec, **{field: make(getattr(spec, field)) for field, make in fields.items()})
+        return replace(spec, **{field: made(field, getattr(spec, field)) for field in fields})
 
     return hook_fault(
         "register_backends",

@@ -12,7 +12,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from backend_faults.fault import Fault
-from backend_faults.kernel_parts import draws, misread, overwrite, sequence_blocks, through, with_lse
+from backend_faults.kernel_parts import (
+    draws,
+    misread,
+    overwrite,
+    sequence_blocks,
+    through,
+    with_lse,
+    zero_from,
+)
 from backend_faults.kernel_table import Body, op_fault
 
 WRAPPED = 1 << 16
@@ -272,8 +280,8 @@ FAULTS: Sequence[Fault] = (
     op_fault(
         "token_unpermute",
         "rows_as_int16",
-        "token_unpermute keeps 15 bits of a row",
-        lambda call, a: call(rows=a.rows % (1 << 15)),
+        "token_unpermute leaves rows out that int16 cannot hold",
+        lambda call, a: call(permuted=zero_from(a.permuted, 1 << 15)),
     ),
 )
 

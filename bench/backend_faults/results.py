@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import subprocess
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import entry_points
@@ -128,6 +129,8 @@ def markdown(results: Sequence[Result], backend: str, statements: Mapping[str, s
 
     :param statements: By the name of the fault.
     """
+    yield f"`python bench/backend_mutations.py --backend {backend} --markdown` at {commit()}:"
+    yield ""
     yield "| broken | faults | reached | caught | escaped |"
     yield "| --- | --- | --- | --- | --- |"
     groups: dict[str, list[Result]] = {}
@@ -142,6 +145,13 @@ def markdown(results: Sequence[Result], backend: str, statements: Mapping[str, s
     for one in results:
         if one.outcome == ESCAPED:
             yield f"- `{one.fault}`: {statements[one.fault]}. {reason(backend, one)}."
+
+
+def commit() -> str:
+    """Return the commit of this checkout."""
+    command = ["git", "-C", str(HERE), "describe", "--always", "--dirty", "--exclude=*"]
+    found = subprocess.run(command, check=False, capture_output=True, text=True)
+    return f"commit {found.stdout.strip()}" if found.returncode == 0 else "no commit"
 
 
 def reason(backend: str, escaped: Result) -> str:

@@ -201,8 +201,12 @@ class Plugins:
         return [name for _, namespace in self.namespaces for name in _hook_names(self.manager, namespace)]
 
     def implementations(self, hook: str, backend: BackendSpec) -> list[pluggy.HookImpl]:
-        """Return the implementations of a hook that are called in a run on a backend."""
-        return self._caller(hook, {"backend": backend}).get_hookimpls()
+        """Return the implementations of a hook that are called in a run on a backend.
+
+        Wrappers are among them, but not alone: without an implementation they have nothing to wrap.
+        """
+        called = self._caller(hook, {"backend": backend}).get_hookimpls()
+        return called if any(not (one.wrapper or one.hookwrapper) for one in called) else []
 
     def unknown_backends(self) -> dict[str, list[str]]:
         """Return the declared backends that no loaded plugin registers, by plugin."""

@@ -156,7 +156,7 @@ def test_the_table_counts_what_was_reached(results: Any, monkeypatch: pytest.Mon
     outcomes = {"swiglu.a": "caught", "swiglu.b": "escaped", "device.c": "not reached", "device.d": "escaped"}
     made = [results.Result(*one) for one in outcomes.items()]
     lines = [*results.markdown(made, "cpu", {name: f"{name} breaks" for name in outcomes})]
-    assert lines[2:6] == [
+    assert lines[4:8] == [
         "| `device` | 2 | 1 | 0 | 1 |",
         "| `swiglu` | 2 | 2 | 1 | 1 |",
         "| all | 4 | 3 | 1 | 2 |",

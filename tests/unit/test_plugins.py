@@ -437,6 +437,17 @@ def test_an_add_on_is_called_for_the_backends_that_it_declares(plugins: Plugins)
     assert [one.plugin_name for one in plugins.implementations("worker_env", backend("cpu"))] == ["all"]
 
 
+def test_a_wrapper_alone_implements_nothing(plugins: Plugins) -> None:
+    @hookimpl(wrapper=True)
+    def worker_env() -> Generator[None, Any, Any]:
+        return (yield)
+
+    plugins.register(SimpleNamespace(worker_env=worker_env), "wrapper")
+    assert not plugins.implementations("worker_env", backend("cpu"))
+    plugins.register(plugin(worker_env=environment_of("all")), "all")
+    assert len(plugins.implementations("worker_env", backend("cpu"))) == 2
+
+
 def test_a_wrapper_of_another_backend_is_not_entered(plugins: Plugins) -> None:
     entered: list[str] = []
 
