@@ -20,6 +20,7 @@ from __future__ import annotations
 import argparse
 import math
 import os
+import re
 import sys
 import tempfile
 import time
@@ -61,7 +62,7 @@ RunsSuite = Callable[..., Run]
 def main() -> int:
     """Run the faults and return how to exit."""
     options = parsed()
-    chosen = [fault for fault in faults() if options.only in fault.name]
+    chosen = [fault for fault in faults() if re.search(options.only, fault.name)]
     if options.named:
         chosen = [fault for fault in chosen if fault.name in STRANGER.values()]
     if options.list:
@@ -85,7 +86,7 @@ def parsed() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--backend", default="cpu", metavar="NAME")
-    parser.add_argument("--only", default="", metavar="SUBSTRING", help="of a fault's name")
+    parser.add_argument("--only", default="", metavar="REGEX", help="of faults' names")
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="runs of the suite at a time")
     parser.add_argument(
         "--minutes", type=float, metavar="M", help="start no fault later; the next call goes on"

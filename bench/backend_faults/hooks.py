@@ -27,6 +27,18 @@ def deaf_fault(hook: str, name: str, statement: str, shown: Any, taken: Any) -> 
     return Fault(f"{hook}.{name}", statement, hook, lambda _, a: [x for x in [change(_, a)] if x is not None])
 
 
+@dataclass(frozen=True)
+class _Raised:
+    error: Exception
+
+
+def _answer(function: Any, given: Any, named: Any) -> Any:
+    try:
+        return function(*given, **named)
+    except Exception as error:  # noqa: BLE001 - whatever the vendor's own raises
+        return _Raised(error)
+
+
 _made: dict[str, Callable[[Any], Any]] = {}
 
 
@@ -38,7 +50,12 @@ class _Function:
     own: Any
 
     def __call__(self, *given: Any, **named: Any) -> Any:
-        return _made[self.fault](self.own)(*given, **named)
+        """Return the faulty answer; the fault is reached where it is another one than the vendor's."""
+        if (answer := _answer(_made[self.fault](self.own), given, named)) != _answer(self.own, given, named):
+            reached()
+        if isinstance(answer, _Raised):
+            raise answer.error
+        return answer
 
 
 def spec_fault(name: str, statement: str, **fields: Callable[[Any], Any]) -> Fault:
@@ -52,12 +69,15 @@ def spec_fault(name: str, statement: str, **fields: Callable[[Any], Any]) -> Fau
     def change(spec: Any) -> Any:
         if spec.name != backend_name():
             return spec
-        return replace(spec, **{field: made(field, getattr(spec, field)) for field in fields})
+        values = {field: made(field, getattr(spec, field)) for field in fields}
+        if any(value != getattr(spec, field) for field, value in values.items() if not callable(value)):
+            reached()
+        return replace(spec, **values)
 
-    return hook_fault(
-        "register_backends",
-        name,
+    return Fault(
+        f"register_backends.{name}",
         statement,
+        "register_backends",
         lambda answers, a: [[change(s) for s in answer] for answer in answers],
     )
 

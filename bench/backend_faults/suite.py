@@ -39,7 +39,7 @@ TESTS_OF: Mapping[str, Sequence[str]] = {
     "groups": ("test_collectives", "test_worker"),
     "device": ("test_device", "test_scope"),
     "optimizer": ("optimizer",),
-    "register_backends": ("test_backend_spec",),
+    "register_backends": ("test_backend_spec", "2-processes-all_reduce_sum-float32"),
     "report_environment": ("test_backend_spec",),
     "worker_env": ("test_worker",),
     "prepare_worker": ("test_worker",),
@@ -47,7 +47,7 @@ TESTS_OF: Mapping[str, Sequence[str]] = {
     "rollout_engine_args": ("test_config_hooks",),
     "adjust_config": ("test_config_hooks",),
     "check_config": ("test_config_hooks",),
-    "register_weight_transports": ("test_weight_transports",),
+    "register_weight_transports": ("test_weight_transports", "imports_no_torch"),
 }
 """Words of the names of tests that may notice a fault, by its group. For an op it is the op."""
 PRELOADED = ("pytest", "torch", "torch.distributed", "anygauge.kernels.table", "anygauge.runtime.launch")
