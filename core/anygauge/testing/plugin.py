@@ -6,7 +6,10 @@ It therefore imports neither torch nor the project before a fixture needs them, 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
+from importlib.metadata import entry_points
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 import pytest
@@ -17,6 +20,8 @@ if TYPE_CHECKING:
     from anygauge_hooks.types import BackendSpec, Device
 
 SUITE = "anygauge.testing.conformance"
+NOT_CHECKED = "NOT CHECKED: "
+"""The beginning of what the suite says of a skipped test."""
 ROLE = "conformance"
 REPORTED = "anygauge_report"
 """Property of a test whose value the suite prints at the end."""
@@ -32,8 +37,42 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_load_initial_conftests(parser: pytest.Parser, args: Sequence[str]) -> None:
     """Add ``--backend`` where the suite was named on the command line."""
-    if any(argument.startswith(SUITE) for argument in args):
+    if _is_of_suite(args):
         parser.getgroup("anygauge").addoption("--backend", default="cpu", **_OPTION)
+
+
+def _is_of_suite(args: Sequence[str]) -> bool:
+    return any(argument.startswith(SUITE) for argument in args)
+
+
+def pytest_report_header(config: pytest.Config) -> list[str]:
+    """Name the files that are tested: an installed wheel comes before what PYTHONPATH has."""
+    if not _is_of_suite(config.invocation_params.args):
+        return []
+    from anygauge.plugins import BACKENDS_GROUP, PLUGINS_GROUP
+
+    chosen = config.getoption("anygauge_backend")
+    lines = [f"backend under test: {chosen}", f"anygauge: {_file_of('anygauge')}"]
+    for group in (BACKENDS_GROUP, PLUGINS_GROUP):
+        lines += [f"{group} {entry.name}: {_file_of(entry.module)}" for entry in entry_points(group=group)]
+    return lines
+
+
+def _file_of(module: str) -> str:
+    try:
+        spec = find_spec(module)
+    except ImportError as error:
+        return f"not importable ({error})"
+    return (spec and spec.origin) or "not importable"
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say what the suite did not check, and why, whatever the options of the report are."""
+    skipped = terminalreporter.stats.get("skipped", ())
+    reasons = Counter(report.longrepr[2].partition(NOT_CHECKED) for report in skipped)
+    for (_, found, reason), count in sorted(reasons.items()):
+        if found:
+            terminalreporter.write_line(f"{NOT_CHECKED}{reason} ({count} tests)", yellow=True)
 
 
 def pytest_configure(config: pytest.Config) -> None:
