@@ -449,6 +449,9 @@ def register_data_sources() -> Iterable[NamedFunction] | None:
 def adjust_config(config: RunConfig, backend: BackendSpec) -> Iterable[ConfigChange] | None:
     """Fill in keys that the user left out.
 
+    A backend fills in what depends on its device: keys of ``train``, ``rollout``, ``weight_sync``,
+    ``placement`` and ``cluster``.
+
     Called once, after the overlays are applied and before ``check_config``.
 
     :param config: The run's config, read-only.

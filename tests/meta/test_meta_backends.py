@@ -60,9 +60,16 @@ def test_every_hook_of_a_backend_and_every_operation_has_a_row(rows: Mapping[str
 
 def test_the_page_says_of_each_hook_of_a_device_when_to_implement_it(root: Path) -> None:
     table = (root / "docs/backends.md").read_text().partition("## Every hook of a device")[2]
-    told = re.findall(r"^\| `(\w+)` \|", table.partition("\n## ")[0], re.M)
+    rows = re.findall(r"^\| `(\w+)` \|.*\| (.*) \|$", table.partition("\n## ")[0], re.M)
+    told = [hook for hook, _ in rows]
     assert len(told) == len(set(told))
     assert called() <= set(told) <= set(load_plugins(only=[]).hooks())
+    suite = root / "core/anygauge/testing/conformance"
+    fixtures = (root / "core/anygauge/testing/plugin.py").read_text()
+    for hook, modules in rows:
+        sources = [(suite / f"{name}.py").read_text() for name in re.findall(r"`(test_\w+)`", modules)]
+        assert sources, hook
+        assert any(hook in source for source in (*sources, fixtures)), f"nothing of the suite calls {hook}"
 
 
 def test_what_cuda_implements_npu_implements_or_names_what_stands_in(

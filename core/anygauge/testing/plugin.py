@@ -116,7 +116,7 @@ def device(plugins: Plugins, backend: BackendSpec) -> Device:
 
 @pytest.fixture(scope="session")
 def kernels(plugins: Plugins, backend: BackendSpec, device: Device) -> KernelTable:
-    """Return the kernel table of the backend under test."""
+    """Return the kernel table of the backend under test: what ``register_kernels`` gives."""
     from anygauge.kernels.table import resolve_kernels
 
     return resolve_kernels(plugins, backend)

@@ -13,12 +13,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from anygauge.testing.conformance.test_fused_optimizer import assert_remainders_do
 from anygauge.testing.conformance.test_optimizer import (
     RATES,
     SETTINGS,
     SIZES,
     assert_alike,
-    assert_remainders_do,
     in_float64,
     take_step,
     two_groups,
