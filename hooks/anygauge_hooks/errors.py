@@ -13,6 +13,7 @@ __all__ = [
     "AsleepError",
     "BackendUnavailableError",
     "CheckpointError",
+    "CollectiveError",
     "ConfigConflictError",
     "ConfigError",
     "DataError",
@@ -30,6 +31,7 @@ __all__ = [
     "PluginError",
     "ProviderError",
     "RankMismatchError",
+    "ReplicaError",
     "RewardError",
     "RolloutError",
     "RouterReplayError",
@@ -211,6 +213,18 @@ class MediaMismatchError(AnygaugeError, ValueError):
     """The media of a sample and the placeholders in its tokens differ, or a content is not there."""
 
     code = "AG609"
+
+
+class ReplicaError(AnygaugeError, RuntimeError):
+    """Ranks that hold the same weights or gradients no longer have the same bits."""
+
+    code = "AG610"
+
+
+class CollectiveError(AnygaugeError, RuntimeError):
+    """A collective of a process group gives a wrong result."""
+
+    code = "AG611"
 
 
 class WorkerDiedError(AnygaugeError, RuntimeError):

@@ -331,7 +331,7 @@ PROVOKED: Mapping[str, Callable[[], None]] = {
     "AG704": small_cluster,
     "AG801": other_model_in_the_engine,
 }
-FROM_SOURCE = ("AG502", "AG603", "AG604", "AG606", "AG607", "AG609")
+FROM_SOURCE = ("AG502", "AG603", "AG604", "AG606", "AG607", "AG609", "AG610", "AG611")
 """Codes whose errors need Megatron: their text is compared with the source."""
 
 

@@ -8,8 +8,9 @@ from functools import partial
 from typing import Any
 
 import torch.distributed
-from torch.distributed import ProcessGroupGloo, Store  # type: ignore[attr-defined]  # not listed
+from torch.distributed import HashStore, ProcessGroupGloo, Store  # type: ignore[attr-defined]  # not listed
 
+from anygauge.distributed.host_exchange import HostExchange
 from anygauge.distributed.peer_verification import connection_errors, verify_peers
 from anygauge.distributed.reloadable import ReloadableGroups, register_reloadable
 from anygauge.plugins import Plugins
@@ -17,6 +18,7 @@ from anygauge_hooks.types import BackendSpec
 
 __all__ = [
     "destroy_process_group",
+    "host_exchange",
     "init_process_group",
     "release_process_groups",
     "reload_process_groups",
@@ -33,6 +35,8 @@ names of more than 15 letters, such as that of the gathers that Megatron has und
 
 _reloadable: list[ReloadableGroups] = []
 """The groups of this process, where they are."""
+_exchanges: list[HostExchange] = []
+"""That of the default group, while there is one."""
 
 
 def init_process_group(
@@ -82,6 +86,15 @@ def init_process_group(
         timeout=timedelta(seconds=timeout_s),
         pg_options=options,
     )
+    _exchanges[:] = [HostExchange(store, rank, world_size)]
+
+
+def host_exchange() -> HostExchange:
+    """Return the exchange of the ranks of the default group, which uses the store alone."""
+    if _exchanges:
+        return _exchanges[0]
+    assert torch.distributed.get_world_size() == 1, "several ranks have a group of init_process_group"
+    return HostExchange(HashStore(), 0, 1)
 
 
 def release_process_groups() -> None:
@@ -126,5 +139,6 @@ def _host_devices(gloo: Any, address: str | None) -> list[Any]:
 def destroy_process_group() -> None:
     """Destroy every process group of this process, if there are any."""
     _reloadable.clear()
+    _exchanges.clear()
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()

@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 HARMLESS = (
     *("run.name", "run.directory", "run.steps", "run.overwrite", "run.resume", "run.trackers"),
     *("run.tracker_options", "run.report", "run.progress", "run.timeout_s", "hub", "eval", "save", "cluster"),
-    *("data.cache", "debug", "health", "placement.launcher"),
+    *("data.cache", "debug", "health", "placement.launcher", "train.replica_check_every"),
     *("placement.start_timeout_s", "reward.num_workers", "reward.concurrency", "reward.timeout_s"),
     *("reward.memory_gib", "reward.max_failed_ratio", "rollout.client", "weight_sync"),
     *("rollout.gateway.host", "rollout.gateway.max_requests", "rollout.gateway.timeout_s"),

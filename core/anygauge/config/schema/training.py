@@ -93,6 +93,9 @@ class Train(Section):
     """Activation recompute: none; norms and gated activations; core attention too; or every layer."""
     freeze: tuple[Literal["vision", "audio", "language"], ...] = ()
     """Parts of a multimodal model that are not trained."""
+    replica_check_every: NonNegative = 10
+    """Optimizer steps from one comparison of replicated weights and gradients among ranks to the next; the
+    first step of a process is compared too. 0 never compares them."""
     router_replay: bool = False
     """Send tokens to the experts that the log-prob pass before the step chose for them."""
     provider: str | None = None

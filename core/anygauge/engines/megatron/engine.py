@@ -22,7 +22,8 @@ from anygauge.config import Config
 from anygauge.device import memory_phase, seed_everything
 from anygauge.distributed.all_gather import all_gather_values
 from anygauge.engines.megatron.checkpoints.checkpoint import Checkpointer
-from anygauge.engines.megatron.consistency_check import check_configs_agree, check_ranks_agree
+from anygauge.engines.megatron.collective_check import check_collectives
+from anygauge.engines.megatron.consistency_check import check_configs_agree
 from anygauge.engines.megatron.gradients import begin_gradients
 from anygauge.engines.megatron.inputs import MicroBatches, micro_batches, unpack
 from anygauge.engines.megatron.layers.moe import expert_load, routers
@@ -34,6 +35,7 @@ from anygauge.engines.megatron.model import Policy, build_policy, initialize_par
 from anygauge.engines.megatron.optimizer import make_optimizer, make_schedule, wrap_model
 from anygauge.engines.megatron.passes import LogProbPass, TopKPass, TrainPass
 from anygauge.engines.megatron.ranks import common_count, from_last_stage, sum_metrics, token_cut, token_slice
+from anygauge.engines.megatron.replica_check import ReplicaCheck, check_ranks_agree
 from anygauge.engines.megatron.roles import ACTOR, RoleWeights
 from anygauge.engines.megatron.scope import make_scope
 from anygauge.engines.megatron.update import Update
@@ -43,7 +45,7 @@ from anygauge_hooks.engines import LossFunction, WorkerContext
 from anygauge_hooks.errors import ConfigError, NonFiniteError
 from anygauge_hooks.serving import MemoryState
 
-__all__ = ["ForwardOnlyEngine", "MegatronEngine"]
+__all__ = ["MegatronEngine"]
 
 _NUMBERS = TypeAdapter(float | list[float], config=ConfigDict(ser_json_inf_nan="constants"))
 
@@ -64,6 +66,7 @@ class MegatronEngine:
             initialize_parallel(config.run.seed, config.run.timeout_s, config.train.parallel)
             self.policy = build(config, context.plugins, context.backend, context.device)
             self._prepare_training()
+            self._check_collectives()
         dtype = self.policy.options.transformer.params_dtype
         self._logprob = output_logprob(
             self.policy.kernels,
@@ -89,6 +92,7 @@ class MegatronEngine:
             temporary=self._gradients,
         )
         self._check_ranks_agree()
+        self._replicas = self._replica_check()
 
     def _prepare_training(self) -> None:
         """Wrap the model for data parallelism, and make what updates and saves it."""
@@ -137,7 +141,26 @@ class MegatronEngine:
         return RoutingStore(layers, parallel_state.get_context_parallel_group())
 
     def _check_ranks_agree(self, role: str = "") -> None:
-        check_ranks_agree(self.policy.tensors, self.policy.rules, role)
+        directory = f"{role or 'model'}.path"
+        check_ranks_agree(self.policy.tensors, self.policy.rules, role, directory)
+
+    def _check_collectives(self) -> None:
+        check_collectives(self.device, self.chunks, self.optimizer)
+
+    def _replica_check(self) -> ReplicaCheck:
+        options = self.policy.options
+        return ReplicaCheck(
+            self.policy.tensors,
+            self.policy.rules,
+            stored=self._model_tensors(),
+            gradients=self._reduced_gradients(),
+            is_sharded=options.ddp.use_distributed_optimizer,
+            deterministic=self.config.run.deterministic,
+            every=self.config.train.replica_check_every,
+        )
+
+    def _reduced_gradients(self) -> Iterator[tuple[Tensor, Tensor]]:
+        return self._weight_update.reduced_gradients(self.chunks)
 
     def log_probs(self, batch: TrainBatch, *, temperature: float, role: str = "actor") -> Tensor:
         """Return the log-probabilities of all response tokens under a role's weights."""
@@ -174,7 +197,13 @@ class MegatronEngine:
             torch.no_grad(),
             self._roles.use(role),
         ):
+            if self._is_frozen(role) and self._replicas.is_due(role):
+                self._replicas.check_weights(role)
             yield
+
+    def _is_frozen(self, role: str) -> bool:
+        """Return whether the weights of a role are not those that this engine trains."""
+        return role != ACTOR
 
     def train_step(
         self, batch: TrainBatch, loss: LossFunction, *, temperature: float, entropy_grad: bool
@@ -245,7 +274,7 @@ class MegatronEngine:
         return outputs
 
     def _update(self, loss: float, gradient_norm: Tensor) -> dict[str, float]:
-        norm = float(gradient_norm)
+        norm = self._checked(gradient_norm)
         if not (math.isfinite(loss) and math.isfinite(norm)):
             # Megatron has moved these with the gradients, before the loss is known.
             for bias, before in zip(self._biases, self._biases_before, strict=True):
@@ -260,6 +289,16 @@ class MegatronEngine:
         if self.schedule.num_steps == 1:  # the optimizer has a state from here on
             self._check_saving()
         return {"grad_norm": norm, "lr": float(self.optimizer.param_groups[0]["lr"])}
+
+    def _checked(self, gradient_norm: Tensor) -> float:
+        """Return the norm on the host, for which it waits, and compare replicas then if it is their time."""
+        if not self._replicas.is_due(ACTOR):
+            return float(gradient_norm)
+        self._synchronize_parameters()
+        for chunk in self.chunks:
+            for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
+                group.param_gather_dispatched = False  # the update comes after this gather
+        return self._replicas.check_step(self.schedule.num_steps + 1, gradient_norm)
 
     def load_role(self, role: str, path: str) -> None:
         """Keep host copies of another role's weights, read from a Hugging Face directory."""
@@ -369,24 +408,3 @@ class MegatronEngine:
         finally:
             self.context.device.synchronize()
             self._seconds[phase] += time.perf_counter() - start
-
-
-class ForwardOnlyEngine(MegatronEngine):
-    """An engine of a model that is not trained: no gradients, no optimizer, no memory for them.
-
-    It answers :meth:`log_probs`; what trains or saves is not there.
-    """
-
-    def _prepare_training(self) -> None:
-        for chunk in self.policy.chunks:
-            chunk.requires_grad_(False)
-        self.chunks = list(self.policy.chunks)
-
-    def _optimizer_tensors(self) -> Iterator[Tensor]:
-        return iter(())
-
-    def _gradients(self) -> Iterator[Tensor]:
-        return iter(())
-
-    def _synchronize_parameters(self) -> None:
-        """Do nothing: no optimizer step has left anything on other ranks."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,9 +16,14 @@ from anygauge.distributed.all_gather import all_gather_values
 from anygauge.engines.megatron.inputs import MicroBatch
 from anygauge.engines.megatron.layers.context_parallel import Cut
 
-__all__ = ["common_count", "from_last_stage", "sum_metrics", "token_cut", "token_slice"]
+__all__ = ["common_count", "from_last_stage", "is_shared", "sum_metrics", "token_cut", "token_slice"]
 
 _METRICS = TypeAdapter(dict[str, float], config=ConfigDict(ser_json_inf_nan="constants"))
+
+
+def is_shared(group: Any) -> bool:
+    """Return whether a group has this rank and others; Megatron has ``None`` or a mark where it has not."""
+    return group not in (None, dist.GroupMember.NON_GROUP_MEMBER) and group.size() > 1
 
 
 def token_cut(config: TransformerConfig) -> Cut:

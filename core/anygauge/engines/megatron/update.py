@@ -88,6 +88,15 @@ class Update:
         else:
             yield from (part.get_main_grads_for_grad_norm() for part in self._parts)
 
+    def reduced_gradients(self, chunks: Sequence[Any]) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield parameters with the part of their gradients that this rank has reduced."""
+        if hasattr(self._parts[0], "model_param_gbuf_map"):
+            for part in self._parts:
+                groups = (*part.model_fp32_groups, *part.model_float16_groups)
+                yield from ((weight, _gradient(part, weight)) for group in groups for weight in group)
+        else:
+            yield from ((weight, weight.main_grad) for chunk in chunks for weight in chunk.params_with_grad)
+
     def step(self, norm: float) -> None:
         """Update the weights.
 

@@ -47,6 +47,7 @@ from anygauge.engines.megatron.checkpoints.shards import (
 )
 from anygauge.engines.megatron.model import Policy
 from anygauge.engines.megatron.process_groups import parallel_sizes
+from anygauge.engines.megatron.replica_check import check_ranks_agree
 from anygauge.engines.megatron.scope import make_scope
 from anygauge.engines.megatron.weights.loading import on_every_rank
 from anygauge.failures import in_background
@@ -187,6 +188,7 @@ class Checkpointer:
         collective. Tensors are read one after another, when all that the files say of them is checked.
 
         :raises CheckpointError: It does not fit or cannot be read; on every rank, and nothing was changed.
+        :raises RankMismatchError: Ranks have read different weights; on every rank.
         """
         with on_every_rank(self._checked(directory), directory) as reader:
             self._apply(reader)
@@ -257,6 +259,8 @@ class Checkpointer:
         for each in held:
             weight = _needed(reader.read(WEIGHT, *each.whole.key))
             each.tensor.detach().copy_(weight.view(each.tensor.shape))
+        # Now, since gathering the weights afterwards would make them equal.
+        check_ranks_agree(self._policy.tensors, self._policy.rules, directory="the checkpoint")
         for shard in optimizer_shards(held, self._optimizer):
             if shard.is_copy:
                 for part in shard.parts:

@@ -1,0 +1,296 @@
+"""Check that ranks with the same weights and gradients have the same bits: at the start, after a load, and in
+training.
+
+Ranks compare checksums through the rendezvous store (:class:`HostExchange`), never through collectives: where
+a gather returns a rank's own part, every rank looks like the others.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from hashlib import blake2b
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from torch import Tensor, nn
+
+from anygauge.distributed.process_groups import host_exchange
+from anygauge.engines.megatron.consistency_check import majority, named_ranks, other_files, shown
+from anygauge.engines.megatron.fingerprint import fingerprints
+from anygauge.engines.megatron.ranks import is_shared
+from anygauge.engines.megatron.weights.mapping import TensorRule, copied_embedding
+from anygauge.weight_sync.checksum import digests
+from anygauge_hooks.errors import RankMismatchError, ReplicaError
+
+__all__ = ["ReplicaCheck", "check_ranks_agree"]
+
+BYTES_AT_ONCE = 4 * 2**30
+"""Bytes of weights and gradients that one check reads; of more, each check takes another part."""
+NORM = "gradient norm"
+NORM_TOLERANCE = 1e-5
+"""Relative: groups that each have the whole model may add up the squares in another order."""
+TENSOR = "tensor"
+"""The kind of group whose ranks share what tensor parallelism does not split."""
+ENDS = "pipeline ends"
+"""The kind of group whose ranks, of other stages, have the same embedding."""
+_REPAIR = (
+    "The step changed no weight, and checkpoints from before it stay as they are. Look for a faulty device, "
+    "or a communication library that computes wrongly, on the hosts of these ranks; then resume from a "
+    "checkpoint."
+)
+Checksums = Mapping[str, Mapping[str, int]]
+"""By :attr:`_Replica.key` and name."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Replica:
+    """A tensor that the ranks of a group hold alike."""
+
+    kind: str
+    """Of the group."""
+    first: int
+    """First rank of the group, which tells it from others of its kind."""
+    name: str
+    tensor: Tensor
+    is_gradient: bool = False
+
+    @property
+    def key(self) -> str:
+        """Name of all that is compared together: the same on the ranks of the group, and on no other."""
+        return f"{'gradients' if self.is_gradient else 'weights'} {self.kind} {self.first}"
+
+
+# -------------------------------------------------------------------------
+# When
+# -------------------------------------------------------------------------
+
+
+def check_ranks_agree(
+    tensors: Mapping[str, Tensor],
+    rules: Sequence[TensorRule],
+    role: str = "",
+    directory: str = "model.path",
+) -> None:
+    """Check that ranks with the same parameters have the same values. Every rank calls it.
+
+    Megatron's own seeding leaves data-parallel ranks with different weights on an accelerator.
+
+    :param tensors: Tensors of this rank, by canonical name.
+    :param rules: Rules of the whole model.
+    :param role: Whose weights they are, where they are not the model's own.
+    :param directory: Where each rank has read them.
+    :raises RankMismatchError: Some differ; on every rank, with the same text.
+    """
+    checksums, _ = _checksums(list(_replicas(tensors, rules)), summed=fingerprints)
+    if different := _differences(checksums):
+        of_role = f" of the {role}" if role else ""
+        raise RankMismatchError(
+            f"Ranks start with different weights{of_role}: {different}.", hint=other_files(directory)
+        )
+
+
+class ReplicaCheck:
+    """Compares replicas in the first step of a process, and in each ``every``-th step after that.
+
+    :param tensors: Tensors of this rank, by canonical name.
+    :param rules: Rules of the whole model.
+    :param stored: Parameters and buffers: what the tensors are, or are views of.
+    :param gradients: Reduced gradients that this rank has, with their parameters.
+    :param is_sharded: Whether a data-parallel rank has the reduced gradients of its shard alone.
+    :param deterministic: Whether two ranks that compute the same get the same bits.
+    :param every: Steps from one check to the next; 0 never checks.
+    """
+
+    def __init__(
+        self,
+        tensors: Mapping[str, Tensor],
+        rules: Sequence[TensorRule],
+        *,
+        stored: Iterable[Tensor],
+        gradients: Iterable[tuple[Tensor, Tensor]] = (),
+        is_sharded: bool = False,
+        deterministic: bool = False,
+        every: int,
+    ) -> None:
+        self._every = every if dist.get_world_size() > 1 else 0
+        self._steps: Counter[str] = Counter()
+        self._turn = 0
+        self._before = "at the start"
+        owners = {tensor.data_ptr(): tensor for tensor in stored}
+        whole = list(_whole(_replicas(tensors, rules), owners)) if self._every else []
+        self._weights = [each for each in whole if deterministic or _stays_equal(each)]
+        reduced = {id(parameter): gradient for parameter, gradient in gradients} if self._every else {}
+        self._gradients = [
+            replace(weight, tensor=reduced[id(weight.tensor)], is_gradient=True)
+            for weight in self._weights
+            if id(weight.tensor) in reduced and (not is_sharded or weight.kind == TENSOR)
+        ]
+
+    def is_due(self, role: str) -> bool:
+        """Count a step or a pass of a role, and return whether it must be checked."""
+        self._steps[role] += 1
+        return self._every > 0 and (self._steps[role] - 1) % self._every == 0
+
+    def check_step(self, step: int, norm: Tensor) -> float:
+        """Compare weights, gradients and their norm before a weight update; return the norm on the host.
+
+        :raises ReplicaError: They differ; on every rank, with the same text.
+        """
+        checksums, number = _checksums(self._next_part([*self._weights, *self._gradients]), norm)
+        self._conclude(f"in optimizer step {step}", _differences(checksums, number))
+        return number
+
+    def check_weights(self, role: str) -> None:
+        """Compare the weights of a role that is not trained.
+
+        :raises ReplicaError: They differ; on every rank, with the same text.
+        """
+        checksums, _ = _checksums(self._next_part(self._weights))
+        self._conclude(f"in pass {self._steps[role]} of the {role}", _differences(checksums))
+
+    def _next_part(self, replicas: Sequence[_Replica]) -> Sequence[_Replica]:
+        self._turn += 1
+        return _part(replicas, self._turn)
+
+    def _conclude(self, when: str, different: str) -> None:
+        if different:
+            raise ReplicaError(
+                f"Replicas differ {when}: {different}. They were equal {self._before}.",
+                hint=_REPAIR,
+            )
+        self._before = when
+
+
+# -------------------------------------------------------------------------
+# Which
+# -------------------------------------------------------------------------
+
+
+def _part(replicas: Sequence[_Replica], turn: int) -> Sequence[_Replica]:
+    """Return what a check reads: all in turn, and always what stages with other numbers of parts share."""
+    parts = max(1, math.ceil(sum(each.tensor.nbytes for each in replicas) / BYTES_AT_ONCE))
+    return [each for place, each in enumerate(replicas) if place % parts == turn % parts or each.kind == ENDS]
+
+
+def _replicas(tensors: Mapping[str, Tensor], rules: Sequence[TensorRule]) -> Iterator[_Replica]:
+    """Yield the tensors that several ranks hold alike, once for each group that does."""
+    for kind, names, group in _kinds(tensors, rules):
+        if is_shared(group):
+            first = dist.get_process_group_ranks(group)[0]
+            yield from (_Replica(kind, first, name, tensors[name]) for name in names)
+
+
+def _kinds(
+    tensors: Mapping[str, Tensor], rules: Sequence[TensorRule]
+) -> Iterator[tuple[str, Sequence[str], Any]]:
+    declared = {rule.canonical: rule.declared for rule in rules}
+    experts = {name for name in tensors if name in declared and declared[name].experts}
+    dense = [name for name in tensors if name not in experts]
+    yield "data", dense, parallel_state.get_data_parallel_group(with_context_parallel=True)
+    yield "expert data", sorted(experts), parallel_state.get_expert_data_parallel_group()
+    whole = [name for name in dense if name not in declared or declared[name].split_dim is None]
+    yield TENSOR, whole, parallel_state.get_tensor_model_parallel_group()
+    copied = copied_embedding(rules)
+    if copied is not None and copied in tensors:
+        yield ENDS, [copied], parallel_state.get_embedding_group(check_initialized=False)
+
+
+def _whole(replicas: Iterable[_Replica], owners: Mapping[int, Tensor]) -> Iterator[_Replica]:
+    """Yield what is stored: a stack of experts once, under the name of its first one.
+
+    A model may have thousands of experts, and each tensor takes a kernel.
+    """
+    for each in replicas:
+        if (owner := owners.get(each.tensor.data_ptr())) is not None:
+            yield replace(each, tensor=owner)
+
+
+def _stays_equal(weight: _Replica) -> bool:
+    """Return whether rounding cannot tell copies apart in time.
+
+    Where each tensor-parallel rank computes the whole gradient of its copy, as in towers or without sequence
+    parallelism, kernels that add up in no fixed order let the copies drift, which is no error.
+    """
+    if weight.kind != TENSOR or not isinstance(weight.tensor, nn.Parameter):
+        return True
+    is_summed = "q_layernorm" in weight.name or "k_layernorm" in weight.name
+    return is_summed or bool(getattr(weight.tensor, "sequence_parallel", False))
+
+
+# -------------------------------------------------------------------------
+# Comparison
+# -------------------------------------------------------------------------
+
+
+def _checksums(
+    replicas: Sequence[_Replica],
+    norm: Tensor | None = None,
+    summed: Callable[[Sequence[Tensor]], Tensor] = digests,
+) -> tuple[Checksums, float]:
+    """Return the checksums of tensors, and a norm. The host waits for the device once."""
+    tensors = {id(each.tensor): each.tensor for each in replicas}
+    numbers = [summed(list(tensors.values()))] if tensors else []
+    if norm is not None:
+        numbers.append(norm.detach().float().reshape(1).view(torch.int32).long())
+    values = torch.cat(numbers).cpu() if numbers else torch.zeros(0, dtype=torch.int64)
+    by_tensor = dict(zip(tensors, values.tolist(), strict=False))
+    checksums: dict[str, dict[str, int]] = {}
+    for each in replicas:
+        checksums.setdefault(each.key, {})[each.name] = by_tensor[id(each.tensor)]
+    return checksums, math.nan if norm is None else float(values[-1:].int().view(torch.float32))
+
+
+def _differences(checksums: Checksums, norm: float = 0.0) -> str:
+    """Return what differs between ranks, with those that are not with the most. Every rank calls it."""
+    exchange = host_exchange()
+    totals = {
+        key: blake2b(repr(each).encode(), digest_size=16).hexdigest() for key, each in checksums.items()
+    }
+    keys = json.loads(exchange.decide(json.dumps([totals, norm]), _differing_keys))
+    if not keys:
+        return ""
+    return exchange.decide(json.dumps([{key: checksums.get(key, {}) for key in keys}, norm]), _named)
+
+
+def _differing_keys(reports: Sequence[str]) -> str:
+    by_key: dict[str, set[str]] = {}
+    norms = []
+    for totals, norm in map(json.loads, reports):
+        norms.append(norm)
+        for key, total in totals.items():
+            by_key.setdefault(key, set()).add(total)
+    keys = sorted(key for key, totals in by_key.items() if len(totals) > 1)
+    return json.dumps(keys if _are_equal(norms) else [*keys, NORM])
+
+
+def _are_equal(norms: Sequence[float]) -> bool:
+    first = norms[0]
+    return all(
+        math.isclose(norm, first, rel_tol=NORM_TOLERANCE) or (math.isnan(norm) and math.isnan(first))
+        for norm in norms
+    )
+
+
+def _named(reports: Sequence[str]) -> str:
+    """Return the tensors that differ, each with its ranks."""
+    ranks = [json.loads(report) for report in reports]
+    different = []
+    for key in ranks[0][0]:
+        prefix = "the gradient of " if key.startswith("gradients") else ""
+        checksums = {rank: by_key[key] for rank, (by_key, _) in enumerate(ranks) if by_key[key]}
+        for name in next(iter(checksums.values()), {}):
+            values = [each.get(name) for each in checksums.values()]
+            if odd := [
+                rank for rank, value in zip(checksums, values, strict=True) if value != majority(values)
+            ]:
+                different.append(f"{prefix}{name} ({named_ranks(odd)})")
+    if NORM in ranks[0][0]:
+        norms = (f"rank {rank}: {norm:g}" for rank, (_, norm) in enumerate(ranks))
+        different.append(f"the {NORM} ({shown(list(norms))})")
+    return shown(list(dict.fromkeys(different)))
