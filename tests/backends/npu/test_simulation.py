@@ -77,7 +77,10 @@ def test_devices(simulated: Run, allocator: str) -> None:
 
 @pytest.mark.timeout(600)
 def test_conformance(simulated: Run) -> None:
-    passes(simulated(*suite("--pyargs", "anygauge.testing.conformance", "--backend", "npu"), limit_s=550))
+    cases = suite("--pyargs", "anygauge.testing.conformance", "--backend", "npu")
+    done = simulated(*cases, options=("--devices", "4"), limit_s=550)
+    passes(done)
+    assert "devices, and" not in done.stdout, "some processes had no device"
 
 
 def test_conformance_of_the_second_device(simulated: Run) -> None:
@@ -87,6 +90,7 @@ def test_conformance_of_the_second_device(simulated: Run) -> None:
         *suite("--pyargs", *files, "--backend", "npu"), options=TWO, ASCEND_RT_VISIBLE_DEVICES="1"
     )
     passes(done)
+    assert "NOT CHECKED: 2 processes of npu need 2 devices, and 1 can be seen" in done.stdout
 
 
 @pytest.mark.parametrize(

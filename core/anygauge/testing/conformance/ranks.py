@@ -110,7 +110,7 @@ def verdict(case: Case, rank: Rank) -> Verdict:
         complaints += (f"rank {rank.rank}: {complaint}" for complaint in case.check(rank))
     except Exception as error:  # noqa: BLE001 - of the vendor's library; it is the case's verdict
         if case.optional:
-            return Verdict(complaints, refusal=f"{type(error).__name__}: {error}")
+            return Verdict(complaints, refusal=f"{type(error).__name__}: {error}".partition("\n")[0])
         return Verdict(complaints, error=f"rank {rank.rank}:\n{traceback.format_exc()}")
     return Verdict(complaints)
 
