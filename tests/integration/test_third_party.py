@@ -47,6 +47,12 @@ print(json.dumps({
 }))
 """
 
+SFT = {
+    **{"run__task": "sft", "run__steps": 3, "rollout__prompts_per_step": 12, "train__lr": 1e-2},
+    **dict.fromkeys(("reward__function", "rollout__samples_per_prompt")),
+}
+"""Three steps on the same twelve sums: the loss must fall."""
+TWO_WORKERS = ("--placement.train_workers", "2")
 COMMAND = "anygauge_tests.fork_server_main"
 IMPORTED = "ignore:Module already imported:pytest.PytestAssertRewriteWarning"
 FORKED = """
@@ -109,15 +115,18 @@ def printed(environment: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[
     """Run what is its own of the suite, and three commands; return what each printed."""
     script = environment.path / "suite.py"
     script.write_text(suite(f"{' or '.join(OWN_KERNELS)} or not test_kernels"))
-    recipe = tiny_recipe(tmp_path_factory.mktemp("trained"))
+    trained, compared = (
+        tiny_recipe(tmp_path_factory.mktemp(name), **SFT) for name in ("trained", "compared")
+    )
     commands = {
         "suite": [str(script)],
         "hooks": [COMMAND, "hooks", "--backend", "abacus", "--json"],
         "doctor": [COMMAND, "doctor", "--json"],
-        "train": [COMMAND, "train", str(recipe), "--backend", "abacus"],
+        "train": [COMMAND, "train", str(trained), "--backend", "abacus", *TWO_WORKERS],
+        "compare": [COMMAND, "train", str(compared), "--backend", "cpu"],
     }
     outputs: dict[str, str] = json.loads(environment.run_python(FORKED.format(commands=commands)))
-    return outputs | {"metrics": (recipe.parent / "run/metrics.jsonl").read_text()}
+    return outputs | {"trained": metrics(trained), "compared": metrics(compared)}
 
 
 @pytest.fixture(scope="module")
@@ -141,6 +150,7 @@ def test_nothing_of_this_checkout_is_imported(environment: Any, found: dict[str,
 def check_suite(printed: str) -> None:
     assert re.search(r"^\d{3,} passed", printed, re.M), printed
     assert "skipped" not in printed
+    assert "NOT CHECKED" not in printed
 
 
 def test_it_passes_what_is_its_own_of_the_suite(printed: dict[str, str]) -> None:
@@ -175,16 +185,31 @@ def test_its_scope_map_has_exactly_what_the_scope_redirects(found: dict[str, Any
     assert found["functions"] == sorted(REDIRECTED)
 
 
-def trained_steps(metrics: str) -> list[int]:
-    return [row["rollout/step"] for row in map(json.loads, metrics.splitlines()) if "rollout/step" in row]
+def metrics(recipe: Path) -> str:
+    return (recipe.parent / "run/metrics.jsonl").read_text()
 
 
-def test_it_trains(printed: dict[str, str]) -> None:
-    """Two steps, in processes of their own: what the suite does not do."""
-    assert trained_steps(printed["metrics"]) == [1, 2]
+def check_learning(trained: str, compared: str) -> None:
+    """Compare two workers of the outside backend with one of the cpu backend, which reduces nothing."""
+    two, one = (
+        [row for row in map(json.loads, lines.splitlines()) if "train/loss" in row]
+        for lines in (trained, compared)
+    )
+    assert len(two) == 3
+    for name in ("train/loss", "train/grad_norm"):
+        assert [row[name] for row in two] == pytest.approx([row[name] for row in one], rel=1e-4), name
+    losses = [row["train/loss"] for row in two]
+    assert losses[0] > losses[1] > losses[2]
+    assert all(row["train/grad_norm"] > 0.1 for row in two)
+
+
+def test_it_learns_as_the_cpu_backend_does(printed: dict[str, str]) -> None:
+    check_learning(printed["trained"], printed["compared"])
 
 
 @pytest.mark.soak
 def test_it_trains_in_processes_that_import_everything(environment: Any, tmp_path: Path) -> None:
-    environment.run_anygauge("train", str(tiny_recipe(tmp_path)), "--backend", "abacus")
-    assert trained_steps((tmp_path / "run/metrics.jsonl").read_text()) == [1, 2]
+    recipes = [tiny_recipe(tmp_path / name, **SFT) for name in ("trained", "compared")]
+    environment.run_anygauge("train", str(recipes[0]), "--backend", "abacus", *TWO_WORKERS)
+    environment.run_anygauge("train", str(recipes[1]), "--backend", "cpu")
+    check_learning(*map(metrics, recipes))

@@ -66,28 +66,31 @@ def _file_of(module: str) -> str:
     return (spec and spec.origin) or "not importable"
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Say what the suite did not check, and why, whatever the options of the report are."""
-    skipped = terminalreporter.stats.get("skipped", ())
-    reasons = Counter(report.longrepr[2].partition(NOT_CHECKED) for report in skipped)
-    for (_, found, reason), count in sorted(reasons.items()):
-        if found:
-            terminalreporter.write_line(f"{NOT_CHECKED}{reason} ({count} tests)", yellow=True)
-
-
 def pytest_configure(config: pytest.Config) -> None:
     """Register the suite's marker."""
     config.addinivalue_line("markers", "conformance: what every backend must pass")
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Print what tests of the suite have to say of the backend."""
+    """Print what the backend declares and what was not checked, whatever the options of the report."""
+    declared, missed = _declared(terminalreporter), _not_checked(terminalreporter)
+    if declared:
+        terminalreporter.section("what the backend declares")
+        terminalreporter.write("".join(f"{line}\n" for line in declared))
+    for reason, count in sorted(missed.items()):
+        terminalreporter.write_line(f"{NOT_CHECKED}{reason} ({count} tests)", yellow=True)
+
+
+def _declared(terminalreporter: pytest.TerminalReporter) -> list[str]:
     reports = [*terminalreporter.getreports("passed"), *terminalreporter.getreports("failed")]
     properties = [pair for report in reports for pair in getattr(report, "user_properties", ())]
-    lines = [value for name, value in properties if name == REPORTED]
-    if lines:
-        terminalreporter.section("what the backend declares")
-        terminalreporter.write("".join(f"{line}\n" for line in lines))
+    return [value for name, value in properties if name == REPORTED]
+
+
+def _not_checked(terminalreporter: pytest.TerminalReporter) -> Counter[str]:
+    skipped = terminalreporter.stats.get("skipped", ())
+    parts = [report.longrepr[2].partition(NOT_CHECKED) for report in skipped]
+    return Counter(reason for _, found, reason in parts if found)
 
 
 @pytest.fixture(scope="session")

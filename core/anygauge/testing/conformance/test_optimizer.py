@@ -143,9 +143,9 @@ def test_steps_are_those_of_adamw_in_float64(
 def test_what_a_group_says_counts_at_each_step(make: Maker, weights: list[Tensor]) -> None:
     wide, expected = in_float64(weights)
     optimizer = make(weights)
-    for step, changes in enumerate(
-        ({"weight_decay": 0.5}, {"betas": (0.5, 0.9)}, {"eps": 0.1}, {"weight_decay": 0.0})
-    ):
+    steps: list[dict[str, Any]]
+    steps = [{"weight_decay": 0.5}, {"betas": (0.5, 0.9)}, {"eps": 0.1}, {"weight_decay": 0.0}]
+    for step, changes in enumerate(steps):
         for each in (optimizer, expected):
             each.param_groups[step % 2].update(changes)
             take_step(each, step)
