@@ -39,7 +39,7 @@ TESTS_OF: Mapping[str, Sequence[str]] = {
     "groups": ("test_collectives", "test_worker"),
     "device": ("test_device", "test_scope"),
     "optimizer": ("optimizer",),
-    "register_backends": ("test_backend_spec", "2-processes-all_reduce_sum-float32"),
+    "register_backends": ("test_backend_spec", "4-processes-all_reduce_sum-float32"),
     "report_environment": ("test_backend_spec",),
     "worker_env": ("test_worker",),
     "prepare_worker": ("test_worker",),

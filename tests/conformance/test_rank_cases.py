@@ -78,6 +78,22 @@ def test_a_wrong_result_is_a_complaint(
     assert "3 x float32, group twin of ranks 0, asynchronously" in "".join(verdict.complaints)
 
 
+@pytest.mark.parametrize(("hidden", "count"), [(torch.inf, 6), (torch.nan, 2)])
+def test_an_overflow_that_a_reduction_hides_is_a_complaint(
+    hidden: float, count: int, run: RunCase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = dist.all_reduce
+
+    def hiding(tensor: Any, *arguments: Any, **options: Any) -> None:
+        own(tensor, *arguments, **options)
+        tensor[tensor.isinf() if hidden == torch.inf else tensor.isnan()] = 0.0
+
+    assert not run(case_of("not_finite"))[0].complaints
+    monkeypatch.setattr(dist, "all_reduce", hiding)
+    (verdict,) = run(case_of("not_finite"))
+    assert len(verdict.complaints) == count, verdict
+
+
 def test_what_no_run_needs_may_be_refused(run: RunCase, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any, **__: Any) -> None:
         raise RuntimeError("no such collective")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -264,6 +265,17 @@ def in_flight(rank: Rank) -> Iterator[str]:
         yield from trial.settle()
 
 
+def not_finite(rank: Rank) -> Iterator[str]:
+    """Reduce infinity and NaN of one rank: a step that overflows on one must be seen on all."""
+    for group in rank.groups:
+        for number, op in ((math.inf, "SUM"), (math.inf, "MAX"), (-math.inf, "MIN"), (math.nan, "SUM")):
+            own = torch.full((5,), number if rank.rank == group.members[-1] else 1.0)
+            reduced = own.to(rank.device.torch_device)
+            dist.all_reduce(reduced, getattr(dist.ReduceOp, op), group=group.handle)
+            if not torch.allclose(reduced.cpu(), torch.full((5,), number), equal_nan=True):
+                yield f"{group}: all_reduce {op} of {number} gives {reduced.tolist()}"
+
+
 def barrier(rank: Rank) -> Iterator[str]:
     """Let a rank come late, and look whether the others go on without it."""
     for group in rank.groups[:2]:
@@ -383,6 +395,7 @@ CASES: Sequence[Case] = (
     *_of("batch_isend_irecv", batch_isend_irecv, FLOATS, NUMBERS),
     *_of("coalesced", coalesced, FLOATS, FLOATS),
     Case("in_flight", in_flight),
+    Case("not_finite", not_finite),
     Case("barrier", barrier),
     Case("objects", objects),
     Case("timeouts", timeouts, optional=True),

@@ -244,6 +244,7 @@ CASES = [
         router_case("many-experts", 9, 256, 8, biased=True, score_function="sigmoid", scaling_factor=2.5),
         in_one_dtype=True,
     ),
+    replace(router_case("more-experts", 9, 512, 10, score_function="softmax"), in_one_dtype=True),
     replace(
         router_case("large", MANY, 16, 2, score_function="softmax", scaling_factor=0.6), in_one_dtype=True
     ),
