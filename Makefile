@@ -58,19 +58,15 @@ test-parallel: $(VENV)/.dev ## compare parallel models with unsharded ones
 # Where the oldest torch and numpy, which Ascend's set has, may differ from those of requirements/cpu.txt.
 NPU_SET_TESTS := tests/unit/engines tests/unit/kernels tests/unit/distributed tests/unit/weight_sync
 
-test-npu-set: $(NPU_VENV)/.installed ## run a part of the tests on the CPU with the versions of an Ascend host
+test-npu-set: $(NPU_VENV)/.installed ## run tests with the versions of an Ascend host, on the CPU and a simulated NPU
 	TORCH_DEVICE_BACKEND_AUTOLOAD=0 $(NPU_VENV)/bin/python -m pytest -n $(TEST_PROCESSES) --dist loadfile \
 	  --no-loadscope-reorder $(NPU_SET_TESTS) $(PYTEST_ARGS)
-
-# With the newest torch-npu: what depends on its operators, signatures and libraries, but no training.
-NEWEST_NPU_TESTS := tests/backends/npu/test_kernels_simulated.py tests/backends/npu/test_vendor_import.py \
-	tests/backends/npu/test_simulation.py tests/backends/npu/test_without_cann.py
-
-test-npu-sim: $(NPU_VENV)/.installed $(SIM_VENV)/.installed ## run tests on a simulated NPU, with two releases of torch-npu
 	TORCH_DEVICE_BACKEND_AUTOLOAD=0 SIMULATED_NPU_CACHE=$(CURDIR)/$(NPU_VENV)/simulation \
 	  $(NPU_VENV)/bin/python -m pytest -m npu_sim tests/backends/npu $(PYTEST_ARGS)
+
+test-npu-sim: $(SIM_VENV)/.installed ## run tests on a simulated NPU, with the newest torch-npu
 	TORCH_DEVICE_BACKEND_AUTOLOAD=0 SIMULATED_NPU_CACHE=$(CURDIR)/$(SIM_VENV)/simulation \
-	  $(SIM_VENV)/bin/python -m pytest -m npu_sim $(NEWEST_NPU_TESTS) $(PYTEST_ARGS)
+	  $(SIM_VENV)/bin/python -m pytest -m npu_sim tests/backends/npu $(PYTEST_ARGS)
 
 test-sglang: $(SGLANG_VENV)/.installed ## run tests with real SGLang servers, in a separate environment
 	$(SGLANG_VENV)/bin/python -m pytest -m "sglang and not soak" tests/sglang $(PYTEST_ARGS)
