@@ -35,6 +35,9 @@ ARGUMENTS = (
 PASSED, FAILED, INTERRUPTED = 0, 1, 2
 """Exit statuses of pytest; a module that cannot be imported interrupts it."""
 TESTS_OF: Mapping[str, Sequence[str]] = {
+    "varlen_attention": ("varlen_attention", "test_kernels_attention"),
+    "linear_logprob": ("linear_logprob", "test_kernels_loss"),
+    "vocab_parallel_logprob": ("vocab_parallel_logprob", "test_kernels_loss"),
     "collectives": ("test_collectives",),
     "groups": ("test_collectives", "test_worker"),
     "device": ("test_device", "test_scope"),
@@ -49,7 +52,7 @@ TESTS_OF: Mapping[str, Sequence[str]] = {
     "check_config": ("test_config_hooks",),
     "register_weight_transports": ("test_weight_transports", "imports_no_torch"),
 }
-"""Words of the names of tests that may notice a fault, by its group. For an op it is the op."""
+"""Words of the names of tests that may notice a fault, by its group. For other ops it is the op."""
 PRELOADED = ("pytest", "torch", "torch.distributed", "anygauge.kernels.table", "anygauge.runtime.launch")
 """Imported once for all runs. No module of the suite: pytest rewrites their assertions as it imports them."""
 
