@@ -89,7 +89,11 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--only", default="", metavar="REGEX", help="of faults' names")
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="runs of the suite at a time")
     parser.add_argument(
-        "--minutes", type=float, metavar="M", help="start no fault later; the next call goes on"
+        "--minutes",
+        type=float,
+        default=math.inf,
+        metavar="M",
+        help="start no fault later; the next call goes on",
     )
     parser.add_argument("--store", type=Path, metavar="FILE", help="JSON lines; made if it is not there")
     parser.add_argument("--quick", action="store_true", help="the tests that a fault's name points to alone")

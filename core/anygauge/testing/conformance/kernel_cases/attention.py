@@ -115,7 +115,6 @@ CASES = [
     attention_case("multi-head", RAGGED, 3, 3, 16, causal=True),
     attention_case("multi-query", RAGGED, 6, 1, 64, causal=True, scale=0.2),
     attention_case("many-heads", (9, 4), 40, 8, 8, causal=True, scale=0.5),
-    attention_case("many-sequences", (1, 2, 0) * 25, 2, 1, 16, causal=True),
     peaked(),
     *(
         attention_case(
