@@ -123,7 +123,7 @@ def printed(environment: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[
         "hooks": [COMMAND, "hooks", "--backend", "abacus", "--json"],
         "doctor": [COMMAND, "doctor", "--json"],
         "train": [COMMAND, "train", str(trained), "--backend", "abacus", *TWO_WORKERS],
-        "compare": [COMMAND, "train", str(compared), "--backend", "cpu"],
+        "compare": [COMMAND, "train", str(compared), "--backend", "abacus"],
     }
     outputs: dict[str, str] = json.loads(environment.run_python(FORKED.format(commands=commands)))
     return outputs | {"trained": metrics(trained), "compared": metrics(compared)}
@@ -190,7 +190,7 @@ def metrics(recipe: Path) -> str:
 
 
 def check_learning(trained: str, compared: str) -> None:
-    """Compare two workers of the outside backend with one of the cpu backend, which reduces nothing."""
+    """Compare two workers of the outside backend with one, which reduces nothing."""
     two, one = (
         [row for row in map(json.loads, lines.splitlines()) if "train/loss" in row]
         for lines in (trained, compared)
@@ -203,7 +203,7 @@ def check_learning(trained: str, compared: str) -> None:
     assert all(row["train/grad_norm"] > 0.1 for row in two)
 
 
-def test_it_learns_as_the_cpu_backend_does(printed: dict[str, str]) -> None:
+def test_it_learns_and_two_workers_as_one(printed: dict[str, str]) -> None:
     check_learning(printed["trained"], printed["compared"])
 
 

@@ -230,22 +230,22 @@ def _torch(host: Host) -> Checks:
     yield from _cann_of(host, npu.version)
 
 
-def _cann_of(host: Host, npu: str) -> Checks:
+def _cann_of(host: Host, version: str) -> Checks:
     cann = _cann_version(host)[1]
     if cann is None:
         return
-    name, own = "CANN of torch-npu", CANN_OF_TORCH_NPU.get(npu.partition("+")[0])
-    match fit(cann, npu):
+    name, own = "CANN of torch-npu", CANN_OF_TORCH_NPU.get(version.partition("+")[0])
+    match fit(cann, version):
         case "paired":
-            yield passed(name, f"{cann} is the CANN of torch-npu {npu}")
+            yield passed(name, f"{cann} is the CANN of torch-npu {version}")
         case "compatible":
-            text = f"torch-npu {npu} is released with CANN {own}; its release notes call {cann} compatible"
-            yield unknown(name, text)
+            pair = f"torch-npu {version} is released with CANN {own}"
+            yield unknown(name, f"{pair}; its release notes call {cann} compatible")
         case "refused":
-            text = f"{cann} does not serve torch-npu {npu}"
+            text = f"{cann} does not serve torch-npu {version}"
             yield failed(name, text, f"install CANN {own} ({_GUIDE})")
         case "unknown":
-            yield unknown(name, f"torch-npu {npu} is in no table of releases; CANN is {cann}")
+            yield unknown(name, f"torch-npu {version} is in no table of releases; CANN is {cann}")
 
 
 # -------------------------------------------------------------------------

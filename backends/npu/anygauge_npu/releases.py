@@ -69,7 +69,7 @@ def number(text: str, parts: int = 2) -> str:
     return ".".join(re.findall(r"\d+", text)[:parts])
 
 
-def fit(cann: str, torch_npu: str) -> Fit:
+def fit(cann: str, version: str) -> Fit:
     """Return whether a torch-npu was released with a CANN, or is compatible with it by its release notes.
 
     >>> fit("9.1.1", "2.10.0.post6"), fit("8.5.0", "2.10.0.post6"), fit("9.0.0", "2.10.0.post4")
@@ -77,7 +77,7 @@ def fit(cann: str, torch_npu: str) -> Fit:
     >>> fit("8.3.RC1", "2.10.0.post6"), fit("9.1.0", "2.15.0")
     ('refused', 'unknown')
     """
-    package = torch_npu.partition("+")[0]
+    package = version.partition("+")[0]
     own = CANN_OF_TORCH_NPU.get(package)
     if own is None:
         return "unknown"

@@ -36,7 +36,7 @@ names of more than 15 letters, such as that of the gathers that Megatron has und
 _reloadable: list[ReloadableGroups] = []
 """The groups of this process, where they are."""
 _exchanges: list[HostExchange] = []
-"""That of the default group, while there is one."""
+"""The exchange of the default group, while there is one."""
 
 
 def init_process_group(

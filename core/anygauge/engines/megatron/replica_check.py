@@ -45,7 +45,7 @@ _REPAIR = (
     "checkpoint."
 )
 Checksums = Mapping[str, Mapping[str, int]]
-"""By :attr:`_Replica.key` and name."""
+"""Checksums by :attr:`_Replica.key` and name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class _Replica:
     """A tensor that the ranks of a group hold alike."""
 
     kind: str
-    """Of the group."""
+    """Kind of the group."""
     first: int
     """First rank of the group, which tells it from others of its kind."""
     name: str

@@ -29,7 +29,7 @@ UNSIGNED = {"uint8", "bool"}
 PERIOD = 4099
 """Numbers repeat, so that long tensors are quickly made; a prime, so that no block of them does."""
 SIZES = (3, 1030, 1, 3)
-"""Of calls one after the other, every other one asynchronous: the last has the shape of the first."""
+"""Sizes of successive calls, every other one asynchronous: the last has the shape of the first."""
 LARGE = (1 << 20) + 3
 EDGE = 64
 """Elements before and after each tensor, which nobody may write."""
@@ -57,7 +57,7 @@ def tiled(numbers: Tensor, size: int) -> Tensor:
 class Trial:
     """One call of a collective in one group.
 
-    :param number: Of the call; every other one is asynchronous.
+    :param number: Number of the call; every other one is asynchronous.
     """
 
     def __init__(self, rank: Rank, group: Group, dtype: str, size: int, number: int) -> None:
