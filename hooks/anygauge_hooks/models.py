@@ -7,9 +7,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    import torch
+
     from anygauge_hooks.media import MediaSpec
 
-__all__ = ["AssistantTurns", "ModelSpec", "text_config"]
+__all__ = ["AssistantTurns", "ModelSpec", "TransformersModel", "text_config"]
 
 
 def text_config(hf: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -38,6 +40,15 @@ class AssistantTurns:
     """Text before the content of a turn; not trained on."""
     end: str
     """Text that closes a turn; trained on, since the policy has to write it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransformersModel:
+    """How the embedded engine builds a family that transformers has no class for."""
+
+    build: Callable[[Mapping[str, Any], torch.dtype], Any]
+    """From the Hugging Face config and a dtype to a transformers ``PreTrainedModel`` whose tensors have the
+    checkpoint's names. Its weights need no values. Towers have the names of the family's ``TowerSpec``."""
 
 
 def _none(hf: Mapping[str, Any]) -> tuple[str, ...]:
@@ -69,5 +80,6 @@ class ModelSpec:
     media: MediaSpec | None = None
     """Images, video and audio of the family; ``None`` if it takes only text."""
     engines: Mapping[str, object] = field(default_factory=dict)
-    """How train engines build the family, by the engine's name: ``{"megatron": MegatronModel(...)}``. Engines
-    that build any Hugging Face model need no entry."""
+    """How engines build the family, by the engine's name: ``{"megatron": MegatronModel(...)}``. Engines that
+    build any Hugging Face model need no entry; the rollout engine ``transformers`` takes a
+    :class:`TransformersModel` for a family that the library does not have."""

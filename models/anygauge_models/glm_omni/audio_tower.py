@@ -10,7 +10,26 @@ from torch import Tensor, nn
 from transformers.models.glmasr.configuration_glmasr import GlmAsrEncoderConfig
 from transformers.models.glmasr.modeling_glmasr import GlmAsrEncoder, GlmAsrMultiModalProjector
 
-__all__ = ["AudioTower"]
+__all__ = ["AudioTower", "make_projector", "projected"]
+
+
+def make_projector(config: GlmAsrEncoderConfig, width: int, activation: str) -> GlmAsrMultiModalProjector:
+    """Return the projector from an encoder to a decoder of this width."""
+    text = SimpleNamespace(hidden_size=width)
+    parts: Any = SimpleNamespace(audio_config=config, text_config=text, projector_hidden_act=activation)
+    return GlmAsrMultiModalProjector(parts)
+
+
+def projected(projector: GlmAsrMultiModalProjector, encoded: Tensor, kept: Tensor) -> Tensor:
+    """Return the features of some outputs of the encoder, several of which are joined to one.
+
+    :param encoded: ``[windows, positions, hidden]``.
+    :param kept: ``[N]``, int64: index of the joined outputs to keep.
+    :returns: ``[N, width]``.
+    """
+    joined = encoded.reshape(-1, projector.linear_1.in_features).index_select(0, kept)
+    features: Tensor = projector(joined)
+    return features
 
 
 class AudioTower(nn.Module):
@@ -24,13 +43,8 @@ class AudioTower(nn.Module):
     def __init__(self, audio: Mapping[str, Any], width: int, activation: str) -> None:
         super().__init__()
         config = GlmAsrEncoderConfig(**audio)
-        parts: Any = SimpleNamespace(
-            audio_config=config,
-            text_config=SimpleNamespace(hidden_size=width),
-            projector_hidden_act=activation,
-        )
         self.encoder = GlmAsrEncoder(config)
-        self.projector = GlmAsrMultiModalProjector(parts)
+        self.projector = make_projector(config, width, activation)
 
     def forward(self, spectrum: Tensor, kept: Tensor) -> Tensor:
         """Return the features of the sound in some windows.
@@ -41,9 +55,7 @@ class AudioTower(nn.Module):
         :returns: ``[N, width]``.
         """
         encoded = self.encoder(spectrum.to(self.encoder.conv1.weight.dtype)).last_hidden_state
-        joined = encoded.reshape(-1, self.encoder.config.intermediate_size).index_select(0, kept)
-        features: Tensor = self.projector(joined)
-        return features
+        return projected(self.projector, encoded, kept)
 
     def gradient_checkpointing_enable(self, *options: Any) -> None:
         """Let the encoder compute its layers again in the backward pass."""

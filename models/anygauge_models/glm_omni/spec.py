@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from anygauge_hooks.media import MediaSpec, TowerSpec
 from anygauge_hooks.megatron import Compose, LayerKind, MegatronModel, WeightRule
-from anygauge_hooks.models import ModelSpec
+from anygauge_hooks.models import ModelSpec, TransformersModel
 from anygauge_models.architecture import tiny_config
 from anygauge_models.glm4v import vision
 from anygauge_models.glm_omni import audio, config
@@ -17,6 +17,7 @@ from anygauge_models.glm_omni.processor import make_processor
 from anygauge_models.positions import frame_by_frame
 
 if TYPE_CHECKING:
+    import torch
     from numpy.typing import NDArray
     from torch import Tensor
 
@@ -53,6 +54,12 @@ def _build(*, config: Any, hf: Mapping[str, Any], decoder: Any, compose: Compose
     return compose.held(OWNER, compose(_towers(hf), config, decoder, **ends))
 
 
+def _build_transformers(hf: Mapping[str, Any], dtype: torch.dtype) -> Any:
+    from anygauge_models.glm_omni.composition import compose
+
+    return compose(hf, dtype)
+
+
 def _layers(hf: Mapping[str, Any]) -> Sequence[LayerKind]:
     return decoder_model(hf).layers(hf)
 
@@ -80,7 +87,7 @@ GLM_OMNI = ModelSpec(
     unused_weights=unused_weights,
     flops_per_token=config.flops_per_token,
     tiny=tiny_config("glm_omni"),
-    rollout_engines=(),
+    rollout_engines=("transformers",),
     media=MediaSpec(
         make_processor=make_processor,
         towers=_towers,
@@ -96,6 +103,7 @@ GLM_OMNI = ModelSpec(
             layers=_layers,
             build=_build,
             output_owner=OWNER,
-        )
+        ),
+        "transformers": TransformersModel(build=_build_transformers),
     },
 )

@@ -103,7 +103,7 @@ class ParityPair:
         tiny_tokenizer(self.path, alphabet=_ALPHABET)
         hf = text_config(self.policy.hf)
         store = self.store if kinds else None
-        senses = MultimodalContext(media, hf, kinds, store, self.spec.unused_weights(hf))
+        senses = MultimodalContext.of(self.spec, hf, kinds, store)
         cpu = torch.device("cpu")
         engine = TransformersEngine(
             self.path, dtype=torch.float32, device=cpu, max_batch_tokens=10_000, multimodal=senses

@@ -225,7 +225,7 @@ def test_limits_are_read_where_a_text_model_is_inside_another(load: Load, model_
 def test_an_engine_must_have_a_model_of_the_family(
     load: Load, plugins: Plugins, monkeypatch: pytest.MonkeyPatch, engines: tuple[str, ...], fit: str
 ) -> None:
-    assert FAMILIES["glm_omni"].rollout_engines == ()
+    assert FAMILIES["glm_omni"].rollout_engines == ("transformers",)
     monkeypatch.setattr(plugins.model(["ToyForCausalLM"]), "rollout_engines", engines)
     refused = rf"rollout\.engine: found 'transformers'.*no model for the toy family; {fit}"
     with pytest.raises(ConfigError, match=refused):

@@ -24,6 +24,7 @@ from anygauge_tests.batches import TrainSample
 from anygauge_tests.composed import write_composed
 from anygauge_tests.media import DictStore
 from anygauge_tests.transformers_parity import ParityPair, build, sample
+from anygauge_tests.vision_models import write_vision_model
 
 OMNI: ModelSpec = load_plugins().named("register_models")["glm_omni"]
 HF = OMNI.tiny()
@@ -156,6 +157,31 @@ def given(both: ParityPair, sample: TrainSample) -> dict[str, Any]:
 def test_logits_and_gradients_equal_those_of_the_composition(both: ParityPair) -> None:
     """Compare text, images, a video and sound in one micro-batch."""
     both.check(["visual.blocks.1", "audio_tower.layers.1", "multi_modal_projector.linear_2", "lm_head"])
+
+
+def test_the_embedded_engine_has_the_log_probabilities_of_the_trainer(both: ParityPair) -> None:
+    both.check_sampling(("image", "video", "audio"), 4)
+
+
+def test_the_embedded_engine_leaves_out_the_towers_of_other_media(both: ParityPair) -> None:
+    for kinds, samples in (((), both.samples[:1]), (("image", "video"), both.samples[:2])):
+        policy = build(both.path, both.context, kinds)
+        replace(both, policy=policy, samples=samples).check_sampling(kinds, 3)
+
+
+def test_the_embedded_engine_builds_the_decoder_with_experts(both: ParityPair, tmp_path: Path) -> None:
+    from anygauge.serving.embedded.weights import copy_weights
+    from anygauge_hooks.models import TransformersModel
+
+    moe = {**HF, **{key: GLM4V_MOE.tiny()[key] for key in ("text_config", "vision_config")}}
+    decoder = load_file(write_vision_model(GLM4V_MOE, tmp_path) / "model.safetensors")
+    dense = load_file(both.path / "model.safetensors").items()
+    audio = {name: each for name, each in dense if "audio_tower" in name or "multi_modal_projector" in name}
+    own = OMNI.engines["transformers"]
+    assert isinstance(own, TransformersModel)
+    model = own.build(moe, torch.bfloat16)
+    assert {each.dtype for each in model.parameters()} == {torch.bfloat16}
+    copy_weights(model, (audio | decoder).items())  # refuses what is missing or unknown
 
 
 def test_other_sound_gives_other_logits(both: ParityPair) -> None:

@@ -67,7 +67,7 @@ def _multimodal_context(config: Config, context: WorkerContext) -> MultimodalCon
     spec = context.plugins.model(hf.get("architectures") or ())
     if spec.media is None:
         return None
-    return MultimodalContext(spec.media, hf, kinds, context.media, spec.unused_weights(hf))
+    return MultimodalContext.of(spec, hf, kinds, context.media)
 
 
 class TransformersEngine:
@@ -109,9 +109,7 @@ class TransformersEngine:
         self._lock = threading.Lock()
         self._refusal: str | None = None
         self._recorder = Recorder(capture)
-        self._tokenizer, self._model = _load(
-            path, dtype, device, trust_remote_code, has_towers=multimodal is not None
-        )
+        self._tokenizer, self._model = _load(path, dtype, device, trust_remote_code, multimodal)
         self._towers = None if multimodal is None else MultimodalTowers(self._model, multimodal)
         text = self._model.config.get_text_config()
         self._vocab_size: int = text.vocab_size
@@ -247,37 +245,41 @@ class TransformersEngine:
 
 
 def _load(
-    path: Path, dtype: torch.dtype, device: torch.device, trust_remote_code: bool, *, has_towers: bool
+    path: Path,
+    dtype: torch.dtype,
+    device: torch.device,
+    trust_remote_code: bool,
+    multimodal: MultimodalContext | None,
 ) -> tuple[Any, Any]:
-    """Return the tokenizer, and the model with weights yet to be copied in.
-
-    :param has_towers: Whether the model has its towers.
-    """
+    """Return the tokenizer, and the model with weights yet to be copied in."""
     try:
         tokenizer = AutoTokenizer.from_pretrained(
             path, local_files_only=True, trust_remote_code=trust_remote_code
         )
-        return tokenizer, _build(path, dtype, device, trust_remote_code, has_towers=has_towers)
+        # Weights are copied in later. Drawing them first would take time and advance the random state.
+        with no_init_weights(), device:
+            model = _build(path, dtype, trust_remote_code, multimodal)
     except (OSError, ValueError) as error:
         raise CheckpointError(
             f"transformers cannot load {path}: {error}",
             hint="Complete the directory; one that needs Python files of its own also needs "
             "model.trust_remote_code = true.",
         ) from error
+    model.tie_weights()
+    return tokenizer, model.eval().requires_grad_(False)
 
 
 def _build(
-    path: Path, dtype: torch.dtype, device: torch.device, trust_remote_code: bool, *, has_towers: bool
+    path: Path, dtype: torch.dtype, trust_remote_code: bool, multimodal: MultimodalContext | None
 ) -> Any:
+    if multimodal is not None and multimodal.build is not None:
+        return multimodal.build(multimodal.hf, dtype)
     config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=trust_remote_code)
     config = getattr(config, "thinker_config", config)  # of a model that speaks, what it thinks with
-    # Every weight is about to be copied in; drawing them first would take longer and move the random state.
-    with no_init_weights(), device:
-        model = (AutoModelForMultimodalLM if has_towers else AutoModelForCausalLM).from_config(
-            config, dtype=dtype, attn_implementation="sdpa", trust_remote_code=trust_remote_code
-        )
-    model.tie_weights()
-    return model.eval().requires_grad_(False)
+    auto = AutoModelForCausalLM if multimodal is None else AutoModelForMultimodalLM
+    return auto.from_config(
+        config, dtype=dtype, attn_implementation="sdpa", trust_remote_code=trust_remote_code
+    )
 
 
 def _eos_ids(path: Path, config: Any, tokenizer: Any) -> set[int]:

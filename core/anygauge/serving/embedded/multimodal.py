@@ -6,19 +6,21 @@ so that both see the same. Each content is encoded once for a batch, however man
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 
 from anygauge_hooks.errors import RolloutError
+from anygauge_hooks.models import TransformersModel
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from anygauge.serving.embedded.sampling import PendingSample
     from anygauge_hooks.media import Content, Media, MediaKind, MediaSpec, MediaStore, TowerSpec
+    from anygauge_hooks.models import ModelSpec
 
 __all__ = ["MultimodalContext", "MultimodalTowers"]
 
@@ -35,6 +37,18 @@ class MultimodalContext(NamedTuple):
     """``None`` for a run without media."""
     unused: Collection[str] = ()
     """How names of tensors in checkpoints begin that the model does not have."""
+    build: Callable[[Mapping[str, Any], torch.dtype], Any] | None = None
+    """Builder of a family that transformers has no class for."""
+
+    @classmethod
+    def of(
+        cls, spec: ModelSpec, hf: Mapping[str, Any], kinds: Collection[MediaKind], store: MediaStore | None
+    ) -> MultimodalContext:
+        """Return the context of a family with media."""
+        assert spec.media is not None
+        own = spec.engines.get("transformers")
+        build = own.build if isinstance(own, TransformersModel) else None
+        return cls(spec.media, hf, kinds, store, spec.unused_weights(hf), build)
 
     def left_out(self) -> list[TowerSpec]:
         """Return the towers that the run does without."""
@@ -65,7 +79,8 @@ class MultimodalTowers:
         self._model = model
         self._context = multimodal
         for spec in multimodal.left_out():
-            _take_out(model, spec.name)
+            for prefix in spec.hf_prefixes:  # a tower may have a projector beside it
+                _take_out(model, prefix.removesuffix(".").rpartition(".")[2])
         self._towers = [
             (spec, _find(model, spec.name))
             for spec in multimodal.spec.towers(multimodal.hf)
