@@ -5,7 +5,7 @@ SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo demo-vlm test test-parallel test-npu-set test-npu-sim test-sglang lint soak bench clean
+.PHONY: help demo demo-vlm demo-audio test test-parallel test-npu-set test-npu-sim test-sglang lint soak bench clean
 
 VENV := .venv
 SIM_VENV := .venv-npu-sim
@@ -43,6 +43,11 @@ demo-vlm: $(VENV)/.cpu ## train a tiny Qwen3-VL with SFT, then GRPO, on the CPU
 	$(BIN)/anygauge train examples/shapes_vlm_sft.toml --backend cpu --run.seed $(SEED)
 	start=$$($(BIN)/python examples/shapes/choose.py runs/shapes-sft) && \
 	  $(BIN)/anygauge train examples/shapes_vlm.toml --backend cpu --run.seed $(SEED) --model.path "$$start"
+
+demo-audio: $(VENV)/.cpu ## train a tiny GLM-Omni to count and name tones with GRPO, on the CPU
+	$(BIN)/python examples/tones/make_inputs.py --seed $(SEED) --out runs/tones-inputs
+	$(BIN)/anygauge train examples/tones_audio_sft.toml --backend cpu --run.seed $(SEED)
+	$(BIN)/anygauge train examples/tones_audio.toml --backend cpu --run.seed $(SEED)
 
 soak: $(VENV)/.dev ## run long tests (kills, leaks, tutorials) and the demo with each of SEEDS
 	$(BIN)/python -m pytest -m "soak and not sglang" $(PYTEST_ARGS)
