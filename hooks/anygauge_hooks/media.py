@@ -7,7 +7,7 @@ from the host's :class:`MediaStore`, where they are once, whatever the number of
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 if TYPE_CHECKING:
@@ -220,3 +220,6 @@ class MediaSpec:
     """Floating-point operations of a tower's forward pass over one medium."""
     forbidden: Callable[[Mapping[str, Any]], Sequence[int]]
     """Tokens that the policy may not sample: those that hold places."""
+    served: Mapping[str, frozenset[MediaKind]] = field(default_factory=dict)
+    """Kinds that servers of a rollout engine see as the trainer does, by the engine's name; of engines that
+    are not named, images."""

@@ -69,11 +69,13 @@ class ClientLimits(Protocol):
 
 
 class ImageEncoder(Protocol):
-    """Encodes the images of requests, each once for all clients of a run."""
+    """Encodes the media of requests, each once for all clients of a run."""
 
-    async def encoded(self, media: Sequence[Media]) -> list[bytes]:
-        """Return each image as a JSON string: base64 of a PNG file.
+    async def encoded(self, media: Sequence[Media], *, contents: bool = False) -> list[bytes]:
+        """Return each medium as a JSON string: base64 of a PNG file.
 
+        :param contents: Encode contents as NumPy's files (``.npy``) instead: the arrays that the trainer has.
+            Video and audio are sent in no other form.
         :raises RolloutError: One is not in the run's store.
         """
 

@@ -32,7 +32,8 @@ PACKAGES = {
 VENDOR = ("torch_npu", "mindspeed", "transformer_engine", "apex", "flash_attn", "pynvml", "sglang")
 KERNEL_LANGUAGES = {
     "anygauge_cuda.triton.": "triton",
-    "anygauge_cpu.sglang_platform": "sglang",  # SGLang imports it, nobody else
+    "anygauge_cpu.sglang_platform": "sglang",  # SGLang imports these two, nobody else
+    "anygauge.serving.sglang.processors.contents": "sglang",
 }
 """Languages that modules import and the development environment lacks, by prefix of the modules."""
 HEAVY = ("torch", "megatron", "transformers", "ray", "numpy", "pandas")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -91,11 +91,16 @@ def make_vision_model(plugins: Plugins, tmp_path_factory: pytest.TempPathFactory
     made: list[SGLangServer] = []
 
     def make(
-        path: Path, *, rank: int = 0, sglang: dict[str, Any] | None = None, **rollout: Any
+        path: Path,
+        *,
+        rank: int = 0,
+        kinds: Sequence[str] = ("image",),
+        sglang: dict[str, Any] | None = None,
+        **rollout: Any,
     ) -> SGLangServer:
         tree = {
             "run": {"name": "seeing", "directory": str(tmp_path_factory.mktemp("run"))},
-            "model": {"path": str(path), "modalities": ["image"]},
+            "model": {"path": str(path), "modalities": list(kinds)},
             "data": {"train": ["none.jsonl"]},
             "train": {"dtype": "float32", "freeze": ["vision"] if rollout else []},
             "rollout": {

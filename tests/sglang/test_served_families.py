@@ -22,6 +22,7 @@ from anygauge.weight_sync.buckets import Buffers
 from anygauge.weight_sync.pusher import WeightPusher
 from anygauge.weight_sync.transports.distributed import DistributedTransport
 from anygauge_hooks.engines import WorkerContext
+from anygauge_hooks.errors import RolloutError
 from anygauge_hooks.models import ModelSpec
 from anygauge_hooks.sglang import WeightApi
 from anygauge_tests.served_vision import VisionReference, published, write_served
@@ -40,6 +41,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 """Options that the servers of each family start with."""
 TOLERANCE = 1e-4
 OTHER = 100 * TOLERANCE
+OTHERS = {"square": "other", "clip": "other clip", "sound": "other sound"}
 
 
 class Served(NamedTuple):
@@ -64,7 +66,7 @@ def all_served(
         for family, arguments in FAMILIES.items():
             spec = plugins.get("register_models", family)
             reference, policy, path = written(spec, tmp_path_factory.mktemp(family), context)
-            server = make_vision_model(path, sglang=arguments)
+            server = make_vision_model(path, kinds=reference.kinds, sglang=arguments)
             found[family] = Served(reference, policy, server, pool.submit(started, server))
         yield found
 
@@ -78,7 +80,7 @@ def written(spec: ModelSpec, path: Path, context: WorkerContext) -> tuple[Vision
     """Return the model, the same in the trainer, and a directory that the trainer has written of it."""
     reference = VisionReference(spec, write_served(spec, path))
     source = published(path)
-    policy = build(source, context, ["image", "audio"] if "audio_config" in reference.hf else ["image"])
+    policy = build(source, context, reference.kinds)
     write_directory(path / "served", source, policy.weights(), torch.float32)
     return reference, policy, path / "served"
 
@@ -94,6 +96,7 @@ def test_log_probs_are_those_of_the_model_before_and_after_an_update(served: Ser
     requests = [
         reference.request("one", 5, "square", 7, 8),
         reference.request("two", 5, "wide", 9, "square", 7),
+        *others(reference),
     ]
     before = compare(reference, peer, requests)
     retrain(policy)
@@ -101,6 +104,21 @@ def test_log_probs_are_those_of_the_model_before_and_after_an_update(served: Ser
     assert reference.difference(requests[0], before) > OTHER, "the weights before can be told apart"
     push(policy, peer)
     compare(reference, peer, requests)
+    if "audio" in reference.kinds:
+        with pytest.raises(RolloutError, match=r"has 0.37 s; servers of SGLang take 1 to 30 s"):
+            reference.generate(peer, reference.request("short", 5, "short", 9))
+
+
+def others(reference: VisionReference) -> list[Any]:
+    """Return requests with video, between images where transformers takes both, and with sound."""
+    beside = () if "image_start_token_id" in reference.hf else ("wide", 3, "square")
+    requests = [reference.request("video", 5, *beside, "clip", 9)]
+    if "audio" in reference.kinds:
+        requests += [
+            reference.request("sound", 5, "sound", 9),
+            reference.request("all", 4, "longer", "square", 7, "clip", 8, "sound", 9),
+        ]
+    return requests
 
 
 def compare(reference: VisionReference, peer: SGLangPeer, requests: list[Any]) -> Any:
@@ -110,7 +128,9 @@ def compare(reference: VisionReference, peer: SGLangPeer, requests: list[Any]) -
         assert len(said.tokens) == 16
         assert not set(said.tokens) & set(reference.forbidden)
         assert reference.difference(request, said) < TOLERANCE
-        assert reference.difference(request, said, {"square": "other"}) > OTHER
+        for medium in request.media:
+            if (other := OTHERS.get(medium.key)) is not None:
+                assert reference.difference(request, said, {medium.key: other}) > OTHER, medium.key
     return answers[0]
 
 

@@ -116,7 +116,7 @@ def test_a_broken_picture_is_refused_and_the_server_lives(
 ) -> None:
     request = reference.request("broken", 5, "square", 7)
     with monkeypatch.context() as patch:
-        patch.setattr(ImageEncoder, "_encode", lambda self, medium: b'"iVBORw0KGgpicm9rZW4="')
+        patch.setattr(ImageEncoder, "_encode", lambda self, medium, contents: b'"iVBORw0KGgpicm9rZW4="')
         with pytest.raises(RolloutError) as caught:
             reference.generate(peer, request)
     assert caught.value.code == "AG401"

@@ -54,6 +54,7 @@ MEDIA = MediaSpec(
     positions=frame_by_frame,
     flops=vision.flops,
     forbidden=config.forbidden,
+    served={"sglang": frozenset(("image", "video"))},
 )
 
 GLM4V = with_config(

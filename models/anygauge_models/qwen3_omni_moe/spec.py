@@ -91,6 +91,7 @@ QWEN3_OMNI_MOE = make_family(
         positions=_positions,
         flops=_flops,
         forbidden=lambda hf: config.forbidden(config.flat(hf)),
+        served={"sglang": frozenset(("image", "video", "audio"))},
     ),
     defaults={
         "num_key_value_heads": 4,

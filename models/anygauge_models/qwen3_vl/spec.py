@@ -38,6 +38,7 @@ MEDIA = MediaSpec(
     positions=frame_by_frame,
     flops=vision.flops,
     forbidden=forbidden,
+    served={"sglang": frozenset(("image", "video"))},
 )
 
 QWEN3_VL = make_family(

@@ -11,7 +11,7 @@ import pytest
 
 from anygauge.config import Config, LoadedConfig
 from anygauge.config.rules.media import media_mismatches, model_media
-from anygauge.config.rules.model import model_rules
+from anygauge.config.rules.model import _rollout_engine, model_rules
 from anygauge.config.schema import Parallel
 from anygauge.plugins import load_plugins
 from anygauge.testing.tiny import tiny_tokenizer
@@ -105,6 +105,36 @@ def test_a_model_is_given_what_it_takes_and_nothing_else() -> None:
     assert lacking.hint.startswith("the model's family takes image, video and text; leave out audio")
     (text,) = problems("qwen3", "image", named=True)
     assert (text.path, text.hint[:36]) == ("model.modalities", "the model's family takes only text; ")
+
+
+@pytest.mark.parametrize(
+    ("family", "taken"),
+    [
+        ("qwen3_vl", {"image", "video"}),
+        ("qwen3_vl_moe", {"image", "video"}),
+        ("qwen3_omni_moe", {"image", "video", "audio"}),
+        ("glm4v", {"image", "video"}),
+        ("glm4v_moe", {"image", "video"}),
+        ("glm46v", {"image", "video"}),
+        ("qwen3_5", {"image"}),
+    ],
+)
+def test_servers_take_what_the_family_names(family: str, taken: set[str]) -> None:
+    """The embedded engine is the trainer's own code, and takes everything."""
+    kinds = ["audio", "image", "video"]
+    for engine, lacking in (("sglang", sorted(set(kinds) - taken)), ("transformers", [])):
+        config: Any = SimpleNamespace(
+            model=SimpleNamespace(modalities=kinds),
+            rollout=SimpleNamespace(engine=engine),
+            samples=True,
+            debug=SimpleNamespace(mode=None),
+        )
+        found = list(_rollout_engine(config, {"architectures": FAMILIES[family].architectures[:1]}, PLUGINS))
+        assert [each.found for each in found] == ([lacking] if lacking else [])
+        for each in found:
+            assert each.path == "model.modalities"
+            listed = ", ".join(sorted(taken))
+            assert each.hint.startswith(f"servers of sglang take {listed} of the {family} family; write")
 
 
 def mismatches(policy: str, other: str, *, kinds: tuple[str, ...] = ("image",), **vision: Any) -> list[str]:

@@ -1,4 +1,4 @@
-"""Images that go to a server: one placeholder each, PNG beside them, as many tokens as the run counted."""
+"""Media that go to a server: images as PNG with one placeholder each, video and sound as contents."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from PIL import Image
 from anygauge.config.schema import RolloutClient
 from anygauge.serving.image_encoder import ImageEncoder
 from anygauge.serving.sglang.client import EngineClient
-from anygauge.serving.sglang.client.wire import collapsed, request_body
+from anygauge.serving.sglang.client.media import collapsed, media_fields, read_content
+from anygauge.serving.sglang.client.wire import request_body
 from anygauge_hooks.errors import RolloutError
 from anygauge_hooks.media import Content, Media
 from anygauge_hooks.rl import SamplingParams
@@ -60,15 +61,16 @@ def test_collapsing_undoes_what_expands(parts: list[tuple[list[int], int]]) -> N
     ("tokens", "media", "why"),
     [
         ((1, PAD, PAD, 2, PAD), [image("a", 1, 1, 2)], "2 placeholders for 1 images"),
-        ((1, PAD, PAD, 2), [image("a", 2, 1, 2)], "not an image's alone"),
+        ((1, PAD, PAD, 2), [image("a", 2, 1, 2)], "tokens 2 to 4 are not of image alone"),
         ((1, PAD, PAD), [image("a", 2, 1, 2)], "not in order"),
         ((PAD, 1, PAD), [image("a", 2, 1, 1), image("b", 0, 1, 1)], "not in order"),
-        ((1, PAD), [Media("audio", "a", ((1, 1),), (4, 1, 1))], "it has audio"),
+        ((1, PAD, 2, PAD), [Media("video", "a", ((3, 1), (1, 1)), (2, 1, 1))], "of video are not in order"),
+        ((1, PAD, 2), [Media("audio", "a", ((1, 2),), (4, 1, 1))], "tokens 1 to 3 are not of audio alone"),
     ],
 )
 def test_what_does_not_go_together_is_refused(tokens: Any, media: list[Media], why: str) -> None:
     with pytest.raises(RolloutError, match=why) as caught:
-        collapsed(request(tokens, *media))
+        media_fields(request(tokens, *media), [b'""' for _ in media])
     assert caught.value.code == "AG401"
 
 
@@ -94,10 +96,11 @@ def server() -> Iterator[FakeServer]:
 @pytest.fixture
 def store() -> DictStore:
     rng = np.random.default_rng(0)
-    pixels = {"a": (16, 24), "b": (8, 16), "odd": (16, 16)}
-    return DictStore(
-        {key: Content("image", rng.integers(0, 255, (*size, 3), np.uint8)) for key, size in pixels.items()}
-    )
+    pixels = {"a": (16, 24), "b": (8, 16), "odd": (16, 16), "clip": (2, 16, 8)}
+    contents = {
+        key: Content("image", rng.integers(0, 255, (*size, 3), np.uint8)) for key, size in pixels.items()
+    }
+    return DictStore({**contents, "sound": Content("audio", rng.standard_normal((9, 4), np.float32))})
 
 
 def ask(server: FakeServer, store: DictStore, asked: GenerateRequest) -> Generation:
@@ -128,8 +131,34 @@ def test_the_server_sees_the_images_in_order(server: FakeServer, store: DictStor
     assert tokens != other
 
 
+def npy(store: DictStore, key: str) -> bytes:
+    file = io.BytesIO()
+    np.save(file, store.get(key).data)
+    return file.getvalue()
+
+
+def test_the_server_gets_video_and_sound_as_the_trainer_has_them(
+    server: FakeServer, store: DictStore
+) -> None:
+    """All tokens are sent as they are, and each content with its places, an image among them too."""
+    video = Media("video", "clip", ((1, 2), (4, 2)), (2, 2, 1), 0.5, "row 4")
+    sound = Media("audio", "sound", ((8, 3),), (9, 1, 1))
+    asked = request(
+        (7, *(PAD,) * 2, 8, *(PAD,) * 2, 9, 5, *(91,) * 3, *(92,) * 2), video, sound, image("b", 11, 1, 2)
+    )
+    shown = list(asked.tokens)
+    for medium in asked.media:
+        for start, count in medium.spans:
+            shown[start : start + count] = stand_ins(npy(store, medium.key), count, VOCAB)
+    assert ask(server, store, asked).tokens == expected(tuple(shown), 5, "default", 0, 6, VOCAB)[0]
+    sent = orjson.loads(orjson.dumps(media_fields(asked, [b'"Vg=="', b'"Uw=="', b'"SQ=="'])))
+    assert [read_content(sent[f"{kind}_data"][0]) for kind in ("video", "audio", "image")] == list(
+        zip(asked.media, (b"V", b"S", b"I"), strict=True)
+    )
+
+
 def test_a_server_that_counts_otherwise_is_found_out(server: FakeServer, store: DictStore) -> None:
-    with pytest.raises(RolloutError, match="has read 5 tokens in request 7-0, which has 7 with 1 images"):
+    with pytest.raises(RolloutError, match="has read 5 tokens in request 7-0, which has 7 with 1 media"):
         ask(server, store, request((7, *(PAD,) * 6), image("odd", 1, 2, 3)))
 
 
@@ -153,7 +182,7 @@ def test_a_png_is_made_once_and_the_oldest_go_first(
     made: list[str] = []
     encode = ImageEncoder._encode
     monkeypatch.setattr(
-        ImageEncoder, "_encode", lambda self, each: made.append(each.key) or encode(self, each)
+        ImageEncoder, "_encode", lambda self, each, _: made.append(each.key) or encode(self, each, _)
     )
 
     async def run() -> None:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from anygauge.plugins import Plugins
     from anygauge_hooks.engines import TrainEngineSpec
     from anygauge_hooks.media import MediaKind
+    from anygauge_hooks.models import ModelSpec
 
 __all__ = ["model_rules"]
 
@@ -183,6 +184,20 @@ def _rollout_engine(config: Config, hf: Mapping[str, Any], plugins: Plugins) -> 
         fit = f"these have: {', '.join(spec.rollout_engines)}" if spec.rollout_engines else "none has one yet"
         hint = f'has no model for the {spec.name} family; {fit}; run.task = "sft" without rewards needs none'
         yield ConfigProblem(path="rollout.engine", found=engine, hint=hint)
+        return
+    yield from _served_media(config, spec, plugins)
+
+
+def _served_media(config: Config, spec: ModelSpec, plugins: Plugins) -> Problems:
+    """Yield kinds of media that servers of the engine do not see as the trainer does."""
+    engine = config.rollout.engine
+    if spec.media is None or plugins.get("register_rollout_engines", engine).serve is None:
+        return
+    taken = spec.media.served.get(engine, frozenset({"image"}))
+    if unserved := sorted(modalities(config) - taken):
+        hint = f"servers of {engine} take {', '.join(sorted(taken))} of the {spec.name} family; write "
+        hint += f'rollout.engine = "transformers", or leave out {", ".join(unserved)}'
+        yield ConfigProblem(path="model.modalities", found=unserved, hint=hint)
 
 
 def _chat_template(config: Config) -> Problems:

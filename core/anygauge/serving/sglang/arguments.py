@@ -7,7 +7,8 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from anygauge.config.modalities import modalities
+from anygauge.config.modalities import TOWERS, modalities
+from anygauge.serving.sglang import processors
 from anygauge.serving.sglang.installed import Argument, Installed
 from anygauge_hooks.types import ConfigProblem
 
@@ -134,13 +135,18 @@ def media_arguments(config: Config, installed: Installed) -> dict[str, Any]:
 
 
 def media_environment(config: Config) -> dict[str, str]:
-    """Return variables of a server's environment in a run with images.
+    """Return variables of a server's environment in a run with media.
 
-    A server keeps the features of images that it has seen, and forgets none of them when its tower gets new
-    weights.
+    A server keeps the features of media that it has seen, and forgets none of them when its tower gets new
+    weights. Contents of video and audio are read by processors of the run.
     """
-    is_trained = modalities(config) and "vision" not in config.train.freeze
-    return {"SGLANG_VLM_CACHE_SIZE_MB": "0"} if is_trained else {}
+    kinds = modalities(config)
+    environment = {}
+    if kinds - {"image"}:
+        environment["SGLANG_EXTERNAL_MM_PROCESSOR_PACKAGE"] = processors.__name__
+    if any(kinds & TOWERS[tower] and tower not in config.train.freeze for tower in TOWERS):
+        environment["SGLANG_VLM_CACHE_SIZE_MB"] = "0"
+    return environment
 
 
 def command_line(arguments: Mapping[str, Any], installed: Installed) -> list[str]:

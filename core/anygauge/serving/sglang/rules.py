@@ -11,6 +11,7 @@ from anygauge.config.schema import POLICY
 from anygauge.plugins import probe_backend
 from anygauge.serving.server_plan import plan_servers
 from anygauge.serving.sglang.arguments import argument_problems
+from anygauge.serving.sglang.client.media import LONGEST_S
 from anygauge.serving.sglang.installed import Installed, how_to_install, installed_sglang
 from anygauge.serving.sglang.keys import key_problems
 from anygauge.serving.sglang.kinds import SPARE, context_room, plan_copies, plan_stages
@@ -72,11 +73,14 @@ def _of_others(config: Config) -> Iterator[ConfigProblem]:
 def _of_media(config: Config) -> Iterator[ConfigProblem]:
     """Yield what servers cannot be shown, and towers that would be trained here and stay old there."""
     kinds = modalities(config)
-    if unserved := sorted(kinds - {"image"}):
-        hint = f"a server of SGLang tokenizes the text around {' and '.join(unserved)} again, so that its "
-        hint += 'tokens differ from the run\'s; write rollout.engine = "transformers", or images alone'
-        yield ConfigProblem(path="model.modalities", found=unserved, hint=hint)
     encodes = any(plan.kind == "encoder" and plan.model == POLICY for plan in plan_servers(config))
+    if encodes and (unserved := sorted(kinds - {"image"})):
+        hint = f'servers of kind "encoder" decode {" and ".join(unserved)} themselves, to other frames and '
+        hint += "tokens than the run's; leave their group out, or write images alone"
+        yield ConfigProblem(path="model.modalities", found=unserved, hint=hint)
+    if "audio" in kinds and config.media.max_seconds > LONGEST_S:
+        hint = f"servers of SGLang take recordings of at most {LONGEST_S} seconds"
+        yield ConfigProblem(path="media.max_seconds", found=config.media.max_seconds, hint=hint)
     if encodes and "image" in kinds and "vision" not in config.train.freeze:
         hint = 'servers of kind "encoder" take no new weights: add "vision", or leave their group out'
         yield ConfigProblem(path="train.freeze", found=list(config.train.freeze), hint=hint)

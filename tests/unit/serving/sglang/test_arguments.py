@@ -50,6 +50,14 @@ def test_a_run_with_images_names_the_library_that_reads_them(
     assert media_environment(config(model=model)) == {"SGLANG_VLM_CACHE_SIZE_MB": "0"}
     frozen = {"dtype": "float32", "freeze": ["vision"]}
     assert media_environment(config(model=model, train=frozen)) == {}
+    sounds = {"path": "/models/tiny", "modalities": ["image", "audio"]}
+    contents = {"SGLANG_EXTERNAL_MM_PROCESSOR_PACKAGE": "anygauge.serving.sglang.processors"}
+    assert media_environment(config(model=sounds, train=frozen)) == {
+        **contents,
+        "SGLANG_VLM_CACHE_SIZE_MB": "0",
+    }
+    frozen["freeze"] = ["vision", "audio"]
+    assert media_environment(config(model=sounds, train=frozen)) == contents
     assert media_arguments(config(model=model), installed) == {"enable_multimodal": True}
     newer = read_arguments(['image_processor_backend: A[str, "library"] = "auto"'])
     newer |= installed.arguments

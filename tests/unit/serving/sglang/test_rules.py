@@ -59,11 +59,21 @@ def test_arguments_of_all_and_of_a_group_are_checked(config: Make, cpu: BackendS
     assert set(found(config(rollout), cpu)) == {"rollout.sglang.tp_sise", "rollout.groups[0].sglang.port"}
 
 
-def test_servers_are_shown_images_alone(config: Make, cpu: BackendSpec) -> None:
+def test_recordings_have_a_length_that_servers_take(config: Make, cpu: BackendSpec) -> None:
+    sounds = {"train": ["a.jsonl"], "multimodal_keys": {"image": "images", "audio": "sound"}}
+    assert found(config(data=sounds), cpu) == {}
+    hint = "servers of SGLang take recordings of at most 30 seconds"
+    assert found(config(data=sounds, media={"max_seconds": 31}), cpu) == {"media.max_seconds": hint}
     images = {"train": ["a.jsonl"], "multimodal_keys": {"image": "images"}}
-    assert found(config(data=images), cpu) == {}
-    both = {"train": ["a.jsonl"], "multimodal_keys": {"image": "images", "audio": "sound"}}
-    assert "text around audio again" in found(config(data=both), cpu)["model.modalities"]
+    assert found(config(data=images, media={"max_seconds": 31}), cpu) == {}
+
+
+def test_encoders_are_sent_images_alone(config: Make, cpu: BackendSpec) -> None:
+    rollout = {"groups": [{"kind": "encoder"}, {"kind": "regular"}]}
+    clips = {"path": "/models/tiny", "modalities": ["image", "video"]}
+    frozen = {"dtype": "float32", "freeze": ["vision"]}
+    problems = found(config(rollout, model=clips, train=frozen), cpu)
+    assert problems["model.modalities"].startswith('servers of kind "encoder" decode video themselves')
 
 
 def test_encoders_need_a_tower_that_is_not_trained(config: Make, cpu: BackendSpec) -> None:

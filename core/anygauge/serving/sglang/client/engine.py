@@ -13,6 +13,7 @@ import orjson
 
 from anygauge.serving.engine_state import retry_pause_s
 from anygauge.serving.sglang.client.channel import Channel, OpenFilesError
+from anygauge.serving.sglang.client.media import needs_contents
 from anygauge.serving.sglang.client.wire import BootstrapRoom, read_answer, request_body, was_aborted
 from anygauge_hooks.errors import DeadlineError, RolloutError
 from anygauge_hooks.rollout import GenerateRequest, Generation
@@ -130,13 +131,13 @@ class EngineClient:
         self, request: GenerateRequest, rank: int | None, bootstrap: BootstrapRoom | None, ends: float
     ) -> bytes:
         async with self._attempt(request, ends) as rid:
-            images = await self._images(request)
+            media = await self._media(request)
             left_s = ends - asyncio.get_running_loop().time()
-            body = request_body(request, rid, rank=rank, bootstrap=bootstrap, images=images)
+            body = request_body(request, rid, rank=rank, bootstrap=bootstrap, media=media)
             purpose = f"request {request.label}"
             return await self._channel.request("/generate", body, timeout_s=left_s, purpose=purpose)
 
-    async def _images(self, request: GenerateRequest) -> list[bytes]:
+    async def _media(self, request: GenerateRequest) -> list[bytes]:
         if not request.media:
             return []
         if self._image_encoder is None:
@@ -144,7 +145,7 @@ class EngineClient:
                 f"Request {request.label} has media, and this run has no store of them.",
                 hint='Say what the model takes: model.modalities = ["image"].',
             )
-        return await self._image_encoder.encoded(request.media)
+        return await self._image_encoder.encoded(request.media, contents=needs_contents(request))
 
     @asynccontextmanager
     async def _attempt(self, request: GenerateRequest, ends: float) -> AsyncIterator[str]:

@@ -9,13 +9,13 @@ from typing import Any, NamedTuple
 import orjson
 
 from anygauge.rollout.answer_limits import LARGEST_LOG_PROB, stray_token
+from anygauge.serving.sglang.client.media import media_fields
 from anygauge_hooks.errors import RolloutError
 from anygauge_hooks.rl import FinishReason, SamplingParams
 from anygauge_hooks.rollout import GenerateRequest, Generation
 
 __all__ = [
     "BootstrapRoom",
-    "collapsed",
     "generation_of",
     "read_answer",
     "request_body",
@@ -48,7 +48,7 @@ def request_body(
     *,
     rank: int | None = None,
     bootstrap: BootstrapRoom | None = None,
-    images: Sequence[bytes] = (),
+    media: Sequence[bytes] = (),
 ) -> bytes:
     """Return the body of a request.
 
@@ -56,17 +56,15 @@ def request_body(
         with the one it is given, so no id may begin with another.
     :param rank: Data-parallel rank of the engine that is to serve it; ``None`` lets the engine choose.
     :param bootstrap: For an engine that does but one half of it; the other is told the same.
-    :param images: Images of the request's media, each as a JSON string.
+    :param media: The request's media, encoded; see :func:`media_fields`.
     :raises RolloutError: Its placeholders and media do not go together.
     """
     body: dict[str, Any] = {
         "rid": rid,
-        "input_ids": collapsed(request) if request.media else request.tokens,
+        **media_fields(request, media),
         "sampling_params": _sampling_params(request.params, request.seed),
         "return_logprob": True,
     }
-    if images:
-        body["image_data"] = [orjson.Fragment(image) for image in images]
     if rank is not None:
         body["routed_dp_rank"] = rank
     if bootstrap is not None:
@@ -128,7 +126,7 @@ def _check_length(answer: Mapping[str, Any], request: GenerateRequest, engine: s
     if read is not None and read != len(request.tokens):
         raise RolloutError(
             f"{engine} has read {read} tokens in request {request.label}, which has "
-            f"{len(request.tokens)} with {len(request.media)} images.",
+            f"{len(request.tokens)} with {len(request.media)} media.",
             hint="The server makes other sizes of images: start it with the run's model and its "
             "preprocessor_config.json, without limits on pixels of its own.",
         )
@@ -227,36 +225,3 @@ def version_of(label: str | None, engine: str) -> int:
             f"{engine} serves weights of version {label!r}, which is not a number.",
             hint="Restart the server without --weight-version, or with the number of a step.",
         ) from error
-
-
-def collapsed(request: GenerateRequest) -> list[int]:
-    """Return the tokens of a request with one placeholder for each image, as SGLang takes them.
-
-    :raises RolloutError: The placeholders and the media do not go together, or a medium is no image.
-    """
-    tokens, media = request.tokens, request.media
-    ids: list[int] = []
-    end = 0
-    for medium in media:
-        if medium.kind != "image" or len(medium.spans) != 1:
-            raise _refused(request, f"it has {medium.kind}, and a server of SGLang tokenizes it again")
-        [(start, count)] = medium.spans
-        if count < 1 or not end <= start <= start + count <= len(tokens):
-            raise _refused(request, f"the places {medium.spans} of an image are not in order")
-        if len(set(tokens[start : start + count])) != 1:
-            raise _refused(request, f"tokens {start} to {start + count} are not an image's alone")
-        ids += tokens[end : start + 1]
-        end = start + count
-    ids += tokens[end:]
-    pads = {tokens[medium.spans[0][0]] for medium in media}
-    if (count := sum(token in pads for token in ids)) != len(media):
-        raise _refused(request, f"its tokens have {count} placeholders for {len(media)} images")
-    return ids
-
-
-def _refused(request: GenerateRequest, why: str) -> RolloutError:
-    return RolloutError(
-        f"Request {request.label} cannot be sent to a server: {why}.",
-        hint="Show images with draft.observe(*await rollout.look(messages)), which keeps tokens and media "
-        "together; video and sound need the embedded engine.",
-    )
