@@ -130,6 +130,7 @@ def run_suite(
     only: str = "",
     quick: bool = False,
     limit_s: float,
+    suite: str = SUITE,
 ) -> Run:
     """Run the suite in a new process and an empty directory.
 
@@ -137,12 +138,15 @@ def run_suite(
     :param only: Name of the only test to run.
     :param quick: Run no others than those, where there are words.
     :param limit_s: A run that takes longer is ended with all of its processes.
+    :param suite: Package of the tests.
     """
     context = processes(backend)
     receiver, sender = context.Pipe(duplex=False)
     with tempfile.TemporaryDirectory() as directory:
         plugin = FirstFailure(words, only, quick=quick)
-        process = context.Process(target=_run, args=(directory, backend, dict(environment), plugin, sender))
+        process = context.Process(
+            target=_run, args=(suite, directory, backend, dict(environment), plugin, sender)
+        )
         process.start()
         sender.close()
         process.join(limit_s)
@@ -170,7 +174,7 @@ def device_type() -> str:
 
 
 def _run(
-    directory: str, backend: str, environment: Mapping[str, str], plugin: Any, sender: Connection
+    suite: str, directory: str, backend: str, environment: Mapping[str, str], plugin: Any, sender: Connection
 ) -> None:
     import pytest
 
@@ -181,7 +185,7 @@ def _run(
     output = os.open("output", os.O_WRONLY | os.O_CREAT)
     for stream in (1, 2):
         os.dup2(output, stream)
-    status = pytest.main(["--pyargs", SUITE, "--anygauge-backend", backend, *ARGUMENTS], plugins=[plugin])
+    status = pytest.main(["--pyargs", suite, "--anygauge-backend", backend, *ARGUMENTS], plugins=[plugin])
     sender.send((plugin.test, plugin.error))
     os._exit(status)  # a process group that a fault broke may wait at the usual end
 

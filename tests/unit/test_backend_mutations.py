@@ -6,6 +6,7 @@ import importlib
 import multiprocessing
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -186,15 +187,15 @@ def test_a_run_ends_at_the_first_failure_or_at_its_limit(
     suite: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "test_suite.py").write_text(SUITE)
-    monkeypatch.setattr(suite, "SUITE", str(tmp_path))
-    monkeypatch.setattr(suite, "processes", lambda backend: multiprocessing.get_context("fork"))
+    monkeypatch.setattr(suite, "processes", lambda backend: multiprocessing.get_context("spawn"))
+    run = partial(suite.run_suite, "cpu", suite=str(tmp_path))
     broken = {"BROKEN": "1"}
-    ended = suite.run_suite("cpu", broken, ["likely"], limit_s=60)
+    ended = run(broken, ["likely"], limit_s=60)
     assert (ended.failed, ended.test, ended.error.partition("\n")[0]) == (
         True,
         "test_suite.py::test_likely",
         "AssertionError: by the fault",
     )
-    assert suite.run_suite("cpu", {}, only="test_suite.py::test_likely", limit_s=60).passed
-    hung = suite.run_suite("cpu", broken, only="test_suite.py::test_hangs", limit_s=0.5)
+    assert run({}, only="test_suite.py::test_likely", limit_s=60).passed
+    hung = run(broken, only="test_suite.py::test_hangs", limit_s=0.5)
     assert (hung.failed, hung.status) == (True, None)

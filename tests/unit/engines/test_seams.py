@@ -318,7 +318,7 @@ def test_experts_are_as_the_ledger_says(config: Config, context: WorkerContext, 
 def test_building_a_rollout_model_restores_the_initialisers(
     config: Config, witness: Witness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from anygauge.serving.embedded.engine import _build
+    from anygauge.serving.embedded.engine import _load
 
     build = AutoModelForCausalLM.from_config
 
@@ -326,14 +326,12 @@ def test_building_a_rollout_model_restores_the_initialisers(
         witness.look("building")
         return build(*args, **options)
 
-    path, device = Path(config.model.path), torch.device("cpu")
-    _build(
-        path, torch.float32, device, trust_remote_code=False, has_towers=False
-    )  # transformers imports the model's module on first use
+    arguments = Path(config.model.path), torch.float32, torch.device("cpu"), False, None  # of a text model
+    _load(*arguments)  # transformers imports the model's module on first use
     before = identities()
     with monkeypatch.context() as patch:
         patch.setattr(AutoModelForCausalLM, "from_config", looking)
-        _build(path, torch.float32, device, trust_remote_code=False, has_towers=False)
+        _load(*arguments)
     (inside,) = witness.seen["building"]
     rows = ledger("While the rollout model is built")
     assert unlisted(changed(before, inside), rows) == set()
