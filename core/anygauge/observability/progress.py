@@ -170,7 +170,7 @@ class RunProgress:
         """Go on without a display where standard output went away: it must not end a run."""
         try:
             yield
-        except OSError as error:
+        except (OSError, ValueError) as error:  # a ValueError where the stream is closed
             self._give_up(str(error))
         except SystemExit as stop:
             # So rich takes it that the reader of a pipe has left; a signal exits with another status.
@@ -193,7 +193,7 @@ class RunProgress:
 
 def _discard(console: Console) -> None:
     """Send what is buffered for a broken output, and all that others print to it, to nowhere."""
-    with suppress(OSError), open(os.devnull, "wb") as nowhere:
+    with suppress(OSError, ValueError), open(os.devnull, "wb") as nowhere:
         os.dup2(nowhere.fileno(), console.file.fileno())
 
 

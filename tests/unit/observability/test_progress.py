@@ -310,6 +310,16 @@ def test_a_run_outlives_its_standard_output(
     sys.stdout.flush()
 
 
+def test_a_run_outlives_a_standard_output_that_is_closed(
+    run: RunInfo, output: io.StringIO, caplog: pytest.LogCaptureFixture
+) -> None:
+    progress = progress_on(output, 0.0)
+    progress.before_train(run)
+    output.close()
+    progress.after_train(run)
+    assert "standard output: I/O operation on closed file" in caplog.text
+
+
 def test_a_signal_while_a_line_is_printed_ends_the_run(run: RunInfo, output: io.StringIO) -> None:
     progress = progress_on(output, 0.0)
     progress.before_train(run)
