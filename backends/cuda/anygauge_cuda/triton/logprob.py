@@ -130,7 +130,7 @@ def _summarise(
         joint = tl.maximum(peak, tl.max(x, 0))
         shift = (peak - joint) * scale
         factor = tl.exp(shift)
-        z = tl.maximum((x - joint) * scale, -1e4)
+        z = tl.maximum((x - joint) * scale, -1e4, propagate_nan=tl.PropagateNan.ALL)
         weight = tl.exp(z)
         # shift is of the order of 1e30 before the first tile, where there is no total yet
         mean = factor * (mean + shift * total) + tl.sum(z * weight, 0)
