@@ -35,8 +35,8 @@ class AdvantageInputs:
     rewards: Tensor
     """``[T]``, the score at the last token that counts, less ``algorithm.kl_reward_coef`` times the log-ratio
     to the reference at each."""
-    log_probs: Tensor
-    """``[T]``, under the policy before the first optimizer step."""
+    log_probs: Tensor | None
+    """``[T]``, under the policy before the first optimizer step; ``None`` where nothing needs them before."""
     values: Tensor | None
     """``[T]``, what the critic expects before each token; ``None`` without a critic."""
     teacher_log_probs: Tensor | None

@@ -107,7 +107,8 @@ class TrainEngine(Protocol):
     ) -> Mapping[str, float]:
         """Take one optimizer step on this rank's mini-batch and return the metrics of the whole step.
 
-        :param batch: With every column that the loss reads.
+        :param batch: With every column that the loss reads. Without ``old_log_probs`` the ratio is taken
+            against the weights of this step: the loss gets its own log-probs, detached.
         :raises NonFiniteError: The loss or the gradient norm is not finite; no weight was changed.
         """
 

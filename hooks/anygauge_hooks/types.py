@@ -153,7 +153,8 @@ class NamedFunction:
     :class:`~anygauge_hooks.algorithms.AdvantageInputs`. Each rank that trains calls it."""
     needs: Sequence[Literal["values", "teacher_log_probs", "old_log_probs"]] = ()
     """For advantage estimators of kind ``token``: what they need of their inputs that not every run has. A
-    critic is trained if one needs values. For corrections: ``old_log_probs`` if they compare these with the
+    critic is trained if one needs values, and the trainer's log-probs are computed before the first optimizer
+    step if one needs ``old_log_probs``. For corrections: ``old_log_probs`` if they compare these with the
     rollout's, and so need the trainer's own."""
     min_samples: int = 1
     """For advantage estimators: of how many samples of a prompt there must be for it to tell them apart."""

@@ -18,7 +18,7 @@ def register_advantage_estimators() -> list[NamedFunction]:
         token_advantages.gae: {"needs": ("values",)},
         token_advantages.reinforce_plus_plus: {},
         token_advantages.reinforce_plus_plus_baseline: {"min_samples": 2},
-        token_advantages.on_policy_distillation: {"needs": ("teacher_log_probs",)},
+        token_advantages.on_policy_distillation: {"needs": ("teacher_log_probs", "old_log_probs")},
     }
     return [
         *(_named(fn, min_samples=2) for fn in (advantages.grpo, advantages.dr_grpo, advantages.rloo)),

@@ -108,6 +108,7 @@ def on_policy_distillation(inputs: AdvantageInputs) -> TokenAdvantages:
     :param inputs: With the teacher's log-probabilities.
     """
     assert inputs.teacher_log_probs is not None, "needs a teacher"
+    assert inputs.log_probs is not None, "needs old log-probs"
     difference_T = inputs.teacher_log_probs - inputs.log_probs
     return TokenAdvantages(torch.where(inputs.loss_mask != 0, difference_T, torch.zeros_like(difference_T)))
 

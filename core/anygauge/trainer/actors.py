@@ -20,8 +20,8 @@ from anygauge.algorithms.on_policy import OnPolicyDifference
 from anygauge.algorithms.values import value_loss
 from anygauge.config import Config
 from anygauge.config.roles import Components, critic_config, run_components
-from anygauge.config.rules.algorithm import compares, estimator, has_critic
-from anygauge.data.batch import mini_batches
+from anygauge.config.rules.algorithm import compares, estimator, has_critic, reads_old_log_probs
+from anygauge.data.batch import mini_batches, select
 from anygauge.distributed.layout import layout_of
 from anygauge.observability.performance import WorkerReport
 from anygauge.run_directory.dumps import RecordedLoss, model_facts, write_batch
@@ -53,7 +53,7 @@ __all__ = [
     "replays",
 ]
 
-REFERENCE, CRITIC = "reference", "critic"
+ACTOR, REFERENCE, CRITIC = "actor", "reference", "critic"
 CRITIC_NAMES = {"grad_norm": "critic_grad_norm", "lr": "critic_lr"}
 """Metrics of the critic that would be the policy's."""
 SFT = "sft"
@@ -114,6 +114,7 @@ class ActorWorker(GeneratingWorker):
         self._context = context
         self._layout = layout_of(config)
         self._estimator = estimator(config, context.plugins)
+        self._reads_old = reads_old_log_probs(config, context.plugins)
         self._trainer = make_trainer(config, context) if components.trains else None
         self._teacher: Teacher | None = None
         self._critic: CriticEngine | None = None
@@ -125,7 +126,7 @@ class ActorWorker(GeneratingWorker):
             self._critic = make_critic(config, context)
         if components.generates and not config.has_engines_apart:
             self._engine = make_engine(config, context)
-        self._rollouts_trained = 0
+        self._rollouts_trained = 0.0
         self._pusher: WeightPusher | None = None
 
     @property
@@ -140,7 +141,8 @@ class ActorWorker(GeneratingWorker):
         """Take the optimizer steps of a batch and return the metrics of each.
 
         The log-probs that the ratio is taken against, those of other models and the critic's values are of
-        the weights before the first step.
+        the weights before the first step. That step computes its own, so only what reads them earlier, or the
+        later steps, ask for a pass.
 
         :param dump: File to write the batch and the log-probs of every pass to.
         :param update_policy: Or train the critic alone.
@@ -152,7 +154,7 @@ class ActorWorker(GeneratingWorker):
         loss = RecordedLoss(self.loss)
         current: list[Tensor] = []
         metrics = []
-        for part in mini_batches(batch):
+        for part in self._mini_batches(batch):
             step = estimated | self._train_critic(part)
             if update_policy:
                 step |= self._train_policy(part, loss if dump else self.loss)
@@ -171,12 +173,35 @@ class ActorWorker(GeneratingWorker):
             self._teacher.evaluate(batch, updates=updates)
             asked = batch.teacher_log_probs is not None or batch.teacher_top_k is not None
             self._rollouts_trained += asked and self._borrows
-        uses_rollout = self.config.run.task == SFT or self.config.algorithm.old_log_probs == "rollout"
-        batch.old_log_probs = batch.rollout_log_probs if uses_rollout else self._log_probs(batch, "actor")
+        if self._reads_rollout:
+            batch.old_log_probs = batch.rollout_log_probs
+        elif self._reads_old:
+            batch.old_log_probs = self._log_probs(batch, ACTOR)
+        elif updates and len(batch.steps) > 1:
+            batch.old_log_probs = self._later_log_probs(batch)
         if compares(self.config) if updates else self.config.algorithm.kl_reward_coef > 0:
             batch.reference_log_probs = self._log_probs(batch, REFERENCE)
         if self._critic is not None:
             batch.values = self._critic.values(batch)
+
+    @property
+    def _reads_rollout(self) -> bool:
+        """Whether the ratio is taken against the log-probs of the rollout engine."""
+        return self.config.run.task == SFT or self.config.algorithm.old_log_probs == "rollout"
+
+    def _later_log_probs(self, batch: TrainBatch) -> Tensor:
+        """Return the policy's log-probs of all optimizer steps but the first, and 0 in that."""
+        later = select(batch, range(batch.steps[0], len(batch.lengths)))
+        log_probs = self.trainer.log_probs(later, temperature=self._temperature)
+        self._rollouts_trained += sum(later.lengths) / sum(batch.lengths)
+        return torch.cat((torch.zeros(len(batch.loss_mask) - len(log_probs)), log_probs))
+
+    def _mini_batches(self, batch: TrainBatch) -> list[TrainBatch]:
+        """Return the samples of each optimizer step."""
+        first, *others = mini_batches(batch)
+        if not (self._reads_rollout or self._reads_old):
+            first.old_log_probs = None
+        return [first, *others]
 
     def _train_policy(self, batch: TrainBatch, loss: LossFunction) -> Mapping[str, float]:
         """Take one optimizer step."""
@@ -201,6 +226,10 @@ class ActorWorker(GeneratingWorker):
 
         :param current: Log-probs of each sample, as the loss saw them; none if the policy was not trained.
         """
+        if current and not (self._reads_rollout or self._reads_old):
+            first = torch.cat([*current[: batch.steps[0]]])
+            others = [] if batch.old_log_probs is None else [batch.old_log_probs[len(first) :]]
+            batch.old_log_probs = torch.cat([first, *others])
         write_batch(
             path,
             batch,
@@ -310,7 +339,7 @@ class ActorWorker(GeneratingWorker):
 
     def report(self) -> WorkerReport:
         """Return what a worker tells, and how often the policy's engine was asked about all samples."""
-        asked, self._rollouts_trained = self._rollouts_trained, 0
+        asked, self._rollouts_trained = self._rollouts_trained, 0.0
         return {**super().report(), "passes": {"log_probs": asked}}
 
     def close(self) -> None:

@@ -52,6 +52,7 @@ def estimate(
     batch.advantages, batch.returns = estimated
     if added:
         assert inputs.teacher_log_probs is not None
+        assert inputs.log_probs is not None
         teacher = algorithm.distill_coef * (inputs.teacher_log_probs - inputs.log_probs)
         batch.advantages = batch.advantages + teacher
     if algorithm.normalize_advantages:
@@ -106,9 +107,12 @@ def _inputs(algorithm: Algorithm, batch: TrainBatch, total: Callable[[Tensor], T
         batch.old_log_probs,
         batch.reference_log_probs,
     )
-    assert old is not None, "a pass or the rollout engine gives them"
     assert batch.baselines is not None, "they are estimated with the group advantages"
-    kl = old - reference if algorithm.kl_reward_coef and reference is not None else None
+    kl = None
+    if algorithm.kl_reward_coef:
+        assert old is not None
+        assert reference is not None
+        kl = old - reference
     return AdvantageInputs(
         lengths=lengths,
         loss_mask=mask,
@@ -147,7 +151,7 @@ def _metrics(inputs: AdvantageInputs, estimated: TokenAdvantages, batch: TrainBa
     metrics = {"advantages": masked_mean(estimated.advantages, mask, total)}
     others = {"opd_reverse_kl": batch.teacher_log_probs, "reference_kl": batch.reference_log_probs}
     for name, log_probs in others.items():
-        if log_probs is not None:
+        if log_probs is not None and inputs.log_probs is not None:
             metrics[name] = masked_mean(inputs.log_probs - log_probs, mask, total)
     if inputs.values is not None and estimated.returns is not None:
         metrics["explained_variance"] = explained_variance(inputs.values, estimated.returns, mask, total)

@@ -64,6 +64,8 @@ class TabularEngine:
     def __init__(self, config: Config, context: WorkerContext) -> None:
         del context
         self.steps: list[Step] = []
+        self.asked = 0
+        """How many samples the policy's log-probs were asked of."""
         self._paths = {"actor": str(config.model.path)}
 
     def load_role(self, role: str, path: str) -> None:
@@ -72,6 +74,7 @@ class TabularEngine:
 
     def log_probs(self, batch: TrainBatch, *, temperature: float, role: str = "actor") -> Tensor:
         """Return the log-probabilities of all response tokens, ``[T]``."""
+        self.asked += len(batch.lengths) if role == "actor" else 0
         rows, tokens = _rows(self._table(role) / temperature, batch)
         return _taken(rows, tokens).float()
 
@@ -86,17 +89,17 @@ class TabularEngine:
     def train_step(
         self, batch: TrainBatch, loss: LossFunction, *, temperature: float, entropy_grad: bool
     ) -> Mapping[str, float]:
-        """Move the logits, then record the loss and its gradient."""
-        assert batch.old_log_probs is not None
+        """Record the loss and its gradient; the next step finds other logits."""
         assert batch.advantages is not None
         assert batch.loss_weights is not None
-        table = logits(self._paths["actor"], len(self.steps) + 1).requires_grad_()
+        table = logits(self._paths["actor"], len(self.steps)).requires_grad_()
         rows, tokens = _rows(table / temperature, batch)
         entropy, teacher = -(rows.exp() * rows).sum(-1).float(), batch.teacher_top_k
+        log_probs = _taken(rows, tokens).float()
         inputs = LossInputs(
-            log_probs=_taken(rows, tokens).float(),
+            log_probs=log_probs,
             entropy=entropy if entropy_grad else entropy.detach(),
-            old_log_probs=batch.old_log_probs,
+            old_log_probs=log_probs.detach() if batch.old_log_probs is None else batch.old_log_probs,
             rollout_log_probs=batch.rollout_log_probs,
             reference_log_probs=batch.reference_log_probs,
             advantages=batch.advantages,

@@ -18,7 +18,7 @@ def test_register_advantage_estimators() -> None:
         "on_policy_distillation": (
             token_advantages.on_policy_distillation,
             "token",
-            ("teacher_log_probs",),
+            ("teacher_log_probs", "old_log_probs"),
         ),
     }
 

@@ -274,6 +274,25 @@ def test_the_passes_over_a_batch_share_its_micro_batches(make_engine: MakeEngine
     assert engine._packed is not packed, "another batch is another object"
 
 
+def test_a_step_without_old_log_probs_takes_its_own(make_engine: MakeEngine, checkpoint: Path) -> None:
+    def clipped(inputs: LossInputs) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        ratio = (inputs.log_probs - inputs.old_log_probs).exp()
+        return -(ratio * inputs.advantages * inputs.loss_weights).sum(), {"ratio": ratio.sum().detach()}
+
+    weights = []
+    for computes in (True, False):
+        engine: Any = make_engine(checkpoint)
+        batch = batches.make_batch(make_samples(), loss_weights=torch.full((57,), 1 / 57))
+        batch.advantages = torch.linspace(-1, 2, 57)
+        if computes:
+            batch.old_log_probs = engine.log_probs(batch, temperature=0.7)
+        metrics = engine.train_step(batch, clipped, temperature=0.7, entropy_grad=False)
+        assert metrics["ratio"] == pytest.approx(57, rel=1e-5)
+        weights.append({name: tensor.clone() for name, tensor in engine.weights()})
+    for name, tensor in weights[0].items():
+        torch.testing.assert_close(tensor, weights[1][name], rtol=1e-5, atol=1e-6, msg=name)
+
+
 def test_bfloat16_trains(make_engine: MakeEngine, checkpoint: Path) -> None:
     samples = make_samples()
     full, half = make_engine(checkpoint), make_engine(checkpoint, dtype="bfloat16")

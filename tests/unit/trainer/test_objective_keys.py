@@ -66,7 +66,7 @@ KL, KL_REWARD = {"algorithm.kl_coef": 0.4}, {"algorithm.kl_reward_coef": 0.4}
 PPO = {"algorithm.advantage": "gae", "algorithm.advantage_options": {"gamma": 0.9, "lambd": 0.8}}
 FAR_PPO = {**PPO, **KL, **OTHER}
 GSPO = {"algorithm.policy_loss": "gspo", "algorithm.loss_aggregation": "sample_mean"}
-ONE_STEP = {"train.optimizer_steps": 1}
+ONE_STEP, ROLLOUT = {"train.optimizer_steps": 1}, {"algorithm.old_log_probs": "rollout"}
 
 ROWS: list[tuple[str, Any, Settings]] = [
     *(("algorithm.advantage", name, {}) for name in ("dr_grpo", "rloo", "reinforce_plus_plus_baseline")),
@@ -81,10 +81,13 @@ ROWS: list[tuple[str, Any, Settings]] = [
     ("algorithm.policy_loss", "gspo", {"algorithm.loss_aggregation": "sample_mean"}),
     ("algorithm.policy_loss", "gspo", PPO),
     ("algorithm.policy_loss", "cispo", {}),
-    ("algorithm.policy_loss", "policy_gradient", ONE_STEP),
+    ("algorithm.policy_loss", "policy_gradient", {**ONE_STEP, **ROLLOUT}),
     ("algorithm.policy_loss", "ppo_clip", {"algorithm.policy_loss": "cispo"}),
     *(("algorithm.clip_low", 0.05, {"algorithm.policy_loss": name}) for name in ("ppo_clip", "cispo")),
-    *(("algorithm.clip_high", 0.6, {"algorithm.policy_loss": name}) for name in ("ppo_clip", "cispo")),
+    *(
+        ("algorithm.clip_high", 0.6, {"algorithm.policy_loss": name, **ROLLOUT})
+        for name in ("ppo_clip", "cispo")
+    ),
     ("algorithm.clip_low", 3e-4, {**GSPO, **PPO, "algorithm.clip_low": 0.9}),
     ("algorithm.clip_high", 4e-4, {**GSPO, **PPO}),
     ("algorithm.dual_clip", 1.3, {}),
@@ -105,7 +108,7 @@ ROWS: list[tuple[str, Any, Settings]] = [
     ("algorithm.loss_aggregation", "constant_length", {}),
     ("algorithm.loss_aggregation", "token_mean", {"algorithm.loss_aggregation": "sample_mean"}),
     *(("algorithm.old_log_probs", "rollout", each) for each in ({}, ONE_STEP, {**KL_REWARD, **PPO})),
-    ("algorithm.old_log_probs", "recompute", {"algorithm.old_log_probs": "rollout"}),
+    ("algorithm.old_log_probs", "recompute", ROLLOUT),
     *(
         ("algorithm.correction", {"tis": {"level": level, "low": 0.5, "high": 1.4}}, {})
         for level in ("token", "sequence", "geometric")
@@ -212,7 +215,7 @@ def expected(config: Config, groups: Sequence[Group]) -> tuple[Steps, Steps]:
         own = samples[step::count]
         shares = aggregate(a.loss_aggregation, [each.mask for each in own], config.rollout.max_new_tokens)
         if config.critic.warmup_steps == 0:
-            table = logits(config.model.path, step + 1).requires_grad_()
+            table = logits(config.model.path, step).requires_grad_()
             losses = [policy_losses(config, each, table) @ w for each, w in zip(own, shares, strict=True)]
             policy.append(with_gradient(sum(losses), table))
         if a.advantage == "gae":
@@ -460,6 +463,7 @@ class Driven:
 
     def __init__(self, worker: ActorWorker) -> None:
         self.worker = worker
+        self.passes = 0.0
 
     def call_async(self, method: str, *, per_rank: Any, **options: Any) -> Any:
         ((arguments, own),) = per_rank
@@ -467,7 +471,9 @@ class Driven:
         return SimpleNamespace(result=lambda: results)
 
     def call(self, method: str) -> list[Any]:
-        return [getattr(self.worker, method)()]
+        result: Any = getattr(self.worker, method)()
+        self.passes += result["passes"]["log_probs"] if method == "report" else 0
+        return [result]
 
 
 class Product:
@@ -502,6 +508,13 @@ class Product:
 
     def step(self, config: Config) -> tuple[Steps, Steps]:
         """Return the optimizer steps that the loop has the policy and the critic take."""
+        worker = self.trained(config).worker
+        engines: list[Any] = [worker.trainer, worker._critic]
+        policy, critic = ([tuple(step) for step in engine.steps] if engine else [] for engine in engines)
+        return policy, critic
+
+    def trained(self, config: Config) -> Driven:
+        """Return a worker that the loop has had train on the groups."""
         context = WorkerContext(
             rank=0,
             world_size=1,
@@ -518,12 +531,13 @@ class Product:
             metrics=dict,
             read_ahead=lambda state, goes_on: None,
         )
-        driven: Any = Driven(worker)
+        driven = Driven(worker)
+        workers: Any = driven
         session = Session(
             config,
             self.plugins,
             components,
-            driven,
+            workers,
             nobody,
             (),
             {},
@@ -539,9 +553,8 @@ class Product:
             rollouts=nobody,
         )
         train_on_rollouts(loop, 1)
-        engines: list[Any] = [worker.trainer, worker._critic]
-        policy, critic = ([tuple(step) for step in engine.steps] if engine else [] for engine in engines)
-        return policy, critic
+        driven.passes += worker.report()["passes"]["log_probs"]
+        return driven
 
 
 @pytest.fixture(scope="module")
@@ -576,6 +589,39 @@ def largest_difference(one: Sequence[Steps], other: Sequence[Steps]) -> float:
 def test_a_key_does_what_its_formula_says(product: Product, key: str, value: Any, others: Settings) -> None:
     wanted = [product.compare(settings) for settings in (others, {**others, key: value})]
     assert largest_difference(*wanted) > 1e-3, "the row shows nothing: the key changes nothing here"
+
+
+@pytest.mark.parametrize(
+    ("settings", "samples"),
+    [
+        ({}, 3),  # of the second optimizer step
+        (ONE_STEP, 0),
+        ({**ONE_STEP, **PPO}, 0),
+        ({**ONE_STEP, **KL}, 0),
+        ({**ONE_STEP, "algorithm.correction": {"mis": {}, "veto": {}}}, 0),
+        ({**PPO, "critic.warmup_steps": 2}, 0),
+        (ROLLOUT, 0),
+        ({**KL_REWARD, **PPO, **ONE_STEP}, 6),
+        ({**TEACHER, **ONE_STEP}, 6),
+        ({**TOP_K, **ONE_STEP}, 0),
+        ({**ONE_STEP, "algorithm.advantage": "on_policy_distillation", "teacher.path": "teacher"}, 6),
+    ],
+    ids=str,
+)
+def test_log_probs_are_asked_only_of_samples_where_they_are_read(
+    product: Product, settings: Settings, samples: int
+) -> None:
+    driven = product.trained(product.config(settings))
+    trainer: Any = driven.worker.trainer
+    assert trainer.asked == samples
+    lengths = [
+        len(each.prompt_tokens) + len(each.response_tokens)
+        for group in product.groups
+        for each in group.samples
+    ]
+    others = len({"algorithm.kl_coef", "algorithm.kl_reward_coef", "teacher.path"} & set(settings))
+    part = sum(lengths[1::2]) / sum(lengths) if samples == 3 else samples / 6
+    assert driven.passes == pytest.approx(others + part)
 
 
 SECTIONS = {"algorithm": Algorithm, "critic": Critic, "reference": Reference, "train": Train}

@@ -23,12 +23,13 @@ __all__ = [
     "has_critic",
     "has_teacher",
     "rates_samples",
+    "reads_old_log_probs",
     "sampling_rule",
     "value_problems",
 ]
 
 ESTIMATORS = "register_advantage_estimators"
-VALUES, TEACHER = "values", "teacher_log_probs"
+VALUES, TEACHER, OLD = "values", "teacher_log_probs", "old_log_probs"
 LOSS_OPTIONS = ("clip_low", "clip_high", "dual_clip")
 """Keys that go to the policy loss, if its signature has them."""
 ON_POLICY = "policy_gradient"
@@ -69,6 +70,16 @@ def compares(config: Config) -> bool:
     """Return whether the policy is compared with a reference, in the loss or in the rewards."""
     coefficients = (config.algorithm.kl_coef, config.algorithm.kl_reward_coef)
     return any(each > 0 for each in coefficients) and config.run.task != "sft"
+
+
+def reads_old_log_probs(config: Config, plugins: LoadedPlugins) -> bool:
+    """Return whether anything reads the policy's log-probs before the first optimizer step of a rollout.
+
+    Corrections do not: they are a part of the loss, which has the log-probs of that step itself.
+    """
+    named, algorithm = estimator(config, plugins), config.algorithm
+    rewards = algorithm.kl_reward_coef > 0 or rates_samples(config, plugins)
+    return rewards or config.train.router_replay or (named is not None and OLD in named.needs)
 
 
 def algorithm_rule(config: Config, user_keys: Collection[str]) -> Problems:
@@ -114,7 +125,7 @@ def _registered(config: Config, named: NamedFunction) -> Problems:
     """Yield how a plugin registers an estimator that the trainer would not know how to call."""
     for name, given, known in (
         ("kind", (named.kind,), ("group", "token")),
-        ("needs", tuple(named.needs), (VALUES, TEACHER)),
+        ("needs", tuple(named.needs), (VALUES, TEACHER, OLD)),
     ):
         if wrong := [each for each in given if each not in known]:
             hint = f"its plugin registers it with {name} = {_listed(wrong)}; known: {_listed(known)}"

@@ -142,7 +142,7 @@ class TrainPass(_Pass):
         return LossInputs(
             log_probs=log_probs,
             entropy=entropy,
-            old_log_probs=column(data.old_log_probs),
+            old_log_probs=log_probs.detach() if data.old_log_probs is None else column(data.old_log_probs),
             rollout_log_probs=column(data.rollout_log_probs),
             reference_log_probs=None
             if data.reference_log_probs is None
