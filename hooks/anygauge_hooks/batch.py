@@ -65,8 +65,8 @@ class TrainBatch:
     loss_weights: Tensor | None = None
     """``[T]``, float32: share of each token in the mean of its optimizer step over all ranks."""
     old_log_probs: Tensor | None = None
-    """``[T]``, float32, under the weights that the ratio is taken against. ``None`` in :meth:`train_step`
-    <anygauge_hooks.engines.TrainEngine.train_step>`: those of this very step, before its update."""
+    """``[T]``, float32, under the weights that the ratio is taken against. ``None`` in an optimizer step:
+    under the weights of that step, before its update."""
     reference_log_probs: Tensor | None = None
     """``[T]``, float32, under the frozen reference."""
     teacher_log_probs: Tensor | None = None
