@@ -560,6 +560,21 @@ def after_evaluate(run: RunInfo, metrics: Mapping[str, float]) -> None:
 
 
 @hookspec
+def on_wait(run: RunInfo, message: str) -> None:
+    """Observe that a run waits, and for what.
+
+    Called every few seconds while a run that would go on, or end, waits for a checkpoint to be written.
+
+    :param run: The run, with the number of finished steps.
+    :param message: One line for the terminal: what is waited for, and how far it is.
+
+    Observer: results are ignored.
+
+    .. versionadded:: 0.1
+    """
+
+
+@hookspec
 def after_save_checkpoint(run: RunInfo, path: str) -> None:
     """Observe a checkpoint.
 

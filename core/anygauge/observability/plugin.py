@@ -18,6 +18,7 @@ _progress = RunProgress()
 before_train = _progress.before_train
 after_train_step = _progress.after_train_step
 after_evaluate = _progress.after_evaluate
+on_wait = _progress.on_wait
 after_save_checkpoint = _progress.after_save_checkpoint
 on_error = _progress.on_error
 after_train = _progress.after_train

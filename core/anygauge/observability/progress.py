@@ -101,6 +101,11 @@ class RunProgress:
         self._step_started = self._clock()
 
     @hookimpl
+    def on_wait(self, run: RunInfo, message: str) -> None:
+        """Say what the run waits for, above the live display if there is one."""
+        self._print(message)
+
+    @hookimpl
     def after_save_checkpoint(self, run: RunInfo, path: str) -> None:
         """Remember where the run can be resumed; one that goes well needs no line for it."""
         number = re.search(r"\d+$", Path(path).name)

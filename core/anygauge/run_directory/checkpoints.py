@@ -12,7 +12,7 @@ import logging
 import shutil
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from functools import partial
@@ -33,6 +33,7 @@ from anygauge.run_directory.checkpoint_reader import (
     rank_names,
     sha256,
 )
+from anygauge.run_directory.write_progress import WriteProgress
 from anygauge.runtime.worker_group import WorkerGroup
 from anygauge.strict_json import plain_value
 from anygauge_hooks.errors import CheckpointError
@@ -73,13 +74,21 @@ class CheckpointWriter:
     A checkpoint that cannot be written is a warning: the run goes on, and the earlier ones stay.
 
     :param directory: The run's; no other process may use it.
+    :param on_wait: Called with a line every few seconds while the run waits for a checkpoint.
     """
 
-    def __init__(self, directory: Path, config: Config, workers: WorkerGroup) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        config: Config,
+        workers: WorkerGroup,
+        on_wait: Callable[[str], None] = logger.info,
+    ) -> None:
         self._run_directory = directory
         self._directory = directory / DIRECTORY
         self._config = config
         self._workers = workers
+        self._on_wait = on_wait
         self._packages = installed_packages()
         self._pending: _Pending | None = None
         self._tidying: Future[None] | None = None
@@ -128,7 +137,10 @@ class CheckpointWriter:
     def finish(self) -> Path | None:
         """Wait for the checkpoint that is being written, and return it if it became complete."""
         deadline = time.monotonic() + self._config.run.timeout_s
+        progress = None
         while (path := self.poll()) is None and (pending := self._pending) is not None:
+            progress = progress or WriteProgress(pending.partial, _name(pending.step), self._on_wait)
+            progress.update()
             if time.monotonic() > deadline:
                 self._fail(pending, f"it took longer than run.timeout_s = {self._config.run.timeout_s}")
             else:

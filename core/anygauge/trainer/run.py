@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -117,7 +118,9 @@ def open_loop(
     write_capabilities(directory.path, plugins, loaded.backend)
     checkpoints = None
     if config.save.every is not None and components.trains and not replays(config):
-        checkpoints = stack.enter_context(closing(CheckpointWriter(directory.path, config, session.workers)))
+        on_wait = partial(_tell_of_wait, plugins, state)
+        writer = CheckpointWriter(directory.path, config, session.workers, on_wait=on_wait)
+        checkpoints = stack.enter_context(closing(writer))
     session.trackers = open_trackers(config, plugins, state.info, stack)
     replayed_media = ReplayedMedia(session.media)
     rollouts: GroupSource | None = None
@@ -299,6 +302,11 @@ def notify_observers(plugins: Plugins, state: RunState) -> Iterator[None]:
         block.callback(lambda: plugins.notify("after_train", run=state.info))  # as it ended
         block.push(lambda kind, error, _: _notify_of(error, plugins, state))
         yield
+
+
+def _tell_of_wait(plugins: Plugins, state: RunState, message: str) -> None:
+    logger.info("%s", message)
+    plugins.notify("on_wait", run=state.info, message=message)
 
 
 def _notify_of(error: BaseException | None, plugins: Plugins, state: RunState) -> None:

@@ -336,11 +336,12 @@ def test_the_plugin_observes_with_its_hooks(run: RunInfo, capsys: pytest.Capture
     plugin.before_train(run=run)
     plugin.after_evaluate(run=run, metrics={"eval/gsm8k": 0.5})
     plugin.after_train_step(run=replace(run, step=1), metrics=METRICS)
+    plugin.on_wait(run=replace(run, step=1), message="waiting for the checkpoint step-1")
     plugin.after_save_checkpoint(run=replace(run, step=1), path="step-1")
     plugin.on_error(run=replace(run, step=1), error=RolloutError("no memory"))
     plugin.after_train(run=replace(run, step=1))
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines] == ["run", "eval", "step", "run"]
+    assert [line.split()[0] for line in lines] == ["run", "eval", "step", "waiting", "run"]
 
 
 def test_report_environment() -> None:

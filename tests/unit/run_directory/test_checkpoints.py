@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from anygauge.config import Config
-from anygauge.run_directory import checkpoints
+from anygauge.run_directory import checkpoints, write_progress
 from anygauge.run_directory.checkpoint_reader import latest_checkpoint
 from anygauge.run_directory.checkpoints import CheckpointWriter, export_hf
 from anygauge.trainer.run import salvaged
@@ -126,6 +126,23 @@ def test_polling_completes_a_checkpoint_without_waiting(
     assert writer.poll() == tmp_path / "checkpoints" / "step-00000001"
     assert writer.poll() is None
     assert writer.finish() is None
+
+
+def test_a_run_that_waits_for_a_checkpoint_says_so(
+    tmp_path: Path, workers: Workers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines: list[str] = []
+
+    def on_wait(line: str) -> None:
+        lines.append(line)
+        workers.writes = True
+
+    monkeypatch.setattr(write_progress, "QUIET_S", 0.0)
+    workers.writes = False
+    writer = CheckpointWriter(tmp_path, make_config(), workers, on_wait)  # type: ignore[arg-type]
+    writer.start(7, {})
+    assert writer.finish() is not None
+    assert lines[0].startswith("waiting for the checkpoint step-00000007: ")
 
 
 def test_the_latest_are_kept(tmp_path: Path, make_writer: Callable[..., CheckpointWriter]) -> None:

@@ -1,0 +1,81 @@
+"""Progress of a checkpoint that a run waits for."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+__all__ = ["WriteProgress"]
+
+QUIET_S = 2.0
+"""Seconds of waiting that need no word."""
+EVERY_S = 5.0
+_GIB = 2.0**30
+_LENGTH = 8
+"""Bytes at the beginning of a safetensors file that say how long its header is."""
+
+
+class WriteProgress:
+    """Says every few seconds how much of a checkpoint's files is written.
+
+    :param directory: Directory that the ranks write to.
+    :param name: Name of the checkpoint in the messages.
+    :param say: Takes a line: ``step-00000040: 3.2 of 20.1 GiB written, 1.1 GiB/s, 15 s left``.
+    :param clock: Seconds, as ``time.monotonic``.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        name: str,
+        say: Callable[[str], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._directory, self._name, self._say, self._clock = directory, name, say, clock
+        self._started = clock()
+        self._before = _sizes(directory)[0]
+        self._due = self._started + QUIET_S
+
+    def update(self) -> None:
+        """Say how much is written, if the last word is some seconds old."""
+        now = self._clock()
+        if now < self._due:
+            return
+        self._due = now + EVERY_S
+        written, size = _sizes(self._directory)
+        rate = (written - self._before) / (now - self._started)
+        parts = [f"{written / _GIB:.1f} of {size / _GIB:.1f} GiB written"]
+        if written >= size:
+            parts.append("being flushed and verified")
+        elif rate > 0:
+            parts += [f"{rate / _GIB:.2f} GiB/s", f"{(size - written) / rate:.0f} s left"]
+        self._say(f"waiting for the checkpoint {self._name}: {', '.join(parts)}")
+
+
+def _sizes(directory: Path) -> tuple[int, int]:
+    """Return how many bytes the files of a directory have, and how many they will have."""
+    written = size = 0
+    # a walk takes a directory that went away for an empty one
+    for path in (Path(folder, name) for folder, _, names in os.walk(directory) for name in names):
+        try:
+            own = path.stat().st_size
+            expected = _announced(path) if path.suffix == ".safetensors" else own
+        except (OSError, ValueError):  # the file was renamed, or its header is not whole yet
+            continue
+        written, size = written + own, size + max(own, expected)
+    return written, size
+
+
+def _announced(path: Path) -> int:
+    """Return the size of a safetensors file according to its header.
+
+    :raises ValueError: The header is not there yet.
+    """
+    with path.open("rb") as stream:
+        length = int.from_bytes(stream.read(_LENGTH), "little")
+        header = json.loads(stream.read(min(length, path.stat().st_size)))
+    ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
+    return _LENGTH + length + max(ends, default=0)
