@@ -105,7 +105,6 @@ EXPORT const char *aclrtGetSocName(void) {
     chip_was_asked = 1;
     return soc;
   }
-#endif
   snprintf(marked, sizeof marked, "%s (simulated)", soc);
   return marked;
 }
