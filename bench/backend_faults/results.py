@@ -72,12 +72,16 @@ class Keys:
         self.suite = _digest(backend, *(path for package in packages for path in _files(package)))
         self.part = "quick" if quick else ""
 
-    def of(self, fault: Fault | None) -> str:
-        """Return the key of a fault, or of the run without one."""
+    def of(self, fault: Fault | None, outcome: str = "") -> str:
+        """Return the key of a fault, or of the run without one.
+
+        :param outcome: What tests that a fault's name points to catch, the whole suite catches with them.
+        """
         if fault is None:
             return self.suite
         names = (*HELPERS, module_of(fault))
-        return _digest(self.suite, self.part, *(HERE / f"{name}.py" for name in names))
+        part = "" if outcome == CAUGHT else self.part
+        return _digest(self.suite, part, *(HERE / f"{name}.py" for name in names))
 
 
 def _files(package: str) -> Iterator[Path]:

@@ -118,7 +118,7 @@ def test_a_call_goes_on_with_what_the_store_lacks(
         )
 
     def call(version: str, **options: Any) -> Any:
-        keys = SimpleNamespace(of=lambda fault: version)
+        keys = SimpleNamespace(of=lambda fault, outcome="": version)
         return script.run_all([fault], keys, results.Store(tmp_path / "store"), run_one, 1, **options)
 
     assert call("1", minutes=0) == []
@@ -129,6 +129,26 @@ def test_a_call_goes_on_with_what_the_store_lacks(
     assert "swiglu.half" in capsys.readouterr().out
 
 
+def test_what_likely_tests_catch_alone_counts_in_a_whole_call(
+    script: Any, results: Any, fault: Any, tmp_path: Path
+) -> None:
+    """What passes them does not: another test may catch it."""
+    outcomes = iter(["escaped", "escaped", "caught", "unused"])
+
+    def run_one(fault: Any, key: str, catcher: str | None) -> Any:
+        return results.Result(fault.name if fault else "", next(outcomes), key=key)
+
+    def call(name: str, *, quick: bool) -> list[Any]:
+        keys, store = results.Keys("cpu", quick=quick), results.Store(tmp_path / "store")
+        faults = [importlib.import_module("backend_faults.catalog").find(name)]
+        return [one.outcome for one in script.run_all(faults, keys, store, run_one, 1)]
+
+    assert call("swiglu.gelu", quick=True) == ["escaped"]
+    assert call("swiglu.gelu", quick=False) == ["caught"]
+    assert call("swiglu.gelu", quick=True) == ["caught"]
+    assert next(outcomes) == "unused"
+
+
 def test_a_suite_that_fails_without_a_fault_says_nothing(script: Any, results: Any, fault: Any) -> None:
     ran = []
 
@@ -137,7 +157,7 @@ def test_a_suite_that_fails_without_a_fault_says_nothing(script: Any, results: A
         return results.Result("", "caught", "test_a", "why")
 
     store = results.Store(None)
-    assert script.run_all([fault], SimpleNamespace(of=lambda fault: ""), store, run_one, 1) == []
+    assert script.run_all([fault], SimpleNamespace(of=lambda fault, outcome="": ""), store, run_one, 1) == []
     assert (ran, store.results) == ([None], [])
 
 
