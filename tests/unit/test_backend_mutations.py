@@ -132,7 +132,7 @@ def test_a_call_goes_on_with_what_the_store_lacks(
 def test_what_likely_tests_catch_alone_counts_in_a_whole_call(
     script: Any, results: Any, fault: Any, tmp_path: Path
 ) -> None:
-    """What passes them does not: another test may catch it."""
+    """Run the whole suite for a fault that passed them, because another test may catch it."""
     outcomes = iter(["escaped", "escaped", "caught", "unused"])
 
     def run_one(fault: Any, key: str, catcher: str | None) -> Any:
