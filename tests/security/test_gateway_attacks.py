@@ -30,6 +30,7 @@ from anygauge.rollout.gateway import anthropic_api, openai_api, server
 from anygauge.rollout.gateway import session as session_module
 from anygauge.rollout.gateway.agent import agent
 from anygauge.rollout.gateway.answers import answer_of
+from anygauge.rollout.gateway.images import Images
 from anygauge.rollout.gateway.messages import Chat, Message
 from anygauge.rollout.gateway.rendering import Renderer
 from anygauge.rollout.gateway.request_parsing import ChatRequest
@@ -37,6 +38,7 @@ from anygauge.rollout.gateway.response_parsing import Style, read
 from anygauge.rollout.gateway.sampling import Choice
 from anygauge.rollout.gateway.session import Session
 from anygauge.rollout.gateway.tool_formats import FORMATS, Called, ToolFormat
+from anygauge_hooks.media import Media
 from anygauge_hooks.rl import Prompt, SamplingParams
 from anygauge_hooks.rollout import GenerateRequest
 from anygauge_tests.scripted_gateway import ScriptedRollout, Served, chat_tokenizer, serve_script
@@ -184,7 +186,7 @@ def test_any_text_becomes_an_answer_of_both_apis(
     style = Style(think=True, tools=form, schemas={"get": {"properties": {"a": {"type": "string"}}}})
     renderer = Renderer(tokenizer, spoken=(form.start, form.end))
     choice = Choice(request, list(tokens), [0.0] * len(tokens), [0] * len(tokens), "stop")
-    answer = answer_of(0, choice, renderer, style, "r")
+    answer = answer_of(0, choice, renderer, style, "r", log_probs=True)
     ask = ChatRequest("policy", Chat((Message("user", "one"),)))
     for told in (openai_api.completion("c", 0, ask, [answer]), anthropic_api.message("m", ask, answer)):
         json.dumps(told, allow_nan=False).encode()
@@ -295,6 +297,35 @@ def test_a_request_of_a_wrong_shape_is_refused(
 
     asyncio.run(main())
     assert not caplog.records
+
+
+@pytest.mark.parametrize("place", ["x", "chat_template_kwargs"])
+def test_more_values_than_any_chat_has_are_refused(tokenizer: Any, place: str) -> None:
+    """Parsing 8 MiB of empty lists held up every other agent for seconds, and took 200 MB."""
+
+    async def main() -> None:
+        async with serve_script(tokenizer, []) as served:
+            text = json.dumps({**OPENAI, place: {"a": "MANY"}})
+            many = b"[" + b"[]," * 100_000 + b"0]"
+            reply = await post(served, CHAT, text.encode().replace(b'"MANY"', many))
+            assert reply.status_code == 400, reply.text
+            assert "more than 100000 values" in reply.json()["error"]["message"]
+
+    asyncio.run(main())
+
+
+def test_images_are_marked_in_linear_time(tokenizer: Any) -> None:
+    """Marked one after the other in a text of 3.7 MB, they would be copied for minutes."""
+
+    async def look(_: Any) -> tuple[tuple[int, ...], tuple[Media, ...]]:
+        return (5,), (Media(kind="image", key="1", spans=((0, 1),), grid=(1, 1, 1)),)
+
+    images = Images(Renderer(tokenizer), look, reserved=(5,))
+    block = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+    body = with_message(OPENAI, "user", content=[{"type": "text", "text": "so"}, *[block] * 100_000])
+    chat = asyncio.run(images.marked(openai_api.parse_request(body).chat))
+    mark = tokenizer.decode([5])
+    assert chat.messages[1].content == "so" + mark * 100_000
 
 
 def test_results_of_tools_are_told_apart_in_linear_time(tokenizer: Any) -> None:

@@ -36,7 +36,7 @@ class Answer(NamedTuple):
     prompt_tokens: int
     response_tokens: int
     log_probs: tuple[tuple[str, float], ...]
-    """Text and log-probability of each token, but for the one that ended the turn."""
+    """Text and log-probability of each token, but for the one that ended the turn; empty unless asked for."""
 
     @property
     def content(self) -> str:
@@ -58,10 +58,13 @@ class Answer(NamedTuple):
         return Message("assistant", self.content, self.reasoning or None, self.calls)
 
 
-def answer_of(number: int, choice: Choice, renderer: Renderer, style: Style, name: str) -> Answer:
+def answer_of(
+    number: int, choice: Choice, renderer: Renderer, style: Style, name: str, *, log_probs: bool
+) -> Answer:
     """Return the agent's answer from a finished generation.
 
     :param name: Begins the ids of calls; unique in the run.
+    :param log_probs: Whether it has the text and log-prob of each token, which are decoded one by one.
     """
     tokens = renderer.spoken(choice.tokens, choice.finish_reason)
     text = renderer.decode(tokens)
@@ -76,7 +79,9 @@ def answer_of(number: int, choice: Choice, renderer: Renderer, style: Style, nam
         log_probs=tuple(
             (renderer.decode((token,)), value)
             for token, value in zip(tokens, choice.log_probs[: len(tokens)], strict=True)
-        ),
+        )
+        if log_probs
+        else (),
     )
 
 

@@ -91,11 +91,9 @@ class Images:
         return chat._replace(messages=tuple([await self._marked(message) for message in chat.messages]))
 
     async def _marked(self, message: Message) -> Message:
-        content = message.content
-        for image in message.images:
-            mark, _ = await self._taken(image)
-            content = content.replace(SLOT, mark, 1)
-        return message._replace(content=content)
+        marks = [(await self._taken(image))[0] for image in message.images]
+        pieces = zip(message.content.split(SLOT), [*marks, ""], strict=True)
+        return message._replace(content="".join(piece + mark for piece, mark in pieces))
 
     async def _taken(self, image: str) -> tuple[str, Media]:
         name = _digest(image)

@@ -36,6 +36,10 @@ class ChatRequest(NamedTuple):
     reasoning: bool = True
     """Whether the agent is told the reasoning."""
 
+    def characters(self) -> int:
+        """Return the number of characters of the chat."""
+        return self.chat.characters()
+
 
 def check_sampling(chat_request: ChatRequest, run: Mapping[str, Any]) -> None:
     """Check that a request samples as the run does.

@@ -13,7 +13,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime
-from typing import Any, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 from urllib.parse import urlsplit
 
 from aiohttp import web
@@ -52,6 +52,23 @@ _ACCEPTED_AT_ONCE = 64
 """Connections that are accepted before others are read from or closed: each takes a descriptor."""
 _RETRY_AFTER_S = 1.0
 _ENDPOINTS = "/v1/chat/completions, /v1/messages, /v1/messages/count_tokens and /v1/models"
+
+
+class _Body(NamedTuple, Generic[T]):
+    """The body of a request."""
+
+    parsed: T
+    characters: int
+    """Of its chat, as it would be rendered."""
+    fingerprint: str
+    """What only the same request has too."""
+
+    @classmethod
+    def of(cls, raw: bytes, parse: Callable[[Mapping[str, Any]], T], path: str) -> _Body[T]:
+        """Parse a body; takes tens of milliseconds for megabytes, and so no time of the event loop."""
+        parsed = parse(_json_object(raw))
+        fingerprint = hashlib.blake2b(path.encode() + b"\0" + raw).hexdigest()
+        return cls(parsed, parsed.characters(), fingerprint)
 
 
 class Gateway:
@@ -279,8 +296,8 @@ class Gateway:
             return await _send(request, sampling, web.json_response(anthropic_api.message(*told)))
 
     async def _count(self, request: web.Request) -> web.StreamResponse:
-        async with self._read(request, anthropic_api.chat_of) as (session, chat, _):
-            return web.json_response({"input_tokens": await session.count(chat)})
+        async with self._read(request, anthropic_api.chat_of) as (session, body):
+            return web.json_response({"input_tokens": await session.count(body.parsed, body.characters)})
 
     async def _models(self, request: web.Request) -> web.StreamResponse:
         self._session(request)
@@ -303,17 +320,17 @@ class Gateway:
         self, request: web.Request, parse: Callable[[Mapping[str, Any]], ChatRequest]
     ) -> AsyncIterator[tuple[ChatRequest, Sampling]]:
         """Give a chat request and its generation, which is waited for until the block ends."""
-        async with self._read(request, parse) as (session, chat_request, fingerprint):
-            self._known(chat_request.model)
-            sampling = await session.submit(chat_request, fingerprint, retried=_retried(request))
+        async with self._read(request, parse) as (session, body):
+            self._known(body.parsed.model)
+            sampling = await session.submit(*body, retried=_retried(request))
             async with sampling:
-                yield chat_request, sampling
+                yield body.parsed, sampling
 
     @asynccontextmanager
     async def _read(
         self, request: web.Request, parse: Callable[[Mapping[str, Any]], T]
-    ) -> AsyncIterator[tuple[Session, T, str]]:
-        """Give the session, the parsed body, and what only the same request has too.
+    ) -> AsyncIterator[tuple[Session, _Body[T]]]:
+        """Give the session and the parsed body.
 
         Until the block ends, the body counts among those of its session that are under way.
 
@@ -325,8 +342,7 @@ class Gateway:
         session.bodies.admit(size)
         try:
             raw = await self._body(request, session)
-            parsed = await session.in_thread(lambda: parse(_json_object(raw)))
-            yield session, parsed, hashlib.blake2b(request.path.encode() + b"\0" + raw).hexdigest()
+            yield session, await session.in_thread(lambda: _Body.of(raw, parse, request.path))
         finally:
             session.bodies.release(size)
 

@@ -119,18 +119,22 @@ class Session:
         running.add_done_callback(lambda _: self._threads.release())
         return await asyncio.shield(running)
 
-    async def count(self, chat: Chat) -> int:
+    async def count(self, chat: Chat, characters: int) -> int:
         """Return the tokens of the prompt that a chat would be.
 
+        :param characters: Number of characters of the chat.
         :raises Refusal: It is too long to be counted, or cannot be shown to the model.
         """
-        if (problem := self._oversize(chat)) is not None:
+        if (problem := self._oversize(characters)) is not None:
             raise no_room(problem)
         return len((await self._plan(await self._images.marked(chat))).tokens)
 
-    async def submit(self, chat_request: ChatRequest, fingerprint: str, *, retried: bool) -> Sampling:
+    async def submit(
+        self, chat_request: ChatRequest, characters: int, fingerprint: str, *, retried: bool
+    ) -> Sampling:
         """Begin to answer a request, or find the answer that its client did not get.
 
+        :param characters: Number of characters of its chat.
         :param fingerprint: The same for two requests only if they are the same to the byte.
         :param retried: Whether the client says that it has sent the request before.
         :raises Refusal: It cannot be served.
@@ -140,7 +144,7 @@ class Session:
             raise Refusal(429, text, code="too_many_failed_requests")
         if self._manner.options.sampling == "refuse":
             check_sampling(chat_request, _run_settings(self._manner.params))
-        if (problem := self._oversize(chat_request.chat)) is not None:
+        if (problem := self._oversize(characters)) is not None:
             self.spent = True
             raise no_room(problem)
         chat_request = chat_request._replace(chat=await self._images.marked(chat_request.chat))
@@ -183,12 +187,12 @@ class Session:
             raise Refusal(404, f"Session {self.name!r} is closed.")
         return plan
 
-    def _oversize(self, chat: Chat) -> str | None:
+    def _oversize(self, characters: int) -> str | None:
         """Return why a chat cannot fit into the context, by its characters alone, or ``None``.
 
         Rendering and tokenizing take seconds and some 200 MB for each MiB, so this comes first.
         """
-        context, characters = self._manner.options.max_context_tokens, chat.characters()
+        context = self._manner.options.max_context_tokens
         if context is None or characters <= _CHARACTERS_PER_TOKEN * context:
             return None
         return (
@@ -204,7 +208,8 @@ class Session:
         style = self._style(chat_request, plan)
 
         def ended(number: int, choice: Choice) -> Answer:
-            answer = answer_of(number, choice, self._manner.renderer, style, _short(choice.request.id))
+            name, wanted = _short(choice.request.id), chat_request.log_probs
+            answer = answer_of(number, choice, self._manner.renderer, style, name, log_probs=wanted)
             self._record(plan, choice, answer)
             return answer
 

@@ -42,7 +42,7 @@ class Talk:
     async def say(self, *messages: Message, retried: bool = False, **fields: Any) -> Message:
         self._asks += not retried
         ask = ChatRequest("policy", Chat(tuple(messages)), **fields)
-        sampling = await self.session.submit(ask, str(self._asks), retried=retried)
+        sampling = await self.session.submit(ask, ask.chat.characters(), str(self._asks), retried=retried)
         async with sampling:
             answers = await sampling.answers()
         return answers[0].message()

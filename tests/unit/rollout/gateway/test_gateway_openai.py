@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from typing import Any
 
 import openai
 import pytest
 
+from anygauge.rollout.gateway.rendering import Renderer
 from anygauge_hooks.errors import RolloutError
 from anygauge_hooks.rl import SamplingParams
 
@@ -39,6 +41,28 @@ def test_an_answer(serve: Any) -> None:
             assert set(sample.loss_mask) == {1}
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_tokens_are_decoded_one_by_one_only_if_their_log_probs_are_asked_for(
+    serve: Any, monkeypatch: pytest.MonkeyPatch, asked: bool
+) -> None:
+    """The event loop decodes, 3 microseconds for each token."""
+    decoded: list[int] = []
+    decode = Renderer.decode
+
+    def watched(renderer: Renderer, tokens: Sequence[int]) -> str:
+        decoded.append(len(tokens))
+        return decode(renderer, tokens)
+
+    async def main() -> None:
+        async with serve(["the answer is four"]) as served, served.openai() as client:
+            reply = await client.chat.completions.create(model="policy", messages=[ASK], logprobs=asked)
+            assert (reply.choices[0].logprobs is not None) == asked
+
+    monkeypatch.setattr(Renderer, "decode", watched)
+    asyncio.run(main())
+    assert decoded.count(1) == len("the answer is four") * asked
 
 
 def test_a_tool_loop_is_one_sample_with_the_very_tokens(serve: Any, tokenizer: Any) -> None:

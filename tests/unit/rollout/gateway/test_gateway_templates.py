@@ -65,9 +65,9 @@ def opened(tokenizer: Any, script: list[Any], **options: Any) -> tuple[Session, 
 
 
 async def say(session: Session, *messages: Message) -> Message:
-    sampling = await session.submit(
-        ChatRequest("policy", Chat(messages, TOOLS)), str(len(session.turns)), retried=False
-    )
+    chat = Chat(messages, TOOLS)
+    asked = ChatRequest("policy", chat), chat.characters(), str(len(session.turns))
+    sampling = await session.submit(*asked, retried=False)
     async with sampling:
         answers = await sampling.answers()
     return answers[0].message()
@@ -150,8 +150,8 @@ def test_arguments_of_the_template(tokenizer: Any) -> None:
     session, _ = opened(tokenizer, [])
     for wrong in ({"tokenize": True}, {"chat_template": "x"}):
         with pytest.raises(Refusal, match="cannot set"):
-            asyncio.run(session.count(Chat((Message("user", "one"),), (), wrong)))
-    assert asyncio.run(session.count(Chat((Message("user", "one"),), (), {"enable_thinking": False})))
+            asyncio.run(session.count(Chat((Message("user", "one"),), (), wrong), 3))
+    assert asyncio.run(session.count(Chat((Message("user", "one"),), (), {"enable_thinking": False}), 3))
 
 
 def test_a_tokenizer_without_a_template(tokenizer: Any) -> None:
