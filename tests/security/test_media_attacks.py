@@ -14,16 +14,20 @@ import wave
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, Self
 from unittest.mock import Mock, patch
 
+import numpy as np
 import pytest
+from PIL import Image
 from PIL.GifImagePlugin import GifImageFile
 
 from anygauge.config.schema import Media as Settings
 from anygauge.data.media import audio, video
 from anygauge.data.media import fetch as fetching
 from anygauge.data.media.contents import header_of
+from anygauge.data.media.decode import as_pixels
 from anygauge.data.media.fetch import fetch, is_public
 from anygauge.data.media.sources import Source
 from anygauge_hooks.errors import MediaError
@@ -47,6 +51,8 @@ QUICK = {
     "wav grew": "is a recording of 31.0 seconds",
     "wav of 65535 channels": "200 samples of 0.0125 s",
     "png": PIXELS,
+    "tiff of one large tile": "is an image in tiles of 16384x16384 pixels",
+    "tiff of one tile": "16x16",
     "icon": "is not in a supported image format",
     "jpeg": PIXELS,
     "jpeg of many scans": r"is a JPEG file of \d+ scans; at most 500 are read",
@@ -64,6 +70,7 @@ QUICK = {
 }
 HEAVY = {
     "largest png": "7000x7000",
+    "largest transparent png": "7000x7000",
     "64 large frames": "64 of 64 frames",
     "whole file of wav": "480000 samples of 30 s",
 }
@@ -99,6 +106,57 @@ def test_too_little_memory_is_an_error_of_media(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(audio, "resampled", Mock(side_effect=MemoryError))
     with pytest.raises(MediaError, match="cannot be decoded: MemoryError"):
         audio.decode_audio(Source("a.wav", Settings(), raw=buffer.getvalue()))
+
+
+class Compressed:
+    """A recording as soundfile gives it, which is read in parts alone."""
+
+    samplerate, frames = 16_000, 40_000
+
+    def __init__(self, channels: int) -> None:
+        self.channels = channels
+        self.samples = np.random.default_rng(0).normal(size=(self.frames, channels)).astype(np.float32)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def blocks(self, size: int, *, dtype: str, always_2d: bool) -> Iterator[Any]:
+        assert (dtype, always_2d) == ("float32", True)
+        assert size <= 2**16
+        return (self.samples[at : at + size] for at in range(0, self.frames, size))
+
+
+def test_compressed_channels_are_averaged_part_by_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    """30 s of silence in 255 channels are an OGG file of 52 KB, and took 1.4 GB."""
+
+    def decoded(sound: Compressed) -> Any:
+        monkeypatch.setattr(audio, "_soundfile", lambda: SimpleNamespace(SoundFile=lambda _: sound))
+        return audio.decode_audio(Source("a.ogg", Settings(), raw=b"OggS")).samples
+
+    with pytest.raises(MediaError, match="has 255 channels; at most 64 are read"):
+        decoded(Compressed(255))
+    for channels in (1, 2, 64):
+        sound = Compressed(channels)
+        assert np.array_equal(decoded(sound), sound.samples.mean(1))
+
+
+def test_what_is_transparent_is_put_on_white_part_by_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All at once, a WebP file of 2 KB took 1.26 GB."""
+    shades = np.random.default_rng(0).integers(0, 256, (600, 30, 4), dtype=np.uint8)
+    image = Image.fromarray(shades)
+    white = Image.new("RGBA", image.size, (255, 255, 255, 255))
+    expected = np.array(Image.alpha_composite(white, image).convert("RGB"))
+    composite, heights = Image.alpha_composite, []
+
+    def watched(under: Image.Image, over: Image.Image) -> Image.Image:
+        heights.append(over.height)
+        return composite(under, over)
+
+    monkeypatch.setattr(Image, "alpha_composite", watched)
+    assert np.array_equal(as_pixels(image), expected)
+    assert heights == [256, 256, 88]
 
 
 def test_an_animation_of_very_many_frames_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -58,6 +58,36 @@ def png(width: int, height: int, *, frames: int = 0) -> bytes:
     return b"\x89PNG\r\n\x1a\n" + header + moves + chunk(b"IDAT", rows) + chunk(b"IEND", b"")
 
 
+def transparent(side: int) -> bytes:
+    """Return a square image of four bytes a pixel."""
+    row = bytes(4 * side + 1)
+    packer = zlib.compressobj(1)
+    rows = b"".join(packer.compress(row) for _ in range(side)) + packer.flush()
+    header = chunk(b"IHDR", struct.pack(">IIBBBBB", side, side, 8, 6, 0, 0, 0))
+    return b"\x89PNG\r\n\x1a\n" + header + chunk(b"IDAT", rows) + chunk(b"IEND", b"")
+
+
+def tiff(side: int, tile: int) -> bytes:
+    """Return an image in one tile, which is decoded as a whole whatever of it the image shows."""
+    packer = zlib.compressobj(1)
+    data = b"".join(packer.compress(bytes(tile)) for _ in range(tile)) + packer.flush()
+    tags = {
+        256: side,
+        257: side,
+        258: 8,
+        259: 8,
+        262: 1,
+        277: 1,
+        322: tile,
+        323: tile,
+        324: 0,
+        325: len(data),
+    }
+    tags[324] = 8 + 2 + 12 * len(tags) + 4
+    entries = b"".join(struct.pack("<HHII", tag, 4, 1, value) for tag, value in tags.items())
+    return b"II*\0" + struct.pack("<IH", 8, len(tags)) + entries + bytes(4) + data
+
+
 def gif(size: tuple[int, int], *frames: tuple[int, int]) -> bytes:
     """Return an animation of one pixel in each frame, whatever their sizes."""
     screen = b"GIF89a" + struct.pack("<HHBBB", *size, 0x80, 0, 0) + bytes(6)
@@ -151,6 +181,8 @@ QUICK: dict[str, Callable[[], str]] = {
     "wav grew": lambda: str(decode_audio(of(wav(8_000, 8_000 * 31)))),
     "wav of 65535 channels": lambda: heard(wav(8_000, 100, channels=65_535)),
     "png": lambda: shown(png(13_000, 13_000)),
+    "tiff of one large tile": lambda: shown(tiff(16, 16_384)),
+    "tiff of one tile": lambda: shown(tiff(16, 64)),
     "icon": lambda: shown(ico(png(13_000, 13_000))),
     "jpeg": lambda: shown(jpeg(65_000, 1_000)),
     "jpeg of many scans": lambda: shown(scans(2_000, 100_000)),
@@ -168,6 +200,7 @@ QUICK: dict[str, Callable[[], str]] = {
 }
 HEAVY: dict[str, Callable[[], str]] = {
     "largest png": lambda: shown(png(7_000, 7_000)),
+    "largest transparent png": lambda: shown(transparent(7_000)),
     "64 large frames": lambda: played(gif((5_000, 5_000), *[(1, 1)] * 64)),
     "whole file of wav": lambda: heard(wav(384_000, 30 * 384_000, channels=2), Settings(max_bytes=2**26)),
 }

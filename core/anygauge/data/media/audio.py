@@ -33,6 +33,8 @@ The filter has ``2 * _ZEROS * max(rate, RATE) / gcd(rate, RATE)`` coefficients, 
 while they are computed. Every rate up to 65,536 Hz fits, and above it the rates with a common factor:
 88.2, 96, 176.4, 192, 352.8 and 384 kHz. A recording at 192,001 Hz would need 12 million coefficients.
 """
+_MAX_CHANNELS = 64
+"""Channels of a compressed recording. Vorbis has up to 255, and no array of microphones as many."""
 _MAX_RATE = 384_000
 """Highest sample rate of audio hardware. At 2**31 Hz the filter is small, but longer than any recording."""
 
@@ -149,7 +151,14 @@ def _read_wave(file: BinaryIO, longest: float) -> tuple[NDArray[Any], int]:
 def _read_other(file: BinaryIO, longest: float) -> tuple[NDArray[Any], int]:
     with _soundfile().SoundFile(file) as sound:
         _check_length(sound.frames, sound.samplerate, longest)
-        return sound.read(dtype="float32"), sound.samplerate
+        if sound.channels > _MAX_CHANNELS:
+            raise MediaError(
+                f"has {sound.channels} channels; at most {_MAX_CHANNELS} are read.", hint="Mix them to one."
+            )
+        # Silence is packed to nothing: 30 s of 255 channels in 52 KB would take 1.4 GB.
+        blocks = sound.blocks(_BLOCK, dtype="float32", always_2d=True)
+        averaged = [np.empty(0, np.float32), *(block.mean(1) for block in blocks)]
+        return np.concatenate(averaged), sound.samplerate
 
 
 def _soundfile() -> Any:

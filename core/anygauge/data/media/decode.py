@@ -26,6 +26,10 @@ _DECODED_IN_PYTHON = ("ppm_plain", "bmp_rle")
 """Codecs of Pillow that take a minute for 64 MiB, and one of them hours where the text has comments."""
 _SCAN, _MOST_SCANS = b"\xff\xda", 500
 """A progressive JPEG has some 10 scans, and the pictures and profiles in its header a few such bytes."""
+_ROWS = 256
+"""Rows of pixels that are put on white at once."""
+_TILE_SIZE = (322, 323)
+"""Tags of a TIFF file: width and height of a tile."""
 _ORIENTATION = 0x0112
 _ORIENTATIONS = {2: 0, 3: 3, 4: 1, 5: 5, 6: 4, 7: 6, 8: 2}
 """Pillow's transposition that undoes each Exif orientation."""
@@ -88,6 +92,7 @@ def open_image(file: BinaryIO, most: int) -> Iterator[Image]:
             raise MediaError("is not in a supported image format.", hint=_CONVERT) from error
         with image:
             check_pixels(image.size, most)
+            _check_tiles(image, most)
             if any(tile[0] in _DECODED_IN_PYTHON for tile in getattr(image, "tile", ())):
                 raise MediaError("is a PPM file in text or a compressed BMP file.", hint=_CONVERT)
             yield image
@@ -105,6 +110,20 @@ def check_pixels(size: tuple[int, int], most: int) -> None:
         raise MediaError(
             f"is {width}x{height} pixels; media.max_image_pixels allows {most}.",
             hint="Make the image smaller, or raise media.max_image_pixels.",
+        )
+
+
+def _check_tiles(image: Image, most: int) -> None:
+    """Refuse a TIFF file whose tiles are larger than an image may be: each is decoded as a whole.
+
+    :raises MediaError: A clause.
+    """
+    tags = getattr(image, "tag_v2", {})
+    width, height = (tags.get(tag, 0) for tag in _TILE_SIZE)
+    if width * height > most:
+        raise MediaError(
+            f"is an image in tiles of {width}x{height} pixels; media.max_image_pixels allows {most}.",
+            hint=_CONVERT,
         )
 
 
@@ -139,7 +158,7 @@ def as_pixels(image: Image) -> NDArray[Any]:
     if image.mode == "La":  # which becomes nothing else
         image = image.convert("LA")
     if image.has_transparency_data:
-        image = _on_white(image.convert("RGBA"))
+        return _on_white(image)
     return np.array(image if image.mode == "RGB" else image.convert("RGB"))
 
 
@@ -158,7 +177,15 @@ def _eight_bits(image: Image) -> Image:
     return Image.fromarray(np.clip(np.asarray(image) // scale, 0, 255).astype(np.uint8))
 
 
-def _on_white(image: Image) -> Image:
+def _on_white(image: Image) -> NDArray[Any]:
     from PIL import Image
 
-    return Image.alpha_composite(Image.new("RGBA", image.size, (255, 255, 255, 255)), image)
+    width, height = image.size
+    pixels = np.empty((height, width, 3), np.uint8)
+    for top in range(
+        0, height, _ROWS
+    ):  # each step copies its pixels: all at once, they would not fit into 1 GiB
+        rows = image.crop((0, top, width, min(top + _ROWS, height))).convert("RGBA")
+        white = Image.new("RGBA", rows.size, (255, 255, 255, 255))
+        pixels[top : top + _ROWS] = np.asarray(Image.alpha_composite(white, rows).convert("RGB"))
+    return pixels
