@@ -9,12 +9,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 
 from anygauge.config.schema import RolloutClient
 from anygauge.config.validate import validate
 from anygauge.serving.engine_pool import EnginePool
 from anygauge.serving.sglang import keys as sglang_keys
-from anygauge.serving.sglang.client import EngineClient
+from anygauge.serving.sglang.client import EngineClient, channel
 from anygauge.serving.sglang.keys import HiddenKey, key_problems, key_variable, own_keys, set_keys
 from anygauge.serving.sglang.weights import SGLangPeer, SGLangTarget
 from anygauge.weight_sync.control import RefusedError
@@ -265,3 +267,33 @@ def test_keys_show_in_no_text_of_what_holds_them(
     assert isinstance(arguments.api_key, HiddenKey)
     assert arguments.api_key == KEYS.api, "it is the key nevertheless"
     assert sglang_keys.KEYS not in os.environ, "what the server starts does not inherit it"
+
+
+def test_an_answer_beyond_any_generation_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever answers at the address of an engine, the driver's memory is bounded."""
+    sent: list[int] = []
+
+    async def endless(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse()
+        await response.prepare(request)
+        while sum(sent) < 64 * 2**20:
+            await response.write(bytes(2**20))
+            sent.append(2**20)
+        return response
+
+    async def main() -> None:
+        server = TestServer(web.Application())
+        server.app.router.add_post("/generate", endless)
+        async with server:
+            client = EngineClient(str(server.make_url("")), CLIENT)
+            try:
+                with pytest.raises(
+                    RolloutError, match=r"answered POST /generate with more than 2097152 bytes"
+                ):
+                    await client.generate(REQUEST)
+            finally:
+                await client.close(farewell_s=0.0)
+
+    monkeypatch.setattr(channel, "_LARGEST_ANSWER", 2 * 2**20)
+    asyncio.run(main())
+    assert sum(sent) < 64 * 2**20

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 import threading
 import time
@@ -52,7 +53,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
                 self.send_header(name, value)
             self.send_header("content-length", str(len(text)))
             self.end_headers()
-            self.wfile.write(text.encode())
+            self.wfile.write(text.encode("latin-1"))
 
         def log_message(self, format: str, *args: Any) -> None:
             pass
@@ -100,6 +101,20 @@ def test_a_server_answers(server: Server, text: str, value: Any) -> None:
     ((body, headers),) = server.requests
     assert body == {"response": "4", "label": "5", "metadata": {"level": 3}, "prompt": "2+2="}
     assert headers["Content-Type"] == "application/json"
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_an_answer_beyond_any_reward_is_not_kept(
+    server: Server, monkeypatch: pytest.MonkeyPatch, packed: bool
+) -> None:
+    """A thousandth of it may come through the network, and 10 GB would end the process."""
+    text = " " * 100_000 + "1.5"
+    body = gzip.compress(text.encode()).decode("latin-1") if packed else text
+    server.answers = [(200, body, {"content-encoding": "gzip"} if packed else {})]
+    assert ask(server) == 1.5
+    monkeypatch.setattr(http_client, "_LARGEST_ANSWER", 100_000)
+    assert refused(server) == "answered more than 100000 bytes."
+    assert len(server.requests) == 2, "it is not asked again"
 
 
 def test_a_secret_comes_from_the_environment(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:

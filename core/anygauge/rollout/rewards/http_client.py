@@ -25,6 +25,9 @@ _BAD = 300
 """Statuses from here on are no success."""
 _LONGEST_PAUSE_S = 10.0
 _EXCERPT = 120
+_LARGEST_ANSWER = 16 * 2**20
+"""Bytes, unpacked. A reward is a number with some words; a compressed answer may be a thousand times as long
+as what came."""
 _jitter = Random()
 """Separate random generator, so that a retry draws no random number of the run."""
 _clients: WeakKeyDictionary[asyncio.AbstractEventLoop, ClientSession] = WeakKeyDictionary()
@@ -87,7 +90,7 @@ async def _post(
             asyncio.timeout(timeout_s),
             _client().post(url, json=body, headers=headers, allow_redirects=False) as reply,
         ):
-            data = await reply.read()
+            data = await _read(reply, url)
     except TimeoutError:
         return None, b"", f"no answer in {timeout_s:.3g} s"
     except (InvalidURL, NonHttpUrlClientError) as error:
@@ -97,6 +100,18 @@ async def _post(
     except (ClientError, OSError) as error:
         return None, b"", f"{type(error).__name__}: {error}"
     return reply, data, f"{reply.status} {reply.reason}: {_excerpt(data)}"
+
+
+async def _read(reply: ClientResponse, url: str) -> bytes:
+    data = bytearray()
+    async for part in reply.content.iter_any():
+        data += part
+        if len(data) > _LARGEST_ANSWER:
+            raise RewardError(
+                f"{url} answered more than {_LARGEST_ANSWER} bytes.",
+                hint="Answer with a number, or an object of which reward.key names the number.",
+            )
+    return bytes(data)
 
 
 def _excerpt(data: bytes) -> str:

@@ -22,6 +22,8 @@ _KEPT_S = 4.0
 """SGLang's server closes a connection that was idle for five seconds: a request may not meet that moment."""
 _BUFFER = 1 << 20
 _EXCERPT = 300
+_LARGEST_ANSWER = 256 * 2**20
+"""Bytes, unpacked. A million tokens with their log-probs have 40 MB."""
 _BAD = 300
 """Statuses from here on are no success; an engine redirects nobody."""
 _PASSING = (408, 425, 429)
@@ -61,9 +63,21 @@ class Channel:
         """
         request_line = f"{'GET' if body is None else 'POST'} {path}"
         async with self._limited(timeout_s, request_line, purpose), self._request(path, body) as answer:
-            data = await answer.read()
+            data = await self._read(answer, request_line, purpose)
         self._check(answer.status, data, request_line, purpose)
         return data
+
+    async def _read(self, answer: aiohttp.ClientResponse, request_line: str, purpose: str) -> bytes:
+        data = bytearray()
+        async for part in answer.content.iter_any():
+            data += part
+            if len(data) > _LARGEST_ANSWER:
+                raise RolloutError(
+                    f"{self.name} answered {request_line} with more than {_LARGEST_ANSWER} bytes, asked for "
+                    f"{purpose}.",
+                    hint="Is there an SGLang server at this address, and nothing in between?",
+                )
+        return bytes(data)
 
     @asynccontextmanager
     async def _limited(self, limit_s: float, request_line: str, purpose: str) -> AsyncIterator[None]:
