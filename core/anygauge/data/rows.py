@@ -36,6 +36,10 @@ _IDS_ALONE = {"return_attention_mask": False, "return_token_type_ids": False}
 """Spares a third of the first pass."""
 _LEVELS = 64
 """Levels of lists and objects in a row, fewer than its readers down to a reward's process take."""
+_TOKENIZED_CHARACTERS = 2**20
+"""Characters of a row that are tokenized in any case: that takes some 150 MB."""
+_CHARACTERS_PER_TOKEN = 16
+"""More than any long text has; prose has 3 to 5."""
 _EXCERPT = 60
 """Characters of a prompt that an error shows."""
 
@@ -159,7 +163,7 @@ class RowReader:
         rendered = [
             self._try_render(content, folder, keyed) for content, folder in zip(contents, places, strict=True)
         ]
-        good = [row for row in rendered if not isinstance(row, BadRowError)]
+        good = [row for row in rendered if isinstance(row, _Rendered)]
         plain = not self._config.apply_chat_template
         field = self._config.input_key
         prompts = iter(self._tokenize([row.pieces[0] for row in good], field, special=plain))
@@ -167,9 +171,9 @@ class RowReader:
             field = self._config.label_key
         rest = iter(self._tokenize([piece for row in good for piece in row.pieces[1:]], field, special=False))
         return [
-            row
-            if isinstance(row, BadRowError)
-            else self._row(row, [next(prompts), *(next(rest) for _ in row.pieces[1:])])
+            self._row(row, [next(prompts), *(next(rest) for _ in row.pieces[1:])])
+            if isinstance(row, _Rendered)
+            else row
             for row in rendered
         ]
 
@@ -177,13 +181,32 @@ class RowReader:
     # Text
     # -------------------------------------------------------------------------
 
-    def _try_render(self, content: bytes, folder: Path, keyed: bool) -> _Rendered | BadRowError:
+    def _try_render(self, content: bytes, folder: Path, keyed: bool) -> _Rendered | Row | BadRowError:
         try:
-            return self._render(_parse_object(content), folder, keyed)
+            rendered = self._render(_parse_object(content), folder, keyed)
+            return self._oversize(rendered) or rendered
         except BadRowError as problem:
             return problem.with_traceback(None)
         except MediaError as error:
             return BadMediaError(str(error.args[0]).removesuffix("."), hint=error.hint)
+
+    def _oversize(self, row: _Rendered) -> Row | None:
+        """Return a row that is dropped because of its characters alone; ``None`` if it is not.
+
+        A tokenizer takes some 150 MB for each MiB, and so 9 GB for a row of 60 MiB.
+
+        :raises BadRowError: It has too many for the model, and rows are not dropped.
+        """
+        characters, drops = sum(map(len, row.pieces)), self._config.max_prompt_tokens
+        limit = self._max_tokens if drops is None else drops
+        if limit is None or characters <= max(_TOKENIZED_CHARACTERS, _CHARACTERS_PER_TOKEN * limit):
+            return None
+        if drops is None:
+            raise self._bad_prompt(
+                f" has {characters} characters; the model has room for {limit} tokens",
+                hint="Set data.max_prompt_tokens to drop longer ones.",
+            )
+        return Row(row.fields, row.pieces[0], tokens=(0,) * (limit + 1))
 
     def _render(self, fields: dict[str, Any], folder: Path, keyed: bool) -> _Rendered:
         config = self._config

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from anygauge.config.schema import Data, DataFile
+from anygauge.data import rows as row_module
 from anygauge.data.source import FileSource
 from anygauge.testing.tiny import tiny_tokenizer
 from anygauge_hooks.errors import ConfigError, DataError
@@ -118,6 +119,32 @@ def test_what_is_dropped_need_not_fit(write_rows: WriteRows, tokenizer: Any) -> 
     path = write_rows(*({"prompt": "a" * length, "label": ""} for length in (3, 9)))
     source = FileSource(data(path, max_prompt_tokens=5), tokenizer, max_tokens=6)
     assert (len(source), source.num_dropped) == (1, 1)
+
+
+@pytest.mark.parametrize("drops", [False, True])
+def test_a_row_beyond_any_context_is_not_tokenized(
+    write_rows: WriteRows, tokenizer: Any, monkeypatch: pytest.MonkeyPatch, drops: bool
+) -> None:
+    """One of 60 MiB would take 9 GB."""
+    seen: list[int] = []
+
+    def watched(texts: list[str], **options: Any) -> Any:
+        seen.extend(map(len, texts))
+        return tokenizer(texts, **options)
+
+    monkeypatch.setattr(row_module, "_TOKENIZED_CHARACTERS", 100)
+    monkeypatch.setattr(row_module, "tokenizer_fingerprint", lambda _: None)
+    path = write_rows(*({"prompt": "a" * length, "label": ""} for length in (5, 112, 113, 100)))
+    if drops:
+        source = FileSource(data(path, max_prompt_tokens=7), watched)
+        assert (len(source), source.num_dropped) == (1, 3)
+    else:
+        with pytest.raises(DataError) as error:
+            FileSource(data(path), watched, max_tokens=7)
+        text = "field 'prompt' has 113 characters; the model has room for 7 tokens\n"
+        assert f"{path}:3: {text}" in str(error.value)
+        assert "max_prompt_tokens" in str(error.value)
+    assert set(seen) == {5, 112, 100}
 
 
 def test_rows_are_tokenized_in_batches(write_rows: WriteRows, tokenizer: Any) -> None:
