@@ -59,9 +59,9 @@ class _Body(NamedTuple, Generic[T]):
 
     parsed: T
     characters: int
-    """Of its chat, as it would be rendered."""
+    """Number of characters of its chat to render."""
     fingerprint: str
-    """What only the same request has too."""
+    """Digest of path and body."""
 
     @classmethod
     def of(cls, raw: bytes, parse: Callable[[Mapping[str, Any]], T], path: str) -> _Body[T]:
