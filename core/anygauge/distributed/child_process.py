@@ -8,7 +8,7 @@ import socket
 import struct
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from multiprocessing.connection import Connection
 from subprocess import DEVNULL, Popen
 
@@ -27,6 +27,7 @@ class ChildProcess:
     :param output: Descriptor that standard output and standard error go to.
     :param pass_fds: Further descriptors that it inherits.
     :param env: Added to this process's environment.
+    :param hidden: Variables of this process's environment that it does not get.
     :param stdin: As of :class:`subprocess.Popen`.
     """
 
@@ -38,6 +39,7 @@ class ChildProcess:
         output: int,
         pass_fds: Sequence[int] = (),
         env: Mapping[str, str] | None = None,
+        hidden: Collection[str] = (),
         stdin: int = DEVNULL,
     ) -> None:
         ours, theirs = socket.socketpair()
@@ -49,7 +51,7 @@ class ChildProcess:
                 stdin=stdin,
                 stdout=output,
                 stderr=output,
-                env={**os.environ, **(env or {})},
+                env={name: os.environ[name] for name in os.environ if name not in hidden} | dict(env or {}),
                 pass_fds=[theirs.fileno(), *pass_fds],
                 start_new_session=True,
             )

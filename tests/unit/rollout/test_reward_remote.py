@@ -121,6 +121,11 @@ def test_a_secret_comes_from_the_environment(server: Server, monkeypatch: pytest
     monkeypatch.setenv("SCORER_TOKEN", "s3cret")
     ask(server, headers={"Authorization": "Bearer $SCORER_TOKEN"})
     assert server.requests[0][1]["Authorization"] == "Bearer s3cret"
+    monkeypatch.delenv("SCORER_TOKEN")
+    with pytest.raises(RewardError, match=r"\$SCORER_TOKEN, which reward processes do not have") as caught:
+        ask(server, headers={"Authorization": "Bearer ${SCORER_TOKEN}"})
+    assert 'reward.pass_env = ["SCORER_TOKEN"]' in str(caught.value)
+    assert len(server.requests) == 1
 
 
 @pytest.mark.parametrize("status", [408, 429, 500, 502, 503])

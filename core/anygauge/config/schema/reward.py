@@ -51,6 +51,8 @@ class Reward(RewardFunction):
     """Concurrent calls of an ``async`` function in one process."""
     timeout_s: Seconds = 30.0
     """Longest time for one sample, or one group."""
+    pass_env: list[str] = []
+    """Variables of the environment with keys, such as ``["OPENAI_API_KEY"]``, that reward processes get."""
     memory_gib: Annotated[float, Field(ge=0.125, le=2**20)] = 4.0
     """Memory limit of a scoring process, which takes up to 0.1 before it imports a function of yours."""
     max_failed_ratio: Annotated[float, Field(ge=0, le=1)] = 0.1

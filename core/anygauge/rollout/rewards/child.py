@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 import os
 import pickle
+import re
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -37,12 +38,24 @@ READ_BYTES = 1 << 20
 """Bytes read at a time from a process."""
 GUARD_S = 5.0
 """For a guard to end everything."""
+_SECRET = re.compile(
+    r"(^|_)(API_?KEY|KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?|AUTH)(_|$)", re.IGNORECASE
+)
+"""Names of variables whose values are secrets, such as ``WANDB_API_KEY``."""
+
+
+def hidden_variables(pass_env: Collection[str]) -> list[str]:
+    """Return the variables of the environment that a reward process does not get.
+
+    :param pass_env: Names that it gets although their values are secrets.
+    """
+    return [name for name in os.environ if _SECRET.search(name) and name not in pass_env]
 
 
 class Child:
     """One process, its connection and its current item."""
 
-    def __init__(self, setup: bytes, log: Path | None) -> None:
+    def __init__(self, setup: bytes, log: Path | None, pass_env: Collection[str]) -> None:
         self.log = log
         self.ready = False
         self.work: PendingChunk | None = None
@@ -57,6 +70,7 @@ class Child:
                 [str(mark.fileno()), str(int(log is not None))],
                 output=output,
                 pass_fds=[mark.fileno()],
+                hidden=hidden_variables(pass_env),
                 stdin=subprocess.PIPE,
             )
         self.connection = self._process.connection

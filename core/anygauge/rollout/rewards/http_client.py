@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import time
 from collections.abc import Mapping
 from email.utils import parsedate_to_datetime
@@ -60,10 +61,10 @@ async def remote(
     :param deadline_s: Longest time for all attempts, in seconds; below ``reward.timeout_s``, or that one ends
         the sample without the server's words.
     :param pause_s: The first pause between two attempts, in seconds.
-    :raises RewardError: No attempt was answered as it should be.
+    :raises RewardError: No attempt was answered as it should be, or a variable of a header is missing.
     """
     body = {"response": response, "label": label, "metadata": dict(metadata or {}), "prompt": prompt}
-    sent = {name: os.path.expandvars(value) for name, value in (headers or {}).items()}
+    sent = {name: _expanded(value) for name, value in (headers or {}).items()}
     ends = time.monotonic() + deadline_s
     for attempt in range(1, attempts + 1):
         reply, data, problem = await _post(url, body, sent, min(request_timeout_s, ends - time.monotonic()))
@@ -100,6 +101,20 @@ async def _post(
     except (ClientError, OSError) as error:
         return None, b"", f"{type(error).__name__}: {error}"
     return reply, data, f"{reply.status} {reply.reason}: {_excerpt(data)}"
+
+
+def _expanded(header: str) -> str:
+    """Return a header with the variables that it names.
+
+    :raises RewardError: The environment has not all of them.
+    """
+    value = os.path.expandvars(header)
+    if missing := re.search(r"\$\{?(\w+)", value):
+        raise RewardError(
+            f"A header of the remote reward names ${missing[1]}, which reward processes do not have.",
+            hint=f'Set it, and name it in reward.pass_env = ["{missing[1]}"].',
+        )
+    return value
 
 
 async def _read(reply: ClientResponse, url: str) -> bytes:

@@ -7,7 +7,7 @@ import math
 import pickle
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import wait
@@ -73,14 +73,24 @@ class Pool:
     :param count: Number of processes.
     :param log: Where their output goes: ``scorer.log`` stands for ``scorer-0.log`` and so on. ``None`` takes
         standard error.
+    :param pass_env: Variables with secrets that they get.
     """
 
-    def __init__(self, calls: Sequence[Call], setup: Setup, *, count: int, log: Path | None) -> None:
+    def __init__(
+        self,
+        calls: Sequence[Call],
+        setup: Setup,
+        *,
+        count: int,
+        log: Path | None,
+        pass_env: Collection[str] = (),
+    ) -> None:
         self._calls = calls
         self._setup = pickle.dumps(setup)
         self._timeout_s = setup.timeout_s
         self._count = count
         self._log = log
+        self._pass_env = pass_env
         self._processes: list[Child | None] = [None] * count
         self._waiting: deque[PendingChunk] = deque()
         self._failed: Counter[int] = Counter()
@@ -94,7 +104,7 @@ class Pool:
         """Start the processes that do not run, without waiting for them."""
         for rank, process in enumerate(self._processes):
             if process is None:
-                self._processes[rank] = Child(self._setup, self._log_of(rank))
+                self._processes[rank] = Child(self._setup, self._log_of(rank), self._pass_env)
 
     def run(self, jobs: Sequence[Job], bounds: Bounds) -> list[list[Sequence[Outcome]]]:
         """Return, for each job and item, the outcome of each of its samples.

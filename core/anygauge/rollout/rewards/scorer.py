@@ -80,7 +80,8 @@ class Scorer(AbstractContextManager["Scorer"]):
             timeout_s=reward.timeout_s,
             concurrency=reward.concurrency,
         )
-        self._pool = Pool([call for call, _ in apart.values()], setup, count=reward.num_workers, log=log)
+        calls = [call for call, _ in apart.values()]
+        self._pool = Pool(calls, setup, count=reward.num_workers, log=log, pass_env=reward.pass_env)
 
     def start(self) -> None:
         """Start the processes, if there is work for any, without waiting for them."""
