@@ -1,224 +1,224 @@
-"""Whole runs with a real model in five layouts: seconds a step, what it consists of, and whether it learns.
+"""Whole runs in every layout: seconds a step, what it consists of, and whether it learns.
 
     python bench/end_to_end.py --model DIR --backend cuda --store rows.jsonl
     python bench/end_to_end.py --model DIR --backend cuda --store rows.jsonl --rows apart-sync apart-async
+    python bench/end_to_end.py --model DIR --backend cuda --store rows.jsonl --against main --rounds 3
     .venv-sglang/bin/python bench/end_to_end.py --backend cpu --store rows.jsonl    # the demo's model
 
-GRPO with sums and differences in words; the reward is 1 if the last number of the response is right. Any
-chat model does; without ``--model`` it is the demo's tiny Qwen3 and its own task, for a host without a GPU.
 A row is stored as soon as its run has ended, and a row that is stored is not run again: a call that is cut
 off is repeated with the same ``--store``. A row of another model, backend, number of steps or config is run
-again, and added. ``--label`` names what is measured, such as a commit, so that rows of two trees can stand in
-one file. Other arguments are keys of the run's config.
+again, and added. ``--label`` names what is measured, such as a commit. Rows that need more than ``--devices``
+(by default those that torch sees; 2 processes with the CPU backend) are named and skipped. Other arguments
+are keys of the run's config; ``--embedded`` runs the layouts without servers, with an engine in each trainer.
 
-Seconds are medians over the steps after the first three. Held-out accuracy is greedy, before and after. Ends
-with status 1 if a run failed or its reward did not rise.
+``--task sums`` (the default with ``--model``) is GRPO with sums and differences in words; the reward is 1 if
+the last number of the response is right. ``--task demo`` is the demo's, with its own tiny Qwen3 unless there
+is ``--model``. Any other is a TOML file of config keys, with ``data.train``, ``[eval.datasets.first]`` (its
+first row is the first prompt of a run), ``[eval.datasets.eval]`` and a reward.
+
+A row falls short, and the script ends with status 1, where its run failed, a loss is not finite, trainer and
+engine differ by more than ``LIMITS`` in their log-probs (of ``sync`` schedules: others train on older
+weights), or the reward did not rise. Runs under ten steps need not learn, and neither do random models: a
+mixture of experts stands for the model in rows of experts, and a dense one in rows of tensor parallelism that
+cannot divide its heads. Their reward is the share of characters with an even code.
+
+Seconds, tokens a second and their parts are medians over the steps after the first three. *Start* is from the
+command to the first generated token. *GiB* is the peak of a trainer's allocated memory (on the CPU its
+resident memory). Held-out accuracy is greedy, before and after.
+
+``--against COMMIT`` runs each row with that commit's packages too, in turns, ``--rounds`` times, and prints
+the medians' ratio. ``--compare LABEL`` does so with the rows of that label that the store has. A row that
+takes more than 1.03 times as long is a failure.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
-import random
-import re
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Iterable, Mapping, Sequence
+import tomllib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import tomli_w
+from checkout import check_packages, environment, extract, nested, short_id
+from end_to_end_inputs import FIRST_TOKEN, make_inputs, make_model
+from end_to_end_rows import (
+    COMMON,
+    GPU_SERVER,
+    OF_SERVERS,
+    OWN_MEMORY,
+    RANDOM,
+    ROWS,
+    SHARED_MEMORY,
+    TASKS,
+)
 
-from anygauge.config.tree import Tree, put
+from anygauge.config.tree import flatten
 
-ROOT = Path(__file__).parents[1]
-MAKE_INPUTS = ROOT / "examples" / "arithmetic" / "make_inputs.py"
 WARM_UP = 3
 """Steps in which kernels are compiled and caches are filled."""
 EDGE = 5
 """Steps at the beginning and at the end whose mean rewards are compared; fewer in a short run."""
-HELD_OUT = 512
+LEARNS = 10
+"""Steps of a run that has to learn."""
+LIMITS = {"float32": 1e-4, "bfloat16": 0.1}
+"""Largest mean difference of log-probs, by the precision of training."""
+SLOWER = 1.03
+"""Largest ratio of a step's seconds to those of the tree that it is compared with."""
 DIFFERENCE = "train/train_rollout_logprob_abs_diff"
+PARTS = ("rollout", "train", "log_probs", "update_weights", "sleep", "wake_up")
+HEAD = ("row", "devices", "model", "s a step", *PARTS, "tokens/s", "generated/s", "reward", "held out")
+HEAD = (*HEAD, "log-probs", "GiB", "start", "falls short")
 
-SERVED = {"rollout.engine": "sglang", "placement.rollout_workers": 1}
-APART = {**SERVED, "placement.colocated": False}
-ROWS: Mapping[str, tuple[int, Mapping[str, Any]]] = {
-    "embedded": (1, {"rollout.engine": "transformers"}),
-    "colocated": (1, {**SERVED, "placement.colocated": True}),
-    "apart-sync": (2, APART),
-    "apart-async": (2, {**APART, "rollout.schedule": "async", "rollout.max_staleness": 1}),
-    "colocated-dp2": (
-        2,
-        {
-            **SERVED,
-            "placement.colocated": True,
-            "placement.train_workers": 2,
-            "placement.rollout_workers": 2,
-        },
-    ),
-}
-"""Devices and keys of each layout."""
-COMMON = {
-    "run.overwrite": True,
-    "placement.launcher": "local",
-    "placement.train_workers": 1,
-    "algorithm.clip_high": 0.28,
-    "train.optimizer_steps": 2,
-    "eval.temperature": 0.0,
-    "save.every": "none",
-    "save.hf_at_end": False,
-}
-REAL = {
-    "data.input_key": "question",
-    "data.label_key": "answer",
-    "data.apply_chat_template": True,
-    "data.max_prompt_tokens": 128,
-    "reward.function": "end_to_end:last_number",
-    "rollout.prompts_per_step": 64,
-    "rollout.samples_per_prompt": 16,
-    "rollout.max_new_tokens": 64,
-    "rollout.max_batch_tokens": 262_144,
-    "rollout.client.concurrency": 1024,
-    "train.lr": 5e-6,
-    "train.micro_batch_tokens": 65_536,
-}
-TINY = {
-    "reward.function": "exact_match",
-    "rollout.prompts_per_step": 64,
-    "rollout.samples_per_prompt": 8,
-    "rollout.max_new_tokens": 4,
-    "rollout.client.concurrency": 512,
-    "train.dtype": "float32",
-    "train.lr": 2e-4,
-    "train.micro_batch_tokens": 8192,
-}
-GPU_SERVER = {"max_running_requests": 1024, "cuda_graph_max_bs_decode": 1024, "grammar_backend": "none"}
-SHARED_MEMORY, OWN_MEMORY = 0.4, 0.7
-"""Share of a device's memory that a server has beside a trainer, and alone."""
+Stored = dict[tuple[str, str, int], Mapping[str, Any]]
+"""Rows by label, name and round."""
 
 
-def last_number(response: str, label: str) -> float:
-    """Return 1 if the last number of a response is the label."""
-    numbers = re.findall(r"-?\d+", response.replace(",", ""))
-    return float(bool(numbers) and numbers[-1] == str(label).strip())
+class Side(NamedTuple):
+    """A tree whose packages run."""
+
+    label: str
+    environment: Mapping[str, str]
 
 
-def questions(count: int) -> list[dict[str, str]]:
-    """Return sums and differences of two numbers below 200 in words, no pair twice."""
-    draw = random.Random(0)
-    pairs = draw.sample([(a, b) for a in range(10, 200) for b in range(10, 200)], count)
-    return [_question(draw.randrange(3), a, b) for a, b in pairs]
+def model_of(row: str, arguments: argparse.Namespace) -> str:
+    """Return which model a row trains: ``given``, or the kind of a random one."""
+    tensor = ROWS[row].keys.get("train.parallel.tensor", 1)
+    if ROWS[row].model != "given" or arguments.model is None or tensor == 1:
+        return ROWS[row].model
+    config = json.loads((arguments.model / "config.json").read_text(encoding="utf-8"))
+    heads = config["num_attention_heads"], config.get("num_key_value_heads", tensor)
+    return "dense" if any(count % tensor for count in heads) else "given"
 
 
-def _question(kind: int, a: int, b: int) -> dict[str, str]:
-    more, less = max(a, b), min(a, b)
-    text, answer = [
-        (f"What is {a} + {b}?", a + b),
-        (f"Ann had {a} stamps and was given {b}. How many stamps does she have?", a + b),
-        (f"What is {more} - {less}?", more - less),
-    ][kind]
-    return {"question": text, "answer": str(answer)}
+def task_keys(task: str) -> Mapping[str, Any]:
+    """Return the keys of a task by dotted names."""
+    return TASKS[task] if task in TASKS else flatten(tomllib.loads(Path(task).read_text(encoding="utf-8")))
 
 
-def make_inputs(directory: Path, model: Path | None) -> dict[str, Any]:
-    """Write what the runs read, and return the keys that name it."""
-    if model is None:
-        subprocess.run([sys.executable, str(MAKE_INPUTS), "--out", str(directory)], check=True)
-        model = directory / "model"
-    else:
-        directory.mkdir(parents=True, exist_ok=True)
-        rows = questions(6000 + HELD_OUT)
-        for name, part in (("eval", rows[:HELD_OUT]), ("train", rows[HELD_OUT:])):
-            text = "".join(f"{json.dumps(row)}\n" for row in part)
-            (directory / f"{name}.jsonl").write_text(text, encoding="utf-8")
-    return {
-        "model.path": str(model),
-        "data.train": [str(directory / "train.jsonl")],
-        "eval.data": [str(directory / "eval.jsonl")],
-    }
-
-
-def keys_of(row: str, arguments: argparse.Namespace, inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the config of a row by dotted keys."""
-    _, layout = ROWS[row]
-    keys = {**COMMON, **(TINY if arguments.model is None else REAL), **inputs, **layout}
-    if arguments.backend != "cpu":
-        share = SHARED_MEMORY if keys.get("placement.colocated") else OWN_MEMORY
-        if keys["rollout.engine"] == "sglang":
-            keys |= {f"rollout.sglang.{name}": value for name, value in GPU_SERVER.items()}
-            keys["rollout.sglang.mem_fraction_static"] = share
+def keys_of(row: str, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return the config of a row by dotted keys, but for the paths of its model and of made data."""
+    keys = {**COMMON, **task_keys(arguments.task), **ROWS[row].keys}
+    if "algorithm.advantage" not in keys:
+        keys = {name: value for name, value in keys.items() if not name.startswith("critic.")}
+    if model_of(row, arguments) != "given":
+        keys = {name: value for name, value in keys.items() if not name.startswith("reward.")} | RANDOM
+    if arguments.embedded:
+        keys = {name: value for name, value in keys.items() if not name.startswith(OF_SERVERS)}
+        keys["rollout.engine"] = "transformers"
+    elif arguments.backend != "cpu" and keys["rollout.engine"] == "sglang":
+        share = SHARED_MEMORY if keys["placement.colocated"] else OWN_MEMORY
+        server = {**GPU_SERVER, "mem_fraction_static": share}
+        keys = {**{f"rollout.sglang.{name}": value for name, value in server.items()}, **keys}
     steps = arguments.steps
-    name, directory = f"end-to-end-{row}", str(arguments.directory)
-    return {**keys, "run.name": name, "run.directory": directory, "run.steps": steps, "eval.interval": steps}
-
-
-def run_row(row: str, arguments: argparse.Namespace, inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """Run a layout and return what was measured.
-
-    :raises SystemExit: The run failed; what it printed says why.
-    """
-    keys = keys_of(row, arguments, inputs)
-    directory = arguments.directory / keys["run.name"]
-    config = arguments.directory / f"{row}.toml"
-    tables: Tree = {}
-    for path, value in keys.items():
-        put(tables, path, value)
-    config.write_text(tomli_w.dumps(tables), encoding="utf-8")
-    command = [sys.executable, "-m", "anygauge", "train", str(config), "--backend", arguments.backend]
-    paths = os.pathsep.join(filter(None, (str(Path(__file__).parent), os.environ.get("PYTHONPATH"))))
-    started = time.perf_counter()
-    environment = {**os.environ, "PYTHONPATH": paths}
-    status = subprocess.run([*command, *arguments.extra], env=environment, check=False).returncode
-    if status:
-        raise SystemExit(f"{row}: the run ended with status {status}; look into {directory}/logs")
-    whole_s = time.perf_counter() - started
-    lines = (directory / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    facts = {
-        "label": arguments.label,
-        "row": row,
-        "devices": ROWS[row][0],
-        "settings": settings(row, arguments),
-    }
-    return {**facts, "run_s": round(whole_s, 1), **measured([json.loads(line) for line in lines])}
+    return {**keys, "run.name": f"end-to-end-{row}", "run.steps": steps, "eval.interval": steps}
 
 
 def settings(row: str, arguments: argparse.Namespace) -> dict[str, Any]:
     """Return what decides the figures of a row; the directory that it runs in does not."""
-    keys = keys_of(row, arguments, {})
     model = "made" if arguments.model is None else str(arguments.model.resolve())
-    chosen = {"backend": arguments.backend, "model": model, "extra": arguments.extra}
-    return {**chosen, "keys": {key: value for key, value in keys.items() if key != "run.directory"}}
+    chosen = {"backend": arguments.backend, "model": model, "task": arguments.task, "extra": arguments.extra}
+    return {**chosen, "trained": model_of(row, arguments), "keys": keys_of(row, arguments)}
 
 
-def measured(rows: Sequence[Mapping[str, float]]) -> dict[str, Any]:
+def write_config(row: str, arguments: argparse.Namespace, inputs: Mapping[str, Any]) -> Path:
+    """Write the config of a row, and the random model that it may need, and return its path."""
+    paths = {**inputs, "run.directory": str(arguments.directory)}
+    kind = model_of(row, arguments)
+    if kind != "given":
+        made, like = arguments.directory / "inputs" / kind, Path(inputs["model.path"])
+        if not (made / "config.json").exists():
+            make_model(made, kind, like, is_small=arguments.model is None)
+        paths["model.path"] = str(made)
+    config = arguments.directory / f"{row}.toml"
+    # data sets are evaluated in their order here
+    config.write_text(tomli_w.dumps(nested({**keys_of(row, arguments), **paths})), encoding="utf-8")
+    return Path(config)
+
+
+def run_row(row: str, side: Side, arguments: argparse.Namespace, inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """Run a layout and return what was measured.
+
+    :raises SystemExit: The run failed; what it printed says why.
+    """
+    config, directory = write_config(row, arguments, inputs), arguments.directory / f"end-to-end-{row}"
+    command = [sys.executable, "-m", "anygauge", "train", str(config), "--backend", arguments.backend]
+    first = arguments.directory / "first-token"
+    first.unlink(missing_ok=True)
+    environment = {**side.environment, FIRST_TOKEN: str(first)}
+    started = time.time()
+    status = subprocess.run([*command, *arguments.extra], env=environment, check=False).returncode
+    if status:
+        raise SystemExit(f"{row}: the run ended with status {status}; look into {directory}/logs")
+    run_s = round(time.time() - started, 1)
+    lines = (directory / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    start_s = round(float(first.read_text()) - started, 1) if first.exists() else None
+    facts = {"label": side.label, "row": row, "devices": ROWS[row].devices, "run_s": run_s}
+    figures = measured([json.loads(line) for line in lines])
+    return {**facts, "start_s": start_s, **figures, "settings": settings(row, arguments)}
+
+
+def measured(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the figures of a run from its metrics."""
     steps = [row for row in rows if "perf/step_time" in row]
     warm = steps[WARM_UP:] or steps
     edge = max(1, min(EDGE, len(steps) // 2))
     rewards = [row["rollout/reward"] for row in steps if "rollout/reward" in row]
     scores = [row["eval/eval"] for row in rows if "eval/eval" in row]
-    names = sorted(
-        {name for row in warm for name in row if name.startswith("perf/") and name.endswith("_time")}
-    )
+    differences = [row[DIFFERENCE] for row in steps if row.get(DIFFERENCE) is not None]
+    # of JSON, whose null is a value that is not finite
+    losses = [
+        value
+        for row in steps
+        for name, value in row.items()
+        if name.startswith(("train/loss", "train/value_loss"))
+    ]
     return {
         "steps": len(steps),
-        "step_s": round(statistics.median(row["perf/step_time"] for row in warm), 4),
-        "phases_s": {name: round(statistics.median(row.get(name, 0.0) for row in warm), 4) for name in names},
+        "step_s": median(warm, "perf/step_time"),
+        "phases_s": {name: median(warm, name) for name in times(warm)},
+        "tokens_per_s": median(warm, "perf/tokens_per_s"),
+        "rollout_tokens_per_s": median(warm, "perf/rollout_tokens_per_s"),
+        "device_memory_gib": max((row.get("perf/device_memory_gib") or 0.0 for row in steps), default=0.0),
         "reward": [round(statistics.fmean(part), 4) for part in (rewards[:edge], rewards[-edge:])],
-        "held_out": [round(scores[0], 4), round(scores[-1], 4)],
-        "log_prob_difference": round(
-            statistics.fmean(row[DIFFERENCE] for row in steps if DIFFERENCE in row), 9
-        ),
+        "held_out": [round(score, 4) for score in (scores[:1] + scores[-1:])],
+        "is_finite": bool(losses) and all(value is not None and math.isfinite(value) for value in losses),
+        "log_prob_difference": round(statistics.fmean(differences), 9) if differences else None,
     }
 
 
-def rises(row: Mapping[str, Any]) -> bool:
-    """Return whether the reward of a row has risen."""
-    first, last = row["reward"]
-    return bool(last > first)
+def median(rows: Sequence[Mapping[str, Any]], name: str) -> float:
+    """Return the median of a metric; a step without it counts as 0."""
+    return round(statistics.median(row.get(name) or 0.0 for row in rows), 4)
+
+
+def times(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the names of the phases of a step."""
+    names = {name for row in rows for name in row}
+    return sorted(name for name in names if name.startswith("perf/") and name.endswith("_time"))
+
+
+def shortcomings(row: Mapping[str, Any]) -> list[str]:
+    """Return in what a row falls short."""
+    keys, (first, last) = row["settings"]["keys"], row["reward"]
+    limit = LIMITS[keys.get("train.dtype", "bfloat16")]
+    difference = row["log_prob_difference"]
+    is_random = row["settings"]["trained"] != "given"
+    problems = [] if row["is_finite"] else ["a loss is not finite"]
+    if "rollout.schedule" not in keys and not (difference is not None and difference <= limit):
+        problems.append(f"log-probs differ by more than {limit:g}")
+    if row["steps"] >= LEARNS and not is_random and last <= first:
+        problems.append("the reward did not rise")
+    return problems
 
 
 def read_store(store: Path) -> list[dict[str, Any]]:
@@ -236,43 +236,125 @@ def read_store(store: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in whole.splitlines()]
 
 
-def reusable(
-    rows: Iterable[Mapping[str, Any]], arguments: argparse.Namespace
-) -> dict[str, Mapping[str, Any]]:
-    """Return the rows of a label that were measured as the arguments ask, by name; the last of each."""
+def reusable(rows: Iterable[Mapping[str, Any]], arguments: argparse.Namespace) -> Stored:
+    """Return the rows that were measured as the arguments ask; the last of each."""
     return {
-        row["row"]: row
+        (row["label"], row["row"], row.get("round", 0)): row
         for row in rows
-        if row["label"] == arguments.label
-        and row["row"] in ROWS
-        and row.get("settings") == settings(row["row"], arguments)
+        if row["row"] in ROWS and row.get("settings") == settings(row["row"], arguments)
     }
 
 
-def table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Return the rows as lines of a table."""
-    head = f"{'row':<14} {'devices':>7} {'s a step':>9} {'reward':>15} {'held out':>15} {'log-probs':>10}"
-    lines = [
-        f"{row['row']:<14} {row['devices']:>7} {row['step_s']:>9.3f} "
-        f"{row['reward'][0]:>6.3f} -> {row['reward'][1]:.3f} "
-        f"{row['held_out'][0]:>6.3f} -> {row['held_out'][1]:.3f} {row['log_prob_difference']:>10.1e}"
-        for row in rows
+def table(rows: Iterable[Mapping[str, Any]]) -> str:
+    """Return the rows as a table in Markdown."""
+    lines = [HEAD, ["---"] * len(HEAD), *map(cells, rows)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def cells(row: Mapping[str, Any]) -> list[str]:
+    """Return a row of the table."""
+    phases = [row["phases_s"].get(f"perf/{name}_time") for name in PARTS]
+    reward, held_out = (" to ".join(f"{value:.3f}" for value in row[name]) for name in ("reward", "held_out"))
+    difference, start = row["log_prob_difference"], row["start_s"]
+    return [
+        row["row"],
+        str(row["devices"]),
+        row["settings"]["trained"],
+        f"{row['step_s']:.3f}",
+        *("-" if seconds is None else f"{seconds:.3f}" for seconds in phases),
+        f"{row['tokens_per_s']:,.0f}",
+        f"{row['rollout_tokens_per_s']:,.0f}",
+        reward,
+        held_out,
+        "-" if difference is None else f"{difference:.1e}",
+        f"{row['device_memory_gib']:.1f}",
+        "-" if start is None else f"{start:.1f} s",
+        "; ".join(shortcomings(row)) or "-",
     ]
-    return "\n".join([head, *lines])
+
+
+def ratios(stored: Stored, rows: Iterable[str], new: str, old: str) -> dict[str, float]:
+    """Return the seconds of a step of one label over those of another, by row; medians over the rounds."""
+    seconds = {
+        label: {
+            row: [each["step_s"] for key, each in stored.items() if key[:2] == (label, row)] for row in rows
+        }
+        for label in (new, old)
+    }
+    both = [row for row in seconds[new] if seconds[new][row] and seconds[old][row]]
+    return {row: statistics.median(seconds[new][row]) / statistics.median(seconds[old][row]) for row in both}
+
+
+def device_count(backend: str) -> int:
+    """Return how many devices a backend has here; with the CPU, processes that a small host can bear."""
+    if backend == "cpu":
+        return 2
+    import torch
+
+    return torch.accelerator.device_count()
+
+
+@contextmanager
+def open_sides(arguments: argparse.Namespace) -> Iterator[list[Side]]:
+    """Yield this tree, and the one that it is compared with."""
+    own = {**os.environ, "PYTHONPATH": joined(os.environ.get("PYTHONPATH"))}
+    sides = [Side(arguments.label, own)]
+    with tempfile.TemporaryDirectory() as work:
+        if arguments.against is not None:
+            tree = extract(arguments.against, Path(work) / "tree")
+            other = environment(tree, Path(work) / "metadata", first=[Path(__file__).parent])
+            check_packages(tree, other)
+            sides.append(Side(arguments.compare, other))
+        yield sides
+
+
+def joined(path: str | None) -> str:
+    """Return a search path that begins with the directory of this file, whose functions the runs call."""
+    return os.pathsep.join(filter(None, (str(Path(__file__).parent), path)))
 
 
 def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
     """Return the arguments; those that it does not know are keys of the config."""
-    parser = argparse.ArgumentParser(description="whole runs in five layouts")
+    parser = argparse.ArgumentParser(description="whole runs in every layout", allow_abbrev=False)
     parser.add_argument("--model", type=Path, help="a Hugging Face directory of a chat model")
+    parser.add_argument("--task", help="sums, demo, or a TOML file")
     parser.add_argument("--backend", default="cuda")
+    parser.add_argument("--devices", type=int)
     parser.add_argument("--rows", nargs="+", choices=[*ROWS], default=[*ROWS])
+    parser.add_argument("--embedded", action="store_true", help="no servers")
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--store", type=Path, default=Path("runs/end_to_end.jsonl"))
     parser.add_argument("--label", default="here")
     parser.add_argument("--directory", type=Path, default=Path("runs/end-to-end"))
+    parser.add_argument("--against", metavar="COMMIT", help="run its packages too, and compare")
+    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--compare", metavar="LABEL", help="compare with stored rows")
     arguments, arguments.extra = parser.parse_known_args(given)
+    arguments.task = arguments.task or ("demo" if arguments.model is None else "sums")
+    arguments.devices = arguments.devices or device_count(arguments.backend)
+    if arguments.against is not None:
+        arguments.compare = short_id(arguments.against)
     return arguments
+
+
+def run_missing(arguments: argparse.Namespace, rows: Sequence[str], stored: Stored) -> list[str]:
+    """Run the rows that are not stored yet, in turns where there are two trees; return what failed."""
+    failed, inputs = [], {}
+    with open_sides(arguments) as sides:
+        wanted = [(side, row, turn) for turn in range(arguments.rounds) for row in rows for side in sides]
+        for side, row, turn in wanted:
+            key = (side.label, row, turn)
+            if key in stored:
+                continue
+            inputs = inputs or make_inputs(arguments.directory / "inputs", arguments.task, arguments.model)
+            try:
+                stored[key] = {**run_row(row, side, arguments, inputs), "round": turn}
+            except SystemExit as error:
+                failed.append(str(error))
+                continue
+            with arguments.store.open("a", encoding="utf-8") as file:
+                file.write(f"{json.dumps(stored[key])}\n")
+    return failed
 
 
 def main(given: Sequence[str] | None = None) -> None:
@@ -280,20 +362,29 @@ def main(given: Sequence[str] | None = None) -> None:
     arguments = parse(given)
     arguments.store.parent.mkdir(parents=True, exist_ok=True)
     stored = reusable(read_store(arguments.store), arguments)
-    missing = [row for row in arguments.rows if row not in stored]
-    inputs = make_inputs(arguments.directory / "inputs", arguments.model) if missing else {}
-    failed = []
-    for row in missing:
-        try:
-            stored[row] = run_row(row, arguments, inputs)
-        except SystemExit as error:
-            failed.append(str(error))
-            continue
-        with arguments.store.open("a", encoding="utf-8") as file:
-            file.write(f"{json.dumps(stored[row])}\n")
-    rows = [stored[row] for row in arguments.rows if row in stored]
-    print("\n".join([table(rows), *failed]))
-    sys.exit(bool(failed) or not all(map(rises, rows)))
+    rows = [row for row in arguments.rows if ROWS[row].devices <= arguments.devices]
+    failed = run_missing(arguments, rows, stored)
+    own = [
+        row for key, row in sorted(stored.items(), key=lambda item: item[0][2]) if key[0] == arguments.label
+    ]
+    shown = [each for row in rows for each in own if each["row"] == row]
+    print("\n".join([table(shown), *failed]))
+    for row in arguments.rows:
+        if row not in rows:
+            print(f"skipped {row}: it needs {ROWS[row].devices} devices, and there are {arguments.devices}")
+    slow = False
+    if arguments.compare is not None:
+        compared = ratios(stored, rows, arguments.label, arguments.compare)
+        slow = print_ratios(compared, arguments.compare)
+    sys.exit(bool(failed) or slow or any(map(shortcomings, shown)))
+
+
+def print_ratios(compared: Mapping[str, float], old: str) -> bool:
+    """Print the seconds of a step over those of another tree, and return whether one is slower."""
+    for row, ratio in compared.items():
+        verdict = "slower" if ratio > SLOWER else "-"
+        print(f"{row}: {ratio:.3f} of the seconds a step of {old}; at most {SLOWER}: {verdict}")
+    return any(ratio > SLOWER for ratio in compared.values())
 
 
 if __name__ == "__main__":

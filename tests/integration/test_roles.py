@@ -18,6 +18,7 @@ from anygauge.testing.tiny import tiny_qwen3
 from anygauge.trainer.actors import ActorWorker
 from anygauge_hooks.batch import TrainBatch
 from anygauge_hooks.engines import WorkerContext
+from anygauge_hooks.errors import CheckpointError
 from anygauge_tests import batches
 from anygauge_tests.batches import TrainSample
 
@@ -104,6 +105,16 @@ def test_a_directory_that_a_worker_does_not_see_ends_no_run(make_worker: MakeWor
     assert isinstance(found, str)
     assert "cannot be written: [Errno 2] No such file or directory" in found
     save(worker, tmp_path / "saved")
+
+
+def test_an_export_that_fails_waits_for_the_checkpoint_that_is_being_written(
+    make_worker: MakeWorker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker, answers = make_worker(**PPO), [False, False, True]
+    monkeypatch.setattr(worker.trainer, "checkpoint_written", lambda: answers.pop(0))
+    with pytest.raises(CheckpointError, match="exists"):
+        worker.save_hf(str(tmp_path))
+    assert not answers
 
 
 def test_a_resume_goes_on_exactly(make_worker: MakeWorker, tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ from anygauge.run_directory.checkpoint_reader import (
     rank_names,
     sha256,
 )
-from anygauge.run_directory.write_progress import WriteProgress
+from anygauge.run_directory.write_progress import WriteProgress, export_progress
 from anygauge.runtime.worker_group import WorkerGroup
 from anygauge.strict_json import plain_value
 from anygauge_hooks.errors import CheckpointError
@@ -376,12 +376,16 @@ def installed_packages() -> dict[str, str]:
     return versions
 
 
-def export_hf(workers: WorkerGroup, target: Path) -> None:
-    """Write the trained model as a Hugging Face directory, in place of one from before a resume."""
-    if not target.exists():
-        workers.call("save_hf", path=str(target))
-        return
-    fresh = target.with_name(f".{target.name}.new")
-    shutil.rmtree(fresh, ignore_errors=True)
-    workers.call("save_hf", path=str(fresh))
-    publish(fresh, target)
+def export_hf(workers: WorkerGroup, target: Path, on_wait: Callable[[str], None] = logger.info) -> None:
+    """Write the trained model as a Hugging Face directory, in place of one from before a resume.
+
+    :param on_wait: Called with a line every few seconds, in another thread.
+    """
+    is_there = target.exists()
+    fresh = target.with_name(f".{target.name}.new") if is_there else target
+    if is_there:
+        shutil.rmtree(fresh, ignore_errors=True)
+    with export_progress(fresh, on_wait):
+        workers.call("save_hf", path=str(fresh))
+    if is_there:
+        publish(fresh, target)

@@ -5,6 +5,7 @@ An actor is thin: it holds no state of the run beyond its engines, and a call ta
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -58,6 +59,7 @@ CRITIC_NAMES = {"grad_norm": "critic_grad_norm", "lr": "critic_lr"}
 """Metrics of the critic that would be the policy's."""
 SFT = "sft"
 """The task, and the loss of it."""
+POLL_S = 0.05
 
 
 def make_loss(config: Config, context: WorkerContext) -> LossFunction:
@@ -300,10 +302,18 @@ class ActorWorker(GeneratingWorker):
             self._device.empty_cache()
 
     def save_hf(self, path: str) -> None:
-        """Write a complete Hugging Face directory; that of the critic is in it."""
-        self.trainer.save_hf(path)
-        if self._critic is not None:
-            self._critic.save_hf(str(Path(path) / CRITIC))
+        """Write a complete Hugging Face directory; that of the critic is in it.
+
+        An error here ends the workers, so a checkpoint that is being written is awaited before.
+        """
+        try:
+            self.trainer.save_hf(path)
+            if self._critic is not None:
+                self._critic.save_hf(str(Path(path) / CRITIC))
+        except CheckpointError:
+            while self.checkpoint_written() is False:
+                time.sleep(POLL_S)
+            raise
 
     def save_checkpoint(self, path: str) -> None:
         """Copy what a checkpoint needs and start to write it; the critic's has a directory of its own.

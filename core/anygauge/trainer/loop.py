@@ -57,7 +57,7 @@ from anygauge_hooks.media import Media
 from anygauge_hooks.rl import Group, Prompt
 from anygauge_hooks.types import RunInfo
 
-__all__ = ["Loop", "run_loop"]
+__all__ = ["Loop", "finish_saving", "run_loop", "tell_of_wait"]
 
 _log = logging.getLogger(__name__)
 
@@ -147,9 +147,22 @@ def run_loop(loop: Loop) -> None:
         loop.directory.check()
         started = time.perf_counter()
         loop.save_s = time.perf_counter() - started if save(loop, step) else 0.0
+    loop.directory.check()
+
+
+def finish_saving(loop: Loop) -> None:
+    """Export the trained model while the last checkpoint is being written, and wait for both."""
+    if loop.config.save.hf_at_end and loop.session.components.trains:
+        export_hf(loop.session.workers, Path(loop.info.directory) / "hf", partial(tell_of_wait, loop.session))
     if loop.checkpoints is not None:
         announce(loop, loop.checkpoints.finish())
     loop.directory.check()
+
+
+def tell_of_wait(session: Session, message: str) -> None:
+    """Log what the run waits for, and tell the observers."""
+    _log.info("%s", message)
+    session.plugins.notify("on_wait", run=session.info, message=message)
 
 
 @contextmanager
@@ -366,7 +379,8 @@ def save(loop: Loop, step: int, *, ends: bool = False) -> bool:
             if ends:
                 announce(loop, loop.checkpoints.finish())
     if loop.session.components.trains and settings.hf_every is not None and step % settings.hf_every == 0:
-        export_hf(loop.session.workers, Path(loop.info.directory) / f"hf-step-{step}")
+        target = Path(loop.info.directory) / f"hf-step-{step}"
+        export_hf(loop.session.workers, target, partial(tell_of_wait, loop.session))
         due = True
     return due
 

@@ -22,7 +22,7 @@ from anygauge.observability.trackers import open_tracker, tracker_names
 from anygauge.plugins import Plugins
 from anygauge.rollout.rewards import Scorer
 from anygauge.run_directory.capabilities import write_capabilities
-from anygauge.run_directory.checkpoints import CheckpointWriter, export_hf
+from anygauge.run_directory.checkpoints import CheckpointWriter
 from anygauge.run_directory.directory import RunDirectory, open_run_directory
 from anygauge.run_directory.dumps import model_facts
 from anygauge.runtime.launch import launch_workers
@@ -36,7 +36,7 @@ from anygauge.trainer.actors import replays
 from anygauge.trainer.background_evaluation import BackgroundEvaluation
 from anygauge.trainer.generation import open_maker
 from anygauge.trainer.inputs import EvalSet, Inputs, forbidden_tokens, read_inputs
-from anygauge.trainer.loop import Loop, announce, run_loop
+from anygauge.trainer.loop import Loop, announce, finish_saving, run_loop, tell_of_wait
 from anygauge.trainer.replay import ReplayedMedia, ReplayedRollouts
 from anygauge.trainer.rollout_scheduler import GroupSource, open_rollout_scheduler
 from anygauge.trainer.session import TRAINING, Session
@@ -76,8 +76,7 @@ def train(
             when_built()
             with salvaged(loop):
                 run_loop(loop)
-            if config.save.hf_at_end and loop.session.components.trains:
-                export_hf(loop.session.workers, directory.path / "hf")
+                finish_saving(loop)
             if loop.checkpoints is not None:
                 loop.checkpoints.require_last()
         return state.info
@@ -118,7 +117,7 @@ def open_loop(
     write_capabilities(directory.path, plugins, loaded.backend)
     checkpoints = None
     if config.save.every is not None and components.trains and not replays(config):
-        on_wait = partial(_tell_of_wait, plugins, state)
+        on_wait = partial(tell_of_wait, session)
         writer = CheckpointWriter(directory.path, config, session.workers, on_wait=on_wait)
         checkpoints = stack.enter_context(closing(writer))
     session.trackers = open_trackers(config, plugins, state.info, stack)
@@ -302,11 +301,6 @@ def notify_observers(plugins: Plugins, state: RunState) -> Iterator[None]:
         block.callback(lambda: plugins.notify("after_train", run=state.info))  # as it ended
         block.push(lambda kind, error, _: _notify_of(error, plugins, state))
         yield
-
-
-def _tell_of_wait(plugins: Plugins, state: RunState, message: str) -> None:
-    logger.info("%s", message)
-    plugins.notify("on_wait", run=state.info, message=message)
 
 
 def _notify_of(error: BaseException | None, plugins: Plugins, state: RunState) -> None:

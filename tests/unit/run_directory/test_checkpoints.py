@@ -19,6 +19,7 @@ from anygauge.config import Config
 from anygauge.run_directory import checkpoints, write_progress
 from anygauge.run_directory.checkpoint_reader import latest_checkpoint
 from anygauge.run_directory.checkpoints import CheckpointWriter, export_hf
+from anygauge.trainer.loop import finish_saving
 from anygauge.trainer.run import salvaged
 from anygauge_hooks.errors import CheckpointError
 
@@ -30,6 +31,7 @@ class Workers:
         self.writes = True
         self.failure: str | None = None
         self.calls: list[str] = []
+        self.while_exporting: Callable[[Path], object] = lambda path: None
 
     def call(self, method: str, **arguments: Any) -> Sequence[Any]:
         self.calls.append(method)
@@ -39,6 +41,7 @@ class Workers:
                 (path / f"rank-{rank:05d}.json").write_text(json.dumps({"rank": rank}))
                 (path / f"rank-{rank:05d}.safetensors").write_bytes(bytes([rank]) * 1000)
         if method == "save_hf":
+            self.while_exporting(path)
             path.mkdir()
             (path / "model").write_text(str(len(self.calls)))
         return [self.writes, self.failure or True] if method == "checkpoint_written" else [None, None]
@@ -143,6 +146,59 @@ def test_a_run_that_waits_for_a_checkpoint_says_so(
     writer.start(7, {})
     assert writer.finish() is not None
     assert lines[0].startswith("waiting for the checkpoint step-00000007: ")
+
+
+def test_a_run_that_waits_for_an_export_says_how_much_is_written(
+    tmp_path: Path, workers: Workers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told, is_told = list[str](), threading.Event()
+
+    def on_wait(line: str) -> None:
+        if "3.0 GiB written" in line:
+            told.append(line)
+            is_told.set()
+
+    def wait(path: Path) -> None:
+        partial = path.with_name(f".{path.name}.partial-7-abc")
+        partial.mkdir()
+        with (partial / "shard-0").open("wb") as stream:
+            stream.truncate(3 * 2**30)  # takes no room
+        is_told.clear()
+        assert is_told.wait(60)
+        shutil.rmtree(partial)
+
+    monkeypatch.setattr(write_progress, "QUIET_S", 0.0)
+    monkeypatch.setattr(write_progress, "EVERY_S", 0.0)
+    monkeypatch.setattr(write_progress, "LOOK_S", 0.001)
+    workers.while_exporting = wait
+    for name in ("hf", ".hf.new"):  # the second takes the place of the first
+        export_hf(workers, tmp_path / "hf", on_wait)  # type: ignore[arg-type]
+        assert told[-1].startswith(f"waiting for the export {name}: ")
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+
+
+def test_the_last_checkpoint_is_written_while_the_model_is_exported(
+    tmp_path: Path, make_writer: Callable[..., CheckpointWriter], workers: Workers
+) -> None:
+    """The ranks have written it when the export is done: waiting for it before would take forever."""
+    workers.writes = False
+    workers.while_exporting = lambda path: setattr(workers, "writes", True)
+    writer, told = make_writer(), list[str]()
+    writer.start(7, {})
+    info = SimpleNamespace(directory=str(tmp_path))
+    plugins = SimpleNamespace(notify=lambda hook, **_: told.append(hook))
+    components = SimpleNamespace(trains=True)
+    loop: Any = SimpleNamespace(
+        config=make_config(),
+        checkpoints=writer,
+        info=info,
+        session=SimpleNamespace(workers=workers, components=components, plugins=plugins, info=info),
+        directory=SimpleNamespace(check=lambda: None),
+    )
+    finish_saving(loop)
+    assert names(tmp_path) == ["step-00000007"]
+    assert (tmp_path / "hf" / "model").exists()
+    assert told == ["after_save_checkpoint"]
 
 
 def test_the_latest_are_kept(tmp_path: Path, make_writer: Callable[..., CheckpointWriter]) -> None:
