@@ -376,7 +376,7 @@ def main(given: Sequence[str] | None = None) -> None:
     if arguments.compare is not None:
         compared = ratios(stored, rows, arguments.label, arguments.compare)
         slow = print_ratios(compared, arguments.compare)
-    sys.exit(bool(failed) or slow or any(map(shortcomings, shown)))
+    sys.exit(bool(failed) or slow or not shown or any(map(shortcomings, shown)))
 
 
 def print_ratios(compared: Mapping[str, float], old: str) -> bool:

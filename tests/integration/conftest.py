@@ -63,6 +63,7 @@ def launch_actors(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LaunchAc
         key = (
             *(placement.train_workers, placement.threads_per_worker),
             *(placement.colocated, config.run.deterministic),
+            config.train.parallel,  # Megatron's groups last as long as a process
         )
         if key not in groups or groups[key].is_ended:
             directory = tmp_path_factory.mktemp("actors")
