@@ -154,7 +154,7 @@ def run_row(row: str, side: Side, arguments: argparse.Namespace, inputs: Mapping
     command = [sys.executable, "-m", "anygauge", "train", str(config), "--backend", arguments.backend]
     first = arguments.directory / "first-token"
     first.unlink(missing_ok=True)
-    environment = {**side.environment, FIRST_TOKEN: str(first)}
+    environment = {**side.environment, FIRST_TOKEN: str(first), **server_cores(row, arguments.backend)}
     started = time.time()
     status = subprocess.run([*command, *arguments.extra], env=environment, check=False).returncode
     if status:
@@ -165,6 +165,15 @@ def run_row(row: str, side: Side, arguments: argparse.Namespace, inputs: Mapping
     facts = {"label": side.label, "row": row, "devices": ROWS[row].devices, "run_s": run_s}
     figures = measured([json.loads(line) for line in lines])
     return {**facts, "start_s": start_s, **figures, "settings": settings(row, arguments)}
+
+
+def server_cores(row: str, backend: str) -> dict[str, str]:
+    """Return SGLang's variable for the core of each process of a server, which it asks for on a CPU."""
+    processes = ROWS[row].keys.get("rollout.sglang.tp_size", 1)
+    if backend != "cpu" or processes == 1:
+        return {}
+    cores = sorted(os.sched_getaffinity(0))
+    return {"SGLANG_CPU_OMP_THREADS_BIND": "|".join(str(cores[i % len(cores)]) for i in range(processes))}
 
 
 def measured(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

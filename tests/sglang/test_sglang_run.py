@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+import tomli_w
 
 from anygauge_hooks.rl import Group
 from anygauge_tests.observer import Observer, run_with_observer
 from anygauge_tests.recipe import tiny_recipe
 
+BENCH = Path(__file__).parents[2] / "bench" / "end_to_end.py"
+ROWS = ("apart-sync", "colocated-tp2")
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(1500)]
 
 
@@ -40,13 +46,42 @@ def versions(groups: Sequence[Group]) -> list[int]:
     return sorted({version for sample in samples for version in sample.weight_versions})
 
 
-def test_a_server_and_the_trainer_agree_in_every_step(tmp_path: Path) -> None:
-    observer = run(tmp_path, weight_sync__verify="always")
-    assert versions(observer.groups) == [0, 1, 2]
-    differences = [metrics["train/train_rollout_logprob_abs_diff"] for metrics in observer.metrics]
-    assert max(differences) < 1e-4
-    moved = [metrics["train/ppo_kl"] for metrics in observer.metrics]
-    assert all(abs(each) < 1e-4 for each in moved)  # each step was sampled from the weights that it trains
+TASK = {
+    "data": {"label_key": "label"},
+    "reward": {"function": "exact_match"},
+    "rollout": {
+        "prompts_per_step": 4,
+        "samples_per_prompt": 4,
+        "max_new_tokens": 4,
+        "max_batch_tokens": 8192,
+        "sglang": {"context_length": 256},
+    },
+    "train": {"dtype": "float32", "lr": 1e-2},
+    "placement": {"start_timeout_s": 600},
+    "weight_sync": {"verify": "always"},
+    "run": {"report": False},
+}
+
+
+def test_servers_and_trainers_agree_in_every_step_apart_and_colocated(tmp_path: Path) -> None:
+    """Rows of ``bench/end_to_end.py``: the second divides the model in the trainers and in the server."""
+    inputs = tiny_recipe(tmp_path).parent
+    files = [str(inputs / "data.jsonl")]
+    sets = {name: {"files": files, "max_prompts": 1} for name in ("first", "eval")}
+    task = {**TASK, "data": {**TASK["data"], "train": files}, "eval": {"datasets": sets}}
+    (tmp_path / "task.toml").write_text(tomli_w.dumps(task), encoding="utf-8")
+    places = ["--store", str(tmp_path / "rows.jsonl"), "--directory", str(tmp_path / "runs")]
+    given = ["--backend", "cpu", "--model", str(inputs / "model"), "--task", str(tmp_path / "task.toml")]
+    command = [sys.executable, str(BENCH), *given, "--rows", *ROWS, "--steps", "3", *places]
+    assert subprocess.run(command, check=False).returncode == 0
+    rows = list(map(json.loads, (tmp_path / "rows.jsonl").read_text().splitlines()))
+    assert [row["row"] for row in rows] == [*ROWS]
+    assert max(row["log_prob_difference"] for row in rows) < 1e-4
+    for row in ROWS:
+        lines = (tmp_path / "runs" / f"end-to-end-{row}" / "metrics.jsonl").read_text().splitlines()
+        steps = [metrics for metrics in map(json.loads, lines) if "perf/step_time" in metrics]
+        assert [metrics["rollout/lag/max"] for metrics in steps] == [0, 0, 0]
+        assert all(metrics["train/grad_norm"] > 0 for metrics in steps)
 
 
 def test_samples_of_an_asynchronous_run_tell_the_weights_of_each_token(tmp_path: Path) -> None:
