@@ -48,7 +48,7 @@ def versions(groups: Sequence[Group]) -> list[int]:
 
 TASK = {
     "data": {"label_key": "label"},
-    "reward": {"function": "exact_match"},
+    "reward": {"function": "end_to_end_inputs:even_characters"},
     "rollout": {
         "prompts_per_step": 4,
         "samples_per_prompt": 4,

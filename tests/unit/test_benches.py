@@ -273,3 +273,17 @@ def test_a_difference_is_printed_and_told(
     assert "bit-equal" in capsys.readouterr().out
     assert compare("base", "head", tmp_path, scenario) is True
     assert "1 DIFFERENCES\n    step 3: train/loss: 0.0 -> 1.0\n" in capsys.readouterr().out
+
+
+def test_two_trainers_are_compared_in_pairs_of_runs(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bench = script("against_trl.py", monkeypatch)
+    rewards = [step / 16 for step in range(16)]
+    ours = [{"seconds": [9, 9, 9, 1.0, 2.0, 3.0], "rewards": rewards}, {"seconds": [1], "rewards": rewards}]
+    trl = [{"seconds": [9, 9, 9, 4.0, 4.0], "rewards": rewards}, {"seconds": [8], "rewards": rewards}]
+    assert bench["report"](ours, trl) == 5.0
+    printed = capsys.readouterr().out
+    assert "ratio: 5.00 (pairs: 2.00, 8.00)" in printed
+    assert "anygauge: 683 samples/s (runs: 512, 1,024)" in printed
+    assert printed.count("reward: 0.031 0.156 0.281 0.406 0.531 0.656 0.781 0.906") == 2
