@@ -120,14 +120,10 @@ def _config(kind: str, sizes: Mapping[str, Any], tokenizer: Any) -> Any:
     from transformers import AutoConfig
 
     ends = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id}
-    common = {
-        **sizes,
-        **ends,
-        "vocab_size": len(tokenizer),
-        "bos_token_id": None,
-        "tie_word_embeddings": True,
-    }
+    common = {**sizes, **ends, "vocab_size": len(tokenizer), "bos_token_id": None}
     if kind == "dense":
-        return AutoConfig.for_model("qwen3", **common)
+        return AutoConfig.for_model("qwen3", **common, tie_word_embeddings=True)
     width = sizes["intermediate_size"] // 4
-    return AutoConfig.for_model("qwen3_moe", **common, **EXPERTS, moe_intermediate_size=width)
+    # SGLang's Qwen3-MoE never ties its output layer; no published one does
+    experts = {**EXPERTS, "moe_intermediate_size": width, "tie_word_embeddings": False}
+    return AutoConfig.for_model("qwen3_moe", **common, **experts)
