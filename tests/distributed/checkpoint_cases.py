@@ -14,7 +14,8 @@ from anygauge.config import Config
 from anygauge.config.roles import Components
 from anygauge.data.batch import mini_batches
 from anygauge.distributed.layout import layout_of
-from anygauge.engines.megatron.checkpoints.checkpoint import CHANGING, _rng_state
+from anygauge.engines.background_save import CHANGING
+from anygauge.engines.megatron.checkpoints.checkpoint import _rng_state
 from anygauge.trainer.actors import ActorWorker
 from anygauge_hooks.engines import WorkerContext
 from anygauge_hooks.errors import CheckpointError
@@ -146,6 +147,6 @@ def save(actor: ActorWorker, directory: Path) -> None:
     actor.save_checkpoint(str(directory))
     engines: Any = [each for each in (actor._critic, actor.trainer) if each is not None]
     for engine in engines:
-        engine._checkpoint._write.exception()
+        engine._checkpoint._background._write.exception()
     assert actor.checkpoint_written() is True
     dist.barrier()

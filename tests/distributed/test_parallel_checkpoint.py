@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from anygauge.engines.megatron.checkpoints.files import Piece, PieceReader, Region, open_pieces
+from anygauge.engines.checkpoint_files import Piece, PieceReader, Region, open_pieces
 from anygauge.engines.megatron.conversion.convert import hf_to_megatron, megatron_to_hf
 from anygauge.kernels.remainders import split
 from anygauge.plugins import load_plugins

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from anygauge.engines.megatron.checkpoints.files import open_pieces
+from anygauge.engines.checkpoint_files import open_pieces
 from anygauge.engines.megatron.weights.mapping import is_embedding
 
 pytestmark = [pytest.mark.parallel, pytest.mark.timeout(300)]

@@ -73,8 +73,8 @@ class DyingActor(actors.ActorWorker):
 
     def __init__(self, config: Any, context: Any, **options: Any) -> None:
         super().__init__(config, context, **options)
+        from anygauge.engines import checkpoint_files
         from anygauge.engines.megatron.checkpoints import checkpoint
-        from anygauge.engines.megatron.checkpoints import files as checkpoint_files
 
         if context.rank == context.world_size - 1:
             self.generate = before(countdown("generation"), self.generate)  # type: ignore[method-assign]

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from anygauge.config.schema import WeightSync
-from anygauge.engines.megatron.weights.hf import write_directory
+from anygauge.engines.hf_directory import write_directory
 from anygauge.plugins import Plugins
 from anygauge.serving.embedded.weights import copy_weights
 from anygauge.serving.sglang.server import SGLangServer

@@ -19,8 +19,8 @@ from safetensors.torch import load_file
 
 import anygauge_cpu.plugin
 from anygauge.config import Config
-from anygauge.engines.megatron.checkpoints import files as checkpoint_files
-from anygauge.engines.megatron.checkpoints.files import (
+from anygauge.engines import checkpoint_files
+from anygauge.engines.checkpoint_files import (
     FORMAT,
     Piece,
     PieceReader,
@@ -117,7 +117,7 @@ def save(engine: Any, directory: Path) -> Path:
 
 
 def wait(engine: Any) -> None:
-    engine._checkpoint._write.exception()
+    engine._checkpoint._background._write.exception()
     assert engine.checkpoint_written()
 
 
@@ -238,7 +238,7 @@ def test_what_is_saved_is_what_was_there_when_save_returned(
         assert trained.wait(30)
         write_rank(*arguments)
 
-    monkeypatch.setattr("anygauge.engines.megatron.checkpoints.checkpoint.write_rank", slow)
+    monkeypatch.setattr("anygauge.engines.background_save.write_rank", slow)
     engine = make_engine()
     train(engine, range(1))
     before = weights(engine)
@@ -340,7 +340,7 @@ def test_a_failed_write_is_an_error_and_the_next_one_is_not(
 ) -> None:
     engine = make_engine()
     engine.save_checkpoint(str(tmp_path / "absent"))
-    engine._checkpoint._write.exception()
+    engine._checkpoint._background._write.exception()
     with pytest.raises(CheckpointError, match=r"cannot be written: .*No such file"):
         engine.checkpoint_written()
     path = save(engine, tmp_path / "saved")
@@ -557,9 +557,9 @@ def test_any_failure_of_a_write_is_a_checkpoint_error(
         raise error
 
     engine = make_engine()
-    monkeypatch.setattr("anygauge.engines.megatron.checkpoints.checkpoint.write_rank", failing)
+    monkeypatch.setattr("anygauge.engines.background_save.write_rank", failing)
     engine.save_checkpoint(str(tmp_path))
-    engine._checkpoint._write.exception()
+    engine._checkpoint._background._write.exception()
     with pytest.raises(CheckpointError, match=type(error).__name__):
         engine.checkpoint_written()
 
@@ -575,18 +575,18 @@ def test_a_save_without_room_or_while_the_last_is_stuck_is_said_and_not_raised(
 
     engine = make_engine()
     with monkeypatch.context() as patch:
-        patch.setattr(engine._checkpoint, "_copy", lambda: torch.empty(2**60))
+        patch.setattr(engine._checkpoint, "_copy", lambda to_host: torch.empty(2**60))
         engine.save_checkpoint(str(tmp_path))
         with pytest.raises(CheckpointError, match="no room on the host"):
             engine.checkpoint_written()
-    monkeypatch.setattr("anygauge.engines.megatron.checkpoints.checkpoint.write_rank", slow)
-    monkeypatch.setattr("anygauge.engines.megatron.checkpoints.checkpoint.STUCK_S", 0.01)
+    monkeypatch.setattr("anygauge.engines.background_save.write_rank", slow)
+    monkeypatch.setattr("anygauge.engines.background_save.STUCK_S", 0.01)
     engine.save_checkpoint(str(tmp_path))
     engine.save_checkpoint(str(tmp_path))
     with pytest.raises(CheckpointError, match="the write before has not ended"):
         engine.checkpoint_written()
     go_on.set()
-    engine._checkpoint._write.exception()
+    engine._checkpoint._background._write.exception()
     engine.save_checkpoint(str(tmp_path))
     wait(engine)
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from anygauge.engines.megatron.checkpoints.files import (
+from anygauge.engines.checkpoint_files import (
     FORMAT,
     Piece,
     RankFile,

@@ -12,7 +12,7 @@ MEASURE = """
 import re, sys
 from pathlib import Path
 import torch
-from anygauge.engines.megatron.weights.hf import write_directory
+from anygauge.engines.hf_directory import write_directory
 
 MIB = 2**20
 def weights(sizes):

@@ -11,7 +11,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from anygauge.engines.megatron.weights import hf
+from anygauge.engines import hf_directory as hf
 from anygauge_hooks.errors import CheckpointError
 
 

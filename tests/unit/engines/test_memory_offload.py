@@ -13,7 +13,7 @@ from torch import Tensor
 
 import anygauge_cpu.plugin
 from anygauge.config import Config
-from anygauge.engines.megatron.memory_offload import DeviceMemory, HostCopies
+from anygauge.engines.memory_offload import DeviceMemory, HostCopies
 from anygauge.plugins import Plugins
 from anygauge.testing.tiny import tiny_qwen3
 from anygauge.weight_sync.checksum import checksum

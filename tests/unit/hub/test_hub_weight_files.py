@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from anygauge.config.model_files import read_model
-from anygauge.engines.megatron.weights.hf import open_tensors
+from anygauge.engines.hf_directory import open_tensors
 from anygauge.hub.weight_files import INDEX, weight_files
 from anygauge.plugins import load_plugins
 from anygauge.serving.embedded.weights import read_weights

@@ -299,7 +299,7 @@ def test_the_embedded_engine_takes_what_the_trainer_gives(both: Any, prefix: str
 
 
 def test_weights_come_out_as_they_went_in_and_transformers_reads_them(both: Any, tmp_path: Path) -> None:
-    from anygauge.engines.megatron.weights.hf import write_directory
+    from anygauge.engines.hf_directory import write_directory
 
     expected = load_file(both.path / "model.safetensors")
     actual = dict(both.policy.weights())

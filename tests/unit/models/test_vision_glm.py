@@ -393,7 +393,7 @@ def test_another_image_gives_other_logits(both: Any) -> None:
 
 
 def test_weights_come_out_as_they_went_in_and_transformers_reads_them(both: Any, tmp_path: Path) -> None:
-    from anygauge.engines.megatron.weights.hf import write_directory
+    from anygauge.engines.hf_directory import write_directory
 
     expected = load_file(both.path / "model.safetensors")
     actual = dict(both.policy.weights())

@@ -17,7 +17,8 @@ from anygauge.engines.megatron.layers.output import response_output
 from anygauge.engines.megatron.model import build_policy
 from anygauge.engines.megatron.ranks import sum_metrics
 from anygauge.engines.megatron.scope import make_scope
-from anygauge_hooks.algorithms import ValueInputs, ValueLoss
+from anygauge.engines.responses import value_inputs
+from anygauge_hooks.algorithms import ValueLoss
 from anygauge_hooks.batch import TrainBatch
 from anygauge_hooks.engines import WorkerContext
 
@@ -89,19 +90,10 @@ class _ValueTrainPass(_ValuePass):
         batch = next(batches)
 
         def loss(values: Tensor) -> tuple[Tensor, Tensor, Mapping[str, Tensor]]:
-            value, reported = self.loss(self._inputs(batch, whole_responses(values[:, 0], batch)))
+            inputs = value_inputs(self.data, batch, whole_responses(values[:, 0], batch), self.device)
+            value, reported = self.loss(inputs)
             # Token weights already make the mean, so Megatron is told of no tokens to divide by.
             none = torch.zeros([], dtype=torch.int, device=self.device)
             return value, none, {**reported, "loss": value.detach()}
 
         return self.outputs(wrapped, batch), loss
-
-    def _inputs(self, batch: MicroBatch, values: Tensor) -> ValueInputs:
-        data, column, counts = self.data, partial(batch.column, device=self.device), not batch.is_idle
-        return ValueInputs(
-            values=values,
-            old_values=column(data.values),
-            returns=column(data.returns),
-            loss_mask=column(data.loss_mask, counts=counts),
-            loss_weights=column(data.loss_weights, counts=counts),
-        )

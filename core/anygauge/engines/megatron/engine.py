@@ -21,25 +21,26 @@ from torch import Tensor
 from anygauge.config import Config
 from anygauge.device import memory_phase, seed_everything
 from anygauge.distributed.all_gather import all_gather_values
+from anygauge.engines.hf_directory import write_directory
 from anygauge.engines.megatron.checkpoints.checkpoint import Checkpointer
 from anygauge.engines.megatron.collective_check import check_collectives
 from anygauge.engines.megatron.consistency_check import check_configs_agree
-from anygauge.engines.megatron.gradients import begin_gradients
-from anygauge.engines.megatron.inputs import MicroBatches, micro_batches, unpack
+from anygauge.engines.megatron.gradients import begin_gradients, main_gradients
+from anygauge.engines.megatron.inputs import MicroBatches, micro_batches
 from anygauge.engines.megatron.layers.moe import expert_load, routers
 from anygauge.engines.megatron.layers.output import output_logprob
 from anygauge.engines.megatron.layers.routing import Routes, RoutingStore
 from anygauge.engines.megatron.media.batch import MediaReader
-from anygauge.engines.megatron.memory_offload import DeviceMemory, gradients, optimizer_state
 from anygauge.engines.megatron.model import Policy, build_policy, initialize_parallel
-from anygauge.engines.megatron.optimizer import make_optimizer, make_schedule, wrap_model
+from anygauge.engines.megatron.optimizer import make_optimizer, make_schedule, optimizer_state, wrap_model
 from anygauge.engines.megatron.passes import LogProbPass, TopKPass, TrainPass
 from anygauge.engines.megatron.ranks import common_count, from_last_stage, sum_metrics, token_cut, token_slice
 from anygauge.engines.megatron.replica_check import ReplicaCheck, check_ranks_agree
-from anygauge.engines.megatron.roles import ACTOR, RoleWeights
-from anygauge.engines.megatron.scope import make_scope
+from anygauge.engines.megatron.scope import has_pinned_memory, make_scope
 from anygauge.engines.megatron.update import Update
-from anygauge.engines.megatron.weights.hf import write_directory
+from anygauge.engines.memory_offload import DeviceMemory
+from anygauge.engines.responses import unpack
+from anygauge.engines.roles import ACTOR, RoleWeights
 from anygauge_hooks.batch import TopKLogProbs, TrainBatch
 from anygauge_hooks.engines import LossFunction, WorkerContext
 from anygauge_hooks.errors import ConfigError, NonFiniteError
@@ -90,6 +91,7 @@ class MegatronEngine:
             weights=self._model_tensors,
             rest=self._optimizer_tensors,
             temporary=self._gradients,
+            pinned=has_pinned_memory(context.device),
         )
         self._check_ranks_agree()
         self._replicas = self._replica_check()
@@ -114,7 +116,7 @@ class MegatronEngine:
 
     def _gradients(self) -> Iterator[Tensor]:
         self._weight_update.begin()  # drops those that lie outside of what is found
-        return gradients(self.chunks)
+        return main_gradients(self.chunks)
 
     def set_memory_state(self, state: MemoryState) -> None:
         """Set the memory state (sleep, wake up); see :class:`anygauge_hooks.engines.SupportsOffload`."""
@@ -234,7 +236,7 @@ class MegatronEngine:
         self._memory.need("everything", "a forward pass")
         self._set_training(False)
         outputs = self._run_schedule(step, batches, routes, forward_only=True)
-        return unpack(batches, from_last_stage(outputs, batches.plans, self.device, shape))
+        return unpack(batches.plans, from_last_stage(outputs, batches.plans, self.device, shape))
 
     def _forward_backward(
         self, step: Any, batches: MicroBatches, routes: Sequence[Routes] | None = None

@@ -7,7 +7,7 @@ for each number.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from anygauge.kernels.main_grad import FIRST
 
-__all__ = ["begin_gradients", "complete_gradients", "replace_first"]
+__all__ = ["begin_gradients", "complete_gradients", "main_gradients", "replace_first"]
 
 _REPLACES = "main_grad_is_replaced"
 
@@ -47,3 +47,10 @@ def complete_gradients(chunks: Iterable[Any]) -> None:
         for weight in chunk.params_with_grad:
             if vars(weight).pop(FIRST, False):
                 weight.main_grad.zero_()
+
+
+def main_gradients(chunks: Iterable[Any]) -> Iterator[Tensor]:
+    """Yield the buffers of the gradients of chunks that Megatron has wrapped for data parallelism."""
+    for chunk in chunks:
+        for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
+            yield buffer.grad_data

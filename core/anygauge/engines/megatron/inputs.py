@@ -27,9 +27,9 @@ from anygauge.engines.megatron.layers.context_parallel import Cut, SequenceParts
 from anygauge.engines.megatron.layers.modules import PackedSequences
 from anygauge.engines.megatron.layers.routing import Routes
 from anygauge.engines.megatron.media.batch import MediaReader, media_batch, media_positions
+from anygauge.engines.responses import Responses, before_responses, check_responses
 from anygauge.kernels.reference import sum_over
 from anygauge_hooks.batch import TrainBatch
-from anygauge_hooks.errors import DataError
 from anygauge_hooks.media import Media
 
 __all__ = [
@@ -38,7 +38,6 @@ __all__ = [
     "inputs_on_device",
     "micro_batches",
     "model_inputs",
-    "unpack",
     "whole_responses",
 ]
 
@@ -49,16 +48,11 @@ Rotary = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MicroBatch:
-    """Samples of a batch, packed. ``R`` counts their response tokens, ``r`` those that are of this rank."""
+class MicroBatch(Responses):
+    """Samples of a batch, packed. Of their ``R`` response tokens ``r`` are of this rank."""
 
-    indices: Sequence[int]
-    """Which samples of the batch, in packing order."""
     sequences: Sequence[Tensor]
     """Tokens of each of them, int64, on the host."""
-    response_lengths: Sequence[int]
-    responses: Tensor
-    """``[R]``, int64, on the host: rows of these responses in the columns of the batch."""
     media: Sequence[tuple[Media, ...]]
     parts: SequenceParts
     """How the tokens are divided among ranks."""
@@ -70,18 +64,6 @@ class MicroBatch:
     """``[r]``, int64: those next tokens."""
     local_responses: Tensor | None
     """``[r]``, int64: which response tokens these are; ``None`` if they are all."""
-    is_idle: bool
-    """Whether nothing is learnt from it: it keeps this rank in step with others that have more."""
-
-    def column(self, values: Tensor | None, device: torch.device, *, counts: bool = True) -> Tensor:
-        """Return the values of the response tokens, ``[R, ...]``, float32.
-
-        :param values: A column of the batch.
-        :param counts: Or zeros instead, for a micro-batch from which nothing is learnt.
-        """
-        assert values is not None, "a pass or the driver fills in the column before"
-        chosen = on_device(values.index_select(0, self.responses).float(), device)
-        return chosen if counts else torch.zeros_like(chosen)
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,12 +114,7 @@ def micro_batches(
     :param media: Where the model's media come from; ``None`` for a model of text.
     :raises DataError: A sample has no response, or nothing before it.
     """
-    for index, (length, response) in enumerate(zip(batch.lengths, batch.response_lengths, strict=True)):
-        if not 0 < response < length:
-            raise DataError(
-                f"Sample {index} of {length} tokens has a response of {response}.",
-                hint="A response has at least one token, and a prompt before it.",
-            )
+    check_responses(batch)
     lengths = [cut.padded(length) for length in batch.lengths]
     shortest = min(range(len(lengths)), key=lengths.__getitem__)
     costs = sequence_costs(lengths, flops_per_token)
@@ -207,9 +184,8 @@ def _responses(
     tokens: Tensor, lengths: Sequence[int], responses: Sequence[int], parts: SequenceParts
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return rows, targets and local responses of a micro-batch."""
-    before = torch.tensor([length - 1 - count for length, count in zip(lengths, responses, strict=True)])
-    targets = tokens.index_select(0, ranges(starts(lengths) + before, responses) + 1)
-    rows = ranges(starts(parts.lengths)[: len(lengths)] + before, responses)
+    targets = tokens.index_select(0, before_responses(lengths, responses) + 1)
+    rows = before_responses(lengths, responses, starts(parts.lengths)[: len(lengths)])
     if parts.is_whole:
         return rows, targets, None
     rows = parts.local(rows)
@@ -309,14 +285,3 @@ def whole_responses(values: Tensor, batch: MicroBatch) -> Tensor:
     spread = values.new_zeros(shape).index_copy(0, batch.local_responses, values)
     # each rank has its own terms and zeros for the others', and all go on to compute the same from the sum
     return sum_over(spread, parallel_state.get_context_parallel_group())
-
-
-def unpack(batches: MicroBatches, outputs: Sequence[Tensor]) -> Tensor:
-    """Undo the packing: from ``[R, ...]`` per micro-batch to one column of the batch, on the host."""
-    done = [
-        (plan.responses, output)
-        for plan, output in zip(batches.plans, outputs, strict=True)
-        if not plan.is_idle
-    ]
-    values = torch.cat([output for _, output in done]).cpu()
-    return torch.empty_like(values).index_copy_(0, torch.cat([rows for rows, _ in done]), values)

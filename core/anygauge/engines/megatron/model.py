@@ -21,6 +21,8 @@ from anygauge.config.modalities import modalities
 from anygauge.config.roles import as_language_model
 from anygauge.config.schema import Parallel
 from anygauge.distributed.layout import Layout
+from anygauge.engines.agreement import on_every_rank
+from anygauge.engines.hf_directory import open_tensors, read_config
 from anygauge.engines.megatron.config_fields import unknown_values
 from anygauge.engines.megatron.layers.embedding import replace_embeddings
 from anygauge.engines.megatron.layers.output import HiddenOutput, replace_output_layer
@@ -32,9 +34,8 @@ from anygauge.engines.megatron.media.towers import freeze, with_modalities
 from anygauge.engines.megatron.options import MegatronOptions, megatron_options
 from anygauge.engines.megatron.weights.canonical import canonical_tensors
 from anygauge.engines.megatron.weights.gathering import Gathering, plan_gathering
-from anygauge.engines.megatron.weights.hf import open_tensors, read_config
 from anygauge.engines.megatron.weights.load_report import tell_what_is_lost
-from anygauge.engines.megatron.weights.loading import load_weights, on_every_rank
+from anygauge.engines.megatron.weights.loading import load_weights
 from anygauge.engines.megatron.weights.mapping import (
     TensorRule,
     hf_tensors,

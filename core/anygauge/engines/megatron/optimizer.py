@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -10,14 +10,16 @@ from megatron.core.distributed import DistributedDataParallel, finalize_model_gr
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from torch import Tensor
 
 from anygauge.config import Config
 from anygauge.distributed.all_gather import plain_objects
 from anygauge.engines.megatron.gradients import complete_gradients
 from anygauge.engines.megatron.options import MegatronOptions, refusal
+from anygauge.engines.schedule import decay_steps
 from anygauge_hooks.types import BackendSpec, LoadedPlugins
 
-__all__ = ["make_optimizer", "make_schedule", "wrap_model"]
+__all__ = ["make_optimizer", "make_schedule", "optimizer_state", "wrap_model"]
 
 
 def wrap_model(chunks: Sequence[GPTModel], options: MegatronOptions) -> list[DistributedDataParallel]:
@@ -118,9 +120,7 @@ def _bare(group: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, An
 def make_schedule(optimizer: MegatronOptimizer, config: Config) -> OptimizerParamScheduler:
     """Return the learning-rate schedule, in optimizer steps; it is advanced before each of them."""
     train = config.train
-    # The decay ends one step after the run: at its end the rate may be 0, and a step would train nothing.
-    steps = config.run.steps - config.critic.warmup_steps
-    total = max(steps * config.optimizer_steps, train.warmup_steps) + 1
+    total = decay_steps(config)
     return OptimizerParamScheduler(
         optimizer,
         init_lr=0.0 if train.warmup_steps else train.lr,
@@ -134,3 +134,12 @@ def make_schedule(optimizer: MegatronOptimizer, config: Config) -> OptimizerPara
         wd_incr_steps=total,
         wd_incr_style="constant",
     )
+
+
+def optimizer_state(optimizer: Any) -> Iterator[Tensor]:
+    """Yield the weights and states of a Megatron optimizer."""
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        for group in part.optimizer.param_groups:
+            yield from group["params"]
+        for state in part.optimizer.state.values():
+            yield from (value for value in state.values() if isinstance(value, Tensor))

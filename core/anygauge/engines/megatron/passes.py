@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
 from typing import Any
 
 import torch
@@ -12,6 +11,7 @@ from torch import Tensor
 from anygauge.device import on_device
 from anygauge.engines.megatron.inputs import MicroBatch, whole_responses
 from anygauge.engines.megatron.layers.output import OutputLogprob, response_output
+from anygauge.engines.responses import compared, loss_inputs
 from anygauge_hooks.batch import TopKLogProbs, TrainBatch
 from anygauge_hooks.engines import LossFunction, LossInputs
 
@@ -51,11 +51,8 @@ class _Pass:
             wrapped, hidden, targets, self.temperature, entropy_grad=entropy_grad, rest=True
         )
         # the op leaves the response's token out of the rest, whether it is among the others or not
-        rest, is_known = log_probs[:, -1:], (sampled == ids).any(1, keepdim=True)
-        rest = torch.where(is_known, rest, torch.logaddexp(rest, log_probs[:, :1]))
-        return whole_responses(torch.cat((log_probs[:, :-1], rest), 1), batch), whole_responses(
-            entropy, batch
-        )
+        log_probs = compared(log_probs, sampled, ids)
+        return whole_responses(log_probs, batch), whole_responses(entropy, batch)
 
 
 class LogProbPass(_Pass):
@@ -131,30 +128,16 @@ class TrainPass(_Pass):
         return hidden, loss
 
     def _loss_inputs(self, wrapped: Any, batch: MicroBatch, hidden: Tensor) -> LossInputs:
-        data, teacher, top_k_log_probs = self.data, self.data.teacher_top_k, None
-        column, counts = partial(batch.column, device=self.device), not batch.is_idle
+        teacher, top_k_log_probs = self.data.teacher_top_k, None
         if teacher is None:
             log_probs, entropy = self.log_probs(wrapped, hidden, batch, entropy_grad=self.entropy_grad)
         else:
             ids = self._teacher_ids(batch, teacher)
-            compared, entropy = self.compared(wrapped, hidden, batch, ids, entropy_grad=self.entropy_grad)
-            log_probs, top_k_log_probs = compared[:, 0], compared[:, 1:]
-        return LossInputs(
-            log_probs=log_probs,
-            entropy=entropy,
-            old_log_probs=log_probs.detach() if data.old_log_probs is None else column(data.old_log_probs),
-            rollout_log_probs=column(data.rollout_log_probs),
-            reference_log_probs=None
-            if data.reference_log_probs is None
-            else column(data.reference_log_probs),
-            advantages=column(data.advantages),
-            loss_mask=column(data.loss_mask, counts=counts),
-            loss_weights=column(data.loss_weights, counts=counts),
-            samples=batch.indices,
-            lengths=batch.response_lengths,
-            teacher_top_k_log_probs=None if teacher is None else column(teacher.log_probs),
-            top_k_log_probs=top_k_log_probs,
-        )
+            all_log_probs, entropy = self.compared(
+                wrapped, hidden, batch, ids, entropy_grad=self.entropy_grad
+            )
+            log_probs, top_k_log_probs = all_log_probs[:, 0], all_log_probs[:, 1:]
+        return loss_inputs(self.data, batch, log_probs, entropy, top_k_log_probs, self.device)
 
     def _teacher_ids(self, batch: MicroBatch, teacher: TopKLogProbs) -> Tensor:
         """Return the teacher's top-k tokens ``[r, K]`` in the places of this rank."""

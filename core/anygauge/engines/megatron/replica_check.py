@@ -21,8 +21,8 @@ from megatron.core import parallel_state
 from torch import Tensor, nn
 
 from anygauge.distributed.process_groups import host_exchange
-from anygauge.engines.megatron.consistency_check import majority, named_ranks, other_files, shown
-from anygauge.engines.megatron.fingerprint import fingerprints
+from anygauge.engines.agreement import majority, named_ranks, other_files, shown
+from anygauge.engines.fingerprint import fingerprints
 from anygauge.engines.megatron.ranks import is_shared
 from anygauge.engines.megatron.weights.mapping import TensorRule, copied_embedding
 from anygauge.weight_sync.checksum import digests

@@ -46,6 +46,7 @@ __all__ = [
     "OTHER_SEAMS",
     "DeviceScope",
     "fenced_attributes",
+    "has_pinned_memory",
     "make_scope",
     "redirected_attributes",
     "scoped_attributes",
@@ -84,6 +85,12 @@ def make_scope(device: Device) -> AbstractContextManager[None]:
     """
     scope_map = scope_map_of(device)
     return contextlib.nullcontext() if scope_map is None else DeviceScope(scope_map)
+
+
+def has_pinned_memory(device: Device) -> bool:
+    """Return whether the host memory of copies from a device is pinned."""
+    scope_map = scope_map_of(device)
+    return scope_map is None or scope_map.has_pinned_memory
 
 
 class DeviceScope(AbstractContextManager[None]):

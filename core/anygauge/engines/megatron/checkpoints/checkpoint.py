@@ -10,21 +10,28 @@ once for each of them.
 from __future__ import annotations
 
 import logging
-import random
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from torch import Tensor
 
-from anygauge.engines.megatron.checkpoints.files import (
+from anygauge.engines.agreement import on_every_rank
+from anygauge.engines.background_save import (
+    BackgroundSave,
+    ToHost,
+    group_settings,
+    hex_state,
+    restore_rng,
+    rng_state,
+    unhex_state,
+)
+from anygauge.engines.checkpoint_files import (
     FORMAT,
     WEIGHT,
     Piece,
@@ -33,7 +40,6 @@ from anygauge.engines.megatron.checkpoints.files import (
     check_dtype,
     key,
     open_pieces,
-    write_rank,
 )
 from anygauge.engines.megatron.checkpoints.shards import (
     MAIN,
@@ -49,8 +55,6 @@ from anygauge.engines.megatron.model import Policy
 from anygauge.engines.megatron.process_groups import parallel_sizes
 from anygauge.engines.megatron.replica_check import check_ranks_agree
 from anygauge.engines.megatron.scope import make_scope
-from anygauge.engines.megatron.weights.loading import on_every_rank
-from anygauge.failures import in_background
 from anygauge_hooks.engines import WorkerContext
 from anygauge_hooks.errors import CheckpointError
 from anygauge_hooks.types import Device
@@ -59,17 +63,9 @@ __all__ = ["Checkpointer"]
 
 logger = logging.getLogger(__name__)
 
-STUCK_S = 60.0
-"""Longest wait for an earlier write, which should have ended long ago."""
-SEE_LOG = "The log of the rank says more."
-CHANGING = ("lr", "weight_decay", "step")
-"""Settings of a parameter group that change while it trains."""
-
 
 class Checkpointer:
     """Saves and restores the training state of one rank.
-
-    Host buffers of a save are kept for the next one.
 
     :param policy: The model whose weights are trained.
     """
@@ -85,10 +81,7 @@ class Checkpointer:
         self._optimizer = optimizer
         self._schedule = schedule
         self._context = context
-        self._host: dict[str, Tensor] = {}
-        self._write: Future[None] | None = None
-        self._refused: CheckpointError | None = None
-        """Why the last save did not begin."""
+        self._background = BackgroundSave(context.device)
 
     def check(self) -> None:
         """Check that the engine's state can be saved.
@@ -104,62 +97,26 @@ class Checkpointer:
 
         What goes wrong is for :meth:`written` to say.
         """
-        if self._write is not None and wait([self._write], STUCK_S).not_done:
-            reason = f"the write before has not ended after {STUCK_S} s more"
-            self._refused = _unwritten(reason, "Give the run a faster disk, or save less often.")
-            return
-        self._refused = None
-        try:
-            pieces, tensors = self._copy()
-        except CheckpointError as error:
-            self._refused = error
-            return
-        except (MemoryError, RuntimeError) as error:
-            self._refused = _no_copy(error)
-            return
-        self._context.device.synchronize()
-        description = RankFile(
-            format=FORMAT,
-            rank=self._context.rank,
-            world_size=self._context.world_size,
-            layout=parallel_sizes(),
-            device=self._context.device.type,
-            pieces=pieces,
-            schedule=self._schedule.state_dict(),
-            groups=[_settings(group) for group in self._optimizer.param_groups],
-            rng=_rng_state(self._context.device),
-        )
-        # No write of a run that has failed may keep its process alive.
-        self._write = in_background(lambda: write_rank(directory, description, tensors), "checkpoint")
+        self._background.save(directory, self._copy)
 
     def written(self) -> bool:
         """Return whether the last save is on disk.
 
         :raises CheckpointError: It could not be written, for whatever reason: a run goes on without the save.
         """
-        if self._refused is not None:
-            raise self._refused
-        if self._write is None or not self._write.done():
-            return self._write is None
-        error = self._write.exception()
-        if isinstance(error, OSError):
-            hint = "Free space on the disk, or give the run a directory that every worker may write to."
-            raise _unwritten(str(error), hint) from error
-        if error is not None:
-            raise _unwritten(repr(error), SEE_LOG) from error
-        return True
+        return self._background.written()
 
     def _held(self) -> list[LocalTensor]:
         policy = self._policy
         return held_tensors(policy.chunks, policy.tensors, policy.rules, policy.position)
 
-    def _copy(self) -> tuple[list[Piece], dict[str, Tensor]]:
+    def _copy(self, to_host: ToHost) -> tuple[RankFile, dict[str, Tensor]]:
         pieces: list[Piece] = []
         tensors: dict[str, Tensor] = {}
         for part, shard in kept_parts(self._held(), self._optimizer):
             state, scalars = part_state(part, shard)
             copied = {key(kind, part.held.name): value for kind, value in state.items()}
-            tensors |= {name: self._to_host(name, value) for name, value in copied.items()}
+            tensors |= {name: to_host(name, value) for name, value in copied.items()}
             pieces.append(
                 Piece(
                     name=part.held.name,
@@ -170,16 +127,18 @@ class Checkpointer:
                     scalars=scalars,
                 )
             )
-        return pieces, tensors
-
-    def _to_host(self, name: str, tensor: Tensor) -> Tensor:
-        check_dtype(name, tensor)
-        held = self._host.get(name)
-        if held is None or held.shape != tensor.shape or held.dtype != tensor.dtype:
-            pinned = self._context.device.type != "cpu"
-            held = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned)
-            self._host[name] = held
-        return held.copy_(tensor, non_blocking=True)
+        description = RankFile(
+            format=FORMAT,
+            rank=self._context.rank,
+            world_size=self._context.world_size,
+            layout=parallel_sizes(),
+            device=self._context.device.type,
+            pieces=pieces,
+            schedule=self._schedule.state_dict(),
+            groups=[group_settings(group) for group in self._optimizer.param_groups],
+            rng=_rng_state(self._context.device),
+        )
+        return description, tensors
 
     def load(self, directory: Path) -> None:
         """Restore a checkpoint, also one of another parallel layout.
@@ -292,20 +251,6 @@ class Checkpointer:
             _restore_rng(self._context.device, reader.files[rank].rng)
 
 
-def _no_copy(error: Exception) -> CheckpointError:
-    """Return why the state cannot be copied to the host; torch says by its words alone that memory is out."""
-    text = str(error)
-    if isinstance(error, MemoryError) or any(words in text for words in ("allocate memory", "out of memory")):
-        return _unwritten(
-            f"there is no room on the host for a copy: {text}", "Give workers more host memory."
-        )
-    return _unwritten(f"it cannot be copied to the host: {error!r}", SEE_LOG)
-
-
-def _unwritten(reason: str, hint: str) -> CheckpointError:
-    return CheckpointError(f"The checkpoint cannot be written: {reason}.", hint=hint)
-
-
 def _check_stored(reader: PieceReader, kind: str, part: TensorSlice, dtype: torch.dtype) -> None:
     stored = reader.dtype(kind, *part.key)
     if stored != dtype:
@@ -349,42 +294,14 @@ def _restore(shard: Shard, reader: PieceReader) -> None:
     shard.inner.state[shard.main] = state
 
 
-def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: group[name] for name in CHANGING if name in group}
-
-
 def _rng_state(device: Device) -> dict[str, Any]:
-    """Return the state of every random generator, as JSON can write it."""
-    version, internal, gauss = random.getstate()
-    legacy = np.random.get_state(legacy=False)
-    assert isinstance(legacy, dict)
-    words = legacy["state"]
+    """Return the state of every random generator, Megatron's among them."""
     with make_scope(device):
         tracked = get_cuda_rng_tracker().get_states()
-    return {
-        "python": [version, list(internal), gauss],
-        "numpy": {**legacy, "state": {**words, "key": words["key"].tolist()}},
-        "torch": _hex(torch.get_rng_state()),
-        "device": _hex(device.get_rng_state()),
-        "tracker": {name: _hex(state) for name, state in tracked.items()},
-    }
+    return {**rng_state(device), "tracker": {name: hex_state(state) for name, state in tracked.items()}}
 
 
 def _restore_rng(device: Device, state: Mapping[str, Any]) -> None:
-    version, internal, gauss = state["python"]
-    random.setstate((version, tuple(internal), gauss))
-    words = state["numpy"]["state"]
-    key_words = np.array(words["key"], dtype=np.uint32)
-    np.random.set_state({**state["numpy"], "state": {**words, "key": key_words}})
-    torch.set_rng_state(_unhex(state["torch"]))
-    device.set_rng_state(_unhex(state["device"]))
+    restore_rng(device, state)
     with make_scope(device):
-        get_cuda_rng_tracker().set_states({name: _unhex(each) for name, each in state["tracker"].items()})
-
-
-def _hex(state: Tensor) -> str:
-    return state.cpu().numpy().tobytes().hex()
-
-
-def _unhex(text: str) -> Tensor:
-    return torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint8)
+        get_cuda_rng_tracker().set_states({n: unhex_state(each) for n, each in state["tracker"].items()})

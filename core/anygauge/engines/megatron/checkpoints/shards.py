@@ -13,7 +13,7 @@ from megatron.core import parallel_state
 from megatron.core.optimizer import MegatronOptimizer
 from torch import Tensor, nn
 
-from anygauge.engines.megatron.checkpoints.files import WEIGHT, Region
+from anygauge.engines.checkpoint_files import WEIGHT, Region
 from anygauge.engines.megatron.weights.mapping import TensorRule, is_embedding
 from anygauge.engines.megatron.weights.sharding import ShardPosition, stretches
 from anygauge.kernels.remainders import join, split

@@ -31,6 +31,15 @@ from torch.distributed.checkpoint.storage import WriteResult
 from anygauge.disk import appearing, read_json
 from anygauge.distributed.garbage import skip_last_collection
 from anygauge.distributed.lifetime import die_with
+from anygauge.engines.hf_directory import (
+    FILE_BYTES,
+    TensorReader,
+    config_of_weights,
+    open_tensors,
+    read_config,
+    reading_config,
+    shard_names,
+)
 from anygauge.engines.megatron.conversion.dist_checkpoint import (
     plan_files,
     stored_key,
@@ -45,15 +54,6 @@ from anygauge.engines.megatron.conversion.sources import (
     tensor_names,
 )
 from anygauge.engines.megatron.media.towers import with_modalities
-from anygauge.engines.megatron.weights.hf import (
-    FILE_BYTES,
-    TensorReader,
-    config_of_weights,
-    open_tensors,
-    read_config,
-    reading_config,
-    shard_names,
-)
 from anygauge.engines.megatron.weights.mapping import (
     SHOWN,
     TensorRule,

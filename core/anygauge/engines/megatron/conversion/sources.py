@@ -14,10 +14,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from anygauge.engines.megatron.checkpoints.files import WEIGHT, PieceReader, Region, open_pieces
+from anygauge.engines.checkpoint_files import WEIGHT, PieceReader, Region, open_pieces
+from anygauge.engines.hf_directory import TensorReader, open_tensors
 from anygauge.engines.megatron.conversion.dist_checkpoint import DistReader
 from anygauge.engines.megatron.conversion.paths import is_of_run
-from anygauge.engines.megatron.weights.hf import TensorReader, open_tensors
 from anygauge.engines.megatron.weights.mapping import TensorRule, set_problems, to_canonical
 from anygauge.engines.megatron.weights.stacks import straight
 

@@ -12,8 +12,8 @@ from pydantic import TypeAdapter
 from torch import Tensor
 
 from anygauge.distributed.all_gather import all_gather_values
-from anygauge.engines.megatron.weights.hf import TensorReader, open_tensors
-from anygauge.engines.megatron.weights.loading import on_every_rank
+from anygauge.engines.agreement import on_every_rank
+from anygauge.engines.hf_directory import TensorReader, open_tensors
 from anygauge.engines.megatron.weights.mapping import TensorRule, left_out
 
 __all__ = ["tell_what_is_lost"]

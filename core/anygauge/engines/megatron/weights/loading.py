@@ -6,10 +6,8 @@ Each rank reads what it has and no more, after all ranks have agreed that everyt
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
 from itertools import chain
-from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,16 +29,12 @@ from anygauge.engines.megatron.weights.mapping import (
 )
 from anygauge.engines.megatron.weights.sharding import ShardPosition, hf_ranges, local_shape, ranks_of_group
 from anygauge.engines.megatron.weights.stacks import straight
-from anygauge_hooks.errors import CheckpointError
 
-__all__ = ["load_weights", "on_every_rank", "read_shard"]
-
-Source = TypeVar("Source")
+__all__ = ["load_weights", "read_shard"]
 
 TYPES = frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float16})
 """Dtypes of weights. Narrower numbers need scales, which no family has."""
 BYTES_AS_TEXT = ConfigDict(ser_json_bytes="base64", val_json_bytes="base64")
-_READABLE = TypeAdapter(bool)
 _REPORT = TypeAdapter(tuple[bytes, list[str], int], config=BYTES_AS_TEXT)
 """Report of one rank: a bit mask of the rules whose tensors it has, its first problems, and the number of
 problems."""
@@ -144,29 +138,6 @@ def _wrongly_held(
             yield f"{rule.canonical}: a rule that writes no parameter"
         elif count != wanted * copies:
             yield f"{rule.canonical}: held by {count} ranks, and {wanted * copies} should hold it"
-
-
-@contextmanager
-def on_every_rank(opening: AbstractContextManager[Source], directory: Path) -> Iterator[Source]:
-    """Open a directory on all ranks. A collective.
-
-    :raises CheckpointError: One of them cannot read it; on every rank.
-    """
-    with ExitStack() as stack:
-        problem = None
-        try:
-            source = stack.enter_context(opening)
-        except CheckpointError as error:
-            problem = error
-        failed = [rank for rank, ok in enumerate(all_gather_values(problem is None, _READABLE)) if not ok]
-        if problem is not None:
-            raise problem
-        if failed:
-            raise CheckpointError(
-                f"Ranks {failed} cannot read {directory}; this rank could.",
-                hint="Every host must see the same files. See the log of such a rank.",
-            )
-        yield source
 
 
 def read_shard(target: Tensor, rule: TensorRule, source: TensorSource, place: ShardPosition) -> None:

@@ -1,7 +1,7 @@
 """Offloading of a train engine: device memory and its host copies.
 
 The unit is a storage: its bytes go to the host and it shrinks to none, so that every view of it, of which
-Megatron keeps many, is whole again once it has its size and its bytes back. Megatron's own way gives each
+engines keep many, is whole again once it has its size and its bytes back. Megatron's own way gives each
 parameter of the optimizer a storage of its own, and float32 weights, which the optimizer updates through
 views of them, would never change again.
 """
@@ -9,17 +9,15 @@ views of them, would never change again.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from anygauge_hooks.errors import AsleepError
-from anygauge_hooks.megatron import scope_map_of
 from anygauge_hooks.serving import MemoryState
 from anygauge_hooks.types import Device
 
-__all__ = ["DeviceMemory", "HostCopies", "gradients", "optimizer_state"]
+__all__ = ["DeviceMemory", "HostCopies"]
 
 CHUNK_BYTES = 256 * 2**20
 """Host memory allocated at a time. Pinned memory is rounded up to a power of two, so this is one."""
@@ -34,12 +32,16 @@ class DeviceMemory:
     :param weights: Finds the tensors of the model.
     :param rest: Finds what else a step changes.
     :param temporary: Finds what each step fills again; its bytes are not kept, and are zeros afterwards.
+    :param pinned: Whether host memory of the copies is pinned; ``None`` pins it for any accelerator.
     """
 
-    def __init__(self, device: Device, *, weights: Find, rest: Find, temporary: Find) -> None:
+    def __init__(
+        self, device: Device, *, weights: Find, rest: Find, temporary: Find, pinned: bool | None = None
+    ) -> None:
         self._device = device
         self._weights, self._rest, self._temporary = weights, rest, temporary
-        self._weight_copies, self._rest_copies = HostCopies(device), HostCopies(device)
+        self._weight_copies = HostCopies(device, pinned=pinned)
+        self._rest_copies = HostCopies(device, pinned=pinned)
         self._dropped: list[tuple[Storage, int]] = []
         """With the bytes that each had."""
         self.state: MemoryState = "everything"
@@ -103,9 +105,9 @@ class HostCopies:
     :param chunk_bytes: Size of each piece of that memory.
     """
 
-    def __init__(self, device: Device, *, chunk_bytes: int = CHUNK_BYTES) -> None:
-        self._device, scope_map = device, scope_map_of(device)
-        self._pinned = scope_map is None or scope_map.has_pinned_memory
+    def __init__(self, device: Device, *, chunk_bytes: int = CHUNK_BYTES, pinned: bool | None = None) -> None:
+        self._device = device
+        self._pinned = device.type != "cpu" if pinned is None else pinned
         self._chunk_bytes = chunk_bytes
         self._chunks: list[Tensor] = []
         self._held: list[tuple[Storage, int]] = []
@@ -150,19 +152,3 @@ class HostCopies:
 
 def _bytes(storage: Storage) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-
-
-def optimizer_state(optimizer: Any) -> Iterator[Tensor]:
-    """Yield the weights and states of a Megatron optimizer."""
-    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
-        for group in part.optimizer.param_groups:
-            yield from group["params"]
-        for state in part.optimizer.state.values():
-            yield from (value for value in state.values() if isinstance(value, Tensor))
-
-
-def gradients(chunks: Iterable[Any]) -> Iterator[Tensor]:
-    """Yield the gradients of chunks that Megatron has wrapped for data parallelism."""
-    for chunk in chunks:
-        for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
-            yield buffer.grad_data
