@@ -63,6 +63,7 @@ PLUGINS_GROUP = "anygauge.plugins"
 DEFAULT_PLUGINS = (
     "anygauge.algorithms.plugin",
     "anygauge.data.plugin",
+    "anygauge.engines.fsdp.plugin",
     "anygauge.engines.megatron.plugin",
     "anygauge.observability.plugin",
     "anygauge.observability.report.plugin",

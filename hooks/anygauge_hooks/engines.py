@@ -252,6 +252,11 @@ class TrainEngineSpec:
     """Called while the config is checked with each model of a run that :attr:`describe_model` takes: config,
     key that names the model, such as ``"model.path"`` or ``"critic.path"``, family and Hugging Face config.
     Returns the keys that do not fit the model. Must not import the engine's libraries."""
+    make_family: Callable[[Mapping[str, Any]], ModelSpec] | None = None
+    """From a Hugging Face config whose architecture no plugin registers to a family of it, for an engine that
+    builds models without :attr:`~anygauge_hooks.models.ModelSpec.engines`. Raises
+    :class:`~anygauge_hooks.errors.ConfigError` for a model that it cannot build. Must not import the engine's
+    libraries. ``None`` trains registered families alone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

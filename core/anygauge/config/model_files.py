@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from anygauge.config.families import family
 from anygauge.config.roles import as_language_model
 from anygauge.disk import read_json
 from anygauge.hub.files import TOKENIZERS
@@ -30,11 +31,17 @@ LENGTH_BYTES = 8
 
 
 def read_model(
-    directory: Path, plugins: Plugins, *, trust_remote_code: bool = False, is_critic: bool = False
+    directory: Path,
+    plugins: Plugins,
+    engine: str,
+    *,
+    trust_remote_code: bool = False,
+    is_critic: bool = False,
 ) -> tuple[dict[str, Any] | None, list[str]]:
     """Return the config of the text model, if it can be read, and the problems of the directory.
 
     :param directory: Must exist.
+    :param engine: Name of the train engine.
     :param trust_remote_code: Whether Python files of the directory may run.
     :param is_critic: Whether it may be a classifier with one label; it is returned as a language model.
     """
@@ -50,7 +57,7 @@ def read_model(
         return None, [*problems, "its config.json is not an object"]
     try:
         hf = as_language_model(hf) if is_critic else hf
-        plugins.model(hf.get("architectures") or ())
+        family(plugins, hf, engine)
     except UnknownNameError as error:
         problems.append(f"{error.args[0]} {error.hint}")
     except ConfigError as error:

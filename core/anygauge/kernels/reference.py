@@ -26,6 +26,7 @@ __all__ = [
     "grouped_matmul",
     "layer_norm",
     "linear_logprob",
+    "logits_logprob",
     "qk_norm_rotary",
     "rms_norm",
     "rotary_embedding",
@@ -436,6 +437,24 @@ def through_logits(
     if vocab_size is not None and vocab_size < start + weight.shape[0]:
         padding = torch.arange(start, start + weight.shape[0], device=logits.device) >= vocab_size
         logits = logits.masked_fill(padding, -torch.inf)
+    return logits_logprob(logprob, logits, targets, temperature, group, entropy_grad=entropy_grad, rest=rest)
+
+
+def logits_logprob(
+    logprob: VocabParallelLogprob,
+    logits: Tensor,
+    targets: Tensor,
+    temperature: float,
+    group: Any | None,
+    *,
+    entropy_grad: bool,
+    rest: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Compute what :func:`linear_logprob` does, from logits.
+
+    :param logprob: Function that computes log-probs from logits; may overwrite them.
+    :param logits: ``[T, V / tp]``.
+    """
     if targets.dim() == 1:
         return logprob(logits, targets, temperature, group, entropy_grad=entropy_grad)
     column, present = _local_column(targets, logits.shape[-1], group)

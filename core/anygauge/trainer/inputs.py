@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from anygauge.config import Config
+from anygauge.config.families import family
 from anygauge.config.modalities import modalities
 from anygauge.config.schema import Data, EvalDataset, Reward
 from anygauge.data.balance import free
@@ -82,7 +83,7 @@ def read_inputs(config: Config, plugins: Plugins) -> Inputs:
 def read_model(config: Config, plugins: Plugins) -> tuple[Mapping[str, Any], ModelSpec]:
     """Return the Hugging Face config of the text model, and its family."""
     hf = text_config(json.loads((config.model.path / "config.json").read_text(encoding="utf-8")))
-    return hf, plugins.model(hf.get("architectures") or ())
+    return hf, family(plugins, hf, config.train.engine)
 
 
 def forbidden_tokens(config: Config, plugins: Plugins) -> tuple[int, ...]:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from anygauge.config import Config
+from anygauge.config.families import family
 from anygauge.config.modalities import modalities
 from anygauge.config.roles import teacher_config
 from anygauge.config.rules.algorithm import has_teacher, rates_samples
@@ -108,5 +109,5 @@ def is_same_model(
     """
     texts = [(path / "config.json").read_text(encoding="utf-8") for path in (one, other)]
     hfs = [text_config(json.loads(each)) for each in texts]
-    specs: list[ModelSpec] = [plugins.model(hf.get("architectures") or ()) for hf in hfs]
+    specs: list[ModelSpec] = [family(plugins, hf, engine.name) for hf in hfs]
     return specs[0].name == specs[1].name and not differing_keys(specs[0], hfs[0], hfs[1], engine, kinds)

@@ -16,7 +16,7 @@ from transformers import dynamic_module_utils
 
 from anygauge.config.model_files import read_model
 from anygauge.config.schema import Config
-from anygauge.engines.megatron.weights.hf import open_tensors
+from anygauge.engines.hf_directory import open_tensors
 from anygauge.plugins import load_plugins
 from anygauge.serving.embedded.engine import TransformersEngine
 from anygauge.trainer.inputs import load_tokenizer
@@ -101,7 +101,12 @@ def engine(path: Path, **options: Any) -> TransformersEngine:
 
 def load_all(path: Path, config: Config) -> None:
     """Read a checkpoint in every way that a run does."""
-    read_model(path, load_plugins(only=["cpu", "models"]), trust_remote_code=config.model.trust_remote_code)
+    read_model(
+        path,
+        load_plugins(only=["cpu", "models"]),
+        "megatron",
+        trust_remote_code=config.model.trust_remote_code,
+    )
     load_tokenizer(config)
     engine(path, trust_remote_code=config.model.trust_remote_code).close()
     with open_tensors(path) as tensors:
@@ -141,7 +146,7 @@ def test_a_checkpoint_that_needs_code_is_refused(
         edit(evil / file, model_type="evil")
     else:
         (evil / "tokenizer.json").unlink()
-    _, problems = read_model(evil, load_plugins(only=["cpu", "models"]))
+    _, problems = read_model(evil, load_plugins(only=["cpu", "models"]), "megatron")
     (text,) = [problem for problem in problems if "needs code" in problem]
     assert all(part in text for part in (*expected, "model.trust_remote_code = true"))
     _, problems = read_model(evil, load_plugins(only=["cpu", "models"]), trust_remote_code=True)
@@ -164,7 +169,7 @@ def test_what_slips_through_is_refused_by_the_engine(
 def test_pickled_weights_are_no_weights(evil: Path, marker: Path) -> None:
     for path in evil.glob("*.safetensors*"):
         path.unlink()
-    _, problems = read_model(evil, load_plugins(only=["cpu", "models"]))
+    _, problems = read_model(evil, load_plugins(only=["cpu", "models"]), "megatron")
     assert any("has no safetensors weights" in problem for problem in problems)
     with pytest.raises(CheckpointError, match="has no safetensors weights"):
         engine(evil)

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+from anygauge.config.families import family
 from anygauge.config.modalities import TOWERS, media_fields, modalities
 from anygauge.config.schema import Config, Data, EvalDataset, Media
 from anygauge_hooks.errors import AnygaugeError
@@ -56,7 +57,7 @@ def model_media(config: Config, hf: Mapping[str, Any], plugins: Plugins) -> Prob
     named = config.model.modalities is not None
     path = "model.modalities" if named else next(path for path, keys in media_fields(config).items() if keys)
     try:
-        spec = plugins.model(hf.get("architectures") or ())
+        spec = family(plugins, hf, config.train.engine)
         taken = (
             set() if spec.media is None else {kind for each in spec.media.towers(hf) for kind in each.kinds}
         )
@@ -84,7 +85,7 @@ def media_mismatches(
     if not modalities(config):
         return
     try:
-        specs = [plugins.model(hf.get("architectures") or ()) for hf in (policy, other)]
+        specs = [family(plugins, hf, config.train.engine) for hf in (policy, other)]
     except AnygaugeError:
         return  # a problem of its own
     if specs[0].media != specs[1].media:

@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from anygauge.config.families import family
 from anygauge.config.modalities import modalities
 from anygauge.config.model_files import other_tokens, read_model
 from anygauge.config.rules.algorithm import compares
@@ -36,8 +37,7 @@ def model_rules(config: Config, plugins: Plugins, *, trains: bool) -> Problems:
 
     :param trains: As of :func:`~anygauge.config.check.check`.
     """
-    trusted = config.model.trust_remote_code
-    policy, problems = _read_model("model.path", config.model.path, plugins, trusted)
+    policy, problems = _read_model("model.path", config.model.path, plugins, config)
     yield from problems
     if policy is not None:
         yield from _context(config, policy)
@@ -51,7 +51,7 @@ def model_rules(config: Config, plugins: Plugins, *, trains: bool) -> Problems:
             hint = f"no such directory{from_here(group.path)}"
             yield ConfigProblem(path=f"rollout.groups[{index}].path", found=str(group.path), hint=hint)
     for path, directory in _other_models(config) if trains else ():
-        other, problems = _read_model(path, directory, plugins, trusted)
+        other, problems = _read_model(path, directory, plugins, config)
         yield from problems
         if other is not None:
             yield from _architecture(path, config, other, plugins)
@@ -93,7 +93,7 @@ def _unlike(
     if path != "reference.path" or engine is None:
         return []
     try:
-        spec = plugins.model(policy.get("architectures") or ())
+        spec = family(plugins, policy, engine.name)
     except AnygaugeError:
         return []  # a problem of its own
     if any(architecture_hints(spec, hf, engine) for hf in (policy, other)):
@@ -112,7 +112,7 @@ def _other_models(config: Config) -> Iterator[tuple[str, Path]]:
 
 
 def _read_model(
-    path: str, directory: Path, plugins: Plugins, trust_remote_code: bool
+    path: str, directory: Path, plugins: Plugins, config: Config
 ) -> tuple[dict[str, Any] | None, list[ConfigProblem]]:
     """Return a Hugging Face config, if it can be read, and the problems of its directory."""
 
@@ -125,7 +125,10 @@ def _read_model(
         hint = f"no such directory{from_here(directory)}, and not a name on a hub, which is OWNER/NAME"
         return None, [problem(hint)]
     is_critic = path == "critic.path"
-    hf, hints = read_model(directory, plugins, trust_remote_code=trust_remote_code, is_critic=is_critic)
+    trusted = config.model.trust_remote_code
+    hf, hints = read_model(
+        directory, plugins, config.train.engine, trust_remote_code=trusted, is_critic=is_critic
+    )
     return hf, [problem(hint) for hint in hints]
 
 
@@ -154,7 +157,7 @@ def _context(config: Config, hf: Mapping[str, Any]) -> Problems:
 def _architecture(path: str, config: Config, hf: Mapping[str, Any], plugins: Plugins) -> Problems:
     """Yield problems of a model, and of keys that do not fit it in its train engine."""
     try:
-        spec = plugins.model(hf.get("architectures") or ())
+        spec = family(plugins, hf, config.train.engine)
     except AnygaugeError:
         return  # a problem of its own
     engine = _train_engine(config, plugins)
@@ -176,7 +179,7 @@ def _rollout_engine(config: Config, hf: Mapping[str, Any], plugins: Plugins) -> 
     if not config.samples or config.debug.mode == "train_only":
         return
     try:
-        spec = plugins.model(hf.get("architectures") or ())
+        spec = family(plugins, hf, config.train.engine)
     except AnygaugeError:
         return  # a problem of its own
     engine = config.rollout.engine

@@ -1,0 +1,1 @@
+"""Train engine of torch FSDP2 around the models of transformers."""

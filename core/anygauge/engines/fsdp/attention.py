@@ -1,0 +1,125 @@
+"""Packed attention for the models of transformers, with the kernels of the backend's table.
+
+It is registered beside transformers' own attention functions, and a model takes it by its config. What no
+kernel of the table computes (a window, a soft cap, sinks) is computed by torch, one sequence after another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AttentionInterface
+
+from anygauge.kernels.table import KernelTable
+
+__all__ = ["ATTENTION", "packing_arguments", "register_attention"]
+
+ATTENTION = "anygauge_flash_packed"
+"""Name of the function. Transformers makes no mask, and expects packed sequences, where "flash" is in it."""
+
+
+def register_attention(kernels: KernelTable) -> None:
+    """Add the function to those of transformers.
+
+    :param kernels: Those of the process's backend.
+    """
+    AttentionInterface.register(ATTENTION, _Attention(kernels))
+
+
+def packing_arguments(boundaries: Tensor, lengths: Sequence[int]) -> dict[str, Any]:
+    """Return the keyword arguments by which transformers tells models how sequences are packed.
+
+    :param boundaries: ``[N + 1]``, int32: where each sequence begins, and the last one ends.
+    :param lengths: Their lengths, which the host then need not read from the device in every layer.
+    """
+    boundaries.host_lengths = tuple(lengths)  # type: ignore[attr-defined]  # ours
+    longest = max(lengths)
+    return {
+        "cu_seq_lens_q": boundaries,
+        "cu_seq_lens_k": boundaries,
+        "max_length_q": longest,
+        "max_length_k": longest,
+    }
+
+
+class _Attention:
+    """An attention function of transformers. Kernels are resolved once for each kind of module."""
+
+    def __init__(self, kernels: KernelTable) -> None:
+        self._kernel: Callable[..., Callable[..., Tensor]] = cache(
+            lambda **facts: kernels.resolve("varlen_attention", return_lse=False, **facts)
+        )
+
+    def __call__(
+        self,
+        module: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        scaling: float | None = None,
+        sliding_window: int | None = None,
+        softcap: float | None = None,
+        s_aux: Tensor | None = None,
+        is_causal: bool | None = None,
+        cu_seq_lens_q: Tensor | None = None,
+        **_: Any,
+    ) -> tuple[Tensor, None]:
+        """Attend within each packed sequence.
+
+        :param query: ``[1, heads, T, D]``; as are the others, with heads of their own.
+        :param cu_seq_lens_q: ``[N + 1]``, of :func:`packing_arguments`.
+        :returns: ``[1, T, heads, E]``, and no weights.
+        :raises NotImplementedError: The model has a mask, or does not pass on how sequences are packed.
+        """
+        if attention_mask is not None or cu_seq_lens_q is None or len(query) != 1:
+            raise NotImplementedError("the model does not pass on how sequences are packed")
+        q, k, v = (each[0].transpose(0, 1).to(value.dtype) for each in (query, key, value))
+        lengths: Sequence[int] = cu_seq_lens_q.host_lengths  # type: ignore[attr-defined]  # ours
+        causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+        scale = q.shape[-1] ** -0.5 if scaling is None else scaling
+        window = sliding_window if sliding_window and sliding_window < max(lengths) else None
+        if window is None and softcap is None and s_aux is None:
+            facts = {"dtype": q.dtype, "head_dim": q.shape[-1], "value_dim": v.shape[-1]}
+            output = self._kernel(causal=causal, **facts)(q, k, v, lengths, scale, causal=causal)
+            return output[None], None
+        parts = zip(*(each.split(list(lengths)) for each in (q, k, v)), strict=True)
+        done = [_attend(q, k, v, scale, causal, window, softcap, s_aux) for q, k, v in parts]
+        return torch.cat(done)[None], None
+
+
+def _attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    causal: bool,
+    window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """Attend within one sequence, as the eager attention of transformers' models does.
+
+    :param q: ``[T, H, D]``.
+    :param window: Number of last tokens that a token sees, itself among them.
+    :param softcap: Scores become ``softcap * tanh(score / softcap)``.
+    :param sinks: ``[H]``, a further score of each head that takes part in the softmax alone.
+    """
+    k, v = (each.repeat_interleave(q.shape[1] // each.shape[1], 1) for each in (k, v))
+    scores = torch.einsum("qhd,khd->hqk", q, k) * scale
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    places = torch.arange(len(q), device=q.device)
+    ago = places[:, None] - places
+    hidden = ago < 0 if causal else torch.zeros_like(ago, dtype=torch.bool)
+    if window is not None:
+        hidden = hidden | (ago >= window)
+    scores = scores.masked_fill(hidden, -torch.inf)
+    if sinks is not None:
+        scores = torch.cat((scores, sinks.to(scores)[:, None, None].expand(-1, len(q), 1)), -1)
+    weights = scores.softmax(-1, dtype=torch.float32).to(v.dtype)
+    return torch.einsum("hqk,khd->qhd", weights[..., : len(q)], v)

@@ -1,0 +1,275 @@
+"""A model of transformers, sharded by FSDP2, with what is computed of its outputs inside of one forward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from inspect import signature
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.utils.checkpoint import checkpoint
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.initialization import no_init_weights
+
+from anygauge.config import Config
+from anygauge.engines.fsdp.attention import register_attention
+from anygauge.engines.fsdp.weights import load_weights
+from anygauge.kernels.linear_logprob import linear_topk
+from anygauge.kernels.reference import logits_logprob
+from anygauge.kernels.table import resolve_kernels
+from anygauge_hooks.engines import WorkerContext
+from anygauge_hooks.errors import ConfigError
+from anygauge_hooks.kernels import VocabParallelLogprob
+
+__all__ = ["Outputs", "ShardedModel", "build_model"]
+
+SCORE = "score"
+"""Name of a classification model's layer in transformers; with one label it is a value head."""
+
+Compute = Callable[["Outputs"], Any]
+
+
+class ShardedModel(nn.Module):
+    """The root of what FSDP shards: a transformers model, and for a critic its value head.
+
+    :param model: A causal language model, on the meta device but for its buffers.
+    """
+
+    def __init__(self, model: Any, kernels: LogProbKernels, *, is_critic: bool) -> None:
+        super().__init__()
+        self.model = model
+        self.kernels = kernels
+        self.is_packed = True
+        """Whether the samples of a micro-batch lie end to end; otherwise each has a row."""
+        self.logit_scale: float | None = 1.0
+        """The logits are this times hidden states times the output layer's weight; ``None`` where they are
+        something else, and the model's own."""
+        if is_critic:
+            _drop_output_layer(model)
+            hidden = model.config.get_text_config().hidden_size
+            self.score = nn.Linear(hidden, 1, bias=False, device="meta")
+
+    def forward(self, inputs: Mapping[str, Any], rows: Tensor, compute: Compute) -> Any:
+        """Return what is computed of the model's outputs, while the weights of the output layer are whole.
+
+        :param inputs: Keyword arguments of the model.
+        :param rows: ``[R]``, int64: the wanted positions, over all rows of the input.
+        """
+        return compute(Outputs(self, dict(inputs), rows))
+
+
+@dataclass(frozen=True, slots=True)
+class LogProbKernels:
+    """The ops that compute log-probabilities, from hidden states or from logits."""
+
+    fused: Callable[..., tuple[Tensor, Tensor]] | None
+    """``None`` if logits of a whole micro-batch are wanted."""
+    from_logits: VocabParallelLogprob
+
+
+@dataclass(frozen=True, slots=True)
+class Outputs:
+    """Outputs of a model for some positions of a micro-batch, each computed when asked for."""
+
+    root: ShardedModel
+    inputs: dict[str, Any]
+    rows: Tensor
+
+    def hidden(self) -> Tensor:
+        """Return the last hidden states ``[R, H]``, of which the output layer makes logits."""
+        model: Any = self.root.model
+        states: Tensor = model.base_model(**self.inputs, use_cache=False).last_hidden_state
+        return states.flatten(0, 1).index_select(0, self.rows)
+
+    def logits(self) -> Tensor:
+        """Return the logits ``[R, V]`` as the model computes them."""
+        model: Any = self.root.model
+        few = len(self.inputs["input_ids"]) == 1 and "logits_to_keep" in signature(model.forward).parameters
+        options = {"logits_to_keep": self.rows} if few else {}
+        logits: Tensor = model(**self.inputs, use_cache=False, **options).logits
+        return logits[0] if few else logits.flatten(0, 1).index_select(0, self.rows)
+
+    def values(self) -> Tensor:
+        """Return the values ``[R]`` of a critic, float32."""
+        return F.linear(self.hidden().float(), self.root.score.weight.float())[:, 0].clone()
+
+    def log_probs(
+        self, targets: Tensor, temperature: float, *, entropy_grad: bool, rest: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """Return log-probabilities of the shape of ``targets`` and entropies ``[R]``, float32.
+
+        :param targets: ``[R]`` or ``[R, N]``, int64.
+        :param rest: Whether the log-probability of all others is one more column.
+        """
+        return self._log_probs(self._head(), targets, temperature, entropy_grad=entropy_grad, rest=rest)
+
+    def top_k(self, count: int, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+        """Return the ids ``[R, K]`` of the top-k tokens, and log-probabilities ``[R, K + 2]``.
+
+        The first of these are of the targets, the last of all that are neither.
+
+        :param targets: ``[R]``, int64.
+        """
+        head = self._head()
+        if self.root.logit_scale is None:
+            ids = head.topk(count, dim=1).indices
+        else:
+            ids = linear_topk(head, self._weight, count, None)
+        columns = torch.cat((targets[:, None], ids), 1)
+        return ids, self._log_probs(head, columns, temperature, entropy_grad=False, rest=True)[0]
+
+    @property
+    def _weight(self) -> Tensor:
+        weight: Tensor = self.root.model.get_output_embeddings().weight
+        return weight
+
+    def _head(self) -> Tensor:
+        """Return hidden states whose product with the output layer's weight are the logits, or logits."""
+        if self.root.logit_scale is None:
+            return self.logits()
+        hidden = self.hidden()
+        return hidden if self.root.logit_scale == 1 else hidden * self.root.logit_scale
+
+    def _log_probs(
+        self, head: Tensor, targets: Tensor, temperature: float, *, entropy_grad: bool, rest: bool
+    ) -> tuple[Tensor, Tensor]:
+        kernels, options = self.root.kernels, {"entropy_grad": entropy_grad, "rest": rest}
+        if self.root.logit_scale is not None and kernels.fused is not None:
+            log_probs, entropy = kernels.fused(head, self._weight, targets, temperature, None, **options)
+        else:
+            logits = head if self.root.logit_scale is None else F.linear(head, self._weight)
+            log_probs, entropy = logits_logprob(
+                kernels.from_logits, logits, targets, temperature, None, **options
+            )
+        return log_probs.clone(), entropy  # FSDP's hook on an output would be lost with a view
+
+
+# -------------------------------------------------------------------------
+# Building
+# -------------------------------------------------------------------------
+
+
+def build_model(
+    config: Config, context: WorkerContext, *, is_critic: bool = False, trains: bool = True
+) -> ShardedModel:
+    """Build the model of ``model.path``, shard it over all ranks and load its weights. A collective.
+
+    :param is_critic: Whether it has a value head for an output layer.
+    :param trains: Whether it gets gradients.
+    :raises ConfigError: transformers cannot build it.
+    :raises WeightMappingError: The weights do not fit it.
+    """
+    dtype = torch_dtype(config)
+    kernels = resolve_kernels(context.plugins, context.backend)
+    register_attention(kernels)
+    model = _build(config, dtype).eval()  # dropout and noise of routers are for pretraining
+    logprob = LogProbKernels(
+        kernels.resolve("linear_logprob", dtype=dtype) if config.train.fused_loss else None,
+        kernels.resolve("vocab_parallel_logprob", dtype=dtype),
+    )
+    root = ShardedModel(model, logprob, is_critic=is_critic).eval().requires_grad_(trains)
+    layers = list(_layers(model))
+    if config.train.recompute == "full" and trains:
+        for layer in layers:
+            _recompute(layer)
+    _shard(root, layers, dtype, context.device.type)
+    _materialize(root, context.device.torch_device)
+    load_weights(root, config.model.path)
+    return root
+
+
+def torch_dtype(config: Config) -> torch.dtype:
+    """Return the dtype that the model computes in; its sharded weights are float32."""
+    dtype: torch.dtype = getattr(torch, config.train.dtype or "float32")
+    return dtype
+
+
+def _build(config: Config, dtype: torch.dtype) -> Any:
+    """Return the model, with parameters on the meta device and buffers of their values."""
+    path, trusted = config.model.path, config.model.trust_remote_code
+    hook = register_module_parameter_registration_hook(_without_memory)  # type: ignore[arg-type]  # it may return one
+    try:
+        hf = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=trusted)
+        with no_init_weights(), torch.device("cpu"):
+            model: Any = AutoModelForCausalLM.from_config(
+                hf, dtype=torch.float32, attn_implementation="eager", trust_remote_code=trusted
+            )
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise ConfigError(
+            f"transformers cannot build the model of {path}: {error}",
+            hint="train.engine = 'fsdp' takes what AutoModelForCausalLM does; one that needs Python files of "
+            "its own also needs model.trust_remote_code = true.",
+        ) from error
+    finally:
+        hook.remove()
+    model.tie_weights()
+    return model
+
+
+def _without_memory(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
+    """Replace a parameter that is registered by one without values."""
+    if parameter is None or parameter.is_meta:
+        return None
+    return nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
+
+
+def _drop_output_layer(model: Any) -> None:
+    """Remove the output layer, which a critic does not have."""
+    output = model.get_output_embeddings()
+    name = next(name for name, module in model.named_modules() if module is output)
+    parent, _, attribute = name.rpartition(".")
+    setattr(model.get_submodule(parent), attribute, None)
+
+
+def _layers(model: Any) -> Iterator[nn.Module]:
+    """Yield the modules that are sharded by themselves: those that transformers never splits."""
+    names = set(model._no_split_modules or ())
+    layers = [module for module in model.modules() if type(module).__name__ in names]
+    if not layers:
+        lists: list[Any] = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+        layers = list(max(lists, key=len, default=()))
+    inside = {id(part) for layer in layers for part in layer.modules() if part is not layer}
+    yield from (layer for layer in layers if id(layer) not in inside)
+
+
+def _recompute(layer: Any) -> None:
+    """Have a layer computed again in the backward pass."""
+    forward = layer.forward
+
+    def recomputed(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+
+    layer.forward = recomputed
+
+
+def _shard(root: ShardedModel, layers: list[nn.Module], dtype: torch.dtype, device: str) -> None:
+    """Shard every layer, and what is left in the root, over all ranks.
+
+    Gradients are summed over ranks, never averaged: the loss carries each token's weight in the mean of the
+    whole step.
+    """
+    policy = MixedPrecisionPolicy(
+        param_dtype=None if dtype == torch.float32 else dtype, reduce_dtype=torch.float32
+    )
+    mesh = DeviceMesh.from_group(dist.group.WORLD, device)  # type: ignore[arg-type]  # it is initialised
+    for module in (*layers, root):
+        sharded: Any = fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
+        sharded.set_gradient_divide_factor(1.0)
+        sharded.set_force_sum_reduction_for_comms(True)
+
+
+def _materialize(root: nn.Module, device: torch.device) -> None:
+    """Give the parameters memory on the device; buffers keep their values."""
+    values = {name: buffer.clone() for name, buffer in root.named_buffers()}
+    root.to_empty(device=device)
+    for name, buffer in root.named_buffers():
+        buffer.copy_(values[name])

@@ -1,0 +1,143 @@
+"""Checks of a model at the start: whether it keeps packed sequences apart, and what its output layer is.
+
+Two short sequences run alone, by transformers' own eager attention. A model whose results differ when they
+are packed (no varlen path, recurrent state) gets one sequence a row, and one whose logits are no product of
+hidden states and a weight (soft caps, biases) computes its logits itself.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from anygauge.engines.fsdp.attention import ATTENTION, packing_arguments
+from anygauge.engines.fsdp.batch import model_inputs
+from anygauge.engines.fsdp.model import Outputs, ShardedModel
+from anygauge_hooks.errors import ConfigError
+
+__all__ = ["check_at_start"]
+
+LENGTHS = (13, 9)
+"""Tokens of the sequences."""
+TOLERANCE: Mapping[torch.dtype, float] = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
+"""Norm of a difference over the norm of what is compared. Attention to another sequence changes far more."""
+PADDED = ("sdpa", "eager")
+"""Attention functions of transformers for one sequence a row, the faster one first."""
+
+_log = logging.getLogger(__name__)
+
+
+@torch.no_grad()
+def check_at_start(root: ShardedModel, dtype: torch.dtype, device: torch.device) -> None:
+    """Choose how the model is run: sets its attention, ``is_packed`` and ``logit_scale``. A collective.
+
+    :raises ConfigError: Its results differ in every way that there is.
+    """
+    check = _Check(root, TOLERANCE[dtype], device)
+    reason = check.choose_packing()
+    name = type(root.model).__name__
+    if reason and dist.get_rank() == 0:
+        _log.warning("%s: sequences are padded, one a row, and not packed: %s", name, reason)
+    if not hasattr(root, "score"):
+        root.logit_scale = check.logit_scale()
+        if root.logit_scale is None and dist.get_rank() == 0:
+            _log.warning(
+                "%s: its logits are no product of hidden states and a weight, so the model computes them "
+                "itself, for all tokens of a micro-batch at once",
+                name,
+            )
+
+
+class _Check:
+    def __init__(self, root: ShardedModel, tolerance: float, device: torch.device) -> None:
+        self.root = root
+        self.tolerance = tolerance
+        self.device = device
+        size = root.model.config.get_text_config().vocab_size
+        tokens = (torch.arange(sum(LENGTHS)) * 7919 + 3) % size
+        self.sequences = tokens.split(list(LENGTHS))
+
+    def choose_packing(self) -> str:
+        """Choose an attention function, and return why it is not the packed one."""
+        model = self.root.model
+        _use_attention(model, "eager")
+        alone = torch.cat([self.hidden([each], is_packed=False) for each in self.sequences])
+        _use_attention(model, ATTENTION)
+        reason = self.difference(alone, is_packed=True)
+        if not reason:
+            return ""
+        self.root.is_packed = False
+        for name in PADDED:
+            if name == "sdpa" and not model._supports_sdpa:
+                continue
+            _use_attention(model, name)
+            if not self.difference(alone, is_packed=False):
+                return reason
+        raise ConfigError(
+            f"{type(model).__name__} computes other results for a sequence beside others, packed or padded, "
+            "than for the sequence alone.",
+            hint="No train engine of transformers' models can train it.",
+        )
+
+    def difference(self, alone: Tensor, *, is_packed: bool) -> str:
+        """Return why the sequences together are not the sequences alone; empty if they are."""
+        try:
+            together = self.hidden(self.sequences, is_packed=is_packed)
+        except (NotImplementedError, TypeError, ValueError) as error:
+            return str(error)
+        off = _relative(together, alone)
+        return "" if off <= self.tolerance else f"a sequence beside another one differs by {off:.1%}"
+
+    def hidden(self, sequences: Sequence[Tensor], *, is_packed: bool) -> Tensor:
+        """Return the hidden states of all tokens, ``[T, H]``, float32."""
+        result: Tensor = self.run(sequences, Outputs.hidden, is_packed=is_packed)
+        return result.float()
+
+    def run(self, sequences: Sequence[Tensor], compute: Any, *, is_packed: bool) -> Any:
+        """Run the model over sequences, and compute something for each of their tokens."""
+        inputs = model_inputs(sequences, is_packed=is_packed)
+        inputs = {n: v.to(self.device) if isinstance(v, Tensor) else v for n, v in inputs.items()}
+        if is_packed:
+            inputs |= packing_arguments(inputs.pop("boundaries"), inputs.pop("lengths"))
+        longest, first = max(map(len, sequences)), 0
+        rows = []
+        for each in sequences:
+            rows.append(torch.arange(first, first + len(each), device=self.device))
+            first += len(each) if is_packed else longest
+        return self.root(inputs, torch.cat(rows), compute)
+
+    def logit_scale(self) -> float | None:
+        """Return what the product of hidden states and the output layer's weight is scaled by.
+
+        :returns: ``None`` if that is not all that the model does.
+        """
+
+        def compared(outputs: Outputs) -> tuple[Tensor, Tensor]:
+            weight = outputs.root.model.get_output_embeddings().weight
+            return outputs.logits().float(), (outputs.hidden() @ weight.t()).float()
+
+        logits, product = self.run(self.sequences, compared, is_packed=self.root.is_packed)
+        scale = float((logits * product).sum() / product.square().sum())
+        scale = 1.0 if abs(scale - 1) <= self.tolerance else scale
+        return scale if scale > 0 and _relative(product * scale, logits) <= self.tolerance else None
+
+
+def _use_attention(model: Any, name: str) -> None:
+    """Let the modules of this model take an attention function by its name, which their config has.
+
+    Transformers' own setter looks on a hub for a name with "flash" in it.
+    """
+    for module in model.modules():
+        if hasattr(module, "config"):
+            module.config._attn_implementation = name
+
+
+def _relative(one: Tensor, other: Tensor) -> float:
+    """Return the norm of a difference over that of the second tensor; NaN counts as infinite."""
+    value = float((one - other).norm() / other.norm())
+    return value if value == value else float("inf")
