@@ -5,7 +5,7 @@ SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo demo-vlm demo-audio test test-parallel test-npu-set test-npu-sim test-sglang lint soak bench clean
+.PHONY: help demo demo-vlm demo-audio test test-fsdp test-parallel test-npu-set test-npu-sim test-sglang lint soak bench clean
 
 VENV := .venv
 SIM_VENV := .venv-npu-sim
@@ -29,7 +29,7 @@ EDITABLE := --quiet --no-deps --no-build-isolation
 
 # Tests start hundreds of processes, which import the same modules: these are compiled once, also where the
 # environment says otherwise, as images of containers do.
-test test-parallel test-npu-set test-npu-sim test-sglang soak: export PYTHONDONTWRITEBYTECODE :=
+test test-fsdp test-parallel test-npu-set test-npu-sim test-sglang soak: export PYTHONDONTWRITEBYTECODE :=
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */\1\t/' | expand -t 16
@@ -56,6 +56,9 @@ soak: $(VENV)/.dev ## run long tests (kills, leaks, tutorials) and the demo with
 
 test: $(VENV)/.dev ## install the test tools and run the tests
 	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
+
+test-fsdp: $(VENV)/.dev ## run tests of the Megatron engine on the FSDP engine
+	$(BIN)/python -m pytest -m fsdp tests/integration tests/unit $(PYTEST_ARGS)
 
 test-parallel: $(VENV)/.dev ## compare parallel models with unsharded ones
 	$(BIN)/python -m pytest -m parallel tests/distributed $(PYTEST_ARGS)

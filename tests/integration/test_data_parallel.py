@@ -74,9 +74,12 @@ def train(launch_actors: Callable[..., WorkerGroup], tmp_path_factory: pytest.Te
     backend = plugins.get("register_backends", "cpu")
 
     @functools.cache
-    def run(num_workers: int, dtype: str = "float32", *, overlap: bool = False) -> Trained:
+    def run(
+        num_workers: int, dtype: str = "float32", *, overlap: bool = False, engine: str = "megatron"
+    ) -> Trained:
         directory = tmp_path_factory.mktemp("trained")
-        config = make_config(model, num_workers, dtype=dtype, megatron=OVERLAP if overlap else {})
+        megatron = OVERLAP if overlap else {}
+        config = make_config(model, num_workers, dtype=dtype, megatron=megatron, engine=engine)
         samples, steps = make_samples(), config.train.optimizer_steps
         # Of so few, one of two ranks has none of its own in the last two steps.
         each, few = (
@@ -107,12 +110,15 @@ def save(group: WorkerGroup, path: Path) -> None:
         pass
 
 
-def test_two_processes_give_the_losses_of_one(train: Train) -> None:
-    one, two = train(1), train(2)
+@pytest.mark.parametrize("engine", ["megatron", "fsdp"])
+def test_two_processes_give_the_losses_of_one(train: Train, engine: str) -> None:
+    one, two = train(1, engine=engine), train(2, engine=engine)
     for step, other in zip([*one.first, *one.second], [*two.first, *two.second], strict=True):
         assert other == pytest.approx(step, rel=1e-5, abs=1e-5)
     assert one.first[0]["kl_loss"] == pytest.approx(0.0, abs=1e-9)
     assert one.second[2]["kl_loss"] > 1e-6
+    for name, tensor in one.weights.items():
+        torch.testing.assert_close(two.weights[name], tensor, rtol=0, atol=1e-5, msg=name)
 
 
 def test_two_processes_agree_with_one_in_bfloat16(train: Train) -> None:

@@ -32,8 +32,8 @@ Rows = list[dict[str, Any]]
 Run = Callable[..., str]
 
 
-@pytest.fixture(scope="module")
-def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture(scope="module", params=["megatron", pytest.param("fsdp", marks=pytest.mark.fsdp)])
+def inputs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("resume")
     return tiny_recipe(
         root,
@@ -45,6 +45,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         algorithm__kl_coef=0.01,
         algorithm__entropy_coef=0.01,
         algorithm__advantage_options__scale=False,
+        train__engine=request.param,
         train__lr_schedule="cosine",
         train__optimizer_steps=2,
         eval__data=[root / "data.jsonl"],

@@ -23,6 +23,7 @@ from anygauge_tests import batches
 from anygauge_tests.batches import TrainSample
 
 MakeWorker = Callable[..., ActorWorker]
+TRAIN = {"lr": 1e-3, "micro_batch_tokens": 64, "dtype": "float32", "optimizer_steps": 2}
 PPO: dict[str, Any] = {"algorithm": {"advantage": "gae"}, "critic": {"lr": 1e-3, "value_clip": None}}
 
 
@@ -31,8 +32,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_qwen3(tmp_path_factory.mktemp("model"), vocab_size=64, init_std=0.2)
 
 
-@pytest.fixture
-def make_worker(context: WorkerContext, model: Path) -> MakeWorker:
+@pytest.fixture(params=["megatron", pytest.param("fsdp", marks=pytest.mark.fsdp)])
+def make_worker(request: pytest.FixtureRequest, context: WorkerContext, model: Path) -> MakeWorker:
     def make(**sections: Any) -> ActorWorker:
         config = Config.model_validate(
             {
@@ -40,8 +41,8 @@ def make_worker(context: WorkerContext, model: Path) -> MakeWorker:
                 "model": {"path": model},
                 "data": {"train": []},
                 "reward": {"function": "none"},
-                "train": {"lr": 1e-3, "micro_batch_tokens": 64, "dtype": "float32", "optimizer_steps": 2},
                 **sections,
+                "train": {"engine": request.param, **sections.get("train", TRAIN)},
             }
         )
         return ActorWorker(config, context, components=Components(trains=True, generates=False, learns=True))

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from anygauge.config import Config
     from anygauge.plugins import Plugins
     from anygauge_hooks.types import BackendSpec
 
@@ -79,6 +80,8 @@ def run(args: argparse.Namespace) -> int:
     )
     for change in loaded.changes:
         _say(f"filled in: {change}")
+    for line in _model(loaded.config, plugins):
+        _say(line)
     if args.dry_run:
         for each in unresolved(localized(loaded.config, download=False)) if args.check_files else ():
             _say(f"not checked: {each.key} = {str(each)!r} is not in the cache; a run downloads it")
@@ -90,6 +93,20 @@ def run(args: argparse.Namespace) -> int:
     info = train(loaded, plugins, when_built=freeze_living_objects)
     _say(f"done: {info.step} of {info.total_steps} steps; everything is in {info.directory}")
     return 0
+
+
+def _model(config: Config, plugins: Plugins) -> Iterator[str]:
+    """Yield which model a train engine builds without a family of ours."""
+    from anygauge.disk import read_json
+
+    engine = plugins.find("register_train_engines", config.train.engine)
+    if engine is None or engine.make_family is None:
+        return
+    try:
+        names = read_json(config.model.path / "config.json")["architectures"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return  # not downloaded yet, or a problem that the check of the files has told
+    yield f"model: {', '.join(map(str, names))}, built by transformers (train.engine = {engine.name!r})"
 
 
 def _check_usage(args: argparse.Namespace) -> None:

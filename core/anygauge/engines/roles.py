@@ -33,7 +33,7 @@ class RoleWeights:
         self._check = check
         self._kept: dict[str, list[Tensor]] = {}
 
-    def keep(self, role: str, load: Callable[[], None]) -> None:
+    def keep(self, role: str, load: Callable[[], object]) -> None:
         """Store the weights that ``load`` writes as those of a role. A collective.
 
         :raises RankMismatchError: Ranks were given different ones.

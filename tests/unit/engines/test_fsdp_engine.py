@@ -55,6 +55,11 @@ MODELS: dict[str, dict[str, Any]] = {
     "Gemma2": {"sliding_window": 4, "final_logit_softcapping": 3.0, "attn_logit_softcapping": 2.0},
     "Gemma3": {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]},
     "SmolLM3": {"no_rope_layers": [1, 0]},
+    "Mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "router_jitter_noise": 0.5},
+    "GptOss": {
+        **{"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 4, "hidden_size": 64},
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
 }
 """Architectures of transformers without a family of ours, but for Llama, and what is odd about them."""
 
@@ -314,7 +319,7 @@ def test_a_frozen_model_has_no_gradients(make_engine: MakeEngine, qwen3: Path) -
     assert log_probs(frozen).equal(log_probs(make_engine(qwen3)))
 
 
-@pytest.mark.parametrize("name", ["Qwen2", "GPT2"])
+@pytest.mark.parametrize("name", ["Qwen2", "GPT2", "Mixtral"])
 def test_an_export_is_complete_and_exact(make_engine: MakeEngine, tmp_path: Path, name: str) -> None:
     engine = make_engine(tiny_model(tmp_path / "in", name))
     take_step(engine)

@@ -63,7 +63,13 @@ class FsdpEngine:
         hf = read_config(config.model.path)
         self.hf = as_language_model(hf) if self.is_critic else hf
         self.spec = family(context.plugins, self.hf, config.train.engine)
-        self.root = build_model(config, context, is_critic=self.is_critic, trains=self.trains)
+        self.root = build_model(
+            config,
+            context,
+            unused=self.spec.unused_weights(self.hf),
+            is_critic=self.is_critic,
+            trains=self.trains,
+        )
         check_at_start(self.root, self.dtype, self.device)
         # FSDP has now laid out its memory, which stays: what follows holds views of it.
         self.shards = local_shards(self.root)
@@ -221,17 +227,17 @@ class FsdpEngine:
     def load_role(self, role: str, path: str) -> None:
         """Keep host copies of another role's weights, read from a Hugging Face directory."""
         self._memory.need("everything", f"room for the weights of the {role}")
-        self._roles.keep(role, partial(load_weights, self.root, Path(path), role))
+        self._roles.keep(role, partial(load_weights, self.root, Path(path)))
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield full tensors under Hugging Face names."""
         self._memory.need("weights", "its weights")
-        yield from full_weights(self.root, self.dtype)
+        yield from full_weights(self.root, self.root.names, self.dtype)
 
     def save_hf(self, path: str) -> None:
         """Write a complete Hugging Face directory; rank 0 writes."""
         self._memory.need("weights", "a Hugging Face directory")
-        weights = full_weights(self.root, self.dtype)
+        weights = full_weights(self.root, self.root.names, self.dtype)
         if self.context.rank == 0:
             changes = self._config_changes()
             write_directory(Path(path), self.config.model.path, weights, self.dtype, changes=changes)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from inspect import signature
 from typing import Any
@@ -20,7 +21,7 @@ from transformers.initialization import no_init_weights
 
 from anygauge.config import Config
 from anygauge.engines.fsdp.attention import register_attention
-from anygauge.engines.fsdp.weights import load_weights
+from anygauge.engines.fsdp.weights import StoredNames, load_weights
 from anygauge.kernels.linear_logprob import linear_topk
 from anygauge.kernels.reference import logits_logprob
 from anygauge.kernels.table import resolve_kernels
@@ -51,8 +52,14 @@ class ShardedModel(nn.Module):
         self.logit_scale: float | None = 1.0
         """The logits are this times hidden states times the output layer's weight; ``None`` where they are
         something else, and the model's own."""
+        self.is_critic = is_critic
+        self.unused: Sequence[str] = ()
+        """Patterns of tensors that the family's checkpoints have and its models do not."""
+        self.output_name = _output_name(model)
+        self.names: Mapping[str, StoredNames] = {}
+        """Where the checkpoint of the model has its tensors."""
         if is_critic:
-            _drop_output_layer(model)
+            _drop_output_layer(model, self.output_name)
             hidden = model.config.get_text_config().hidden_size
             self.score = nn.Linear(hidden, 1, bias=False, device="meta")
 
@@ -157,10 +164,16 @@ class Outputs:
 
 
 def build_model(
-    config: Config, context: WorkerContext, *, is_critic: bool = False, trains: bool = True
+    config: Config,
+    context: WorkerContext,
+    *,
+    unused: Sequence[str] = (),
+    is_critic: bool = False,
+    trains: bool = True,
 ) -> ShardedModel:
     """Build the model of ``model.path``, shard it over all ranks and load its weights. A collective.
 
+    :param unused: How names begin that the checkpoint may have and the model does not need.
     :param is_critic: Whether it has a value head for an output layer.
     :param trains: Whether it gets gradients.
     :raises ConfigError: transformers cannot build it.
@@ -175,13 +188,14 @@ def build_model(
         kernels.resolve("vocab_parallel_logprob", dtype=dtype),
     )
     root = ShardedModel(model, logprob, is_critic=is_critic).eval().requires_grad_(trains)
+    root.unused = [f"^{re.escape(prefix)}" for prefix in unused]
     layers = list(_layers(model))
     if config.train.recompute == "full" and trains:
         for layer in layers:
             _recompute(layer)
     _shard(root, layers, dtype, context.device.type)
     _materialize(root, context.device.torch_device)
-    load_weights(root, config.model.path)
+    root.names = load_weights(root, config.model.path)
     return root
 
 
@@ -220,10 +234,14 @@ def _without_memory(module: nn.Module, name: str, parameter: nn.Parameter | None
     return nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
 
 
-def _drop_output_layer(model: Any) -> None:
-    """Remove the output layer, which a critic does not have."""
+def _output_name(model: Any) -> str:
+    """Return the name of the output layer."""
     output = model.get_output_embeddings()
-    name = next(name for name, module in model.named_modules() if module is output)
+    return next(name for name, module in model.named_modules() if module is output)
+
+
+def _drop_output_layer(model: Any, name: str) -> None:
+    """Remove the output layer, which a critic does not have."""
     parent, _, attribute = name.rpartition(".")
     setattr(model.get_submodule(parent), attribute, None)
 

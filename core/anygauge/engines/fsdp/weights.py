@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -18,12 +18,14 @@ from anygauge.engines.agreement import check_facts_agree, on_every_rank
 from anygauge.engines.hf_directory import TensorReader, open_tensors
 from anygauge_hooks.errors import WeightMappingError
 
-__all__ = ["LocalShard", "full_weights", "load_weights", "local_shards", "own_rows"]
+__all__ = ["LocalShard", "StoredNames", "full_weights", "load_weights", "local_shards", "own_rows"]
 
 SHOWN = 8
 """Tensors that an error names."""
 ROOT = "model."
 """How names of the language model begin in the root."""
+SCORE = "score."
+"""How those of a critic's value head begin."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,27 +64,38 @@ def local_shards(root: nn.Module) -> list[LocalShard]:
     return [LocalShard(name.removeprefix(ROOT), tensor) for name, tensor in named]
 
 
-def load_weights(root: nn.Module, directory: Path, role: str = "model") -> None:
+@dataclass(frozen=True, slots=True)
+class StoredNames:
+    """Where a tensor of the model is in a checkpoint."""
+
+    experts: Sequence[Sequence[str]]
+    """Names by expert, for experts that are one tensor in the model and one each in the checkpoint: those
+    whose rows are concatenated. Of any other tensor, one name by itself."""
+    is_stack: bool = False
+
+
+def load_weights(root: nn.Module, directory: Path) -> Mapping[str, StoredNames]:
     """Read this rank's part of each weight from a Hugging Face directory. A collective.
 
     A value head that the directory lacks is filled with zeros: a critic expects nothing before it has seen a
     reward.
 
-    :param role: Whose directory it is, for messages.
+    :returns: Where the tensors were, by the model's names.
     :raises WeightMappingError: Lists the tensors that are missing, unexpected or of a wrong shape; nothing
         was read.
     :raises RankMismatchError: Ranks have different files.
     """
     with on_every_rank(open_tensors(directory), directory) as source:
         check_facts_agree(lambda: _small_tensors(source))
-        names = _check(root, source)
+        names = _locate(root, source)
         with torch.no_grad():
             for shard in local_shards(root):
-                _read(shard, names[shard.name], source)
+                _read(shard, names.get(shard.name), source)
+    return names
 
 
 def _small_tensors(source: TensorReader) -> Iterator[tuple[str, str]]:
-    """Yield the digests of all vectors, which tell two models of one size apart."""
+    """Yield shapes, and the digests of all vectors, which tell two models of one size apart."""
     for name in sorted(source.names):
         shape = source.shape(name)
         digest = ""
@@ -91,65 +104,135 @@ def _small_tensors(source: TensorReader) -> Iterator[tuple[str, str]]:
         yield name, f"{list(shape)} {digest}"
 
 
-def _check(root: Any, source: TensorReader) -> Mapping[str, str | None]:
-    """Return where each tensor of the model is in the checkpoint; ``None`` for one that is zeros."""
-    prefix = f"{root.model.base_model_prefix}."
-    names: dict[str, str | None] = {}
-    problems = []
+def _locate(root: Any, source: TensorReader) -> Mapping[str, StoredNames]:
+    """Return where each tensor of the model is in the checkpoint.
+
+    :raises WeightMappingError: One is not there, or something else is.
+    """
+    model = root.model
+    renamings, stacks = _conversions(model)
+    known: dict[str, str] = {}
+    for stored in source.names:
+        name = stored
+        for renaming in renamings:
+            name, _ = renaming.rename_source_key(name)
+        known[name] = stored
+    names: dict[str, StoredNames] = {}
+    problems: list[str] = []
     for shard in local_shards(root):
-        stored = next((n for n in _spellings(shard.name, prefix) if n in source.names), None)
-        names[shard.name] = stored
-        if stored is None and not shard.name.startswith("score."):
-            problems.append(f"{shard.name} is missing")
-        elif stored is not None and list(source.shape(stored)) != list(shard.tensor.shape):
-            problems.append(f"{stored} is {list(source.shape(stored))} and not {list(shard.tensor.shape)}")
-    problems += _unexpected(root, source, {name for name in names.values() if name})
+        candidates = _candidates(shard, stacks, f"{model.base_model_prefix}.")
+        stored_names = next(
+            (
+                StoredNames([[known[n] for n in each] for each in names], is_stack)
+                for names, is_stack in candidates
+                if all(n in known for each in names for n in each)
+            ),
+            None,
+        )
+        if stored_names is None:
+            problems += [] if shard.name.startswith(SCORE) else [f"{shard.name} is missing"]
+            continue
+        names[shard.name] = stored_names
+        problems += _misfits(shard, stored_names, source)
+    taken = {name for each in names.values() for expert in each.experts for name in expert}
+    problems += _unexpected(root, source, known, taken)
     if problems:
         more = f" and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
         raise WeightMappingError(
-            f"These weights do not fit {type(root.model).__name__}: {'; '.join(problems[:SHOWN])}{more}.",
+            f"These weights do not fit {type(model).__name__}: {'; '.join(problems[:SHOWN])}{more}.",
             hint="Compare the directory's config.json with the model that the weights are from.",
         )
     return names
 
 
-def _spellings(name: str, prefix: str) -> Iterator[str]:
-    """Yield the names that a tensor may have in a checkpoint."""
-    yield name
-    if name.startswith(prefix):
-        yield name.removeprefix(prefix)
+def _conversions(model: Any) -> tuple[list[Any], dict[str, Sequence[str]]]:
+    """Return transformers' renamings of a checkpoint, and the tensors that it stacks by experts.
+
+    Those are by the end of the model's name the ends of the stored names, with ``*`` for the expert.
+    """
+    from transformers.conversion_mapping import get_model_conversion_mapping
+
+    renamings, stacks = [], {}
+    for entry in get_model_conversion_mapping(model):
+        operations = [type(each).__name__ for each in getattr(entry, "operations", ())]
+        if operations in (["MergeModulelist"], ["MergeModulelist", "Concatenate"]):
+            stacks[entry.target_patterns[0]] = entry.source_patterns
+        elif not operations:
+            renamings.append(entry)
+    return renamings, stacks
 
 
-def _unexpected(root: Any, source: TensorReader, taken: set[str]) -> Iterator[str]:
+def _candidates(
+    shard: LocalShard, stacks: Mapping[str, Sequence[str]], prefix: str
+) -> Iterator[tuple[list[list[str]], bool]]:
+    """Yield the names that a tensor may have in a checkpoint, and whether they are of single experts."""
+    yield [[shard.name]], False
+    if shard.name.startswith(prefix):
+        yield [[shard.name.removeprefix(prefix)]], False
+    for target, sources in stacks.items():
+        if shard.name.endswith(target):
+            layer = shard.name.removesuffix(target)
+            experts = range(shard.tensor.shape[0])
+            yield [[f"{layer}{each.replace('*', str(e))}" for each in sources] for e in experts], True
+
+
+def _misfits(shard: LocalShard, stored: StoredNames, source: TensorReader) -> Iterator[str]:
+    wanted = list(shard.tensor.shape)[1:] if stored.is_stack else list(shard.tensor.shape)
+    for expert in stored.experts:
+        shapes = [list(source.shape(name)) for name in expert]
+        joined = [sum(each[0] for each in shapes), *shapes[0][1:]] if stored.is_stack else shapes[0]
+        if joined != wanted:
+            yield f"{' + '.join(expert)} is {joined} and not {wanted}"
+
+
+def _unexpected(
+    root: Any, source: TensorReader, known: Mapping[str, str], taken: Collection[str]
+) -> Iterator[str]:
+    """Yield the tensors of a checkpoint that the model neither has nor leaves out knowingly."""
     model = root.model
+    own = {name for name, _ in [*model.named_parameters(remove_duplicate=False), *model.named_buffers()]}
+    prefix = f"{model.base_model_prefix}."
     patterns = list(model._keys_to_ignore_on_load_unexpected or ())
-    ignored = {name for name in source.names if any(re.search(pattern, name) for pattern in patterns)}
-    tied = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    buffers = {name for name, _ in model.named_buffers()}
-    output = "lm_head." if hasattr(root, "score") else None
-    for name in sorted(source.names - taken - ignored - tied - buffers):
-        if output is None or not name.startswith(output):
-            yield f"{name} is not known"
+    for name, stored in sorted(known.items()):
+        is_output = root.is_critic and name.startswith(root.output_name)
+        if stored in taken or {name, prefix + name} & own or is_output:
+            continue
+        if not any(re.search(pattern, stored) for pattern in (*patterns, *root.unused)):
+            yield f"{stored} is not known"
 
 
-def _read(shard: LocalShard, stored: str | None, source: TensorReader) -> None:
-    first, last = shard.rows
+def _read(shard: LocalShard, stored: StoredNames | None, source: TensorReader) -> None:
+    local, (first, last) = shard.local, shard.rows
     if stored is None:
-        shard.local.zero_()
+        local.zero_()
+    elif stored.is_stack:
+        for expert, target in zip(stored.experts[first:last], local, strict=True):
+            sizes = [source.shape(name)[0] for name in expert]
+            for name, part in zip(expert, target.split(sizes), strict=True):
+                part.copy_(source(name))
     elif not shard.tensor.dim():
-        shard.local.copy_(source(stored))
+        local.copy_(source(stored.experts[0][0]))
     elif last > first:
-        shard.local.copy_(source.read(stored, (slice(first, last),)))
+        local.copy_(source.read(stored.experts[0][0], (slice(first, last),)))
 
 
-def full_weights(root: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+def full_weights(
+    root: nn.Module, names: Mapping[str, StoredNames], dtype: torch.dtype
+) -> Iterator[tuple[str, Tensor]]:
     """Yield whole tensors under their Hugging Face names. A collective: every rank iterates to the end.
 
+    :param names: Where a checkpoint has them, of :func:`load_weights`.
     :param dtype: Dtype of the parameters; buffers keep theirs.
     """
     for shard in local_shards(root):
         tensor = shard.tensor.detach()
-        yield shard.name, _whole(tensor.to(dtype)) if isinstance(tensor, DTensor) else tensor
+        whole = _whole(tensor.to(dtype)) if isinstance(tensor, DTensor) else tensor
+        stored = names.get(shard.name, StoredNames([[shard.name]]))
+        if not stored.is_stack:
+            yield stored.experts[0][0], whole
+            continue
+        for expert, part in zip(stored.experts, whole, strict=True):
+            yield from zip(expert, part.chunk(len(expert)), strict=True)
 
 
 def _whole(tensor: Any) -> Tensor:

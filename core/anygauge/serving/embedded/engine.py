@@ -277,9 +277,8 @@ def _build(
     config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=trust_remote_code)
     config = getattr(config, "thinker_config", config)  # of a model that speaks, what it thinks with
     auto = AutoModelForCausalLM if multimodal is None else AutoModelForMultimodalLM
-    return auto.from_config(
-        config, dtype=dtype, attn_implementation="sdpa", trust_remote_code=trust_remote_code
-    )
+    # Without a name transformers takes sdpa where a model has it, and eager attention for sinks.
+    return auto.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
 
 
 def _eos_ids(path: Path, config: Any, tokenizer: Any) -> set[int]:
