@@ -87,7 +87,10 @@ def problems(
         data=SimpleNamespace(multimodal_keys={kind: kind for kind in kinds}),
         eval=SimpleNamespace(datasets={}),
         train=SimpleNamespace(
-            parallel=Parallel(**(parallel or {})), megatron=megatron or {}, router_replay=False
+            engine="megatron",
+            parallel=Parallel(**(parallel or {})),
+            megatron=megatron or {},
+            router_replay=False,
         ),
         critic=SimpleNamespace(megatron=None),
         teacher=SimpleNamespace(megatron=None),
@@ -126,6 +129,7 @@ def test_servers_take_what_the_family_names(family: str, taken: set[str]) -> Non
         config: Any = SimpleNamespace(
             model=SimpleNamespace(modalities=kinds),
             rollout=SimpleNamespace(engine=engine),
+            train=SimpleNamespace(engine="megatron"),
             samples=True,
             debug=SimpleNamespace(mode=None),
         )
@@ -139,7 +143,9 @@ def test_servers_take_what_the_family_names(family: str, taken: set[str]) -> Non
 
 def mismatches(policy: str, other: str, *, kinds: tuple[str, ...] = ("image",), **vision: Any) -> list[str]:
     config: Any = SimpleNamespace(
-        model=SimpleNamespace(modalities=list(kinds)), data=SimpleNamespace(multimodal_keys={})
+        model=SimpleNamespace(modalities=list(kinds)),
+        data=SimpleNamespace(multimodal_keys={}),
+        train=SimpleNamespace(engine="megatron"),
     )
     one, another = ({**FAMILIES[name].tiny()} for name in (policy, other))
     another |= {"vision_config": {**another.get("vision_config", {}), **vision}}
