@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from anygauge.config import Config
 from anygauge_hooks.engines import WorkerContext
@@ -113,3 +114,18 @@ def test_weights_of_a_role_are_compared(crew: Any, make_model: Any) -> None:
     assert len(set(found)) == 1
     assert "different weights of the reference: embedding.word_embeddings.weight (rank 1)," in found[0]
     assert "is reference.path the same directory" in found[0]
+
+
+def test_a_rank_with_other_vectors_is_named_by_the_fsdp_engine(
+    crew: Any, make_model: Any, tmp_path: Path
+) -> None:
+    """No rank has what another one has, but all read the same vectors."""
+    path = make_model("qwen3", vocab_size=VOCAB, num_hidden_layers=4, tie_word_embeddings=True)
+    other = shutil.copytree(path, tmp_path / "other")
+    tensors = load_file(other / "model.safetensors")
+    tensors["model.norm.weight"][0] += 1
+    save_file(tensors, other / "model.safetensors", metadata={"format": "pt"})
+    found = errors(crew, "build", (str(path), str(other)), train={"engine": "fsdp"})
+    assert len(set(found)) == 1
+    assert "AG604" in found[0]
+    assert "model.norm.weight (rank 1:" in found[0]

@@ -73,14 +73,14 @@ class DyingActor(actors.ActorWorker):
 
     def __init__(self, config: Any, context: Any, **options: Any) -> None:
         super().__init__(config, context, **options)
-        from anygauge.engines import checkpoint_files
-        from anygauge.engines.megatron.checkpoints import checkpoint
+        from anygauge.engines import background_save, checkpoint_files
 
         if context.rank == context.world_size - 1:
             self.generate = before(countdown("generation"), self.generate)  # type: ignore[method-assign]
             trainer: Any = self.trainer
             trainer.train_step = before(countdown("training"), trainer.train_step)
-            checkpoint.write_rank = before(countdown("copied"), checkpoint.write_rank)  # type: ignore[attr-defined]
+            background: Any = background_save
+            background.write_rank = before(countdown("copied"), background.write_rank)
             files: Any = checkpoint_files
             files.asdict = before(countdown("between files"), files.asdict)
 
