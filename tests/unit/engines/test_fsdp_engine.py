@@ -17,6 +17,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from anygauge.config import Config
+from anygauge.engines.fsdp.attention import ATTENTION
+from anygauge.engines.norms import TableRmsNorm
 from anygauge.plugins import Plugins
 from anygauge.testing.tiny import tiny_qwen3, tiny_tokenizer
 from anygauge_hooks.engines import LossInputs, WorkerContext
@@ -196,6 +198,39 @@ def test_the_output_layer_is_known_or_the_models_own(make_engine: MakeEngine, tm
     for name, scale in scales.items():
         engine = make_engine(tiny_model(tmp_path / name, name))
         assert engine.root.logit_scale == scale, name
+
+
+def test_only_the_built_model_is_changed(make_engine: MakeEngine, qwen3: Path) -> None:
+    """docs/seams.md lists what is."""
+    from transformers.models.qwen3 import modeling_qwen3
+
+    before = {name: dict(vars(kind)) for name, kind in vars(modeling_qwen3).items() if isinstance(kind, type)}
+    engine = make_engine(qwen3, recompute="full")
+    take_step(engine)
+    after = {name: dict(vars(kind)) for name, kind in vars(modeling_qwen3).items() if isinstance(kind, type)}
+    assert before == after
+    norms = [module for module in engine.root.modules() if hasattr(module, "variance_epsilon")]
+    assert len(norms) == 9
+    assert {type(norm) for norm in norms} == {TableRmsNorm}
+    assert {layer.self_attn.config._attn_implementation for layer in engine.root.model.model.layers} == {
+        ATTENTION
+    }
+
+
+def test_a_norm_of_another_formula_is_the_models_own(
+    make_engine: MakeEngine, qwen3: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
+
+    def doubled(self: Any, hidden_states: Tensor) -> Tensor:
+        squares = hidden_states.pow(2).mean(-1, keepdim=True)
+        return 2 * self.weight * hidden_states * torch.rsqrt(squares + self.variance_epsilon)
+
+    monkeypatch.setattr(Qwen3RMSNorm, "forward", doubled)
+    engine = make_engine(qwen3)
+    assert engine.root.is_packed
+    norms = {type(module) for module in engine.root.modules() if hasattr(module, "variance_epsilon")}
+    assert norms == {Qwen3RMSNorm}
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

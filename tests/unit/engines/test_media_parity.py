@@ -160,7 +160,8 @@ def test_gradients_equal_transformers(
 
 
 def test_the_kernels_of_the_table_are_in_the_tower(make_engine: MakeEngine) -> None:
-    from anygauge.engines.megatron.media.towers import ATTENTION, TableLayerNorm
+    from anygauge.engines.megatron.media.towers import ATTENTION
+    from anygauge.engines.norms import TableLayerNorm
 
     tower = make_engine().policy.chunks[0].visual
     assert tower.config._attn_implementation == ATTENTION

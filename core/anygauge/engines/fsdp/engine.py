@@ -33,6 +33,7 @@ from anygauge.engines.memory_offload import DeviceMemory
 from anygauge.engines.responses import compared, loss_inputs, unpack
 from anygauge.engines.roles import ACTOR, RoleWeights
 from anygauge.engines.schedule import decay_steps, learning_rate
+from anygauge.kernels.table import resolve_kernels
 from anygauge_hooks.batch import TopKLogProbs, TrainBatch
 from anygauge_hooks.engines import LossFunction, WorkerContext
 from anygauge_hooks.errors import NonFiniteError
@@ -63,14 +64,16 @@ class FsdpEngine:
         hf = read_config(config.model.path)
         self.hf = as_language_model(hf) if self.is_critic else hf
         self.spec = family(context.plugins, self.hf, config.train.engine)
+        kernels = resolve_kernels(context.plugins, context.backend)
         self.root = build_model(
             config,
             context,
+            kernels,
             unused=self.spec.unused_weights(self.hf),
             is_critic=self.is_critic,
             trains=self.trains,
         )
-        check_at_start(self.root, self.dtype, self.device)
+        check_at_start(self.root, kernels, self.dtype, self.device)
         # FSDP has now laid out its memory, which stays: what follows holds views of it.
         self.shards = local_shards(self.root)
         if self.trains:

@@ -24,7 +24,7 @@ from anygauge.engines.fsdp.attention import register_attention
 from anygauge.engines.fsdp.weights import StoredNames, load_weights
 from anygauge.kernels.linear_logprob import linear_topk
 from anygauge.kernels.reference import logits_logprob
-from anygauge.kernels.table import resolve_kernels
+from anygauge.kernels.table import KernelTable
 from anygauge_hooks.engines import WorkerContext
 from anygauge_hooks.errors import ConfigError
 from anygauge_hooks.kernels import VocabParallelLogprob
@@ -166,6 +166,7 @@ class Outputs:
 def build_model(
     config: Config,
     context: WorkerContext,
+    kernels: KernelTable,
     *,
     unused: Sequence[str] = (),
     is_critic: bool = False,
@@ -180,7 +181,6 @@ def build_model(
     :raises WeightMappingError: The weights do not fit it.
     """
     dtype = torch_dtype(config)
-    kernels = resolve_kernels(context.plugins, context.backend)
     register_attention(kernels)
     model = _build(config, dtype).eval()  # dropout and noise of routers are for pretraining
     logprob = LogProbKernels(

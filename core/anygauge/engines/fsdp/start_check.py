@@ -19,6 +19,8 @@ from torch import Tensor
 from anygauge.engines.fsdp.attention import ATTENTION, packing_arguments
 from anygauge.engines.fsdp.batch import model_inputs
 from anygauge.engines.fsdp.model import Outputs, ShardedModel
+from anygauge.engines.norms import bind_norm
+from anygauge.kernels.table import KernelTable
 from anygauge_hooks.errors import ConfigError
 
 __all__ = ["check_at_start"]
@@ -50,12 +52,14 @@ _log = logging.getLogger(__name__)
 
 
 @torch.no_grad()
-def check_at_start(root: ShardedModel, dtype: torch.dtype, device: torch.device) -> None:
-    """Choose how the model is run: sets its attention, ``is_packed`` and ``logit_scale``. A collective.
+def check_at_start(
+    root: ShardedModel, kernels: KernelTable, dtype: torch.dtype, device: torch.device
+) -> None:
+    """Set how the model is run: its norms, attention, ``is_packed`` and ``logit_scale``. A collective.
 
     :raises ConfigError: Its results differ in every way that there is.
     """
-    check = _Check(root, TOLERANCE[dtype], device)
+    check = _Check(root, kernels, dtype, device)
     reason = check.choose_packing()
     name = type(root.model).__name__
     if reason and dist.get_rank() == 0:
@@ -71,9 +75,13 @@ def check_at_start(root: ShardedModel, dtype: torch.dtype, device: torch.device)
 
 
 class _Check:
-    def __init__(self, root: ShardedModel, tolerance: _Tolerance, device: torch.device) -> None:
+    def __init__(
+        self, root: ShardedModel, kernels: KernelTable, dtype: torch.dtype, device: torch.device
+    ) -> None:
         self.root = root
-        self.tolerance = tolerance
+        self.kernels = kernels
+        self.dtype = dtype
+        self.tolerance = TOLERANCE[dtype]
         self.device = device
         size = root.model.config.get_text_config().vocab_size
         tokens = (torch.arange(sum(LENGTHS)) * 7919 + 3) % size
@@ -84,6 +92,7 @@ class _Check:
         model = self.root.model
         _use_attention(model, "eager")
         expected = self.alone(is_packed=False)
+        self.choose_norms(expected)
         _use_attention(model, ATTENTION)
         reason = self.difference(expected, is_packed=True)
         if not reason:
@@ -100,6 +109,15 @@ class _Check:
             "than for the sequence alone.",
             hint="No train engine of transformers' models can train it.",
         )
+
+    def choose_norms(self, expected: Sequence[Tensor]) -> None:
+        """Let norms take the kernels of the table, unless the model's are other ones by the same name."""
+        modules = [(module, type(module)) for module in self.root.model.modules()]
+        for module, _ in modules:
+            bind_norm(module, self.kernels, self.dtype)
+        if self.error(self.alone(is_packed=False), expected) > self.tolerance.alone:
+            for module, kind in modules:
+                module.__class__ = kind
 
     def difference(self, expected: Sequence[Tensor], *, is_packed: bool) -> str:
         """Return why the sequences alone or together are not what is expected; empty if they are."""

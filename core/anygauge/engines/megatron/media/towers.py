@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from anygauge.config.modalities import TOWERS
+from anygauge.engines.norms import bind_norm
 from anygauge.kernels.table import KernelTable
 from anygauge_hooks.errors import ConfigError, MediaMismatchError
 from anygauge_hooks.media import MediaKind, TowerSpec
@@ -90,27 +91,6 @@ def freeze(model: nn.Module, parts: Collection[str], towers: Sequence[TowerSpec]
 # -------------------------------------------------------------------------
 
 
-class TableLayerNorm(nn.LayerNorm):
-    """Torch's layer norm with the kernel of the table, which :func:`bind` sets."""
-
-    kernel: Callable[..., Tensor]
-
-    def forward(self, input: Tensor) -> Tensor:
-        """Normalise the last dimension."""
-        return self.kernel(input, self.weight, self.bias, self.eps)
-
-
-class TableRmsNorm(nn.Module):
-    """The norm of transformers' models with the kernel of the table, which :func:`bind` sets."""
-
-    kernel: Callable[..., Tensor]
-    variance_epsilon: float
-
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        """Normalise the last dimension."""
-        return self.kernel(hidden_states, self.weight, self.variance_epsilon)
-
-
 class _Patches:
     """A convolution of inputs that are one patch each, as the product of matrices that it is."""
 
@@ -164,21 +144,12 @@ def _is_vision(attention: Any) -> bool:
 def bind(tower: nn.Module, kernels: KernelTable, dtype: torch.dtype) -> None:
     """Let attention, norms and patches of a module of transformers take their kernels from the table."""
     for module in tower.modules():
-        _bind_norm(module, kernels, dtype)
+        bind_norm(module, kernels, dtype)
         # In float32 the order of a convolution's sums is kept, which is that of transformers.
         if type(module) in _PATCHES and dtype != torch.float32 and _is_plain(module):
             module.__class__ = _PATCHES[type(module)]
         if isinstance(getattr(module, "head_dim", None), int) and hasattr(module, "config"):
             _bind_attention(module, kernels, dtype)
-
-
-def _bind_norm(module: Any, kernels: KernelTable, dtype: torch.dtype) -> None:
-    if type(module) is nn.LayerNorm and module.bias is not None:
-        module.kernel = kernels.resolve("layer_norm", dtype=dtype)  # type: ignore[assignment]
-        module.__class__ = TableLayerNorm
-    elif type(module).__name__.endswith("RMSNorm") and hasattr(module, "variance_epsilon"):
-        module.__class__ = TableRmsNorm
-        module.kernel = kernels.resolve("rms_norm", dtype=dtype)
 
 
 def _bind_attention(module: Any, kernels: KernelTable, dtype: torch.dtype) -> None:
