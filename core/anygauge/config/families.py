@@ -17,18 +17,18 @@ __all__ = ["family"]
 _ENGINES = "register_train_engines"
 
 
-def family(plugins: LoadedPlugins, hf: Mapping[str, Any], engine: str) -> ModelSpec:
+def family(plugins: LoadedPlugins, hf: Mapping[str, Any], engine: str | None) -> ModelSpec:
     """Return the family of a model.
 
     :param hf: The Hugging Face config.
-    :param engine: Name of the train engine: some build models that no plugin knows.
+    :param engine: Name of the train engine: some build models that no plugin knows. ``None`` is no such one.
     :raises UnknownNameError: No plugin knows its architecture, and the engine does not build it.
     :raises DuplicateNameError: Two families claim it.
     """
     try:
         return plugins.model(hf.get("architectures") or ())
     except UnknownNameError as error:
-        spec: TrainEngineSpec | None = plugins.find(_ENGINES, engine)
+        spec: TrainEngineSpec | None = plugins.find(_ENGINES, engine) if engine else None
         if spec is not None and spec.make_family is not None:
             return spec.make_family(hf)
         if others := list(_other_engines(plugins, hf)):

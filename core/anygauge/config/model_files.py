@@ -33,15 +33,15 @@ LENGTH_BYTES = 8
 def read_model(
     directory: Path,
     plugins: Plugins,
-    engine: str,
     *,
+    engine: str | None = None,
     trust_remote_code: bool = False,
     is_critic: bool = False,
 ) -> tuple[dict[str, Any] | None, list[str]]:
     """Return the config of the text model, if it can be read, and the problems of the directory.
 
     :param directory: Must exist.
-    :param engine: Name of the train engine.
+    :param engine: Name of the train engine; ``None`` takes registered families alone.
     :param trust_remote_code: Whether Python files of the directory may run.
     :param is_critic: Whether it may be a classifier with one label; it is returned as a language model.
     """

@@ -146,7 +146,7 @@ def test_a_checkpoint_that_needs_code_is_refused(
         edit(evil / file, model_type="evil")
     else:
         (evil / "tokenizer.json").unlink()
-    _, problems = read_model(evil, load_plugins(only=["cpu", "models"]), "megatron")
+    _, problems = read_model(evil, load_plugins(only=["cpu", "models"]))
     (text,) = [problem for problem in problems if "needs code" in problem]
     assert all(part in text for part in (*expected, "model.trust_remote_code = true"))
     _, problems = read_model(evil, load_plugins(only=["cpu", "models"]), trust_remote_code=True)
@@ -169,7 +169,7 @@ def test_what_slips_through_is_refused_by_the_engine(
 def test_pickled_weights_are_no_weights(evil: Path, marker: Path) -> None:
     for path in evil.glob("*.safetensors*"):
         path.unlink()
-    _, problems = read_model(evil, load_plugins(only=["cpu", "models"]), "megatron")
+    _, problems = read_model(evil, load_plugins(only=["cpu", "models"]))
     assert any("has no safetensors weights" in problem for problem in problems)
     with pytest.raises(CheckpointError, match="has no safetensors weights"):
         engine(evil)

@@ -127,7 +127,7 @@ def _read_model(
     is_critic = path == "critic.path"
     trusted = config.model.trust_remote_code
     hf, hints = read_model(
-        directory, plugins, config.train.engine, trust_remote_code=trusted, is_critic=is_critic
+        directory, plugins, engine=config.train.engine, trust_remote_code=trusted, is_critic=is_critic
     )
     return hf, [problem(hint) for hint in hints]
 
