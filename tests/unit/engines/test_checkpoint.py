@@ -611,7 +611,7 @@ def test_a_copy_that_fails_says_why(
         raise error
 
     engine = make_engine()
-    monkeypatch.setattr(engine._checkpoint, "_to_host", failing)
+    monkeypatch.setattr(engine._checkpoint._background, "_to_host", failing)
     engine.save_checkpoint(str(tmp_path))
     with pytest.raises(CheckpointError, match=rf"cannot be written: .*{texts[0]}.*\n.*{texts[1]}") as caught:
         engine.checkpoint_written()

@@ -104,7 +104,6 @@ def load_all(path: Path, config: Config) -> None:
     read_model(
         path,
         load_plugins(only=["cpu", "models"]),
-        "megatron",
         trust_remote_code=config.model.trust_remote_code,
     )
     load_tokenizer(config)

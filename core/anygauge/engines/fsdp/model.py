@@ -182,12 +182,13 @@ def build_model(
     """
     dtype = torch_dtype(config)
     register_attention(kernels)
-    model = _build(config, dtype).eval()  # dropout and noise of routers are for pretraining
+    model = _build(config, dtype)
     logprob = LogProbKernels(
         kernels.resolve("linear_logprob", dtype=dtype) if config.train.fused_loss else None,
         kernels.resolve("vocab_parallel_logprob", dtype=dtype),
     )
-    root = ShardedModel(model, logprob, is_critic=is_critic).eval().requires_grad_(trains)
+    root = ShardedModel(model, logprob, is_critic=is_critic).requires_grad_(trains)
+    root.eval()  # dropout and noise of routers are for pretraining
     root.unused = [f"^{re.escape(prefix)}" for prefix in unused]
     layers = list(_layers(model))
     if config.train.recompute == "full" and trains:
