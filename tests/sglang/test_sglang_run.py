@@ -81,7 +81,7 @@ def test_servers_and_trainers_agree_in_every_step_apart_and_colocated(tmp_path: 
         lines = (tmp_path / "runs" / f"end-to-end-{row}" / "metrics.jsonl").read_text().splitlines()
         steps = [metrics for metrics in map(json.loads, lines) if "perf/step_time" in metrics]
         assert [metrics["rollout/lag/max"] for metrics in steps] == [0, 0, 0]
-        assert all(metrics["train/grad_norm"] > 0 for metrics in steps)
+        assert steps[0]["train/grad_norm"] > 0  # so that the weights of the next steps are others
 
 
 def test_samples_of_an_asynchronous_run_tell_the_weights_of_each_token(tmp_path: Path) -> None:
