@@ -52,7 +52,7 @@ def test_a_template_that_loops_is_told_to_the_agent(tokenizer: Any) -> None:
     async def main() -> None:
         async with serve_script(tokenizer, []) as served:
             with pytest.raises(Refusal, match="has not rendered 1 messages") as caught:
-                await served.session.count(Chat((Message("user", "one"),)))
+                await served.session.count(Chat((Message("user", "one"),)), 3)
             assert caught.value.status == 400
 
     asyncio.run(main())

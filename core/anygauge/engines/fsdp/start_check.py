@@ -38,7 +38,7 @@ class _Tolerance:
     together: float
     """Between a sequence alone and beside another one."""
     share: float
-    """Of the tokens of a sequence so many must be within: rounding sends some to other experts."""
+    """Share of the tokens of a sequence that must be within: rounding sends some to other experts."""
 
 
 TOLERANCE: Mapping[torch.dtype, _Tolerance] = {
