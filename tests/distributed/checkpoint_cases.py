@@ -94,10 +94,10 @@ def refused(config: Config, context: WorkerContext, case: dict[str, Any]) -> lis
 def everything(actor: ActorWorker) -> dict[str, Any]:
     """Return all that a load would change on this rank, as what can be compared."""
     engine: Any = actor.trainer
-    pieces, tensors = engine._checkpoint._copy()
+    description, tensors = engine._checkpoint._copy(lambda _, tensor: tensor.detach().cpu().clone())
     return {
         **{name: tensor.numpy().tobytes() for name, tensor in tensors.items()},
-        "steps": [(piece.name, piece.start, piece.scalars) for piece in pieces],
+        "steps": [(piece.name, piece.start, piece.scalars) for piece in description.pieces],
         "schedule": dict(engine.schedule.state_dict()),
         "groups": [{key: group.get(key) for key in CHANGING} for group in engine.optimizer.param_groups],
         "generators": _rng_state(actor._context.device),
