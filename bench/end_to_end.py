@@ -73,7 +73,7 @@ LEARNS = 10
 LIMITS = {"float32": 1e-4, "bfloat16": 0.1}
 """Largest mean difference of log-probs, by the precision of training."""
 SLOWER = 1.03
-"""Largest ratio of a step's seconds to those of the tree that it is compared with."""
+"""Largest ratio of seconds a step, new tree over old."""
 DIFFERENCE = "train/train_rollout_logprob_abs_diff"
 PARTS = ("rollout", "train", "log_probs", "update_weights", "sleep", "wake_up")
 HEAD = ("row", "devices", "model", "s a step", *PARTS, "tokens/s", "generated/s", "reward", "held out")
@@ -305,7 +305,7 @@ def device_count(backend: str) -> int:
 
 @contextmanager
 def open_sides(arguments: argparse.Namespace) -> Iterator[list[Side]]:
-    """Yield this tree, and the one that it is compared with."""
+    """Yield this tree and the old one."""
     own = {**os.environ, "PYTHONPATH": joined(os.environ.get("PYTHONPATH"))}
     sides = [Side(arguments.label, own)]
     with tempfile.TemporaryDirectory() as work:

@@ -36,7 +36,7 @@ def _finite(text: str) -> float:
 
 
 def _integer(text: str) -> int:
-    # Python code lets other threads run between two long numbers, of which the decoder reads all at once.
+    # The C decoder parses all numbers without releasing the GIL; a Python callback lets other threads run.
     return int(text)
 
 

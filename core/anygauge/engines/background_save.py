@@ -52,7 +52,7 @@ class BackgroundSave:
 
         What goes wrong is for :meth:`written` to say.
 
-        :param copy: Returns what is written; copies each tensor by the function that it is given.
+        :param copy: Returns what is written; calls its argument to copy each tensor to the host.
         """
         if self._write is not None and wait([self._write], STUCK_S).not_done:
             reason = f"the write before has not ended after {STUCK_S} s more"

@@ -90,7 +90,7 @@ class Outputs:
     rows: Tensor
 
     def hidden(self) -> Tensor:
-        """Return the last hidden states ``[R, H]``, of which the output layer makes logits."""
+        """Return the last hidden states ``[R, H]``, the input of the output layer."""
         model: Any = self.root.model
         states: Tensor = model.base_model(**self.inputs, use_cache=False).last_hidden_state
         return states.flatten(0, 1).index_select(0, self.rows)

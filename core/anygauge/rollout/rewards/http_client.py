@@ -26,6 +26,7 @@ _BAD = 300
 """Statuses from here on are no success."""
 _LONGEST_PAUSE_S = 10.0
 _EXCERPT = 120
+_ANSWER = "Answer with a number, or an object of which reward.key names the number."
 _LARGEST_ANSWER = 16 * 2**20
 """Bytes, unpacked. A reward is a number with some words; a compressed answer may be a thousand times as long
 as what came."""
@@ -124,7 +125,7 @@ async def _read(reply: ClientResponse, url: str) -> bytes:
         if len(data) > _LARGEST_ANSWER:
             raise RewardError(
                 f"{url} answered more than {_LARGEST_ANSWER} bytes.",
-                hint="Answer with a number, or an object of which reward.key names the number.",
+                hint=_ANSWER,
             )
     return bytes(data)
 
@@ -170,11 +171,11 @@ def _answer(data: bytes, url: str) -> Any:
     except ValueError as error:
         raise RewardError(
             f"{url} answered {_excerpt(data)}, which is not JSON: {error}.",
-            hint="Answer with a number, or an object of which reward.key names the number.",
+            hint=_ANSWER,
         ) from error
     if isinstance(value, (int, float, dict)):
         return value
     raise RewardError(
         f"{url} answered {value!r:.{_EXCERPT}}, neither a number nor an object.",
-        hint="Answer with a number, or an object of which reward.key names the number.",
+        hint=_ANSWER,
     )
