@@ -37,6 +37,7 @@ from anygauge_npu.releases import (
     fit,
     mismatch,
     number,
+    other_build,
 )
 from anygauge_npu.rollout import INSTALLS
 
@@ -225,6 +226,9 @@ def _torch(host: Host) -> Checks:
     if _cann_version(host)[0] is None:
         fix = "install CANN; until then `import torch` needs TORCH_DEVICE_BACKEND_AUTOLOAD=0, or uninstall it"
         yield failed("torch-npu", f"{npu.version} without CANN: it breaks `import torch`", fix)
+    elif torch is not None and (build := other_build(npu, torch)):
+        found = f"{npu.version} asks for torch {build}; with another build of it nobody has tried an NPU"
+        yield unknown("torch-npu", found, INSTALL)
     else:
         yield passed("torch-npu", npu.version)
     yield from _cann_of(host, npu.version)

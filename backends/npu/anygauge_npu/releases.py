@@ -18,6 +18,7 @@ __all__ = [
     "fit",
     "mismatch",
     "number",
+    "other_build",
 ]
 
 CANN_OF_TORCH_NPU: Mapping[str, str] = {
@@ -93,9 +94,21 @@ def mismatch(npu: Distribution, torch: Distribution) -> str | None:
     if _numbers(npu.version) < OLDEST_TORCH:
         oldest = ".".join(map(str, OLDEST_TORCH))
         return f"torch-npu {npu.version} is too old: anygauge needs torch {oldest} or newer"
-    if refused(npu, torch) or number(torch.version) != number(npu.version):
+    is_refused = refused(npu, torch) and not other_build(npu, torch)
+    if is_refused or number(torch.version) != number(npu.version):
         return f"torch-npu {npu.version} does not fit torch {torch.version}"
     return None
+
+
+def other_build(npu: Distribution, torch: Distribution) -> str | None:
+    """Return the build of torch that a torch-npu asks for, if another one of the same release is installed.
+
+    On x86-64 that is torch's build for the CPU, ``2.10.0+cpu``. The builds of a release have one interface, and
+    the simulated NPU runs with the one for CUDA; nobody has tried it on a real NPU.
+    """
+    wanted, release = refused(npu, torch), torch.version.partition("+")[0]
+    build = wanted and re.fullmatch(rf"==({re.escape(release)}\+\w+)", wanted)
+    return build[1] if build else None
 
 
 def _numbers(text: str) -> tuple[int, ...]:

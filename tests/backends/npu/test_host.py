@@ -158,7 +158,11 @@ def test_a_host_lacks_something(
         ("torch", "NOT INSTALLED", "not installed", INSTALL, {"torch": None}),
         ("torch-npu", "NOT INSTALLED", "not installed", INSTALL, {"torch-npu": None}),
         ("torch-npu", "FAIL", "2.10.0.post6 does not fit torch 2.13.0", INSTALL, {"torch": "2.13.0"}),
-        ("torch-npu", "FAIL", "2.10.0.post6 does not fit torch 2.10.0", INSTALL, {"suffix": "yes"}),
+        ("torch-npu", "UNKNOWN", "2.10.0.post6 asks for torch 2.10.0+cpu", INSTALL, {"suffix": "yes"}),
+        (
+            *("torch-npu", "FAIL", "2.10.0.post6 does not fit torch 2.10.1", INSTALL),
+            {"suffix": "yes", "torch": "2.10.1+cpu"},
+        ),
         ("torch-npu", "PASS", "2.10.0.post6", "", {"suffix": "yes", "torch": "2.10.0+cpu"}),
         ("torch-npu", "FAIL", "2.9.0 is too old", INSTALL, {"torch": "2.9.0", "torch-npu": "2.9.0"}),
         ("MindSpeed", "NOT INSTALLED", "optional", "core_r0.16.0", {"mindspeed": None}),
