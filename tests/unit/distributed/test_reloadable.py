@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from threading import Barrier
 from types import SimpleNamespace
 from typing import Any
 
@@ -113,6 +114,37 @@ def test_nobody_releases_before_all_have_come(ranks: list[Rank]) -> None:
         assert not first.done()
         ranks[1].groups.release()
         first.result(60)
+
+
+def test_groups_are_destroyed_at_the_same_time(ranks: list[Rank], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each waits for threads of its library; one after the other was half a second for each with NCCL."""
+    together, release = Barrier(WORLD * len(ranks[0].made)), ReloadableGroup.release
+
+    def meet_and_release(group: ReloadableGroup) -> None:
+        together.wait(60)
+        release(group)
+
+    monkeypatch.setattr(ReloadableGroup, "release", meet_and_release)
+    on_both(ranks, lambda rank: rank.groups.release())
+    with pytest.raises(AsleepError):
+        ranks[0].made[0].barrier()
+
+
+def test_a_group_of_one_rank_stays() -> None:
+    store = HashStore()
+    groups = ReloadableGroups(store, 1, timeout_s=30.0)
+    options = SimpleNamespace(store=store, group_rank=0, group_size=1, timeout=timedelta(seconds=30))
+    group = groups.make(communicator, "cpu", "gloo", options, None)
+    inside = group.inside("a look")
+    groups.release()
+    assert group.inside("a look") is inside
+
+
+def test_torch_knows_a_group_by_its_name(ranks: list[Rank]) -> None:
+    """FSDP looks its group up by name."""
+    group = ranks[0].made[0]
+    group._set_group_name("0")  # as torch does once a group is made
+    assert group.group_name == "0"
 
 
 def test_every_collective_of_torch_is_forwarded() -> None:
