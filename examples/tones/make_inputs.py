@@ -166,7 +166,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    from anygauge_cpu.env import hide_extensions
+    from anygauge_cpu.env import prepare_imports
 
-    hide_extensions()  # transformers imports them, and without their driver they fail
+    prepare_imports()  # transformers imports what lies beside torch, and that may not fit it
     main()

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from anygauge_cpu.torchvision_operators import declare_missing_operators
 from anygauge_hooks.types import AcceleratorIds, ConfigChange
 
 __all__ = [
@@ -16,6 +17,7 @@ __all__ = [
     "config_defaults",
     "hide_extensions",
     "local_device",
+    "prepare_imports",
 ]
 
 WORKER_SLOT = "anygauge_cpu"
@@ -49,6 +51,15 @@ def hide_extensions() -> None:
     for name in HIDDEN_EXTENSIONS:
         absent: Any = None  # what the import system takes for a module that cannot be found
         sys.modules.setdefault(name, absent)
+
+
+def prepare_imports() -> None:
+    """Let this process import torch, transformers and SGLang whatever lies beside them.
+
+    Vendors' extensions of torch are hidden, and a torchvision that was built for another torch imports.
+    """
+    hide_extensions()
+    declare_missing_operators()
 
 
 def local_device(ray_ids: AcceleratorIds, environ: Mapping[str, str]) -> int:

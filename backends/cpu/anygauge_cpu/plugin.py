@@ -48,10 +48,7 @@ def worker_env(role: str) -> Mapping[str, str]:
 def prepare_worker(phase: Phase) -> None:
     """Hide vendors' extensions of torch; make a torchvision importable that was built for another torch."""
     if phase == "before_vendor_import":
-        env.hide_extensions()
-        from anygauge_cpu.torchvision_operators import declare_missing_operators
-
-        declare_missing_operators()
+        env.prepare_imports()
 
 
 @hookimpl
