@@ -37,6 +37,7 @@ import argparse
 import json
 import math
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -62,6 +63,7 @@ from end_to_end_rows import (
     TASKS,
 )
 
+from anygauge.config.deprecated_keys import RENAMED
 from anygauge.config.tree import flatten
 
 WARM_UP = 3
@@ -88,6 +90,8 @@ class Side(NamedTuple):
 
     label: str
     environment: Mapping[str, str]
+    old_names: Mapping[str, str] = {}
+    """Names that config keys have in this tree, where they differ, by today's name."""
 
 
 def model_of(row: str, arguments: argparse.Namespace) -> str:
@@ -130,7 +134,16 @@ def settings(row: str, arguments: argparse.Namespace) -> dict[str, Any]:
     return {**chosen, "trained": model_of(row, arguments), "keys": keys_of(row, arguments)}
 
 
-def write_config(row: str, arguments: argparse.Namespace, inputs: Mapping[str, Any]) -> Path:
+def old_names(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the names of renamed config keys in a tree that does not have the new ones yet."""
+    command = [sys.executable, "-m", "anygauge", "train", "--keys"]
+    listed = subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout
+    known = set(re.findall(r"^  --(\S+)", listed, re.MULTILINE))
+    names = {f"{old.rpartition('.')[0]}.{new}": old for old, new in RENAMED.items()}
+    return {new: old for new, old in names.items() if new not in known and old in known}
+
+
+def write_config(row: str, side: Side, arguments: argparse.Namespace, inputs: Mapping[str, Any]) -> Path:
     """Write the config of a row, and the random model that it may need, and return its path."""
     paths = {**inputs, "run.directory": str(arguments.directory)}
     kind = model_of(row, arguments)
@@ -139,9 +152,10 @@ def write_config(row: str, arguments: argparse.Namespace, inputs: Mapping[str, A
         if not (made / "config.json").exists():
             make_model(made, kind, like, is_small=arguments.model is None)
         paths["model.path"] = str(made)
+    keys = {side.old_names.get(name, name): value for name, value in keys_of(row, arguments).items()}
     config = arguments.directory / f"{row}.toml"
     # data sets are evaluated in their order here
-    config.write_text(tomli_w.dumps(nested({**keys_of(row, arguments), **paths})), encoding="utf-8")
+    config.write_text(tomli_w.dumps(nested({**keys, **paths})), encoding="utf-8")
     return Path(config)
 
 
@@ -150,7 +164,7 @@ def run_row(row: str, side: Side, arguments: argparse.Namespace, inputs: Mapping
 
     :raises SystemExit: The run failed; what it printed says why.
     """
-    config, directory = write_config(row, arguments, inputs), arguments.directory / f"end-to-end-{row}"
+    config, directory = write_config(row, side, arguments, inputs), arguments.directory / f"end-to-end-{row}"
     command = [sys.executable, "-m", "anygauge", "train", str(config), "--backend", arguments.backend]
     first = arguments.directory / "first-token"
     first.unlink(missing_ok=True)
@@ -313,7 +327,7 @@ def open_sides(arguments: argparse.Namespace) -> Iterator[list[Side]]:
             tree = extract(arguments.against, Path(work) / "tree")
             other = environment(tree, Path(work) / "metadata", first=[Path(__file__).parent])
             check_packages(tree, other)
-            sides.append(Side(arguments.compare, other))
+            sides.append(Side(arguments.compare, other, old_names(other)))
         yield sides
 
 
