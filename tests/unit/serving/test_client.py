@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
-from contextlib import asynccontextmanager, closing
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -323,20 +323,3 @@ def test_an_engine_is_checked_before_it_is_used(tmp_path: Path) -> None:
     assert "LlamaForCausalLM; the run's model is a Qwen3ForCausalLM" in text
     assert "its context length is 1024 tokens; the run needs 4096" in text
     assert "of '12+3='" in text
-
-
-def test_an_update_of_an_old_server_does_not_wait_for_its_next_look_at_requests() -> None:
-    """Where a pause cannot retract requests it aborts them, and such a server looks once a second."""
-
-    async def work(server: FakeServer) -> str:
-        async with connected(server) as client:
-            under_way = asyncio.create_task(client.generate(endless()))
-            await until(lambda: server.state()["running"] == [1])
-            with closing(server.peer().target(deadline_s=30.0)) as target:
-                await asyncio.to_thread(target.pause, "retract")
-                assert server.state()["paused"] is True
-                await asyncio.to_thread(target.resume)
-            return (await under_way).finish_reason
-
-    with FakeServer(Options(sglang="0.5.17", token_s=0.0005, abort_poll_s=3600.0)) as old:
-        assert run(work(old)) == "abort"

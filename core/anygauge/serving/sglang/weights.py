@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -23,8 +22,6 @@ if TYPE_CHECKING:
 
 __all__ = ["SGLangPeer", "SGLangTarget"]
 
-ABORT_S = 1.0
-"""Longest wait for requests that end, in seconds."""
 FLATTENED = "flattened_bucket"
 """Format of a bucket that is sent as one tensor."""
 
@@ -79,24 +76,7 @@ class SGLangTarget(EngineControl, WeightTarget):
         """Let the server make no more tokens."""
         if mode == "retract" and not self._peer.api.retracted_survive_flush:
             mode = "abort"
-        if mode == "abort":
-            self._end_requests()
         self.post("/pause_generation", {"mode": mode}, what="a pause")
-
-    def _end_requests(self) -> None:
-        """End what is under way, and return once the server has nothing left to do, or after a second.
-
-        A pause that aborts does so too, but looks only once a second whether all have ended.
-        """
-        self.post("/abort_request", {"rid": "", "abort_all": True}, what="the end of all requests")
-        ends = time.monotonic() + ABORT_S
-        while time.monotonic() < ends:
-            try:
-                self.post("/flush_cache", {}, what="an empty cache")
-            except RefusedError:  # something still runs
-                time.sleep(ABORT_S / 100)
-            else:
-                return
 
     def resume(self) -> None:
         """Let the server go on."""
