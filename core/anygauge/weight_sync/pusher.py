@@ -259,7 +259,10 @@ def make_pusher(config: Config, context: WorkerContext, peers: Sequence[WeightPe
     if peers and not peers[0].needs_transport:
         return WeightPusher(options, TensorTransport(), Buffers(partial(torch.empty, dtype=torch.uint8)))
     spec: WeightTransportSpec = context.plugins.get("register_weight_transports", options.transport)
-    if spec.shares_buffers and context.device.type == "cpu":
+    # A server that is divided has processes on other devices too, and memory that its allocator reserves for
+    # sleep takes no copy from another device: CUDA calls it an invalid argument.
+    is_divided = any(peer.tensor_parallel > 1 for peer in peers)
+    if spec.shares_buffers and (is_divided or context.device.type == "cpu"):
         buffers = Buffers(shared_memory)
     elif spec.shares_buffers:
         buffers = Buffers(partial(_mappable, context.device))

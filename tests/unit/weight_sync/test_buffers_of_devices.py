@@ -11,11 +11,17 @@ import pytest
 import torch
 
 from anygauge.weight_sync.pusher import make_pusher
-from anygauge_hooks.weights import WeightTransportSpec
+from anygauge_hooks.weights import WeightPeer, WeightTransportSpec
 
 
-@pytest.mark.parametrize(("shares", "seen"), [(True, ["in", "out"]), (False, [])])
-def test_a_bucket_is_shareable_where_servers_map_it(shares: bool, seen: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("shares", "server_tp", "place", "seen"),
+    [(True, 1, "meta", ["in", "out"]), (False, 1, "meta", []), (True, 2, "cpu", [])],
+)
+def test_a_bucket_is_shareable_where_servers_map_it(
+    shares: bool, server_tp: int, place: str, seen: list[str]
+) -> None:
+    """In host memory where a server has processes on several devices."""
     noted: list[str] = []
 
     @contextmanager
@@ -30,5 +36,7 @@ def test_a_bucket_is_shareable_where_servers_map_it(shares: bool, seen: list[str
     )
     context: Any = SimpleNamespace(device=device, plugins=SimpleNamespace(get=lambda *names: spec))
     config: Any = SimpleNamespace(weight_sync=SimpleNamespace(transport="t"))
-    bucket = make_pusher(config, context)._buffers.take(8, 16)
-    assert (bucket.device.type, bucket.dtype, bucket.numel(), noted) == ("meta", torch.uint8, 8, seen)
+    peers = [WeightPeer(address="http://engine", tensor_parallel=server_tp)]
+    bucket = make_pusher(config, context, peers)._buffers.take(8, 16)
+    assert (bucket.device.type, bucket.dtype, bucket.numel(), noted) == (place, torch.uint8, 8, seen)
+    assert bucket.is_shared() or place != "cpu"

@@ -334,12 +334,16 @@ def _communicator(group: Any, rank: Rank) -> Any:
 
 
 def reload(rank: Rank) -> Iterator[str]:
-    """Release every group that can be released and make it again: it must get a new communicator."""
+    """Release the groups that can be released and make them again: each must get a new communicator.
+
+    Those of one rank stay as they are.
+    """
     can_reload = str(dist.get_backend()).endswith(RELOADABLE)
-    before = [_communicator(group.handle, rank) for group in rank.groups] if can_reload else []
+    groups = [group for group in rank.groups if can_reload and group.handle.size() > 1]
+    before = [_communicator(group.handle, rank) for group in groups]
     release_process_groups()
     reload_process_groups()
-    for group, old in zip(rank.groups, before, strict=False):
+    for group, old in zip(groups, before, strict=True):
         if _communicator(group.handle, rank) is old:
             yield f"{group}: make_communicator returned the object of before the release"
     for trial in trials(rank, "float32", divided=True):
