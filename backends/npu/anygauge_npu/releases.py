@@ -103,8 +103,8 @@ def mismatch(npu: Distribution, torch: Distribution) -> str | None:
 def other_build(npu: Distribution, torch: Distribution) -> str | None:
     """Return the build of torch that a torch-npu asks for, if another one of the same release is installed.
 
-    On x86-64 that is torch's build for the CPU, ``2.10.0+cpu``. The builds of a release have one interface, and
-    the simulated NPU runs with the one for CUDA; nobody has tried it on a real NPU.
+    On x86-64 that is torch's build for the CPU, ``2.10.0+cpu``. The builds of a release have one interface,
+    and the simulated NPU runs with the one for CUDA; nobody has tried it on a real NPU.
     """
     wanted, release = refused(npu, torch), torch.version.partition("+")[0]
     build = wanted and re.fullmatch(rf"==({re.escape(release)}\+\w+)", wanted)

@@ -91,7 +91,7 @@ class ReloadableGroup(ProcessGroup):
         return self._inside
 
     @property
-    def group_name(self) -> str:
+    def group_name(self) -> str:  # type: ignore[override]  # its stub has a private type
         """Name that torch knows the group by; torch's own property asks a communicator for it."""
         return self._name
 
