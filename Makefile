@@ -66,15 +66,15 @@ test-parallel: $(VENV)/.dev ## compare parallel models with unsharded ones
 # Where the oldest torch and numpy, which Ascend's set has, may differ from those of requirements/cpu.txt.
 NPU_SET_TESTS := tests/unit/engines tests/unit/kernels tests/unit/distributed tests/unit/weight_sync
 
-test-npu-set: $(NPU_VENV)/.installed ## run tests with the versions of an Ascend host, on the CPU and a simulated NPU
+test-npu-set: $(NPU_VENV)/.installed ## run a part of the tests with the versions of an Ascend host, on the CPU
 	TORCH_DEVICE_BACKEND_AUTOLOAD=0 $(NPU_VENV)/bin/python -m pytest -n $(TEST_PROCESSES) --dist loadfile \
 	  --no-loadscope-reorder $(NPU_SET_TESTS) $(PYTEST_ARGS)
-	TORCH_DEVICE_BACKEND_AUTOLOAD=0 SIMULATED_NPU_CACHE=$(CURDIR)/$(NPU_VENV)/simulation \
-	  $(NPU_VENV)/bin/python -m pytest -m npu_sim tests/backends/npu $(PYTEST_ARGS)
 
-test-npu-sim: $(SIM_VENV)/.installed ## run tests on a simulated NPU, with the newest torch-npu
-	TORCH_DEVICE_BACKEND_AUTOLOAD=0 SIMULATED_NPU_CACHE=$(CURDIR)/$(SIM_VENV)/simulation \
-	  $(SIM_VENV)/bin/python -m pytest -m npu_sim tests/backends/npu $(PYTEST_ARGS)
+test-npu-sim: $(NPU_VENV)/.installed $(SIM_VENV)/.installed ## run tests on a simulated NPU, with Ascend's torch-npu and the newest
+	for venv in $(NPU_VENV) $(SIM_VENV); do \
+	  TORCH_DEVICE_BACKEND_AUTOLOAD=0 SIMULATED_NPU_CACHE=$(CURDIR)/$$venv/simulation $$venv/bin/python \
+	    -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m npu_sim tests/backends/npu $(PYTEST_ARGS) || exit; \
+	done
 
 test-sglang: $(SGLANG_VENV)/.installed ## run tests with real SGLang servers, in a separate environment
 	$(SGLANG_VENV)/bin/python -m pytest -m "sglang and not soak" tests/sglang $(PYTEST_ARGS)
@@ -139,7 +139,7 @@ $(NPU_VENV)/.python:
 	@touch $@
 
 # Torch alone with its dependencies, as for SGLang: on x86-64 torch-npu requires the suffix of TORCH_INDEX's torch,
-# which no test needs.
+# which no test needs. Without TORCH_INDEX that is torch's build for CUDA, of 6 GiB.
 $(NPU_VENV)/.installed: requirements/npu-test.txt requirements/npu.txt pyproject.toml | $(NPU_VENV)/.python
 	$(NPU_VENV)/bin/python $(PIP) install --quiet "$$(grep '^torch==' requirements/npu.txt)"
 	$(NPU_VENV)/bin/python $(PIP) install --quiet --no-deps -r requirements/npu-test.txt
