@@ -25,7 +25,7 @@ RECIPE = ROOT / "examples" / "arithmetic_grpo.toml"
 MAKE_INPUTS = ROOT / "examples" / "arithmetic" / "make_inputs.py"
 PREPARED = """
 import runpy, sys
-from anygauge_cpu.torchvision_operators import declare_missing_operators
+from anygauge_cpu.env import declare_missing_operators
 declare_missing_operators()
 sys.argv = sys.argv[1:]
 runpy.run_path(sys.argv[0], run_name="__main__")

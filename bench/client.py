@@ -141,7 +141,7 @@ def _tokenizer(model: Path) -> Any:
 
 def _make_importable() -> None:
     """Do what SGLang's own imports need where torchvision is a build for another torch."""
-    from anygauge_cpu.torchvision_operators import declare_missing_operators
+    from anygauge_cpu.env import declare_missing_operators
 
     declare_missing_operators()
 
@@ -219,7 +219,7 @@ def _theirs(options: argparse.Namespace, address: str, model: Path, folder: Path
     flags = ["--tokenize-prompt", "--disable-stream", "--return-logprob", "--flush-cache", "--disable-tqdm"]
     start = (
         "import sys, runpy\n"
-        "from anygauge_cpu.torchvision_operators import declare_missing_operators\n"
+        "from anygauge_cpu.env import declare_missing_operators\n"
         "declare_missing_operators()\n"
         "runpy.run_module('sglang.benchmark.serving', run_name='__main__', alter_sys=True)\n"
     )

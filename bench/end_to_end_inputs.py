@@ -102,7 +102,7 @@ def make_model(directory: Path, kind: str, like: Path, *, is_small: bool) -> Pat
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-    from anygauge_cpu.torchvision_operators import declare_missing_operators
+    from anygauge_cpu.env import declare_missing_operators
 
     declare_missing_operators()  # transformers imports torchvision with some models
     tokenizer = AutoTokenizer.from_pretrained(like)

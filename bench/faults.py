@@ -45,7 +45,7 @@ def main() -> int:
 
 def _served(seed: int) -> bool:
     """Strike real servers, and return whether all was well."""
-    from anygauge_cpu.torchvision_operators import declare_missing_operators
+    from anygauge_cpu.env import declare_missing_operators
 
     declare_missing_operators()  # before anything of transformers is imported
     from anygauge_tests.served_chaos import run_served_chaos

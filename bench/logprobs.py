@@ -22,7 +22,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from anygauge_cpu.torchvision_operators import declare_missing_operators
+from anygauge_cpu.env import declare_missing_operators
 
 # Before anything of transformers is imported, as the backend does in processes of its own.
 declare_missing_operators()

@@ -13,7 +13,7 @@ from anygauge.config import Config
 from anygauge.config.validate import validate
 from anygauge.plugins import Plugins
 from anygauge.serving.sglang.server import SGLangServer, make_server
-from anygauge_cpu.torchvision_operators import declare_missing_operators
+from anygauge_cpu.env import declare_missing_operators
 from anygauge_hooks.engines import WorkerContext
 
 START_S = 600.0

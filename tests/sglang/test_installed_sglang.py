@@ -30,7 +30,7 @@ from anygauge_tests.fake_engine.server import application
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(600)]
 
 START = """
-from anygauge_cpu.torchvision_operators import declare_missing_operators
+from anygauge_cpu.env import declare_missing_operators
 declare_missing_operators()
 """
 PARSE = """

@@ -76,7 +76,7 @@ TILE = 16
 """Rows and columns of a tile of FRACTAL_NZ, in bfloat16."""
 PARSE = """
 import argparse, json, sys
-from anygauge_cpu.torchvision_operators import declare_missing_operators
+from anygauge_cpu.env import declare_missing_operators
 declare_missing_operators()
 from sglang.srt.server_args import ServerArgs
 parser = argparse.ArgumentParser()

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from anygauge_cpu.torchvision_operators import declare_missing_operators
 from anygauge_hooks.types import AcceleratorIds, ConfigChange
 
 __all__ = [
@@ -15,6 +16,7 @@ __all__ = [
     "HIDDEN_EXTENSIONS",
     "WORKER_SLOT",
     "config_defaults",
+    "declare_missing_operators",
     "hide_extensions",
     "local_device",
     "prepare_imports",
@@ -40,6 +42,11 @@ HIDDEN_EXTENSIONS = ("torch_npu",)
 """Packages that other libraries import wherever they are installed, and that fail without their driver or
 change torch with it. Transformers imports this one with every model."""
 
+_BOXES = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
+DESCRIBED = {"nms": _BOXES, "qnms": _BOXES}
+"""Operators that torchvision describes whether or not it could load them. Declared, they still compute
+nothing."""
+
 
 def hide_extensions() -> None:
     """Let this process take vendors' extensions of torch for packages that are not installed.
@@ -51,6 +58,35 @@ def hide_extensions() -> None:
     for name in HIDDEN_EXTENSIONS:
         absent: Any = None  # what the import system takes for a module that cannot be found
         sys.modules.setdefault(name, absent)
+
+
+def declare_missing_operators() -> bool:
+    """Declare what an installed torchvision describes and cannot load; return whether there is any.
+
+    The wheels of PyPI are built for CUDA. Beside a torch for the CPU their library does not load, and then
+    ``import torchvision`` fails at the first operator that it describes, and transformers and SGLang with it.
+    """
+    spec = importlib.util.find_spec("torchvision")
+    if spec is None or not spec.submodule_search_locations:
+        return False
+    import torch
+
+    if _loads(Path(next(iter(spec.submodule_search_locations))) / "_C.so"):
+        return False
+    missing = [name for name in DESCRIBED if not hasattr(torch.ops.torchvision, name)]
+    for name in missing:
+        torch.library.define(f"torchvision::{name}", DESCRIBED[name])
+    return bool(missing)
+
+
+def _loads(library: Path) -> bool:
+    import torch
+
+    try:
+        torch.ops.load_library(library)  # type: ignore[no-untyped-call]
+    except (ImportError, OSError):
+        return False
+    return True
 
 
 def prepare_imports() -> None:

@@ -1,4 +1,4 @@
-"""User functions that a config names: resolved, bound to their options, and called."""
+"""Functions that a config names: resolved, bound to their options, and called; and built-in ones."""
 
 from __future__ import annotations
 
@@ -30,6 +30,7 @@ __all__ = [
     "resolve_functions",
     "run_function",
     "single_turn",
+    "zero_variance",
 ]
 
 
@@ -174,3 +175,16 @@ def _failed(function: UserFunction, error: BaseException) -> BaseException:
 
 async def _value(value: Any) -> Any:
     return await value if inspect.isawaitable(value) else value
+
+
+def zero_variance(group: Group, tolerance: float = 0.0) -> bool:
+    """Return whether the rewards of a group differ, https://arxiv.org/abs/2503.14476 equation 11.
+
+    Equal rewards have no advantage over each other, so that such a group teaches nothing.
+
+    :param tolerance: Rewards that are no further apart count as equal.
+    """
+    rewards = [
+        sample.reward for sample in group.samples if sample.error is None and sample.reward is not None
+    ]
+    return len(rewards) > 1 and max(rewards) - min(rewards) > tolerance

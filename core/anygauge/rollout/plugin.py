@@ -49,6 +49,6 @@ def register_rollout_functions() -> Iterable[NamedFunction]:
 @hookimpl
 def register_sample_filters() -> Iterable[NamedFunction]:
     """Return ``zero_variance``."""
-    from anygauge.rollout.filters import zero_variance
+    from anygauge.rollout.functions import zero_variance
 
     return [NamedFunction(name="zero_variance", fn=zero_variance)]

@@ -569,7 +569,7 @@ def test_a_variant_of_the_architecture_is_refused(
 
 
 def fingerprint(weight: torch.Tensor) -> int:
-    from anygauge.engines.fingerprint import fingerprints
+    from anygauge.engines.megatron.replica_check import fingerprints
 
     return int(fingerprints([weight])[0])
 
@@ -604,7 +604,7 @@ def with_nan(weight: torch.Tensor) -> torch.Tensor:
     ids=["bit", "nan", "nan among zeros", "reversed", "swapped rows", "swapped columns", "negated"],
 )
 def test_a_fingerprint_sees_every_bit_and_the_order(change: Any, rows: int, dtype: torch.dtype) -> None:
-    from anygauge.engines.fingerprint import CHUNK
+    from anygauge.engines.megatron.replica_check import CHUNK
 
     weight = torch.randn(rows, 3, generator=torch.Generator().manual_seed(0)).to(dtype)
     assert (weight.numel() > CHUNK) == (rows > 5)
@@ -615,7 +615,7 @@ def test_a_fingerprint_sees_every_bit_and_the_order(change: Any, rows: int, dtyp
 @pytest.mark.usefixtures("context")
 def test_a_fingerprint_is_exact_whatever_the_layout() -> None:
     """Else two kinds of devices would have two; the sum is written out here in Python's integers."""
-    from anygauge.engines.fingerprint import _factors
+    from anygauge.engines.megatron.replica_check import _factors
 
     weight = torch.randn(3, 4, generator=torch.Generator().manual_seed(0)).bfloat16()
     pairs = zip(weight.view(torch.int16).flatten().tolist(), _factors(12).tolist(), strict=True)

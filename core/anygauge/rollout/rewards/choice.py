@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import string
+import unicodedata
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,7 +17,6 @@ from anygauge.rollout.rewards.conclusion import (
 )
 from anygauge.rollout.rewards.extraction import after_thinking, boxed
 from anygauge.rollout.rewards.matching import required_label
-from anygauge.rollout.rewards.plain_text import plain
 from anygauge_hooks.errors import RewardError
 
 __all__ = ["chosen_letter", "multiple_choice"]
@@ -27,6 +27,23 @@ _EDGES = string.whitespace + "().:,;!?*_$[]{}`\"'"
 _SPACE = re.compile(r"[\W_]+")
 _WORD = re.compile(r"[^\W_]+")
 _JOINTS = frozenset({"and", "or", "option", "options", "choice", "choices", "answer", "both"})
+
+_MACRO = re.compile(
+    r"""\\(?:
+    (?:text(?:bf|it|rm|sf|tt)?|math(?:bf|rm|sf|it|bb|cal)|mbox|boxed|fbox|bf|rm|left|right)(?![A-Za-z])
+    |[()\[\]])""",
+    re.X,
+)
+_TAG = re.compile(r"</?(?:b|i|em|strong|u|p)>", re.I)
+_UNDERLINE = re.compile(r"(?<!\w)_+|_+(?!\w)")
+_BULLET = re.compile(r"\n[ \t]*(?:#+|>|[-+])[ \t]+")
+_BLANK = re.compile(r"\\(?:quad|qquad|[ ,;:!])")
+_ANSWER_TAG = re.compile(r"<(/?)answer>", re.I)
+_MARKS = str.maketrans("", "", "{}$*`~")
+_SIGNS = str.maketrans(
+    {"\u2018": "'", "\u2019": "'", "\u201c": '"', "\u201d": '"', "\u3002": ". ", "\u3001": ", "}
+    | dict.fromkeys("\u2013\u2014\u2212\u2192\u21d2", "-")
+)
 
 
 def multiple_choice(response: str, label: Any, metadata: Mapping[str, Any] | None = None) -> float:
@@ -131,3 +148,21 @@ def _expected(label: Any, choices: Mapping[str, str]) -> str:
             hint="data.label_key names the field with the letter, the index from 0, or the text of a choice.",
         )
     return letter
+
+
+def plain(text: str) -> str:
+    r"""Return a text without markup of Markdown, LaTeX and HTML, in plain punctuation.
+
+    >>> plain(r"**Answer**: $\textbf{(C)}$")
+    'Answer: (C)'
+    """
+    if not text.isascii():
+        text = unicodedata.normalize("NFKC", text.translate(_SIGNS))
+    # Most responses have little markup, and a look for one character is quick.
+    if "<" in text:
+        text = _TAG.sub("", _ANSWER_TAG.sub(lambda tag: "\n" if tag[1] else "\nanswer: ", text))
+    if "\\" in text:
+        text = _MACRO.sub("", _BLANK.sub(" ", text))
+    if "_" in text:
+        text = _UNDERLINE.sub("", text)
+    return _BULLET.sub("\n", "\n" + text.translate(_MARKS)).strip()

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from anygauge.rollout.filters import zero_variance
+from anygauge.rollout.functions import zero_variance
 from anygauge.rollout.producer import Producer
 from anygauge_hooks.errors import DeadlineError, RolloutError
 from anygauge_hooks.rl import Group
