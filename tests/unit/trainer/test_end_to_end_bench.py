@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import runpy
 import time
+import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -100,7 +101,9 @@ def call(bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Call:
     """Return a function that calls the script and returns which rows it ran; the runs are made up."""
     ran: list[str] = []
 
-    def train(command: Sequence[str], *, env: Mapping[str, str], check: bool) -> SimpleNamespace:
+    def train(command: Sequence[str], *, env: Mapping[str, str], **options: bool) -> SimpleNamespace:
+        if "--keys" in command:
+            return SimpleNamespace(stdout="  --placement.num_workers  (default 1)\n      of an old tree\n")
         config = Path(command[command.index("train") + 1])
         ran.append(config.stem + env.get("OTHER_TREE", ""))
         Path(env[bench["FIRST_TOKEN"]]).write_text(str(time.time() + 7))
@@ -164,6 +167,8 @@ def test_another_tree_runs_in_turns_and_is_compared(
     both = ["embedded", "embedded-other"]
     assert call("--against", "old", "--rounds", "2", rows=["embedded"]) == 2 * both
     assert "embedded: 0.500 of the seconds a step of id-of-old" in capsys.readouterr().out
+    placement = tomllib.loads((tmp_path / "runs" / "embedded.toml").read_text())["placement"]
+    assert placement == {"launcher": "local", "num_workers": 1}, "the name that the old tree, the last, knows"
     assert [(row["label"], row["round"]) for row in stored(tmp_path)] == [
         ("here", 0),
         ("id-of-old", 0),
