@@ -376,16 +376,19 @@ def installed_packages() -> dict[str, str]:
     return versions
 
 
-def export_hf(workers: WorkerGroup, target: Path, on_wait: Callable[[str], None] = logger.info) -> None:
+def export_hf(
+    workers: WorkerGroup, target: Path, on_wait: Callable[[str], None] = logger.info, size: int = 0
+) -> None:
     """Write the trained model as a Hugging Face directory, in place of one from before a resume.
 
     :param on_wait: Called with a line every few seconds, in another thread.
+    :param size: About how many bytes it will have; 0 if that is not known.
     """
     is_there = target.exists()
     fresh = target.with_name(f".{target.name}.new") if is_there else target
     if is_there:
         shutil.rmtree(fresh, ignore_errors=True)
-    with export_progress(fresh, on_wait):
+    with export_progress(fresh, on_wait, size):
         workers.call("save_hf", path=str(fresh))
     if is_there:
         publish(fresh, target)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
-__all__ = ["WriteProgress", "export_progress"]
+__all__ = ["WriteProgress", "expected_bytes", "export_progress"]
 
 QUIET_S = 2.0
 """Seconds of waiting that need no word."""
@@ -58,12 +60,28 @@ class WriteProgress:
         self._say(f"waiting for the checkpoint {self._name}: {', '.join(parts)}")
 
 
+def expected_bytes(model: Path, itemsize: int) -> int:
+    """Return about how many bytes the tensors of a model have in an export; 0 if its files do not say.
+
+    :param model: A Hugging Face directory.
+    :param itemsize: Bytes of one element in the export.
+    """
+    try:
+        described = [each for file in model.glob("*.safetensors") for each in _tensors(file)[1]]
+        elements: int = sum(math.prod(each["shape"]) for each in described)
+    except (KeyError, OSError, TypeError, ValueError):  # whoever loads the model says what is wrong with it
+        return 0
+    return itemsize * elements
+
+
 @contextmanager
-def export_progress(target: Path, say: Callable[[str], None]) -> Iterator[None]:
+def export_progress(target: Path, say: Callable[[str], None], size: int = 0) -> Iterator[None]:
     """Say every few seconds how much of an export is written while the block waits for it.
 
     :param target: Directory that appears when the export is complete, but for that of a critic in it.
-    :param say: Takes a line, in a thread of its own: ``hf: 3.2 GiB written, 1.10 GiB/s``.
+    :param say: Takes a line, in a thread of its own:
+        ``waiting for the export hf: 3.2 of about 20.1 GiB written, 1.10 GiB/s, 15 s left``.
+    :param size: About how many bytes there will be; 0 if that is not known.
     """
     done, started = threading.Event(), time.monotonic()
 
@@ -72,7 +90,7 @@ def export_progress(target: Path, say: Callable[[str], None]) -> Iterator[None]:
         while not done.wait(LOOK_S):
             if (now := time.monotonic()) >= due:
                 due = now + EVERY_S
-                say(f"waiting for the export {target.name}: {_rate(target, now - started)}")
+                say(f"waiting for the export {target.name}: {_rate(target, now - started, size)}")
 
     thread = threading.Thread(target=watch, name="export-progress", daemon=True)
     thread.start()
@@ -83,11 +101,15 @@ def export_progress(target: Path, say: Callable[[str], None]) -> Iterator[None]:
         thread.join()
 
 
-def _rate(target: Path, seconds: float) -> str:
-    """Return how much of an export is written; its whole size is not known before the last shard."""
+def _rate(target: Path, seconds: float, size: int) -> str:
+    """Return how much of an export is written, and in how many seconds it will be, if ``size`` is known."""
     partial = target.parent.glob(f".{target.name}.partial-*")
     written = sum(_sizes(path)[0] for path in (target, *partial))
-    return f"{written / _GIB:.1f} GiB written, {written / seconds / _GIB:.2f} GiB/s"
+    rate = written / seconds
+    if not (rate and written < size):
+        return f"{written / _GIB:.1f} GiB written, {rate / _GIB:.2f} GiB/s"
+    left = f"{rate / _GIB:.2f} GiB/s, {(size - written) / rate:.0f} s left"
+    return f"{written / _GIB:.1f} of about {size / _GIB:.1f} GiB written, {left}"
 
 
 def _sizes(directory: Path) -> tuple[int, int]:
@@ -109,8 +131,16 @@ def _announced(path: Path) -> int:
 
     :raises ValueError: The header is not there yet.
     """
+    start, tensors = _tensors(path)
+    return start + max((each["data_offsets"][1] for each in tensors), default=0)
+
+
+def _tensors(path: Path) -> tuple[int, list[dict[str, Any]]]:
+    """Return where the tensors of a safetensors file begin, and what its header says of each.
+
+    :raises ValueError: The header is not there yet.
+    """
     with path.open("rb") as stream:
         length = int.from_bytes(stream.read(_LENGTH), "little")
         header = json.loads(stream.read(min(length, path.stat().st_size)))
-    ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
-    return _LENGTH + length + max(ends, default=0)
+    return _LENGTH + length, [entry for name, entry in header.items() if name != "__metadata__"]

@@ -17,6 +17,8 @@ from statistics import fmean
 
 from anygauge.algorithms.on_policy import ON_POLICY
 from anygauge.config import Config
+from anygauge.config.roles import critic_config
+from anygauge.config.rules.algorithm import has_critic
 from anygauge.data.balance import free
 from anygauge.hub import localized
 from anygauge.observability.logs import summary
@@ -41,6 +43,7 @@ from anygauge.run_directory.dumps import (
     rollout_path,
     write_groups,
 )
+from anygauge.run_directory.write_progress import expected_bytes
 from anygauge.runtime.worker_group import PendingCall
 from anygauge.trainer.background_evaluation import BackgroundEvaluation
 from anygauge.trainer.evaluation import evaluate
@@ -153,10 +156,18 @@ def run_loop(loop: Loop) -> None:
 def finish_saving(loop: Loop) -> None:
     """Export the trained model while the last checkpoint is being written, and wait for both."""
     if loop.config.save.hf_at_end and loop.session.components.trains:
-        export_hf(loop.session.workers, Path(loop.info.directory) / "hf", partial(tell_of_wait, loop.session))
+        export(loop, "hf")
     if loop.checkpoints is not None:
         announce(loop, loop.checkpoints.finish())
     loop.directory.check()
+
+
+def export(loop: Loop, name: str) -> None:
+    """Write the trained model, and its critic, as a Hugging Face directory of the run directory."""
+    config, session = loop.config, loop.session
+    roles = [config, critic_config(config)] if has_critic(config, session.plugins) else [config]
+    sizes = [expected_bytes(each.model.path, 2 if each.train.dtype == "bfloat16" else 4) for each in roles]
+    export_hf(session.workers, Path(loop.info.directory) / name, partial(tell_of_wait, session), sum(sizes))
 
 
 def tell_of_wait(session: Session, message: str) -> None:
@@ -379,8 +390,7 @@ def save(loop: Loop, step: int, *, ends: bool = False) -> bool:
             if ends:
                 announce(loop, loop.checkpoints.finish())
     if loop.session.components.trains and settings.hf_every is not None and step % settings.hf_every == 0:
-        target = Path(loop.info.directory) / f"hf-step-{step}"
-        export_hf(loop.session.workers, target, partial(tell_of_wait, loop.session))
+        export(loop, f"hf-step-{step}")
         due = True
     return due
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
 import threading
 from collections.abc import Callable, Sequence
@@ -16,6 +17,7 @@ import numpy as np
 import pytest
 
 from anygauge.config import Config
+from anygauge.plugins import load_plugins
 from anygauge.run_directory import checkpoints, write_progress
 from anygauge.run_directory.checkpoint_reader import latest_checkpoint
 from anygauge.run_directory.checkpoints import CheckpointWriter, export_hf
@@ -154,7 +156,7 @@ def test_a_run_that_waits_for_an_export_says_how_much_is_written(
     told, is_told = list[str](), threading.Event()
 
     def on_wait(line: str) -> None:
-        if "3.0 GiB written" in line:
+        if re.search(r"3\.0( of about 12\.0)? GiB written, [0-9.]+ GiB/s", line):
             told.append(line)
             is_told.set()
 
@@ -171,9 +173,10 @@ def test_a_run_that_waits_for_an_export_says_how_much_is_written(
     monkeypatch.setattr(write_progress, "EVERY_S", 0.0)
     monkeypatch.setattr(write_progress, "LOOK_S", 0.001)
     workers.while_exporting = wait
-    for name in ("hf", ".hf.new"):  # the second takes the place of the first
-        export_hf(workers, tmp_path / "hf", on_wait)  # type: ignore[arg-type]
+    for name, size in (("hf", 0), (".hf.new", 12 * 2**30)):  # the second takes the place of the first
+        export_hf(workers, tmp_path / "hf", on_wait, size)  # type: ignore[arg-type]
         assert told[-1].startswith(f"waiting for the export {name}: ")
+        assert told[-1].endswith(" s left") == bool(size)
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
 
 
@@ -186,7 +189,7 @@ def test_the_last_checkpoint_is_written_while_the_model_is_exported(
     writer, told = make_writer(), list[str]()
     writer.start(7, {})
     info = SimpleNamespace(directory=str(tmp_path))
-    plugins = SimpleNamespace(notify=lambda hook, **_: told.append(hook))
+    plugins = SimpleNamespace(notify=lambda hook, **_: told.append(hook), find=load_plugins().find)
     components = SimpleNamespace(trains=True)
     loop: Any = SimpleNamespace(
         config=make_config(),

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from anygauge.run_directory.write_progress import WriteProgress
+from anygauge.run_directory.write_progress import WriteProgress, expected_bytes
 
 GIB = 2**30
 
@@ -70,3 +70,12 @@ def test_a_header_that_is_not_whole_yet_is_no_error(tmp_path: Path, clock: Clock
         progress.update()
     nothing = "waiting for the checkpoint step-4: 0.0 of 0.0 GiB written, being flushed and verified"
     assert lines == [nothing] * 3
+
+
+def test_the_size_of_an_export_is_that_of_the_model_in_another_dtype(tmp_path: Path) -> None:
+    assert expected_bytes(tmp_path, 2) == 0
+    for name in ("model-1.safetensors", "model-2.safetensors"):
+        write(tmp_path / name, GIB)
+    assert expected_bytes(tmp_path, 2) == 2 * 5 * GIB * 2
+    (tmp_path / "model-3.safetensors").write_bytes(b"no header")
+    assert expected_bytes(tmp_path, 2) == 0
