@@ -9,7 +9,7 @@ from backend_faults.fault import Fault, unchanged
 
 MODULES = (
     *("hooks", "collectives", "communication", "devices", "optimizers"),
-    *("ops", "loss_and_expert_ops", "kernel_arguments", "kernel_numbers"),
+    *("ops", "loss_and_expert_ops", "kernel_arguments", "kernel_numbers", "usual_sizes"),
 )
 """The first imports no torch: its faults are in hooks that must not."""
 

@@ -291,7 +291,35 @@ def frozen(op: str, name: str = "weight") -> Any:
     return example
 
 
+def by_call(op: str, name: str, **others: Any) -> Any:
+    """Return an example with another number in each call."""
+    return lambda t, n, s: {**EXAMPLES[op](t, n, s), name: 0.1 + 0.2 * n, **others}
+
+
+def of_tile(dtype: torch.dtype, count: int, seed: int) -> dict[str, Any]:
+    """Return more tokens than a tile has."""
+    example = output_layer(dtype, count, seed)
+    return {**example, "hidden": rand(dtype, 70, 8), "targets": torch.randint(1, 9, (70, 2))}
+
+
+def narrow_main_grad(dtype: torch.dtype, count: int, seed: int) -> dict[str, Any]:
+    example = output_layer(dtype, count, seed)
+    example["weight"].main_grad = example["weight"].main_grad.bfloat16()
+    return example
+
+
 SPECIAL: dict[str, Any] = {
+    "varlen_attention.middle_lengths": sequences([1100]),
+    "varlen_attention.blocks_in_bfloat16": sequences([300]),
+    "varlen_attention.first_scale": by_call("varlen_attention", "scale", lengths=[40, 100], key_lengths=None),
+    "gated_delta_rule.first_scale": by_call("gated_delta_rule", "scale", lengths=[40, 100]),
+    "add_rms_norm.first_eps": by_call("add_rms_norm", "eps"),
+    "qk_norm_rotary.first_eps": by_call("qk_norm_rotary", "eps"),
+    "linear_logprob.first_temperature": by_call("linear_logprob", "temperature"),
+    "topk_router.first_scaling_factor": by_call("topk_router", "scaling_factor"),
+    "linear_logprob.main_grad_of_first_tile": of_tile,
+    "linear_logprob.main_grad_narrow_left": narrow_main_grad,
+    "rms_norm.partial_sums": lambda t, n, s: {"x": rand(t, 600, 512), "weight": rand(t, 512), "eps": 0.1},
     "rms_norm.cached_by_address": lambda t, n, s: {"x": refilled(), "weight": torch.ones(13), "eps": 0.1},
     "rms_norm.frozen_weight": frozen("rms_norm"),
     "layer_norm.frozen_weight": frozen("layer_norm"),

@@ -25,6 +25,8 @@ PartOf = Callable[[Trial, int], Tensor]
 
 RELOADABLE = "_reloadable"
 """The end of the name of groups that can be released."""
+UNEVEN = 3001
+"""Elements of a message that no number of ranks divides."""
 LATE_S = 0.1
 """How late a rank comes to a barrier. On a busy host a wrong barrier may pass; a right one never fails."""
 
@@ -55,11 +57,13 @@ def reduce(trial: Trial) -> None:
             trial.expect(own, trial.reduced("SUM"), f"reduce to rank {root}")
 
 
-def reduce_scatter_tensor(trial: Trial) -> None:
+def reduce_scatter_tensor(trial: Trial, op: str = "SUM") -> None:
+    if op == "AVG" and trial.count == 3:
+        return  # thirds are rounded
     size = trial.size * trial.count
-    wanted = trial.reduced("SUM", size).view(trial.count, -1)[trial.me]
+    wanted = trial.reduced(op, size).view(trial.count, -1)[trial.me]
     given, output = trial.put(trial.values(trial.me, size)), trial.room()
-    options = {"group": trial.handle, "async_op": trial.asynchronous}
+    options = {"op": getattr(dist.ReduceOp, op), "group": trial.handle, "async_op": trial.asynchronous}
     trial.finish(dist.reduce_scatter_tensor(output, given, **options))
     trial.expect(output, wanted)
     trial.expect(given, trial.values(trial.me, size), "the input afterwards")
@@ -276,6 +280,22 @@ def not_finite(rank: Rank) -> Iterator[str]:
                 yield f"{group}: all_reduce {op} of {number} gives {reduced.tolist()}"
 
 
+def same_bits(rank: Rank) -> Iterator[str]:
+    """Sum numbers whose sum is rounded: copies of a model stay equal if all ranks round alike."""
+    place = rank.device.torch_device
+    for group in rank.groups:
+        generator = torch.Generator().manual_seed(rank.rank)
+        numbers = torch.randn(UNEVEN, generator=generator)
+        for dtype in (torch.float32, torch.bfloat16):
+            own = numbers.to(place, dtype)
+            dist.all_reduce(own, group=group.handle)
+            parts = [torch.empty_like(own) for _ in group.members]
+            dist.all_gather(parts, own, group=group.handle)
+            others = [m for m, part in zip(group.members, parts, strict=True) if not torch.equal(part, own)]
+            if others:
+                yield f"{group}: all_reduce of {dtype} gives other bits than on ranks {others}"
+
+
 def barrier(rank: Rank) -> Iterator[str]:
     """Let a rank come late, and look whether the others go on without it."""
     for group in rank.groups[:2]:
@@ -387,6 +407,7 @@ CASES: Sequence[Case] = (
     *_of("all_reduce_avg", reduce_avg, (), FLOATS),
     *_of("reduce", reduce, (), NUMBERS),
     *_of("reduce_scatter_tensor", reduce_scatter_tensor, FLOATS, (*NUMBERS, "float16")),
+    *_of("reduce_scatter_tensor_avg", partial(reduce_scatter_tensor, op="AVG"), (), FLOATS),
     *_of("reduce_scatter", reduce_scatter, (), FLOATS),
     *_of("broadcast", broadcast, COPIED, DTYPES, divided=False),
     *_of("all_gather", all_gather, COPIED, (*COPIED, "bool", "int32")),
@@ -400,6 +421,7 @@ CASES: Sequence[Case] = (
     *_of("coalesced", coalesced, FLOATS, FLOATS),
     Case("in_flight", in_flight),
     Case("not_finite", not_finite),
+    Case("same_bits", same_bits),
     Case("barrier", barrier),
     Case("objects", objects),
     Case("timeouts", timeouts, optional=True),

@@ -253,6 +253,8 @@ def compare(kernel: KernelImpl, case: Case, dtype: str, actual: Result, expected
                 assert same, f"{what} has requires_grad={result.requires_grad}"
                 tolerance = EXACT if _is_exact(case, dtype, index) else tolerance
             assert_close(result, wanted, tolerance, what, beside)
+            if kind == "outputs" and index in case.wide_outputs:
+                assert_not_narrowed(result, wanted, dtype, what)
             if not exceeds(tolerance_of(kernel, dtype), TOLERANCES[dtype]):
                 average = (ROUNDED_ONCE if kind in case.rounded_once else AVERAGE)[dtype]
                 assert_close_on_average(result, wanted, average, what, beside)
@@ -293,6 +295,14 @@ def assert_close_on_average(
         return
     error = (torch.linalg.vector_norm(actual - expected) / torch.linalg.vector_norm(expected)).item()
     assert error <= average, f"{what}: the error is {error:.2g} of the values on average, not {average:.2g}"
+
+
+def assert_not_narrowed(actual: Tensor, expected: Tensor, dtype: str, what: str) -> None:
+    """Fail if every number of a float32 output is one of a narrower dtype, and those expected are not."""
+    narrow = getattr(torch, dtype)
+    if actual.numel() >= ENOUGH and not torch.equal(expected.to(narrow).double(), expected.double()):
+        rounded = actual.detach().to(narrow).to(actual.dtype)
+        assert dtype == "float32" or not torch.equal(rounded, actual), f"{what} was rounded to {dtype}"
 
 
 def assert_same_bits(one: Result, other: Result, what: str) -> None:

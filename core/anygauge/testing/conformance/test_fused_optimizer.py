@@ -17,6 +17,7 @@ from anygauge.testing.conformance.test_optimizer import (
     Maker,
     assert_alike,
     equal,
+    gradients_of,
     in_float64,
     make_weights,
 )
@@ -35,11 +36,6 @@ def make(plugins: Plugins, backend: BackendSpec, device: Device) -> Any:
     """Return the maker of a fused optimizer, or ``None``: the engine then scales and copies itself."""
     maker = Maker(plugins, backend)
     return maker if isinstance(maker(make_weights(device)), FusedOptimizer) else None
-
-
-def gradients_of(weights: list[Tensor], step: int) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(step)
-    return [(torch.randn(weight.shape, generator=generator) ** 5).to(weight.device) for weight in weights]
 
 
 def by_group(tensors: list[Any]) -> list[list[Any]]:

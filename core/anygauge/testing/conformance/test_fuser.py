@@ -86,6 +86,17 @@ def test_a_fused_function_computes_the_same(fuse: Function, device: Device, name
             torch.testing.assert_close(ours, theirs, rtol=relative, atol=limit)
 
 
+def test_numbers_may_change_from_call_to_call(fuse: Function, device: Device) -> None:
+    fused = fuse(weighted)
+    for scale in (2.0, -3.0, 0.5):
+        given, expected = (
+            results(lambda a, b, f=function: f(a, b, scale), (4, 6), torch.float32, device)  # noqa: B023 - at once
+            for function in (fused, weighted)
+        )
+        for ours, theirs in zip(given, expected, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
 def test_a_fused_function_without_gradients_makes_none(fuse: Function, device: Device) -> None:
     x = torch.ones(2, 3, device=device.torch_device, requires_grad=True)
     with torch.no_grad():

@@ -28,8 +28,8 @@ from anygauge_hooks.types import Device
 
 pytestmark = pytest.mark.conformance
 
-LONG, LAST = 4_300, 40
-"""Tokens of a long sequence, and those at its end that are compared: their scores are not many."""
+LENGTHS, LAST = (2_048, 4_300), 40
+"""Tokens of long sequences, and those at their ends that are compared: their scores are not many."""
 
 
 def cut(x: Tensor, before: Sequence[int], own: Sequence[int]) -> tuple[Tensor, Tensor]:
@@ -63,24 +63,26 @@ def test_attention_to_parts_of_the_keys_merges_into_the_whole(
     assert_close(merged, expected, TOLERANCES[dtype], "merged attention")
 
 
+@pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize("dtype", TOLERANCES)
 def test_the_end_of_a_long_sequence_sees_its_beginning(
-    kernels: KernelTable, device: Device, dtype: str
+    kernels: KernelTable, device: Device, dtype: str, length: int
 ) -> None:
     """The last queries of a sequence are those of a case that has no others, with the same gradients."""
-    case = attention_case("long", (LONG, 3), 1, 1, 16, causal=True, scale=0.2)
+    case = attention_case("long", (length, 3), 1, 1, 16, causal=True, scale=0.2)
     case = replace(case, in_one_dtype=True)
-    last = attention_case("end", (LAST,), 1, 1, 16, causal=True, scale=0.2, key_lengths=(LONG,))
+    last = attention_case("end", (LAST,), 1, 1, 16, causal=True, scale=0.2, key_lengths=(length,))
     for kernel in kernels_for(kernels, case, dtype, reference=False):
         inputs = inputs_of(case, dtype, contiguous, device)
-        ends = [inputs[0][LONG - LAST : LONG], *(x[:LONG] for x in inputs[1:])]
+        ends = [inputs[0][length - LAST : length], *(x[:length] for x in inputs[1:])]
         expected = expect(last, ends)
         given = leaves(case, inputs)
         output = call(kernel.fn, case, given)[0]
         gradient = torch.zeros_like(output)
-        gradient[LONG - LAST : LONG] = cotangents(expected.outputs)[0].to(output)
+        gradient[length - LAST : length] = cotangents(expected.outputs)[0].to(output)
         queries, keys, values = torch.autograd.grad(output, given, gradient)
         actual = Result(
-            (output[LONG - LAST : LONG],), (queries[LONG - LAST : LONG], keys[:LONG], values[:LONG])
+            (output[length - LAST : length],),
+            (queries[length - LAST : length], keys[:length], values[:length]),
         )
         compare(kernel, last, dtype, actual, expected)

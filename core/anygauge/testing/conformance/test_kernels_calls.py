@@ -138,6 +138,24 @@ def test_memory_and_lengths_may_have_new_values(
         compare(kernel, case, dtype, evaluate(kernel.fn, reused, memory), expected)
 
 
+def test_numbers_may_change_from_call_to_call(served: Served, case: Case, dtype: str, device: Device) -> None:
+    """The second call is given tensors of the same shapes, and another epsilon, scale or temperature."""
+    changed = replace(
+        case,
+        arguments=tuple(map(_lowered, case.arguments)),
+        options={name: _lowered(value) for name, value in case.options.items()},
+    )
+    inputs = inputs_of(case, dtype, contiguous, device)
+    for kernel in served:
+        for each in (case, changed):
+            actual = evaluate(kernel.fn, each, [x.clone() for x in inputs])
+            compare(kernel, each, dtype, actual, expect(each, inputs))
+
+
+def _lowered(value: object) -> object:
+    return 0.6 * value if isinstance(value, float) else value
+
+
 def test_each_input_may_want_the_only_gradient(
     served: Served, case: Case, dtype: str, device: Device
 ) -> None:

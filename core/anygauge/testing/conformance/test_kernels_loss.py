@@ -90,10 +90,13 @@ def megatron_weight(values: Tensor) -> tuple[Any, list[bool]]:
     return weight, marks
 
 
+@pytest.mark.parametrize(("tokens", "vocab"), [(37, 50), (1030, 1300)])
 @pytest.mark.parametrize("dtype", TOLERANCES)
-def test_linear_logprob_adds_to_main_grad(kernels: KernelTable, device: Device, dtype: str) -> None:
+def test_linear_logprob_adds_to_main_grad(
+    kernels: KernelTable, device: Device, dtype: str, tokens: int, vocab: int
+) -> None:
     """Once in each of two micro-batches; marks are set before the weight's hooks run, and stay."""
-    case = linear_logprob_case(37, 24, 50, 0.7, entropy_grad=True, padding=3)
+    case = linear_logprob_case(tokens, 24, vocab, 0.7, entropy_grad=True, padding=3)
     _, values, targets = inputs_of(case, dtype, contiguous, device)
     for kernel in kernels.candidates(case.op, dtype=dtype):
         what, tolerance = f"{kernel.source} in {dtype}", tolerance_of(kernel, dtype)
@@ -110,6 +113,21 @@ def test_linear_logprob_adds_to_main_grad(kernels: KernelTable, device: Device, 
             weight.grad, weight.grad_added_to_main_grad = None, False
         assert marks == [True] * 4, f"{what}: grad_added_to_main_grad was {marks} in and after backward"
         assert_close(weight.main_grad - start, total, tolerance, f"{what}: main_grad")
+
+
+def test_main_grad_may_be_bfloat16(kernels: KernelTable, device: Device) -> None:
+    """``train.megatron.grad_reduce_in_fp32 = false`` makes it so."""
+    case = linear_logprob_case(37, 24, 50, 0.7, entropy_grad=True, padding=3)
+    inputs = inputs_of(case, "bfloat16", contiguous, device)
+    expected = expect(case, inputs).gradients[1]
+    for kernel in kernels.candidates(case.op, dtype="bfloat16"):
+        weight, _ = megatron_weight(inputs[1])
+        weight.main_grad = weight.main_grad.bfloat16()
+        total = weight.main_grad.cpu().double() + expected
+        outputs = call(kernel.fn, case, [inputs[0].detach().requires_grad_(), weight, inputs[2]])
+        torch.autograd.backward(outputs, cotangents(outputs))
+        assert weight.grad_added_to_main_grad
+        assert_close(weight.main_grad, total, TOLERANCES["bfloat16"], f"{kernel.source}: main_grad")
 
 
 @pytest.mark.parametrize("entropy_grad", [False, True])

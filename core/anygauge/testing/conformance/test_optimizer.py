@@ -88,15 +88,20 @@ def take_step(optimizer: Optimizer, step: int, *, without: Sequence[int] = ()) -
 
     :param without: Places of weights that have no gradient.
     """
-    generator = torch.Generator().manual_seed(step)
-    place = 0
     for number, group in enumerate(optimizer.param_groups):
         group["lr"] = RATES[step] / (1 + number)
-        for weight in group["params"]:
-            gradient = torch.randn(weight.shape, generator=generator) ** 5
-            weight.grad = None if place in without else gradient.to(weight)
-            place += 1
+    weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+    for place, (weight, gradient) in enumerate(zip(weights, gradients_of(weights, step), strict=True)):
+        weight.grad = None if place in without else gradient
     optimizer.step()
+
+
+def gradients_of(weights: Sequence[Tensor], step: int) -> list[Tensor]:
+    """Return gradients that are views of one buffer and start anywhere, as Megatron's are."""
+    generator = torch.Generator().manual_seed(step)
+    sizes = [1, *map(len, weights)]
+    drawn = [torch.randn(size, generator=generator) ** 5 for size in sizes]
+    return list(torch.split(torch.cat(drawn).to(weights[0]), sizes))[1:]
 
 
 def assert_alike(actual: Tensor, expected: Tensor) -> None:
@@ -165,8 +170,9 @@ def test_many_and_large_tensors_are_updated(make: Maker, device: Device) -> None
     weights = make_weights(device, (*[3] * MANY, LARGE))
     wide, expected = in_float64(weights)
     optimizer = make(weights)
-    take_step(optimizer, 0)
-    take_step(expected, 0)
+    for step in range(2):
+        take_step(optimizer, step)
+        take_step(expected, step)
     assert_states_alike(optimizer, weights, expected, wide)
 
 

@@ -31,6 +31,8 @@ PERIOD = 4099
 SIZES = (3, 1030, 1, 3)
 """Sizes of successive calls, every other one asynchronous: the last has the shape of the first."""
 LARGE = (1 << 20) + 3
+LONG_DTYPES = ("float32", "bfloat16")
+"""The dtypes of long messages: gradients and weights, and activations."""
 EDGE = 64
 """Elements before and after each tensor, which nobody may write."""
 SHOWN = 4
@@ -141,9 +143,10 @@ class Trial:
 
 
 def trials(rank: Rank, dtype: str, *, divided: bool) -> Iterator[Trial]:
-    """Yield calls of some sizes in each group, and one with more than 2^20 elements.
+    """Yield calls of some sizes in each group, and two with more than 2^20 elements.
 
-    Dtypes beside float32 are tried in two groups, and with fewer elements.
+    One of these is asynchronous, and one is in a group that may lack ranks. Dtypes beside float32 are in
+    two groups, and those that no large tensor has have few elements.
 
     :param divided: Whether it is the ranks' tensors together that have so many elements.
     """
@@ -151,5 +154,6 @@ def trials(rank: Rank, dtype: str, *, divided: bool) -> Iterator[Trial]:
     for group in rank.groups if is_first else rank.groups[:2]:
         for number, size in enumerate(SIZES):
             yield Trial(rank, group, dtype, size, number)
-    if is_first:
-        yield Trial(rank, rank.groups[0], dtype, LARGE // rank.size + 1 if divided else LARGE, 1)
+    for number, group in enumerate(rank.groups[:2] if dtype in LONG_DTYPES else ()):
+        size = LARGE // len(group.members) + 1 if divided else LARGE
+        yield Trial(rank, group, dtype, size, number + is_first)

@@ -99,6 +99,7 @@ CASES = [
     attention_case("long", (150, 3, 200), causal=False),
     attention_case("chunks", CHUNKS, 2, 1, 16, causal=True),
     with_lse(attention_case("chunks", CHUNKS, 2, 1, 16, causal=False)),
+    replace(attention_case("usual", (1100, 700), 2, 1, 16, causal=True, scale=0.2), in_one_dtype=True),
     # a length that is round enough for kernels that take such sequences for a batch
     with_lse(attention_case("batch", (512, 512), 2, 1, 16, causal=True)),
     attention_case("prefix", PREFIX, key_lengths=PREFIX_KEYS, causal=True),

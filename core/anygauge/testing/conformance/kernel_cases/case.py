@@ -11,13 +11,16 @@ from torch import Tensor
 
 from anygauge_hooks.kernels import KernelOp
 
-__all__ = ["CHUNKS", "MANY", "RAGGED", "Case", "normal", "shape_name"]
+__all__ = ["CHUNKS", "MANY", "RAGGED", "USUAL", "Case", "normal", "shape_name"]
 
 RAGGED = (3, 1, 0, 7, 12, 1, 33, 0, 8, 5)
 """Lengths of packed sequences, with empty ones and some of one token."""
 
 CHUNKS = (63, 64, 65, 0, 128, 1)
 """Lengths around the multiples that kernels work in."""
+
+USUAL = 1_030, 640
+"""Rows and columns of a tensor as training has it: both are more than a block of a kernel."""
 
 MANY = 66_000
 """Rows of a large tensor: more than 65,535, the limit of a launch grid in two of its dimensions."""

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from anygauge.testing.conformance.kernel_cases.case import MANY, Case, normal, shape_name
+from anygauge.testing.conformance.kernel_cases.case import MANY, USUAL, Case, normal, shape_name
 
 __all__ = ["CASES", "qkv_of", "rotary_of"]
 
@@ -146,11 +146,13 @@ CASES = [
     rms_norm_case(40, 720, eps=1e-6, magnitude=1e3),
     rms_norm_case(3, 18_432, eps=0.2),
     uneven_rows(),
+    replace(rms_norm_case(*USUAL, eps=0.4), in_one_dtype=True),
     replace(rms_norm_case(MANY, 16, eps=0.05), in_one_dtype=True),
     add_norm_case(5, 3, 33, eps=0.3),
     add_norm_case(0, 8, eps=0.1),
     add_norm_case(1, 8, eps=0.1),
     add_norm_case(40, 720, eps=1e-5),
+    replace(add_norm_case(*USUAL, eps=0.2), in_one_dtype=True),
     replace(add_norm_case(MANY, 16, eps=0.5), in_one_dtype=True),
     add_norm_case(0, 8, eps=0.1, adds=False),
     add_norm_case(1, 8, eps=1.5, adds=False),
@@ -165,6 +167,7 @@ CASES = [
     layer_norm_case(16, 64, eps=1e-6, magnitude=1e-3),
     layer_norm_case(16, 64, eps=0.1, shift=8.0),
     layer_norm_case(3, 18_432, eps=0.2),
+    replace(layer_norm_case(*USUAL, eps=0.4), in_one_dtype=True),
     replace(layer_norm_case(MANY, 16, eps=0.05), in_one_dtype=True),
     rotary_case(19, 4, 2, 32, 32),
     rotary_case(0, 2, 2, 8, 8),
@@ -184,6 +187,7 @@ CASES = [
     qkv_case(6, 4, 1, 80, 40),
     qkv_case(3, 8, 8, 256, 64),
     qkv_case(19, 2, 4, 32, 32, magnitude=1.35),
+    replace(qkv_case(USUAL[0], 2, 4, 64, 64), in_one_dtype=True),
     replace(qkv_case(MANY, 1, 2, 8, 4), in_one_dtype=True),
     swiglu_case(7, 66),
     swiglu_case(0, 4),
@@ -192,5 +196,6 @@ CASES = [
     swiglu_case(46),
     swiglu_case(9, 40, magnitude=30.0),
     swiglu_case(3, 36_864),
+    replace(swiglu_case(*USUAL), in_one_dtype=True),
     replace(swiglu_case(MANY, 32), in_one_dtype=True),
 ]

@@ -121,6 +121,17 @@ def router_of(facts: Mapping[str, Any]) -> Case | None:
     return _router_case("facts", 5, tensors, facts, 1.7)
 
 
+def small_scores() -> Case:
+    """Return a case whose scores are so small that what is added to their sum shows."""
+
+    def tensors() -> tuple[Tensor, ...]:
+        values = -12 - torch.arange(16, dtype=torch.float64) / 16  # each is a bfloat16 number
+        return (torch.stack([values[torch.randperm(16)] for _ in range(20)]),)
+
+    facts = router_facts(16, 4, biased=False, score_function="sigmoid")
+    return _router_case("small-scores", 20, tensors, facts, None)
+
+
 def router_margin(
     logits: Tensor,
     bias: Tensor,
@@ -239,6 +250,7 @@ CASES = [
     # with every score below zero, 0 does not stand for "not allowed"
     router_case("negative-bias", 20, 16, 4, shift=-4.0, **ROUTERS["groups-bias"]),
     router_case("large-bias", 20, 16, 3, score_function="sigmoid", biased=True, shift=5.0),
+    small_scores(),
     router_case("large-logits", 20, 16, 4, score_function="softmax", pre_softmax=True, shift=100.0),
     replace(
         router_case("many-experts", 9, 256, 8, biased=True, score_function="sigmoid", scaling_factor=2.5),
@@ -269,5 +281,6 @@ CASES = [
     grouped_case("odd", (5, 0, 9), 7, 3),
     grouped_case("wide", (20, 0, 3), 272, 136),
     grouped_case("many-experts", (0, 2, 1, 0) * 32, 8, 8),
+    replace(grouped_case("usual", (700, 0, 400), 256, 512), in_one_dtype=True),
     replace(grouped_case("large", (0, MANY, 3), 8, 16), in_one_dtype=True),
 ]

@@ -108,6 +108,7 @@ CASES = [
     linear_logprob_case(37, 16, 700, 1.7, entropy_grad=False, count=2, rest=True),
     linear_logprob_case(6, 16, 5, 1.7, entropy_grad=True, count=5, rest=True),
     linear_logprob_case(9, 16, 40, 0.8, entropy_grad=False, count=1),
+    replace(linear_logprob_case(1100, 64, 1500, 0.8, entropy_grad=True, padding=12), in_one_dtype=True),
     replace(linear_logprob_case(7, 8, VOCABULARY, 0.6, entropy_grad=True), in_one_dtype=True),
     replace(linear_logprob_case(5000, 8, 20, 2.5, entropy_grad=False, padding=4), in_one_dtype=True),
 ]
