@@ -9,8 +9,9 @@ gradients, each divided into this number of tensors. ``per step`` is the time ov
 check to the next. The exchange through the store is in the figures of ``--steps`` alone.
 
 With ``--steps``, two data-parallel ranks on one host take train steps of a model with random weights; every
-second step makes a check. The cost is the median of the check itself on rank 0, waiting for the other rank
-included, over ten times the median of steps without one.
+second step makes a check. The cost is the median of the check itself on rank 0, the sums of gradients before
+and after their reduction and waiting for the other rank included, over ten times the median of steps without
+one.
 """
 
 from __future__ import annotations
@@ -128,25 +129,38 @@ def run_rank(rank: int, directory: str, options: dict[str, Any], out: Any) -> No
     )
     context = WorkerContext(rank=rank, world_size=RANKS, backend=backend, device=device, plugins=plugins)
     taken = Steps(Layout(world=RANKS), Path(directory), context, options)
+    from anygauge.engines.megatron import reduction_check
+
     replicas: Any = taken.engine._replicas
+    reductions: Any = taken.engine._reductions
     steps: list[float] = []
     checks: list[float] = []
 
-    def timed(*given: Any) -> Any:
-        device.synchronize()
-        start = time.perf_counter()
-        try:
-            return check_step(*given)
-        finally:
-            checks.append(time.perf_counter() - start)
+    spent: list[float] = []
 
-    check_step, replicas.check_step = replicas.check_step, timed
+    def timed(function: Any) -> Any:
+        def call(*given: Any) -> Any:
+            device.synchronize()
+            start = time.perf_counter()
+            try:
+                return function(*given)
+            finally:
+                device.synchronize()
+                spent.append(time.perf_counter() - start)
+
+        return call
+
+    replicas.check_step, reductions.report = timed(replicas.check_step), timed(reductions.report)
+    reduction_check.weighted_sum = timed(reduction_check.weighted_sum)
     for number in range(options["steps"]):
         replicas._every = number % 2
+        spent.clear()
         start = time.perf_counter()
         taken.take()
         device.synchronize()
-        if not replicas._every:
+        if replicas._every:
+            checks.append(sum(spent))
+        else:
             steps.append(time.perf_counter() - start)
     if rank == 0:
         size = sum(each.tensor.nbytes for each in (*replicas._weights, *replicas._gradients))

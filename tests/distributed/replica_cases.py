@@ -138,6 +138,25 @@ def gradients_unreduced(own: Any, group: Any, **named: Any) -> None:
         bucket.grad_data.copy_(values)
 
 
+def changed_sums(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., None]:
+    """Reduce wrongly in the same way on all ranks, so that no copy differs."""
+
+    def changed(own: Any, group: Any, **named: Any) -> None:
+        own(group, **named)
+        if group.grad_reduce_handle is not None:
+            group.grad_reduce_handle.wait()
+            group.grad_reduce_handle = Done()
+        for bucket in group.buckets:
+            bucket.grad_data.copy_(change(bucket.grad_data))
+
+    return changed
+
+
+def one_place_on(sums: torch.Tensor) -> torch.Tensor:
+    """Put sums into other places of the shard that they belong to."""
+    return torch.cat([part.roll(1) for part in sums.chunk(dist.get_world_size())])
+
+
 def weights_of_own_part(own: Any, group: Any, **named: Any) -> None:
     own(group, **named)
     rank, size = dist.get_rank(), dist.get_world_size()
@@ -228,6 +247,8 @@ FAULTS: dict[str, Callable[[Any], Any]] = {
     **COLLECTIVES,
     "flipped": flipped_bit,
     "gradients": wrapped(f"{GROUPS}.start_grad_sync", gradients_unreduced),
+    "misplaced": wrapped(f"{GROUPS}.start_grad_sync", changed_sums(one_place_on)),
+    "halved": wrapped(f"{GROUPS}.start_grad_sync", changed_sums(lambda sums: sums / 2)),
     "norms": wrapped(f"{C10D}all_reduce", norms_unreduced),
     "gathered": wrapped(f"{GROUPS}.start_param_sync", weights_of_own_part),
 }

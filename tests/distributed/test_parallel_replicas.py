@@ -55,6 +55,21 @@ def test_a_fault_during_training_is_found_at_the_next_check(
     assert f"They were equal in optimizer step {step - 2}." in errors[0]
 
 
+@pytest.mark.parametrize("fault", ["gradients", "halved", "misplaced"])
+@pytest.mark.parametrize(
+    "train",
+    [{}, REPLICATED, {"megatron": OVERLAP}],
+    ids=["sharded", "replicated", "overlapped"],
+)
+def test_a_reduction_that_goes_wrong_later_is_found(run: Any, fault: str, train: dict[str, Any]) -> None:
+    """No copy of a weight or a gradient differs then, and the saved model is wrong."""
+    errors = run("train", fault=fault, since=2, ranks=(0, 1), train=train)
+    assert errors[0] == errors[1]
+    differ = fault == "gradients" and train is REPLICATED  # copies on several ranks
+    assert ("AG610" if differ else "AG611") in errors[0]
+    assert " in optimizer step 3: " in errors[0]
+
+
 @pytest.mark.parametrize(
     ("parallel", "megatron"),
     [({}, {}), ({}, OVERLAP), ({"tensor": 2}, {}), ({"pipeline": 2}, {}), ({"context": 2}, {})],
@@ -66,6 +81,7 @@ def test_a_healthy_run_has_the_same_bits_with_and_without(
     case = {"fault": "flipped", "parallel": parallel, "train": {"megatron": megatron}}
     with_check, without = (run("train", every=n, **case) for n in (1, 0))
     assert with_check == without
+    assert not any(isinstance(result, str) for result in with_check), "an error equals itself"
 
 
 def test_the_weights_of_a_role_are_compared_where_they_are_used(run: Any) -> None:
@@ -92,16 +108,18 @@ def test_known_results_find_each_wrong_collective(run: Any, world: int) -> None:
         (
             "gradients",
             REPLICATED,
-            " gradients (torch.float32) over ranks [0, 1]: rank 0 expected 3 everywhere and",
+            " gradients (torch.float32) over ranks [0, 1]: rank 0 expected 3 and got",
         ),
         (
             "gradients",
             {},
-            " gradients (torch.float32) over ranks [0, 1]: rank 0 expected 3 everywhere and got 1",
+            " gradients (torch.float32) over ranks [0, 1]: rank 0 expected 3 and got 1",
         ),
-        ("gradients", {"megatron": {"overlap_grad_reduce": True}}, "expected 3 everywhere and got 1 to 1"),
+        ("gradients", {"megatron": {"overlap_grad_reduce": True}}, "rank 0 expected 3 and got 1"),
+        ("misplaced", {}, " gradients (torch.float32) over ranks [0, 1]: rank 0 expected"),
+        ("reduce_scatter", {"engine": "fsdp"}, "reduce_scatter (SUM, float32) over the default group"),
     ],
-    ids=["small", "gradients", "shards", "overlapped"],
+    ids=["small", "gradients", "shards", "overlapped", "misplaced", "fsdp"],
 )
 def test_no_engine_is_built_on_wrong_collectives(
     run: Any, fault: str, train: dict[str, Any], text: str

@@ -376,7 +376,8 @@ def test_the_document_shows_what_is_printed(
 @pytest.mark.parametrize("code", FROM_SOURCE)
 def test_the_document_shows_what_the_source_formats(code: str, sections: dict[str, str], root: Path) -> None:
     name = BY_CODE[code].__name__
-    sources = [path.read_text() for path in sorted((root / "core/anygauge/engines").rglob("*.py"))]
+    folders = [root / "core/anygauge" / name for name in ("distributed", "engines")]
+    sources = [path.read_text() for folder in folders for path in sorted(folder.rglob("*.py"))]
     patterns = [pattern for source in sources for pattern in printed(ast.parse(source), name)]
     assert patterns
     assert any(re.fullmatch(pattern, shown(sections[code]), re.DOTALL) for pattern in patterns), patterns

@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["GroupUse", "wrong_result"]
+from anygauge.distributed.process_groups import host_exchange
+from anygauge_hooks.errors import CollectiveError
+
+__all__ = ["GroupUse", "check_known_results", "wrong_result"]
 
 LENGTH = 3
 """Elements for each rank: odd, and few, as some libraries treat few elements apart."""
 LARGEST = 251
 """Numbers of elements are below it, so that bfloat16 holds them exactly."""
 SHOWN = 6
+SHOWN_RANKS = 3
+"""Ranks whose results an error has."""
+_REPAIR = (
+    "The communication library of the backend computes wrongly, or the ranks of the group cannot reach each "
+    "other. Nothing was trained. `pytest --pyargs anygauge.testing.conformance` tests the collectives of a "
+    "backend; exchange the library or its settings, or leave out the hosts of these ranks."
+)
 REDUCED = (torch.float32, torch.bfloat16, torch.int64)
 
 
@@ -33,6 +43,22 @@ class GroupUse:
 
 Case = tuple[str, Callable[[], Tensor], Tensor]
 """Name, function that runs the collective and returns its result, and the result that is expected."""
+
+
+def check_known_results(
+    uses: Iterable[GroupUse], device: torch.device, others: Callable[[], Sequence[str]] = tuple
+) -> None:
+    """Run each collective that an engine uses. A collective.
+
+    :param uses: Groups that this rank is in.
+    :param others: Runs further collectives, and returns what is wrong with them.
+    :raises CollectiveError: A result is wrong; on every rank, with the same text.
+    """
+    wrong = [*filter(None, [wrong_result(use, device) for use in uses]), *others()]
+    mine = wrong[0] if wrong else ""
+    told = host_exchange().decide(mine, lambda texts: "; ".join([*filter(None, texts)][:SHOWN_RANKS]))
+    if told:
+        raise CollectiveError(f"A collective gives a wrong result: {told}.", hint=_REPAIR)
 
 
 def wrong_result(use: GroupUse, device: torch.device) -> str | None:

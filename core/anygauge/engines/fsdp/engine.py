@@ -21,6 +21,7 @@ from anygauge.config.families import family
 from anygauge.config.roles import as_language_model
 from anygauge.device import memory_phase, on_device, seed_everything
 from anygauge.distributed.all_gather import all_gather_values
+from anygauge.distributed.known_results import GroupUse, check_known_results
 from anygauge.engines.agreement import check_facts_agree, config_facts
 from anygauge.engines.fsdp.batch import MicroBatch, micro_batches
 from anygauge.engines.fsdp.checkpoint import Checkpointer
@@ -60,6 +61,7 @@ class FsdpEngine:
         self.dtype = torch_dtype(config)
         self._seconds: defaultdict[str, float] = defaultdict(float)
         check_facts_agree(partial(config_facts, config))
+        self._check_collectives()
         seed_everything(context.device, config.run.seed)
         hf = read_config(config.model.path)
         self.hf = as_language_model(hf) if self.is_critic else hf
@@ -86,6 +88,12 @@ class FsdpEngine:
         self._memory = DeviceMemory(
             context.device, weights=self._model_tensors, rest=self._optimizer_tensors, temporary=tuple
         )
+
+    def _check_collectives(self) -> None:
+        """Run each collective on known data before a model depends on them."""
+        if dist.get_world_size() > 1:
+            world: Any = dist.group.WORLD
+            check_known_results([GroupUse("default", world)], self.device)
 
     def _model_tensors(self) -> Iterator[Tensor]:
         yield from (shard.local for shard in self.shards)

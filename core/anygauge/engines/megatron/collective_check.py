@@ -10,21 +10,18 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed.param_and_grad_buffer import shard_buffer
 from megatron.core.optimizer import MegatronOptimizer
+from torch import Tensor
 
-from anygauge.distributed.known_results import GroupUse, wrong_result
-from anygauge.distributed.process_groups import host_exchange
+from anygauge.distributed.known_results import GroupUse, check_known_results
 from anygauge.engines.megatron.ranks import is_shared
-from anygauge_hooks.errors import CollectiveError
+from anygauge.engines.megatron.reduction_check import reduces_over
 
 __all__ = ["check_collectives"]
 
-SHOWN = 3
-"""Ranks whose results an error has."""
-_REPAIR = (
-    "The communication library of the backend computes wrongly, or the ranks of the group cannot reach each "
-    "other. Nothing was trained. `pytest --pyargs anygauge.testing.conformance` tests the collectives of a "
-    "backend; exchange the library or its settings, or leave out the hosts of these ranks."
-)
+PART = 1 << 24
+"""Elements of a buffer that are filled and compared at once: temporary tensors are that large."""
+PERIOD = 251
+"""Gradients repeat after so many: a prime, so that no power of two hides a wrong place."""
 
 
 def check_collectives(
@@ -37,13 +34,9 @@ def check_collectives(
     """
     if dist.get_world_size() == 1:
         return
-    wrong = [wrong_result(use, device) for use in _uses(optimizer)]
-    for chunk in chunks:
-        wrong += _wrong_gradients(chunk)
-    mine = next(filter(None, wrong), "")
-    told = host_exchange().decide(mine, lambda texts: "; ".join(list(filter(None, texts))[:SHOWN]))
-    if told:
-        raise CollectiveError(f"A collective gives a wrong result: {told}.", hint=_REPAIR)
+    check_known_results(
+        _uses(optimizer), device, lambda: [text for chunk in chunks for text in _wrong_gradients(chunk)]
+    )
 
 
 def _uses(optimizer: MegatronOptimizer | None) -> list[GroupUse]:
@@ -87,7 +80,8 @@ def _wrong_gradients(chunk: Any) -> Iterator[str]:
     groups = [*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups]
     for group in groups:
         for bucket in group.buckets:
-            bucket.grad_data.fill_(_ranks_of(group).rank() + 1)
+            for values, places in _parts(bucket.grad_data):
+                values.copy_(places.mul_(reduces_over(group).rank() + 1))
     if chunk.ddp_config.overlap_grad_reduce:
         chunk.start_grad_sync()
     chunk.finish_grad_sync()
@@ -96,28 +90,33 @@ def _wrong_gradients(chunk: Any) -> Iterator[str]:
     chunk.zero_grad_buffer()
 
 
-def _ranks_of(group: Any) -> dist.ProcessGroup:
-    sharded = group.ddp_config.use_distributed_optimizer
-    ranks: dist.ProcessGroup = (
-        group.intra_distributed_optimizer_instance_group if sharded else group.data_parallel_group
-    )
-    return ranks
+def _parts(values: Tensor, start: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield parts of a buffer with numbers that say where an element is, for sums that land elsewhere.
+
+    :param start: Place of the first element.
+    """
+    for first in range(0, len(values), PART):
+        part = values[first : first + PART]
+        places = torch.arange(start + first, start + first + len(part), device=values.device)
+        yield part, places.remainder_(PERIOD).add_(1).float()
 
 
 def _wrong_bucket(group: Any, bucket: Any) -> str:
-    ranks, sharded = _ranks_of(group), group.ddp_config.use_distributed_optimizer
+    ranks, sharded = reduces_over(group), group.ddp_config.use_distributed_optimizer
     size = ranks.size()
     own = shard_buffer(bucket.grad_data, size)[ranks.rank()] if sharded else bucket.grad_data
-    expected = bucket.gradient_scaling_factor * size * (size + 1) / 2
+    factor = bucket.gradient_scaling_factor * size * (size + 1) / 2
     if group.ddp_config.average_in_collective:
-        expected /= size
-    rounding = expected * size * torch.finfo(own.dtype).eps
-    least, most = torch.stack(own.aminmax()).tolist()
-    if expected - rounding <= least <= most <= expected + rounding:
-        return ""
-    name = "reduce_scatter" if sharded else "all_reduce"
-    return (
-        f"{name} of {bucket.grad_data.numel()} gradients ({own.dtype}) over ranks "
-        f"{dist.get_process_group_ranks(ranks)}: rank {dist.get_rank()} expected {expected:g} everywhere and "
-        f"got {least:g} to {most:g}"
-    )
+        factor /= size
+    start = ranks.rank() * len(own) if sharded else 0
+    for values, places in _parts(own, start):
+        expected = places.mul_(factor)
+        is_wrong = ~((values.float() - expected).abs() <= expected * size * torch.finfo(own.dtype).eps)
+        if bool(is_wrong.any()):
+            name, first = "reduce_scatter" if sharded else "all_reduce", int(is_wrong.int().argmax())
+            return (
+                f"{name} of {bucket.grad_data.numel()} gradients ({own.dtype}) over ranks "
+                f"{dist.get_process_group_ranks(ranks)}: rank {dist.get_rank()} expected {expected[first]:g} "
+                f"and got {values[first]:g}"
+            )
+    return ""

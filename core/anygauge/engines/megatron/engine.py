@@ -35,6 +35,7 @@ from anygauge.engines.megatron.model import Policy, build_policy, initialize_par
 from anygauge.engines.megatron.optimizer import make_optimizer, make_schedule, optimizer_state, wrap_model
 from anygauge.engines.megatron.passes import LogProbPass, TopKPass, TrainPass
 from anygauge.engines.megatron.ranks import common_count, from_last_stage, sum_metrics, token_cut, token_slice
+from anygauge.engines.megatron.reduction_check import ReductionCheck
 from anygauge.engines.megatron.replica_check import ReplicaCheck, check_ranks_agree
 from anygauge.engines.megatron.scope import has_pinned_memory, make_scope
 from anygauge.engines.megatron.update import Update
@@ -95,6 +96,7 @@ class MegatronEngine:
         )
         self._check_ranks_agree()
         self._replicas = self._replica_check()
+        self._reductions = ReductionCheck(self.chunks)
 
     def _prepare_training(self) -> None:
         """Wrap the model for data parallelism, and make what updates and saves it."""
@@ -246,6 +248,7 @@ class MegatronEngine:
         self._biases_before = [bias.clone() for bias in self._biases]
         self._set_training(True)
         begin_gradients(self.chunks)
+        self._reductions.begin(watches=self._replicas.is_next(ACTOR))
         self._weight_update.begin()
         outputs = self._run_schedule(step, batches, routes, forward_only=False)
         return outputs, self._weight_update.norm()
@@ -300,7 +303,8 @@ class MegatronEngine:
         for chunk in self.chunks:
             for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
                 group.param_gather_dispatched = False  # the update comes after this gather
-        return self._replicas.check_step(self.schedule.num_steps + 1, gradient_norm)
+        sums = self._reductions.report()
+        return self._replicas.check_step(self.schedule.num_steps + 1, gradient_norm, sums)
 
     def load_role(self, role: str, path: str) -> None:
         """Keep host copies of another role's weights, read from a Hugging Face directory."""

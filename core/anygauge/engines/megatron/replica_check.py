@@ -24,9 +24,10 @@ from torch import Tensor, nn
 from anygauge.distributed.process_groups import host_exchange
 from anygauge.engines.agreement import majority, named_ranks, other_files, shown
 from anygauge.engines.megatron.ranks import is_shared
+from anygauge.engines.megatron.reduction_check import wrong_sums
 from anygauge.engines.megatron.weights.mapping import TensorRule, copied_embedding
 from anygauge.weight_sync.checksum import digests
-from anygauge_hooks.errors import RankMismatchError, ReplicaError
+from anygauge_hooks.errors import CollectiveError, RankMismatchError, ReplicaError
 
 __all__ = ["ReplicaCheck", "check_ranks_agree", "fingerprints"]
 
@@ -49,6 +50,11 @@ _REPAIR = (
     "The step changed no weight, and checkpoints from before it stay as they are. Look for a faulty device, "
     "or a communication library that computes wrongly, on the hosts of these ranks; then resume from a "
     "checkpoint."
+)
+_REPAIR_REDUCTION = (
+    "The step changed no weight, but steps since the last check may have been wrong. Look for a "
+    "communication library that computes wrongly on the hosts of these ranks; then resume from a "
+    "checkpoint from before these steps."
 )
 Checksums = Mapping[str, Mapping[str, int]]
 """Checksums by :attr:`_Replica.key` and name."""
@@ -94,7 +100,8 @@ def check_ranks_agree(
     :raises RankMismatchError: Some differ; on every rank, with the same text.
     """
     checksums, _ = _checksums(list(_replicas(tensors, rules)), summed=fingerprints)
-    if different := _differences(checksums):
+    different, _ = _differences(checksums)
+    if different:
         of_role = f" of the {role}" if role else ""
         raise RankMismatchError(
             f"Ranks start with different weights{of_role}: {different}.", hint=other_files(directory)
@@ -140,16 +147,29 @@ class ReplicaCheck:
 
     def is_due(self, role: str) -> bool:
         """Count a step or a pass of a role, and return whether it must be checked."""
+        is_due = self.is_next(role)
         self._steps[role] += 1
-        return self._every > 0 and (self._steps[role] - 1) % self._every == 0
+        return is_due
 
-    def check_step(self, step: int, norm: Tensor) -> float:
+    def is_next(self, role: str) -> bool:
+        """Return whether the next step or pass of a role must be checked."""
+        return self._every > 0 and self._steps[role] % self._every == 0
+
+    def check_step(self, step: int, norm: Tensor, sums: str) -> float:
         """Compare weights, gradients and their norm before a weight update; return the norm on the host.
 
+        :param sums: Sums of gradients before and after their reduction, from a ``ReductionCheck``.
         :raises ReplicaError: They differ; on every rank, with the same text.
+        :raises CollectiveError: A reduction changed a sum; on every rank, with the same text.
         """
         checksums, number = _checksums(self._next_part([*self._weights, *self._gradients]), norm)
-        self._conclude(f"in optimizer step {step}", _differences(checksums, number))
+        different, wrong = _differences(checksums, number, sums)
+        self._conclude(f"in optimizer step {step}", different)
+        if wrong:
+            raise CollectiveError(
+                f"A reduction of gradients gives a wrong result in optimizer step {step}: {wrong}.",
+                hint=_REPAIR_REDUCTION,
+            )
         return number
 
     def check_weights(self, role: str) -> None:
@@ -158,7 +178,8 @@ class ReplicaCheck:
         :raises ReplicaError: They differ; on every rank, with the same text.
         """
         checksums, _ = _checksums(self._next_part(self._weights))
-        self._conclude(f"in pass {self._steps[role]} of the {role}", _differences(checksums))
+        different, _ = _differences(checksums)
+        self._conclude(f"in pass {self._steps[role]} of the {role}", different)
 
     def _next_part(self, replicas: Sequence[_Replica]) -> Sequence[_Replica]:
         self._turn += 1
@@ -252,16 +273,25 @@ def _checksums(
     return checksums, math.nan if norm is None else float(values[-1:].int().view(torch.float32))
 
 
-def _differences(checksums: Checksums, norm: float = 0.0) -> str:
-    """Return what differs between ranks, with those that are not with the most. Every rank calls it."""
+def _differences(checksums: Checksums, norm: float = 0.0, sums: str = "[]") -> tuple[str, str]:
+    """Return what differs between ranks, with those that are not with the most, and which sum is wrong.
+
+    Every rank calls it.
+    """
     exchange = host_exchange()
     totals = {
         key: blake2b(repr(each).encode(), digest_size=16).hexdigest() for key, each in checksums.items()
     }
-    keys = json.loads(exchange.decide(json.dumps([totals, norm]), _differing_keys))
+    report = json.dumps([json.dumps([totals, norm]), sums])
+    keys, wrong = json.loads(exchange.decide(report, _judged))
     if not keys:
-        return ""
-    return exchange.decide(json.dumps([{key: checksums.get(key, {}) for key in keys}, norm]), _named)
+        return "", wrong
+    return exchange.decide(json.dumps([{key: checksums.get(key, {}) for key in keys}, norm]), _named), wrong
+
+
+def _judged(reports: Sequence[str]) -> str:
+    checksums, sums = zip(*map(json.loads, reports), strict=True)
+    return json.dumps([json.loads(_differing_keys(checksums)), wrong_sums(sums)])
 
 
 def _differing_keys(reports: Sequence[str]) -> str:
