@@ -249,7 +249,7 @@ def _cann_of(host: Host, version: str) -> Checks:
             text = f"{cann} does not serve torch-npu {version}"
             yield failed(name, text, f"install CANN {own} ({_GUIDE})")
         case "unknown":
-            yield unknown(name, f"torch-npu {version} is in no table of releases; CANN is {cann}")
+            yield unknown(name, f"no table of releases has torch-npu {version} with CANN {cann}")
 
 
 # -------------------------------------------------------------------------

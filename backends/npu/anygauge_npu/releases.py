@@ -75,8 +75,8 @@ def fit(cann: str, version: str) -> Fit:
 
     >>> fit("9.1.1", "2.10.0.post6"), fit("8.5.0", "2.10.0.post6"), fit("9.0.0", "2.10.0.post4")
     ('paired', 'compatible', 'refused')
-    >>> fit("8.3.RC1", "2.10.0.post6"), fit("9.1.0", "2.15.0")
-    ('refused', 'unknown')
+    >>> fit("8.3.RC1", "2.10.0.post6"), fit("9.1.0", "2.15.0"), fit("9.3.0", "2.10.0.post6")
+    ('refused', 'unknown', 'unknown')
     """
     package = version.partition("+")[0]
     own = CANN_OF_TORCH_NPU.get(package)
@@ -84,6 +84,8 @@ def fit(cann: str, version: str) -> Fit:
         return "unknown"
     if number(cann, own.count(".") + 1) == own:
         return "paired"
+    if _numbers(cann) > _numbers(COMPATIBLE_CANN[-1]):
+        return "unknown"  # released after these tables
     is_older = _numbers(cann) < _numbers(own)
     is_refused = number(cann) not in COMPATIBLE_CANN or (package in BROKEN_BEFORE_ITS_CANN and is_older)
     return "refused" if is_refused else "compatible"

@@ -206,7 +206,18 @@ def test_a_package_is_missing_or_does_not_fit(
         ("9.0.0", "2.10.0.post4", "FAIL", "install CANN 9.1.0"),  # TorchNPU 26.1.0 breaks beside it
         ("8.5.0", "2.10.0.post4+gitabc", "FAIL", "install CANN 9.1.0"),
         ("8.3.RC1", "2.10.0.post6", "FAIL", "install CANN 9.1 "),
-        ("9.1.0", "2.10.0.post9", "UNKNOWN", "is in no table of releases; CANN is 9.1.0"),
+        (
+            "9.1.0",
+            "2.10.0.post9",
+            "UNKNOWN",
+            "no table of releases has torch-npu 2.10.0.post9 with CANN 9.1.0",
+        ),
+        (
+            "9.3.0",
+            "2.10.0.post6",
+            "UNKNOWN",
+            "no table of releases has torch-npu 2.10.0.post6 with CANN 9.3.0",
+        ),
     ],
 )
 def test_a_cann_is_held_against_the_whole_version_of_torch_npu(
