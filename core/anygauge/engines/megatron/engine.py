@@ -96,13 +96,13 @@ class MegatronEngine:
         )
         self._check_ranks_agree()
         self._replicas = self._replica_check()
-        self._reductions = ReductionCheck(self.chunks)
 
     def _prepare_training(self) -> None:
         """Wrap the model for data parallelism, and make what updates and saves it."""
         policy, context = self.policy, self.context
         self.chunks: list[Any] = [*wrap_model(policy.chunks, policy.options)]
         self.optimizer = make_optimizer(self.chunks, policy.options, context.plugins, context.backend)
+        self._reductions = ReductionCheck(self.chunks)
         self._weight_update = Update(self.optimizer, policy.options.optimizer.clip_grad, self.device)
         self.schedule = make_schedule(self.optimizer, self.config)
         self._checkpoint = Checkpointer(policy, self.optimizer, self.schedule, context)
