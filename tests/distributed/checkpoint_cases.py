@@ -147,6 +147,6 @@ def save(actor: ActorWorker, directory: Path) -> None:
     actor.save_checkpoint(str(directory))
     engines: Any = [each for each in (actor._critic, actor.trainer) if each is not None]
     for engine in engines:
-        engine._checkpoint._background._write.exception()
+        engine._checkpoint._write.exception()
     assert actor.checkpoint_written() is True
     dist.barrier()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
 from pathlib import Path
@@ -37,7 +38,7 @@ CHANGING = ("lr", "weight_decay", "step")
 ToHost = Callable[[str, Tensor], Tensor]
 
 
-class BackgroundSave:
+class BackgroundSave(ABC):
     """Writes the state of one rank. Host buffers of a save are kept for the next one."""
 
     def __init__(self, device: Device) -> None:
@@ -47,12 +48,17 @@ class BackgroundSave:
         self._refused: CheckpointError | None = None
         """Why the last save did not begin."""
 
-    def save(self, directory: Path, copy: Callable[[ToHost], tuple[RankFile, Mapping[str, Tensor]]]) -> None:
+    @abstractmethod
+    def _copy(self, to_host: ToHost) -> tuple[RankFile, Mapping[str, Tensor]]:
+        """Return what is written.
+
+        :param to_host: Called to copy each tensor to the host.
+        """
+
+    def save(self, directory: Path) -> None:
         """Copy the state to the host, and start to write it; an earlier write is waited for.
 
         What goes wrong is for :meth:`written` to say.
-
-        :param copy: Returns what is written; calls its argument to copy each tensor to the host.
         """
         if self._write is not None and wait([self._write], STUCK_S).not_done:
             reason = f"the write before has not ended after {STUCK_S} s more"
@@ -60,7 +66,7 @@ class BackgroundSave:
             return
         self._refused = None
         try:
-            description, tensors = copy(self._to_host)
+            description, tensors = self._copy(self._to_host)
         except CheckpointError as error:
             self._refused = error
             return

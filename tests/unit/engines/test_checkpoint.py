@@ -117,7 +117,7 @@ def save(engine: Any, directory: Path) -> Path:
 
 
 def wait(engine: Any) -> None:
-    engine._checkpoint._background._write.exception()
+    engine._checkpoint._write.exception()
     assert engine.checkpoint_written()
 
 
@@ -340,7 +340,7 @@ def test_a_failed_write_is_an_error_and_the_next_one_is_not(
 ) -> None:
     engine = make_engine()
     engine.save_checkpoint(str(tmp_path / "absent"))
-    engine._checkpoint._background._write.exception()
+    engine._checkpoint._write.exception()
     with pytest.raises(CheckpointError, match=r"cannot be written: .*No such file"):
         engine.checkpoint_written()
     path = save(engine, tmp_path / "saved")
@@ -559,7 +559,7 @@ def test_any_failure_of_a_write_is_a_checkpoint_error(
     engine = make_engine()
     monkeypatch.setattr("anygauge.engines.background_save.write_rank", failing)
     engine.save_checkpoint(str(tmp_path))
-    engine._checkpoint._background._write.exception()
+    engine._checkpoint._write.exception()
     with pytest.raises(CheckpointError, match=type(error).__name__):
         engine.checkpoint_written()
 
@@ -586,7 +586,7 @@ def test_a_save_without_room_or_while_the_last_is_stuck_is_said_and_not_raised(
     with pytest.raises(CheckpointError, match="the write before has not ended"):
         engine.checkpoint_written()
     go_on.set()
-    engine._checkpoint._background._write.exception()
+    engine._checkpoint._write.exception()
     engine.save_checkpoint(str(tmp_path))
     wait(engine)
 
@@ -611,7 +611,7 @@ def test_a_copy_that_fails_says_why(
         raise error
 
     engine = make_engine()
-    monkeypatch.setattr(engine._checkpoint._background, "_to_host", failing)
+    monkeypatch.setattr(engine._checkpoint, "_to_host", failing)
     engine.save_checkpoint(str(tmp_path))
     with pytest.raises(CheckpointError, match=rf"cannot be written: .*{texts[0]}.*\n.*{texts[1]}") as caught:
         engine.checkpoint_written()

@@ -375,7 +375,7 @@ def test_steps_after_a_resume_are_those_that_would_have_come(
     engine = make_engine(qwen3, **options)
     take_step(engine)
     engine.save_checkpoint(str(tmp_path))
-    engine._checkpoint._background._write.result()
+    engine._checkpoint._write.result()
     assert engine.checkpoint_written()
     expected = [take_step(engine) for _ in range(3)]
     fresh = make_engine(qwen3, **options)
@@ -390,7 +390,7 @@ def test_a_checkpoint_of_another_model_or_a_torn_one_is_refused(
     engine = make_engine(qwen3)
     (tmp_path / "saved").mkdir()
     engine.save_checkpoint(str(tmp_path / "saved"))
-    engine._checkpoint._background._write.result()
+    engine._checkpoint._write.result()
     other = make_engine(tiny_qwen3(tmp_path / "other", vocab_size=VOCAB, layers=1))
     before = weights(other)
     with pytest.raises(CheckpointError, match="another model"):

@@ -41,32 +41,18 @@ LAYOUT: Mapping[str, int] = {"fsdp": 1}
 _log = logging.getLogger(__name__)
 
 
-class Checkpointer:
+class Checkpointer(BackgroundSave):
     """Saves and restores the training state of one rank."""
 
     def __init__(
         self, shards: Sequence[LocalShard], optimizer: ShardedOptimizer, context: WorkerContext
     ) -> None:
+        super().__init__(context.device)
         self._shards = shards
         self._optimizer = optimizer
         self._context = context
-        self._background = BackgroundSave(context.device)
         self.step = 0
         """Optimizer steps that were taken."""
-
-    def save(self, directory: Path) -> None:
-        """Copy the state to the host, and start to write it; an earlier write is waited for.
-
-        What goes wrong is for :meth:`written` to say.
-        """
-        self._background.save(directory, self._copy)
-
-    def written(self) -> bool:
-        """Return whether the last save is on disk.
-
-        :raises CheckpointError: It could not be written, for whatever reason: a run goes on without the save.
-        """
-        return self._background.written()
 
     def _copy(self, to_host: ToHost) -> tuple[RankFile, dict[str, Tensor]]:
         pieces: list[Piece] = []

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import time
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -19,17 +16,18 @@ from torch import Tensor
 from anygauge.config import Config
 from anygauge.config.families import family
 from anygauge.config.roles import as_language_model
-from anygauge.device import memory_phase, on_device, seed_everything
+from anygauge.device import on_device, seed_everything
 from anygauge.distributed.all_gather import all_gather_values
 from anygauge.distributed.known_results import GroupUse, check_known_results
 from anygauge.engines.agreement import check_facts_agree, config_facts
+from anygauge.engines.base import BaseEngine, check_finite
 from anygauge.engines.fsdp.batch import MicroBatch, micro_batches
 from anygauge.engines.fsdp.checkpoint import Checkpointer
 from anygauge.engines.fsdp.model import Outputs, build_model, torch_dtype
 from anygauge.engines.fsdp.optimizer import ShardedOptimizer
 from anygauge.engines.fsdp.start_check import check_at_start
 from anygauge.engines.fsdp.weights import full_weights, load_weights, local_shards
-from anygauge.engines.hf_directory import read_config, write_directory
+from anygauge.engines.hf_directory import read_config
 from anygauge.engines.memory_offload import DeviceMemory
 from anygauge.engines.responses import compared, loss_inputs, unpack
 from anygauge.engines.roles import ACTOR, RoleWeights
@@ -37,7 +35,6 @@ from anygauge.engines.schedule import decay_steps, learning_rate
 from anygauge.kernels.table import resolve_kernels
 from anygauge_hooks.batch import TopKLogProbs, TrainBatch
 from anygauge_hooks.engines import LossFunction, WorkerContext
-from anygauge_hooks.errors import NonFiniteError
 from anygauge_hooks.serving import MemoryState
 
 __all__ = ["ForwardOnlyEngine", "FsdpEngine"]
@@ -48,18 +45,16 @@ Loss = Callable[[MicroBatch, Any], tuple[Tensor, Mapping[str, Tensor]]]
 """From a micro-batch and what was computed of the model's outputs to a loss and metrics."""
 
 
-class FsdpEngine:
+class FsdpEngine(BaseEngine):
     """Implements ``anygauge_hooks.engines.TrainEngine``."""
 
+    _checkpoint: Checkpointer
     is_critic = False
     trains = True
 
     def __init__(self, config: Config, context: WorkerContext) -> None:
-        self.config = config
-        self.context = context
-        self.device = context.device.torch_device
+        super().__init__(config, context)
         self.dtype = torch_dtype(config)
-        self._seconds: defaultdict[str, float] = defaultdict(float)
         check_facts_agree(partial(config_facts, config))
         self._check_collectives()
         seed_everything(context.device, config.run.seed)
@@ -221,11 +216,7 @@ class FsdpEngine:
 
     def _update(self, loss: float, norm: float) -> dict[str, float]:
         step = self._checkpoint.step + 1
-        if not (math.isfinite(loss) and math.isfinite(norm)):
-            raise NonFiniteError(
-                f"Optimizer step {step}: loss {loss}, gradient norm {norm}; no weight was changed.",
-                hint="Lower train.lr, check the rewards, or use train.dtype = 'float32'.",
-            )
+        check_finite(step, loss, norm)
         lr = learning_rate(self.config.train, step, decay_steps(self.config))
         self.optimizer.step(norm, lr)
         self._checkpoint.step = step
@@ -245,30 +236,8 @@ class FsdpEngine:
         self._memory.need("weights", "its weights")
         yield from full_weights(self.root, self.root.names, self.dtype)
 
-    def save_hf(self, path: str) -> None:
-        """Write a complete Hugging Face directory; rank 0 writes."""
-        self._memory.need("weights", "a Hugging Face directory")
-        weights = full_weights(self.root, self.root.names, self.dtype)
-        if self.context.rank == 0:
-            changes = self._config_changes()
-            write_directory(Path(path), self.config.model.path, weights, self.dtype, changes=changes)
-        else:
-            for _ in weights:
-                pass
-        dist.barrier()
-
-    def _config_changes(self) -> Mapping[str, Any]:
-        """Return the keys in which the ``config.json`` of an export differs from the model's."""
-        return {}
-
-    def save_checkpoint(self, path: str) -> None:
-        """Copy the training state to the host, and start to write it into a directory."""
-        self._memory.need("everything", "a checkpoint")
-        self._checkpoint.save(Path(path))
-
-    def checkpoint_written(self) -> bool:
-        """Return whether the checkpoint of :meth:`save_checkpoint` is on disk."""
-        return self._checkpoint.written()
+    def _exported(self) -> tuple[Iterator[tuple[str, Tensor]], torch.dtype]:
+        return full_weights(self.root, self.root.names, self.dtype), self.dtype
 
     def load_checkpoint(self, path: str) -> None:
         """Restore a checkpoint of :meth:`save_checkpoint`. A collective."""
@@ -282,21 +251,6 @@ class FsdpEngine:
     def data_parallel_sum(self, values: Tensor) -> Tensor:
         """Return the sum over data-parallel ranks, with every bit the same on each. A collective."""
         return torch.tensor(all_gather_values(values.tolist(), _NUMBERS), dtype=values.dtype).sum(0)
-
-    def timings(self) -> Mapping[str, float]:
-        """Return and reset the seconds spent since the last call, by phase."""
-        seconds, self._seconds = dict(self._seconds), defaultdict(float)
-        return seconds
-
-    @contextmanager
-    def _timed(self, phase: str) -> Iterator[None]:
-        start = time.perf_counter()
-        try:
-            with memory_phase(self.context.device, phase):
-                yield
-        finally:
-            self.context.device.synchronize()
-            self._seconds[phase] += time.perf_counter() - start
 
 
 class ForwardOnlyEngine(FsdpEngine):

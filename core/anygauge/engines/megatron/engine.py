@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -12,16 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from pydantic import ConfigDict, TypeAdapter
 from torch import Tensor
 
 from anygauge.config import Config
-from anygauge.device import memory_phase, seed_everything
+from anygauge.device import seed_everything
 from anygauge.distributed.all_gather import all_gather_values
-from anygauge.engines.hf_directory import write_directory
+from anygauge.engines.base import BaseEngine, check_finite
 from anygauge.engines.megatron.checkpoints.checkpoint import Checkpointer
 from anygauge.engines.megatron.collective_check import check_collectives
 from anygauge.engines.megatron.consistency_check import check_configs_agree
@@ -44,7 +41,7 @@ from anygauge.engines.responses import unpack
 from anygauge.engines.roles import ACTOR, RoleWeights
 from anygauge_hooks.batch import TopKLogProbs, TrainBatch
 from anygauge_hooks.engines import LossFunction, WorkerContext
-from anygauge_hooks.errors import ConfigError, NonFiniteError
+from anygauge_hooks.errors import ConfigError
 from anygauge_hooks.serving import MemoryState
 
 __all__ = ["MegatronEngine"]
@@ -52,16 +49,15 @@ __all__ = ["MegatronEngine"]
 _NUMBERS = TypeAdapter(float | list[float], config=ConfigDict(ser_json_inf_nan="constants"))
 
 
-class MegatronEngine:
+class MegatronEngine(BaseEngine):
     """Implements ``anygauge_hooks.engines.TrainEngine``."""
+
+    _checkpoint: Checkpointer
 
     def __init__(
         self, config: Config, context: WorkerContext, *, build: Callable[..., Policy] = build_policy
     ) -> None:
-        self.config = config
-        self.context = context
-        self.device = context.device.torch_device
-        self._seconds: defaultdict[str, float] = defaultdict(float)
+        super().__init__(config, context)
         with make_scope(context.device):
             check_configs_agree(config, context.plugins)
             seed_everything(context.device, config.run.seed)
@@ -284,11 +280,7 @@ class MegatronEngine:
             # Megatron has moved these with the gradients, before the loss is known.
             for bias, before in zip(self._biases, self._biases_before, strict=True):
                 bias.copy_(before)
-            raise NonFiniteError(
-                f"Optimizer step {self.schedule.num_steps + 1}: loss {loss}, gradient norm {norm}; "
-                "no weight was changed.",
-                hint="Lower train.lr, check the rewards, or use train.dtype = 'float32'.",
-            )
+        check_finite(self.schedule.num_steps + 1, loss, norm)
         self.schedule.step(1)
         self._weight_update.step(norm)
         if self.schedule.num_steps == 1:  # the optimizer has a state from here on
@@ -318,32 +310,10 @@ class MegatronEngine:
         self._synchronize_parameters()
         yield from self.policy.weights()
 
-    def save_hf(self, path: str) -> None:
-        """Write a complete Hugging Face directory; rank 0 writes."""
-        self._memory.need("weights", "a Hugging Face directory")
+    def _exported(self) -> tuple[Iterator[tuple[str, Tensor]], torch.dtype]:
         self._synchronize_parameters()
         weights = self.policy.weights(on_every_rank=False)
-        if self.context.rank == 0:
-            dtype = self.policy.options.transformer.params_dtype
-            changes = self._config_changes()
-            write_directory(Path(path), self.config.model.path, weights, dtype, changes=changes)
-        else:
-            for _ in weights:
-                pass
-        dist.barrier()
-
-    def _config_changes(self) -> Mapping[str, Any]:
-        """Return the keys in which the ``config.json`` of an export differs from the model's."""
-        return {}
-
-    def save_checkpoint(self, path: str) -> None:
-        """Copy the training state to the host, and start to write it into a directory."""
-        self._memory.need("everything", "a checkpoint")
-        self._checkpoint.save(Path(path))
-
-    def checkpoint_written(self) -> bool:
-        """Return whether the checkpoint of :meth:`save_checkpoint` is on disk."""
-        return self._checkpoint.written()
+        return iter(weights), self.policy.options.transformer.params_dtype
 
     def load_checkpoint(self, path: str) -> None:
         """Restore a checkpoint of :meth:`save_checkpoint`. A collective."""
@@ -372,11 +342,6 @@ class MegatronEngine:
             terms = all_gather_values(values.tolist(), _NUMBERS, group)
         return torch.tensor(terms, dtype=values.dtype).sum(0)
 
-    def timings(self) -> Mapping[str, float]:
-        """Return and reset the seconds spent since the last call, by phase."""
-        seconds, self._seconds = dict(self._seconds), defaultdict(float)
-        return seconds
-
     def _pack(self, batch: TrainBatch) -> MicroBatches:
         """Return the micro-batches of a batch. Those of the last one are kept: its passes share them."""
         if self._packed is None or self._packed.batch is not batch:
@@ -404,13 +369,3 @@ class MegatronEngine:
             parallel_state.is_pipeline_first_stage(ignore_virtual=True),
             *token_slice(policy.options.transformer),
         )
-
-    @contextmanager
-    def _timed(self, phase: str) -> Iterator[None]:
-        start = time.perf_counter()
-        try:
-            with memory_phase(self.context.device, phase):
-                yield
-        finally:
-            self.context.device.synchronize()
-            self._seconds[phase] += time.perf_counter() - start

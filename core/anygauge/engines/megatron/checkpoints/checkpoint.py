@@ -64,7 +64,7 @@ __all__ = ["Checkpointer"]
 logger = logging.getLogger(__name__)
 
 
-class Checkpointer:
+class Checkpointer(BackgroundSave):
     """Saves and restores the training state of one rank.
 
     :param policy: The model whose weights are trained.
@@ -77,11 +77,11 @@ class Checkpointer:
         schedule: OptimizerParamScheduler,
         context: WorkerContext,
     ) -> None:
+        super().__init__(context.device)
         self._policy = policy
         self._optimizer = optimizer
         self._schedule = schedule
         self._context = context
-        self._background = BackgroundSave(context.device)
 
     def check(self) -> None:
         """Check that the engine's state can be saved.
@@ -91,20 +91,6 @@ class Checkpointer:
         for part, shard in kept_parts(self._held(), self._optimizer):
             for kind, value in part_state(part, shard, joined=False)[0].items():
                 check_dtype(key(kind, part.held.name), value)
-
-    def save(self, directory: Path) -> None:
-        """Copy the state to the host, and start to write it; an earlier write is waited for.
-
-        What goes wrong is for :meth:`written` to say.
-        """
-        self._background.save(directory, self._copy)
-
-    def written(self) -> bool:
-        """Return whether the last save is on disk.
-
-        :raises CheckpointError: It could not be written, for whatever reason: a run goes on without the save.
-        """
-        return self._background.written()
 
     def _held(self) -> list[LocalTensor]:
         policy = self._policy
