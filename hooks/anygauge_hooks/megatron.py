@@ -124,6 +124,8 @@ class LayerKind:
     attention: Literal["self", "gated", "latent", "gated_delta"] = "self"
     """``self`` has grouped queries; ``gated`` multiplies its output with a gate that comes with the queries;
     ``latent`` compresses keys and values; ``gated_delta`` is a linear recurrence."""
+    rotary: bool = True
+    """Whether queries and keys turn with the position."""
     mlp: Literal["dense", "moe"] = "dense"
     post_norms: bool = False
     """Whether the outputs of attention and MLP are normalised too, before they are added."""

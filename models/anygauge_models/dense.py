@@ -36,6 +36,8 @@ class DenseDecoder:
     has_bias: Callable[[Mapping[str, Any]], bool] = lambda hf: False
     """Whether queries, keys and values have biases."""
     has_qk_norm: bool = False
+    rotary_layers: Callable[[Mapping[str, Any]], Sequence[bool]] = lambda hf: [True] * hf["num_hidden_layers"]
+    """For each layer, whether its queries and keys turn with the position."""
     has_post_norms: bool = False
     has_fused_mlp: bool = False
     """Whether checkpoints hold gate above up in one tensor."""
@@ -55,6 +57,10 @@ class DenseDecoder:
         switches = {"add_qkv_bias": self.has_bias(hf), "qk_layernorm": self.has_qk_norm}
         return decoder_config(hf, **self.attention(hf), **switches, **self.fields)
 
+    def layers(self, hf: Mapping[str, Any]) -> list[LayerKind]:
+        """Return the kind of each layer."""
+        return [LayerKind(rotary=turns, post_norms=self.has_post_norms) for turns in self.rotary_layers(hf)]
+
     def flops_per_token(self, hf: Mapping[str, Any], sequence_length: int) -> float:
         """Return the floating-point operations of a forward pass per token, causal attention counted once."""
         return dense_flops(hf, sequence_length, **self.attention(hf))
@@ -71,12 +77,11 @@ class DenseDecoder:
         :param turns: How its chat template marks the assistant's turns.
         :param defaults: Defaults of transformers, for keys that a config may lack; see :func:`make_family`.
         """
-        kind = LayerKind(post_norms=self.has_post_norms)
         model = MegatronModel(
             transformer_config=self.transformer_config,
             weight_rules=self.weight_rules,
             rotary=half_rotary(self.rotary_dim or self.head_dim),
-            layers=lambda hf: (kind,) * hf["num_hidden_layers"],
+            layers=self.layers,
         )
         return make_family(
             self.family,

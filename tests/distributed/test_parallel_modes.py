@@ -77,6 +77,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "delta": ("qwen3_5", HYBRID),
     "delta-experts": ("qwen3_5_moe", HYBRID),
     "groups": ("qwen2", {"num_attention_heads": 8, "num_key_value_heads": 4}),  # several on each rank, biases
+    "some-rotary": ("smollm3", {"no_rope_layers": [1, 1, 0, 1], "initializer_range": 0.1}),
     "post-norms": ("glm4", {}),  # and biases, and angles of neighbours
 }
 ATTENTION_MODES: dict[str, tuple[str, int, dict[str, Any], dict[str, Any]]] = {
@@ -94,6 +95,7 @@ ATTENTION_MODES: dict[str, tuple[str, int, dict[str, Any], dict[str, Any]]] = {
     "tied-tp4": ("tied", 4, {"tensor": 4}, {}),
     "delta-tp4": ("delta", 4, {"tensor": 4}, {}),
     "post-norms-tp4": ("post-norms", 4, {"tensor": 4}, {}),
+    "some-rotary-tp2-pp2": ("some-rotary", 4, {"tensor": 2, "pipeline": 2}, {"recompute": "full"}),
     "groups-tp2": ("groups", 2, {"tensor": 2}, {}),
     "delta-experts-tp2-ep2": ("delta-experts", 4, {"tensor": 2, "expert": 2}, {}),
 }

@@ -26,6 +26,8 @@ class DecoderLayerSubmodules(TransformerLayerSubmodules):
 
     post_norm: Any = None
     """The norm of the outputs of attention and MLP, or ``None``."""
+    has_rotary: bool = True
+    """Whether queries and keys turn with the position."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +61,7 @@ class DecoderLayer(TransformerLayer):
             self.post_mlp_layernorm = _build_norm(submodules.post_norm, config)
             self.self_attn_bda = _after(self.post_self_attn_layernorm, self.self_attn_bda)
             self.mlp_bda = _after(self.post_mlp_layernorm, self.mlp_bda)
+        self.has_rotary = submodules.has_rotary
         self.is_short = submodules.post_norm is None and self._is_short()
 
     def _is_short(self) -> bool:
@@ -77,12 +80,14 @@ class DecoderLayer(TransformerLayer):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the layer; experts are told which micro-batch it is, and features of media are added."""
         packed = kwargs.get("packed_seq_params")
+        if packed is not None and not self.has_rotary:
+            kwargs["packed_seq_params"] = packed.without_rotary
         if isinstance(self.mlp, ExpertLayer):
             self.mlp.packed = packed
         if not self.is_short or args or packed is None:
             output = super().forward(*args, **kwargs)
         else:
-            output = self._short(kwargs["hidden_states"], packed), None
+            output = self._short(kwargs["hidden_states"], kwargs["packed_seq_params"]), None
         for deposits in packed.deposits if packed is not None else ():
             output = deposits.add_to(output[0], self.layer_number - 1), *output[1:]
         return output

@@ -6,7 +6,8 @@ Megatron imports happen here at module level: import this file only after ``prep
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from inspect import getfile
 from typing import Any
 
@@ -58,6 +59,12 @@ class PackedSequences(PackedSeqParams):
     """Which experts the tokens go to, where a pass captures or replays it."""
     deposits: Sequence[Deposits] = ()
     """Features that the first layers add; set by the first stage's forward pass."""
+
+    @cached_property
+    def without_rotary(self) -> PackedSequences:
+        """The same for layers whose queries and keys do not turn: every angle is 0, for any kernel."""
+        assert self.cos is not None
+        return replace(self, cos=torch.ones_like(self.cos), sin=torch.zeros_like(self.cos))
 
 
 class RmsNorm(nn.Module):

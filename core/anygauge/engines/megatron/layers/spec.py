@@ -124,6 +124,7 @@ def layer_spec(provider: SpecProvider, kind: LayerKind, config: TransformerConfi
         mlp=mlp(provider),
         mlp_bda=get_bias_dropout_add,
         post_norm=provider.norm() if kind.post_norms else None,
+        has_rotary=kind.rotary,
         sharded_state_dict_keys_map={"input_layernorm.": attention_norm, "pre_mlp_layernorm.": mlp_norm},
     )
     return ModuleSpec(module=DecoderLayer, submodules=layer)
