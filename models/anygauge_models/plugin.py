@@ -29,8 +29,9 @@ def register_models() -> list[ModelSpec]:
     from anygauge_models.qwen3_omni_moe.spec import QWEN3_OMNI_MOE
     from anygauge_models.qwen3_vl.spec import QWEN3_VL
     from anygauge_models.qwen3_vl_moe import QWEN3_VL_MOE
+    from anygauge_models.seed_oss import SEED_OSS
     from anygauge_models.smollm3 import SMOLLM3
 
     glm = [GLM4, GLM4_MOE, GLM4V, GLM4V_MOE, GLM46V, GLM_OMNI]
     qwen = [QWEN2, QWEN3, QWEN3_5, QWEN3_5_MOE, QWEN3_MOE, QWEN3_OMNI_MOE, QWEN3_VL, QWEN3_VL_MOE]
-    return [DEEPSEEK_V3, *glm, LLAMA, MISTRAL, *qwen, SMOLLM3]
+    return [DEEPSEEK_V3, *glm, LLAMA, MISTRAL, *qwen, SEED_OSS, SMOLLM3]

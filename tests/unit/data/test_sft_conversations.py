@@ -17,10 +17,11 @@ from anygauge.data.rows import Row, RowReader
 from anygauge.data.source import FileSource
 from anygauge.testing.tiny import tiny_tokenizer
 from anygauge_hooks.errors import ConfigError, DataError
-from anygauge_hooks.models import AssistantTurns
+from anygauge_hooks.models import AssistantTurns, ModelSpec
 from anygauge_hooks.rl import Prompt
 from anygauge_models.mistral import MISTRAL
 from anygauge_models.qwen3 import QWEN3
+from anygauge_models.seed_oss import SEED_OSS
 
 WriteRows = Callable[..., Path]
 Read = Callable[..., list[Prompt]]
@@ -65,6 +66,11 @@ THINKING_TEMPLATE = r"""
 MISTRAL_TEMPLATE = (
     "<s>{% for message in messages %}{% if message.role == 'user' %}[INST] {{ message.content }}[/INST]"
     "{% else %} {{ message.content }}</s>{% endif %}{% endfor %}"
+)
+
+SEED_OSS_TEMPLATE = (
+    "{% for message in messages %}<seed:bos>{{ message.role }}\n{{ message.content | trim }}<seed:eos>"
+    "{% endfor %}{% if add_generation_prompt %}<seed:bos>assistant\n{% endif %}"
 )
 
 TURNS = QWEN3.assistant_turns
@@ -144,11 +150,25 @@ def test_every_turn_of_the_assistant_is_trained_on(read: Read, chat_tokenizer: A
     assert chat_tokenizer.decode(prompt.tokens + prompt.response) == whole
 
 
-def test_the_turns_of_mistral(read: Read, chat_tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chat_tokenizer, "chat_template", MISTRAL_TEMPLATE)
+@pytest.mark.parametrize(
+    ("family", "template", "runs"),
+    [
+        (MISTRAL, MISTRAL_TEMPLATE, [" Hello!</s>", " Well.</s>"]),
+        (SEED_OSS, SEED_OSS_TEMPLATE, ["Hello!<seed:eos>", "Well.<seed:eos>"]),
+    ],
+)
+def test_the_turns_of_other_families(
+    read: Read,
+    chat_tokenizer: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    family: ModelSpec,
+    template: str,
+    runs: list[str],
+) -> None:
+    monkeypatch.setattr(chat_tokenizer, "chat_template", template)
     row = chat("Hello", "Hello!", "How are you?", "Well.")
-    (prompt,) = read(row, tokenizer=chat_tokenizer, turns=MISTRAL.assistant_turns)
-    assert trained(prompt, chat_tokenizer) == [" Hello!</s>", " Well.</s>"]
+    (prompt,) = read(row, tokenizer=chat_tokenizer, turns=family.assistant_turns)
+    assert trained(prompt, chat_tokenizer) == runs
 
 
 TEXTS = st.text("ab \n.<>|", min_size=1, max_size=12).filter(str.strip)

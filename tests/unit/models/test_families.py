@@ -348,6 +348,8 @@ REFUSED = [
     ("glm4_moe", "n_shared_experts", 0),
     ("llama", "attention_bias", True),
     ("llama", "mlp_bias", True),
+    ("seed_oss", "attention_out_bias", True),
+    ("seed_oss", "mlp_bias", True),
     ("smollm3", "use_sliding_window", True),
     ("smollm3", "attention_bias", True),
     ("smollm3", "mlp_bias", True),
@@ -432,6 +434,7 @@ def declared(spec: ModelSpec, hf: Mapping[str, Any]) -> Any:
 OLD = {
     "mistral": {"rope_theta": 1e6},
     "qwen2": {"rope_theta": 1e6},
+    "seed_oss": {"rope_theta": 1e7},
     "smollm3": {"rope_theta": 5e6},
     "qwen3": {"rope_theta": 1e6},
     "glm4": {"rope_theta": 1e4, "partial_rotary_factor": 0.5},
@@ -492,6 +495,7 @@ VARIANTS = [
     ("qwen3_moe", {"norm_topk_prob": False, "mlp_only_layers": [], "decoder_sparse_step": 2}),
     ("glm4", {"attention_bias": False, "tie_word_embeddings": True}),
     ("glm4_moe", {"use_qk_norm": False, "n_shared_experts": 2}),
+    ("seed_oss", {"attention_bias": False, "head_dim": None}),
     ("smollm3", {"no_rope_layers": [0, 1, 1], "tie_word_embeddings": False}),
     ("llama", {"num_key_value_heads": 4, "rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}),
 ]
@@ -696,7 +700,7 @@ def test_a_family_of_another_package_works_as_the_page_shows_it(
     source, installed = tmp_path / "source", tmp_path / "installed"
     source.mkdir()
     files = FILES.findall(PAGE.read_text(encoding="utf-8"))
-    assert [name for name, _ in files] == ["pyproject.toml", "anygauge_seed_oss.py"]
+    assert [name for name, _ in files] == ["pyproject.toml", "anygauge_ernie.py"]
     for name, text in files:
         (source / name).write_text(text, encoding="utf-8")
     options = ("--no-deps", "--no-index", "--no-build-isolation", "--disable-pip-version-check", "--quiet")
@@ -706,13 +710,13 @@ def test_a_family_of_another_package_works_as_the_page_shows_it(
     monkeypatch.syspath_prepend(installed)
     plugins = load_plugins()
     outside = Host(plugins, host.backend, host.device)
-    spec = plugins.get("register_models", "seed_oss")
+    spec = plugins.get("register_models", "ernie4_5")
     path = write_tiny(spec, tmp_path / "model")
     compare_logits(outside, path, sequences)
     assert differing_defaults(spec) == []
     config = json.loads((path / "config.json").read_text())
-    for key, value in (("attention_out_bias", True), ("hidden_act", "gelu")):
-        with pytest.raises(ConfigError, match=f"{key} = {value!r} is not supported by the seed_oss family"):
+    for key, value in (("use_bias", True), ("hidden_act", "gelu")):
+        with pytest.raises(ConfigError, match=f"{key} = {value!r} is not supported by the ernie4_5 family"):
             megatron_model(spec).transformer_config({**config, key: value})
 
 
